@@ -1,0 +1,210 @@
+#!/usr/bin/env python3
+"""Fetches a model by name: resumable, verified, repeatable. A second run transfers nothing.
+
+    python download_model.py --model_name Qwen/Qwen2.5-0.5B-Instruct/weight_only_int8 --dir models
+
+Without further settings the checkpoint comes from the Hugging Face hub (HF_ENDPOINT and HF_TOKEN are
+respected) and the name's third part is the quantization to export. With MODEL_MIRROR set, for instance
+to https://example.com/models/static, the ready-made static graph comes from
+`$MODEL_MIRROR/$tag/$model_name/{model,node1,node2,mtp}/`. Either way the files are in `dir/model_name`.
+
+The hub's list, names, checksums and tokens are huggingface_hub's; the bytes are fetched here, because the
+library gives up a partial file when its process ends and does not compare what it fetched with a checksum.
+"""
+
+import argparse
+import logging
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+from engine.download.copy import Record, fill
+from engine.download.files import DownloadError
+from engine.download.sources import list_hub, list_mirror
+from engine.download.transfer import Policy
+
+DEFAULT_MODEL = "deepseek-ai/DeepSeek-R1/weight_only_int4"
+DEFAULT_TAG = "3.0.0.b4"
+QUANTS = (
+    "weight_only_int8",
+    "weight_only_int4",
+    "a8w8",
+    "a8w8_fp8",
+    "a8w8c8",
+    "a8w8_fp8_wint4",
+    "float16",
+    "bfloat16",
+    "float32",
+)
+MODES = ("master", "slave")
+NAME_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Where from and which part. `from_env` reads what the environment says."""
+
+    mirror: str | None = None  # base URL of a mirror of static models; None: the Hugging Face hub
+    tag: str = DEFAULT_TAG  # version folder of the mirror
+    hub_endpoint: str | None = None  # None: huggingface_hub's own
+    nnodes: int = 1
+    mode: str = "master"
+    speculate_dir: str | None = None  # where the draft model goes; None: no draft model
+    policy: Policy = field(default_factory=Policy)
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ, **others) -> "Options":
+        rehash = environ.get("MD5_CHECK", "0")
+        if rehash not in ("", "0", "1"):
+            raise DownloadError(f"MD5_CHECK is {rehash!r}, it must be 0 or 1")
+        return cls(
+            mirror=environ.get("MODEL_MIRROR") or None,
+            tag=environ.get("tag") or DEFAULT_TAG,
+            hub_endpoint=environ.get("HF_ENDPOINT", "").rstrip("/") or None,
+            policy=Policy(rehash=rehash == "1"),
+            **others,
+        )
+
+    def check(self) -> None:
+        if self.nnodes < 1:
+            raise DownloadError(f"nnodes is {self.nnodes}, it must be at least 1")
+        if self.mode not in MODES:
+            raise DownloadError(f"mode is {self.mode!r}, it must be one of {', '.join(MODES)}")
+        if self.mirror is None:
+            if self.speculate_dir is not None:
+                raise DownloadError(
+                    "speculate_model_path is for a mirror of static models (MODEL_MIRROR), which has the draft "
+                    "model in a folder of its own; in a checkpoint of the hub the draft is part of the model"
+                )
+            return
+        if not re.match(r"https?://[^/]", self.mirror):
+            raise DownloadError(f"MODEL_MIRROR is {self.mirror!r}, it must be an http(s) URL")
+        if not _is_name(self.tag):
+            raise DownloadError(f"tag is {self.tag!r}, it must be a version such as {DEFAULT_TAG}")
+        if self.nnodes > 2:
+            raise DownloadError(
+                f"nnodes is {self.nnodes}: a mirror of static models has folders for one node (model) and for "
+                "two (node1, node2) only"
+            )
+
+    @property
+    def part(self) -> str:
+        """The mirror's folder for this node."""
+        if self.nnodes == 1:
+            return "model"
+        return "node1" if self.mode == "master" else "node2"
+
+
+@dataclass(frozen=True)
+class Download:
+    model_dir: Path
+    quant: str | None  # to export with; None: as the checkpoint is
+    is_static: bool  # exported already
+    speculate_dir: Path | None = None
+    num_fetched: int = 0  # files that were not there yet
+
+
+def parse_model_name(name: str) -> tuple[str, str | None]:
+    """`org/model[/quant]` -> (`org/model`, quant). It becomes a path and a URL, so its characters matter."""
+    parts = name.split("/")
+    if len(parts) not in (2, 3) or not all(map(_is_name, parts)):
+        raise DownloadError(f"model_name is {name!r}, it must be org/model or org/model/quantization")
+    quant = parts[2] if len(parts) == 3 else None
+    if quant is not None and quant not in QUANTS:
+        raise DownloadError(f"model_name ends in {quant!r}, the quantizations are: {', '.join(QUANTS)}")
+    return "/".join(parts[:2]), quant
+
+
+def download(name: str, directory: str | Path = "downloads", options: Options | None = None) -> Download:
+    """On return `directory/name` is complete and verified; whatever prevents that is a DownloadError."""
+    repo_id, quant = parse_model_name(name)
+    options = options or Options.from_env()
+    options.check()
+    model_dir = Path(directory) / name
+    if options.mirror is None:
+        num_fetched = _from_hub(repo_id, quant, model_dir, options)
+        return Download(model_dir, quant, is_static=False, num_fetched=num_fetched)
+    speculate_dir = Path(options.speculate_dir) if options.speculate_dir else None
+    if speculate_dir is not None and speculate_dir.resolve() == model_dir.resolve():
+        raise DownloadError(f"speculate_model_path is the model's own directory, {model_dir}")
+    num_fetched = _from_mirror(name, options.part, model_dir, options)
+    if speculate_dir is not None:
+        num_fetched += _from_mirror(name, "mtp", speculate_dir, options)
+    return Download(model_dir, quant, True, speculate_dir, num_fetched)
+
+
+def find_download(model_dir: str | Path) -> Download | None:
+    """What an earlier run has completed in this very directory."""
+    record = Record.load(Path(model_dir))
+    if record is None or not record.is_complete:
+        return None
+    return Download(Path(model_dir), record.quant, record.is_static)
+
+
+def _from_hub(repo_id: str, quant: str | None, model_dir: Path, options: Options) -> int:
+    checkpoint_dir = model_dir if quant is None else model_dir.parent
+    others = [checkpoint_dir, *(checkpoint_dir / other for other in QUANTS)]
+    return fill(
+        model_dir,
+        Record(f"{repo_id} of the hub", quant),
+        lambda policy, stop: list_hub(repo_id, options.hub_endpoint, policy, stop),
+        options.policy,
+        twins=[other for other in others if other != model_dir],
+    )
+
+
+def _from_mirror(name: str, part: str, target_dir: Path, options: Options) -> int:
+    place = f"{options.tag}/{name}/{part}"
+    quant = None if part == "mtp" else parse_model_name(name)[1]  # the draft's is not in the name
+    return fill(
+        target_dir,
+        Record(f"{place} of a mirror", quant, is_static=True),
+        lambda policy, stop: list_mirror(f"{options.mirror.rstrip('/')}/{place}", policy, stop),
+        options.policy,
+    )
+
+
+def _is_name(part: str) -> bool:
+    return NAME_PART.fullmatch(part) is not None and ".." not in part
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = _Parser(prog="download_model.py", description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("-m", "--model_name", default=DEFAULT_MODEL, help="org/model or org/model/quantization (%(default)s)")
+    add("-d", "--dir", default="downloads", help="the model goes to dir/model_name (%(default)s)")
+    add("-n", "--nnodes", type=int, default=1, help="nodes that serve the model together (%(default)s)")
+    add("-M", "--mode", choices=MODES, default="master", help="which node this is, if two (%(default)s)")
+    add("-s", "--speculate_model_path", help="where the draft model goes; only from a mirror")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.INFO)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # huggingface_hub's; it logs every request
+    try:
+        options = Options.from_env(nnodes=args.nnodes, mode=args.mode, speculate_dir=args.speculate_model_path)
+        done = download(args.model_name, args.dir, options)
+    except (DownloadError, OSError) as error:
+        print(f"download_model.py: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("download_model.py: interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+    kind = "static graph" if done.is_static else f"checkpoint, to be exported as {done.quant or 'it is'}"
+    print(f"{done.model_dir}: complete, {done.num_fetched} files fetched ({kind})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Serves one language model: configuration, scheduling, the static graph and the devices that run it."""

@@ -1,0 +1,200 @@
+"""Makes a directory a verified copy of a listing, and remembers what has been verified.
+
+A file under its final name is complete and verified; anything else is called `.partial`. A later run
+believes a file whose size and time stamp are those of its verification and reads any other again, so
+a restart does not read hundreds of gigabytes, and a touched or foreign file is still noticed.
+"""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from engine.download.files import (
+    LOCK,
+    RECORD,
+    DownloadError,
+    Listing,
+    RemoteFile,
+    Temporary,
+    has_digest,
+    partial_of,
+    place,
+)
+from engine.download.transfer import Policy, Progress, Stop, Transfer
+
+log = logging.getLogger(__name__)
+
+ListFiles = Callable[[Policy, Stop], Listing]
+
+
+@dataclass
+class Record:
+    """A directory's `download.json`."""
+
+    source: str  # what the directory is a copy of
+    quant: str | None = None
+    is_static: bool = False
+    revision: str | None = None
+    is_complete: bool = False
+    files: dict[str, dict] = field(default_factory=dict)  # path -> digest, size, mtime_ns when verified
+
+    @classmethod
+    def load(cls, root: Path) -> "Record | None":
+        """A record that is missing or damaged costs reading the files again, no more."""
+        try:
+            return cls(**json.loads((root / RECORD).read_text()))
+        except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
+            return None
+
+    def save(self, root: Path) -> None:
+        draft = partial_of(root / RECORD)
+        draft.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        draft.replace(root / RECORD)
+
+    def note(self, path: str, digest: str, target: Path) -> None:
+        stat = target.stat()
+        self.files[path] = {"digest": digest, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+
+    def vouches_for(self, path: str, target: Path, digest: str | None = None) -> bool:
+        noted = self.files.get(path)
+        if noted is None or not target.is_file() or digest not in (None, noted["digest"]):
+            return False
+        stat = target.stat()
+        return (noted["size"], noted["mtime_ns"]) == (stat.st_size, stat.st_mtime_ns)
+
+    def has_everything(self, root: Path) -> bool:
+        return self.is_complete and all(self.vouches_for(path, root / path) for path in self.files)
+
+
+def fill(
+    root: Path, wanted: Record, list_files: ListFiles, policy: Policy, twins: Iterable[Path] = ()
+) -> int:
+    """Returns how many files were fetched. `twins` are directories that may hold the same large files."""
+    stop = Stop()
+    root.mkdir(parents=True, exist_ok=True)
+    with _locked(root):
+        old = Record.load(root)
+        if old is not None and old.source != wanted.source:
+            raise DownloadError(f"{root} holds {old.source}, not {wanted.source}: choose another directory")
+        wanted.files = old.files if old is not None else {}
+        if old is None or not old.has_everything(root):
+            return _Run(root, wanted, policy, stop).fill(list_files(policy, stop), list(twins))
+        try:
+            listing = list_files(replace(policy, num_tries=min(policy.num_tries, 2)), stop)
+        except Temporary as error:  # a server that is down is no reason not to start what is here
+            log.warning("%s; going on with the complete copy in %s", error, root)
+            wanted.revision, wanted.is_complete = old.revision, True
+            wanted.save(root)
+            return 0
+        return _Run(root, wanted, policy, stop).fill(listing, list(twins))
+
+
+class _Run:
+    """One listing on its way into one directory."""
+
+    def __init__(self, root: Path, record: Record, policy: Policy, stop: Stop):
+        self.root, self.record, self.policy, self.stop = root, record, policy, stop
+        self._lock = threading.Lock()  # around the record
+
+    def fill(self, listing: Listing, twins: list[Path]) -> int:
+        self.record.revision = listing.revision
+        self._check_room(listing)
+        self.record.save(self.root)  # from here on it is not complete
+        progress = Progress(self.root.name)
+        self._transfer = Transfer(self.policy, self.stop, progress, listing.authorization)
+        self._twins = [(twin, record) for twin in twins if (record := Record.load(twin))]
+        try:
+            num_fetched = self._bring_all(listing.files, progress)
+        finally:
+            progress.close()
+        for path in self.record.files.keys() - {file.path for file in listing.files}:
+            place(self.root, path).unlink(missing_ok=True)  # an earlier revision's; it was ours
+            del self.record.files[path]
+        self.record.is_complete = True
+        self.record.save(self.root)
+        return num_fetched
+
+    def _bring_all(self, files: list[RemoteFile], progress: Progress) -> int:
+        num_fetched = 0
+        with ThreadPoolExecutor(self.policy.num_workers, thread_name_prefix="download") as pool:
+            running = {pool.submit(self._bring, file): file for file in files}
+            try:
+                for num_done, future in enumerate(as_completed(running), start=1):
+                    how = future.result()
+                    num_fetched += how == "fetched"
+                    if not progress.is_visible:
+                        log.info("%d/%d %s: %s", num_done, len(files), running[future].path, how)
+            except BaseException:  # an interrupt as well: the threads must not go on by themselves
+                self.stop.set()
+                pool.shutdown(cancel_futures=True)
+                raise
+        return num_fetched
+
+    def _bring(self, file: RemoteFile) -> str:
+        try:
+            target = place(self.root, file.path)
+            how = self._obtain(file, target)
+        except DownloadError as error:
+            raise type(error)(f"{file.path}: {error}") from None
+        except OSError as error:
+            raise DownloadError(f"{file.path}: {error.strerror or error}") from error
+        with self._lock:
+            self.record.note(file.path, file.digest, target)
+            self.record.save(self.root)
+        return how
+
+    def _obtain(self, file: RemoteFile, target: Path) -> str:
+        if not self.policy.rehash and self.record.vouches_for(file.path, target, file.digest):
+            return "already here"
+        if target.is_file() and has_digest(target, file.digest):
+            return "already here, verified again"
+        partial = partial_of(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if linked := self._link_twin(file, partial):
+            how = f"the same as in {linked}"
+        else:
+            self._transfer.fetch(file, partial)
+            how = "fetched"
+        partial.replace(target)
+        return how
+
+    def _link_twin(self, file: RemoteFile, partial: Path) -> Path | None:
+        """Weights only: they are large and nobody edits them, so two names for one file do no harm."""
+        for twin, record in self._twins:
+            source = twin / file.path
+            if file.path.endswith(".safetensors") and record.vouches_for(file.path, source, file.digest):
+                partial.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # not every file system has hard links
+                    os.link(source, partial)
+                    return twin
+        return None
+
+    def _check_room(self, listing: Listing) -> None:
+        missing = [file for file in listing.files if not (self.root / file.path).exists()]
+        partials = [partial for file in missing if (partial := partial_of(self.root / file.path)).is_file()]
+        needed = sum(file.size or 0 for file in missing) - sum(partial.stat().st_size for partial in partials)
+        free = shutil.disk_usage(self.root).free
+        if needed > free and not self._twins:
+            raise DownloadError(f"{self.root}: {needed / 1e9:.1f} GB needed, {free / 1e9:.1f} GB are free")
+
+
+@contextlib.contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    """One download a directory at a time; on a file system without locks the operator has to see to it."""
+    with (root / LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("%s: another download is at work there, waiting for it", root)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            log.warning("%s cannot be locked: %s", root, error)
+        yield

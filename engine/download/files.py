@@ -1,0 +1,84 @@
+"""What is to be fetched: a path, a URL, a digest. Paths come from servers and are not trusted."""
+
+import hashlib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+CHUNK = 1 << 20  # bytes
+PARTIAL = ".partial"
+RECORD = "download.json"
+LOCK = ".download.lock"
+
+HASHES = {"md5": hashlib.md5, "sha256": hashlib.sha256, "git-sha1": hashlib.sha1}
+
+
+class DownloadError(Exception):
+    """The download failed for good. The message is one line for the operator."""
+
+
+class Temporary(DownloadError):
+    """Worth another try: a lost connection, a busy server."""
+
+
+class Corrupt(Temporary):
+    """What has arrived is not a part of the file; it is thrown away. Twice in a row is for good."""
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    path: str  # relative to the model's directory, checked
+    url: str
+    digest: str  # "md5:...", "sha256:..." or "git-sha1:..."
+    size: int | None = None  # bytes; a mirror's list does not tell
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Everything a model's directory shall hold."""
+
+    files: list[RemoteFile]
+    revision: str | None = None
+    authorization: str | None = None  # header for the server in the files' URLs, for nobody it redirects to
+
+
+def check_path(path: str) -> str:
+    """A relative path that stays below its directory and does not collide with our own files."""
+    parts = path.split("/")
+    if not path or {"", ".", ".."} & set(parts) or re.search(r"[\\\x00-\x1f\x7f]", path):
+        raise DownloadError(f"refused the unsafe path {path!r}")
+    if path in (RECORD, LOCK) or path.endswith(PARTIAL):
+        raise DownloadError(f"refused the path {path!r}: the download keeps its own notes there")
+    return path
+
+
+def place(root: Path, path: str) -> Path:
+    """Where the file goes. A link inside `root` must not lead the write out of it."""
+    target = root / path
+    if not target.parent.resolve().is_relative_to(root.resolve()) or partial_of(target).is_symlink():
+        raise DownloadError(f"refused: a symbolic link leads out of {root}")
+    return target
+
+
+def partial_of(target: Path) -> Path:
+    return target.with_name(target.name + PARTIAL)
+
+
+def new_hash(digest: str, size: int | None):
+    """An empty hash of the digest's kind. Git puts the size before the content."""
+    kind = digest.partition(":")[0]
+    prefix = b"blob %d\0" % size if kind == "git-sha1" else b""
+    return HASHES[kind](prefix, usedforsecurity=False)
+
+
+def chunks_of(file) -> Iterable[bytes]:
+    return iter(lambda: file.read(CHUNK), b"")
+
+
+def has_digest(path: Path, digest: str) -> bool:
+    running = new_hash(digest, path.stat().st_size)
+    with path.open("rb") as file:
+        for chunk in chunks_of(file):
+            running.update(chunk)
+    return running.hexdigest() == digest.partition(":")[2]

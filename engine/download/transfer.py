@@ -1,0 +1,191 @@
+"""Fetches over HTTP into a `.partial`: resumed, verified, retried. Knows URLs and bytes, not models."""
+
+import http.client
+import re
+import ssl
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from tqdm import tqdm
+
+from engine.download.files import CHUNK, Corrupt, DownloadError, RemoteFile, Temporary, chunks_of, new_hash
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How hard to try, and how much to believe."""
+
+    num_workers: int = 4  # files at a time
+    num_tries: int = 6  # in a row without getting any further
+    backoff_s: float = 1.0  # before the second try; doubles
+    max_backoff_s: float = 30.0
+    timeout_s: float = 30.0  # without a byte
+    rehash: bool = False  # read again what an earlier run has verified
+
+
+class Stop(threading.Event):
+    """Set when the download has failed or is interrupted: nobody starts, reads or sleeps any longer."""
+
+    def check(self) -> None:
+        if self.is_set():
+            raise DownloadError("stopped")
+
+
+class Progress:
+    """One bar for all files, on a terminal only. A mirror tells sizes late, so the total may grow."""
+
+    def __init__(self, label: str):
+        self._bar = tqdm(desc=label, total=0, unit="B", unit_scale=True, disable=None)
+        self._files: dict[str, tuple[int, int]] = {}  # path -> bytes done, size
+        self._lock = threading.Lock()
+
+    @property
+    def is_visible(self) -> bool:
+        return not self._bar.disable
+
+    def at(self, path: str, done: int, size: int) -> None:
+        with self._lock:
+            old_done, old_size = self._files.get(path, (0, 0))
+            self._files[path] = (done, size)
+            self._bar.total += size - old_size
+            self._bar.update(done - old_done)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def with_retries(attempt: Callable, policy: Policy, stop: Stop, mark: Callable[[], int] = lambda: 0):
+    """`mark` tells how far we are: a try that got further than all before it does not count as failed."""
+    num_failures = num_corrupt = 0
+    furthest = mark()
+    while True:
+        stop.check()
+        try:
+            return attempt()
+        except Temporary as error:
+            num_failures = 1 if mark() > furthest else num_failures + 1
+            num_corrupt += isinstance(error, Corrupt)
+            furthest = max(furthest, mark())
+            if num_failures >= policy.num_tries or num_corrupt == 2:
+                tries = "" if num_failures == 1 else f" ({num_failures} tries)"
+                raise type(error)(f"{error}{tries}") from None
+        stop.wait(min(policy.backoff_s * 2 ** (num_failures - 1), policy.max_backoff_s))
+
+
+def get_text(url: str, policy: Policy, stop: Stop) -> str:
+    def attempt() -> str:
+        with _open(urllib.request.Request(url), policy.timeout_s) as response:
+            try:
+                return response.read().decode()
+            except (OSError, http.client.HTTPException) as error:
+                raise Temporary(_reason(error)) from None
+            except UnicodeDecodeError:
+                raise DownloadError("is not text") from None
+
+    return with_retries(attempt, policy, stop)
+
+
+@dataclass
+class Transfer:
+    """How the files of one listing are fetched; shared by its threads."""
+
+    policy: Policy
+    stop: Stop
+    progress: Progress
+    authorization: str | None = None
+
+    def fetch(self, file: RemoteFile, partial: Path) -> None:
+        """On return `partial` is complete and verified. On failure it holds what can be resumed."""
+
+        def attempt() -> None:
+            try:
+                with partial.open("r+b" if partial.exists() else "w+b") as out:
+                    self._fetch_rest(file, out)
+            except Corrupt:
+                partial.unlink()
+                raise
+
+        def num_bytes() -> int:
+            return partial.stat().st_size if partial.exists() else 0
+
+        with_retries(attempt, self.policy, self.stop, num_bytes)
+
+    def _fetch_rest(self, file: RemoteFile, out: BinaryIO) -> None:
+        kind, _, expected = file.digest.partition(":")
+        running, have = new_hash(file.digest, file.size), 0
+        for chunk in chunks_of(out):
+            running.update(chunk)
+            have += len(chunk)
+        if have and running.hexdigest() == expected:  # the run before ended just before the rename
+            return
+        with _open(self._request(file, have), self.policy.timeout_s) as response:
+            if have and response.status != 206:  # a server without ranges sends everything
+                running, have = new_hash(file.digest, file.size), 0
+            elif have and _range_start(response) != have:
+                raise Corrupt("the server sent another range than it was asked for")
+            out.seek(have)
+            out.truncate()
+            length = response.headers.get("Content-Length", "")
+            size = have + int(length) if length.isdecimal() else None
+            for chunk in self._body(response, size, have):
+                out.write(chunk)
+                running.update(chunk)
+                have += len(chunk)
+                self.progress.at(file.path, have, size or have)
+        out.flush()
+        if have < (file.size or size or 0):
+            raise Temporary(f"the connection was closed after {have} of {file.size or size} bytes")
+        if running.hexdigest() != expected:
+            raise Corrupt(f"{kind} is {running.hexdigest()}, expected {expected}")
+
+    def _request(self, file: RemoteFile, have: int) -> urllib.request.Request:
+        request = urllib.request.Request(file.url)
+        if self.authorization:
+            request.add_unredirected_header("Authorization", self.authorization)
+        if have:
+            request.add_header("Range", f"bytes={have}-")
+        return request
+
+    def _body(self, response: http.client.HTTPResponse, size: int | None, have: int):
+        """Pieces as they come, so that a connection that breaks loses nothing that has arrived."""
+        while size is None or have < size:
+            self.stop.check()
+            try:
+                chunk = response.read1(CHUNK if size is None else min(CHUNK, size - have))
+            except (OSError, http.client.HTTPException) as error:
+                raise Temporary(f"{_reason(error)} after {have} bytes") from None
+            if not chunk:
+                return
+            have += len(chunk)
+            yield chunk
+
+
+def _open(request: urllib.request.Request, timeout_s: float) -> http.client.HTTPResponse:
+    request.add_header("User-Agent", "download_model")
+    try:
+        return urllib.request.urlopen(request, timeout=timeout_s)
+    except urllib.error.HTTPError as error:
+        error.close()
+        message = f"HTTP {error.code} {error.headers.get('X-Error-Message') or error.reason}"
+        if error.code == 416:
+            raise Corrupt(f"{message}: the partial file is not the beginning of it") from None
+        is_temporary = error.code in (408, 425, 429) or error.code >= 500
+        raise (Temporary if is_temporary else DownloadError)(message) from None
+    except (OSError, http.client.HTTPException) as error:
+        cause = getattr(error, "reason", error)
+        is_final = isinstance(cause, ssl.SSLCertVerificationError)
+        raise (DownloadError if is_final else Temporary)(_reason(cause)) from None
+
+
+def _reason(error: Exception | str) -> str:
+    return str(error) or type(error).__name__
+
+
+def _range_start(response: http.client.HTTPResponse) -> int | None:
+    match = re.match(r"bytes (\d+)-", response.headers.get("Content-Range", ""))
+    return int(match[1]) if match else None

@@ -1,0 +1,76 @@
+"""The closed set of ways in which a request can fail. Knows kinds and codes, not protocols."""
+
+from __future__ import annotations
+
+
+class RequestError(Exception):
+    """A request failed. `kind` is the stable name a client may switch on, `code` the HTTP status that says the same."""
+
+    kind = "internal"
+    code = 500
+
+
+class InvalidRequest(RequestError):
+    """The client must change the request; the message names the field, the value and the limit."""
+
+    kind = "invalid_request"
+    code = 400
+
+
+class PromptTooLong(InvalidRequest):
+    kind = "prompt_too_long"
+
+
+class DuplicateRequest(RequestError):
+    kind = "duplicate_request"
+    code = 409
+
+
+class Overloaded(RequestError):
+    """The waiting queue is full. The same request may succeed later."""
+
+    kind = "overloaded"
+    code = 429
+
+
+class Cancelled(RequestError):
+    """The client left. Nobody reads this answer, but every request ends exactly once."""
+
+    kind = "cancelled"
+    code = 499
+
+
+class EngineUnavailable(RequestError):
+    """The engine is stopped, stopping, or has crashed too often in a row."""
+
+    kind = "engine_unavailable"
+    code = 503
+
+
+class TimedOut(RequestError):
+    kind = "timeout"
+    code = 504
+
+
+KINDS: dict[str, type[RequestError]] = {
+    error.kind: error
+    for error in (
+        RequestError,
+        InvalidRequest,
+        PromptTooLong,
+        DuplicateRequest,
+        Overloaded,
+        Cancelled,
+        EngineUnavailable,
+        TimedOut,
+    )
+}
+
+
+def error_of(kind: str, message: str) -> RequestError:
+    """The error of a `kind` that crossed a process border; an unknown kind is an internal error."""
+    return KINDS.get(kind, RequestError)(message)
+
+
+class ConfigError(Exception):
+    """A setting is wrong. The message names the variable, its value and what was expected."""
