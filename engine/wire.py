@@ -36,7 +36,7 @@ class GenerationRequest:
     apply_chat_template: bool = True  # of `text`; false continues the text as it stands
     chat_template_kwargs: dict[str, Any] | None = None
     max_dec_len: int | None = None
-    min_dec_len: int = 1
+    min_dec_len: int | None = None
     topp: float = 0.7
     top_k: int = 0
     min_p: float = 0.0
@@ -58,9 +58,8 @@ class GenerationRequest:
     benchmark: bool = False
 
 
-def parse_request(payload: bytes | str) -> GenerationRequest:
-    """Raises InvalidRequest with every problem found, one sentence each."""
-    body = only_object(payload)
+def parse_request(body: dict[str, Any]) -> GenerationRequest:
+    """Checks the object that `only_object` found. Raises InvalidRequest with every problem, one sentence each."""
     problems: list[str] = []
     values: dict[str, Any] = {}
     for name, (aliases, check) in FIELDS.items():

@@ -1,0 +1,111 @@
+"""Owns the blocks of the KV cache: who holds which, and which full blocks can be found again by their tokens.
+
+Knows block ids, counts and keys; not tensors, not requests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+
+
+class OutOfBlocks(Exception):
+    """The scheduler's daily business, not a client's fault."""
+
+
+def chain_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Names a full block by its tokens and by the key of the block before it, so that equal keys mean equal prefixes."""
+    return hashlib.blake2b(parent + array("i", token_ids).tobytes(), digest_size=16).digest()
+
+
+class BlockPool:
+    """Every block is in exactly one of three states: held (by one or more requests), cached (held by nobody, but
+    findable by its key until its room is needed, least recently used first) or free."""
+
+    def __init__(self, num_blocks: int, block_size: int, caching: bool = True):
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.caching = caching
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack, lowest id on top
+        self._holders: dict[int, int] = {}  # block -> number of holders, at least 1
+        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._key_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that nobody holds."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_blocks - self.num_available
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def find(self, token_ids: Sequence[int]) -> list[bytes]:
+        """Keys of the longest run of findable blocks that `token_ids` begins with. The last token is always left out:
+        it must be computed for its logits."""
+        keys: list[bytes] = []
+        if not self.caching:
+            return keys
+        parent = b""
+        for start in range(0, len(token_ids) - self.block_size, self.block_size):
+            parent = chain_key(parent, token_ids[start : start + self.block_size])
+            if parent not in self._block_of:
+                break
+            keys.append(parent)
+        return keys
+
+    def take(self, count: int, prefix: Sequence[bytes] = ()) -> list[int]:
+        """The blocks of `prefix` (keys from `find`, now held once more) and `count` new ones.
+
+        All or nothing: raises OutOfBlocks and changes nothing when fewer are available.
+        """
+        shared = [self._block_of[key] for key in prefix]
+        num_shared_cached = sum(block in self._cached for block in shared)
+        if count > self.num_available - num_shared_cached:
+            raise OutOfBlocks(f"need {count} blocks, {self.num_available - num_shared_cached} of {self.num_blocks}")
+        for block in shared:
+            self._cached.pop(block, None)
+            self._holders[block] = self._holders.get(block, 0) + 1
+        return shared + [self._take_one() for _ in range(count)]
+
+    def _take_one(self) -> int:
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._cached.popitem(last=False)
+            del self._block_of[self._key_of.pop(block)]
+        self._holders[block] = 1
+        return block
+
+    def publish(self, block: int, key: bytes) -> None:
+        """The held `block` is full and computed: from now on `find` finds it. The first block of a key stays."""
+        assert block in self._holders, f"block {block} is published but nobody holds it"
+        if self.caching and key not in self._block_of and block not in self._key_of:
+            self._block_of[key] = block
+            self._key_of[block] = key
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Last block first, so that the end of a prefix goes before its beginning."""
+        for block in reversed(blocks):
+            self._holders[block] -= 1  # KeyError here is a double free: let it be loud
+            if self._holders[block]:
+                continue
+            del self._holders[block]
+            if block in self._key_of:
+                self._cached[block] = None
+            else:
+                self._free.append(block)
+
+    def check(self) -> None:
+        """Every block is held, cached or free, exactly one of them. Cheap enough to run when the engine goes idle."""
+        states = [set(self._free), set(self._cached), set(self._holders)]
+        assert sum(map(len, states)) == len(set().union(*states)) == self.num_blocks
+        assert len(self._free) == len(states[0]), "a block is free twice"
+        assert set(self._cached) <= set(self._key_of), "a block without key cannot be found again"
+        assert {block: key for key, block in self._block_of.items()} == self._key_of

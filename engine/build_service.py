@@ -1,0 +1,39 @@
+"""Puts the service together from the settings and an exported model: what the Triton model does at its start."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from engine.client import EngineClient
+from engine.config import Config
+from engine.prompt import PromptReader
+from engine.service import Service, ServiceOptions
+from engine.tokenizer import Tokenizer
+
+ENGINE_FAILED_FILE = "engine.failed"  # in the run directory; the supervisor writes it when it gives the engine up
+
+
+def build_service(config: Config, graph_dir: Path) -> Service:
+    tokenizer = Tokenizer.load(graph_dir)
+    client = EngineClient(f"tcp://127.0.0.1:{config.inter_proc_port}", config.run_path / ENGINE_FAILED_FILE)
+
+    def capacity() -> int:
+        return int(client.stats.get("num_blocks", 0) * client.stats.get("block_size", 0))
+
+    reader = make_prompt_reader(config, graph_dir, tokenizer, capacity)
+    options = ServiceOptions(not config.disable_streaming, config.check_health_interval_s)
+    return Service(tokenizer, reader, client, options)
+
+
+def make_prompt_reader(config: Config, graph_dir: Path, tokenizer: Tokenizer, capacity=lambda: 0) -> PromptReader:
+    model = json.loads((graph_dir / "config.json").read_text())
+    model_len = model["infer_model_max_seq_len"]
+    return PromptReader(
+        tokenizer=tokenizer,
+        vocab_size=model["vocab_size"],
+        model_len=model_len,
+        max_seq_len=min(config.max_seq_len, model_len),
+        max_dec_len=min(config.max_dec_len, model_len),
+        capacity=capacity,
+    )

@@ -1,0 +1,222 @@
+"""The engine as its users see it: submit, cancel, and a listener per request. Keeps the journal.
+
+The journal is what makes a crash of the engine invisible: for every open request the prompt, the sampling (with its
+seed) and the tokens received so far. When a new engine process answers, every open request is submitted again with what
+it already has; the engine goes on from there, greedy or seeded, with the same tokens as without the crash.
+
+One thread owns the socket. It calls the listeners, which must not block.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import zmq
+
+from engine import messages
+from engine.errors import EngineUnavailable, RequestError, error_of
+from engine.types import Logprobs, Sampling
+
+log = logging.getLogger(__name__)
+
+PING_INTERVAL_S = 0.25
+
+
+class Listener(Protocol):
+    """Told what happens to one request. Exactly one of `ended` and a `token` with a finish_reason comes last."""
+
+    def token(self, token_id: int, logprobs: Logprobs | None, finish_reason: str | None) -> None: ...
+
+    def ended(self, error: RequestError) -> None: ...
+
+
+@dataclass
+class Entry:
+    """One open request of the journal."""
+
+    token_ids: list[int]  # prompt, then what was received
+    prompt_len: int
+    sampling: Sampling
+    listener: Listener
+    submitted: bool = False  # to the engine process of now
+    replay: bool = False
+
+
+class EngineClient:
+    """`failed_file` is written by the supervisor when it gives the engine up; its text is the reason."""
+
+    def __init__(self, address: str, failed_file: Path | None = None):
+        self.stats: dict[str, float] = {}  # of the engine, from its last answer
+        self.num_restarts = 0  # engine processes seen after the first
+        self._address = address
+        self._failed_file = failed_file
+        self._journal: dict[str, Entry] = {}
+        self._lock = threading.Lock()  # of the journal and the commands
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        self._epoch: str | None = None
+        self._last_answer = 0.0
+        self._last_ping = 0.0
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
+        self._thread.start()
+
+    # Called from any thread
+
+    def submit(self, request_id: str, token_ids: list[int], sampling: Sampling, listener: Listener) -> None:
+        """Raises EngineUnavailable when the engine has been given up or the client is closed."""
+        if reason := self.failure():
+            raise EngineUnavailable(reason)
+        entry = Entry(list(token_ids), len(token_ids), sampling, listener)
+        with self._lock:
+            if self._closing:
+                raise EngineUnavailable("the server is stopping")
+            assert request_id not in self._journal, f"{request_id} is open already"
+            self._journal[request_id] = entry
+        self._command(lambda: self._submit(request_id, entry))
+
+    def cancel(self, request_id: str) -> None:
+        """Forgets a request; its listener hears nothing more. Harmless when it has ended."""
+        with self._lock:
+            known = self._journal.pop(request_id, None)
+        if known:
+            self._command(lambda: self._send(messages.CANCEL, self._epoch, request_id) if self._epoch else None)
+
+    def failure(self) -> str | None:
+        """Why the engine will not come back, or None."""
+        try:
+            return self._failed_file.read_text().strip() if self._failed_file else None
+        except FileNotFoundError:
+            return None
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the engine last answered; infinite before the first time."""
+        return time.monotonic() - self._last_answer if self._last_answer else float("inf")
+
+    @property
+    def num_open(self) -> int:
+        return len(self._journal)
+
+    def close(self) -> None:
+        """Ends every open request with an error and stops the thread."""
+        with self._lock:
+            self._closing = True
+        self._command(lambda: None)
+        self._thread.join()
+        self._end_all(EngineUnavailable("the server is stopping"))
+
+    # The thread
+
+    def _run(self) -> None:
+        context = zmq.Context()
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.reconnect_ivl, self._socket.reconnect_ivl_max = 50, 200  # ms
+        self._socket.connect(self._address)
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        while not self._closing:
+            self._heartbeat()
+            ready = dict(poller.poll(PING_INTERVAL_S * 1000))
+            if self._wake_read in ready:
+                os.read(self._wake_read, 4096)
+            while self._commands:
+                self._commands.popleft()()
+            if self._socket in ready:
+                self._receive()
+        context.destroy(linger=0)
+
+    def _heartbeat(self) -> None:
+        now = time.monotonic()
+        if now - self._last_ping < PING_INTERVAL_S:
+            return
+        self._last_ping = now
+        # Without an engine pings would pile up in the socket and all be answered by the next one.
+        if self._socket.poll(0, zmq.POLLOUT):
+            self._send(messages.PING)
+        if self._journal and (reason := self.failure()):
+            self._end_all(EngineUnavailable(reason))
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                kind, fields = messages.unpack(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            self._last_answer = time.monotonic()
+            if kind == messages.PONG:
+                self.stats = fields[1]
+                if fields[0] != self._epoch:
+                    self._meet(fields[0])
+            elif fields[0] == self._epoch:
+                if kind == messages.TOKENS:
+                    for update in fields[1]:
+                        self._token(*update)
+                elif kind == messages.REFUSED:
+                    self._refused(*fields[1:])
+
+    def _meet(self, epoch: str) -> None:
+        """A new engine process: submit everything that is open."""
+        if self._epoch is not None:
+            self.num_restarts += 1
+            log.warning("the engine has been restarted, replaying %d requests", len(self._journal))
+        self._epoch = epoch
+        with self._lock:
+            entries = list(self._journal.items())
+        for request_id, entry in entries:
+            entry.replay = entry.submitted
+            entry.submitted = False
+            self._submit(request_id, entry)
+
+    def _submit(self, request_id: str, entry: Entry) -> None:
+        if self._epoch is None or entry.submitted or request_id not in self._journal:
+            return  # the first answer of an engine submits it; or it was cancelled meanwhile
+        entry.submitted = True
+        sampling = messages.pack_sampling(entry.sampling)
+        self._send(
+            messages.SUBMIT, self._epoch, request_id, entry.token_ids, entry.prompt_len, sampling, entry.replay
+        )
+
+    def _token(self, request_id: str, token_id: int, logprobs: Any, finish_reason: str | None) -> None:
+        with self._lock:
+            entry = self._journal.get(request_id)
+            if entry is None:
+                return  # cancelled, the engine does not know yet
+            entry.token_ids.append(token_id)
+            if finish_reason:
+                del self._journal[request_id]
+        entry.listener.token(token_id, messages.unpack_logprobs(logprobs), finish_reason)
+
+    def _refused(self, request_id: str, kind: str, text: str) -> None:
+        with self._lock:
+            entry = self._journal.pop(request_id, None)
+        if entry:
+            entry.listener.ended(error_of(kind, text))
+
+    def _end_all(self, error: RequestError) -> None:
+        with self._lock:
+            entries = list(self._journal.values())
+            self._journal.clear()
+        for entry in entries:
+            entry.listener.ended(error)
+
+    def _command(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        try:
+            os.write(self._wake_write, b"!")
+        except BlockingIOError:
+            pass  # the pipe is full of wake-ups already
+
+    def _send(self, kind: str, *fields: Any) -> None:
+        self._socket.send(messages.pack(kind, *fields))

@@ -1,0 +1,189 @@
+"""Turns a Hugging Face checkpoint into the static graph that executors run: python -m engine.export CHECKPOINT OUT.
+
+The result has config.json, the tokenizer's files, rank_0/model.json and rank_0/model.pdiparams. It appears under
+its name complete or not at all. Paddle is imported only when there is something to export.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import json
+import logging
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from engine.models.checkpoint import Checkpoint, read_json, weight_files
+from engine.models.config import DecoderConfig, read_config
+from engine.models.keys import ModelError
+
+log = logging.getLogger(__name__)
+
+GRAPH_VERSION = 1  # raised whenever the same checkpoint exports to another graph
+DTYPES = ("auto", "float32", "bfloat16")
+COPIED_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What is decided at export and is part of the graph."""
+
+    dtype: str = "auto"  # of weights and KV cache; auto: float32 stays, bfloat16 and float16 become bfloat16
+    block_size: int = 64  # tokens a KV block
+    max_seq_len: int | None = None  # None: what the model was made for
+    num_ranks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ModelError(f"dtype is {self.dtype!r}, supported are {', '.join(DTYPES)}")
+        if self.block_size < 1:
+            raise ModelError(f"block_size is {self.block_size}, it must be a positive number of tokens")
+        if self.num_ranks != 1:
+            raise ModelError(f"num_ranks is {self.num_ranks}, 1 is supported until the catalogue has an all-reduce")
+
+
+def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress: Progress = log.info) -> None:
+    """Raises ModelError when the checkpoint is not supported, FileExistsError when `out_dir` is taken."""
+    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+        raise FileExistsError(f"{out_dir} exists and is not an empty folder")
+    progress(f"read {checkpoint_dir}")
+    keys = read_json(checkpoint_dir / "config.json")
+    if "infer_model_graph_version" in keys:
+        raise ModelError(f"{checkpoint_dir} is an exported graph, a Hugging Face checkpoint is expected")
+    config = read_config(keys)
+    checkpoint = Checkpoint(checkpoint_dir)
+    dtype = checkpoint.graph_dtype("model.embed_tokens.weight") if options.dtype == "auto" else options.dtype
+    keys |= {
+        "infer_model_block_size": options.block_size,
+        "infer_model_max_seq_len": _max_seq_len(config, options.max_seq_len),
+        "infer_model_dtype": dtype,
+        "infer_model_cachekv_int8_type": None,
+        "infer_model_num_ranks": options.num_ranks,
+        "infer_model_graph_version": GRAPH_VERSION,
+    }
+    with _complete_or_absent(out_dir) as partial:
+        from engine.models.save import Shard, save_rank  # Paddle takes seconds to import
+
+        for rank in range(options.num_ranks):
+            shard = Shard(config, dtype, options.block_size, rank, options.num_ranks)
+            save_rank(partial / f"rank_{rank}", checkpoint, shard, progress)
+        progress("write config.json and the tokenizer's files")
+        for name in COPIED_FILES:
+            if (checkpoint_dir / name).exists():
+                shutil.copyfile(checkpoint_dir / name, partial / name)
+        (partial / "config.json").write_text(json.dumps(keys, indent=2) + "\n")
+    progress(f"{out_dir} is ready")
+
+
+def is_exported(directory: Path) -> bool:
+    """True for the result of an export that this version of the engine can run."""
+    try:
+        keys = read_json(directory / "config.json")
+    except ModelError:
+        return False
+    ranks = [directory / f"rank_{rank}" for rank in range(keys.get("infer_model_num_ranks", 1))]
+    complete = all((rank / name).is_file() for rank in ranks for name in ("model.json", "model.pdiparams"))
+    return complete and keys.get("infer_model_graph_version") == GRAPH_VERSION
+
+
+def export_cached(checkpoint_dir: Path, cache_dir: Path, options: ExportOptions, progress: Progress = log.info) -> Path:
+    """The exported checkpoint's folder in the cache, made now if need be. Two processes never make it twice."""
+    checkpoint_dir = checkpoint_dir.resolve()
+    name = f"{checkpoint_dir.name}-{_identity(checkpoint_dir, options)}"
+    out_dir = cache_dir / name
+    if is_exported(out_dir):
+        return out_dir
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with _locked(cache_dir / f".{name}.lock", progress):
+        if not is_exported(out_dir):
+            for left_over in cache_dir.glob(f".{name}.*.partial"):  # of an export that was killed
+                shutil.rmtree(left_over, ignore_errors=True)
+            export(checkpoint_dir, out_dir, options, progress)
+    return out_dir
+
+
+def _identity(checkpoint_dir: Path, options: ExportOptions) -> str:
+    """Changes when the export would. Reads no weights: sizes and times stand for the content."""
+    paths = [checkpoint_dir / "config.json", *weight_files(checkpoint_dir)]
+    paths += [path for name in COPIED_FILES if (path := checkpoint_dir / name).exists()]
+    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    return hashlib.sha256(json.dumps([GRAPH_VERSION, asdict(options), files]).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _locked(path: Path, progress: Progress) -> Iterator[None]:
+    """The lock goes with the process, however it ends."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress("wait for another process that exports the same checkpoint")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _complete_or_absent(out_dir: Path) -> Iterator[Path]:
+    """A folder to fill, which takes the name `out_dir` if all goes well."""
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", suffix=".partial", dir=out_dir.parent))
+    try:
+        yield partial
+        partial.chmod(0o755)  # mkdtemp makes it private
+        partial.rename(out_dir)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _max_seq_len(config: DecoderConfig, wanted: int | None) -> int:
+    """The wanted length, checked against what the model computes exactly."""
+    length = config.max_position_embeddings if wanted is None else wanted
+    if not 1 <= length <= config.max_position_embeddings:
+        raise ModelError(f"max_seq_len is {length}, the model was made for 1 to {config.max_position_embeddings}")
+    if config.sliding_window is not None and length > config.sliding_window:
+        raise ModelError(
+            f"config.json: sliding_window is {config.sliding_window}, sliding windows are not supported;"
+            f" up to that length the model is exact without one: give max_seq_len {config.sliding_window} or less"
+        )
+    return length
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m engine.export", description=__doc__.splitlines()[0])
+    parser.add_argument("checkpoint_dir", type=Path)
+    parser.add_argument("out_dir", type=Path)
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of weights and KV cache (%(default)s)")
+    parser.add_argument("--block-size", type=int, default=64, help="tokens a KV block (%(default)s)")
+    parser.add_argument("--max-seq-len", type=int, help="tokens of prompt and answer (what the model was made for)")
+    given = parser.parse_args(arguments)
+    start = time.monotonic()
+
+    def progress(step: str) -> None:
+        print(f"[{time.monotonic() - start:6.1f} s] {step}", flush=True)  # noqa: T201
+
+    try:
+        options = ExportOptions(given.dtype, given.block_size, given.max_seq_len)
+        export(given.checkpoint_dir, given.out_dir, options, progress)
+    except (ModelError, OSError) as error:
+        print(f"export failed: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""What the Triton model and the engine process say to each other over ZeroMQ: msgpack arrays, first the kind.
+
+Every message carries the `epoch` of the engine process it belongs to (a random name made at its start), so that what was
+meant for a process that has died is recognised on both sides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+from typing import Any
+
+import msgpack
+
+from engine.types import Logprobs, Sampling
+
+PING = "ping"  # client -> engine: []                                       expects a pong; also "I am alive"
+SUBMIT = "submit"  # client -> engine: [epoch, request_id, token_ids, prompt_len, sampling, replay]
+CANCEL = "cancel"  # client -> engine: [epoch, request_id]
+PONG = "pong"  # engine -> client: [epoch, stats]
+TOKENS = "tokens"  # engine -> client: [epoch, [[request_id, token_id, logprobs, finish_reason], ...]]
+REFUSED = "refused"  # engine -> client: [epoch, request_id, error kind, error text]
+
+
+def pack(kind: str, *fields: Any) -> bytes:
+    return msgpack.packb((kind, *fields))
+
+
+def unpack(message: bytes) -> tuple[str, list[Any]]:
+    kind, *fields = msgpack.unpackb(message, use_list=False)
+    return kind, fields
+
+
+def pack_sampling(sampling: Sampling) -> tuple[Any, ...]:
+    return astuple(sampling)
+
+
+def unpack_sampling(fields: tuple[Any, ...]) -> Sampling:
+    return Sampling(*fields)
+
+
+def pack_logprobs(logprobs: Logprobs | None) -> tuple[Any, ...] | None:
+    return (logprobs.chosen, logprobs.top) if logprobs else None
+
+
+def unpack_logprobs(fields: tuple[Any, ...] | None) -> Logprobs | None:
+    return Logprobs(*fields) if fields else None

@@ -1,0 +1,128 @@
+"""The server's metric families, and how they are told to Triton's Prometheus endpoint.
+
+Triton takes one call a value, each a message between processes, so a thread brings them up to date once a second. The
+histograms are written as their `_bucket`, `_sum` and `_count` counters: Triton can only observe values one by one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from engine.latency import BUCKETS_S, Histogram
+from engine.service import Service
+
+UPDATE_INTERVAL_S = 1.0
+COUNTER, GAUGE = "counter", "gauge"
+
+
+class Sample(NamedTuple):
+    family: str
+    kind: str
+    doc: str
+    labels: tuple[tuple[str, str], ...]
+    value: float
+
+
+# family, kind, what it is, the engine's counter
+ENGINE_FAMILIES = (
+    ("llm_requests_running", GAUGE, "Requests in the batch", "num_running"),
+    ("llm_requests_waiting", GAUGE, "Requests the engine has accepted and not begun", "num_waiting"),
+    ("llm_kv_blocks", GAUGE, "Blocks of the KV cache", "num_blocks"),
+    ("llm_kv_blocks_held", GAUGE, "Blocks held by running requests", "num_blocks_held"),
+    ("llm_steps_total", COUNTER, "Runs of the graph", "num_steps"),
+    ("llm_step_seconds_total", COUNTER, "Time in runs of the graph", "step_time_s"),
+    ("llm_generated_tokens_total", COUNTER, "Tokens generated", "num_generated_tokens"),
+    ("llm_prompt_tokens_total", COUNTER, "Prompt tokens of admitted requests", "num_prompt_tokens"),
+    ("llm_cached_prompt_tokens_total", COUNTER, "Of these, found in the prefix cache", "num_cached_tokens"),
+    ("llm_preemptions_total", COUNTER, "Requests that gave up their blocks", "num_preemptions"),
+)
+# The predecessor's gauges, one family with the member's name as label and value: member, counter
+OLD_MEMBERS = (("batch_size", "num_running"), ("max_block_num", "num_blocks"))
+END_REASONS = ("stop", "length", "cancelled", "timeout", "engine_unavailable", "internal", "overloaded",
+               "invalid_request")
+
+
+def samples(service: Service, max_batch_size: int) -> Iterator[Sample]:
+    """Every value as it is now."""
+    stats = service.client.stats
+    for family, kind, doc, name in ENGINE_FAMILIES:
+        yield Sample(family, kind, doc, (), stats.get(name, 0))
+    yield Sample("llm_requests_open", GAUGE, "Requests accepted and not ended", (), service.num_open)
+    yield Sample("llm_engine_restarts_total", COUNTER, "Engine processes after the first", (),
+                 service.client.num_restarts)
+    latency = service.latency
+    with latency.lock:
+        for reason in dict.fromkeys((*END_REASONS, *latency.num_ended)):
+            yield Sample("llm_requests_ended_total", COUNTER, "Ended requests by reason", (("reason", reason),),
+                         latency.num_ended.get(reason, 0))
+        yield from _histogram("llm_time_to_first_token_seconds", "Request to first token", latency.time_to_first_token)
+        yield from _histogram("llm_inter_token_seconds", "From token to token of a request", latency.inter_token)
+        yield from _histogram("llm_request_seconds", "Request to end", latency.request)
+    yield from _predecessor(stats, max_batch_size)
+
+
+def _histogram(family: str, doc: str, histogram: Histogram) -> Iterator[Sample]:
+    total = 0
+    for bound, count in zip((*map(str, BUCKETS_S), "+Inf"), histogram.counts, strict=True):
+        total += count
+        yield Sample(f"{family}_bucket", COUNTER, doc, (("le", bound),), total)
+    yield Sample(f"{family}_sum", COUNTER, doc, (), histogram.sum_s)
+    yield Sample(f"{family}_count", COUNTER, doc, (), total)
+
+
+def _predecessor(stats: dict[str, float], max_batch_size: int) -> Iterator[Sample]:
+    num_blocks, held = stats.get("num_blocks", 0), stats.get("num_blocks_held", 0)
+    members = {name: stats.get(counter, 0) for name, counter in OLD_MEMBERS}
+    members |= {
+        "max_batch_size": max_batch_size,
+        "block_num": num_blocks - held,
+        "available_resource": (num_blocks - held) / num_blocks if num_blocks else 0.0,
+    }
+    for name, value in members.items():
+        yield Sample("inference_server_metrics", GAUGE, "State of the server", ((name, name),), value)
+    # With a family of this name Triton answers ORCA load headers.
+    for kind, value in (("used", held), ("max", num_blocks), ("tokens_per", stats.get("block_size", 0))):
+        yield Sample("nv_trt_llm_kv_cache_block_metrics", GAUGE, "KV cache blocks",
+                     (("kv_cache_block_type", kind),), value)
+
+
+class MetricsThread:
+    """Keeps Triton's endpoint up to date. `pb_utils` is Triton's module."""
+
+    def __init__(self, service: Service, max_batch_size: int, pb_utils: Any):
+        self._service, self._max_batch_size, self._pb_utils = service, max_batch_size, pb_utils
+        self._families: dict[str, Any] = {}
+        self._metrics: dict[tuple[str, Any], tuple[Any, float]] = {}  # with the value last told
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closing.wait(UPDATE_INTERVAL_S):
+            for sample in list(samples(self._service, self._max_batch_size)):
+                self._tell(sample)
+
+    def _tell(self, sample: Sample) -> None:
+        key = (sample.family, sample.labels)
+        metric, told = self._metrics.get(key) or (self._make(sample), 0.0)
+        if sample.kind == GAUGE and (sample.value != told or key not in self._metrics):
+            metric.set(sample.value)
+        elif sample.kind == COUNTER and sample.value > told:
+            metric.increment(sample.value - told)
+        elif sample.kind == COUNTER and sample.value < told:  # a new engine counts from 0: what it has done is new
+            metric.increment(sample.value)
+        self._metrics[key] = (metric, sample.value)
+
+    def _make(self, sample: Sample) -> Any:
+        family = self._families.get(sample.family)
+        if family is None:
+            kinds = {COUNTER: self._pb_utils.MetricFamily.COUNTER, GAUGE: self._pb_utils.MetricFamily.GAUGE}
+            family = self._pb_utils.MetricFamily(name=sample.family, description=sample.doc, kind=kinds[sample.kind])
+            self._families[sample.family] = family
+        return family.Metric(labels=dict(sample.labels))

@@ -1,0 +1,135 @@
+"""The engine's process: `python -m engine.process`. Takes requests from a ZeroMQ socket, runs the loop, answers.
+
+One thread does everything; a client is whoever sends. A client that is silent for `CLIENT_TIMEOUT_S` has died and its
+requests are dropped. A failure of a step ends the process: the supervisor starts it again, the client replays.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from engine import messages
+from engine.config import Config
+from engine.errors import ConfigError, RequestError
+from engine.loop import Loop
+from engine.types import Request
+
+log = logging.getLogger(__name__)
+
+CLIENT_TIMEOUT_S = 10.0
+IDLE_WAIT_MS = 200
+
+
+class Server:
+    """Between the socket and the loop. `address` is a ZeroMQ endpoint to bind."""
+
+    def __init__(self, loop: Loop, address: str):
+        self.loop = loop
+        self.epoch = uuid.uuid4().hex
+        self._client_of: dict[str, bytes] = {}  # request -> who asked
+        self._last_seen: dict[bytes, float] = {}
+        self._closing = False
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.bind(address)
+
+    def run(self) -> None:
+        try:
+            while not self._closing:
+                self._take_messages(wait=self.loop.is_idle)
+                self._drop_silent_clients()
+                self._send_updates(self.loop.step())
+        finally:
+            self.loop.executor.close()
+            self._context.destroy(linger=0)
+
+    def close(self) -> None:
+        """Ends `run` after the current step. May be called from a signal handler."""
+        self._closing = True
+
+    def _take_messages(self, wait: bool) -> None:
+        if not self._socket.poll(IDLE_WAIT_MS if wait else 0):
+            return
+        while True:
+            try:
+                client, payload = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._last_seen[client] = time.monotonic()
+            kind, fields = messages.unpack(payload)
+            if kind == messages.PING:
+                self._send(client, messages.PONG, self.epoch, self.loop.stats())
+            elif fields[0] != self.epoch:
+                continue  # meant for the process before this one; its client will notice and replay
+            elif kind == messages.SUBMIT:
+                self._submit(client, *fields[1:])
+            elif kind == messages.CANCEL:
+                self._client_of.pop(fields[1], None)
+                self.loop.drop(fields[1])
+
+    def _submit(self, client: bytes, request_id: str, token_ids: Any, prompt_len: int, *rest: Any) -> None:
+        sampling, replay = rest
+        request = Request(request_id, list(token_ids), prompt_len, messages.unpack_sampling(sampling))
+        try:
+            self.loop.add(request, replay)
+            self._client_of[request_id] = client
+        except RequestError as error:
+            self._send(client, messages.REFUSED, self.epoch, request_id, error.kind, str(error))
+
+    def _send_updates(self, updates: list[Any]) -> None:
+        by_client: dict[bytes, list[Any]] = {}
+        for update in updates:
+            request_id = update.request.request_id
+            fields = (request_id, update.token_id, messages.pack_logprobs(update.logprobs), update.finish_reason)
+            by_client.setdefault(self._client_of[request_id], []).append(fields)
+            if update.finish_reason:
+                del self._client_of[request_id]
+        for client, fields in by_client.items():
+            self._send(client, messages.TOKENS, self.epoch, fields)
+
+    def _drop_silent_clients(self) -> None:
+        now = time.monotonic()
+        for client in [c for c, seen in self._last_seen.items() if now - seen > CLIENT_TIMEOUT_S]:
+            orphans = [request_id for request_id, owner in self._client_of.items() if owner == client]
+            log.warning("a client has been silent for %.0f s, dropping its %d requests", CLIENT_TIMEOUT_S, len(orphans))
+            del self._last_seen[client]
+            for request_id in orphans:
+                del self._client_of[request_id]
+                self.loop.drop(request_id)
+
+    def _send(self, client: bytes, kind: str, *fields: Any) -> None:
+        self._socket.send_multipart([client, messages.pack(kind, *fields)])
+
+
+def main() -> int:
+    config = Config.from_env()
+    logging.basicConfig(level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # Imported here: a client of this module must not pay for Paddle.
+    from engine.executors import make_executor
+
+    graph_dir = Path(os.environ.get("GRAPH_DIR") or config.model_dir)
+    executor = make_executor(graph_dir, config)
+    server = Server(Loop(executor, executor.block_size, config), f"tcp://127.0.0.1:{config.inter_proc_port}")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.close())
+    log.info("ready: %d blocks of %d tokens", executor.num_blocks, executor.block_size)
+    server.run()
+    log.info("stopped")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ConfigError as error:
+        sys.exit(str(error))

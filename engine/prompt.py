@@ -1,0 +1,114 @@
+"""From a checked request to tokens and sampling, within the limits of this model and this server."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.errors import InvalidRequest, PromptTooLong
+from engine.tokenizer import Tokenizer
+from engine.types import Sampling
+from engine.wire import GenerationRequest, shown
+
+
+@dataclass(frozen=True)
+class Prompt:
+    token_ids: list[int]
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class PromptReader:
+    """`model_len` limits prompt and answer together; `capacity` gives the tokens that fit the KV cache, 0 if unknown."""
+
+    tokenizer: Tokenizer
+    vocab_size: int  # of the model, at least the tokenizer's
+    model_len: int
+    max_seq_len: int
+    max_dec_len: int
+    capacity: Callable[[], int] = lambda: 0
+
+    def read(self, request: GenerationRequest) -> Prompt:
+        """Raises InvalidRequest; the message names the field, the value and the limit."""
+        token_ids = self._token_ids(request)
+        max_new_tokens = self._max_new_tokens(request, len(token_ids))
+        stop_ids = request.eos_token_ids
+        if not request.ignore_eos:
+            stop_ids += tuple(self.tokenizer.eos_token_ids)
+        self._check_ids("eos_token_ids", stop_ids)
+        self._check_ids("bad_words_token_ids", request.bad_words_token_ids)
+        self._check_ids("logit_bias", [token_id for token_id, _ in request.logit_bias])
+        sampling = Sampling(
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=request.min_dec_len or 0,
+            temperature=request.temperature,
+            top_p=request.topp,
+            top_k=request.top_k,
+            min_p=request.min_p,
+            repetition_penalty=request.penalty_score,
+            frequency_penalty=request.frequency_score,
+            presence_penalty=request.presence_score,
+            seed=secrets.randbits(63) if request.infer_seed is None else request.infer_seed % 2**64,
+            stop_token_ids=tuple(dict.fromkeys(stop_ids)),
+            bad_words=self._bad_words(request),
+            logit_bias=request.logit_bias,
+            num_logprobs=request.logprobs,
+        )
+        return Prompt(token_ids, sampling)
+
+    def _token_ids(self, request: GenerationRequest) -> list[int]:
+        if request.input_ids is not None:
+            self._check_ids("input_ids", request.input_ids)
+            return list(request.input_ids)
+        if request.text is None:
+            return self._chat_ids(request, request.messages or [])
+        if self.tokenizer.has_chat_template and request.apply_chat_template:
+            return self._chat_ids(request, [{"role": "user", "content": request.text}])
+        token_ids = self.tokenizer.encode(request.text)
+        if not token_ids:
+            raise InvalidRequest("The `text` has no tokens")
+        return token_ids
+
+    def _chat_ids(self, request: GenerationRequest, messages: list[dict]) -> list[int]:
+        if request.system:
+            messages = [{"role": "system", "content": request.system}, *messages]
+        return self.tokenizer.encode_chat(messages, **(request.chat_template_kwargs or {}))
+
+    def _max_new_tokens(self, request: GenerationRequest, prompt_len: int) -> int:
+        minimum, maximum = request.min_dec_len or 1, request.max_dec_len
+        if prompt_len > self.max_seq_len:
+            raise PromptTooLong(f"Length of input token({prompt_len}) exceeds the limit MAX_SEQ_LEN({self.max_seq_len}).")
+        for name, value in (("min_dec_len", minimum), ("max_dec_len", maximum or 1)):
+            if value > self.max_dec_len:
+                raise InvalidRequest(f"The parameter {name}({value}) exceeds the limit MAX_DEC_LEN({self.max_dec_len}).")
+        self._check_fits("min_dec_len", prompt_len, minimum)
+        if maximum is None:
+            room = self.capacity() - prompt_len + 1 if self.capacity() else self.model_len
+            return max(minimum, min(self.model_len - prompt_len, self.max_dec_len, room))
+        if minimum > maximum:
+            raise InvalidRequest(f"The parameter min_dec_len({minimum}) exceeds max_dec_len({maximum}).")
+        self._check_fits("max_dec_len", prompt_len, maximum)
+        return maximum
+
+    def _check_fits(self, name: str, prompt_len: int, answer_len: int) -> None:
+        if prompt_len + answer_len > self.model_len:
+            raise PromptTooLong(
+                f"Input text is too long, input_ids_len ({prompt_len}) + {name} ({answer_len}) > "
+                f"max_seq_len ({self.model_len})"
+            )
+
+    def _check_ids(self, name: str, token_ids: list[int] | tuple[int, ...]) -> None:
+        if token_ids and max(token_ids) >= self.vocab_size:
+            raise InvalidRequest(f"The `{name}` holds {max(token_ids)}, the vocabulary has {self.vocab_size} tokens")
+
+    def _bad_words(self, request: GenerationRequest) -> tuple[tuple[int, ...], ...]:
+        """A word has other tokens at the beginning of a text than after a space: both are banned."""
+        words = [(token_id,) for token_id in request.bad_words_token_ids]
+        for word in request.bad_words:
+            for text in (word, f" {word}"):
+                token_ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+                if not token_ids:
+                    raise InvalidRequest(f"The `bad_words` item {shown(word)} has no tokens")
+                words.append(token_ids)
+        return tuple(dict.fromkeys(words))

@@ -1,0 +1,208 @@
+"""One request's way back: gathers its tokens, turns them into responses, ends exactly once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from engine import wire
+from engine.errors import Cancelled, RequestError
+from engine.latency import Latency
+from engine.prompt import Prompt
+from engine.text_stream import Delta, TextOptions, TextStream
+from engine.tokenizer import Tokenizer
+from engine.types import Logprobs
+from engine.wire import GenerationRequest
+
+
+class Sender(Protocol):
+    """Where responses go. `send` may take long; nothing is called after a send with `final`."""
+
+    def send(self, payload: bytes, final: bool) -> None: ...
+
+    def is_cancelled(self) -> bool: ...
+
+
+class Reply:
+    """The listener of one request. The engine client's thread calls `token` and `ended`, one sender thread at a time
+    calls `send_gathered`, the cancel thread `end_if_cancelled`."""
+
+    def __init__(
+        self, request: GenerationRequest, prompt: Prompt, sender: Sender, tokenizer: Tokenizer, received: float
+    ):
+        self.req_id = request.req_id
+        self.streaming = True
+        self.wake: Callable[[Reply], None] = lambda reply: None  # puts this reply into the senders' queue
+        self._request = request
+        self._prompt = prompt
+        self._sender = sender
+        self._tokenizer = tokenizer
+        self._text = TextStream(tokenizer, _text_options(request))
+        self._received, self._accepted, self._first_token = received, time.time(), 0.0
+        self._last_token = received
+        # Shared between threads, under the lock
+        self._lock = threading.Lock()
+        self._gathered: list[tuple[int, Logprobs | None]] = []
+        self._finish_reason: str | None = None
+        self._error: RequestError | None = None
+        self._awake = False  # in the senders' queue or with a sender
+        # Of the sender's side only
+        self._ended = False
+        self._tokens: list[int] = []  # received, without the stop id
+        self._logprobs: list[Logprobs | None] = []
+        self._num_generated = 0  # received, with the stop id
+        self._num_visible = 0  # of _tokens, those whose text is certain
+        self._num_sent = 0  # of these, those that were sent
+        self._answer = ""  # the text of all visible tokens
+        self._unsent = ""  # its end that was not sent
+
+    # The listener
+
+    def token(self, token_id: int, logprobs: Logprobs | None, finish_reason: str | None) -> None:
+        with self._lock:
+            self._gathered.append((token_id, logprobs))
+            self._finish_reason = finish_reason
+            # Without streaming and stop strings nothing can happen before the end.
+            self._wake_once(bool(finish_reason or self.streaming or self._request.stop_sequences))
+
+    def ended(self, error: RequestError) -> None:
+        with self._lock:
+            self._error = error
+            self._wake_once(True)
+
+    def end_if_cancelled(self) -> None:
+        with self._lock:
+            # After the final response the question itself would crash Triton.
+            if not self._ended and not self._error and self._sender.is_cancelled():
+                self._error = Cancelled("the client has cancelled the request")
+                self._wake_once(True)
+
+    def _wake_once(self, worthwhile: bool) -> None:
+        if worthwhile and not self._awake:
+            self._awake = True
+            self.wake(self)
+
+    # The sender
+
+    def send_gathered(self, latency: Latency) -> bool:
+        """Sends what has gathered as one response. True after the final one."""
+        with self._lock:
+            gathered, self._gathered = self._gathered, []
+            error, finish_reason = self._error, self._finish_reason
+        if self._ended:
+            return True
+        if error is None:
+            self._respond(gathered, finish_reason, latency)
+        else:
+            self._send_final(wire.failure(error, self.req_id), error.kind, latency)
+        with self._lock:
+            self._awake = False
+            if not self._ended and (self._gathered or self._error):
+                self._wake_once(True)
+        return self._ended
+
+    def _respond(self, gathered: list[tuple[int, Logprobs | None]], finish_reason: str | None, latency: Latency) -> None:
+        self._note_arrival(len(gathered), latency)
+        self._num_generated += len(gathered)
+        if finish_reason == "stop":
+            gathered = gathered[:-1]  # the stop id is not part of the answer
+        self._tokens += [token_id for token_id, _ in gathered]
+        self._logprobs += [logprobs for _, logprobs in gathered]
+        stop_string = self._show(self._text.push(token_id for token_id, _ in gathered))
+        if finish_reason and stop_string is None:
+            stop_string = self._show(self._text.finish())
+        if stop_string is not None:
+            finish_reason = "stop"
+            del self._tokens[self._num_visible :], self._logprobs[self._num_visible :]
+            self._num_generated = self._num_visible
+        if finish_reason:
+            fields = self._fields() | self._final_fields(finish_reason, stop_string)
+            self._send_final(wire.delta(fields), finish_reason, latency)
+        elif self.streaming and (self._unsent or self._num_visible > self._num_sent):
+            self._sender.send(wire.delta(self._fields()), False)
+            self._num_sent, self._unsent = self._num_visible, ""
+
+    def _show(self, delta: Delta) -> str | None:
+        """Enters text that has become certain. The stop string, when it ended the answer."""
+        self._answer += delta.text
+        self._unsent += delta.text
+        self._num_visible += delta.num_tokens
+        return delta.stopped
+
+    def _send_final(self, payload: bytes, reason: str, latency: Latency) -> None:
+        with self._lock:  # see end_if_cancelled
+            self._ended = True
+            self._sender.send(payload, True)
+        latency.ended(reason, time.time() - self._received)
+
+    def _note_arrival(self, count: int, latency: Latency) -> None:
+        if count:
+            now = time.time()
+            latency.tokens(count, now - self._last_token, self._num_generated == 0)
+            self._first_token = self._first_token or now
+            self._last_token = now
+
+    def _fields(self) -> dict[str, Any]:
+        unsent = slice(self._num_sent, self._num_visible)
+        fields: dict[str, Any] = {
+            "req_id": self.req_id,
+            "is_end": 0,
+            "token_ids": self._tokens[unsent],
+            "token": self._unsent,
+            "send_idx": self._num_sent,
+            "usage": {"prompt_tokens": len(self._prompt.token_ids), "completion_tokens": self._num_visible},
+            "inference_time_cost": time.time() - self._accepted,
+            "infer_seed": self._prompt.sampling.seed,
+            "return_all_tokens": self._request.return_all_tokens,
+        }
+        if self._prompt.sampling.num_logprobs >= 0:
+            pairs = zip(self._tokens[unsent], self._logprobs[unsent], strict=True)
+            fields["logprobs"] = [self._logprob_fields(token_id, logprobs) for token_id, logprobs in pairs]
+        if self._request.benchmark:
+            fields |= {
+                "preprocess_start_time": _as_date(self._received),
+                "preprocess_end_time": _as_date(self._accepted),
+                "schedule_start_time": _as_date(self._accepted),
+                "inference_start_time": str(self._first_token),
+                "inference_current_step_time": _as_date(time.time()),
+            }
+        return fields
+
+    def _final_fields(self, finish_reason: str, stop_string: str | None) -> dict[str, Any]:
+        return {
+            "is_end": 1,
+            "finish_reason": finish_reason,
+            "stop_reason": stop_string,
+            "usage": {"prompt_tokens": len(self._prompt.token_ids), "completion_tokens": self._num_generated},
+            "tokens_all_num": self._num_generated,
+            "tokens_all_ids": self._tokens,
+            "tokens_all": self._answer,
+        }
+
+    def _logprob_fields(self, token_id: int, logprobs: Logprobs | None) -> dict[str, Any]:
+        if logprobs is None:
+            return {"token_id": token_id}
+        top = [self._one_logprob(i, logprob) for i, logprob in logprobs.top]
+        return self._one_logprob(token_id, logprobs.chosen) | {"top": top}
+
+    def _one_logprob(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token_id": token_id,
+            "token": self._tokenizer.token_text(token_id),
+            "bytes": list(self._tokenizer.token_bytes(token_id)),
+            "logprob": max(logprob, -9999.0),  # JSON has no infinity
+        }
+
+
+def _text_options(request: GenerationRequest) -> TextOptions:
+    return TextOptions(
+        stop=request.stop_sequences,
+        include_stop=request.include_stop_str_in_output,
+        skip_special_tokens=request.skip_special_tokens,
+    )
+
+
+def _as_date(epoch_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(epoch_s)) + f".{int(epoch_s % 1 * 1e6):06d}"

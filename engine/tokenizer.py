@@ -1,0 +1,302 @@
+"""From text and chats to token ids, by the files beside a checkpoint. Knows no requests and no limits.
+
+A `Tokenizer` never changes after it is loaded, so any number of threads may use it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import tokenizers
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from engine.errors import ConfigError, InvalidRequest
+from engine.text_stream import Detokenizer, TokenBytes
+
+log = logging.getLogger(__name__)
+
+Message = Mapping[str, Any]
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+OTHER_FORMATS = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
+# For these classes add_bos_token and add_eos_token decide, not the post-processor in tokenizer.json.
+FLAGS_DECIDE = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
+
+
+class TokenizerError(ConfigError):
+    """The tokenizer of a model cannot be loaded."""
+
+
+class ChatTemplateError(InvalidRequest):
+    """The chat template refused the messages, or there is none."""
+
+
+class ChatTemplate:
+    """The model's own way to write a chat as one text: Jinja, with what templates on the hub expect to find.
+
+    `sources` has the templates by name; `default` is used, and `tool_use` if there are tools.
+    """
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, Any]):
+        environment = _environment()
+        try:
+            self._templates = {name: environment.from_string(source) for name, source in sources.items()}
+        except jinja2.TemplateSyntaxError as error:
+            raise TokenizerError(f"the chat template is wrong in line {error.lineno}: {error}") from error
+        self._special_tokens = dict(special_tokens)
+
+    def render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
+        if "messages" in variables:
+            raise ChatTemplateError("messages cannot be set among the variables of the chat template")
+        variables = {"tools": None, "documents": None, **self._special_tokens, **variables}
+        template = self._pick(bool(variables["tools"]))
+        messages = [_with_plain_content(message) for message in messages]
+        try:
+            return template.render(variables, messages=messages)
+        except Exception as error:  # a template is a program that somebody else wrote: it may raise anything
+            raise ChatTemplateError(f"the chat template refused the messages: {_reason(error)}") from error
+
+    def _pick(self, has_tools: bool) -> jinja2.Template:
+        name = "tool_use" if has_tools and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            raise ChatTemplateError(f"there is no default chat template, only {sorted(self._templates)}")
+        return self._templates[name]
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's words for training. To serve, its body is all there is."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json  # Jinja's own escapes for HTML
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    return environment
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _reason(error: Exception) -> str:
+    is_own_words = isinstance(error, jinja2.TemplateError)
+    return str(error) if is_own_words and str(error) else f"{type(error).__name__}: {error}"
+
+
+def _with_plain_content(message: Message) -> Message:
+    """Content may be a list of text parts; templates are written for one string."""
+    if not isinstance(message, Mapping):
+        raise ChatTemplateError(f"a message must be an object with role and content, it is {message!r:.80}")
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return message
+    texts = []
+    for part in parts:
+        match part:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case _:
+                raise ChatTemplateError(f"content may have parts of type text only, got {part!r:.80}")
+    return {**message, "content": "".join(texts)}
+
+
+class Tokenizer:
+    """The tokenizer of one model, with its special tokens and its chat template."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, Any] | None = None,
+        chat_templates: Mapping[str, str] | None = None,
+        generation_config: Mapping[str, Any] | None = None,
+    ):
+        """`special_tokens` as in special_tokens_map.json, `generation_config` with bos, pad and eos ids."""
+        self._backend = backend
+        backend.no_padding()
+        backend.no_truncation()
+        special_tokens = special_tokens or {}
+        generation_config = generation_config or {}
+        self._template = ChatTemplate(chat_templates, special_tokens) if chat_templates else None
+        ids: dict[str, list[int]] = {}  # the tokenizer's own first
+        for name in ("bos", "eos", "pad"):
+            own = backend.token_to_id(special_tokens.get(f"{name}_token", ""))
+            ids[name] = _ids(own) + _ids(generation_config.get(f"{name}_token_id"))
+        self.eos_token_ids = tuple(dict.fromkeys(ids["eos"]))
+        self.bos_token_id: int | None = next(iter(ids["bos"]), None)
+        self.pad_token_id: int | None = next(iter(ids["pad"] + ids["eos"]), None)
+        self.special_ids = frozenset(
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        self.token_table = TokenBytes(backend)
+
+    @classmethod
+    def load(cls, model_dir: str | Path) -> Tokenizer:
+        return _load(Path(model_dir))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """The largest id and one. The model may have more rows."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Special tokens that are written out in `text` are recognised."""
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True, is_continuation: bool = False) -> str:
+        """Bytes that are no UTF-8 become U+FFFD. For `is_continuation` see Detokenizer."""
+        skipped_ids = self.special_ids if skip_special_tokens else frozenset()
+        return Detokenizer(self.token_table, skipped_ids, is_continuation).decode(token_ids)
+
+    def render_chat(self, messages: Sequence[Message], /, **variables: Any) -> str:
+        """The chat as the text that the model was trained on, with the beginning of the answer.
+
+        `variables` are for the template: add_generation_prompt=False leaves out the beginning of the answer;
+        tools and documents are known to many templates.
+        """
+        if self._template is None:
+            raise ChatTemplateError("This model does not support chat_template.")
+        return self._template.render(messages, {"add_generation_prompt": True, **variables})
+
+    def encode_chat(self, messages: Sequence[Message], /, **variables: Any) -> list[int]:
+        """`variables` as for `render_chat`. The template writes the special tokens, so none is added."""
+        return self.encode(self.render_chat(messages, **variables), add_special_tokens=False)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The native `text` field: one turn of the user where there is a chat template, else a plain text."""
+        if self.has_chat_template:
+            return self.encode_chat([{"role": "user", "content": text}])
+        return self.encode(text)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The token as it stands inside a text, its space included."""
+        return self.token_table[token_id].removeprefix(self.token_table.rules.separator)
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+
+def _load(directory: Path) -> Tokenizer:
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        others = [name for name in OTHER_FORMATS if (directory / name).exists()]
+        found = f" (found {', '.join(others)})" if others else ""
+        raise TokenizerError(
+            f"there is no tokenizer.json in {directory}{found}. Only this format, of the Hugging Face tokenizers "
+            "library, is supported; transformers converts others to it: "
+            "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more precise
+        raise TokenizerError(f"{path} cannot be read: {error}") from error
+    config = _read_json(directory / "tokenizer_config.json")
+    special_tokens = _special_tokens(_read_json(directory / "special_tokens_map.json") | config)
+    _add_missing_tokens(backend, config, special_tokens)
+    _honour_flags(backend, config, special_tokens)
+    model_config = _read_json(directory / "config.json")
+    generation_config = _read_json(directory / "generation_config.json")
+    known = {key: value for key, value in generation_config.items() if value is not None}
+    return Tokenizer(backend, special_tokens, _chat_templates(directory, config), model_config | known)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{path} must hold an object")
+    return content
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Name -> text. A token is written as its text, or as an object that has it as `content`."""
+    tokens = {name: _content(config[name]) for name in SPECIAL_TOKENS if config.get(name) is not None}
+    if additional := config.get("additional_special_tokens"):
+        tokens["additional_special_tokens"] = [_content(token) for token in additional]
+    return tokens
+
+
+def _content(token: Any) -> str:
+    return token["content"] if isinstance(token, Mapping) else str(token)
+
+
+def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """By name. A file of its own goes before tokenizer_config.json."""
+    path = directory / "chat_template.jinja"
+    source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+    if isinstance(source, list):
+        return {item["name"]: item["template"] for item in source}
+    return {"default": source} if source else {}
+
+
+def _add_missing_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, Any]) -> None:
+    """tokenizer_config.json may know tokens that tokenizer.json does not, or know more about them."""
+    present = {token.content: repr(token) for token in backend.get_added_tokens_decoder().values()}
+    named = [text for value in special.values() for text in ([value] if isinstance(value, str) else value)]
+    for token_id, fields in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
+        token = tokenizers.AddedToken(**{key: value for key, value in fields.items() if key != "__type"})
+        token.special = token.special or token.content in named
+        if present.get(token.content) != repr(token):
+            _add_token(backend, token)
+            present[token.content] = repr(token)
+        if (actual_id := backend.token_to_id(token.content)) != int(token_id):
+            log.warning("token %r should have the id %s, it has %s", token.content, token_id, actual_id)
+    for text in named:
+        if text not in present:
+            _add_token(backend, tokenizers.AddedToken(text, special=True, normalized=False))
+
+
+def _add_token(backend: tokenizers.Tokenizer, token: tokenizers.AddedToken) -> None:
+    (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+
+
+def _honour_flags(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, Any]) -> None:
+    """See FLAGS_DECIDE. A post-processor that already does what the flags say stays as it is."""
+    if str(config.get("tokenizer_class", "")).removesuffix("Fast") not in FLAGS_DECIDE:
+        return
+    bos, eos = special.get("bos_token"), special.get("eos_token")
+    tokens = backend.encode("a").tokens
+    plain = backend.encode("a", add_special_tokens=False).tokens
+    now = (tokens[0] == bos != plain[0], tokens[-1] == eos != plain[-1])
+    wanted = (
+        bos is not None and config.get("add_bos_token", now[0]),
+        eos is not None and config.get("add_eos_token", now[1]),
+    )
+    if now != wanted:
+        parts = [f"{bos}:0"] * wanted[0] + ["$A:0"] + [f"{eos}:0"] * wanted[1]
+        known = [(token, backend.token_to_id(token)) for token in (bos, eos) if token is not None]
+        backend.post_processor = tokenizers.processors.TemplateProcessing(single=parts, special_tokens=known)
+
+
+def _ids(value: Any) -> list[int]:
+    """Of one id, a list of ids or nothing."""
+    return [value] if isinstance(value, int) else list(value or [])
