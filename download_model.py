@@ -8,8 +8,8 @@ respected) and the name's third part is the quantization to export. With MODEL_M
 to https://example.com/models/static, the ready-made static graph comes from
 `$MODEL_MIRROR/$tag/$model_name/{model,node1,node2,mtp}/`. Either way the files are in `dir/model_name`.
 
-The hub's list, names, checksums and tokens are huggingface_hub's; the bytes are fetched here, because the
-library gives up a partial file when its process ends and does not compare what it fetched with a checksum.
+The hub's list, names, checksums and tokens are huggingface_hub's; the bytes are fetched here, because
+its current versions drop a partial file when their process ends, and compare sizes instead of checksums.
 """
 
 import argparse
@@ -77,8 +77,8 @@ class Options:
         if self.mirror is None:
             if self.speculate_dir is not None:
                 raise DownloadError(
-                    "speculate_model_path is for a mirror of static models (MODEL_MIRROR), which has the draft "
-                    "model in a folder of its own; in a checkpoint of the hub the draft is part of the model"
+                    "speculate_model_path is for a mirror of static models (MODEL_MIRROR), which has the "
+                    "draft in a folder of its own; in a checkpoint of the hub it is part of the model"
                 )
             return
         if not re.match(r"https?://[^/]", self.mirror):
@@ -87,8 +87,8 @@ class Options:
             raise DownloadError(f"tag is {self.tag!r}, it must be a version such as {DEFAULT_TAG}")
         if self.nnodes > 2:
             raise DownloadError(
-                f"nnodes is {self.nnodes}: a mirror of static models has folders for one node (model) and for "
-                "two (node1, node2) only"
+                f"nnodes is {self.nnodes}: a mirror of static models has folders for one node (model) and "
+                "for two (node1, node2) only"
             )
 
     @property
@@ -190,17 +190,20 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.INFO)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # huggingface_hub's; it logs every request
+    logging.basicConfig(stream=sys.stdout, format="%(message)s")
+    logging.getLogger("engine.download").setLevel(logging.INFO)
+    part = {"nnodes": args.nnodes, "mode": args.mode, "speculate_dir": args.speculate_model_path}
     try:
-        options = Options.from_env(nnodes=args.nnodes, mode=args.mode, speculate_dir=args.speculate_model_path)
+        options = Options.from_env(**part)
         done = download(args.model_name, args.dir, options)
-    except (DownloadError, OSError) as error:
+    except DownloadError as error:
         print(f"download_model.py: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("download_model.py: interrupted; the same command goes on from here", file=sys.stderr)
-        return 130
+        print(
+            "download_model.py: interrupted; the same command goes on from here", file=sys.stderr, flush=True
+        )
+        os._exit(130)  # at a usual exit threads that wait for the server are waited for
     kind = "static graph" if done.is_static else f"checkpoint, to be exported as {done.quant or 'it is'}"
     print(f"{done.model_dir}: complete, {done.num_fetched} files fetched ({kind})")
     return 0

@@ -78,40 +78,53 @@ def fill(
     root: Path, wanted: Record, list_files: ListFiles, policy: Policy, twins: Iterable[Path] = ()
 ) -> int:
     """Returns how many files were fetched. `twins` are directories that may hold the same large files."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with _locked(root):
+            return _fill(root, wanted, list_files, policy, twins)
+    except OSError as error:
+        raise DownloadError(f"{root}: {error}") from error
+
+
+def _fill(root: Path, wanted: Record, list_files: ListFiles, policy: Policy, twins: Iterable[Path]) -> int:
     stop = Stop()
-    root.mkdir(parents=True, exist_ok=True)
-    with _locked(root):
-        old = Record.load(root)
-        if old is not None and old.source != wanted.source:
-            raise DownloadError(f"{root} holds {old.source}, not {wanted.source}: choose another directory")
-        wanted.files = old.files if old is not None else {}
-        if old is None or not old.has_everything(root):
-            return _Run(root, wanted, policy, stop).fill(list_files(policy, stop), list(twins))
-        try:
-            listing = list_files(replace(policy, num_tries=min(policy.num_tries, 2)), stop)
-        except Temporary as error:  # a server that is down is no reason not to start what is here
-            log.warning("%s; going on with the complete copy in %s", error, root)
-            wanted.revision, wanted.is_complete = old.revision, True
-            wanted.save(root)
-            return 0
-        return _Run(root, wanted, policy, stop).fill(listing, list(twins))
+    old = Record.load(root)
+    if old is not None and old.source != wanted.source:
+        raise DownloadError(f"{root} holds {old.source}, not {wanted.source}: choose another directory")
+    wanted.files = old.files if old is not None else {}
+    if old is None or not old.has_everything(root):
+        return _Run(root, wanted, policy, stop, twins).fill(list_files(policy, stop))
+    try:
+        listing = list_files(replace(policy, num_tries=min(policy.num_tries, 2)), stop)
+    except Temporary as error:  # a server that is down is no reason not to start what is here
+        log.warning("%s; going on with the complete copy in %s", error, root)
+        wanted.revision, wanted.is_complete = old.revision, True
+        wanted.save(root)
+        return 0
+    return _Run(root, wanted, policy, stop, twins).fill(listing)
 
 
+@dataclass
 class _Run:
     """One listing on its way into one directory."""
 
-    def __init__(self, root: Path, record: Record, policy: Policy, stop: Stop):
-        self.root, self.record, self.policy, self.stop = root, record, policy, stop
-        self._lock = threading.Lock()  # around the record
+    root: Path
+    record: Record
+    policy: Policy
+    stop: Stop
+    twins: Iterable[Path]
 
-    def fill(self, listing: Listing, twins: list[Path]) -> int:
+    def __post_init__(self):
+        self._lock = threading.Lock()  # around the record
+        self._twins = [(twin, record) for twin in self.twins if (record := Record.load(twin))]
+
+    def fill(self, listing: Listing) -> int:
         self.record.revision = listing.revision
-        self._check_room(listing)
-        self.record.save(self.root)  # from here on it is not complete
-        progress = Progress(self.root.name)
+        progress = Progress(self.record.source)
         self._transfer = Transfer(self.policy, self.stop, progress, listing.authorization)
-        self._twins = [(twin, record) for twin in twins if (record := Record.load(twin))]
         try:
+            self._check_room(listing, progress)
+            self.record.save(self.root)  # from here on it is not complete
             num_fetched = self._bring_all(listing.files, progress)
         finally:
             progress.close()
@@ -124,18 +137,20 @@ class _Run:
 
     def _bring_all(self, files: list[RemoteFile], progress: Progress) -> int:
         num_fetched = 0
-        with ThreadPoolExecutor(self.policy.num_workers, thread_name_prefix="download") as pool:
+        pool = ThreadPoolExecutor(self.policy.num_workers, thread_name_prefix="download")
+        try:
             running = {pool.submit(self._bring, file): file for file in files}
-            try:
-                for num_done, future in enumerate(as_completed(running), start=1):
-                    how = future.result()
-                    num_fetched += how == "fetched"
-                    if not progress.is_visible:
-                        log.info("%d/%d %s: %s", num_done, len(files), running[future].path, how)
-            except BaseException:  # an interrupt as well: the threads must not go on by themselves
-                self.stop.set()
-                pool.shutdown(cancel_futures=True)
-                raise
+            for num_done, future in enumerate(as_completed(running), start=1):
+                how = future.result()
+                num_fetched += how == "fetched"
+                if not progress.is_visible:
+                    log.info("%d/%d %s: %s", num_done, len(files), running[future].path, how)
+        except BaseException as error:
+            self.stop.set()
+            # Who interrupts does not want to wait for a server that is silent.
+            pool.shutdown(wait=isinstance(error, DownloadError), cancel_futures=True)
+            raise
+        pool.shutdown()
         return num_fetched
 
     def _bring(self, file: RemoteFile) -> str:
@@ -156,34 +171,47 @@ class _Run:
             return "already here"
         if target.is_file() and has_digest(target, file.digest):
             return "already here, verified again"
-        partial = partial_of(target)
         target.parent.mkdir(parents=True, exist_ok=True)
-        if linked := self._link_twin(file, partial):
-            how = f"the same as in {linked}"
-        else:
-            self._transfer.fetch(file, partial)
-            how = "fetched"
+        if twin := self._link_twin(file, target):
+            return f"the same as in {twin}"
+        partial = partial_of(target)
+        self._transfer.fetch(file, partial)
         partial.replace(target)
-        return how
+        return "fetched"
 
-    def _link_twin(self, file: RemoteFile, partial: Path) -> Path | None:
+    def _find_twin(self, file: RemoteFile) -> Path | None:
         """Weights only: they are large and nobody edits them, so two names for one file do no harm."""
-        for twin, record in self._twins:
-            source = twin / file.path
-            if file.path.endswith(".safetensors") and record.vouches_for(file.path, source, file.digest):
-                partial.unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # not every file system has hard links
-                    os.link(source, partial)
-                    return twin
+        if not file.path.endswith(".safetensors"):
+            return None
+        twins = (
+            dir for dir, record in self._twins if record.vouches_for(file.path, dir / file.path, file.digest)
+        )
+        return next(twins, None)
+
+    def _link_twin(self, file: RemoteFile, target: Path) -> Path | None:
+        link = partial_of(partial_of(target))  # a name nobody writes to: that would change the twin
+        twin = self._find_twin(file)
+        if twin is not None:
+            link.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # not every file system has hard links
+                os.link(twin / file.path, link)
+                link.replace(target)
+                partial_of(target).unlink(missing_ok=True)
+                return twin
         return None
 
-    def _check_room(self, listing: Listing) -> None:
-        missing = [file for file in listing.files if not (self.root / file.path).exists()]
-        partials = [partial for file in missing if (partial := partial_of(self.root / file.path)).is_file()]
-        needed = sum(file.size or 0 for file in missing) - sum(partial.stat().st_size for partial in partials)
+    def _check_room(self, listing: Listing, progress: Progress) -> None:
+        needed = 0
+        for file in listing.files:
+            target = place(self.root, file.path)
+            if file.size and not target.exists() and self._find_twin(file) is None:
+                partial = partial_of(target)
+                have = partial.stat().st_size if partial.is_file() else 0
+                progress.at(file.path, have, file.size)
+                needed += file.size - have
         free = shutil.disk_usage(self.root).free
-        if needed > free and not self._twins:
-            raise DownloadError(f"{self.root}: {needed / 1e9:.1f} GB needed, {free / 1e9:.1f} GB are free")
+        if needed > free:
+            raise DownloadError(f"{self.root}: {needed / 1e6:.0f} MB needed, {free / 1e6:.0f} MB are free")
 
 
 @contextlib.contextmanager

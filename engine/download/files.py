@@ -57,7 +57,7 @@ def place(root: Path, path: str) -> Path:
     """Where the file goes. A link inside `root` must not lead the write out of it."""
     target = root / path
     if not target.parent.resolve().is_relative_to(root.resolve()) or partial_of(target).is_symlink():
-        raise DownloadError(f"refused: a symbolic link leads out of {root}")
+        raise DownloadError(f"{path}: refused, a symbolic link leads out of {root}")
     return target
 
 

@@ -1,6 +1,7 @@
 """Fetches over HTTP into a `.partial`: resumed, verified, retried. Knows URLs and bytes, not models."""
 
 import http.client
+import os
 import re
 import ssl
 import threading
@@ -40,7 +41,7 @@ class Progress:
     """One bar for all files, on a terminal only. A mirror tells sizes late, so the total may grow."""
 
     def __init__(self, label: str):
-        self._bar = tqdm(desc=label, total=0, unit="B", unit_scale=True, disable=None)
+        self._bar = tqdm(desc=label, total=0, unit="B", unit_scale=True, delay=0.3, disable=None)
         self._files: dict[str, tuple[int, int]] = {}  # path -> bytes done, size
         self._lock = threading.Lock()
 
@@ -70,7 +71,7 @@ def with_retries(attempt: Callable, policy: Policy, stop: Stop, mark: Callable[[
         except Temporary as error:
             num_failures = 1 if mark() > furthest else num_failures + 1
             num_corrupt += isinstance(error, Corrupt)
-            furthest = max(furthest, mark())
+            furthest = 0 if isinstance(error, Corrupt) else max(furthest, mark())
             if num_failures >= policy.num_tries or num_corrupt == 2:
                 tries = "" if num_failures == 1 else f" ({num_failures} tries)"
                 raise type(error)(f"{error}{tries}") from None
@@ -138,6 +139,7 @@ class Transfer:
                 have += len(chunk)
                 self.progress.at(file.path, have, size or have)
         out.flush()
+        os.fsync(out.fileno())  # the final name must not outlive the content when the power fails
         if have < (file.size or size or 0):
             raise Temporary(f"the connection was closed after {have} of {file.size or size} bytes")
         if running.hexdigest() != expected:
@@ -154,11 +156,11 @@ class Transfer:
     def _body(self, response: http.client.HTTPResponse, size: int | None, have: int):
         """Pieces as they come, so that a connection that breaks loses nothing that has arrived."""
         while size is None or have < size:
-            self.stop.check()
             try:
                 chunk = response.read1(CHUNK if size is None else min(CHUNK, size - have))
             except (OSError, http.client.HTTPException) as error:
                 raise Temporary(f"{_reason(error)} after {have} bytes") from None
+            self.stop.check()  # after a stop not a byte more: the directory may be another process's by now
             if not chunk:
                 return
             have += len(chunk)
@@ -180,6 +182,8 @@ def _open(request: urllib.request.Request, timeout_s: float) -> http.client.HTTP
         cause = getattr(error, "reason", error)
         is_final = isinstance(cause, ssl.SSLCertVerificationError)
         raise (DownloadError if is_final else Temporary)(_reason(cause)) from None
+    except ValueError as error:  # a host name that is none
+        raise DownloadError(_reason(error)) from None
 
 
 def _reason(error: Exception | str) -> str:
