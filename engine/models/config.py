@@ -112,14 +112,14 @@ def _check_heads(config: DecoderConfig) -> None:
 
 def _sliding_window(keys: Mapping[str, Any]) -> int | None:
     """The window of the layers that have one, None when no layer has."""
-    window = keys.get("sliding_window")
+    is_mistral = keys["model_type"] == "mistral"
+    window = keys.get("sliding_window", 4096 if is_mistral else None)
     layer_types = keys.get("layer_types")
     if layer_types is not None:
         if unknown := set(layer_types) - {"full_attention", "sliding_attention"}:
             raise ModelError(f"config.json: layer_types has {min(unknown)!r}, supported is 'full_attention'")
         return window if "sliding_attention" in layer_types else None
-    if not keys.get("use_sliding_window", keys["model_type"] == "mistral"):
+    if not keys.get("use_sliding_window", is_mistral):
         return None
-    if keys.get("max_window_layers", 0) >= keys["num_hidden_layers"]:  # the first so many layers see everything
-        return None
-    return window
+    num_full_layers = 0 if is_mistral else keys.get("max_window_layers", 28)  # the first ones see everything
+    return None if num_full_layers >= keys["num_hidden_layers"] else window
