@@ -20,7 +20,7 @@ from engine.errors import ConfigError
 if TYPE_CHECKING:
     from engine.tokenizer import Tokenizer
 
-SUPPORTED_DECODERS = "ByteLevel, ByteFallback, Fuse, Metaspace, Replace and Strip (of the beginning)"
+KNOWN_STEPS = "ByteLevel, ByteFallback, Fuse, Metaspace, Replace and Strip (of the beginning)"
 BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 # GPT-2's alphabet of bytes: printable Latin-1 stands for itself, the other bytes follow from U+0100 on.
@@ -63,7 +63,7 @@ class DecoderRules:
                     rules["dropped_at_start"] = "" if step.get("prepend_scheme") == "never" else char
                 case _:
                     found = json.dumps(step)
-                    raise ConfigError(f"the tokenizer decodes with {found}, supported are {SUPPORTED_DECODERS}")
+                    raise ConfigError(f"the tokenizer decodes with {found}, known are {KNOWN_STEPS}")
         return cls(**rules)
 
     def bytes_of(self, token: str) -> bytes:
@@ -214,6 +214,9 @@ class TextOptions:
     is_continuation: bool = False  # see Detokenizer
 
 
+PLAIN = TextOptions()
+
+
 class TextStream:
     """The text of one answer, in deltas that are final: token ids in, text out.
 
@@ -226,8 +229,7 @@ class TextStream:
     visible ones); its deltas go on where those of the old one ended.
     """
 
-    def __init__(self, tokenizer: Tokenizer, options: TextOptions | None = None, pushed_ids: Iterable[int] = ()):
-        options = options or TextOptions()
+    def __init__(self, tokenizer: Tokenizer, options: TextOptions = PLAIN, pushed_ids: Iterable[int] = ()):
         skipped_ids = tokenizer.special_ids if options.skip_special_tokens else frozenset()
         self.stopped: str | None = None
         self._include_stop = options.include_stop
@@ -236,55 +238,55 @@ class TextStream:
         self._held = ""
         self._num_read = 0  # characters that came out of the detokenizer
         self._num_visible = 0  # of these, how many were delivered
-        self._ends: deque[int] = deque()  # of each token not yet visible: `_num_read` when it is complete
+        self._ends: deque[int] = deque()  # of each token not yet visible, in half characters
         self._last_end = 0  # of the last visible token
-        self._finished = False
+        self._is_finished = False
         self.push(pushed_ids)
 
     def push(self, token_ids: Iterable[int]) -> Delta:
         """Tokens after the one that ended the text are ignored."""
-        assert not self._finished, "push after finish"
-        if self.stopped:
-            return Delta("", 0, self.stopped)
+        assert not self._is_finished, "push after finish"
         parts = []
         for token_id in token_ids:
-            part = self._detokenizer.push(token_id)
-            parts.append(part)
-            self._num_read += len(part)
-            self._ends.append(self._num_read + self._detokenizer.is_inside_character)
-        return self._deliver("".join(parts))
+            if self.stopped:
+                break
+            text = self._detokenizer.push(token_id)
+            # A token that ends inside a character ends half a character further than the text that it gave.
+            end = 2 * (self._num_read + len(text)) + self._detokenizer.is_inside_character
+            self._ends.append(end)
+            parts.append(self._read(text))
+        return Delta("".join(parts), self._take_tokens(), self.stopped)
 
     def finish(self) -> Delta:
-        """What was held back. Call it once, after the last push."""
-        self._finished = True
-        if self.stopped:
-            return Delta("", 0, self.stopped)
-        delta = self._deliver(self._detokenizer.flush())  # U+FFFD may complete a stop string
-        if delta.stopped:
-            return delta
-        text, self._held = delta.text + self._held, ""
-        num_tokens = delta.num_tokens + len(self._ends)
-        self._ends.clear()
-        return Delta(text, num_tokens, None)
+        """What was held back. The last call."""
+        text = ""
+        if not self.stopped:
+            text = self._read(self._detokenizer.flush())  # may complete a stop string
+        if not self.stopped:
+            text += self._held
+            self._num_visible = self._num_read
+        self._is_finished = True
+        return Delta(text, self._take_tokens(), self.stopped)
 
-    def _deliver(self, text: str) -> Delta:
+    def _read(self, text: str) -> str:
+        """Of the text that was held back and `text`: what is certain to be visible."""
         num_matched, self.stopped = self._matcher.push(text)
+        self._num_read += len(text)
         text = self._held + text[:num_matched]
         if self._include_stop:
             num_held = 0
         else:
             num_held = len(self.stopped) if self.stopped else self._matcher.num_held
         visible = text[: len(text) - num_held]
-        self._held = "" if self.stopped else text[len(visible) :]
+        self._held = text[len(visible) :]
         self._num_visible += len(visible)
-        return Delta(visible, self._take_tokens(), self.stopped)
+        return visible
 
     def _take_tokens(self) -> int:
-        """The tokens whose text is out; at a stop string also the one that is out in part."""
+        """The tokens whose text is visible; if it was ended, also the one that is visible in part."""
+        end = 2 * self._num_visible
         num_tokens = 0
-        while self._ends and (
-            self._ends[0] <= self._num_visible or (self.stopped and self._last_end < self._num_visible)
-        ):
+        while self._ends and (self._ends[0] <= end or (self.stopped and self._last_end < end)):
             self._last_end = self._ends.popleft()
             num_tokens += 1
         return num_tokens

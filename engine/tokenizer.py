@@ -25,7 +25,7 @@ from engine.text_stream import Detokenizer, TokenBytes
 
 log = logging.getLogger(__name__)
 
-Message = Mapping[str, Any]
+Json = Mapping[str, Any]
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 OTHER_FORMATS = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
 # For these classes add_bos_token and add_eos_token decide, not the post-processor in tokenizer.json.
@@ -46,7 +46,7 @@ class ChatTemplate:
     `sources` has the templates by name; `default` is used, and `tool_use` if there are tools.
     """
 
-    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, Any]):
+    def __init__(self, sources: Mapping[str, str], special_tokens: Json):
         environment = _environment()
         try:
             self._templates = {name: environment.from_string(source) for name, source in sources.items()}
@@ -54,7 +54,7 @@ class ChatTemplate:
             raise TokenizerError(f"the chat template is wrong in line {error.lineno}: {error}") from error
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
+    def render(self, messages: Sequence[Json], variables: Json) -> str:
         if "messages" in variables:
             raise ChatTemplateError("messages cannot be set among the variables of the chat template")
         variables = {"tools": None, "documents": None, **self._special_tokens, **variables}
@@ -105,7 +105,7 @@ def _reason(error: Exception) -> str:
     return str(error) if is_own_words and str(error) else f"{type(error).__name__}: {error}"
 
 
-def _with_plain_content(message: Message) -> Message:
+def _with_plain_content(message: Json) -> Json:
     """Content may be a list of text parts; templates are written for one string."""
     if not isinstance(message, Mapping):
         raise ChatTemplateError(f"a message must be an object with role and content, it is {message!r:.80}")
@@ -128,9 +128,9 @@ class Tokenizer:
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
-        special_tokens: Mapping[str, Any] | None = None,
+        special_tokens: Json | None = None,
         chat_templates: Mapping[str, str] | None = None,
-        generation_config: Mapping[str, Any] | None = None,
+        generation_config: Json | None = None,
     ):
         """`special_tokens` as in special_tokens_map.json, `generation_config` with bos, pad and eos ids."""
         self._backend = backend
@@ -166,14 +166,22 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Special tokens that are written out in `text` are recognised."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:  # the library's answer to what cannot be UTF-8
+            raise InvalidRequest("the text is not valid Unicode, it has a lone surrogate") from None
 
-    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True, is_continuation: bool = False) -> str:
+    def decode(
+        self,
+        token_ids: Iterable[int],
+        skip_special_tokens: bool = True,
+        is_continuation: bool = False,
+    ) -> str:
         """Bytes that are no UTF-8 become U+FFFD. For `is_continuation` see Detokenizer."""
         skipped_ids = self.special_ids if skip_special_tokens else frozenset()
         return Detokenizer(self.token_table, skipped_ids, is_continuation).decode(token_ids)
 
-    def render_chat(self, messages: Sequence[Message], /, **variables: Any) -> str:
+    def render_chat(self, messages: Sequence[Json], /, **variables: Any) -> str:
         """The chat as the text that the model was trained on, with the beginning of the answer.
 
         `variables` are for the template: add_generation_prompt=False leaves out the beginning of the answer;
@@ -183,7 +191,7 @@ class Tokenizer:
             raise ChatTemplateError("This model does not support chat_template.")
         return self._template.render(messages, {"add_generation_prompt": True, **variables})
 
-    def encode_chat(self, messages: Sequence[Message], /, **variables: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[Json], /, **variables: Any) -> list[int]:
         """`variables` as for `render_chat`. The template writes the special tokens, so none is added."""
         return self.encode(self.render_chat(messages, **variables), add_special_tokens=False)
 
@@ -207,8 +215,8 @@ def _load(directory: Path) -> Tokenizer:
         others = [name for name in OTHER_FORMATS if (directory / name).exists()]
         found = f" (found {', '.join(others)})" if others else ""
         raise TokenizerError(
-            f"there is no tokenizer.json in {directory}{found}. Only this format, of the Hugging Face tokenizers "
-            "library, is supported; transformers converts others to it: "
+            f"there is no tokenizer.json in {directory}{found}. Only this format, of the Hugging Face "
+            "tokenizers library, is supported; transformers converts others to it: "
             "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
         )
     try:
@@ -237,7 +245,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
+def _special_tokens(config: Json) -> dict[str, Any]:
     """Name -> text. A token is written as its text, or as an object that has it as `content`."""
     tokens = {name: _content(config[name]) for name in SPECIAL_TOKENS if config.get(name) is not None}
     if additional := config.get("additional_special_tokens"):
@@ -249,7 +257,7 @@ def _content(token: Any) -> str:
     return token["content"] if isinstance(token, Mapping) else str(token)
 
 
-def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+def _chat_templates(directory: Path, config: Json) -> dict[str, str]:
     """By name. A file of its own goes before tokenizer_config.json."""
     path = directory / "chat_template.jinja"
     source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
@@ -258,11 +266,12 @@ def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str
     return {"default": source} if source else {}
 
 
-def _add_missing_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, Any]) -> None:
+def _add_missing_tokens(backend: tokenizers.Tokenizer, config: Json, special: Json) -> None:
     """tokenizer_config.json may know tokens that tokenizer.json does not, or know more about them."""
     present = {token.content: repr(token) for token in backend.get_added_tokens_decoder().values()}
     named = [text for value in special.values() for text in ([value] if isinstance(value, str) else value)]
-    for token_id, fields in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
+    listed = config.get("added_tokens_decoder", {})
+    for token_id, fields in sorted(listed.items(), key=lambda item: int(item[0])):
         token = tokenizers.AddedToken(**{key: value for key, value in fields.items() if key != "__type"})
         token.special = token.special or token.content in named
         if present.get(token.content) != repr(token):
@@ -279,7 +288,7 @@ def _add_token(backend: tokenizers.Tokenizer, token: tokenizers.AddedToken) -> N
     (backend.add_special_tokens if token.special else backend.add_tokens)([token])
 
 
-def _honour_flags(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, Any]) -> None:
+def _honour_flags(backend: tokenizers.Tokenizer, config: Json, special: Json) -> None:
     """See FLAGS_DECIDE. A post-processor that already does what the flags say stays as it is."""
     if str(config.get("tokenizer_class", "")).removesuffix("Fast") not in FLAGS_DECIDE:
         return
