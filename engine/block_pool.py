@@ -16,7 +16,7 @@ class OutOfBlocks(Exception):
 
 
 def chain_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Names a full block by its tokens and by the key of the block before it, so that equal keys mean equal prefixes."""
+    """Names a full block by its tokens and the key of the block before it: equal keys mean equal prefixes."""
     return hashlib.blake2b(parent + array("i", token_ids).tobytes(), digest_size=16).digest()
 
 

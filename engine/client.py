@@ -184,9 +184,7 @@ class EngineClient:
             return  # the first answer of an engine submits it; or it was cancelled meanwhile
         entry.submitted = True
         sampling = messages.pack_sampling(entry.sampling)
-        self._send(
-            messages.SUBMIT, self._epoch, request_id, entry.token_ids, entry.prompt_len, sampling, entry.replay
-        )
+        self._send(messages.SUBMIT, self._epoch, request_id, entry.token_ids, entry.prompt_len, sampling, entry.replay)
 
     def _token(self, request_id: str, token_id: int, logprobs: Any, finish_reason: str | None) -> None:
         with self._lock:

@@ -53,75 +53,114 @@ WITHOUT_EFFECT = {
 @dataclass(frozen=True)
 class Config:
     # Ports
-    health_http_port: int = port(8110, "HEALTH_HTTP_PORT", "health over HTTP: `/v2/health/live`, `/v2/health/ready`",
-                                 "HTTP_PORT")
+    health_http_port: int = port(
+        8110, "HEALTH_HTTP_PORT", "health over HTTP: `/v2/health/live`, `/v2/health/ready`", "HTTP_PORT"
+    )
     service_grpc_port: int = port(8811, "SERVICE_GRPC_PORT", "Triton's gRPC", "GRPC_PORT")
     metrics_http_port: int = port(8722, "METRICS_HTTP_PORT", "Triton's Prometheus metrics, `/metrics`", "METRICS_PORT")
-    inter_proc_port: int = port(56666, "INTER_PROC_PORT", "between the Triton model and the engine, loopback only",
-                                "INTER_QUEUE_PORT", "INFER_QUEUE_PORT")
-    service_http_port: int = port(9965, "SERVICE_HTTP_PORT", "HTTP requests; -1: gRPC only", "PUSH_MODE_HTTP_PORT",
-                                  minimum=-1)
+    inter_proc_port: int = port(
+        56666,
+        "INTER_PROC_PORT",
+        "between the Triton model and the engine, loopback only",
+        "INTER_QUEUE_PORT",
+        "INFER_QUEUE_PORT",
+    )
+    service_http_port: int = port(
+        9965, "SERVICE_HTTP_PORT", "HTTP requests; -1: gRPC only", "PUSH_MODE_HTTP_PORT", minimum=-1
+    )
     service_host: str = setting("0.0.0.0", "SERVICE_HOST", "address the gRPC, HTTP, health and metrics ports listen on")
 
     # Model
-    model_dir: str = setting("/models", "MODEL_DIR", "checkpoint or exported model; with a model name, where it is kept")
+    model_dir: str = setting(
+        "/models", "MODEL_DIR", "checkpoint or exported model; with a model name, where it is kept"
+    )
     model_name: str = setting("", "model_name", "model to fetch at start (the argument of `start_server`)")
-    served_model_name: str = setting("", "SERVED_MODEL_NAME",
-                                     "name in `/v1/models`; empty: the model name, else the directory's")
-    export_cache_dir: str = setting("~/.cache/llm-server/exported", "EXPORT_CACHE_DIR",
-                                    "where checkpoints are exported to, once each")
+    served_model_name: str = setting(
+        "", "SERVED_MODEL_NAME", "name in `/v1/models`; empty: the model name, else the directory's"
+    )
+    export_cache_dir: str = setting(
+        "~/.cache/llm-server/exported", "EXPORT_CACHE_DIR", "where checkpoints are exported to, once each"
+    )
     device: str = setting("cpu", "DEVICE", "what runs the graph", choices=("cpu",))
-    dtype: str = setting("auto", "DTYPE", "weights of an export; `auto`: float32 stays, 16-bit becomes bfloat16",
-                         choices=("auto", "float32", "bfloat16"))
+    dtype: str = setting(
+        "auto",
+        "DTYPE",
+        "weights of an export; `auto`: float32 stays, 16-bit becomes bfloat16",
+        choices=("auto", "float32", "bfloat16"),
+    )
     block_size: int = setting(64, "BLOCK_SIZE", "tokens of a KV block, decided at export", minimum=8, maximum=1024)
     mp_num: int = setting(1, "MP_NUM", "tensor-parallel ranks; more than 1 is not supported yet", minimum=1, maximum=1)
     mp_nnode: int = setting(1, "MP_NNODE", "machines; more than 1 is not supported yet", minimum=1, maximum=1)
     use_cache_kv_int8: int = setting(0, "USE_CACHE_KV_INT8", "int8 KV cache; not supported yet", minimum=0, maximum=0)
 
     # Capacity
-    max_seq_len: int = setting(8192, "MAX_SEQ_LEN", "longest prompt, in tokens; the model's own limit also holds",
-                               minimum=1)
+    max_seq_len: int = setting(
+        8192, "MAX_SEQ_LEN", "longest prompt, in tokens; the model's own limit also holds", minimum=1
+    )
     max_dec_len: int = setting(1024, "MAX_DEC_LEN", "longest answer, in tokens", minimum=1)
     batch_size: int = setting(50, "BATCH_SIZE", "requests in one step at most", minimum=1, maximum=1024)
-    block_bs: float | None = setting(None, "BLOCK_BS",
-                                     "KV blocks = BLOCK_BS x blocks of the longest request; unset: from free memory",
-                                     minimum=0.001)
-    block_ratio: float = setting(0.75, "BLOCK_RATIO",
-                                 "share of the blocks that prompts may take at admission; 1 or more: reserve the worst "
-                                 "case, never preempt", minimum=0.01)
-    kv_cache_memory_fraction: float = setting(0.5, "KV_CACHE_MEMORY_FRACTION",
-                                              "with BLOCK_BS unset: share of the free memory for KV blocks",
-                                              minimum=0.01, maximum=0.95)
-    max_cached_task_num: int = setting(128, "MAX_CACHED_TASK_NUM", "waiting requests; beyond, new ones are refused",
-                                       minimum=1)
-    max_num_batched_tokens: int = setting(256, "MAX_NUM_BATCHED_TOKENS",
-                                          "tokens of one step; longer prompts are prefilled in chunks beside decodes",
-                                          minimum=1)
-    enable_prefix_caching: bool = setting(True, "ENABLE_PREFIX_CACHING", "keep full blocks for prompts that begin alike")
+    block_bs: float | None = setting(
+        None, "BLOCK_BS", "KV blocks = BLOCK_BS x blocks of the longest request; unset: from free memory", minimum=0.001
+    )
+    block_ratio: float = setting(
+        0.75,
+        "BLOCK_RATIO",
+        "share of the blocks that prompts may take at admission; 1 or more: reserve the worst case, never preempt",
+        minimum=0.01,
+    )
+    kv_cache_memory_fraction: float = setting(
+        0.5,
+        "KV_CACHE_MEMORY_FRACTION",
+        "with BLOCK_BS unset: share of the free memory for KV blocks",
+        minimum=0.01,
+        maximum=0.95,
+    )
+    max_cached_task_num: int = setting(
+        128, "MAX_CACHED_TASK_NUM", "waiting requests; beyond, new ones are refused", minimum=1
+    )
+    max_num_batched_tokens: int = setting(
+        256,
+        "MAX_NUM_BATCHED_TOKENS",
+        "tokens of one step; longer prompts are prefilled in chunks beside decodes",
+        minimum=1,
+    )
+    enable_prefix_caching: bool = setting(
+        True, "ENABLE_PREFIX_CACHING", "keep full blocks for prompts that begin alike"
+    )
     cpu_threads: int = setting(0, "CPU_THREADS", "threads of the CPU ops; 0: one per core", minimum=0, maximum=1024)
     use_warmup: bool = setting(False, "USE_WARMUP", "run the longest step once before the server is ready")
 
     # Gateway and answers
-    push_mode_http_workers: int = setting(1, "PUSH_MODE_HTTP_WORKERS", "gateway processes on the HTTP port", minimum=1,
-                                          maximum=64)
+    push_mode_http_workers: int = setting(
+        1, "PUSH_MODE_HTTP_WORKERS", "gateway processes on the HTTP port", minimum=1, maximum=64
+    )
     disable_streaming: bool = setting(False, "DISABLE_STREAMING", "send every answer in one response")
     max_body_bytes: int = setting(16 << 20, "MAX_BODY_BYTES", "largest HTTP body", minimum=1024)
 
     # Life of the processes
-    start_timeout_s: float = setting(1800.0, "START_TIMEOUT", "seconds until a start that is not ready has failed",
-                                     minimum=1)
+    start_timeout_s: float = setting(
+        1800.0, "START_TIMEOUT", "seconds until a start that is not ready has failed", minimum=1
+    )
     drain_timeout_s: float = setting(30.0, "DRAIN_TIMEOUT", "seconds a stop waits for running requests", minimum=0)
-    check_health_interval_s: float = setting(60.0, "CHECK_HEALTH_INTERVAL",
-                                             "seconds without a step or heartbeat until the engine counts as hanging",
-                                             minimum=1)
-    engine_max_crashes: int = setting(3, "ENGINE_MAX_CRASHES",
-                                      "crashes of the engine in a row after which requests fail", minimum=1)
-    run_dir: str = setting("", "RUN_DIR", "pid files and generated configuration; empty: a folder of this user under /tmp")
+    check_health_interval_s: float = setting(
+        60.0,
+        "CHECK_HEALTH_INTERVAL",
+        "seconds without a step or heartbeat until the engine counts as hanging",
+        minimum=1,
+    )
+    engine_max_crashes: int = setting(
+        3, "ENGINE_MAX_CRASHES", "crashes of the engine in a row after which requests fail", minimum=1
+    )
+    run_dir: str = setting(
+        "", "RUN_DIR", "pid files and generated configuration; empty: a folder of this user under /tmp"
+    )
     log_dir: str = setting("log", "FD_LOG_DIR", "log files")
-    log_level: str = setting("INFO", "LOG_LEVEL", "least severity that is logged",
-                             choices=("DEBUG", "INFO", "WARNING", "ERROR"))
-    output_log_to_console: bool = setting(False, "OUTPUT_LOG_TO_CONSOLE",
-                                          "`start_server --foreground` copies the logs to its output")
+    log_level: str = setting(
+        "INFO", "LOG_LEVEL", "least severity that is logged", choices=("DEBUG", "INFO", "WARNING", "ERROR")
+    )
+    output_log_to_console: bool = setting(
+        False, "OUTPUT_LOG_TO_CONSOLE", "`start_server --foreground` copies the logs to its output"
+    )
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Config:

@@ -1,7 +1,7 @@
 """What the Triton model and the engine process say to each other over ZeroMQ: msgpack arrays, first the kind.
 
-Every message carries the `epoch` of the engine process it belongs to (a random name made at its start), so that what was
-meant for a process that has died is recognised on both sides.
+Every message carries the `epoch` of the engine process it belongs to (a random name made at its start), so that what
+was meant for a process that has died is recognised on both sides.
 """
 
 from __future__ import annotations

@@ -40,8 +40,16 @@ ENGINE_FAMILIES = (
 )
 # The predecessor's gauges, one family with the member's name as label and value: member, counter
 OLD_MEMBERS = (("batch_size", "num_running"), ("max_block_num", "num_blocks"))
-END_REASONS = ("stop", "length", "cancelled", "timeout", "engine_unavailable", "internal", "overloaded",
-               "invalid_request")
+END_REASONS = (
+    "stop",
+    "length",
+    "cancelled",
+    "timeout",
+    "engine_unavailable",
+    "internal",
+    "overloaded",
+    "invalid_request",
+)
 
 
 def samples(service: Service, max_batch_size: int) -> Iterator[Sample]:
@@ -50,13 +58,19 @@ def samples(service: Service, max_batch_size: int) -> Iterator[Sample]:
     for family, kind, doc, name in ENGINE_FAMILIES:
         yield Sample(family, kind, doc, (), stats.get(name, 0))
     yield Sample("llm_requests_open", GAUGE, "Requests accepted and not ended", (), service.num_open)
-    yield Sample("llm_engine_restarts_total", COUNTER, "Engine processes after the first", (),
-                 service.client.num_restarts)
+    yield Sample(
+        "llm_engine_restarts_total", COUNTER, "Engine processes after the first", (), service.client.num_restarts
+    )
     latency = service.latency
     with latency.lock:
         for reason in dict.fromkeys((*END_REASONS, *latency.num_ended)):
-            yield Sample("llm_requests_ended_total", COUNTER, "Ended requests by reason", (("reason", reason),),
-                         latency.num_ended.get(reason, 0))
+            yield Sample(
+                "llm_requests_ended_total",
+                COUNTER,
+                "Ended requests by reason",
+                (("reason", reason),),
+                latency.num_ended.get(reason, 0),
+            )
         yield from _histogram("llm_time_to_first_token_seconds", "Request to first token", latency.time_to_first_token)
         yield from _histogram("llm_inter_token_seconds", "From token to token of a request", latency.inter_token)
         yield from _histogram("llm_request_seconds", "Request to end", latency.request)
@@ -84,8 +98,9 @@ def _predecessor(stats: dict[str, float], max_batch_size: int) -> Iterator[Sampl
         yield Sample("inference_server_metrics", GAUGE, "State of the server", ((name, name),), value)
     # With a family of this name Triton answers ORCA load headers.
     for kind, value in (("used", held), ("max", num_blocks), ("tokens_per", stats.get("block_size", 0))):
-        yield Sample("nv_trt_llm_kv_cache_block_metrics", GAUGE, "KV cache blocks",
-                     (("kv_cache_block_type", kind),), value)
+        yield Sample(
+            "nv_trt_llm_kv_cache_block_metrics", GAUGE, "KV cache blocks", (("kv_cache_block_type", kind),), value
+        )
 
 
 class MetricsThread:

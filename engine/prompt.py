@@ -20,7 +20,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PromptReader:
-    """`model_len` limits prompt and answer together; `capacity` gives the tokens that fit the KV cache, 0 if unknown."""
+    """`model_len` limits prompt and answer together; `capacity` gives the tokens that fit the KV cache, 0: unknown."""
 
     tokenizer: Tokenizer
     vocab_size: int  # of the model, at least the tokenizer's
@@ -78,10 +78,14 @@ class PromptReader:
     def _max_new_tokens(self, request: GenerationRequest, prompt_len: int) -> int:
         minimum, maximum = request.min_dec_len or 1, request.max_dec_len
         if prompt_len > self.max_seq_len:
-            raise PromptTooLong(f"Length of input token({prompt_len}) exceeds the limit MAX_SEQ_LEN({self.max_seq_len}).")
+            raise PromptTooLong(
+                f"Length of input token({prompt_len}) exceeds the limit MAX_SEQ_LEN({self.max_seq_len})."
+            )
         for name, value in (("min_dec_len", minimum), ("max_dec_len", maximum or 1)):
             if value > self.max_dec_len:
-                raise InvalidRequest(f"The parameter {name}({value}) exceeds the limit MAX_DEC_LEN({self.max_dec_len}).")
+                raise InvalidRequest(
+                    f"The parameter {name}({value}) exceeds the limit MAX_DEC_LEN({self.max_dec_len})."
+                )
         self._check_fits("min_dec_len", prompt_len, minimum)
         if maximum is None:
             room = self.capacity() - prompt_len + 1 if self.capacity() else self.model_len

@@ -103,7 +103,9 @@ class Reply:
                 self._wake_once(True)
         return self._ended
 
-    def _respond(self, gathered: list[tuple[int, Logprobs | None]], finish_reason: str | None, latency: Latency) -> None:
+    def _respond(
+        self, gathered: list[tuple[int, Logprobs | None]], finish_reason: str | None, latency: Latency
+    ) -> None:
         self._note_arrival(len(gathered), latency)
         self._num_generated += len(gathered)
         if finish_reason == "stop":

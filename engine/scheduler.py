@@ -59,8 +59,8 @@ class Scheduler:
         need = self.pool.blocks_for(request.max_len)
         if need > self.pool.num_blocks:
             raise InvalidRequest(
-                f"prompt ({request.prompt_len} tokens) and answer (up to {request.sampling.max_new_tokens}) need {need} "
-                f"KV blocks of {self.pool.block_size} tokens, the server has {self.pool.num_blocks}"
+                f"prompt ({request.prompt_len} tokens) and answer (up to {request.sampling.max_new_tokens}) need "
+                f"{need} KV blocks of {self.pool.block_size} tokens, the server has {self.pool.num_blocks}"
             )
         num_queued = len(self.waiting) - (self.limits.max_batch - len(self.running))
         if num_queued >= self.limits.max_waiting and not replay:

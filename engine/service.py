@@ -49,8 +49,10 @@ class Service:
         self._ready: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()  # replies with something to send
         self._closing = threading.Event()
         self._intake = ThreadPoolExecutor(NUM_INTAKE_THREADS, "intake")
-        self._threads = [threading.Thread(target=self._send_forever, name=f"sender-{i}", daemon=True)
-                         for i in range(NUM_SENDER_THREADS)]
+        self._threads = [
+            threading.Thread(target=self._send_forever, name=f"sender-{i}", daemon=True)
+            for i in range(NUM_SENDER_THREADS)
+        ]
         self._threads.append(threading.Thread(target=self._poll_cancelled, name="cancel", daemon=True))
         for thread in self._threads:
             thread.start()

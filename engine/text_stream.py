@@ -161,6 +161,7 @@ class StopMatcher:
         self._stops = sorted(set(stops), key=len, reverse=True)  # so that the longer is asked first
         if "" in self._stops:
             raise ValueError("a stop string is empty")
+        self._first_chars = frozenset(stop[0] for stop in self._stops)
         self._borders = [_borders(stop) for stop in self._stops]
         self._num_matched = [0] * len(self._stops)  # characters of each stop string that the text ends with
 
@@ -171,7 +172,7 @@ class StopMatcher:
 
     def push(self, text: str) -> tuple[int, str | None]:
         """How many characters were read, and the stop string that ends there."""
-        if not self._stops:
+        if not self.num_held and self._first_chars.isdisjoint(text):  # the usual case, at the speed of C
             return len(text), None
         for position, char in enumerate(text, 1):
             for index, stop in enumerate(self._stops):

@@ -138,7 +138,9 @@ def _string(key: str, value: Any) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise InvalidRequest(f"The `{key}` in input parameters must be valid Unicode, it has a lone surrogate") from None
+        raise InvalidRequest(
+            f"The `{key}` in input parameters must be valid Unicode, it has a lone surrogate"
+        ) from None
     return value
 
 
@@ -325,7 +327,15 @@ FIELDS: dict[str, tuple[tuple[str, ...], Check]] = {
     "model": ((), _anything),
 }
 EXCLUSIVE = ("topp", "infer_seed")
-ACCEPTED_ONLY = ("stream", "return_usage", "response_type", "timeout", "response_timeout", "enable_text_truncate", "model")
+ACCEPTED_ONLY = (
+    "stream",
+    "return_usage",
+    "response_type",
+    "timeout",
+    "response_timeout",
+    "enable_text_truncate",
+    "model",
+)
 
 
 # --- answers ----------------------------------------------------------------------------------------------------

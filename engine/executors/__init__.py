@@ -1,0 +1,14 @@
+"""Run an exported graph on a device. Each executor is one file; `make_executor` picks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.config import Config
+
+
+def make_executor(graph_dir: Path, config: Config):
+    """The executor of DEVICE for rank 0 of the exported model in `graph_dir`."""
+    from engine.executors.paddle import PaddleExecutor  # Paddle takes a second to import
+
+    return PaddleExecutor(graph_dir, config)

@@ -1,0 +1,111 @@
+"""Runs an exported graph with Paddle Inference and our CPU ops."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import numpy as np
+import paddle
+import paddle.inference
+
+from engine.config import Config
+from engine.executors.memory import free_memory_bytes, num_blocks
+from engine.executors.step_inputs import graph_inputs, sampling_rows, step_output
+from engine.graph import read_graph
+from engine.ops import cpu
+from engine.types import Batch, Chunk, Request, Sampling, StepOutput
+
+log = logging.getLogger(__name__)
+
+
+class PaddleExecutor:
+    """Rank 0 of `graph_dir` on the CPU. The KV cache is allocated at construction, after a profiling step."""
+
+    def __init__(self, graph_dir: Path, config: Config):
+        model = json.loads((graph_dir / "config.json").read_text())
+        cpu.set_num_threads(config.cpu_threads or len(os.sched_getaffinity(0)))
+        cpu.register_paddle_ops()
+        self._config = config
+        self._model_len: int = model["infer_model_max_seq_len"]
+        self._predictor = _load(graph_dir / "rank_0")
+        self._caches = _CacheInputs.of(graph_dir / "rank_0", self._predictor)
+        self.block_size = self._caches.block_size
+        self._logits = self._predictor.get_output_handle(self._predictor.get_output_names()[0])
+        self._inputs = {name: self._predictor.get_input_handle(name) for name in self._predictor.get_input_names()}
+        self.num_blocks = self._profile()
+        self._caches.allocate(self.num_blocks)
+        log.info("graph loaded, %d threads, %s", config.cpu_threads or len(os.sched_getaffinity(0)), cpu.cpu_isa())
+
+    def warm_up(self) -> None:
+        """The longest step once."""
+        self._run_longest_step(self.num_blocks)
+
+    def step(self, batch: Batch) -> StepOutput:
+        for name, array in graph_inputs(batch).items():
+            self._inputs[name].reshape(array.shape)
+            self._inputs[name].copy_from_cpu(array)
+        self._predictor.run()
+        requests = [chunk.request for chunk in batch.chunks if chunk.samples]
+        if not requests:
+            return StepOutput([], [])
+        logits = self._logits.copy_to_cpu()
+        return step_output(cpu.sample(logits, sampling_rows(requests)), requests)
+
+    def close(self) -> None:
+        del self._predictor, self._inputs, self._logits, self._caches
+
+    def _profile(self) -> int:
+        """Runs the longest step on a small cache, then counts the blocks that the memory left over holds."""
+        num_tokens = min(self._config.max_num_batched_tokens, self._model_len)
+        self._caches.allocate(-(-num_tokens // self.block_size))
+        self._run_longest_step(self._caches.num_blocks)
+        free = free_memory_bytes()
+        return num_blocks(self._config, self._model_len, self.block_size, self._caches.block_bytes, free)
+
+    def _run_longest_step(self, blocks: int) -> None:
+        num_tokens = min(self._config.max_num_batched_tokens, self._model_len, blocks * self.block_size)
+        request = Request("warm-up", [0] * num_tokens, num_tokens, Sampling(max_new_tokens=1))
+        request.block_ids = list(range(-(-num_tokens // self.block_size)))
+        self.step(Batch([Chunk(request, 0, num_tokens)]))
+
+
+class _CacheInputs:
+    """The KV caches of all layers: [num_blocks, 2, kv heads, block_size, head_dim] each, shared with the predictor."""
+
+    def __init__(self, handles: dict[str, paddle.inference.Tensor], shape: tuple[int, ...], dtype: str):
+        self._handles = handles
+        self._shape = shape  # of one block
+        self._dtype = dtype
+        self._tensors: list[paddle.Tensor] = []
+        self.block_size = shape[2]
+        self.num_blocks = 0
+
+    @classmethod
+    def of(cls, rank_dir: Path, predictor: paddle.inference.Predictor) -> _CacheInputs:
+        values = {value.name: value for value in read_graph(rank_dir / "model.json").inputs}
+        names = [name for name in values if name.startswith("kv_cache_")]
+        first = values[names[0]]
+        return cls({name: predictor.get_input_handle(name) for name in names}, tuple(first.shape[1:]), first.dtype)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block in all layers."""
+        return len(self._handles) * int(np.prod(self._shape)) * (2 if self._dtype == "bfloat16" else 4)
+
+    def allocate(self, blocks: int) -> None:
+        # Not filled: pages that no request has touched cost no memory.
+        self._tensors = [paddle.empty([blocks, *self._shape], self._dtype) for _ in self._handles]
+        for handle, tensor in zip(self._handles.values(), self._tensors, strict=True):
+            handle.share_external_data(tensor)
+        self.num_blocks = blocks
+
+
+def _load(rank_dir: Path) -> paddle.inference.Predictor:
+    config = paddle.inference.Config(str(rank_dir / "model.json"), str(rank_dir / "model.pdiparams"))
+    config.disable_gpu()
+    config.switch_ir_optim(False)  # the graph is made of fused ops already
+    config.disable_glog_info()
+    return paddle.inference.create_predictor(config)

@@ -1,0 +1,145 @@
+"""The engine offline, in this process: a list of prompts in, a list of answers out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from engine.build_service import make_prompt_reader
+from engine.config import Config
+from engine.errors import InvalidRequest
+from engine.executors import make_executor
+from engine.export import ExportOptions, export_cached, is_exported
+from engine.loop import Loop
+from engine.text_stream import TextOptions, TextStream
+from engine.tokenizer import Tokenizer
+from engine.types import Logprobs, Request
+from engine.wire import parse_request
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    token_ids: list[int]  # without the stop id
+    finish_reason: str  # "stop" or "length"
+    prompt_token_ids: list[int]
+    logprobs: list[Logprobs]  # one for each token id, when asked for
+
+
+@dataclass
+class _Open:
+    """An answer in the making."""
+
+    request: Request
+    text: TextStream
+    parts: list[str]
+    num_visible: int = 0
+    logprobs: list[Logprobs] | None = None
+    finish_reason: str = ""
+
+    def push(self, token_ids: Sequence[int]) -> bool:
+        """True when a stop string ended the answer."""
+        return self._show(self.text.push(token_ids))
+
+    def finish(self) -> Answer:
+        if not self.text.stopped:
+            self._show(self.text.finish())
+        request = self.request
+        token_ids = request.token_ids[request.prompt_len :][: self.num_visible]
+        return Answer(
+            text="".join(self.parts),
+            token_ids=token_ids,
+            finish_reason=self.finish_reason,
+            prompt_token_ids=request.token_ids[: request.prompt_len],
+            logprobs=(self.logprobs or [])[: len(token_ids)],
+        )
+
+    def _show(self, delta) -> bool:
+        self.parts.append(delta.text)
+        self.num_visible += delta.num_tokens
+        if delta.stopped is not None:
+            self.finish_reason = "stop"
+        return delta.stopped is not None
+
+
+class LLM:
+    """`model_dir` is an exported model or a checkpoint, which is exported once. Settings other than the environment's
+    are given by their field names: `LLM(path, batch_size=8)`."""
+
+    def __init__(self, model_dir: str | Path, **settings: Any):
+        config = replace(Config.from_env(), **settings)
+        graph_dir = Path(model_dir)
+        if not is_exported(graph_dir):
+            options = ExportOptions(dtype=config.dtype, block_size=config.block_size)
+            graph_dir = export_cached(graph_dir, Path(config.export_cache_dir).expanduser(), options)
+        self.tokenizer = Tokenizer.load(graph_dir)
+        executor = make_executor(graph_dir, config)
+        unlimited = replace(config, max_cached_task_num=2**31)  # nobody else is waiting
+        self._loop = Loop(executor, executor.block_size, unlimited)
+        capacity = executor.num_blocks * executor.block_size
+        self._reader = make_prompt_reader(config, graph_dir, self.tokenizer, lambda: capacity)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str | list[int] | dict[str, Any]],
+        sampling: dict[str, Any] | None = None,
+        progress: bool = True,
+    ) -> list[Answer]:
+        """A prompt is a text (continued as it stands), token ids, or a dict of native request fields such as
+        `{"messages": [...]}`. `sampling` holds native request fields for all of them (`max_dec_len`, ...).
+        Raises InvalidRequest before anything runs if one of the prompts is refused.
+        """
+        prompts = [prompts] if isinstance(prompts, str) else prompts
+        opened = [self._open(index, prompt, sampling or {}) for index, prompt in enumerate(prompts)]
+        by_id = {item.request.request_id: item for item in opened}
+        for item in opened:
+            self._loop.add(item.request)
+        started, num_tokens = time.monotonic(), 0
+        with tqdm(total=len(opened), desc="answers", disable=not progress, unit="") as bar:
+            while not self._loop.is_idle:
+                for update in self._loop.step():
+                    num_tokens += 1
+                    bar.update(self._advance(by_id[update.request.request_id], update))
+                bar.set_postfix_str(f"{num_tokens / (time.monotonic() - started):.1f} tok/s", refresh=False)
+        return [item.finish() for item in opened]
+
+    def close(self) -> None:
+        self._loop.executor.close()
+
+    def _open(self, index: int, prompt: str | list[int] | dict[str, Any], sampling: dict[str, Any]) -> _Open:
+        if isinstance(prompt, str):
+            prompt = {"text": prompt, "apply_chat_template": False}
+        elif not isinstance(prompt, dict):
+            prompt = {"input_ids": list(prompt)}
+        request = parse_request({**sampling, **prompt, "req_id": str(index)})
+        try:
+            read = self._reader.read(request)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"prompt {index}: {error}") from None
+        options = TextOptions(
+            stop=request.stop_sequences,
+            include_stop=request.include_stop_str_in_output,
+            skip_special_tokens=request.skip_special_tokens,
+        )
+        return _Open(
+            Request(str(index), read.token_ids, len(read.token_ids), read.sampling),
+            TextStream(self.tokenizer, options),
+            [],
+            logprobs=[],
+        )
+
+    def _advance(self, item: _Open, update) -> int:
+        """The number of answers that this token has ended."""
+        if update.logprobs and item.logprobs is not None:
+            item.logprobs.append(update.logprobs)
+        if update.finish_reason:
+            item.finish_reason = update.finish_reason
+        if update.finish_reason != "stop" and item.push([update.token_id]) and not update.finish_reason:
+            self._loop.drop(item.request.request_id)
+            return 1
+        return int(bool(update.finish_reason))
