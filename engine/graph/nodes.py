@@ -1,0 +1,51 @@
+"""What a graph is made of. Plain values: no files, no tensors, no device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+IN_PLACE = {"add_rms_norm": 1, "paged_attention": 2}  # op: which input it updates
+
+
+class GraphError(Exception):
+    """A graph's file is missing, cut off or holds what this version cannot read. Names the file and the place."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """Something a node takes or makes."""
+
+    id: int
+    dtype: str  # numpy's names, and bfloat16
+    shape: tuple[int, ...]  # -1: as long as the step makes it
+
+    def __str__(self) -> str:
+        return f"%{self.id} {self.dtype}[{', '.join('?' if n < 0 else str(n) for n in self.shape)}]"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One op of the catalogue (docs/ops.md) with its inputs and outputs in the catalogue's order."""
+
+    op: str
+    inputs: tuple[Value | None, ...]  # None: an optional input that is not given
+    outputs: tuple[Value, ...]
+    attributes: Mapping[str, bool | int | float | str]
+
+    @property
+    def updated(self) -> Value | None:
+        """The input whose storage the op changes and gives back as its last output."""
+        index = IN_PLACE.get(self.op)
+        return None if index is None else self.inputs[index]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Nodes in an order in which they can run."""
+
+    inputs: Mapping[str, Value]
+    parameters: Mapping[str, Value]
+    nodes: tuple[Node, ...]
+    outputs: tuple[Value, ...]

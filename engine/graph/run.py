@@ -1,0 +1,38 @@
+"""Runs a graph one node after another with functions that define its ops. No device, no batching, no sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+
+import numpy as np
+
+from engine.graph.nodes import Graph, GraphError
+from engine.ops import reference
+
+
+def run_graph(
+    graph: Graph,
+    params: Mapping[str, np.ndarray],
+    inputs: Mapping[str, np.ndarray],
+    ops: ModuleType = reference,
+) -> np.ndarray:
+    """The graph's output. KV caches among the inputs are updated in place.
+
+    `ops` has a function for each op: inputs by position, attributes by name, one array or a tuple of them back.
+    """
+    if missing := graph.inputs.keys() - inputs.keys():
+        raise GraphError(f"the graph needs input {min(missing)}")
+    arrays = {value.id: params[name] for name, value in graph.parameters.items()}
+    arrays |= {value.id: inputs[name] for name, value in graph.inputs.items()}
+    last_use = {value.id: node for node in graph.nodes for value in node.inputs if value is not None}
+    for node in graph.nodes:
+        given = [None if value is None else arrays[value.id] for value in node.inputs]
+        results = getattr(ops, node.op)(*given, **node.attributes)
+        results = results if isinstance(results, tuple) else (results,)
+        arrays |= {value.id: array for value, array in zip(node.outputs, results, strict=True)}
+        for value in node.inputs:
+            if value is not None and last_use[value.id] is node:
+                arrays.pop(value.id, None)
+    (output,) = graph.outputs
+    return arrays[output.id]
