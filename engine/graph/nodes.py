@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-
 IN_PLACE = {"add_rms_norm": 1, "paged_attention": 2}  # op: which input it updates
 
 
