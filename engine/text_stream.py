@@ -164,11 +164,7 @@ class StopMatcher:
         self._first_chars = frozenset(stop[0] for stop in self._stops)
         self._borders = [_borders(stop) for stop in self._stops]
         self._num_matched = [0] * len(self._stops)  # characters of each stop string that the text ends with
-
-    @property
-    def num_held(self) -> int:
-        """So many characters at the end of the text may be the beginning of a stop string."""
-        return max(self._num_matched, default=0)
+        self.num_held = 0  # so many characters at the end of the text may be the beginning of a stop string
 
     def push(self, text: str) -> tuple[int, str | None]:
         """How many characters were read, and the stop string that ends there."""
@@ -183,6 +179,7 @@ class StopMatcher:
                 if matched == len(stop):
                     return position, stop
                 self._num_matched[index] = matched
+        self.num_held = max(self._num_matched)
         return len(text), None
 
 

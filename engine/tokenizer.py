@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 Json = Mapping[str, Any]
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+ADDED_TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 OTHER_FORMATS = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
 # For these classes add_bos_token and add_eos_token decide, not the post-processor in tokenizer.json.
 FLAGS_DECIDE = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
@@ -41,7 +42,7 @@ class ChatTemplateError(InvalidRequest):
 
 
 class ChatTemplate:
-    """The model's own way to write a chat as one text: Jinja, with what templates on the hub expect to find.
+    """The model's own way to write a chat as one text: Jinja, with what published templates expect to find.
 
     `sources` has the templates by name; `default` is used, and `tool_use` if there are tools.
     """
@@ -141,7 +142,8 @@ class Tokenizer:
         self._template = ChatTemplate(chat_templates, special_tokens) if chat_templates else None
         ids: dict[str, list[int]] = {}  # the tokenizer's own first
         for name in ("bos", "eos", "pad"):
-            own = backend.token_to_id(special_tokens.get(f"{name}_token", ""))
+            token = special_tokens.get(f"{name}_token")
+            own = None if token is None else backend.token_to_id(token)
             ids[name] = _ids(own) + _ids(generation_config.get(f"{name}_token_id"))
         self.eos_token_ids = tuple(dict.fromkeys(ids["eos"]))
         self.bos_token_id: int | None = next(iter(ids["bos"]), None)
@@ -224,13 +226,13 @@ def _load(directory: Path) -> Tokenizer:
     except Exception as error:  # the library raises nothing more precise
         raise TokenizerError(f"{path} cannot be read: {error}") from error
     config = _read_json(directory / "tokenizer_config.json")
-    special_tokens = _special_tokens(_read_json(directory / "special_tokens_map.json") | config)
+    special_tokens = _special_tokens(_read_json(directory / "special_tokens_map.json") | _given(config))
     _add_missing_tokens(backend, config, special_tokens)
     _honour_flags(backend, config, special_tokens)
     model_config = _read_json(directory / "config.json")
     generation_config = _read_json(directory / "generation_config.json")
-    known = {key: value for key, value in generation_config.items() if value is not None}
-    return Tokenizer(backend, special_tokens, _chat_templates(directory, config), model_config | known)
+    ids = model_config | _given(generation_config)
+    return Tokenizer(backend, special_tokens, _chat_templates(directory, config), ids)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -245,9 +247,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def _given(config: Json) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if value is not None}
+
+
 def _special_tokens(config: Json) -> dict[str, Any]:
     """Name -> text. A token is written as its text, or as an object that has it as `content`."""
-    tokens = {name: _content(config[name]) for name in SPECIAL_TOKENS if config.get(name) is not None}
+    tokens: dict[str, Any] = {name: _content(config[name]) for name in SPECIAL_TOKENS if name in config}
     if additional := config.get("additional_special_tokens"):
         tokens["additional_special_tokens"] = [_content(token) for token in additional]
     return tokens
@@ -272,7 +278,7 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, config: Json, special: Js
     named = [text for value in special.values() for text in ([value] if isinstance(value, str) else value)]
     listed = config.get("added_tokens_decoder", {})
     for token_id, fields in sorted(listed.items(), key=lambda item: int(item[0])):
-        token = tokenizers.AddedToken(**{key: value for key, value in fields.items() if key != "__type"})
+        token = tokenizers.AddedToken(**{key: fields[key] for key in ADDED_TOKEN_FIELDS if key in fields})
         token.special = token.special or token.content in named
         if present.get(token.content) != repr(token):
             _add_token(backend, token)

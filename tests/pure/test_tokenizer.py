@@ -81,9 +81,8 @@ def a_metaspace_backend():
     backend = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("▁", -2.0)], unk_id=0))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(vocab_size=120, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
-    trainer.unk_token = "<unk>"
-    backend.train_from_iterator(LINES, trainer)
+    options = {"special_tokens": ["<unk>", "<s>", "</s>"], "unk_token": "<unk>", "show_progress": False}
+    backend.train_from_iterator(LINES, trainers.UnigramTrainer(vocab_size=120, **options))
     return backend
 
 
@@ -291,7 +290,8 @@ def test_special_tokens_may_be_written_as_objects_in_either_file(tmp_path):
         tokenizer_config={"eos_token": {"__type": "AddedToken", "content": "</s>"}, "pad_token": None},
     )
     tokenizer = Tokenizer.load(directory)
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.pad_token_id) == (0, (1,), 1)
+    tool_id = tokenizer.vocab_size - 1
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.pad_token_id) == (0, (1,), tool_id)
 
 
 def test_tokens_that_only_the_config_knows_are_added(tmp_path):
