@@ -85,10 +85,10 @@ class _CacheInputs:
 
     @classmethod
     def of(cls, rank_dir: Path, predictor: paddle.inference.Predictor) -> _CacheInputs:
-        values = {value.name: value for value in read_graph(rank_dir / "model.json").inputs}
-        names = [name for name in values if name.startswith("kv_cache_")]
-        first = values[names[0]]
-        return cls({name: predictor.get_input_handle(name) for name in names}, tuple(first.shape[1:]), first.dtype)
+        inputs = read_graph(rank_dir / "model.json").inputs
+        names = [name for name in inputs if name.startswith("kv_cache_")]
+        first = inputs[names[0]]
+        return cls({name: predictor.get_input_handle(name) for name in names}, first.shape[1:], first.dtype)
 
     @property
     def block_bytes(self) -> int:

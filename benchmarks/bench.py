@@ -1,0 +1,179 @@
+"""How fast is it: the engine alone, then the whole server over HTTP. `make bench`, or
+
+    python -m benchmarks.bench --shape qwen2.5-0.5b --cases 1x128x64 8x128x64 32x128x64 --streams 1 8 32
+
+A case is REQUESTS x PROMPT_LEN x ANSWER_LEN in tokens, all given at once: prefill ends when every request has its first
+token, decode is what follows. Through HTTP every stream is one client that streams a completion of the first case's
+lengths. Each figure is the median of --repeats runs after one warm-up. The last line of the output is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+
+from benchmarks.random_checkpoint import SHAPES, make_checkpoint
+from engine.config import Config
+from engine.executors import make_executor
+from engine.export import ExportOptions, export_cached
+from engine.loop import Loop
+from engine.types import Request, Sampling
+
+MAX_TOKENS_IN_STEP = 4096
+
+
+def prompt_ids(rng: np.random.Generator, vocab_size: int, count: int) -> list[int]:
+    return rng.integers(100, vocab_size - 1000, count).tolist()
+
+
+def measure_offline(graph_dir: Path, cases: list[tuple[int, int, int]], repeats: int) -> list[dict]:
+    most, longest = max(case[0] for case in cases), max(case[1] + case[2] for case in cases)
+    config = Config(max_num_batched_tokens=MAX_TOKENS_IN_STEP, batch_size=most, enable_prefix_caching=False)
+    vocab_size = json.loads((graph_dir / "config.json").read_text())["vocab_size"]
+    executor = make_executor(graph_dir, config)
+    assert executor.num_blocks * executor.block_size >= most * longest, "too little memory for the cases"
+    rows = []
+    for case in cases:
+        runs = [run_case(executor, config, vocab_size, case) for _ in range(repeats + 1)][1:]
+        figures = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+        rows.append({"requests": case[0], "prompt_len": case[1], "answer_len": case[2], **figures})
+    executor.close()
+    return rows
+
+
+def run_case(executor, config: Config, vocab_size: int, case: tuple[int, int, int]) -> dict[str, float]:
+    num_requests, prompt_len, answer_len = case
+    loop = Loop(executor, executor.block_size, config)
+    rng = np.random.default_rng(0)
+    for index in range(num_requests):
+        ids = prompt_ids(rng, vocab_size, prompt_len)
+        loop.add(Request(str(index), ids, prompt_len, Sampling(max_new_tokens=answer_len, temperature=0)))
+    started, first, num_early = time.perf_counter(), {}, 0
+    while not loop.is_idle:
+        for update in loop.step():
+            first.setdefault(update.request, time.perf_counter())
+            num_early += len(first) < num_requests
+    ended, prefilled = time.perf_counter(), max(first.values())
+    num_late = num_requests * answer_len - num_early - 1  # tokens after the last request's first one
+    return {
+        "prefill_tok_s": num_requests * prompt_len / (prefilled - started),
+        "decode_tok_s": num_late / (ended - prefilled),
+        "output_tok_s": num_requests * answer_len / (ended - started),
+        "ttft_ms": 1e3 * statistics.median(at - started for at in first.values()),
+        "itl_ms": 1e3 * (ended - prefilled) / max(1, answer_len - 1),
+    }
+
+
+async def one_stream(session: aiohttp.ClientSession, url: str, body: dict) -> tuple[float, list[float]]:
+    """When it started, and when each token arrived."""
+    started, arrivals = time.perf_counter(), []
+    async with session.post(url, json=body) as response:
+        assert response.status == 200, await response.text()
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                arrivals.append(time.perf_counter())
+    return started, arrivals
+
+
+async def run_streams(port: int, prompts: list[list[int]], answer_len: int) -> dict[str, float]:
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        bodies = [{"model": "bench", "prompt": ids, "max_tokens": answer_len, "ignore_eos": True, "temperature": 0,
+                   "stream": True} for ids in prompts]  # fmt: skip
+        streams = await asyncio.gather(*(one_stream(session, url, body) for body in bodies))
+    started = min(begin for begin, _ in streams)
+    ended = max(arrivals[-1] for _, arrivals in streams)
+    gaps = [gap for _, arrivals in streams for gap in np.diff(arrivals)]
+    return {
+        "output_tok_s": len(prompts) * answer_len / (ended - started),
+        "ttft_ms": 1e3 * statistics.median(arrivals[0] - begin for begin, arrivals in streams),
+        "itl_ms": 1e3 * statistics.median(gaps),
+        "itl_p99_ms": 1e3 * float(np.percentile(gaps, 99)),
+    }
+
+
+def measure_http(graph_dir: Path, streams: list[int], lengths: tuple[int, int], repeats: int) -> list[dict]:
+    """Starts the real server on free ports, drives it, stops it."""
+    prompt_len, answer_len = lengths
+    vocab_size = json.loads((graph_dir / "config.json").read_text())["vocab_size"]
+    names = ("HEALTH_HTTP_PORT", "SERVICE_GRPC_PORT", "METRICS_HTTP_PORT", "INTER_PROC_PORT", "SERVICE_HTTP_PORT")
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        ports = dict(zip(names, free_ports(len(names)), strict=True))
+        env = os.environ | {name: str(port) for name, port in ports.items()}
+        env |= {"MODEL_DIR": str(graph_dir), "RUN_DIR": f"{folder}/run", "FD_LOG_DIR": f"{folder}/log",
+                "BATCH_SIZE": str(max(streams)), "MAX_NUM_BATCHED_TOKENS": str(MAX_TOKENS_IN_STEP),
+                "ENABLE_PREFIX_CACHING": "0"}  # fmt: skip
+        subprocess.run([sys.executable, "-m", "server_scripts.start"], env=env, check=True, stdout=sys.stderr)
+        try:
+            for count in streams:
+                rng = np.random.default_rng(0)
+                prompts = [prompt_ids(rng, vocab_size, prompt_len) for _ in range(count)]
+                runs = [asyncio.run(run_streams(ports["SERVICE_HTTP_PORT"], prompts, answer_len))
+                        for _ in range(repeats + 1)][1:]  # fmt: skip
+                rows.append({"streams": count} | {n: statistics.median(run[n] for run in runs) for n in runs[0]})
+        finally:
+            subprocess.run([sys.executable, "-m", "server_scripts.stop"], env=env, check=True, stdout=sys.stderr)
+    return rows
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+def print_tables(offline: list[dict], http: list[dict]) -> None:
+    print("\noffline: requests  prompt  answer   prefill tok/s   decode tok/s   output tok/s   TTFT ms   ITL ms")
+    for row in offline:
+        print(f"{row['requests']:17}{row['prompt_len']:8}{row['answer_len']:8}{row['prefill_tok_s']:16.0f}"
+              f"{row['decode_tok_s']:15.1f}{row['output_tok_s']:15.1f}{row['ttft_ms']:10.0f}{row['itl_ms']:9.1f}")  # fmt: skip
+    if http:
+        print("\nHTTP: streams   output tok/s   TTFT p50 ms   ITL p50 ms   ITL p99 ms   of the offline rate")
+    same = {row["requests"]: row["output_tok_s"] for row in reversed(offline)}
+    for row in http:
+        share = f"{row['output_tok_s'] / same[row['streams']]:.0%}" if row["streams"] in same else "-"
+        print(f"{row['streams']:13}{row['output_tok_s']:15.1f}{row['ttft_ms']:14.0f}{row['itl_ms']:13.1f}"
+              f"{row['itl_p99_ms']:13.1f}{share:>22}")  # fmt: skip
+
+
+def cpu_name() -> str:
+    lines = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return f"{lines[0].split(':')[1].strip() if lines else platform.machine()}, {os.cpu_count()} cores"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen2.5-0.5b", choices=SHAPES)
+    parser.add_argument("--cases", nargs="+", default=["1x128x64", "8x128x64", "32x128x64"])
+    parser.add_argument("--streams", nargs="*", type=int, default=[1, 8, 32])
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--work-dir", type=Path, default=Path("build/bench"), help="checkpoints are kept here")
+    args = parser.parse_args()
+    cases = [tuple(int(number) for number in case.split("x")) for case in args.cases]
+    checkpoint = make_checkpoint(args.shape, args.work_dir / args.shape)
+    graph_dir = export_cached(checkpoint, args.work_dir / "exported", ExportOptions())
+    offline = measure_offline(graph_dir, cases, args.repeats)
+    http = measure_http(graph_dir, args.streams, cases[0][1:], args.repeats) if args.streams else []
+    print_tables(offline, http)
+    print(json.dumps({"hardware": cpu_name(), "shape": args.shape, "offline": offline, "http": http}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Writes a checkpoint of random weights in a named shape: `python -m benchmarks.random_checkpoint SHAPE OUT_DIR`.
+
+Weights are bfloat16 bits of small normal numbers. The tokenizer is the demo model's; ids
+beyond it have no text, which a benchmark of token ids does not need.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+DEMO_MODEL = Path(__file__).resolve().parent.parent / "demo_model"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+QWEN2 = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 32768,
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+SHAPES = {
+    "qwen2.5-0.5b": QWEN2
+    | {
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "qwen2.5-1.5b": QWEN2
+    | {
+        "vocab_size": 151936,
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "tiny": QWEN2
+    | {
+        "vocab_size": 2048,
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 4096,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+    },
+}
+
+
+def tensors_of(config: dict) -> dict[str, tuple[int, ...]]:
+    """Name -> shape, in the names of Hugging Face's Qwen2."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    head_dim = hidden // config["num_attention_heads"]
+    kv = config["num_key_value_heads"] * head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config["vocab_size"], hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        for name, rows in (("q", hidden), ("k", kv), ("v", kv)):
+            shapes[f"{prefix}self_attn.{name}_proj.weight"] = (rows, hidden)
+            shapes[f"{prefix}self_attn.{name}_proj.bias"] = (rows,)
+        shapes[f"{prefix}self_attn.o_proj.weight"] = (hidden, hidden)
+        shapes[f"{prefix}mlp.gate_proj.weight"] = shapes[f"{prefix}mlp.up_proj.weight"] = (inner, hidden)
+        shapes[f"{prefix}mlp.down_proj.weight"] = (hidden, inner)
+        shapes[f"{prefix}input_layernorm.weight"] = shapes[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
+    return shapes
+
+
+def random_bits(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> bytes:
+    """bfloat16 by cutting off the lower half of a float32."""
+    values = np.ones(shape, np.float32) if "norm" in name else rng.standard_normal(shape, np.float32) * 0.02
+    return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+
+
+def write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]], bits: Callable[[str, tuple], bytes]) -> None:
+    """The format: length of the header, the header as JSON, the tensors. One tensor in memory at a time."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * int(np.prod(shape))
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, shape in shapes.items():
+            file.write(bits(name, shape))
+
+
+def make_checkpoint(shape: str, out: Path, seed: int = 0) -> Path:
+    """Makes nothing when `out` holds a checkpoint already."""
+    if (out / "config.json").exists():
+        return out
+    out.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    write_safetensors(out / "model.safetensors", tensors_of(SHAPES[shape]), lambda *tensor: random_bits(rng, *tensor))
+    for name in TOKENIZER_FILES:
+        shutil.copy(DEMO_MODEL / name, out / name)
+    (out / "config.json").write_text(json.dumps(SHAPES[shape], indent=1))
+    return out
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3 or sys.argv[1] not in SHAPES:
+        sys.exit(f"usage: python -m benchmarks.random_checkpoint {{{','.join(SHAPES)}}} OUT_DIR")
+    print(make_checkpoint(sys.argv[1], Path(sys.argv[2])))
