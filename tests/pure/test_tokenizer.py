@@ -15,6 +15,7 @@ from engine.errors import ConfigError, InvalidRequest
 from engine.tokenizer import ChatTemplateError, Tokenizer, TokenizerError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "chat_templates.json"
+GOLDEN_NAMES = {"chatml", "llama3", "qwen2.5", "mistral", "whitespace"}
 LINES = [
     "The quick brown fox jumps over the lazy dog. The dog sleeps, the fox does not.",
     "What is the capital of France? The capital of France is Paris.",
@@ -454,7 +455,25 @@ def test_templates_come_from_the_config_or_from_a_file_of_their_own(tmp_path):
     assert Tokenizer.load(tmp_path).render_chat(user("hi")) == "in a file"
 
 
-def test_chats_render_as_transformers_renders_them():
-    assert GOLDEN.is_file(), f"{GOLDEN} is made with transformers and belongs in the repository"
-    cases = json.loads(GOLDEN.read_text(encoding="utf-8"))
-    assert cases
+def golden_cases():
+    """Rendered by transformers, see tests/golden."""
+    return json.loads(GOLDEN.read_text(encoding="utf-8"))["cases"]
+
+
+@pytest.mark.parametrize("name", sorted(GOLDEN_NAMES))
+def test_chats_render_as_transformers_renders_them(name):
+    cases = [case for case in golden_cases() if case["name"] == name]
+    assert len(cases) >= 10
+    for case in cases:
+        special = {key: case[key] for key in ("bos_token", "eos_token") if case[key] is not None}
+        tokenizer = a_chat_tokenizer(case["template"], special)
+        variables = {key: case[key] for key in ("tools", "add_generation_prompt")}
+        if "error" in case:
+            with pytest.raises(ChatTemplateError, match=re.escape(case["error"])):
+                tokenizer.render_chat(case["messages"], **variables)
+        else:
+            assert tokenizer.render_chat(case["messages"], **variables) == case["expected"]
+
+
+def test_every_golden_template_is_tested():
+    assert {case["name"] for case in golden_cases()} == GOLDEN_NAMES
