@@ -1,0 +1,67 @@
+"""What the gateway needs of the model, and the settings of a worker. Knows nothing of HTTP or gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from engine.errors import TimedOut
+
+if sys.version_info >= (3, 11):
+    from asyncio import timeout
+else:  # aiohttp needs this package before Python 3.11
+    from async_timeout import timeout
+
+Answer = dict[str, Any]  # one response of the model, as engine/wire.py describes it
+
+
+class Backend(Protocol):
+    """The model as one client: Triton for real, a script in tests."""
+
+    def generate(self, body: dict[str, Any]) -> AsyncGenerator[Answer, None]:
+        """The answers to one request. The last one has `is_end` 1; a failure is raised as a RequestError.
+
+        Closing the generator cancels the request.
+        """
+        ...
+
+    async def probe(self) -> dict[str, Any]:
+        """The model's state: `ready`, `reason`, facts such as `model_len`. Raises a RequestError when unreachable."""
+        ...
+
+    async def is_live(self) -> bool:
+        """Whether the server in front of the model takes requests."""
+        ...
+
+    async def close(self) -> None:
+        """Ends every running `generate` with EngineUnavailable."""
+        ...
+
+
+@dataclass(frozen=True)
+class GatewaySettings:
+    """One worker's settings, see `python -m gateway --help`."""
+
+    model_name: str = "default"  # the name in /v1/models; requests may use any
+    max_body_bytes: int = 16 * 2**20
+    drain_timeout_s: float = 30.0  # how long running requests may go on after SIGTERM
+    request_timeout_s: float = 300.0  # without a new response, unless the request says otherwise
+    probe_timeout_s: float = 3.0
+
+
+async def in_time(answers: AsyncGenerator[Answer, None], timeout_s: float) -> AsyncGenerator[Answer, None]:
+    """The same answers; TimedOut, and the request is cancelled, when none comes for `timeout_s`."""
+    async with contextlib.aclosing(answers):
+        while True:
+            try:
+                async with timeout(timeout_s):
+                    answer = await anext(answers)
+            except StopAsyncIteration:
+                return
+            except asyncio.TimeoutError:
+                raise TimedOut(f"the model sent no response for {timeout_s:g} s, the request is cancelled") from None
+            yield answer

@@ -1,0 +1,133 @@
+"""Whether the server takes requests (live) and whether the model answers them (ready). `python -m gateway.health`.
+
+/v2/health/live asks the server's gRPC port, and the HTTP port when there is one. /v2/health/ready sends a probe through
+the model, so that a dead process behind a living port shows. Both answer 200 with an empty body, else 503 and
+`{"error_code", "error_msg"}`; the codes are the predecessor's: 1 not reachable, 2 not ready, 3 silent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from engine.errors import RequestError
+from gateway.backend import Backend, timeout
+
+NOT_REACHABLE, NOT_READY, SILENT = 1, 2, 3
+MAX_AGE_S = 0.5  # an answer may be this old, so many askers cost the model no more than one
+
+
+@dataclass(frozen=True)
+class Health:
+    error_code: int = 0
+    error_msg: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+Check = Callable[[], Awaitable[Health]]
+
+
+class Shared:
+    """A check whose answer is shared by all who ask at about the same time."""
+
+    def __init__(self, check: Check, timeout_s: float):
+        self._check = check
+        self._timeout_s = timeout_s
+        self._task: asyncio.Task[Health] | None = None
+        self._good_until = 0.0
+
+    async def __call__(self) -> Health:
+        if self._task is None or (self._task.done() and time.monotonic() > self._good_until):
+            self._task = asyncio.create_task(self._run())
+        return await asyncio.shield(self._task)  # one who leaves takes nothing from the others
+
+    async def _run(self) -> Health:
+        try:
+            async with timeout(self._timeout_s):
+                return await self._check()
+        except asyncio.TimeoutError:
+            return Health(SILENT, f"no answer within {self._timeout_s:g} s")
+        except RequestError as error:
+            return Health(NOT_REACHABLE, str(error))
+        except Exception as error:
+            logging.getLogger(__name__).exception("a health check failed unexpectedly")
+            return Health(NOT_READY, f"the check failed: {type(error).__name__}")
+        finally:
+            self._good_until = time.monotonic() + MAX_AGE_S
+
+
+def readiness(backend: Backend, timeout_s: float) -> Shared:
+    async def check() -> Health:
+        state = await backend.probe()
+        if state.get("ready"):
+            return Health(facts=state)
+        return Health(NOT_READY, state.get("reason") or "the model is not ready", state)
+
+    return Shared(check, timeout_s)
+
+
+def liveness(backend: Backend, timeout_s: float, http_port: int | None) -> Shared:
+    async def check() -> Health:
+        if not await backend.is_live():
+            return Health(NOT_REACHABLE, "the model server does not answer on its gRPC port")
+        if http_port is not None:
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", http_port)
+            except OSError as error:
+                return Health(NOT_REACHABLE, f"nothing answers on HTTP port {http_port}: {error.strerror}")
+            writer.close()
+        return Health()
+
+    return Shared(check, timeout_s)
+
+
+def as_response(health: Health) -> web.Response:
+    if health.error_code:
+        return web.json_response({"error_code": health.error_code, "error_msg": health.error_msg}, status=503)
+    return web.Response()
+
+
+def make_health_app(backend: Backend, timeout_s: float, http_port: int | None = None) -> web.Application:
+    ready, live = readiness(backend, timeout_s), liveness(backend, timeout_s, http_port)
+
+    async def answer_ready(_: web.Request) -> web.Response:
+        return as_response(await ready())
+
+    async def answer_live(_: web.Request) -> web.Response:
+        return as_response(await live())
+
+    async def close(_: web.Application) -> None:
+        await backend.close()
+
+    app = web.Application()
+    app.add_routes([web.get("/v2/health/ready", answer_ready), web.get("/v2/health/live", answer_live)])
+    app.on_cleanup.append(close)
+    return app
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m gateway.health", description="Serve the health port.")
+    parser.add_argument("--host", default="0.0.0.0")
+    parser.add_argument("--port", type=int, required=True, help="HEALTH_HTTP_PORT")
+    parser.add_argument("--grpc-host", default="127.0.0.1")
+    parser.add_argument("--grpc-port", type=int, required=True, help="SERVICE_GRPC_PORT")
+    parser.add_argument("--http-port", type=int, help="SERVICE_HTTP_PORT, when HTTP is served")
+    parser.add_argument("--timeout", type=float, default=3.0, help="seconds until a silent model is not ready")
+    options = parser.parse_args()
+
+    from gateway.triton_client import TritonBackend  # app.py needs the checks of this module, not Triton
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    app = make_health_app(TritonBackend(options.grpc_host, options.grpc_port), options.timeout, options.http_port)
+    web.run_app(app, host=options.host, port=options.port, access_log=None, print=None, shutdown_timeout=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""The model behind Triton's gRPC: one stream a request on a few long-lived connections. Knows no HTTP.
+
+The stubs of tritonclient are used without its client class: that one runs a thread a stream and buffers without a
+limit. Here a response is read from the connection only when the one who asked for it wants it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from engine import wire
+from engine.errors import (
+    Cancelled,
+    EngineUnavailable,
+    InvalidRequest,
+    Overloaded,
+    RequestError,
+    TimedOut,
+    error_of,
+)
+from gateway.backend import Answer, timeout
+
+MODEL = "model"
+STREAMS_PER_CHANNEL = 64  # HTTP/2 connections are commonly limited to 100 streams; beyond, requests would queue unseen
+END_TIMEOUT_S = 5.0  # for the end of the stream after the final response
+
+CHANNEL_OPTIONS = [
+    ("grpc.use_local_subchannel_pool", 1),  # else all channels would share one connection
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.enable_retries", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),  # Triton is restarted by its supervisor: be there when it is back
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.enable_http_proxy", 0),
+    # No keepalive pings: the peer is on this host, where a death shows at once, and Triton answers pings more frequent
+    # than one in five minutes by closing the connection.
+]
+
+ERRORS: dict[grpc.StatusCode, type[RequestError]] = {
+    grpc.StatusCode.UNAVAILABLE: EngineUnavailable,
+    grpc.StatusCode.NOT_FOUND: EngineUnavailable,  # the model is not loaded
+    grpc.StatusCode.FAILED_PRECONDITION: EngineUnavailable,
+    grpc.StatusCode.ABORTED: EngineUnavailable,
+    grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.DEADLINE_EXCEEDED: TimedOut,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+}
+
+
+@dataclass(eq=False)
+class _Connection:
+    channel: grpc.aio.Channel
+    stub: service_pb2_grpc.GRPCInferenceServiceStub
+    calls: set[grpc.aio.Call] = field(default_factory=set)  # the running ones
+
+
+class TritonBackend:
+    """A `gateway.backend.Backend`. Belongs to the event loop it is first used in."""
+
+    def __init__(self, host: str, port: int):
+        self._target = f"{host}:{port}"
+        self._connections: list[_Connection] = []
+        self._closed = False
+
+    async def generate(self, body: dict[str, Any]) -> AsyncGenerator[Answer, None]:
+        request = _infer_request(body)
+        connection = self._least_loaded()
+        call = connection.stub.ModelStreamInfer()
+        connection.calls.add(call)
+        try:
+            async with contextlib.aclosing(self._responses(call, request)) as responses:
+                async for response in responses:
+                    answer = _read(response)
+                    if answer.get("error_code"):
+                        await _read_to_end(responses)
+                        raise error_of(answer.get("error_type", ""), answer["error_msg"])
+                    yield answer
+                    if answer.get("is_end"):
+                        await _read_to_end(responses)
+                        return
+            raise EngineUnavailable("the model ended the stream without a final response")
+        finally:
+            connection.calls.discard(call)
+            call.cancel()  # does nothing when the call has ended
+
+    async def _responses(self, call: Any, request: Any) -> AsyncGenerator[Any, None]:
+        """Triton's responses to one request, gRPC's errors translated."""
+        try:
+            with contextlib.suppress(asyncio.InvalidStateError):  # the call has failed already: reading tells why
+                await call.write(request)
+                await call.done_writing()
+            async for response in call:
+                yield response
+        except grpc.aio.AioRpcError as error:
+            kind = ERRORS.get(error.code(), RequestError)
+            raise kind(f"the model server failed: {error.code().name}: {error.details()}") from None
+        except asyncio.CancelledError:
+            if self._closed:
+                raise EngineUnavailable("the gateway is stopping") from None
+            raise
+
+    async def probe(self) -> dict[str, Any]:
+        async with contextlib.aclosing(self.generate({wire.PROBE: True})) as answers:
+            return [answer async for answer in answers][-1]
+
+    async def is_live(self) -> bool:
+        try:
+            response = await self._least_loaded().stub.ServerLive(service_pb2.ServerLiveRequest())
+        except grpc.aio.AioRpcError:
+            return False
+        return response.live
+
+    async def close(self) -> None:
+        self._closed = True
+        for connection in self._connections:
+            for call in connection.calls:
+                call.cancel()
+        await asyncio.gather(*[connection.channel.close() for connection in self._connections])
+
+    def _least_loaded(self) -> _Connection:
+        """The connection with the fewest running calls, a new one when all are busy."""
+        if self._closed:
+            raise EngineUnavailable("the gateway is stopping")
+        connection = min(self._connections, key=lambda each: len(each.calls), default=None)
+        if connection is None or len(connection.calls) >= STREAMS_PER_CHANNEL:
+            channel = grpc.aio.insecure_channel(self._target, options=CHANNEL_OPTIONS)
+            connection = _Connection(channel, service_pb2_grpc.GRPCInferenceServiceStub(channel))
+            self._connections.append(connection)
+        return connection
+
+
+def _infer_request(body: dict[str, Any]) -> Any:
+    payload = json.dumps([body]).encode()
+    request = service_pb2.ModelInferRequest(model_name=MODEL)
+    request.inputs.add(name="IN", datatype="BYTES", shape=[1])
+    request.raw_input_contents.append(len(payload).to_bytes(4, "little") + payload)
+    return request
+
+
+def _read(response: Any) -> Answer:
+    if response.error_message:  # Triton's own words: the model is not loaded, its process has died
+        raise EngineUnavailable(f"the model server failed: {response.error_message}")
+    result = response.infer_response
+    if result.raw_output_contents:
+        payload = result.raw_output_contents[0][4:]  # a 4-byte length, then the text
+    elif result.outputs and result.outputs[0].contents.bytes_contents:
+        payload = result.outputs[0].contents.bytes_contents[0]
+    else:
+        raise EngineUnavailable("the model sent an empty response")
+    return wire.read_answer(payload)
+
+
+async def _read_to_end(responses: AsyncIterator[Any]) -> None:
+    """Let the stream end by itself: cancelling it now could race with its end inside Triton."""
+    with contextlib.suppress(asyncio.TimeoutError, RequestError):
+        async with timeout(END_TIMEOUT_S):
+            async for _ in responses:
+                pass

@@ -1,0 +1,176 @@
+"""A scripted Backend, and the gateway around it on a real socket in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import threading
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+from engine.errors import EngineUnavailable
+from gateway.__main__ import listen, serve
+from gateway.app import make_app
+from gateway.backend import GatewaySettings
+
+WAIT = object()  # in a script: nothing more comes until the test says `go`
+
+
+def a_logprob(text: str) -> dict[str, Any]:
+    token = {"token_id": 7, "token": text, "bytes": list(text.encode()), "logprob": -0.5}
+    return {**token, "top": [token, {**token, "token": "x", "bytes": [120], "logprob": float("-inf")}]}
+
+
+class FakeBackend:
+    """Answers every request with the script: a text is a delta of one token, an exception is raised, WAIT waits."""
+
+    def __init__(self, *script: Any, finish_reason: str = "stop", state: dict[str, Any] | None = None):
+        self.script = script
+        self.finish_reason = finish_reason
+        self.state = {"ready": True, "reason": "", "model_len": 8192} if state is None else state
+        self.bodies: list[dict[str, Any]] = []
+        self.num_probes = 0
+        self.waiting = threading.Semaphore(0)  # released when a request reaches WAIT
+        self.cancelled = threading.Semaphore(0)  # released when a request is closed before its end
+        self._go: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
+
+    def go(self) -> None:
+        self._loop.call_soon_threadsafe(self._go.set)
+
+    async def generate(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        self.bodies.append(body)
+        self._loop = asyncio.get_running_loop()
+        self._go = self._go or asyncio.Event()
+        texts: list[str] = []
+        try:
+            for item in self.script:
+                if isinstance(item, Exception):
+                    raise item
+                if item is WAIT:
+                    self.waiting.release()
+                    await self._go.wait()
+                    if self._closed:
+                        raise EngineUnavailable("the gateway is stopping")
+                else:
+                    yield self._response(body, texts, item)
+            yield self._response(body, texts, "") | self._end(texts)
+        except (asyncio.CancelledError, GeneratorExit):
+            self.cancelled.release()
+            raise
+
+    def _response(self, body: dict[str, Any], texts: list[str], text: str) -> dict[str, Any]:
+        response = {
+            "req_id": body["req_id"],
+            "is_end": 0,
+            "token_ids": [len(texts)] if text else [],
+            "token": text,
+            "send_idx": len(texts),
+            "inference_time_cost": 0.25,
+            "infer_seed": 3,
+            "return_all_tokens": False,
+        }
+        if text:
+            texts.append(text)
+            if body.get("logprobs", -1) >= 0:
+                response["logprobs"] = [a_logprob(text)]
+        return response | {"usage": {"prompt_tokens": 5, "completion_tokens": len(texts), "cached_tokens": 4}}
+
+    def _end(self, texts: list[str]) -> dict[str, Any]:
+        whole = {"tokens_all_num": len(texts), "tokens_all_ids": list(range(len(texts))), "tokens_all": "".join(texts)}
+        return {"is_end": 1, "finish_reason": self.finish_reason, "stop_reason": None, **whole}
+
+    async def probe(self) -> dict[str, Any]:
+        self.num_probes += 1
+        if isinstance(self.state, Exception):
+            raise self.state
+        if self.state is WAIT:
+            await asyncio.Event().wait()
+        return self.state
+
+    async def is_live(self) -> bool:
+        return not isinstance(self.state, Exception)
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._go is not None:
+            self._go.set()
+
+
+class Gateway:
+    """A running worker, and the simplest client of it."""
+
+    def __init__(self, port: int, stop):
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self.stop = stop  # what SIGTERM does
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+
+    def send(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None):
+        """-> status, headers, body; a body that is no bytes is sent as JSON."""
+        with contextlib.closing(self.connect()) as connection:
+            payload = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+            connection.request(method, path, payload, headers or {})
+            response = connection.getresponse()
+            return response.status, response.headers, response.read()
+
+    def post(self, path: str, body: Any) -> Any:
+        status, _, payload = self.send("POST", path, body)
+        assert status == 200, payload
+        return json.loads(payload)
+
+    def refused(self, path: str, body: Any) -> tuple[int, Any]:
+        status, headers, payload = self.send("POST", path, body)
+        assert headers.get_content_type() == "application/json"
+        return status, json.loads(payload)
+
+    def stream(self, path: str, body: Any) -> list[bytes]:
+        """The chunks of an answer as they were written."""
+        with contextlib.closing(self.connect()) as connection:
+            connection.request("POST", path, json.dumps(body))
+            response = connection.getresponse()
+            assert response.status == 200, response.read()
+            return list(chunks(response))
+
+
+def chunks(response: http.client.HTTPResponse) -> Iterator[bytes]:
+    while chunk := response.read1():
+        yield chunk
+
+
+def events(stream: list[bytes]) -> list[Any]:
+    """The objects of a stream of server-sent events; its [DONE] stays a text."""
+    lines = b"".join(stream).decode().split("\n\n")
+    assert lines.pop() == ""
+    assert all(line.startswith("data: ") for line in lines)
+    return [json.loads(line[6:]) if line != "data: [DONE]" else "[DONE]" for line in lines]
+
+
+@contextlib.contextmanager
+def running(backend: FakeBackend, **settings: Any) -> Iterator[Gateway]:
+    sock = listen("127.0.0.1", 0)
+    loop = asyncio.new_event_loop()
+    stop = asyncio.Event()
+    configured = GatewaySettings(**{"drain_timeout_s": 0.2, **settings})
+
+    def work() -> None:
+        loop.run_until_complete(serve(make_app(backend, configured), sock, stop, configured.drain_timeout_s))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+
+    sock.listen()  # before the thread runs, so that no test is earlier
+    thread = threading.Thread(target=work)
+    thread.start()
+    tell = lambda: loop.call_soon_threadsafe(stop.set)  # noqa: E731
+    try:
+        yield Gateway(sock.getsockname()[1], tell)
+    finally:
+        with contextlib.suppress(RuntimeError):  # the test has stopped it already
+            tell()
+        thread.join(10)
+        assert not thread.is_alive()
