@@ -3,10 +3,10 @@
 import random
 
 import pytest
-from test_tokenizer import BACKENDS, TEXTS, a_byte_level_backend, a_sentencepiece_backend
 
 from engine.text_stream import Detokenizer, StopMatcher, TextOptions, TextStream
 from engine.tokenizer import Tokenizer
+from tests.pure.test_tokenizer import BACKENDS, TEXTS, a_byte_level_backend, a_sentencepiece_backend
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
