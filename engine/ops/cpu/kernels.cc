@@ -1,0 +1,66 @@
+// Built once for every instruction set: LLM_ISA names it.
+#include "kernels.h"
+
+#include "add_rms_norm.h"
+#include "embedding.h"
+#include "gather_rows.h"
+#include "head_norm.h"
+#include "linear.h"
+#include "paged_attention.h"
+#include "rms_norm.h"
+#include "rotary_angles.h"
+#include "sampling_passes.h"
+#include "swiglu.h"
+
+namespace LLM_ISA {
+namespace {
+
+void any_embedding(const int32_t* token_ids, const void* table, int table_bf16, float* y, int64_t rows,
+                   int64_t cols) {
+  if (table_bf16)
+    embedding(token_ids, static_cast<const uint16_t*>(table), y, rows, cols);
+  else
+    embedding(token_ids, static_cast<const float*>(table), y, rows, cols);
+}
+
+void any_linear(const float* x, const void* weight, int weight_bf16, const float* bias, float* y,
+                int64_t rows, int64_t width, int64_t num_out) {
+  if (weight_bf16)
+    linear(x, static_cast<const uint16_t*>(weight), bias, y, rows, width, num_out);
+  else
+    linear(x, static_cast<const float*>(weight), bias, y, rows, width, num_out);
+}
+
+void any_paged_attention(const LlmAttention* args) {
+  if (args->cache_bf16)
+    paged_attention(AttentionArgs<uint16_t>{*args});
+  else
+    paged_attention(AttentionArgs<float>{*args});
+}
+
+}  // namespace
+}  // namespace LLM_ISA
+
+#define TEXT_OF(name) #name
+#define TEXT(name) TEXT_OF(name)
+#define JOIN_OF(a, b) a##b
+#define JOIN(a, b) JOIN_OF(a, b)
+
+extern "C" const LlmKernels JOIN(llm_kernels_, LLM_ISA);
+const LlmKernels JOIN(llm_kernels_, LLM_ISA) = {
+    TEXT(LLM_ISA),
+    LLM_ISA::any_embedding,
+    LLM_ISA::gather_rows,
+    LLM_ISA::rms_norm,
+    LLM_ISA::add_rms_norm,
+    LLM_ISA::head_norm,
+    LLM_ISA::any_linear,
+    LLM_ISA::rotary_angles,
+    LLM_ISA::any_paged_attention,
+    LLM_ISA::swiglu,
+    LLM_ISA::largest_of,
+    LLM_ISA::find,
+    LLM_ISA::weigh,
+    LLM_ISA::add_up,
+    LLM_ISA::at_least,
+};

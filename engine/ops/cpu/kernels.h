@@ -1,0 +1,73 @@
+// The kernels of one instruction set as a table of functions, and the sampler. Plain C: no Paddle, no Python.
+// All arrays are dense and row-major. T rows are the tokens of a step. `*_bf16`: the array is bf16, not float32.
+#pragma once
+#include <cstdint>
+
+// The rest of the library is hidden.
+#pragma GCC visibility push(default)
+extern "C" {
+
+struct LlmAttention {
+  const float* qkv;             // [T, (Hq + 2 Hkv) D]
+  const float* cos_sin;         // [T, R]
+  void* kv_cache;               // [num_blocks, 2, Hkv, block_size, D], float32 or bf16
+  const int32_t* query_starts;  // [B + 1]
+  const int32_t* context_lens;  // [B]
+  const int32_t* block_tables;  // [B, max_blocks]
+  float* out;                   // [T, Hq D]
+  int64_t num_requests, num_heads, num_kv_heads, head_dim, rotary_dim, block_size, max_blocks;
+  float scale;
+  int32_t cache_bf16;
+};
+
+struct LlmKernels {
+  const char* isa;
+  void (*embedding)(const int32_t* token_ids, const void* table, int table_bf16, float* y, int64_t rows,
+                    int64_t cols);
+  void (*gather_rows)(const float* x, const int32_t* rows, float* y, int64_t num_rows, int64_t cols);
+  void (*rms_norm)(const float* x, const float* weight, float* y, int64_t rows, int64_t cols, float epsilon);
+  void (*add_rms_norm)(const float* x, float* residual, const float* weight, float* y, int64_t rows,
+                       int64_t cols, float epsilon);
+  void (*head_norm)(const float* qkv, const float* q_weight, const float* k_weight, float* y, int64_t rows,
+                    int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, float epsilon);
+  void (*linear)(const float* x, const void* weight, int weight_bf16, const float* bias, float* y,
+                 int64_t rows, int64_t width, int64_t num_out);  // bias may be null
+  void (*rotary_angles)(const int32_t* positions, const float* inv_freq, float* y, int64_t rows, int64_t half,
+                        float scaling);
+  void (*paged_attention)(const LlmAttention* args);
+  void (*swiglu)(const float* gate_up, float* y, int64_t rows, int64_t cols);
+  // Passes over a row of logits, for the sampler.
+  float (*largest)(const float* x, int64_t size);  // -inf for none; a NaN is never the largest
+  int64_t (*find)(const float* x, int64_t size, float value);  // first index, -1 for none
+  // weights[i] = exp((x[i] - largest) * factor)
+  void (*weigh)(const float* x, float* weights, int64_t size, float largest, float factor);
+  double (*add_up)(const float* x, int64_t size);
+  int64_t (*at_least)(const float* x, int64_t size, float threshold, int32_t* ids);  // how many, ascending
+};
+
+// What engine/ops/sampling_rows.py describes. mask, top_ids and top_logprobs may be null.
+struct LlmSampling {
+  const float *temperature, *top_p;
+  const int32_t* top_k;
+  const float *min_p, *repetition_penalty, *frequency_penalty, *presence_penalty;
+  const uint64_t* seed;
+  const int64_t* counter;
+  const int32_t *num_logprobs, *seen_starts, *seen_ids, *seen_counts, *bias_starts, *bias_ids;
+  const float* bias;
+  const uint32_t* mask;
+  int32_t *token_ids;
+  float *logprobs;
+  int32_t *top_ids;
+  float *top_logprobs;
+  int64_t max_logprobs;
+};
+
+// By name, or null for the best one; null where this machine or this build has no such table.
+const LlmKernels* llm_kernels(const char* isa);
+// Names of all tables in this build, best first, as "avx2,portable"; those the machine can run, or all.
+const char* llm_isas(int only_supported);
+// For each row of logits [rows, vocab].
+void llm_sample(const LlmKernels* kernels, const float* logits, int64_t rows, int64_t vocab,
+                const LlmSampling* sampling);
+}
+#pragma GCC visibility pop

@@ -1,0 +1,228 @@
+"""The C functions behind numpy arguments. Checks shapes and dtypes once; knows nothing of building or choosing."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from dataclasses import fields
+
+import numpy as np
+
+from engine.ops import build
+from engine.ops.sampling_rows import SampledRows, SamplingRows
+
+F32, BF16, I32 = np.dtype(np.float32), np.dtype(np.uint16), np.dtype(np.int32)
+
+
+def _function(*argtypes, returns=None):
+    return ctypes.CFUNCTYPE(returns, *argtypes)
+
+
+class Kernels(ctypes.Structure):
+    """`LlmKernels` of kernels.h, in its order."""
+
+    _fields_ = [
+        ("isa", c_char_p),
+        ("embedding", _function(c_void_p, c_void_p, c_int, c_void_p, c_int64, c_int64)),
+        ("gather_rows", _function(c_void_p, c_void_p, c_void_p, c_int64, c_int64)),
+        ("rms_norm", _function(c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float)),
+        ("add_rms_norm", _function(c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float)),
+        ("head_norm", _function(*[c_void_p] * 4, *[c_int64] * 4, c_float)),
+        ("linear", _function(c_void_p, c_void_p, c_int, c_void_p, c_void_p, *[c_int64] * 3)),
+        ("rotary_angles", _function(c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float)),
+        ("paged_attention", _function(c_void_p)),
+        ("swiglu", _function(c_void_p, c_void_p, c_int64, c_int64)),
+        ("largest", _function(c_void_p, c_int64, returns=c_float)),
+        ("find", _function(c_void_p, c_int64, c_float, returns=c_int64)),
+        ("weigh", _function(c_void_p, c_void_p, c_int64, c_float, c_float)),
+        ("add_up", _function(c_void_p, c_int64, returns=c_double)),
+        ("at_least", _function(c_void_p, c_int64, c_float, c_void_p, returns=c_int64)),
+    ]
+
+
+class Attention(ctypes.Structure):
+    """`LlmAttention` of kernels.h."""
+
+    _pointers = ("qkv", "cos_sin", "kv_cache", "query_starts", "context_lens", "block_tables", "out")
+    _sizes = ("num_requests", "num_heads", "num_kv_heads", "head_dim", "rotary_dim", "block_size", "max_blocks")
+    _fields_ = [
+        *((name, c_void_p) for name in _pointers),
+        *((name, c_int64) for name in _sizes),
+        ("scale", c_float),
+        ("cache_bf16", c_int32),
+    ]
+
+
+class Sampling(ctypes.Structure):
+    """`LlmSampling` of kernels.h: the fields of SamplingRows, then those of SampledRows."""
+
+    _fields_ = [
+        *((field.name, c_void_p) for field in (*fields(SamplingRows), *fields(SampledRows))),
+        ("max_logprobs", c_int64),
+    ]
+
+
+@functools.cache
+def c_library() -> ctypes.CDLL:
+    lib = ctypes.CDLL(str(build.library()))
+    lib.llm_kernels.argtypes, lib.llm_kernels.restype = [c_char_p], POINTER(Kernels)
+    lib.llm_isas.argtypes, lib.llm_isas.restype = [c_int], c_char_p
+    lib.llm_num_threads.restype = c_int
+    lib.llm_set_num_threads.argtypes, lib.llm_set_num_threads.restype = [c_int], None
+    lib.llm_sample.argtypes = [POINTER(Kernels), c_void_p, c_int64, c_int64, POINTER(Sampling)]
+    lib.llm_sample.restype = None
+    return lib
+
+
+class ArgumentError(ValueError):
+    """An op was called with an array of the wrong shape or dtype."""
+
+
+def need(op: str, name: str, array: np.ndarray, shape: tuple[int | None, ...], *dtypes: np.dtype) -> int:
+    """The array's address, once it is known to be what the kernel reads."""
+    if array.ndim != len(shape) or any(
+        wanted is not None and wanted != size for wanted, size in zip(shape, array.shape, strict=True)
+    ):
+        needed = str(shape).replace("None", "any")
+        raise ArgumentError(f"{op}: {name} has shape {array.shape}, needs {needed}")
+    if array.dtype not in dtypes:
+        raise ArgumentError(f"{op}: {name} is {array.dtype}, needs {' or '.join(map(str, dtypes))}")
+    if not array.flags.c_contiguous:
+        raise ArgumentError(f"{op}: {name} must be dense and row-major")
+    return array.ctypes.data
+
+
+def need_ids(op: str, name: str, ids: np.ndarray, end: int) -> None:
+    if ids.size and not 0 <= ids.min() <= ids.max() < end:
+        raise ArgumentError(f"{op}: {name} has values in {ids.min()} .. {ids.max()}, needs 0 .. {end - 1}")
+
+
+class CpuOps:
+    """The ops of one instruction set. Signatures and results are those of `engine.ops.reference`."""
+
+    def __init__(self, lib: ctypes.CDLL, table):
+        self._lib, self._table, self._kernels = lib, table, table.contents
+        self.isa: str = self._kernels.isa.decode()
+
+    def embedding(self, token_ids, table):
+        token_ids_at = need("embedding", "token_ids", token_ids, (None,), I32)
+        table_at = need("embedding", "table", table, (None, None), F32, BF16)
+        need_ids("embedding", "token_ids", token_ids, len(table))
+        y = np.empty((len(token_ids), table.shape[1]), F32)
+        self._kernels.embedding(token_ids_at, table_at, table.dtype == BF16, y.ctypes.data, *y.shape)
+        return y
+
+    def gather_rows(self, x, rows):
+        x_at = need("gather_rows", "x", x, (None, None), F32)
+        rows_at = need("gather_rows", "rows", rows, (None,), I32)
+        need_ids("gather_rows", "rows", rows, len(x))
+        y = np.empty((len(rows), x.shape[1]), F32)
+        self._kernels.gather_rows(x_at, rows_at, y.ctypes.data, *y.shape)
+        return y
+
+    def rms_norm(self, x, weight, *, epsilon):
+        x_at = need("rms_norm", "x", x, (None, None), F32)
+        weight_at = need("rms_norm", "weight", weight, (x.shape[1],), F32)
+        y = np.empty_like(x)
+        self._kernels.rms_norm(x_at, weight_at, y.ctypes.data, *x.shape, epsilon)
+        return y
+
+    def add_rms_norm(self, x, residual, weight, *, epsilon):
+        x_at = need("add_rms_norm", "x", x, (None, None), F32)
+        residual_at = need("add_rms_norm", "residual", residual, x.shape, F32)
+        weight_at = need("add_rms_norm", "weight", weight, (x.shape[1],), F32)
+        y = np.empty_like(x)
+        self._kernels.add_rms_norm(x_at, residual_at, weight_at, y.ctypes.data, *x.shape, epsilon)
+        return y, residual
+
+    def head_norm(self, qkv, q_weight, k_weight, *, num_heads, num_kv_heads, epsilon):  # noqa: PLR0913
+        head_dim = q_weight.size
+        qkv_at = need("head_norm", "qkv", qkv, (None, (num_heads + 2 * num_kv_heads) * head_dim), F32)
+        q_weight_at = need("head_norm", "q_weight", q_weight, (head_dim,), F32)
+        k_weight_at = need("head_norm", "k_weight", k_weight, (head_dim,), F32)
+        y = np.empty_like(qkv)
+        sizes = (len(qkv), num_heads, num_kv_heads, head_dim)
+        self._kernels.head_norm(qkv_at, q_weight_at, k_weight_at, y.ctypes.data, *sizes, epsilon)
+        return y
+
+    def linear(self, x, weight, bias=None):
+        x_at = need("linear", "x", x, (None, None), F32)
+        weight_at = need("linear", "weight", weight, (None, x.shape[1]), F32, BF16)
+        bias_at = None if bias is None else need("linear", "bias", bias, (len(weight),), F32)
+        y = np.empty((len(x), len(weight)), F32)
+        is_bf16 = weight.dtype == BF16
+        self._kernels.linear(x_at, weight_at, is_bf16, bias_at, y.ctypes.data, *x.shape, len(weight))
+        return y
+
+    def rotary_angles(self, positions, inv_freq, *, attention_scaling):
+        positions_at = need("rotary_angles", "positions", positions, (None,), I32)
+        inv_freq_at = need("rotary_angles", "inv_freq", inv_freq, (None,), F32)
+        y = np.empty((len(positions), 2 * len(inv_freq)), F32)
+        sizes = (len(positions), len(inv_freq))
+        self._kernels.rotary_angles(positions_at, inv_freq_at, y.ctypes.data, *sizes, attention_scaling)
+        return y
+
+    def paged_attention(  # noqa: PLR0913 - the inputs of the catalogue, in its order
+        self, qkv, cos_sin, kv_cache, query_starts, context_lens, block_tables, *, num_heads, num_kv_heads, scale
+    ):
+        op = "paged_attention"
+        kv_cache_at = need(op, "kv_cache", kv_cache, (None, 2, num_kv_heads, None, None), F32, BF16)
+        block_size, head_dim = kv_cache.shape[3:]
+        qkv_at = need(op, "qkv", qkv, (None, (num_heads + 2 * num_kv_heads) * head_dim), F32)
+        cos_sin_at = need(op, "cos_sin", cos_sin, (len(qkv), None), F32)
+        context_lens_at = need(op, "context_lens", context_lens, (None,), I32)
+        query_starts_at = need(op, "query_starts", query_starts, (len(context_lens) + 1,), I32)
+        block_tables_at = need(op, "block_tables", block_tables, (len(context_lens), None), I32)
+        if num_heads % num_kv_heads or cos_sin.shape[1] > head_dim or cos_sin.shape[1] % 2:
+            raise ArgumentError(
+                f"{op}: {num_heads} heads, {num_kv_heads} key/value heads of {head_dim}, "
+                f"{cos_sin.shape[1]} of them rotated: must divide, must be even and fit"
+            )
+        _check_batch(op, query_starts, context_lens, block_tables, (len(qkv), len(kv_cache), block_size))
+        out = np.empty((len(qkv), num_heads * head_dim), F32)
+        addresses = (qkv_at, cos_sin_at, kv_cache_at, query_starts_at, context_lens_at, block_tables_at)
+        sizes = (len(context_lens), num_heads, num_kv_heads, head_dim, cos_sin.shape[1], block_size)
+        is_bf16 = kv_cache.dtype == BF16
+        args = Attention(*addresses, out.ctypes.data, *sizes, block_tables.shape[1], scale, is_bf16)
+        self._kernels.paged_attention(ctypes.addressof(args))
+        return out, kv_cache
+
+    def swiglu(self, gate_up):
+        gate_up_at = need("swiglu", "gate_up", gate_up, (None, None), F32)
+        rows, width = gate_up.shape
+        if width % 2:
+            raise ArgumentError(f"swiglu: gate_up has shape {gate_up.shape}, needs an even width")
+        y = np.empty((rows, width // 2), F32)
+        self._kernels.swiglu(gate_up_at, y.ctypes.data, *y.shape)
+        return y
+
+    def sample(self, logits: np.ndarray, rows: SamplingRows) -> SampledRows:
+        num_rows, vocab = logits.shape
+        logits_at = need("sample", "logits", logits, (None, None), F32)
+        results = SampledRows.empty(num_rows, rows.max_logprobs)
+        addresses = {}
+        for field in fields(SamplingRows):
+            array = getattr(rows, field.name)
+            shape, dtype = SamplingRows.layout(field.name, num_rows, vocab)
+            addresses[field.name] = None if array is None else need("sample", field.name, array, shape, dtype)
+        need_ids("sample", "seen_ids", rows.seen_ids, vocab)
+        need_ids("sample", "bias_ids", rows.bias_ids, vocab)
+        for field in fields(SampledRows):
+            addresses[field.name] = getattr(results, field.name).ctypes.data
+        args = Sampling(**addresses, max_logprobs=rows.max_logprobs)
+        self._lib.llm_sample(self._table, logits_at, num_rows, vocab, ctypes.byref(args))
+        return results
+
+
+def _check_batch(op: str, query_starts, context_lens, block_tables, sizes: tuple[int, int, int]) -> None:
+    """A wrong number here would write into another request's cache, or outside of it."""
+    num_tokens, num_blocks, block_size = sizes
+    counts = np.diff(query_starts)
+    if query_starts[0] != 0 or query_starts[-1] != num_tokens or (counts < 0).any():
+        raise ArgumentError(f"{op}: query_starts {query_starts} does not cut 0 .. {num_tokens} into requests")
+    used = -(-(context_lens + counts) // block_size)
+    if (context_lens < 0).any() or (used > block_tables.shape[1]).any():
+        raise ArgumentError(f"{op}: block_tables has {block_tables.shape[1]} blocks a request, needs {used.max()}")
+    for row, count in zip(block_tables, used, strict=True):
+        need_ids(op, "block_tables", row[:count], num_blocks)

@@ -1,0 +1,66 @@
+// Passes over one row of logits: the part of sampling that touches every token of the vocabulary.
+#pragma once
+#include <cmath>
+
+#include "vec.h"
+
+namespace LLM_ISA {
+
+inline float largest_of(const float* x, int64_t size) {
+  vec m[4] = {set1(-INFINITY), set1(-INFINITY), set1(-INFINITY), set1(-INFINITY)};
+  int64_t i = 0;
+  for (; i + 4 * W <= size; i += 4 * W)
+    for (int j = 0; j < 4; j++) m[j] = max(load(x + i + j * W), m[j]);
+  float found = largest(max(max(m[0], m[1]), max(m[2], m[3])));
+  for (; i < size; i++) found = x[i] > found ? x[i] : found;
+  return found;
+}
+
+// The first group of 4 W elements that may hold one >= threshold, from i on; `size` rounded down if none.
+inline int64_t skip_below(const float* x, int64_t i, int64_t size, float threshold) {
+  for (; i + 4 * W <= size; i += 4 * W) {
+    const vec group = max(max(load(x + i), load(x + i + W)), max(load(x + i + 2 * W), load(x + i + 3 * W)));
+    if (!(largest(group) < threshold)) break;
+  }
+  return i;
+}
+
+inline int64_t find(const float* x, int64_t size, float value) {
+  for (int64_t i = 0; i < size;) {
+    i = skip_below(x, i, size, value);
+    for (const int64_t end = min(size, i + 4 * W); i < end; i++)
+      if (x[i] == value) return i;
+  }
+  return -1;
+}
+
+inline int64_t at_least(const float* x, int64_t size, float threshold, int32_t* ids) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < size;) {
+    i = skip_below(x, i, size, threshold);
+    for (const int64_t end = min(size, i + 4 * W); i < end; i++) {
+      ids[count] = static_cast<int32_t>(i);
+      count += x[i] >= threshold;
+    }
+  }
+  return count;
+}
+
+inline void weigh(const float* x, float* weights, int64_t size, float largest, float factor) {
+  for_lanes(size, [=](int64_t i, int n) {
+    const vec v = load_n(x + i, n);
+    store_n(weights + i, v == v ? exp((v - largest) * factor) : set1(0.0f), n);
+  });
+}
+
+inline double add_up(const float* x, int64_t size) {
+  double total = 0;
+  for (int64_t start = 0; start < size; start += 1024) {
+    vec part = set1(0.0f);
+    for_lanes(min(1024, size - start), [&](int64_t i, int n) { part += load_n(x + start + i, n); });
+    total += static_cast<double>(sum(part));
+  }
+  return total;
+}
+
+}  // namespace LLM_ISA

@@ -1,0 +1,76 @@
+// What the kernels build on: W float32 lanes, with the same source for every instruction set.
+// Nothing here or in a kernel may come from a template of the standard library: the linker keeps one
+// copy of such code, and it could be the one compiled for instructions that this machine lacks.
+#pragma once
+#include <cmath>
+
+#if defined(__AVX512F__)
+#include "vec_avx512.h"
+#elif defined(__AVX2__)
+#include "vec_avx2.h"
+#else
+#include "vec_portable.h"
+#endif
+
+namespace LLM_ISA {
+
+typedef int32_t int_vec __attribute__((vector_size(4 * W)));
+
+inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
+
+template <int N>
+struct Count {  // a number the compiler knows
+  static constexpr int value = N;
+};
+
+// Calls body(first, n) for each vector of n elements; n == W in all but the last.
+template <class Body>
+inline void for_lanes(int64_t size, Body body) {
+  int64_t i = 0;
+  for (; i + W <= size; i += W) body(i, W);
+  if (i < size) body(i, static_cast<int>(size - i));
+}
+
+template <class T>
+inline vec load_n(const T* p, int n) {
+  return n == W ? load(p) : load_first(p, n);
+}
+inline void store_n(float* p, vec v, int n) { n == W ? store(p, v) : store_first(p, v, n); }
+
+inline vec keep_first(vec v, int n, vec other) {
+  int_vec lane;
+  for (int i = 0; i < W; i++) lane[i] = i;
+  return lane < n ? v : other;
+}
+
+// To bf16, to nearest, ties to even; a NaN stays a NaN.
+inline void store_bf16(uint16_t* p, vec v, int n) {
+  const int_vec bits = (int_vec)v;
+  const int_vec odd = (bits >> 16) & 1;
+  const int_vec rounded = v == v ? bits + 0x7fff + odd : bits | 0x400000;
+  store_upper_halves(p, (vec)rounded, n);
+}
+
+// exp(x), relative error < 2e-7; 0 below -87.3, infinite above 88.3. Every lane is computed alike.
+inline vec exp(vec x) {
+  vec clamped = x > 88.3f ? set1(88.3f) : x;
+  clamped = clamped < -87.3f ? set1(-87.3f) : clamped;
+  const vec magic = set1(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+  const vec shifted = fma(clamped, set1(1.44269504f), magic);
+  const vec n = shifted - magic;
+  vec r = fma(n, set1(-0.693145752f), clamped);  // ln 2 in two parts
+  r = fma(n, set1(-1.42860677e-6f), r);
+  vec y = set1(1.98756962e-4f);
+  y = fma(y, r, set1(1.39819994e-3f));
+  y = fma(y, r, set1(8.33345205e-3f));
+  y = fma(y, r, set1(4.16657962e-2f));
+  y = fma(y, r, set1(1.66666657e-1f));
+  y = fma(y, r, set1(5.00000000e-1f));
+  y = fma(y, r * r, r) + 1.0f;
+  const vec scaled = (vec)((int_vec)y + ((int_vec)shifted << 23));
+  const vec not_large = x > 88.3f ? set1(INFINITY) : scaled;
+  return x < -87.3f ? set1(0.0f) : not_large;
+}
+
+}  // namespace LLM_ISA

@@ -1,0 +1,89 @@
+// The vector type of AVX-512 (F, BW, VL, DQ): 16 float32 lanes.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace LLM_ISA {
+
+constexpr int W = 16;
+using vec = __m512;
+
+inline __mmask16 first_lanes(int n) { return static_cast<__mmask16>((1u << n) - 1); }
+
+inline vec set1(float x) { return _mm512_set1_ps(x); }
+inline vec load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, vec v) { _mm512_storeu_ps(p, v); }
+inline vec fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
+inline vec max(vec a, vec b) { return _mm512_max_ps(a, b); }  // b where a is a NaN
+
+// The first n lanes, 0 <= n <= W; the others are zero and their memory is not touched.
+inline vec load_first(const float* p, int n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
+inline void store_first(float* p, vec v, int n) { _mm512_mask_storeu_ps(p, first_lanes(n), v); }
+
+inline vec widen(__m256i bits) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+inline vec load(const uint16_t* p) {
+  return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline vec load_first(const uint16_t* p, int n) {
+  return widen(_mm256_maskz_loadu_epi16(first_lanes(n), p));
+}
+
+// Adds the lanes: halves first, then quarters, eighths, sixteenths.
+inline float sum(vec v) {
+  __m256 h = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+  __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
+}
+
+inline float largest(vec v) { return _mm512_reduce_max_ps(v); }
+
+inline void store_upper_halves(uint16_t* p, vec v, int n) {
+  const __m512i upper = _mm512_srli_epi32(_mm512_castps_si512(v), 16);
+  _mm512_mask_cvtepi32_storeu_epi16(p, first_lanes(n), upper);
+}
+
+// to[j][i] = from[i][j] for a square of W x W
+inline void transpose(const vec* from, float* to, int64_t to_stride) {
+  __m512 a[W], b[W];
+#pragma GCC unroll 8
+  for (int i = 0; i < W; i += 2) {
+    a[i] = _mm512_unpacklo_ps(from[i], from[i + 1]);
+    a[i + 1] = _mm512_unpackhi_ps(from[i], from[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < W; i += 4) {
+    const auto lo0 = _mm512_castps_pd(a[i]), lo1 = _mm512_castps_pd(a[i + 2]);
+    const auto hi0 = _mm512_castps_pd(a[i + 1]), hi1 = _mm512_castps_pd(a[i + 3]);
+    b[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(lo0, lo1));
+    b[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(lo0, lo1));
+    b[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(hi0, hi1));
+    b[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(hi0, hi1));
+  }
+  // b[4 g + c], 128-bit part p = columns 4 p + c of rows 4 g .. 4 g + 3
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; c++) {
+    const __m512 even01 = _mm512_shuffle_f32x4(b[c], b[4 + c], 0x88);
+    const __m512 odd01 = _mm512_shuffle_f32x4(b[c], b[4 + c], 0xdd);
+    const __m512 even23 = _mm512_shuffle_f32x4(b[8 + c], b[12 + c], 0x88);
+    const __m512 odd23 = _mm512_shuffle_f32x4(b[8 + c], b[12 + c], 0xdd);
+    store(to + c * to_stride, _mm512_shuffle_f32x4(even01, even23, 0x88));
+    store(to + (4 + c) * to_stride, _mm512_shuffle_f32x4(odd01, odd23, 0x88));
+    store(to + (8 + c) * to_stride, _mm512_shuffle_f32x4(even01, even23, 0xdd));
+    store(to + (12 + c) * to_stride, _mm512_shuffle_f32x4(odd01, odd23, 0xdd));
+  }
+}
+
+#ifdef __AVX512BF16__
+using bf16_vec = __m512bh;  // 32 lanes
+inline bf16_vec load_bf16(const uint16_t* p) { return (__m512bh)_mm512_loadu_si512(p); }
+inline bf16_vec load_bf16_first(const uint16_t* p, int n) {
+  return (__m512bh)_mm512_maskz_loadu_epi16((1u << n) - 1, p);  // 0 <= n < 32
+}
+inline vec dot_bf16(bf16_vec a, bf16_vec b, vec c) { return _mm512_dpbf16_ps(c, a, b); }
+#endif
+
+}  // namespace LLM_ISA

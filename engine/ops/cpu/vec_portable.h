@@ -1,0 +1,63 @@
+// The vector type of any architecture the compiler knows: 4 float32 lanes, product and sum rounded apart.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+namespace LLM_ISA {
+
+constexpr int W = 4;
+typedef float vec __attribute__((vector_size(16)));
+
+inline vec set1(float x) { return vec{x, x, x, x}; }
+inline vec load(const float* p) {
+  vec v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+inline void store(float* p, vec v) { memcpy(p, &v, sizeof v); }
+inline vec fma(vec a, vec b, vec c) { return a * b + c; }
+inline vec max(vec a, vec b) { return a > b ? a : b; }  // b where a is a NaN
+
+// The first n lanes, 0 <= n <= W; the others are zero and their memory is not touched.
+inline vec load_first(const float* p, int n) {
+  vec v = {};
+  memcpy(&v, p, sizeof(float) * static_cast<size_t>(n));
+  return v;
+}
+inline void store_first(float* p, vec v, int n) { memcpy(p, &v, sizeof(float) * static_cast<size_t>(n)); }
+
+inline float widen(uint16_t bits) {
+  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+  float x;
+  memcpy(&x, &wide, sizeof x);
+  return x;
+}
+inline vec load(const uint16_t* p) { return vec{widen(p[0]), widen(p[1]), widen(p[2]), widen(p[3])}; }
+inline vec load_first(const uint16_t* p, int n) {
+  uint16_t bits[W] = {};
+  memcpy(bits, p, sizeof(uint16_t) * static_cast<size_t>(n));
+  return load(bits);
+}
+
+// Adds the lanes: halves first, then quarters.
+inline float sum(vec v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+
+inline float largest(vec v) {
+  float m = v[0];
+  for (int i = 1; i < W; i++) m = v[i] > m ? v[i] : m;
+  return m;
+}
+
+inline void store_upper_halves(uint16_t* p, vec v, int n) {
+  uint32_t bits[W];
+  memcpy(bits, &v, sizeof bits);
+  for (int i = 0; i < n; i++) p[i] = static_cast<uint16_t>(bits[i] >> 16);
+}
+
+// to[j][i] = from[i][j] for a square of W x W
+inline void transpose(const vec* from, float* to, int64_t to_stride) {
+  for (int i = 0; i < W; i++)
+    for (int j = 0; j < W; j++) to[j * to_stride + i] = from[i][j];
+}
+
+}  // namespace LLM_ISA

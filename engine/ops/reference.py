@@ -1,0 +1,216 @@
+"""The definition of every op of `docs/ops.md`, in numpy. Slow and readable: the oracle of all tests.
+
+Arrays are dense float32 in and out; sums run in float64 so that a kernel is judged by its own error alone.
+bf16 arrays are uint16 bit patterns. Ops with an in-place input return it as their last output.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine.ops.sampling_rows import SampledRows, SamplingRows
+
+NO_TOKEN = -1  # sampled where the mask and the bans leave nothing
+
+
+def to_bf16(x: np.ndarray) -> np.ndarray:
+    """float32 to bf16 bits, to nearest, ties to even; a NaN stays a NaN."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(x), (bits >> 16) | 0x40, rounded).astype(np.uint16)
+
+
+def from_bf16(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def as_f32(array: np.ndarray) -> np.ndarray:
+    return from_bf16(array) if array.dtype == np.uint16 else array
+
+
+def embedding(token_ids: np.ndarray, table: np.ndarray) -> np.ndarray:
+    return as_f32(table[token_ids])
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray, *, epsilon: float) -> np.ndarray:
+    wide = x.astype(np.float64)
+    mean_square = np.mean(wide * wide, axis=-1, keepdims=True)
+    return (wide / np.sqrt(mean_square + epsilon) * weight).astype(np.float32)
+
+
+def add_rms_norm(
+    x: np.ndarray, residual: np.ndarray, weight: np.ndarray, *, epsilon: float
+) -> tuple[np.ndarray, np.ndarray]:
+    residual += x
+    return rms_norm(residual, weight, epsilon=epsilon), residual
+
+
+def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+    if weight.dtype == np.uint16:
+        x = from_bf16(to_bf16(x))
+    y = x.astype(np.float64) @ as_f32(weight).astype(np.float64).T
+    if bias is not None:
+        y += bias
+    return y.astype(np.float32)
+
+
+def rotary_angles(positions: np.ndarray, inv_freq: np.ndarray, *, attention_scaling: float) -> np.ndarray:
+    angle = (positions.astype(np.float32)[:, None] * inv_freq).astype(np.float64)  # the product is float32
+    return (np.concatenate([np.cos(angle), np.sin(angle)], axis=1) * attention_scaling).astype(np.float32)
+
+
+def head_norm(  # noqa: PLR0913 - the inputs of the catalogue, in its order
+    qkv: np.ndarray,
+    q_weight: np.ndarray,
+    k_weight: np.ndarray,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    epsilon: float,
+) -> np.ndarray:
+    heads = qkv.reshape(len(qkv), num_heads + 2 * num_kv_heads, -1).copy()
+    query, key = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
+    query[:] = rms_norm(query, q_weight, epsilon=epsilon)
+    key[:] = rms_norm(key, k_weight, epsilon=epsilon)
+    return heads.reshape(qkv.shape)
+
+
+def rotate(heads: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
+    """The first R elements of every head [T, heads, D], turned by halves."""
+    half = cos_sin.shape[1] // 2
+    cos, sin = cos_sin[:, None, :half], cos_sin[:, None, half:]
+    x1, x2 = heads[..., :half], heads[..., half : 2 * half]
+    return np.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin, heads[..., 2 * half :]], axis=-1)
+
+
+def paged_attention(  # noqa: PLR0913 - the inputs of the catalogue, in its order
+    qkv: np.ndarray,
+    cos_sin: np.ndarray,
+    kv_cache: np.ndarray,
+    query_starts: np.ndarray,
+    context_lens: np.ndarray,
+    block_tables: np.ndarray,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    scale: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    block_size, head_dim = kv_cache.shape[3:]
+    heads = qkv.reshape(len(qkv), num_heads + 2 * num_kv_heads, head_dim)
+    query = rotate(heads[:, :num_heads], cos_sin)
+    key = rotate(heads[:, num_heads : num_heads + num_kv_heads], cos_sin)
+    value = heads[:, num_heads + num_kv_heads :]
+    if kv_cache.dtype == np.uint16:
+        key, value = to_bf16(key), to_bf16(value)
+
+    out = np.empty_like(query)
+    for b, context_len in enumerate(context_lens):
+        rows = range(query_starts[b], query_starts[b + 1])
+        for position, row in enumerate(rows, context_len):
+            block = block_tables[b, position // block_size]
+            kv_cache[block, :, :, position % block_size] = key[row], value[row]
+        for position, row in enumerate(rows, context_len):
+            seen = block_tables[b, : position // block_size + 1]
+            out[row] = _attend(query[row] * scale, kv_cache[seen], position + 1)
+    return out.reshape(len(qkv), num_heads * head_dim), kv_cache
+
+
+def _attend(query: np.ndarray, blocks: np.ndarray, num_positions: int) -> np.ndarray:
+    """One token: query [Hq, D] over the first positions of blocks [n, 2, Hkv, block_size, D]."""
+    wide = np.moveaxis(as_f32(blocks), 0, 2).astype(np.float64)  # [2, Hkv, n, block_size, D]
+    keys, values = wide.reshape(*wide.shape[:2], -1, wide.shape[-1])[:, :, :num_positions]
+    grouped = query.reshape(len(keys), -1, query.shape[-1])  # [Hkv, heads a group, D]
+    scores = np.einsum("hgd,hpd->hgp", grouped, keys)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return np.einsum("hgp,hpd->hgd", weights, values).reshape(query.shape)
+
+
+def swiglu(gate_up: np.ndarray) -> np.ndarray:
+    gate, up = np.split(gate_up.astype(np.float64), 2, axis=1)
+    return (gate / (1 + np.exp(-gate)) * up).astype(np.float32)
+
+
+def gather_rows(x: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    return x[rows]
+
+
+# ---- sampling ----
+
+
+def sample(logits: np.ndarray, rows: SamplingRows) -> SampledRows:
+    results = SampledRows.empty(len(logits), rows.max_logprobs)
+    for row in range(len(logits)):
+        sample_row(logits[row], rows, row, results)
+    return results
+
+
+def sample_row(logits: np.ndarray, rows: SamplingRows, row: int, results: SampledRows) -> None:
+    """Fill `results` for one row of logits [V]: the steps of "Sampling" in their order."""
+    adjusted = adjusted_logits(logits, rows, row)
+    results.token_ids[row] = token = pick(adjusted, rows, row)
+    count = rows.num_logprobs[row]
+    if count >= 0:
+        wide = logits.astype(np.float64)
+        logprobs = wide - wide.max() - np.log(np.exp(wide - wide.max()).sum())
+        results.logprobs[row] = logprobs[token] if token != NO_TOKEN else -np.inf
+        top = np.lexsort((np.arange(len(logits)), -wide))[:count]
+        results.top_ids[row, : len(top)] = top
+        results.top_logprobs[row, : len(top)] = logprobs[top]
+
+
+def adjusted_logits(logits: np.ndarray, rows: SamplingRows, row: int) -> np.ndarray:
+    """Mask, bias and the three penalties, in float32 as the kernels do it."""
+    adjusted = logits.astype(np.float32)
+    if rows.mask is not None:
+        allowed = np.unpackbits(rows.mask[row].view(np.uint8), bitorder="little")[: len(adjusted)]
+        adjusted[allowed == 0] = -np.inf
+    for token, bias in rows.bias_of(row):
+        adjusted[token] += bias
+    repetition, frequency = rows.repetition_penalty[row], rows.frequency_penalty[row]
+    for token, count in rows.seen_of(row):
+        value = adjusted[token]
+        value = value / repetition if value > 0 else value * repetition
+        if count > 0:
+            value = value - frequency * np.float32(count) - rows.presence_penalty[row]
+        adjusted[token] = value
+    return adjusted
+
+
+def pick(adjusted: np.ndarray, rows: SamplingRows, row: int) -> int:
+    largest = adjusted.max()
+    if largest == -np.inf:
+        return NO_TOKEN
+    if rows.temperature[row] == 0:
+        return int(adjusted.argmax())
+    weights = np.exp((adjusted.astype(np.float64) - largest) / rows.temperature[row])  # the largest is 1
+    order = np.lexsort((np.arange(len(weights)), -adjusted))  # likeliest first, lowest id on a tie
+    order = order[weights[order] >= rows.min_p[row]]
+    order = order[weights[order] > 0]
+    if rows.top_k[row] > 0:
+        order = order[: rows.top_k[row]]
+    if rows.top_p[row] < 1:
+        running = np.cumsum(weights[order])
+        order = order[: np.searchsorted(running, rows.top_p[row] * running[-1]) + 1]
+    kept = np.sort(order)
+    running = np.cumsum(weights[kept])
+    u = philox_uniform(int(rows.seed[row]), int(rows.counter[row]))
+    return int(kept[min(np.searchsorted(running, u * running[-1], side="right"), len(kept) - 1)])
+
+
+def philox_uniform(seed: int, counter: int) -> float:
+    """Philox4x32-10: key = seed, counter = (counter, 0); 53 bits of its first two words, in [0, 1)."""
+    first, second, _, _ = philox4x32(
+        (counter & 0xFFFFFFFF, counter >> 32 & 0xFFFFFFFF, 0, 0), (seed & 0xFFFFFFFF, seed >> 32)
+    )
+    return ((first << 32 | second) >> 11) * 2.0**-53
+
+
+def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        p0, p1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = p1 >> 32 ^ c1 ^ k0, p1 & 0xFFFFFFFF, p0 >> 32 ^ c3 ^ k1, p0 & 0xFFFFFFFF
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return c0, c1, c2, c3

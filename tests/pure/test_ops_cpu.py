@@ -1,0 +1,104 @@
+"""The CPU kernels against the numpy definition, for every instruction set this machine has."""
+
+import numpy as np
+import pytest
+
+from engine.ops import cpu, reference
+from engine.ops.reference import from_bf16, to_bf16
+
+pytestmark = pytest.mark.parametrize("isa", cpu.available_isas())
+
+
+def random(*shape, seed=0, scale=1.0):
+    return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(np.float32)
+
+
+def assert_close(found, expected, tolerance):
+    """Errors are relative to the size of the whole array: single outputs may be near zero."""
+    assert found.dtype == expected.dtype and found.shape == expected.shape
+    assert np.abs(found - expected).max(initial=0) <= tolerance * (1 + np.abs(expected).max(initial=0))
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize(("rows", "cols"), [(0, 8), (1, 1), (3, 8), (5, 33), (40, 1031)])
+def test_embedding_matches_reference(isa, dtype, rows, cols):
+    table = random(11, cols) if dtype == "f32" else to_bf16(random(11, cols))
+    ids = np.random.default_rng(1).integers(0, 11, rows, dtype=np.int32)
+    assert np.array_equal(cpu.load(isa).embedding(ids, table), reference.embedding(ids, table))
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (3, 8), (7, 33), (40, 1031)])
+def test_gather_rows_matches_reference(isa, rows, cols):
+    x, picked = random(rows, cols), np.array([rows - 1, 0, 0], np.int32)
+    assert np.array_equal(cpu.load(isa).gather_rows(x, picked), x[picked])
+    assert cpu.load(isa).gather_rows(x, picked[:0]).shape == (0, cols)
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(0, 8), (1, 1), (3, 8), (2, 4097), (50, 896)])
+def test_norms_match_reference(isa, rows, cols):
+    ops, x, residual, weight = cpu.load(isa), random(rows, cols), random(rows, cols, seed=1), random(cols, seed=2)
+    assert_close(ops.rms_norm(x, weight, epsilon=1e-5), reference.rms_norm(x, weight, epsilon=1e-5), 1e-6)
+    expected, expected_residual = reference.add_rms_norm(x, residual.copy(), weight, epsilon=1e-5)
+    y, same = ops.add_rms_norm(x, residual, weight, epsilon=1e-5)
+    assert same is residual
+    assert np.array_equal(residual, expected_residual)
+    assert_close(y, expected, 1e-6)
+
+
+@pytest.mark.parametrize(("rows", "heads", "kv_heads", "dim"), [(1, 1, 1, 2), (3, 4, 2, 10), (40, 14, 2, 64)])
+def test_head_norm_matches_reference(isa, rows, heads, kv_heads, dim):
+    arrays = random(rows, (heads + 2 * kv_heads) * dim), random(dim, seed=1), random(dim, seed=2)
+    attributes = {"num_heads": heads, "num_kv_heads": kv_heads, "epsilon": 1e-6}
+    assert_close(cpu.load(isa).head_norm(*arrays, **attributes), reference.head_norm(*arrays, **attributes), 1e-6)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize(
+    ("rows", "width", "num_out"),
+    [(0, 8, 3), (1, 1, 1), (1, 96, 50), (2, 31, 7), (3, 33, 13), (4, 64, 24), (7, 1030, 29), (65, 200, 301)],
+)
+def test_linear_matches_reference(isa, rows, width, num_out, dtype, bias):  # noqa: PLR0913 - a table
+    x, weight = random(rows, width), random(num_out, width, seed=1)
+    weight = to_bf16(weight) if dtype == "bf16" else weight
+    given = random(num_out, seed=2) if bias else None
+    assert_close(cpu.load(isa).linear(x, weight, given), reference.linear(x, weight, given), 1e-6)
+
+
+@pytest.mark.parametrize(("rows", "half"), [(1, 1), (5, 7), (300, 32)])
+def test_rotary_angles_match_reference(isa, rows, half):
+    positions = np.random.default_rng(0).integers(0, 131072, rows, dtype=np.int32)
+    inv_freq = (1e6 ** -(np.arange(half) / half)).astype(np.float32)
+    arguments = (positions, inv_freq)
+    found = cpu.load(isa).rotary_angles(*arguments, attention_scaling=1.5)
+    assert_close(found, reference.rotary_angles(*arguments, attention_scaling=1.5), 2e-7)
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(0, 3), (1, 1), (3, 8), (5, 33), (40, 1031)])
+def test_swiglu_matches_reference(isa, rows, cols):
+    gate_up = random(rows, 2 * cols, scale=4)
+    assert_close(cpu.load(isa).swiglu(gate_up), reference.swiglu(gate_up), 1e-6)
+
+
+def test_swiglu_survives_large_gates(isa):
+    gate_up = np.array([[-1e30, -200, -88, -20, 20, 88, 200, 1e30, 3, 3, 3, 3, 3, 3, 3, 3]], np.float32)
+    found = cpu.load(isa).swiglu(gate_up)
+    assert np.isfinite(found).all()
+    assert np.allclose(found[0], [0, 0, -1.6e-36, -1.2366921e-07, 60, 264, 600, 3e30], rtol=1e-5, atol=1e-36)
+
+
+def test_conversion_to_bf16_rounds_to_nearest_even(isa):
+    """Seen through the cache, which holds the values as they were rounded."""
+    bits = np.arange(0, 2**32, 65521, dtype=np.uint64).astype(np.uint32)
+    values = bits.view(np.float32)[np.isfinite(bits.view(np.float32))]
+    halfway = ((np.arange(0x3F00, 0x3F80, dtype=np.uint32) << 16) + 0x8000).view(np.float32)
+    values = np.concatenate([values, halfway])
+    values = np.pad(values, (0, -len(values) % 16)).reshape(-1, 16)
+    cache = np.zeros((1, 2, 1, len(values), 16), np.uint16)
+    qkv = np.concatenate([np.zeros((len(values), 32), np.float32), values], axis=1)
+    batch = (np.array([0, len(values)], np.int32), np.zeros(1, np.int32), np.zeros((1, 1), np.int32))
+    heads = {"num_heads": 1, "num_kv_heads": 1, "scale": 1.0}
+    cpu.load(isa).paged_attention(qkv, np.zeros((len(values), 0), np.float32), cache, *batch, **heads)
+    assert np.array_equal(cache[0, 1, 0], to_bf16(values))
+    assert np.all(np.abs(from_bf16(to_bf16(halfway)) - halfway) <= 2.0**-9)
+    assert np.all(to_bf16(halfway) % 2 == 0)
