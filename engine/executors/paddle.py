@@ -16,6 +16,7 @@ from engine.executors.memory import free_memory_bytes, num_blocks
 from engine.executors.step_inputs import graph_inputs, sampling_rows, step_output
 from engine.graph import read_graph
 from engine.ops import cpu
+from engine.ops.cpu.paddle_ops import register_paddle_ops
 from engine.types import Batch, Chunk, Request, Sampling, StepOutput
 
 log = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ class PaddleExecutor:
     def __init__(self, graph_dir: Path, config: Config):
         model = json.loads((graph_dir / "config.json").read_text())
         cpu.set_num_threads(config.cpu_threads or len(os.sched_getaffinity(0)))
-        cpu.register_paddle_ops()
+        register_paddle_ops()
         self._config = config
         self._model_len: int = model["infer_model_max_seq_len"]
         self._predictor = _load(graph_dir / "rank_0")

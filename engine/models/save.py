@@ -15,7 +15,7 @@ from engine.models.checkpoint import Checkpoint
 from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder, input_specs
 from engine.models.weights import list_weights
-from engine.ops.paddle_ops import register_paddle_ops
+from engine.ops import build
 
 REPORT_EVERY_S = 2.0
 
@@ -60,7 +60,7 @@ class ParameterLoader:
 def save_rank(directory: Path, checkpoint: Checkpoint, shard: Shard, progress: Callable[[str], None]) -> None:
     """Writes model.json and model.pdiparams into `directory`."""
     paddle.set_device("cpu")
-    register_paddle_ops()
+    build.library(build.PADDLE_OPS, report=progress)
     progress(f"load weights as {shard.dtype}")
     network = Decoder(shard.config, ParameterLoader(checkpoint, shard, progress), shard.num_ranks)
     checkpoint.refuse_unread(ignored={"lm_head.weight"} if shard.config.tied_embeddings else set())
