@@ -119,6 +119,7 @@ def _build(folder: Path, report: Report) -> None:
         with ThreadPoolExecutor(jobs) as pool:
             list(pool.map(compile_one, objects.items()))
         _link(Path(made), list(objects))
+        os.chmod(made, 0o755)  # a temporary folder is private, this one is for all users
         os.rename(made, folder)
         Path(made).mkdir()  # for the context to remove
     report(f"compiled the CPU ops in {time.monotonic() - started:.1f} s: {folder}")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from engine.ops import cpu, reference
-from paged_batch import PagedBatch
+from tests.pure.paged_batch import PagedBatch
 
 pytestmark = pytest.mark.parametrize("isa", cpu.available_isas())
 

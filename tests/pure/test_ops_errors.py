@@ -1,0 +1,103 @@
+"""What the ops answer to arrays that do not fit, and how an instruction set is refused."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from engine.ops import build, cpu
+from engine.ops.cpu.kernels import ArgumentError
+from engine.ops.sampling_rows import SamplingRows
+from tests.pure.paged_batch import PagedBatch
+
+
+def f32(*shape):
+    return np.zeros(shape, np.float32)
+
+
+def i32(*values):
+    return np.array(values, np.int32)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: cpu.rms_norm(f32(2, 8), f32(7), epsilon=1e-6), "rms_norm: weight has shape (7,), needs (8,)"),
+        (lambda: cpu.linear(f32(2, 8), f32(3, 9)), "linear: weight has shape (3, 9), needs (any, 8)"),
+        (lambda: cpu.linear(f32(2, 8), f32(3, 8), f32(4)), "linear: bias has shape (4,), needs (3,)"),
+        (
+            lambda: cpu.linear(f32(2, 8), f32(3, 8).astype(np.float64)),
+            "linear: weight is float64, needs float32 or uint16",
+        ),
+        (lambda: cpu.linear(f32(8, 2).T, f32(3, 8)), "linear: x must be dense and row-major"),
+        (
+            lambda: cpu.embedding(i32(1, 5), f32(5, 2)),
+            "embedding: token_ids has values in 1 .. 5, needs 0 .. 4",
+        ),
+        (lambda: cpu.gather_rows(f32(5, 2), i32(-1)), "gather_rows: rows has values in -1 .. -1, needs 0 .. 4"),
+        (lambda: cpu.swiglu(f32(5, 3)), "swiglu: gate_up has shape (5, 3), needs an even width"),
+        (
+            lambda: cpu.sample(f32(2, 40), SamplingRows.greedy(3)),
+            "sample: temperature has shape (3,), needs (2,)",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_named(call, message):
+    with pytest.raises(ArgumentError) as raised:
+        call()
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("query_starts", i32(0, 2, 5), "query_starts [0 2 5] does not cut 0 .. 4 into requests"),
+        ("context_lens", i32(30, 0), "block_tables has 2 blocks a request, needs 4"),
+        ("block_tables", i32([0, 9], [1, 2]), "block_tables has values in 0 .. 9, needs 0 .. 3"),
+        ("block_tables", i32([0, 1]), "block_tables has shape (1, 2), needs (2, any)"),
+        ("cos_sin", f32(4, 18), "must divide, must be even and fit"),
+    ],
+)
+def test_a_wrong_batch_is_refused_before_it_writes(field, value, message):
+    batch = PagedBatch([3, 0], [1, 3])
+    if field == "block_tables" and value.shape[0] == 2:
+        batch.context_lens = i32(8, 0)
+    setattr(batch, field, value)
+    arrays = (batch.qkv, batch.cos_sin, batch.kv_cache, batch.query_starts, batch.context_lens, batch.block_tables)
+    with pytest.raises(ArgumentError, match="^paged_attention: ") as raised:
+        cpu.paged_attention(*arrays, num_heads=4, num_kv_heads=2, scale=1.0)
+    assert message in str(raised.value)
+
+
+def test_an_unknown_instruction_set_is_refused(monkeypatch):
+    monkeypatch.setenv("CPU_ISA", "avx1024")
+    with pytest.raises(cpu.UnknownIsa, match=r"^CPU_ISA is 'avx1024': there is no such .* one of .*portable$"):
+        cpu.cpu_isa()
+    monkeypatch.setenv("CPU_ISA", "portable")
+    assert cpu.cpu_isa() == "portable"
+
+
+def test_a_thread_count_below_one_is_refused():
+    with pytest.raises(ValueError, match=r"^set_num_threads: count is 0, it must be at least 1$"):
+        cpu.set_num_threads(0)
+
+
+def test_a_missing_compiler_is_named(tmp_path):
+    environment = {**os.environ, "CXX": "no-such-compiler", "ENGINE_BUILD_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "engine.ops.build"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("the C++ compiler 'no-such-compiler' is not on the PATH; install g++")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failing_compiler_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "false")
+    monkeypatch.setenv("ENGINE_BUILD_DIR", str(tmp_path))
+    build.build_key.cache_clear()
+    with pytest.raises(build.BuildError, match="failed with exit status 1"):
+        build.library()
+    build.build_key.cache_clear()
+    assert list(tmp_path.glob("ops-*")) == []

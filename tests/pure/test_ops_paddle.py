@@ -1,0 +1,108 @@
+"""The Paddle operators give what the kernels give, in a graph of Paddle's as well."""
+
+import numpy as np
+import pytest
+
+from engine.ops import cpu
+from engine.ops.reference import to_bf16
+from tests.pure.paged_batch import PagedBatch
+
+paddle = pytest.importorskip("paddle", reason="needs paddlepaddle")
+
+
+@pytest.fixture(scope="module")
+def ops():
+    from engine.ops.cpu.paddle_ops import register_paddle_ops
+
+    paddle.set_device("cpu")
+    return register_paddle_ops()
+
+
+def random(*shape):
+    return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
+
+
+def tensor(array):
+    if array.dtype == np.uint16:
+        return paddle.to_tensor(array.view(np.int16)).view("bfloat16")
+    return paddle.to_tensor(array)
+
+
+def i32(*values):
+    return np.array(values, np.int32)
+
+
+CALLS = {
+    "embedding": ((i32(3, 0, 3), to_bf16(random(5, 12))), {}),
+    "gather_rows": ((random(5, 12), i32(4, 1)), {}),
+    "rms_norm": ((random(5, 12), random(12)), {"epsilon": 1e-5}),
+    "head_norm": ((random(5, 64), random(8), random(8)), {"num_heads": 4, "num_kv_heads": 2, "epsilon": 1e-5}),
+    "linear": ((random(5, 12), random(7, 12), random(7)), {}),
+    "linear bf16": ((random(5, 12), to_bf16(random(7, 12))), {}),
+    "rotary_angles": ((i32(0, 5, 70), random(4)), {"attention_scaling": 1.2}),
+    "swiglu": ((random(5, 12),), {}),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_paddle_op_equals_the_kernel(ops, call):
+    name, (inputs, attributes) = call.split()[0], CALLS[call]
+    found = getattr(ops, name)(*map(tensor, inputs), **attributes)
+    assert np.array_equal(found.numpy(), getattr(cpu, name)(*inputs, **attributes))
+
+
+def test_residual_is_changed_in_place(ops):
+    x, residual, weight = random(3, 16), random(3, 16) + 1, random(16)
+    given = tensor(residual)
+    y, same = ops.add_rms_norm(tensor(x), given, tensor(weight), epsilon=1e-6)
+    expected, residual = cpu.add_rms_norm(x, residual, weight, epsilon=1e-6)
+    assert np.array_equal(y.numpy(), expected)
+    assert np.array_equal(given.numpy(), residual)
+    assert np.array_equal(same.numpy(), residual)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_cache_is_changed_in_place(ops, dtype):
+    batch = PagedBatch([0, 5], [9, 1], dtype=dtype)
+    cache = tensor(batch.kv_cache)
+    arrays = (batch.query_starts, batch.context_lens, batch.block_tables)
+    heads = {"num_heads": 4, "num_kv_heads": 2, "scale": 16**-0.5}
+    out, _ = ops.paged_attention(tensor(batch.qkv), tensor(batch.cos_sin), cache, *map(tensor, arrays), **heads)
+    expected = batch.run(cpu, batch.kv_cache)
+    assert np.array_equal(out.numpy(), expected)
+    found = cache.view("int16").numpy().view(np.uint16) if dtype == "bf16" else cache.numpy()
+    assert np.array_equal(found, batch.kv_cache)
+
+
+def test_a_wrong_shape_is_named(ops):
+    with pytest.raises(Exception, match=r"rms_norm: weight has shape \(7\), needs \(8\)"):
+        ops.rms_norm(tensor(random(2, 8)), tensor(random(7)), epsilon=1e-6)
+    with pytest.raises(TypeError, match="rms_norm: attributes are epsilon, not eps"):
+        ops.rms_norm(tensor(random(2, 8)), tensor(random(8)), eps=1e-6)
+
+
+def test_ops_can_be_exported_and_served(ops, tmp_path):
+    """paddle.jit.save writes them, Paddle Inference runs them with another number of tokens."""
+
+    class Net(paddle.nn.Layer):
+        def __init__(self):
+            super().__init__()
+            self.weight = self.create_parameter([6, 8], dtype="bfloat16")
+
+        def forward(self, x, residual):
+            y, residual = ops.add_rms_norm(x, residual, paddle.ones([8]), epsilon=1e-6)
+            return ops.linear(y, self.weight) + residual.sum()
+
+    net = Net()
+    weight = to_bf16(random(6, 8))
+    net.weight.set_value(tensor(weight))
+    specs = [paddle.static.InputSpec([None, 8], "float32", name) for name in ("x", "residual")]
+    paddle.jit.save(paddle.jit.to_static(net, input_spec=specs, full_graph=True), str(tmp_path / "model"))
+    config = paddle.inference.Config(str(tmp_path / "model.json"), str(tmp_path / "model.pdiparams"))
+    config.disable_glog_info()
+    predictor = paddle.inference.create_predictor(config)
+    for rows in (1, 5):
+        x, residual = random(rows, 8), random(rows + 1, 8)[:rows]
+        (found,) = predictor.run([tensor(x), tensor(residual)])
+        y, residual = cpu.add_rms_norm(x, residual.copy(), np.ones(8, np.float32), epsilon=1e-6)
+        assert np.allclose(found.numpy(), cpu.linear(y, weight) + residual.sum(), atol=1e-5)

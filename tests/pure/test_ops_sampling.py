@@ -1,0 +1,156 @@
+"""The C++ sampler against `sample_row`, and `sample_row` against what the words mean."""
+
+import numpy as np
+import pytest
+
+from engine.ops import cpu, reference
+from engine.ops.reference import philox4x32, philox_uniform
+from engine.ops.sampling_rows import SamplingRows
+
+VOCAB = 1000
+
+
+@pytest.fixture(params=[reference, *cpu.available_isas()], ids=lambda param: getattr(param, "__name__", param))
+def ops(request):
+    return cpu.load(request.param) if isinstance(request.param, str) else request.param
+
+
+def some_logits(num_rows=24, vocab=VOCAB, scale=3.0, seed=0):
+    return (np.random.default_rng(seed).standard_normal((num_rows, vocab)) * scale).astype(np.float32)
+
+
+def some_rows(num_rows=24, **settings):
+    """Rows that draw, each with its own seed; a setting is one value for all rows or one each."""
+    rows = SamplingRows.greedy(num_rows)
+    for name, value in {"temperature": 1.0, "seed": np.arange(num_rows), "counter": 7, **settings}.items():
+        getattr(rows, name)[:] = value
+    return rows
+
+
+def with_pairs(rows, seen=(), bias=()):
+    """The same seen (id, count) pairs and (id, bias) pairs in every row."""
+    n = len(rows.temperature)
+    rows.seen_starts, rows.bias_starts = (np.arange(n + 1, dtype=np.int32) * len(pairs) for pairs in (seen, bias))
+    rows.seen_ids, rows.seen_counts = np.array([*seen] * n, np.int32).reshape(-1, 2).T.copy()
+    rows.bias_ids = np.array([token for token, _ in bias] * n, np.int32)
+    rows.bias = np.array([value for _, value in bias] * n, np.float32)
+    return rows
+
+
+def a_mask(allowed, num_rows, vocab=VOCAB):
+    bits = np.zeros(-(-vocab // 32) * 32, np.uint8)
+    bits[list(allowed)] = 1
+    return np.tile(np.packbits(bits, bitorder="little").view(np.uint32), (num_rows, 1))
+
+
+SEEN = [(token, token % 4) for token in range(0, VOCAB, 3)]
+CASES = {
+    "greedy": some_rows(temperature=0),
+    "temperature": some_rows(temperature=np.linspace(0.1, 3, 24)),
+    "top_p": some_rows(top_p=np.linspace(0.01, 0.99, 24)),
+    "top_p of hot rows": some_rows(top_p=np.linspace(0.01, 0.99, 24), temperature=50),
+    "top_k": some_rows(top_k=np.arange(1, 25) * 5),
+    "top_k above the vocabulary": some_rows(top_k=VOCAB + 1),
+    "min_p": some_rows(min_p=np.linspace(0, 1, 24)),
+    "all three": some_rows(top_p=0.8, top_k=np.arange(1, 25) * 7, min_p=0.01, temperature=1.5),
+    "repetition": with_pairs(some_rows(temperature=0.7, repetition_penalty=1.7), SEEN),
+    "frequency": with_pairs(some_rows(temperature=0.7, frequency_penalty=1.1), SEEN),
+    "presence": with_pairs(some_rows(temperature=0, presence_penalty=5.5), SEEN),
+    "bias and bans": with_pairs(some_rows(top_p=0.9), SEEN, [(5, 12.0), (6, 11.0), (8, -np.inf)]),
+    "a large counter": some_rows(counter=2**40 + np.arange(24), seed=2**64 - 1 - np.arange(24, dtype=np.uint64)),
+}
+CASES["mask"] = some_rows(top_p=0.9)
+CASES["mask"].mask = a_mask(range(3, VOCAB, 5), 24)
+
+
+@pytest.mark.parametrize("logprobs", [-1, 0, 5])
+@pytest.mark.parametrize("isa", cpu.available_isas())
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_pick_what_the_definition_picks(isa, case, logprobs):
+    rows, logits = CASES[case], some_logits()
+    rows.num_logprobs[:] = logprobs
+    rows.num_logprobs[3] = -1
+    expected, found = reference.sample(logits, rows), cpu.load(isa).sample(logits, rows)
+    assert np.array_equal(found.token_ids, expected.token_ids)
+    assert np.array_equal(found.top_ids, expected.top_ids)
+    assert np.allclose(found.logprobs, expected.logprobs, atol=1e-5, equal_nan=True)
+    assert np.allclose(found.top_logprobs, expected.top_logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("isa", cpu.available_isas())
+@pytest.mark.parametrize("vocab", [1, 31, 33, 70, 5003])
+@pytest.mark.parametrize("scale", [0.01, 1.0, 30.0])
+def test_any_size_and_any_flatness(isa, vocab, scale):
+    logits = some_logits(40, vocab, scale)
+    for settings in ({}, {"top_p": 0.7}, {"top_k": 3}, {"top_p": 0.5, "top_k": 40}, {"min_p": 0.3, "top_p": 0.9}):
+        rows = some_rows(40, **settings, num_logprobs=3)
+        expected, found = reference.sample(logits, rows), cpu.load(isa).sample(logits, rows)
+        assert np.array_equal(found.token_ids, expected.token_ids), settings
+        assert np.array_equal(found.top_ids, expected.top_ids)
+
+
+def test_ties_go_to_the_lowest_id(ops):
+    logits = np.full((2, VOCAB), -1.0, np.float32)
+    logits[:, [700, 41, 900]] = 2.0
+    assert ops.sample(logits, some_rows(2, temperature=0)).token_ids.tolist() == [41, 41]
+    assert ops.sample(logits, some_rows(2, top_k=1)).token_ids.tolist() == [41, 41]
+    rows = some_rows(200, top_k=2)
+    drawn = ops.sample(np.repeat(logits[:1], 200, axis=0), rows).token_ids
+    assert set(drawn.tolist()) == {41, 700}
+
+
+def test_nothing_left_is_minus_one(ops):
+    rows = some_rows(2, temperature=[0.0, 1.0], num_logprobs=1)
+    rows.mask = a_mask([], 2)
+    results = ops.sample(some_logits(2), rows)
+    assert results.token_ids.tolist() == [-1, -1]
+    assert results.logprobs.tolist() == [-np.inf, -np.inf]
+    assert (results.top_ids >= 0).all()
+
+
+def test_logprobs_are_those_of_the_model(ops):
+    rows = with_pairs(some_rows(1, temperature=0, num_logprobs=2), bias=[(17, 100.0)])
+    logits = some_logits(1)
+    results = ops.sample(logits, rows)
+    assert results.token_ids.tolist() == [17]
+    assert results.logprobs[0] == pytest.approx(logits[0, 17] - np.log(np.exp(logits[0].astype(float)).sum()), abs=1e-5)
+    assert results.top_ids[0].tolist() == np.argsort(-logits[0])[:2].tolist()
+
+
+@pytest.mark.parametrize("isa", cpu.available_isas())
+def test_kernels_never_pick_a_nan(isa):
+    logits = some_logits(4)
+    logits[:, ::2] = np.nan
+    drawn = cpu.load(isa).sample(
+        logits, some_rows(4, temperature=[0, 1, 1, 1], top_k=[0, 0, 3, 0], top_p=[1, 1, 1, 0.5])
+    )
+    assert (drawn.token_ids % 2 == 1).all()
+
+
+def test_no_rows_are_fine(ops):
+    assert ops.sample(some_logits(0), some_rows(0)).token_ids.shape == (0,)
+
+
+def test_draws_follow_the_distribution(ops):
+    num = 3000 if ops is reference else 20000
+    probabilities = np.array([0.5, 0.25, 0.125, 0.0625, 0.0625])
+    logits = np.tile(np.log(probabilities).astype(np.float32), (num, 1))
+    drawn = ops.sample(logits, some_rows(num, seed=11, counter=np.arange(num))).token_ids
+    assert np.allclose(np.bincount(drawn, minlength=5) / num, probabilities, atol=3 * 0.5 / num**0.5)
+    kept = ops.sample(logits, some_rows(num, seed=11, counter=np.arange(num), top_p=0.7)).token_ids
+    assert np.allclose(np.bincount(kept, minlength=5) / num, [2 / 3, 1 / 3, 0, 0, 0], atol=3 * 0.5 / num**0.5)
+
+
+def test_philox_gives_the_published_numbers():
+    """Known answers of the authors' own test, Random123 kat_vectors."""
+    assert philox4x32((0, 0, 0, 0), (0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
+    ones = 0xFFFFFFFF
+    assert philox4x32((ones,) * 4, (ones,) * 2) == (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)
+    digits = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
+    assert philox4x32(*digits) == (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
+
+
+def test_uniform_numbers_are_uniform():
+    numbers = [philox_uniform(5, counter) for counter in range(2000)]
+    assert 0 <= min(numbers) < 0.01 < 0.99 < max(numbers) < 1
+    assert np.mean(numbers) == pytest.approx(0.5, abs=0.03)
