@@ -15,6 +15,7 @@ import shutil
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -77,8 +78,9 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
         "infer_model_graph_version": GRAPH_VERSION,
     }
     with _complete_or_absent(out_dir) as partial:
-        from engine.models.save import Shard, save_rank  # Paddle takes seconds to import
-
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "No ccache found")  # Paddle's own, at import
+            from engine.models.save import Shard, save_rank
         for rank in range(options.num_ranks):
             shard = Shard(config, dtype, options.block_size, rank, options.num_ranks)
             save_rank(partial / f"rank_{rank}", checkpoint, shard, progress)

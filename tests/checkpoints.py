@@ -43,6 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "mlp_bias": True,
         "head_dim": 20,
+        "hidden_size": 66,
         "num_attention_heads": 6,
         "rope_parameters": {
             "rope_type": "llama3",
@@ -86,10 +87,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
+# Of a dozen, the seeds with varied greedy output and no two logits at the top closer than 0.004 (tests/golden).
+SEEDS = {"llama": 7, "llama3": 7, "qwen2": 6, "qwen2_untied": 7, "qwen3": 4, "mistral": 6}
 
 
-def make_checkpoint(directory: Path, family: str, seed: int = 0, **overrides: Any) -> Path:
+def make_checkpoint(directory: Path, family: str, seed: int | None = None, **overrides: Any) -> Path:
     """Writes config.json, model.safetensors and a byte tokenizer; `overrides` are keys of config.json."""
+    seed = SEEDS[family] if seed is None else seed
     directory.mkdir(parents=True, exist_ok=True)
     config = {**COMMON, **FAMILIES[family], "bos_token_id": EOS_ID, "eos_token_id": EOS_ID, **overrides}
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -11,15 +11,11 @@ import paddle
 from paddle import Tensor, nn
 
 from engine.models.config import DecoderConfig
+from engine.ops.cpu.paddle_ops import register_paddle_ops as ops
 
 # Gives a parameter by its name in the graph, None where the model has none of that name.
 Parameters = Callable[[str], Tensor | None]
 STEP_INPUTS = ("token_ids", "positions", "query_starts", "context_lens", "block_tables", "logit_rows")
-
-
-def run_op(name: str, *arguments: Tensor | float | int | None) -> list[Tensor]:
-    """Inputs, then attributes, in the catalogue's order. The ops must have been registered."""
-    return paddle._C_ops._run_custom_op(f"llm_{name}", *arguments)
 
 
 class Linear(nn.Layer):
@@ -29,7 +25,7 @@ class Linear(nn.Layer):
         self.bias = parameters(f"{name}.bias")
 
     def forward(self, x: Tensor) -> Tensor:
-        return run_op("linear", x, self.weight, self.bias)[0]
+        return ops().linear(x, self.weight, self.bias)
 
 
 class Norm(nn.Layer):
@@ -42,15 +38,14 @@ class Norm(nn.Layer):
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         if residual is None:  # the first layer: nothing to add to
-            return run_op("rms_norm", x, self.weight, self.epsilon)[0], x
-        y, residual = run_op("add_rms_norm", x, residual, self.weight, self.epsilon)
-        return y, residual
+            return ops().rms_norm(x, self.weight, epsilon=self.epsilon), x
+        return ops().add_rms_norm(x, residual, self.weight, epsilon=self.epsilon)
 
 
 class Attention(nn.Layer):
     def __init__(self, name: str, parameters: Parameters, config: DecoderConfig, num_ranks: int):
         super().__init__()
-        self.heads = (config.num_heads // num_ranks, config.num_kv_heads // num_ranks)
+        self.heads = {"num_heads": config.num_heads // num_ranks, "num_kv_heads": config.num_kv_heads // num_ranks}
         self.epsilon = config.rms_norm_eps
         self.scale = config.head_dim**-0.5
         self.qkv_proj = Linear(f"{name}.qkv_proj", parameters)
@@ -61,8 +56,9 @@ class Attention(nn.Layer):
         """`where`: query_starts, context_lens and block_tables say which rows read and write which blocks."""
         qkv = self.qkv_proj(x)
         if self.q_norm is not None:
-            qkv = run_op("head_norm", qkv, self.q_norm, self.k_norm, *self.heads, self.epsilon)[0]
-        return run_op("paged_attention", qkv, cos_sin, kv_cache, *where, *self.heads, self.scale)[0]
+            qkv = ops().head_norm(qkv, self.q_norm, self.k_norm, **self.heads, epsilon=self.epsilon)
+        out, _ = ops().paged_attention(qkv, cos_sin, kv_cache, *where, **self.heads, scale=self.scale)
+        return out
 
 
 class Mlp(nn.Layer):
@@ -72,7 +68,7 @@ class Mlp(nn.Layer):
         self.down_proj = Linear(f"{name}.down_proj", parameters)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(run_op("swiglu", self.gate_up_proj(x))[0])
+        return self.down_proj(ops().swiglu(self.gate_up_proj(x)))
 
 
 class DecoderLayer(nn.Layer):
@@ -103,17 +99,17 @@ class Decoder(nn.Layer):
     def forward(self, step: list[Tensor], kv_caches: list[Tensor]) -> Tensor:
         token_ids, positions, query_starts, context_lens, block_tables, logit_rows = step
         where = (query_starts, context_lens, block_tables)
-        cos_sin = run_op("rotary_angles", positions, self.inv_freq, self.attention_scaling)[0]
-        x, residual = run_op("embedding", token_ids, self.embed_tokens)[0], None
+        cos_sin = ops().rotary_angles(positions, self.inv_freq, attention_scaling=self.attention_scaling)
+        x, residual = ops().embedding(token_ids, self.embed_tokens), None
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x, residual = layer.input_layernorm(x, residual)
             x = layer.attention(x, cos_sin, kv_cache, where)
             if layer is self.layers[-1]:  # from here on no row needs another one
-                x, residual = (run_op("gather_rows", rows, logit_rows)[0] for rows in (x, residual))
+                x, residual = ops().gather_rows(x, logit_rows), ops().gather_rows(residual, logit_rows)
             x, residual = layer.post_attention_layernorm(layer.o_proj(x), residual)
             x = layer.mlp(x)
         x, _ = self.norm(x, residual)
-        return run_op("linear", x, self.embed_tokens if self.lm_head is None else self.lm_head, None)[0]
+        return ops().linear(x, self.embed_tokens if self.lm_head is None else self.lm_head)
 
 
 def input_specs(config: DecoderConfig, dtype: str, block_size: int, num_ranks: int = 1) -> list:

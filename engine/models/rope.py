@@ -35,9 +35,9 @@ def read_rope(keys: Mapping[str, Any], head_dim: int, max_position_embeddings: i
             factor = source["partial_rotary_factor"]
             raise ModelError(f"config.json: partial_rotary_factor is {factor!r}, supported is 1.0")
     theta = number(scaling, "rope_theta", default=number(keys, "rope_theta", default=10000.0))
-    # Float32 throughout, as transformers computes them: later digits of a frequency move every late position.
+    # Rounded where transformers rounds: the last digit of a frequency moves every late position.
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    inv_freq = np.float32(1.0) / np.float32(theta) ** exponents
+    inv_freq = np.float32(1.0) / (theta ** exponents.astype(np.float64)).astype(np.float32)
     original = keys.get("original_max_position_embeddings")
     scaling = {"original_max_position_embeddings": original or max_position_embeddings, **scaling, "theta": theta}
     return ROPE_TYPES[rope_type](inv_freq, scaling)

@@ -16,6 +16,7 @@ from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder, input_specs
 from engine.models.weights import list_weights
 from engine.ops import build
+from engine.ops.cpu.paddle_ops import register_paddle_ops
 
 REPORT_EVERY_S = 2.0
 
@@ -61,6 +62,7 @@ def save_rank(directory: Path, checkpoint: Checkpoint, shard: Shard, progress: C
     """Writes model.json and model.pdiparams into `directory`."""
     paddle.set_device("cpu")
     build.library(build.PADDLE_OPS, report=progress)
+    register_paddle_ops()
     progress(f"load weights as {shard.dtype}")
     network = Decoder(shard.config, ParameterLoader(checkpoint, shard, progress), shard.num_ranks)
     checkpoint.refuse_unread(ignored={"lm_head.weight"} if shard.config.tied_embeddings else set())

@@ -1,0 +1,73 @@
+"""Runs an exported graph the way an executor does: prompts in chunks, then one token a step, out of a paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from engine.graph import Graph, load
+from engine.graph.run import run_graph
+from engine.ops import reference
+
+Run = Callable[[Mapping[str, np.ndarray]], np.ndarray]  # a step's inputs to its logits
+
+
+class PagedModel:
+    """A few requests over one pool. Their blocks are shuffled, so that a table read wrongly shows."""
+
+    def __init__(self, graph: Graph, run: Run, num_requests: int = 1, num_blocks: int = 12):
+        self.caches = make_caches(graph, num_requests * num_blocks)
+        self.block_size = graph.inputs["kv_cache_0"].shape[3]
+        pool = np.random.default_rng(0).permutation(num_requests * num_blocks).astype(np.int32)
+        self.block_tables = pool.reshape(num_requests, num_blocks)
+        self.context_lens = [0] * num_requests
+        self._run = run
+
+    @classmethod
+    def of(cls, model_dir: Path, ops=reference, **sizes) -> PagedModel:
+        graph, params = load(model_dir)
+        return cls(graph, lambda inputs: run_graph(graph, params, inputs, ops), **sizes)
+
+    def step(self, tokens: dict[int, list[int]], num_logits: int = 1) -> np.ndarray:
+        """`tokens`: by request, what follows all it had before. Logits of the last `num_logits` of each."""
+        requests, counts = list(tokens), [len(ids) for ids in tokens.values()]
+        starts = np.cumsum([0, *counts])
+        contexts = [self.context_lens[request] for request in requests]
+        positions = [np.arange(c, c + n) for c, n in zip(contexts, counts, strict=True)]
+        assert max(map(max, positions)) < self.block_tables.shape[1] * self.block_size, "the cache is too small"
+        rows = [np.arange(end - num_logits, end) for end in starts[1:]]
+        inputs = {
+            "token_ids": np.concatenate(list(tokens.values())),
+            "positions": np.concatenate(positions),
+            "query_starts": starts,
+            "context_lens": np.array(contexts),
+            "block_tables": self.block_tables[requests],
+            "logit_rows": np.concatenate(rows),
+        }
+        for request, count in zip(requests, counts, strict=True):
+            self.context_lens[request] += count
+        return self._run({**{name: array.astype(np.int32) for name, array in inputs.items()}, **self.caches})
+
+    def prefill(self, prompt: list[int], chunk: int, num_logits: int = 1) -> np.ndarray:
+        """The first request's prompt, `chunk` tokens a step. Logits of its last tokens."""
+        for start in range(0, len(prompt), chunk):
+            logits = self.step({0: prompt[start : start + chunk]}, min(num_logits, len(prompt) - start))
+        return logits
+
+    def greedy(self, prompt: list[int], count: int, chunk: int = 1000) -> list[int]:
+        token_ids = [int(self.prefill(prompt, chunk)[-1].argmax())]
+        while len(token_ids) < count:
+            token_ids.append(int(self.step({0: token_ids[-1:]})[-1].argmax()))
+        return token_ids
+
+
+def make_caches(graph: Graph, num_blocks: int) -> dict[str, np.ndarray]:
+    """One a layer, full of NaN: what was not written must not be read."""
+    caches = {}
+    for name, value in graph.inputs.items():
+        if name.startswith("kv_cache_"):
+            nan, dtype = (0x7FC0, np.uint16) if value.dtype == "bfloat16" else (np.nan, np.float32)
+            caches[name] = np.full((num_blocks, *value.shape[1:]), nan, dtype)
+    return caches
