@@ -1,0 +1,322 @@
+"""From a checkpoint directory to a served one: layout, dtypes, errors, all or nothing, the cache."""
+
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import engine.export
+from engine.export import GRAPH_VERSION, ExportOptions, export, export_cached, is_exported, main
+from engine.graph import load
+from engine.models.keys import ModelError
+from tests.checkpoints import COMMON, FAMILIES, make_checkpoint, random_tensors, write_shards, write_tensors
+
+COPIED = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"]
+
+
+def tensors_of(family: str) -> dict[str, np.ndarray]:
+    return dict(random_tensors({**COMMON, **FAMILIES[family]}, seed=0))
+
+
+@pytest.fixture
+def a_checkpoint(tmp_path) -> Path:
+    """A checkpoint that a test may damage."""
+    return make_checkpoint(tmp_path / "checkpoint", "qwen2", seed=0)
+
+
+@pytest.fixture
+def no_paddle(monkeypatch) -> list[str]:
+    """Replaces the slow half of the export. Collects the directories it was asked to fill."""
+    saved = []
+
+    def save_rank(directory, checkpoint, shard, progress):
+        directory.mkdir()
+        (directory / "model.json").touch()
+        (directory / "model.pdiparams").touch()
+        saved.append(directory.parent.name)
+
+    monkeypatch.setattr("engine.models.save.save_rank", save_rank)
+    return saved
+
+
+def test_an_export_has_everything_a_server_needs(exported, checkpoint):
+    directory = exported("qwen2", block_size=16, max_seq_len=500)
+    keys = json.loads((directory / "config.json").read_text())
+    original = json.loads((checkpoint("qwen2") / "config.json").read_text())
+    added = {
+        "infer_model_block_size": 16,
+        "infer_model_max_seq_len": 500,
+        "infer_model_dtype": "float32",
+        "infer_model_cachekv_int8_type": None,
+        "infer_model_num_ranks": 1,
+        "infer_model_graph_version": GRAPH_VERSION,
+    }
+    assert keys == {**original, **added}
+    for name in COPIED:
+        assert (directory / name).read_bytes() == (checkpoint("qwen2") / name).read_bytes()
+    assert sorted(path.name for path in (directory / "rank_0").iterdir()) == ["model.json", "model.pdiparams"]
+    assert is_exported(directory)
+    assert load(directory)[0].inputs["kv_cache_0"].shape[3] == 16
+
+
+def test_the_length_defaults_to_what_the_model_was_made_for(exported):
+    assert json.loads((exported("llama") / "config.json").read_text())["infer_model_max_seq_len"] == 1024
+
+
+def test_a_chat_template_file_goes_along(a_checkpoint, tmp_path, no_paddle):
+    (a_checkpoint / "chat_template.jinja").write_text("{{ messages }}")
+    export(a_checkpoint, tmp_path / "out", ExportOptions())
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "made"),
+    [
+        ("float32", "auto", "float32"),
+        ("bfloat16", "auto", "bfloat16"),
+        ("float16", "auto", "bfloat16"),
+        ("bfloat16", "float32", "float32"),
+        ("float16", "float32", "float32"),
+        ("float32", "bfloat16", "bfloat16"),
+    ],
+)
+def test_every_stored_dtype_becomes_what_was_asked_for(stored, asked, made, tmp_path):
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", "qwen2", seed=0, torch_dtype=stored)
+    export(checkpoint, tmp_path / "out", ExportOptions(dtype=asked))
+    graph, params = load(tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["infer_model_dtype"] == made
+    assert graph.parameters["embed_tokens.weight"].dtype == graph.inputs["kv_cache_0"].dtype == made
+    tolerance = 0 if stored == made == "float32" else 2**-7
+    for ours, theirs in (
+        ("embed_tokens.weight", "model.embed_tokens.weight"),
+        ("layers.1.input_layernorm.weight", "model.layers.1.input_layernorm.weight"),
+    ):
+        got = params[ours] if params[ours].dtype == np.float32 else widen(params[ours])
+        np.testing.assert_allclose(got, tensors_of("qwen2")[theirs], rtol=tolerance, atol=1e-6)
+
+
+def widen(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def test_rounding_to_bfloat16_is_to_nearest_even_and_keeps_odd_values(tmp_path):
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", "qwen2", seed=0)
+    tensors = tensors_of("qwen2")
+    bits = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x7F800000, 0xFFFFFFFF, 0x80000000], np.uint32)
+    tensors["model.embed_tokens.weight"][0, :6] = bits.view(np.float32)
+    write_tensors(checkpoint / "model.safetensors", tensors)
+    export(checkpoint, tmp_path / "out", ExportOptions(dtype="bfloat16"))
+    made = load(tmp_path / "out")[1]["embed_tokens.weight"][0, :6]
+    assert made.tolist() == [0x3F80, 0x3F82, 0x3F81, 0x7F80, 0x7FC0, 0x8000]
+
+
+def test_shards_export_like_one_file(a_checkpoint, tmp_path):
+    export(a_checkpoint, tmp_path / "one", ExportOptions())
+    (a_checkpoint / "model.safetensors").unlink()
+    write_shards(a_checkpoint, tensors_of("qwen2"), num_shards=3)
+    export(a_checkpoint, tmp_path / "three", ExportOptions())
+    one, three = ((tmp_path / name / "rank_0/model.pdiparams").read_bytes() for name in ("one", "three"))
+    assert one == three
+
+
+def change_config(**keys):
+    def change(directory: Path) -> None:
+        path = directory / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+
+    return change
+
+
+def change_tensors(change):
+    def rewrite(directory: Path) -> None:
+        tensors = tensors_of("qwen2")
+        change(tensors)
+        write_tensors(directory / "model.safetensors", tensors)
+
+    return rewrite
+
+
+def cut_weights(keep: int):
+    def cut(directory: Path) -> None:
+        path = directory / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:keep])
+
+    return cut
+
+
+def replace_in_weights(old: bytes, new: bytes):
+    def replace(directory: Path) -> None:
+        path = directory / "model.safetensors"
+        path.write_bytes(path.read_bytes().replace(old, new, 1))
+
+    return replace
+
+
+def lose_a_shard(directory: Path) -> None:
+    write_shards(directory, tensors_of("qwen2"), num_shards=2)
+    (directory / "model-00002-of-00002.safetensors").unlink()
+
+
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d: (d / "config.json").unlink(), r"config\.json is missing"),
+        (lambda d: (d / "config.json").write_text("{"), r"config\.json is not JSON"),
+        (lambda d: (d / "config.json").write_text("[]"), r"config\.json holds a JSON list, an object was expected"),
+        (change_config(model_type="gpt2"), "model_type is 'gpt2'"),
+        (change_config(infer_model_graph_version=1), "is an exported graph, a Hugging Face checkpoint is expected"),
+        (change_config(use_sliding_window=True, max_window_layers=0), "sliding_window is 128, .* max_seq_len 128 or"),
+        (change_tensors(lambda t: t.pop(K_PROJ)), f"tensor {K_PROJ} is missing"),
+        (
+            change_tensors(lambda t: t.update({K_PROJ: t[K_PROJ][:-1]})),
+            rf"tensor {K_PROJ} has shape \(31, 64\), config.json asks for \(32, 64\)",
+        ),
+        (
+            change_tensors(lambda t: t.update({"model.layers.0.self_attn.o_proj.bias": t["model.norm.weight"]})),
+            "has tensor model.layers.0.self_attn.o_proj.bias, for which this model type has no place",
+        ),
+        (lambda d: (d / "model.safetensors").unlink(), r"model\.safetensors is missing"),
+        (lose_a_shard, r"model-00002-of-00002\.safetensors is missing"),
+        (lambda d: (d / "model.safetensors.index.json").write_text("{}"), "weight_map is missing or empty"),
+        (cut_weights(4), "has 4 bytes, too few for a safetensors file"),
+        (cut_weights(100), "is cut off: its header should end at byte"),
+        (cut_weights(-1), "is cut off: tensor .* should end at byte"),
+        (replace_in_weights(b'{"model', b"{!model"), "has a header that is not safetensors"),
+        (replace_in_weights(b'"dtype"', b'"dtipe"'), "has a header that is not safetensors"),
+        (replace_in_weights(b'"F32"', b'"I32"'), "has dtype I32, supported are F32, F16, BF16"),
+        (replace_in_weights(b'"F32"', b'"F16"'), "bytes, its shape asks for"),
+    ],
+)
+def test_what_is_wrong_with_a_checkpoint_is_said_and_nothing_is_left(damage, message, a_checkpoint, tmp_path):
+    damage(a_checkpoint)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(ModelError, match=message):
+        export(a_checkpoint, tmp_path / "out", ExportOptions())
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_checkpoint_with_a_harmless_extra_tensor_is_fine(a_checkpoint, tmp_path):
+    tensors = tensors_of("qwen2")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(8, np.float32)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]  # tied, and stored all the same
+    write_tensors(a_checkpoint / "model.safetensors", tensors)
+    export(a_checkpoint, tmp_path / "out", ExportOptions())
+    assert is_exported(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "int4"}, "dtype is 'int4', supported are auto, float32, bfloat16"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"num_ranks": 2}, "num_ranks is 2, 1 is supported until"),
+        ({"max_seq_len": 2000}, "max_seq_len is 2000, the model was made for 1 to 1024"),
+        ({"max_seq_len": 0}, "max_seq_len is 0"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, message, a_checkpoint, tmp_path):
+    with pytest.raises(ModelError, match=message):
+        export(a_checkpoint, tmp_path / "out", ExportOptions(**options))
+
+
+def test_a_folder_in_use_is_not_overwritten(a_checkpoint, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    with pytest.raises(FileExistsError, match="exists and is not an empty folder"):
+        export(a_checkpoint, tmp_path / "out", ExportOptions())
+
+
+def test_an_export_that_fails_late_leaves_nothing(a_checkpoint, tmp_path, monkeypatch):
+    def full_disk(*arguments):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("engine.export.shutil.copyfile", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        export(a_checkpoint, tmp_path / "out", ExportOptions())
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_an_incomplete_or_older_export_is_not_taken_for_one(exported, tmp_path):
+    assert not is_exported(tmp_path)
+    for damage in (
+        lambda d: (d / "rank_0/model.pdiparams").unlink(),
+        lambda d: (d / "config.json").write_text("{"),
+        change_config(infer_model_graph_version=0),
+        change_config(infer_model_num_ranks=2),
+    ):
+        directory = shutil.copytree(exported("qwen2"), tmp_path / "copy")
+        damage(directory)
+        assert not is_exported(directory)
+        shutil.rmtree(directory)
+
+
+def test_the_cache_exports_once_until_something_changes(a_checkpoint, tmp_path, no_paddle):
+    def cached(**options) -> Path:
+        return export_cached(a_checkpoint, tmp_path / "cache", ExportOptions(**options))
+
+    first = cached()
+    assert is_exported(first)
+    assert cached() == first
+    assert len(no_paddle) == 1
+    assert cached(block_size=32) != first
+    os.utime(a_checkpoint / "model.safetensors", ns=(0, 0))
+    assert cached() != first
+    assert len(no_paddle) == 3
+
+
+def test_an_older_graph_version_in_the_cache_is_made_anew(a_checkpoint, tmp_path, no_paddle, monkeypatch):
+    first = export_cached(a_checkpoint, tmp_path / "cache", ExportOptions())
+    monkeypatch.setattr(engine.export, "GRAPH_VERSION", GRAPH_VERSION + 1)
+    assert export_cached(a_checkpoint, tmp_path / "cache", ExportOptions()) != first
+
+
+def test_what_a_killed_export_left_is_cleared_away(a_checkpoint, tmp_path, no_paddle):
+    made = export_cached(a_checkpoint, tmp_path / "cache", ExportOptions())
+    left_over = tmp_path / "cache" / f".{made.name}.abc.partial"
+    made.rename(left_over)
+    assert export_cached(a_checkpoint, tmp_path / "cache", ExportOptions()) == made
+    assert not left_over.exists()
+
+
+def test_two_starts_at_once_export_once(a_checkpoint, tmp_path, no_paddle):
+    steps: list[str] = []
+    entered, waiting = threading.Event(), threading.Event()
+
+    def first_progress(step: str) -> None:
+        entered.set()
+        assert waiting.wait(10)
+
+    def second_progress(step: str) -> None:
+        steps.append(step)
+        waiting.set()
+
+    def start(progress) -> None:
+        export_cached(a_checkpoint, tmp_path / "cache", ExportOptions(), progress)
+
+    first = threading.Thread(target=start, args=(first_progress,))
+    first.start()
+    assert entered.wait(10)
+    start(second_progress)
+    first.join()
+    assert steps == ["wait for another process that exports the same checkpoint"]
+    assert len(no_paddle) == 1
+
+
+def test_the_command_line_shows_its_steps_with_times(a_checkpoint, tmp_path, no_paddle, capsys):
+    assert main([str(a_checkpoint), str(tmp_path / "out"), "--max-seq-len", "100", "--block-size", "8"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == f"[   0.0 s] read {a_checkpoint}"
+    assert printed[-1].endswith(f"{tmp_path / 'out'} is ready")
+    assert json.loads((tmp_path / "out/config.json").read_text())["infer_model_max_seq_len"] == 100
+
+
+def test_the_command_line_gives_the_reason_of_a_failure(tmp_path, capsys):
+    assert main([str(tmp_path), str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err == f"export failed: {tmp_path / 'config.json'} is missing\n"

@@ -1,0 +1,124 @@
+"""What config.json may say, and how weights are cut for tensor parallelism. No Paddle."""
+
+import numpy as np
+import pytest
+
+from engine.models.checkpoint import Checkpoint
+from engine.models.config import DecoderConfig, read_config
+from engine.models.keys import ModelError
+from engine.models.weights import list_weights
+from tests.checkpoints import COMMON, FAMILIES, tensor_list
+
+
+def a_config(family: str = "llama", **overrides) -> DecoderConfig:
+    keys = {**COMMON, **FAMILIES[family], **overrides}
+    return read_config({name: value for name, value in keys.items() if value != "absent"})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_tensor_of_a_family_has_its_place_and_shape(family):
+    parts = [part for weight in list_weights(a_config(family)) for part in weight.parts]
+    assert {part.tensor: part.shape for part in parts} == {
+        name: shape for name, (shape, *_) in tensor_list({**COMMON, **FAMILIES[family]}).items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "message"),
+    [
+        ("llama", {"model_type": "gemma3"}, "model_type is 'gemma3', supported are llama, mistral, qwen2, qwen3"),
+        ("llama", {"model_type": "absent"}, "model_type is None"),
+        ("llama", {"hidden_size": "absent"}, "hidden_size is missing"),
+        ("llama", {"hidden_size": "72"}, "hidden_size is '72', it must be a positive whole number"),
+        ("llama", {"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ("llama", {"rms_norm_eps": -1}, "rms_norm_eps is -1, it must be a positive number"),
+        ("llama", {"num_key_value_heads": 3}, "num_attention_heads is 4, it must be a multiple"),
+        ("llama", {"head_dim": 15}, "head_dim is 15, rotary positions need an even one"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu', supported is 'silu'"),
+        ("llama", {"quantization_config": {"quant_method": "gptq"}}, r"quantization_config is present \(quant_method"),
+        ("llama", {"num_local_experts": 8}, "num_local_experts is 8, mixtures of experts are not supported"),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_type is 'dynamic', supported are default,"),
+        ("llama", {"rope_scaling": {"type": "linear"}}, "factor is missing"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": "x"}}, "factor is 'x', it must be a positive number"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, supported is 1.0"),
+        ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1}}}, "one set for all layers"),
+        ("qwen3", {"layer_types": ["full_attention", "linear"]}, "layer_types has 'linear'"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_key_and_value(family, overrides, message):
+    with pytest.raises(ModelError, match=message):
+        a_config(family, **overrides)
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "window"),
+    [
+        ("llama", {"sliding_window": 99}, None),  # a key that llama does not read
+        ("mistral", {}, None),
+        ("mistral", {"sliding_window": 99}, 99),
+        ("mistral", {"sliding_window": "absent"}, 4096),
+        ("qwen2", {"sliding_window": 99}, None),
+        ("qwen2", {"sliding_window": 99, "use_sliding_window": True, "max_window_layers": 2}, None),
+        ("qwen2", {"sliding_window": 99, "use_sliding_window": True, "max_window_layers": 1}, 99),
+        ("qwen3", {"sliding_window": 99, "layer_types": ["full_attention"]}, None),
+        ("qwen3", {"sliding_window": 99, "layer_types": ["full_attention", "sliding_attention"]}, 99),
+    ],
+)
+def test_a_sliding_window_counts_only_where_the_family_uses_it(family, overrides, window):
+    assert a_config(family, **overrides).sliding_window == window
+
+
+def test_old_and_new_rope_keys_mean_the_same():
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
+    old = a_config(rope_theta=5e5, rope_scaling={"rope_type": "llama3", **scaling})
+    new = a_config(rope_theta="absent", rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling})
+    np.testing.assert_array_equal(old.rope.inv_freq, new.rope.inv_freq)
+    assert not np.array_equal(old.rope.inv_freq, a_config(rope_theta=5e5).rope.inv_freq)
+
+
+def test_scaled_positions_reach_further_than_the_key_says():
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    assert a_config("qwen2", rope_scaling=yarn).max_position_embeddings == 4096
+
+
+def test_defaults_are_those_of_transformers():
+    config = a_config(
+        "qwen3", head_dim=None, num_key_value_heads="absent", rms_norm_eps="absent", tie_word_embeddings="absent"
+    )
+    assert (config.head_dim, config.num_kv_heads, config.rms_norm_eps) == (128, 4, 1e-6)
+    assert not config.tied_embeddings
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+def test_the_shares_of_two_ranks_compute_what_one_rank_does(family, checkpoint):
+    config = a_config(family)
+    tensors = Checkpoint(checkpoint(family))
+
+    def layer(rank: int, num_ranks: int) -> dict[str, np.ndarray]:
+        return {
+            weight.name.removeprefix("layers.0."): tensors.read(weight, "float32", rank, num_ranks)
+            for weight in list_weights(config, rank, num_ranks)
+            if weight.name.startswith("layers.0.")
+        }
+
+    def mlp(weights: dict[str, np.ndarray]) -> np.ndarray:
+        gate, up = np.split(x @ weights["gate_up_proj.weight"].T + weights.get("gate_up_proj.bias", 0), 2, axis=1)
+        return np.tanh(gate) * up @ weights["down_proj.weight"].T + weights.get("down_proj.bias", 0)
+
+    def values(weights: dict[str, np.ndarray], num_ranks: int) -> np.ndarray:
+        """What a single token attends to: its own value, for every query head."""
+        qkv = x @ weights["qkv_proj.weight"].T + weights.get("qkv_proj.bias", 0)
+        kv_heads = config.num_kv_heads // num_ranks
+        heads = qkv.reshape(len(x), -1, config.head_dim)[:, -kv_heads:]
+        heads = heads.repeat(config.num_heads // config.num_kv_heads, axis=1)
+        return heads.reshape(len(x), -1) @ weights["o_proj.weight"].T + weights.get("o_proj.bias", 0)
+
+    x = np.random.default_rng(0).standard_normal((3, config.hidden_size))
+    whole, first, second = layer(0, 1), layer(0, 2), layer(1, 2)
+    np.testing.assert_allclose(mlp(first) + mlp(second), mlp(whole))
+    np.testing.assert_allclose(values(first, 2) + values(second, 2), values(whole, 1))
+
+
+def test_ranks_that_do_not_divide_the_heads_are_refused():
+    with pytest.raises(ModelError, match="num_ranks is 4, it must divide num_kv_heads, which is 2"):
+        list_weights(a_config(), rank=0, num_ranks=4)
