@@ -88,6 +88,8 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
         for name in COPIED_FILES:
             if (checkpoint_dir / name).exists():
                 shutil.copyfile(checkpoint_dir / name, partial / name)
+        if not (partial / "tokenizer.json").exists():
+            progress(f"{checkpoint_dir} has no tokenizer.json: the model can be given token ids, not text")
         (partial / "config.json").write_text(json.dumps(keys, indent=2) + "\n")
     progress(f"{out_dir} is ready")
 

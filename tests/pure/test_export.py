@@ -233,6 +233,19 @@ def test_a_folder_in_use_is_not_overwritten(a_checkpoint, tmp_path):
         export(a_checkpoint, tmp_path / "out", ExportOptions())
 
 
+def test_an_empty_folder_is_filled(a_checkpoint, tmp_path, no_paddle):
+    (tmp_path / "out").mkdir()
+    export(a_checkpoint, tmp_path / "out", ExportOptions())
+    assert is_exported(tmp_path / "out")
+
+
+def test_a_missing_tokenizer_is_mentioned(a_checkpoint, tmp_path, no_paddle):
+    (a_checkpoint / "tokenizer.json").unlink()
+    steps: list[str] = []
+    export(a_checkpoint, tmp_path / "out", ExportOptions(), steps.append)
+    assert f"{a_checkpoint} has no tokenizer.json: the model can be given token ids, not text" in steps
+
+
 def test_an_export_that_fails_late_leaves_nothing(a_checkpoint, tmp_path, monkeypatch):
     def full_disk(*arguments):
         raise OSError("No space left on device")
