@@ -24,6 +24,7 @@ from pathlib import Path
 from engine.models.checkpoint import Checkpoint, read_json, weight_files
 from engine.models.config import DecoderConfig, read_config
 from engine.models.keys import ModelError
+from engine.ops.build import BuildError
 
 log = logging.getLogger(__name__)
 
@@ -183,7 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options = ExportOptions(given.dtype, given.block_size, given.max_seq_len)
         export(given.checkpoint_dir, given.out_dir, options, progress)
-    except (ModelError, OSError) as error:
+    except (ModelError, BuildError, OSError) as error:
         print(f"export failed: {error}", file=sys.stderr)  # noqa: T201
         return 1
     return 0

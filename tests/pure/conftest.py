@@ -33,3 +33,24 @@ def exported(tmp_path_factory, checkpoint) -> Callable[..., Path]:
         return directory
 
     return make
+
+
+@pytest.fixture
+def a_checkpoint(tmp_path) -> Path:
+    """A checkpoint that a test may damage."""
+    return make_checkpoint(tmp_path / "checkpoint", "qwen2", seed=0)
+
+
+@pytest.fixture
+def no_paddle(monkeypatch) -> list[str]:
+    """Replaces the slow half of the export. Collects the directories it was asked to fill."""
+    saved = []
+
+    def save_rank(directory, checkpoint, shard, progress):
+        directory.mkdir()
+        (directory / "model.json").touch()
+        (directory / "model.pdiparams").touch()
+        saved.append(directory.parent.name)
+
+    monkeypatch.setattr("engine.models.save.save_rank", save_rank)
+    return saved

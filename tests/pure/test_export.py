@@ -1,16 +1,12 @@
 """From a checkpoint directory to a served one: layout, dtypes, errors, all or nothing, the cache."""
 
 import json
-import os
-import shutil
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-import engine.export
-from engine.export import GRAPH_VERSION, ExportOptions, export, export_cached, is_exported, main
+from engine.export import GRAPH_VERSION, ExportOptions, export, is_exported, main
 from engine.graph import load
 from engine.models.keys import ModelError
 from tests.checkpoints import COMMON, FAMILIES, make_checkpoint, random_tensors, write_shards, write_tensors
@@ -20,27 +16,6 @@ COPIED = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", 
 
 def tensors_of(family: str) -> dict[str, np.ndarray]:
     return dict(random_tensors({**COMMON, **FAMILIES[family]}, seed=0))
-
-
-@pytest.fixture
-def a_checkpoint(tmp_path) -> Path:
-    """A checkpoint that a test may damage."""
-    return make_checkpoint(tmp_path / "checkpoint", "qwen2", seed=0)
-
-
-@pytest.fixture
-def no_paddle(monkeypatch) -> list[str]:
-    """Replaces the slow half of the export. Collects the directories it was asked to fill."""
-    saved = []
-
-    def save_rank(directory, checkpoint, shard, progress):
-        directory.mkdir()
-        (directory / "model.json").touch()
-        (directory / "model.pdiparams").touch()
-        saved.append(directory.parent.name)
-
-    monkeypatch.setattr("engine.models.save.save_rank", save_rank)
-    return saved
 
 
 def test_an_export_has_everything_a_server_needs(exported, checkpoint):
@@ -254,72 +229,6 @@ def test_an_export_that_fails_late_leaves_nothing(a_checkpoint, tmp_path, monkey
     with pytest.raises(OSError, match="No space left"):
         export(a_checkpoint, tmp_path / "out", ExportOptions())
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
-
-
-def test_an_incomplete_or_older_export_is_not_taken_for_one(exported, tmp_path):
-    assert not is_exported(tmp_path)
-    for damage in (
-        lambda d: (d / "rank_0/model.pdiparams").unlink(),
-        lambda d: (d / "config.json").write_text("{"),
-        change_config(infer_model_graph_version=0),
-        change_config(infer_model_num_ranks=2),
-    ):
-        directory = shutil.copytree(exported("qwen2"), tmp_path / "copy")
-        damage(directory)
-        assert not is_exported(directory)
-        shutil.rmtree(directory)
-
-
-def test_the_cache_exports_once_until_something_changes(a_checkpoint, tmp_path, no_paddle):
-    def cached(**options) -> Path:
-        return export_cached(a_checkpoint, tmp_path / "cache", ExportOptions(**options))
-
-    first = cached()
-    assert is_exported(first)
-    assert cached() == first
-    assert len(no_paddle) == 1
-    assert cached(block_size=32) != first
-    os.utime(a_checkpoint / "model.safetensors", ns=(0, 0))
-    assert cached() != first
-    assert len(no_paddle) == 3
-
-
-def test_an_older_graph_version_in_the_cache_is_made_anew(a_checkpoint, tmp_path, no_paddle, monkeypatch):
-    first = export_cached(a_checkpoint, tmp_path / "cache", ExportOptions())
-    monkeypatch.setattr(engine.export, "GRAPH_VERSION", GRAPH_VERSION + 1)
-    assert export_cached(a_checkpoint, tmp_path / "cache", ExportOptions()) != first
-
-
-def test_what_a_killed_export_left_is_cleared_away(a_checkpoint, tmp_path, no_paddle):
-    made = export_cached(a_checkpoint, tmp_path / "cache", ExportOptions())
-    left_over = tmp_path / "cache" / f".{made.name}.abc.partial"
-    made.rename(left_over)
-    assert export_cached(a_checkpoint, tmp_path / "cache", ExportOptions()) == made
-    assert not left_over.exists()
-
-
-def test_two_starts_at_once_export_once(a_checkpoint, tmp_path, no_paddle):
-    steps: list[str] = []
-    entered, waiting = threading.Event(), threading.Event()
-
-    def first_progress(step: str) -> None:
-        entered.set()
-        assert waiting.wait(10)
-
-    def second_progress(step: str) -> None:
-        steps.append(step)
-        waiting.set()
-
-    def start(progress) -> None:
-        export_cached(a_checkpoint, tmp_path / "cache", ExportOptions(), progress)
-
-    first = threading.Thread(target=start, args=(first_progress,))
-    first.start()
-    assert entered.wait(10)
-    start(second_progress)
-    first.join()
-    assert steps == ["wait for another process that exports the same checkpoint"]
-    assert len(no_paddle) == 1
 
 
 def test_the_command_line_shows_its_steps_with_times(a_checkpoint, tmp_path, no_paddle, capsys):

@@ -1,0 +1,84 @@
+"""A checkpoint is exported into the cache once: not again, not twice at a time, not when the result is stale."""
+
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import engine.export
+from engine.export import GRAPH_VERSION, ExportOptions, export_cached, is_exported
+
+
+def change_config(**keys):
+    def change(directory: Path) -> None:
+        path = directory / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+
+    return change
+
+
+def test_an_incomplete_or_older_export_is_not_taken_for_one(exported, tmp_path):
+    assert not is_exported(tmp_path)
+    for damage in (
+        lambda d: (d / "rank_0/model.pdiparams").unlink(),
+        lambda d: (d / "config.json").write_text("{"),
+        change_config(infer_model_graph_version=0),
+        change_config(infer_model_num_ranks=2),
+    ):
+        directory = shutil.copytree(exported("qwen2"), tmp_path / "copy")
+        damage(directory)
+        assert not is_exported(directory)
+        shutil.rmtree(directory)
+
+
+def test_the_cache_exports_once_until_something_changes(a_checkpoint, tmp_path, no_paddle):
+    def cached(**options) -> Path:
+        return export_cached(a_checkpoint, tmp_path / "cache", ExportOptions(**options))
+
+    first = cached()
+    assert is_exported(first)
+    assert cached() == first
+    assert len(no_paddle) == 1
+    assert cached(block_size=32) != first
+    os.utime(a_checkpoint / "model.safetensors", ns=(0, 0))
+    assert cached() != first
+    assert len(no_paddle) == 3
+
+
+def test_an_older_graph_version_in_the_cache_is_made_anew(a_checkpoint, tmp_path, no_paddle, monkeypatch):
+    first = export_cached(a_checkpoint, tmp_path / "cache", ExportOptions())
+    monkeypatch.setattr(engine.export, "GRAPH_VERSION", GRAPH_VERSION + 1)
+    assert export_cached(a_checkpoint, tmp_path / "cache", ExportOptions()) != first
+
+
+def test_what_a_killed_export_left_is_cleared_away(a_checkpoint, tmp_path, no_paddle):
+    made = export_cached(a_checkpoint, tmp_path / "cache", ExportOptions())
+    left_over = tmp_path / "cache" / f".{made.name}.abc.partial"
+    made.rename(left_over)
+    assert export_cached(a_checkpoint, tmp_path / "cache", ExportOptions()) == made
+    assert not left_over.exists()
+
+
+def test_two_starts_at_once_export_once(a_checkpoint, tmp_path, no_paddle):
+    steps: list[str] = []
+    entered, waiting = threading.Event(), threading.Event()
+
+    def first_progress(step: str) -> None:
+        entered.set()
+        assert waiting.wait(10)
+
+    def second_progress(step: str) -> None:
+        steps.append(step)
+        waiting.set()
+
+    def start(progress) -> None:
+        export_cached(a_checkpoint, tmp_path / "cache", ExportOptions(), progress)
+
+    first = threading.Thread(target=start, args=(first_progress,))
+    first.start()
+    assert entered.wait(10)
+    start(second_progress)
+    first.join()
+    assert steps == ["wait for another process that exports the same checkpoint"]
+    assert len(no_paddle) == 1
