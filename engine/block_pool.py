@@ -60,15 +60,19 @@ class BlockPool:
             keys.append(parent)
         return keys
 
+    def num_held_of(self, keys: Sequence[bytes]) -> int:
+        """How many blocks of `keys` (from `find`) somebody holds: taking these once more costs no room."""
+        return sum(self._block_of[key] in self._holders for key in keys)
+
     def take(self, count: int, prefix: Sequence[bytes] = ()) -> list[int]:
         """The blocks of `prefix` (keys from `find`, now held once more) and `count` new ones.
 
         All or nothing: raises OutOfBlocks and changes nothing when fewer are available.
         """
         shared = [self._block_of[key] for key in prefix]
-        num_shared_cached = sum(block in self._cached for block in shared)
-        if count > self.num_available - num_shared_cached:
-            raise OutOfBlocks(f"need {count} blocks, {self.num_available - num_shared_cached} of {self.num_blocks}")
+        available = self.num_available - sum(block in self._cached for block in shared)
+        if count > available:
+            raise OutOfBlocks(f"need {count} blocks, {available} of {self.num_blocks} are available")
         for block in shared:
             self._cached.pop(block, None)
             self._holders[block] = self._holders.get(block, 0) + 1
@@ -107,5 +111,7 @@ class BlockPool:
         states = [set(self._free), set(self._cached), set(self._holders)]
         assert sum(map(len, states)) == len(set().union(*states)) == self.num_blocks
         assert len(self._free) == len(states[0]), "a block is free twice"
-        assert set(self._cached) <= set(self._key_of), "a block without key cannot be found again"
+        assert all(count > 0 for count in self._holders.values()), "a block is held by nobody"
+        assert states[1] <= set(self._key_of), "a block without key cannot be found again"
+        assert states[0].isdisjoint(self._key_of), "a free block can be found"
         assert {block: key for key, block in self._block_of.items()} == self._key_of

@@ -61,19 +61,23 @@ class EngineClient:
         self._journal: dict[str, Entry] = {}
         self._lock = threading.Lock()  # of the journal and the commands
         self._commands: deque[Callable[[], None]] = deque()
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_write, False)
+        self._pipe = list(os.pipe())  # wakes the thread; empty once closed
+        os.set_blocking(self._pipe[1], False)
         self._epoch: str | None = None
         self._last_answer = 0.0
         self._last_ping = 0.0
         self._closing = False
+        self._broken: str | None = None  # by a bug of ours
         self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
         self._thread.start()
 
     # Called from any thread
 
     def submit(self, request_id: str, token_ids: list[int], sampling: Sampling, listener: Listener) -> None:
-        """Raises EngineUnavailable when the engine has been given up or the client is closed."""
+        """Raises EngineUnavailable when the engine has been given up or the client is closed.
+
+        A `request_id` is never used twice: tokens of one that was cancelled may still be on their way.
+        """
         if reason := self.failure():
             raise EngineUnavailable(reason)
         entry = Entry(list(token_ids), len(token_ids), sampling, listener)
@@ -93,6 +97,8 @@ class EngineClient:
 
     def failure(self) -> str | None:
         """Why the engine will not come back, or None."""
+        if self._broken:
+            return self._broken
         try:
             return self._failed_file.read_text().strip() if self._failed_file else None
         except FileNotFoundError:
@@ -113,38 +119,56 @@ class EngineClient:
             self._closing = True
         self._command(lambda: None)
         self._thread.join()
-        self._end_all(EngineUnavailable("the server is stopping"))
+        with self._lock:
+            while self._pipe:
+                os.close(self._pipe.pop())
 
     # The thread
 
     def _run(self) -> None:
         context = zmq.Context()
+        error = EngineUnavailable("the server is stopping")
+        try:
+            self._connect(context)
+            self._serve()
+        except Exception:  # a bug of ours must not leave anybody waiting
+            self._broken = "internal error: the way to the engine is broken"
+            log.exception(self._broken)
+            error = EngineUnavailable(self._broken)
+        finally:
+            with self._lock:
+                self._closing = True
+            self._end_all(error)
+            context.destroy(linger=0)
+
+    def _connect(self, context: zmq.Context) -> None:
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.reconnect_ivl, self._socket.reconnect_ivl_max = 50, 200  # ms
+        self._socket.sndhwm = self._socket.rcvhwm = 0  # a full queue would drop tokens or block
+        self._socket.immediate = 1  # without an engine nothing queues up for the next one
         self._socket.connect(self._address)
+
+    def _serve(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake_read, zmq.POLLIN)
+        poller.register(self._pipe[0], zmq.POLLIN)
         while not self._closing:
             self._heartbeat()
             ready = dict(poller.poll(PING_INTERVAL_S * 1000))
-            if self._wake_read in ready:
-                os.read(self._wake_read, 4096)
+            if self._pipe[0] in ready:
+                os.read(self._pipe[0], 4096)
             while self._commands:
                 self._commands.popleft()()
             if self._socket in ready:
                 self._receive()
-        context.destroy(linger=0)
 
     def _heartbeat(self) -> None:
         now = time.monotonic()
         if now - self._last_ping < PING_INTERVAL_S:
             return
         self._last_ping = now
-        # Without an engine pings would pile up in the socket and all be answered by the next one.
-        if self._socket.poll(0, zmq.POLLOUT):
-            self._send(messages.PING)
+        self._send(messages.PING)
         if self._journal and (reason := self.failure()):
             self._end_all(EngineUnavailable(reason))
 
@@ -210,11 +234,17 @@ class EngineClient:
             entry.listener.ended(error)
 
     def _command(self, command: Callable[[], None]) -> None:
-        self._commands.append(command)
-        try:
-            os.write(self._wake_write, b"!")
-        except BlockingIOError:
-            pass  # the pipe is full of wake-ups already
+        with self._lock:
+            if not self._pipe:
+                return
+            self._commands.append(command)
+            try:
+                os.write(self._pipe[1], b"!")
+            except BlockingIOError:
+                pass  # the pipe is full of wake-ups already
 
     def _send(self, kind: str, *fields: Any) -> None:
-        self._socket.send(messages.pack(kind, *fields))
+        try:
+            self._socket.send(messages.pack(kind, *fields), zmq.NOBLOCK)
+        except zmq.Again:
+            pass  # there is no engine; the next one is told all that is open

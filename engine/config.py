@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import difflib
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -121,7 +123,7 @@ class Config:
     max_num_batched_tokens: int = setting(
         256,
         "MAX_NUM_BATCHED_TOKENS",
-        "tokens of one step; longer prompts are prefilled in chunks beside decodes",
+        "tokens of one step, or twice BATCH_SIZE if more; longer prompts are prefilled in chunks beside decodes",
         minimum=1,
     )
     enable_prefix_caching: bool = setting(
@@ -155,6 +157,8 @@ class Config:
         "", "RUN_DIR", "pid files and generated configuration; empty: a folder of this user under /tmp"
     )
     log_dir: str = setting("log", "FD_LOG_DIR", "log files")
+    log_max_bytes: int = setting(64 << 20, "FD_LOG_MAX_BYTES", "size at which a log file is started anew", minimum=65536)
+    log_backup_count: int = setting(7, "FD_LOG_BACKUP_COUNT", "older files kept of each log", minimum=0, maximum=1000)
     log_level: str = setting(
         "INFO", "LOG_LEVEL", "least severity that is logged", choices=("DEBUG", "INFO", "WARNING", "ERROR")
     )
@@ -185,6 +189,11 @@ class Config:
                 ports[value] = env
         if self.service_http_port == 0:
             raise ConfigError("SERVICE_HTTP_PORT is 0, it must be a port from 1 to 65535, or -1 for gRPC only")
+
+    @property
+    def max_step_tokens(self) -> int:
+        """MAX_NUM_BATCHED_TOKENS, but enough that prompts go on beside a full batch of decodes."""
+        return max(self.max_num_batched_tokens, 2 * self.batch_size)
 
     @property
     def run_path(self) -> Path:
@@ -219,8 +228,10 @@ def _parse(name: str, text: str, kind: str, setting: Setting) -> Any:
         value = int(text) if kind == "int" else float(text)
     except ValueError:
         raise ConfigError(f"{name} is {text!r}, it must be a {'whole ' if kind == 'int' else ''}number") from None
+    if not math.isfinite(value):
+        raise ConfigError(f"{name} is {text!r}, it must be a finite number")
     low, high = setting.minimum, setting.maximum
-    if (low is not None and not value >= low) or (high is not None and not value <= high):
+    if (low is not None and value < low) or (high is not None and value > high):
         raise ConfigError(f"{name} is {text}, it must be {_range(low, high)} ({setting.doc})")
     return value
 
@@ -235,6 +246,17 @@ def _range(low: float | None, high: float | None) -> str:
 def settings_without_effect(environ: Mapping[str, str] = os.environ) -> list[str]:
     """One sentence for every variable of the predecessor that is set and does nothing here."""
     return [f"{name} has no effect: {why}" for name, why in WITHOUT_EFFECT.items() if environ.get(name)]
+
+
+def likely_misspelt(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """One sentence for every variable that is none of ours but looks like one: it was probably meant to be."""
+    settings = [f.metadata["setting"] for f in fields(Config)]
+    known = {name.upper(): name for s in settings for name in (s.env, *s.old)} | {name: name for name in WITHOUT_EFFECT}
+    sentences = []
+    for name in sorted(environ.keys() - set(known.values())):
+        if close := difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.9):
+            sentences.append(f"{name} is no setting, did you mean {known[close[0]]}?")
+    return sentences
 
 
 def markdown_table() -> str:

@@ -72,5 +72,10 @@ def error_of(kind: str, message: str) -> RequestError:
     return KINDS.get(kind, RequestError)(message)
 
 
+def as_request_error(error: Exception) -> RequestError:
+    """What the client is told about `error`. Of a bug of ours only its type: the log has the rest."""
+    return error if isinstance(error, RequestError) else RequestError(f"internal error: {type(error).__name__}")
+
+
 class ConfigError(Exception):
     """A setting is wrong. The message names the variable, its value and what was expected."""

@@ -16,6 +16,7 @@ class Histogram:
         self.sum_s = 0.0
 
     def observe(self, seconds: float, times: int = 1) -> None:
+        seconds = max(seconds, 0.0)  # the clock may be set back
         self.counts[bisect_left(BUCKETS_S, seconds)] += times
         self.sum_s += seconds * times
 

@@ -16,7 +16,8 @@ from engine.errors import InvalidRequest
 from engine.executors import make_executor
 from engine.export import ExportOptions, export_cached, is_exported
 from engine.loop import Loop
-from engine.text_stream import TextOptions, TextStream
+from engine.reply import text_options
+from engine.text_stream import TextStream
 from engine.tokenizer import Tokenizer
 from engine.types import Logprobs, Request
 from engine.wire import parse_request
@@ -96,9 +97,20 @@ class LLM:
         """
         prompts = [prompts] if isinstance(prompts, str) else prompts
         opened = [self._open(index, prompt, sampling or {}) for index, prompt in enumerate(prompts)]
+        try:
+            for item in opened:
+                self._loop.add(item.request)
+            self._run(opened, progress)
+        finally:  # when it was refused or interrupted, the next call must not meet the rest of this one
+            for item in opened:
+                self._loop.drop(item.request.request_id)
+        return [item.finish() for item in opened]
+
+    def close(self) -> None:
+        self._loop.executor.close()
+
+    def _run(self, opened: list[_Open], progress: bool) -> None:
         by_id = {item.request.request_id: item for item in opened}
-        for item in opened:
-            self._loop.add(item.request)
         started, num_tokens = time.monotonic(), 0
         with tqdm(total=len(opened), desc="answers", disable=not progress, unit="") as bar:
             while not self._loop.is_idle:
@@ -106,10 +118,6 @@ class LLM:
                     num_tokens += 1
                     bar.update(self._advance(by_id[update.request.request_id], update))
                 bar.set_postfix_str(f"{num_tokens / (time.monotonic() - started):.1f} tok/s", refresh=False)
-        return [item.finish() for item in opened]
-
-    def close(self) -> None:
-        self._loop.executor.close()
 
     def _open(self, index: int, prompt: str | list[int] | dict[str, Any], sampling: dict[str, Any]) -> _Open:
         if isinstance(prompt, str):
@@ -121,14 +129,9 @@ class LLM:
             read = self._reader.read(request)
         except InvalidRequest as error:
             raise InvalidRequest(f"prompt {index}: {error}") from None
-        options = TextOptions(
-            stop=request.stop_sequences,
-            include_stop=request.include_stop_str_in_output,
-            skip_special_tokens=request.skip_special_tokens,
-        )
         return _Open(
             Request(str(index), read.token_ids, len(read.token_ids), read.sampling),
-            TextStream(self.tokenizer, options),
+            TextStream(self.tokenizer, text_options(request)),
             [],
             logprobs=[],
         )

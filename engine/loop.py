@@ -35,9 +35,7 @@ class Loop:
     def __init__(self, executor: Executor, block_size: int, config: Config):
         self.executor = executor
         pool = BlockPool(executor.num_blocks, block_size, config.enable_prefix_caching)
-        limits = Limits(
-            config.batch_size, config.max_num_batched_tokens, config.block_ratio, config.max_cached_task_num
-        )
+        limits = Limits(config.batch_size, config.max_step_tokens, config.block_ratio, config.max_cached_task_num)
         self.scheduler = Scheduler(pool, limits)
         self._stats = Stats(num_blocks=pool.num_blocks, block_size=block_size)
 
@@ -50,8 +48,10 @@ class Loop:
         self.scheduler.add(request, replay)
 
     def drop(self, request_id: str) -> None:
-        if self.scheduler.drop(request_id):
-            self._stats.num_dropped += 1
+        """Harmless when the request has ended."""
+        if not self.scheduler.drop(request_id):
+            return
+        self._stats.num_dropped += 1
         if self.is_idle:
             self.scheduler.check()
 
@@ -59,6 +59,7 @@ class Loop:
         """Computes one batch; empty when there is nothing to do."""
         batch = self.scheduler.next_batch()
         if batch is None:
+            assert self.is_idle, "requests wait and none can be computed"
             return []
         started = time.monotonic()
         updates = self.scheduler.apply(batch, self.executor.step(batch))

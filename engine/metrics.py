@@ -6,12 +6,16 @@ histograms are written as their `_bucket`, `_sum` and `_count` counters: Triton 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from engine.errors import KINDS
 from engine.latency import BUCKETS_S, Histogram
 from engine.service import Service
+
+log = logging.getLogger(__name__)
 
 UPDATE_INTERVAL_S = 1.0
 COUNTER, GAUGE = "counter", "gauge"
@@ -40,16 +44,7 @@ ENGINE_FAMILIES = (
 )
 # The predecessor's gauges, one family with the member's name as label and value: member, counter
 OLD_MEMBERS = (("batch_size", "num_running"), ("max_block_num", "num_blocks"))
-END_REASONS = (
-    "stop",
-    "length",
-    "cancelled",
-    "timeout",
-    "engine_unavailable",
-    "internal",
-    "overloaded",
-    "invalid_request",
-)
+END_REASONS = ("stop", "length", *KINDS)
 
 
 def samples(service: Service, max_batch_size: int) -> Iterator[Sample]:
@@ -120,8 +115,15 @@ class MetricsThread:
 
     def _run(self) -> None:
         while not self._closing.wait(UPDATE_INTERVAL_S):
-            for sample in list(samples(self._service, self._max_batch_size)):
-                self._tell(sample)
+            try:
+                self.update()
+            except Exception:  # Triton may run without metrics
+                log.exception("metrics are no longer updated")
+                return
+
+    def update(self) -> None:
+        for sample in list(samples(self._service, self._max_batch_size)):
+            self._tell(sample)
 
     def _tell(self, sample: Sample) -> None:
         key = (sample.family, sample.labels)

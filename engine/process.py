@@ -1,7 +1,8 @@
 """The engine's process: `python -m engine.process`. Takes requests from a ZeroMQ socket, runs the loop, answers.
 
 One thread does everything; a client is whoever sends. A client that is silent for `CLIENT_TIMEOUT_S` has died and its
-requests are dropped. A failure of a step ends the process: the supervisor starts it again, the client replays.
+requests are dropped; should it come back, it is told. A failure of a step ends the process: the supervisor starts it
+again, the client replays.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import zmq
 
 from engine import messages
 from engine.config import Config
-from engine.errors import ConfigError, RequestError
+from engine.errors import ConfigError, DuplicateRequest, EngineUnavailable, RequestError
 from engine.loop import Loop
 from engine.types import Request
 
@@ -41,7 +42,9 @@ class Server:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
+        self._socket.sndhwm = self._socket.rcvhwm = 0  # a full queue would drop tokens
         self._socket.bind(address)
+        self.address: str = self._socket.last_endpoint.decode()
 
     def run(self) -> None:
         try:
@@ -81,6 +84,8 @@ class Server:
         sampling, replay = rest
         request = Request(request_id, list(token_ids), prompt_len, messages.unpack_sampling(sampling))
         try:
+            if request_id in self._client_of:
+                raise DuplicateRequest(f"the engine has a request {request_id} already")
             self.loop.add(request, replay)
             self._client_of[request_id] = client
         except RequestError as error:
@@ -101,11 +106,14 @@ class Server:
         now = time.monotonic()
         for client in [c for c, seen in self._last_seen.items() if now - seen > CLIENT_TIMEOUT_S]:
             orphans = [request_id for request_id, owner in self._client_of.items() if owner == client]
-            log.warning("a client has been silent for %.0f s, dropping its %d requests", CLIENT_TIMEOUT_S, len(orphans))
+            if orphans:
+                log.warning("a client is silent for %.0f s, dropping its %d requests", CLIENT_TIMEOUT_S, len(orphans))
             del self._last_seen[client]
             for request_id in orphans:
                 del self._client_of[request_id]
                 self.loop.drop(request_id)
+                text = f"the server has not spoken to its engine for {CLIENT_TIMEOUT_S:.0f} s"
+                self._send(client, messages.REFUSED, self.epoch, request_id, EngineUnavailable.kind, text)
 
     def _send(self, client: bytes, kind: str, *fields: Any) -> None:
         self._socket.send_multipart([client, messages.pack(kind, *fields)])
@@ -119,7 +127,12 @@ def main() -> int:
 
     graph_dir = Path(os.environ.get("GRAPH_DIR") or config.model_dir)
     executor = make_executor(graph_dir, config)
-    server = Server(Loop(executor, executor.block_size, config), f"tcp://127.0.0.1:{config.inter_proc_port}")
+    if config.use_warmup:
+        executor.warm_up()
+    try:
+        server = Server(Loop(executor, executor.block_size, config), f"tcp://127.0.0.1:{config.inter_proc_port}")
+    except zmq.ZMQError as error:
+        raise ConfigError(f"INTER_PROC_PORT is {config.inter_proc_port}, which cannot be used: {error}") from None
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.close())
     log.info("ready: %d blocks of %d tokens", executor.num_blocks, executor.block_size)

@@ -32,11 +32,11 @@ class PromptReader:
     def read(self, request: GenerationRequest) -> Prompt:
         """Raises InvalidRequest; the message names the field, the value and the limit."""
         token_ids = self._token_ids(request)
+        if not token_ids:
+            raise InvalidRequest("The prompt has no tokens")
+        self._check_ids("prompt" if request.input_ids is None else "input_ids", token_ids)
         max_new_tokens = self._max_new_tokens(request, len(token_ids))
-        stop_ids = request.eos_token_ids
-        if not request.ignore_eos:
-            stop_ids += tuple(self.tokenizer.eos_token_ids)
-        self._check_ids("eos_token_ids", stop_ids)
+        self._check_ids("eos_token_ids", request.eos_token_ids)
         self._check_ids("bad_words_token_ids", request.bad_words_token_ids)
         self._check_ids("logit_bias", [token_id for token_id, _ in request.logit_bias])
         sampling = Sampling(
@@ -50,25 +50,22 @@ class PromptReader:
             frequency_penalty=request.frequency_score,
             presence_penalty=request.presence_score,
             seed=secrets.randbits(63) if request.infer_seed is None else request.infer_seed % 2**64,
-            stop_token_ids=tuple(dict.fromkeys(stop_ids)),
+            stop_token_ids=self._stop_ids(request),
             bad_words=self._bad_words(request),
             logit_bias=request.logit_bias,
             num_logprobs=request.logprobs,
         )
+        self._check_something_is_left(sampling)
         return Prompt(token_ids, sampling)
 
     def _token_ids(self, request: GenerationRequest) -> list[int]:
         if request.input_ids is not None:
-            self._check_ids("input_ids", request.input_ids)
             return list(request.input_ids)
         if request.text is None:
             return self._chat_ids(request, request.messages or [])
         if self.tokenizer.has_chat_template and request.apply_chat_template:
             return self._chat_ids(request, [{"role": "user", "content": request.text}])
-        token_ids = self.tokenizer.encode(request.text)
-        if not token_ids:
-            raise InvalidRequest("The `text` has no tokens")
-        return token_ids
+        return self.tokenizer.encode(request.text)
 
     def _chat_ids(self, request: GenerationRequest, messages: list[dict]) -> list[int]:
         if request.system:
@@ -100,6 +97,21 @@ class PromptReader:
             raise PromptTooLong(
                 f"Input text is too long, input_ids_len ({prompt_len}) + {name} ({answer_len}) > "
                 f"max_seq_len ({self.model_len})"
+            )
+
+    def _stop_ids(self, request: GenerationRequest) -> tuple[int, ...]:
+        stop_ids = request.eos_token_ids
+        if not request.ignore_eos:
+            stop_ids += tuple(token_id for token_id in self.tokenizer.eos_token_ids if token_id < self.vocab_size)
+        return tuple(dict.fromkeys(stop_ids))
+
+    def _check_something_is_left(self, sampling: Sampling) -> None:
+        banned = {word[-1] for word in sampling.bad_words}
+        if sampling.min_new_tokens:
+            banned.update(sampling.stop_token_ids)
+        if len(banned) >= self.vocab_size:
+            raise InvalidRequest(
+                "The `bad_words`, `bad_words_token_ids` and, with `min_dec_len`, `eos_token_ids` may ban every token"
             )
 
     def _check_ids(self, name: str, token_ids: list[int] | tuple[int, ...]) -> None:

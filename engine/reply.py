@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from engine import wire
-from engine.errors import Cancelled, RequestError
+from engine.errors import Cancelled, RequestError, as_request_error
 from engine.latency import Latency
 from engine.prompt import Prompt
 from engine.text_stream import Delta, TextOptions, TextStream
 from engine.tokenizer import Tokenizer
 from engine.types import Logprobs
 from engine.wire import GenerationRequest
+
+log = logging.getLogger(__name__)
 
 
 class Sender(Protocol):
@@ -32,14 +36,16 @@ class Reply:
     def __init__(
         self, request: GenerationRequest, prompt: Prompt, sender: Sender, tokenizer: Tokenizer, received: float
     ):
-        self.req_id = request.req_id
-        self.streaming = True
+        self.req_id = request.req_id  # chosen by the client, who may use it again
+        self.engine_id = uuid.uuid4().hex  # never used again
+        self.prompt = prompt
+        self.streaming = not request.return_all_tokens
         self.wake: Callable[[Reply], None] = lambda reply: None  # puts this reply into the senders' queue
+        self.leave: Callable[[Reply], None] = lambda reply: None  # called once, before the final response
         self._request = request
-        self._prompt = prompt
         self._sender = sender
         self._tokenizer = tokenizer
-        self._text = TextStream(tokenizer, _text_options(request))
+        self._text = TextStream(tokenizer, text_options(request))
         self._received, self._accepted, self._first_token = received, time.time(), 0.0
         self._last_token = received
         # Shared between threads, under the lock
@@ -47,9 +53,10 @@ class Reply:
         self._gathered: list[tuple[int, Logprobs | None]] = []
         self._finish_reason: str | None = None
         self._error: RequestError | None = None
-        self._awake = False  # in the senders' queue or with a sender
+        self._awake = False  # in the senders' queue, with a sender, or ended
+        self._asking = threading.Lock()  # held to ask Triton for a cancellation and to set _ended
+        self._ended = False  # the final response is on its way or sent
         # Of the sender's side only
-        self._ended = False
         self._tokens: list[int] = []  # received, without the stop id
         self._logprobs: list[Logprobs | None] = []
         self._num_generated = 0  # received, with the stop id
@@ -57,6 +64,11 @@ class Reply:
         self._num_sent = 0  # of these, those that were sent
         self._answer = ""  # the text of all visible tokens
         self._unsent = ""  # its end that was not sent
+
+    @property
+    def is_over(self) -> bool:
+        """Its last response is sent or will be the next."""
+        return self._ended or self._error is not None
 
     # The listener
 
@@ -72,12 +84,20 @@ class Reply:
             self._error = error
             self._wake_once(True)
 
-    def end_if_cancelled(self) -> None:
-        with self._lock:
-            # After the final response the question itself would crash Triton.
-            if not self._ended and not self._error and self._sender.is_cancelled():
-                self._error = Cancelled("the client has cancelled the request")
-                self._wake_once(True)
+    def end_if_cancelled(self) -> bool:
+        """True if the client has left and nobody knew."""
+        error = Cancelled("the client has cancelled the request")
+        with self._asking:  # after the final response the question itself would crash Triton
+            if self.is_over:
+                return False
+            try:
+                if not self._sender.is_cancelled():
+                    return False
+            except Exception as failure:
+                log.exception("%s: its stream is broken", self.req_id)
+                error = as_request_error(failure)
+        self.ended(error)
+        return True
 
     def _wake_once(self, worthwhile: bool) -> None:
         if worthwhile and not self._awake:
@@ -86,22 +106,25 @@ class Reply:
 
     # The sender
 
-    def send_gathered(self, latency: Latency) -> bool:
-        """Sends what has gathered as one response. True after the final one."""
+    def send_gathered(self, latency: Latency) -> None:
+        """Sends what has gathered as one response. Whatever goes wrong, the request ends and the caller does not."""
         with self._lock:
             gathered, self._gathered = self._gathered, []
             error, finish_reason = self._error, self._finish_reason
-        if self._ended:
-            return True
         if error is None:
-            self._respond(gathered, finish_reason, latency)
-        else:
-            self._send_final(wire.failure(error, self.req_id), error.kind, latency)
+            try:
+                self._respond(gathered, finish_reason, latency)
+            except Exception as failure:  # a dead stream, or a bug of ours
+                log.exception("%s: a response could not be sent", self.req_id)
+                error = as_request_error(failure)
+        if error and not self._ended:
+            try:
+                self._send_final(wire.failure(error, self.req_id), error.kind, latency)
+            except Exception:
+                log.exception("%s: the final response could not be sent", self.req_id)
         with self._lock:
-            self._awake = False
-            if not self._ended and (self._gathered or self._error):
-                self._wake_once(True)
-        return self._ended
+            self._awake = self._ended  # after the end nothing wakes it
+            self._wake_once(bool(self._gathered or self._error))
 
     def _respond(
         self, gathered: list[tuple[int, Logprobs | None]], finish_reason: str | None, latency: Latency
@@ -134,10 +157,11 @@ class Reply:
         return delta.stopped
 
     def _send_final(self, payload: bytes, reason: str, latency: Latency) -> None:
-        with self._lock:  # see end_if_cancelled
+        with self._asking:
             self._ended = True
-            self._sender.send(payload, True)
         latency.ended(reason, time.time() - self._received)
+        self.leave(self)
+        self._sender.send(payload, True)
 
     def _note_arrival(self, count: int, latency: Latency) -> None:
         if count:
@@ -154,12 +178,12 @@ class Reply:
             "token_ids": self._tokens[unsent],
             "token": self._unsent,
             "send_idx": self._num_sent,
-            "usage": {"prompt_tokens": len(self._prompt.token_ids), "completion_tokens": self._num_visible},
+            "usage": {"prompt_tokens": len(self.prompt.token_ids), "completion_tokens": self._num_visible},
             "inference_time_cost": time.time() - self._accepted,
-            "infer_seed": self._prompt.sampling.seed,
+            "infer_seed": self.prompt.sampling.seed,
             "return_all_tokens": self._request.return_all_tokens,
         }
-        if self._prompt.sampling.num_logprobs >= 0:
+        if self.prompt.sampling.num_logprobs >= 0:
             pairs = zip(self._tokens[unsent], self._logprobs[unsent], strict=True)
             fields["logprobs"] = [self._logprob_fields(token_id, logprobs) for token_id, logprobs in pairs]
         if self._request.benchmark:
@@ -177,7 +201,7 @@ class Reply:
             "is_end": 1,
             "finish_reason": finish_reason,
             "stop_reason": stop_string,
-            "usage": {"prompt_tokens": len(self._prompt.token_ids), "completion_tokens": self._num_generated},
+            "usage": {"prompt_tokens": len(self.prompt.token_ids), "completion_tokens": self._num_generated},
             "tokens_all_num": self._num_generated,
             "tokens_all_ids": self._tokens,
             "tokens_all": self._answer,
@@ -198,8 +222,9 @@ class Reply:
         }
 
 
-def _text_options(request: GenerationRequest) -> TextOptions:
+def text_options(request: GenerationRequest) -> TextOptions:
     return TextOptions(
+        is_continuation=request.text is not None and not request.apply_chat_template,
         stop=request.stop_sequences,
         include_stop=request.include_stop_str_in_output,
         skip_special_tokens=request.skip_special_tokens,

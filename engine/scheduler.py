@@ -13,7 +13,7 @@ from engine.types import Batch, Chunk, Logprobs, Request, StepOutput
 @dataclass(frozen=True)
 class Limits:
     max_batch: int  # requests in a step
-    max_batched_tokens: int  # tokens in a step
+    max_batched_tokens: int  # tokens in a step; at least max_batch, so that decodes leave prompts something
     block_ratio: float = 0.75  # share of the blocks that prompts may fill at admission; >= 1 reserves the worst case
     max_waiting: int = 128  # beyond what can start at once
 
@@ -40,12 +40,13 @@ class Scheduler:
     """
 
     def __init__(self, pool: BlockPool, limits: Limits):
+        assert limits.max_batched_tokens >= limits.max_batch
         self.pool = pool
         self.limits = limits
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
         self.num_preemptions = 0
-        self.num_prompt_tokens = 0  # of admitted requests
+        self.num_prompt_tokens = 0  # of requests when they are first admitted
         self.num_cached_tokens = 0  # of these, found in the prefix cache
         self._keys: dict[Request, list[bytes]] = {}  # of a running request's leading full blocks
 
@@ -56,6 +57,7 @@ class Scheduler:
     def add(self, request: Request, replay: bool = False) -> None:
         """Raises InvalidRequest for what could never run and Overloaded when too many wait; a replay was admitted once
         and is never refused for the latter."""
+        assert request.token_ids and not request.block_ids
         need = self.pool.blocks_for(request.max_len)
         if need > self.pool.num_blocks:
             raise InvalidRequest(
@@ -80,7 +82,7 @@ class Scheduler:
     def next_batch(self) -> Batch | None:
         """None when there is nothing to compute."""
         decodes = self._grow_decodes()
-        budget = max(self.limits.max_batched_tokens, 2 * self.limits.max_batch) - len(decodes)
+        budget = self.limits.max_batched_tokens - len(decodes)
         prefills: list[Chunk] = []
         for request in self.running:
             if request not in decodes and budget > 0:
@@ -124,7 +126,7 @@ class Scheduler:
                 continue  # preempted in this very loop, or still in its prompt
             if self._has_room(request):
                 decodes[request] = None
-        return {request: None for request in decodes if request in self._keys}
+        return decodes  # none of them was preempted since: only younger ones are
 
     def _has_room(self, request: Request) -> bool:
         """A block for the next position of `request`; False when it had to be preempted itself."""
@@ -157,7 +159,7 @@ class Scheduler:
         need = self.pool.blocks_for(request.max_len if reserve else len(request.token_ids))
         prefix = self.pool.find(request.token_ids)
         allowance = min(1.0, self.limits.block_ratio) * self.pool.num_blocks
-        if self.running and self.pool.num_held + need - len(prefix) > allowance:
+        if self.running and self.pool.num_held + need - self.pool.num_held_of(prefix) > allowance:
             return None
         try:
             request.block_ids = self.pool.take(need - len(prefix), prefix)
@@ -167,8 +169,9 @@ class Scheduler:
         self.running.append(request)
         self._keys[request] = list(prefix)
         request.num_cached = request.num_computed = len(prefix) * self.pool.block_size
-        self.num_prompt_tokens += len(request.token_ids)
-        self.num_cached_tokens += request.num_cached
+        if request.num_preemptions == 0:  # one that comes back finds its own blocks: no merit of the cache
+            self.num_prompt_tokens += len(request.token_ids)
+            self.num_cached_tokens += request.num_cached
         return request
 
     def _publish(self, request: Request) -> None:

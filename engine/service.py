@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from engine import wire
 from engine.client import EngineClient
-from engine.errors import DuplicateRequest, EngineUnavailable, RequestError
+from engine.errors import DuplicateRequest, EngineUnavailable, RequestError, as_request_error
 from engine.latency import Latency
-from engine.prompt import Prompt, PromptReader
+from engine.prompt import PromptReader
 from engine.reply import Reply, Sender
 from engine.tokenizer import Tokenizer
 
@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 NUM_INTAKE_THREADS = 2
 NUM_SENDER_THREADS = 4
 MIN_CANCEL_POLL_S = 0.05
+LAST_WORDS_S = 5.0  # at most, for the final responses of requests that a stop has ended
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Service:
         try:
             self._intake.submit(self._accept, payload, sender, received)
         except RuntimeError:  # the pool is shut down
-            sender.send(wire.failure(EngineUnavailable("the server is stopping"), None), True)
+            self._refuse(EngineUnavailable("the server is stopping"), None, sender, received)
 
     def not_ready_reason(self) -> str:
         """Why a request would not be answered now; empty when it would."""
@@ -89,12 +90,13 @@ class Service:
             time.sleep(0.02)
         self._closing.set()
         self.client.close()
-        while self._replies:  # the client has ended each of them, the senders say so
+        deadline = time.monotonic() + LAST_WORDS_S
+        while self._replies and time.monotonic() < deadline:  # the client has ended each of them, the senders say so
             time.sleep(0.005)
         for _ in range(NUM_SENDER_THREADS):
             self._ready.put(None)
         for thread in self._threads:
-            thread.join()
+            thread.join(LAST_WORDS_S)  # a stream that takes nothing any more must not keep the server
 
     # Intake
 
@@ -106,32 +108,45 @@ class Service:
                 reason = self.not_ready_reason()
                 sender.send(wire.model_state(not reason, reason, self._facts()), True)
                 return
+            req_id = wire.req_id_of(body)
             request = wire.parse_request(body)
-            req_id = request.req_id
-            prompt = self._reader.read(request)
-            self._start(request, prompt, sender, received)
+            reply = Reply(request, self._reader.read(request), sender, self._tokenizer, received)
+            self._open(reply)
         except RequestError as error:
-            log.info("refused: %s: %s", error.kind, error)
-            sender.send(wire.failure(error, req_id), True)
+            self._refuse(error, req_id, sender, received)
+            return
         except Exception as error:  # a bug of ours must not leave a client waiting
             log.exception("a request could not be accepted")
-            sender.send(wire.failure(RequestError(f"internal error: {type(error).__name__}"), req_id), True)
+            self._refuse(as_request_error(error), req_id, sender, received)
+            return
+        self._start(reply)
 
-    def _start(self, request: wire.GenerationRequest, prompt: Prompt, sender: Sender, received: float) -> None:
-        reply = Reply(request, prompt, sender, self._tokenizer, received)
-        reply.streaming = self._options.streaming and not request.return_all_tokens
-        reply.wake = self._wake
+    def _refuse(self, error: RequestError, req_id: str | None, sender: Sender, received: float) -> None:
+        log.info("refused: %s: %s", error.kind, error)
+        self.latency.ended(error.kind, time.time() - received)
+        try:
+            sender.send(wire.failure(error, req_id), True)
+        except Exception:
+            log.exception("a refusal could not be sent")
+
+    def _open(self, reply: Reply) -> None:
+        reply.streaming &= self._options.streaming
+        reply.wake, reply.leave = self._ready.put, self._forget
         with self._lock:
-            if request.req_id in self._replies:
+            if reply.req_id in self._replies:
                 raise DuplicateRequest(
-                    f"The req_id {wire.shown(request.req_id)} already exists in the current batch, "
+                    f"The req_id {wire.shown(reply.req_id)} already exists in the current batch, "
                     "the current request will be ignored."
                 )
-            self._replies[request.req_id] = reply
+            self._replies[reply.req_id] = reply
+
+    def _start(self, reply: Reply) -> None:
         try:
-            self.client.submit(request.req_id, prompt.token_ids, prompt.sampling, reply)
-        except EngineUnavailable as error:
-            reply.ended(error)
+            self.client.submit(reply.engine_id, reply.prompt.token_ids, reply.prompt.sampling, reply)
+        except Exception as error:
+            reply.ended(as_request_error(error))
+        if reply.is_over:  # cancelled before the engine client knew it
+            self.client.cancel(reply.engine_id)
 
     def _facts(self) -> dict[str, object]:
         stats = self.client.stats
@@ -149,24 +164,15 @@ class Service:
 
     # Sending
 
-    def _wake(self, reply: Reply) -> None:
-        self._ready.put(reply)
-
     def _send_forever(self) -> None:
         while (reply := self._ready.get()) is not None:
-            try:
-                ended = reply.send_gathered(self.latency)
-            except Exception:  # a dead stream or a bug: this request ends, the thread does not
-                log.exception("a response could not be sent")
-                ended = True
-            if ended:
-                self._forget(reply)
+            reply.send_gathered(self.latency)
 
     def _forget(self, reply: Reply) -> None:
-        self.client.cancel(reply.req_id)  # no-op unless it ended early, at a stop string or a cancellation
+        """Just before its final response, so that a client may use its req_id again as soon as it has that."""
+        self.client.cancel(reply.engine_id)  # no-op unless it ends early, at a stop string or a cancellation
         with self._lock:
-            if self._replies.get(reply.req_id) is reply:
-                del self._replies[reply.req_id]
+            self._replies.pop(reply.req_id, None)
 
     def _poll_cancelled(self) -> None:
         wait = MIN_CANCEL_POLL_S
@@ -175,6 +181,7 @@ class Service:
             with self._lock:
                 replies = list(self._replies.values())
             for reply in replies:
-                reply.end_if_cancelled()
+                if reply.end_if_cancelled():
+                    self.client.cancel(reply.engine_id)  # now: the senders may be busy
             # A poll costs a message to Triton each, some 70 us: spend a tenth of the time on it at most.
             wait = max(MIN_CANCEL_POLL_S, 10 * (time.monotonic() - started))

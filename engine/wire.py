@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,9 +18,12 @@ from typing import Any
 from engine.errors import InvalidRequest, RequestError
 
 PROBE = "probe"  # a request with this key set is answered at once with the state of the model, see `model_state`
-MAX_STOP_SEQUENCES = 64
+MAX_STOP_SEQUENCES = 64  # and bad words
+MAX_TOKEN_IDS = 1024  # to stop at, banned, or with a bias
 MAX_LOGPROBS = 20
 MAX_REQ_ID_LEN = 256
+MAX_UNKNOWN_KEYS = 100  # that are compared with ours
+TOKEN_ID = re.compile("[0-9]{1,10}")
 
 Check = Callable[[str, Any], Any]  # (the key the client used, its value) -> the value; raises InvalidRequest
 
@@ -71,9 +75,9 @@ def parse_request(body: dict[str, Any]) -> GenerationRequest:
                 values[name] = check(keys[0], body[keys[0]])
         except InvalidRequest as error:
             problems.append(str(error))
-    if "req_id" not in values and not any("req_id" in problem for problem in problems):
+    if body.get("req_id") is None:
         problems.append("The input parameters should contain `req_id`.")
-    if not any(name in values or body.get(name) is not None for name in ("text", "input_ids", "messages")):
+    if all(body.get(name) is None for name in ("text", "input_ids", "messages")):
         problems.append("The input parameters should contain either `text`, `input_ids` or `messages`")
     problems += _misspelt(body)
     if problems:
@@ -100,19 +104,30 @@ def only_object(payload: bytes | str) -> dict[str, Any]:
     return body[0]
 
 
+def req_id_of(body: dict[str, Any]) -> str | None:
+    """For an error response: the `req_id` of a body that may be wrong; None if there is no valid one."""
+    try:
+        return _req_id("req_id", body.get("req_id"))
+    except InvalidRequest:
+        return None
+
+
 def _misspelt(body: dict[str, Any]) -> list[str]:
     """Unknown keys pass (clients send all sorts), unless they look like a known one that would change the answer."""
     known = [key for name, (aliases, _) in FIELDS.items() for key in (name, *aliases)]
     problems = []
-    for key in body.keys() - set(known) - {PROBE}:
+    for key in sorted(body.keys() - set(known) - {PROBE})[:MAX_UNKNOWN_KEYS]:
         if close := difflib.get_close_matches(key, known, n=1, cutoff=0.85):
             problems.append(f"unknown field {shown(key)}, did you mean `{close[0]}`?")
-    return sorted(problems)
+    return problems
 
 
 def shown(value: Any) -> str:
     """A client's value for an error message: escaped and short."""
-    text = json.dumps(value, ensure_ascii=True, default=str)
+    try:
+        text = json.dumps(value, ensure_ascii=True, default=str)
+    except RecursionError:
+        return "deeply nested"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
@@ -194,8 +209,8 @@ def _temperature(key: str, value: Any) -> float:
 
 
 def _penalty(key: str, value: Any) -> float:
-    if not _is_number(value) or not 0 < value <= 10:
-        raise InvalidRequest(f"The `{key}` must be greater than 0 and at most 10, it is {shown(value)}")
+    if not _is_number(value) or not 0.01 <= value <= 10:  # below, it is 0 for some device
+        raise InvalidRequest(f"The `{key}` must be greater than 0 (at least 0.01) and at most 10, it is {shown(value)}")
     return float(value)
 
 
@@ -222,19 +237,25 @@ def _token_ids(key: str, value: Any) -> list[int]:
     return value
 
 
-def _eos_token_ids(key: str, value: Any) -> tuple[int, ...]:
+def _few_token_ids(key: str, value: Any) -> tuple[int, ...]:
+    """Every one of them costs time in every step."""
     if value == []:
         return ()
-    return tuple(_token_ids(key, [value] if _is_int(value) else value))
+    token_ids = tuple(_token_ids(key, [value] if _is_int(value) else value))
+    return _at_most(MAX_TOKEN_IDS, key, token_ids)
+
+
+def _at_most(limit: int, key: str, items: Any) -> Any:
+    if len(items) > limit:
+        raise InvalidRequest(f"The `{key}` has {len(items)} items, the limit is {limit}")
+    return items
 
 
 def _strings(key: str, value: Any) -> tuple[str, ...]:
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, list):
         raise InvalidRequest(f"The `{key}` must be a string or a list of strings, it is {_kind(value)}")
-    if len(items) > MAX_STOP_SEQUENCES:
-        raise InvalidRequest(f"The `{key}` has {len(items)} items, the limit is {MAX_STOP_SEQUENCES}")
-    return tuple(_filled_string(key, item) for item in items)
+    return tuple(_filled_string(key, item) for item in _at_most(MAX_STOP_SEQUENCES, key, items))
 
 
 def _messages(key: str, value: Any) -> list[dict[str, Any]]:
@@ -265,8 +286,8 @@ def _content(key: str, value: Any) -> None:
 def _logit_bias(key: str, value: Any) -> tuple[tuple[int, float], ...]:
     if not isinstance(value, dict):
         raise InvalidRequest(f"The `{key}` must be an object of token id and bias, it is {_kind(value)}")
-    for token_id, bias in value.items():
-        if not token_id.isdecimal() or not token_id.isascii() or int(token_id) >= 2**31:
+    for token_id, bias in _at_most(MAX_TOKEN_IDS, key, value).items():
+        if not TOKEN_ID.fullmatch(token_id) or int(token_id) >= 2**31:
             raise InvalidRequest(f"The `{key}` must have token ids as keys, {shown(token_id)} is none")
         _number_in(-100, 100)(f"{key}.{token_id}", bias)
     return tuple((int(token_id), float(bias)) for token_id, bias in value.items())
@@ -307,13 +328,13 @@ FIELDS: dict[str, tuple[tuple[str, ...], Check]] = {
     "frequency_score": (("frequency_penalty",), _number_in(-2, 2)),
     "presence_score": (("presence_penalty",), _number_in(-2, 2)),
     "infer_seed": (("seed",), _int_in(-(2**63), 2**64 - 1)),
-    "eos_token_ids": (("stop_token_ids",), _eos_token_ids),
+    "eos_token_ids": (("stop_token_ids",), _few_token_ids),
     "ignore_eos": ((), _bool),
     "stop_sequences": (("stop",), _strings),
     "include_stop_str_in_output": ((), _bool),
     "skip_special_tokens": ((), _bool),
     "bad_words": ((), _strings),
-    "bad_words_token_ids": ((), _eos_token_ids),
+    "bad_words_token_ids": ((), _few_token_ids),
     "logit_bias": ((), _logit_bias),
     "logprobs": ((), _logprobs),
     "return_all_tokens": ((), _bool),
@@ -356,7 +377,8 @@ def failure(error: RequestError, req_id: str | None) -> bytes:
         "version": "4.6",
         "timestamp": time.time(),
     }
-    return json.dumps(fields, ensure_ascii=False).encode()
+    # The text may quote what a chat template makes of a lone surrogate.
+    return json.dumps(fields, ensure_ascii=False).encode(errors="replace")
 
 
 def model_state(ready: bool, reason: str, fields: dict[str, Any]) -> bytes:

@@ -7,6 +7,12 @@ from pathlib import Path
 from engine.config import Config
 from engine.errors import ConfigError
 
+# Of cgroup 2 and 1: limit, usage, and in memory.stat what of it are cached files: these make room when it is needed.
+CGROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+)
+
 
 def num_blocks(config: Config, model_len: int, block_size: int, block_bytes: int, free_bytes: int) -> int:
     """Blocks of the pool. With BLOCK_BS: BLOCK_BS times the blocks of the longest request. Without: what the share
@@ -15,9 +21,10 @@ def num_blocks(config: Config, model_len: int, block_size: int, block_bytes: int
     if config.block_bs is not None:
         count, origin = int(config.block_bs * per_request), f"BLOCK_BS is {config.block_bs:g}"
         if count * block_bytes > free_bytes:
+            most = int(100 * free_bytes / block_bytes / per_request) / 100
             raise ConfigError(
                 f"{origin}: {count} blocks need {count * block_bytes / 2**30:.1f} GiB, "
-                f"{free_bytes / 2**30:.1f} GiB are free; at most {free_bytes / block_bytes / per_request:.2f} fits"
+                f"{free_bytes / 2**30:.1f} GiB are free; at most {most:g} fits"
             )
     else:
         fitting = int(free_bytes * config.kv_cache_memory_fraction / block_bytes)
@@ -29,16 +36,19 @@ def num_blocks(config: Config, model_len: int, block_size: int, block_bytes: int
 
 def free_memory_bytes(cgroup: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> int:
     """What the machine, or the container if that is less, can still give."""
-    lines = (proc / "meminfo").read_text().splitlines()
-    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    for limit, usage in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
+    free = _fields(proc / "meminfo")["MemAvailable:"] * 1024
+    for limit, usage, cache in CGROUP_FILES:
         try:
-            maximum, current = (cgroup / limit).read_text().strip(), (cgroup / usage).read_text()
+            maximum, current = (cgroup / limit).read_text().strip(), int((cgroup / usage).read_text())
         except OSError:
             continue
         if maximum.isdigit():
-            free = min(free, int(maximum) - int(current))
+            cached = _fields((cgroup / usage).with_name("memory.stat")).get(cache, 0)
+            free = min(free, int(maximum) - current + cached)
     return max(free, 0)
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Of a file with a name and a number in each line; none if it is missing."""
+    lines = (line.split() for line in (path.read_text().splitlines() if path.exists() else ()))
+    return {fields[0]: int(fields[1]) for fields in lines if len(fields) > 1}

@@ -1,0 +1,157 @@
+"""Who holds which KV block, and which blocks are found again by their tokens."""
+
+import random
+
+import pytest
+
+from engine.block_pool import BlockPool, OutOfBlocks, chain_key
+
+SIZE = 4
+
+
+def keys_of(token_ids, size=SIZE):
+    """The keys of the full blocks of `token_ids`."""
+    keys = []
+    for start in range(0, len(token_ids) - size + 1, size):
+        keys.append(chain_key(keys[-1] if keys else b"", token_ids[start : start + size]))
+    return keys
+
+
+def publish(pool, blocks, token_ids):
+    for block, key in zip(blocks, keys_of(token_ids), strict=False):
+        pool.publish(block, key)
+
+
+def test_taking_is_all_or_nothing():
+    pool = BlockPool(3, SIZE)
+    pool.take(2)
+    with pytest.raises(OutOfBlocks, match="need 2 blocks, 1 of 3 are available"):
+        pool.take(2)
+    assert (pool.num_available, pool.num_held) == (1, 2)
+    pool.check()
+
+
+def test_every_block_is_given_out_once():
+    pool = BlockPool(5, SIZE)
+    assert sorted(pool.take(2) + pool.take(3)) == [0, 1, 2, 3, 4]
+
+
+def test_giving_a_block_back_twice_is_loud():
+    pool = BlockPool(2, SIZE)
+    blocks = pool.take(1)
+    pool.give_back(blocks)
+    with pytest.raises(KeyError):
+        pool.give_back(blocks)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_blocks"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
+def test_a_block_is_needed_for_every_begun_four_tokens(num_tokens, num_blocks):
+    assert BlockPool(1, 4).blocks_for(num_tokens) == num_blocks
+
+
+@pytest.mark.parametrize(("num_tokens", "num_found"), [(3, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2), (13, 3)])
+def test_the_last_token_is_never_found(num_tokens, num_found):
+    """It must be computed for its logits, so a block that ends with it is left out."""
+    pool, token_ids = BlockPool(4, SIZE), list(range(16))
+    blocks = pool.take(4)
+    publish(pool, blocks, token_ids)
+    pool.give_back(blocks)
+    keys = pool.find(token_ids[:num_tokens])
+    assert keys == keys_of(token_ids)[:num_found]
+    assert pool.take(0, keys) == blocks[:num_found]
+
+
+def test_a_block_is_found_by_all_tokens_before_it_not_by_its_own():
+    pool = BlockPool(4, SIZE)
+    publish(pool, pool.take(2), [1, 1, 1, 1, 2, 2, 2, 2])
+    assert pool.find([3, 3, 3, 3, 2, 2, 2, 2, 0]) == []
+    assert len(pool.find([1, 1, 1, 1, 3, 3, 3, 3, 2, 2, 2, 2, 0])) == 1
+
+
+def test_a_shared_block_is_free_when_its_last_holder_gives_it_back():
+    pool, token_ids = BlockPool(3, SIZE), list(range(9))
+    first = pool.take(2)
+    publish(pool, first, token_ids)
+    keys = pool.find(token_ids)
+    assert pool.num_held_of(keys) == 2
+    second = pool.take(1, keys)
+    assert second[:2] == first
+    pool.give_back(first)
+    assert pool.num_held == 3
+    pool.give_back(second)
+    assert (pool.num_held, pool.num_held_of(keys)) == (0, 0)
+    pool.check()
+
+
+def test_a_cached_block_that_is_shared_is_not_available_for_more():
+    pool, token_ids = BlockPool(3, SIZE), list(range(9))
+    blocks = pool.take(2)
+    publish(pool, blocks, token_ids)
+    pool.give_back(blocks)
+    assert pool.num_available == 3
+    with pytest.raises(OutOfBlocks, match="need 2 blocks, 1 of 3"):
+        pool.take(2, pool.find(token_ids))
+    pool.check()
+    assert pool.num_held == 0
+
+
+def test_room_is_made_from_the_least_recently_used_block_and_from_the_end_of_a_prefix():
+    pool = BlockPool(4, SIZE)
+    old, new = list(range(9)), list(range(100, 109))
+    for token_ids in (old, new):
+        blocks = pool.take(2)
+        publish(pool, blocks, token_ids)
+        pool.give_back(blocks)
+    held = pool.take(1)
+    assert (len(pool.find(old)), len(pool.find(new))) == (1, 2)
+    pool.give_back(pool.take(0, pool.find(old)))  # used again: now the other one is older
+    held += pool.take(1)
+    assert (len(pool.find(old)), len(pool.find(new))) == (1, 1)
+    pool.give_back(held)
+    pool.check()
+
+
+def test_the_first_block_of_a_key_stays_and_the_second_is_freed():
+    pool, token_ids = BlockPool(2, SIZE), [7] * 5
+    first, second = pool.take(1), pool.take(1)
+    publish(pool, first, token_ids)
+    publish(pool, second, token_ids)
+    pool.give_back(second)
+    assert pool.take(0, pool.find(token_ids)) == first
+    pool.check()
+
+
+def test_without_caching_nothing_is_found():
+    pool = BlockPool(2, SIZE, caching=False)
+    blocks = pool.take(1)
+    publish(pool, blocks, [7] * 4)
+    pool.give_back(blocks)
+    assert pool.find([7] * 5) == []
+    pool.check()
+
+
+def test_publishing_a_block_that_nobody_holds_is_loud():
+    with pytest.raises(AssertionError, match="block 1 is published but nobody holds it"):
+        BlockPool(2, SIZE).publish(1, b"key")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_books_agree_after_any_history(seed):
+    rng = random.Random(seed)
+    pool, held = BlockPool(rng.randrange(1, 12), SIZE, rng.random() < 0.8), []
+    for _ in range(300):
+        if held and rng.random() < 0.5:
+            pool.give_back(held.pop(rng.randrange(len(held))))
+        else:
+            token_ids = [rng.randrange(2)] * rng.randrange(1, 20)
+            keys = pool.find(token_ids)
+            need = pool.blocks_for(len(token_ids)) - len(keys)
+            available = pool.num_available - (len(keys) - pool.num_held_of(keys))
+            if need > available:
+                with pytest.raises(OutOfBlocks):
+                    pool.take(need, keys)
+            else:
+                held.append(pool.take(need, keys))
+                publish(pool, held[-1], token_ids)
+        pool.check()
+        assert pool.num_held == len({block for blocks in held for block in blocks})

@@ -1,0 +1,117 @@
+"""The loop over scheduler and executor, and what it counts."""
+
+import pytest
+
+from engine.config import Config
+from engine.errors import InvalidRequest, Overloaded
+from engine.loop import Loop
+from engine.types import Request, Sampling
+from tests.pure.counting_executor import CountingExecutor, answer
+
+
+def a_loop(num_blocks=16, block_size=4, **settings):
+    return Loop(CountingExecutor(num_blocks, block_size), block_size, Config(**settings))
+
+
+def a_request(prompt, max_new_tokens=4, request_id=""):
+    return Request(request_id or str(prompt[0]), list(prompt), len(prompt), Sampling(max_new_tokens, temperature=0))
+
+
+def test_each_step_brings_one_token_a_request():
+    loop = a_loop()
+    for first in (10, 20):
+        loop.add(a_request([first], 2))
+    tokens = []
+    while not loop.is_idle:
+        tokens.append([(u.request.request_id, u.token_id, u.finish_reason) for u in loop.step()])
+    assert tokens == [[("10", 11, None), ("20", 21, None)], [("10", 12, "length"), ("20", 22, "length")]]
+    assert loop.step() == []
+
+
+def test_logprobs_come_with_their_token():
+    loop = a_loop()
+    loop.add(Request("a", [5], 1, Sampling(1, temperature=0, num_logprobs=2)))
+    [update] = loop.step()
+    assert update.logprobs.chosen == -6 / 8
+    assert update.logprobs.top == ((6, 0.0), (7, -1.0))
+
+
+def test_the_counters_tell_what_was_done():
+    loop = a_loop(batch_size=2)
+    for first in (10, 20, 30):
+        loop.add(a_request(range(first, first + 5), 2))
+    loop.step()
+    stats = loop.stats()
+    assert (stats["num_running"], stats["num_waiting"], stats["num_blocks_held"]) == (2, 1, 4)
+    while not loop.is_idle:
+        loop.step()
+    stats = loop.stats()
+    assert stats.pop("step_time_s") > 0
+    assert stats == {
+        "num_running": 0,
+        "num_waiting": 0,
+        "num_blocks": 16,
+        "num_blocks_held": 0,
+        "block_size": 4,
+        "num_steps": 4,
+        "num_generated_tokens": 6,
+        "num_prompt_tokens": 15,
+        "num_cached_tokens": 0,
+        "num_preemptions": 0,
+        "num_dropped": 0,
+    }
+
+
+def test_dropping_is_counted_once_and_harmless_twice():
+    loop = a_loop()
+    loop.add(a_request([10]))
+    loop.step()
+    loop.drop("10")
+    loop.drop("10")
+    assert loop.is_idle
+    assert (loop.stats()["num_dropped"], loop.stats()["num_blocks_held"]) == (1, 0)
+
+
+def test_the_settings_limit_the_schedule():
+    loop = a_loop(batch_size=2, max_num_batched_tokens=5, max_cached_task_num=1, block_ratio=1.0)
+    for first in (10, 20, 30):
+        loop.add(a_request(range(first, first + 4), 1))
+    with pytest.raises(Overloaded, match=r"cached task num \(1\) exceeds the limit \(1\)"):
+        loop.add(a_request([40]))
+    loop.step()
+    assert loop.executor.batches == [[("10", 4), ("20", 1)]]
+
+
+def test_a_step_has_room_for_prompts_beside_a_full_batch_whatever_the_settings():
+    loop = a_loop(batch_size=4, max_num_batched_tokens=1)
+    loop.add(a_request(range(10, 30), 1))
+    loop.step()
+    assert loop.executor.batches == [[("10", 8)]]
+
+
+def test_without_prefix_caching_every_prompt_is_computed():
+    for caching, num_cached in ((True, 4), (False, 0)):
+        loop = a_loop(enable_prefix_caching=caching)
+        for name in ("first", "second"):
+            loop.add(a_request([1, 2, 3, 4, 5], 1, name))
+            loop.step()
+        assert loop.stats()["num_cached_tokens"] == num_cached
+
+
+def test_a_request_that_cannot_fit_is_refused():
+    with pytest.raises(InvalidRequest, match="need 2 KV blocks of 4 tokens, the server has 1"):
+        a_loop(num_blocks=1).add(a_request([1, 2, 3, 4], 2))
+
+
+@pytest.mark.parametrize("num_blocks", [5, 7, 40])
+def test_32_requests_together_get_the_tokens_that_each_gets_alone(num_blocks):
+    loop = a_loop(num_blocks=num_blocks, batch_size=8, max_num_batched_tokens=16, block_ratio=0.9)
+    requests = [a_request([n % 5] * (1 + n % 7), 1 + n % 11, str(n)) for n in range(32)]
+    for request in requests:
+        loop.add(request)
+    while not loop.is_idle:
+        loop.step()
+    for request in requests:
+        prompt = request.token_ids[: request.prompt_len]
+        assert request.token_ids == prompt + answer(prompt, request.sampling)
+    assert (loop.stats()["num_preemptions"] > 0) == (num_blocks < 40)

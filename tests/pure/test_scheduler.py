@@ -1,0 +1,245 @@
+"""Which tokens of which requests a step computes: every answer is the one computed by hand, whatever else runs."""
+
+import pytest
+
+from engine.block_pool import BlockPool
+from engine.errors import InvalidRequest, Overloaded
+from engine.scheduler import Limits, Scheduler
+from engine.types import Request, Sampling
+from tests.pure.counting_executor import CountingExecutor, answer
+
+
+def a_scheduler(num_blocks=16, block_size=4, max_batch=4, caching=True, **limits):
+    limits = {"max_batched_tokens": 16, "block_ratio": 0.75, **limits}
+    return Scheduler(BlockPool(num_blocks, block_size, caching), Limits(max_batch=max_batch, **limits))
+
+
+def a_request(prompt, max_new_tokens=4, request_id="", **sampling):
+    return Request(
+        request_id or str(prompt[0]), list(prompt), len(prompt), Sampling(max_new_tokens, temperature=0, **sampling)
+    )
+
+
+def an_executor(scheduler):
+    return CountingExecutor(scheduler.pool.num_blocks, scheduler.pool.block_size)
+
+
+def step(scheduler, executor):
+    batch = scheduler.next_batch()
+    updates = scheduler.apply(batch, executor.step(batch))
+    scheduler.check()
+    return updates
+
+
+def run(scheduler, executor=None):
+    """Until nothing is left. Which request ended how, in this order."""
+    executor = executor or an_executor(scheduler)
+    ends = []
+    while not scheduler.is_idle:
+        ends += [(u.request.request_id, u.finish_reason) for u in step(scheduler, executor) if u.finish_reason]
+    assert scheduler.next_batch() is None
+    return ends
+
+
+def fill(num_tokens, first):
+    return list(range(first, first + num_tokens))
+
+
+def test_a_late_request_joins_the_running_ones():
+    scheduler = a_scheduler()
+    executor = an_executor(scheduler)
+    early, late = a_request([5, 6], 4), a_request([10], 2)
+    scheduler.add(early)
+    step(scheduler, executor)
+    step(scheduler, executor)
+    scheduler.add(late)
+    run(scheduler, executor)
+    assert early.token_ids == [5, 6, 7, 8, 9, 10]
+    assert late.token_ids == [10, 11, 12]
+    assert executor.batches == [[("5", 2)], [("5", 1)], [("5", 1), ("10", 1)], [("5", 1), ("10", 1)]]
+
+
+def test_a_long_prompt_is_cut_into_chunks_beside_the_decodes():
+    scheduler = a_scheduler(max_batched_tokens=6)
+    executor = an_executor(scheduler)
+    scheduler.add(a_request([1, 2], 5))
+    step(scheduler, executor)
+    scheduler.add(a_request(fill(13, 100), 1))
+    run(scheduler, executor)
+    assert executor.batches[1:] == [[("1", 1), ("100", 5)], [("1", 1), ("100", 5)], [("1", 1), ("100", 3)], [("1", 1)]]
+
+
+def test_a_prompt_that_has_begun_goes_before_one_that_waits():
+    scheduler = a_scheduler(max_batched_tokens=6)
+    executor = an_executor(scheduler)
+    for first in (100, 200):
+        scheduler.add(a_request(fill(8, first), 1))
+    run(scheduler, executor)
+    assert executor.batches == [[("100", 6)], [("100", 2), ("200", 4)], [("200", 4)]]
+
+
+def test_an_answer_ends_with_its_stop_id_or_its_length():
+    scheduler = a_scheduler()
+    scheduler.add(a_request([5], 9, stop_token_ids=(8,)))
+    scheduler.add(a_request([20], 3, stop_token_ids=(8,)))
+    scheduler.add(a_request([30], 1))
+    assert run(scheduler) == [("30", "length"), ("5", "stop"), ("20", "length")]
+
+
+def test_a_stop_id_in_the_last_place_is_a_stop():
+    scheduler = a_scheduler()
+    scheduler.add(a_request([5], 3, stop_token_ids=(8,)))
+    assert run(scheduler) == [("5", "stop")]
+
+
+@pytest.mark.parametrize(
+    ("min_new_tokens", "expected"),
+    [(0, [6]), (1, [7, 8, 9]), (2, [7, 8, 9]), (3, [7, 8, 10, 11, 12])],
+)
+def test_a_stop_id_counts_only_after_the_least_length(min_new_tokens, expected):
+    request = a_request([5], 5, min_new_tokens=min_new_tokens, stop_token_ids=(6, 9))
+    scheduler = a_scheduler()
+    scheduler.add(request)
+    run(scheduler)
+    assert request.token_ids[1:] == expected
+
+
+def test_the_first_steps_take_no_more_requests_than_fit_the_batch():
+    scheduler = a_scheduler(max_batch=2)
+    executor = an_executor(scheduler)
+    for first in (10, 20, 30):
+        scheduler.add(a_request([first], 2))
+    run(scheduler, executor)
+    assert executor.batches == [[("10", 1), ("20", 1)], [("10", 1), ("20", 1)], [("30", 1)], [("30", 1)]]
+
+
+def test_a_request_that_could_never_fit_is_refused_with_the_numbers():
+    scheduler = a_scheduler(num_blocks=3, block_size=4)
+    with pytest.raises(InvalidRequest, match=r"prompt \(9 tokens\) and answer \(up to 5\) need 4 KV blocks of 4"):
+        scheduler.add(a_request(fill(9, 1), 5))
+    scheduler.add(a_request(fill(9, 1), 4))  # the last token needs no place
+    assert run(scheduler) == [("1", "length")]
+
+
+def test_too_many_waiting_requests_are_refused_but_never_a_replay():
+    scheduler = a_scheduler(max_batch=2, max_waiting=3)
+    for first in range(10, 15):
+        scheduler.add(a_request([first]))
+    with pytest.raises(Overloaded, match=r"cached task num \(3\) exceeds the limit \(3\)"):
+        scheduler.add(a_request([15]))
+    scheduler.add(a_request([15]), replay=True)
+    assert len(run(scheduler)) == 6
+
+
+def test_a_replayed_request_goes_on_where_it_was():
+    for temperature in (0.0, 1.0):
+        sampling = Sampling(9, temperature=temperature, seed=3)
+        whole = answer([5, 6], sampling)
+        request = Request("a", [5, 6, *whole[:4]], 2, sampling)
+        scheduler = a_scheduler()
+        scheduler.add(request, replay=True)
+        assert run(scheduler) == [("a", "length")]
+        assert request.token_ids == [5, 6, *whole]
+
+
+def test_a_dropped_request_leaves_no_blocks_wherever_it_was():
+    scheduler = a_scheduler(max_batch=1, max_batched_tokens=2)
+    executor = an_executor(scheduler)
+    running, waiting = a_request(fill(5, 10)), a_request([20])
+    scheduler.add(running)
+    scheduler.add(waiting)
+    step(scheduler, executor)
+    assert scheduler.pool.num_held == 2
+    assert scheduler.drop("20") is waiting
+    assert scheduler.drop("10") is running
+    assert scheduler.drop("10") is None
+    scheduler.check()
+    assert (scheduler.is_idle, scheduler.pool.num_held) == (True, 0)
+
+
+def test_the_youngest_gives_way_and_waits_at_the_head():
+    scheduler = a_scheduler(num_blocks=3, block_size=2, block_ratio=0.99, caching=False)
+    executor = an_executor(scheduler)
+    old, young, waiting = a_request([10], 5), a_request([20], 5), a_request([30], 1)
+    for request in (old, young, waiting):
+        scheduler.add(request)
+    while not scheduler.num_preemptions:
+        step(scheduler, executor)
+    assert list(scheduler.waiting) == [young, waiting]
+    assert scheduler.running == [old]
+    run(scheduler, executor)
+    assert young.token_ids == [20, 21, 22, 23, 24, 25]
+    assert [request.num_preemptions for request in (old, young, waiting)] == [0, 1, 0]
+
+
+def test_one_long_request_may_take_every_block():
+    scheduler = a_scheduler(num_blocks=4, block_size=4, block_ratio=0.25)
+    scheduler.add(a_request(fill(13, 1), 4))
+    assert run(scheduler) == [("1", "length")]
+
+
+def test_prompts_leave_room_to_grow():
+    scheduler = a_scheduler(num_blocks=8, block_size=4, block_ratio=0.5)
+    for first in (100, 200, 300):
+        scheduler.add(a_request(fill(8, first), 2))
+    scheduler.next_batch()
+    assert [request.request_id for request in scheduler.running] == ["100", "200"]
+
+
+def test_blocks_that_the_cache_holds_for_nobody_count_when_they_are_taken():
+    scheduler = a_scheduler(num_blocks=8, block_size=4, block_ratio=0.5)
+    for first in (100, 200):
+        scheduler.add(a_request(fill(9, first), 1))
+    run(scheduler)
+    for first in (100, 200):  # each takes three blocks, two of them cached
+        scheduler.add(a_request(fill(9, first), 1))
+    scheduler.next_batch()
+    assert [request.request_id for request in scheduler.running] == ["100"]
+
+
+def test_blocks_that_another_request_holds_cost_nothing():
+    scheduler = a_scheduler(num_blocks=8, block_size=4, block_ratio=0.5)
+    executor = an_executor(scheduler)
+    scheduler.add(a_request(fill(9, 100), 3))
+    step(scheduler, executor)
+    scheduler.add(a_request(fill(9, 100), 3, request_id="same"))
+    step(scheduler, executor)
+    assert (len(scheduler.running), scheduler.pool.num_held) == (2, 4)
+    run(scheduler, executor)
+
+
+def test_with_the_worst_case_reserved_a_request_waits_instead_of_being_preempted():
+    scheduler = a_scheduler(num_blocks=5, block_size=2, block_ratio=1)
+    executor = an_executor(scheduler)
+    for first in (10, 20):
+        scheduler.add(a_request([first], 5))  # three blocks each, in the end
+    step(scheduler, executor)
+    assert scheduler.pool.num_held == 3
+    assert run(scheduler, executor) == [("10", "length"), ("20", "length")]
+    assert scheduler.num_preemptions == 0
+
+
+def test_a_prompt_that_begins_alike_computes_only_what_is_new():
+    scheduler = a_scheduler(max_batched_tokens=32)
+    executor = an_executor(scheduler)
+    scheduler.add(a_request(fill(10, 100), 3, request_id="cold"))
+    run(scheduler, executor)
+    executor.batches.clear()
+    scheduler.add(a_request(fill(14, 100), 1, request_id="warm"))  # 12 tokens of prompt and answer are in full blocks
+    run(scheduler, executor)
+    assert executor.batches == [[("warm", 2)]]
+    assert (scheduler.num_prompt_tokens, scheduler.num_cached_tokens) == (24, 12)
+
+
+def test_a_request_that_comes_back_is_no_merit_of_the_cache():
+    scheduler = a_scheduler(num_blocks=4, block_size=2, block_ratio=0.99)
+    for first in (10, 20):
+        scheduler.add(a_request([first, first + 1], 5))
+    run(scheduler)
+    assert scheduler.num_preemptions > 0
+    assert (scheduler.num_prompt_tokens, scheduler.num_cached_tokens) == (4, 0)
+
+
+def test_a_budget_below_the_batch_is_a_bug():
+    with pytest.raises(AssertionError):
+        a_scheduler(max_batch=4, max_batched_tokens=3)
