@@ -14,6 +14,8 @@ import socket
 import sys
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.log import server_logger
 
 from gateway.app import BACKEND, DRAINING, RUNNING, make_app
 from gateway.backend import GatewaySettings, timeout
@@ -27,16 +29,28 @@ LAST_WORDS_S = 2.0  # for the error events after the drain timeout
 
 async def serve(app: web.Application, sock: socket.socket, stop: asyncio.Event, drain_timeout_s: float) -> None:
     """Serves until `stop` is set, then drains."""
+    server_logger.addFilter(_without_bytes)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=LAST_WORDS_S)
     await runner.setup()
     site = web.SockSite(runner, sock, backlog=BACKLOG)
     await site.start()
     log.info("listening on %s:%d", *sock.getsockname()[:2])
     await stop.wait()
+    asyncio.get_running_loop().remove_reader(sock)
+    await asyncio.sleep(
+        0
+    )  # asyncio forgets connections that it has accepted, but not yet begun, when the server closes
     await site.stop()
     await drain(app, drain_timeout_s)
     await runner.cleanup()  # closes idle connections, cancels what is stuck in a client
     log.info("stopped")
+
+
+def _without_bytes(record: logging.LogRecord) -> bool:
+    """aiohttp logs what is no HTTP with its bytes and a traceback: the one line without them is enough."""
+    if record.exc_info and isinstance(record.exc_info[1], HttpProcessingError):
+        record.exc_info = None
+    return True
 
 
 async def drain(app: web.Application, timeout_s: float) -> None:

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 SETTINGS = web.AppKey("settings", GatewaySettings)
 OPENAI_TYPES = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error"}
+ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False)
+SURELY_BUFFERED = 2**15  # bytes; a write that stays below does not wait for the client
 NOT_AGAIN = (DuplicateRequest, TimedOut)  # OpenAI's client would repeat these by itself, and in vain
 
 
@@ -54,12 +56,12 @@ class InvalidParameter(InvalidRequest):
 
 
 def dump(fields: Any) -> bytes:
-    """Compact enough, readable in a terminal, and one line for every reader.
+    """Compact, readable in a terminal, and one line for every reader.
 
     Some clients split lines at U+0085, U+2028 and U+2029, which JSON lets pass as they are: these are escaped. A lone
     surrogate, which has no UTF-8, becomes "?".
     """
-    text = json.dumps(fields, ensure_ascii=False)
+    text = ENCODER.encode(fields)
     if not text.isascii():
         text = text.replace("\u2028", "\\u2028").replace("\u2029", "\\u2029").replace("\x85", "\\u0085")
     return text.encode("utf-8", "replace")
@@ -109,30 +111,35 @@ async def stream(
     """One write an event. The status is spent with the first one: a failure before it is raised, one after it is the
     last event. A client that does not read for as long as a model may be silent is taken for gone.
     """
-    patience_s = request.app[SETTINGS].request_timeout_s
     async with contextlib.aclosing(events):
         first = await anext(events)
         headers = {"Content-Type": content_type, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
         try:
-            await _write(response, first, patience_s)
+            await _write(request, response, first)
             async for event in events:
-                await _write(response, event, patience_s)
+                await _write(request, response, event)
         except ConnectionError:
             raise
         except Exception as error:
             known = as_known(error)
             call = request[CALL]
             call.late_status = known.code
-            await _write(response, as_event(failure(known, call.dialect, call.req_id)), patience_s)
+            await _write(request, response, as_event(failure(known, call.dialect, call.req_id)))
     await response.write_eof()
     return response
 
 
-async def _write(response: web.StreamResponse, event: bytes, patience_s: float) -> None:
+async def _write(request: web.Request, response: web.StreamResponse, event: bytes) -> None:
+    transport = request.transport
+    if transport is None:
+        raise ConnectionResetError("the client has left")
+    if transport.get_write_buffer_size() + len(event) < SURELY_BUFFERED:  # the usual case, without a timer
+        await response.write(event)
+        return
     try:
-        async with timeout(patience_s):
+        async with timeout(request.app[SETTINGS].request_timeout_s):
             await response.write(event)
     except asyncio.TimeoutError:
         raise ConnectionResetError("the client does not read its answer") from None

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import sys
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from engine.errors import TimedOut
-
 if sys.version_info >= (3, 11):
-    from asyncio import timeout
+    from asyncio import timeout as timeout
 else:  # aiohttp needs this package before Python 3.11
-    from async_timeout import timeout
+    from async_timeout import timeout as timeout
 
 Answer = dict[str, Any]  # one response of the model, as engine/wire.py describes it
 
@@ -22,10 +18,10 @@ Answer = dict[str, Any]  # one response of the model, as engine/wire.py describe
 class Backend(Protocol):
     """The model as one client: Triton for real, a script in tests."""
 
-    def generate(self, body: dict[str, Any]) -> AsyncGenerator[Answer, None]:
+    def generate(self, body: dict[str, Any], timeout_s: float) -> AsyncGenerator[Answer, None]:
         """The answers to one request. The last one has `is_end` 1; a failure is raised as a RequestError.
 
-        Closing the generator cancels the request.
+        TimedOut when no answer comes for `timeout_s`. Closing the generator cancels the request.
         """
         ...
 
@@ -51,17 +47,3 @@ class GatewaySettings:
     drain_timeout_s: float = 30.0  # how long running requests may go on after SIGTERM
     request_timeout_s: float = 300.0  # without a new response, unless the request says otherwise
     probe_timeout_s: float = 3.0
-
-
-async def in_time(answers: AsyncGenerator[Answer, None], timeout_s: float) -> AsyncGenerator[Answer, None]:
-    """The same answers; TimedOut, and the request is cancelled, when none comes for `timeout_s`."""
-    async with contextlib.aclosing(answers):
-        while True:
-            try:
-                async with timeout(timeout_s):
-                    answer = await anext(answers)
-            except StopAsyncIteration:
-                return
-            except asyncio.TimeoutError:
-                raise TimedOut(f"the model sent no response for {timeout_s:g} s, the request is cancelled") from None
-            yield answer

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from engine import wire
 from gateway import answers
-from gateway.backend import Answer, Backend, in_time
+from gateway.backend import Answer, Backend
 
 OF_ONE_RESPONSE = ("token", "token_ids", "is_end", "send_idx", "usage", "logprobs")  # not of the whole answer
 
@@ -29,7 +29,7 @@ async def complete(request: web.Request, body: dict[str, Any], backend: Backend)
     call = request[answers.CALL]
     call.req_id = body["req_id"]
     options = {name: checked(body, name) for name in ("stream", "return_usage", "timeout")}
-    responses = in_time(backend.generate(body), options["timeout"] or settings.request_timeout_s)
+    responses = backend.generate(body, options["timeout"] or settings.request_timeout_s)
     if options["stream"]:
         received = str(time.time()) if body.get("benchmark") else None
         return await answers.stream(request, _lines(call, responses, received), "application/x-ndjson", _line)

@@ -14,7 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from gateway import answers
-from gateway.backend import Answer, Backend, in_time
+from gateway.backend import Answer, Backend
 from gateway.openai_answer import Writer
 from gateway.openai_request import parse
 
@@ -27,7 +27,7 @@ async def complete(request: web.Request, body: dict[str, Any], backend: Backend,
     completion = parse(body, is_chat, settings.model_name)
     timeout_s = completion.timeout_s or settings.request_timeout_s
     writer = Writer(completion)
-    responses = _side_by_side([in_time(backend.generate(each), timeout_s) for each in completion.requests])
+    responses = _side_by_side([backend.generate(each, timeout_s) for each in completion.requests])
     if completion.stream:
         return await answers.stream(request, _events(call, responses, writer), "text/event-stream", _event)
     async with contextlib.aclosing(responses):

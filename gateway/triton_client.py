@@ -30,6 +30,7 @@ from gateway.backend import Answer, timeout
 
 MODEL = "model"
 STREAMS_PER_CHANNEL = 64  # HTTP/2 connections are commonly limited to 100 streams; beyond, requests would queue unseen
+PROBE_TIMEOUT_S = 60.0  # whoever probes has a shorter one
 END_TIMEOUT_S = 5.0  # for the end of the stream after the final response
 
 CHANNEL_OPTIONS = [
@@ -64,6 +65,40 @@ class _Connection:
     calls: set[grpc.aio.Call] = field(default_factory=set)  # the running ones
 
 
+class _Silence:
+    """Cancels a call when its next response takes too long. Time in which nobody asks for it does not count.
+
+    One timer a request, looked at when it fires: a response costs two assignments.
+    """
+
+    def __init__(self, call: grpc.aio.Call, limit_s: float):
+        self._call = call
+        self._limit_s = limit_s
+        self._loop = asyncio.get_running_loop()
+        self.was_too_long = False
+        self.begins()
+        self._timer = self._loop.call_later(limit_s, self._look)
+
+    def begins(self) -> None:
+        self._since: float | None = self._loop.time()
+
+    def ends(self) -> None:
+        self._since = None
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        remaining_s = self._limit_s
+        if self._since is not None:
+            remaining_s += self._since - self._loop.time()
+        if remaining_s > 0:
+            self._timer = self._loop.call_later(remaining_s, self._look)
+        else:
+            self.was_too_long = True
+            self._call.cancel()
+
+
 class TritonBackend:
     """A `gateway.backend.Backend`. Belongs to the event loop it is first used in."""
 
@@ -72,13 +107,13 @@ class TritonBackend:
         self._connections: list[_Connection] = []
         self._closed = False
 
-    async def generate(self, body: dict[str, Any]) -> AsyncGenerator[Answer, None]:
+    async def generate(self, body: dict[str, Any], timeout_s: float) -> AsyncGenerator[Answer, None]:
         request = _infer_request(body)
         connection = self._least_loaded()
         call = connection.stub.ModelStreamInfer()
         connection.calls.add(call)
         try:
-            async with contextlib.aclosing(self._responses(call, request)) as responses:
+            async with contextlib.aclosing(self._responses(call, request, timeout_s)) as responses:
                 async for response in responses:
                     answer = _read(response)
                     if answer.get("error_code"):
@@ -93,24 +128,32 @@ class TritonBackend:
             connection.calls.discard(call)
             call.cancel()  # does nothing when the call has ended
 
-    async def _responses(self, call: Any, request: Any) -> AsyncGenerator[Any, None]:
+    async def _responses(self, call: Any, request: Any, timeout_s: float) -> AsyncGenerator[Any, None]:
         """Triton's responses to one request, gRPC's errors translated."""
+        silence = _Silence(call, timeout_s)
         try:
             with contextlib.suppress(asyncio.InvalidStateError):  # the call has failed already: reading tells why
                 await call.write(request)
                 await call.done_writing()
             async for response in call:
+                silence.ends()
                 yield response
+                silence.begins()
         except grpc.aio.AioRpcError as error:
             kind = ERRORS.get(error.code(), RequestError)
             raise kind(f"the model server failed: {error.code().name}: {error.details()}") from None
         except asyncio.CancelledError:
+            if silence.was_too_long:
+                text = f"the model sent no response for {timeout_s:g} s, the request is cancelled"
+                raise TimedOut(text) from None
             if self._closed:
                 raise EngineUnavailable("the gateway is stopping") from None
             raise
+        finally:
+            silence.close()
 
     async def probe(self) -> dict[str, Any]:
-        async with contextlib.aclosing(self.generate({wire.PROBE: True})) as answers:
+        async with contextlib.aclosing(self.generate({wire.PROBE: True}, PROBE_TIMEOUT_S)) as answers:
             return [answer async for answer in answers][-1]
 
     async def is_live(self) -> bool:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
-from engine.errors import EngineUnavailable
+from engine.errors import EngineUnavailable, TimedOut
 from gateway.__main__ import listen, serve
 from gateway.app import make_app
 from gateway.backend import GatewaySettings
@@ -28,6 +28,7 @@ class FakeBackend:
 
     def __init__(self, *script: Any, finish_reason: str = "stop", state: dict[str, Any] | None = None):
         self.script = script
+        self.scripts: list[tuple[Any, ...]] = []  # of the first requests, when they differ
         self.finish_reason = finish_reason
         self.state = {"ready": True, "reason": "", "model_len": 8192} if state is None else state
         self.bodies: list[dict[str, Any]] = []
@@ -41,18 +42,19 @@ class FakeBackend:
     def go(self) -> None:
         self._loop.call_soon_threadsafe(self._go.set)
 
-    async def generate(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        self.bodies.append(body)
+    async def generate(self, body: dict[str, Any], timeout_s: float) -> AsyncGenerator[dict[str, Any], None]:
+        self.bodies.append(json.loads(json.dumps(body)))
         self._loop = asyncio.get_running_loop()
         self._go = self._go or asyncio.Event()
         texts: list[str] = []
         try:
-            for item in self.script:
+            for item in self.scripts.pop(0) if self.scripts else self.script:
+                await asyncio.sleep(0)  # as a network would, let others run
                 if isinstance(item, Exception):
                     raise item
                 if item is WAIT:
                     self.waiting.release()
-                    await self._go.wait()
+                    await self._wait(timeout_s)
                     if self._closed:
                         raise EngineUnavailable("the gateway is stopping")
                 else:
@@ -61,6 +63,12 @@ class FakeBackend:
         except (asyncio.CancelledError, GeneratorExit):
             self.cancelled.release()
             raise
+
+    async def _wait(self, timeout_s: float) -> None:
+        try:
+            await asyncio.wait_for(self._go.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            raise TimedOut(f"the model sent no response for {timeout_s:g} s, the request is cancelled") from None
 
     def _response(self, body: dict[str, Any], texts: list[str], text: str) -> dict[str, Any]:
         response = {

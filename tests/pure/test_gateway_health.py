@@ -1,0 +1,83 @@
+"""The health port: what it asks, what it answers, and how little it costs."""
+
+import asyncio
+import contextlib
+import socket
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from engine.errors import EngineUnavailable
+from gateway.health import make_health_app
+from tests.pure.gateway_fake import WAIT, FakeBackend, running
+
+
+async def ask(backend, *paths, http_port=None):
+    """-> [(status, body)] of all paths, asked at once."""
+    runner = web.AppRunner(make_health_app(backend, 0.05, http_port))
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}/v2/health/"
+
+    async def get(session, path):
+        async with session.get(url + path) as response:
+            return response.status, await response.text() if response.status == 200 else await response.json()
+
+    try:
+        async with aiohttp.ClientSession() as session:
+            return await asyncio.gather(*[get(session, path) for path in paths])
+    finally:
+        await runner.cleanup()
+
+
+def test_a_ready_model_is_200_with_an_empty_body():
+    assert asyncio.run(ask(FakeBackend(), "ready", "live")) == [(200, ""), (200, "")]
+
+
+@pytest.mark.parametrize(
+    ("state", "live", "code", "message"),
+    [
+        ({"ready": False, "reason": "warming up"}, 200, 2, "warming up"),
+        ({"ready": False}, 200, 2, "the model is not ready"),
+        (EngineUnavailable("nobody there"), 503, 1, "nobody there"),
+        (ValueError("secret"), 503, 2, "the check failed: ValueError"),
+        (WAIT, 200, 3, "no answer within 0.05 s"),
+    ],
+)
+def test_a_model_that_is_not_ready_is_503_and_says_why(state, live, code, message):
+    ready, alive = asyncio.run(ask(FakeBackend(state=state), "ready", "live"))
+    assert ready == (503, {"error_code": code, "error_msg": message})
+    assert alive[0] == live
+
+
+def test_many_who_ask_at_once_cost_one_probe():
+    backend = FakeBackend()
+    assert asyncio.run(ask(backend, *["ready"] * 50)) == [(200, "")] * 50
+    assert backend.num_probes == 1
+
+
+def test_live_needs_the_http_port_where_http_is_served():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert asyncio.run(ask(FakeBackend(), "live", http_port=port)) == [(200, "")]
+    [(status, body)] = asyncio.run(ask(FakeBackend(), "live", http_port=port))
+    assert (status, body["error_code"]) == (503, 1)
+    assert f"nothing answers on HTTP port {port}" in body["error_msg"]
+
+
+def test_the_service_port_tells_its_health_too():
+    with running(FakeBackend()) as gateway:
+        assert gateway.send("GET", "/health")[::2] == (200, b"")
+    with running(FakeBackend(state={"ready": False, "reason": "warming up"})) as gateway:
+        status, _, payload = gateway.send("GET", "/health")
+    assert status == 503
+    assert b"warming up" in payload
+
+
+def test_the_models_are_listed_while_the_model_is_not_ready():
+    with running(FakeBackend(state=EngineUnavailable("gone"))) as gateway, contextlib.closing(gateway.connect()):
+        status, _, payload = gateway.send("GET", "/v1/models")
+    assert status == 200
+    assert b'"max_model_len":null' in payload

@@ -1,0 +1,149 @@
+"""What HTTP clients get wrong, what browsers ask, and what the log keeps to itself."""
+
+import contextlib
+import gzip
+import json
+import logging
+import socket
+
+import pytest
+
+from tests.pure.gateway_fake import FakeBackend, running
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+POSTS = [CHAT, COMPLETIONS, CHAT + "/completions", CHAT + "/chat/completions"]
+NATIVE = {"text": "hi"}
+
+
+@pytest.fixture(scope="module")
+def gateway():
+    with running(FakeBackend("a"), max_body_bytes=2000) as gateway:
+        yield gateway
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "not valid JSON: Expecting value"),
+        (b"{", "not valid JSON"),
+        (b"\xff\xfe{", "not valid JSON"),
+        (b'{"text": "\xff"}', "not valid JSON"),
+        (b"[" * 1900, "nested too deeply"),
+        (b'{"seed": 1' + b"0" * 1900, "not valid JSON"),
+        (b"[]", "must be a JSON object, it is list"),
+        (b'[{"text": "hi"}]', "must be a JSON object, it is list"),
+        (b"null", "must be a JSON object, it is NoneType"),
+        (b'"text"', "must be a JSON object, it is str"),
+        (b"{}", "is missing"),
+    ],
+)
+@pytest.mark.parametrize("path", POSTS)
+def test_an_unreadable_body_is_a_clear_400(gateway, path, body, message):
+    status, answer = gateway.refused(path, body)
+    assert status == 400
+    assert message in answer.get("error", {}).get("message", answer.get("error_msg", ""))
+
+
+def test_what_is_nested_almost_too_deeply_is_no_trouble(gateway):
+    body = {"messages": [{"content": json.loads(b"[" * 900 + b"]" * 900)}]}
+    status, answer = gateway.refused(CHAT, body)
+    assert (status, answer["error"]["param"]) == (400, "messages")
+
+
+def test_what_is_not_http_leaves_one_line_in_the_log_without_its_bytes(caplog):
+    with running(FakeBackend()) as gateway, socket.create_connection(("127.0.0.1", gateway.port)) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\ns3cret\x00: 1\r\n\r\n")
+        assert client.recv(2**16).startswith(b"HTTP/1.0 400 ")
+    assert "Error handling request from 127.0.0.1" in caplog.text
+    assert "s3cret" not in caplog.text
+
+
+def test_a_body_that_no_protocol_could_be_read_from_is_answered_in_both(gateway):
+    _, answer = gateway.refused(CHAT, b"{")
+    assert answer["error"]["message"] == answer["error_msg"]
+    assert (answer["error_code"], answer["result"], answer["error"]["code"]) == (400, "", "invalid_request")
+
+
+@pytest.mark.parametrize(
+    "content_type", ["text/plain", "application/x-www-form-urlencoded", "nonsense", "text/x;charset=q"]
+)
+def test_any_content_type_will_do(gateway, content_type):
+    status, _, payload = gateway.send("POST", CHAT, NATIVE, {"Content-Type": content_type})
+    assert (status, json.loads(payload)["result"]) == (200, "a")
+
+
+def test_a_huge_body_is_refused_by_its_length_before_it_is_sent(gateway):
+    with contextlib.closing(gateway.connect()) as connection:
+        connection.putrequest("POST", CHAT)
+        connection.putheader("Content-Length", str(10**12))
+        connection.endheaders()
+        response = connection.getresponse()
+        assert response.status == 413
+        assert "limit of 2000 bytes" in json.loads(response.read())["error_msg"]
+
+
+@pytest.mark.parametrize("encoding", ["chunked", "gzip"])
+def test_a_huge_body_without_an_honest_length_is_refused_too(gateway, encoding):
+    body, headers = iter([b" " * 1500] * 2), {}
+    if encoding == "gzip":
+        body, headers = gzip.compress(b" " * 10**6), {"Content-Encoding": "gzip"}
+    with contextlib.closing(gateway.connect()) as connection:
+        connection.request("POST", CHAT, body, headers, encode_chunked=encoding == "chunked")
+        assert connection.getresponse().status == 413
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "message"),
+    [
+        ("GET", CHAT, 405, "does not take GET, it takes POST"),
+        ("DELETE", COMPLETIONS, 405, "does not take DELETE, it takes POST"),
+        ("POST", "/v1/models", 405, "it takes GET,HEAD"),
+        ("GET", "/nowhere", 404, "no such path"),
+        ("POST", "/v1/chat/completions/", 404, "no such path"),
+        ("POST", "/%ff%00/../x", 404, "no such path"),
+        ("GET", "/v1/models/gpt", 404, "the served model is `default`"),
+    ],
+)
+def test_wrong_paths_and_methods_are_told_in_json(gateway, method, path, status, message):
+    got, headers, payload = gateway.send(method, path)
+    answer = json.loads(payload)
+    assert got == status
+    assert message in answer["error"]["message"]
+    assert ("Allow" in headers) == (status == 405)
+
+
+def test_a_browser_may_ask_from_anywhere(gateway):
+    asked = {"Origin": "http://elsewhere", "Access-Control-Request-Method": "POST"}
+    status, headers, _ = gateway.send("OPTIONS", CHAT, headers=asked)
+    assert (status, headers["Access-Control-Allow-Origin"]) == (204, "*")
+    assert "Authorization" in headers["Access-Control-Allow-Headers"]
+    for body in (NATIVE, {**NATIVE, "stream": True}, b"{"):
+        _, headers, _ = gateway.send("POST", CHAT, body)
+        assert headers["Access-Control-Allow-Origin"] == "*"
+
+
+def test_the_root_says_what_there_is(gateway):
+    status, _, payload = gateway.send("GET", "/")
+    assert status == 200
+    assert {*POSTS, "/v1/models", "/health"} <= set(json.loads(payload)["endpoints"])
+
+
+def test_the_log_has_a_line_a_request_and_no_word_of_the_clients(caplog):
+    secret = "s3cret\n"
+    with caplog.at_level(logging.DEBUG), running(FakeBackend("a", "b")) as gateway:
+        gateway.send("POST", CHAT, {"text": secret, "req_id": secret, "stream": True})
+        gateway.send("POST", CHAT, {"messages": secret, "model": secret})
+        gateway.send("PATCH", "/s3cret")
+    lines = [record.getMessage() for record in caplog.records if record.name == "gateway.app"]
+    assert [line.split()[:3] for line in lines] == [["POST", CHAT, "200"], ["POST", CHAT, "400"], ["OTHER", "-", "404"]]
+    assert lines[0].endswith("native 2 tokens")
+    assert "s3cret" not in caplog.text.lower()
+
+
+def test_one_connection_serves_one_request_after_the_other(gateway):
+    with contextlib.closing(gateway.connect()) as connection:
+        for body in (NATIVE, {**NATIVE, "stream": True}, {"text": "hi", "stream": 5}, NATIVE):
+            connection.request("POST", CHAT, json.dumps(body))
+            assert connection.getresponse().read()
+            sock = connection.sock
+        assert sock is connection.sock is not None

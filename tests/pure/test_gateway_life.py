@@ -1,0 +1,171 @@
+"""Clients that leave, models that fall silent, and workers that are told to stop."""
+
+import contextlib
+import json
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gateway import answers
+from gateway.__main__ import listen
+from tests.pure.gateway_fake import WAIT, FakeBackend, chunks, events, running
+
+ROOT = Path(__file__).parents[2]
+CHAT = "/v1/chat/completions"
+NATIVE = {"text": "hi"}
+OPENAI = {"messages": [{"role": "user", "content": "hi"}], "model": "m"}
+
+
+def leave(connection):
+    """As a killed client does: no goodbye."""
+    connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+@pytest.mark.parametrize("body", [NATIVE, OPENAI, {**OPENAI, "n": 3}])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("script", [[WAIT], ["a", WAIT]])
+def test_a_client_that_leaves_cancels_its_requests_at_once(body, stream, script):
+    backend = FakeBackend(*script)
+    with running(backend) as gateway:
+        connection = gateway.connect()
+        connection.request("POST", CHAT, json.dumps({**body, "stream": stream}))
+        num_requests = body.get("n", 1)
+        assert all(backend.waiting.acquire(timeout=5) for _ in range(num_requests))
+        leave(connection)
+        assert all(backend.cancelled.acquire(timeout=5) for _ in range(num_requests))
+
+
+def test_a_client_that_does_not_read_is_taken_for_gone(monkeypatch):
+    monkeypatch.setattr(answers, "SURELY_BUFFERED", 0)
+    backend = FakeBackend(*["x" * 2**20] * 64)
+    with running(backend, request_timeout_s=0.1) as gateway, contextlib.closing(gateway.connect()) as connection:
+        connection.request("POST", CHAT, json.dumps({**NATIVE, "stream": True}))
+        assert backend.cancelled.acquire(timeout=5)
+
+
+@pytest.mark.parametrize("settings", [{"request_timeout_s": 0.05}, {}])
+def test_a_silent_model_is_a_504_that_says_so(settings):
+    body = NATIVE if settings else {**NATIVE, "timeout": 0.05}
+    with running(FakeBackend(WAIT), **settings) as gateway:
+        status, answer = gateway.refused(CHAT, body)
+    assert (status, answer["error_type"]) == (504, "timeout")
+    assert answer["error_msg"] == "the model sent no response for 0.05 s, the request is cancelled"
+
+
+def test_a_model_that_falls_silent_ends_the_stream_with_an_error():
+    with running(FakeBackend("a", WAIT), request_timeout_s=0.05) as gateway:
+        native = gateway.stream(CHAT, {**NATIVE, "stream": True})
+        openai = events(gateway.stream(CHAT, {**OPENAI, "stream": True}))
+    assert [json.loads(line)["error_code"] for line in native] == [0, 504]
+    assert openai[-1]["error"]["code"] == "timeout"
+
+
+def test_a_timeout_of_zero_is_the_default_one():
+    with running(FakeBackend("a")) as gateway:
+        assert gateway.post(CHAT, {**NATIVE, "timeout": 0})["result"] == "a"
+
+
+@contextlib.contextmanager
+def begun(gateway, body):
+    """The response to a stream that has begun."""
+    with contextlib.closing(gateway.connect()) as connection:
+        connection.request("POST", CHAT, json.dumps({**body, "stream": True}))
+        yield connection.getresponse()
+
+
+def test_running_requests_finish_while_draining_and_new_ones_are_refused():
+    backend = FakeBackend("a", WAIT, "b")
+    with running(backend, drain_timeout_s=10) as gateway, contextlib.closing(gateway.connect()) as other:
+        with begun(gateway, NATIVE) as native, begun(gateway, OPENAI) as openai:
+            assert all(backend.waiting.acquire(timeout=5) for _ in range(2))
+            other.connect()
+            status = None
+            while status in (None, 200):  # until it has heard
+                other.request("GET", "/")
+                status = (response := other.getresponse()).status
+                answer = json.loads(response.read())
+                gateway.stop()
+            assert (status, answer["error_msg"]) == (503, "the server is stopping")
+            with pytest.raises(ConnectionRefusedError):
+                gateway.connect().connect()
+            backend.go()
+            assert [json.loads(line)["token"] for line in chunks(native)] == ["a", "b", ""]
+            assert events([openai.read()])[-1] == "[DONE]"
+
+
+def test_what_runs_longer_than_the_drain_timeout_ends_with_an_error_event():
+    backend = FakeBackend("a", WAIT)
+    with running(backend, drain_timeout_s=0.05) as gateway, begun(gateway, OPENAI) as response:
+        assert backend.waiting.acquire(timeout=5)
+        gateway.stop()
+        last = events([response.read()])[-1]
+    assert last["error"]["message"] == "the gateway is stopping"
+    assert last["error"]["code"] == "engine_unavailable"
+
+
+def test_a_request_that_waits_for_its_first_token_is_refused_when_the_drain_timeout_is_over():
+    backend = FakeBackend(WAIT)
+    with running(backend, drain_timeout_s=0.05) as gateway, contextlib.closing(gateway.connect()) as connection:
+        connection.request("POST", CHAT, json.dumps(NATIVE))
+        assert backend.waiting.acquire(timeout=5)
+        gateway.stop()
+        response = connection.getresponse()
+        assert (response.status, json.loads(response.read())["error_code"]) == (503, 503)
+
+
+def test_workers_share_a_port():
+    first = listen("127.0.0.1", 0)
+    second = listen("127.0.0.1", first.getsockname()[1])
+    for sock in (first, second):
+        sock.listen()
+        sock.close()
+
+
+# --- the process ------------------------------------------------------------------------------------------------
+
+
+def a_worker(*arguments):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "gateway",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--grpc-port",
+        "1",
+        *arguments,
+    ]
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True), port
+
+
+def test_a_worker_serves_until_sigterm_and_exits_with_0():
+    process, port = a_worker("--workers-index", "3")
+    try:
+        assert "worker 3" in (line := process.stderr.readline())
+        assert f"listening on 127.0.0.1:{port}" in line
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert client.recv(2**16).startswith(b"HTTP/1.1 503 ")  # nobody on the gRPC port
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_worker_that_cannot_listen_says_why():
+    process, _ = a_worker("--host", "192.0.2.1")
+    _, log = process.communicate(timeout=10)
+    assert process.returncode == 1
+    assert "cannot serve on 192.0.2.1" in log.splitlines()[-1]
