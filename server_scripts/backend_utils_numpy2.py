@@ -1,0 +1,64 @@
+"""Takes the place of triton_python_backend_utils.py where a stub built for numpy 1 meets numpy 2.
+
+Such a stub reads the size of an array's items where numpy 2 keeps the flags of its type. Two consequences are mended,
+for tensors of strings only, which is all that the server's model has:
+- an input array would be made with wrong strides: we hand the stub an array API that ignores strides;
+- an output would be cut off: its bytes are given in items whose size equals their type's flags, filled up with spaces,
+  which mean nothing after JSON.
+"""
+
+import ctypes
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+from numpy._core import multiarray
+
+exec(compile(Path(__file__).with_name("original_triton_python_backend_utils.py").read_bytes(), __file__, "exec"))
+
+API_LEN = 300  # entries that pybind11 may look at
+NEW_FROM_DESCR = 94  # PyArray_NewFromDescr(subtype, descr, nd, dims, strides, data, flags, obj)
+Pointer = ctypes.c_void_p
+NewFromDescr = ctypes.PYFUNCTYPE(Pointer, Pointer, Pointer, ctypes.c_int, *[Pointer] * 3, ctypes.c_int, Pointer)
+
+
+def api_without_strides():
+    get_pointer, new_capsule = ctypes.pythonapi.PyCapsule_GetPointer, ctypes.pythonapi.PyCapsule_New
+    get_pointer.restype, get_pointer.argtypes = Pointer, [ctypes.py_object, ctypes.c_char_p]
+    new_capsule.restype, new_capsule.argtypes = ctypes.py_object, [Pointer, ctypes.c_char_p, Pointer]
+    api = (Pointer * API_LEN)(*(Pointer * API_LEN).from_address(get_pointer(multiarray._ARRAY_API, None)))
+    original = NewFromDescr(api[NEW_FROM_DESCR])
+
+    @NewFromDescr
+    def new_from_descr(subtype, descr, ndim, dims, strides, data, flags, obj):  # noqa: PLR0913 - numpy says so
+        return original(subtype, descr, ndim, dims, None, data, flags, obj)
+
+    api[NEW_FROM_DESCR] = ctypes.cast(new_from_descr, Pointer).value
+    module = types.ModuleType("numpy.core.multiarray")
+    module._ARRAY_API = new_capsule(ctypes.addressof(api), None, None)
+    module.kept_alive = (api, new_from_descr, original)
+    return module
+
+
+def item_of_flags_size():
+    """A type of n bytes whose flags, which such a stub takes for its size, are n."""
+    for align in (False, True):
+        size = np.dtype([("bytes", "u1")], align=align).flags
+        item = np.dtype([("bytes", "u1", (size,))], align=align) if size > 0 else None
+        if item is not None and item.flags == item.itemsize == size:
+            return item
+    raise ImportError(f"this stub needs numpy 1, and numpy {np.__version__} cannot stand in for it")
+
+
+ITEM = item_of_flags_size()
+serialize_original = serialize_byte_tensor  # noqa: F821 - executed above
+
+
+def serialize_byte_tensor(input_tensor):
+    [text] = input_tensor.reshape(-1)
+    padding = b" " * (-(len(text) + 4) % ITEM.itemsize)
+    return np.frombuffer(serialize_original(np.array([text + padding], dtype=np.object_)), dtype=ITEM)
+
+
+sys.modules["numpy.core.multiarray"] = api_without_strides()  # before the stub asks for it

@@ -1,0 +1,108 @@
+"""One process of the server: how it is started, what is known about it, and when it may be started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from server_scripts.run_dir import Process, children_of
+
+EXEC_CHILD = Path(__file__).with_name("exec_child.py")
+ROOT = Path(__file__).resolve().parents[1]
+HEALTHY_AFTER_S = 60.0  # without a crash until the next one counts as the first
+MAX_BACK_OFF_S = 30.0
+
+
+@dataclass(frozen=True)
+class ChildSpec:
+    name: str
+    command: list[str]
+    env: dict[str, str]
+    log_path: Path
+    max_crashes: int | None = None  # in a row; None: it is always started again
+    has_helpers: bool = False  # processes of its own that must live as long as it does
+    waits_for_model_server: bool = False  # is started once tritonserver answers
+
+
+@dataclass
+class Child:
+    """Times are seconds of the monotonic clock."""
+
+    spec: ChildSpec
+    process: Process | None = None  # None: it does not run
+    helpers: list[Process] = field(default_factory=list)
+    started_at: float = 0.0
+    healthy_since: float | None = None
+    num_starts: int = 0
+    num_crashes: int = 0  # in a row
+    restart_at: float | None = None  # None: running, not started yet, or given up
+    last_words: str = ""  # how it ended
+
+    def start(self) -> None:
+        watched = [sys.executable, "-I", "-S", str(EXEC_CHILD), str(os.getpid())]
+        with self.spec.log_path.open("ab") as log:
+            started = subprocess.Popen(
+                [*watched, *self.spec.command],
+                env=self.spec.env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                start_new_session=True,
+            )
+        started.returncode = 0  # the supervisor reaps; Popen must not wait for a pid that may be another's by then
+        self.process = Process.of(self.spec.name, started.pid)
+        self.helpers = []
+        self.started_at = time.monotonic()
+        self.healthy_since = None
+        self.restart_at = None
+        self.num_starts += 1
+
+    def find_helpers(self) -> None:
+        if self.process:
+            found = (Process.of(f"{self.spec.name} helper", pid) for pid in children_of(self.process.pid))
+            self.helpers = [process for process in found if process]
+
+    def signal(self, number: int) -> None:
+        """To the process, for it to end what it started."""
+        if self.process:
+            self.process.kill(number)
+
+    def kill(self) -> None:
+        """The process and all of its session. Not reaped yet, so the number is still theirs."""
+        if self.process and self.process.pid > 1:
+            try:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            for helper in self.helpers:
+                helper.kill()
+
+    def has_ended(self, status: int) -> None:
+        """Takes note of the exit and of when the next start is due."""
+        now = time.monotonic()
+        is_healthy = self.healthy_since is not None and now - self.healthy_since >= HEALTHY_AFTER_S
+        self.num_crashes = 1 if is_healthy else self.num_crashes + 1
+        self.last_words = describe_exit(status)
+        self.process = None
+        self.healthy_since = None
+        if self.spec.max_crashes is None or self.num_crashes < self.spec.max_crashes:
+            self.restart_at = now + back_off(self.num_crashes)
+
+
+def back_off(num_crashes: int) -> float:
+    """The first restart is at once, as clients are waiting; then 1, 2, 4, ... seconds."""
+    return 0.0 if num_crashes <= 1 else min(2.0 ** (num_crashes - 2), MAX_BACK_OFF_S)
+
+
+def describe_exit(status: int) -> str:
+    """`status` is waitpid's."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        return f"was killed by {signal.Signals(number).name if number in list(signal.Signals) else number}"
+    return f"ended with exit status {os.waitstatus_to_exitcode(status)}"

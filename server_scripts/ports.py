@@ -1,0 +1,84 @@
+"""Which port is whose: free or not, which variable names it, which process has it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+from pathlib import Path
+
+from engine.config import Config
+
+LISTENING = "0A"  # in /proc/net/tcp
+
+
+def ports_of(config: Config) -> dict[str, tuple[str, int]]:
+    """Variable -> the address and port that the server is going to listen on."""
+    host = config.service_host
+    ports = {
+        "HEALTH_HTTP_PORT": (host, config.health_http_port),
+        "SERVICE_GRPC_PORT": (host, config.service_grpc_port),
+        "METRICS_HTTP_PORT": (host, config.metrics_http_port),
+        "INTER_PROC_PORT": ("127.0.0.1", config.inter_proc_port),
+    }
+    if config.service_http_port > 0:
+        ports["SERVICE_HTTP_PORT"] = (host, config.service_http_port)
+    return ports
+
+
+def connect_host(listen_host: str) -> str:
+    """Where a client on this machine finds a server that listens on `listen_host`."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(listen_host, listen_host)
+
+
+def problems(config: Config) -> list[str]:
+    """One sentence for every port that cannot be listened on."""
+    return [text for name, address in ports_of(config).items() if (text := _problem(name, *address))]
+
+
+def _problem(variable: str, host: str, port: int) -> str:
+    try:
+        [(family, kind, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        with socket.socket(family, kind) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: closed connections do not count
+            sock.bind(address)
+            sock.listen(1)
+    except socket.gaierror as error:
+        return f"SERVICE_HOST is {host!r}, which is no address of this machine: {error.strerror}"
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            return f"SERVICE_HOST is {host!r}, which is no address of this machine"
+        if error.errno != errno.EADDRINUSE:
+            return f"{variable} is {port}, which cannot be used: {error.strerror}"
+        owner = owner_of(port)
+        return f"{variable} is {port}, which is taken{f' by {owner}' if owner else ''}; set {variable} to a free port"
+    return ""
+
+
+def owner_of(port: int) -> str:
+    """`name (pid 123)` of who listens on the port; empty when that is hidden from this user."""
+    inodes = _listening_inodes(port)
+    for name in os.listdir("/proc") if inodes else []:
+        if not name.isdecimal():
+            continue
+        try:
+            links = [os.readlink(link) for link in Path("/proc", name, "fd").iterdir()]
+            if any(re.fullmatch(rf"socket:\[({'|'.join(inodes)})\]", link) for link in links):
+                return f"{Path('/proc', name, 'comm').read_text().strip()} (pid {name})"
+        except OSError:
+            continue  # another user's, or it has ended
+    return ""
+
+
+def _listening_inodes(port: int) -> list[str]:
+    inodes = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            lines = Path(table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for fields in map(str.split, lines):
+            if fields[3] == LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
+                inodes.append(fields[9])
+    return inodes

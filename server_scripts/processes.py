@@ -1,0 +1,88 @@
+"""The processes of a server: their commands, environments and log files."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from engine.config import Config
+from server_scripts import triton
+from server_scripts.child import ChildSpec
+from server_scripts.ports import connect_host
+from server_scripts.run_dir import RunDir
+
+ENGINE, TRITONSERVER, GATEWAY, HEALTH = "engine", "tritonserver", "gateway", "health"
+
+# File names are the predecessor's, for those who have scripts that read them.
+LOG_NAMES = {
+    ENGINE: "infer_server.log",
+    TRITONSERVER: "server.log",
+    GATEWAY: "http_server.log",
+    HEALTH: "health_http.log",
+    "supervisor": "console.log",
+}
+
+# What the caller's environment does not set already.
+ENGINE_DEFAULTS = {
+    "GLOG_minloglevel": "2",  # Paddle tells of every pass it applies
+    "OMP_WAIT_POLICY": "passive",  # idle threads must not take the cores of those who serve
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+def log_paths(config: Config) -> dict[str, Path]:
+    return {name: config.log_path / file_name for name, file_name in LOG_NAMES.items()}
+
+
+def all_specs(config: Config, graph_dir: Path, served_name: str, run_dir: RunDir) -> list[ChildSpec]:
+    """In the order of their start. Raises TritonError."""
+    environ = {**os.environ, "PYTHONUNBUFFERED": "1", "GRAPH_DIR": str(graph_dir)}
+    logs = log_paths(config)
+    specs = [engine_spec(config, environ, logs[ENGINE]), triton_spec(config, environ, run_dir, logs[TRITONSERVER])]
+    if config.service_http_port > 0:
+        for index in range(config.push_mode_http_workers):
+            command = gateway_command(config, served_name, index)
+            specs.append(ChildSpec(f"{GATEWAY}-{index}", command, environ, logs[GATEWAY], waits_for_model_server=True))
+    specs.append(ChildSpec(HEALTH, health_command(config), environ, logs[HEALTH], waits_for_model_server=True))
+    return specs
+
+
+def engine_spec(config: Config, environ: Mapping[str, str], log_path: Path) -> ChildSpec:
+    command = [sys.executable, "-m", "engine.process"]
+    return ChildSpec(ENGINE, command, {**ENGINE_DEFAULTS, **environ}, log_path, max_crashes=config.engine_max_crashes)
+
+
+def triton_spec(config: Config, environ: Mapping[str, str], run_dir: RunDir, log_path: Path) -> ChildSpec:
+    found, folder = triton.find_tritonserver(), run_dir.path / "triton"
+    triton.prepare(found, folder)
+    command = triton.command(found, folder, config, run_dir.shm_prefix, triton.ROOT / "model_repository")
+    env = triton.environment(found, folder, dict(environ))
+    return ChildSpec(TRITONSERVER, command, env, log_path, has_helpers=True)
+
+
+def gateway_command(config: Config, served_name: str, index: int) -> list[str]:
+    options = {
+        "host": config.service_host,
+        "port": config.service_http_port,
+        "grpc-host": connect_host(config.service_host),
+        "grpc-port": config.service_grpc_port,
+        "model-name": served_name,
+        "max-body-bytes": config.max_body_bytes,
+        "drain-timeout": config.drain_timeout_s,
+        "workers-index": index,
+    }
+    return [sys.executable, "-m", "gateway", *(f"--{name}={value}" for name, value in options.items())]
+
+
+def health_command(config: Config) -> list[str]:
+    options = {
+        "host": config.service_host,
+        "port": config.health_http_port,
+        "grpc-host": connect_host(config.service_host),
+        "grpc-port": config.service_grpc_port,
+    }
+    if config.service_http_port > 0:
+        options["http-port"] = config.service_http_port
+    return [sys.executable, "-m", "gateway.health", *(f"--{name}={value}" for name, value in options.items())]

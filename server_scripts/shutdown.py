@@ -1,0 +1,88 @@
+"""The end of a server, in order: who takes requests first, the engine when nobody needs it any more."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Sequence
+
+from server_scripts.child import Child
+from server_scripts.processes import ENGINE, TRITONSERVER
+from server_scripts.run_dir import Process, children_of
+from server_scripts.supervisor import Supervisor
+
+log = logging.getLogger("supervisor")
+
+HEAD_START_S = 0.5  # of the gateway, before tritonserver refuses new requests
+STOP_MARGIN_S = 10.0  # beyond the drain timeout, for tritonserver to unload
+STOP_WHILE_STARTING_S = 5.0  # there are no requests yet
+ENGINE_STOP_S = 10.0
+KILL_S = 5.0
+
+
+def stop_timeout_s(drain_timeout_s: float) -> float:
+    """The longest that `shut_down` takes."""
+    return drain_timeout_s + STOP_MARGIN_S + ENGINE_STOP_S + 2 * KILL_S
+
+
+def shut_down(supervisor: Supervisor) -> None:
+    """Gateway and tritonserver let running requests end for the drain timeout, at the same time."""
+    is_serving = supervisor.state.phase == "ready"
+    supervisor.prober.stop()
+    supervisor.set_phase("stopping")
+    engine = [child for child in supervisor.children if child.spec.name == ENGINE]
+    triton = [child for child in supervisor.children if child.spec.name == TRITONSERVER]
+    front = [child for child in supervisor.children if child not in engine + triton]
+    now = time.monotonic()
+    deadline = now + (supervisor.limits.drain_timeout_s + STOP_MARGIN_S if is_serving else STOP_WHILE_STARTING_S)
+    _ask(front)
+    _wait(supervisor, front, now + HEAD_START_S)
+    _ask(triton)
+    _wait(supervisor, front + triton, deadline)
+    _kill(supervisor, front + triton)
+    _ask(engine)
+    _wait(supervisor, engine, time.monotonic() + ENGINE_STOP_S)
+    _kill(supervisor, engine)
+    _kill_adopted(supervisor)
+    supervisor.run_dir.clean_up(supervisor.state.shm_prefix)
+    log.info("stopped")
+
+
+def _ask(children: Sequence[Child]) -> None:
+    for child in children:
+        child.signal(signal.SIGTERM)
+
+
+def _wait(supervisor: Supervisor, children: Sequence[Child], deadline: float) -> None:
+    """Until they have ended, the deadline, or a second stop signal."""
+    while any(child.process for child in children) and supervisor.num_stop_signals < 2:
+        if time.monotonic() > deadline:
+            return
+        supervisor.wake.wait(0.05)
+        supervisor.wake.clear()
+        supervisor.reap()
+        supervisor.on_tick()
+
+
+def _kill(supervisor: Supervisor, children: Sequence[Child]) -> None:
+    late = [child for child in children if child.process]
+    for child in late:
+        log.warning("%s has not ended in time, killing it", child.spec.name)
+        child.kill()
+    deadline = time.monotonic() + KILL_S
+    while any(child.process for child in late) and time.monotonic() < deadline:
+        time.sleep(0.01)
+        supervisor.reap()
+
+
+def _kill_adopted(supervisor: Supervisor) -> None:
+    """Those whose parent was one of our children and has ended without them."""
+    deadline = time.monotonic() + KILL_S
+    while (pids := children_of(os.getpid())) and time.monotonic() < deadline:
+        for pid in pids:
+            if process := Process.of("adopted", pid):
+                process.kill()
+        time.sleep(0.01)
+        supervisor.reap()

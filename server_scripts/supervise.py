@@ -1,0 +1,145 @@
+"""The supervisor's process, which `start_server` starts or becomes: `python -m server_scripts.supervise`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from engine.config import Config
+from server_scripts import logs
+from server_scripts.ports import ports_of
+from server_scripts.prober import Prober, Probes
+from server_scripts.processes import all_specs, log_paths
+from server_scripts.progress import Progress, Told
+from server_scripts.run_dir import Process, RunDir, State
+from server_scripts.shutdown import shut_down, stop_timeout_s
+from server_scripts.summary import summary
+from server_scripts.supervisor import Limits, StartFailed, Supervisor, become_subreaper
+from server_scripts.triton import TritonError
+
+log = logging.getLogger("supervisor")
+
+TEND_LOGS_EVERY_S = 5.0
+
+
+def new_state(config: Config, run_dir: RunDir, model: str, phase: str) -> State:
+    me = Process.of("supervisor", os.getpid())
+    assert me
+    return State(
+        phase=phase,
+        supervisor=me,
+        since=time.time(),
+        model=model,
+        host=config.service_host,
+        ports={name: port for name, (_, port) in ports_of(config).items()},
+        log_dir=str(config.log_path),
+        shm_prefix=run_dir.shm_prefix,
+        stop_timeout_s=stop_timeout_s(config.drain_timeout_s),
+    )
+
+
+class LogKeeper:
+    """Bounds the log files, and copies them to `console` if there is one."""
+
+    def __init__(self, config: Config, copy_to_console: bool):
+        self._paths = log_paths(config)
+        self._config = config
+        self._tended_at = time.monotonic()
+        followed = {name: path for name, path in self._paths.items() if name != "supervisor"}
+        self._follower = logs.Follower(followed, sys.stdout) if copy_to_console else None
+
+    def tend(self) -> None:
+        if self._follower:
+            self._follower.copy()
+        if time.monotonic() - self._tended_at < TEND_LOGS_EVERY_S:
+            return
+        self._tended_at = time.monotonic()
+        for path in self._paths.values():
+            logs.bound(path, self._config.log_max_bytes, self._config.log_backup_count)
+
+
+def make_probes(config: Config) -> Callable[[], Probes]:
+    def make() -> Probes:
+        from server_scripts import probe  # loads gRPC, which takes a moment
+
+        return probe.Probes(config)
+
+    return make
+
+
+def run(config: Config, given: argparse.Namespace, told: Told) -> int:
+    run_dir = RunDir(config.run_path)
+    try:
+        specs = all_specs(config, given.graph_dir, given.served_name, run_dir)
+    except TritonError as error:
+        told(f"failed: {error}")
+        return 1
+    wake = threading.Event()
+    keeper = LogKeeper(config, given.report_fd is None and config.output_log_to_console)
+    supervisor = Supervisor(
+        specs=specs,
+        run_dir=run_dir,
+        state=new_state(config, run_dir, given.served_name, "starting"),
+        limits=Limits(config.start_timeout_s, config.drain_timeout_s, config.check_health_interval_s),
+        prober=Prober(make_probes(config), wake.set),
+        wake=wake,
+        on_tick=keeper.tend,
+    )
+    return live(supervisor, told)
+
+
+def live(supervisor: Supervisor, told: Told) -> int:
+    """0 after a stop signal; 1 when the server did not become ready, with the reason told."""
+    become_subreaper()
+    supervisor.install_signals()
+    progress = Progress(supervisor, told)
+    try:
+        supervisor.bring_up(progress)
+        if supervisor.state.phase == "ready":
+            told(summary(supervisor.state))
+            told.close()
+            supervisor.watch()
+        return 0
+    except StartFailed as failure:
+        log.error("start failed: %s", failure)
+        progress.failed(str(failure))
+        return 1
+    except BrokenPipeError:
+        log.error("start_server has gone before the server was ready")
+        return 1
+    finally:
+        shut_down(supervisor)
+        supervisor.on_tick()
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m server_scripts.supervise", description=__doc__)
+    parser.add_argument("--graph-dir", type=Path, required=True, help="exported model")
+    parser.add_argument("--served-name", required=True, help="the model's name for clients")
+    parser.add_argument("--lock-fd", type=int, required=True, help="holds the lock of the run directory")
+    parser.add_argument("--report-fd", type=int, help="where start_server reads; standard output without")
+    parser.add_argument("--started", type=float, default=time.monotonic(), help="monotonic seconds")
+    return parser.parse_args()
+
+
+def main() -> int:
+    given = parse_arguments()
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # a server that is still starting is no error
+    config = Config.from_env()
+    os.set_inheritable(given.lock_fd, False)  # the lock is ours alone: it goes when we go
+    if given.report_fd is not None:
+        os.set_inheritable(given.report_fd, False)
+    logging.basicConfig(
+        level=config.log_level, stream=sys.stdout, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    return run(config, given, Told(given.report_fd, given.started))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""Finds a tritonserver that this Python can use and says how it is started: `python -m server_scripts.triton`.
+
+In a container the image's wins. Elsewhere it is the binary inside the installed nvidia-pytriton wheel, of which
+nothing is imported. The stub, which runs model.py, embeds a Python of its own: it takes its prefix from the first
+`python3` on the PATH (so a virtual environment comes first there) and ignores PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.config import Config
+from server_scripts.interpreter import VERSION, find_libpython, missing_libpython
+
+ROOT = Path(__file__).resolve().parents[1]
+IMAGE_BINARY = Path("/opt/tritonserver/bin/tritonserver")
+STUB = "triton_python_backend_stub"
+BACKEND_UTILS = "triton_python_backend_utils.py"
+EXIT_MARGIN_S = 5  # beyond the drain timeout, which model.py keeps, for Triton's own unloading
+SHM_BYTES = 16 << 20  # of the python backend's region at start and at each growth; prompts pass through it
+
+
+class TritonError(Exception):
+    """There is no tritonserver that could be started; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class Tritonserver:
+    binary: Path
+    backends: Path  # folder with python/
+    stub: Path  # runs model.py
+    libraries: tuple[Path, ...] = ()  # folders that the loader must search
+
+
+def find_tritonserver() -> Tritonserver:
+    """Raises TritonError with what was looked at and why it does not do."""
+    reasons = []
+    for find in (_of_image, _of_wheel):
+        try:
+            return find()
+        except TritonError as error:
+            reasons.append(str(error))
+    raise TritonError("; ".join(reasons))
+
+
+def _of_image() -> Tritonserver:
+    on_path = shutil.which("tritonserver")
+    binary = Path(on_path) if on_path else IMAGE_BINARY
+    if not binary.exists():
+        raise TritonError(f"no tritonserver on the PATH or at {IMAGE_BINARY}")
+    backends = binary.resolve().parents[1] / "backends"
+    stub = backends / "python" / STUB
+    if not stub.exists():
+        raise TritonError(f"{binary} has no Python backend at {stub}")
+    linked = set(re.findall(rb"libpython(3\.\d+)\.so", stub.read_bytes()))
+    if linked and VERSION.encode() not in linked:
+        versions = ", ".join(sorted(item.decode() for item in linked))
+        raise TritonError(f"the Python backend of {binary} is for Python {versions}, this is {VERSION}")
+    return Tritonserver(binary, backends, stub)
+
+
+def _of_wheel() -> Tritonserver:
+    spec = importlib.util.find_spec("pytriton")
+    if spec is None or not spec.submodule_search_locations:
+        raise TritonError("the package nvidia-pytriton, which brings one, is not installed (make install)")
+    package = Path(spec.submodule_search_locations[0])
+    folder = package / "tritonserver"
+    stub = folder / "python_backend_stubs" / VERSION / STUB
+    if not stub.exists():
+        raise TritonError(f"nvidia-pytriton has no Python backend for Python {VERSION}")
+    if missing := missing_libpython():
+        raise TritonError(missing)
+    libraries = (package.parent / "nvidia_pytriton.libs",)
+    return Tritonserver(folder / "bin" / "tritonserver", folder / "backends", stub, libraries)
+
+
+def prepare(found: Tritonserver, folder: Path) -> None:
+    """Makes `folder`/backends with the stub in place and `folder`/lib with this Python's library, all of links."""
+    shutil.rmtree(folder, ignore_errors=True)
+    python_backend, lib = folder / "backends" / "python", folder / "lib"
+    python_backend.mkdir(parents=True)
+    lib.mkdir()
+    for path in (found.backends / "python").iterdir():
+        (python_backend / path.name).symlink_to(path)
+    (python_backend / STUB).unlink(missing_ok=True)
+    (python_backend / STUB).symlink_to(found.stub)
+    if _needs_numpy_1(found.stub) and not importlib.metadata.version("numpy").startswith("1."):
+        (python_backend / BACKEND_UTILS).rename(python_backend / f"original_{BACKEND_UTILS}")
+        (python_backend / BACKEND_UTILS).symlink_to(Path(__file__).with_name("backend_utils_numpy2.py"))
+    if library := find_libpython():
+        names = re.findall(rb"libpython3[-.\w]*\.so\.1\.0", found.stub.read_bytes())
+        for name in {os.path.basename(library), *(name.decode() for name in names)}:
+            (lib / name).symlink_to(library)  # the stub for 3.13 asks for the wheel's copy by a name of its own
+
+
+def _needs_numpy_1(stub: Path) -> bool:
+    """True when it was built with a pybind11 before 2.12, which knows the layout of numpy 1 only."""
+    return b"numpy._core" not in stub.read_bytes()
+
+
+def environment(found: Tritonserver, folder: Path, environ: dict[str, str]) -> dict[str, str]:
+    paths = [str(folder / "lib"), *map(str, found.libraries), environ.get("LD_LIBRARY_PATH", "")]
+    import_path = [str(ROOT), *(path for path in sys.path if path and path != str(ROOT))]
+    return environ | {
+        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, paths)),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)]),
+        "LLM_SERVER_SYS_PATH": os.pathsep.join(import_path),
+        "CUDA_VISIBLE_DEVICES": "",  # nothing is computed here
+    }
+
+
+def command(found: Tritonserver, folder: Path, config: Config, shm_prefix: str, repository: Path) -> list[str]:
+    region = {"region-prefix-name": shm_prefix, "default-byte-size": SHM_BYTES, "growth-byte-size": SHM_BYTES}
+    flags = {
+        "model-repository": repository,
+        "backend-directory": folder / "backends",
+        "exit-timeout-secs": math.ceil(config.drain_timeout_s) + EXIT_MARGIN_S,
+        "strict-readiness": "true",
+        "allow-http": "false",  # it loses events of a stream under load; the gateway serves HTTP
+        "allow-grpc": "true",
+        "grpc-address": config.service_host,
+        "grpc-port": config.service_grpc_port,
+        "allow-metrics": "true",
+        "metrics-address": config.service_host,
+        "metrics-port": config.metrics_http_port,
+        "allow-gpu-metrics": "false",
+        "pinned-memory-pool-byte-size": 0,
+        "log-verbose": 0,
+    }
+    newer = {"grpc-infer-thread-count": 4, "grpc-max-response-pool-size": 256}  # Triton 2.51 has neither
+    help_text = _help(found, folder)
+    flags |= {name: value for name, value in newer.items() if f"--{name} " in help_text}
+    given = [f"--{name}={value}" for name, value in flags.items()]
+    given.append("--disable-auto-complete-config")  # config.pbtxt is complete; completing it would start a Python more
+    return [str(found.binary), *given, *(f"--backend-config=python,shm-{key}={value}" for key, value in region.items())]
+
+
+def _help(found: Tritonserver, folder: Path) -> str:
+    environ = environment(found, folder, dict(os.environ))
+    done = subprocess.run([found.binary, "--help"], env=environ, capture_output=True, text=True, timeout=60)
+    if done.returncode > 1 or "--model-repository" not in done.stdout + done.stderr:
+        raise TritonError(f"{found.binary} does not run: {(done.stderr or done.stdout).strip()[-500:]}")
+    return done.stdout + done.stderr
+
+
+def main() -> int:
+    try:
+        print(find_tritonserver().binary)
+    except TritonError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
