@@ -200,8 +200,10 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return await handler(request)
     except web.HTTPException as error:
         return _http_refusal(error, request)
-    except ConnectionError:
-        raise  # the client has left
+    except ConnectionError:  # the client has left, or does not read
+        if request.transport is not None:
+            request.transport.abort()
+        return web.Response(status=CLIENT_LEFT)
     except Exception as error:
         return answers.refusal(answers.as_known(error), request)
 

@@ -73,15 +73,15 @@ def readiness(backend: Backend, timeout_s: float) -> Shared:
     return Shared(check, timeout_s)
 
 
-def liveness(backend: Backend, timeout_s: float, http_port: int | None) -> Shared:
+def liveness(backend: Backend, timeout_s: float, http: tuple[str, int] | None) -> Shared:
     async def check() -> Health:
         if not await backend.is_live():
             return Health(NOT_REACHABLE, "the model server does not answer on its gRPC port")
-        if http_port is not None:
+        if http is not None:
             try:
-                _, writer = await asyncio.open_connection("127.0.0.1", http_port)
+                _, writer = await asyncio.open_connection(*http)
             except OSError as error:
-                return Health(NOT_REACHABLE, f"nothing answers on HTTP port {http_port}: {error.strerror}")
+                return Health(NOT_REACHABLE, f"nothing answers on HTTP port {http[1]}: {error.strerror}")
             writer.close()
         return Health()
 
@@ -94,8 +94,8 @@ def as_response(health: Health) -> web.Response:
     return web.Response()
 
 
-def make_health_app(backend: Backend, timeout_s: float, http_port: int | None = None) -> web.Application:
-    ready, live = readiness(backend, timeout_s), liveness(backend, timeout_s, http_port)
+def make_health_app(backend: Backend, timeout_s: float, http: tuple[str, int] | None = None) -> web.Application:
+    ready, live = readiness(backend, timeout_s), liveness(backend, timeout_s, http)
 
     async def answer_ready(_: web.Request) -> web.Response:
         return as_response(await ready())
@@ -125,7 +125,8 @@ def main() -> None:
     from gateway.triton_client import TritonBackend  # app.py needs the checks of this module, not Triton
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    app = make_health_app(TritonBackend(options.grpc_host, options.grpc_port), options.timeout, options.http_port)
+    http = (options.grpc_host, options.http_port) if options.http_port else None  # both listen on one host
+    app = make_health_app(TritonBackend(options.grpc_host, options.grpc_port), options.timeout, http)
     web.run_app(app, host=options.host, port=options.port, access_log=None, print=None, shutdown_timeout=1)
 
 

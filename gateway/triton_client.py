@@ -103,7 +103,7 @@ class TritonBackend:
     """A `gateway.backend.Backend`. Belongs to the event loop it is first used in."""
 
     def __init__(self, host: str, port: int):
-        self._target = f"{host}:{port}"
+        self._target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._connections: list[_Connection] = []
         self._closed = False
 

@@ -13,9 +13,9 @@ from gateway.health import make_health_app
 from tests.pure.gateway_fake import WAIT, FakeBackend, running
 
 
-async def ask(backend, *paths, http_port=None):
+async def ask(backend, *paths, http=None):
     """-> [(status, body)] of all paths, asked at once."""
-    runner = web.AppRunner(make_health_app(backend, 0.05, http_port))
+    runner = web.AppRunner(make_health_app(backend, 0.05, http))
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
@@ -61,8 +61,8 @@ def test_many_who_ask_at_once_cost_one_probe():
 def test_live_needs_the_http_port_where_http_is_served():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert asyncio.run(ask(FakeBackend(), "live", http_port=port)) == [(200, "")]
-    [(status, body)] = asyncio.run(ask(FakeBackend(), "live", http_port=port))
+        assert asyncio.run(ask(FakeBackend(), "live", http=("127.0.0.1", port))) == [(200, "")]
+    [(status, body)] = asyncio.run(ask(FakeBackend(), "live", http=("127.0.0.1", port)))
     assert (status, body["error_code"]) == (503, 1)
     assert f"nothing answers on HTTP port {port}" in body["error_msg"]
 

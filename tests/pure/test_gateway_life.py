@@ -41,6 +41,18 @@ def test_a_client_that_leaves_cancels_its_requests_at_once(body, stream, script)
         assert all(backend.cancelled.acquire(timeout=5) for _ in range(num_requests))
 
 
+def test_a_client_that_has_left_before_the_first_byte_is_no_error(caplog):
+    backend = FakeBackend(WAIT)
+    with running(backend) as gateway:
+        for _ in range(20):
+            connection = gateway.connect()
+            connection.request("POST", CHAT, json.dumps({**NATIVE, "stream": True}))
+            assert backend.waiting.acquire(timeout=5)
+            backend.go()
+            leave(connection)
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 def test_a_client_that_does_not_read_is_taken_for_gone(monkeypatch):
     monkeypatch.setattr(answers, "SURELY_BUFFERED", 0)
     backend = FakeBackend(*["x" * 2**20] * 64)
