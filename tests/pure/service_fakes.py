@@ -1,0 +1,115 @@
+"""Both ends of the service for tests: a stream that remembers its responses, an engine that is driven by hand."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+from engine.errors import EngineUnavailable
+from engine.wire import read_answer
+
+PATIENCE_S = 10
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it has not come true"
+        time.sleep(0.001)
+
+
+class FakeSender:
+    """Remembers every response; `before_send` may wait, raise, or do anything else."""
+
+    def __init__(self, before_send=lambda fields, final: None):
+        self.before_send = before_send
+        self.sent: list[tuple[dict, bool]] = []  # fields, final
+        self.cancelled = False
+        self.misuses: list[str] = []  # what would crash Triton
+        self._final_tried = False
+
+    def send(self, payload, final):
+        if self._final_tried:
+            self.misuses.append(f"send after the final response: {payload!r}")
+        self._final_tried |= final
+        fields = read_answer(payload)
+        self.before_send(fields, final)
+        self.sent.append((fields, final))
+
+    def is_cancelled(self):
+        if self._final_tried:
+            self.misuses.append("asked for a cancellation after the final response")
+        return self.cancelled
+
+    @property
+    def deltas(self):
+        return [fields for fields, final in self.sent if not final]
+
+    @property
+    def is_over(self):
+        return any(final for _, final in self.sent)
+
+    @property
+    def final(self):
+        """The one final response."""
+        wait_until(lambda: self.is_over)
+        [final] = [fields for fields, final in self.sent if final]
+        assert self.misuses == []
+        assert self.sent[-1][1], "the final response is not the last"
+        return final
+
+
+class FakeEngine:
+    """Stands in for EngineClient. `give` brings tokens to the request with this prompt."""
+
+    def __init__(self):
+        self.stats = {"num_running": 1, "num_blocks": 8, "num_blocks_held": 2, "block_size": 64}
+        self.num_restarts = 0
+        self.silent_s = 0.0
+        self.reason = None
+        self.listeners = {}  # by engine id
+        self.prompts = {}  # engine id -> prompt, of all that were ever submitted
+        self.cancelled = []
+        self.on_submit = lambda: None
+        self._lock = threading.Lock()
+
+    def submit(self, request_id, token_ids, sampling, listener):
+        self.on_submit()
+        if self.reason:
+            raise EngineUnavailable(self.reason)
+        with self._lock:
+            assert request_id not in self.prompts, "an id is used twice"
+            self.prompts[request_id] = list(token_ids)
+            self.listeners[request_id] = listener
+
+    def cancel(self, request_id):
+        with self._lock:
+            if self.listeners.pop(request_id, None):
+                self.cancelled.append(request_id)
+
+    def failure(self):
+        return self.reason
+
+    def close(self):
+        for listener in list(self.listeners.values()):
+            listener.ended(EngineUnavailable("the server is stopping"))
+        self.listeners.clear()
+
+    def listener_of(self, prompt):
+        """Of the open request with this prompt, which may be on its way still."""
+        wait_until(lambda: any(self.prompts[name] == prompt for name in self.listeners))
+        [name] = [name for name in self.listeners if self.prompts[name] == prompt]
+        return name, self.listeners[name]
+
+    def give(self, prompt, token_ids, finish_reason=None):
+        name, listener = self.listener_of(prompt)
+        for index, token_id in enumerate(token_ids, 1):
+            is_last = bool(finish_reason) and index == len(token_ids)
+            if is_last:
+                del self.listeners[name]
+            listener.token(token_id, None, finish_reason if is_last else None)
+
+
+def a_payload(**fields):
+    return json.dumps([fields]).encode()

@@ -1,0 +1,154 @@
+"""Settings from the environment: read once, checked once, and every refusal names the variable and the value."""
+
+import os
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from engine.config import WITHOUT_EFFECT, Config, likely_misspelt, markdown_table, settings_without_effect
+from engine.errors import ConfigError
+
+SETTINGS = {field.name: field.metadata["setting"] for field in fields(Config)}
+
+
+def test_an_empty_environment_gives_the_defaults():
+    assert Config.from_env({}) == Config()
+
+
+def test_the_defaults_are_those_the_predecessor_documents():
+    config = Config()
+    ports = config.health_http_port, config.service_grpc_port, config.metrics_http_port, config.service_http_port
+    assert ports == (8110, 8811, 8722, 9965)
+    assert (config.max_seq_len, config.max_dec_len, config.batch_size) == (8192, 1024, 50)
+    assert (config.block_ratio, config.max_cached_task_num, config.push_mode_http_workers) == (0.75, 128, 1)
+
+
+def test_every_default_is_a_value_that_may_be_given():
+    environ = {}
+    for field in fields(Config):
+        if field.default not in (None, ""):
+            value = int(field.default) if isinstance(field.default, bool) else field.default
+            environ[SETTINGS[field.name].env] = str(value)
+    assert Config.from_env(environ) == Config()
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "field", "value"),
+    [
+        ("MAX_SEQ_LEN", "4096", "max_seq_len", 4096),
+        ("BLOCK_BS", "2.5", "block_bs", 2.5),
+        ("BLOCK_RATIO", "1", "block_ratio", 1.0),
+        ("ENABLE_PREFIX_CACHING", "0", "enable_prefix_caching", False),
+        ("DISABLE_STREAMING", "True", "disable_streaming", True),
+        ("SERVICE_HTTP_PORT", "-1", "service_http_port", -1),
+        ("model_name", "org/model", "model_name", "org/model"),
+        ("START_TIMEOUT", "2.5", "start_timeout_s", 2.5),
+        ("BATCH_SIZE", "", "batch_size", 50),  # empty is like unset
+    ],
+)
+def test_a_variable_sets_its_field(variable, text, field, value):
+    found = getattr(Config.from_env({variable: text}), field)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("old", "field"),
+    [
+        ("HTTP_PORT", "health_http_port"),
+        ("GRPC_PORT", "service_grpc_port"),
+        ("METRICS_PORT", "metrics_http_port"),
+        ("INTER_QUEUE_PORT", "inter_proc_port"),
+        ("INFER_QUEUE_PORT", "inter_proc_port"),
+        ("PUSH_MODE_HTTP_PORT", "service_http_port"),
+    ],
+)
+def test_an_old_name_still_works(old, field):
+    assert getattr(Config.from_env({old: "1234"}), field) == 1234
+    assert getattr(Config.from_env({old: "1234", SETTINGS[field].env: "1234"}), field) == 1234
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"BATCH_SIZE": "many"}, "BATCH_SIZE is 'many', it must be a whole number"),
+        ({"BATCH_SIZE": "1.5"}, "BATCH_SIZE is '1.5', it must be a whole number"),
+        ({"BATCH_SIZE": "0"}, "BATCH_SIZE is 0, it must be at least 1 and at most 1024 (requests in one step at most)"),
+        ({"BATCH_SIZE": "1025"}, "BATCH_SIZE is 1025, it must be at least 1 and at most 1024"),
+        ({"BLOCK_RATIO": "a lot"}, "BLOCK_RATIO is 'a lot', it must be a number"),
+        ({"BLOCK_RATIO": "nan"}, "BLOCK_RATIO is 'nan', it must be a finite number"),
+        ({"BLOCK_BS": "inf"}, "BLOCK_BS is 'inf', it must be a finite number"),
+        ({"USE_WARMUP": "yes"}, "USE_WARMUP is 'yes', it must be 0 or 1"),
+        ({"DEVICE": "tpu"}, "DEVICE is 'tpu', it must be one of: cpu"),
+        ({"MP_NUM": "8"}, "MP_NUM is 8, it must be 1 (tensor-parallel ranks; more than 1 is not supported yet)"),
+        ({"MP_NNODE": "2"}, "MP_NNODE is 2, it must be 1 (machines; more than 1 is not supported yet)"),
+        ({"HTTP_PORT": "x"}, "HTTP_PORT is 'x', it must be a whole number"),  # the name that was used
+        ({"METRICS_HTTP_PORT": "70000"}, "METRICS_HTTP_PORT is 70000, it must be at least 1 and at most 65535"),
+        ({"SERVICE_HTTP_PORT": "0"}, "SERVICE_HTTP_PORT is 0, it must be a port from 1 to 65535, or -1 for gRPC only"),
+        (
+            {"HEALTH_HTTP_PORT": "1", "HTTP_PORT": "2"},
+            "HEALTH_HTTP_PORT is '1' and HTTP_PORT, its old name, is '2'; set only one",
+        ),
+        (
+            {"SERVICE_GRPC_PORT": "8110"},
+            "SERVICE_GRPC_PORT is 8110, which HEALTH_HTTP_PORT has already; every port needs its own",
+        ),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_name(environ, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        Config.from_env(environ)
+
+
+def test_a_step_holds_at_least_two_tokens_a_request():
+    assert Config().max_step_tokens == 256
+    assert Config(batch_size=200).max_step_tokens == 400
+    assert Config(batch_size=20, max_num_batched_tokens=10).max_step_tokens == 40
+
+
+def test_paths_are_made_from_the_settings(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert Config(run_dir="~/run").run_path == tmp_path / "run"
+    assert Config().run_path == Path(f"/tmp/llm-server-{os.getuid()}")
+    assert Config(log_dir="log").log_path == Path.cwd() / "log"
+
+
+def test_settings_of_the_predecessor_that_do_nothing_are_named():
+    assert settings_without_effect({"MAX_PREFILL_BATCH": "4", "ENC_DEC_BLOCK_NUM": ""}) == [
+        "MAX_PREFILL_BATCH has no effect: MAX_NUM_BATCHED_TOKENS limits a step instead"
+    ]
+    assert settings_without_effect({}) == []
+    assert not WITHOUT_EFFECT.keys() & {setting.env for setting in SETTINGS.values()}
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("MAX_SEQLEN", "MAX_SEQ_LEN"),
+        ("BATCHSIZE", "BATCH_SIZE"),
+        ("MODEL_NAME", "model_name"),
+        ("max_dec_len", "MAX_DEC_LEN"),
+        ("ENABLE_PREFIX_CACHE", "ENABLE_PREFIX_CACHING"),
+        ("METRIC_PORT", "METRICS_PORT"),
+        ("MAX_PREFIL_BATCH", "MAX_PREFILL_BATCH"),
+    ],
+)
+def test_a_misspelt_variable_is_named_with_what_was_meant(written, meant):
+    assert likely_misspelt({written: "1"}) == [f"{written} is no setting, did you mean {meant}?"]
+
+
+def test_the_usual_variables_of_a_shell_are_not_taken_for_ours():
+    usual = "PATH HOME USER SHELL LANG TERM PWD HOSTNAME LOGNAME HTTP_PROXY NO_PROXY http_proxy LD_LIBRARY_PATH EDITOR"
+    usual += " CUDA_VISIBLE_DEVICES OMP_NUM_THREADS PYTHONPATH VIRTUAL_ENV XDG_RUNTIME_DIR TMPDIR HF_HOME PORT"
+    assert likely_misspelt(dict.fromkeys(usual.split(), "1")) == []
+    assert likely_misspelt({setting.env: "1" for setting in SETTINGS.values()}) == []
+
+
+def test_the_table_has_a_row_for_every_setting():
+    rows = markdown_table().splitlines()
+    assert [re.match(r"\| `(\w+)` \|", row)[1] for row in rows[2:]] == [setting.env for setting in SETTINGS.values()]
+    assert "| `BLOCK_RATIO` | `0.75` |" in rows[2 + list(SETTINGS).index("block_ratio")]
+    assert "(old names: `INTER_QUEUE_PORT`, `INFER_QUEUE_PORT`)" in "\n".join(rows)
+    assert "| `ENABLE_PREFIX_CACHING` | `1` |" in "\n".join(rows)

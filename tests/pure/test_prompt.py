@@ -1,0 +1,212 @@
+"""From a checked request to tokens and sampling, within the limits of model and server."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from engine.errors import InvalidRequest, PromptTooLong
+from engine.prompt import PromptReader
+from engine.tokenizer import Tokenizer
+from engine.wire import parse_request
+from tests.byte_tokenizer import EOS_ID, write_tokenizer
+
+VOCAB_SIZE = 330
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(directory)
+    return Tokenizer.load(directory)
+
+
+@pytest.fixture(scope="module")
+def reader(tokenizer):
+    return PromptReader(tokenizer, VOCAB_SIZE, model_len=100, max_seq_len=80, max_dec_len=50)
+
+
+def a_request(**fields):
+    if not fields.keys() & {"text", "messages"}:
+        fields.setdefault("input_ids", [1, 2, 3])
+    return parse_request({"req_id": "a", **fields})
+
+
+def sampling_of(reader, **fields):
+    return reader.read(a_request(**fields)).sampling
+
+
+def refusal(reader, **fields):
+    with pytest.raises(InvalidRequest) as caught:
+        reader.read(a_request(**fields))
+    return caught.value
+
+
+# --- tokens
+
+
+def test_a_text_is_one_turn_of_the_user_or_continued_as_it_stands(reader, tokenizer):
+    chat = reader.read(a_request(text="hello")).token_ids
+    assert tokenizer.decode(chat, skip_special_tokens=False) == (
+        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert reader.read(a_request(text="hello", apply_chat_template=False)).token_ids == tokenizer.encode("hello")
+
+
+def test_a_chat_begins_with_the_system_field(reader, tokenizer):
+    for fields in ({"text": "hi"}, {"messages": [{"content": "hi"}]}):
+        token_ids = reader.read(a_request(system="be brief", **fields)).token_ids
+        assert tokenizer.decode(token_ids, False).startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user")
+
+
+def test_token_ids_win_over_text_and_text_over_messages(reader, tokenizer):
+    messages = [{"content": "no"}]
+    assert reader.read(a_request(input_ids=[5], text="no", messages=messages)).token_ids == [5]
+    token_ids = reader.read(a_request(text="yes", messages=messages, apply_chat_template=False)).token_ids
+    assert tokenizer.decode(token_ids) == "yes"
+
+
+def test_variables_reach_the_chat_template(reader):
+    with_start = reader.read(a_request(text="hi")).token_ids
+    without = reader.read(a_request(text="hi", chat_template_kwargs={"add_generation_prompt": False})).token_ids
+    assert with_start[: len(without)] == without != with_start
+
+
+def test_a_prompt_without_tokens_is_refused(tokenizer, reader):
+    silent = Tokenizer(tokenizer._backend, {}, {"default": "{# nothing #}"})
+    assert str(refusal(replace(reader, tokenizer=silent), text="hi")) == "The prompt has no tokens"
+
+
+@pytest.mark.parametrize("name", ["input_ids", "eos_token_ids", "bad_words_token_ids"])
+def test_ids_outside_of_the_vocabulary_are_refused(reader, name):
+    assert sampling_of(reader, **{name: [VOCAB_SIZE - 1]})
+    error = refusal(reader, **{name: [3, VOCAB_SIZE]})
+    assert str(error) == f"The `{name}` holds {VOCAB_SIZE}, the vocabulary has {VOCAB_SIZE} tokens"
+
+
+def test_a_bias_outside_of_the_vocabulary_is_refused(reader):
+    assert "The `logit_bias` holds 330" in str(refusal(reader, logit_bias={"330": 1}))
+
+
+def test_a_text_with_a_token_that_the_model_does_not_know_is_refused(reader):
+    small = replace(reader, vocab_size=EOS_ID)
+    assert "The `prompt` holds" in str(refusal(small, text="hi"))
+    assert small.read(a_request(text="hi", apply_chat_template=False))
+
+
+# --- lengths: the model takes 100 tokens, of these 80 in the prompt and 50 in the answer
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "fields", "max_new_tokens"),
+    [
+        (10, {}, 50),
+        (60, {}, 40),
+        (80, {}, 20),
+        (60, {"max_dec_len": 40}, 40),
+        (10, {"max_dec_len": 50}, 50),
+        (10, {"max_dec_len": 1}, 1),
+        (50, {"min_dec_len": 50}, 50),
+        (10, {"min_dec_len": 7, "max_dec_len": 7}, 7),
+    ],
+)
+def test_an_answer_is_as_long_as_asked_or_as_fits(reader, prompt_len, fields, max_new_tokens):
+    sampling = sampling_of(reader, input_ids=[1] * prompt_len, **fields)
+    assert sampling.max_new_tokens == max_new_tokens
+    assert sampling.min_new_tokens == fields.get("min_dec_len", 0)
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "fields", "message"),
+    [
+        (81, {}, "Length of input token(81) exceeds the limit MAX_SEQ_LEN(80)."),
+        (10, {"max_dec_len": 51}, "The parameter max_dec_len(51) exceeds the limit MAX_DEC_LEN(50)."),
+        (10, {"min_dec_len": 51}, "The parameter min_dec_len(51) exceeds the limit MAX_DEC_LEN(50)."),
+        (10, {"min_dec_len": 5, "max_dec_len": 4}, "The parameter min_dec_len(5) exceeds max_dec_len(4)."),
+        (
+            61,
+            {"max_dec_len": 40},
+            "Input text is too long, input_ids_len (61) + max_dec_len (40) > max_seq_len (100)",
+        ),
+        (
+            61,
+            {"min_dec_len": 40},
+            "Input text is too long, input_ids_len (61) + min_dec_len (40) > max_seq_len (100)",
+        ),
+    ],
+)
+def test_a_length_that_does_not_fit_is_refused_never_cut(reader, prompt_len, fields, message):
+    error = refusal(reader, input_ids=[1] * prompt_len, **fields)
+    assert str(error) == message
+    assert (type(error) is PromptTooLong) == ("nput t" in message or "Length" in message)
+
+
+def test_a_prompt_may_fill_the_model_but_for_one_token(reader):
+    reader = replace(reader, max_seq_len=100)
+    assert sampling_of(reader, input_ids=[1] * 99).max_new_tokens == 1
+    assert type(refusal(reader, input_ids=[1] * 100)) is PromptTooLong
+
+
+@pytest.mark.parametrize(
+    ("capacity", "max_new_tokens"),
+    [(0, 50), (30, 21), (60, 50), (10, 1), (5, 1)],  # 0: not known yet; 21: the last token needs no place
+)
+def test_without_a_length_the_answer_fits_the_kv_cache(reader, capacity, max_new_tokens):
+    small = replace(reader, capacity=lambda: capacity)
+    assert sampling_of(small, input_ids=[1] * 10).max_new_tokens == max_new_tokens
+
+
+# --- sampling
+
+
+def test_every_field_reaches_the_sampler(reader):
+    sampling = sampling_of(
+        reader,
+        topp=0.5,
+        top_k=3,
+        min_p=0.25,
+        temperature=0,
+        penalty_score=1.5,
+        frequency_score=0.5,
+        presence_score=-0.5,
+        logit_bias={"4": 2},
+        logprobs=3,
+    )
+    assert (sampling.top_p, sampling.top_k, sampling.min_p, sampling.temperature) == (0.5, 3, 0.25, 0)
+    assert (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty) == (1.5, 0.5, -0.5)
+    assert (sampling.logit_bias, sampling.num_logprobs) == (((4, 2.0),), 3)
+
+
+def test_a_seed_is_kept_and_without_one_every_request_has_its_own(reader):
+    assert sampling_of(reader, infer_seed=0).seed == 0
+    assert sampling_of(reader, seed=2**64 - 1).seed == 2**64 - 1
+    assert sampling_of(reader, seed=-1).seed == 2**64 - 1
+    assert sampling_of(reader).seed != sampling_of(reader).seed
+
+
+def test_an_answer_stops_at_the_clients_ids_and_the_models(reader, tokenizer):
+    own = tokenizer.eos_token_ids
+    assert sampling_of(reader, eos_token_ids=[7, own[0]]).stop_token_ids == (7, *own)
+    assert sampling_of(reader, eos_token_ids=7, ignore_eos=True).stop_token_ids == (7,)
+    assert sampling_of(reader, ignore_eos=True).stop_token_ids == ()
+
+
+def test_the_tokenizers_stop_ids_that_the_model_does_not_know_are_left_out(reader):
+    assert sampling_of(replace(reader, vocab_size=EOS_ID)).stop_token_ids == (EOS_ID - 2,)
+
+
+def test_a_bad_word_is_banned_at_the_beginning_and_after_a_space(reader, tokenizer):
+    words = sampling_of(reader, bad_words=["to"], bad_words_token_ids=[9]).bad_words
+    assert words == ((9,), tuple(tokenizer.encode("to")), tuple(tokenizer.encode(" to")))
+
+
+def test_what_may_leave_no_token_to_choose_is_refused(reader):
+    tiny = replace(reader, vocab_size=8)
+    message = re.escape("`bad_words_token_ids` and, with `min_dec_len`, `eos_token_ids` may ban every token")
+    assert sampling_of(tiny, bad_words_token_ids=[0, 1, 2, 3, 4, 5, 6])
+    assert sampling_of(tiny, bad_words_token_ids=[0, 1, 2, 3, 4], eos_token_ids=[5, 6, 7])  # it stops there
+    for fields in (
+        {"bad_words_token_ids": [0, 1, 2, 3, 4, 5, 6, 7]},
+        {"bad_words_token_ids": [0, 1, 2, 3, 4], "eos_token_ids": [5, 6, 7], "min_dec_len": 1},
+    ):
+        assert re.search(message, str(refusal(tiny, **fields)))

@@ -1,0 +1,238 @@
+"""One request's way back: its tokens become responses, each once, and exactly one of them is the last."""
+
+import threading
+
+import pytest
+
+from engine.errors import EngineUnavailable
+from engine.latency import Latency
+from engine.prompt import Prompt
+from engine.reply import Reply
+from engine.tokenizer import Tokenizer
+from engine.types import Logprobs, Sampling
+from engine.wire import parse_request
+from tests.byte_tokenizer import EOS_ID, write_tokenizer
+from tests.pure.service_fakes import PATIENCE_S, FakeSender
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(directory)
+    return Tokenizer.load(directory)
+
+
+@pytest.fixture
+def make(tokenizer):
+    """A reply that notes each call of `wake` and `leave`; its tokens are the bytes of the answer."""
+
+    def make(sender=None, num_logprobs=-1, **fields):
+        request = parse_request({"req_id": "a", "input_ids": [1, 2], **fields})
+        prompt = Prompt([1, 2], Sampling(99, seed=5, num_logprobs=num_logprobs))
+        reply = Reply(request, prompt, sender or FakeSender(), tokenizer, received=0.0)
+        reply.calls = []
+        reply.wake = lambda reply: reply.calls.append("wake")
+        reply.leave = lambda reply: reply.calls.append("leave")
+        return reply
+
+    return make
+
+
+def give(reply, text, finish_reason=None):
+    token_ids = list(text.encode() if isinstance(text, str) else text)
+    for index, token_id in enumerate(token_ids, 1):
+        reply.token(token_id, None, finish_reason if index == len(token_ids) else None)
+
+
+def send(reply):
+    reply.send_gathered(Latency())
+    return reply._sender
+
+
+def test_the_deltas_are_the_answer_and_the_last_one_has_all_of_it(make):
+    reply = make()
+    for text in ("He", "llo"):
+        give(reply, text)
+        send(reply)
+    give(reply, "!")
+    reply.token(EOS_ID, None, "stop")
+    sender = send(reply)
+    assert [fields["token"] for fields, _ in sender.sent] == ["He", "llo", "!"]
+    assert [fields["token_ids"] for fields, _ in sender.sent] == [list(b"He"), list(b"llo"), list(b"!")]
+    assert [fields["send_idx"] for fields, _ in sender.sent] == [0, 2, 5]
+    assert [fields["is_end"] for fields, _ in sender.sent] == [0, 0, 1]
+    assert [fields["usage"]["completion_tokens"] for fields, _ in sender.sent] == [2, 5, 7]  # with the stop id
+    final = sender.final
+    assert (final["tokens_all"], final["tokens_all_ids"], final["tokens_all_num"]) == ("Hello!", list(b"Hello!"), 7)
+    assert (final["finish_reason"], final["stop_reason"], final["usage"]["prompt_tokens"]) == ("stop", None, 2)
+    assert (final["req_id"], final["infer_seed"], final["return_all_tokens"]) == ("a", 5, False)
+
+
+def test_an_answer_at_its_limit_keeps_its_last_token(make):
+    reply = make()
+    give(reply, "abc", "length")
+    final = send(reply).final
+    assert (final["token"], final["tokens_all_num"], final["finish_reason"]) == ("abc", 3, "length")
+
+
+def test_an_answer_may_be_empty(make):
+    reply = make()
+    reply.token(EOS_ID, None, "stop")
+    final = send(reply).final
+    assert (final["token"], final["tokens_all"], final["tokens_all_ids"], final["tokens_all_num"]) == ("", "", [], 1)
+
+
+def test_tokens_that_come_during_a_send_are_one_response_later(make):
+    sender = FakeSender(lambda fields, final: give(reply, "bcd") if fields["token"] == "a" else None)
+    reply = make(sender)
+    give(reply, "a")
+    assert reply.calls == ["wake"]
+    send(reply)
+    assert reply.calls == ["wake", "wake"]  # once for all three
+    send(reply)
+    assert [fields["token"] for fields in sender.deltas] == ["a", "bcd"]
+    assert reply.calls == ["wake", "wake"]
+
+
+def test_a_character_comes_when_it_is_complete_and_a_part_of_one_is_not_lost(make):
+    reply = make()
+    data = "é".encode() + "世".encode()[:2]
+    for index, byte in enumerate(data, 1):
+        reply.token(byte, None, "length" if index == len(data) else None)
+        sender = send(reply)
+    assert [fields["token"] for fields, _ in sender.sent] == ["é", "\ufffd"]
+    assert [fields["token_ids"] for fields, _ in sender.sent] == [list(data[:2]), list(data[2:])]
+    assert sender.final["tokens_all"] == "é\ufffd"
+
+
+def test_a_stop_string_ends_the_answer_and_is_not_shown(make):
+    reply = make(stop=["END", "never"])
+    sender = FakeSender()
+    reply._sender = sender
+    for text in ("one E", "ND two"):
+        give(reply, text)
+        send(reply)
+    assert [fields["token"] for fields in sender.deltas] == ["one "]
+    final = sender.final
+    assert (final["tokens_all"], final["finish_reason"], final["stop_reason"]) == ("one ", "stop", "END")
+    assert final["tokens_all_num"] == final["usage"]["completion_tokens"] == len(final["tokens_all_ids"]) == 4
+    assert reply.calls[-1] == "leave"
+
+
+def test_a_stop_string_is_shown_when_asked_for(make):
+    reply = make(stop="END", include_stop_str_in_output=True)
+    give(reply, "one END two")
+    assert send(reply).final["tokens_all"] == "one END"
+
+
+def test_what_only_began_like_a_stop_string_is_shown_at_the_end(make):
+    reply = make(stop="END")
+    give(reply, "one EN", "length")
+    final = send(reply).final
+    assert (final["tokens_all"], final["finish_reason"], final["tokens_all_num"]) == ("one EN", "length", 6)
+
+
+@pytest.mark.parametrize(("fields", "num_wakes"), [({}, 1), ({"stop": "?"}, 3)])
+def test_without_streaming_there_is_one_response(make, fields, num_wakes):
+    reply = make(return_all_tokens=True, **fields)
+    for text in ("ab", "cd"):
+        give(reply, text)
+        if reply.calls[-1:] == ["wake"]:  # to look for the stop string
+            send(reply)
+    give(reply, "ef", "length")
+    final = send(reply).final
+    assert len(reply._sender.sent) == 1
+    assert (final["token"], final["tokens_all"], final["send_idx"]) == ("abcdef", "abcdef", 0)
+    assert final["token_ids"] == final["tokens_all_ids"] == list(b"abcdef")
+    assert reply.calls == ["wake"] * num_wakes + ["leave"]
+
+
+def test_logprobs_come_with_their_tokens(make):
+    reply = make(num_logprobs=1)
+    reply.token(65, Logprobs(-0.5, ((66, -0.25),)), None)
+    send(reply)
+    reply.token(66, Logprobs(float("-inf"), ()), None)
+    reply.token(EOS_ID, Logprobs(0.0), "stop")
+    first, last = (fields["logprobs"] for fields, _ in send(reply).sent)
+    top = [{"token_id": 66, "token": "B", "bytes": [66], "logprob": -0.25}]
+    assert first == [{"token_id": 65, "token": "A", "bytes": [65], "logprob": -0.5, "top": top}]
+    assert last == [{"token_id": 66, "token": "B", "bytes": [66], "logprob": -9999.0, "top": []}]
+
+
+def test_times_are_told_to_who_measures(make):
+    reply = make(benchmark=True)
+    give(reply, "a", "length")
+    names = ("preprocess_start_time", "preprocess_end_time", "inference_start_time", "inference_current_step_time")
+    assert all(send(reply).final[name] for name in names)
+
+
+def test_an_error_is_the_last_response(make):
+    reply = make()
+    give(reply, "ab")
+    send(reply)
+    give(reply, "cd")
+    reply.ended(EngineUnavailable("the engine has crashed"))
+    final = send(reply).final
+    assert (final["error_msg"], final["error_code"], final["req_id"]) == ("the engine has crashed", 503, "a")
+    assert [fields["token"] for fields in reply._sender.deltas] == ["ab"]
+
+
+def test_after_its_end_nothing_wakes_it_and_nothing_is_sent(make):
+    reply = make()
+    give(reply, "ab", "length")
+    send(reply)
+    give(reply, "cd", "stop")
+    reply.ended(EngineUnavailable("late"))
+    assert not reply.end_if_cancelled()
+    send(reply)
+    assert reply.calls == ["wake", "leave"]
+    assert reply._sender.final["tokens_all"] == "ab"
+
+
+def test_a_cancelled_request_ends_once(make):
+    sender = FakeSender()
+    reply = make(sender)
+    assert not reply.end_if_cancelled()
+    sender.cancelled = True
+    assert reply.end_if_cancelled()
+    assert not reply.end_if_cancelled()
+    assert send(reply).final["error_type"] == "cancelled"
+
+
+def test_a_stream_that_cannot_be_asked_is_ended(make):
+    reply = make()
+    reply._sender.is_cancelled = lambda: 1 // 0
+    assert reply.end_if_cancelled()
+    assert send(reply).final["error_msg"] == "internal error: ZeroDivisionError"
+
+
+def test_a_delta_that_cannot_be_sent_ends_the_request_with_a_final_response(make):
+    reply = make(FakeSender(lambda fields, final: None if final else 1 // 0))
+    give(reply, "ab")
+    final = send(reply).final
+    assert (final["error_code"], final["error_msg"]) == (500, "internal error: ZeroDivisionError")
+    assert reply.calls == ["wake", "leave"]
+
+
+def test_a_final_response_that_cannot_be_sent_is_not_tried_again(make):
+    sender = FakeSender(lambda fields, final: 1 // 0)
+    reply = make(sender)
+    give(reply, "ab", "length")
+    send(reply)
+    send(reply)
+    assert (sender.sent, sender.misuses) == ([], [])
+    assert reply.calls == ["wake", "leave"]
+
+
+def test_a_slow_final_response_holds_nobody_up(make):
+    def during_the_final(fields, final):
+        other = threading.Thread(target=lambda: (give(reply, "late"), reply.end_if_cancelled()))
+        other.start()
+        other.join(PATIENCE_S)
+        were_free.append(not other.is_alive())
+
+    were_free = []
+    reply = make(FakeSender(during_the_final), stop="!")
+    give(reply, "ab!")
+    assert send(reply).final["tokens_all"] == "ab"
+    assert were_free == [True]

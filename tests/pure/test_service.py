@@ -1,0 +1,284 @@
+"""The service between clients and engine: whatever happens, every request gets exactly one final response."""
+
+import threading
+import time
+
+import pytest
+
+from engine import service as service_module
+from engine.errors import EngineUnavailable
+from engine.prompt import PromptReader
+from engine.service import Service, ServiceOptions
+from engine.tokenizer import Tokenizer
+from tests.byte_tokenizer import EOS_ID, write_tokenizer
+from tests.pure.service_fakes import FakeEngine, FakeSender, a_payload, wait_until
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(directory)
+    return Tokenizer.load(directory)
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(service_module, "MIN_CANCEL_POLL_S", 0.002)
+    monkeypatch.setattr(service_module, "LAST_WORDS_S", 0.1)
+
+
+@pytest.fixture
+def engine():
+    return FakeEngine()
+
+
+@pytest.fixture
+def make(tokenizer, engine):
+    """A service on the fake engine. Every sender that `ask` makes is checked in the end."""
+    services, senders = [], []
+
+    def make(**options):
+        reader = PromptReader(tokenizer, vocab_size=400, model_len=100, max_seq_len=80, max_dec_len=50)
+        service = Service(tokenizer, reader, engine, ServiceOptions(**options))
+
+        def ask(prompt=(1, 2), req_id="a", before_send=lambda fields, final: None, **fields):
+            sender = FakeSender(before_send)
+            senders.append(sender)
+            service.submit(a_payload(req_id=req_id, input_ids=list(prompt), **fields), sender)
+            return sender
+
+        service.ask = ask
+        services.append(service)
+        return service
+
+    yield make
+    for service in services:
+        service.close(drain_s=0)
+        assert service.num_open == 0
+    for sender in senders:
+        assert sender.final
+
+
+@pytest.fixture
+def service(make):
+    return make()
+
+
+def test_a_request_is_answered_as_its_tokens_come(service, engine):
+    sender = service.ask([1, 2])
+    engine.give([1, 2], b"ab")
+    wait_until(lambda: sender.sent)
+    engine.give([1, 2], b"cd", "length")
+    assert sender.final["tokens_all"] == "abcd"
+    assert "".join(fields["token"] for fields, _ in sender.sent) == "abcd"
+    assert service.num_open == 0
+    assert engine.cancelled == []
+    assert service.latency.num_ended == {"length": 1}
+
+
+@pytest.mark.parametrize(
+    ("payload", "req_id", "code"),
+    [
+        (b"[{", None, 400),
+        (b"[]", None, 400),
+        (b"\xff", None, 400),
+        (a_payload(text="no id"), None, 400),
+        (a_payload(req_id="a"), "a", 400),
+        (a_payload(req_id="a", text="x", topp=7), "a", 400),
+        (a_payload(req_id="a", input_ids=[1] * 81), "a", 400),
+        (a_payload(req_id="a", input_ids=[400]), "a", 400),
+        (a_payload(req_id="a", messages=[{"role": "user", "content": "x", "name": "\ud800"}], topp=9), "a", 400),
+    ],
+)
+def test_bad_input_gets_one_failure_and_the_service_goes_on(service, engine, payload, req_id, code):
+    sender = FakeSender()
+    service.submit(payload, sender)
+    assert (sender.final["error_code"], sender.final["req_id"], len(sender.sent)) == (code, req_id, 1)
+    after = service.ask()
+    engine.give([1, 2], b"a", "length")
+    assert after.final["tokens_all"] == "a"
+
+
+def test_a_bug_in_the_intake_gets_one_failure_and_leaves_nothing(service, monkeypatch, engine):
+    monkeypatch.setattr(service_module, "Reply", lambda *args: 1 // 0)
+    assert service.ask().final["error_msg"] == "internal error: ZeroDivisionError"
+    monkeypatch.undo()
+    engine.on_submit = lambda: 1 // 0
+    assert service.ask().final["error_code"] == 500
+    assert service.num_open == 0
+
+
+def test_a_req_id_is_open_once_and_free_again_with_the_final_response(service, engine):
+    again = []
+
+    def before_send(fields, final):
+        if final:
+            again.append(service.ask([3]))
+            engine.give([3], b"z", "length")
+            assert again[0].final["tokens_all"] == "z"
+
+    first = service.ask([1], before_send=before_send)
+    engine.listener_of([1])
+    second = service.ask([2])
+    assert second.final["error_code"] == 409
+    assert second.final["error_msg"] == (
+        'The req_id "a" already exists in the current batch, the current request will be ignored.'
+    )
+    engine.give([1], b"x", "length")
+    assert first.final["tokens_all"] == "x"
+    assert len(again) == 1
+
+
+def test_tokens_of_an_ended_request_do_not_reach_the_next_with_its_req_id(service, engine):
+    first = service.ask([1], stop="!")
+    name, stale = engine.listener_of([1])
+    engine.give([1], b"x!")
+    assert first.final["finish_reason"] == "stop"
+    assert engine.cancelled == [name]
+    second = service.ask([2])
+    engine.listener_of([2])
+    stale.token(ord("y"), None, "length")  # was on its way
+    engine.give([2], b"z", "length")
+    assert second.final["tokens_all"] == "z"
+
+
+def test_tokens_that_come_during_a_slow_send_are_merged_and_nobody_else_waits(service, engine):
+    gate, entered = threading.Event(), threading.Event()
+    slow = service.ask([1], "slow", before_send=lambda fields, final: (entered.set(), gate.wait(10)))
+    engine.give([1], b"a")
+    assert entered.wait(10)
+    engine.give([1], b"bcde")
+    quick = service.ask([2], "quick")
+    engine.give([2], b"xyz", "length")
+    assert quick.final["tokens_all"] == "xyz"
+    engine.give([1], b"fg", "length")
+    gate.set()
+    assert slow.final["tokens_all"] == "abcdefg"
+    assert [fields["token"] for fields, _ in slow.sent] == ["a", "bcdefg"]
+
+
+def test_a_client_that_leaves_cancels_its_request(service, engine):
+    sender = service.ask([1])
+    name, _ = engine.listener_of([1])
+    engine.give([1], b"ab")
+    sender.cancelled = True
+    assert sender.final["error_type"] == "cancelled"
+    assert engine.cancelled == [name]
+    assert service.num_open == 0
+
+
+def test_a_client_that_leaves_before_the_engine_knows_its_request_leaves_nothing_there(service, engine):
+    def leave():
+        sender.cancelled = True
+        wait_until(lambda: sender.is_over)
+
+    engine.on_submit = leave
+    sender = FakeSender()
+    service.submit(a_payload(req_id="a", input_ids=[1]), sender)
+    assert sender.final["error_type"] == "cancelled"
+    wait_until(lambda: engine.prompts and not engine.listeners)
+
+
+@pytest.mark.parametrize("fails_at", ["delta", "final"])
+def test_a_stream_that_breaks_ends_its_request_alone(service, engine, fails_at):
+    sender = FakeSender(lambda fields, final: 1 // 0 if final == (fails_at == "final") else None)
+    service.submit(a_payload(req_id="broken", input_ids=[1]), sender)
+    other = service.ask([2])
+    name, _ = engine.listener_of([1])
+    engine.give([1], b"ab", "length" if fails_at == "final" else None)
+    wait_until(lambda: service.num_open == 1)
+    engine.give([2], b"c", "length")
+    assert other.final["tokens_all"] == "c"
+    assert sender.misuses == []
+    assert engine.cancelled == ([] if fails_at == "final" else [name])
+
+
+@pytest.mark.parametrize(("options", "fields"), [({"streaming": False}, {}), ({}, {"return_all_tokens": True})])
+def test_without_streaming_only_the_final_response_is_sent(make, engine, options, fields):
+    sender = make(**options).ask([1], **fields)
+    engine.give([1], b"abc")
+    engine.give([1], [EOS_ID], "stop")
+    assert sender.final["token"] == "abc"
+    assert len(sender.sent) == 1
+
+
+def test_an_engine_that_is_gone_refuses_at_once(service, engine):
+    engine.reason = "the engine has crashed 3 times in a row"
+    final = service.ask().final
+    assert (final["error_code"], final["error_msg"]) == (503, engine.reason)
+
+
+def test_an_error_of_the_engine_is_the_final_response(service, engine):
+    sender = service.ask([1])
+    _, listener = engine.listener_of([1])
+    engine.give([1], b"ab")
+    listener.ended(EngineUnavailable("gone"))
+    assert sender.final["error_msg"] == "gone"
+    assert service.latency.num_ended == {"engine_unavailable": 1}
+
+
+# --- probes
+
+
+def probe(service):
+    sender = FakeSender()
+    service.submit(a_payload(probe=True), sender)
+    return sender.final
+
+
+def test_a_probe_tells_the_state_without_a_token(service, engine):
+    state = probe(service)
+    assert (state["ready"], state["reason"], state["is_end"]) == (True, "", 1)
+    assert (state["num_running"], state["num_blocks_held"], state["num_open"]) == (1, 2, 0)
+    assert (state["model_len"], state["max_seq_len"], state["max_dec_len"]) == (100, 80, 50)
+    assert engine.prompts == {}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("reason", "given up", "given up"),
+        ("silent_s", float("inf"), "the engine is starting"),
+        ("silent_s", 61.0, "the engine has been silent for 61 s"),
+    ],
+)
+def test_a_probe_tells_why_the_model_is_not_ready(service, engine, field, value, reason):
+    setattr(engine, field, value)
+    state = probe(service)
+    assert (state["ready"], state["reason"]) == (False, reason)
+
+
+# --- stopping
+
+
+def test_a_stop_waits_for_open_requests_and_refuses_new_ones(service, engine):
+    open_one = service.ask([1], "open")
+    engine.listener_of([1])
+    stopping = threading.Thread(target=service.close, args=[10])
+    stopping.start()
+    wait_until(lambda: service._intake._shutdown)
+    late = service.ask([2], "late")
+    assert (late.final["error_code"], late.final["error_msg"]) == (503, "the server is stopping")
+    engine.give([1], b"ab", "length")
+    stopping.join(10)
+    assert open_one.final["tokens_all"] == "ab"
+
+
+def test_a_stop_that_has_waited_long_enough_ends_what_is_open(service, engine):
+    senders = [service.ask([n], str(n)) for n in range(20)]
+    for n in range(20):
+        engine.listener_of([n])
+    service.close(drain_s=0.01)
+    assert {sender.final["error_msg"] for sender in senders} == {"the server is stopping"}
+    assert service.not_ready_reason() == "the server is stopping"
+
+
+def test_a_stream_that_takes_nothing_does_not_keep_the_server(service, engine):
+    gate = threading.Event()
+    stuck = service.ask([1], before_send=lambda fields, final: gate.wait(10))
+    engine.give([1], b"a", "length")
+    started = time.monotonic()
+    service.close(drain_s=0.01)
+    assert time.monotonic() - started < 5
+    gate.set()
+    assert stuck.final["tokens_all"] == "a"

@@ -1,0 +1,233 @@
+"""The JSON between clients and the model: what is taken, what is refused and with which words."""
+
+import json
+import re
+
+import pytest
+
+from engine import wire
+from engine.errors import KINDS, Cancelled, InvalidRequest, Overloaded, RequestError, error_of
+
+
+def parsed(**fields):
+    return wire.parse_request({"req_id": "a", "text": "hi", **fields})
+
+
+def refusal(**fields):
+    with pytest.raises(InvalidRequest) as caught:
+        parsed(**fields)
+    return str(caught.value)
+
+
+# --- the envelope
+
+
+@pytest.mark.parametrize("payload", ['[{"text": "é"}]', '{"text": "é"}', b'[{"text": "\\u00e9"}]'])
+def test_a_request_is_a_list_with_one_object_or_the_object(payload):
+    assert wire.only_object(payload) == {"text": "é"}
+
+
+@pytest.mark.parametrize(
+    ("payload", "message"),
+    [
+        ("[]", "request data should not be empty and query num 0 should be 1"),
+        ("[{}, {}]", "request data should not be empty and query num 2 should be 1"),
+        ("[1]", "the request must be a list with one object, its item is a number"),
+        ('"text"', "the request must be a list with one object, it is a string"),
+        ("null", "the request must be a list with one object, it is null"),
+        ("[{", "the request is not valid JSON"),
+        ("", "the request is not valid JSON"),
+        (b"\xff\xfe", "the request is not valid JSON"),
+        ("[" * 100_000, "the request is not valid JSON"),
+        ('[{"seed": ' + "9" * 5000 + "}]", "the request is not valid JSON"),
+    ],
+)
+def test_anything_else_is_refused(payload, message):
+    with pytest.raises(InvalidRequest, match=re.escape(message)):
+        wire.only_object(payload)
+
+
+def test_the_req_id_of_a_wrong_body_is_found_where_there_is_one():
+    assert wire.req_id_of({"req_id": "a", "text": 1}) == "a"
+    assert wire.req_id_of({"req_id": 7}) == "7"
+    for req_id in (None, "", ["a"], "\ud800", "x" * 257):
+        assert wire.req_id_of({"req_id": req_id}) is None
+
+
+# --- fields
+
+
+def test_what_is_not_given_has_the_documented_default():
+    request = parsed()
+    assert (request.topp, request.temperature, request.penalty_score) == (0.7, 0.95, 1.0)
+    assert (request.frequency_score, request.presence_score, request.infer_seed) == (0.0, 0.0, None)
+    assert (request.max_dec_len, request.min_dec_len, request.eos_token_ids, request.logprobs) == (None, None, (), -1)
+
+
+def test_null_is_like_not_given():
+    everything = {name: None for name in wire.FIELDS if name not in ("req_id", "text")}
+    assert parsed(**everything) == parsed()
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "value"),
+    [
+        ({"req_id": 12}, "req_id", "12"),
+        ({"seq_len": 5}, "max_dec_len", 5),
+        ({"max_tokens": 5}, "max_dec_len", 5),
+        ({"max_dec_len": 4, "seq_len": 5, "max_tokens": 6}, "max_dec_len", 4),  # the first name wins
+        ({"seq_len": 5, "max_tokens": 6}, "max_dec_len", 5),
+        ({"top_p": 0}, "topp", 0.0),
+        ({"temperature": 0}, "temperature", 0.0),
+        ({"infer_seed": 0}, "infer_seed", 0),
+        ({"seed": -5}, "infer_seed", -5),
+        ({"top_k": -1}, "top_k", 0),
+        ({"eos_token_ids": 5}, "eos_token_ids", (5,)),
+        ({"eos_token_ids": [5, 6]}, "eos_token_ids", (5, 6)),
+        ({"eos_token_ids": []}, "eos_token_ids", ()),
+        ({"stop": "end"}, "stop_sequences", ("end",)),
+        ({"stop_sequences": ["a", "b"]}, "stop_sequences", ("a", "b")),
+        ({"logit_bias": {"5": -1, "7": 2.5}}, "logit_bias", ((5, -1.0), (7, 2.5))),
+        ({"logprobs": True}, "logprobs", 0),
+        ({"logprobs": False}, "logprobs", -1),
+        ({"logprobs": 20}, "logprobs", 20),
+        ({"return_all_tokens": 1}, "return_all_tokens", True),
+        ({"text": None, "input_ids": [0, 1]}, "input_ids", [0, 1]),
+        ({"frequency_penalty": -2}, "frequency_score", -2.0),
+    ],
+)
+def test_a_field_is_read_under_each_of_its_names(fields, name, value):
+    found = getattr(parsed(**fields), name)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_messages_get_the_role_of_the_user_where_they_have_none():
+    messages = parsed(text=None, messages=[{"content": "hi"}, {"role": "assistant", "content": "ho"}]).messages
+    assert [message["role"] for message in messages] == ["user", "assistant"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"text": 5}, "The `text` in input parameters must be a string, it is a number"),
+        ({"text": ""}, "The `text` in input parameters cannot be empty"),
+        ({"text": "\ud800"}, "The `text` in input parameters must be valid Unicode, it has a lone surrogate"),
+        ({"text": None}, "The input parameters should contain either `text`, `input_ids` or `messages`"),
+        ({"req_id": None}, "The input parameters should contain `req_id`."),
+        ({"req_id": ""}, "The `req_id` in input parameters cannot be empty"),
+        ({"req_id": "x" * 257}, "The `req_id` has 257 characters, the limit is 256"),
+        ({"system": 1}, "The `system` in input parameters must be a string"),
+        ({"input_ids": "1 2"}, "The `input_ids` in input parameters must be a list, it is a string"),
+        ({"input_ids": []}, "The `input_ids` in input parameters cannot be empty"),
+        ({"input_ids": [1, True]}, "The `input_ids` must hold token ids, true is none"),
+        ({"input_ids": [-1]}, "The `input_ids` must hold token ids, -1 is none"),
+        ({"input_ids": [2**31]}, "The `input_ids` must hold token ids, 2147483648 is none"),
+        ({"input_ids": [1.0]}, "The `input_ids` must hold token ids, 1.0 is none"),
+        ({"messages": []}, "The `messages` in input parameters cannot be empty"),
+        ({"messages": ["hi"]}, "The items in messages must be objects"),
+        ({"messages": [{"role": "user"}]}, "The item in messages must include `content`"),
+        ({"messages": [{"role": 1, "content": ""}]}, "The `messages[].role` in input parameters must be a string"),
+        ({"messages": [{"content": [{"type": "image"}]}]}, "may hold parts of type `text` only"),
+        ({"messages": [{"content": "\udfff"}]}, "must be valid Unicode"),
+        ({"min_dec_len": 0}, "The `min_dec_len` must be an integer and greater than 0, it is 0"),
+        ({"max_dec_len": 1.5}, "The `max_dec_len` must be an integer and greater than 0, it is 1.5"),
+        ({"max_tokens": True}, "The `max_tokens` must be an integer and greater than 0, it is true"),
+        ({"topp": 1.1}, "The `topp` must be in [0, 1], it is 1.1"),
+        ({"topp": 0.5, "top_p": 0.5}, "Only one of ('topp', 'top_p') should be set"),
+        ({"infer_seed": 1, "seed": 1}, "Only one of ('infer_seed', 'seed') should be set"),
+        ({"seed": 2**64}, "The `seed` must be an integer in"),
+        ({"temperature": -0.1}, "The `temperature` must be >= 0"),
+        ({"temperature": float("nan")}, "The `temperature` must be >= 0"),
+        ({"temperature": "hot"}, 'it is "hot"'),
+        ({"penalty_score": 0}, "The `penalty_score` must be greater than 0"),
+        ({"frequency_penalty": 2.5}, "The `frequency_penalty` must be in [-2, 2], it is 2.5"),
+        ({"eos_token_ids": ["x"]}, 'The `eos_token_ids` must hold token ids, "x" is none'),
+        ({"eos_token_ids": [1] * 1025}, "The `eos_token_ids` has 1025 items, the limit is 1024"),
+        ({"stop": ["a"] * 65}, "The `stop` has 65 items, the limit is 64"),
+        ({"stop": [""]}, "The `stop` in input parameters cannot be empty"),
+        ({"stop": {"a": 1}}, "The `stop` must be a string or a list of strings, it is an object"),
+        ({"stream": "yes"}, 'The `stream` must be a boolean, it is "yes"'),
+        ({"response_type": "xml"}, "The `response_type` must be either `fastdeploy` or `openai`."),
+        ({"logit_bias": {"x": 1}}, 'The `logit_bias` must have token ids as keys, "x" is none'),
+        ({"logit_bias": {"9" * 5000: 1}}, "The `logit_bias` must have token ids as keys"),
+        ({"logit_bias": {"5": 101}}, "The `logit_bias.5` must be in [-100, 100], it is 101"),
+        ({"logit_bias": {str(n): 0 for n in range(1025)}}, "The `logit_bias` has 1025 items, the limit is 1024"),
+        ({"logprobs": 21}, "The `logprobs` must be an integer in [-1, 20], it is 21"),
+        ({"chat_template_kwargs": []}, "The `chat_template_kwargs` must be an object, it is a list"),
+        ({"timeout": -1}, "The `timeout` must be in [0, 1e+09], it is -1"),
+        ({"max_token": 5}, 'unknown field "max_token", did you mean `max_tokens`?'),
+    ],
+)
+def test_a_wrong_field_is_refused_with_its_name_and_value(fields, message):
+    assert message in refusal(**fields)
+
+
+def test_all_problems_are_told_at_once():
+    message = refusal(temperature=-1, topp=2, text="")
+    assert message.count("; ") == 2
+
+
+def test_unknown_fields_pass_unless_they_look_like_ours():
+    assert parsed(user="me", n=1, metadata={"a": 1}, probe=0) == parsed()
+
+
+def test_a_long_value_is_shortened_in_the_message():
+    assert len(refusal(temperature="x" * 10_000)) < 200
+    assert wire.shown("é\ud800") == '"\\u00e9\\ud800"'
+
+
+def test_a_deeply_nested_value_is_refused_like_any_other():
+    nested = []
+    for _ in range(5000):
+        nested = [nested]
+    assert "it is deeply nested" in refusal(temperature=nested)
+
+
+def test_of_very_many_unknown_fields_only_the_first_are_compared():
+    fields = {f"field_{n}": n for n in range(wire.MAX_UNKNOWN_KEYS - 1)}
+    assert "did you mean `max_tokens`?" in refusal(**fields, max_token=5)
+    assert parsed(**fields, field_x=1, max_token=5) == parsed()
+
+
+# --- answers
+
+
+def test_an_answer_is_a_list_with_one_object_and_keeps_its_letters():
+    payload = wire.delta({"token": "é\n"})
+    assert payload == '[{"token": "é\\n"}]'.encode()
+    assert wire.read_answer(payload) == {"token": "é\n"}
+
+
+def test_a_failure_is_a_bare_object_with_code_and_kind():
+    fields = json.loads(wire.failure(Overloaded("too many"), "a"))
+    assert fields.pop("timestamp") > 0
+    assert fields == {
+        "req_id": "a",
+        "error_msg": "too many",
+        "error_code": 429,
+        "error_type": "overloaded",
+        "version": "4.6",
+    }
+    assert wire.read_answer(wire.failure(Cancelled("gone"), None))["req_id"] is None
+
+
+def test_a_failure_can_be_sent_whatever_its_text_quotes():
+    assert (
+        wire.read_answer(wire.failure(InvalidRequest("role \ud800 is unknown"), "a"))["error_msg"]
+        == "role ? is unknown"
+    )
+
+
+def test_the_state_of_the_model_is_an_answer_too():
+    fields = wire.read_answer(wire.model_state(False, "the engine is starting", {"num_open": 3}))
+    assert fields == {"is_end": 1, "ready": False, "reason": "the engine is starting", "num_open": 3}
+
+
+def test_every_kind_of_error_crosses_a_border_as_itself():
+    for kind, error in KINDS.items():
+        assert type(error_of(kind, "text")) is error
+        assert 400 <= error.code <= 599
+    assert type(error_of("of tomorrow", "text")) is RequestError
+    codes = [error.code for error in KINDS.values() if error.kind != "prompt_too_long"]
+    assert len(set(codes)) == len(codes)
