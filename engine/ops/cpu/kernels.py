@@ -174,7 +174,7 @@ class CpuOps:
         context_lens_at = need(op, "context_lens", context_lens, (None,), I32)
         query_starts_at = need(op, "query_starts", query_starts, (len(context_lens) + 1,), I32)
         block_tables_at = need(op, "block_tables", block_tables, (len(context_lens), None), I32)
-        if num_heads % num_kv_heads or cos_sin.shape[1] > head_dim or cos_sin.shape[1] % 2:
+        if num_heads % num_kv_heads or cos_sin.shape[1] > head_dim or cos_sin.shape[1] % 2 or head_dim % 2:
             raise ArgumentError(
                 f"{op}: {num_heads} heads, {num_kv_heads} key/value heads of {head_dim}, "
                 f"{cos_sin.shape[1]} of them rotated: must divide, must be even and fit"

@@ -42,12 +42,13 @@ inline void round_row(const float* x, float* rounded, int64_t cols) {
 }
 #endif
 
+// A tile holds kTileSums vectors in registers: up to kTileRows rows of x by as many of the weight as fit.
 #ifdef __AVX512F__
-constexpr int kTileRows = 4, kTileCols = 6;
+constexpr int kTileRows = 8, kTileSums = 24;
 #else
-constexpr int kTileRows = 3, kTileCols = 4;
+constexpr int kTileRows = 4, kTileSums = 12;
 #endif
-constexpr int64_t kPanelBytes = 192 << 10;  // weight rows that stay in the L2 cache while x passes
+constexpr int64_t kPanelBytes = 64 << 10;  // weight rows that stay in the L2 cache while all rows of x pass
 
 template <class X, class Weight>
 struct LinearArgs {
@@ -58,8 +59,14 @@ struct LinearArgs {
   int64_t rows, width, num_out;  // T, K, N
 };
 
-template <int M, int N, class X, class Weight>
-inline void tile(const LinearArgs<X, Weight>& a, int64_t t, int64_t n) {
+// Rows t .. t_end of x times rows n .. n_end of the weight, and how far behind them in memory lies the weight
+// that is wanted next: it is fetched while this one is multiplied, or every panel would begin with a wait.
+struct Panel {
+  int64_t t, t_end, n, n_end, ahead;
+};
+
+template <int M, int N, bool kFetch, class X, class Weight>
+inline void tile(const LinearArgs<X, Weight>& a, int64_t t, int64_t n, int64_t ahead) {
   using D = Dot<X, Weight>;
   const X* x = a.x + t * a.width;
   const Weight* weight = a.weight + n * a.width;
@@ -76,7 +83,12 @@ inline void tile(const LinearArgs<X, Weight>& a, int64_t t, int64_t n) {
     }
   };
   int64_t k = 0;
-  for (; k + D::step <= a.width; k += D::step) add_step([=](auto* p) { return D::load_step(p + k); });
+  for (; k + D::step <= a.width; k += D::step) {
+    if (kFetch)
+#pragma GCC unroll 8
+      for (int j = 0; j < N; j++) prefetch(weight + j * a.width + k + ahead);
+    add_step([=](auto* p) { return D::load_step(p + k); });
+  }
   if (const int left = static_cast<int>(a.width - k))
     add_step([=](auto* p) { return D::load_tail(p + k, left); });
 #pragma GCC unroll 8
@@ -86,33 +98,59 @@ inline void tile(const LinearArgs<X, Weight>& a, int64_t t, int64_t n) {
       a.y[(t + i) * a.num_out + n + j] = sum(sums[i][j]) + (a.bias ? a.bias[n + j] : 0.0f);
 }
 
+// One pass of M rows of x over a panel. Of `num_passes`, each fetches its share of what comes next.
 template <int M, class X, class Weight>
-inline void tile_row(const LinearArgs<X, Weight>& a, int64_t t, int64_t n, int64_t n_end) {
-  for (; n + kTileCols <= n_end; n += kTileCols) tile<M, kTileCols>(a, t, n);
-  for (; n < n_end; n++) tile<M, 1>(a, t, n);
+inline void pass(const LinearArgs<X, Weight>& a, const Panel& p, int64_t t, int64_t num_passes) {
+  constexpr int N = kTileSums / (M < 4 ? 4 : M);
+  int64_t n = p.n, turn = (t - p.t) / kTileRows;
+  for (; n + N <= p.n_end; n += N) {
+    if (p.ahead && turn == 0)
+      tile<M, N, true>(a, t, n, p.ahead);
+    else
+      tile<M, N, false>(a, t, n, 0);
+    turn = (turn == 0 ? num_passes : turn) - 1;
+  }
+  for (; n < p.n_end; n++) tile<M, 1, false>(a, t, n, 0);
 }
 
 template <class X, class Weight>
-void panel(const LinearArgs<X, Weight>& a, int64_t t, int64_t t_end, int64_t n, int64_t n_end) {
-  for (; t + kTileRows <= t_end; t += kTileRows) tile_row<kTileRows>(a, t, n, n_end);
-  const int64_t left = t_end - t;
-  if (left == 1) tile_row<1>(a, t, n, n_end);
-  if (left == 2) tile_row<2>(a, t, n, n_end);
-  if (left == 3) tile_row<3>(a, t, n, n_end);
+inline void multiply(const LinearArgs<X, Weight>& a, const Panel& p) {
+  const int64_t num_passes = (p.t_end - p.t + kTileRows - 1) / kTileRows;
+  int64_t t = p.t;
+  for (; t + kTileRows <= p.t_end; t += kTileRows) pass<kTileRows>(a, p, t, num_passes);
+  switch (p.t_end - t) {
+    case 1: return pass<1>(a, p, t, num_passes);
+    case 2: return pass<2>(a, p, t, num_passes);
+    case 3: return pass<3>(a, p, t, num_passes);
+    case 4: return pass<4>(a, p, t, num_passes);
+    case 5: return pass<5>(a, p, t, num_passes);
+    case 6: return pass<6>(a, p, t, num_passes);
+    case 7: return pass<7>(a, p, t, num_passes);
+  }
 }
 
 template <class X, class Weight>
 void multiply(const LinearArgs<X, Weight>& a) {
   const int64_t row_bytes = a.width * static_cast<int64_t>(sizeof(Weight));
-  const int64_t cols = round_up(kPanelBytes / row_bytes + 1, kTileCols);
+  const int64_t cols = round_up(kPanelBytes / row_bytes + 1, kTileSums);
   const int64_t num_panels = (a.num_out + cols - 1) / cols;
   const int64_t wanted = 4 * llm_num_threads();  // pieces, so that nobody waits long for the last
   const int64_t cuts = num_panels >= wanted ? 1 : min(wanted / num_panels + 1, a.rows / 64 + 1);
   const int64_t rows = round_up((a.rows + cuts - 1) / cuts, kTileRows);
-  parallel_for(num_panels * cuts, 1, a.rows * a.num_out * a.width / 8, [=](int64_t i) {
-    const int64_t n = i / cuts * cols, t = i % cuts * rows;
-    panel(a, t, min(a.rows, t + rows), n, min(a.num_out, n + cols));
-  });
+  const int64_t count = a.rows > 0 ? num_panels * cuts : 0;
+  const int threads = count == 1 || a.rows * a.num_out * a.width / 8 < kSerialWork ? 1 : llm_num_threads();
+  int64_t taken = 0;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    // Whoever is free takes the next piece, and knows it one piece ahead.
+    auto take = [&] { return __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED); };
+    for (int64_t i = take(), next; i < count; i = next) {
+      next = take();
+      const int64_t n = i / cuts * cols, t = i % cuts * rows;
+      const int64_t ahead = next < count ? (next / cuts - i / cuts) * cols * a.width : 0;
+      multiply(a, Panel{t, min(a.rows, t + rows), n, min(a.num_out, n + cols), ahead});
+    }
+  }
 }
 
 inline void linear(const float* x, const float* weight, const float* bias, float* y, int64_t rows,

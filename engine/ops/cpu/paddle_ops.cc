@@ -200,7 +200,9 @@ Tensors paged_attention(const Tensor& qkv, const Tensor& cos_sin, const Tensor& 
   const int64_t num_requests = context_lens.shape()[0], rotary_dim = cos_sin.shape()[1];
   need(op, "query_starts", query_starts, {num_requests + 1}, kI32);
   need(op, "block_tables", block_tables, {num_requests, -1}, kI32);
-  PD_CHECK(num_heads % num_kv_heads == 0 && rotary_dim <= head_dim && rotary_dim % 2 == 0, op, ": ", num_heads,
+  PD_CHECK(num_heads % num_kv_heads == 0 && rotary_dim <= head_dim && rotary_dim % 2 == 0 &&
+               head_dim % 2 == 0,
+           op, ": ", num_heads,
            " heads, ", num_kv_heads, " key/value heads of ", head_dim, ", ", rotary_dim,
            " of them rotated: must divide, must be even and fit");
   Tensor out = empty({num_tokens, num_heads * head_dim});

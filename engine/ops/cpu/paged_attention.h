@@ -61,16 +61,28 @@ constexpr int kSumVecs = 2;
 #endif
 constexpr int kSumRows = 4;
 
+// Memory that will be read soon: a little of it is asked for at every step of the work at hand.
+struct Ahead {
+  const char *next, *end;
+  void step() {
+    if (next >= end) return;
+    prefetch(next);
+    prefetch(next + 64);
+    next += 128;
+  }
+};
+
 // c[i, :] = c[i, :] * keep[i] + sum_k a[i, k] * b[k, :] for M rows and V vectors; keep null: c starts at 0.
 // The sum runs over k in order, whatever M and V are.
 template <int M, int V>
 inline void sum_tile(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c,
-                     int64_t c_stride, int64_t depth, const float* keep) {
+                     int64_t c_stride, int64_t depth, const float* keep, Ahead& ahead) {
   vec sums[M][V] = {};
   if (keep)
     for (int i = 0; i < M; i++)
       for (int v = 0; v < V; v++) sums[i][v] = load(c + i * c_stride + v * W) * keep[i];
   for (int64_t k = 0; k < depth; k++) {
+    ahead.step();
     vec columns[V];
 #pragma GCC unroll 8
     for (int v = 0; v < V; v++) columns[v] = load(b + k * b_stride + v * W);
@@ -85,23 +97,25 @@ inline void sum_tile(const float* a, int64_t a_stride, const float* b, int64_t b
 
 template <int M>
 inline void sum_strip(const float* a, int64_t a_stride, const float* b, float* c, int64_t width,
-                      int64_t depth, const float* keep) {
+                      int64_t depth, const float* keep, Ahead& ahead) {
   int64_t j = 0;
   for (; j + kSumVecs * W <= width; j += kSumVecs * W)
-    sum_tile<M, kSumVecs>(a, a_stride, b + j, width, c + j, width, depth, keep);
-  for (; j < width; j += W) sum_tile<M, 1>(a, a_stride, b + j, width, c + j, width, depth, keep);
+    sum_tile<M, kSumVecs>(a, a_stride, b + j, width, c + j, width, depth, keep, ahead);
+  for (; j < width; j += W) sum_tile<M, 1>(a, a_stride, b + j, width, c + j, width, depth, keep, ahead);
 }
 
 // As sum_tile for any number of rows; b and c have `width` columns, a multiple of W.
 inline void sum_rows(const float* a, int64_t a_stride, const float* b, float* c, int64_t width, int64_t depth,
-                     const float* keep, int64_t rows) {
+                     const float* keep, int64_t rows, Ahead& ahead) {
   int64_t i = 0;
   auto strip = [&](auto rows_at_once) {
     constexpr int M = decltype(rows_at_once)::value;
     for (; i + M <= rows; i += M)
-      sum_strip<M>(a + i * a_stride, a_stride, b, c + i * width, width, depth, keep ? keep + i : nullptr);
+      sum_strip<M>(a + i * a_stride, a_stride, b, c + i * width, width, depth, keep ? keep + i : nullptr, ahead);
   };
   strip(Count<kSumRows>());
+  strip(Count<3>());
+  strip(Count<2>());
   strip(Count<1>());
 }
 
@@ -113,27 +127,52 @@ struct AttentionRows {
   float *largest, *total, *keep;   // [rows]: of the online softmax; `keep` rescales what came before
 };
 
-// keys[d, i] = K[i, d], values[i, d] = V[i, d] for the `count` rows of a block that are written
+// One block of a request's keys and values; the first `count` rows are written.
 template <class Cache>
-inline void load_block(const AttentionArgs<Cache>& a, const AttentionRows& r, const Cache* keys,
-                       const Cache* values, int64_t count) {
-  for (int64_t i = 0; i < count; i += W)
-    for (int64_t d = 0; d < a.head_dim; d += W) {
-      const int n = static_cast<int>(min(W, a.head_dim - d));
-      vec square[W];
-      float turned[W * W];
-      for (int j = 0; j < W; j++)
-        square[j] = i + j < count ? load_n(keys + (i + j) * a.head_dim + d, n) : set1(0.0f);
-      if (n == W) {
-        transpose(square, r.keys + d * r.key_width + i, r.key_width);
-      } else {
-        transpose(square, turned, W);
-        for (int j = 0; j < n; j++) store(r.keys + (d + j) * r.key_width + i, load(turned + j * W));
-      }
+struct Block {
+  const Cache *keys, *values;
+  int64_t start, count;
+  Ahead next_keys, next_values;
+};
+
+// keys[d, i] = K[i, d] for W positions i from `first` on; those at `count` and beyond are zero.
+inline void turn_keys(const float* from, const AttentionRows& r, int64_t first, int64_t count, int64_t dim) {
+  for (int64_t d = 0; d < dim; d += W) {
+    const int n = static_cast<int>(min(W, dim - d));
+    vec square[W];
+#pragma GCC unroll 16
+    for (int j = 0; j < W; j++)
+      square[j] = first + j < count ? load_n(from + (first + j) * dim + d, n) : set1(0.0f);
+    transpose(square);
+    for (int j = 0; j < n; j++) store(r.keys + (d + j) * r.key_width + first, square[j]);
+  }
+}
+
+// Pairs of bf16 are turned as if they were one float, then parted.
+inline void turn_keys(const uint16_t* from, const AttentionRows& r, int64_t first, int64_t count, int64_t dim) {
+  for (int64_t d = 0; d < dim; d += 2 * W) {
+    const int n = static_cast<int>(min(W, (dim - d) / 2));
+    vec square[W];
+#pragma GCC unroll 16
+    for (int j = 0; j < W; j++) {
+      const auto* pairs = reinterpret_cast<const float*>(from + (first + j) * dim + d);
+      square[j] = first + j < count ? load_n(pairs, n) : set1(0.0f);
     }
+    transpose(square);
+    for (int j = 0; j < n; j++) {
+      float* to = r.keys + (d + 2 * j) * r.key_width + first;
+      store(to, (vec)((int_vec)square[j] << 16));
+      store(to + r.key_width, (vec)((int_vec)square[j] & static_cast<int32_t>(0xffff0000)));
+    }
+  }
+}
+
+// values[i, d] = V[i, d]
+template <class Cache>
+inline void widen_values(const Cache* from, const AttentionRows& r, int64_t count, int64_t dim) {
   for (int64_t i = 0; i < count; i++)
-    for_lanes(a.head_dim, [&](int64_t d, int n) {
-      store(r.values + i * r.value_width + d, load_n(values + i * a.head_dim + d, n));
+    for_lanes(dim, [&](int64_t d, int n) {
+      store(r.values + i * r.value_width + d, load_n(from + i * dim + d, n));
     });
 }
 
@@ -157,21 +196,25 @@ inline void soften(const AttentionRows& r, int64_t row, int64_t count) {
   r.total[row] = r.total[row] * r.keep[row] + sum(total);
 }
 
-// Block `first` .. of request: adds its part to every row that sees it. Row j * group + g is query token j.
+// Adds the part of the block that begins at position `start` to every row that sees it.
+// Row j * group + g is head g of query token j, which has position `first_position` + j.
 template <class Cache>
-inline void add_block(const AttentionArgs<Cache>& a, const AttentionRows& r, int64_t first_position,
-                      int64_t block_start, int64_t num_tokens) {
-  const int64_t group = a.group();
-  const int64_t seen_from = block_start > first_position ? block_start - first_position : 0;
+inline void add_block(const AttentionArgs<Cache>& a, const AttentionRows& r, const Block<Cache>& block,
+                      int64_t first_position, int64_t num_tokens) {
+  const int64_t group = a.group(), dim = a.head_dim;
+  const int64_t seen_from = block.start > first_position ? block.start - first_position : 0;
   const int64_t row = seen_from * group, rows = num_tokens * group;
-  sum_rows(r.query + row * a.head_dim, a.head_dim, r.keys, r.weights + row * r.key_width, r.key_width,
-           a.head_dim, nullptr, rows - row);
+  Ahead next_keys = block.next_keys, next_values = block.next_values;
+  for (int64_t i = 0; i < block.count; i += W) turn_keys(block.keys, r, i, block.count, dim);
+  sum_rows(r.query + row * dim, dim, r.keys, r.weights + row * r.key_width, r.key_width, dim, nullptr, rows - row,
+           next_keys);
+  widen_values(block.values, r, block.count, dim);
   for (int64_t j = seen_from; j < num_tokens;) {
-    const int64_t count = min(a.block_size, first_position + j + 1 - block_start);
+    const int64_t count = min(a.block_size, first_position + j + 1 - block.start);
     const int64_t alike = count == a.block_size ? num_tokens - j : 1;  // tokens that see as much of it
     for (int64_t i = j * group; i < (j + alike) * group; i++) soften(r, i, count);
     sum_rows(r.weights + j * group * r.key_width, r.key_width, r.values, r.sums + j * group * r.value_width,
-             r.value_width, count, r.keep + j * group, alike * group);
+             r.value_width, count, r.keep + j * group, alike * group, next_values);
     j += alike;
   }
 }
@@ -210,10 +253,15 @@ void attend(const AttentionArgs<Cache>& a, int64_t request, int64_t first, int64
   }
   memset(r.sums, 0, sizeof(float) * static_cast<size_t>(rows * r.value_width));
   const int64_t first_position = a.context_lens[request] + first, end = first_position + count;
-  for (int64_t at = 0; at < end; at += a.block_size) {
-    load_block(a, r, a.cached(0, request, at, kv_head), a.cached(1, request, at, kv_head),
-               min(a.block_size, end - at));
-    add_block(a, r, first_position, at, count);
+  auto ahead = [&](int part, int64_t at) {
+    if (at >= end) return Ahead{nullptr, nullptr};
+    const auto* from = reinterpret_cast<const char*>(a.cached(part, request, at, kv_head));
+    return Ahead{from, from + static_cast<int64_t>(sizeof(Cache)) * min(a.block_size, end - at) * dim};
+  };
+  for (int64_t at = 0, next = a.block_size; at < end; at = next, next += a.block_size) {
+    const Block<Cache> block = {a.cached(0, request, at, kv_head), a.cached(1, request, at, kv_head), at,
+                                min(a.block_size, end - at), ahead(0, next), ahead(1, next)};
+    add_block(a, r, block, first_position, count);
   }
   for (int64_t i = 0; i < rows; i++) {
     float* out = a.out + ((start + first + i / group) * a.num_heads + head + i % group) * dim;

@@ -44,6 +44,8 @@ inline vec keep_first(vec v, int n, vec other) {
   return lane < n ? v : other;
 }
 
+inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }  // into the L2 cache
+
 // To bf16, to nearest, ties to even; a NaN stays a NaN.
 inline void store_bf16(uint16_t* p, vec v, int n) {
   const int_vec bits = (int_vec)v;

@@ -55,13 +55,13 @@ inline void store_upper_halves(uint16_t* p, vec v, int n) {
   memcpy(p, halves, sizeof(uint16_t) * static_cast<size_t>(n));
 }
 
-// to[j][i] = from[i][j] for a square of W x W
-inline void transpose(const vec* from, float* to, int64_t to_stride) {
+// Turns the W rows of a square into its W columns.
+inline void transpose(vec* square) {
   __m256 a[W], b[W];
 #pragma GCC unroll 4
   for (int i = 0; i < W; i += 2) {
-    a[i] = _mm256_unpacklo_ps(from[i], from[i + 1]);
-    a[i + 1] = _mm256_unpackhi_ps(from[i], from[i + 1]);
+    a[i] = _mm256_unpacklo_ps(square[i], square[i + 1]);
+    a[i + 1] = _mm256_unpackhi_ps(square[i], square[i + 1]);
   }
 #pragma GCC unroll 2
   for (int i = 0; i < W; i += 4) {
@@ -72,8 +72,8 @@ inline void transpose(const vec* from, float* to, int64_t to_stride) {
   }
 #pragma GCC unroll 4
   for (int c = 0; c < 4; c++) {
-    store(to + c * to_stride, _mm256_permute2f128_ps(b[c], b[4 + c], 0x20));
-    store(to + (4 + c) * to_stride, _mm256_permute2f128_ps(b[c], b[4 + c], 0x31));
+    square[c] = _mm256_permute2f128_ps(b[c], b[4 + c], 0x20);
+    square[4 + c] = _mm256_permute2f128_ps(b[c], b[4 + c], 0x31);
   }
 }
 

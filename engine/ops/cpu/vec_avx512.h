@@ -46,13 +46,13 @@ inline void store_upper_halves(uint16_t* p, vec v, int n) {
   _mm512_mask_cvtepi32_storeu_epi16(p, first_lanes(n), upper);
 }
 
-// to[j][i] = from[i][j] for a square of W x W
-inline void transpose(const vec* from, float* to, int64_t to_stride) {
+// Turns the W rows of a square into its W columns.
+inline void transpose(vec* square) {
   __m512 a[W], b[W];
 #pragma GCC unroll 8
   for (int i = 0; i < W; i += 2) {
-    a[i] = _mm512_unpacklo_ps(from[i], from[i + 1]);
-    a[i + 1] = _mm512_unpackhi_ps(from[i], from[i + 1]);
+    a[i] = _mm512_unpacklo_ps(square[i], square[i + 1]);
+    a[i + 1] = _mm512_unpackhi_ps(square[i], square[i + 1]);
   }
 #pragma GCC unroll 4
   for (int i = 0; i < W; i += 4) {
@@ -63,17 +63,17 @@ inline void transpose(const vec* from, float* to, int64_t to_stride) {
     b[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(hi0, hi1));
     b[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(hi0, hi1));
   }
-  // b[4 g + c], 128-bit part p = columns 4 p + c of rows 4 g .. 4 g + 3
+  // b[4 g + c], 128-bit part p = column 4 p + c of rows 4 g .. 4 g + 3
 #pragma GCC unroll 4
   for (int c = 0; c < 4; c++) {
     const __m512 even01 = _mm512_shuffle_f32x4(b[c], b[4 + c], 0x88);
     const __m512 odd01 = _mm512_shuffle_f32x4(b[c], b[4 + c], 0xdd);
     const __m512 even23 = _mm512_shuffle_f32x4(b[8 + c], b[12 + c], 0x88);
     const __m512 odd23 = _mm512_shuffle_f32x4(b[8 + c], b[12 + c], 0xdd);
-    store(to + c * to_stride, _mm512_shuffle_f32x4(even01, even23, 0x88));
-    store(to + (4 + c) * to_stride, _mm512_shuffle_f32x4(odd01, odd23, 0x88));
-    store(to + (8 + c) * to_stride, _mm512_shuffle_f32x4(even01, even23, 0xdd));
-    store(to + (12 + c) * to_stride, _mm512_shuffle_f32x4(odd01, odd23, 0xdd));
+    square[c] = _mm512_shuffle_f32x4(even01, even23, 0x88);
+    square[4 + c] = _mm512_shuffle_f32x4(odd01, odd23, 0x88);
+    square[8 + c] = _mm512_shuffle_f32x4(even01, even23, 0xdd);
+    square[12 + c] = _mm512_shuffle_f32x4(odd01, odd23, 0xdd);
   }
 }
 

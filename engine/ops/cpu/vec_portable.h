@@ -54,10 +54,14 @@ inline void store_upper_halves(uint16_t* p, vec v, int n) {
   for (int i = 0; i < n; i++) p[i] = static_cast<uint16_t>(bits[i] >> 16);
 }
 
-// to[j][i] = from[i][j] for a square of W x W
-inline void transpose(const vec* from, float* to, int64_t to_stride) {
+// Turns the W rows of a square into its W columns.
+inline void transpose(vec* square) {
   for (int i = 0; i < W; i++)
-    for (int j = 0; j < W; j++) to[j * to_stride + i] = from[i][j];
+    for (int j = 0; j < i; j++) {
+      const float x = square[i][j];
+      square[i][j] = square[j][i];
+      square[j][i] = x;
+    }
 }
 
 }  // namespace LLM_ISA

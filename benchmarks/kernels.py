@@ -1,0 +1,164 @@
+"""How far the CPU kernels are from what the machine can do: `python benchmarks/kernels.py`.
+
+Shapes are those of Qwen2.5-0.5B. Times are the median of several runs over weights that do not fit in a
+cache. A table for people, then one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import functools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from engine.ops import build, cpu  # noqa: E402
+from engine.ops.reference import to_bf16  # noqa: E402
+from engine.ops.sampling_rows import SamplingRows  # noqa: E402
+
+HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 896, 4864, 24, 14, 2, 64, 151936
+LINEARS = {"qkv": (1152, HIDDEN), "o": (HIDDEN, HIDDEN), "gate_up": (2 * FFN, HIDDEN), "down": (HIDDEN, FFN)}
+RNG = np.random.default_rng(0)
+
+
+def random_f32(*shape: int) -> np.ndarray:
+    return RNG.standard_normal(shape, np.float32)
+
+
+def seconds(run, repeats: int) -> float:
+    """Median time of a call; the first is not counted."""
+    run()
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def measured_limits(threads: int) -> tuple[float, float]:
+    """bf16 FLOP/s and bytes/s read by all threads, just now: machines drift."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/limits.so"
+        flags = ["-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-w"]
+        subprocess.run([*build.compiler(), *flags, "-o", path, str(Path(__file__).parent / "limits.cc")], check=True)
+        lib = ctypes.CDLL(path)
+    lib.peak_bf16_flops.restype = lib.read_bandwidth.restype = ctypes.c_double
+    data = np.ones(1 << 26, np.uint64)
+    flops = max(lib.peak_bf16_flops(threads, ctypes.c_int64(10_000_000)) for _ in range(3))
+    address, size = ctypes.c_void_p(data.ctypes.data), ctypes.c_int64(data.size)
+    return flops, max(lib.read_bandwidth(threads, address, size) for _ in range(3))
+
+
+@functools.cache
+def weights_of(name: str) -> list[np.ndarray]:
+    """As many layers as it takes to leave no weight in a cache."""
+    num_out, width = LINEARS.get(name, (VOCAB, HIDDEN))
+    copies = 1 if name == "logits" else LAYERS
+    bits = to_bf16(random_f32(num_out, width))
+    return [bits.copy() for _ in range(copies)]
+
+
+def bench_linear(name: str, tokens: int, limits: tuple[float, float]) -> dict:
+    weights = weights_of(name)
+    num_out, width = weights[0].shape
+    x = random_f32(tokens, width)
+    repeats = 3 if tokens >= 128 else 5
+    each = seconds(lambda: [cpu.linear(x, weight) for weight in weights], repeats) / len(weights)
+    flops, num_bytes = 2 * tokens * num_out * width, 2 * num_out * width
+    best = max(flops / limits[0] if limits[0] else 0, num_bytes / limits[1])
+    return row(f"linear {name} T={tokens}", each, best, f"{flops / each / 1e9:.0f} GFLOP/s")
+
+
+def bench_attention(requests: int, tokens: int, context: int, limits: tuple[float, float]) -> dict:
+    """Limit: the reading of the keys and values, or products and sums in f32 at a quarter of the bf16 rate."""
+    blocks = -(-(context + tokens) // 64)
+    cache = to_bf16(random_f32(4, 1, 2, KV_HEADS, 64, HEAD_DIM))
+    caches = [np.ascontiguousarray(np.broadcast_to(cache[:1, 0], (requests * blocks, *cache.shape[2:])))]
+    caches *= 1 if caches[0].nbytes > 1 << 26 else 1
+    starts = np.arange(requests + 1, dtype=np.int32) * tokens
+    tables = RNG.permutation(requests * blocks).astype(np.int32).reshape(requests, blocks)
+    arrays = random_f32(requests * tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM), random_f32(requests * tokens, HEAD_DIM)
+    lens = np.full(requests, context, np.int32)
+    heads = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "scale": 0.125}
+    each = seconds(lambda: cpu.paged_attention(*arrays, caches[0], starts, lens, tables, **heads), 9)
+    seen = requests * (tokens * context + tokens * (tokens + 1) // 2)
+    flops, num_bytes = 4 * seen * HEADS * HEAD_DIM, requests * (context + tokens) * KV_HEADS * HEAD_DIM * 4
+    best = max(4 * flops / limits[0] if limits[0] else 0, num_bytes / limits[1])
+    return row(f"attention B={requests} T={tokens} context={context}", each, best, f"{flops / each / 1e9:.0f} GFLOP/s")
+
+
+def bench_small(name: str, run, num_bytes: int, limits: tuple[float, float]) -> dict:
+    each = seconds(run, 15)
+    return row(name, each, num_bytes / limits[1], f"{num_bytes / each / 1e9:.1f} GB/s")
+
+
+def row(name: str, each: float, best: float, rate: str) -> dict:
+    print(f"{name:<40} {each * 1e6:>11.1f} us {best * 1e6:>11.1f} us {best / each:>7.0%}   {rate}", flush=True)
+    return {"name": name, "seconds": each, "limit_seconds": best}
+
+
+def sampling_cases(rows: int) -> dict[str, SamplingRows]:
+    cases = {name: SamplingRows.greedy(rows) for name in ("greedy", "temperature", "top_p", "top_k", "logprobs")}
+    for name in ("temperature", "top_p", "top_k"):
+        cases[name].temperature[:] = 0.8
+    cases["top_p"].top_p[:] = 0.9
+    cases["top_k"].top_k[:] = 50
+    cases["logprobs"].num_logprobs[:] = 5
+    return cases
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=cpu.num_threads())
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    options = parser.parse_args()
+    cpu.set_num_threads(options.threads)
+    limits = measured_limits(options.threads)
+    print(f"{cpu.cpu_isa()}, {options.threads} threads: bf16 {limits[0] / 1e9:.0f} GFLOP/s, {limits[1] / 1e9:.1f} GB/s")
+    print(f"{'':<40} {'measured':>14} {'limit':>14}   ratio")
+
+    def cases():
+        for tokens in (1, 2, 4, 8, 32, 128, 1024):
+            for name in LINEARS:
+                yield f"linear {name} T={tokens}", functools.partial(bench_linear, name, tokens)
+        for tokens in (1, 8, 32):
+            yield f"linear logits T={tokens}", functools.partial(bench_linear, "logits", tokens)
+        for shape in ((1, 1, 128), (1, 1, 1024), (32, 1, 128), (32, 1, 1024), (1, 128, 0), (1, 1024, 0), (4, 512, 0)):
+            yield "attention", functools.partial(bench_attention, *shape)
+        for tokens in (1, 32, 1024):
+            x, weight, wide = random_f32(tokens, HIDDEN), random_f32(HIDDEN), random_f32(tokens, 2 * FFN)
+            yield "add_rms_norm", functools.partial(
+                bench_small,
+                f"add_rms_norm T={tokens}",
+                functools.partial(cpu.add_rms_norm, x, x.copy(), weight, epsilon=1e-6),
+                x.nbytes * 4,
+            )
+            yield "swiglu", functools.partial(
+                bench_small, f"swiglu T={tokens}", functools.partial(cpu.swiglu, wide), wide.nbytes * 3 // 2
+            )
+        for scale in (1.0, 4.0):
+            logits = random_f32(32, VOCAB) * np.float32(scale)
+            for name, rows in sampling_cases(32).items():
+                yield "sample", functools.partial(
+                    bench_small,
+                    f"sample {name} S=32 sigma={scale:.0f}",
+                    functools.partial(cpu.sample, logits, rows),
+                    logits.nbytes,
+                )
+
+    rows = [case(limits) for name, case in cases() if options.only in name]
+    print(json.dumps({"isa": cpu.cpu_isa(), "threads": options.threads, "limits": limits, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
