@@ -7,6 +7,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -142,42 +143,48 @@ def test_workers_share_a_port():
 # --- the process ------------------------------------------------------------------------------------------------
 
 
-def a_worker(*arguments):
+@contextlib.contextmanager
+def a_process(module, *arguments):
+    """-> the process and its port. Nobody listens on its gRPC port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "gateway",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--grpc-port",
-        "1",
-        *arguments,
-    ]
-    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True), port
-
-
-def test_a_worker_serves_until_sigterm_and_exits_with_0():
-    process, port = a_worker("--workers-index", "3")
+    command = [sys.executable, "-m", module, "--host", "127.0.0.1", "--port", str(port), "--grpc-port", "1", *arguments]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     try:
-        assert "worker 3" in (line := process.stderr.readline())
-        assert f"listening on 127.0.0.1:{port}" in line
-        with socket.create_connection(("127.0.0.1", port)) as client:
-            client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert client.recv(2**16).startswith(b"HTTP/1.1 503 ")  # nobody on the gRPC port
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(10) == 0
+        yield process, port
     finally:
         process.kill()
         process.communicate()
 
 
+def status_line(port, path):
+    """Asks until somebody listens."""
+    for _ in range(2000):
+        with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            return client.recv(2**16).split(b"\r\n")[0]
+        time.sleep(0.005)
+    raise TimeoutError(path)
+
+
+def test_a_worker_serves_until_sigterm_and_exits_with_0():
+    with a_process("gateway", "--workers-index", "3") as (process, port):
+        assert f"worker 3 gateway: listening on 127.0.0.1:{port}" in process.stderr.readline()
+        assert status_line(port, "/health") == b"HTTP/1.1 503 Service Unavailable"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+
+
+def test_the_health_port_is_a_process_that_exits_with_0_on_sigterm():
+    with a_process("gateway.health") as (process, port):
+        assert status_line(port, "/v2/health/live") == b"HTTP/1.1 503 Service Unavailable"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+
+
 def test_a_worker_that_cannot_listen_says_why():
-    process, _ = a_worker("--host", "192.0.2.1")
-    _, log = process.communicate(timeout=10)
+    with a_process("gateway", "--host", "192.0.2.1") as (process, _):
+        _, log = process.communicate(timeout=10)
     assert process.returncode == 1
     assert "cannot serve on 192.0.2.1" in log.splitlines()[-1]

@@ -5,8 +5,8 @@ import contextlib
 import openai
 import pytest
 
-from engine.errors import DuplicateRequest, EngineUnavailable, Overloaded, PromptTooLong, TimedOut
-from tests.pure.gateway_fake import WAIT, FakeBackend, events, running
+from engine.errors import EngineUnavailable
+from tests.pure.gateway_fake import WAIT, FakeBackend, events, openai_client, running
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BASES = ["/v1", "/v1/chat/completions"]  # the usual one and the documented one
@@ -20,14 +20,8 @@ A_COMPLETION = {"model": "default", "prompt": "Hello, how are you?"}
 
 
 @contextlib.contextmanager
-def client_of(gateway, base="/v1"):
-    with openai.Client(base_url=gateway.url + base, api_key="EMPTY_API_KEY", max_retries=0, timeout=10) as client:
-        yield client
-
-
-@contextlib.contextmanager
 def client_for(backend, base="/v1"):
-    with running(backend) as gateway, client_of(gateway, base) as client:
+    with running(backend) as gateway, openai_client(gateway, base) as client:
         yield client
 
 
@@ -89,7 +83,7 @@ def test_the_documented_chat_stream_works(base):
 
 @pytest.mark.parametrize("base", BASES)
 def test_the_models_are_listed_with_their_length(base):
-    with running(FakeBackend(), model_name="deepseek-ai/R1") as gateway, client_of(gateway, base) as client:
+    with running(FakeBackend(), model_name="deepseek-ai/R1") as gateway, openai_client(gateway, base) as client:
         [model] = client.models.list().data
         assert (model.id, model.object, model.max_model_len) == ("deepseek-ai/R1", "model", 8192)
         assert client.models.retrieve("deepseek-ai/R1") == model
@@ -147,7 +141,7 @@ def test_line_separators_in_the_text_do_not_break_lines():
 
 def test_an_error_after_the_first_token_is_the_last_event_and_raises_in_the_client():
     backend = FakeBackend("a", EngineUnavailable("the engine has crashed"))
-    with running(backend) as gateway, client_of(gateway) as client:
+    with running(backend) as gateway, openai_client(gateway) as client:
         *_, last = events(gateway.stream(CHAT, {**A_CHAT, "stream": True}))
         stream = client.chat.completions.create(**A_CHAT, stream=True)
         with pytest.raises(openai.APIError, match="the engine has crashed"):
@@ -253,171 +247,3 @@ def test_a_part_of_a_character_is_named_by_its_bytes():
     from gateway.openai_answer import _name
 
     assert _name({"token": "\ufffd", "bytes": [0xE4, 0xBD]}) == "bytes:\\xe4\\xbd"
-
-
-# --- what reaches the model -------------------------------------------------------------------------------------
-
-
-def sent(body, path=CHAT):
-    backend = FakeBackend("a")
-    with running(backend) as gateway:
-        gateway.post(path, body)
-    [body] = backend.bodies
-    del body["req_id"]
-    return body
-
-
-def test_openais_defaults_are_not_the_native_ones():
-    assert sent(A_COMPLETION, COMPLETIONS) == {
-        "text": "Hello, how are you?",
-        "apply_chat_template": False,
-        "temperature": 1.0,
-        "top_p": 1.0,
-    }
-
-
-def test_zeros_and_falses_are_honoured_and_nulls_are_not_given():
-    zeros = {
-        "temperature": 0,
-        "top_p": 0,
-        "frequency_penalty": 0,
-        "presence_penalty": 0,
-        "seed": 0,
-        "top_k": 0,
-        "min_p": 0,
-        "skip_special_tokens": False,
-        "ignore_eos": False,
-    }
-    nothing = {"stop": None, "max_tokens": None, "n": None, "logprobs": None, "tools": None, "stream_options": None}
-    assert sent({**A_CHAT, **zeros, **nothing, "min_tokens": 0}) == {"messages": MESSAGES, **zeros}
-
-
-def test_every_extension_that_clients_of_other_servers_send_reaches_the_model():
-    extensions = {
-        "top_k": 5,
-        "min_p": 0.1,
-        "repetition_penalty": 1.1,
-        "min_tokens": 2,
-        "ignore_eos": True,
-        "stop_token_ids": [3],
-        "include_stop_str_in_output": True,
-        "skip_special_tokens": False,
-        "chat_template_kwargs": {"enable_thinking": False},
-        "bad_words": ["x"],
-        "logit_bias": {"7": -100},
-        "stop": ["a", "b"],
-        "seed": 9,
-        "frequency_penalty": 0.5,
-        "presence_penalty": -0.5,
-    }
-    assert sent({**A_CHAT, **extensions}) == {"messages": MESSAGES, "temperature": 1.0, "top_p": 1.0, **extensions}
-
-
-def test_the_newer_name_of_max_tokens_wins():
-    assert sent({**A_CHAT, "max_tokens": 5, "max_completion_tokens": 7})["max_tokens"] == 7
-
-
-def test_developers_are_systems_to_the_template():
-    body = sent({"messages": [{"role": "developer", "content": "be short"}]})
-    assert body["messages"] == [{"role": "system", "content": "be short"}]
-
-
-def test_what_is_harmless_is_ignored():
-    harmless = {
-        "user": "u",
-        "metadata": {},
-        "store": True,
-        "service_tier": "auto",
-        "tools": [],
-        "tool_choice": "none",
-        "response_format": {"type": "text"},
-        "modalities": ["text"],
-        "suffix": "",
-        "best_of": 1,
-        "something": "else",
-    }
-    assert sent({**A_CHAT, **harmless}) == {"messages": MESSAGES, "temperature": 1.0, "top_p": 1.0}
-
-
-def test_any_model_name_is_taken_and_none_is_the_served_one():
-    with running(FakeBackend("a"), model_name="mine") as gateway:
-        assert gateway.post(CHAT, {**A_CHAT, "model": "gpt-\u4f60"})["model"] == "gpt-\u4f60"
-        assert gateway.post(CHAT, {"messages": MESSAGES})["model"] == "mine"
-
-
-# --- refusals ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("path", "fields", "param"),
-    [
-        (CHAT, {"tools": [{"type": "function"}]}, "tools"),
-        (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
-        (CHAT, {"audio": {"voice": "x"}}, "audio"),
-        (CHAT, {"modalities": ["text", "audio"]}, "modalities"),
-        (CHAT, {"n": 17}, "n"),
-        (CHAT, {"n": True}, "n"),
-        (CHAT, {"temperature": "hot"}, "temperature"),
-        (CHAT, {"temperature": -1}, "temperature"),
-        (CHAT, {"top_p": 2}, "top_p"),
-        (CHAT, {"max_tokens": 0}, "max_tokens"),
-        (CHAT, {"max_completion_tokens": 1.5}, "max_completion_tokens"),
-        (CHAT, {"stream": "yes"}, "stream"),
-        (CHAT, {"stream_options": []}, "stream_options"),
-        (CHAT, {"stop": [1]}, "stop"),
-        (CHAT, {"top_logprobs": 3}, "top_logprobs"),
-        (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        (CHAT, {"logprobs": 1.5}, "logprobs"),
-        (CHAT, {"messages": []}, "messages"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
-        (CHAT, {"messages": None}, "messages"),
-        (CHAT, {"model": 5}, "model"),
-        (CHAT, {"model": "\ud800"}, "model"),
-        (COMPLETIONS, {"suffix": "end"}, "suffix"),
-        (COMPLETIONS, {"best_of": 2}, "best_of"),
-        (COMPLETIONS, {"echo": True, "logprobs": 1}, "echo"),
-        (COMPLETIONS, {"echo": True, "prompt": [1, 2]}, "echo"),
-        (COMPLETIONS, {"logprobs": True}, "logprobs"),
-        (COMPLETIONS, {"prompt": None}, "prompt"),
-        (COMPLETIONS, {"prompt": ""}, "prompt"),
-        (COMPLETIONS, {"prompt": []}, "prompt"),
-        (COMPLETIONS, {"prompt": {}}, "prompt"),
-        (COMPLETIONS, {"prompt": ["a", 1]}, "prompt"),
-        (COMPLETIONS, {"prompt": [[1], [-1]]}, "prompt"),
-        (COMPLETIONS, {"prompt": ["a"] * 100, "n": 2}, "prompt"),
-    ],
-)
-def test_what_cannot_be_done_is_refused_by_name(path, fields, param):
-    backend = FakeBackend("a")
-    with running(backend) as gateway:
-        status, answer = gateway.refused(path, {**(A_CHAT if path == CHAT else A_COMPLETION), **fields})
-    assert (status, set(answer)) == (400, {"error"})
-    error = answer["error"]
-    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, "invalid_request")
-    assert param in error["message"]
-    assert backend.bodies == []
-
-
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize(
-    ("error", "kind", "code", "headers"),
-    [
-        (PromptTooLong("too long"), openai.BadRequestError, "context_length_exceeded", {}),
-        (DuplicateRequest("twice"), openai.ConflictError, "duplicate_request", {"x-should-retry": "false"}),
-        (Overloaded("full"), openai.RateLimitError, "overloaded", {"retry-after": "1"}),
-        (EngineUnavailable("gone"), openai.InternalServerError, "engine_unavailable", {"retry-after": "1"}),
-        (TimedOut("silent"), openai.InternalServerError, "timeout", {"x-should-retry": "false"}),
-    ],
-)
-def test_a_refusal_of_the_model_keeps_its_status(stream, error, kind, code, headers):
-    with client_for(FakeBackend(error)) as client, pytest.raises(kind) as caught:
-        client.chat.completions.create(**A_CHAT, stream=stream)
-    assert (caught.value.status_code, caught.value.code) == (error.code, code)
-    assert caught.value.body["message"] == str(error)
-    assert headers.items() <= dict(caught.value.response.headers).items()
-
-
-def test_a_request_under_the_documented_base_url_is_never_native():
-    with running(FakeBackend("a")) as gateway:
-        status, answer = gateway.refused("/v1/chat/completions/completions", {"text": "hi"})
-    assert (status, answer["error"]["param"]) == (400, "prompt")

@@ -73,12 +73,17 @@ def as_response(item):
     return response
 
 
-@contextlib.asynccontextmanager
-async def connected(servicer):
+async def serving(servicer, port=0):
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
+    return server, port
+
+
+@contextlib.asynccontextmanager
+async def connected(servicer):
+    server, port = await serving(servicer)
     backend = TritonBackend("127.0.0.1", port)
     try:
         yield backend
@@ -232,6 +237,28 @@ def test_nobody_listening_is_engine_unavailable():
         await backend.close()
 
     asyncio.run(scenario())
+
+
+def test_a_server_that_comes_back_is_used_again():
+    async def scenario():
+        triton = FakeTriton(*tokens("a"))
+        server, port = await serving(triton)
+        backend = TritonBackend("127.0.0.1", port)
+        assert await texts_of(backend, {}) == ["a"]
+        await server.stop(None)
+        with pytest.raises(EngineUnavailable):
+            await texts_of(backend, {})
+        server, _ = await serving(triton, port)
+        texts = None
+        while texts is None:
+            with contextlib.suppress(EngineUnavailable):  # until it has connected again
+                texts = await texts_of(backend, {})
+            await asyncio.sleep(0.005)
+        assert texts == ["a"]
+        await backend.close()
+        await server.stop(None)
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
 
 
 def test_a_slow_reader_holds_the_server_back_and_loses_nothing():
