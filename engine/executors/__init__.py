@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 from engine.config import Config
@@ -9,6 +10,8 @@ from engine.config import Config
 
 def make_executor(graph_dir: Path, config: Config):
     """The executor of DEVICE for rank 0 of the exported model in `graph_dir`."""
-    from engine.executors.paddle import PaddleExecutor  # Paddle takes a second to import
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "No ccache found")  # Paddle's own, at import
+        from engine.executors.paddle import PaddleExecutor  # Paddle takes a second to import
 
     return PaddleExecutor(graph_dir, config)

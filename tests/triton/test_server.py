@@ -1,0 +1,455 @@
+"""The whole server: real start_server, tritonserver, engine and gateway, on the demo model."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import queue
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import openai
+import pytest
+import tritonclient.grpc as triton
+from tests.server import running_server
+
+ROOT = Path(__file__).resolve().parents[2]
+CHAT = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    env = {"MODEL_DIR": str(ROOT / "demo_model"), "BATCH_SIZE": "32", "MAX_CACHED_TASK_NUM": "200"}
+    with running_server(tmp_path_factory.mktemp("server"), env) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.http_url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def post(server, path, body, headers=None):
+    """Status and JSON of a native answer in one piece."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    connection = http.client.HTTPConnection("127.0.0.1", server.ports["SERVICE_HTTP_PORT"], timeout=120)
+    with contextlib.closing(connection):
+        connection.request("POST", path, data, {"Content-Type": "application/json", **(headers or {})})
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+
+
+def stream_lines(server, body):
+    request = urllib.request.Request(f"{server.http_url}/v1/chat/completions", json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=120) as response:
+        return [json.loads(line) for line in response]
+
+
+def grpc_request(fields):
+    tensor = triton.InferInput("IN", [1], "BYTES")
+    tensor.set_data_from_numpy(np.array([json.dumps([fields]).encode()], dtype=np.object_))
+    return [tensor]
+
+
+class GrpcStream:
+    """One bidirectional stream to Triton, as a client of the predecessor has it."""
+
+    def __init__(self, server):
+        self.answers: queue.Queue = queue.Queue()
+        self.client = triton.InferenceServerClient(f"127.0.0.1:{server.ports['SERVICE_GRPC_PORT']}")
+        self.client.start_stream(lambda result, error: self.answers.put((result, error)))
+
+    def ask(self, fields):
+        self.client.async_stream_infer("model", grpc_request(fields), request_id=str(fields.get("req_id")))
+
+    def next(self):
+        result, error = self.answers.get(timeout=120)
+        assert error is None, error
+        return json.loads(result.as_numpy("OUT")[0])
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.client.stop_stream(cancel_requests=True)
+        self.client.close()
+
+
+def facts(server):
+    """What the model says of itself, without a request in the way."""
+    with GrpcStream(server) as stream:
+        stream.ask({"probe": True})
+        return stream.next()[0]
+
+
+def wait_until_idle(server, seconds=20):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        state = facts(server)
+        if not (state["num_open"] or state["num_running"] or state["num_waiting"] or state["num_blocks_held"]):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"still busy: {state}")
+
+
+# --- the main job -----------------------------------------------------------------------------------------------
+
+
+def test_the_demo_model_answers_at_least_48_of_its_50_questions(client):
+    questions = json.loads((ROOT / "demo_model/questions.json").read_text())
+    assert len(questions) == 50
+
+    def is_right(item):
+        answer = client.chat.completions.create(
+            model="demo", messages=[{"role": "user", "content": item["question"]}], temperature=0, max_tokens=512
+        )
+        text = answer.choices[0].message.content.strip()
+        return text == item["answer"] if "answer" in item else item["contains"] in text
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(is_right, questions)) >= 48
+
+
+def test_native_streaming_brings_the_answer_token_by_token(server):
+    lines = stream_lines(server, {"text": "Hello, how are you?", "req_id": "s1", "max_dec_len": 64, "stream": True,
+                                  "temperature": 0})  # fmt: skip
+    *deltas, last = lines
+    assert len(deltas) >= 3
+    assert all(line["error_code"] == 0 and line["error_msg"] == "" and line["req_id"] == "s1" for line in lines)
+    assert [line["is_end"] for line in lines] == [0] * len(deltas) + [1]
+    assert "".join(line["token"] for line in lines) == last["tokens_all"] != ""
+    sent = 0
+    for line in lines:  # send_idx lets a client notice a loss
+        assert line["send_idx"] == sent
+        sent += len(line["token_ids"])
+    assert last["finish_reason"] == "stop" and last["tokens_all_num"] == sent + 1
+
+
+def test_native_answer_in_one_piece_has_both_keys(server):
+    body = {"messages": CHAT, "req_id": "n1", "max_dec_len": 64, "temperature": 0, "return_usage": True}
+    status, answer = post(server, "/v1/chat/completions", body)
+    assert status == 200
+    assert "Paris" in answer["result"]
+    assert answer["tokens_all"] == answer["result"]
+    assert answer["usage"]["completion_tokens"] == answer["tokens_all_num"]
+    assert (answer["error_code"], answer["error_msg"]) == (0, "")
+
+
+def test_both_base_urls_answer_the_openai_client(server):
+    for base in ("/v1", "/v1/chat/completions"):
+        with openai.OpenAI(base_url=server.http_url + base, api_key="EMPTY_API_KEY", max_retries=0) as client:
+            chat = client.chat.completions.create(model="default", messages=CHAT, temperature=0, max_tokens=64)
+            assert "Paris" in chat.choices[0].message.content
+            assert chat.choices[0].finish_reason == "stop"
+            assert chat.usage.total_tokens == chat.usage.prompt_tokens + chat.usage.completion_tokens
+            chunks = list(
+                client.chat.completions.create(
+                    model="default", messages=CHAT, temperature=0, max_tokens=64, stream=True
+                )
+            )
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+            assert text == chat.choices[0].message.content
+            completion = client.completions.create(
+                model="default", prompt="The capital of France is", temperature=0, max_tokens=5
+            )
+            assert "Paris" in completion.choices[0].text
+            stream = client.completions.create(
+                model="default", prompt="The capital of France is", temperature=0, max_tokens=5, stream=True
+            )
+            assert "".join(chunk.choices[0].text for chunk in stream) == completion.choices[0].text
+            assert [model.object for model in client.models.list().data] == ["model"]
+
+
+def test_grpc_streams_the_same_answer_as_http(server):
+    fields = {"text": "What is the capital of Japan?", "req_id": "g1", "max_dec_len": 64, "temperature": 0}
+    with GrpcStream(server) as stream:
+        stream.ask(fields)
+        answers = []
+        while not answers or not answers[-1]["is_end"]:
+            (answer,) = stream.next()
+            answers.append(answer)
+    _, over_http = post(server, "/v1/chat/completions", fields | {"req_id": "g2"})
+    assert "".join(answer["token"] for answer in answers) == over_http["result"]
+    assert "Tokyo" in over_http["result"]
+
+
+def test_seeded_sampling_repeats_itself_and_seed_zero_is_a_seed(client):
+    def sample(seed):
+        answer = client.chat.completions.create(
+            model="demo", messages=[{"role": "user", "content": "Tell me a short story."}], temperature=1.5,
+            seed=seed, max_tokens=40,
+        )  # fmt: skip
+        return answer.choices[0].message.content
+
+    assert sample(0) == sample(0)
+    assert len({sample(seed) for seed in range(6)}) > 1
+
+
+def test_max_dec_len_tokens_are_all_visible_and_the_reason_is_length(server):
+    for count in (1, 7):
+        body = {"text": "Count from 1 to 20.", "max_dec_len": count, "temperature": 0}
+        _, answer = post(server, "/v1/chat/completions", body)
+        assert len(answer["tokens_all_ids"]) == count
+        assert answer["finish_reason"] == "length"
+        assert answer["result"]
+
+
+def test_chinese_arrives_whole(server):
+    lines = stream_lines(server, {"text": "法国的首都是哪里？", "stream": True, "temperature": 0, "max_dec_len": 64})
+    assert "巴黎" in lines[-1]["tokens_all"]
+    assert "\ufffd" not in "".join(line["token"] for line in lines)
+
+
+def test_a_stop_string_ends_the_text_before_itself(client):
+    create = client.chat.completions.create
+    ask = {"model": "demo", "messages": [{"role": "user", "content": "Count from 1 to 20."}], "temperature": 0}
+    whole = create(**ask).choices[0].message.content
+    stopped = create(**ask, stop=["9"]).choices[0]
+    assert stopped.message.content == whole.split("9")[0]
+    assert stopped.finish_reason == "stop"
+
+
+# --- what must hold ---------------------------------------------------------------------------------------------
+
+
+def long_answers(server, count, seed=0):
+    """Requests whose answers take a while: greedy and seeded, forced to their full length."""
+    rng = random.Random(seed)
+    return [
+        {"text": f"Tell me a short story. {rng.randint(0, 999)}", "max_dec_len": 96, "ignore_eos": True, "stream": True,
+         "temperature": 0 if index % 2 else 1.0, "seed": index, "req_id": f"long-{seed}-{index}-{time.monotonic_ns()}"}
+        for index in range(count)
+    ]  # fmt: skip
+
+
+def test_a_killed_engine_costs_a_pause_and_not_a_token(server):
+    bodies = long_answers(server, 16)
+
+    def tokens(body):
+        *_, last = stream_lines(server, body | {"req_id": body["req_id"] + str(time.monotonic_ns())})
+        assert last["error_code"] == 0, last
+        return last["tokens_all_ids"]
+
+    with ThreadPoolExecutor(16) as pool:
+        undisturbed = list(pool.map(tokens, bodies))
+        restarts = facts(server)["num_restarts"]
+        disturbed = [pool.submit(tokens, body) for body in bodies]
+        deadline = time.monotonic() + 20
+        while facts(server)["num_running"] < 16 and time.monotonic() < deadline:
+            pass
+        os.kill(server.pid_of("engine"), signal.SIGKILL)
+        assert [future.result() for future in disturbed] == undisturbed
+    assert facts(server)["num_restarts"] == restarts + 1
+    wait_until_idle(server)
+
+
+def test_a_hundred_clients_that_leave_hold_nothing(server):
+    rng = random.Random(1)
+    bodies = long_answers(server, 100, seed=2)
+
+    def leave(body):
+        connection = http.client.HTTPConnection("127.0.0.1", server.ports["SERVICE_HTTP_PORT"], timeout=120)
+        connection.request("POST", "/v1/chat/completions", json.dumps(body))
+        if rng.random() < 0.7:
+            response = connection.getresponse()
+            for _ in range(rng.randrange(4)):
+                response.readline()
+        connection.close()
+
+    with ThreadPoolExecutor(25) as pool:
+        list(pool.map(leave, bodies))
+    wait_until_idle(server)
+    assert post(server, "/v1/chat/completions", {"messages": CHAT, "max_dec_len": 8})[0] == 200
+
+
+def test_answers_do_not_depend_on_company(server):
+    bodies = [body | {"stream": False} for body in long_answers(server, 24, seed=3)]
+
+    def tokens(body):
+        return post(server, "/v1/chat/completions", body | {"req_id": f"{body['req_id']}-{time.monotonic_ns()}"})[1][
+            "tokens_all_ids"
+        ]
+
+    alone = [tokens(body) for body in bodies[:6]]
+    with ThreadPoolExecutor(24) as pool:
+        together = list(pool.map(tokens, bodies))
+    assert together[:6] == alone
+
+
+# --- bad input --------------------------------------------------------------------------------------------------
+
+BAD_BODIES = [
+    (b"{", 400, "not valid JSON"),
+    (b"[]", 400, "JSON object"),
+    ({}, 400, ""),
+    ({"text": ""}, 400, "`text`"),
+    ({"text": 3}, 400, "`text`"),
+    ({"text": "hi", "max_dec_len": 0}, 400, "`max_dec_len`"),
+    ({"text": "hi", "max_dec_len": "9"}, 400, "`max_dec_len`"),
+    ({"text": "hi", "max_dec_len": 10**9}, 400, "MAX_DEC_LEN"),
+    ({"text": "hi", "min_dec_len": 9, "max_dec_len": 3}, 400, "min_dec_len"),
+    ({"text": "hi", "topp": 1.5}, 400, "`topp`"),
+    ({"text": "hi", "temperature": -1}, 400, "`temperature`"),
+    ({"text": "hi", "topp": 0.5, "top_p": 0.5}, 400, "top_p"),
+    ({"text": "hi", "max_declen": 5}, 400, "max_dec_len"),
+    ({"input_ids": [1, -5]}, 400, "`input_ids`"),
+    ({"input_ids": [10**6]}, 400, "vocabulary"),
+    ({"input_ids": []}, 400, "`input_ids`"),
+    ({"messages": [], "req_id": "x"}, 400, "`messages`"),
+    ({"messages": [{"role": "user"}], "req_id": "x"}, 400, "content"),
+    ({"text": "word " * 9000, "max_dec_len": 5}, 400, "MAX_SEQ_LEN"),
+    ({"text": "hi", "stop_sequences": [""]}, 400, "`stop_sequences`"),
+    ({"text": "hi", "logit_bias": {"x": 1}}, 400, "`logit_bias`"),
+    ({"text": "hi", "stream": "yes"}, 400, "`stream`"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "named"), BAD_BODIES, ids=range(len(BAD_BODIES)))
+def test_bad_input_is_refused_with_a_reason_and_the_server_goes_on(server, body, status, named):
+    given, answer = post(server, "/v1/chat/completions", body)
+    text = json.dumps(answer)
+    assert given == status, text
+    assert named in text
+    assert post(server, "/v1/chat/completions", {"messages": CHAT, "max_dec_len": 4, "req_id": "after"})[0] == 200
+
+
+def test_a_huge_body_is_refused(server):
+    assert post(server, "/v1/chat/completions", b'{"text": "' + b"x" * (17 << 20) + b'"}')[0] == 413
+
+
+def test_openai_errors_have_openais_shape(client):
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model="demo", messages=CHAT, temperature=-1)
+    assert "temperature" in refused.value.message
+
+
+def test_a_duplicate_req_id_is_refused_while_the_first_goes_on(server):
+    first = long_answers(server, 1, seed=5)[0]
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(stream_lines, server, first)
+        deadline = time.monotonic() + 10
+        while not facts(server)["num_open"] and time.monotonic() < deadline:
+            pass
+        status, answer = post(server, "/v1/chat/completions", first | {"stream": False})
+        assert (status, answer["error_type"]) == (409, "duplicate_request")
+        assert running.result()[-1]["finish_reason"] == "length"
+
+
+def test_grpc_errors_are_bare_objects(server):
+    with GrpcStream(server) as stream:
+        stream.ask({"req_id": "e1", "text": ""})
+        answer = stream.next()
+        assert answer["error_code"] == 400 and answer["req_id"] == "e1" and "cannot be empty" in answer["error_msg"]
+
+
+def test_a_full_queue_is_an_error_and_every_accepted_request_is_answered(tmp_path):
+    env = {"MODEL_DIR": str(ROOT / "demo_model"), "BATCH_SIZE": "2", "MAX_CACHED_TASK_NUM": "3"}
+    with running_server(tmp_path, env) as server:
+        statuses = []
+        bodies = [body | {"stream": False} for body in long_answers(server, 30, seed=7)]
+        with ThreadPoolExecutor(30) as pool:
+            for status, answer in pool.map(lambda body: post(server, "/v1/chat/completions", body), bodies):
+                statuses.append(status)
+                if status == 429:
+                    assert "exceeds the limit (3)" in answer["error_msg"]
+        assert set(statuses) == {200, 429}
+        assert statuses.count(200) >= 5
+        wait_until_idle(server)
+
+
+# --- operators --------------------------------------------------------------------------------------------------
+
+
+def get(port, path):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    with contextlib.closing(connection):
+        connection.request("GET", path)
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+
+
+def test_health_answers_on_its_own_port(server):
+    for path in ("/v2/health/live", "/v2/health/ready"):
+        assert get(server.ports["HEALTH_HTTP_PORT"], path) == (200, "")
+
+
+def test_metrics_are_on_tritons_page(server):
+    post(server, "/v1/chat/completions", {"messages": CHAT, "max_dec_len": 16})
+    deadline = time.monotonic() + 10
+    names = ("llm_generated_tokens_total", "llm_time_to_first_token_seconds_bucket", "llm_kv_blocks",
+             "llm_engine_restarts_total", "inference_server_metrics", "nv_trt_llm_kv_cache_block_metrics")  # fmt: skip
+    while time.monotonic() < deadline:
+        page = get(server.ports["METRICS_HTTP_PORT"], "/metrics")[1]
+        if all(name in page for name in names):
+            return
+        time.sleep(0.2)
+    raise AssertionError([name for name in names if name not in page])
+
+
+def test_prompts_do_not_reach_the_logs(server):
+    secret = "xyzzyplugh"
+    post(server, "/v1/chat/completions", {"text": secret, "max_dec_len": 4})
+    post(server, "/v1/chat/completions", {"text": secret, "max_dec_len": 0})
+    for path in server.log_dir.rglob("*"):
+        if path.is_file():
+            assert secret not in path.read_text(errors="replace"), path
+
+
+def test_an_engine_that_keeps_dying_fails_requests_and_readiness(tmp_path):
+    env = {"MODEL_DIR": str(ROOT / "demo_model"), "ENGINE_MAX_CRASHES": "2"}
+    with running_server(tmp_path, env) as server:
+        done = threading.Event()
+
+        def kill_on():
+            while not done.wait(0.05):
+                with contextlib.suppress(LookupError, ProcessLookupError):
+                    os.kill(server.pid_of("engine"), signal.SIGKILL)
+
+        killer = threading.Thread(target=kill_on)
+        killer.start()
+        try:
+            body = long_answers(server, 1)[0] | {"stream": False}
+            status, answer = post(server, "/v1/chat/completions", body)
+            assert (status, answer["error_type"]) == (503, "engine_unavailable")
+            assert get(server.ports["HEALTH_HTTP_PORT"], "/v2/health/ready")[0] == 503
+            assert get(server.ports["HEALTH_HTTP_PORT"], "/v2/health/live")[0] == 200
+        finally:
+            done.set()
+            killer.join()
+
+
+# --- the README -------------------------------------------------------------------------------------------------
+
+
+def readme_examples():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    return [block for block in blocks if "127.0.0.1" in block]
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_the_readmes_python_examples_run_as_they_stand(server, number):
+    code = readme_examples()[number]
+    code = code.replace("9965", str(server.ports["SERVICE_HTTP_PORT"]))
+    code = code.replace("8811", str(server.ports["SERVICE_GRPC_PORT"]))
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert len(run.stdout.split()) >= 3
+
+
+def test_the_readmes_curl_example_runs_as_it_stands(server):
+    (example,) = re.findall(r"^curl -N .*?\n  -d .*?$", (ROOT / "README.md").read_text(), re.S | re.M)
+    example = example.replace("9965", str(server.ports["SERVICE_HTTP_PORT"]))
+    run = subprocess.run(["bash", "-c", example], capture_output=True, text=True, timeout=120)
+    assert json.loads(run.stdout.splitlines()[-1])["is_end"] == 1, run.stderr
