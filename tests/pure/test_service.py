@@ -37,7 +37,7 @@ def make(tokenizer, engine):
     """A service on the fake engine. Every sender that `ask` makes is checked in the end."""
     services, senders = [], []
 
-    def make(**options):
+    def make(checked=True, **options):
         reader = PromptReader(tokenizer, vocab_size=400, model_len=100, max_seq_len=80, max_dec_len=50)
         service = Service(tokenizer, reader, engine, ServiceOptions(**options))
 
@@ -48,7 +48,7 @@ def make(tokenizer, engine):
             return sender
 
         service.ask = ask
-        services.append(service)
+        services.extend([service] * checked)
         return service
 
     yield make
@@ -167,6 +167,20 @@ def test_a_client_that_leaves_cancels_its_request(service, engine):
     assert service.num_open == 0
 
 
+def test_a_client_that_leaves_frees_its_blocks_even_if_every_sender_is_busy(service, engine):
+    gate, entered = threading.Event(), threading.Semaphore(0)
+    for n in range(service_module.NUM_SENDER_THREADS):
+        service.ask([n], f"slow {n}", before_send=lambda fields, final: (entered.release(), gate.wait(10)))
+        engine.give([n], b"a", "length")
+        assert entered.acquire(timeout=10)
+    sender = service.ask([9])
+    name, _ = engine.listener_of([9])
+    sender.cancelled = True
+    wait_until(lambda: engine.cancelled == [name])
+    assert not sender.is_over
+    gate.set()
+
+
 def test_a_client_that_leaves_before_the_engine_knows_its_request_leaves_nothing_there(service, engine):
     def leave():
         sender.cancelled = True
@@ -273,12 +287,12 @@ def test_a_stop_that_has_waited_long_enough_ends_what_is_open(service, engine):
     assert service.not_ready_reason() == "the server is stopping"
 
 
-def test_a_stream_that_takes_nothing_does_not_keep_the_server(service, engine):
-    gate = threading.Event()
-    stuck = service.ask([1], before_send=lambda fields, final: gate.wait(10))
-    engine.give([1], b"a", "length")
+@pytest.mark.parametrize("finish_reason", [None, "length"])
+def test_a_stream_that_takes_nothing_does_not_keep_the_server(make, engine, finish_reason):
+    service, gate = make(checked=False), threading.Event()
+    service.submit(a_payload(req_id="a", input_ids=[1]), FakeSender(lambda fields, final: gate.wait(10)))
+    engine.give([1], b"a", finish_reason)
     started = time.monotonic()
     service.close(drain_s=0.01)
     assert time.monotonic() - started < 5
     gate.set()
-    assert stuck.final["tokens_all"] == "a"
