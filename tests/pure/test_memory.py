@@ -1,0 +1,101 @@
+"""How many KV blocks fit."""
+
+import pytest
+
+from engine.config import Config
+from engine.errors import ConfigError
+from engine.executors.memory import free_memory_bytes, num_blocks
+
+GIB = 2**30
+
+
+def blocks(model_len=1000, block_size=64, block_bytes=1024, free_bytes=GIB, **settings):
+    config = Config(**{"max_dec_len": 100, **settings})
+    return num_blocks(config, model_len, block_size, block_bytes, free_bytes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"block_bs": 1.0}, 16),  # ceil(1000 / 64)
+        ({"block_bs": 2.5}, 40),
+        ({"block_bs": 0.33}, 5),
+        ({"block_bs": 1.0, "max_dec_len": 2000}, 32),  # the longer of answer and model
+    ],
+)
+def test_block_bs_multiplies_the_blocks_of_the_longest_request(settings, expected):
+    assert blocks(**settings) == expected
+
+
+def test_without_block_bs_a_share_of_the_free_memory_is_taken():
+    assert blocks(free_bytes=200 * 1024) == 100
+    assert blocks(free_bytes=200 * 1024, kv_cache_memory_fraction=0.1) == 20
+
+
+def test_no_more_is_taken_than_a_full_batch_can_use():
+    assert blocks(batch_size=4) == 64
+
+
+def test_blocks_that_do_not_fit_are_refused_with_what_would():
+    message = "BLOCK_BS is 4: 64 blocks need 0.5 GiB, 0.3 GiB are free; at most 2.49 fits"
+    with pytest.raises(ConfigError, match=message):
+        blocks(block_bs=4.0, block_bytes=8 * 2**20, free_bytes=39.9 * 8 * 2**20)
+    assert blocks(block_bs=2.49, block_bytes=8 * 2**20, free_bytes=39.9 * 8 * 2**20) == 39
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"block_bs": 0.01}, r"would have no block \(BLOCK_BS is 0.01\); the longest request needs 16"),
+        ({"free_bytes": 1000}, r"would have no block \(by free memory\); the longest request needs 16"),
+    ],
+)
+def test_a_pool_without_a_block_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        blocks(**settings)
+
+
+def write(root, **files):
+    for name, content in files.items():
+        path = root / name.replace("__", "/").replace("_DOT_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """(cgroup, proc) of a machine with 8 GiB to give and no container."""
+    write(tmp_path, proc__meminfo=f"MemTotal: {16 * 2**20} kB\nMemAvailable:    {8 * 2**20} kB\nHugePages_Total: 0\n")
+    (tmp_path / "cgroup").mkdir()
+    return tmp_path / "cgroup", tmp_path / "proc"
+
+
+def test_the_machine_gives_what_is_available(machine):
+    assert free_memory_bytes(*machine) == 8 * GIB
+
+
+@pytest.mark.parametrize(
+    ("limit", "usage", "cache"),
+    [
+        ("memory_DOT_max", "memory_DOT_current", "inactive_file"),
+        ("memory__memory_DOT_limit_in_bytes", "memory__memory_DOT_usage_in_bytes", "total_inactive_file"),
+    ],
+    ids=["cgroup 2", "cgroup 1"],
+)
+def test_a_container_gives_what_its_limit_leaves_and_its_cached_files(machine, limit, usage, cache):
+    write(machine[0], **{limit: f"{6 * GIB}\n", usage: f"{4 * GIB}\n"})
+    assert free_memory_bytes(*machine) == 2 * GIB
+    stat = usage.rsplit("memory_DOT_", 1)[0] + "memory_DOT_stat"
+    write(machine[0], **{stat: f"anon 5\n{cache} {3 * GIB}\n"})
+    assert free_memory_bytes(*machine) == 5 * GIB
+    write(machine[0], **{usage: f"{10 * GIB}\n"})
+    assert free_memory_bytes(*machine) == 0
+
+
+def test_a_container_without_a_limit_gives_what_the_machine_has(machine):
+    write(machine[0], memory_DOT_max="max\n", memory_DOT_current="5\n")
+    assert free_memory_bytes(*machine) == 8 * GIB
+
+
+def test_this_machine_has_memory():
+    assert free_memory_bytes() > 0
