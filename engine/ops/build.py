@@ -137,7 +137,7 @@ def _objects(into: Path) -> dict[Path, list[str]]:
     for isa, flags in reversed(ISA_FLAGS.items()):
         if is_x86 or isa == "portable":
             objects[into / f"{isa}.o"] = [str(SOURCES / "kernels.cc"), *flags, f"-DLLM_ISA={isa}"]
-    for name in ("runtime", "sampler"):
+    for name in ("runtime", "sampler", "candidates"):
         objects[into / f"{name}.o"] = [str(SOURCES / f"{name}.cc"), *(["-DLLM_X86"] if is_x86 else [])]
     return objects
 

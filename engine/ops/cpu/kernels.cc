@@ -63,4 +63,5 @@ const LlmKernels JOIN(llm_kernels_, LLM_ISA) = {
     LLM_ISA::weigh,
     LLM_ISA::add_up,
     LLM_ISA::at_least,
+    LLM_ISA::weight_at_least,
 };

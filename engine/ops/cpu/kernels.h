@@ -42,7 +42,10 @@ struct LlmKernels {
   // weights[i] = exp((x[i] - largest) * factor)
   void (*weigh)(const float* x, float* weights, int64_t size, float largest, float factor);
   double (*add_up)(const float* x, int64_t size);
-  int64_t (*at_least)(const float* x, int64_t size, float threshold, int32_t* ids);  // how many, ascending
+  // How many x[i] are >= threshold: with their ids, ascending; with the sum of their weights.
+  int64_t (*at_least)(const float* x, int64_t size, float threshold, int32_t* ids);
+  int64_t (*weight_at_least)(const float* x, const float* weights, int64_t size, float threshold,
+                             double* weight);
 };
 
 // What engine/ops/sampling_rows.py describes. mask, top_ids and top_logprobs may be null.

@@ -38,6 +38,7 @@ class Kernels(ctypes.Structure):
         ("weigh", _function(c_void_p, c_void_p, c_int64, c_float, c_float)),
         ("add_up", _function(c_void_p, c_int64, returns=c_double)),
         ("at_least", _function(c_void_p, c_int64, c_float, c_void_p, returns=c_int64)),
+        ("weight_at_least", _function(c_void_p, c_void_p, c_int64, c_float, c_void_p, returns=c_int64)),
     ]
 
 

@@ -34,14 +34,32 @@ inline int64_t find(const float* x, int64_t size, float value) {
   return -1;
 }
 
+// ids has room for one vector more than it gets.
 inline int64_t at_least(const float* x, int64_t size, float threshold, int32_t* ids) {
+  int64_t count = 0, i = 0;
+  while ((i = skip_below(x, i, size, threshold)) + 4 * W <= size)
+    for (const int64_t end = i + 4 * W; i < end; i += W)
+      count += store_ids_at_least(load(x + i), threshold, static_cast<int32_t>(i), ids + count);
+  for (; i < size; i++)
+    if (x[i] >= threshold) ids[count++] = static_cast<int32_t>(i);
+  return count;
+}
+
+// How many x[i] are >= threshold, and the sum of their weights.
+inline int64_t weight_at_least(const float* x, const float* weights, int64_t size, float threshold,
+                               double* weight) {
   int64_t count = 0;
-  for (int64_t i = 0; i < size;) {
-    i = skip_below(x, i, size, threshold);
-    for (const int64_t end = min(size, i + 4 * W); i < end; i++) {
-      ids[count] = static_cast<int32_t>(i);
-      count += x[i] >= threshold;
-    }
+  *weight = 0;
+  for (int64_t start = 0; start < size; start += 1024) {
+    vec part = set1(0.0f);
+    int_vec found = {};
+    for_lanes(min(1024, size - start), [&](int64_t i, int n) {
+      const int_vec in = keep_first(load_n(x + start + i, n), n, set1(-INFINITY)) >= threshold;
+      part += in ? load_n(weights + start + i, n) : set1(0.0f);
+      found -= in;
+    });
+    *weight += static_cast<double>(sum(part));
+    for (int i = 0; i < W; i++) count += found[i];
   }
   return count;
 }

@@ -55,6 +55,16 @@ inline void store_upper_halves(uint16_t* p, vec v, int n) {
   memcpy(p, halves, sizeof(uint16_t) * static_cast<size_t>(n));
 }
 
+// Writes first + lane for each lane >= threshold; up to W numbers are overwritten. Returns how many.
+inline int store_ids_at_least(vec v, float threshold, int32_t first, int32_t* ids) {
+  int count = 0;
+  for (int i = 0; i < W; i++) {
+    ids[count] = first + i;
+    count += v[i] >= threshold;
+  }
+  return count;
+}
+
 // Turns the W rows of a square into its W columns.
 inline void transpose(vec* square) {
   __m256 a[W], b[W];

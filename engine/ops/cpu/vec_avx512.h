@@ -46,6 +46,14 @@ inline void store_upper_halves(uint16_t* p, vec v, int n) {
   _mm512_mask_cvtepi32_storeu_epi16(p, first_lanes(n), upper);
 }
 
+// Writes first + lane for each lane >= threshold; up to W numbers are overwritten. Returns how many.
+inline int store_ids_at_least(vec v, float threshold, int32_t first, int32_t* ids) {
+  const __mmask16 found = _mm512_cmp_ps_mask(v, _mm512_set1_ps(threshold), _CMP_GE_OQ);
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  _mm512_storeu_si512(ids, _mm512_maskz_compress_epi32(found, _mm512_add_epi32(lane, _mm512_set1_epi32(first))));
+  return __builtin_popcount(found);
+}
+
 // Turns the W rows of a square into its W columns.
 inline void transpose(vec* square) {
   __m512 a[W], b[W];

@@ -54,6 +54,16 @@ inline void store_upper_halves(uint16_t* p, vec v, int n) {
   for (int i = 0; i < n; i++) p[i] = static_cast<uint16_t>(bits[i] >> 16);
 }
 
+// Writes first + lane for each lane >= threshold; up to W numbers are overwritten. Returns how many.
+inline int store_ids_at_least(vec v, float threshold, int32_t first, int32_t* ids) {
+  int count = 0;
+  for (int i = 0; i < W; i++) {
+    ids[count] = first + i;
+    count += v[i] >= threshold;
+  }
+  return count;
+}
+
 // Turns the W rows of a square into its W columns.
 inline void transpose(vec* square) {
   for (int i = 0; i < W; i++)
