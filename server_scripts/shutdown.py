@@ -18,6 +18,8 @@ log = logging.getLogger("supervisor")
 HEAD_START_S = 0.5  # of the gateway, before tritonserver refuses new requests
 STOP_MARGIN_S = 10.0  # beyond the drain timeout, for tritonserver to unload
 STOP_WHILE_STARTING_S = 5.0  # there are no requests yet
+ASK_ENGINE_EVERY_S = 0.5
+IDLE_TRITON_S = 5.0  # for its own unloading, which takes two or three
 ENGINE_STOP_S = 10.0
 KILL_S = 5.0
 
@@ -40,7 +42,8 @@ def shut_down(supervisor: Supervisor) -> None:
     _ask(front)
     _wait(supervisor, front, now + HEAD_START_S)
     _ask(triton)
-    _wait(supervisor, front + triton, deadline)
+    _wait(supervisor, front, deadline)
+    _wait_for_triton(supervisor, triton, deadline)
     _kill(supervisor, front + triton)
     _ask(engine)
     _wait(supervisor, engine, time.monotonic() + ENGINE_STOP_S)
@@ -64,6 +67,19 @@ def _wait(supervisor: Supervisor, children: Sequence[Child], deadline: float) ->
         supervisor.wake.clear()
         supervisor.reap()
         supervisor.on_tick()
+
+
+def _wait_for_triton(supervisor: Supervisor, triton: Sequence[Child], deadline: float) -> None:
+    """Triton 2.51 may count a request for ever whose client left at its very end, and never unload its model. So it
+    is waited for while the engine has requests, and a little longer."""
+    last_busy = time.monotonic()
+    while any(child.process for child in triton) and supervisor.num_stop_signals < 2:
+        now = time.monotonic()
+        if supervisor.engine_is_busy():
+            last_busy = now
+        if now > deadline or now > last_busy + IDLE_TRITON_S:
+            return
+        _wait(supervisor, triton, now + ASK_ENGINE_EVERY_S)
 
 
 def _kill(supervisor: Supervisor, children: Sequence[Child]) -> None:

@@ -73,6 +73,12 @@ def make_probes(config: Config) -> Callable[[], Probes]:
     return make
 
 
+def engine_is_busy(port: int) -> bool:
+    from server_scripts import engine_probe  # loads ZeroMQ
+
+    return engine_probe.is_busy(port)
+
+
 def run(config: Config, given: argparse.Namespace, told: Told) -> int:
     run_dir = RunDir(config.run_path)
     try:
@@ -89,6 +95,7 @@ def run(config: Config, given: argparse.Namespace, told: Told) -> int:
         limits=Limits(config.start_timeout_s, config.drain_timeout_s, config.check_health_interval_s),
         prober=Prober(make_probes(config), wake.set),
         wake=wake,
+        engine_is_busy=lambda: engine_is_busy(config.inter_proc_port),
         on_tick=keeper.tend,
     )
     return live(supervisor, told)

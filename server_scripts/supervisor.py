@@ -49,6 +49,7 @@ class Supervisor:
     limits: Limits
     prober: Prober
     wake: threading.Event  # set by whoever has news for the loop
+    engine_is_busy: Callable[[], bool] = lambda: False  # with requests; asked at the end only
     on_tick: Callable[[], None] = lambda: None
     children: list[Child] = field(init=False)
     seen: Observation = field(init=False)  # the last one that was acted on

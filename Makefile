@@ -1,0 +1,63 @@
+# Needs python3 (3.10 to 3.13), g++ and make. `make PYTHON=python3.12 ...` takes another Python.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+PIP = $(BIN)/python -m pip --disable-pip-version-check install --no-warn-script-location --no-input
+TRITONSERVER = nvidia-pytriton==0.7.0
+
+# A stamp says that a step is done; it is older than what the step depends on when it has to be done again.
+MADE = $(VENV)/.made
+RUNTIME = $(VENV)/.runtime
+TESTS = $(VENV)/.tests
+OPS = $(VENV)/.ops
+OP_SOURCES = $(wildcard engine/ops/build.py engine/ops/cpu/*)
+
+.PHONY: demo install test quick lint bench clean
+
+demo: install  ## starts the server with the bundled model and asks it three questions
+	@$(BIN)/python -m server_scripts.demo
+
+install: $(RUNTIME) $(OPS)  ## .venv with start_server and stop_server
+
+test: quick  ## all tests, those that need nothing first
+	$(BIN)/python -m pytest tests --ignore tests/pure
+
+quick: install $(TESTS)  ## the tests that need no server
+	$(BIN)/python -m pytest tests/pure
+
+lint: $(TESTS)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench: install
+	$(BIN)/python -m benchmarks.bench
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(MADE):
+	@command -v $(PYTHON) >/dev/null || { echo "error: no $(PYTHON) on the PATH" >&2; exit 1; }
+	@$(PYTHON) server_scripts/interpreter.py
+	@echo "== making $(VENV)"
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(RUNTIME): requirements.txt pyproject.toml | $(MADE)
+	@echo "== installing what the server needs, 1 GB on disk"
+	$(PIP) --requirement requirements.txt
+	$(PIP) --no-deps $(TRITONSERVER)
+	$(PIP) --no-deps --no-build-isolation --editable .
+	@$(BIN)/python -m server_scripts.triton >/dev/null
+	@touch $@
+
+$(TESTS): requirements-test.txt | $(RUNTIME)
+	@echo "== installing what the tests need"
+	$(PIP) --requirement requirements-test.txt
+	@touch $@
+
+$(OPS): $(OP_SOURCES) $(RUNTIME)
+	@echo "== compiling the CPU ops"
+	$(BIN)/python -m engine.ops.build
+	@touch $@
