@@ -15,8 +15,8 @@ from engine.types import Sampling
 from tests.byte_tokenizer import write_tokenizer
 from tests.pure import fake_triton
 from tests.pure.counting_executor import CountingExecutor, answer
+from tests.pure.engine_helpers import a_free_address, a_server
 from tests.pure.service_fakes import a_payload, wait_until
-from tests.pure.test_process_and_client import a_free_address, a_server
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "model_repository" / "model"

@@ -1,12 +1,7 @@
 """Service, journal and an engine process together, with the counting executor: crashes and clients that leave."""
 
 import random
-import socket
-import subprocess
-import sys
 import time
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -19,18 +14,15 @@ from engine.tokenizer import Tokenizer
 from engine.types import Sampling
 from tests.byte_tokenizer import write_tokenizer
 from tests.pure.counting_executor import answer
+from tests.pure.engine_helpers import a_free_address, an_engine_process
 from tests.pure.service_fakes import FakeSender, a_payload, wait_until
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def address(monkeypatch):
     monkeypatch.setattr(client_module, "PING_INTERVAL_S", 0.01)
     monkeypatch.setattr(service_module, "MIN_CANCEL_POLL_S", 0.002)
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
-    return f"tcp://127.0.0.1:{port}"
+    return a_free_address()
 
 
 @pytest.fixture
@@ -43,17 +35,6 @@ def service(tmp_path, address):
     service.close(drain_s=0)
 
 
-@contextmanager
-def an_engine(address, step_s):
-    command = [sys.executable, "-m", "tests.pure.counting_engine", address, str(step_s)]
-    engine = subprocess.Popen(command, cwd=ROOT)
-    try:
-        yield
-    finally:
-        engine.kill()
-        engine.wait()
-
-
 def ask(service, req_id, prompt, max_dec_len, **fields):
     sender = FakeSender()
     sampling = {"temperature": 0, "seed": req_id, "ignore_eos": True, "max_dec_len": max_dec_len, **fields}
@@ -64,10 +45,10 @@ def ask(service, req_id, prompt, max_dec_len, **fields):
 
 def test_a_kill_of_the_engine_is_a_pause_for_sixteen_streams(service, address):
     senders = [ask(service, n, [n + 1] * (n + 1), 60 + n, temperature=n % 2) for n in range(16)]
-    with an_engine(address, step_s=0.003):
+    with an_engine_process(address, step_s=0.003):
         wait_until(lambda: sum(len(sender.sent) > 5 for sender in senders) >= 8)
     assert not any(sender.is_over for sender in senders)
-    with an_engine(address, step_s=0):
+    with an_engine_process(address, step_s=0):
         for sender in senders:
             final = sender.final
             assert final["tokens_all_ids"] == sender.expected
@@ -78,7 +59,7 @@ def test_a_kill_of_the_engine_is_a_pause_for_sixteen_streams(service, address):
 
 def test_100_clients_that_leave_at_random_moments_leave_nothing_behind(service, address):
     rng = random.Random(0)
-    with an_engine(address, step_s=0.0005):
+    with an_engine_process(address, step_s=0.0005):
         kept = [ask(service, n, [n], 100) for n in range(4)]
         wait_until(lambda: kept[0].sent)
         gone = []

@@ -1,0 +1,108 @@
+"""Engines and clients for tests, over real sockets."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+from engine.client import EngineClient
+from engine.config import Config
+from engine.loop import Loop
+from engine.process import Server
+from engine.types import Sampling
+from tests.pure.counting_executor import CountingExecutor
+from tests.pure.service_fakes import PATIENCE_S, wait_until
+
+ROOT = Path(__file__).parents[2]
+
+
+class Collector:
+    """A listener that remembers."""
+
+    def __init__(self):
+        self.token_ids, self.logprobs, self.ends = [], [], []  # ends: a finish reason or an error
+        self.is_over = threading.Event()
+
+    def token(self, token_id, logprobs, finish_reason):
+        self.token_ids.append(token_id)
+        self.logprobs.append(logprobs)
+        if finish_reason:
+            self._end(finish_reason)
+
+    def ended(self, error):
+        self._end(error)
+
+    def _end(self, how):
+        self.ends.append(how)
+        self.is_over.set()
+
+    def wait(self):
+        """How it ended."""
+        assert self.is_over.wait(PATIENCE_S), "the request has not ended"
+        [how] = self.ends
+        return how
+
+
+@contextmanager
+def a_server(executor=None, address="tcp://127.0.0.1:*", **settings):
+    executor = executor or CountingExecutor(64, 4)
+    server = Server(Loop(executor, executor.block_size, Config(**settings)), address)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.close()
+        thread.join()
+
+
+@contextmanager
+def a_client(address, failed_file=None):
+    client = EngineClient(address, failed_file)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+@contextmanager
+def connected(executor=None, **settings):
+    with a_server(executor, **settings) as server, a_client(server.address) as client:
+        yield server, client
+
+
+def submit(client, prompt, max_new_tokens=8, request_id=None, **sampling):
+    listener = Collector()
+    listener.prompt = list(prompt)
+    listener.sampling = Sampling(max_new_tokens, **{"temperature": 0, **sampling})
+    listener.request_id = request_id or f"id {id(listener)}"
+    client.submit(listener.request_id, listener.prompt, listener.sampling, listener)
+    return listener
+
+
+def is_empty(client):
+    """By what the engine says after everything that it was told before this call."""
+    for _ in range(2):  # the first answer may be to an earlier question
+        before = client.stats
+        wait_until(lambda before=before: client.stats is not before)
+    return [client.stats[name] for name in ("num_running", "num_waiting", "num_blocks_held")] == [0, 0, 0]
+
+
+def a_free_address():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+
+
+@contextmanager
+def an_engine_process(address, step_s=0.003):
+    command = [sys.executable, "-m", "tests.pure.counting_engine", address, str(step_s)]
+    engine = subprocess.Popen(command, cwd=ROOT)
+    try:
+        yield engine
+    finally:
+        engine.kill()
+        engine.wait()

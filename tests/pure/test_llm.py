@@ -1,0 +1,92 @@
+"""The engine offline, with the counting executor: byte tokens, so that "a" continues "bcd"."""
+
+import json
+
+import pytest
+
+from engine import llm as llm_module
+from engine.errors import ConfigError, InvalidRequest
+from engine.llm import LLM
+from tests.byte_tokenizer import write_tokenizer
+from tests.pure.counting_executor import CountingExecutor
+
+GREEDY = {"temperature": 0, "max_dec_len": 3}
+
+
+@pytest.fixture
+def llm(tmp_path, monkeypatch):
+    write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"infer_model_max_seq_len": 64, "vocab_size": 400}))
+    monkeypatch.setattr(llm_module, "is_exported", lambda directory: True)
+    monkeypatch.setattr(llm_module, "make_executor", lambda directory, config: CountingExecutor(12, 4))
+    llm = LLM(tmp_path, batch_size=4)
+    yield llm
+    llm.close()
+    assert llm._loop.executor.is_closed
+
+
+def test_answers_come_in_the_order_of_their_prompts(llm):
+    prompts = ["a", [ord("k")], {"input_ids": [ord("u")], "max_dec_len": 1}]
+    answers = llm.generate(prompts, GREEDY, progress=False)
+    assert [answer.text for answer in answers] == ["bcd", "lmn", "v"]
+    assert [answer.token_ids for answer in answers] == [list(b"bcd"), list(b"lmn"), list(b"v")]
+    assert [answer.prompt_token_ids for answer in answers] == [[ord("a")], [ord("k")], [ord("u")]]
+    assert {answer.finish_reason for answer in answers} == {"length"}
+
+
+def test_one_text_is_one_prompt(llm):
+    [answer] = llm.generate("a", GREEDY, progress=False)
+    assert answer.text == "bcd"
+
+
+def test_more_prompts_than_the_server_would_take_are_all_answered(llm):
+    answers = llm.generate(["a"] * 300, GREEDY, progress=False)
+    assert [answer.text for answer in answers] == ["bcd"] * 300
+    assert llm._loop.stats()["num_blocks_held"] == 0
+
+
+def test_a_stop_string_or_a_stop_id_ends_the_answer(llm):
+    fields = {"temperature": 0, "max_dec_len": 9}
+    by_string, by_id = llm.generate(
+        [{"input_ids": [ord("a")], "stop": "de"}, {"input_ids": [ord("a")], "eos_token_ids": [ord("e")]}],
+        fields,
+        progress=False,
+    )
+    assert (by_string.text, by_string.finish_reason) == ("bc", "stop")
+    assert (by_id.text, by_id.token_ids, by_id.finish_reason) == ("bcd", list(b"bcd"), "stop")
+    assert llm._loop.is_idle
+
+
+def test_each_token_of_the_answer_has_its_logprobs(llm):
+    [answer] = llm.generate([[ord("a")]], {**GREEDY, "logprobs": 1, "eos_token_ids": [ord("d")]}, progress=False)
+    assert [logprobs.top[0][0] for logprobs in answer.logprobs] == answer.token_ids == list(b"bc")
+
+
+def test_a_wrong_prompt_is_named_and_nothing_of_the_call_remains(llm):
+    with pytest.raises(InvalidRequest, match="prompt 1: .*MAX_SEQ_LEN"):
+        llm.generate(["a", [1] * 65], GREEDY, progress=False)
+    with pytest.raises(InvalidRequest, match="need 13 KV blocks of 4 tokens, the server has 12"):
+        llm.generate(["a", [1] * 40], {"temperature": 0, "max_dec_len": 12}, progress=False)
+    assert llm._loop.is_idle
+    assert llm.generate("k", GREEDY, progress=False)[0].text == "lmn"
+
+
+def test_an_interrupted_call_does_not_disturb_the_next(llm, monkeypatch):
+    def interrupt(batch):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(llm._loop.executor, "step", interrupt)
+        llm.generate(["a", "b"], GREEDY, progress=False)
+    assert [answer.text for answer in llm.generate(["k", "a"], GREEDY, progress=False)] == ["lmn", "bcd"]
+
+
+def test_the_progress_bar_counts_answers(llm, capfd):
+    llm.generate(["a", "b"], GREEDY)
+    assert "2/2" in capfd.readouterr().err
+
+
+def test_a_directory_without_a_tokenizer_is_refused(llm, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="there is no tokenizer.json"):
+        LLM(tmp_path / "empty")

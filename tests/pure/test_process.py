@@ -1,0 +1,113 @@
+"""The engine's process seen from its socket and from its supervisor."""
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+import zmq
+
+from engine import client as client_module
+from engine import messages, process
+from engine.types import Sampling
+from tests.pure.counting_engine import SlowExecutor
+from tests.pure.engine_helpers import ROOT, a_client, a_free_address, a_server, connected, is_empty, submit
+from tests.pure.service_fakes import PATIENCE_S
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(process, "IDLE_WAIT_MS", 5)
+    monkeypatch.setattr(client_module, "PING_INTERVAL_S", 0.01)
+
+
+@contextmanager
+def a_raw_client(address):
+    """A client by hand: `ask` sends a message, `hear` gives the next that comes, by kind and fields."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as raw:
+        raw.linger, raw.rcvtimeo = 0, PATIENCE_S * 1000
+        raw.connect(address)
+        yield lambda *message: raw.send(messages.pack(*message)), lambda: messages.unpack(raw.recv())
+
+
+def a_submission(epoch, request_id, max_new_tokens=500):
+    sampling = messages.pack_sampling(Sampling(max_new_tokens, temperature=0))
+    return messages.SUBMIT, epoch, request_id, [5], 1, sampling, False
+
+
+def test_a_silent_client_loses_its_requests_and_is_told_if_it_was_only_slow(monkeypatch):
+    with connected(SlowExecutor(200, 4, 0.001)) as (server, client), a_raw_client(server.address) as (ask, hear):
+        monkeypatch.setattr(process, "CLIENT_TIMEOUT_S", 0.1)
+        ask(*a_submission(server.epoch, "silent"))
+        talking = submit(client, [7], 200)
+        while (message := hear())[0] == messages.TOKENS:
+            pass
+        kind, fields = message
+        assert (kind, fields[1:3]) == (messages.REFUSED, ["silent", "engine_unavailable"])
+        assert talking.wait() == "length"
+        assert is_empty(client)
+
+
+def test_what_was_meant_for_another_engine_process_is_ignored():
+    with a_server() as server, a_raw_client(server.address) as (ask, hear):
+        ask(*a_submission("an epoch of the past", "a"))
+        ask(messages.PING)
+        kind, (epoch, stats) = hear()
+        assert (kind, epoch) == (messages.PONG, server.epoch)
+        assert (stats["num_running"], stats["num_waiting"]) == (0, 0)
+
+
+def test_an_id_that_is_open_is_refused_and_the_first_goes_on():
+    with a_server() as server, a_raw_client(server.address) as (ask, hear):
+        ask(*a_submission(server.epoch, "a", 3))
+        ask(*a_submission(server.epoch, "a", 3))
+        heard = [hear() for _ in range(4)]
+        assert [fields[1:3] for kind, fields in heard if kind == messages.REFUSED] == [["a", "duplicate_request"]]
+        assert [fields[1][0][1] for kind, fields in heard if kind == messages.TOKENS] == [6, 7, 8]
+
+
+@pytest.fixture
+def start():
+    """Starts `python -m engine.process` with these variables; ended at the latest with the test."""
+    engines = []
+
+    def start(address, **variables):
+        environ = {**os.environ, "INTER_PROC_PORT": address.rpartition(":")[2], **variables}
+        command = [sys.executable, "-m", "tests.pure.counting_engine"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        engines.append(subprocess.Popen(command, cwd=ROOT, env=environ, **pipes))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.kill()
+        engine.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_process_in_order(start, number):
+    address = a_free_address()
+    engine = start(address, USE_WARMUP="1")
+    with a_client(address) as client:
+        assert submit(client, [5], 3).wait() == "length"
+        engine.send_signal(number)
+        out, err = engine.communicate(timeout=PATIENCE_S)
+    assert engine.returncode == 0
+    assert out == "warmed up\n"
+    assert "ready: 40 blocks of 4 tokens" in err
+    assert "stopped" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [({"BATCH_SIZE": "many"}, "BATCH_SIZE is 'many'"), ({}, "which cannot be used: Address already in use")],
+)
+def test_a_wrong_setting_ends_the_process_with_one_sentence(start, variables, message):
+    with a_server() as server:
+        engine = start(server.address, **variables)
+        _, err = engine.communicate(timeout=PATIENCE_S)
+    assert engine.returncode == 1
+    assert message in err.splitlines()[-1]
+    assert "Traceback" not in err
