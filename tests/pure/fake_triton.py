@@ -46,14 +46,17 @@ class Request:
     """With one input; its memory is Triton's again when `execute` has returned."""
 
     def __init__(self, payload):
-        self.inputs = {"IN": Tensor("IN", np.array([payload], np.object_))}
+        self.memory = bytearray(payload)
+        array = np.empty(1, np.object_)
+        array[0] = memoryview(self.memory)
+        self.inputs = {"IN": Tensor("IN", array)}
         self.response_sender = ResponseSender()
 
     def get_response_sender(self):
         return self.response_sender
 
     def take_memory_back(self):
-        self.inputs["IN"].array[:] = b"garbage"
+        self.memory[:] = bytes(len(self.memory))
 
 
 def get_input_tensor_by_name(request, name):
