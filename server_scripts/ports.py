@@ -33,8 +33,9 @@ def connect_host(listen_host: str) -> str:
 
 
 def problems(config: Config) -> list[str]:
-    """One sentence for every port that cannot be listened on."""
-    return [text for name, address in ports_of(config).items() if (text := _problem(name, *address))]
+    """What keeps the server from listening, a sentence each."""
+    texts = [_problem(name, *address) for name, address in ports_of(config).items()]
+    return [text for text in dict.fromkeys(texts) if text]  # a wrong host is one problem, not four
 
 
 def _problem(variable: str, host: str, port: int) -> str:

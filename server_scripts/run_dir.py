@@ -156,7 +156,11 @@ class RunDir:
             return None
 
     def clean_up(self, shm_prefix: str) -> None:
-        """Forgets a server that has ended, and removes what it may have left in shared memory."""
+        """Forgets a server that has ended."""
+        self.remove_shared_memory(shm_prefix)
+        (self.path / "state.json").unlink(missing_ok=True)
+
+    def remove_shared_memory(self, shm_prefix: str) -> None:
+        """What a killed tritonserver has left; its prefix is this server's alone."""
         for path in Path("/dev/shm").glob(f"{shm_prefix}*"):
             path.unlink(missing_ok=True)
-        (self.path / "state.json").unlink(missing_ok=True)

@@ -106,12 +106,8 @@ def become_supervisor(graph_dir: Path, label: str, lock: int, told: Told) -> NoR
     """In a container this is process 1 and stays it."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # one that comes now waits for the supervisor
     os.set_inheritable(lock, True)
-    os.execve(sys.executable, supervisor_command(graph_dir, label, lock, told), supervisor_environment())
-
-
-def supervisor_environment() -> dict[str, str]:
-    path = [str(ROOT), os.environ.get("PYTHONPATH", "")]  # without an installation too
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    os.chdir(ROOT)
+    os.execv(sys.executable, supervisor_command(graph_dir, label, lock, told))
 
 
 def start_detached(config: Config, run_dir: RunDir, command: list[str], lock: int) -> int:
@@ -120,7 +116,7 @@ def start_detached(config: Config, run_dir: RunDir, command: list[str], lock: in
     with log_paths(config)["supervisor"].open("ab") as log:
         supervisor = subprocess.Popen(
             [*command, f"--report-fd={write_fd}"],
-            env=supervisor_environment(),
+            cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

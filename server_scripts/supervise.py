@@ -56,7 +56,10 @@ class LogKeeper:
 
     def tend(self) -> None:
         if self._follower:
-            self._follower.copy()
+            try:
+                self._follower.copy()
+            except BrokenPipeError:  # nobody reads any more, which is no reason to stop
+                self._follower = None
         if time.monotonic() - self._tended_at < TEND_LOGS_EVERY_S:
             return
         self._tended_at = time.monotonic()

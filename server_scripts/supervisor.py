@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from server_scripts import logs
 from server_scripts.child import Child, ChildSpec
 from server_scripts.prober import Observation, Prober
 from server_scripts.processes import ENGINE, TRITONSERVER
@@ -27,7 +26,7 @@ PR_SET_CHILD_SUBREAPER = 36
 TICK_S = 0.5
 MAX_SILENT_PROBES = 3
 NEVER_S = 1e8  # the model says so of an engine that it has not met
-ENGINE_FAILED_FILE = "engine.failed"  # in the run directory; the Triton model reads the reason from it
+ENGINE_FAILED_FILE = "engine.failed"  # in the run directory; engine.build_service reads the reason from it
 
 
 class StartFailed(Exception):
@@ -138,17 +137,18 @@ class Supervisor:
             raise StartFailed(f"{child.spec.name} {child.last_words}")
         if child.spec.name == TRITONSERVER:
             self.prober.forget()
+            self.run_dir.remove_shared_memory(self.state.shm_prefix)
         if child.restart_at is None:
             self._give_up(child)
         self._write_state()
 
     def _give_up(self, child: Child) -> None:
+        """The reason goes to clients, so it says nothing that is only in the log."""
         reason = f"the {child.spec.name} {child.last_words}, {child.num_crashes} times in a row"
         log.error("%s; it is not started again", reason)
         if child.spec.name == ENGINE:
-            last_line = "".join(logs.tail(child.spec.log_path, 1))
             partial = self.run_dir.path / f"{ENGINE_FAILED_FILE}.partial"
-            partial.write_text(": ".join(filter(None, [reason, last_line])))
+            partial.write_text(reason)
             partial.replace(self.run_dir.path / ENGINE_FAILED_FILE)
 
     def _start_what_is_due(self) -> None:

@@ -1,0 +1,89 @@
+"""A real server for tests: start_server and stop_server with ports, run directory and logs of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PORTS = ("HEALTH_HTTP_PORT", "SERVICE_GRPC_PORT", "METRICS_HTTP_PORT", "INTER_PROC_PORT", "SERVICE_HTTP_PORT")
+TIMEOUT_S = 300
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    env: dict[str, str]
+    ports: dict[str, int]
+    run_dir: Path
+    log_dir: Path
+
+    @property
+    def http_url(self) -> str:
+        return f"http://127.0.0.1:{self.ports['SERVICE_HTTP_PORT']}"
+
+    @property
+    def grpc_url(self) -> str:
+        return f"127.0.0.1:{self.ports['SERVICE_GRPC_PORT']}"
+
+    @property
+    def health_url(self) -> str:
+        return f"http://127.0.0.1:{self.ports['HEALTH_HTTP_PORT']}"
+
+    @property
+    def metrics_url(self) -> str:
+        return f"http://127.0.0.1:{self.ports['METRICS_HTTP_PORT']}/metrics"
+
+    def pid_of(self, name: str) -> int:
+        """Of `engine`, `tritonserver`, `stub`, `gateway-0`, `health` or `supervisor`; LookupError when it is down."""
+        state = json.loads((self.run_dir / "state.json").read_text())
+        pids = {process["name"]: process["pid"] for process in (state["supervisor"], *state["processes"])}
+        return pids["tritonserver helper" if name == "stub" else name]
+
+    def command(self, name: str, *arguments: str, timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
+        """`start_server` or `stop_server` with this server's environment."""
+        command = [sys.executable, "-m", f"server_scripts.{name.removesuffix('_server')}", *arguments]
+        return subprocess.run(command, env=self.env, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now, below those that the kernel gives to clients."""
+    found: list[int] = []
+    number = 20000 + os.getpid() % 10000
+    while len(found) < count:
+        number += 1
+        with socket.socket() as sock:
+            try:
+                sock.bind(("0.0.0.0", number))
+            except OSError:
+                continue
+        found.append(number)
+    return found
+
+
+def a_server(folder: Path, env: Mapping[str, str]) -> RunningServer:
+    """One that does not run yet."""
+    ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
+    settings = {name: str(port) for name, port in ports.items()}
+    settings |= {"RUN_DIR": str(folder / "run"), "FD_LOG_DIR": str(folder / "log"), "START_TIMEOUT": "120"}
+    settings |= {"SERVICE_HOST": "127.0.0.1", **env}
+    return RunningServer({**os.environ, **settings}, ports, folder / "run", folder / "log")
+
+
+@contextmanager
+def running_server(folder: Path, env: Mapping[str, str]) -> Iterator[RunningServer]:
+    """Started, ready, and stopped in the end with everything that belongs to it."""
+    server = a_server(folder, env)
+    started = server.command("start_server")
+    assert started.returncode == 0, started.stdout + started.stderr
+    try:
+        yield server
+    finally:
+        stopped = server.command("stop_server", "20")
+        assert stopped.returncode == 0, stopped.stdout + stopped.stderr
