@@ -61,11 +61,22 @@ class PromptReader:
     def _token_ids(self, request: GenerationRequest) -> list[int]:
         if request.input_ids is not None:
             return list(request.input_ids)
+        self._check_size(request)
         if request.text is None:
             return self._chat_ids(request, request.messages or [])
         if self.tokenizer.has_chat_template and request.apply_chat_template:
             return self._chat_ids(request, [{"role": "user", "content": request.text}])
         return self.tokenizer.encode(request.text)
+
+    def _check_size(self, request: GenerationRequest) -> None:
+        """Refuses what is too long whatever its tokens are, before time goes into finding them."""
+        contents = [message.get("content") or "" for message in request.messages or []]
+        num_bytes = sum(len(str(text).encode()) for text in [request.text or "", *contents])
+        limit = self.max_seq_len * self.tokenizer.max_token_bytes
+        if num_bytes > limit:
+            raise PromptTooLong(
+                f"The prompt has {num_bytes} bytes, at most {limit} fit the limit MAX_SEQ_LEN({self.max_seq_len})."
+            )
 
     def _chat_ids(self, request: GenerationRequest, messages: list[dict]) -> list[int]:
         if request.system:

@@ -166,6 +166,11 @@ class Tokenizer:
         """The largest id and one. The model may have more rows."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
+    @cached_property
+    def max_token_bytes(self) -> int:
+        """Of the longest token."""
+        return max(len(self.token_table[token_id]) for token_id in self._backend.get_vocab().values())
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Special tokens that are written out in `text` are recognised."""
         try:

@@ -19,6 +19,7 @@ from engine.errors import InvalidRequest, RequestError
 
 PROBE = "probe"  # a request with this key set is answered at once with the state of the model, see `model_state`
 MAX_STOP_SEQUENCES = 64  # and bad words
+MAX_STOP_LEN = 1024  # characters
 MAX_TOKEN_IDS = 1024  # to stop at, banned, or with a bias
 MAX_LOGPROBS = 20
 MAX_REQ_ID_LEN = 256
@@ -255,7 +256,14 @@ def _strings(key: str, value: Any) -> tuple[str, ...]:
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, list):
         raise InvalidRequest(f"The `{key}` must be a string or a list of strings, it is {_kind(value)}")
-    return tuple(_filled_string(key, item) for item in _at_most(MAX_STOP_SEQUENCES, key, items))
+    return tuple(_short_string(key, item) for item in _at_most(MAX_STOP_SEQUENCES, key, items))
+
+
+def _short_string(key: str, value: Any) -> str:
+    text = _filled_string(key, value)
+    if len(text) > MAX_STOP_LEN:
+        raise InvalidRequest(f"The `{key}` has an item of {len(text)} characters, the limit is {MAX_STOP_LEN}")
+    return text
 
 
 def _messages(key: str, value: Any) -> list[dict[str, Any]]:

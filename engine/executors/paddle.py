@@ -60,14 +60,14 @@ class PaddleExecutor:
 
     def _profile(self) -> int:
         """Runs the longest step on a small cache, then counts the blocks that the memory left over holds."""
-        num_tokens = min(self._config.max_num_batched_tokens, self._model_len)
+        num_tokens = min(self._config.max_step_tokens, self._model_len)
         self._caches.allocate(-(-num_tokens // self.block_size))
         self._run_longest_step(self._caches.num_blocks)
         free = free_memory_bytes()
         return num_blocks(self._config, self._model_len, self.block_size, self._caches.block_bytes, free)
 
     def _run_longest_step(self, blocks: int) -> None:
-        num_tokens = min(self._config.max_num_batched_tokens, self._model_len, blocks * self.block_size)
+        num_tokens = min(self._config.max_step_tokens, self._model_len, blocks * self.block_size)
         request = Request("warm-up", [0] * num_tokens, num_tokens, Sampling(max_new_tokens=1))
         request.block_ids = list(range(-(-num_tokens // self.block_size)))
         self.step(Batch([Chunk(request, 0, num_tokens)]))

@@ -45,6 +45,12 @@ def refusal(reader, **fields):
 # --- tokens
 
 
+@pytest.mark.parametrize("fields", [{"text": "x" * 100_000}, {"messages": [{"content": "x" * 100_000}]}])
+def test_a_text_that_can_never_fit_is_refused_without_tokenizing_it(reader, monkeypatch, fields):
+    monkeypatch.setattr(Tokenizer, "encode", None)
+    assert "The prompt has 100000 bytes, at most" in str(refusal(reader, **fields))
+
+
 def test_a_text_is_one_turn_of_the_user_or_continued_as_it_stands(reader, tokenizer):
     chat = reader.read(a_request(text="hello")).token_ids
     assert tokenizer.decode(chat, skip_special_tokens=False) == (

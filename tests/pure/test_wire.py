@@ -145,6 +145,7 @@ def test_messages_get_the_role_of_the_user_where_they_have_none():
         ({"eos_token_ids": ["x"]}, 'The `eos_token_ids` must hold token ids, "x" is none'),
         ({"eos_token_ids": [1] * 1025}, "The `eos_token_ids` has 1025 items, the limit is 1024"),
         ({"stop": ["a"] * 65}, "The `stop` has 65 items, the limit is 64"),
+        ({"stop": ["a" * 1025]}, "The `stop` has an item of 1025 characters, the limit is 1024"),
         ({"stop": [""]}, "The `stop` in input parameters cannot be empty"),
         ({"stop": {"a": 1}}, "The `stop` must be a string or a list of strings, it is an object"),
         ({"stream": "yes"}, 'The `stream` must be a boolean, it is "yes"'),

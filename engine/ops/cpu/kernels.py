@@ -103,15 +103,15 @@ class CpuOps:
     """The ops of one instruction set. Signatures and results are those of `engine.ops.reference`."""
 
     def __init__(self, lib: ctypes.CDLL, table):
-        self._lib, self._table, self._kernels = lib, table, table.contents
-        self.isa: str = self._kernels.isa.decode()
+        self._lib, self._table, self.kernels = lib, table, table.contents
+        self.isa: str = self.kernels.isa.decode()
 
     def embedding(self, token_ids, table):
         token_ids_at = need("embedding", "token_ids", token_ids, (None,), I32)
         table_at = need("embedding", "table", table, (None, None), F32, BF16)
         need_ids("embedding", "token_ids", token_ids, len(table))
         y = np.empty((len(token_ids), table.shape[1]), F32)
-        self._kernels.embedding(token_ids_at, table_at, table.dtype == BF16, y.ctypes.data, *y.shape)
+        self.kernels.embedding(token_ids_at, table_at, table.dtype == BF16, y.ctypes.data, *y.shape)
         return y
 
     def gather_rows(self, x, rows):
@@ -119,14 +119,14 @@ class CpuOps:
         rows_at = need("gather_rows", "rows", rows, (None,), I32)
         need_ids("gather_rows", "rows", rows, len(x))
         y = np.empty((len(rows), x.shape[1]), F32)
-        self._kernels.gather_rows(x_at, rows_at, y.ctypes.data, *y.shape)
+        self.kernels.gather_rows(x_at, rows_at, y.ctypes.data, *y.shape)
         return y
 
     def rms_norm(self, x, weight, *, epsilon):
         x_at = need("rms_norm", "x", x, (None, None), F32)
         weight_at = need("rms_norm", "weight", weight, (x.shape[1],), F32)
         y = np.empty_like(x)
-        self._kernels.rms_norm(x_at, weight_at, y.ctypes.data, *x.shape, epsilon)
+        self.kernels.rms_norm(x_at, weight_at, y.ctypes.data, *x.shape, epsilon)
         return y
 
     def add_rms_norm(self, x, residual, weight, *, epsilon):
@@ -134,7 +134,7 @@ class CpuOps:
         residual_at = need("add_rms_norm", "residual", residual, x.shape, F32)
         weight_at = need("add_rms_norm", "weight", weight, (x.shape[1],), F32)
         y = np.empty_like(x)
-        self._kernels.add_rms_norm(x_at, residual_at, weight_at, y.ctypes.data, *x.shape, epsilon)
+        self.kernels.add_rms_norm(x_at, residual_at, weight_at, y.ctypes.data, *x.shape, epsilon)
         return y, residual
 
     def head_norm(self, qkv, q_weight, k_weight, *, num_heads, num_kv_heads, epsilon):  # noqa: PLR0913
@@ -144,7 +144,7 @@ class CpuOps:
         k_weight_at = need("head_norm", "k_weight", k_weight, (head_dim,), F32)
         y = np.empty_like(qkv)
         sizes = (len(qkv), num_heads, num_kv_heads, head_dim)
-        self._kernels.head_norm(qkv_at, q_weight_at, k_weight_at, y.ctypes.data, *sizes, epsilon)
+        self.kernels.head_norm(qkv_at, q_weight_at, k_weight_at, y.ctypes.data, *sizes, epsilon)
         return y
 
     def linear(self, x, weight, bias=None):
@@ -153,7 +153,7 @@ class CpuOps:
         bias_at = None if bias is None else need("linear", "bias", bias, (len(weight),), F32)
         y = np.empty((len(x), len(weight)), F32)
         is_bf16 = weight.dtype == BF16
-        self._kernels.linear(x_at, weight_at, is_bf16, bias_at, y.ctypes.data, *x.shape, len(weight))
+        self.kernels.linear(x_at, weight_at, is_bf16, bias_at, y.ctypes.data, *x.shape, len(weight))
         return y
 
     def rotary_angles(self, positions, inv_freq, *, attention_scaling):
@@ -161,7 +161,7 @@ class CpuOps:
         inv_freq_at = need("rotary_angles", "inv_freq", inv_freq, (None,), F32)
         y = np.empty((len(positions), 2 * len(inv_freq)), F32)
         sizes = (len(positions), len(inv_freq))
-        self._kernels.rotary_angles(positions_at, inv_freq_at, y.ctypes.data, *sizes, attention_scaling)
+        self.kernels.rotary_angles(positions_at, inv_freq_at, y.ctypes.data, *sizes, attention_scaling)
         return y
 
     def paged_attention(  # noqa: PLR0913 - the inputs of the catalogue, in its order
@@ -186,7 +186,7 @@ class CpuOps:
         sizes = (len(context_lens), num_heads, num_kv_heads, head_dim, cos_sin.shape[1], block_size)
         is_bf16 = kv_cache.dtype == BF16
         args = Attention(*addresses, out.ctypes.data, *sizes, block_tables.shape[1], scale, is_bf16)
-        self._kernels.paged_attention(ctypes.addressof(args))
+        self.kernels.paged_attention(ctypes.addressof(args))
         return out, kv_cache
 
     def swiglu(self, gate_up):
@@ -195,7 +195,7 @@ class CpuOps:
         if width % 2:
             raise ArgumentError(f"swiglu: gate_up has shape {gate_up.shape}, needs an even width")
         y = np.empty((rows, width // 2), F32)
-        self._kernels.swiglu(gate_up_at, y.ctypes.data, *y.shape)
+        self.kernels.swiglu(gate_up_at, y.ctypes.data, *y.shape)
         return y
 
     def sample(self, logits: np.ndarray, rows: SamplingRows) -> SampledRows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -27,7 +28,9 @@ def register_paddle_ops() -> SimpleNamespace:
     """Registers the ops, once a process. The result's functions have the signatures of `engine.ops.reference`
     and take Paddle tensors, or variables of a graph that is being exported."""
     library = build.library(build.PADDLE_OPS)
-    from paddle.utils.cpp_extension import load_op_meta_info_and_register_op
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no ccache: we do not compile with this module
+        from paddle.utils.cpp_extension import load_op_meta_info_and_register_op
 
     load_op_meta_info_and_register_op(str(library))
     return SimpleNamespace(**{name: _function(name, *spec) for name, spec in OPS.items()})

@@ -1,0 +1,33 @@
+"""A child of the fake server: notes its start and its end in FOLDER/notes, and does what it is told in between."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+
+def note(folder: str, text: str) -> None:
+    with open(f"{folder}/notes", "a") as file:
+        file.write(f"{text}\n")
+
+
+def main(name: str, what: str, folder: str) -> None:
+    def end(*_):
+        if what != "stubborn":
+            note(folder, f"{name} ended")
+            os._exit(0)
+
+    signal.signal(signal.SIGTERM, end)
+    if what == "with helper":
+        subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+    note(folder, f"{name} started")
+    if what == "failing":
+        sys.stderr.write("the last words of a failing child\n")
+        sys.exit(7)
+    while True:
+        time.sleep(600)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,155 @@
+"""A supervisor with fake children, in a process of its own: `python fake_server.py FOLDER CHILDREN`.
+
+Its tests write what the server would answer into FOLDER/answers.json and read the state file, the log and what the
+children have noted in FOLDER/notes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from server_scripts.child import ChildSpec
+from server_scripts.prober import Prober
+from server_scripts.progress import Told
+from server_scripts.run_dir import Process, RunDir, State
+from server_scripts.supervise import live
+from server_scripts.supervisor import Limits, Supervisor
+
+ROOT = Path(__file__).resolve().parents[2]
+CHILD = Path(__file__).with_name("fake_child.py")
+READY = {"is_live": True, "state": {"ready": True, "engine_silent_s": 0.1}}
+TIMEOUT_S = 20.0
+
+
+class FakeProbes:
+    """Answers as the test has written."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def _answers(self) -> dict:
+        return json.loads(self._path.read_text())
+
+    def is_live(self) -> bool:
+        return self._answers()["is_live"]
+
+    def state(self) -> dict:
+        if (state := self._answers().get("state")) is None:
+            raise RuntimeError("no answer from the model")
+        return state
+
+    def check(self) -> None:
+        if error := self._answers().get("check_error"):
+            raise RuntimeError(error)
+
+
+@dataclass
+class FakeServer:
+    """The test's side: the supervisor's process and the files between them."""
+
+    folder: Path
+    process: subprocess.Popen
+    names: tuple[str, ...]  # of the children
+
+    def answer(self, **answers) -> None:
+        partial = self.folder / "answers.partial"
+        partial.write_text(json.dumps(answers))
+        partial.replace(self.folder / "answers.json")
+
+    @property
+    def state(self) -> State | None:
+        return RunDir(self.folder / "run").read_state()
+
+    @property
+    def notes(self) -> list[str]:
+        path = self.folder / "notes"
+        return path.read_text().splitlines() if path.exists() else []
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "supervisor.log").read_text()
+
+    def pid_of(self, name: str) -> int:
+        """0 while there is none."""
+        state = self.state
+        return next((p.pid for p in state.processes if p.name == name), 0) if state else 0
+
+    def wait_until(self, condition) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert time.monotonic() < deadline, self.log
+            time.sleep(0.01)
+
+    def wait_until_ready(self) -> None:
+        """And until all that should run have begun to."""
+        self.wait_until(lambda: self.state is not None and self.state.phase == "ready")
+        self.wait_until(lambda: {f"{name} started" for name in self.names} <= set(self.notes))
+        if "tritonserver" in self.names:
+            self.wait_until(lambda: self.pid_of("tritonserver helper"))
+
+    def wait_until_replaced(self, name: str, pid: int) -> int:
+        self.wait_until(lambda: self.pid_of(name) not in (0, pid))
+        return self.pid_of(name)
+
+
+@contextmanager
+def fake_server(folder: Path, children: dict[str, str], **options) -> Iterator[FakeServer]:
+    """`children`: name -> what fake_child.py is to do. `options`: fields of Limits, and `check_for_s`."""
+    with (folder / "supervisor.log").open("w") as log:
+        command = [sys.executable, __file__, str(folder), json.dumps(children), json.dumps(options)]
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=ROOT)
+    server = FakeServer(folder, process, tuple(children))
+    server.answer(**READY)
+    try:
+        yield server
+    finally:
+        process.kill()
+        process.wait()
+
+
+def main(folder: Path, children: dict[str, str], options: dict) -> int:
+    logging.basicConfig(level="INFO", stream=sys.stdout)
+    timing = {"ask_every_s": 0.05, "check_for_s": options.pop("check_for_s", 30.0)}
+    limits = {"start_timeout_s": 10.0, "drain_timeout_s": 1.0, "hang_after_s": 60.0} | options
+    run_dir = RunDir(folder / "run")
+    lock = run_dir.lock()
+    me = Process.of("supervisor", os.getpid())
+    wake = threading.Event()
+    supervisor = Supervisor(
+        specs=[a_spec(name, what, folder) for name, what in children.items()],
+        run_dir=run_dir,
+        state=State("starting", me, time.time(), "fake", "127.0.0.1", {}, str(folder), run_dir.shm_prefix, 10.0),
+        limits=Limits(**limits),
+        prober=Prober(lambda: FakeProbes(folder / "answers.json"), wake.set, **timing),
+        wake=wake,
+    )
+    status = live(supervisor, Told(None, time.monotonic()))
+    os.close(lock)
+    return status
+
+
+def a_spec(name: str, what: str, folder: Path) -> ChildSpec:
+    return ChildSpec(
+        name=name,
+        command=[sys.executable, "-S", str(CHILD), name, what, str(folder)],
+        env=dict(os.environ),
+        log_path=folder / f"{name}.log",
+        max_crashes=3 if name == "engine" else None,
+        has_helpers=name == "tritonserver",
+        waits_for_model_server=name not in ("engine", "tritonserver"),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])))

@@ -1,0 +1,190 @@
+"""The supervisor, with fake children and fake answers: order, restarts, limits, and an end that leaves nothing."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from engine.build_service import ENGINE_FAILED_FILE
+from server_scripts import supervisor
+from server_scripts.child import MAX_BACK_OFF_S, back_off, describe_exit
+from tests.pure.fake_server import READY, fake_server
+
+ALL = {"engine": "", "tritonserver": "with helper", "gateway-0": "", "health": ""}
+
+
+def is_alive(pid: int) -> bool:
+    path = Path(f"/proc/{pid}/stat")
+    return path.exists() and path.read_text().rpartition(")")[2].split()[0] not in "ZX"
+
+
+def test_engine_and_tritonserver_start_first_and_the_gateway_stops_first(tmp_path):
+    with fake_server(tmp_path, ALL) as server:
+        server.wait_until_ready()
+        assert set(server.notes[:2]) == {"engine started", "tritonserver started"}
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
+        ended = [line for line in server.notes if line.endswith("ended")]
+        assert set(ended[:2]) == {"gateway-0 ended", "health ended"}
+        assert ended[2:] == ["tritonserver ended", "engine ended"]
+
+
+def test_nothing_is_left_after_the_end_not_even_orphans(tmp_path):
+    with fake_server(tmp_path, ALL) as server:
+        server.wait_until_ready()
+        pids = [process.pid for process in server.state.processes]
+        shm = Path(f"/dev/shm/{server.state.shm_prefix}test")
+        shm.touch()
+        other = Path(f"/dev/shm/other_{shm.name}")
+        other.touch()
+        try:
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(20) == 0
+            assert not any(map(is_alive, pids))
+            assert not shm.exists()
+            assert other.exists()
+        finally:
+            other.unlink()
+        assert server.state is None
+
+
+def test_nothing_survives_a_supervisor_that_is_killed(tmp_path):
+    with fake_server(tmp_path, {"engine": "", "health": ""}) as server:
+        server.wait_until_ready()
+        pids = [process.pid for process in server.state.processes]
+        assert len(pids) == 2
+        server.process.kill()
+        server.wait_until(lambda: not any(map(is_alive, pids)))
+
+
+@pytest.mark.parametrize("name", ["engine", "tritonserver", "gateway-0", "health"])
+def test_a_child_that_dies_is_started_again_at_once(tmp_path, name):
+    with fake_server(tmp_path, ALL) as server:
+        server.wait_until_ready()
+        pid = server.pid_of(name)
+        os.kill(pid, signal.SIGKILL)
+        started = time.monotonic()
+        server.wait_until_replaced(name, pid)
+        assert time.monotonic() - started < 2
+        server.wait_until(lambda: server.notes.count(f"{name} started") == 2)
+        assert server.process.poll() is None
+
+
+def test_the_engine_is_given_up_after_too_many_crashes_and_the_reason_is_written(tmp_path):
+    failed = tmp_path / "run" / ENGINE_FAILED_FILE
+    with fake_server(tmp_path, ALL) as server:
+        server.wait_until_ready()
+        for number in (1, 2, 3):
+            server.wait_until(lambda number=number: server.notes.count("engine started") == number)
+            assert not failed.exists()
+            os.kill(server.pid_of("engine"), signal.SIGKILL)
+        server.wait_until(failed.exists)
+        assert failed.read_text() == "the engine was killed by SIGKILL, 3 times in a row"
+        assert server.notes.count("engine started") == 3
+        assert server.process.poll() is None  # the others go on, to say why
+
+
+def test_the_reason_of_an_earlier_run_is_forgotten_at_the_start(tmp_path):
+    (tmp_path / "run").mkdir(mode=0o700)
+    (tmp_path / "run" / ENGINE_FAILED_FILE).write_text("long ago")
+    with fake_server(tmp_path, ALL) as server:
+        server.wait_until_ready()
+        assert not (tmp_path / "run" / ENGINE_FAILED_FILE).exists()
+
+
+def test_a_dead_helper_of_tritonserver_restarts_it(tmp_path):
+    with fake_server(tmp_path, ALL) as server:
+        server.wait_until_ready()
+        pid = server.pid_of("tritonserver")
+        os.kill(server.pid_of("tritonserver helper"), signal.SIGKILL)
+        server.wait_until_replaced("tritonserver", pid)
+        server.wait_until(lambda: server.pid_of("tritonserver helper"))
+
+
+def test_a_silent_model_restarts_tritonserver(tmp_path):
+    with fake_server(tmp_path, ALL) as server:
+        server.wait_until_ready()
+        pid = server.pid_of("tritonserver")
+        server.answer(is_live=True)
+        server.wait_until_replaced("tritonserver", pid)
+        assert "no answer from the model" in server.log
+        server.answer(**READY)
+
+
+def test_an_engine_that_is_silent_for_too_long_is_restarted(tmp_path):
+    with fake_server(tmp_path, ALL, hang_after_s=1.0) as server:
+        server.wait_until_ready()
+        pid = server.pid_of("engine")
+        server.answer(is_live=True, state={"ready": False, "engine_silent_s": 5.0})
+        server.wait_until_replaced("engine", pid)
+        assert server.notes.count("tritonserver started") == 1
+
+
+def test_an_engine_that_is_still_loading_is_left_alone(tmp_path):
+    with fake_server(tmp_path, ALL, hang_after_s=0.2) as server:
+        server.answer(is_live=True, state={"ready": False, "reason": "the engine is starting", "engine_silent_s": 1e9})
+        time.sleep(1.5)
+        assert server.notes.count("engine started") == 1
+        server.answer(**READY)
+        server.wait_until_ready()
+
+
+def test_a_child_that_fails_during_the_start_fails_the_start_with_its_last_words(tmp_path):
+    with fake_server(tmp_path, ALL | {"engine": "failing"}) as server:
+        server.answer(is_live=False)
+        assert server.process.wait(20) == 1
+        assert "failed: engine ended with exit status 7" in server.log
+        assert "the last words of a failing child" in server.log
+        assert server.state is None
+
+
+def test_a_start_that_takes_too_long_fails(tmp_path):
+    with fake_server(tmp_path, ALL, start_timeout_s=1.0) as server:
+        server.answer(is_live=True, state={"ready": False, "reason": "the engine is starting", "engine_silent_s": 1e9})
+        assert server.process.wait(20) == 1
+        assert "failed: not ready after START_TIMEOUT, 1 s" in server.log
+        assert "tritonserver is up, the engine is starting" in server.log
+
+
+def test_a_port_that_does_not_answer_fails_the_start(tmp_path):
+    with fake_server(tmp_path, ALL, check_for_s=0.2) as server:
+        server.answer(**READY, check_error="port 9965: connection refused")
+        assert server.process.wait(20) == 1
+        assert "a request was not answered: port 9965: connection refused" in server.log
+
+
+def test_a_child_that_does_not_end_is_killed(tmp_path):
+    with fake_server(tmp_path, ALL | {"gateway-0": "stubborn"}, drain_timeout_s=-9.5) as server:
+        server.wait_until_ready()
+        pid = server.pid_of("gateway-0")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
+        assert not is_alive(pid)
+        assert "gateway-0 has not ended in time, killing it" in server.log
+
+
+def test_the_second_signal_insists(tmp_path):
+    with fake_server(tmp_path, ALL | {"gateway-0": "stubborn"}, drain_timeout_s=600) as server:
+        server.wait_until_ready()
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_until(lambda: "tritonserver ended" in server.notes)
+        started = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
+        assert time.monotonic() - started < 5
+
+
+def test_the_first_restart_is_at_once_and_later_ones_wait_longer():
+    assert [back_off(number) for number in (1, 2, 3, 4)] == [0, 1, 2, 4]
+    assert back_off(50) == MAX_BACK_OFF_S
+
+
+def test_an_exit_is_described_by_status_or_signal():
+    assert describe_exit(7 << 8) == "ended with exit status 7"
+    assert describe_exit(signal.SIGSEGV) == "was killed by SIGSEGV"
+
+
+def test_supervisor_and_model_mean_the_same_file():
+    assert supervisor.ENGINE_FAILED_FILE == ENGINE_FAILED_FILE
