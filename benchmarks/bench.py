@@ -142,8 +142,10 @@ def free_ports(count: int) -> list[int]:
 def print_tables(offline: list[dict], http: list[dict]) -> None:
     print("\noffline: requests  prompt  answer   prefill tok/s   decode tok/s   output tok/s   TTFT ms   ITL ms")
     for row in offline:
-        print(f"{row['requests']:17}{row['prompt_len']:8}{row['answer_len']:8}{row['prefill_tok_s']:16.0f}"
-              f"{row['decode_tok_s']:15.1f}{row['output_tok_s']:15.1f}{row['ttft_ms']:10.0f}{row['itl_ms']:9.1f}")  # fmt: skip
+        print(
+            f"{row['requests']:17}{row['prompt_len']:8}{row['answer_len']:8}{row['prefill_tok_s']:16.0f}"
+            f"{row['decode_tok_s']:15.1f}{row['output_tok_s']:15.1f}{row['ttft_ms']:10.0f}{row['itl_ms']:9.1f}"
+        )
     if http:
         print("\nHTTP: streams   output tok/s   TTFT p50 ms   ITL p50 ms   ITL p99 ms   of the offline rate")
     same = {row["requests"]: row["output_tok_s"] for row in reversed(offline)}

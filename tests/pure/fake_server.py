@@ -44,6 +44,8 @@ class FakeProbes:
         return self._answers()["is_live"]
 
     def state(self) -> dict:
+        with (self._path.parent / "asked").open("a") as file:
+            file.write("!")
         if (state := self._answers().get("state")) is None:
             raise RuntimeError("no answer from the model")
         return state
@@ -74,6 +76,12 @@ class FakeServer:
     def notes(self) -> list[str]:
         path = self.folder / "notes"
         return path.read_text().splitlines() if path.exists() else []
+
+    @property
+    def num_asked(self) -> int:
+        """How often the model was."""
+        path = self.folder / "asked"
+        return path.stat().st_size if path.exists() else 0
 
     @property
     def log(self) -> str:

@@ -1,13 +1,9 @@
 """What the ops answer to arrays that do not fit, and how an instruction set is refused."""
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
-from engine.ops import build, cpu
+from engine.ops import cpu
 from engine.ops.cpu.kernels import ArgumentError
 from engine.ops.sampling_rows import SamplingRows
 from tests.pure.paged_batch import PagedBatch
@@ -82,22 +78,3 @@ def test_an_unknown_instruction_set_is_refused(monkeypatch):
 def test_a_thread_count_below_one_is_refused():
     with pytest.raises(ValueError, match=r"^set_num_threads: count is 0, it must be at least 1$"):
         cpu.set_num_threads(0)
-
-
-def test_a_missing_compiler_is_named(tmp_path):
-    environment = {**os.environ, "CXX": "no-such-compiler", "ENGINE_BUILD_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "engine.ops.build"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr.startswith("the C++ compiler 'no-such-compiler' is not on the PATH; install g++")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_failing_compiler_leaves_nothing_behind(tmp_path, monkeypatch):
-    monkeypatch.setenv("CXX", "false")
-    monkeypatch.setenv("ENGINE_BUILD_DIR", str(tmp_path))
-    build.build_key.cache_clear()
-    with pytest.raises(build.BuildError, match="failed with exit status 1"):
-        build.library()
-    build.build_key.cache_clear()
-    assert list(tmp_path.glob("ops-*")) == []

@@ -125,7 +125,7 @@ def test_an_engine_that_is_silent_for_too_long_is_restarted(tmp_path):
 def test_an_engine_that_is_still_loading_is_left_alone(tmp_path):
     with fake_server(tmp_path, ALL, hang_after_s=0.2) as server:
         server.answer(is_live=True, state={"ready": False, "reason": "the engine is starting", "engine_silent_s": 1e9})
-        time.sleep(1.5)
+        server.wait_until(lambda: server.num_asked > 10)
         assert server.notes.count("engine started") == 1
         server.answer(**READY)
         server.wait_until_ready()

@@ -22,6 +22,7 @@ import numpy as np
 import openai
 import pytest
 import tritonclient.grpc as triton
+
 from tests.server import running_server
 
 ROOT = Path(__file__).resolve().parents[2]
