@@ -22,6 +22,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from engine.ops import build, cpu  # noqa: E402
+from engine.ops.cpu.kernels import Attention  # noqa: E402
 from engine.ops.reference import to_bf16  # noqa: E402
 from engine.ops.sampling_rows import SamplingRows  # noqa: E402
 
@@ -69,31 +70,39 @@ def weights_of(name: str) -> list[np.ndarray]:
 
 
 def bench_linear(name: str, tokens: int, limits: tuple[float, float]) -> dict:
-    weights = weights_of(name)
+    weights, linear = weights_of(name), cpu.load().kernels.linear
     num_out, width = weights[0].shape
-    x = random_f32(tokens, width)
-    repeats = 3 if tokens >= 128 else 5
-    each = seconds(lambda: [cpu.linear(x, weight) for weight in weights], repeats) / len(weights)
+    x, y = random_f32(tokens, width), np.zeros((tokens, num_out), np.float32)
+
+    def run():  # without the wrapper: fresh memory for the outputs would be part of the time
+        for weight in weights:
+            linear(x.ctypes.data, weight.ctypes.data, True, None, y.ctypes.data, tokens, width, num_out)
+
+    each = seconds(run, 3 if tokens >= 128 else 7) / len(weights)
     flops, num_bytes = 2 * tokens * num_out * width, 2 * num_out * width
     best = max(flops / limits[0] if limits[0] else 0, num_bytes / limits[1])
     return row(f"linear {name} T={tokens}", each, best, f"{flops / each / 1e9:.0f} GFLOP/s")
 
 
 def bench_attention(requests: int, tokens: int, context: int, limits: tuple[float, float]) -> dict:
-    """Limit: the reading of the keys and values, or products and sums in f32 at a quarter of the bf16 rate."""
-    blocks = -(-(context + tokens) // 64)
-    cache = to_bf16(random_f32(4, 1, 2, KV_HEADS, 64, HEAD_DIM))
-    caches = [np.ascontiguousarray(np.broadcast_to(cache[:1, 0], (requests * blocks, *cache.shape[2:])))]
-    caches *= 1 if caches[0].nbytes > 1 << 26 else 1
+    """Limit: the reading of keys and values, or products and sums in f32 at half the bf16 rate."""
+    blocks, rows = -(-(context + tokens) // 64), requests * tokens
+    caches = [to_bf16(random_f32(requests * blocks, 2, KV_HEADS, 64, HEAD_DIM)) for _ in range(4)]
     starts = np.arange(requests + 1, dtype=np.int32) * tokens
-    tables = RNG.permutation(requests * blocks).astype(np.int32).reshape(requests, blocks)
-    arrays = random_f32(requests * tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM), random_f32(requests * tokens, HEAD_DIM)
-    lens = np.full(requests, context, np.int32)
-    heads = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "scale": 0.125}
-    each = seconds(lambda: cpu.paged_attention(*arrays, caches[0], starts, lens, tables, **heads), 9)
+    tables = RNG.permutation(requests * blocks).astype(np.int32)
+    qkv, angles = random_f32(rows, (HEADS + 2 * KV_HEADS) * HEAD_DIM), random_f32(rows, HEAD_DIM)
+    lens, out = np.full(requests, context, np.int32), np.zeros((rows, HEADS * HEAD_DIM), np.float32)
+
+    def run():
+        for cache in caches:
+            arrays = (array.ctypes.data for array in (qkv, angles, cache, starts, lens, tables, out))
+            args = Attention(*arrays, requests, HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM, 64, blocks, 0.125, True)
+            cpu.load().kernels.paged_attention(ctypes.addressof(args))
+
+    each = seconds(run, 5) / len(caches)
     seen = requests * (tokens * context + tokens * (tokens + 1) // 2)
     flops, num_bytes = 4 * seen * HEADS * HEAD_DIM, requests * (context + tokens) * KV_HEADS * HEAD_DIM * 4
-    best = max(4 * flops / limits[0] if limits[0] else 0, num_bytes / limits[1])
+    best = max(2 * flops / limits[0] if limits[0] else 0, num_bytes / limits[1])
     return row(f"attention B={requests} T={tokens} context={context}", each, best, f"{flops / each / 1e9:.0f} GFLOP/s")
 
 
@@ -137,23 +146,32 @@ def main() -> None:
             yield "attention", functools.partial(bench_attention, *shape)
         for tokens in (1, 32, 1024):
             x, weight, wide = random_f32(tokens, HIDDEN), random_f32(HIDDEN), random_f32(tokens, 2 * FFN)
-            yield "add_rms_norm", functools.partial(
-                bench_small,
-                f"add_rms_norm T={tokens}",
-                functools.partial(cpu.add_rms_norm, x, x.copy(), weight, epsilon=1e-6),
-                x.nbytes * 4,
+            yield (
+                "add_rms_norm",
+                functools.partial(
+                    bench_small,
+                    f"add_rms_norm T={tokens}",
+                    functools.partial(cpu.add_rms_norm, x, x.copy(), weight, epsilon=1e-6),
+                    x.nbytes * 4,
+                ),
             )
-            yield "swiglu", functools.partial(
-                bench_small, f"swiglu T={tokens}", functools.partial(cpu.swiglu, wide), wide.nbytes * 3 // 2
+            yield (
+                "swiglu",
+                functools.partial(
+                    bench_small, f"swiglu T={tokens}", functools.partial(cpu.swiglu, wide), wide.nbytes * 3 // 2
+                ),
             )
         for scale in (1.0, 4.0):
             logits = random_f32(32, VOCAB) * np.float32(scale)
             for name, rows in sampling_cases(32).items():
-                yield "sample", functools.partial(
-                    bench_small,
-                    f"sample {name} S=32 sigma={scale:.0f}",
-                    functools.partial(cpu.sample, logits, rows),
-                    logits.nbytes,
+                yield (
+                    "sample",
+                    functools.partial(
+                        bench_small,
+                        f"sample {name} S=32 sigma={scale:.0f}",
+                        functools.partial(cpu.sample, logits, rows),
+                        logits.nbytes,
+                    ),
                 )
 
     rows = [case(limits) for name, case in cases() if options.only in name]

@@ -40,7 +40,7 @@ ISA_FLAGS = {
 }
 # No contraction: a*b + c must round alike in every loop the compiler makes of it.
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=off"]
-FLAGS += ["-fno-math-errno", "-Wall", "-Wextra", "-Werror"]
+FLAGS += ["-fno-math-errno", "-Wall", "-Wextra"]  # errors in the tests: a newer compiler may know new warnings
 
 Report = Callable[[str], None]
 
@@ -108,7 +108,7 @@ def _build(folder: Path, report: Report) -> None:
     started = time.monotonic()
     jobs = os.cpu_count() or 1
     with tempfile.TemporaryDirectory(prefix="ops.partial-", dir=folder.parent) as made:
-        objects = _objects(Path(made))
+        objects = sources(Path(made))
         report(f"compiling {len(objects)} files of the CPU ops, {min(jobs, len(objects))} at a time")
 
         def compile_one(item: tuple[Path, list[str]]) -> None:
@@ -125,7 +125,7 @@ def _build(folder: Path, report: Report) -> None:
     report(f"compiled the CPU ops in {time.monotonic() - started:.1f} s: {folder}")
 
 
-def _objects(into: Path) -> dict[Path, list[str]]:
+def sources(into: Path) -> dict[Path, list[str]]:
     """Object file -> its own compiler arguments; the slowest first."""
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     objects = {}

@@ -1,0 +1,53 @@
+"""Building the CPU ops: without warnings, once, and with a clear word when it cannot be done."""
+
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from engine.ops import build
+
+
+def test_sources_compile_without_a_warning(tmp_path):
+    commands = [
+        [*build.compiler(), *build.FLAGS, *arguments, "-Werror", "-fsyntax-only"]
+        for arguments in build.sources(tmp_path).values()
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda command: subprocess.run(command, capture_output=True, text=True), commands))
+    assert [done.stderr for done in results if done.returncode] == []
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
+def test_kernels_share_no_code_between_instruction_sets(tmp_path):
+    """A template of the standard library would be linked once, perhaps for instructions a machine lacks."""
+    sources = build.sources(tmp_path)
+    isa = "avx2" if tmp_path / "avx2.o" in sources else "portable"
+    made = tmp_path / f"{isa}.o"
+    subprocess.run([*build.compiler(), *build.FLAGS, *sources[made], "-c", "-o", str(made)], check=True)
+    listing = subprocess.run(["nm", "-C", str(made)], check=True, capture_output=True, text=True).stdout
+    shared = [line for line in listing.splitlines() if " W " in line]
+    assert shared
+    assert [line for line in shared if f"{isa}::" not in line] == []
+
+
+def test_a_missing_compiler_is_named(tmp_path):
+    environment = {**os.environ, "CXX": "no-such-compiler", "ENGINE_BUILD_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "engine.ops.build"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("the C++ compiler 'no-such-compiler' is not on the PATH; install g++")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failing_compiler_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "false")
+    monkeypatch.setenv("ENGINE_BUILD_DIR", str(tmp_path))
+    build.build_key.cache_clear()
+    with pytest.raises(build.BuildError, match="failed with exit status 1"):
+        build.library()
+    build.build_key.cache_clear()
+    assert list(tmp_path.glob("ops-*")) == []
