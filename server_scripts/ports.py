@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import socket
 from pathlib import Path
 
@@ -59,17 +58,21 @@ def _problem(variable: str, host: str, port: int) -> str:
 
 def owner_of(port: int) -> str:
     """`name (pid 123)` of who listens on the port; empty when that is hidden from this user."""
-    inodes = _listening_inodes(port)
-    for name in os.listdir("/proc") if inodes else []:
-        if not name.isdecimal():
-            continue
+    sockets = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
+    for pid in filter(str.isdecimal, os.listdir("/proc") if sockets else []):
         try:
-            links = [os.readlink(link) for link in Path("/proc", name, "fd").iterdir()]
-            if any(re.fullmatch(rf"socket:\[({'|'.join(inodes)})\]", link) for link in links):
-                return f"{Path('/proc', name, 'comm').read_text().strip()} (pid {name})"
+            if any(_link(f"/proc/{pid}/fd/{fd}") in sockets for fd in os.listdir(f"/proc/{pid}/fd")):
+                return f"{Path('/proc', pid, 'comm').read_text().strip()} (pid {pid})"
         except OSError:
             continue  # another user's, or it has ended
     return ""
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:  # closed meanwhile
+        return ""
 
 
 def _listening_inodes(port: int) -> list[str]:

@@ -39,11 +39,18 @@ class Observation:
 class Prober:
     """Calls `wake` after every observation. `latest` is replaced as a whole, so it may be read from any thread."""
 
-    def __init__(self, make_probes: Callable[[], Probes], wake: Callable[[], None], ask_every_s: float = ASK_EVERY_S):
+    def __init__(
+        self,
+        make_probes: Callable[[], Probes],
+        wake: Callable[[], None],
+        ask_every_s: float = ASK_EVERY_S,
+        check_for_s: float = CHECK_FOR_S,
+    ):
         self.latest = Observation()
         self._make_probes = make_probes
         self._wake = wake
         self._ask_every_s = ask_every_s
+        self._check_for_s = check_for_s
         self._check_until: float | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="prober", daemon=True)
@@ -83,7 +90,7 @@ class Prober:
         return now if now.checked or not state.get("ready") else self._check(probes, now)
 
     def _check(self, probes: Probes, now: Observation) -> Observation:
-        self._check_until = self._check_until or time.monotonic() + CHECK_FOR_S
+        self._check_until = self._check_until or time.monotonic() + self._check_for_s
         try:
             probes.check()
             return replace(now, checked=True)

@@ -1,0 +1,57 @@
+"""Ports: which are taken, by whom, and what the operator is told."""
+
+import os
+import socket
+
+import pytest
+
+from engine.config import Config
+from server_scripts import ports
+from tests.server import free_ports
+
+
+@pytest.fixture
+def taken():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        yield sock.getsockname()[1]
+
+
+def a_config(**fields):
+    """Of free ports, except those that are given."""
+    names = ("health_http_port", "service_grpc_port", "metrics_http_port", "inter_proc_port")
+    numbers = dict(zip(names, free_ports(len(names)), strict=True))
+    return Config(**{**numbers, "service_http_port": -1, "service_host": "127.0.0.1", **fields})
+
+
+def test_a_taken_port_is_named_with_its_variable_and_owner(taken):
+    [problem] = ports.problems(a_config(service_grpc_port=taken))
+    assert problem.startswith(f"SERVICE_GRPC_PORT is {taken}, which is taken by ")
+    assert problem.endswith(f"(pid {os.getpid()}); set SERVICE_GRPC_PORT to a free port")
+
+
+def test_a_port_that_everybody_listens_on_is_taken_too(taken):
+    assert ports.problems(a_config(service_host="0.0.0.0", metrics_http_port=taken))
+
+
+def test_free_ports_are_no_problem():
+    assert ports.problems(a_config()) == []
+
+
+def test_a_host_that_is_not_here_is_one_problem():
+    [problem] = ports.problems(a_config(service_host="192.0.2.1"))
+    assert problem == "SERVICE_HOST is '192.0.2.1', which is no address of this machine"
+
+
+def test_without_http_there_is_no_http_port():
+    assert "SERVICE_HTTP_PORT" not in ports.ports_of(a_config())
+    assert ports.ports_of(a_config(service_http_port=28115))["SERVICE_HTTP_PORT"] == ("127.0.0.1", 28115)
+
+
+def test_a_client_on_this_machine_connects_to_the_loopback():
+    assert [ports.connect_host(host) for host in ("0.0.0.0", "::", "10.0.0.1")] == ["127.0.0.1", "::1", "10.0.0.1"]
+
+
+def test_the_owner_of_a_free_port_is_nobody():
+    assert ports.owner_of(1) == ""

@@ -1,0 +1,106 @@
+"""The run directory is private, its lock says whether a server runs, and a recycled pid is never taken for ours."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from engine.errors import ConfigError
+from server_scripts.run_dir import Process, RunDir, State, children_of
+
+
+@pytest.fixture
+def sleeper():
+    process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def a_state(run_dir, *processes):
+    supervisor = Process("supervisor", 1, 2)
+    return State("ready", supervisor, 3.0, "m", "0.0.0.0", {"A": 1}, "/log", run_dir.shm_prefix, 9.0, list(processes))
+
+
+def test_the_folder_is_made_for_its_user_alone(tmp_path):
+    run_dir = RunDir(tmp_path / "a" / "run")
+    assert run_dir.path.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_link_in_its_place_is_refused(tmp_path):
+    (tmp_path / "target").mkdir(mode=0o700)
+    (tmp_path / "run").symlink_to(tmp_path / "target")
+    with pytest.raises(ConfigError, match=r"RUN_DIR is '.*run', it must be a folder, not a link or a file"):
+        RunDir(tmp_path / "run")
+
+
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run").chmod(0o777)
+    with pytest.raises(ConfigError, match="must belong to this user and be writable by nobody else"):
+        RunDir(tmp_path / "run")
+
+
+def test_the_lock_is_held_by_one_and_goes_with_it(tmp_path):
+    run_dir = RunDir(tmp_path / "run")
+    handle = run_dir.lock()
+    assert handle is not None
+    assert run_dir.lock() is None
+    os.close(handle)
+    again = run_dir.lock()
+    assert again is not None
+    os.close(again)
+
+
+def test_the_state_comes_back_as_it_was_written(tmp_path):
+    run_dir = RunDir(tmp_path / "run")
+    assert run_dir.read_state() is None
+    state = a_state(run_dir, Process("engine", 4, 5))
+    run_dir.write_state(state)
+    assert run_dir.read_state() == state
+    run_dir.clean_up(run_dir.shm_prefix)
+    assert run_dir.read_state() is None
+
+
+def test_two_run_directories_never_share_a_prefix_in_shared_memory(tmp_path):
+    first, second = RunDir(tmp_path / "a"), RunDir(tmp_path / "b")
+    assert first.shm_prefix == RunDir(tmp_path / "a").shm_prefix != second.shm_prefix
+
+
+def test_a_process_is_known_while_it_lives(sleeper):
+    process = Process.of("sleeper", sleeper.pid)
+    assert process.is_alive
+    assert sleeper.pid in children_of(os.getpid())
+    assert process.kill(signal.SIGTERM)
+    sleeper.wait()
+    assert not process.is_alive
+    assert not process.kill()
+    assert Process.of("sleeper", sleeper.pid) is None
+
+
+def test_a_zombie_is_not_alive(sleeper):
+    process = Process.of("sleeper", sleeper.pid)
+    sleeper.kill()
+    os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
+    assert not process.is_alive
+
+
+def test_a_recycled_pid_is_not_killed(sleeper):
+    recorded = Process("an earlier process", sleeper.pid, Process.of("", sleeper.pid).start_time - 1)
+    assert not recorded.is_alive
+    assert not recorded.kill()
+    assert sleeper.poll() is None
+
+
+def test_without_pidfds_the_start_time_still_protects(sleeper, monkeypatch):
+    def refuse(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    process = Process.of("sleeper", sleeper.pid)
+    assert not Process("an earlier process", sleeper.pid, process.start_time - 1).kill()
+    assert process.kill(signal.SIGTERM)
+    sleeper.wait()
+    assert not process.kill()

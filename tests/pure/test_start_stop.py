@@ -1,0 +1,168 @@
+"""start_server and stop_server as commands: what they refuse, what they say, and their exit status."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from server_scripts.run_dir import Process, RunDir, State
+from tests.pure.fake_server import fake_server
+from tests.server import a_server
+
+ALL = {"engine": "", "tritonserver": "with helper", "gateway-0": "", "health": ""}
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def server(tmp_path):
+    return a_server(tmp_path, {"MODEL_DIR": str(tmp_path / "model")})
+
+
+def stop(folder, *arguments):
+    env = {**os.environ, "RUN_DIR": str(folder / "run"), "SERVICE_GRPC_PORT": "not for stop_server to judge"}
+    command = [sys.executable, "-m", "server_scripts.stop", *arguments]
+    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_a_wrong_setting_is_one_line_and_status_2(server):
+    server.env["BATCH_SIZE"] = "many"
+    done = server.command("start_server")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "start_server: BATCH_SIZE is 'many', it must be a whole number\n"
+
+
+def test_a_taken_port_is_status_2_and_nothing_is_left(server):
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", server.ports["METRICS_HTTP_PORT"]))
+        sock.listen()
+        done = server.command("start_server")
+    assert done.returncode == 2
+    assert "start_server: METRICS_HTTP_PORT is" in done.stderr
+    assert f"(pid {os.getpid()})" in done.stderr
+    assert RunDir(server.run_dir).read_state() is None
+
+
+def test_a_missing_model_says_what_to_do(server):
+    done = server.command("start_server")
+    assert done.returncode == 1
+    assert "which is no folder. Set MODEL_DIR to a checkpoint or an exported model, or name a model" in done.stdout
+    assert RunDir(server.run_dir).read_state() is None
+
+
+def test_a_model_that_cannot_be_exported_says_why(server, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    done = server.command("start_server")
+    assert done.returncode == 1
+    assert "failed: exporting" in done.stdout
+    assert "model.safetensors is missing" in done.stdout
+
+
+def test_a_name_that_is_no_name_says_so(server):
+    done = server.command("start_server", "not-a-name")
+    assert done.returncode == 1
+    assert "model_name is 'not-a-name', it must be org/model" in done.stdout
+
+
+def test_a_second_start_says_what_runs(server, tmp_path):
+    with fake_server(tmp_path, ALL) as running:
+        running.wait_until_ready()
+        done = server.command("start_server")
+        assert done.returncode == 1
+        assert f"fake is ready, pid {running.process.pid}, since " in done.stdout
+        assert running.process.poll() is None
+
+
+def test_stop_ends_everything_and_is_harmless_twice(tmp_path):
+    with fake_server(tmp_path, ALL) as server:
+        server.wait_until_ready()
+        processes = server.state.processes
+        done = stop(tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith(f"stop_server: stopping fake (pid {server.process.pid})\n")
+        assert not any(process.is_alive for process in processes)
+        assert server.process.wait(10) == 0
+    again = stop(tmp_path)
+    assert (again.returncode, again.stdout) == (0, "stop_server: no server was running\n")
+
+
+def test_stop_where_no_server_ever_was_makes_no_folder(tmp_path):
+    done = stop(tmp_path)
+    assert (done.returncode, done.stdout) == (0, "stop_server: no server was running\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_stop_insists_after_the_given_seconds(tmp_path):
+    with fake_server(tmp_path, ALL | {"gateway-0": "stubborn"}, drain_timeout_s=600) as server:
+        server.wait_until_ready()
+        processes = server.state.processes
+        started = time.monotonic()
+        done = stop(tmp_path, "1")
+        assert done.returncode == 0
+        assert time.monotonic() - started < 10
+        assert "time is up, killing what is left" in done.stdout
+        assert not any(process.is_alive for process in processes)
+
+
+def test_stop_cleans_up_after_a_supervisor_that_was_killed(tmp_path):
+    with fake_server(tmp_path, ALL) as server:
+        server.wait_until_ready()
+        shm = Path(f"/dev/shm/{server.state.shm_prefix}left")
+        shm.touch()
+        server.process.kill()
+        server.process.wait()
+        done = stop(tmp_path)
+        assert done.returncode == 0
+        assert "the supervisor is gone" in done.stdout
+        assert not shm.exists()
+        assert server.state is None
+
+
+def test_stop_kills_what_is_recorded_and_spares_a_recycled_pid(tmp_path):
+    sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+    with subprocess.Popen(sleep) as ours, subprocess.Popen(sleep) as other:
+        try:
+            run_dir = RunDir(tmp_path / "run")
+            recycled = Process("engine", other.pid, Process.of("", other.pid).start_time - 1)
+            gone = Process("supervisor", other.pid, 1)
+            left = [recycled, Process.of("tritonserver", ours.pid)]
+            run_dir.write_state(State("ready", gone, 0.0, "m", "", {}, "", run_dir.shm_prefix, 5.0, left))
+            assert stop(tmp_path).returncode == 0
+            assert ours.wait(10) == -signal.SIGKILL
+            assert other.poll() is None
+        finally:
+            ours.kill()
+            other.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_a_model_is_fetched_leaves_nothing(server, number):
+    with socket.socket() as hub:  # accepts and never answers
+        hub.bind(("127.0.0.1", 0))
+        hub.listen()
+        server.env["HF_ENDPOINT"] = f"http://127.0.0.1:{hub.getsockname()[1]}"
+        command = [sys.executable, "-m", "server_scripts.start", "org/model"]
+        with subprocess.Popen(command, env=server.env, cwd=ROOT, stdout=subprocess.PIPE, text=True) as start:
+            hub.settimeout(60)
+            connection, _ = hub.accept()
+            with connection:
+                state = RunDir(server.run_dir).read_state()
+                assert (state.phase, state.supervisor.pid) == ("preparing", start.pid)
+                start.send_signal(number)
+                assert start.wait(30) == 128 + number
+            assert "interrupted, nothing is left running" in start.stdout.read()
+    assert RunDir(server.run_dir).read_state() is None
+
+
+@pytest.mark.parametrize("name", ["start_server", "stop_server"])
+def test_the_commands_work_without_an_installation_and_through_a_link(tmp_path, name):
+    (tmp_path / name).symlink_to(ROOT / "server_scripts" / name)
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run([tmp_path / name, "--help"], env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: {name}")

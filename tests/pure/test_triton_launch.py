@@ -1,0 +1,104 @@
+"""Which tritonserver is taken and how it is started, on folders that look like an image's and like the wheel's."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.config import Config
+from server_scripts import triton
+from server_scripts.interpreter import VERSION
+
+
+@pytest.fixture
+def image(tmp_path, monkeypatch):
+    """A tritonserver on the PATH, whose Python backend is for this Python."""
+    binary = tmp_path / "image" / "bin" / "tritonserver"
+    binary.parent.mkdir(parents=True)
+    binary.write_text("#!/bin/sh\necho --model-repository --grpc-infer-thread-count ' ' >&2; exit 1\n")
+    binary.chmod(0o755)
+    python = tmp_path / "image" / "backends" / "python"
+    python.mkdir(parents=True)
+    (python / triton.BACKEND_UTILS).write_text("# of the image")
+    (python / triton.STUB).write_text(f"libpython{VERSION}.so.1.0 numpy._core")
+    monkeypatch.setenv("PATH", f"{binary.parent}{os.pathsep}{os.environ['PATH']}")
+    return tmp_path / "image"
+
+
+@pytest.fixture
+def no_wheel(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
+
+def test_the_tritonserver_of_an_image_wins(image):
+    assert triton.find_tritonserver().binary == image / "bin" / "tritonserver"
+
+
+def test_a_python_backend_for_another_python_is_named(image, no_wheel):
+    (image / "backends" / "python" / triton.STUB).write_text("libpython3.9.so.1.0")
+    with pytest.raises(
+        triton.TritonError, match=rf"is for Python 3\.9, this is {VERSION}; the package nvidia-pytriton"
+    ):
+        triton.find_tritonserver()
+
+
+def test_without_any_tritonserver_both_places_are_named(no_wheel, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(triton.TritonError, match=r"no tritonserver on the PATH or at .*make install"):
+        triton.find_tritonserver()
+
+
+def test_the_backend_folder_has_the_stub_and_the_stubs_library(image, tmp_path, monkeypatch):
+    library = tmp_path / f"libpython{VERSION}.so.1.0"
+    library.touch()
+    monkeypatch.setattr(triton, "find_libpython", lambda: str(library))
+    folder = tmp_path / "run"
+    for _ in range(2):  # a second start finds the links of the first
+        triton.prepare(triton.find_tritonserver(), folder)
+    assert (folder / "backends" / "python" / triton.BACKEND_UTILS).read_text() == "# of the image"
+    assert os.access(folder / "backends" / "python" / triton.STUB, os.F_OK)
+    assert (folder / "lib" / library.name).resolve() == library
+
+
+def test_a_stub_for_numpy_1_gets_our_utilities_under_numpy_2(image, tmp_path, monkeypatch):
+    (image / "backends" / "python" / triton.STUB).write_text(f"libpython{VERSION}.so.1.0 numpy.core.multiarray")
+    utilities = tmp_path / "run" / "backends" / "python" / triton.BACKEND_UTILS
+    for version, is_ours in (("1.26.4", False), ("2.4.6", True)):
+        monkeypatch.setattr("importlib.metadata.version", lambda name, version=version: version)
+        triton.prepare(triton.find_tritonserver(), tmp_path / "run")
+        assert (utilities.resolve().name == "backend_utils_numpy2.py") == is_ours
+        assert utilities.with_name(f"original_{utilities.name}").exists() == is_ours
+
+
+def test_the_stub_finds_this_interpreter_and_our_packages(image, tmp_path):
+    env = triton.environment(triton.find_tritonserver(), tmp_path, {"PATH": "/bin", "OTHER": "kept"})
+    assert env["PATH"] == f"{Path(sys.executable).parent}{os.pathsep}/bin"
+    assert env["LLM_SERVER_SYS_PATH"].split(os.pathsep)[0] == str(triton.ROOT)
+    assert env["OTHER"] == "kept"
+
+
+def test_the_command_carries_the_settings_and_only_flags_that_are_known(image, tmp_path):
+    config = Config(service_grpc_port=1, metrics_http_port=2, drain_timeout_s=7.5, service_host="127.0.0.1")
+    found = triton.find_tritonserver()
+    command = triton.command(found, tmp_path, config, "prefix_", Path("/models"))
+    assert command[0] == str(found.binary)
+    for flag in (
+        "--grpc-port=1",
+        "--metrics-port=2",
+        "--grpc-address=127.0.0.1",
+        "--exit-timeout-secs=13",
+        "--allow-http=false",
+        "--model-repository=/models",
+        "--backend-config=python,shm-region-prefix-name=prefix_",
+        "--grpc-infer-thread-count=4",
+    ):
+        assert flag in command
+    assert not any(flag.startswith("--grpc-max-response-pool-size") for flag in command)
+
+
+def test_a_binary_that_does_not_run_says_so(image, tmp_path):
+    (image / "bin" / "tritonserver").write_text("#!/bin/sh\necho 'libdcgm.so: cannot open' >&2; exit 127\n")
+    with pytest.raises(triton.TritonError, match="does not run: libdcgm.so: cannot open"):
+        triton.command(triton.find_tritonserver(), tmp_path, Config(), "prefix_", Path("/models"))
