@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -12,9 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from server_scripts.run_dir import Process
+
 ROOT = Path(__file__).resolve().parents[1]
 PORTS = ("HEALTH_HTTP_PORT", "SERVICE_GRPC_PORT", "METRICS_HTTP_PORT", "INTER_PROC_PORT", "SERVICE_HTTP_PORT")
 TIMEOUT_S = 300
+_candidates = itertools.count(20000 + os.getpid() % 10000)
 
 
 @dataclass(frozen=True)
@@ -52,12 +56,17 @@ class RunningServer:
         return subprocess.run(command, env=self.env, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
 
 
+def is_alive(pid: int) -> bool:
+    """False for one that has ended and was not reaped yet, too."""
+    process = Process.of("", pid)
+    return process is not None and process.is_alive
+
+
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now, below those that the kernel gives to clients."""
+    """Ports that nobody listens on now, below those that the kernel gives to clients. None is given out twice."""
     found: list[int] = []
-    number = 20000 + os.getpid() % 10000
     while len(found) < count:
-        number += 1
+        number = next(_candidates)
         with socket.socket() as sock:
             try:
                 sock.bind(("0.0.0.0", number))

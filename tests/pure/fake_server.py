@@ -113,12 +113,14 @@ class FakeServer:
 @contextmanager
 def fake_server(folder: Path, children: dict[str, str], **options) -> Iterator[FakeServer]:
     """`children`: name -> what fake_child.py is to do. `options`: fields of Limits, and `check_for_s`."""
+    answers = folder / "answers.json"
+    if not answers.exists():
+        answers.write_text(json.dumps(READY))
     with (folder / "supervisor.log").open("w") as log:
         command = [sys.executable, __file__, str(folder), json.dumps(children), json.dumps(options)]
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
         process = subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=ROOT)
     server = FakeServer(folder, process, tuple(children))
-    server.answer(**READY)
     try:
         yield server
     finally:

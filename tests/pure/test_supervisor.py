@@ -11,19 +11,18 @@ from engine.build_service import ENGINE_FAILED_FILE
 from server_scripts import supervisor
 from server_scripts.child import MAX_BACK_OFF_S, back_off, describe_exit
 from tests.pure.fake_server import READY, fake_server
+from tests.server import is_alive
 
 ALL = {"engine": "", "tritonserver": "with helper", "gateway-0": "", "health": ""}
 
 
-def is_alive(pid: int) -> bool:
-    path = Path(f"/proc/{pid}/stat")
-    return path.exists() and path.read_text().rpartition(")")[2].split()[0] not in "ZX"
-
-
 def test_engine_and_tritonserver_start_first_and_the_gateway_stops_first(tmp_path):
+    (tmp_path / "answers.json").write_text('{"is_live": false}')
     with fake_server(tmp_path, ALL) as server:
+        server.wait_until(lambda: len(server.notes) == 2)
+        assert set(server.notes) == {"engine started", "tritonserver started"}
+        server.answer(**READY)
         server.wait_until_ready()
-        assert set(server.notes[:2]) == {"engine started", "tritonserver started"}
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(20) == 0
         ended = [line for line in server.notes if line.endswith("ended")]

@@ -1,0 +1,28 @@
+"""Answers what it was asked, piece by piece, and a probe with its readiness."""
+
+import json
+import os
+import sys
+
+sys.path[:0] = os.environ["LLM_SERVER_SYS_PATH"].split(os.pathsep)
+
+import numpy as np  # noqa: E402
+import triton_python_backend_utils as pb_utils  # noqa: E402
+
+
+def respond(sender, fields):
+    output = pb_utils.Tensor("OUT", np.array([json.dumps([fields]).encode()], dtype=np.object_))
+    flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if fields["is_end"] else 0
+    sender.send(pb_utils.InferenceResponse([output]), flags=flags)
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            [body] = json.loads(pb_utils.get_input_tensor_by_name(request, "IN").as_numpy()[0])
+            for word in body.get("text", "").split():
+                respond(sender, {"token": word, "is_end": 0})
+            respond(
+                sender, {"token": "", "is_end": 1, "ready": True, "pid": os.getpid(), "python": sys.version_info[:2]}
+            )

@@ -1,0 +1,204 @@
+"""The real tritonserver under the supervisor: it starts, answers, is restarted, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from engine.config import Config
+from server_scripts import triton
+from server_scripts.child import ChildSpec
+from server_scripts.probe import ProbeError, Probes
+from server_scripts.prober import Prober
+from server_scripts.processes import TRITONSERVER
+from server_scripts.progress import Told
+from server_scripts.run_dir import Process, RunDir
+from server_scripts.supervise import live, new_state
+from server_scripts.supervisor import Limits, Supervisor
+from tests.server import a_server, is_alive
+
+ROOT = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).with_name("echo_repository")
+TIMEOUT_S = 60.0
+
+
+class EchoProbes(Probes):
+    """There is neither engine nor gateway."""
+
+    def check(self) -> None:
+        assert self._infer({"text": "one"}, 10.0)["is_end"]
+
+
+@contextmanager
+def echo_server(folder):
+    server = a_server(folder, {})
+    with (folder / "supervisor.log").open("w") as log:
+        command = [sys.executable, __file__, str(folder)]
+        process = subprocess.Popen(command, env=server.env | {"PYTHONPATH": str(ROOT)}, stdout=log, stderr=log)
+    try:
+        wait_until(lambda: phase(server) == "ready", folder, process)
+        yield server, process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(TIMEOUT_S)
+        finally:
+            process.kill()
+
+
+def wait_until(condition, folder, process):
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline, (folder / "supervisor.log").read_text()
+        time.sleep(0.02)
+
+
+def phase(server):
+    state = RunDir(server.run_dir).read_state()
+    return state.phase if state else ""
+
+
+def probes(server):
+    return EchoProbes(Config(service_host="127.0.0.1", service_grpc_port=server.ports["SERVICE_GRPC_PORT"]))
+
+
+def words(server, text):
+    """Every word that came back, in order."""
+    request = service_pb2.ModelInferRequest(model_name="model")
+    payload = json.dumps([{"text": text}]).encode()
+    request.inputs.add(name="IN", datatype="BYTES", shape=[1])
+    request.raw_input_contents.append(len(payload).to_bytes(4, "little") + payload)
+    with grpc.insecure_channel(server.grpc_url) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        responses = list(stub.ModelStreamInfer(iter([request]), timeout=30))
+    assert [response.error_message for response in responses if response.error_message] == []
+    answers = [json.loads(response.infer_response.raw_output_contents[0][4:])[0] for response in responses]
+    return [answer["token"] for answer in answers[:-1]]
+
+
+@pytest.fixture(scope="module")
+def echo(tmp_path_factory):
+    with echo_server(tmp_path_factory.mktemp("echo")) as running:
+        yield running
+
+
+def shared_memory(server):
+    return list(Path("/dev/shm").glob(f"{RunDir(server.run_dir).shm_prefix}*"))
+
+
+def test_text_of_any_length_goes_through_the_python_backend(echo):
+    server, _ = echo
+    assert words(server, "a word or two, \u4f60\u597d") == ["a", "word", "or", "two,", "\u4f60\u597d"]
+    long = "x" * 3_000_001
+    assert words(server, f"{long} end") == [long, "end"]
+
+
+def test_the_stub_runs_this_very_python(echo):
+    assert probes(echo[0]).state()["python"] == list(sys.version_info[:2])
+
+
+def test_metrics_are_served(echo):
+    assert "nv_inference_request_success" in probes(echo[0])._http(
+        echo[0].ports["METRICS_HTTP_PORT"], "GET", "/metrics"
+    )
+
+
+@pytest.mark.parametrize("name", ["stub", "tritonserver"])
+def test_a_killed_process_is_noticed_and_the_server_answers_again(echo, name):
+    server, process = echo
+    wait_until(lambda: pid_or_zero(server, "stub"), server.run_dir.parent, process)
+    before = server.pid_of("tritonserver")
+    killed_at = time.monotonic()
+    os.kill(server.pid_of(name), signal.SIGKILL)
+
+    def answers():
+        try:
+            return pid_or_zero(server, "tritonserver") != before and probes(server).state()["ready"]
+        except ProbeError:
+            return False
+
+    wait_until(answers, server.run_dir.parent, process)
+    assert time.monotonic() - killed_at < 20
+    assert words(server, "and again") == ["and", "again"]
+    assert len(shared_memory(server)) == 1  # the killed one's is gone
+
+
+def test_a_frozen_stub_is_noticed_too(echo):
+    server, process = echo
+    folder = server.run_dir.parent
+    wait_until(lambda: pid_or_zero(server, "stub"), folder, process)
+    before = server.pid_of("tritonserver")
+    os.kill(server.pid_of("stub"), signal.SIGSTOP)
+    wait_until(lambda: pid_or_zero(server, "tritonserver") not in (0, before), folder, process)
+
+
+def pid_or_zero(server, name):
+    try:
+        return server.pid_of(name)
+    except LookupError:
+        return 0
+
+
+def test_a_stop_leaves_no_process_port_or_shared_memory(tmp_path):
+    with echo_server(tmp_path) as (server, process):
+        pids = [server.pid_of("tritonserver"), server.pid_of("stub")]
+        assert shared_memory(server)
+        done = server.command("stop_server")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert process.wait(TIMEOUT_S) == 0
+        assert not any(map(is_alive, pids))
+        assert shared_memory(server) == []
+        with pytest.raises(grpc.RpcError):
+            words(server, "anybody?")
+
+
+def test_a_killed_supervisor_leaves_what_stop_server_can_clean_up(tmp_path):
+    with echo_server(tmp_path) as (server, process):
+        pids = [server.pid_of("tritonserver"), server.pid_of("stub")]
+        process.kill()
+        process.wait()
+        done = server.command("stop_server")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert not any(map(is_alive, pids))
+        assert shared_memory(server) == []
+
+
+def main(folder: Path) -> int:
+    """The supervisor's process."""
+    logging.basicConfig(level="INFO", stream=sys.stdout)
+    config = Config.from_env()
+    run_dir = RunDir(config.run_path)
+    lock = run_dir.lock()
+    found = triton.find_tritonserver()
+    triton.prepare(found, run_dir.path / "triton")
+    command = triton.command(found, run_dir.path / "triton", config, run_dir.shm_prefix, REPOSITORY)
+    env = triton.environment(found, run_dir.path / "triton", dict(os.environ))
+    wake = threading.Event()
+    supervisor = Supervisor(
+        specs=[ChildSpec(TRITONSERVER, command, env, folder / "triton.log", has_helpers=True)],
+        run_dir=run_dir,
+        state=new_state(config, run_dir, "echo", "starting"),
+        limits=Limits(60.0, 5.0, 60.0),
+        prober=Prober(lambda: EchoProbes(config), wake.set, ask_every_s=0.2),
+        wake=wake,
+    )
+    assert Process.of("supervisor", os.getpid()) == supervisor.state.supervisor
+    status = live(supervisor, Told(None, time.monotonic()))
+    os.close(lock)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
