@@ -1,0 +1,95 @@
+"""A request's tokens do not depend on what else runs: the real executor under every kind of schedule."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from engine.config import Config
+from engine.executors import make_executor
+from engine.loop import Loop
+from engine.types import Request, Sampling
+
+BLOCK_SIZE = 16
+NUM_REQUESTS = 32
+VOCAB_SIZE = 300
+
+
+def random_requests(seed):
+    """Prompts that share beginnings, of all lengths around the borders of blocks and chunks; greedy and seeded."""
+    rng = random.Random(seed)
+    stems = [[rng.randrange(VOCAB_SIZE) for _ in range(70)] for _ in range(3)]
+    requests = []
+    for index in range(NUM_REQUESTS):
+        stem = rng.choice(stems)[: rng.choice([0, 15, 16, 17, 48, 64, 70])]
+        prompt = stem + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 40))]
+        sampling = Sampling(
+            max_new_tokens=rng.randint(1, 50),
+            temperature=rng.choice([0.0, 1.0]),
+            top_p=rng.choice([1.0, 0.8]),
+            repetition_penalty=rng.choice([1.0, 1.3]),
+            seed=rng.randrange(2**63),
+            num_logprobs=1,
+        )
+        requests.append((prompt, sampling))
+    return requests
+
+
+def run(executor, config, requests, times=1):
+    """The answers, with their log-probabilities to the last bit, of the last of `times` rounds; and the loop."""
+    loop = Loop(executor, BLOCK_SIZE, config)
+    for _ in range(times):
+        answers = {index: [] for index in range(len(requests))}
+        for index, (prompt, sampling) in enumerate(requests):
+            loop.add(Request(str(index), list(prompt), len(prompt), sampling))
+        while not loop.is_idle:
+            for update in loop.step():
+                answers[int(update.request.request_id)].append((update.token_id, update.logprobs))
+    return answers, loop
+
+
+@pytest.fixture(scope="module", params=["qwen2", "llama3"])
+def graph_dir(request, exported):
+    return exported(request.param, block_size=BLOCK_SIZE)
+
+
+@pytest.fixture(scope="module")
+def alone(graph_dir):
+    config = Config(block_bs=4, max_dec_len=64, enable_prefix_caching=False)
+    executor = make_executor(graph_dir, config)
+    requests = random_requests(seed=1)
+    answers = {}
+    for index, request in enumerate(requests):
+        answers[index] = run(executor, config, [request])[0][0]
+    return answers
+
+
+BASE = Config(max_dec_len=64, batch_size=NUM_REQUESTS, max_num_batched_tokens=64)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_blocks", "preempts"),
+    [
+        pytest.param({}, 400, False, id="together"),
+        pytest.param({"max_num_batched_tokens": 4096}, 400, False, id="whole prompts"),
+        pytest.param({"batch_size": 7, "max_num_batched_tokens": 17}, 400, False, id="small chunks"),
+        pytest.param({"block_ratio": 0.9}, 24, True, id="tiny pool"),
+        pytest.param({"block_ratio": 0.9, "enable_prefix_caching": False}, 24, True, id="tiny pool without cache"),
+        pytest.param({"block_ratio": 1.0}, 24, False, id="worst case reserved"),
+    ],
+)
+def test_thirty_two_requests_together_answer_as_one_by_one(graph_dir, alone, settings, num_blocks, preempts):
+    config = replace(BASE, block_bs=4, **settings)
+    executor = make_executor(graph_dir, config)
+    assert executor.num_blocks >= num_blocks or not preempts
+    executor.num_blocks = min(executor.num_blocks, num_blocks)  # the loop may only use as many
+    answers, loop = run(executor, config, random_requests(seed=1))
+    assert answers == alone
+    assert (loop.stats()["num_preemptions"] > 0) == preempts
+
+
+def test_a_warm_prefix_cache_changes_no_bit(graph_dir, alone):
+    config = replace(BASE, block_bs=8)
+    answers, loop = run(make_executor(graph_dir, config), config, random_requests(seed=1), times=2)
+    assert answers == alone
+    assert loop.stats()["num_cached_tokens"] > 1000
