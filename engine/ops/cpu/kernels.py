@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import fields
 
@@ -66,6 +67,9 @@ class Sampling(ctypes.Structure):
 
 @functools.cache
 def c_library() -> ctypes.CDLL:
+    # OpenMP reads this when it is loaded. Threads that spin while they wait cost whole steps as soon as another
+    # process wants a core.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     lib = ctypes.CDLL(str(build.library()))
     lib.llm_kernels.argtypes, lib.llm_kernels.restype = [c_char_p], POINTER(Kernels)
     lib.llm_isas.argtypes, lib.llm_isas.restype = [c_int], c_char_p
