@@ -99,6 +99,12 @@ def test_ties_go_to_the_lowest_id(ops):
     assert set(drawn.tolist()) == {41, 700}
 
 
+def test_repetition_makes_negative_logits_smaller_too(ops):
+    rows = with_pairs(some_rows(2, temperature=0, repetition_penalty=2), seen=[(0, 0)])
+    logits = np.array([[-1, -1.5, -9], [1, 0.6, -9]], np.float32)
+    assert ops.sample(logits, rows).token_ids.tolist() == [1, 1]
+
+
 def test_nothing_left_is_minus_one(ops):
     rows = some_rows(2, temperature=[0.0, 1.0], num_logprobs=1)
     rows.mask = a_mask([], 2)
