@@ -28,6 +28,8 @@ quick: install $(TESTS)  ## the tests that need no server
 lint: $(TESTS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/hadolint dockerfiles/*
+	$(BIN)/shellcheck .ci/run server_scripts/start_server server_scripts/stop_server
 
 bench: install
 	$(BIN)/python -m benchmarks.bench
