@@ -26,13 +26,13 @@ inline vec load_first(const float* p, int n) {
 }
 inline void store_first(float* p, vec v, int n) { memcpy(p, &v, sizeof(float) * static_cast<size_t>(n)); }
 
-inline float widen(uint16_t bits) {
-  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
-  float x;
-  memcpy(&x, &wide, sizeof x);
-  return x;
+inline vec load(const uint16_t* p) {
+  typedef uint16_t halves __attribute__((vector_size(8)));
+  typedef uint32_t words __attribute__((vector_size(16)));
+  halves bits;
+  memcpy(&bits, p, sizeof bits);
+  return (vec)(__builtin_convertvector(bits, words) << 16);
 }
-inline vec load(const uint16_t* p) { return vec{widen(p[0]), widen(p[1]), widen(p[2]), widen(p[3])}; }
 inline vec load_first(const uint16_t* p, int n) {
   uint16_t bits[W] = {};
   memcpy(bits, p, sizeof(uint16_t) * static_cast<size_t>(n));
