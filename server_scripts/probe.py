@@ -47,7 +47,7 @@ class Probes:
 
     def check(self) -> None:
         """A real request through every enabled port. Raises ProbeError at the first that is not answered."""
-        ask = {"req_id": f"start-{uuid.uuid4()}", "text": "Hello", "max_dec_len": 1}
+        ask = {"req_id": f"start-{uuid.uuid4()}", "text": "Hi", "apply_chat_template": False, "max_dec_len": 1}
         answer = self._infer(ask, REQUEST_TIMEOUT_S)
         if answer.get("error_code"):
             raise ProbeError(f"gRPC port {self._config.service_grpc_port}: {answer.get('error_msg')}")

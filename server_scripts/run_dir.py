@@ -149,10 +149,10 @@ class RunDir:
         partial.replace(self.path / "state.json")
 
     def read_state(self) -> State | None:
-        """None when no server has been started, or all was cleaned up since."""
+        """None when no server has been started, all was cleaned up since, or another version wrote it."""
         try:
             return State.from_json((self.path / "state.json").read_text())
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError, TypeError, KeyError):
             return None
 
     def clean_up(self, shm_prefix: str) -> None:

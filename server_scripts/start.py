@@ -23,8 +23,10 @@ from server_scripts.model_source import ModelUnavailable, export_if_needed, find
 from server_scripts.processes import log_paths
 from server_scripts.progress import Told
 from server_scripts.run_dir import RunDir
+from server_scripts.stop import kill_all
 from server_scripts.summary import summary
 from server_scripts.supervise import new_state
+from server_scripts.triton import TritonError, find_tritonserver
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -47,7 +49,7 @@ def main() -> int:
     except ConfigError as error:
         print(f"start_server: {error}", file=sys.stderr)
         return 2
-    except (ModelUnavailable, OSError) as error:
+    except (ModelUnavailable, TritonError, OSError) as error:
         told(f"failed: {error}")
         return 1
     except Interrupted as interrupted:
@@ -71,15 +73,17 @@ def start(given: argparse.Namespace, told: Told) -> int:
         graph_dir = export_if_needed(config, source, told)
         if given.foreground:
             become_supervisor(graph_dir, source.label, lock, told)
-        return start_detached(config, run_dir, [*supervisor_command(graph_dir, source.label, lock, told)], lock)
-    except BaseException:
-        if (state := run_dir.read_state()) and state.supervisor.pid == os.getpid():
+        return start_detached(config, run_dir, supervisor_command(graph_dir, source.label, lock, told), lock)
+    finally:
+        if (state := run_dir.read_state()) and state.supervisor.pid == os.getpid():  # the supervisor's is not ours
             run_dir.clean_up(run_dir.shm_prefix)
-        raise
 
 
 def prepare(config: Config, run_dir: RunDir) -> None:
     """Checks what can be checked at once. What an earlier server of this run directory has left behind goes."""
+    if state := run_dir.read_state():  # its supervisor was killed, as we have the lock
+        kill_all(state)
+    find_tritonserver()
     if taken := ports.problems(config):
         raise ConfigError("\nstart_server: ".join(taken))
     config.log_path.mkdir(parents=True, exist_ok=True)

@@ -44,8 +44,7 @@ def stop(run_dir: RunDir, seconds: float | None) -> int:
     started = time.monotonic()
     state = run_dir.read_state()
     if state is None:
-        print("stop_server: no server was running")
-        return 0
+        return say_nothing_runs(run_dir)
     supervisor = state.supervisor
     if supervisor.kill(signal.SIGTERM):
         print(f"stop_server: stopping {state.model} (pid {supervisor.pid})", flush=True)
@@ -61,6 +60,18 @@ def stop(run_dir: RunDir, seconds: float | None) -> int:
         print(f"stop_server: could not end {', '.join(f'{p.name} (pid {p.pid})' for p in left)}", file=sys.stderr)
         return 1
     print(f"stop_server: stopped after {time.monotonic() - started:.1f} s")
+    return 0
+
+
+def say_nothing_runs(run_dir: RunDir) -> int:
+    lock = run_dir.lock()
+    if lock is None:  # a start_server that has not come far, or a server of another version
+        print(
+            f"stop_server: a server has locked {run_dir.path} and does not say which processes it has", file=sys.stderr
+        )
+        return 1
+    os.close(lock)
+    print("stop_server: no server was running")
     return 0
 
 

@@ -88,6 +88,7 @@ def run(config: Config, given: argparse.Namespace, told: Told) -> int:
         specs = all_specs(config, given.graph_dir, given.served_name, run_dir)
     except TritonError as error:
         told(f"failed: {error}")
+        run_dir.clean_up(run_dir.shm_prefix)
         return 1
     wake = threading.Event()
     keeper = LogKeeper(config, given.report_fd is None and config.output_log_to_console)

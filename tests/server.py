@@ -81,7 +81,7 @@ def a_server(folder: Path, env: Mapping[str, str]) -> RunningServer:
     ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
     settings = {name: str(port) for name, port in ports.items()}
     settings |= {"RUN_DIR": str(folder / "run"), "FD_LOG_DIR": str(folder / "log"), "START_TIMEOUT": "120"}
-    settings |= {"SERVICE_HOST": "127.0.0.1", **env}
+    settings |= {"SERVICE_HOST": "127.0.0.1", "EXPORT_CACHE_DIR": str(ROOT / "build" / "exported-by-tests"), **env}
     return RunningServer({**os.environ, **settings}, ports, folder / "run", folder / "log")
 
 

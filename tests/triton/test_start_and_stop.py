@@ -1,0 +1,162 @@
+"""start_server, stop_server and the demo for real: what they leave behind when things go wrong, and what they print."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from server_scripts.run_dir import RunDir
+from tests.server import a_server, is_alive
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 60.0
+START = [sys.executable, "-m", "server_scripts.start"]
+
+
+@pytest.fixture
+def server(tmp_path):
+    """Not running yet; stopped in the end, should it run."""
+    server = a_server(tmp_path, {"MODEL_DIR": str(ROOT / "demo_model")})
+    yield server
+    assert server.command("stop_server", "5").returncode == 0
+
+
+@contextmanager
+def starting(server, *arguments, command=START):
+    """A start_server that has not ended, with its output in start.out."""
+    with (server.run_dir.parent / "start.out").open("w+") as out:
+        process = subprocess.Popen([*command, *arguments], env=server.env, cwd=ROOT, stdout=out, stderr=out)
+        try:
+            yield process, out
+        finally:
+            process.kill()
+            process.wait()
+
+
+def wait_until(condition, out):
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, Path(out.name).read_text()
+        time.sleep(0.02)
+
+
+def state_of(server):
+    return RunDir(server.run_dir).read_state()
+
+
+def pids_of(state):
+    return [state.supervisor.pid, *(process.pid for process in state.processes)]
+
+
+def is_clean(server, state):
+    """No process, no shared memory, no state."""
+    left = list(Path("/dev/shm").glob(f"{state.shm_prefix}*"))
+    return not left and state_of(server) is None and not any(map(is_alive, pids_of(state)))
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_during_the_start_leaves_nothing(server, number, status):
+    with starting(server) as (process, out):
+        wait_until(lambda: (state := state_of(server)) and state.phase == "starting" and state.processes, out)
+        state = state_of(server)
+        process.send_signal(number)
+        assert process.wait(TIMEOUT_S) == status
+        assert is_clean(server, state)
+        assert "interrupted, nothing is left running" in Path(out.name).read_text()
+
+
+def test_a_start_that_is_killed_takes_the_server_with_it(server):
+    with starting(server) as (process, out):
+        wait_until(lambda: (state := state_of(server)) and state.phase == "starting" and state.processes, out)
+        state = state_of(server)
+        process.kill()
+        wait_until(lambda: is_clean(server, state), out)
+
+
+def test_an_engine_that_cannot_start_fails_the_start_with_its_log(server):
+    server.env["BLOCK_BS"] = "0.001"
+    done = server.command("start_server")
+    assert done.returncode == 1
+    assert "failed: engine ended with exit status 1" in done.stdout
+    assert re.search(r"the end of .*infer_server.log:\n.*BLOCK_BS", done.stdout)
+    assert state_of(server) is None
+
+
+def test_without_http_only_grpc_is_served_and_checked(server):
+    server.env["SERVICE_HTTP_PORT"] = "-1"
+    done = server.command("start_server")
+    assert done.returncode == 0, done.stdout
+    assert "HTTP " not in done.stdout
+    assert [process.name for process in state_of(server).processes if "gateway" in process.name] == []
+
+
+def test_a_start_after_a_killed_supervisor_works(server):
+    assert server.command("start_server").returncode == 0
+    os.kill(server.pid_of("supervisor"), signal.SIGKILL)
+    done = server.command("start_server")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_foreground_ends_with_0_and_copies_the_logs(server):
+    server.env["OUTPUT_LOG_TO_CONSOLE"] = "1"
+    with starting(server, "--foreground") as (process, out):
+        wait_until(lambda: (state := state_of(server)) and state.phase == "ready", out)
+        state = state_of(server)
+        assert state.supervisor.pid == process.pid
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(TIMEOUT_S) == 0
+        assert is_clean(server, state)
+        text = Path(out.name).read_text()
+    assert re.search(r"^\[engine\] .*ready: \d+ blocks", text, re.M)
+    assert re.search(r"^\[tritonserver\] .*Started GRPCInferenceService", text, re.M)
+
+
+def test_process_1_of_a_container_reaps_and_stops(server):
+    isolate = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    if not shutil.which("unshare") or subprocess.run([*isolate, "true"], capture_output=True).returncode:
+        pytest.skip("unshare cannot make a process namespace here")
+    with starting(server, "--foreground", command=[*isolate, *START]) as (process, out):
+        wait_until(lambda: (state := state_of(server)) and state.phase == "ready", out)
+        assert state_of(server).supervisor.pid == 1
+        [supervisor] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(supervisor), signal.SIGTERM)
+        assert process.wait(TIMEOUT_S) == 0
+    assert state_of(server) is None
+
+
+def test_the_demo_answers_and_its_examples_are_true(server):
+    command = [sys.executable, "-m", "server_scripts.demo"]
+    first = subprocess.run(command, env=server.env, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "is ready" in first.stdout
+    assert "The capital of France is Paris." in first.stdout
+    second = subprocess.run(command, env=server.env, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert second.stdout.startswith("a server runs already, asking that one")
+
+    openai_example, grpc_example = examples(first.stdout)
+    for code in (openai_example, grpc_example):
+        done = subprocess.run([sys.executable, "-c", code], env=server.env, capture_output=True, text=True, timeout=60)
+        assert "Tokyo" in done.stdout, done.stderr
+    if shutil.which("curl"):
+        curl = re.search(r"^  (curl .*?)\n\n", first.stdout, re.M | re.S)[1]
+        done = subprocess.run(["sh", "-c", curl], capture_output=True, text=True, timeout=60)
+        tokens = [json.loads(line)["token"] for line in done.stdout.splitlines()]
+        assert "Tokyo" in "".join(tokens)
+
+
+def examples(text):
+    """The Python of the demo's output: blocks that are indented and begin with an import."""
+    blocks = re.findall(r"(?:^  .*\n)+", text, re.M)
+    return [textwrap.dedent(block) for block in blocks if block.startswith("  import")]
