@@ -16,6 +16,7 @@ EXEC_CHILD = Path(__file__).with_name("exec_child.py")
 ROOT = Path(__file__).resolve().parents[1]
 HEALTHY_AFTER_S = 60.0  # without a crash until the next one counts as the first
 MAX_BACK_OFF_S = 30.0
+START_AGAIN_S = 5.0  # when not even a process could be made
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,9 @@ class Child:
     last_words: str = ""  # how it ended
 
     def start(self) -> None:
+        """Raises OSError when the machine has no process left for it."""
         watched = [sys.executable, "-I", "-S", str(EXEC_CHILD), str(os.getpid())]
+        self.spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.spec.log_path.open("ab") as log:
             started = subprocess.Popen(
                 [*watched, *self.spec.command],
@@ -82,6 +85,10 @@ class Child:
                 pass
             for helper in self.helpers:
                 helper.kill()
+
+    def could_not_start(self, error: OSError) -> None:
+        self.last_words = f"could not be started: {error}"
+        self.restart_at = time.monotonic() + START_AGAIN_S
 
     def has_ended(self, status: int) -> None:
         """Takes note of the exit and of when the next start is due."""

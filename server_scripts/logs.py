@@ -22,7 +22,10 @@ def bound(path: Path, max_bytes: int, num_backups: int) -> None:
         return
     if num_backups:
         _make_room(path, num_backups)
-        shutil.copyfile(path, _backup(path, 1))
+        try:
+            shutil.copyfile(path, _backup(path, 1))
+        except OSError:  # no room for a copy: all the more reason to start anew
+            _backup(path, 1).unlink(missing_ok=True)
     with path.open("r+") as file:
         file.truncate(0)
 

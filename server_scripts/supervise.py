@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.config import Config
-from server_scripts import logs
+from server_scripts.housekeeping import Housekeeper
 from server_scripts.ports import ports_of
 from server_scripts.prober import Prober, Probes
-from server_scripts.processes import all_specs, log_paths
+from server_scripts.processes import all_specs
 from server_scripts.progress import Progress, Told
 from server_scripts.run_dir import Process, RunDir, State
 from server_scripts.shutdown import shut_down, stop_timeout_s
@@ -24,8 +24,6 @@ from server_scripts.supervisor import Limits, StartFailed, Supervisor, become_su
 from server_scripts.triton import TritonError
 
 log = logging.getLogger("supervisor")
-
-TEND_LOGS_EVERY_S = 5.0
 
 
 def new_state(config: Config, run_dir: RunDir, model: str, phase: str) -> State:
@@ -42,29 +40,6 @@ def new_state(config: Config, run_dir: RunDir, model: str, phase: str) -> State:
         shm_prefix=run_dir.shm_prefix,
         stop_timeout_s=stop_timeout_s(config.drain_timeout_s),
     )
-
-
-class LogKeeper:
-    """Bounds the log files, and copies them to `console` if there is one."""
-
-    def __init__(self, config: Config, copy_to_console: bool):
-        self._paths = log_paths(config)
-        self._config = config
-        self._tended_at = time.monotonic()
-        followed = {name: path for name, path in self._paths.items() if name != "supervisor"}
-        self._follower = logs.Follower(followed, sys.stdout) if copy_to_console else None
-
-    def tend(self) -> None:
-        if self._follower:
-            try:
-                self._follower.copy()
-            except BrokenPipeError:  # nobody reads any more, which is no reason to stop
-                self._follower = None
-        if time.monotonic() - self._tended_at < TEND_LOGS_EVERY_S:
-            return
-        self._tended_at = time.monotonic()
-        for path in self._paths.values():
-            logs.bound(path, self._config.log_max_bytes, self._config.log_backup_count)
 
 
 def make_probes(config: Config) -> Callable[[], Probes]:
@@ -91,7 +66,7 @@ def run(config: Config, given: argparse.Namespace, told: Told) -> int:
         run_dir.clean_up(run_dir.shm_prefix)
         return 1
     wake = threading.Event()
-    keeper = LogKeeper(config, given.report_fd is None and config.output_log_to_console)
+    housekeeper = Housekeeper(config, run_dir, given.report_fd is None and config.output_log_to_console)
     supervisor = Supervisor(
         specs=specs,
         run_dir=run_dir,
@@ -100,7 +75,7 @@ def run(config: Config, given: argparse.Namespace, told: Told) -> int:
         prober=Prober(make_probes(config), wake.set),
         wake=wake,
         engine_is_busy=lambda: engine_is_busy(config.inter_proc_port),
-        on_tick=keeper.tend,
+        on_tick=housekeeper.tend,
     )
     return live(supervisor, told)
 

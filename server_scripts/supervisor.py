@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from engine.config import ENGINE_FAILED_FILE
 from server_scripts.child import Child, ChildSpec
 from server_scripts.prober import Observation, Prober
 from server_scripts.processes import ENGINE, TRITONSERVER
@@ -26,7 +27,6 @@ PR_SET_CHILD_SUBREAPER = 36
 TICK_S = 0.5
 MAX_SILENT_PROBES = 3
 NEVER_S = 1e8  # the model says so of an engine that it has not met
-ENGINE_FAILED_FILE = "engine.failed"  # in the run directory; engine.build_service reads the reason from it
 
 
 class StartFailed(Exception):
@@ -74,7 +74,9 @@ class Supervisor:
         (self.run_dir.path / ENGINE_FAILED_FILE).unlink(missing_ok=True)
         for child in self.children:
             if not child.spec.waits_for_model_server:
-                child.start()
+                self._start(child)
+                if child.process is None:
+                    raise StartFailed(f"{child.spec.name} {child.last_words}")
         self.set_phase("starting")
         self.prober.start()
         while not self.seen.checked and not self.num_stop_signals:
@@ -112,7 +114,10 @@ class Supervisor:
     def _write_state(self) -> None:
         running = [child for child in self.children if child.process]
         self.state.processes = [process for child in running for process in (child.process, *child.helpers) if process]
-        self.run_dir.write_state(self.state)
+        try:
+            self.run_dir.write_state(self.state)
+        except OSError as error:  # a full disk must not end a server that runs
+            log.error("the state file could not be written: %s", error)
 
     # Children
 
@@ -147,9 +152,16 @@ class Supervisor:
         reason = f"the {child.spec.name} {child.last_words}, {child.num_crashes} times in a row"
         log.error("%s; it is not started again", reason)
         if child.spec.name == ENGINE:
-            partial = self.run_dir.path / f"{ENGINE_FAILED_FILE}.partial"
+            self._write_failure(reason)
+
+    def _write_failure(self, reason: str) -> None:
+        path = self.run_dir.path / ENGINE_FAILED_FILE
+        partial = path.with_name(f"{path.name}.partial")
+        try:
             partial.write_text(reason)
-            partial.replace(self.run_dir.path / ENGINE_FAILED_FILE)
+            partial.replace(path)
+        except OSError as error:
+            log.error("%s could not be written: %s", path, error)
 
     def _start_what_is_due(self) -> None:
         if self.num_stop_signals:
@@ -158,9 +170,17 @@ class Supervisor:
             first = child.num_starts == 0 and child.spec.waits_for_model_server and self.seen.is_live
             again = child.restart_at is not None and time.monotonic() >= child.restart_at
             if first or again:
-                child.start()
-                log.info("started %s, pid %d", child.spec.name, child.process.pid if child.process else 0)
-                self._write_state()
+                self._start(child)
+
+    def _start(self, child: Child) -> None:
+        try:
+            child.start()
+        except OSError as error:
+            child.could_not_start(error)
+            log.error("%s %s", child.spec.name, child.last_words)
+            return
+        log.info("started %s, pid %d", child.spec.name, child.process.pid if child.process else 0)
+        self._write_state()
 
     def _watch_helpers(self) -> None:
         """Triton 2.51 does not notice that its stub has died: every request would fail and the server look healthy."""

@@ -34,6 +34,17 @@ def test_a_file_that_has_grown_too_long_starts_anew_under_its_writer(tmp_path):
     assert (tmp_path / "a.log.1").read_text() == "x" * 100
 
 
+def test_a_file_that_cannot_be_copied_starts_anew_all_the_same(tmp_path, monkeypatch):
+    def disk_is_full(*_):
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "a.log"
+    path.write_text("x" * 100)
+    monkeypatch.setattr("shutil.copyfile", disk_is_full)
+    logs.bound(path, 10, 2)
+    assert [(p.name, p.stat().st_size) for p in tmp_path.iterdir()] == [("a.log", 0)]
+
+
 def test_the_tail_is_the_last_lines_that_say_something(tmp_path):
     path = tmp_path / "a.log"
     assert logs.tail(path, 3) == []

@@ -69,6 +69,14 @@ def test_two_run_directories_never_share_a_prefix_in_shared_memory(tmp_path):
     assert first.shm_prefix == RunDir(tmp_path / "a").shm_prefix != second.shm_prefix
 
 
+def test_what_sweepers_of_tmp_would_take_is_touched(tmp_path):
+    run_dir = RunDir(tmp_path / "run")
+    (run_dir.path / "link").symlink_to("/nowhere")
+    os.utime(run_dir.path / "link", (1, 1), follow_symlinks=False)
+    run_dir.touch_all()
+    assert (run_dir.path / "link").lstat().st_mtime > 1
+
+
 def test_a_process_is_known_while_it_lives(sleeper):
     process = Process.of("sleeper", sleeper.pid)
     assert process.is_alive

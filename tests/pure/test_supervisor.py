@@ -1,6 +1,7 @@
 """The supervisor, with fake children and fake answers: order, restarts, limits, and an end that leaves nothing."""
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -173,6 +174,18 @@ def test_the_second_signal_insists(tmp_path):
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(20) == 0
         assert time.monotonic() - started < 5
+
+
+def test_a_server_survives_a_run_directory_and_a_log_folder_that_disappear(tmp_path):
+    with fake_server(tmp_path, ALL) as server:
+        server.wait_until_ready()
+        engine = server.pid_of("engine")
+        shutil.rmtree(tmp_path / "run")
+        os.kill(engine, signal.SIGKILL)
+        server.wait_until(lambda: server.notes.count("engine started") == 2)
+        assert "the state file could not be written" in server.log
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
 
 
 def test_the_first_restart_is_at_once_and_later_ones_wait_longer():
