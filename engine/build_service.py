@@ -6,12 +6,10 @@ import json
 from pathlib import Path
 
 from engine.client import EngineClient
-from engine.config import Config
+from engine.config import ENGINE_FAILED_FILE, Config
 from engine.prompt import PromptReader
 from engine.service import Service, ServiceOptions
 from engine.tokenizer import Tokenizer
-
-ENGINE_FAILED_FILE = "engine.failed"  # in the run directory; the supervisor writes it when it gives the engine up
 
 
 def build_service(config: Config, graph_dir: Path) -> Service:

@@ -15,6 +15,9 @@ from typing import Any
 
 from engine.errors import ConfigError
 
+# In the run directory: the supervisor writes why it has given the engine up, the Triton model reads it.
+ENGINE_FAILED_FILE = "engine.failed"
+
 
 @dataclass(frozen=True)
 class Setting:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.build_service import ENGINE_FAILED_FILE
-from server_scripts import supervisor
+from engine.config import ENGINE_FAILED_FILE
 from server_scripts.child import MAX_BACK_OFF_S, back_off, describe_exit
 from tests.pure.fake_server import READY, fake_server
 from tests.server import is_alive
@@ -196,7 +195,3 @@ def test_the_first_restart_is_at_once_and_later_ones_wait_longer():
 def test_an_exit_is_described_by_status_or_signal():
     assert describe_exit(7 << 8) == "ended with exit status 7"
     assert describe_exit(signal.SIGSEGV) == "was killed by SIGSEGV"
-
-
-def test_supervisor_and_model_mean_the_same_file():
-    assert supervisor.ENGINE_FAILED_FILE == ENGINE_FAILED_FILE
