@@ -21,6 +21,10 @@ class PromptTooLong(InvalidRequest):
     kind = "prompt_too_long"
 
 
+class ChatTemplateError(InvalidRequest):
+    """The chat template refused the messages, or there is none."""
+
+
 class DuplicateRequest(RequestError):
     kind = "duplicate_request"
     code = 409
@@ -79,3 +83,7 @@ def as_request_error(error: Exception) -> RequestError:
 
 class ConfigError(Exception):
     """A setting is wrong. The message names the variable, its value and what was expected."""
+
+
+class TokenizerError(ConfigError):
+    """The tokenizer of a model cannot be loaded."""

@@ -8,19 +8,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
 import tokenizers
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from engine.errors import ConfigError, InvalidRequest
+from engine.chat_template import ChatTemplate
+from engine.errors import ChatTemplateError, InvalidRequest, TokenizerError
 from engine.text_stream import Detokenizer, TokenBytes
 
 log = logging.getLogger(__name__)
@@ -31,96 +26,6 @@ ADDED_TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized"
 OTHER_FORMATS = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
 # For these classes add_bos_token and add_eos_token decide, not the post-processor in tokenizer.json.
 FLAGS_DECIDE = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
-
-
-class TokenizerError(ConfigError):
-    """The tokenizer of a model cannot be loaded."""
-
-
-class ChatTemplateError(InvalidRequest):
-    """The chat template refused the messages, or there is none."""
-
-
-class ChatTemplate:
-    """The model's own way to write a chat as one text: Jinja, with what published templates expect to find.
-
-    `sources` has the templates by name; `default` is used, and `tool_use` if there are tools.
-    """
-
-    def __init__(self, sources: Mapping[str, str], special_tokens: Json):
-        environment = _environment()
-        try:
-            self._templates = {name: environment.from_string(source) for name, source in sources.items()}
-        except jinja2.TemplateSyntaxError as error:
-            raise TokenizerError(f"the chat template is wrong in line {error.lineno}: {error}") from error
-        self._special_tokens = dict(special_tokens)
-
-    def render(self, messages: Sequence[Json], variables: Json) -> str:
-        if "messages" in variables:
-            raise ChatTemplateError("messages cannot be set among the variables of the chat template")
-        variables = {"tools": None, "documents": None, **self._special_tokens, **variables}
-        template = self._pick(bool(variables["tools"]))
-        messages = [_with_plain_content(message) for message in messages]
-        try:
-            return template.render(variables, messages=messages)
-        except Exception as error:  # a template is a program that somebody else wrote: it may raise anything
-            raise ChatTemplateError(f"the chat template refused the messages: {_reason(error)}") from error
-
-    def _pick(self, has_tools: bool) -> jinja2.Template:
-        name = "tool_use" if has_tools and "tool_use" in self._templates else "default"
-        if name not in self._templates:
-            raise ChatTemplateError(f"there is no default chat template, only {sorted(self._templates)}")
-        return self._templates[name]
-
-
-class _Generation(Extension):
-    """`{% generation %}` marks the assistant's words for training. To serve, its body is all there is."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json  # Jinja's own escapes for HTML
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    return environment
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _reason(error: Exception) -> str:
-    is_own_words = isinstance(error, jinja2.TemplateError)
-    return str(error) if is_own_words and str(error) else f"{type(error).__name__}: {error}"
-
-
-def _with_plain_content(message: Json) -> Json:
-    """Content may be a list of text parts; templates are written for one string."""
-    if not isinstance(message, Mapping):
-        raise ChatTemplateError(f"a message must be an object with role and content, it is {message!r:.80}")
-    parts = message.get("content")
-    if not isinstance(parts, list):
-        return message
-    texts = []
-    for part in parts:
-        match part:
-            case {"type": "text", "text": str(text)}:
-                texts.append(text)
-            case _:
-                raise ChatTemplateError(f"content may have parts of type text only, got {part!r:.80}")
-    return {**message, "content": "".join(texts)}
 
 
 class Tokenizer:

@@ -13,6 +13,7 @@ from typing import Any
 
 from engine import wire
 from engine.errors import InvalidRequest
+from engine.wire_fields import MAX_LOGPROBS
 from gateway.answers import InvalidParameter
 
 MAX_N = 16
@@ -108,14 +109,14 @@ def _options(body: dict[str, Any], is_chat: bool) -> dict[str, Any]:
 
 def _chat_logprobs(body: dict[str, Any]) -> int | None:
     wanted = _checked(body, "logprobs", A_BOOL, False)
-    num_top = _int(body, "top_logprobs", 0, 0, wire.MAX_LOGPROBS)
+    num_top = _int(body, "top_logprobs", 0, 0, MAX_LOGPROBS)
     if num_top and not wanted:
         raise InvalidParameter("top_logprobs", "`top_logprobs` needs `logprobs` to be true")
     return num_top if wanted else None
 
 
 def _logprobs(body: dict[str, Any]) -> int | None:
-    return None if body.get("logprobs") in (None, False) else _int(body, "logprobs", 0, 0, wire.MAX_LOGPROBS)
+    return None if body.get("logprobs") in (None, False) else _int(body, "logprobs", 0, 0, MAX_LOGPROBS)
 
 
 def _chat_source(body: dict[str, Any]) -> dict[str, Any]:

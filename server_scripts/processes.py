@@ -24,11 +24,12 @@ LOG_NAMES = {
     "supervisor": "console.log",
 }
 
-# What the caller's environment does not set already.
+# What the caller's environment does not set already; docs/ops.md says what was measured.
 ENGINE_DEFAULTS = {
     "GLOG_minloglevel": "2",  # Paddle tells of every pass it applies
-    "OMP_WAIT_POLICY": "passive",  # idle threads must not take the cores of those who serve
-    "PYTHONUNBUFFERED": "1",
+    "OMP_WAIT_POLICY": "passive",  # threads without work look for it for some microseconds, then sleep
+    "GOMP_SPINCOUNT": "1000",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # weights in pages of 2 MiB
 }
 
 

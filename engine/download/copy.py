@@ -74,9 +74,7 @@ class Record:
         return self.is_complete and all(self.vouches_for(path, root / path) for path in self.files)
 
 
-def fill(
-    root: Path, wanted: Record, list_files: ListFiles, policy: Policy, twins: Iterable[Path] = ()
-) -> int:
+def fill(root: Path, wanted: Record, list_files: ListFiles, policy: Policy, twins: Iterable[Path] = ()) -> int:
     """Returns how many files were fetched. `twins` are directories that may hold the same large files."""
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -183,9 +181,7 @@ class _Run:
         """Weights only: they are large and nobody edits them, so two names for one file do no harm."""
         if not file.path.endswith(".safetensors"):
             return None
-        twins = (
-            dir for dir, record in self._twins if record.vouches_for(file.path, dir / file.path, file.digest)
-        )
+        twins = (dir for dir, record in self._twins if record.vouches_for(file.path, dir / file.path, file.digest))
         return next(twins, None)
 
     def _link_twin(self, file: RemoteFile, target: Path) -> Path | None:

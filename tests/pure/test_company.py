@@ -20,7 +20,7 @@ def random_requests(seed):
     rng = random.Random(seed)
     stems = [[rng.randrange(VOCAB_SIZE) for _ in range(70)] for _ in range(3)]
     requests = []
-    for index in range(NUM_REQUESTS):
+    for _ in range(NUM_REQUESTS):
         stem = rng.choice(stems)[: rng.choice([0, 15, 16, 17, 48, 64, 70])]
         prompt = stem + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 40))]
         sampling = Sampling(
