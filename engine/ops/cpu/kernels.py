@@ -67,9 +67,10 @@ class Sampling(ctypes.Structure):
 
 @functools.cache
 def c_library() -> ctypes.CDLL:
-    # OpenMP reads this when it is loaded. Threads that spin while they wait cost whole steps as soon as another
-    # process wants a core.
+    # OpenMP reads these when it is loaded. Threads that spin for long while they wait cost whole steps as soon as
+    # another process wants a core; some microseconds of it bridge the gap to the next op.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     lib = ctypes.CDLL(str(build.library()))
     lib.llm_kernels.argtypes, lib.llm_kernels.restype = [c_char_p], POINTER(Kernels)
     lib.llm_isas.argtypes, lib.llm_isas.restype = [c_int], c_char_p
