@@ -19,8 +19,10 @@ def main(name: str, what: str, folder: str) -> None:
             os._exit(0)
 
     signal.signal(signal.SIGTERM, end)
-    if what == "with helper":
-        subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+    if what in ("with helper", "with daemon"):
+        command = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+        helper = subprocess.Popen(command, start_new_session=what == "with daemon")
+        note(folder, f"{name} helper {helper.pid}")
     note(folder, f"{name} started")
     if what == "failing":
         sys.stderr.write("the last words of a failing child\n")

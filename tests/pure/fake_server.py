@@ -77,6 +77,11 @@ class FakeServer:
         path = self.folder / "notes"
         return path.read_text().splitlines() if path.exists() else []
 
+    def noted_pid(self, name: str) -> int:
+        """Of the last process that the child of this name has made itself."""
+        [*_, last] = [line for line in self.notes if line.startswith(f"{name} helper ")]
+        return int(last.split()[-1])
+
     @property
     def num_asked(self) -> int:
         """How often the model was."""
