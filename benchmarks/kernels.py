@@ -1,4 +1,4 @@
-"""How far the CPU kernels are from what the machine can do: `python benchmarks/kernels.py`.
+"""How far the CPU kernels are from what the machine can do: `python -m benchmarks.kernels`.
 
 Shapes are those of Qwen2.5-0.5B. Times are the median of several runs over weights that do not fit in a
 cache. A table for people, then one line of JSON.
@@ -12,19 +12,16 @@ import functools
 import json
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from engine.ops import build, cpu  # noqa: E402
-from engine.ops.cpu.kernels import Attention  # noqa: E402
-from engine.ops.reference import to_bf16  # noqa: E402
-from engine.ops.sampling_rows import SamplingRows  # noqa: E402
+from engine.ops import build, cpu
+from engine.ops.cpu.kernels import Attention
+from engine.ops.reference import to_bf16
+from engine.ops.sampling_rows import SamplingRows
 
 HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 896, 4864, 24, 14, 2, 64, 151936
 LINEARS = {"qkv": (1152, HIDDEN), "o": (HIDDEN, HIDDEN), "gate_up": (2 * FFN, HIDDEN), "down": (HIDDEN, FFN)}

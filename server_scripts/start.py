@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from engine.config import Config, settings_without_effect
+from engine.config import Config, likely_misspelt, settings_without_effect
 from engine.errors import ConfigError
 from server_scripts import logs, ports
 from server_scripts.child import ROOT
@@ -66,7 +66,7 @@ def start(given: argparse.Namespace, told: Told) -> int:
         return say_what_runs(run_dir)
     try:
         prepare(config, run_dir)
-        for sentence in settings_without_effect():
+        for sentence in [*likely_misspelt(), *settings_without_effect()]:
             told(f"note: {sentence}")
         source = find_source(config, given.model_name or config.model_name, told)
         told(f"model {source.path}")
