@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ def lines(graph: Graph) -> Iterator[str]:
 
 
 def main() -> int:
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it quietly
     parser = argparse.ArgumentParser(prog="python -m engine.graph", description=__doc__)
     parser.add_argument("model_dir", type=Path)
     parser.add_argument("--rank", type=int, default=0)
