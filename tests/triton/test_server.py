@@ -355,6 +355,7 @@ def test_grpc_errors_are_bare_objects(server):
 
 def test_a_full_queue_is_an_error_and_every_accepted_request_is_answered(tmp_path):
     env = {"MODEL_DIR": str(ROOT / "demo_model"), "BATCH_SIZE": "2", "MAX_CACHED_TASK_NUM": "3"}
+    env["PUSH_MODE_HTTP_WORKERS"] = "2"
     with running_server(tmp_path, env) as server:
         statuses = []
         bodies = [body | {"stream": False} for body in long_answers(server, 30, seed=7)]
@@ -366,6 +367,16 @@ def test_a_full_queue_is_an_error_and_every_accepted_request_is_answered(tmp_pat
         assert set(statuses) == {200, 429}
         assert statuses.count(200) >= 5
         wait_until_idle(server)
+
+
+def test_without_an_http_port_grpc_is_served_alone(tmp_path):
+    env = {"MODEL_DIR": str(ROOT / "demo_model"), "SERVICE_HTTP_PORT": "-1", "DISABLE_STREAMING": "1"}
+    with running_server(tmp_path, env) as server, GrpcStream(server) as stream:
+        stream.ask({"text": "What is the capital of Italy?", "req_id": "only", "max_dec_len": 64, "temperature": 0})
+        (answer,) = stream.next()  # in one piece, as DISABLE_STREAMING says
+        assert answer["is_end"] == 1 and "Rome" in answer["tokens_all"]
+        with pytest.raises(LookupError):
+            server.pid_of("gateway-0")
 
 
 # --- operators --------------------------------------------------------------------------------------------------
