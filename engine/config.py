@@ -52,6 +52,13 @@ WITHOUT_EFFECT = {
     "STOP_SEQS_MAX_LEN": "stop sequences are not limited in length",
     "SERVER_WAITTING_TIME": "ranks wait for each other",
     "SHM_UUID": "no named shared memory is used",
+    "SPECULATE_METHOD": "speculative decoding is not supported yet",
+    "USE_CACHE_KV_INT4": "an int4 KV cache is not supported",
+    "USE_DYNAMIC_GRAPH": "the exported graph is what runs",
+    "RETURN_FULL_HIDDEN_STATES": "only speculative decoding would need them",
+    "POD_IPS": "one machine is supported",
+    "POD_0_IP": "one machine is supported",
+    "HOST_IP": "one machine is supported, SERVICE_HOST is where it listens",
 }
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from engine.config import Config
 from engine.executors import make_executor
+from engine.executors.reference import ReferenceExecutor
 from engine.loop import Loop
 from engine.types import Request, Sampling
 
@@ -93,3 +94,10 @@ def test_a_warm_prefix_cache_changes_no_bit(graph_dir, alone):
     answers, loop = run(make_executor(graph_dir, config), config, random_requests(seed=1), times=2)
     assert answers == alone
     assert loop.stats()["num_cached_tokens"] > 1000
+
+
+def test_the_definition_of_the_ops_chooses_the_same_tokens(graph_dir, alone):
+    few = random_requests(seed=1)[:6]
+    answers, _ = run(ReferenceExecutor(graph_dir, num_blocks=60), BASE, few)
+    for index, answer in answers.items():
+        assert [token_id for token_id, _ in answer] == [token_id for token_id, _ in alone[index]]
