@@ -15,8 +15,8 @@ from typing import Any
 import tokenizers
 
 from engine.chat_template import ChatTemplate
+from engine.detokenizer import Detokenizer, TokenBytes
 from engine.errors import ChatTemplateError, InvalidRequest, TokenizerError
-from engine.text_stream import Detokenizer, TokenBytes
 
 log = logging.getLogger(__name__)
 

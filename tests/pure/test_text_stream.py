@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from engine.text_stream import Detokenizer, StopMatcher, TextOptions, TextStream
+from engine.detokenizer import Detokenizer
+from engine.text_stream import StopMatcher, TextOptions, TextStream
 from engine.tokenizer import Tokenizer
 from tests.pure.test_tokenizer import BACKENDS, TEXTS, a_byte_level_backend, a_sentencepiece_backend
 
