@@ -51,6 +51,7 @@ with Triton's gRPC ({python}):
       if answer["is_end"]:
           break
   client.stop_stream()
+  client.close()
 
 Health: {health}   Metrics: {metrics}   Logs: {logs}
 Stop it: {stop}"""

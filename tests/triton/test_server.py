@@ -223,18 +223,25 @@ def test_a_stop_string_ends_the_text_before_itself(client):
 # --- what must hold ---------------------------------------------------------------------------------------------
 
 
-def long_answers(server, count, seed=0):
+def long_answers(server, count, seed=0, length=96):
     """Requests whose answers take a while: greedy and seeded, forced to their full length."""
     rng = random.Random(seed)
     return [
-        {"text": f"Tell me a short story. {rng.randint(0, 999)}", "max_dec_len": 96, "ignore_eos": True, "stream": True,
-         "temperature": 0 if index % 2 else 8.0, "seed": index, "req_id": f"long-{seed}-{index}-{time.monotonic_ns()}"}
+        {
+            "text": f"Tell me a short story. {rng.randint(0, 999)}",
+            "max_dec_len": length,
+            "ignore_eos": True,
+            "stream": True,
+            "temperature": 0 if index % 2 else 8.0,
+            "seed": index,
+            "req_id": f"long-{seed}-{index}-{time.monotonic_ns()}",
+        }
         for index in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def test_a_killed_engine_costs_a_pause_and_not_a_token(server):
-    bodies = long_answers(server, 16)
+    bodies = long_answers(server, 16, length=400)
 
     def tokens(body):
         *_, last = stream_lines(server, body | {"req_id": body["req_id"] + str(time.monotonic_ns())})
@@ -335,7 +342,7 @@ def test_openai_errors_have_openais_shape(client):
 
 
 def test_a_duplicate_req_id_is_refused_while_the_first_goes_on(server):
-    first = long_answers(server, 1, seed=5)[0]
+    first = long_answers(server, 1, seed=5, length=1000)[0]
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(stream_lines, server, first)
         deadline = time.monotonic() + 10
