@@ -38,7 +38,7 @@ class PaddleExecutor:
         self._inputs = {name: self._predictor.get_input_handle(name) for name in self._predictor.get_input_names()}
         self.num_blocks = self._profile()
         self._caches.allocate(self.num_blocks)
-        log.info("graph loaded, %d threads, %s", config.cpu_threads or len(os.sched_getaffinity(0)), cpu.cpu_isa())
+        log.info("graph loaded, %d threads, %s", cpu.num_threads(), cpu.cpu_isa())
 
     def warm_up(self) -> None:
         """The longest step once."""

@@ -419,6 +419,7 @@ def test_prompts_do_not_reach_the_logs(server):
     secret = "xyzzyplugh"
     post(server, "/v1/chat/completions", {"text": secret, "max_dec_len": 4})
     post(server, "/v1/chat/completions", {"text": secret, "max_dec_len": 0})
+    post(server, "/v1/chat/completions", {"messages": [secret], "req_id": "quoted"})
     for path in server.log_dir.rglob("*"):
         if path.is_file():
             assert secret not in path.read_text(errors="replace"), path
