@@ -64,7 +64,6 @@ def _wait(supervisor: Supervisor, children: Sequence[Child], deadline: float) ->
         if time.monotonic() > deadline:
             return
         supervisor.wake.wait(0.05)
-        supervisor.wake.clear()
         supervisor.reap()
         supervisor.on_tick()
 

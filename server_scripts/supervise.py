@@ -6,7 +6,6 @@ import argparse
 import logging
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from server_scripts.shutdown import shut_down, stop_timeout_s
 from server_scripts.summary import summary
 from server_scripts.supervisor import Limits, StartFailed, Supervisor, become_subreaper
 from server_scripts.triton import TritonError
+from server_scripts.wake import Wake
 
 log = logging.getLogger("supervisor")
 
@@ -65,7 +65,7 @@ def run(config: Config, given: argparse.Namespace, told: Told) -> int:
         told(f"failed: {error}")
         run_dir.clean_up(run_dir.shm_prefix)
         return 1
-    wake = threading.Event()
+    wake = Wake()
     housekeeper = Housekeeper(config, run_dir, given.report_fd is None and config.output_log_to_console)
     supervisor = Supervisor(
         specs=specs,

@@ -10,7 +10,6 @@ import ctypes
 import logging
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from server_scripts.child import Child, ChildSpec
 from server_scripts.prober import Observation, Prober
 from server_scripts.processes import ENGINE, TRITONSERVER
 from server_scripts.run_dir import RunDir, State
+from server_scripts.wake import Wake
 
 log = logging.getLogger("supervisor")
 
@@ -47,7 +47,7 @@ class Supervisor:
     state: State
     limits: Limits
     prober: Prober
-    wake: threading.Event  # set by whoever has news for the loop
+    wake: Wake  # set by whoever has news for the loop
     engine_is_busy: Callable[[], bool] = lambda: False  # with requests; asked at the end only
     on_tick: Callable[[], None] = lambda: None
     children: list[Child] = field(init=False)
@@ -61,12 +61,12 @@ class Supervisor:
     def install_signals(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_stop_signal)
-        signal.signal(signal.SIGCHLD, lambda *_: self.wake.set())
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # a signal without a handler wakes nobody
+        self.wake.on_signals()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})  # start_server blocks them
 
     def _on_stop_signal(self, number: int, _frame: object) -> None:
         self.num_stop_signals += 1
-        self.wake.set()
 
     def bring_up(self, tell: Callable[[], None]) -> None:
         """Returns when the server is ready or asked to stop. `tell` is called all the time for those who wait."""
@@ -96,7 +96,6 @@ class Supervisor:
 
     def tick(self) -> None:
         self.wake.wait(TICK_S)
-        self.wake.clear()
         self.reap()
         self._act_on_observation()
         self._watch_helpers()

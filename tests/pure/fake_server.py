@@ -11,7 +11,6 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from server_scripts.progress import Told
 from server_scripts.run_dir import Process, RunDir, State
 from server_scripts.supervise import live
 from server_scripts.supervisor import Limits, Supervisor
+from server_scripts.wake import Wake
 
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = Path(__file__).with_name("fake_child.py")
@@ -140,7 +140,7 @@ def main(folder: Path, children: dict[str, str], options: dict) -> int:
     run_dir = RunDir(folder / "run")
     lock = run_dir.lock()
     me = Process.of("supervisor", os.getpid())
-    wake = threading.Event()
+    wake = Wake()
     supervisor = Supervisor(
         specs=[a_spec(name, what, folder) for name, what in children.items()],
         run_dir=run_dir,

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +26,7 @@ from server_scripts.progress import Told
 from server_scripts.run_dir import Process, RunDir
 from server_scripts.supervise import live, new_state
 from server_scripts.supervisor import Limits, Supervisor
+from server_scripts.wake import Wake
 from tests.server import a_server, is_alive
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -185,7 +185,7 @@ def main(folder: Path) -> int:
     triton.prepare(found, run_dir.path / "triton")
     command = triton.command(found, run_dir.path / "triton", config, run_dir.shm_prefix, REPOSITORY)
     env = triton.environment(found, run_dir.path / "triton", dict(os.environ))
-    wake = threading.Event()
+    wake = Wake()
     supervisor = Supervisor(
         specs=[ChildSpec(TRITONSERVER, command, env, folder / "triton.log", has_helpers=True)],
         run_dir=run_dir,
