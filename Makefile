@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
-PIP = $(BIN)/python -m pip --disable-pip-version-check install --no-warn-script-location --no-input
+PIP = $(BIN)/python -m pip --disable-pip-version-check install --no-warn-script-location --no-input --constraint constraints.txt
 TRITONSERVER = nvidia-pytriton==0.7.0
 
 # A stamp says that a step is done; it is older than what the step depends on when it has to be done again.
@@ -46,7 +46,7 @@ $(MADE):
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(RUNTIME): requirements.txt pyproject.toml | $(MADE)
+$(RUNTIME): requirements.txt constraints.txt pyproject.toml | $(MADE)
 	@echo "== installing what the server needs, 1 GB on disk"
 	$(PIP) --requirement requirements.txt
 	$(PIP) --no-deps $(TRITONSERVER)
@@ -54,7 +54,7 @@ $(RUNTIME): requirements.txt pyproject.toml | $(MADE)
 	@$(BIN)/python -m server_scripts.triton >/dev/null
 	@touch $@
 
-$(TESTS): requirements-test.txt | $(RUNTIME)
+$(TESTS): requirements-test.txt constraints.txt | $(RUNTIME)
 	@echo "== installing what the tests need"
 	$(PIP) --requirement requirements-test.txt
 	@touch $@

@@ -21,6 +21,15 @@ def test_every_requirement_is_pinned_and_has_a_reason(name):
         assert PINNED.fullmatch(requirement.strip()), line
 
 
+def test_what_is_installed_is_pinned_down_to_the_last_package():
+    """And to the versions that requirements*.txt name, also after one of these was changed."""
+    locked = set(re.findall(r"^([\w-]+==[\w.]+)", (ROOT / "constraints.txt").read_text(), re.M))
+    for name in ("requirements.txt", "requirements-test.txt"):
+        for line in (ROOT / name).read_text().splitlines():
+            if line and not line.startswith("#"):
+                assert re.sub(r"\[\w+\]", "", line).split("#")[0].split(";")[0].strip() in locked
+
+
 def test_every_python_gets_exactly_one_numpy():
     markers = re.findall(
         r'^numpy==\S+; python_version (<|>=) "(3\.\d+)"', (ROOT / "requirements.txt").read_text(), re.M
