@@ -20,7 +20,12 @@ def build_service(config: Config, graph_dir: Path) -> Service:
         return int(client.stats.get("num_blocks", 0) * client.stats.get("block_size", 0))
 
     reader = make_prompt_reader(config, graph_dir, tokenizer, capacity)
-    options = ServiceOptions(not config.disable_streaming, config.check_health_interval_s)
+    options = ServiceOptions(
+        streaming=not config.disable_streaming,
+        hang_after_s=config.check_health_interval_s,
+        max_body_bytes=config.max_body_bytes,
+        max_open=config.batch_size + config.max_cached_task_num,
+    )
     return Service(tokenizer, reader, client, options)
 
 

@@ -61,17 +61,16 @@ class PromptReader:
     def _token_ids(self, request: GenerationRequest) -> list[int]:
         if request.input_ids is not None:
             return list(request.input_ids)
-        self._check_size(request)
         if request.text is None:
             return self._chat_ids(request, request.messages or [])
         if self.tokenizer.has_chat_template and request.apply_chat_template:
             return self._chat_ids(request, [{"role": "user", "content": request.text}])
+        self._check_size(request.text)
         return self.tokenizer.encode(request.text)
 
-    def _check_size(self, request: GenerationRequest) -> None:
+    def _check_size(self, text: str) -> None:
         """Refuses what is too long whatever its tokens are, before time goes into finding them."""
-        contents = [message.get("content") or "" for message in request.messages or []]
-        num_bytes = sum(len(str(text).encode()) for text in [request.text or "", *contents])
+        num_bytes = len(text.encode("utf-8", "surrogatepass"))  # the tokenizer refuses lone surrogates
         limit = self.max_seq_len * self.tokenizer.max_token_bytes
         if num_bytes > limit:
             raise PromptTooLong(
@@ -81,7 +80,9 @@ class PromptReader:
     def _chat_ids(self, request: GenerationRequest, messages: list[dict]) -> list[int]:
         if request.system:
             messages = [{"role": "system", "content": request.system}, *messages]
-        return self.tokenizer.encode_chat(messages, **(request.chat_template_kwargs or {}))
+        text = self.tokenizer.render_chat(messages, **(request.chat_template_kwargs or {}))
+        self._check_size(text)
+        return self.tokenizer.encode(text, add_special_tokens=False)  # the template has written them
 
     def _max_new_tokens(self, request: GenerationRequest, prompt_len: int) -> int:
         minimum, maximum = request.min_dec_len or 1, request.max_dec_len

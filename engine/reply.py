@@ -94,7 +94,7 @@ class Reply:
                 if not self._sender.is_cancelled():
                     return False
             except Exception as failure:
-                log.exception("%s: its stream is broken", self.req_id)
+                log.exception("%s: its stream is broken", self.engine_id)
                 error = as_request_error(failure)
         self.ended(error)
         return True
@@ -115,13 +115,13 @@ class Reply:
             try:
                 self._respond(gathered, finish_reason, latency)
             except Exception as failure:  # a dead stream, or a bug of ours
-                log.exception("%s: a response could not be sent", self.req_id)
+                log.exception("%s: a response could not be sent", self.engine_id)
                 error = as_request_error(failure)
         if error and not self._ended:
             try:
                 self._send_final(wire.failure(error, self.req_id), error.kind, latency)
             except Exception:
-                log.exception("%s: the final response could not be sent", self.req_id)
+                log.exception("%s: the final response could not be sent", self.engine_id)
         with self._lock:
             self._awake = self._ended  # after the end nothing wakes it
             self._wake_once(bool(self._gathered or self._error))

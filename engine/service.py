@@ -16,7 +16,14 @@ from dataclasses import dataclass
 
 from engine import wire
 from engine.client import EngineClient
-from engine.errors import DuplicateRequest, EngineUnavailable, RequestError, as_request_error
+from engine.errors import (
+    DuplicateRequest,
+    EngineUnavailable,
+    InvalidRequest,
+    Overloaded,
+    RequestError,
+    as_request_error,
+)
 from engine.latency import Latency
 from engine.prompt import PromptReader
 from engine.reply import Reply, Sender
@@ -27,6 +34,7 @@ log = logging.getLogger(__name__)
 NUM_INTAKE_THREADS = 2
 NUM_SENDER_THREADS = 4
 MIN_CANCEL_POLL_S = 0.05
+CANCEL_POLL_SHARE = 0.03  # of one core, at most: the cores belong to the kernels
 LAST_WORDS_S = 5.0  # at most, for the final responses of requests that a stop has ended
 
 
@@ -34,6 +42,8 @@ LAST_WORDS_S = 5.0  # at most, for the final responses of requests that a stop h
 class ServiceOptions:
     streaming: bool = True  # False: only final responses leave the server
     hang_after_s: float = 60.0  # an engine that is silent for longer is not ready
+    max_body_bytes: int = 16 << 20  # of one request
+    max_open: int = 1 << 10  # requests; as many as the engine runs and lets wait
 
 
 class Service:
@@ -103,6 +113,7 @@ class Service:
     def _accept(self, payload: bytes, sender: Sender, received: float) -> None:
         req_id = None
         try:
+            self._check_size(payload)
             body = wire.only_object(payload)
             if body.get(wire.PROBE):
                 reason = self.not_ready_reason()
@@ -110,6 +121,7 @@ class Service:
                 return
             req_id = wire.req_id_of(body)
             request = wire.parse_request(body)
+            self._check_room()
             reply = Reply(request, self._reader.read(request), sender, self._tokenizer, received)
             self._open(reply)
         except RequestError as error:
@@ -120,6 +132,16 @@ class Service:
             self._refuse(as_request_error(error), req_id, sender, received)
             return
         self._start(reply)
+
+    def _check_size(self, payload: bytes) -> None:
+        limit = self._options.max_body_bytes
+        if len(payload) > limit:
+            raise InvalidRequest(f"The request has {len(payload)} bytes, at most MAX_BODY_BYTES({limit}) are taken")
+
+    def _check_room(self) -> None:
+        """Before time goes into tokens that the engine would refuse."""
+        if self.num_open >= self._options.max_open:
+            raise Overloaded(f"{self.num_open} requests are open, at most {self._options.max_open} can be")
 
     def _refuse(self, error: RequestError, req_id: str | None, sender: Sender, received: float) -> None:
         log.info("refused: %s", error.kind)  # the text may quote what the client wrote
@@ -183,5 +205,5 @@ class Service:
             for reply in replies:
                 if reply.end_if_cancelled():
                     self.client.cancel(reply.engine_id)  # now: the senders may be busy
-            # A poll costs a message to Triton each, some 70 us: spend a tenth of the time on it at most.
-            wait = max(MIN_CANCEL_POLL_S, 10 * (time.monotonic() - started))
+            # A poll costs a message to Triton for each reply, some 70 us.
+            wait = max(MIN_CANCEL_POLL_S, (time.monotonic() - started) / CANCEL_POLL_SHARE)

@@ -39,10 +39,12 @@ class Request:
     num_computed: int = 0  # leading tokens whose keys and values are in the blocks
     num_cached: int = 0  # of these, how many the prefix cache held at the last admission
     num_preemptions: int = 0
-    occurrences: Counter[int] = field(default_factory=Counter)  # of each token in the answer, kept for the penalties
+    seen: Counter[int] = field(default_factory=Counter)  # occurrences in the answer of each token the penalties read
 
     def __post_init__(self) -> None:
-        self.occurrences.update(self.token_ids[self.prompt_len :])
+        if self.sampling.repetition_penalty != 1:  # this one reads the prompt, too
+            self.seen.update(dict.fromkeys(self.token_ids[: self.prompt_len], 0))
+        self.seen.update(self.token_ids[self.prompt_len :])
 
     @property
     def num_new_tokens(self) -> int:
@@ -55,7 +57,7 @@ class Request:
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
-        self.occurrences[token_id] += 1
+        self.seen[token_id] += 1
 
     @property
     def finish_reason(self) -> str | None:

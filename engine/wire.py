@@ -1,6 +1,6 @@
 """The JSON between clients and the Triton model: one list with one object in, the same out, a bare object for errors.
 
-The gateway writes what `parse_request` reads and reads what `delta`, `final` and `failure` write. Nothing here knows
+The gateway writes what `parse_request` reads and reads what `delta` and `failure` write. Nothing here knows
 tokens, Triton or HTTP. Field names and error texts are the predecessor's where it had them.
 """
 
@@ -17,6 +17,7 @@ from engine.wire_fields import FIELDS, kind_of, shown
 
 PROBE = "probe"  # a request with this key set is answered at once with the state of the model, see `model_state`
 MAX_UNKNOWN_KEYS = 100  # that are compared with ours
+MAX_MISSPELT_LEN = 40  # characters; a longer key is none of ours, and comparing it takes long
 EXCLUSIVE = ("topp", "infer_seed")
 ACCEPTED_ONLY = (
     "stream",
@@ -117,7 +118,8 @@ def _misspelt(body: dict[str, Any]) -> list[str]:
     """Unknown keys pass (clients send all sorts), unless they look like a known one that would change the answer."""
     known = [key for name, (aliases, _) in FIELDS.items() for key in (name, *aliases)]
     problems = []
-    for key in sorted(body.keys() - set(known) - {PROBE})[:MAX_UNKNOWN_KEYS]:
+    unknown = sorted(key for key in body.keys() - set(known) - {PROBE} if len(key) <= MAX_MISSPELT_LEN)
+    for key in unknown[:MAX_UNKNOWN_KEYS]:
         if close := difflib.get_close_matches(key, known, n=1, cutoff=0.85):
             problems.append(f"unknown field {shown(key)}, did you mean `{close[0]}`?")
     return problems

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -49,8 +51,8 @@ def sampling_rows(requests: Sequence[Request]) -> SamplingRows:
         rows.seed[row], rows.counter[row] = sampling.seed, request.num_new_tokens
         rows.num_logprobs[row] = sampling.num_logprobs
     rows.seen_starts[1:] = np.cumsum([len(items) for items in seen])
-    rows.seen_ids = np.array([token_id for items in seen for token_id in items], np.int32)
-    rows.seen_counts = np.array([count for items in seen for count in items.values()], np.int32)
+    rows.seen_ids = np.fromiter(chain.from_iterable(seen), np.int32, rows.seen_starts[-1])
+    rows.seen_counts = np.fromiter(chain.from_iterable(items.values() for items in seen), np.int32, len(rows.seen_ids))
     rows.bias_starts[1:] = np.cumsum([len(items) for items in bias])
     rows.bias_ids = np.array([token_id for items in bias for token_id, _ in items], np.int32)
     rows.bias = np.array([value for items in bias for _, value in items], np.float32)
@@ -71,14 +73,11 @@ def step_output(sampled: SampledRows, requests: Sequence[Request]) -> StepOutput
     return StepOutput(token_ids, logprobs)
 
 
-def _seen(request: Request) -> dict[int, int]:
-    """Every token of prompt and answer with its occurrences in the answer; empty when no penalty reads them."""
+def _seen(request: Request) -> Counter[int]:
+    """Empty when no penalty reads it."""
     sampling = request.sampling
-    if sampling.repetition_penalty != 1:
-        return dict.fromkeys(request.token_ids[: request.prompt_len], 0) | request.occurrences
-    if sampling.frequency_penalty or sampling.presence_penalty:
-        return request.occurrences
-    return {}
+    penalized = sampling.repetition_penalty != 1 or sampling.frequency_penalty or sampling.presence_penalty
+    return request.seen if penalized else Counter()
 
 
 def _bias(request: Request) -> Iterator[tuple[int, float]]:

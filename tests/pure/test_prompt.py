@@ -45,10 +45,20 @@ def refusal(reader, **fields):
 # --- tokens
 
 
-@pytest.mark.parametrize("fields", [{"text": "x" * 100_000}, {"messages": [{"content": "x" * 100_000}]}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"text": "x" * 100_000},
+        {"text": "x" * 100_000, "apply_chat_template": False},
+        {"messages": [{"role": "user", "content": "x" * 100_000}]},
+        {"messages": [{"role": "user", "content": "x"}], "system": "x" * 100_000},
+    ],
+)
 def test_a_text_that_can_never_fit_is_refused_without_tokenizing_it(reader, monkeypatch, fields):
     monkeypatch.setattr(Tokenizer, "encode", None)
-    assert "The prompt has 100000 bytes, at most" in str(refusal(reader, **fields))
+    assert re.match(
+        r"The prompt has 100\d\d\d bytes, at most \d+ fit the limit MAX_SEQ_LEN", str(refusal(reader, **fields))
+    )
 
 
 def test_a_text_is_one_turn_of_the_user_or_continued_as_it_stands(reader, tokenizer):

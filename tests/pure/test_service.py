@@ -99,6 +99,28 @@ def test_bad_input_gets_one_failure_and_the_service_goes_on(service, engine, pay
     assert after.final["tokens_all"] == "a"
 
 
+def test_a_request_of_too_many_bytes_is_refused_unread(make):
+    service, sender = make(max_body_bytes=1000), FakeSender()
+    service.submit(b"[" * 1001, sender)
+    assert sender.final["error_code"] == 400
+    assert sender.final["error_msg"] == "The request has 1001 bytes, at most MAX_BODY_BYTES(1000) are taken"
+
+
+def test_more_requests_than_the_engine_takes_are_refused_before_their_tokens_are_found(make, engine, monkeypatch):
+    service = make(max_open=1)
+    first = service.ask([1])
+    engine.listener_of([1])
+    monkeypatch.setattr(PromptReader, "read", None)
+    second = service.ask([2], req_id="b")
+    assert (second.final["error_code"], second.final["error_msg"]) == (429, "1 requests are open, at most 1 can be")
+    monkeypatch.undo()
+    engine.give([1], b"x", "length")
+    assert first.final["tokens_all"] == "x"
+    third = service.ask([3])
+    engine.give([3], b"x", "length")
+    assert third.final["tokens_all"] == "x"
+
+
 def test_a_bug_in_the_intake_gets_one_failure_and_leaves_nothing(service, monkeypatch, engine):
     monkeypatch.setattr(service_module, "Reply", lambda *args: 1 // 0)
     assert service.ask().final["error_msg"] == "internal error: ZeroDivisionError"

@@ -90,11 +90,12 @@ def test_penalties_see_the_answer_and_repetition_also_the_prompt(penalties, seen
     assert (rows.seen_ids.dtype, rows.seen_counts.dtype, rows.seen_starts.dtype) == (np.int32, np.int32, np.int32)
 
 
-def test_occurrences_are_those_of_the_answer_however_it_came():
-    grown = a_request([1, 2])
+@pytest.mark.parametrize(("penalties", "seen"), [({}, {2: 2, 3: 1}), ({"repetition_penalty": 1.5}, {1: 0, 2: 2, 3: 1})])
+def test_what_the_penalties_see_is_the_same_however_the_answer_came(penalties, seen):
+    grown = a_request([1, 2], **penalties)
     for token_id in (2, 3, 2):
         grown.append(token_id)
-    assert grown.occurrences == a_request([1, 2], [2, 3, 2]).occurrences == {2: 2, 3: 1}
+    assert grown.seen == a_request([1, 2], [2, 3, 2], **penalties).seen == seen
 
 
 @pytest.mark.parametrize(("num_new_tokens", "banned"), [(0, [7, 8]), (1, [7, 8]), (2, []), (3, [])])

@@ -1,5 +1,6 @@
 """The JSON between clients and the model: what is taken, what is refused and with which words."""
 
+import difflib
 import json
 import re
 
@@ -189,6 +190,11 @@ def test_of_very_many_unknown_fields_only_the_first_are_compared():
     fields = {f"field_{n}": n for n in range(wire.MAX_UNKNOWN_KEYS - 1)}
     assert "did you mean `max_tokens`?" in refusal(**fields, max_token=5)
     assert parsed(**fields, field_x=1, max_token=5) == parsed()
+
+
+def test_an_unknown_field_that_is_longer_than_any_of_ours_is_not_compared(monkeypatch):
+    monkeypatch.setattr(difflib, "get_close_matches", None)
+    assert parsed(**{"max_tokens" * 5: 1}) == parsed()
 
 
 # --- answers
