@@ -21,6 +21,7 @@ import zmq
 from engine import messages
 from engine.config import Config
 from engine.errors import ConfigError, DuplicateRequest, EngineUnavailable, RequestError
+from engine.log import configure
 from engine.loop import Loop
 from engine.types import Request
 
@@ -121,7 +122,7 @@ class Server:
 
 def main() -> int:
     config = Config.from_env()
-    logging.basicConfig(level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure(config.log_level)
     # Imported here: a client of this module must not pay for Paddle.
     from engine.executors import make_executor
 

@@ -17,6 +17,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.log import server_logger
 
+from engine.log import configure
 from gateway.app import BACKEND, DRAINING, RUNNING, make_app
 from gateway.backend import GatewaySettings, timeout
 from gateway.triton_client import TritonBackend
@@ -101,13 +102,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--drain-timeout", type=float, default=defaults.drain_timeout_s, help="seconds after SIGTERM")
     parser.add_argument("--request-timeout", type=float, default=defaults.request_timeout_s, help="seconds of silence")
     parser.add_argument("--workers-index", type=int, default=0, help="which of the workers this is, for the log")
+    parser.add_argument("--log-level", default="INFO", help="LOG_LEVEL")
     return parser.parse_args(arguments)
 
 
 def main() -> int:
     options = parse_arguments()
-    line = f"%(asctime)s %(levelname)s worker {options.workers_index} %(name)s: %(message)s"
-    logging.basicConfig(level=logging.INFO, format=line)
+    configure(options.log_level, process=f"worker {options.workers_index}")
     try:
         asyncio.run(run(options))
     except OSError as error:

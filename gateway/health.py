@@ -18,6 +18,7 @@ from typing import Any
 from aiohttp import web
 
 from engine.errors import RequestError
+from engine.log import configure
 from gateway.backend import Backend, timeout
 
 NOT_REACHABLE, NOT_READY, SILENT = 1, 2, 3
@@ -120,11 +121,12 @@ def main() -> None:
     parser.add_argument("--grpc-port", type=int, required=True, help="SERVICE_GRPC_PORT")
     parser.add_argument("--http-port", type=int, help="SERVICE_HTTP_PORT, when HTTP is served")
     parser.add_argument("--timeout", type=float, default=3.0, help="seconds until a silent model is not ready")
+    parser.add_argument("--log-level", default="INFO", help="LOG_LEVEL")
     options = parser.parse_args()
 
     from gateway.triton_client import TritonBackend  # app.py needs the checks of this module, not Triton
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure(options.log_level)
     http = (options.grpc_host, options.http_port) if options.http_port else None  # both listen on one host
     app = make_health_app(TritonBackend(options.grpc_host, options.grpc_port), options.timeout, http)
     web.run_app(app, host=options.host, port=options.port, access_log=None, print=None, shutdown_timeout=1)

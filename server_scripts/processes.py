@@ -73,6 +73,7 @@ def gateway_command(config: Config, served_name: str, index: int) -> list[str]:
         "max-body-bytes": config.max_body_bytes,
         "drain-timeout": config.drain_timeout_s,
         "workers-index": index,
+        "log-level": config.log_level,
     }
     return [sys.executable, "-m", "gateway", *(f"--{name}={value}" for name, value in options.items())]
 
@@ -83,6 +84,7 @@ def health_command(config: Config) -> list[str]:
         "port": config.health_http_port,
         "grpc-host": connect_host(config.service_host),
         "grpc-port": config.service_grpc_port,
+        "log-level": config.log_level,
     }
     if config.service_http_port > 0:
         options["http-port"] = config.service_http_port

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.config import Config
+from engine.log import configure
 from server_scripts.housekeeping import Housekeeper
 from server_scripts.ports import ports_of
 from server_scripts.prober import Prober, Probes
@@ -121,9 +122,7 @@ def main() -> int:
     os.set_inheritable(given.lock_fd, False)  # the lock is ours alone: it goes when we go
     if given.report_fd is not None:
         os.set_inheritable(given.report_fd, False)
-    logging.basicConfig(
-        level=config.log_level, stream=sys.stdout, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    configure(config.log_level, sys.stdout)
     return run(config, given, Told(given.report_fd, given.started))
 
 

@@ -13,19 +13,22 @@ def all_specs(tmp_path, monkeypatch, config):
 
 
 def test_every_gateway_worker_understands_its_command(tmp_path, monkeypatch):
-    config = Config(service_host="::", push_mode_http_workers=2, max_body_bytes=4096, drain_timeout_s=2.5)
+    config = Config(
+        service_host="::", push_mode_http_workers=2, max_body_bytes=4096, drain_timeout_s=2.5, log_level="DEBUG"
+    )
     specs = all_specs(tmp_path, monkeypatch, config)
     for index in (0, 1):
         given = parse_arguments(specs[f"gateway-{index}"].command[3:])
         assert (given.host, given.port, given.grpc_host, given.grpc_port) == ("::", 9965, "::1", 8811)
         assert (given.model_name, given.max_body_bytes, given.drain_timeout) == ("a name", 4096, 2.5)
-        assert given.workers_index == index
+        assert (given.workers_index, given.log_level) == (index, "DEBUG")
 
 
 def test_without_http_there_is_no_gateway_but_health(tmp_path, monkeypatch):
     specs = all_specs(tmp_path, monkeypatch, Config(service_http_port=-1))
     assert set(specs) == {"engine", "health"}
     assert not any("http-port" in argument for argument in specs["health"].command)
+    assert "--log-level=INFO" in specs["health"].command
 
 
 def test_what_the_caller_has_set_for_the_engine_stays(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """Triton's side of the server: tensors in, responses out. No scheduling, no tokens, no sockets here."""
 
-import logging
 import os
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import triton_python_backend_utils as pb_utils  # noqa: E402
 
 from engine.build_service import build_service  # noqa: E402
 from engine.config import Config  # noqa: E402
+from engine.log import configure  # noqa: E402
 from engine.metrics import MetricsThread  # noqa: E402
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
@@ -35,9 +35,7 @@ class TritonSender:
 class TritonPythonModel:
     def initialize(self, args):
         config = Config.from_env()
-        logging.basicConfig(
-            level=config.log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-        )
+        configure(config.log_level)
         self.drain_timeout_s = config.drain_timeout_s
         self.service = build_service(config, Path(os.environ.get("GRAPH_DIR") or config.model_dir))
         self.metrics = MetricsThread(self.service, config.batch_size, pb_utils)
