@@ -133,6 +133,18 @@ def test_kernels_never_pick_a_nan(isa):
     assert (drawn.token_ids % 2 == 1).all()
 
 
+@pytest.mark.parametrize("isa", cpu.available_isas())
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_nan_does_not_hide_the_numbers_around_it(isa, temperature):
+    logits = np.where(np.arange(VOCAB) % 3 == np.arange(6)[:, None] % 3, np.float32(1), np.float32(np.nan))
+    logits[:, 400:405] = np.nan
+    tokens = np.arange(6) + 400
+    logits[np.arange(6), tokens] = 99
+    rows = some_rows(6, temperature=temperature, top_k=1, num_logprobs=1)
+    results = cpu.load(isa).sample(logits, rows)
+    assert results.token_ids.tolist() == results.top_ids[:, 0].tolist() == tokens.tolist()
+
+
 def test_no_rows_are_fine(ops):
     assert ops.sample(some_logits(0), some_rows(0)).token_ids.shape == (0,)
 

@@ -19,7 +19,8 @@ inline float largest_of(const float* x, int64_t size) {
 // The first group of 4 W elements that may hold one >= threshold, from i on; `size` rounded down if none.
 inline int64_t skip_below(const float* x, int64_t i, int64_t size, float threshold) {
   for (; i + 4 * W <= size; i += 4 * W) {
-    const vec group = max(max(load(x + i), load(x + i + W)), max(load(x + i + 2 * W), load(x + i + 3 * W)));
+    vec group = set1(-INFINITY);
+    for (int j = 0; j < 4; j++) group = max(load(x + i + j * W), group);  // in this order a NaN hides nothing
     if (!(largest(group) < threshold)) break;
   }
   return i;
