@@ -135,8 +135,8 @@ def _load(directory: Path) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more precise
         raise TokenizerError(f"{path} cannot be read: {error}") from error
-    config = _read_json(directory / "tokenizer_config.json")
-    special_tokens = _special_tokens(_read_json(directory / "special_tokens_map.json") | _given(config))
+    config = _given(_read_json(directory / "tokenizer_config.json"))
+    special_tokens = _special_tokens(_given(_read_json(directory / "special_tokens_map.json")) | config)
     _add_missing_tokens(backend, config, special_tokens)
     _honour_flags(backend, config, special_tokens)
     model_config = _read_json(directory / "config.json")
@@ -158,6 +158,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _given(config: Json) -> dict[str, Any]:
+    """Null counts as absent."""
     return {key: value for key, value in config.items() if value is not None}
 
 
@@ -179,6 +180,8 @@ def _chat_templates(directory: Path, config: Json) -> dict[str, str]:
     source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
     if isinstance(source, list):
         return {item["name"]: item["template"] for item in source}
+    if isinstance(source, Mapping):
+        return dict(source)
     return {"default": source} if source else {}
 
 

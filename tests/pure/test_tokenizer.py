@@ -295,6 +295,15 @@ def test_special_tokens_may_be_written_as_objects_in_either_file(tmp_path):
     assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.pad_token_id) == (0, (1,), tool_id)
 
 
+def test_a_special_token_that_is_null_is_none(tmp_path):
+    plain = Tokenizer.load(a_model_dir(tmp_path))
+    nulls = dict.fromkeys(("pad_token", "unk_token", "additional_special_tokens", "added_tokens_decoder"))
+    directory = a_model_dir(tmp_path, special_tokens_map=nulls, tokenizer_config=nulls)
+    tokenizer = Tokenizer.load(directory)
+    assert (tokenizer.pad_token_id, tokenizer.vocab_size) == (None, plain.vocab_size)
+    assert tokenizer.encode("None") == plain.encode("None")
+
+
 def test_tokens_that_only_the_config_knows_are_added(tmp_path):
     backend = a_byte_level_backend()
     size = Tokenizer(backend).vocab_size
@@ -323,6 +332,7 @@ def test_tokens_that_only_the_config_knows_are_added(tmp_path):
     [
         ({}, "<s>fox"),
         ({"add_bos_token": True}, "<s>fox"),
+        ({"add_bos_token": None, "add_eos_token": None}, "<s>fox"),
         ({"add_bos_token": False}, "fox"),
         ({"add_bos_token": False, "add_eos_token": True}, "fox</s>"),
     ],
@@ -448,7 +458,8 @@ def test_tools_have_a_template_of_their_own_where_there_is_one():
 
 def test_templates_come_from_the_config_or_from_a_file_of_their_own(tmp_path):
     named = [{"name": "default", "template": "named"}, {"name": "tool_use", "template": ""}]
-    for source, expected in (("in the config", "in the config"), (named, "named")):
+    by_name = {"default": "by name", "tool_use": ""}
+    for source, expected in (("in the config", "in the config"), (named, "named"), (by_name, "by name")):
         a_model_dir(tmp_path, tokenizer_config={"chat_template": source})
         assert Tokenizer.load(tmp_path).render_chat(user("hi")) == expected
     (tmp_path / "chat_template.jinja").write_text("in a file", encoding="utf-8")
