@@ -112,14 +112,18 @@ def _check_heads(config: DecoderConfig) -> None:
 
 def _sliding_window(keys: Mapping[str, Any]) -> int | None:
     """The window of the layers that have one, None when no layer has."""
-    is_mistral = keys["model_type"] == "mistral"
-    window = keys.get("sliding_window", 4096 if is_mistral else None)
+    if not _has_sliding_layers(keys) or keys.get("sliding_window", 4096) is None:
+        return None
+    return whole_number(keys, "sliding_window", 4096)
+
+
+def _has_sliding_layers(keys: Mapping[str, Any]) -> bool:
     layer_types = keys.get("layer_types")
     if layer_types is not None:
         if unknown := set(layer_types) - {"full_attention", "sliding_attention"}:
             raise ModelError(f"config.json: layer_types has {min(unknown)!r}, supported is 'full_attention'")
-        return window if "sliding_attention" in layer_types else None
-    if not keys.get("use_sliding_window", is_mistral):
-        return None
-    num_full_layers = 0 if is_mistral else keys.get("max_window_layers", 28)  # the first ones see everything
-    return None if num_full_layers >= keys["num_hidden_layers"] else window
+        return "sliding_attention" in layer_types
+    if keys["model_type"] == "mistral":  # all layers, and use_sliding_window is not one of its keys
+        return True
+    num_full_layers = keys.get("max_window_layers", 28)  # the first ones see everything
+    return bool(keys.get("use_sliding_window")) and num_full_layers < keys["num_hidden_layers"]

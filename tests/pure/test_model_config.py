@@ -57,9 +57,12 @@ def test_what_is_not_supported_is_refused_by_key_and_value(family, overrides, me
         ("mistral", {}, None),
         ("mistral", {"sliding_window": 99}, 99),
         ("mistral", {"sliding_window": "absent"}, 4096),
+        ("mistral", {"sliding_window": 99, "use_sliding_window": False}, 99),  # a key that mistral does not read
         ("qwen2", {"sliding_window": 99}, None),
         ("qwen2", {"sliding_window": 99, "use_sliding_window": True, "max_window_layers": 2}, None),
         ("qwen2", {"sliding_window": 99, "use_sliding_window": True, "max_window_layers": 1}, 99),
+        ("qwen2", {"sliding_window": "absent", "use_sliding_window": True, "max_window_layers": 1}, 4096),
+        ("qwen2", {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 1}, None),
         ("qwen3", {"sliding_window": 99, "layer_types": ["full_attention"]}, None),
         ("qwen3", {"sliding_window": 99, "layer_types": ["full_attention", "sliding_attention"]}, 99),
     ],
