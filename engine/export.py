@@ -47,7 +47,7 @@ class ExportOptions:
 
     dtype: str = "auto"  # of weights and KV cache; auto: float32 stays, bfloat16 and float16 become bfloat16
     block_size: int = 64  # tokens a KV block
-    max_seq_len: int | None = None  # None: what the model was made for
+    max_seq_len: int | None = None  # None: what the model was made for, or its sliding window if that is less
     num_ranks: int = 1
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
     dtype = checkpoint.graph_dtype("model.embed_tokens.weight") if options.dtype == "auto" else options.dtype
     keys |= {
         "infer_model_block_size": options.block_size,
-        "infer_model_max_seq_len": _max_seq_len(config, options.max_seq_len),
+        "infer_model_max_seq_len": _max_seq_len(config, options.max_seq_len, progress),
         "infer_model_dtype": dtype,
         "infer_model_cachekv_int8_type": None,
         "infer_model_num_ranks": options.num_ranks,
@@ -155,15 +155,19 @@ def _complete_or_absent(out_dir: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _max_seq_len(config: DecoderConfig, wanted: int | None) -> int:
+def _max_seq_len(config: DecoderConfig, wanted: int | None, progress: Progress) -> int:
     """The wanted length, checked against what the model computes exactly."""
+    window = config.sliding_window
+    if wanted is None and window is not None and window < config.max_position_embeddings:
+        progress(f"sliding_window is {window}: sliding windows are not supported, the model is exact up to that length")
+        return window
     length = config.max_position_embeddings if wanted is None else wanted
     if not 1 <= length <= config.max_position_embeddings:
         raise ModelError(f"max_seq_len is {length}, the model was made for 1 to {config.max_position_embeddings}")
-    if config.sliding_window is not None and length > config.sliding_window:
+    if window is not None and length > window:
         raise ModelError(
-            f"config.json: sliding_window is {config.sliding_window}, sliding windows are not supported;"
-            f" up to that length the model is exact without one: give max_seq_len {config.sliding_window} or less"
+            f"config.json: sliding_window is {window}, sliding windows are not supported;"
+            f" up to that length the model is exact without one: give max_seq_len {window} or less"
         )
     return length
 
@@ -174,7 +178,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("out_dir", type=Path)
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of weights and KV cache (%(default)s)")
     parser.add_argument("--block-size", type=int, default=64, help="tokens a KV block (%(default)s)")
-    parser.add_argument("--max-seq-len", type=int, help="tokens of prompt and answer (what the model was made for)")
+    parser.add_argument("--max-seq-len", type=int, help="tokens of prompt and answer (what the model is exact for)")
     given = parser.parse_args(arguments)
     start = time.monotonic()
 
