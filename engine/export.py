@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from engine.models.checkpoint import Checkpoint, read_json, weight_files
@@ -28,7 +28,7 @@ from engine.ops.build import BuildError
 
 log = logging.getLogger(__name__)
 
-GRAPH_VERSION = 1  # raised whenever the same checkpoint exports to another graph
+GRAPH_VERSION = 2  # raised whenever the same checkpoint exports to another graph
 DTYPES = ("auto", "float32", "bfloat16")
 COPIED_FILES = (
     "tokenizer.json",
@@ -69,6 +69,7 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
         raise ModelError(f"{checkpoint_dir} is an exported graph, a Hugging Face checkpoint is expected")
     config = read_config(keys)
     checkpoint = Checkpoint(checkpoint_dir)
+    config = _untied_where_stored_apart(config, checkpoint, progress)
     dtype = checkpoint.graph_dtype("model.embed_tokens.weight") if options.dtype == "auto" else options.dtype
     keys |= {
         "infer_model_block_size": options.block_size,
@@ -93,6 +94,15 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
             progress(f"{checkpoint_dir} has no tokenizer.json: the model can be given token ids, not text")
         (partial / "config.json").write_text(json.dumps(keys, indent=2) + "\n")
     progress(f"{out_dir} is ready")
+
+
+def _untied_where_stored_apart(config: DecoderConfig, checkpoint: Checkpoint, progress: Progress) -> DecoderConfig:
+    """As transformers has it: where config.json ties what the checkpoint holds as two, the checkpoint is right."""
+    table, head = "model.embed_tokens.weight", "lm_head.weight"
+    if not config.tied_embeddings or head not in checkpoint or checkpoint.are_equal(table, head):
+        return config
+    progress(f"config.json: tie_word_embeddings is true, but {head} is not {table}: it is used as it is stored")
+    return replace(config, tied_embeddings=False)
 
 
 def is_exported(directory: Path) -> bool:

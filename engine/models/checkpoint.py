@@ -42,6 +42,20 @@ class Checkpoint:
             self._stored.update(_read_header(path))
         self._unread = set(self._stored)
 
+    def __contains__(self, tensor: str) -> bool:
+        return tensor in self._stored
+
+    def are_equal(self, one: str, other: str) -> bool:
+        """Whether two tensors are stored as the same numbers."""
+        a, b = self._find(one), self._find(other)
+        if (a.dtype, a.shape, a.end - a.offset) != (b.dtype, b.shape, b.end - b.offset):
+            return False
+        bytes_of_a, bytes_of_b = (np.frombuffer(t.buffer, np.uint8, t.end - t.offset, t.offset) for t in (a, b))
+        steps = range(0, len(bytes_of_a), CONVERTED_AT_ONCE)
+        return all(
+            np.array_equal(bytes_of_a[i : i + CONVERTED_AT_ONCE], bytes_of_b[i : i + CONVERTED_AT_ONCE]) for i in steps
+        )
+
     def graph_dtype(self, tensor: str) -> str:
         """What `auto` makes of a tensor's dtype: float32 stays, the 16-bit ones become bfloat16."""
         return "float32" if self._find(tensor).dtype == "F32" else "bfloat16"

@@ -193,6 +193,17 @@ def test_a_checkpoint_with_a_harmless_extra_tensor_is_fine(a_checkpoint, tmp_pat
     write_tensors(a_checkpoint / "model.safetensors", tensors)
     export(a_checkpoint, tmp_path / "out", ExportOptions())
     assert is_exported(tmp_path / "out")
+    assert "lm_head.weight" not in load(tmp_path / "out")[1]
+
+
+def test_an_output_table_that_is_not_the_embeddings_is_used_though_config_json_ties_them(a_checkpoint, tmp_path):
+    tensors = tensors_of("qwen2")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"][::-1].copy()
+    write_tensors(a_checkpoint / "model.safetensors", tensors)
+    steps: list[str] = []
+    export(a_checkpoint, tmp_path / "out", ExportOptions(), steps.append)
+    np.testing.assert_array_equal(load(tmp_path / "out")[1]["lm_head.weight"], tensors["lm_head.weight"])
+    assert any("tie_word_embeddings is true, but lm_head.weight" in step for step in steps)
 
 
 @pytest.mark.parametrize(
