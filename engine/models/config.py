@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.models.keys import ModelError, number, whole_number
+from engine.models.keys import ModelError, an_object, number, whole_number
 from engine.models.rope import Rope, read_rope
 
 
@@ -87,7 +87,7 @@ def read_config(keys: Mapping[str, Any]) -> DecoderConfig:
 
 def _refuse_what_is_not_built(keys: Mapping[str, Any]) -> None:
     if keys.get("quantization_config") is not None:
-        method = keys["quantization_config"].get("quant_method", "unknown")
+        method = an_object(keys, "quantization_config").get("quant_method", "unknown")
         raise ModelError(
             f"config.json: quantization_config is present (quant_method {method!r}),"
             " supported are checkpoints with float32, bfloat16 or float16 weights"
@@ -120,10 +120,14 @@ def _sliding_window(keys: Mapping[str, Any]) -> int | None:
 def _has_sliding_layers(keys: Mapping[str, Any]) -> bool:
     layer_types = keys.get("layer_types")
     if layer_types is not None:
-        if unknown := set(layer_types) - {"full_attention", "sliding_attention"}:
-            raise ModelError(f"config.json: layer_types has {min(unknown)!r}, supported is 'full_attention'")
+        for kind in layer_types:
+            if kind not in ("full_attention", "sliding_attention"):
+                raise ModelError(f"config.json: layer_types has {kind!r}, supported is 'full_attention'")
         return "sliding_attention" in layer_types
     if keys["model_type"] == "mistral":  # all layers, and use_sliding_window is not one of its keys
         return True
-    num_full_layers = keys.get("max_window_layers", 28)  # the first ones see everything
-    return bool(keys.get("use_sliding_window")) and num_full_layers < keys["num_hidden_layers"]
+    if not keys.get("use_sliding_window"):
+        return False
+    # So many of the first ones see everything; 0 is allowed, which whole_number refuses.
+    num_full_layers = 0 if keys.get("max_window_layers") == 0 else whole_number(keys, "max_window_layers", 28)
+    return num_full_layers < keys["num_hidden_layers"]

@@ -32,3 +32,11 @@ def number(keys: Mapping[str, Any], name: str, default: float | None = None) -> 
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ModelError(f"config.json: {name} is {value!r}, it must be a positive number")
     return float(value)
+
+
+def an_object(keys: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A nested object; an absent one and null are empty."""
+    value = keys.get(name)
+    if value is not None and not isinstance(value, Mapping):
+        raise ModelError(f"config.json: {name} is {value!r}, it must be an object")
+    return value or {}

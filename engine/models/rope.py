@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.models.keys import ModelError, number, whole_number
+from engine.models.keys import ModelError, an_object, number, whole_number
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Rope:
 
 def read_rope(keys: Mapping[str, Any], head_dim: int, max_position_embeddings: int) -> Rope:
     """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    scaling = {**(keys.get("rope_scaling") or {}), **(keys.get("rope_parameters") or {})}
+    scaling = {**an_object(keys, "rope_scaling"), **an_object(keys, "rope_parameters")}
     if any(isinstance(value, Mapping) for value in scaling.values()):
         raise ModelError(f"config.json: rope_parameters is {scaling!r}, one set for all layers is supported")
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
@@ -68,14 +68,12 @@ def _yarn(inv_freq: np.ndarray, scaling: Mapping[str, Any]) -> Rope:
     low, high = _yarn_range(2 * len(inv_freq), original, scaling)
     ramp = np.clip((np.arange(len(inv_freq), dtype=np.float32) - low) / (high - low), 0, 1)
     mixed = inv_freq / np.float32(factor) * ramp + inv_freq * (1 - ramp)
-    attention_scaling = scaling.get("attention_factor")
-    if attention_scaling is None:
-        mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        if mscale and mscale_all:
-            attention_scaling = _yarn_magnitude(factor, mscale) / _yarn_magnitude(factor, mscale_all)
-        else:
-            attention_scaling = _yarn_magnitude(factor, 1.0)
-    return Rope(mixed.astype(np.float32), float(attention_scaling), int(factor * original))
+    attention_scaling = _yarn_magnitude(factor, 1.0)
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        mscale, mscale_all = number(scaling, "mscale"), number(scaling, "mscale_all_dim")
+        attention_scaling = _yarn_magnitude(factor, mscale) / _yarn_magnitude(factor, mscale_all)
+    attention_scaling = number(scaling, "attention_factor", default=attention_scaling)
+    return Rope(mixed.astype(np.float32), attention_scaling, int(factor * original))
 
 
 def _yarn_range(dim: int, original: int, scaling: Mapping[str, Any]) -> tuple[float, float]:
