@@ -65,6 +65,8 @@ def read_config(keys: Mapping[str, Any]) -> DecoderConfig:
     head_dim = whole_number(keys, "head_dim", 128 if model_type == "qwen3" else hidden_size // num_heads)
     max_positions = whole_number(keys, "max_position_embeddings")
     rope = read_rope(keys, head_dim, max_positions)
+    if dual_chunk := an_object(keys, "dual_chunk_attention_config"):  # not built, and not needed up to that length
+        max_positions = min(max_positions, whole_number(dual_chunk, "original_max_position_embeddings"))
     config = DecoderConfig(
         model_type=model_type,
         vocab_size=whole_number(keys, "vocab_size"),

@@ -92,6 +92,15 @@ def test_scaled_positions_reach_further_than_the_key_says():
     assert a_config("qwen2", rope_scaling=yarn).max_position_embeddings == 4096
 
 
+def test_dual_chunk_attention_limits_the_length_to_what_needs_none():
+    chunks = {"chunk_size": 512, "local_size": 16, "original_max_position_embeddings": 512}
+    plain, dual = a_config("qwen2"), a_config("qwen2", dual_chunk_attention_config=chunks)
+    assert (plain.max_position_embeddings, dual.max_position_embeddings) == (1024, 512)
+    np.testing.assert_array_equal(dual.rope.inv_freq, plain.rope.inv_freq)
+    with pytest.raises(ModelError, match="original_max_position_embeddings is missing"):
+        a_config("qwen2", dual_chunk_attention_config={"chunk_size": 512})
+
+
 def test_defaults_are_those_of_transformers():
     config = a_config(
         "qwen3", head_dim=None, num_key_value_heads="absent", rms_norm_eps="absent", tie_word_embeddings="absent"
