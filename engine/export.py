@@ -25,6 +25,7 @@ from engine.models.checkpoint import Checkpoint, read_json, weight_files
 from engine.models.config import DecoderConfig, read_config
 from engine.models.keys import ModelError
 from engine.ops.build import BuildError
+from engine.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
             if (checkpoint_dir / name).exists():
                 shutil.copyfile(checkpoint_dir / name, partial / name)
         if not (partial / "tokenizer.json").exists():
-            progress(f"{checkpoint_dir} has no tokenizer.json: the model can be given token ids, not text")
+            progress(f"{checkpoint_dir} has no tokenizer.json: the graph can be run, but not served")
         (partial / "config.json").write_text(json.dumps(keys, indent=2) + "\n")
     progress(f"{out_dir} is ready")
 
@@ -117,12 +118,16 @@ def is_exported(directory: Path) -> bool:
 
 
 def export_cached(checkpoint_dir: Path, cache_dir: Path, options: ExportOptions, progress: Progress = log.info) -> Path:
-    """The exported checkpoint's folder in the cache, made now if need be. Two processes never make it twice."""
+    """The exported checkpoint's folder in the cache, made now if need be. Two processes never make it twice.
+
+    It is made to be served: raises TokenizerError before the work begins when the engine could not read its tokenizer.
+    """
     checkpoint_dir = checkpoint_dir.resolve()
     name = f"{checkpoint_dir.name}-{_identity(checkpoint_dir, options)}"
     out_dir = cache_dir / name
     if is_exported(out_dir):
         return out_dir
+    Tokenizer.load(checkpoint_dir)
     cache_dir.mkdir(parents=True, exist_ok=True)
     with _locked(cache_dir / f".{name}.lock", progress):
         if not is_exported(out_dir):

@@ -238,7 +238,7 @@ def test_a_missing_tokenizer_is_mentioned(a_checkpoint, tmp_path, no_paddle):
     (a_checkpoint / "tokenizer.json").unlink()
     steps: list[str] = []
     export(a_checkpoint, tmp_path / "out", ExportOptions(), steps.append)
-    assert f"{a_checkpoint} has no tokenizer.json: the model can be given token ids, not text" in steps
+    assert f"{a_checkpoint} has no tokenizer.json: the graph can be run, but not served" in steps
 
 
 def test_an_export_that_fails_late_leaves_nothing(a_checkpoint, tmp_path, monkeypatch):

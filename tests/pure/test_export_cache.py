@@ -6,7 +6,10 @@ import shutil
 import threading
 from pathlib import Path
 
+import pytest
+
 import engine.export
+from engine.errors import TokenizerError
 from engine.export import GRAPH_VERSION, ExportOptions, export_cached, is_exported
 
 
@@ -44,6 +47,14 @@ def test_the_cache_exports_once_until_something_changes(a_checkpoint, tmp_path, 
     os.utime(a_checkpoint / "model.safetensors", ns=(0, 0))
     assert cached() != first
     assert len(no_paddle) == 3
+
+
+def test_a_checkpoint_whose_tokenizer_cannot_be_read_is_refused_before_the_work(a_checkpoint, tmp_path, no_paddle):
+    (a_checkpoint / "tokenizer.json").rename(a_checkpoint / "tokenizer.model")
+    with pytest.raises(TokenizerError, match=rf"no tokenizer.json in {a_checkpoint} \(found tokenizer.model\)"):
+        export_cached(a_checkpoint, tmp_path / "cache", ExportOptions())
+    assert not (tmp_path / "cache").exists()
+    assert no_paddle == []
 
 
 def test_an_older_graph_version_in_the_cache_is_made_anew(a_checkpoint, tmp_path, no_paddle, monkeypatch):
