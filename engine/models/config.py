@@ -97,6 +97,8 @@ def _refuse_what_is_not_built(keys: Mapping[str, Any]) -> None:
     activation = keys.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ModelError(f"config.json: hidden_act is {activation!r}, supported is 'silu'")
+    if keys.get("is_causal", True) is not True:
+        raise ModelError(f"config.json: is_causal is {keys['is_causal']!r}, supported is True: models that write text")
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         if keys.get(name):
             raise ModelError(f"config.json: {name} is {keys[name]!r}, mixtures of experts are not supported yet")

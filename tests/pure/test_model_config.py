@@ -37,6 +37,7 @@ def test_every_tensor_of_a_family_has_its_place_and_shape(family):
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu', supported is 'silu'"),
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, r"quantization_config is present \(quant_method"),
         ("llama", {"quantization_config": "gptq"}, "quantization_config is 'gptq', it must be an object"),
+        ("qwen2", {"is_causal": False}, "is_causal is False, supported is True"),
         ("llama", {"num_local_experts": 8}, "num_local_experts is 8, mixtures of experts are not supported"),
         ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_type is 'dynamic', supported are default,"),
         ("llama", {"rope_scaling": "linear"}, "rope_scaling is 'linear', it must be an object"),
