@@ -69,11 +69,11 @@ class Stat:
 
 def read_stat(pid: int) -> Stat | None:
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        line = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
-    return Stat(fields[0], int(fields[1]), int(fields[19]))
+    fields = line.rpartition(b")")[2].split()  # the name before it may hold anything, also half a character
+    return Stat(fields[0].decode(), int(fields[1]), int(fields[19]))
 
 
 def children_of(pid: int) -> list[int]:

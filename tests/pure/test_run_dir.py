@@ -1,6 +1,7 @@
 """The run directory is private, its lock says whether a server runs, and a recycled pid is never taken for ours."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -86,6 +87,18 @@ def test_a_process_is_known_while_it_lives(sleeper):
     assert not process.is_alive
     assert not process.kill()
     assert Process.of("sleeper", sleeper.pid) is None
+
+
+def test_a_process_whose_name_was_cut_within_a_character_hurts_nobody(tmp_path):
+    """The kernel keeps 15 bytes of a name; anybody's process may have such a one."""
+    program = tmp_path / ("\u0430" * 8)
+    program.symlink_to(shutil.which("sleep"))
+    with subprocess.Popen([program, "600"]) as process:
+        try:
+            assert process.pid in children_of(os.getpid())
+            assert Process.of("cut", process.pid).is_alive
+        finally:
+            process.kill()
 
 
 def test_a_zombie_is_not_alive(sleeper):
