@@ -44,8 +44,9 @@ def _problem(variable: str, host: str, port: int) -> str:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: closed connections do not count
             sock.bind(address)
             sock.listen(1)
-    except socket.gaierror as error:
-        return f"SERVICE_HOST is {host!r}, which is no address of this machine: {error.strerror}"
+    except (socket.gaierror, UnicodeError) as error:  # the latter for what could not even be asked for
+        why = getattr(error, "strerror", error)
+        return f"SERVICE_HOST is {host!r}, which is no address of this machine: {why}"
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             return f"SERVICE_HOST is {host!r}, which is no address of this machine"
@@ -62,7 +63,7 @@ def owner_of(port: int) -> str:
     for pid in filter(str.isdecimal, os.listdir("/proc") if sockets else []):
         try:
             if any(_link(f"/proc/{pid}/fd/{fd}") in sockets for fd in os.listdir(f"/proc/{pid}/fd")):
-                return f"{Path('/proc', pid, 'comm').read_text().strip()} (pid {pid})"
+                return f"{Path('/proc', pid, 'comm').read_text(errors='replace').strip()} (pid {pid})"
         except OSError:
             continue  # another user's, or it has ended
     return ""

@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -42,6 +44,21 @@ def test_free_ports_are_no_problem():
 def test_a_host_that_is_not_here_is_one_problem():
     [problem] = ports.problems(a_config(service_host="192.0.2.1"))
     assert problem == "SERVICE_HOST is '192.0.2.1', which is no address of this machine"
+
+
+@pytest.mark.parametrize("host", ["..", "x" * 64 + ".local"])
+def test_a_host_that_cannot_even_be_looked_up_is_a_problem_too(host):
+    [problem] = ports.problems(a_config(service_host=host))
+    assert problem.startswith(f"SERVICE_HOST is '{host}', which is no address of this machine: ")
+
+
+def test_an_owner_whose_name_was_cut_within_a_character_is_named(tmp_path):
+    code = "import ctypes, socket, sys; s = socket.create_server(('127.0.0.1', 0)); "
+    code += "ctypes.CDLL(None).prctl(15, b'\\xd0' * 3); print(s.getsockname()[1], flush=True); sys.stdin.read()"
+    command = [sys.executable, "-S", "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        port = int(process.stdout.readline())
+        assert ports.owner_of(port) == f"\ufffd\ufffd\ufffd (pid {process.pid})"
 
 
 def test_without_http_there_is_no_http_port():
