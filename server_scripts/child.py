@@ -25,6 +25,7 @@ class ChildSpec:
     command: list[str]
     env: dict[str, str]
     log_path: Path
+    cwd: Path = ROOT
     max_crashes: int | None = None  # in a row; None: it is always started again
     has_helpers: bool = False  # processes of its own that must live as long as it does
     waits_for_model_server: bool = False  # is started once tritonserver answers
@@ -55,7 +56,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                cwd=ROOT,
+                cwd=self.spec.cwd,
                 start_new_session=True,
             )
         started.returncode = 0  # the supervisor reaps; Popen must not wait for a pid that may be another's by then

@@ -57,10 +57,10 @@ def engine_spec(config: Config, environ: Mapping[str, str], log_path: Path) -> C
 
 def triton_spec(config: Config, environ: Mapping[str, str], run_dir: RunDir, log_path: Path) -> ChildSpec:
     found, folder = triton.find_tritonserver(), run_dir.path / "triton"
-    triton.prepare(found, folder)
-    command = triton.command(found, folder, config, run_dir.shm_prefix, triton.ROOT / "model_repository")
+    triton.prepare(found, folder, triton.ROOT / "model_repository")
+    command = triton.command(found, folder, config, run_dir.shm_prefix)
     env = triton.environment(found, folder, dict(environ))
-    return ChildSpec(TRITONSERVER, command, env, log_path, has_helpers=True)
+    return ChildSpec(TRITONSERVER, command, env, log_path, cwd=folder, has_helpers=True)
 
 
 def gateway_command(config: Config, served_name: str, index: int) -> list[str]:

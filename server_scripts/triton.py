@@ -83,12 +83,14 @@ def _of_wheel() -> Tritonserver:
     return Tritonserver(folder / "bin" / "tritonserver", folder / "backends", stub, libraries)
 
 
-def prepare(found: Tritonserver, folder: Path) -> None:
-    """Makes `folder`/backends with the stub in place and `folder`/lib with this Python's library, all of links."""
+def prepare(found: Tritonserver, folder: Path, repository: Path) -> None:
+    """Makes `folder`/backends with the stub in place, `folder`/lib with this Python's library, and `folder`/models,
+    all of links."""
     shutil.rmtree(folder, ignore_errors=True)
     python_backend, lib = folder / "backends" / "python", folder / "lib"
     python_backend.mkdir(parents=True)
     lib.mkdir()
+    (folder / "models").symlink_to(repository)
     for path in (found.backends / "python").iterdir():
         (python_backend / path.name).symlink_to(path)
     (python_backend / STUB).unlink(missing_ok=True)
@@ -118,11 +120,12 @@ def environment(found: Tritonserver, folder: Path, environ: dict[str, str]) -> d
     }
 
 
-def command(found: Tritonserver, folder: Path, config: Config, shm_prefix: str, repository: Path) -> list[str]:
+def command(found: Tritonserver, folder: Path, config: Config, shm_prefix: str) -> list[str]:
+    """To be run in `folder`: the Python backend hands its paths to a shell unquoted, so they are relative to it."""
     region = {"region-prefix-name": shm_prefix, "default-byte-size": SHM_BYTES, "growth-byte-size": SHM_BYTES}
     flags = {
-        "model-repository": repository,
-        "backend-directory": folder / "backends",
+        "model-repository": "models",
+        "backend-directory": "backends",
         "exit-timeout-secs": math.ceil(config.drain_timeout_s) + EXIT_MARGIN_S,
         "strict-readiness": "true",
         "allow-http": "false",  # it loses events of a stream under load; the gateway serves HTTP

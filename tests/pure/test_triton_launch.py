@@ -56,7 +56,7 @@ def test_the_backend_folder_has_the_stub_and_the_stubs_library(image, tmp_path, 
     monkeypatch.setattr(triton, "find_libpython", lambda: str(library))
     folder = tmp_path / "run"
     for _ in range(2):  # a second start finds the links of the first
-        triton.prepare(triton.find_tritonserver(), folder)
+        triton.prepare(triton.find_tritonserver(), folder, tmp_path / "repository")
     assert (folder / "backends" / "python" / triton.BACKEND_UTILS).read_text() == "# of the image"
     assert os.access(folder / "backends" / "python" / triton.STUB, os.F_OK)
     assert (folder / "lib" / library.name).resolve() == library
@@ -67,7 +67,7 @@ def test_a_stub_for_numpy_1_gets_our_utilities_under_numpy_2(image, tmp_path, mo
     utilities = tmp_path / "run" / "backends" / "python" / triton.BACKEND_UTILS
     for version, is_ours in (("1.26.4", False), ("2.4.6", True)):
         monkeypatch.setattr("importlib.metadata.version", lambda name, version=version: version)
-        triton.prepare(triton.find_tritonserver(), tmp_path / "run")
+        triton.prepare(triton.find_tritonserver(), tmp_path / "run", tmp_path / "repository")
         assert (utilities.resolve().name == "backend_utils_numpy2.py") == is_ours
         assert utilities.with_name(f"original_{utilities.name}").exists() == is_ours
 
@@ -82,7 +82,7 @@ def test_the_stub_finds_this_interpreter_and_our_packages(image, tmp_path):
 def test_the_command_carries_the_settings_and_only_flags_that_are_known(image, tmp_path):
     config = Config(service_grpc_port=1, metrics_http_port=2, drain_timeout_s=7.5, service_host="127.0.0.1")
     found = triton.find_tritonserver()
-    command = triton.command(found, tmp_path, config, "prefix_", Path("/models"))
+    command = triton.command(found, tmp_path, config, "prefix_")
     assert command[0] == str(found.binary)
     for flag in (
         "--grpc-port=1",
@@ -90,7 +90,7 @@ def test_the_command_carries_the_settings_and_only_flags_that_are_known(image, t
         "--grpc-address=127.0.0.1",
         "--exit-timeout-secs=13",
         "--allow-http=false",
-        "--model-repository=/models",
+        "--model-repository=models",
         "--backend-config=python,shm-region-prefix-name=prefix_",
         "--grpc-infer-thread-count=4",
     ):
@@ -101,4 +101,4 @@ def test_the_command_carries_the_settings_and_only_flags_that_are_known(image, t
 def test_a_binary_that_does_not_run_says_so(image, tmp_path):
     (image / "bin" / "tritonserver").write_text("#!/bin/sh\necho 'libdcgm.so: cannot open' >&2; exit 127\n")
     with pytest.raises(triton.TritonError, match="does not run: libdcgm.so: cannot open"):
-        triton.command(triton.find_tritonserver(), tmp_path, Config(), "prefix_", Path("/models"))
+        triton.command(triton.find_tritonserver(), tmp_path, Config(), "prefix_")

@@ -44,6 +44,7 @@ class EchoProbes(Probes):
 @contextmanager
 def echo_server(folder):
     server = a_server(folder, {})
+    (folder / "repository").symlink_to(REPOSITORY)
     with (folder / "supervisor.log").open("w") as log:
         command = [sys.executable, __file__, str(folder)]
         process = subprocess.Popen(command, env=server.env | {"PYTHONPATH": str(ROOT)}, stdout=log, stderr=log)
@@ -107,6 +108,13 @@ def test_text_of_any_length_goes_through_the_python_backend(echo):
 
 def test_the_stub_runs_this_very_python(echo):
     assert probes(echo[0]).state()["python"] == list(sys.version_info[:2])
+
+
+def test_folders_may_have_any_name(tmp_path):
+    folder = tmp_path / "it's a $folder (1 & 2)"
+    folder.mkdir()
+    with echo_server(folder) as (server, _):
+        assert words(server, "here too") == ["here", "too"]
 
 
 def test_metrics_are_served(echo):
@@ -182,12 +190,12 @@ def main(folder: Path) -> int:
     run_dir = RunDir(config.run_path)
     lock = run_dir.lock()
     found = triton.find_tritonserver()
-    triton.prepare(found, run_dir.path / "triton")
-    command = triton.command(found, run_dir.path / "triton", config, run_dir.shm_prefix, REPOSITORY)
+    triton.prepare(found, run_dir.path / "triton", folder / "repository")
+    command = triton.command(found, run_dir.path / "triton", config, run_dir.shm_prefix)
     env = triton.environment(found, run_dir.path / "triton", dict(os.environ))
     wake = Wake()
     supervisor = Supervisor(
-        specs=[ChildSpec(TRITONSERVER, command, env, folder / "triton.log", has_helpers=True)],
+        specs=[ChildSpec(TRITONSERVER, command, env, folder / "triton.log", run_dir.path / "triton", has_helpers=True)],
         run_dir=run_dir,
         state=new_state(config, run_dir, "echo", "starting"),
         limits=Limits(60.0, 5.0, 60.0),
