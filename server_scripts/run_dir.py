@@ -43,7 +43,7 @@ class Process:
             handle = os.pidfd_open(self.pid)
         except ProcessLookupError:
             return False
-        except OSError:  # an old kernel, or a sandbox that forbids it
+        except (OSError, AttributeError):  # an old kernel, a sandbox that forbids it, a Python built without it
             handle = None
         try:
             if not self.is_alive:

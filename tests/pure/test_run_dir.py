@@ -115,11 +115,14 @@ def test_a_recycled_pid_is_not_killed(sleeper):
     assert sleeper.poll() is None
 
 
-def test_without_pidfds_the_start_time_still_protects(sleeper, monkeypatch):
+@pytest.mark.parametrize("how", ["forbidden", "missing"])
+def test_without_pidfds_the_start_time_still_protects(sleeper, monkeypatch, how):
     def refuse(*_):
         raise PermissionError
 
     monkeypatch.setattr(os, "pidfd_open", refuse)
+    if how == "missing":
+        monkeypatch.delattr(os, "pidfd_open")
     process = Process.of("sleeper", sleeper.pid)
     assert not Process("an earlier process", sleeper.pid, process.start_time - 1).kill()
     assert process.kill(signal.SIGTERM)
