@@ -147,7 +147,7 @@ class EngineClient:
         self._socket.reconnect_ivl, self._socket.reconnect_ivl_max = 50, 200  # ms
         self._socket.sndhwm = self._socket.rcvhwm = 0  # a full queue would drop tokens or block
         self._socket.immediate = 1  # without an engine nothing queues up for the next one
-        self._socket.connect(self._address)
+        self._socket.connect(messages.endpoint_to(self._address))
 
     def _serve(self) -> None:
         poller = zmq.Poller()

@@ -21,6 +21,13 @@ TOKENS = "tokens"  # engine -> client: [epoch, [[request_id, token_id, logprobs,
 REFUSED = "refused"  # engine -> client: [epoch, request_id, error kind, error text]
 
 
+def endpoint_to(address: str) -> str:
+    """For a client of the engine at `address`, tcp://127.0.0.1:PORT. It calls from another address of the loopback:
+    while nobody listens, the kernel would sooner or later give it PORT itself to call from. That connects the socket
+    with itself, and the port is taken when the engine comes."""
+    return address.replace("tcp://", "tcp://127.0.0.2:0;", 1)
+
+
 def pack(kind: str, *fields: Any) -> bytes:
     return msgpack.packb((kind, *fields))
 

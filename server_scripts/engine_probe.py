@@ -14,7 +14,7 @@ def is_busy(port: int) -> bool:
     context = zmq.Context()
     try:
         socket = context.socket(zmq.DEALER)
-        socket.connect(f"tcp://127.0.0.1:{port}")
+        socket.connect(messages.endpoint_to(f"tcp://127.0.0.1:{port}"))
         socket.send(messages.pack(messages.PING))
         if not socket.poll(TIMEOUT_MS):
             return False

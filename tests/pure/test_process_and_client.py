@@ -1,6 +1,7 @@
 """The engine's process and its client over real sockets: crashes, cancellations and refusals."""
 
 import random
+import socket
 import time
 
 import pytest
@@ -178,3 +179,12 @@ def test_a_listener_that_fails_ends_everybody_and_hides_nothing():
         assert "the way to the engine is broken" in client.failure()
         with pytest.raises(EngineUnavailable, match="broken"):
             submit(client, [6])
+
+
+def test_a_client_without_an_engine_is_never_connected_with_itself():
+    """Its own end is never the engine's address, whichever port the kernel picks."""
+    with socket.create_server(("127.0.0.1", 0)) as engine, a_client(f"tcp://127.0.0.1:{engine.getsockname()[1]}"):
+        engine.settimeout(20)
+        connection, (host, _) = engine.accept()
+        connection.close()
+        assert host != "127.0.0.1"
