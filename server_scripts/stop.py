@@ -20,6 +20,8 @@ POLL_S = 0.1
 NEWS_EVERY_S = 5.0
 INSIST_S = 15.0  # for the supervisor to kill what has not ended
 KILL_S = 5.0
+FIND_S = 10.0  # for a start that has just begun to say which process it is
+LOCK_S = 1.0  # the lock goes with the last thread of its process, which may end a little after the first
 
 
 def main() -> int:
@@ -42,11 +44,11 @@ def main() -> int:
 
 def stop(run_dir: RunDir, seconds: float | None) -> int:
     started = time.monotonic()
-    state = run_dir.read_state()
+    state = find(run_dir)
     if state is None:
         return say_nothing_runs(run_dir)
     supervisor = state.supervisor
-    if supervisor.kill(signal.SIGTERM):
+    if supervisor.is_alive if state.phase == "stopping" else supervisor.kill(signal.SIGTERM):
         print(f"stop_server: stopping {state.model} (pid {supervisor.pid})", flush=True)
         if not wait_for_end(run_dir, supervisor, state.stop_timeout_s if seconds is None else seconds):
             print("stop_server: time is up, killing what is left", flush=True)
@@ -54,8 +56,14 @@ def stop(run_dir: RunDir, seconds: float | None) -> int:
             wait_for_end(run_dir, supervisor, INSIST_S)
     else:
         print("stop_server: the supervisor is gone, ending what it has left", flush=True)
+    lock = wait_for_lock(run_dir)
+    if lock is None and not supervisor.is_alive:
+        print("stop_server: stopped; another start_server has begun since and goes on")
+        return 0
     left = kill_all(run_dir.read_state() or state)
     run_dir.clean_up(state.shm_prefix)
+    if lock is not None:
+        os.close(lock)
     if left:
         print(f"stop_server: could not end {', '.join(f'{p.name} (pid {p.pid})' for p in left)}", file=sys.stderr)
         return 1
@@ -63,9 +71,31 @@ def stop(run_dir: RunDir, seconds: float | None) -> int:
     return 0
 
 
+def find(run_dir: RunDir) -> State | None:
+    """The server that runs, or what one has left behind: then nobody holds the lock."""
+    deadline = time.monotonic() + FIND_S
+    while time.monotonic() < deadline:
+        state = run_dir.read_state()
+        if state and state.supervisor.is_alive:
+            return state
+        if (lock := run_dir.lock()) is not None:
+            os.close(lock)
+            return state
+        time.sleep(POLL_S)
+    return None
+
+
+def wait_for_lock(run_dir: RunDir) -> int | None:
+    """None: another server has it."""
+    deadline = time.monotonic() + LOCK_S
+    while (lock := run_dir.lock()) is None and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return lock
+
+
 def say_nothing_runs(run_dir: RunDir) -> int:
     lock = run_dir.lock()
-    if lock is None:  # a start_server that has not come far, or a server of another version
+    if lock is None:  # a server of another version, or of another container that shares the folder
         print(
             f"stop_server: a server has locked {run_dir.path} and does not say which processes it has", file=sys.stderr
         )

@@ -6,10 +6,12 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from server_scripts import stop as stop_module
 from server_scripts.run_dir import Process, RunDir, State
 from tests.pure.fake_server import fake_server
 from tests.server import a_server
@@ -121,6 +123,65 @@ def test_stop_cleans_up_after_a_supervisor_that_was_killed(tmp_path):
         assert "the supervisor is gone" in done.stdout
         assert not shm.exists()
         assert server.state is None
+
+
+def test_a_second_stop_waits_as_the_first_does_and_lets_requests_end(tmp_path):
+    command = [sys.executable, "-m", "server_scripts.stop"]
+    env = {**os.environ, "RUN_DIR": str(tmp_path / "run")}
+    with fake_server(tmp_path, ALL | {"gateway-0": "stubborn"}, drain_timeout_s=600) as server:
+        server.wait_until_ready()
+        with subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.DEVNULL) as first:
+            server.wait_until(lambda: server.state.phase == "stopping")
+            with subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True) as second:
+                second.stdout.readline()
+                assert second.stdout.readline().startswith("stop_server: waiting for ")
+                assert server.process.poll() is None
+                assert stop(tmp_path, "0").returncode == 0
+                assert (first.wait(20), second.wait(20)) == (0, 0)
+
+
+def test_stop_finds_a_start_that_has_only_just_begun(tmp_path):
+    """It has the lock, but has not said yet which process it is."""
+    run_dir = RunDir(tmp_path / "run")
+    lock = run_dir.lock()
+    with subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], pass_fds=[lock]) as start:
+        os.close(lock)
+        env = {**os.environ, "RUN_DIR": str(run_dir.path)}
+        command = [sys.executable, "-m", "server_scripts.stop"]
+        with subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.DEVNULL) as stopping:
+            try:
+                with pytest.raises(subprocess.TimeoutExpired):
+                    stopping.wait(1.0)
+                me = Process.of("supervisor", start.pid)
+                run_dir.write_state(State("preparing", me, 0.0, "m", "", {}, "", run_dir.shm_prefix, 5.0))
+                assert start.wait(20) == -signal.SIGTERM
+                assert stopping.wait(20) == 0
+            finally:
+                start.kill()
+
+
+def test_stop_leaves_a_server_alone_that_was_started_since(tmp_path, monkeypatch):
+    run_dir = RunDir(tmp_path / "run")
+    sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+    with subprocess.Popen(sleep) as old, subprocess.Popen(sleep) as new:
+        state = State("ready", Process.of("", old.pid), 0.0, "m", "", {}, "", run_dir.shm_prefix, 5.0)
+        run_dir.write_state(state)
+        locks = []
+
+        def wait_for_end(*_):
+            old.wait()
+            locks.append(run_dir.lock())
+            run_dir.write_state(replace(state, supervisor=Process.of("", new.pid)))
+            return True
+
+        monkeypatch.setattr(stop_module, "wait_for_end", wait_for_end)
+        try:
+            assert stop_module.stop(run_dir, None) == 0
+            assert new.poll() is None
+            assert run_dir.read_state().supervisor.pid == new.pid
+        finally:
+            new.kill()
+            os.close(locks[0])
 
 
 def test_stop_kills_what_is_recorded_and_spares_a_recycled_pid(tmp_path):
