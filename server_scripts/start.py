@@ -42,7 +42,8 @@ class Interrupted(BaseException):
 def main() -> int:
     given = parse_arguments()
     for number in STOP_SIGNALS:
-        signal.signal(number, _interrupt)
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, _interrupt)
     told = Told(None, time.monotonic())
     try:
         return start(given, told)

@@ -59,11 +59,14 @@ class Supervisor:
         self.seen = self.prober.latest
 
     def install_signals(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._on_stop_signal)
+        signal.signal(signal.SIGTERM, self._on_stop_signal)
+        signal.signal(signal.SIGINT, self._on_stop_signal)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
+            signal.signal(signal.SIGHUP, self._on_stop_signal)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # a signal without a handler wakes nobody
         self.wake.on_signals()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})  # start_server blocks them
+        blocked_by_start_server = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked_by_start_server)
 
     def _on_stop_signal(self, number: int, _frame: object) -> None:
         self.num_stop_signals += 1

@@ -1,6 +1,7 @@
 """start_server and stop_server as commands: what they refuse, what they say, and their exit status."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -201,19 +202,23 @@ def test_stop_kills_what_is_recorded_and_spares_a_recycled_pid(tmp_path):
             other.kill()
 
 
+@pytest.mark.parametrize("is_nohup", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_a_model_is_fetched_leaves_nothing(server, number):
+def test_a_signal_while_a_model_is_fetched_leaves_nothing(server, number, is_nohup):
     with socket.socket() as hub:  # accepts and never answers
         hub.bind(("127.0.0.1", 0))
         hub.listen()
         server.env["HF_ENDPOINT"] = f"http://127.0.0.1:{hub.getsockname()[1]}"
         command = [sys.executable, "-m", "server_scripts.start", "org/model"]
+        command = ["nohup", *command] if is_nohup else command
         with subprocess.Popen(command, env=server.env, cwd=ROOT, stdout=subprocess.PIPE, text=True) as start:
             hub.settimeout(60)
             connection, _ = hub.accept()
             with connection:
                 state = RunDir(server.run_dir).read_state()
                 assert (state.phase, state.supervisor.pid) == ("preparing", start.pid)
+                ignored = re.search(r"^SigIgn:\s*(\w+)", Path(f"/proc/{start.pid}/status").read_text(), re.M)[1]
+                assert (int(ignored, 16) & 1 << signal.SIGHUP - 1 > 0) == is_nohup
                 start.send_signal(number)
                 assert start.wait(30) == 128 + number
             assert "interrupted, nothing is left running" in start.stdout.read()

@@ -182,6 +182,32 @@ def test_a_child_that_does_not_end_is_killed(tmp_path):
         assert "gateway-0 has not ended in time, killing it" in server.log
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_stop_signal_that_start_server_has_blocked_ends_the_server_all_the_same(tmp_path, number):
+    signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        with fake_server(tmp_path, ALL) as server:
+            server.wait_until_ready()
+            server.process.send_signal(number)
+            assert server.process.wait(20) == 0
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+
+
+def test_nohup_keeps_a_server_running(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with fake_server(tmp_path, ALL) as server:
+            server.wait_until_ready()
+            health = server.pid_of("health")
+            server.process.send_signal(signal.SIGHUP)
+            os.kill(health, signal.SIGKILL)
+            server.wait_until(lambda: server.notes.count("health started") == 2)
+            assert server.process.poll() is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_the_second_signal_insists(tmp_path):
     with fake_server(tmp_path, ALL | {"gateway-0": "stubborn"}, drain_timeout_s=600) as server:
         server.wait_until_ready()
