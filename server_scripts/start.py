@@ -139,6 +139,8 @@ def start_detached(config: Config, run_dir: RunDir, command: list[str], lock: in
             return 0
         status = supervisor.wait()
     except Interrupted:
+        for number in STOP_SIGNALS:
+            signal.signal(number, lambda *_: supervisor.terminate())  # the second time it insists
         supervisor.terminate()
         supervisor.wait()
         raise
@@ -153,6 +155,8 @@ def absolute_paths(config: Config) -> dict[str, str]:
 
 
 def _interrupt(number: int, _frame: object) -> NoReturn:
+    for other in STOP_SIGNALS:
+        signal.signal(other, signal.SIG_IGN)  # another one must not cut short how this one is answered
     raise Interrupted(number)
 
 

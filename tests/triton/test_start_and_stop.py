@@ -76,6 +76,17 @@ def test_a_signal_during_the_start_leaves_nothing(server, number, status):
         assert "interrupted, nothing is left running" in Path(out.name).read_text()
 
 
+def test_a_second_signal_during_the_start_leaves_nothing_either(server):
+    with starting(server) as (process, out):
+        wait_until(lambda: (state := state_of(server)) and state.phase == "starting" and len(state.processes) > 1, out)
+        state = state_of(server)
+        process.send_signal(signal.SIGINT)
+        wait_until(lambda: (now := state_of(server)) is None or now.phase == "stopping", out)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(TIMEOUT_S) == 130
+        assert is_clean(server, state)
+
+
 def test_a_start_that_is_killed_takes_the_server_with_it(server):
     with starting(server) as (process, out):
         wait_until(lambda: (state := state_of(server)) and state.phase == "starting" and state.processes, out)
