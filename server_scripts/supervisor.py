@@ -91,6 +91,8 @@ class Supervisor:
                 raise StartFailed(f"not ready after START_TIMEOUT, {self.limits.start_timeout_s:g} s")
         if self.seen.checked:
             self.set_phase("ready")
+            if self.run_dir.read_state() != self.state:  # start_server reads it there, and stop_server
+                raise StartFailed(f"the state file in {self.run_dir.path} could not be written, see console.log")
 
     def watch(self) -> None:
         """Until a stop signal."""

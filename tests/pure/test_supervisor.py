@@ -231,6 +231,17 @@ def test_a_server_survives_a_run_directory_and_a_log_folder_that_disappear(tmp_p
         assert server.process.wait(20) == 0
 
 
+def test_a_server_that_cannot_say_that_it_is_ready_fails_its_start(tmp_path):
+    """As on a full disk; start_server would wait for its end otherwise."""
+    with fake_server(tmp_path, ALL) as server:
+        server.answer(is_live=False)
+        server.wait_until(lambda: {"engine started", "tritonserver started"} <= set(server.notes))
+        (tmp_path / "run" / "state.json.partial").mkdir()
+        server.answer(**READY)
+        assert server.process.wait(20) == 1
+        assert "failed: the state file in " in server.log
+
+
 def test_the_first_restart_is_at_once_and_later_ones_wait_longer():
     assert [back_off(number) for number in (1, 2, 3, 4)] == [0, 1, 2, 4]
     assert back_off(50) == MAX_BACK_OFF_S
