@@ -35,6 +35,8 @@ class Housekeeper:
                 self._follower.copy()
             except BrokenPipeError:  # nobody reads any more, which is no reason to stop
                 self._follower = None
+            except OSError:  # nor is a full disk; where it could be said, there is no room
+                pass
         try:
             if now - self._logs_at > LOGS_EVERY_S:
                 self._logs_at = now
