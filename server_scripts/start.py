@@ -21,7 +21,7 @@ from server_scripts import logs, ports
 from server_scripts.child import ROOT
 from server_scripts.model_source import ModelUnavailable, export_if_needed, find_source
 from server_scripts.processes import log_paths
-from server_scripts.progress import Told
+from server_scripts.progress import NUM_LAST_LINES, Told
 from server_scripts.run_dir import RunDir
 from server_scripts.stop import kill_all
 from server_scripts.summary import summary
@@ -129,10 +129,12 @@ def start_detached(config: Config, run_dir: RunDir, command: list[str], lock: in
             start_new_session=True,
         )
     os.close(write_fd)
+    text = ""
     try:
         with os.fdopen(read_fd) as lines:
             for line in lines:
                 print(line, end="", flush=True)
+                text += line
         state = run_dir.read_state()
         if state and state.phase == "ready" and state.supervisor.pid == supervisor.pid:
             supervisor.returncode = 0  # it goes on without us
@@ -144,7 +146,10 @@ def start_detached(config: Config, run_dir: RunDir, command: list[str], lock: in
         supervisor.terminate()
         supervisor.wait()
         raise
-    print(f"start_server: the server has ended, see {log_paths(config)['supervisor']}", file=sys.stderr)
+    path = log_paths(config)["supervisor"]
+    print(f"start_server: the server has ended, see {path}", file=sys.stderr)
+    if " failed: " not in text:  # it could not say why
+        print("\n".join(f"  {line}" for line in logs.tail(path, NUM_LAST_LINES)), file=sys.stderr)
     return status if status > 0 else 1
 
 

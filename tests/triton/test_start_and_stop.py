@@ -104,6 +104,15 @@ def test_an_engine_that_cannot_start_fails_the_start_with_its_log(server):
     assert state_of(server) is None
 
 
+def test_a_supervisor_that_breaks_fails_the_start_with_its_log(server):
+    server.run_dir.mkdir(mode=0o700)
+    (server.run_dir / "triton").touch()  # where it makes a folder
+    done = server.command("start_server")
+    assert done.returncode == 1
+    assert re.search(r"the server has ended, see .*console.log\n.*Error: .*triton", done.stderr, re.S)
+    assert state_of(server) is None
+
+
 def test_without_http_only_grpc_is_served_and_checked(server):
     server.env["SERVICE_HTTP_PORT"] = "-1"
     done = server.command("start_server")
