@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,36 +23,37 @@ QUESTIONS = ("Who are you?", "What is the capital of France?", "What is 7 plus 5
 EXAMPLES = """
 The server goes on running. Ask it yourself, with curl:
 
-  curl -N {url}/v1/chat/completions \\
-    -d '{{"text": "What is the capital of Japan?", "max_dec_len": 64, "temperature": 0, "stream": true}}'
+curl -N {url}/v1/chat/completions \\
+  -d '{{"text": "What is the capital of Japan?", "max_dec_len": 64, "temperature": 0, "stream": true}}'
 
 with Python and OpenAI's client (pip install openai):
 
-  import openai
-  client = openai.OpenAI(base_url="{url}/v1", api_key="none")
-  messages = [{{"role": "user", "content": "What is the capital of Japan?"}}]
-  for chunk in client.chat.completions.create(model="default", messages=messages, temperature=0, stream=True):
-      print(chunk.choices[0].delta.content or "", end="", flush=True)
+import openai
+client = openai.OpenAI(base_url="{url}/v1", api_key="none")
+messages = [{{"role": "user", "content": "What is the capital of Japan?"}}]
+for chunk in client.chat.completions.create(model="default", messages=messages, temperature=0, stream=True):
+    print(chunk.choices[0].delta.content or "", end="", flush=True)
 
 with Triton's gRPC ({python}):
 
-  import json, queue
-  import numpy as np
-  import tritonclient.grpc as triton
-  answers = queue.Queue()
-  client = triton.InferenceServerClient("{grpc}")
-  client.start_stream(lambda result, error: answers.put(result))
-  request = triton.InferInput("IN", [1], "BYTES")
-  body = {{"text": "What is the capital of Japan?", "req_id": "1", "max_dec_len": 64, "temperature": 0}}
-  request.set_data_from_numpy(np.array([json.dumps([body])], dtype=object))
-  client.async_stream_infer("model", [request])
-  while True:
-      [answer] = json.loads(answers.get().as_numpy("OUT")[0])
-      print(answer["token"], end="", flush=True)
-      if answer["is_end"]:
-          break
-  client.stop_stream()
-  client.close()
+import json, queue
+import numpy as np
+import tritonclient.grpc as triton
+answers = queue.Queue()
+client = triton.InferenceServerClient("{grpc}")
+client.start_stream(lambda result, error: answers.put(result))
+request = triton.InferInput("IN", [1], "BYTES")
+body = {{"text": "What is the capital of Japan?", "req_id": "1", "max_dec_len": 64, "temperature": 0}}
+request.set_data_from_numpy(np.array([json.dumps([body])], dtype=object))
+client.async_stream_infer("model", [request])
+while True:
+    [answer] = json.loads(answers.get().as_numpy("OUT")[0])
+    print(answer["token"], end="", flush=True)
+    if answer["is_end"]:
+        break
+
+client.stop_stream()
+client.close()
 
 Health: {health}   Metrics: {metrics}   Logs: {logs}
 Stop it: {stop}"""
@@ -67,7 +69,7 @@ def main() -> int:
         return 2
     state = running(run_dir)
     if state is None:
-        status = subprocess.call([sys.executable, "-m", "server_scripts.start"], env=demo_environment())
+        status = start()
         state = running(run_dir)
         if status or state is None:
             return status or 1
@@ -85,9 +87,21 @@ def main() -> int:
     except (OSError, http.client.HTTPException, ValueError) as error:
         print(f"demo: the server did not answer: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("\ndemo: interrupted")
     print(examples(state))
     print(f"(the demo took {time.monotonic() - started:.0f} s)")
     return 0
+
+
+def start() -> int:
+    """start_server's exit status. Ctrl-C reaches it, too: it ends what it has begun, and is waited for."""
+    with subprocess.Popen([sys.executable, "-m", "server_scripts.start"], env=demo_environment()) as process:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            process.terminate()  # it may have been meant for us alone
+            return process.wait()
 
 
 def demo_environment() -> dict[str, str]:
@@ -123,15 +137,15 @@ def examples(state: State) -> str:
     host, ports = connect_host(state.host), state.ports
     host = f"[{host}]" if ":" in host else host
     url = f"http://{host}:{{}}"
-    stop = shutil.which("stop_server") or Path(sys.executable).with_name("stop_server")
+    stop = shutil.which("stop_server") or str(Path(sys.executable).with_name("stop_server"))
     return EXAMPLES.format(
         url=url.format(ports["SERVICE_HTTP_PORT"]),
         grpc=f"{host}:{ports['SERVICE_GRPC_PORT']}",
         health=url.format(ports["HEALTH_HTTP_PORT"]) + "/v2/health/ready",
         metrics=url.format(ports["METRICS_HTTP_PORT"]) + "/metrics",
         logs=state.log_dir,
-        python=sys.executable,
-        stop=stop,
+        python=shlex.quote(sys.executable),
+        stop=shlex.quote(stop),
     )
 
 

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,6 +84,16 @@ def test_a_second_signal_during_the_start_leaves_nothing_either(server):
         process.send_signal(signal.SIGINT)
         assert process.wait(TIMEOUT_S) == 130
         assert is_clean(server, state)
+
+
+def test_ctrl_c_in_the_demo_leaves_nothing_and_no_traceback(server):
+    with starting(server, command=[sys.executable, "-m", "server_scripts.demo"]) as (process, out):
+        wait_until(lambda: (state := state_of(server)) and state.phase == "starting" and state.processes, out)
+        state = state_of(server)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(TIMEOUT_S) == 128 + signal.SIGTERM
+        assert is_clean(server, state)
+        assert "Traceback" not in Path(out.name).read_text()
 
 
 def test_a_start_that_is_killed_takes_the_server_with_it(server):
@@ -170,13 +179,12 @@ def test_the_demo_answers_and_its_examples_are_true(server):
         done = subprocess.run([sys.executable, "-c", code], env=server.env, capture_output=True, text=True, timeout=60)
         assert "Tokyo" in done.stdout, done.stderr
     if shutil.which("curl"):
-        curl = re.search(r"^  (curl .*?)\n\n", first.stdout, re.M | re.S)[1]
+        curl = re.search(r"^curl .*?\n\n", first.stdout, re.M | re.S)[0]
         done = subprocess.run(["sh", "-c", curl], capture_output=True, text=True, timeout=60)
         tokens = [json.loads(line)["token"] for line in done.stdout.splitlines()]
         assert "Tokyo" in "".join(tokens)
 
 
 def examples(text):
-    """The Python of the demo's output: blocks that are indented and begin with an import."""
-    blocks = re.findall(r"(?:^  .*\n)+", text, re.M)
-    return [textwrap.dedent(block) for block in blocks if block.startswith("  import")]
+    """The Python of the demo's output, as it stands there: from an import to the next title or the end."""
+    return re.findall(r"^import .*?(?=^with |^Health)", text, re.M | re.S)
