@@ -199,6 +199,8 @@ class Config:
                 if value in ports:
                     raise ConfigError(f"{env} is {value}, which {ports[value]} has already; every port needs its own")
                 ports[value] = env
+        for env, text in (("MODEL_DIR", self.model_dir), ("EXPORT_CACHE_DIR", self.export_cache_dir)):
+            _expanded(env, text)
         if self.service_http_port == 0:
             raise ConfigError("SERVICE_HTTP_PORT is 0, it must be a port from 1 to 65535, or -1 for gRPC only")
 
@@ -209,11 +211,18 @@ class Config:
 
     @property
     def run_path(self) -> Path:
-        return Path(self.run_dir or f"/tmp/llm-server-{os.getuid()}").expanduser()
+        return _expanded("RUN_DIR", self.run_dir or f"/tmp/llm-server-{os.getuid()}")
 
     @property
     def log_path(self) -> Path:
-        return Path(self.log_dir).expanduser().absolute()
+        return _expanded("FD_LOG_DIR", self.log_dir).absolute()
+
+
+def _expanded(env: str, text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{env} is {text!r}, and there is no such home directory; write the path out") from None
 
 
 def _given(setting: Setting, environ: Mapping[str, str]) -> tuple[str, str | None]:

@@ -78,7 +78,7 @@ def export_if_needed(config: Config, source: Source, tell: Tell) -> Path:
             kind, _, text = line.rstrip("\n").partition(" ")
             if kind == "result":
                 result = text
-            else:
+            elif kind == "step":  # a library may have something to say there, too
                 tell(text)
     finally:
         exporter.stdout.close()

@@ -32,12 +32,12 @@ def main() -> int:
     given = parser.parse_args()
     # Only this setting matters, and a wrong one elsewhere must not keep a server running.
     config = Config(run_dir=os.environ.get("RUN_DIR", ""))
-    if not config.run_path.exists():
-        print("stop_server: no server was running")
-        return 0
     try:
+        if not config.run_path.exists():
+            print("stop_server: no server was running")
+            return 0
         return stop(RunDir(config.run_path), given.seconds)
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         print(f"stop_server: {error}", file=sys.stderr)
         return 1
 

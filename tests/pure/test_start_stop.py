@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from engine.config import Config
 from server_scripts import stop as stop_module
+from server_scripts.model_source import Source, export_if_needed
 from server_scripts.run_dir import Process, RunDir, State
 from tests.pure.fake_server import fake_server
 from tests.server import a_server
@@ -37,6 +39,28 @@ def test_a_wrong_setting_is_one_line_and_status_2(server):
     done = server.command("start_server")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "start_server: BATCH_SIZE is 'many', it must be a whole number\n"
+
+
+@pytest.mark.parametrize("name", ["MODEL_DIR", "EXPORT_CACHE_DIR", "RUN_DIR", "FD_LOG_DIR"])
+def test_a_home_that_does_not_exist_is_a_wrong_setting(server, name):
+    server.env[name] = "~no-such-user/folder"
+    done = server.command("start_server")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"start_server: {name} is '~no-such-user/folder', and there is no such home")
+    if name == "RUN_DIR":
+        stopped = server.command("stop_server")
+        assert stopped.returncode == 1
+        assert stopped.stderr.startswith("stop_server: RUN_DIR is '~no-such-user/folder'")
+
+
+def test_what_a_library_prints_during_an_export_is_no_step(server, tmp_path, monkeypatch):
+    (tmp_path / "noisy.py").write_text("print('step one'); print(); print('word'); print('result /graph')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("server_scripts.model_source.EXPORTER", "noisy")
+    told = []
+    config = Config(log_dir=str(tmp_path), export_cache_dir=str(tmp_path))
+    assert export_if_needed(config, Source(tmp_path, "m"), told.append) == Path("/graph")
+    assert told == ["one"]
 
 
 def test_a_taken_port_is_status_2_and_nothing_is_left(server):
