@@ -1,5 +1,6 @@
 """Fetches over HTTP into a `.partial`: resumed, verified, retried. Knows URLs and bytes, not models."""
 
+import functools
 import http.client
 import os
 import re
@@ -167,10 +168,29 @@ class Transfer:
             yield chunk
 
 
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """The token goes along on its own server, where the hub redirects small files, and to no other."""
+
+    def redirect_request(self, req, fp, code, *others):
+        code = 307 if code == 308 else code  # Python 3.10 does not know 308
+        new = super().redirect_request(req, fp, code, *others)
+        authorization = req.unredirected_hdrs.get("Authorization")
+        if authorization and new is not None and (new.type, new.host) == (req.type, req.host):
+            new.add_unredirected_header("Authorization", authorization)
+        return new
+
+    http_error_308 = urllib.request.HTTPRedirectHandler.http_error_302
+
+
+@functools.cache
+def _opener() -> urllib.request.OpenerDirector:
+    return urllib.request.build_opener(_Redirects)
+
+
 def _open(request: urllib.request.Request, timeout_s: float) -> http.client.HTTPResponse:
     request.add_header("User-Agent", "download_model")
     try:
-        return urllib.request.urlopen(request, timeout=timeout_s)
+        return _opener().open(request, timeout=timeout_s)
     except urllib.error.HTTPError as error:
         error.close()
         message = f"HTTP {error.code} {error.headers.get('X-Error-Message') or error.reason}"

@@ -31,6 +31,8 @@ class ModelServer:
     def __init__(self):
         self.contents: dict[str, bytes] = {}  # URL path -> body
         self.redirects: dict[str, str] = {}
+        self.moved: dict[str, tuple[int, str]] = {}  # URL path -> status, where to
+        self.closed: set[str] = set()  # URL paths that want the token
         self.repos: dict[str, dict[str, bytes]] = {}
         self.private: set[str] = set()
         self.faults: dict[str, list[Fault]] = defaultdict(list)  # URL path -> what to do wrong, in order
@@ -111,6 +113,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.site.ends.wait()
         if fault.status != 200:
             self._send(fault.status, b"out of order")
+        elif path in self.site.moved:
+            status, where = self.site.moved[path]
+            self._send(status, b"", Location=where)
+        elif path in self.site.closed and token != f"Bearer {TOKEN}":
+            self._send(401, b"", **{"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted"})
         elif match := re.fullmatch("/api/models/([^/]+/[^/]+)(/(tree|revision)/[^/]+)?", path):
             self._send_list(match[1], token)
         elif path in self.site.redirects:

@@ -258,6 +258,12 @@ def test_a_wrong_md5_is_tried_once_more_and_then_fails_without_a_file(server, mi
     assert files_in(download(NAME, tmp_path, mirror).model_dir) == STATIC
 
 
+def test_a_permanent_redirect_is_followed(server, mirror, tmp_path):
+    server.moved[f"/{FOLDER}/model/file_list.txt"] = (308, "/list")
+    server.contents["/list"] = server.contents[f"/{FOLDER}/model/file_list.txt"]
+    assert files_in(download(NAME, tmp_path, mirror).model_dir) == STATIC
+
+
 def test_a_missing_file_fails_at_once_with_its_name(server, mirror, tmp_path):
     del server.contents[weights_url()]
     with pytest.raises(DownloadError, match="^rank_0/model.pdiparams: HTTP 404"):
@@ -459,7 +465,7 @@ def test_every_file_of_the_hub_is_compared_with_its_checksum(path, kind, server,
     assert not (tmp_path / NAME / path).exists()
 
 
-def test_the_token_opens_a_private_model_and_stays_with_the_hub(server, hub, tmp_path, monkeypatch):
+def test_the_token_opens_a_private_model(server, hub, tmp_path, monkeypatch):
     server.private.add("an-org/a-model")
     with pytest.raises(DownloadError, match="no such model, or a private one and HF_TOKEN"):
         download(NAME, tmp_path, hub)
@@ -467,7 +473,19 @@ def test_the_token_opens_a_private_model_and_stays_with_the_hub(server, hub, tmp
     download(NAME, tmp_path, hub)
     weights = server.hub_path("an-org/a-model", "model-00001-of-00002.safetensors")
     assert server.tokens[weights] == f"Bearer {TOKEN}"
-    assert server.tokens[cdn_url(WEIGHTS)] is None
+
+
+def test_the_token_follows_a_redirect_on_the_same_server_and_to_no_other(server, hub, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    config = server.hub_path("an-org/a-model", "config.json")
+    tokenizer = server.hub_path("an-org/a-model", "tokenizer.json")
+    with ModelServer() as other:
+        server.moved = {config: (307, "/cache/config"), tokenizer: (307, f"{other.url}/tokenizer")}
+        server.contents["/cache/config"] = CHECKPOINT["config.json"]
+        server.closed.add("/cache/config")
+        other.contents["/tokenizer"] = CHECKPOINT["tokenizer.json"]
+        assert files_in(download(NAME, tmp_path, hub).model_dir) == CHECKPOINT
+        assert other.tokens == {"/tokenizer": None}
 
 
 def test_a_static_models_name_finds_the_checkpoint_it_was_made_from(hub, tmp_path):
