@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
+from urllib.parse import urlsplit
 
 from engine.download.copy import Record, fill
 from engine.download.files import DownloadError
@@ -75,14 +76,15 @@ class Options:
         if self.mode not in MODES:
             raise DownloadError(f"mode is {self.mode!r}, it must be one of {', '.join(MODES)}")
         if self.mirror is None:
+            if self.hub_endpoint is not None:
+                _check_url("HF_ENDPOINT", self.hub_endpoint)
             if self.speculate_dir is not None:
                 raise DownloadError(
                     "speculate_model_path is for a mirror of static models (MODEL_MIRROR), which has the "
                     "draft in a folder of its own; in a checkpoint of the hub it is part of the model"
                 )
             return
-        if not re.match(r"https?://[^/]", self.mirror):
-            raise DownloadError(f"MODEL_MIRROR is {self.mirror!r}, it must be an http(s) URL")
+        _check_url("MODEL_MIRROR", self.mirror)
         if not _is_name(self.tag):
             raise DownloadError(f"tag is {self.tag!r}, it must be a version such as {DEFAULT_TAG}")
         if self.nnodes > 2:
@@ -170,6 +172,18 @@ def _from_mirror(name: str, part: str, target_dir: Path, options: Options) -> in
 
 def _is_name(part: str) -> bool:
     return NAME_PART.fullmatch(part) is not None and ".." not in part
+
+
+def _check_url(name: str, url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of the host or the port
+        is_url = False
+    if is_url and parts.username is not None:  # not repeated: messages end up in logs
+        raise DownloadError(f"{name} has a user name or password in it, which is not supported")
+    if not is_url or re.search(r"[?#\s]", url):
+        raise DownloadError(f"{name} is {url!r}, it must be an http(s) URL without query")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -135,6 +136,23 @@ def test_an_impossible_option_is_refused_by_name_and_value(changes, message, mir
     with pytest.raises(DownloadError, match=message):
         download(NAME, tmp_path, replace(mirror, **changes))
     assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["hub.example", "http://", "http://[::1", "http://a b", "http://h:99999", "http://h/?a=1", "ftp://h"],
+)
+def test_an_endpoint_or_mirror_that_is_no_url_is_refused_by_name_and_value(url, tmp_path):
+    for name, options in ("HF_ENDPOINT", Options(hub_endpoint=url)), ("MODEL_MIRROR", Options(mirror=url)):
+        with pytest.raises(DownloadError, match=f"^{name} is {re.escape(repr(url))}, it must be an http"):
+            download(NAME, tmp_path, options)
+
+
+def test_a_password_in_a_url_is_refused_and_not_repeated(tmp_path):
+    for options in Options(hub_endpoint="http://me:pass@h"), Options(mirror="http://me:pass@h"):
+        with pytest.raises(DownloadError, match="has a user name or password in it") as caught:
+            download(NAME, tmp_path, options)
+        assert "pass@" not in str(caught.value)
 
 
 def test_options_come_from_the_environment():
