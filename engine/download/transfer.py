@@ -83,7 +83,7 @@ def get_text(url: str, policy: Policy, stop: Stop) -> str:
     def attempt() -> str:
         with _open(urllib.request.Request(url), policy.timeout_s) as response:
             try:
-                return response.read().decode()
+                return response.read().decode("utf-8-sig")  # a list made on Windows may begin with a mark
             except (OSError, http.client.HTTPException) as error:
                 raise Temporary(_reason(error)) from None
             except UnicodeDecodeError:
@@ -193,7 +193,7 @@ def _open(request: urllib.request.Request, timeout_s: float) -> http.client.HTTP
         return _opener().open(request, timeout=timeout_s)
     except urllib.error.HTTPError as error:
         error.close()
-        message = f"HTTP {error.code} {error.headers.get('X-Error-Message') or error.reason}"
+        message = _one_line(f"HTTP {error.code} {error.headers.get('X-Error-Message') or error.reason}")
         if error.code == 416:
             raise Corrupt(f"{message}: the partial file is not the beginning of it") from None
         is_temporary = error.code in (408, 425, 429) or error.code >= 500
@@ -207,7 +207,12 @@ def _open(request: urllib.request.Request, timeout_s: float) -> http.client.HTTP
 
 
 def _reason(error: Exception | str) -> str:
-    return str(error) or type(error).__name__
+    return _one_line(str(error)) or type(error).__name__
+
+
+def _one_line(text: str) -> str:
+    """What a server says goes to a terminal: one line, without escapes."""
+    return "".join(filter(str.isprintable, " ".join(text.split())))
 
 
 def _range_start(response: http.client.HTTPResponse) -> int | None:

@@ -117,7 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
             status, where = self.site.moved[path]
             self._send(status, b"", Location=where)
         elif path in self.site.closed and token != f"Bearer {TOKEN}":
-            self._send(401, b"", **{"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted"})
+            self._send(401, b"", **{"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is\t\x1brestricted"})
         elif match := re.fullmatch("/api/models/([^/]+/[^/]+)(/(tree|revision)/[^/]+)?", path):
             self._send_list(match[1], token)
         elif path in self.site.redirects:

@@ -344,6 +344,23 @@ def test_a_file_list_that_is_none_is_refused(text, message, server, mirror, tmp_
         download(NAME, tmp_path, mirror)
 
 
+def test_a_file_list_of_windows_is_read(server, mirror, tmp_path):
+    file_list = f"/{FOLDER}/model/file_list.txt"
+    lines = server.contents[file_list].replace(b"\n", b"\r\n")
+    server.contents[file_list] = b"\xef\xbb\xbf" + lines
+    assert files_in(download(NAME, tmp_path, mirror).model_dir) == STATIC
+
+
+def test_what_a_server_says_becomes_one_plain_line(server, mirror, tmp_path):
+    server.moved[weights_url()] = (302, weights_url())
+    with pytest.raises(DownloadError, match="^rank_0/model.pdiparams: HTTP 302 .*infinite loop.*Found$"):
+        download(NAME, tmp_path, mirror)
+    del server.moved[weights_url()]
+    server.closed.add(weights_url())
+    with pytest.raises(DownloadError, match="^rank_0/model.pdiparams: HTTP 401 Access is restricted$"):
+        download(NAME, tmp_path, mirror)
+
+
 def test_a_changed_file_is_noticed_and_fetched_again(server, mirror, tmp_path):
     model_dir = download(NAME, tmp_path, mirror).model_dir
     (model_dir / "rank_0/model.pdiparams").write_bytes(WEIGHTS[::-1])
