@@ -24,7 +24,7 @@ from typing import NoReturn
 from urllib.parse import urlsplit
 
 from engine.download.copy import Record, fill
-from engine.download.files import DownloadError
+from engine.download.files import Denied, DownloadError
 from engine.download.sources import list_hub, list_mirror
 from engine.download.transfer import Policy
 
@@ -150,13 +150,16 @@ def find_download(model_dir: str | Path) -> Download | None:
 def _from_hub(repo_id: str, quant: str | None, model_dir: Path, options: Options) -> int:
     checkpoint_dir = model_dir if quant is None else model_dir.parent
     others = [checkpoint_dir, *(checkpoint_dir / other for other in QUANTS)]
-    return fill(
-        model_dir,
-        Record(f"{repo_id} of the hub", quant),
-        lambda policy, stop: list_hub(repo_id, options.hub_endpoint, policy, stop),
-        options.policy,
-        twins=[other for other in others if other != model_dir],
-    )
+    try:
+        return fill(
+            model_dir,
+            Record(f"{repo_id} of the hub", quant),
+            lambda policy, stop: list_hub(repo_id, options.hub_endpoint, policy, stop),
+            options.policy,
+            twins=[other for other in others if other != model_dir],
+        )
+    except Denied as error:  # the hub lists some models to everyone whose files it does not give to everyone
+        raise DownloadError(f"{error}; set HF_TOKEN to a token of an account that may read the model") from None
 
 
 def _from_mirror(name: str, part: str, target_dir: Path, options: Options) -> int:

@@ -18,6 +18,10 @@ class DownloadError(Exception):
     """The download failed for good. The message is one line for the operator."""
 
 
+class Denied(DownloadError):
+    """The server does not let us in."""
+
+
 class Temporary(DownloadError):
     """Worth another try: a lost connection, a busy server."""
 

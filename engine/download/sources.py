@@ -5,8 +5,8 @@ import re
 from fnmatch import fnmatchcase
 from urllib.parse import quote
 
-from engine.download.files import DownloadError, Listing, RemoteFile, Temporary, check_path
-from engine.download.transfer import Policy, Stop, get_text, with_retries
+from engine.download.files import Denied, DownloadError, Listing, RemoteFile, Temporary, check_path
+from engine.download.transfer import Policy, Stop, error_kind, get_text, one_line, with_retries
 
 log = logging.getLogger(__name__)
 
@@ -90,13 +90,13 @@ def _model_info(repo_id: str, endpoint: str | None, policy: Policy):
     try:
         return HfApi(endpoint=endpoint).model_info(repo_id, files_metadata=True, timeout=policy.timeout_s)
     except GatedRepoError:
-        raise DownloadError(f"{where}: access is granted on request only; ask there, set HF_TOKEN") from None
+        raise Denied(f"{where}: access is granted on request only, ask there") from None
     except RepositoryNotFoundError:
         raise NotFound(f"{where}: no such model, or a private one and HF_TOKEN does not open it") from None
     except HfHubHTTPError as error:
         status = error.response.status_code
-        is_temporary = status in (408, 425, 429) or status >= 500
-        raise (Temporary if is_temporary else DownloadError)(f"{where}: HTTP {status}") from None
+        said = one_line(error.response.headers.get("X-Error-Message", ""))
+        raise error_kind(status)(f"{where}: HTTP {status} {said}".strip()) from None
     except ValueError as error:  # a name the library refuses, an answer that is not JSON
         raise DownloadError(f"{where}: {str(error).partition(chr(10))[0]}") from None
     except Exception as error:  # the library's transport differs between its versions, and so do its errors

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from tqdm import tqdm
 
-from engine.download.files import CHUNK, Corrupt, DownloadError, RemoteFile, Temporary, chunks_of, new_hash
+from engine.download.files import CHUNK, Corrupt, Denied, DownloadError, RemoteFile, Temporary, chunks_of, new_hash
 
 
 @dataclass(frozen=True)
@@ -193,11 +193,10 @@ def _open(request: urllib.request.Request, timeout_s: float) -> http.client.HTTP
         return _opener().open(request, timeout=timeout_s)
     except urllib.error.HTTPError as error:
         error.close()
-        message = _one_line(f"HTTP {error.code} {error.headers.get('X-Error-Message') or error.reason}")
+        message = one_line(f"HTTP {error.code} {error.headers.get('X-Error-Message') or error.reason}")
         if error.code == 416:
             raise Corrupt(f"{message}: the partial file is not the beginning of it") from None
-        is_temporary = error.code in (408, 425, 429) or error.code >= 500
-        raise (Temporary if is_temporary else DownloadError)(message) from None
+        raise error_kind(error.code)(message) from None
     except (OSError, http.client.HTTPException) as error:
         cause = getattr(error, "reason", error)
         is_final = isinstance(cause, ssl.SSLCertVerificationError)
@@ -206,11 +205,17 @@ def _open(request: urllib.request.Request, timeout_s: float) -> http.client.HTTP
         raise DownloadError(_reason(error)) from None
 
 
+def error_kind(status: int) -> type[DownloadError]:
+    if status in (401, 403):
+        return Denied
+    return Temporary if status in (408, 425, 429) or status >= 500 else DownloadError
+
+
 def _reason(error: Exception | str) -> str:
-    return _one_line(str(error)) or type(error).__name__
+    return one_line(str(error)) or type(error).__name__
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
     """What a server says goes to a terminal: one line, without escapes."""
     return "".join(filter(str.isprintable, " ".join(text.split())))
 

@@ -510,6 +510,18 @@ def test_the_token_opens_a_private_model(server, hub, tmp_path, monkeypatch):
     assert server.tokens[weights] == f"Bearer {TOKEN}"
 
 
+def test_a_model_that_only_some_may_read_says_how(server, hub, tmp_path):
+    server.closed.add(server.hub_path("an-org/a-model", "config.json"))
+    with pytest.raises(DownloadError, match="^config.json: HTTP 401 Access is restricted; set HF_TOKEN to a token"):
+        download(NAME, tmp_path, hub)
+    server.closed.add("/api/models/an-org/a-model")
+    with pytest.raises(DownloadError, match="^an-org/a-model on .*: access is granted on request.*set HF_TOKEN"):
+        download(NAME, tmp_path, hub)
+    server.faults["/api/models/an-org/a-model"] = [Fault(status=403)]
+    with pytest.raises(DownloadError, match="^an-org/a-model on .*: HTTP 403; set HF_TOKEN to a token"):
+        download(NAME, tmp_path, hub)
+
+
 def test_the_token_follows_a_redirect_on_the_same_server_and_to_no_other(server, hub, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     config = server.hub_path("an-org/a-model", "config.json")
