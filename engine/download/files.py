@@ -25,6 +25,8 @@ class Denied(DownloadError):
 class Temporary(DownloadError):
     """Worth another try: a lost connection, a busy server."""
 
+    wait_s = 0.0  # that the server asks for before it
+
 
 class Corrupt(Temporary):
     """What has arrived is not a part of the file; it is thrown away. Twice in a row is for good."""

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from urllib.parse import quote
 
 from engine.download.files import Denied, DownloadError, Listing, RemoteFile, Temporary, check_path
-from engine.download.transfer import Policy, Stop, error_kind, get_text, one_line, with_retries
+from engine.download.transfer import Policy, Stop, get_text, http_error, one_line, with_retries
 
 log = logging.getLogger(__name__)
 
@@ -94,9 +94,9 @@ def _model_info(repo_id: str, endpoint: str | None, policy: Policy):
     except RepositoryNotFoundError:
         raise NotFound(f"{where}: no such model, or a private one and HF_TOKEN does not open it") from None
     except HfHubHTTPError as error:
-        status = error.response.status_code
-        said = one_line(error.response.headers.get("X-Error-Message", ""))
-        raise error_kind(status)(f"{where}: HTTP {status} {said}".strip()) from None
+        status, headers = error.response.status_code, error.response.headers
+        said = one_line(headers.get("X-Error-Message", ""))
+        raise http_error(status, f"{where}: HTTP {status} {said}".strip(), headers) from None
     except ValueError as error:  # a name the library refuses, an answer that is not JSON
         raise DownloadError(f"{where}: {str(error).partition(chr(10))[0]}") from None
     except Exception as error:  # the library's transport differs between its versions, and so do its errors

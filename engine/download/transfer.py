@@ -8,7 +8,7 @@ import ssl
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -26,6 +26,7 @@ class Policy:
     num_tries: int = 6  # in a row without getting any further
     backoff_s: float = 1.0  # before the second try; doubles
     max_backoff_s: float = 30.0
+    max_wait_s: float = 300.0  # when a busy server says how long
     timeout_s: float = 30.0  # without a byte
     rehash: bool = False  # read again what an earlier run has verified
 
@@ -76,7 +77,8 @@ def with_retries(attempt: Callable, policy: Policy, stop: Stop, mark: Callable[[
             if num_failures >= policy.num_tries or num_corrupt == 2:
                 tries = "" if num_failures == 1 else f" ({num_failures} tries)"
                 raise type(error)(f"{error}{tries}") from None
-        stop.wait(min(policy.backoff_s * 2 ** (num_failures - 1), policy.max_backoff_s))
+            asked_s = min(error.wait_s, policy.max_wait_s)
+        stop.wait(max(asked_s, min(policy.backoff_s * 2 ** (num_failures - 1), policy.max_backoff_s)))
 
 
 def get_text(url: str, policy: Policy, stop: Stop) -> str:
@@ -196,7 +198,7 @@ def _open(request: urllib.request.Request, timeout_s: float) -> http.client.HTTP
         message = one_line(f"HTTP {error.code} {error.headers.get('X-Error-Message') or error.reason}")
         if error.code == 416:
             raise Corrupt(f"{message}: the partial file is not the beginning of it") from None
-        raise error_kind(error.code)(message) from None
+        raise http_error(error.code, message, error.headers) from None
     except (OSError, http.client.HTTPException) as error:
         cause = getattr(error, "reason", error)
         is_final = isinstance(cause, ssl.SSLCertVerificationError)
@@ -205,10 +207,15 @@ def _open(request: urllib.request.Request, timeout_s: float) -> http.client.HTTP
         raise DownloadError(_reason(error)) from None
 
 
-def error_kind(status: int) -> type[DownloadError]:
+def http_error(status: int, message: str, headers: Mapping[str, str]) -> DownloadError:
     if status in (401, 403):
-        return Denied
-    return Temporary if status in (408, 425, 429) or status >= 500 else DownloadError
+        return Denied(message)
+    if status not in (408, 425, 429) and status < 500:
+        return DownloadError(message)
+    error = Temporary(message)
+    retry_after = headers.get("Retry-After", "")
+    error.wait_s = float(retry_after) if re.fullmatch("[0-9]{1,9}", retry_after) else 0.0
+    return error
 
 
 def _reason(error: Exception | str) -> str:

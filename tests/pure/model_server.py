@@ -9,6 +9,7 @@ import json
 import re
 import threading
 from collections import defaultdict
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
@@ -16,15 +17,16 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_let_me_in"
 
 
+@dataclass
 class Fault:
     """What goes wrong with one request of a path, once."""
 
-    def __init__(self, status=200, cut_after=None, body=None, knows_ranges=True, is_silent=False):
-        self.status = status
-        self.cut_after = cut_after  # bytes of the body, then the connection is gone
-        self.is_silent = is_silent  # no answer until the server ends
-        self.body = body  # instead of the right one
-        self.knows_ranges = knows_ranges
+    status: int = 200
+    cut_after: int | None = None  # bytes of the body, then the connection is gone
+    body: bytes | None = None  # instead of the right one
+    knows_ranges: bool = True
+    is_silent: bool = False  # no answer until the server ends
+    headers: dict[str, str] = field(default_factory=dict)  # of an answer that is not 200
 
 
 class ModelServer:
@@ -112,7 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.site.has_fallen_silent.set()
             self.site.ends.wait()
         if fault.status != 200:
-            self._send(fault.status, b"out of order")
+            self._send(fault.status, b"out of order", **fault.headers)
         elif path in self.site.moved:
             status, where = self.site.moved[path]
             self._send(status, b"", Location=where)

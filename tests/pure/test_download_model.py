@@ -19,6 +19,7 @@ from model_server import TOKEN, Fault, ModelServer
 
 import download_model
 from download_model import DownloadError, Options, Policy, download, find_download, parse_model_name
+from engine.download.transfer import Stop
 
 ROOT = Path(__file__).parents[2]
 NAME = "an-org/a-model/weight_only_int8"
@@ -266,6 +267,19 @@ def test_a_busy_server_is_asked_again(server, mirror, tmp_path):
     server.faults[f"/{FOLDER}/model/file_list.txt"] = [Fault(status=500)]
     assert files_in(download(NAME, tmp_path, mirror).model_dir) == STATIC
     assert len(server.ranges_of(weights_url())) == 3
+
+
+def test_a_busy_server_is_given_the_time_it_asks_for(server, mirror, hub, tmp_path, monkeypatch):
+    def busy(status, seconds):
+        return Fault(status, headers={"Retry-After": str(seconds)})
+
+    waits = []
+    monkeypatch.setattr(Stop, "wait", lambda _, seconds: waits.append(seconds))
+    server.faults[weights_url()] = [busy(503, 60), busy(429, 7200)]
+    download(NAME, tmp_path / "static", mirror)
+    server.faults["/api/models/an-org/a-model"] = [busy(429, 50), Fault(status=503)]
+    download(NAME, tmp_path / "hub", hub)
+    assert waits == [60, FAST.max_wait_s, 50, pytest.approx(2 * FAST.backoff_s)]
 
 
 def test_a_wrong_md5_is_tried_once_more_and_then_fails_without_a_file(server, mirror, tmp_path):
