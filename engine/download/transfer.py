@@ -130,21 +130,24 @@ class Transfer:
         with _open(self._request(file, have), self.policy.timeout_s) as response:
             if have and response.status != 206:  # a server without ranges sends everything
                 running, have = new_hash(file.digest, file.size), 0
-            elif have and _range_start(response) != have:
+            elif have and _range(response)[0] != have:
                 raise Corrupt("the server sent another range than it was asked for")
             out.seek(have)
             out.truncate()
             length = response.headers.get("Content-Length", "")
-            size = have + int(length) if length.isdecimal() else None
-            for chunk in self._body(response, size, have):
+            end = have + int(length) if length.isdecimal() else None  # of this answer; a server may send less
+            size = file.size or _range(response)[1] or end
+            for chunk in self._body(response, end, have):
                 out.write(chunk)
                 running.update(chunk)
                 have += len(chunk)
+                if file.size is not None and have > file.size:
+                    raise Corrupt(f"the server sends more than its {file.size} bytes")
                 self.progress.at(file.path, have, size or have)
         out.flush()
         os.fsync(out.fileno())  # the final name must not outlive the content when the power fails
-        if have < (file.size or size or 0):
-            raise Temporary(f"the connection was closed after {have} of {file.size or size} bytes")
+        if have < (size or 0):
+            raise Temporary(f"the connection was closed after {have} of {size} bytes")
         if running.hexdigest() != expected:
             raise Corrupt(f"{kind} is {running.hexdigest()}, expected {expected}")
 
@@ -227,6 +230,7 @@ def one_line(text: str) -> str:
     return "".join(filter(str.isprintable, " ".join(text.split())))
 
 
-def _range_start(response: http.client.HTTPResponse) -> int | None:
-    match = re.match(r"bytes (\d+)-", response.headers.get("Content-Range", ""))
-    return int(match[1]) if match else None
+def _range(response: http.client.HTTPResponse) -> tuple[int | None, int | None]:
+    """Where the bytes of a 206 begin, and how many the whole file has."""
+    match = re.match(r"bytes (\d+)-\d+/(?:(\d+)|\*)", response.headers.get("Content-Range", ""))
+    return (int(match[1]), int(match[2]) if match[2] else None) if match else (None, None)

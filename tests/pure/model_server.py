@@ -25,6 +25,7 @@ class Fault:
     cut_after: int | None = None  # bytes of the body, then the connection is gone
     body: bytes | None = None  # instead of the right one
     knows_ranges: bool = True
+    max_range: int | None = None  # bytes of an answer to a range
     is_silent: bool = False  # no answer until the server ends
     headers: dict[str, str] = field(default_factory=dict)  # of an answer that is not 200
 
@@ -155,8 +156,10 @@ class _Handler(BaseHTTPRequestHandler):
         elif int(start[1]) >= len(body):
             self._send(416, b"", **{"Content-Range": f"bytes */{len(body)}"})
         else:
-            headers["Content-Range"] = f"bytes {start[1]}-{len(body) - 1}/{len(body)}"
-            self._send(206, body[int(start[1]) :], fault.cut_after, **headers)
+            first = int(start[1])
+            part = body[first:][: fault.max_range]
+            headers["Content-Range"] = f"bytes {first}-{first + len(part) - 1}/{len(body)}"
+            self._send(206, part, fault.cut_after, **headers)
 
     def _send(self, status: int, body: bytes, cut_after: int | None = None, **headers) -> None:
         self.send_response(status)

@@ -262,6 +262,12 @@ def test_a_server_that_knows_no_ranges_sends_everything_again(server, mirror, tm
     assert files_in(download(NAME, tmp_path, mirror).model_dir) == STATIC
 
 
+def test_a_server_may_send_less_than_the_rest(server, mirror, tmp_path):
+    server.faults[weights_url()] = [Fault(cut_after=100_000), Fault(max_range=50_000)]
+    assert files_in(download(NAME, tmp_path, mirror).model_dir) == STATIC
+    assert server.ranges_of(weights_url()) == [None, "bytes=100000-", "bytes=150000-"]
+
+
 def test_a_busy_server_is_asked_again(server, mirror, tmp_path):
     server.faults[weights_url()] = [Fault(status=503), Fault(status=429)]
     server.faults[f"/{FOLDER}/model/file_list.txt"] = [Fault(status=500)]
@@ -512,6 +518,13 @@ def test_every_file_of_the_hub_is_compared_with_its_checksum(path, kind, server,
     with pytest.raises(DownloadError, match=f"{path}: {kind} is .*, expected"):
         download(NAME, tmp_path, hub)
     assert not (tmp_path / NAME / path).exists()
+
+
+def test_no_more_is_read_than_the_hub_has_announced(server, hub, tmp_path):
+    config = server.hub_path("an-org/a-model", "config.json")
+    server.faults[config] = [Fault(body=bytes(64 << 20))] * 2
+    with pytest.raises(DownloadError, match="config.json: the server sends more than its 23 bytes"):
+        download(NAME, tmp_path, hub)
 
 
 def test_the_token_opens_a_private_model(server, hub, tmp_path, monkeypatch):
