@@ -6,6 +6,7 @@ a restart does not read hundreds of gigabytes, and a touched or foreign file is 
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -81,7 +82,15 @@ def fill(root: Path, wanted: Record, list_files: ListFiles, policy: Policy, twin
         with _locked(root):
             return _fill(root, wanted, list_files, policy, twins)
     except OSError as error:
+        if error.errno in (errno.EROFS, errno.EACCES) and not policy.rehash and _is_complete(root, wanted):
+            log.info("%s cannot be written to, and is complete", root)  # mounted for reading only
+            return 0
         raise DownloadError(f"{root}: {error}") from error
+
+
+def _is_complete(root: Path, wanted: Record) -> bool:
+    record = Record.load(root)
+    return record is not None and record.source == wanted.source and record.has_everything(root)
 
 
 def _fill(root: Path, wanted: Record, list_files: ListFiles, policy: Policy, twins: Iterable[Path]) -> int:

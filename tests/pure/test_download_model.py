@@ -1,5 +1,6 @@
 """download_model against local servers: what arrives, what is asked for, and what happens when it breaks."""
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -458,6 +459,20 @@ def test_an_error_of_the_disk_is_told_with_the_name_of_the_file(mirror, tmp_path
 def test_a_directory_that_cannot_be_made_is_a_download_error(mirror, tmp_path):
     (tmp_path / "an-org").write_text("a file")
     with pytest.raises(DownloadError, match="an-org/a-model/weight_only_int8: .*Not a directory"):
+        download(NAME, tmp_path, mirror)
+
+
+def test_a_complete_copy_need_not_be_writable(mirror, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    model_dir = download(NAME, tmp_path, mirror).model_dir
+    monkeypatch.setattr("engine.download.copy._locked", refuse)
+    assert download(NAME, tmp_path, mirror).num_fetched == 0
+    with pytest.raises(DownloadError, match="Read-only file system"):
+        download(NAME, tmp_path, replace(mirror, policy=replace(FAST, rehash=True)))
+    (model_dir / "config.json").unlink()
+    with pytest.raises(DownloadError, match="Read-only file system"):
         download(NAME, tmp_path, mirror)
 
 
