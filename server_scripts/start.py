@@ -55,7 +55,7 @@ def main() -> int:
         return 1
     except Interrupted as interrupted:
         told("interrupted, nothing is left running")
-        return 128 + interrupted.number
+        os._exit(128 + interrupted.number)  # at a usual exit threads that wait for a model's server are waited for
 
 
 def start(given: argparse.Namespace, told: Told) -> int:

@@ -17,6 +17,7 @@ from server_scripts import stop as stop_module
 from server_scripts.model_source import Source, export_if_needed
 from server_scripts.run_dir import Process, RunDir, State
 from tests.pure.fake_server import fake_server
+from tests.pure.model_server import Fault, ModelServer
 from tests.server import a_server
 
 ALL = {"engine": "", "tritonserver": "with helper", "gateway-0": "", "health": ""}
@@ -245,6 +246,20 @@ def test_a_signal_while_a_model_is_fetched_leaves_nothing(server, number, is_noh
                 assert (int(ignored, 16) & 1 << signal.SIGHUP - 1 > 0) == is_nohup
                 start.send_signal(number)
                 assert start.wait(30) == 128 + number
+            assert "interrupted, nothing is left running" in start.stdout.read()
+    assert RunDir(server.run_dir).read_state() is None
+
+
+def test_a_signal_does_not_wait_for_a_server_that_is_silent_in_mid_file(server):
+    with ModelServer() as hub:
+        hub.add_repo("org/model", {"config.json": b"{}", "model.safetensors": b"weights"})
+        hub.faults[hub.redirects[hub.hub_path("org/model", "model.safetensors")]] = [Fault(is_silent=True)]
+        server.env["HF_ENDPOINT"] = hub.url
+        command = [sys.executable, "-m", "server_scripts.start", "org/model"]
+        with subprocess.Popen(command, env=server.env, cwd=ROOT, stdout=subprocess.PIPE, text=True) as start:
+            assert hub.has_fallen_silent.wait(60)
+            start.send_signal(signal.SIGTERM)
+            assert start.wait(10) == 128 + signal.SIGTERM
             assert "interrupted, nothing is left running" in start.stdout.read()
     assert RunDir(server.run_dir).read_state() is None
 
