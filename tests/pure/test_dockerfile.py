@@ -43,6 +43,14 @@ def test_the_server_runs_in_the_foreground_without_privileges():
     assert instructions("USER") == ["1000"]
 
 
+def test_what_the_server_writes_belongs_to_its_user():
+    """A named volume takes the owner of the folder it covers; without the folder it is root's."""
+    [made] = [line for line in instructions("RUN") if "useradd" in line]
+    folders = made.partition("install --directory --owner=llm --group=llm ")[2].split()
+    assert folders == [Config().model_dir, "/home/llm/.cache"]
+    assert Config().export_cache_dir.startswith("~/.cache/")
+
+
 def test_the_health_check_asks_the_ready_port():
     [check] = instructions("HEALTHCHECK")
     assert '["python", "-m", "server_scripts.healthcheck"]' in check
