@@ -13,6 +13,7 @@ import math
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -120,9 +121,18 @@ def environment(found: Tritonserver, folder: Path, environ: dict[str, str]) -> d
     }
 
 
+def listen_addresses(host: str) -> tuple[str, str]:
+    """For gRPC and for metrics: the latter understands numbers only, and each has its own way with IPv6."""
+    if ":" in host:
+        return f"[{host}]", f"ipv6:{host}"
+    address = socket.gethostbyname(host)
+    return address, address
+
+
 def command(found: Tritonserver, folder: Path, config: Config, shm_prefix: str) -> list[str]:
     """To be run in `folder`: the Python backend hands its paths to a shell unquoted, so they are relative to it."""
     region = {"region-prefix-name": shm_prefix, "default-byte-size": SHM_BYTES, "growth-byte-size": SHM_BYTES}
+    grpc_address, metrics_address = listen_addresses(config.service_host)
     flags = {
         "model-repository": "models",
         "backend-directory": "backends",
@@ -130,10 +140,10 @@ def command(found: Tritonserver, folder: Path, config: Config, shm_prefix: str) 
         "strict-readiness": "true",
         "allow-http": "false",  # it loses events of a stream under load; the gateway serves HTTP
         "allow-grpc": "true",
-        "grpc-address": config.service_host,
+        "grpc-address": grpc_address,
         "grpc-port": config.service_grpc_port,
         "allow-metrics": "true",
-        "metrics-address": config.service_host,
+        "metrics-address": metrics_address,
         "metrics-port": config.metrics_http_port,
         "allow-gpu-metrics": "false",
         "pinned-memory-pool-byte-size": 0,

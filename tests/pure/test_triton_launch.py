@@ -102,3 +102,16 @@ def test_a_binary_that_does_not_run_says_so(image, tmp_path):
     (image / "bin" / "tritonserver").write_text("#!/bin/sh\necho 'libdcgm.so: cannot open' >&2; exit 127\n")
     with pytest.raises(triton.TritonError, match="does not run: libdcgm.so: cannot open"):
         triton.command(triton.find_tritonserver(), tmp_path, Config(), "prefix_")
+
+
+@pytest.mark.parametrize(
+    ("host", "grpc", "metrics"),
+    [
+        ("0.0.0.0", "0.0.0.0", "0.0.0.0"),
+        ("localhost", "127.0.0.1", "127.0.0.1"),
+        ("::", "[::]", "ipv6:::"),
+        ("::1", "[::1]", "ipv6:::1"),
+    ],
+)
+def test_the_address_is_given_as_tritonserver_wants_it(host, grpc, metrics):
+    assert triton.listen_addresses(host) == (grpc, metrics)
