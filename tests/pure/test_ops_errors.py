@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from engine.config import Config
+from engine.errors import ConfigError
 from engine.ops import cpu
 from engine.ops.cpu.kernels import ArgumentError
 from engine.ops.sampling_rows import SamplingRows
@@ -73,6 +75,14 @@ def test_an_unknown_instruction_set_is_refused(monkeypatch):
         cpu.cpu_isa()
     monkeypatch.setenv("CPU_ISA", "portable")
     assert cpu.cpu_isa() == "portable"
+
+
+def test_the_engine_names_an_unknown_instruction_set_before_it_loads_the_graph(monkeypatch, tmp_path):
+    from engine.executors.paddle import PaddleExecutor
+
+    monkeypatch.setenv("CPU_ISA", "avx1024")
+    with pytest.raises(ConfigError, match=r"^CPU_ISA is 'avx1024': there is no such"):
+        PaddleExecutor(tmp_path, Config())
 
 
 def test_a_thread_count_below_one_is_refused():
