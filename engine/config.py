@@ -53,12 +53,29 @@ WITHOUT_EFFECT = {
     "SERVER_WAITTING_TIME": "ranks wait for each other",
     "SHM_UUID": "no named shared memory is used",
     "SPECULATE_METHOD": "speculative decoding is not supported yet",
+    "SPECULATE_MAX_DRAFT_TOKEN_NUM": "speculative decoding is not supported yet",
+    "SPECULATE_MAX_NGRAM_SIZE": "speculative decoding is not supported yet",
+    "SPECULATE_MODEL_PATH": "speculative decoding is not supported yet",
+    "SPECULATE_MODEL_QUANT_TYPE": "speculative decoding is not supported yet",
     "USE_CACHE_KV_INT4": "an int4 KV cache is not supported",
     "USE_DYNAMIC_GRAPH": "the exported graph is what runs",
     "RETURN_FULL_HIDDEN_STATES": "only speculative decoding would need them",
     "POD_IPS": "one machine is supported",
     "POD_0_IP": "one machine is supported",
     "HOST_IP": "one machine is supported, SERVICE_HOST is where it listens",
+    "CUDA_VISIBLE_DEVICES": "GPUs are not used yet",
+    "FLAGS_blha_use_fp32_qk_sum": "GPUs are not used yet",
+    "FLAGS_mla_use_tensorcore": "GPUs are not used yet",
+    "FLAGS_cascade_attention_max_partition_size": "GPUs are not used yet",
+    "CONFIG_JSON_FILE": "the file is config.json, in MODEL_DIR",
+    "FD_MODEL_CONFIG_PATH": "the file is config.json, in MODEL_DIR",
+    "DISTRIBUTED_CONFIG": "one machine is supported",
+    "FD_DEBUG": "LOG_LEVEL=DEBUG logs more",
+    "BAD_TOKENS": "bad_words_token_ids of a request are what must not appear",
+    "FIRST_TOKEN_ID": "it had none before",
+    "STOP_THRESHOLD": "it had none before",
+    "RECORD_TIME_INTERVAL": "it had none before",
+    "INFERENCE_MSG_QUEUE_ID": "no System V message queue is used",
 }
 
 
@@ -153,7 +170,9 @@ class Config:
     start_timeout_s: float = setting(
         1800.0, "START_TIMEOUT", "seconds until a start that is not ready has failed", minimum=1
     )
-    drain_timeout_s: float = setting(30.0, "DRAIN_TIMEOUT", "seconds a stop waits for running requests", minimum=0)
+    drain_timeout_s: float = setting(
+        30.0, "DRAIN_TIMEOUT", "seconds a stop waits for running requests", minimum=0, maximum=1_000_000
+    )
     check_health_interval_s: float = setting(
         60.0,
         "CHECK_HEALTH_INTERVAL",
@@ -272,7 +291,9 @@ def settings_without_effect(environ: Mapping[str, str] = os.environ) -> list[str
 def likely_misspelt(environ: Mapping[str, str] = os.environ) -> list[str]:
     """One sentence for every variable that is none of ours but looks like one: it was probably meant to be."""
     settings = [f.metadata["setting"] for f in fields(Config)]
-    known = {name.upper(): name for s in settings for name in (s.env, *s.old)} | {name: name for name in WITHOUT_EFFECT}
+    known = {name.upper(): name for s in settings for name in (s.env, *s.old)} | {
+        name.upper(): name for name in WITHOUT_EFFECT
+    }
     sentences = []
     for name in sorted(environ.keys() - set(known.values())):
         if close := difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.9):

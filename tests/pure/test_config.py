@@ -84,6 +84,7 @@ def test_an_old_name_still_works(old, field):
         ({"DEVICE": "tpu"}, "DEVICE is 'tpu', it must be one of: cpu"),
         ({"MP_NUM": "8"}, "MP_NUM is 8, it must be 1 (tensor-parallel ranks; more than 1 is not supported yet)"),
         ({"MP_NNODE": "2"}, "MP_NNODE is 2, it must be 1 (machines; more than 1 is not supported yet)"),
+        ({"DRAIN_TIMEOUT": "1e10"}, "DRAIN_TIMEOUT is 1e10, it must be at least 0 and at most 1e+06"),  # Triton's limit
         ({"HTTP_PORT": "x"}, "HTTP_PORT is 'x', it must be a whole number"),  # the name that was used
         ({"METRICS_HTTP_PORT": "70000"}, "METRICS_HTTP_PORT is 70000, it must be at least 1 and at most 65535"),
         ({"SERVICE_HTTP_PORT": "0"}, "SERVICE_HTTP_PORT is 0, it must be a port from 1 to 65535, or -1 for gRPC only"),
@@ -113,6 +114,25 @@ def test_paths_are_made_from_the_settings(monkeypatch, tmp_path):
     assert Config(run_dir="~/run").run_path == tmp_path / "run"
     assert Config().run_path == Path(f"/tmp/llm-server-{os.getuid()}")
     assert Config(log_dir="log").log_path == Path.cwd() / "log"
+
+
+def test_every_setting_of_the_predecessor_works_or_is_named():
+    names = """
+        HEALTH_HTTP_PORT HTTP_PORT SERVICE_GRPC_PORT GRPC_PORT METRICS_HTTP_PORT METRICS_PORT INTER_PROC_PORT
+        INFER_QUEUE_PORT INTER_QUEUE_PORT SERVICE_HTTP_PORT PUSH_MODE_HTTP_PORT MODEL_DIR CONFIG_JSON_FILE
+        FD_MODEL_CONFIG_PATH DISTRIBUTED_CONFIG model_name MP_NUM MP_NNODE POD_IPS POD_0_IP HOST_IP DEVICE
+        CUDA_VISIBLE_DEVICES DTYPE BLOCK_SIZE USE_CACHE_KV_INT8 USE_CACHE_KV_INT4 RETURN_FULL_HIDDEN_STATES
+        USE_DYNAMIC_GRAPH MAX_SEQ_LEN MAX_DEC_LEN BATCH_SIZE BLOCK_BS BLOCK_RATIO ENC_DEC_BLOCK_NUM
+        MAX_PREFILL_BATCH MAX_CACHED_TASK_NUM PUSH_MODE_HTTP_WORKERS DISABLE_STREAMING DISABLE_CAPACITY_CHECKER
+        ENGINE_MAX_NEED_NUM STOP_THRESHOLD USE_HF_TOKENIZER USE_FAST_TOKENIZER MAX_STOP_SEQS_NUM STOP_SEQS_MAX_LEN
+        BAD_TOKENS FIRST_TOKEN_ID USE_WARMUP SPECULATE_METHOD SPECULATE_MAX_DRAFT_TOKEN_NUM SPECULATE_MAX_NGRAM_SIZE
+        SPECULATE_MODEL_PATH SPECULATE_MODEL_QUANT_TYPE CHECK_HEALTH_INTERVAL USE_CUSTOM_HEALTH_CHECKER SHM_UUID
+        RECORD_TIME_INTERVAL FD_LOG_DIR FD_DEBUG FD_LOG_BACKUP_COUNT OUTPUT_LOG_TO_CONSOLE SERVER_WAITTING_TIME
+        FLAGS_blha_use_fp32_qk_sum FLAGS_mla_use_tensorcore FLAGS_cascade_attention_max_partition_size
+        INFERENCE_MSG_QUEUE_ID
+    """.split()
+    working = {name for setting in SETTINGS.values() for name in (setting.env, *setting.old)}
+    assert set(names) - working - WITHOUT_EFFECT.keys() == set()
 
 
 def test_settings_of_the_predecessor_that_do_nothing_are_named():
