@@ -13,6 +13,7 @@ from engine.errors import ConfigError
 from engine.export import ExportOptions, export_cached, is_exported
 from engine.models.keys import ModelError
 from server_scripts.model_source import as_dtype
+from server_scripts.run_dir import make_folder
 
 
 def main(arguments: list[str]) -> int:
@@ -30,6 +31,7 @@ def graph_of(checkpoint_dir: Path, cache_dir: Path, quant: str | None) -> Path:
     if is_exported(checkpoint_dir):
         return checkpoint_dir
     config = Config.from_env()
+    make_folder("EXPORT_CACHE_DIR", cache_dir)
     options = ExportOptions(dtype=as_dtype(quant, config), block_size=config.block_size, num_ranks=config.mp_num)
     return export_cached(checkpoint_dir, cache_dir, options, lambda step: print("step", step, flush=True))
 

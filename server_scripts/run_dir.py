@@ -105,16 +105,29 @@ class State:
         return cls(**values)
 
 
+def make_folder(variable: str, path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _cannot_be_made(variable, path, error) from None
+
+
+def _cannot_be_made(variable: str, path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{variable}: the folder {path} cannot be made: {error.strerror}")
+
+
 class RunDir:
     """The folder, private to its user. Raises ConfigError when somebody else could have a hand in it."""
 
     def __init__(self, path: Path):
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder("RUN_DIR", path.parent)
         try:
             path.mkdir(mode=0o700)
         except FileExistsError:
             pass
+        except OSError as error:
+            raise _cannot_be_made("RUN_DIR", path, error) from None
         found = path.lstat()  # not stat: whoever may write to /tmp may have put a link there
         if not stat.S_ISDIR(found.st_mode):
             raise ConfigError(f"RUN_DIR is {str(path)!r}, it must be a folder, not a link or a file")

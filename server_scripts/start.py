@@ -22,7 +22,7 @@ from server_scripts.child import ROOT
 from server_scripts.model_source import ModelUnavailable, export_if_needed, find_source
 from server_scripts.processes import log_paths
 from server_scripts.progress import NUM_LAST_LINES, Told
-from server_scripts.run_dir import RunDir
+from server_scripts.run_dir import RunDir, make_folder
 from server_scripts.stop import kill_all
 from server_scripts.summary import summary
 from server_scripts.supervise import new_state
@@ -87,7 +87,7 @@ def prepare(config: Config, run_dir: RunDir) -> None:
     find_tritonserver()
     if taken := ports.problems(config):
         raise ConfigError("\nstart_server: ".join(taken))
-    config.log_path.mkdir(parents=True, exist_ok=True)
+    make_folder("FD_LOG_DIR", config.log_path)
     for path in log_paths(config).values():
         logs.rotate(path, config.log_backup_count)
     run_dir.clean_up(run_dir.shm_prefix)

@@ -64,6 +64,17 @@ def test_what_a_library_prints_during_an_export_is_no_step(server, tmp_path, mon
     assert told == ["one"]
 
 
+@pytest.mark.parametrize(("variable", "status"), [("RUN_DIR", 2), ("FD_LOG_DIR", 2), ("EXPORT_CACHE_DIR", 1)])
+def test_a_folder_that_cannot_be_made_is_named_by_its_variable(server, tmp_path, variable, status):
+    (tmp_path / "file").touch()
+    server.env[variable] = str(tmp_path / "file" / "deep" / "folder")
+    server.env["MODEL_DIR"] = str(ROOT / "demo_model")
+    done = server.command("start_server")
+    assert done.returncode == status
+    assert f"{variable}: the folder {tmp_path}/file" in done.stdout + done.stderr
+    assert "cannot be made: Not a directory" in done.stdout + done.stderr
+
+
 def test_a_taken_port_is_status_2_and_nothing_is_left(server):
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", server.ports["METRICS_HTTP_PORT"]))
