@@ -1,8 +1,10 @@
 """An engine process with the counting executor.
 
-`python -m tests.pure.counting_engine ADDRESS STEP_S` serves there; without arguments it is `python -m engine.process`.
+`python -m tests.pure.counting_engine ADDRESS STEP_S MAX_STEPS` serves there and hangs after so many steps; without
+arguments it is `python -m engine.process`.
 """
 
+import math
 import runpy
 import sys
 import time
@@ -15,14 +17,15 @@ from tests.pure.counting_executor import CountingExecutor
 
 
 class SlowExecutor(CountingExecutor):
-    """So slow that a test can do something between two steps."""
+    """So slow that a test can do something between two steps; after `max_steps` it hangs."""
 
-    def __init__(self, num_blocks, block_size, step_s):
+    def __init__(self, num_blocks, block_size, step_s, max_steps=math.inf):
         super().__init__(num_blocks, block_size)
-        self._step_s = step_s
+        self.step_s = step_s
+        self._max_steps = max_steps
 
     def step(self, batch):
-        time.sleep(self._step_s)
+        time.sleep(self.step_s if len(self.batches) < self._max_steps else 600)
         return super().step(batch)
 
     def warm_up(self):
@@ -34,6 +37,6 @@ if __name__ == "__main__":
         executors.make_executor = lambda graph_dir, config: SlowExecutor(40, 4, 0.001)
         del sys.modules["engine.process"]
         runpy.run_module("engine.process", run_name="__main__")
-    address, step_s = sys.argv[1], float(sys.argv[2])
+    address, step_s, max_steps = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
     config = Config(batch_size=12, max_num_batched_tokens=32)
-    Server(Loop(SlowExecutor(40, 4, step_s), 4, config), address).run()
+    Server(Loop(SlowExecutor(40, 4, step_s, max_steps), 4, config), address).run()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+import math
 import subprocess
 import sys
 import threading
@@ -16,6 +16,7 @@ from engine.process import Server
 from engine.types import Sampling
 from tests.pure.counting_executor import CountingExecutor
 from tests.pure.service_fakes import PATIENCE_S, wait_until
+from tests.server import free_ports
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,21 +86,22 @@ def submit(client, prompt, max_new_tokens=8, request_id=None, **sampling):
 
 
 def is_empty(client):
-    """By what the engine says after everything that it was told before this call."""
-    for _ in range(2):  # the first answer may be to an earlier question
-        before = client.stats
-        wait_until(lambda before=before: client.stats is not before)
-    return [client.stats[name] for name in ("num_running", "num_waiting", "num_blocks_held")] == [0, 0, 0]
+    """By what the engine says, soon: its first answers may be to questions of before."""
+    before = client.stats
+    wait_until(lambda: client.stats is not before)
+    wait_until(lambda: not any(client.stats[name] for name in ("num_running", "num_waiting", "num_blocks_held")))
+    return True
 
 
 def a_free_address():
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+    [port] = free_ports(1)
+    return f"tcp://127.0.0.1:{port}"
 
 
 @contextmanager
-def an_engine_process(address, step_s=0.003):
-    command = [sys.executable, "-m", "tests.pure.counting_engine", address, str(step_s)]
+def an_engine_process(address, step_s=0.0, max_steps=math.inf):
+    """Hangs after `max_steps`, until it is killed."""
+    command = [sys.executable, "-m", "tests.pure.counting_engine", address, str(step_s), str(max_steps)]
     engine = subprocess.Popen(command, cwd=ROOT)
     try:
         yield engine

@@ -27,8 +27,8 @@ from server_scripts.wake import Wake
 
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = Path(__file__).with_name("fake_child.py")
-READY = {"is_live": True, "state": {"ready": True, "engine_silent_s": 0.1}}
-TIMEOUT_S = 20.0
+READY = {"is_live": True, "state": {"ready": True, "engine_silent_s": 0.0}}
+TIMEOUT_S = 60.0
 
 
 class FakeProbes:
@@ -136,7 +136,7 @@ def fake_server(folder: Path, children: dict[str, str], **options) -> Iterator[F
 def main(folder: Path, children: dict[str, str], options: dict) -> int:
     logging.basicConfig(level="INFO", stream=sys.stdout)
     timing = {"ask_every_s": 0.05, "check_for_s": options.pop("check_for_s", 30.0)}
-    limits = {"start_timeout_s": 10.0, "drain_timeout_s": 1.0, "hang_after_s": 60.0} | options
+    limits = {"start_timeout_s": TIMEOUT_S, "drain_timeout_s": 1.0, "hang_after_s": 60.0} | options
     run_dir = RunDir(folder / "run")
     lock = run_dir.lock()
     me = Process.of("supervisor", os.getpid())

@@ -17,6 +17,7 @@ from gateway.__main__ import listen, serve
 from gateway.app import make_app
 from gateway.backend import GatewaySettings
 
+PATIENCE_S = 60  # only a test that fails waits that long
 WAIT = object()  # in a script: nothing more comes until the test says `go`
 
 
@@ -119,7 +120,7 @@ class Gateway:
         self.stop = stop  # what SIGTERM does
 
     def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
 
     def send(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None):
         """-> status, headers, body; a body that is no bytes is sent as JSON."""
@@ -164,7 +165,8 @@ def events(stream: list[bytes]) -> list[Any]:
 @contextlib.contextmanager
 def openai_client(gateway: Gateway, base: str = "/v1") -> Iterator[openai.Client]:
     """The unmodified one; it repeats nothing, so that a test sees the first answer."""
-    with openai.Client(base_url=gateway.url + base, api_key="EMPTY_API_KEY", max_retries=0, timeout=10) as client:
+    url, key = gateway.url + base, "EMPTY_API_KEY"
+    with openai.Client(base_url=url, api_key=key, max_retries=0, timeout=PATIENCE_S) as client:
         yield client
 
 
@@ -189,5 +191,5 @@ def running(backend: FakeBackend, **settings: Any) -> Iterator[Gateway]:
     finally:
         with contextlib.suppress(RuntimeError):  # the test has stopped it already
             tell()
-        thread.join(10)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()

@@ -9,7 +9,7 @@ import time
 from engine.errors import EngineUnavailable
 from engine.wire import read_answer
 
-PATIENCE_S = 10
+PATIENCE_S = 60  # only a test that fails waits that long
 
 
 def wait_until(condition):

@@ -654,9 +654,9 @@ def test_an_interrupted_command_ends_at_once_and_goes_on_the_next_time(server, m
     command = [sys.executable, str(ROOT / "download_model.py"), "-m", NAME, "-d", str(tmp_path)]
     settings = os.environ | {"MODEL_MIRROR": mirror.mirror}
     with subprocess.Popen(command, env=settings, stderr=subprocess.PIPE, text=True) as running:
-        assert server.has_fallen_silent.wait(10)
+        assert server.has_fallen_silent.wait(60)
         running.send_signal(signal.SIGINT)
-        _, said = running.communicate(timeout=10)
+        _, said = running.communicate(timeout=60)
     assert running.returncode == 130
     assert said == "download_model.py: interrupted; the same command goes on from here\n"
     assert files_in(download(NAME, tmp_path, mirror).model_dir) == STATIC

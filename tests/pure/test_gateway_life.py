@@ -14,7 +14,8 @@ import pytest
 
 from gateway import answers
 from gateway.__main__ import listen
-from tests.pure.gateway_fake import WAIT, FakeBackend, chunks, events, running
+from tests.pure.gateway_fake import PATIENCE_S, WAIT, FakeBackend, chunks, events, running
+from tests.server import free_ports
 
 ROOT = Path(__file__).parents[2]
 CHAT = "/v1/chat/completions"
@@ -37,9 +38,9 @@ def test_a_client_that_leaves_cancels_its_requests_at_once(body, stream, script)
         connection = gateway.connect()
         connection.request("POST", CHAT, json.dumps({**body, "stream": stream}))
         num_requests = body.get("n", 1)
-        assert all(backend.waiting.acquire(timeout=5) for _ in range(num_requests))
+        assert all(backend.waiting.acquire(timeout=PATIENCE_S) for _ in range(num_requests))
         leave(connection)
-        assert all(backend.cancelled.acquire(timeout=5) for _ in range(num_requests))
+        assert all(backend.cancelled.acquire(timeout=PATIENCE_S) for _ in range(num_requests))
 
 
 def test_a_client_that_has_left_before_the_first_byte_is_no_error(caplog):
@@ -48,7 +49,7 @@ def test_a_client_that_has_left_before_the_first_byte_is_no_error(caplog):
         for _ in range(20):
             connection = gateway.connect()
             connection.request("POST", CHAT, json.dumps({**NATIVE, "stream": True}))
-            assert backend.waiting.acquire(timeout=5)
+            assert backend.waiting.acquire(timeout=PATIENCE_S)
             backend.go()
             leave(connection)
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
@@ -59,7 +60,7 @@ def test_a_client_that_does_not_read_is_taken_for_gone(monkeypatch):
     backend = FakeBackend(*["x" * 2**20] * 64)
     with running(backend, request_timeout_s=0.1) as gateway, contextlib.closing(gateway.connect()) as connection:
         connection.request("POST", CHAT, json.dumps({**NATIVE, "stream": True}))
-        assert backend.cancelled.acquire(timeout=5)
+        assert backend.cancelled.acquire(timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize("settings", [{"request_timeout_s": 0.05}, {}])
@@ -94,9 +95,9 @@ def begun(gateway, body):
 
 def test_running_requests_finish_while_draining_and_new_ones_are_refused():
     backend = FakeBackend("a", WAIT, "b")
-    with running(backend, drain_timeout_s=10) as gateway, contextlib.closing(gateway.connect()) as other:
+    with running(backend, drain_timeout_s=PATIENCE_S) as gateway, contextlib.closing(gateway.connect()) as other:
         with begun(gateway, NATIVE) as native, begun(gateway, OPENAI) as openai:
-            assert all(backend.waiting.acquire(timeout=5) for _ in range(2))
+            assert all(backend.waiting.acquire(timeout=PATIENCE_S) for _ in range(2))
             other.connect()
             status = None
             while status in (None, 200):  # until it has heard
@@ -115,7 +116,7 @@ def test_running_requests_finish_while_draining_and_new_ones_are_refused():
 def test_what_runs_longer_than_the_drain_timeout_ends_with_an_error_event():
     backend = FakeBackend("a", WAIT)
     with running(backend, drain_timeout_s=0.05) as gateway, begun(gateway, OPENAI) as response:
-        assert backend.waiting.acquire(timeout=5)
+        assert backend.waiting.acquire(timeout=PATIENCE_S)
         gateway.stop()
         last = events([response.read()])[-1]
     assert last["error"]["message"] == "the gateway is stopping"
@@ -126,7 +127,7 @@ def test_a_request_that_waits_for_its_first_token_is_refused_when_the_drain_time
     backend = FakeBackend(WAIT)
     with running(backend, drain_timeout_s=0.05) as gateway, contextlib.closing(gateway.connect()) as connection:
         connection.request("POST", CHAT, json.dumps(NATIVE))
-        assert backend.waiting.acquire(timeout=5)
+        assert backend.waiting.acquire(timeout=PATIENCE_S)
         gateway.stop()
         response = connection.getresponse()
         assert (response.status, json.loads(response.read())["error_code"]) == (503, 503)
@@ -146,9 +147,7 @@ def test_workers_share_a_port():
 @contextlib.contextmanager
 def a_process(module, *arguments):
     """-> the process and its port. Nobody listens on its gRPC port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    [port] = free_ports(1)
     command = [sys.executable, "-m", module, "--host", "127.0.0.1", "--port", str(port), "--grpc-port", "1", *arguments]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     try:
@@ -160,7 +159,8 @@ def a_process(module, *arguments):
 
 def status_line(port, path):
     """Asks until somebody listens."""
-    for _ in range(2000):
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
         with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)) as client:
             client.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
             return client.recv(2**16).split(b"\r\n")[0]
@@ -173,18 +173,18 @@ def test_a_worker_serves_until_sigterm_and_exits_with_0():
         assert f"worker 3 gateway: listening on 127.0.0.1:{port}" in process.stderr.readline()
         assert status_line(port, "/health") == b"HTTP/1.1 503 Service Unavailable"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
+        assert process.wait(PATIENCE_S) == 0
 
 
 def test_the_health_port_is_a_process_that_exits_with_0_on_sigterm():
     with a_process("gateway.health") as (process, port):
         assert status_line(port, "/v2/health/live") == b"HTTP/1.1 503 Service Unavailable"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
+        assert process.wait(PATIENCE_S) == 0
 
 
 def test_a_worker_that_cannot_listen_says_why():
     with a_process("gateway", "--host", "192.0.2.1") as (process, _):
-        _, log = process.communicate(timeout=10)
+        _, log = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert "cannot serve on 192.0.2.1" in log.splitlines()[-1]

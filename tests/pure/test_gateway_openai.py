@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from engine.errors import EngineUnavailable
-from tests.pure.gateway_fake import WAIT, FakeBackend, events, openai_client, running
+from tests.pure.gateway_fake import PATIENCE_S, WAIT, FakeBackend, events, openai_client, running
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BASES = ["/v1", "/v1/chat/completions"]  # the usual one and the documented one
@@ -199,7 +199,7 @@ def test_a_failing_choice_ends_its_siblings():
     backend.scripts = [("a", WAIT), ("a", "b", EngineUnavailable("gone")), ("a", WAIT)]
     with running(backend) as gateway:
         stream = events(gateway.stream(CHAT, {**A_CHAT, "n": 3, "stream": True}))
-        assert all(backend.cancelled.acquire(timeout=5) for _ in range(2))
+        assert all(backend.cancelled.acquire(timeout=PATIENCE_S) for _ in range(2))
     assert [event["error"]["message"] for event in stream if "error" in event] == ["gone"]
     assert "error" in stream[-1]
 

@@ -21,6 +21,7 @@ from engine.errors import (
 from gateway import triton_client
 from gateway.triton_client import TritonBackend
 
+PATIENCE_S = 60  # only a test that fails waits that long
 WAIT = object()  # in a script: nothing more comes
 
 
@@ -93,7 +94,7 @@ async def connected(servicer):
 
 
 async def texts_of(backend, body):
-    return [answer["token"] async for answer in backend.generate(body, 10)]
+    return [answer["token"] async for answer in backend.generate(body, PATIENCE_S)]
 
 
 def test_a_request_is_one_stream_with_the_contracts_names_and_a_list_of_one_object():
@@ -116,7 +117,7 @@ def test_a_finished_stream_ends_by_itself_and_is_not_cancelled():
         triton = FakeTriton(*tokens("a"))
         async with connected(triton) as backend:
             await texts_of(backend, {})
-            await asyncio.wait_for(triton.was_left_alone.wait(), 5)
+            await asyncio.wait_for(triton.was_left_alone.wait(), PATIENCE_S)
         assert not triton.is_cancelled.is_set()
 
     asyncio.run(scenario())
@@ -126,10 +127,10 @@ def test_closing_the_generator_cancels_the_stream():
     async def scenario():
         triton = FakeTriton(wire.delta({"token": "a", "is_end": 0}), WAIT)
         async with connected(triton) as backend:
-            answers = backend.generate({}, 10)
+            answers = backend.generate({}, PATIENCE_S)
             await anext(answers)
             await answers.aclose()
-            await asyncio.wait_for(triton.is_cancelled.wait(), 5)
+            await asyncio.wait_for(triton.is_cancelled.wait(), PATIENCE_S)
 
     asyncio.run(scenario())
 
@@ -139,11 +140,11 @@ def test_cancelling_the_task_that_waits_for_an_answer_cancels_the_stream():
         triton = FakeTriton(WAIT)
         async with connected(triton) as backend:
             task = asyncio.create_task(texts_of(backend, {}))
-            await asyncio.wait_for(triton.is_waiting.wait(), 5)
+            await asyncio.wait_for(triton.is_waiting.wait(), PATIENCE_S)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            await asyncio.wait_for(triton.is_cancelled.wait(), 5)
+            await asyncio.wait_for(triton.is_cancelled.wait(), PATIENCE_S)
 
     asyncio.run(scenario())
 
@@ -152,11 +153,12 @@ def test_a_silent_model_times_out_and_its_stream_is_cancelled():
     async def scenario():
         triton = FakeTriton(wire.delta({"token": "a", "is_end": 0}), WAIT)
         async with connected(triton) as backend:
-            answers = backend.generate({}, 0.05)
+            assert await backend.is_live()  # connecting takes its time
+            answers = backend.generate({}, 0.3)
             assert (await anext(answers))["token"] == "a"
-            with pytest.raises(TimedOut, match=r"no response for 0.05 s"):
+            with pytest.raises(TimedOut, match=r"no response for 0.3 s"):
                 await anext(answers)
-            await asyncio.wait_for(triton.is_cancelled.wait(), 5)
+            await asyncio.wait_for(triton.is_cancelled.wait(), PATIENCE_S)
 
     asyncio.run(scenario())
 
@@ -166,7 +168,7 @@ def test_closing_the_backend_ends_running_requests_with_a_reason():
         triton = FakeTriton(WAIT)
         async with connected(triton) as backend:
             task = asyncio.create_task(texts_of(backend, {}))
-            await asyncio.wait_for(triton.is_waiting.wait(), 5)
+            await asyncio.wait_for(triton.is_waiting.wait(), PATIENCE_S)
             await backend.close()
             with pytest.raises(EngineUnavailable, match="stopping"):
                 await task
@@ -258,7 +260,7 @@ def test_a_server_that_comes_back_is_used_again():
         await backend.close()
         await server.stop(None)
 
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
 
 def test_a_slow_reader_holds_the_server_back_and_loses_nothing():
@@ -267,7 +269,7 @@ def test_a_slow_reader_holds_the_server_back_and_loses_nothing():
     async def scenario():
         triton = FakeTriton(*tokens(*["x" * 2**15] * 1024))
         async with connected(triton) as backend:
-            answers = backend.generate({}, 10)
+            answers = backend.generate({}, PATIENCE_S)
             await anext(answers)
             num_before = -1
             while triton.num_sent != num_before:  # until it no longer moves
@@ -283,9 +285,9 @@ def test_a_stream_that_ended_before_it_was_read_loses_nothing():
     async def scenario():
         triton = FakeTriton(*tokens(*"abcdefgh"))
         async with connected(triton) as backend:
-            answers = backend.generate({}, 10)
+            answers = backend.generate({}, PATIENCE_S)
             first = (await anext(answers))["token"]
-            await asyncio.wait_for(triton.was_left_alone.wait(), 5)
+            await asyncio.wait_for(triton.was_left_alone.wait(), PATIENCE_S)
             assert first + "".join([answer["token"] async for answer in answers]) == "abcdefgh"
 
     asyncio.run(scenario())
@@ -297,13 +299,13 @@ def test_busy_connections_are_joined_by_another(monkeypatch):
     async def scenario():
         triton = FakeTriton(wire.delta({"token": "a", "is_end": 0}), WAIT)
         async with connected(triton) as backend:
-            streams = [backend.generate({}, 10) for _ in range(5)]
+            streams = [backend.generate({}, PATIENCE_S) for _ in range(5)]
             for stream in streams:
                 await anext(stream)
             assert len(triton.peers) == 3
             for stream in streams:
                 await stream.aclose()
-            await anext(later := backend.generate({}, 10))
+            await anext(later := backend.generate({}, PATIENCE_S))
             await later.aclose()
             assert len(triton.peers) == 3  # and they are used again
 

@@ -38,10 +38,10 @@ def a_submission(epoch, request_id, max_new_tokens=500):
 
 
 def test_a_silent_client_loses_its_requests_and_is_told_if_it_was_only_slow(monkeypatch):
-    with connected(SlowExecutor(200, 4, 0.001)) as (server, client), a_raw_client(server.address) as (ask, hear):
-        monkeypatch.setattr(process, "CLIENT_TIMEOUT_S", 0.1)
-        ask(*a_submission(server.epoch, "silent"))
-        talking = submit(client, [7], 200)
+    with connected(SlowExecutor(3000, 4, 0.001)) as (server, client), a_raw_client(server.address) as (ask, hear):
+        monkeypatch.setattr(process, "CLIENT_TIMEOUT_S", 0.5)
+        ask(*a_submission(server.epoch, "silent", 10_000))
+        talking = submit(client, [7], 600)
         while (message := hear())[0] == messages.TOKENS:
             pass
         kind, fields = message

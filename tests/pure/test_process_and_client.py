@@ -81,11 +81,12 @@ def test_sixteen_streams_survive_kills_of_the_engine():
     address = a_free_address()
     with a_client(address) as client:
         listeners = [submit(client, [n] * (n % 6 + 1), 60 + n, seed=n, temperature=n % 2) for n in range(16)]
-        for least in (5, 20):
-            with an_engine_process(address):
-                wait_until(lambda least=least: sum(len(item.token_ids) >= least for item in listeners) >= 12)
-                assert any(not listener.ends for listener in listeners)
-        with an_engine_process(address, step_s=0):
+        for _ in range(2):
+            least = 50 + sum(len(listener.token_ids) for listener in listeners)
+            with an_engine_process(address, max_steps=25):  # the shortest answer needs more than 2 x 25 steps
+                wait_until(lambda least=least: sum(len(listener.token_ids) for listener in listeners) > least)
+        assert not any(listener.ends for listener in listeners)
+        with an_engine_process(address):
             for listener in listeners:
                 assert listener.wait() == "length"
                 assert listener.token_ids == answer(listener.prompt, listener.sampling)
@@ -114,8 +115,8 @@ def test_cancelling_100_requests_at_any_moment_leaves_nothing_behind():
 
 
 def test_a_cancelled_request_frees_its_blocks_at_once_and_hears_nothing_more():
-    with connected(SlowExecutor(64, 4, 0.001)) as (_, client):
-        listener = submit(client, [5], 200)
+    with connected(SlowExecutor(30_000, 4, 0.001)) as (_, client):
+        listener = submit(client, [5], 100_000)  # would take longer than the patience of `is_empty`
         wait_until(lambda: listener.token_ids)
         client.cancel(listener.request_id)
         assert is_empty(client)
@@ -123,7 +124,6 @@ def test_a_cancelled_request_frees_its_blocks_at_once_and_hears_nothing_more():
         client.cancel(listener.request_id)
         assert is_empty(client)
         assert (len(listener.token_ids), listener.ends) == (heard, [])
-        assert heard < 200
 
 
 def test_what_cannot_fit_is_refused_with_the_numbers():
@@ -135,8 +135,11 @@ def test_what_cannot_fit_is_refused_with_the_numbers():
 
 
 def test_beyond_the_waiting_queue_requests_are_refused_and_the_others_go_on():
-    with connected(SlowExecutor(64, 4, 0.001), batch_size=2, max_cached_task_num=3) as (_, client):
+    executor = SlowExecutor(64, 4, 0.1)
+    with connected(executor, batch_size=2, max_cached_task_num=3) as (_, client):
         listeners = [submit(client, [n], 30) for n in range(12)]
+        wait_until(lambda: any(listener.ends for listener in listeners))
+        executor.step_s = 0
         refused = [ended for listener in listeners if type(ended := listener.wait()) is Overloaded]
         assert str(refused[0]) == "cached task num (3) exceeds the limit (3)"
         assert len(listeners) - len(refused) >= 5

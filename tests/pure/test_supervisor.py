@@ -3,14 +3,13 @@
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from engine.config import ENGINE_FAILED_FILE
 from server_scripts.child import MAX_BACK_OFF_S, back_off, describe_exit
-from tests.pure.fake_server import READY, fake_server
+from tests.pure.fake_server import READY, TIMEOUT_S, fake_server
 from tests.server import is_alive
 
 ALL = {"engine": "", "tritonserver": "with helper", "gateway-0": "", "health": ""}
@@ -24,7 +23,7 @@ def test_engine_and_tritonserver_start_first_and_the_gateway_stops_first(tmp_pat
         server.answer(**READY)
         server.wait_until_ready()
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(20) == 0
+        assert server.process.wait(TIMEOUT_S) == 0
         ended = [line for line in server.notes if line.endswith("ended")]
         assert set(ended[:2]) == {"gateway-0 ended", "health ended"}
         assert ended[2:] == ["tritonserver ended", "engine ended"]
@@ -40,7 +39,7 @@ def test_nothing_is_left_after_the_end_not_even_orphans(tmp_path):
         other.touch()
         try:
             server.process.send_signal(signal.SIGTERM)
-            assert server.process.wait(20) == 0
+            assert server.process.wait(TIMEOUT_S) == 0
             assert not any(map(is_alive, pids))
             assert not shm.exists()
             assert other.exists()
@@ -63,7 +62,7 @@ def test_orphans_that_have_left_their_session_end_with_the_server(tmp_path):
         server.wait_until_ready()
         daemon = server.noted_pid("engine")
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(20) == 0
+        assert server.process.wait(TIMEOUT_S) == 0
         assert not is_alive(daemon)
 
 
@@ -77,14 +76,12 @@ def test_nothing_survives_a_supervisor_that_is_killed(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["engine", "tritonserver", "gateway-0", "health"])
-def test_a_child_that_dies_is_started_again_at_once(tmp_path, name):
+def test_a_child_that_dies_is_started_again(tmp_path, name):
     with fake_server(tmp_path, ALL) as server:
         server.wait_until_ready()
         pid = server.pid_of(name)
         os.kill(pid, signal.SIGKILL)
-        started = time.monotonic()
         server.wait_until_replaced(name, pid)
-        assert time.monotonic() - started < 2
         server.wait_until(lambda: server.notes.count(f"{name} started") == 2)
         assert server.process.poll() is None
 
@@ -151,7 +148,7 @@ def test_an_engine_that_is_still_loading_is_left_alone(tmp_path):
 def test_a_child_that_fails_during_the_start_fails_the_start_with_its_last_words(tmp_path):
     with fake_server(tmp_path, ALL | {"engine": "failing"}) as server:
         server.answer(is_live=False)
-        assert server.process.wait(20) == 1
+        assert server.process.wait(TIMEOUT_S) == 1
         assert "failed: engine ended with exit status 7" in server.log
         assert "the last words of a failing child" in server.log
         assert server.state is None
@@ -160,7 +157,7 @@ def test_a_child_that_fails_during_the_start_fails_the_start_with_its_last_words
 def test_a_start_that_takes_too_long_fails(tmp_path):
     with fake_server(tmp_path, ALL, start_timeout_s=1.0) as server:
         server.answer(is_live=True, state={"ready": False, "reason": "the engine is starting", "engine_silent_s": 1e9})
-        assert server.process.wait(20) == 1
+        assert server.process.wait(TIMEOUT_S) == 1
         assert "failed: not ready after START_TIMEOUT, 1 s" in server.log
         assert "tritonserver is up, the engine is starting" in server.log
 
@@ -168,7 +165,7 @@ def test_a_start_that_takes_too_long_fails(tmp_path):
 def test_a_port_that_does_not_answer_fails_the_start(tmp_path):
     with fake_server(tmp_path, ALL, check_for_s=0.2) as server:
         server.answer(**READY, check_error="port 9965: connection refused")
-        assert server.process.wait(20) == 1
+        assert server.process.wait(TIMEOUT_S) == 1
         assert "a request was not answered: port 9965: connection refused" in server.log
 
 
@@ -177,7 +174,7 @@ def test_a_child_that_does_not_end_is_killed(tmp_path):
         server.wait_until_ready()
         pid = server.pid_of("gateway-0")
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(20) == 0
+        assert server.process.wait(TIMEOUT_S) == 0
         assert not is_alive(pid)
         assert "gateway-0 has not ended in time, killing it" in server.log
 
@@ -213,10 +210,8 @@ def test_the_second_signal_insists(tmp_path):
         server.wait_until_ready()
         server.process.send_signal(signal.SIGTERM)
         server.wait_until(lambda: "tritonserver ended" in server.notes)
-        started = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(20) == 0
-        assert time.monotonic() - started < 5
+        assert server.process.wait(TIMEOUT_S) == 0
 
 
 def test_a_server_survives_a_run_directory_and_a_log_folder_that_disappear(tmp_path):
@@ -228,7 +223,7 @@ def test_a_server_survives_a_run_directory_and_a_log_folder_that_disappear(tmp_p
         server.wait_until(lambda: server.notes.count("engine started") == 2)
         assert "the state file could not be written" in server.log
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(20) == 0
+        assert server.process.wait(TIMEOUT_S) == 0
 
 
 def test_a_server_that_cannot_say_that_it_is_ready_fails_its_start(tmp_path):

@@ -49,13 +49,13 @@ def test_a_wait_lasts_its_time_when_nothing_happens(wake):
 def test_what_was_set_before_a_wait_ends_that_wait_and_not_the_next(wake):
     wake.set()
     wake.set()
-    assert seconds_in(wake.wait, 20) < 10
+    assert seconds_in(wake.wait, 60) < 30
     assert seconds_in(wake.wait, 0.05) >= 0.049
 
 
 def test_another_thread_ends_a_wait(wake):
     threading.Timer(0.05, wake.set).start()
-    assert 0.04 < seconds_in(wake.wait, 20) < 10
+    assert seconds_in(wake.wait, 60) < 30
 
 
 def test_a_signal_that_came_before_a_wait_ends_it(wake):
@@ -63,7 +63,7 @@ def test_a_signal_that_came_before_a_wait_ends_it(wake):
     try:
         wake.on_signals()
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert seconds_in(wake.wait, 20) < 10
+        assert seconds_in(wake.wait, 60) < 30
     finally:
         signal.signal(signal.SIGUSR1, before)
 
@@ -71,7 +71,7 @@ def test_a_signal_that_came_before_a_wait_ends_it(wake):
 def test_more_news_than_the_pipe_holds_block_nobody(wake):
     for _ in range(1 << 17):
         wake.set()
-    assert seconds_in(wake.wait, 20) < 10
+    assert seconds_in(wake.wait, 60) < 30
 
 
 def test_a_storm_of_signals_locks_nothing_up():

@@ -95,7 +95,7 @@ def facts(server):
         return stream.next()[0]
 
 
-def wait_until_idle(server, seconds=20):
+def wait_until_idle(server, seconds=60):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         state = facts(server)
@@ -252,7 +252,7 @@ def test_a_killed_engine_costs_a_pause_and_not_a_token(server):
         undisturbed = list(pool.map(tokens, bodies))
         restarts = facts(server)["num_restarts"]
         disturbed = [pool.submit(tokens, body) for body in bodies]
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while facts(server)["num_running"] < 16 and time.monotonic() < deadline:
             pass
         os.kill(server.pid_of("engine"), signal.SIGKILL)
@@ -345,7 +345,7 @@ def test_a_duplicate_req_id_is_refused_while_the_first_goes_on(server):
     first = long_answers(server, 1, seed=5, length=1000)[0]
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(stream_lines, server, first)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not facts(server)["num_open"] and time.monotonic() < deadline:
             pass
         status, answer = post(server, "/v1/chat/completions", first | {"stream": False})
@@ -390,7 +390,7 @@ def test_without_an_http_port_grpc_is_served_alone(tmp_path):
 
 
 def get(port, path):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     with contextlib.closing(connection):
         connection.request("GET", path)
         response = connection.getresponse()
@@ -404,7 +404,7 @@ def test_health_answers_on_its_own_port(server):
 
 def test_metrics_are_on_tritons_page(server):
     post(server, "/v1/chat/completions", {"messages": CHAT, "max_dec_len": 16})
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     names = ("llm_generated_tokens_total", "llm_time_to_first_token_seconds_bucket", "llm_kv_blocks",
              "llm_engine_restarts_total", "inference_server_metrics", "nv_trt_llm_kv_cache_block_metrics")  # fmt: skip
     while time.monotonic() < deadline:
@@ -441,7 +441,7 @@ def test_an_engine_that_keeps_dying_fails_requests_and_readiness(tmp_path):
             body = long_answers(server, 1)[0] | {"stream": False}
             status, answer = post(server, "/v1/chat/completions", body)
             assert (status, answer["error_type"]) == (503, "engine_unavailable")
-            deadline = time.monotonic() + 5  # an answer may be a moment old
+            deadline = time.monotonic() + 60  # an answer may be a moment old
             while get(server.ports["HEALTH_HTTP_PORT"], "/v2/health/ready")[0] != 503:
                 assert time.monotonic() < deadline
             assert get(server.ports["HEALTH_HTTP_PORT"], "/v2/health/live")[0] == 200

@@ -128,7 +128,6 @@ def test_a_killed_process_is_noticed_and_the_server_answers_again(echo, name):
     server, process = echo
     wait_until(lambda: pid_or_zero(server, "stub"), server.run_dir.parent, process)
     before = server.pid_of("tritonserver")
-    killed_at = time.monotonic()
     os.kill(server.pid_of(name), signal.SIGKILL)
 
     def answers():
@@ -138,7 +137,6 @@ def test_a_killed_process_is_noticed_and_the_server_answers_again(echo, name):
             return False
 
     wait_until(answers, server.run_dir.parent, process)
-    assert time.monotonic() - killed_at < 20
     assert words(server, "and again") == ["and", "again"]
     assert len(shared_memory(server)) == 1  # the killed one's is gone
 
