@@ -112,11 +112,13 @@ def test_a_request_is_one_stream_with_the_contracts_names_and_a_list_of_one_obje
     asyncio.run(scenario())
 
 
-def test_a_finished_stream_ends_by_itself_and_is_not_cancelled():
+@pytest.mark.parametrize("last", [*tokens("a"), wire.failure(Overloaded("full"), None)])
+def test_a_finished_stream_ends_by_itself_and_is_not_cancelled(last):
     async def scenario():
-        triton = FakeTriton(*tokens("a"))
+        triton = FakeTriton(last)
         async with connected(triton) as backend:
-            await texts_of(backend, {})
+            with contextlib.suppress(Overloaded):
+                await texts_of(backend, {})
             await asyncio.wait_for(triton.was_left_alone.wait(), PATIENCE_S)
         assert not triton.is_cancelled.is_set()
 

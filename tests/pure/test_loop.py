@@ -38,6 +38,7 @@ def test_logprobs_come_with_their_token():
 
 def test_the_counters_tell_what_was_done():
     loop = a_loop(batch_size=2)
+    assert loop.stats()["step_time_s"] == 0
     for first in (10, 20, 30):
         loop.add(a_request(range(first, first + 5), 2))
     loop.step()
@@ -66,10 +67,20 @@ def test_dropping_is_counted_once_and_harmless_twice():
     loop = a_loop()
     loop.add(a_request([10]))
     loop.step()
-    loop.drop("10")
-    loop.drop("10")
-    assert loop.is_idle
-    assert (loop.stats()["num_dropped"], loop.stats()["num_blocks_held"]) == (1, 0)
+    for _ in range(2):
+        loop.drop("10")
+        assert loop.is_idle
+        assert (loop.stats()["num_dropped"], loop.stats()["num_blocks_held"]) == (1, 0)
+
+
+@pytest.mark.parametrize("becomes_idle", [Loop.step, lambda loop: loop.drop("10")])
+def test_a_block_that_got_lost_is_noticed_when_the_loop_becomes_idle(becomes_idle):
+    loop = a_loop()
+    loop.add(a_request([10], 2))
+    loop.step()
+    loop.scheduler.pool.take(1)
+    with pytest.raises(AssertionError):
+        becomes_idle(loop)
 
 
 def test_the_settings_limit_the_schedule():

@@ -1,7 +1,10 @@
 """The engine's process and its client over real sockets: crashes, cancellations and refusals."""
 
+import fcntl
 import random
+import select
 import socket
+import threading
 import time
 
 import pytest
@@ -23,7 +26,7 @@ from tests.pure.engine_helpers import (
     is_empty,
     submit,
 )
-from tests.pure.service_fakes import wait_until
+from tests.pure.service_fakes import PATIENCE_S, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -159,11 +162,44 @@ def test_when_the_engine_is_given_up_everybody_is_told_why(tmp_path):
             submit(client, [6])
 
 
+def test_a_submission_does_not_wait_for_the_next_heartbeat(monkeypatch):
+    with connected() as (_, client):
+        wait_until(lambda: client.stats)
+        monkeypatch.setattr(client_module, "PING_INTERVAL_S", 3600)
+        assert submit(client, [5], 2).wait() == "length"
+
+
+def test_more_submissions_than_the_pipe_holds_block_nobody_and_leave_no_wake_up_behind():
+    class Slow(Collector):
+        def token(self, *args):
+            entered.set()
+            assert gate.wait(PATIENCE_S)
+            super().token(*args)
+
+    gate, entered = threading.Event(), threading.Event()
+    with connected(max_cached_task_num=10_000) as (_, client):
+        fcntl.fcntl(client._pipe[1], fcntl.F_SETPIPE_SZ, 4096)
+        slow = Slow()
+        client.submit("slow", [5], Sampling(1), slow)
+        assert entered.wait(PATIENCE_S)
+        listeners = [submit(client, [5], 1, f"id {n}") for n in range(5000)]
+        gate.set()
+        assert [listener.wait() for listener in (slow, *listeners)] == ["length"] * 5001
+        wait_until(lambda: not select.select([client._pipe[0]], [], [], 0)[0])
+
+
 def test_closing_ends_what_is_open_and_refuses_what_comes():
+    class Slow(Collector):
+        def ended(self, error):
+            time.sleep(0.05)
+            super().ended(error)
+
     client = EngineClient(a_free_address())
-    listener = submit(client, [5])
+    listener = Slow()
+    listener.request_id = "slow"
+    client.submit(listener.request_id, [5], Sampling(1), listener)
     client.close()
-    assert type(listener.wait()) is EngineUnavailable
+    assert [type(error) for error in listener.ends] == [EngineUnavailable]
     with pytest.raises(EngineUnavailable, match="the server is stopping"):
         submit(client, [6])
     client.cancel(listener.request_id)
