@@ -138,8 +138,6 @@ async def show_endpoints(request: web.Request) -> web.Response:
 
 
 async def show_health(request: web.Request) -> web.Response:
-    if request.app[DRAINING].is_set():
-        raise EngineUnavailable("the server is stopping")
     return as_response(await request.app[READY]())
 
 

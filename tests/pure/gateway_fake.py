@@ -29,10 +29,11 @@ def a_logprob(text: str) -> dict[str, Any]:
 class FakeBackend:
     """Answers every request with the script: a text is a delta of one token, an exception is raised, WAIT waits."""
 
-    def __init__(self, *script: Any, finish_reason: str = "stop", state: dict[str, Any] | None = None):
+    def __init__(self, *script: Any, finish_reason="stop", stop_reason=None, state: dict[str, Any] | None = None):
         self.script = script
         self.scripts: list[tuple[Any, ...]] = []  # of the first requests, when they differ
         self.finish_reason = finish_reason
+        self.stop_reason = stop_reason
         self.state = {"ready": True, "reason": "", "model_len": 8192} if state is None else state
         self.bodies: list[dict[str, Any]] = []
         self.num_probes = 0
@@ -40,7 +41,7 @@ class FakeBackend:
         self.cancelled = threading.Semaphore(0)  # released when a request is closed before its end
         self._go: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._closed = False
+        self.is_closed = False
 
     def go(self) -> None:
         self._loop.call_soon_threadsafe(self._go.set)
@@ -58,7 +59,7 @@ class FakeBackend:
                 if item is WAIT:
                     self.waiting.release()
                     await self._wait(timeout_s)
-                    if self._closed:
+                    if self.is_closed:
                         raise EngineUnavailable("the gateway is stopping")
                 else:
                     yield self._response(body, texts, item)
@@ -92,7 +93,7 @@ class FakeBackend:
 
     def _end(self, texts: list[str]) -> dict[str, Any]:
         whole = {"tokens_all_num": len(texts), "tokens_all_ids": list(range(len(texts))), "tokens_all": "".join(texts)}
-        return {"is_end": 1, "finish_reason": self.finish_reason, "stop_reason": None, **whole}
+        return {"is_end": 1, "finish_reason": self.finish_reason, "stop_reason": self.stop_reason, **whole}
 
     async def probe(self) -> dict[str, Any]:
         self.num_probes += 1
@@ -106,7 +107,7 @@ class FakeBackend:
         return not isinstance(self.state, Exception)
 
     async def close(self) -> None:
-        self._closed = True
+        self.is_closed = True
         if self._go is not None:
             self._go.set()
 

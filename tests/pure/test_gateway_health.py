@@ -9,12 +9,13 @@ import pytest
 from aiohttp import web
 
 from engine.errors import EngineUnavailable
+from gateway import health
 from gateway.health import make_health_app
 from tests.pure.gateway_fake import PATIENCE_S, WAIT, FakeBackend, running
 
 
-async def ask(backend, *paths, http=None, timeout_s=PATIENCE_S):
-    """-> [(status, body)] of all paths, asked at once."""
+async def ask(backend, *paths, http=None, timeout_s=PATIENCE_S, times=1):
+    """-> [(status, body)] of all paths, asked at once; the last of several times."""
     runner = web.AppRunner(make_health_app(backend, timeout_s, http))
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -27,7 +28,9 @@ async def ask(backend, *paths, http=None, timeout_s=PATIENCE_S):
 
     try:
         async with aiohttp.ClientSession() as session:
-            return await asyncio.gather(*[get(session, path) for path in paths])
+            for _ in range(times):
+                answers = await asyncio.gather(*[get(session, path) for path in paths])
+            return answers
     finally:
         await runner.cleanup()
 
@@ -60,6 +63,19 @@ def test_many_who_ask_at_once_cost_one_probe():
     backend = FakeBackend()
     assert asyncio.run(ask(backend, *["ready"] * 50)) == [(200, "")] * 50
     assert backend.num_probes == 1
+
+
+@pytest.mark.parametrize(("max_age_s", "num_probes"), [(3600, 1), (-1, 3)])
+def test_an_answer_is_good_for_a_while_and_no_longer(monkeypatch, max_age_s, num_probes):
+    monkeypatch.setattr(health, "MAX_AGE_S", max_age_s)
+    backend = FakeBackend()
+    assert asyncio.run(ask(backend, "ready", times=3)) == [(200, "")]
+    assert backend.num_probes == num_probes
+
+
+def test_the_connections_to_the_model_are_closed_in_the_end():
+    asyncio.run(ask(backend := FakeBackend(), "live"))
+    assert backend.is_closed
 
 
 def test_live_needs_the_http_port_where_http_is_served():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.errors import EngineUnavailable
 from tests.pure.gateway_fake import FakeBackend, running
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -111,6 +112,7 @@ def test_wrong_paths_and_methods_are_told_in_json(gateway, method, path, status,
     answer = json.loads(payload)
     assert got == status
     assert message in answer["error"]["message"]
+    assert answer["error"]["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
     assert ("Allow" in headers) == (status == 405)
 
 
@@ -140,6 +142,13 @@ def test_the_log_has_a_line_a_request_and_no_word_of_the_clients(caplog):
     assert [line.split()[:3] for line in lines] == [["POST", CHAT, "200"], ["POST", CHAT, "400"], ["OTHER", "-", "404"]]
     assert lines[0].endswith("native 2 tokens")
     assert "s3cret" not in caplog.text.lower()
+
+
+def test_the_log_tells_how_a_stream_that_began_well_has_ended(caplog):
+    with caplog.at_level(logging.INFO), running(FakeBackend("a", EngineUnavailable("gone"))) as gateway:
+        gateway.stream(CHAT, {**NATIVE, "stream": True})
+    [line] = [record.getMessage() for record in caplog.records if record.name == "gateway.app"]
+    assert line.split()[:3] == ["POST", CHAT, "503"]
 
 
 def test_one_connection_serves_one_request_after_the_other(gateway):

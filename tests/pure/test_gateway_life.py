@@ -1,6 +1,7 @@
 """Clients that leave, models that fall silent, and workers that are told to stop."""
 
 import contextlib
+import http.client
 import json
 import signal
 import socket
@@ -8,9 +9,12 @@ import struct
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from gateway import answers
 from gateway.__main__ import listen
@@ -61,6 +65,8 @@ def test_a_client_that_does_not_read_is_taken_for_gone(monkeypatch):
     with running(backend, request_timeout_s=0.1) as gateway, contextlib.closing(gateway.connect()) as connection:
         connection.request("POST", CHAT, json.dumps({**NATIVE, "stream": True}))
         assert backend.cancelled.acquire(timeout=PATIENCE_S)
+        with pytest.raises((ConnectionError, http.client.IncompleteRead)):
+            connection.getresponse().read()
 
 
 @pytest.mark.parametrize("settings", [{"request_timeout_s": 0.05}, {}])
@@ -181,6 +187,28 @@ def test_the_health_port_is_a_process_that_exits_with_0_on_sigterm():
         assert status_line(port, "/v2/health/live") == b"HTTP/1.1 503 Service Unavailable"
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) == 0
+
+
+class AliveServicer(service_pb2_grpc.GRPCInferenceServiceServicer):
+    def ServerLive(self, request, context):  # noqa: N802
+        return service_pb2.ServerLiveResponse(live=True)
+
+
+def test_the_health_port_is_live_once_the_http_port_is():
+    [grpc_port, http_port] = free_ports(2)
+    server = grpc.server(ThreadPoolExecutor(1))
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(AliveServicer(), server)
+    server.add_insecure_port(f"127.0.0.1:{grpc_port}")
+    server.start()
+    ports = ["--grpc-port", str(grpc_port), "--http-port", str(http_port)]
+    with a_process("gateway.health", *ports) as (_, port):
+        assert status_line(port, "/v2/health/live") == b"HTTP/1.1 503 Service Unavailable"
+        with socket.create_server(("127.0.0.1", http_port)):
+            deadline = time.monotonic() + PATIENCE_S
+            while status_line(port, "/v2/health/live") != b"HTTP/1.1 200 OK":  # an answer may be a moment old
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+    server.stop(None).wait()
 
 
 def test_a_worker_that_cannot_listen_says_why():

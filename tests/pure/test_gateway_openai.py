@@ -53,6 +53,7 @@ def test_the_documented_completion_stream_works(base):
         chunks = list(stream)
     assert "".join(chunk.choices[0].text for chunk in chunks) == "I am fine"
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None, None, "stop"]
+    assert {chunk.object for chunk in chunks} == {"text_completion"}
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -89,6 +90,14 @@ def test_the_models_are_listed_with_their_length(base):
         assert client.models.retrieve("deepseek-ai/R1") == model
         with pytest.raises(openai.NotFoundError, match="the served model is `deepseek-ai/R1`"):
             client.models.retrieve("gpt-4")
+
+
+def test_the_stop_string_is_told_with_the_finish_reason():
+    with client_for(FakeBackend("a", stop_reason="END")) as client:
+        [choice] = client.chat.completions.create(**A_CHAT).choices
+        chunks = list(client.chat.completions.create(**A_CHAT, stream=True))
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", "END")
+    assert [getattr(chunk.choices[0], "stop_reason", "absent") for chunk in chunks] == ["absent", "absent", "END"]
 
 
 # --- streams, to the byte ---------------------------------------------------------------------------------------
@@ -178,7 +187,9 @@ def test_streamed_choices_are_interleaved_and_each_ends_once():
     [
         ("hi", [{"text": "hi"}]),
         (["hi", "ho"], [{"text": "hi"}, {"text": "ho"}]),
+        (["hi"], [{"text": "hi"}]),
         ([1, 2], [{"input_ids": [1, 2]}]),
+        ([0], [{"input_ids": [0]}]),
         ([[1, 2], [3]], [{"input_ids": [1, 2]}, {"input_ids": [3]}]),
     ],
 )

@@ -9,6 +9,7 @@ from tests.pure.gateway_fake import FakeBackend, openai_client, running
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Hello, who are you"}]
 A_CHAT = {"model": "default", "messages": MESSAGES}
+AGAIN, NOT_AGAIN = {"retry-after": "1"}, {"x-should-retry": "false"}
 A_COMPLETION = {"model": "default", "prompt": "Hello, how are you?"}
 
 
@@ -154,21 +155,24 @@ def test_what_cannot_be_done_is_refused_by_name(path, fields, param):
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(
-    ("error", "kind", "code", "headers"),
+    ("error", "kind", "names", "headers"),
     [
-        (PromptTooLong("too long"), openai.BadRequestError, "context_length_exceeded", {}),
-        (DuplicateRequest("twice"), openai.ConflictError, "duplicate_request", {"x-should-retry": "false"}),
-        (Overloaded("full"), openai.RateLimitError, "overloaded", {"retry-after": "1"}),
-        (EngineUnavailable("gone"), openai.InternalServerError, "engine_unavailable", {"retry-after": "1"}),
-        (TimedOut("silent"), openai.InternalServerError, "timeout", {"x-should-retry": "false"}),
+        (PromptTooLong("too long"), "BadRequest", "invalid_request_error context_length_exceeded", {}),
+        (DuplicateRequest("twice"), "Conflict", "invalid_request_error duplicate_request", NOT_AGAIN),
+        (Overloaded("full"), "RateLimit", "rate_limit_error overloaded", AGAIN),
+        (EngineUnavailable("gone"), "InternalServer", "server_error engine_unavailable", AGAIN),
+        (TimedOut("silent"), "InternalServer", "server_error timeout", NOT_AGAIN),
     ],
 )
-def test_a_refusal_of_the_model_keeps_its_status(stream, error, kind, code, headers):
+def test_a_refusal_of_the_model_keeps_its_status(stream, error, kind, names, headers):
+    kind = getattr(openai, f"{kind}Error")
     with running(FakeBackend(error)) as gateway, openai_client(gateway) as client, pytest.raises(kind) as caught:
         client.chat.completions.create(**A_CHAT, stream=stream)
-    assert (caught.value.status_code, caught.value.code) == (error.code, code)
+    assert caught.value.status_code == error.code
+    assert [caught.value.type, caught.value.code] == names.split()
     assert caught.value.body["message"] == str(error)
-    assert headers.items() <= dict(caught.value.response.headers).items()
+    answered = caught.value.response.headers
+    assert {name: answered[name] for name in (*AGAIN, *NOT_AGAIN) if name in answered} == headers
 
 
 def test_a_request_under_the_documented_base_url_is_never_native():
