@@ -26,7 +26,7 @@ KILL_S = 5.0
 
 def stop_timeout_s(drain_timeout_s: float) -> float:
     """The longest that `shut_down` takes."""
-    return drain_timeout_s + STOP_MARGIN_S + ENGINE_STOP_S + 2 * KILL_S
+    return drain_timeout_s + STOP_MARGIN_S + ENGINE_STOP_S + 3 * KILL_S
 
 
 def shut_down(supervisor: Supervisor) -> None:

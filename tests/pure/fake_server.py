@@ -144,7 +144,7 @@ def main(folder: Path, children: dict[str, str], options: dict) -> int:
     supervisor = Supervisor(
         specs=[a_spec(name, what, folder) for name, what in children.items()],
         run_dir=run_dir,
-        state=State("starting", me, time.time(), "fake", "127.0.0.1", {}, str(folder), run_dir.shm_prefix, 10.0),
+        state=State("preparing", me, time.time(), "fake", "127.0.0.1", {}, str(folder), run_dir.shm_prefix, 10.0),
         limits=Limits(**limits),
         prober=Prober(lambda: FakeProbes(folder / "answers.json"), wake.set, **timing),
         wake=wake,

@@ -7,6 +7,8 @@ asks for (one test proves that): model info, tree, resolve with HEAD, weights re
 import hashlib
 import json
 import re
+import socket
+import struct
 import threading
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -22,10 +24,12 @@ class Fault:
     """What goes wrong with one request of a path, once."""
 
     status: int = 200
-    cut_after: int | None = None  # bytes of the body, then the connection is gone
     body: bytes | None = None  # instead of the right one
+    cut_after: int | None = None  # bytes of the body, then the connection is gone
+    resets: bool = False  # ... with a reset, which may take some of these bytes with it
     knows_ranges: bool = True
     max_range: int | None = None  # bytes of an answer to a range
+    tells_length: bool = True  # if not, the end of the connection is the end of the body
     is_silent: bool = False  # no answer until the server ends
     headers: dict[str, str] = field(default_factory=dict)  # of an answer that is not 200
 
@@ -40,6 +44,7 @@ class ModelServer:
         self.private: set[str] = set()
         self.faults: dict[str, list[Fault]] = defaultdict(list)  # URL path -> what to do wrong, in order
         self.requests: list[tuple[str, str, str | None]] = []  # method, path, range
+        self.edit = lambda row: row  # of what the hub says of a file
         self.has_fallen_silent = threading.Event()
         self.ends = threading.Event()
         self.tokens: dict[str, str | None] = {}  # path -> authorization of its last request
@@ -122,7 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif path in self.site.closed and token != f"Bearer {TOKEN}":
             self._send(401, b"", **{"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is\t\x1brestricted"})
         elif match := re.fullmatch("/api/models/([^/]+/[^/]+)(/(tree|revision)/[^/]+)?", path):
-            self._send_list(match[1], token)
+            self._send_list(match[1], token, fault)
         elif path in self.site.redirects:
             body = self.site.contents[self.site.redirects[path]]
             linked = {"X-Linked-Etag": f'"{hashlib.sha256(body).hexdigest()}"', "X-Linked-Size": len(body)}
@@ -134,7 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def _send_list(self, repo_id: str, token: str | None) -> None:
+    def _send_list(self, repo_id: str, token: str | None, fault: Fault) -> None:
         files = self.site.repos.get(repo_id)
         if files is None or (repo_id in self.site.private and token != f"Bearer {TOKEN}"):
             self._send(401, b"{}", **{"X-Error-Code": "RepoNotFound"})
@@ -144,28 +149,35 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(200, json.dumps(rows).encode())
             return
         siblings = [metadata(path, body, "rfilename", "blobId") for path, body in files.items()]
+        siblings = [self.site.edit(row) for row in siblings]
         info = {"id": repo_id, "modelId": repo_id, "sha": COMMIT, "tags": [], "siblings": siblings}
-        self._send(200, json.dumps(info).encode())
+        self._send(200, fault.body or json.dumps(info).encode())
 
     def _send_file(self, body: bytes, fault: Fault) -> None:
         body = body if fault.body is None else fault.body
         headers = {"ETag": f'"{git_name(body)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         start = re.fullmatch(r"bytes=(\d+)-", self.headers["Range"] or "")
         if start is None or not fault.knows_ranges:
-            self._send(200, body, fault.cut_after, **headers)
+            self._send(200, body, fault, **headers)
         elif int(start[1]) >= len(body):
             self._send(416, b"", **{"Content-Range": f"bytes */{len(body)}"})
         else:
             first = int(start[1])
             part = body[first:][: fault.max_range]
             headers["Content-Range"] = f"bytes {first}-{first + len(part) - 1}/{len(body)}"
-            self._send(206, part, fault.cut_after, **headers)
+            self._send(206, part, fault, **headers)
 
-    def _send(self, status: int, body: bytes, cut_after: int | None = None, **headers) -> None:
+    def _send(self, status: int, body: bytes, fault: Fault | None = None, **headers) -> None:
+        fault = fault or Fault()
         self.send_response(status)
-        for name, value in {"Content-Length": len(body), **headers}.items():
+        if fault.tells_length:
+            headers["Content-Length"] = len(body)
+        for name, value in headers.items():
             self.send_header(name, str(value))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body[:cut_after])
-        self.close_connection = self.close_connection or cut_after is not None
+            self.wfile.write(body[: fault.cut_after])
+        if fault.resets:
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
+        self.close_connection |= fault.cut_after is not None or not fault.tells_length

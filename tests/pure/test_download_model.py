@@ -269,6 +269,19 @@ def test_a_server_may_send_less_than_the_rest(server, mirror, tmp_path):
     assert server.ranges_of(weights_url()) == [None, "bytes=100000-", "bytes=150000-"]
 
 
+def test_a_server_that_does_not_tell_lengths_is_fine(server, mirror, tmp_path):
+    server.faults[weights_url()] = [Fault(tells_length=False)]
+    assert files_in(download(NAME, tmp_path, mirror).model_dir) == STATIC
+    assert server.ranges_of(weights_url()) == [None]
+
+
+def test_a_connection_that_is_reset_or_falls_silent_is_made_again(server, mirror, tmp_path):
+    server.faults[weights_url()] = [Fault(cut_after=200_000, resets=True)]
+    server.faults[f"/{FOLDER}/model/config.json"] = [Fault(is_silent=True)]
+    options = replace(mirror, policy=replace(FAST, timeout_s=0.5))
+    assert files_in(download(NAME, tmp_path, options).model_dir) == STATIC
+
+
 def test_a_busy_server_is_asked_again(server, mirror, tmp_path):
     server.faults[weights_url()] = [Fault(status=503), Fault(status=429)]
     server.faults[f"/{FOLDER}/model/file_list.txt"] = [Fault(status=500)]
@@ -584,8 +597,30 @@ def test_a_static_models_name_finds_the_checkpoint_it_was_made_from(hub, tmp_pat
 
 
 def test_a_busy_hub_is_asked_again(server, hub, tmp_path):
-    server.faults["/api/models/an-org/a-model"] = [Fault(status=503), Fault(status=429)]
+    server.faults["/api/models/an-org/a-model"] = [Fault(status=500), Fault(status=429)]
     assert files_in(download(NAME, tmp_path, hub).model_dir) == CHECKPOINT
+
+
+def test_a_name_that_the_hub_does_not_know_is_asked_for_once(server, hub, tmp_path):
+    with pytest.raises(DownloadError, match="an-org/other on http://.*: no such model"):
+        download("an-org/other", tmp_path, hub)
+    assert len(server.requests) == 1
+
+
+def test_an_answer_that_no_hub_would_give_fails_at_once_with_its_address(server, hub, tmp_path):
+    server.faults["/api/models/an-org/a-model"] = [Fault(body=b"<html>Please log in</html>")]
+    with pytest.raises(DownloadError, match=f"^{NAME.rpartition('/')[0]} on {server.url}: "):
+        download(NAME, tmp_path, hub)
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "key"), [("config.json", "size"), ("config.json", "blobId"), ("model-00001-of-00002.safetensors", "size")]
+)
+def test_a_file_that_could_not_be_verified_is_refused(path, key, server, hub, tmp_path):
+    server.edit = lambda row: {k: v for k, v in row.items() if row["rfilename"] != path or k != key}
+    with pytest.raises(DownloadError, match=f"no size and checksum for {path}"):
+        download(NAME, tmp_path, hub)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,14 @@
 """One request's way back: its tokens become responses, each once, and exactly one of them is the last."""
 
+import itertools
+import re
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 
+from engine import reply as reply_module
 from engine.errors import EngineUnavailable
 from engine.latency import Latency
 from engine.prompt import Prompt
@@ -159,11 +164,35 @@ def test_logprobs_come_with_their_tokens(make):
     assert last == [{"token_id": 66, "token": "B", "bytes": [66], "logprob": -9999.0, "top": []}]
 
 
-def test_times_are_told_to_who_measures(make):
+def test_times_are_told_to_who_measures(make, monkeypatch):
+    ticks = itertools.count(100)  # a second each time somebody looks
+    monkeypatch.setattr(reply_module, "time", SimpleNamespace(**vars(time) | {"time": lambda: next(ticks)}))
     reply = make(benchmark=True)
-    give(reply, "a", "length")
-    names = ("preprocess_start_time", "preprocess_end_time", "inference_start_time", "inference_current_step_time")
-    assert all(send(reply).final[name] for name in names)
+    for text, finish_reason in (("a", None), ("b", "length")):
+        give(reply, text, finish_reason)
+        send(reply)
+    names = ("preprocess_start_time", "preprocess_end_time", "schedule_start_time", "inference_current_step_time")
+    for fields, _ in reply._sender.sent:
+        assert all(re.fullmatch(r"[0-9-]{10} [0-9:]{8}\.[0-9]{6}", fields[name]) for name in names)
+        assert fields["preprocess_start_time"] < fields["preprocess_end_time"] < fields["inference_current_step_time"]
+    first, last = [fields for fields, _ in reply._sender.sent]
+    assert first["inference_start_time"] == last["inference_start_time"] == "101"
+    assert (first["inference_time_cost"], last["inference_time_cost"]) == (2, 5)
+
+
+def test_a_token_without_logprobs_is_named_alone(make):
+    reply = make(num_logprobs=0)
+    give(reply, "A", "length")
+    assert send(reply).final["logprobs"] == [{"token_id": 65}]
+
+
+def test_a_token_without_text_is_sent_too(make):
+    reply = make()
+    reply.token(EOS_ID, None, None)  # as `ignore_eos` has it
+    [fields] = send(reply).deltas
+    assert (fields["token"], fields["token_ids"]) == ("", [EOS_ID])
+    send(reply)
+    assert len(reply._sender.sent) == 1
 
 
 def test_an_error_is_the_last_response(make):

@@ -3,12 +3,13 @@
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from engine.config import ENGINE_FAILED_FILE
-from server_scripts.child import MAX_BACK_OFF_S, back_off, describe_exit
+from server_scripts.child import HEALTHY_AFTER_S, MAX_BACK_OFF_S, Child, ChildSpec, back_off, describe_exit
 from tests.pure.fake_server import READY, TIMEOUT_S, fake_server
 from tests.server import is_alive
 
@@ -235,6 +236,43 @@ def test_a_server_that_cannot_say_that_it_is_ready_fails_its_start(tmp_path):
         server.answer(**READY)
         assert server.process.wait(20) == 1
         assert "failed: the state file in " in server.log
+
+
+@pytest.fixture
+def child():
+    return Child(ChildSpec("engine", [], {}, Path(), max_crashes=3))
+
+
+def test_a_child_that_has_ended_is_due_at_once_and_later_the_second_time(child):
+    child.process = object()
+    child.has_ended(signal.SIGKILL)
+    assert child.process is None
+    assert child.restart_at <= time.monotonic()
+    assert (child.num_crashes, child.last_words) == (1, "was killed by SIGKILL")
+    child.has_ended(signal.SIGKILL)
+    assert child.restart_at > time.monotonic() + back_off(2) - 0.5
+
+
+def test_crashes_that_are_far_apart_do_not_add_up(child):
+    for _ in range(10):
+        child.healthy_since = time.monotonic() - HEALTHY_AFTER_S
+        child.restart_at = None
+        child.has_ended(signal.SIGKILL)
+        assert (child.num_crashes, child.restart_at is None) == (1, False)
+
+
+def test_crashes_soon_after_each_other_add_up_until_it_is_given_up(child):
+    for number in (1, 2, 3):
+        child.healthy_since = time.monotonic()
+        child.restart_at = None
+        child.has_ended(signal.SIGKILL)
+        assert (child.num_crashes, child.restart_at is None) == (number, number == 3)
+
+
+def test_a_child_that_could_not_be_started_is_tried_again_later(child):
+    child.could_not_start(OSError("no process left"))
+    assert child.restart_at > time.monotonic()
+    assert child.last_words == "could not be started: no process left"
 
 
 def test_the_first_restart_is_at_once_and_later_ones_wait_longer():

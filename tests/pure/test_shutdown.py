@@ -1,0 +1,167 @@
+"""The end of a server in time that is not real: who is asked when, who is waited for, and who is killed."""
+
+import math
+import signal
+from types import SimpleNamespace
+
+import pytest
+
+from server_scripts import shutdown
+from server_scripts.shutdown import ENGINE_STOP_S, HEAD_START_S, IDLE_TRITON_S, STOP_MARGIN_S, STOP_WHILE_STARTING_S
+
+DRAIN_S = 30.0
+NEVER = math.inf
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+class FakeChild:
+    """Ends so many seconds after SIGTERM, and `dies_after` SIGKILL."""
+
+    def __init__(self, server, name, takes_s, dies_after=0.0):
+        self.spec = SimpleNamespace(name=name)
+        self.process = object()
+        self._server, self._takes_s, self._dies_after, self._ends_at = server, takes_s, dies_after, NEVER
+
+    def signal(self, number):
+        if self.process:
+            assert number == signal.SIGTERM
+            self._server.note(f"{self.spec.name} asked")
+            self._ends_at = self._server.clock.now + self._takes_s
+
+    def kill(self):
+        self._server.note(f"{self.spec.name} killed")
+        self._ends_at = self._server.clock.now + self._dies_after
+
+    def reap(self):
+        if self.process and self._server.clock.now >= self._ends_at:
+            self._server.note(f"{self.spec.name} ended")
+            self.process = None
+
+
+class FakeServer:
+    """As much of a Supervisor as a shutdown needs. `notes`: what happened, and after how many seconds."""
+
+    def __init__(self, clock, takes_s, phase="ready", busy_s=0.0, dies_after=0.0):
+        self.clock = clock
+        self.notes = {}
+        self.children = [FakeChild(self, name, seconds, dies_after) for name, seconds in takes_s.items()]
+        self.prober = SimpleNamespace(stop=lambda: self.note("prober stopped"))
+        self.state = SimpleNamespace(phase=phase, shm_prefix="prefix_")
+        self.limits = SimpleNamespace(drain_timeout_s=DRAIN_S)
+        self.run_dir = SimpleNamespace(clean_up=lambda prefix: self.note(f"cleaned up {prefix}"))
+        self.wake = SimpleNamespace(wait=clock.sleep)
+        self.on_tick = lambda: None
+        self.insists_at = NEVER
+        self._busy_s = busy_s
+        self._started = clock.now
+
+    def note(self, text):
+        assert text not in self.notes
+        self.notes[text] = self.clock.now - self._started
+
+    def set_phase(self, phase):
+        self.state.phase = phase
+
+    def reap(self):
+        for child in self.children:
+            child.reap()
+
+    def engine_is_busy(self):
+        return self.clock.now - self._started < self._busy_s
+
+    @property
+    def num_stop_signals(self):
+        return 2 if self.clock.now - self._started >= self.insists_at else 1
+
+
+@pytest.fixture
+def stop(monkeypatch):
+    """Shuts down a server whose children end so many seconds after they were asked to."""
+    clock = Clock()
+    monkeypatch.setattr(shutdown, "time", clock)
+    monkeypatch.setattr(shutdown, "Process", SimpleNamespace(of=lambda name, pid: None))
+
+    def stop(gateway=0.1, tritonserver=2.0, engine=0.1, insists_at=NEVER, adopted=(), **options):
+        monkeypatch.setattr(shutdown, "children_of", lambda pid: adopted)
+        takes_s = {"engine": engine, "tritonserver": tritonserver, "gateway-0": gateway, "health": 0.1}
+        server = FakeServer(clock, takes_s, **options)
+        server.insists_at = insists_at
+        shutdown.shut_down(server)
+        assert server.state.phase == "stopping"
+        assert list(server.notes)[0] == "prober stopped"
+        return server.notes
+
+    return stop
+
+
+def killed(notes):
+    return {name.split()[0] for name in notes if name.endswith("killed")}
+
+
+def test_each_is_asked_when_nobody_needs_it_any_more(stop):
+    notes = stop()
+    assert notes["gateway-0 asked"] == notes["health asked"] == 0
+    assert notes["gateway-0 ended"] <= notes["tritonserver asked"] < HEAD_START_S
+    assert notes["tritonserver ended"] <= notes["engine asked"] < notes["tritonserver ended"] + 0.2
+    assert notes["engine ended"] <= notes["cleaned up prefix_"] < notes["engine ended"] + 0.2
+    assert killed(notes) == set()
+
+
+def test_gateway_and_tritonserver_drain_at_the_same_time(stop):
+    notes = stop(gateway=DRAIN_S, tritonserver=DRAIN_S, busy_s=DRAIN_S)
+    assert notes["tritonserver asked"] == pytest.approx(HEAD_START_S, abs=0.1)
+    assert notes["engine asked"] == pytest.approx(DRAIN_S + HEAD_START_S, abs=0.7)
+    assert killed(notes) == set()
+
+
+def test_a_gateway_that_does_not_end_is_killed_when_the_time_is_over(stop):
+    notes = stop(gateway=NEVER)
+    assert notes["gateway-0 killed"] == pytest.approx(DRAIN_S + STOP_MARGIN_S, abs=0.1)
+    assert killed(notes) == {"gateway-0"}
+
+
+@pytest.mark.parametrize(
+    ("busy_s", "killed_at"),
+    [(0.0, HEAD_START_S + IDLE_TRITON_S), (12.0, 12 + IDLE_TRITON_S), (NEVER, DRAIN_S + STOP_MARGIN_S)],
+)
+def test_tritonserver_is_waited_for_while_the_engine_has_requests_and_a_little_longer(stop, busy_s, killed_at):
+    notes = stop(tritonserver=NEVER, busy_s=busy_s)
+    assert notes["tritonserver killed"] == pytest.approx(killed_at, abs=1.0)
+    assert killed(notes) == {"tritonserver"}
+
+
+def test_an_engine_with_requests_of_nobody_is_not_waited_for(stop):
+    assert stop(busy_s=NEVER)["cleaned up prefix_"] < 5
+
+
+def test_an_engine_that_does_not_end_is_killed(stop):
+    notes = stop(engine=NEVER)
+    assert notes["engine killed"] - notes["engine asked"] == pytest.approx(ENGINE_STOP_S, abs=0.1)
+
+
+def test_a_server_that_was_still_starting_has_nothing_to_drain(stop):
+    notes = stop(gateway=NEVER, tritonserver=NEVER, busy_s=NEVER, phase="starting")
+    assert notes["tritonserver killed"] == pytest.approx(STOP_WHILE_STARTING_S, abs=0.1)
+
+
+@pytest.mark.parametrize("insists_at", [0.0, 7.0])
+def test_a_second_signal_kills_what_is_still_there(stop, insists_at):
+    notes = stop(gateway=NEVER, tritonserver=NEVER, engine=NEVER, busy_s=NEVER, insists_at=insists_at)
+    assert killed(notes) == {"gateway-0", "tritonserver", "engine"} | ({"health"} if insists_at == 0 else set())
+    assert notes["cleaned up prefix_"] == pytest.approx(insists_at, abs=0.2)
+
+
+def test_not_even_what_cannot_be_killed_makes_it_longer_than_stop_server_waits(stop):
+    stubborn = {"gateway": NEVER, "tritonserver": NEVER, "engine": NEVER, "dies_after": NEVER}
+    notes = stop(**stubborn, busy_s=NEVER, adopted=[4711])
+    assert notes["cleaned up prefix_"] == pytest.approx(shutdown.stop_timeout_s(DRAIN_S), abs=1)
