@@ -44,11 +44,20 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path):
         RunDir(tmp_path / "run")
 
 
+def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir(mode=0o700)
+    monkeypatch.setattr(os, "getuid", lambda: (tmp_path / "run").stat().st_uid + 1)
+    with pytest.raises(ConfigError, match="must belong to this user"):
+        RunDir(tmp_path / "run")
+
+
 def test_the_lock_is_held_by_one_and_goes_with_it(tmp_path):
     run_dir = RunDir(tmp_path / "run")
     handle = run_dir.lock()
     assert handle is not None
+    num_open = len(os.listdir("/proc/self/fd"))
     assert run_dir.lock() is None
+    assert len(os.listdir("/proc/self/fd")) == num_open
     os.close(handle)
     again = run_dir.lock()
     assert again is not None

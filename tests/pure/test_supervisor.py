@@ -125,7 +125,25 @@ def test_a_silent_model_restarts_tritonserver(tmp_path):
         server.answer(is_live=True)
         server.wait_until_replaced("tritonserver", pid)
         assert "no answer from the model" in server.log
+        num_asked = server.num_asked
+        server.wait_until(lambda: server.num_asked > num_asked + 10)
+        assert server.notes.count("tritonserver started") == 2  # the new one is loading and may be silent
         server.answer(**READY)
+
+
+def test_the_shared_memory_of_a_dead_tritonserver_is_removed(tmp_path):
+    with fake_server(tmp_path, ALL) as server:
+        server.wait_until_ready()
+        shm = Path(f"/dev/shm/{server.state.shm_prefix}test")
+        shm.touch()
+        try:
+            for name, is_left in (("engine", True), ("tritonserver", False)):
+                pid = server.pid_of(name)
+                os.kill(pid, signal.SIGKILL)
+                server.wait_until_replaced(name, pid)
+                assert shm.exists() == is_left
+        finally:
+            shm.unlink(missing_ok=True)
 
 
 def test_an_engine_that_is_silent_for_too_long_is_restarted(tmp_path):
