@@ -7,6 +7,7 @@ import pytest
 from engine.detokenizer import Detokenizer
 from engine.text_stream import StopMatcher, TextOptions, TextStream
 from engine.tokenizer import Tokenizer
+from tests.byte_tokenizer import write_tokenizer
 from tests.pure.test_tokenizer import BACKENDS, TEXTS, a_byte_level_backend, a_sentencepiece_backend
 
 
@@ -74,6 +75,15 @@ def test_a_character_is_not_shown_before_it_is_complete(letters):
     stream = TextStream(letters)
     texts = [stream.push([token_id]).text for token_id in ids_of(letters, "a👍é")]
     assert texts == ["a", "", "", "", "👍", "", "é"]
+
+
+def test_a_token_that_is_held_back_in_part_is_not_counted_yet(tmp_path):
+    write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    [the] = [index for index in range(tokenizer.vocab_size) if tokenizer.token_bytes(index) == b"th"]
+    stream = TextStream(tokenizer, TextOptions(stop=("hot",)))
+    assert stream.push([the]) == ("t", 0, None)
+    assert stream.push([ord("e")]) == ("he", 2, None)
 
 
 def test_the_tokens_of_a_character_become_visible_with_it(letters):

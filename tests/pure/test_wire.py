@@ -103,6 +103,66 @@ def test_a_field_is_read_under_each_of_its_names(fields, name, value):
     assert type(found) is type(value)
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("req_id", ["x" * 256]),
+        ("input_ids", [[0], [2**31 - 1]]),
+        ("max_dec_len", [1]),
+        ("min_tokens", [1]),
+        ("topp", [0, 1]),
+        ("min_p", [0, 1]),
+        ("temperature", [0, 100]),
+        ("repetition_penalty", [0.01, 10]),
+        ("frequency_score", [-2, 2]),
+        ("presence_penalty", [-2, 2]),
+        ("seed", [-(2**63), 2**64 - 1]),
+        ("stop_token_ids", [[1] * 1024]),
+        ("stop", [["a"] * 64, "a" * 1024]),
+        ("bad_words", [["a"] * 64]),
+        ("logit_bias", [{"0": -100}, {str(2**31 - 1): 100}, {str(n): 0 for n in range(1024)}]),
+        ("logprobs", [-1, 20]),
+        ("ignore_eos", [0, 1, False, True]),
+        ("timeout", [0, 1e9]),
+        ("model", ["any", 5, {}]),
+    ],
+)
+def test_what_is_just_within_a_limit_is_taken(name, values):
+    for value in values:
+        parsed(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("topp", [-0.001, 1.001]),
+        ("min_p", [-0.001, 1.001]),
+        ("temperature", [100.1]),
+        ("penalty_score", [0.009, 10.1]),
+        ("frequency_score", [-2.1, 2.1]),
+        ("presence_score", [-2.1, 2.1]),
+        ("infer_seed", [-(2**63) - 1, 1.5]),
+        ("top_k", [-2, 1.5, True]),
+        ("logit_bias", [{"0": -101}, {str(2**31): 0}, {"-1": 0}, {"0": "much"}, []]),
+        ("logprobs", [-2]),
+        ("ignore_eos", [2]),
+        ("timeout", [1.1e9]),
+    ],
+)
+def test_what_is_just_beyond_a_limit_is_refused(name, values):
+    for value in values:
+        assert f"The `{name}" in refusal(**{name: value})
+
+
+def test_a_huge_top_k_is_as_good_as_the_largest():
+    assert parsed(top_k=2**40).top_k == 2**31 - 1
+
+
+def test_a_message_that_calls_tools_needs_no_content():
+    message = {"role": "assistant", "tool_calls": [{"type": "function"}], "content": None}
+    assert parsed(text=None, messages=[message]).messages == [message]
+
+
 def test_messages_get_the_role_of_the_user_where_they_have_none():
     messages = parsed(text=None, messages=[{"content": "hi"}, {"role": "assistant", "content": "ho"}]).messages
     assert [message["role"] for message in messages] == ["user", "assistant"]
