@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -97,6 +98,14 @@ class FakeServer:
         state = self.state
         return next((p.pid for p in state.processes if p.name == name), 0) if state else 0
 
+    def kill(self, name: str) -> int:
+        """-> the pid that it had. Never 0, which would be the test itself: a child may run a moment before its pid is
+        in the state file."""
+        self.wait_until(lambda: self.pid_of(name))
+        pid = self.pid_of(name)
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
     def wait_until(self, condition) -> None:
         deadline = time.monotonic() + TIMEOUT_S
         while not condition():
@@ -107,6 +116,7 @@ class FakeServer:
         """And until all that should run have begun to."""
         self.wait_until(lambda: self.state is not None and self.state.phase == "ready")
         self.wait_until(lambda: {f"{name} started" for name in self.names} <= set(self.notes))
+        self.wait_until(lambda: all(self.pid_of(name) for name in self.names))
         if "tritonserver" in self.names:
             self.wait_until(lambda: self.pid_of("tritonserver helper"))
 

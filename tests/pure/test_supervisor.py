@@ -52,9 +52,8 @@ def test_nothing_is_left_after_the_end_not_even_orphans(tmp_path):
 def test_a_crash_takes_what_the_child_has_started_with_it(tmp_path):
     with fake_server(tmp_path, ALL | {"engine": "with helper"}) as server:
         server.wait_until_ready()
-        helper, engine = server.noted_pid("engine"), server.pid_of("engine")
-        os.kill(engine, signal.SIGKILL)
-        server.wait_until_replaced("engine", engine)
+        helper = server.noted_pid("engine")
+        server.wait_until_replaced("engine", server.kill("engine"))
         server.wait_until(lambda: not is_alive(helper))
 
 
@@ -80,9 +79,7 @@ def test_nothing_survives_a_supervisor_that_is_killed(tmp_path):
 def test_a_child_that_dies_is_started_again(tmp_path, name):
     with fake_server(tmp_path, ALL) as server:
         server.wait_until_ready()
-        pid = server.pid_of(name)
-        os.kill(pid, signal.SIGKILL)
-        server.wait_until_replaced(name, pid)
+        server.wait_until_replaced(name, server.kill(name))
         server.wait_until(lambda: server.notes.count(f"{name} started") == 2)
         assert server.process.poll() is None
 
@@ -94,7 +91,7 @@ def test_the_engine_is_given_up_after_too_many_crashes_and_the_reason_is_written
         for number in (1, 2, 3):
             server.wait_until(lambda number=number: server.notes.count("engine started") == number)
             assert not failed.exists()
-            os.kill(server.pid_of("engine"), signal.SIGKILL)
+            server.kill("engine")
         server.wait_until(failed.exists)
         assert failed.read_text() == "the engine was killed by SIGKILL, 3 times in a row"
         assert server.notes.count("engine started") == 3
@@ -113,7 +110,7 @@ def test_a_dead_helper_of_tritonserver_restarts_it(tmp_path):
     with fake_server(tmp_path, ALL) as server:
         server.wait_until_ready()
         pid = server.pid_of("tritonserver")
-        os.kill(server.pid_of("tritonserver helper"), signal.SIGKILL)
+        server.kill("tritonserver helper")
         server.wait_until_replaced("tritonserver", pid)
         server.wait_until(lambda: server.pid_of("tritonserver helper"))
 
@@ -138,9 +135,7 @@ def test_the_shared_memory_of_a_dead_tritonserver_is_removed(tmp_path):
         shm.touch()
         try:
             for name, is_left in (("engine", True), ("tritonserver", False)):
-                pid = server.pid_of(name)
-                os.kill(pid, signal.SIGKILL)
-                server.wait_until_replaced(name, pid)
+                server.wait_until_replaced(name, server.kill(name))
                 assert shm.exists() == is_left
         finally:
             shm.unlink(missing_ok=True)
@@ -237,6 +232,7 @@ def test_a_server_survives_a_run_directory_and_a_log_folder_that_disappear(tmp_p
     with fake_server(tmp_path, ALL) as server:
         server.wait_until_ready()
         engine = server.pid_of("engine")
+        assert engine
         shutil.rmtree(tmp_path / "run")
         os.kill(engine, signal.SIGKILL)
         server.wait_until(lambda: server.notes.count("engine started") == 2)
