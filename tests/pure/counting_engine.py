@@ -32,9 +32,14 @@ class SlowExecutor(CountingExecutor):
         print("warmed up", flush=True)  # noqa: T201 - the test reads it
 
 
+def make_executor(graph_dir, config):
+    print(f"reads {graph_dir}", flush=True)  # noqa: T201 - the test reads it
+    return SlowExecutor(40, 4, 0.001)
+
+
 if __name__ == "__main__":
     if len(sys.argv) == 1:
-        executors.make_executor = lambda graph_dir, config: SlowExecutor(40, 4, 0.001)
+        executors.make_executor = make_executor
         del sys.modules["engine.process"]
         runpy.run_module("engine.process", run_name="__main__")
     address, step_s, max_steps = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])

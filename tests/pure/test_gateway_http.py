@@ -144,6 +144,15 @@ def test_the_log_has_a_line_a_request_and_no_word_of_the_clients(caplog):
     assert "s3cret" not in caplog.text.lower()
 
 
+@pytest.mark.parametrize("body", [NATIVE, {"messages": [{"role": "user", "content": "hi"}]}])
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_log_tells_how_many_tokens_were_generated(caplog, body, stream):
+    with caplog.at_level(logging.INFO), running(FakeBackend("a", "b", "c")) as gateway:
+        gateway.send("POST", CHAT, {**body, "stream": stream})
+    [line] = [record.getMessage() for record in caplog.records if record.name == "gateway.app"]
+    assert line.endswith(" 3 tokens")
+
+
 def test_the_log_tells_how_a_stream_that_began_well_has_ended(caplog):
     with caplog.at_level(logging.INFO), running(FakeBackend("a", EngineUnavailable("gone"))) as gateway:
         gateway.stream(CHAT, {**NATIVE, "stream": True})

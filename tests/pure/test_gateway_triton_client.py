@@ -23,6 +23,7 @@ from gateway.triton_client import TritonBackend
 
 PATIENCE_S = 60  # only a test that fails waits that long
 WAIT = object()  # in a script: nothing more comes
+PAUSE = object()  # in a script: what follows comes a moment later
 
 
 def tokens(*texts):
@@ -51,6 +52,9 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
                 if item is WAIT:
                     self.is_waiting.set()
                     await asyncio.Event().wait()
+                if item is PAUSE:
+                    await asyncio.sleep(0.05)
+                    continue
                 if isinstance(item, grpc.StatusCode):
                     await context.abort(item, "so it goes")
                 yield as_response(item)
@@ -115,7 +119,7 @@ def test_a_request_is_one_stream_with_the_contracts_names_and_a_list_of_one_obje
 @pytest.mark.parametrize("last", [*tokens("a"), wire.failure(Overloaded("full"), None)])
 def test_a_finished_stream_ends_by_itself_and_is_not_cancelled(last):
     async def scenario():
-        triton = FakeTriton(last)
+        triton = FakeTriton(last, PAUSE)
         async with connected(triton) as backend:
             with contextlib.suppress(Overloaded):
                 await texts_of(backend, {})

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager
 
 import pytest
@@ -11,8 +12,11 @@ import zmq
 
 from engine import client as client_module
 from engine import messages, process
+from engine.config import Config
+from engine.loop import Loop
 from engine.types import Sampling
 from tests.pure.counting_engine import SlowExecutor
+from tests.pure.counting_executor import CountingExecutor
 from tests.pure.engine_helpers import ROOT, a_client, a_free_address, a_server, connected, is_empty, submit
 from tests.pure.service_fakes import PATIENCE_S
 
@@ -48,6 +52,25 @@ def test_a_silent_client_loses_its_requests_and_is_told_if_it_was_only_slow(monk
         assert (kind, fields[1:3]) == (messages.REFUSED, ["silent", "engine_unavailable"])
         assert talking.wait() == "length"
         assert is_empty(client)
+
+
+def test_an_idle_engine_sleeps_until_it_is_spoken_to(monkeypatch):
+    monkeypatch.setattr(process, "IDLE_WAIT_MS", PATIENCE_S * 1000)
+    loop = Loop(CountingExecutor(64, 4), 4, Config())
+    steps = []
+    monkeypatch.setattr(loop, "step", lambda: steps.append(1) or [])
+    server = process.Server(loop, "tcp://127.0.0.1:*")
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    with a_raw_client(server.address) as (ask, hear):
+        for _ in range(5):
+            ask(messages.PING)
+            assert hear()[0] == messages.PONG
+        server.close()
+        ask(messages.PING)
+        thread.join(PATIENCE_S)
+    assert len(steps) <= 6
+    assert loop.executor.is_closed
 
 
 def test_what_was_meant_for_another_engine_process_is_ignored():
@@ -86,16 +109,19 @@ def start():
         engine.communicate()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_process_in_order(start, number):
+@pytest.mark.parametrize(
+    ("number", "variables"),
+    [(signal.SIGTERM, {"MODEL_DIR": "/graph"}), (signal.SIGINT, {"MODEL_DIR": "/model", "GRAPH_DIR": "/graph"})],
+)
+def test_a_signal_ends_the_process_in_order(start, number, variables):
     address = a_free_address()
-    engine = start(address, USE_WARMUP="1")
+    engine = start(address, USE_WARMUP="1", **variables)
     with a_client(address) as client:
         assert submit(client, [5], 3).wait() == "length"
         engine.send_signal(number)
         out, err = engine.communicate(timeout=PATIENCE_S)
     assert engine.returncode == 0
-    assert out == "warmed up\n"
+    assert out == "reads /graph\nwarmed up\n"
     assert "ready: 40 blocks of 4 tokens" in err
     assert "stopped" in err.splitlines()[-1]
 

@@ -132,6 +132,11 @@ def test_an_answer_is_as_long_as_asked_or_as_fits(reader, prompt_len, fields, ma
     assert sampling.min_new_tokens == fields.get("min_dec_len", 0)
 
 
+def test_a_server_whose_answers_are_one_token_gives_one_token(tokenizer):
+    reader = PromptReader(tokenizer, VOCAB_SIZE, model_len=100, max_seq_len=80, max_dec_len=1)
+    assert sampling_of(reader).max_new_tokens == 1
+
+
 @pytest.mark.parametrize(
     ("prompt_len", "fields", "message"),
     [

@@ -131,6 +131,16 @@ def test_too_many_waiting_requests_are_refused_but_never_a_replay():
     assert len(run(scheduler)) == 6
 
 
+def test_requests_that_can_start_at_once_do_not_count_as_waiting_ones():
+    scheduler = a_scheduler(max_batch=2, max_waiting=1)
+    scheduler.add(a_request([10]))
+    step(scheduler, an_executor(scheduler))
+    scheduler.add(a_request([11]))  # beside the running one
+    scheduler.add(a_request([12]))
+    with pytest.raises(Overloaded, match=r"cached task num \(1\)"):
+        scheduler.add(a_request([13]))
+
+
 def test_a_replayed_request_goes_on_where_it_was():
     for temperature in (0.0, 1.0):
         sampling = Sampling(9, temperature=temperature, seed=3)
