@@ -6,6 +6,12 @@ import subprocess
 import sys
 import time
 
+UNTIL_OVER = """
+import os, sys, time
+while not os.path.exists(sys.argv[1] + "/over"):
+    time.sleep(0.2)
+"""
+
 
 def note(folder: str, text: str) -> None:
     with open(f"{folder}/notes", "a") as file:
@@ -20,7 +26,7 @@ def main(name: str, what: str, folder: str) -> None:
 
     signal.signal(signal.SIGTERM, end)
     if what in ("with helper", "with daemon"):
-        command = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+        command = [sys.executable, "-S", "-c", UNTIL_OVER, folder]
         helper = subprocess.Popen(command, start_new_session=what == "with daemon")
         note(folder, f"{name} helper {helper.pid}")
     note(folder, f"{name} started")

@@ -141,6 +141,7 @@ def fake_server(folder: Path, children: dict[str, str], **options) -> Iterator[F
     finally:
         process.kill()
         process.wait()
+        (folder / "over").touch()  # ends what the children have started and nobody has killed
 
 
 def main(folder: Path, children: dict[str, str], options: dict) -> int:
