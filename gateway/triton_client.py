@@ -110,10 +110,11 @@ class TritonBackend:
     async def generate(self, body: dict[str, Any], timeout_s: float) -> AsyncGenerator[Answer, None]:
         request = _infer_request(body)
         connection = self._least_loaded()
-        call = connection.stub.ModelStreamInfer()
+        # gRPC writes it: a `write` of ours would wait for ever once the call is cancelled before it is connected.
+        call = connection.stub.ModelStreamInfer(iter([request]))
         connection.calls.add(call)
         try:
-            async with contextlib.aclosing(self._responses(call, request, timeout_s)) as responses:
+            async with contextlib.aclosing(self._responses(call, timeout_s)) as responses:
                 async for response in responses:
                     answer = _read(response)
                     if answer.get("error_code"):
@@ -128,13 +129,10 @@ class TritonBackend:
             connection.calls.discard(call)
             call.cancel()  # does nothing when the call has ended
 
-    async def _responses(self, call: Any, request: Any, timeout_s: float) -> AsyncGenerator[Any, None]:
+    async def _responses(self, call: Any, timeout_s: float) -> AsyncGenerator[Any, None]:
         """Triton's responses to one request, gRPC's errors translated."""
         silence = _Silence(call, timeout_s)
         try:
-            with contextlib.suppress(asyncio.InvalidStateError):  # the call has failed already: reading tells why
-                await call.write(request)
-                await call.done_writing()
             async for response in call:
                 silence.ends()
                 yield response

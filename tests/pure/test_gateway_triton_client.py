@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import socket
 
 import grpc
 import pytest
@@ -165,6 +166,43 @@ def test_a_silent_model_times_out_and_its_stream_is_cancelled():
             with pytest.raises(TimedOut, match=r"no response for 0.3 s"):
                 await anext(answers)
             await asyncio.wait_for(triton.is_cancelled.wait(), PATIENCE_S)
+
+    asyncio.run(scenario())
+
+
+@contextlib.asynccontextmanager
+async def connected_to_a_frozen_server():
+    """Its kernel accepts connections, it says nothing: no request can be written."""
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        backend = TritonBackend("127.0.0.1", frozen.getsockname()[1])
+        try:
+            yield backend
+        finally:
+            await backend.close()
+
+
+def test_a_request_that_cannot_be_written_times_out_too():
+    async def scenario():
+        async with connected_to_a_frozen_server() as backend:
+            task = asyncio.create_task(anext(backend.generate({}, 0.05)))
+            done, _ = await asyncio.wait([task], timeout=5)  # cancelling it would end it as well
+            assert done == {task}
+            with pytest.raises(TimedOut, match=r"no response for 0.05 s"):
+                await task
+
+    asyncio.run(scenario())
+
+
+def test_closing_the_backend_ends_a_request_that_cannot_be_written():
+    async def scenario():
+        async with connected_to_a_frozen_server() as backend:
+            task = asyncio.create_task(texts_of(backend, {}))
+            await asyncio.sleep(0.05)
+            await backend.close()
+            done, _ = await asyncio.wait([task], timeout=5)
+            assert done == {task}
+            with pytest.raises(EngineUnavailable, match="stopping"):
+                await task
 
     asyncio.run(scenario())
 
