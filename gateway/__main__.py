@@ -31,7 +31,9 @@ LAST_WORDS_S = 2.0  # for the error events after the drain timeout
 async def serve(app: web.Application, sock: socket.socket, stop: asyncio.Event, drain_timeout_s: float) -> None:
     """Serves until `stop` is set, then drains."""
     server_logger.addFilter(_without_bytes)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=LAST_WORDS_S)
+    runner = web.AppRunner(
+        app, handler_cancellation=True, access_log=None, shutdown_timeout=LAST_WORDS_S, auto_decompress=False
+    )
     await runner.setup()
     site = web.SockSite(runner, sock, backlog=BACKLOG)
     await site.start()

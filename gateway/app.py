@@ -15,6 +15,7 @@ import asyncio
 import json
 import logging
 import time
+import zlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -118,8 +119,9 @@ async def _read_body(request: web.Request) -> dict[str, Any]:
     limit = request.app[SETTINGS].max_body_bytes
     if (request.content_length or 0) > limit:
         raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=request.content_length)
+    payload = _unpacked(await request.read(), request.headers.get("Content-Encoding", "identity"), limit)
     try:
-        body = json.loads(await request.read())
+        body = json.loads(payload)
     except RecursionError:
         raise InvalidRequest("the request is nested too deeply") from None
     except ValueError as error:
@@ -127,6 +129,26 @@ async def _read_body(request: web.Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise InvalidRequest(f"the request must be a JSON object, it is {type(body).__name__}")
     return body
+
+
+def _unpacked(payload: bytes, encoding: str, limit: int) -> bytes:
+    """aiohttp would unpack all that comes: a few megabytes can be gigabytes, and nobody is served meanwhile."""
+    encoding = encoding.strip().lower() or "identity"
+    if encoding == "identity":
+        return payload
+    if encoding not in ("gzip", "deflate"):
+        raise InvalidRequest("the Content-Encoding of the request is not supported, gzip and deflate are")
+    is_raw = encoding == "deflate" and payload[:1] and payload[0] & 0x0F != zlib.DEFLATED
+    unpacker = zlib.decompressobj(-zlib.MAX_WBITS if is_raw else zlib.MAX_WBITS | 32)  # 32: gzip or zlib, as it begins
+    try:
+        payload = unpacker.decompress(payload, limit + 1)
+    except zlib.error:
+        raise InvalidRequest(f"the request is not valid {encoding}") from None
+    if len(payload) > limit:
+        raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=len(payload))
+    if not unpacker.eof:
+        raise InvalidRequest(f"the request is not valid {encoding}, its end is missing")
+    return payload
 
 
 # --- facts ------------------------------------------------------------------------------------------------------

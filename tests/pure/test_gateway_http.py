@@ -6,6 +6,8 @@ import json
 import logging
 import re
 import socket
+import time
+import zlib
 from pathlib import Path
 
 import pytest
@@ -93,6 +95,50 @@ def test_a_huge_body_without_an_honest_length_is_refused_too(gateway, encoding):
     with contextlib.closing(gateway.connect()) as connection:
         connection.request("POST", CHAT, body, headers, encode_chunked=encoding == "chunked")
         assert connection.getresponse().status == 413
+
+
+def test_what_unpacks_to_gigabytes_is_not_unpacked():
+    packer = zlib.compressobj(wbits=31)
+    begin = packer.compress(b"") + packer.flush(zlib.Z_FULL_FLUSH)
+    megabyte = packer.compress(bytes(2**20)) + packer.flush(zlib.Z_FULL_FLUSH)
+    bomb = begin + 2000 * megabyte
+    with running(FakeBackend("a"), max_body_bytes=len(bomb)) as gateway:
+        used_s = -time.process_time()
+        assert gateway.send("POST", CHAT, bomb, {"Content-Encoding": "gzip"})[0] == 413
+        gateway.post(CHAT, NATIVE)
+        used_s += time.process_time()
+    assert used_s < 0.5
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "GZIP", "identity"])
+def test_a_body_may_be_compressed(gateway, encoding):
+    body = json.dumps(NATIVE).encode()
+    packed = {"gzip": gzip.compress, "deflate": zlib.compress}.get(encoding.lower(), bytes)(body)
+    status, _, payload = gateway.send("POST", CHAT, packed, {"Content-Encoding": encoding})
+    assert (status, json.loads(payload)["result"]) == (200, "a")
+
+
+def test_a_body_may_be_deflated_without_a_head(gateway):
+    packer = zlib.compressobj(wbits=-15)
+    packed = packer.compress(json.dumps(NATIVE).encode()) + packer.flush()
+    assert gateway.send("POST", CHAT, packed, {"Content-Encoding": "deflate"})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body", "message"),
+    [
+        ("gzip", b"{}", "not valid gzip"),
+        ("gzip", gzip.compress(b'{"text": "hi"}', mtime=0)[:-9], "its end is missing"),
+        ("deflate", b"{}", "not valid deflate"),
+        ("deflate", b"", "its end is missing"),
+        ("br", b"{}", "gzip and deflate are"),
+    ],
+)
+def test_a_body_that_is_packed_wrongly_is_a_clear_400_and_no_trouble_of_ours(gateway, caplog, encoding, body, message):
+    status, _, payload = gateway.send("POST", CHAT, body, {"Content-Encoding": encoding})
+    assert status == 400
+    assert message in json.loads(payload)["error_msg"]
+    assert "Traceback" not in caplog.text
 
 
 @pytest.mark.parametrize(
