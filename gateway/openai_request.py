@@ -116,7 +116,7 @@ def _chat_logprobs(body: dict[str, Any]) -> int | None:
 
 
 def _logprobs(body: dict[str, Any]) -> int | None:
-    return None if body.get("logprobs") in (None, False) else _int(body, "logprobs", 0, 0, MAX_LOGPROBS)
+    return None if body.get("logprobs", False) is False else _int(body, "logprobs", 0, 0, MAX_LOGPROBS)
 
 
 def _chat_source(body: dict[str, Any]) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def _prompt_sources(body: dict[str, Any]) -> tuple[list[dict[str, Any]], list[st
         raise InvalidParameter("prompt", "`prompt` must be a text, a list of token ids, or a list of either")
     if not _checked(body, "echo", A_BOOL, False):
         return [_prompt_source(each) for each in prompts], [""] * len(prompts)
-    if "logprobs" in body or not all(isinstance(each, str) for each in prompts):
+    if body.get("logprobs", False) is not False or not all(isinstance(each, str) for each in prompts):
         raise InvalidParameter("echo", "`echo` is supported for prompts given as text and without `logprobs` only")
     return [_prompt_source(each) for each in prompts], prompts
 

@@ -72,6 +72,15 @@ def test_the_newer_name_of_max_tokens_wins():
     assert sent({**A_CHAT, "max_tokens": 5, "max_completion_tokens": 7})["max_tokens"] == 7
 
 
+@pytest.mark.parametrize(("asked", "sent_on"), [(0, 0), (2, 2), (False, None), (None, None)])
+def test_a_completion_with_logprobs_0_asks_for_those_of_the_tokens_themselves(asked, sent_on):
+    assert sent({**A_COMPLETION, "logprobs": asked}, COMPLETIONS).get("logprobs") == sent_on
+
+
+def test_logprobs_that_are_not_wanted_do_not_forbid_an_echo():
+    assert sent({**A_COMPLETION, "logprobs": False, "echo": True}, COMPLETIONS)["text"] == A_COMPLETION["prompt"]
+
+
 def test_developers_are_systems_to_the_template():
     body = sent({"messages": [{"role": "developer", "content": "be short"}]})
     assert body["messages"] == [{"role": "system", "content": "be short"}]
