@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 NUM_INTAKE_THREADS = 2
 NUM_SENDER_THREADS = 4
-MIN_CANCEL_POLL_S = 0.05
-CANCEL_POLL_SHARE = 0.03  # of one core, at most: the cores belong to the kernels
+MIN_CANCEL_POLL_S, MAX_CANCEL_POLL_S = 0.05, 0.5
+CANCEL_POLL_SHARE = 0.03  # of one core: the cores belong to the kernels
 LAST_WORDS_S = 5.0  # at most, for the final responses of requests that a stop has ended
 
 
@@ -205,5 +205,6 @@ class Service:
             for reply in replies:
                 if reply.end_if_cancelled():
                     self.client.cancel(reply.engine_id)  # now: the senders may be busy
-            # A poll costs a message to Triton for each reply, some 70 us.
-            wait = max(MIN_CANCEL_POLL_S, (time.monotonic() - started) / CANCEL_POLL_SHARE)
+            # A poll costs a message to Triton for each reply, some 70 us. One that took long, as the machine is busy, must
+            # not put off the next for longer still: requests of nobody would run.
+            wait = min(max(MIN_CANCEL_POLL_S, (time.monotonic() - started) / CANCEL_POLL_SHARE), MAX_CANCEL_POLL_S)

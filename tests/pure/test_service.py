@@ -187,6 +187,23 @@ def test_a_client_that_leaves_cancels_its_request(service, engine):
     assert service.num_open == 0
 
 
+def test_a_question_that_took_long_does_not_put_off_the_next_one_for_long(service, engine):
+    sender = service.ask([1])
+    asked = threading.Event()
+
+    def slowly():
+        time.sleep(0.4)
+        asked.set()
+        sender.is_cancelled = lambda: True
+        return False
+
+    sender.is_cancelled = slowly
+    assert asked.wait(10)
+    answered = time.monotonic()
+    assert sender.final["error_type"] == "cancelled"
+    assert time.monotonic() - answered < 2
+
+
 def test_a_client_that_leaves_frees_its_blocks_even_if_every_sender_is_busy(service, engine):
     gate, entered = threading.Event(), threading.Semaphore(0)
     for n in range(service_module.NUM_SENDER_THREADS):
