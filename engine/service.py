@@ -205,6 +205,6 @@ class Service:
             for reply in replies:
                 if reply.end_if_cancelled():
                     self.client.cancel(reply.engine_id)  # now: the senders may be busy
-            # A poll costs a message to Triton for each reply, some 70 us. One that took long because the machine is busy
-            # must not put off the next for longer still: requests of nobody would run.
+            # A poll costs a message to Triton for each reply, some 70 us. One that took long on a busy machine must not
+            # put off the next for longer still: requests of nobody would run.
             wait = min(max(MIN_CANCEL_POLL_S, (time.monotonic() - started) / CANCEL_POLL_SHARE), MAX_CANCEL_POLL_S)
