@@ -28,6 +28,7 @@ from engine.types import Request
 log = logging.getLogger(__name__)
 
 CLIENT_TIMEOUT_S = 10.0
+MAX_GAP_S = 1.0  # of the time between two looks at the socket, so much at most counts as silence of the clients
 IDLE_WAIT_MS = 200
 
 
@@ -38,7 +39,9 @@ class Server:
         self.loop = loop
         self.epoch = uuid.uuid4().hex
         self._client_of: dict[str, bytes] = {}  # request -> who asked
-        self._last_seen: dict[bytes, float] = {}
+        self._last_seen: dict[bytes, float] = {}  # by _listened_s
+        self._listened_s = 0.0  # grows like a clock, but stands still while this process does
+        self._last_look = time.monotonic()
         self._closing = False
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -69,7 +72,7 @@ class Server:
                 client, payload = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._last_seen[client] = time.monotonic()
+            self._last_seen[client] = self._listened_s
             kind, fields = messages.unpack(payload)
             if kind == messages.PING:
                 self._send(client, messages.PONG, self.epoch, self.loop.stats())
@@ -105,7 +108,10 @@ class Server:
 
     def _drop_silent_clients(self) -> None:
         now = time.monotonic()
-        for client in [c for c, seen in self._last_seen.items() if now - seen > CLIENT_TIMEOUT_S]:
+        # A paused container pauses its clients too: they must get the time to speak before they count as dead.
+        self._listened_s += min(now - self._last_look, MAX_GAP_S)
+        self._last_look = now
+        for client in [c for c, seen in self._last_seen.items() if self._listened_s - seen > CLIENT_TIMEOUT_S]:
             orphans = [request_id for request_id, owner in self._client_of.items() if owner == client]
             if orphans:
                 log.warning("a client is silent for %.0f s, dropping its %d requests", CLIENT_TIMEOUT_S, len(orphans))

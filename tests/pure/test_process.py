@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -71,6 +72,31 @@ def test_an_idle_engine_sleeps_until_it_is_spoken_to(monkeypatch):
         thread.join(PATIENCE_S)
     assert len(steps) <= 6
     assert loop.executor.is_closed
+
+
+class PausedExecutor(SlowExecutor):
+    """For whose process an hour passes during one step, as when a container is paused and goes on."""
+
+    def step(self, batch):
+        if len(self.batches) == 3:
+            process.time.lost_s += 3600
+        return super().step(batch)
+
+
+class PausedClock:
+    lost_s = 0.0
+
+    def monotonic(self):
+        return time.monotonic() + self.lost_s
+
+
+def test_a_pause_of_the_engine_is_no_silence_of_its_clients(monkeypatch):
+    monkeypatch.setattr(process, "time", PausedClock())
+    with a_server(PausedExecutor(200, 4, 0.001)) as server, a_raw_client(server.address) as (ask, hear):
+        ask(*a_submission(server.epoch, "a", 20))  # and no word more
+        heard = [hear() for _ in range(20)]
+        assert {kind for kind, _ in heard} == {messages.TOKENS}
+        assert process.time.lost_s == 3600
 
 
 def test_what_was_meant_for_another_engine_process_is_ignored():
