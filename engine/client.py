@@ -28,6 +28,7 @@ from engine.types import Logprobs, Sampling
 log = logging.getLogger(__name__)
 
 PING_INTERVAL_S = 0.25
+MAX_RECEIVED = 50  # messages in a row: an engine that is faster than we are must not keep pings and commands waiting
 
 
 class Listener(Protocol):
@@ -173,7 +174,7 @@ class EngineClient:
             self._end_all(EngineUnavailable(reason))
 
     def _receive(self) -> None:
-        while True:
+        for _ in range(MAX_RECEIVED):
             try:
                 kind, fields = messages.unpack(self._socket.recv(zmq.NOBLOCK))
             except zmq.Again:

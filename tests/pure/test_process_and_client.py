@@ -149,6 +149,21 @@ def test_beyond_the_waiting_queue_requests_are_refused_and_the_others_go_on():
         assert is_empty(client)
 
 
+def test_an_engine_faster_than_its_client_keeps_no_ping_and_no_cancellation_waiting():
+    class Slow(Collector):
+        def token(self, *args):
+            super().token(*args)
+            time.sleep(0.001)
+
+    with connected(CountingExecutor(1000, 4)) as (server, client):
+        slow, other = Slow(), submit(client, [6], 1500)
+        client.submit("slow", [5], Sampling(1500, temperature=0), slow)
+        wait_until(lambda: len(slow.token_ids) > 20)
+        client.cancel(other.request_id)
+        wait_until(lambda: server.loop.stats()["num_dropped"] == 1)
+        assert len(slow.token_ids) < 750
+
+
 def test_when_the_engine_is_given_up_everybody_is_told_why(tmp_path):
     failed_file = tmp_path / "engine.failed"
     with a_client(a_free_address(), failed_file) as client:
