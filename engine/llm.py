@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -80,8 +81,9 @@ class LLM:
             graph_dir = export_cached(graph_dir, Path(config.export_cache_dir).expanduser(), options)
         self.tokenizer = Tokenizer.load(graph_dir)
         executor = make_executor(graph_dir, config)
-        unlimited = replace(config, max_cached_task_num=2**31)  # nobody else is waiting
-        self._loop = Loop(executor, executor.block_size, unlimited)
+        self._config = replace(config, max_cached_task_num=2**31)  # nobody else is waiting
+        self._loop = Loop(executor, executor.block_size, self._config)
+        self._lock = threading.Lock()  # of the loop: calls from several threads take turns
         capacity = executor.num_blocks * executor.block_size
         self._reader = make_prompt_reader(config, graph_dir, self.tokenizer, lambda: capacity)
 
@@ -97,13 +99,16 @@ class LLM:
         """
         prompts = [prompts] if isinstance(prompts, str) else prompts
         opened = [self._open(index, prompt, sampling or {}) for index, prompt in enumerate(prompts)]
-        try:
-            for item in opened:
-                self._loop.add(item.request)
-            self._run(opened, progress)
-        finally:  # when it was refused or interrupted, the next call must not meet the rest of this one
-            for item in opened:
-                self._loop.drop(item.request.request_id)
+        with self._lock:
+            try:
+                for item in opened:
+                    self._loop.add(item.request)
+                self._run(opened, progress)
+            except BaseException:
+                # Refused, or interrupted at any line of the scheduler's books: the next call begins with new ones.
+                executor = self._loop.executor
+                self._loop = Loop(executor, executor.block_size, self._config)
+                raise
         return [item.finish() for item in opened]
 
     def close(self) -> None:

@@ -1,9 +1,15 @@
 """The engine offline, with the counting executor: byte tokens, so that "a" continues "bcd"."""
 
 import json
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import count
 
 import pytest
 
+from engine import block_pool, scheduler
 from engine import llm as llm_module
 from engine.errors import ConfigError, InvalidRequest
 from engine.llm import LLM
@@ -79,6 +85,43 @@ def test_an_interrupted_call_does_not_disturb_the_next(llm, monkeypatch):
         patch.setattr(llm._loop.executor, "step", interrupt)
         llm.generate(["a", "b"], GREEDY, progress=False)
     assert [answer.text for answer in llm.generate(["k", "a"], GREEDY, progress=False)] == ["lmn", "bcd"]
+
+
+@contextmanager
+def an_interrupt_at_line(number):
+    """KeyboardInterrupt at the so-manieth line that the scheduler and its block pool run, as a signal can bring it."""
+    files, lines = (block_pool.__file__, scheduler.__file__), count(1)
+
+    def trace(frame, event, arg):
+        if frame.f_code.co_filename not in files:
+            return None
+        if event == "line" and next(lines) == number:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def test_an_interrupt_in_the_middle_of_the_books_does_not_disturb_the_next_call(llm):
+    for number in range(1, 500, 7):
+        with an_interrupt_at_line(number), pytest.raises(KeyboardInterrupt):
+            llm.generate(["a", "b" * 9], {**GREEDY, "max_dec_len": 9}, progress=False)
+        assert [answer.text for answer in llm.generate(["k", "b"], GREEDY, progress=False)] == ["lmn", "cde"]
+        llm._loop.scheduler.check()
+
+
+def test_calls_from_several_threads_take_turns(llm, monkeypatch):
+    step = llm._loop.executor.step
+    monkeypatch.setattr(llm._loop.executor, "step", lambda batch: time.sleep(0.001) or step(batch))
+    with ThreadPoolExecutor(4) as threads:
+        calls = {text: threads.submit(llm.generate, [text] * 5, GREEDY, False) for text in "afkp"}
+        answers = {text: {answer.text for answer in call.result()} for text, call in calls.items()}
+    assert answers == {"a": {"bcd"}, "f": {"ghi"}, "k": {"lmn"}, "p": {"qrs"}}
 
 
 def test_the_progress_bar_counts_answers(llm, capfd):
