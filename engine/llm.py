@@ -22,6 +22,9 @@ from engine.text_stream import TextStream
 from engine.tokenizer import Tokenizer
 from engine.types import Logprobs, Request
 from engine.wire import parse_request
+from engine.wire_fields import FIELDS
+
+NAME_OF = {alias: name for name, (aliases, _) in FIELDS.items() for alias in aliases}
 
 
 @dataclass(frozen=True)
@@ -89,15 +92,16 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[str | list[int] | dict[str, Any]],
+        prompts: str | dict[str, Any] | Sequence[str | list[int] | dict[str, Any]],
         sampling: dict[str, Any] | None = None,
         progress: bool = True,
     ) -> list[Answer]:
         """A prompt is a text (continued as it stands), token ids, or a dict of native request fields such as
-        `{"messages": [...]}`. `sampling` holds native request fields for all of them (`max_dec_len`, ...).
+        `{"messages": [...]}`. `sampling` holds native request fields for all of them (`max_dec_len`, ...); those of a
+        prompt win, by whichever of their names.
         Raises InvalidRequest before anything runs if one of the prompts is refused.
         """
-        prompts = [prompts] if isinstance(prompts, str) else prompts
+        prompts = [prompts] if isinstance(prompts, str | dict) else prompts
         opened = [self._open(index, prompt, sampling or {}) for index, prompt in enumerate(prompts)]
         with self._lock:
             try:
@@ -129,7 +133,9 @@ class LLM:
             prompt = {"text": prompt, "apply_chat_template": False}
         elif not isinstance(prompt, dict):
             prompt = {"input_ids": list(prompt)}
-        request = parse_request({**sampling, **prompt, "req_id": str(index)})
+        own = {NAME_OF.get(key, key) for key in prompt}
+        shared = {key: value for key, value in sampling.items() if NAME_OF.get(key, key) not in own}
+        request = parse_request({**shared, **prompt, "req_id": str(index)})
         try:
             read = self._reader.read(request)
         except InvalidRequest as error:

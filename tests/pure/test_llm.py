@@ -40,9 +40,17 @@ def test_answers_come_in_the_order_of_their_prompts(llm):
     assert {answer.finish_reason for answer in answers} == {"length"}
 
 
-def test_one_text_is_one_prompt(llm):
-    [answer] = llm.generate("a", GREEDY, progress=False)
+@pytest.mark.parametrize("prompt", ["a", {"text": "a", "apply_chat_template": False}, {"input_ids": [ord("a")]}])
+def test_one_text_or_dict_is_one_prompt(llm, prompt):
+    [answer] = llm.generate(prompt, GREEDY, progress=False)
     assert answer.text == "bcd"
+
+
+@pytest.mark.parametrize("name", ["max_dec_len", "seq_len", "max_tokens"])
+@pytest.mark.parametrize("shared", ["max_dec_len", "seq_len", "max_tokens"])
+def test_a_field_of_a_prompt_wins_by_whichever_of_its_names(llm, name, shared):
+    answers = llm.generate([{"input_ids": [ord("a")], name: 1}, "a"], {"temperature": 0, shared: 3}, progress=False)
+    assert [answer.text for answer in answers] == ["b", "bcd"]
 
 
 def test_more_prompts_than_the_server_would_take_are_all_answered(llm):
