@@ -192,10 +192,12 @@ class EngineClient:
                     self._refused(*fields[1:])
 
     def _meet(self, epoch: str) -> None:
-        """A new engine process: submit everything that is open."""
+        """A new engine process, or a new connection to the same: submit everything that is open."""
         if self._epoch is not None:
-            self.num_restarts += 1
-            log.warning("the engine has been restarted, replaying %d requests", len(self._journal))
+            is_restart = epoch.partition("/")[0] != self._epoch.partition("/")[0]
+            self.num_restarts += is_restart
+            why = "the engine has been restarted" if is_restart else "the connection to the engine was lost"
+            log.warning("%s, replaying %d requests", why, len(self._journal))
         self._epoch = epoch
         with self._lock:
             entries = list(self._journal.items())

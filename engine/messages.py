@@ -1,7 +1,8 @@
 """What the Triton model and the engine process say to each other over ZeroMQ: msgpack arrays, first the kind.
 
-Every message carries the `epoch` of the engine process it belongs to (a random name made at its start), so that what
-was meant for a process that has died is recognised on both sides.
+Every message carries the `epoch` it belongs to, "process/connection": a random name made at the start of the engine
+process, and one of the connection. So what was meant for a process that has died, or sent over a connection that was
+lost, is recognised on both sides.
 """
 
 from __future__ import annotations

@@ -75,9 +75,9 @@ class Server:
             self._last_seen[client] = self._listened_s
             kind, fields = messages.unpack(payload)
             if kind == messages.PING:
-                self._send(client, messages.PONG, self.epoch, self.loop.stats())
-            elif fields[0] != self.epoch:
-                continue  # meant for the process before this one; its client will notice and replay
+                self._send(client, messages.PONG, self.loop.stats())
+            elif fields[0] != self._epoch_of(client):
+                continue  # meant for the process or the connection before; its client will notice and replay
             elif kind == messages.SUBMIT:
                 self._submit(client, *fields[1:])
             elif kind == messages.CANCEL:
@@ -88,12 +88,14 @@ class Server:
         sampling, replay = rest
         request = Request(request_id, list(token_ids), prompt_len, messages.unpack_sampling(sampling))
         try:
-            if request_id in self._client_of:
+            if self._client_of.get(request_id) == client:
                 raise DuplicateRequest(f"the engine has a request {request_id} already")
+            if self._client_of.pop(request_id, None):  # its connection was lost: it goes on over this one
+                self.loop.drop(request_id)
             self.loop.add(request, replay)
             self._client_of[request_id] = client
         except RequestError as error:
-            self._send(client, messages.REFUSED, self.epoch, request_id, error.kind, str(error))
+            self._send(client, messages.REFUSED, request_id, error.kind, str(error))
 
     def _send_updates(self, updates: list[Any]) -> None:
         by_client: dict[bytes, list[Any]] = {}
@@ -104,7 +106,7 @@ class Server:
             if update.finish_reason:
                 del self._client_of[request_id]
         for client, fields in by_client.items():
-            self._send(client, messages.TOKENS, self.epoch, fields)
+            self._send(client, messages.TOKENS, fields)
 
     def _drop_silent_clients(self) -> None:
         now = time.monotonic()
@@ -120,10 +122,14 @@ class Server:
                 del self._client_of[request_id]
                 self.loop.drop(request_id)
                 text = f"the server has not spoken to its engine for {CLIENT_TIMEOUT_S:.0f} s"
-                self._send(client, messages.REFUSED, self.epoch, request_id, EngineUnavailable.kind, text)
+                self._send(client, messages.REFUSED, request_id, EngineUnavailable.kind, text)
+
+    def _epoch_of(self, client: bytes) -> str:
+        """ZeroMQ connects again by itself, as another client; what was on its way over the lost connection is lost."""
+        return f"{self.epoch}/{client.hex()}"
 
     def _send(self, client: bytes, kind: str, *fields: Any) -> None:
-        self._socket.send_multipart([client, messages.pack(kind, *fields)])
+        self._socket.send_multipart([client, messages.pack(kind, self._epoch_of(client), *fields)])
 
 
 def main() -> int:

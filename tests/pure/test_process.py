@@ -30,11 +30,20 @@ def short_waits(monkeypatch):
 
 @contextmanager
 def a_raw_client(address):
-    """A client by hand: `ask` sends a message, `hear` gives the next that comes, by kind and fields."""
+    """A client by hand: `ask` sends a message, `hear` gives the next that comes, by kind and fields; and its epoch."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as raw:
         raw.linger, raw.rcvtimeo = 0, PATIENCE_S * 1000
         raw.connect(address)
-        yield lambda *message: raw.send(messages.pack(*message)), lambda: messages.unpack(raw.recv())
+
+        def ask(*message):
+            raw.send(messages.pack(*message))
+
+        def hear():
+            return messages.unpack(raw.recv())
+
+        ask(messages.PING)
+        _, (epoch, _) = hear()
+        yield ask, hear, epoch
 
 
 def a_submission(epoch, request_id, max_new_tokens=500):
@@ -43,9 +52,9 @@ def a_submission(epoch, request_id, max_new_tokens=500):
 
 
 def test_a_silent_client_loses_its_requests_and_is_told_if_it_was_only_slow(monkeypatch):
-    with connected(SlowExecutor(3000, 4, 0.001)) as (server, client), a_raw_client(server.address) as (ask, hear):
+    with connected(SlowExecutor(3000, 4, 0.001)) as (server, client), a_raw_client(server.address) as (ask, hear, epoch):
         monkeypatch.setattr(process, "CLIENT_TIMEOUT_S", 0.5)
-        ask(*a_submission(server.epoch, "silent", 10_000))
+        ask(*a_submission(epoch, "silent", 10_000))
         talking = submit(client, [7], 600)
         while (message := hear())[0] == messages.TOKENS:
             pass
@@ -92,29 +101,29 @@ class PausedClock:
 
 def test_a_pause_of_the_engine_is_no_silence_of_its_clients(monkeypatch):
     monkeypatch.setattr(process, "time", PausedClock())
-    with a_server(PausedExecutor(200, 4, 0.001)) as server, a_raw_client(server.address) as (ask, hear):
-        ask(*a_submission(server.epoch, "a", 20))  # and no word more
+    with a_server(PausedExecutor(200, 4, 0.001)) as server, a_raw_client(server.address) as (ask, hear, epoch):
+        ask(*a_submission(epoch, "a", 20))  # and no word more
         heard = [hear() for _ in range(20)]
         assert {kind for kind, _ in heard} == {messages.TOKENS}
         assert process.time.lost_s == 3600
 
 
 def test_what_was_meant_for_another_engine_process_is_ignored():
-    with a_server() as server, a_raw_client(server.address) as (ask, hear):
+    with a_server() as server, a_raw_client(server.address) as (ask, hear, epoch):
         ask(*a_submission("an epoch of the past", "a"))
         ask(messages.PING)
-        kind, (epoch, stats) = hear()
-        assert (kind, epoch) == (messages.PONG, server.epoch)
+        kind, (of_the_answer, stats) = hear()
+        assert (kind, of_the_answer) == (messages.PONG, epoch)
         assert (stats["num_running"], stats["num_waiting"]) == (0, 0)
 
 
 def test_an_id_that_is_open_is_refused_and_the_first_goes_on():
-    with a_server() as server, a_raw_client(server.address) as (ask, hear):
-        ask(*a_submission(server.epoch, "a", 3))
-        ask(*a_submission(server.epoch, "a", 3))
-        heard = [hear() for _ in range(4)]
+    with a_server(SlowExecutor(64, 4, 0.01)) as server, a_raw_client(server.address) as (ask, hear, epoch):
+        ask(*a_submission(epoch, "a", 20))
+        ask(*a_submission(epoch, "a", 20))
+        heard = [hear() for _ in range(21)]
         assert [fields[1:3] for kind, fields in heard if kind == messages.REFUSED] == [["a", "duplicate_request"]]
-        assert [fields[1][0][1] for kind, fields in heard if kind == messages.TOKENS] == [6, 7, 8]
+        assert [fields[1][0][1] for kind, fields in heard if kind == messages.TOKENS] == list(range(6, 26))
 
 
 @pytest.fixture

@@ -97,6 +97,24 @@ def test_sixteen_streams_survive_kills_of_the_engine():
             assert is_empty(client)
 
 
+def test_streams_survive_lost_connections_to_a_living_engine():
+    with connected(SlowExecutor(200, 4, 0.0005)) as (server, client):
+
+        def lose_connection():
+            client._socket.disconnect(server.address)
+            client._socket.connect(server.address)
+
+        listeners = [submit(client, [n], 100, seed=n, temperature=n % 2) for n in range(6)]
+        for least in (5, 20, 50):
+            wait_until(lambda least=least: len(listeners[0].token_ids) >= least)
+            client._command(lose_connection)
+        for listener in listeners:
+            assert listener.wait() == "length"
+            assert listener.token_ids == answer(listener.prompt, listener.sampling)
+        assert client.num_restarts == 0
+        assert is_empty(client)
+
+
 def test_cancelling_100_requests_at_any_moment_leaves_nothing_behind():
     rng = random.Random(0)
     with connected(SlowExecutor(20, 4, 0.0005), batch_size=10, max_cached_task_num=1000) as (_, client):
