@@ -10,6 +10,13 @@ class RequestError(Exception):
     code = 500
 
 
+class NoToken(RequestError):
+    """Of one request only: the engine must not crash with it, or be crashed by its replay."""
+
+    def __init__(self) -> None:
+        super().__init__("the model gave no token: its logits are no numbers, or every token is banned")
+
+
 class InvalidRequest(RequestError):
     """The client must change the request; the message names the field, the value and the limit."""
 

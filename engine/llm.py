@@ -13,11 +13,12 @@ from tqdm import tqdm
 
 from engine.build_service import make_prompt_reader
 from engine.config import Config
-from engine.errors import InvalidRequest
+from engine.errors import InvalidRequest, NoToken
 from engine.executors import make_executor
 from engine.export import ExportOptions, export_cached, is_exported
 from engine.loop import Loop
 from engine.reply import text_options
+from engine.scheduler import FAILED
 from engine.text_stream import TextStream
 from engine.tokenizer import Tokenizer
 from engine.types import Logprobs, Request
@@ -99,7 +100,7 @@ class LLM:
         """A prompt is a text (continued as it stands), token ids, or a dict of native request fields such as
         `{"messages": [...]}`. `sampling` holds native request fields for all of them (`max_dec_len`, ...); those of a
         prompt win, by whichever of their names.
-        Raises InvalidRequest before anything runs if one of the prompts is refused.
+        Raises InvalidRequest before anything runs if one of the prompts is refused, NoToken when the model breaks down.
         """
         prompts = [prompts] if isinstance(prompts, str | dict) else prompts
         opened = [self._open(index, prompt, sampling or {}) for index, prompt in enumerate(prompts)]
@@ -149,6 +150,8 @@ class LLM:
 
     def _advance(self, item: _Open, update) -> int:
         """The number of answers that this token has ended."""
+        if update.finish_reason == FAILED:
+            raise NoToken
         if update.logprobs and item.logprobs is not None:
             item.logprobs.append(update.logprobs)
         if update.finish_reason:

@@ -20,9 +20,10 @@ import zmq
 
 from engine import messages
 from engine.config import Config
-from engine.errors import ConfigError, DuplicateRequest, EngineUnavailable, RequestError
+from engine.errors import ConfigError, DuplicateRequest, EngineUnavailable, NoToken, RequestError
 from engine.log import configure
 from engine.loop import Loop
+from engine.scheduler import FAILED
 from engine.types import Request
 
 log = logging.getLogger(__name__)
@@ -101,6 +102,10 @@ class Server:
         by_client: dict[bytes, list[Any]] = {}
         for update in updates:
             request_id = update.request.request_id
+            if update.finish_reason == FAILED:
+                error = NoToken()
+                self._send(self._client_of.pop(request_id), messages.REFUSED, request_id, error.kind, str(error))
+                continue
             fields = (request_id, update.token_id, messages.pack_logprobs(update.logprobs), update.finish_reason)
             by_client.setdefault(self._client_of[request_id], []).append(fields)
             if update.finish_reason:

@@ -218,7 +218,7 @@ class Reply:
             "token_id": token_id,
             "token": self._tokenizer.token_text(token_id),
             "bytes": list(self._tokenizer.token_bytes(token_id)),
-            "logprob": max(logprob, -9999.0),  # JSON has no infinity
+            "logprob": max(-9999.0, logprob),  # JSON has no infinity, and no NaN, which this order turns away too
         }
 
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from engine.block_pool import BlockPool, OutOfBlocks, chain_key
 from engine.errors import InvalidRequest, Overloaded
-from engine.types import Batch, Chunk, Logprobs, Request, StepOutput
+from engine.types import NO_TOKEN, Batch, Chunk, Logprobs, Request, StepOutput
+
+FAILED = "failed"
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Update:
-    """What a step brought one request: a token, and why it was the last if it was."""
+    """What a step brought one request: a token, and why it was the last if it was; or none, and it FAILED."""
 
     request: Request
     token_id: int
@@ -104,8 +106,10 @@ class Scheduler:
             self._publish(request)
             if samples:
                 token_id, logprobs = next(sampled)
-                request.append(token_id)
-                updates.append(Update(request, token_id, logprobs, request.finish_reason))
+                if token_id != NO_TOKEN:
+                    request.append(token_id)
+                finish_reason = FAILED if token_id == NO_TOKEN else request.finish_reason
+                updates.append(Update(request, token_id, logprobs, finish_reason))
         for update in updates:
             if update.finish_reason:
                 self.running.remove(update.request)

@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Protocol
 
+NO_TOKEN = -1  # the model's logits are no numbers, or bans and masks left nothing
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -110,7 +112,7 @@ class Logprobs:
 class StepOutput:
     """Of every sampling chunk of the batch, in batch order."""
 
-    token_ids: list[int]
+    token_ids: list[int]  # NO_TOKEN where none could be chosen
     logprobs: list[Logprobs | None]
 
 

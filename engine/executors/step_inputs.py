@@ -61,7 +61,6 @@ def sampling_rows(requests: Sequence[Request]) -> SamplingRows:
 
 def step_output(sampled: SampledRows, requests: Sequence[Request]) -> StepOutput:
     token_ids = sampled.token_ids.tolist()
-    assert -1 not in token_ids, "bans and masks left a request no token"
     logprobs: list[Logprobs | None] = []
     for row, request in enumerate(requests):
         count = request.sampling.num_logprobs
@@ -69,7 +68,7 @@ def step_output(sampled: SampledRows, requests: Sequence[Request]) -> StepOutput
             logprobs.append(None)
             continue
         top = zip(sampled.top_ids[row, :count].tolist(), sampled.top_logprobs[row, :count].tolist(), strict=True)
-        logprobs.append(Logprobs(float(sampled.logprobs[row]), tuple(top)))
+        logprobs.append(Logprobs(float(sampled.logprobs[row]), tuple(pair for pair in top if pair[0] >= 0)))
     return StepOutput(token_ids, logprobs)
 
 

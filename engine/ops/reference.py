@@ -9,8 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from engine.ops.sampling_rows import SampledRows, SamplingRows
-
-NO_TOKEN = -1  # sampled where the mask and the bans leave nothing
+from engine.types import NO_TOKEN
 
 
 def to_bf16(x: np.ndarray) -> np.ndarray:

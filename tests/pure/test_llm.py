@@ -11,8 +11,9 @@ import pytest
 
 from engine import block_pool, scheduler
 from engine import llm as llm_module
-from engine.errors import ConfigError, InvalidRequest
+from engine.errors import ConfigError, InvalidRequest, NoToken
 from engine.llm import LLM
+from engine.types import NO_TOKEN, StepOutput
 from tests.byte_tokenizer import write_tokenizer
 from tests.pure.counting_executor import CountingExecutor
 
@@ -130,6 +131,13 @@ def test_calls_from_several_threads_take_turns(llm, monkeypatch):
         calls = {text: threads.submit(llm.generate, [text] * 5, GREEDY, False) for text in "afkp"}
         answers = {text: {answer.text for answer in call.result()} for text, call in calls.items()}
     assert answers == {"a": {"bcd"}, "f": {"ghi"}, "k": {"lmn"}, "p": {"qrs"}}
+
+
+def test_a_model_that_gives_no_token_is_an_error_and_the_next_call_goes_on(llm, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(NoToken):
+        patch.setattr(llm._loop.executor, "step", lambda batch: StepOutput([NO_TOKEN], [None]))
+        llm.generate("a", GREEDY, progress=False)
+    assert llm.generate("k", GREEDY, progress=False)[0].text == "lmn"
 
 
 def test_the_progress_bar_counts_answers(llm, capfd):

@@ -72,7 +72,7 @@ def test_an_idle_engine_sleeps_until_it_is_spoken_to(monkeypatch):
     server = process.Server(loop, "tcp://127.0.0.1:*")
     thread = threading.Thread(target=server.run)
     thread.start()
-    with a_raw_client(server.address) as (ask, hear):
+    with a_raw_client(server.address) as (ask, hear, _):
         for _ in range(5):
             ask(messages.PING)
             assert hear()[0] == messages.PONG

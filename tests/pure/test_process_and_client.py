@@ -13,7 +13,7 @@ from engine import client as client_module
 from engine import messages, process
 from engine.client import EngineClient
 from engine.errors import EngineUnavailable, InvalidRequest, Overloaded
-from engine.types import Sampling
+from engine.types import NO_TOKEN, Sampling, StepOutput
 from tests.pure.counting_engine import SlowExecutor
 from tests.pure.counting_executor import CountingExecutor, answer, logprobs_of
 from tests.pure.engine_helpers import (
@@ -180,6 +180,20 @@ def test_an_engine_faster_than_its_client_keeps_no_ping_and_no_cancellation_wait
         client.cancel(other.request_id)
         wait_until(lambda: server.loop.stats()["num_dropped"] == 1)
         assert len(slow.token_ids) < 750
+
+
+def test_a_request_to_which_the_model_gives_no_token_ends_alone():
+    class Broken(CountingExecutor):
+        def step(self, batch):
+            output = super().step(batch)
+            return StepOutput([NO_TOKEN if t == 9 else t for t in output.token_ids], output.logprobs)
+
+    with connected(Broken(64, 4)) as (_, client):
+        broken, sound = submit(client, [5], 8), submit(client, [20], 8)
+        assert "its logits are no numbers" in str(broken.wait())
+        assert (broken.token_ids, broken.ends[0].kind) == ([6, 7, 8], "internal")
+        assert sound.wait() == "length"
+        assert is_empty(client)
 
 
 def test_when_the_engine_is_given_up_everybody_is_told_why(tmp_path):

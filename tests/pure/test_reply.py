@@ -157,11 +157,12 @@ def test_logprobs_come_with_their_tokens(make):
     reply.token(65, Logprobs(-0.5, ((66, -0.25),)), None)
     send(reply)
     reply.token(66, Logprobs(float("-inf"), ()), None)
+    reply.token(66, Logprobs(float("nan"), ()), None)
     reply.token(EOS_ID, Logprobs(0.0), "stop")
     first, last = (fields["logprobs"] for fields, _ in send(reply).sent)
     top = [{"token_id": 66, "token": "B", "bytes": [66], "logprob": -0.25}]
     assert first == [{"token_id": 65, "token": "A", "bytes": [65], "logprob": -0.5, "top": top}]
-    assert last == [{"token_id": 66, "token": "B", "bytes": [66], "logprob": -9999.0, "top": []}]
+    assert last == [{"token_id": 66, "token": "B", "bytes": [66], "logprob": -9999.0, "top": []}] * 2
 
 
 def test_times_are_told_to_who_measures(make, monkeypatch):

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from engine.executors.step_inputs import graph_inputs, sampling_rows, step_output
+from engine.ops import cpu
 from engine.ops.reference import sample
-from engine.ops.sampling_rows import SampledRows
-from engine.types import Batch, Chunk, Request, Sampling
+from engine.types import NO_TOKEN, Batch, Chunk, Request, Sampling
 
 
 def a_request(prompt=(1, 2, 3), answer=(), block_ids=(0,), **sampling):
@@ -140,9 +140,12 @@ def test_no_request_with_logits_is_no_row():
     assert rows.seen_starts.tolist() == rows.bias_starts.tolist() == [0]
 
 
-def test_a_request_without_a_token_to_choose_is_a_bug():
-    with pytest.raises(AssertionError, match="left a request no token"):
-        step_output(SampledRows.empty(1, 0), [a_request()])
+def test_a_request_whose_logits_are_no_numbers_gets_no_token_and_the_others_theirs():
+    requests = [a_request(num_logprobs=1), a_request(num_logprobs=2), a_request(num_logprobs=2, temperature=1)]
+    logits = np.array([[0, 1, 2], [np.nan] * 3, [np.nan] * 3], np.float32)
+    output = step_output(cpu.sample(logits, sampling_rows(requests)), requests)
+    assert output.token_ids == [2, NO_TOKEN, NO_TOKEN]
+    assert [len(logprobs.top) for logprobs in output.logprobs] == [1, 0, 0]
 
 
 def test_a_seeded_answer_is_the_same_from_its_middle_on():
