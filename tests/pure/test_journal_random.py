@@ -1,0 +1,194 @@
+"""Journal and engine over a network of two lists, one small step at a time: crashes, lost connections, cancellations,
+pauses and messages that come late, in an order drawn from a seed. Each request ends once, with its own tokens."""
+
+import os
+import random
+import threading
+from collections import deque
+
+import zmq
+
+from engine import client as client_module
+from engine import process
+from engine.client import EngineClient
+from engine.config import Config
+from engine.errors import Overloaded
+from engine.loop import Loop
+from engine.process import Server
+from engine.types import Sampling
+from tests.pure.counting_executor import CountingExecutor, answer
+from tests.pure.engine_helpers import Collector
+
+MAX_STEPS = 10_000
+
+
+class Network:
+    """Between one client and one engine; in place of both zmq.Context and sockets, and of the clock."""
+
+    def __init__(self, rng):
+        self.rng = rng
+        self.now = 1.0
+        self.up, self.down = deque(), deque()
+        self.is_up = False  # an engine listens
+        self.connection = 0
+        self.last_endpoint = b""
+
+    def socket(self, kind):
+        return self
+
+    def bind(self, address):
+        self.is_up = True
+
+    connect = bind
+
+    def monotonic(self):
+        return self.now
+
+    # The client's end
+
+    def send(self, message, flags):
+        if not self.is_up:
+            raise zmq.Again
+        self.up.append(message)
+
+    def recv(self, flags):
+        return self._next(self.down)
+
+    # The engine's end
+
+    def poll(self, wait_ms):
+        return bool(self.up)
+
+    def recv_multipart(self, flags):
+        return [b"%d" % self.connection, self._next(self.up)]
+
+    def send_multipart(self, parts):
+        if parts[0] == b"%d" % self.connection:
+            self.down.append(parts[1])
+
+    def _next(self, messages):
+        if not messages or self.rng.random() < 0.1:
+            raise zmq.Again  # the others come later
+        return messages.popleft()
+
+    def lose(self):
+        """Of what was on its way in each direction, only a beginning has arrived before."""
+        for messages in (self.up, self.down):
+            for _ in range(self.rng.randint(0, len(messages))):
+                messages.pop()
+
+
+class World:
+    def __init__(self, seed, monkeypatch):
+        self.rng = rng = random.Random(seed)
+        self.network = Network(rng)
+        for module in (process, client_module):
+            monkeypatch.setattr(module, "time", self.network)
+        monkeypatch.setattr(process.zmq, "Context", lambda: self.network)
+        monkeypatch.setattr(threading.Thread, "start", lambda thread: None)  # its work is done here, in parts
+        self.client = EngineClient("")
+        self.client._connect(self.network)
+        self.network.is_up = False
+        self.server = None
+        self.block_size, self.num_blocks = rng.choice([1, 2, 4]), rng.randint(6, 30)
+        self.config = Config(
+            batch_size=rng.randint(1, 6),
+            max_num_batched_tokens=rng.randint(1, 20),
+            block_ratio=rng.choice([0.01, 0.3, 0.75, 1]),
+            max_cached_task_num=rng.choice([2, 50]),
+        )
+        self.listeners = []
+        self.num_wanted = rng.randint(3, 15)
+        self.num_disturbances = 0
+
+    @property
+    def is_over(self):
+        network, client = self.network, self.client
+        done = len(self.listeners) == self.num_wanted and not (client._journal or client._commands)
+        return done and self.server and self.server.loop.is_idle and not (network.up or network.down)
+
+    def submit(self):
+        rng, room = self.rng, self.block_size * self.num_blocks
+        if len(self.listeners) == self.num_wanted:
+            return
+        listener = Collector()
+        first = rng.choice([0, rng.randrange(10**6)])
+        listener.prompt = [first + index // 3 for index in range(rng.randint(1, min(room, 20)))]
+        max_new_tokens = rng.randint(1, min(room - len(listener.prompt) + 1, 30))
+        listener.sampling = Sampling(max_new_tokens, temperature=rng.choice([0.0, 0.8]), seed=rng.randrange(1000))
+        listener.cancelled_at = None
+        self.client.submit(str(len(self.listeners)), listener.prompt, listener.sampling, listener)
+        self.listeners.append(listener)
+
+    def cancel(self):
+        if self.listeners:
+            number = self.rng.randrange(len(self.listeners)) // 2 * 2  # every other one must end by itself
+            listener = self.listeners[number]
+            self.client.cancel(str(number))
+            if not listener.ends and listener.cancelled_at is None:
+                listener.cancelled_at = len(listener.token_ids)
+
+    def command(self):
+        if self.client._commands:
+            self.client._commands.popleft()()
+
+    def step(self):
+        if self.server is None:
+            self.network.connection += 1
+            loop = Loop(CountingExecutor(self.num_blocks, self.block_size), self.block_size, self.config)
+            self.server = Server(loop, "")
+        self.server._take_messages(wait=False)
+        self.server._drop_silent_clients()
+        self.server._send_updates(self.server.loop.step())
+        scheduler = self.server.loop.scheduler
+        scheduler.check()
+        assert {r.request_id for r in (*scheduler.waiting, *scheduler.running)} == self.server._client_of.keys()
+
+    def disturb(self):
+        self.num_disturbances += 1
+        kind = self.rng.choice(["crash", "lost connection", "pause"])
+        if kind == "pause":
+            self.network.now += 3600
+        elif self.server and self.num_disturbances < 12:
+            self.network.lose()
+            if kind == "crash":
+                self.network.up.clear()
+                self.server, self.network.is_up = None, False
+            else:
+                while self.network.up:  # arrives, and is answered to nobody
+                    self.server._take_messages(wait=False)
+                self.network.connection += 1
+
+    def live(self):
+        client = self.client
+        actions = [self.submit, self.cancel, self.command, client._receive, client._heartbeat, self.step, self.disturb]
+        for _ in range(MAX_STEPS):
+            if self.is_over:
+                return
+            self.network.now += self.rng.random() * 0.02
+            [action] = self.rng.choices(actions, weights=[5, 2, 20, 20, 15, 36, 2])
+            action()
+        raise AssertionError(f"open for ever: {list(client._journal)}")
+
+    def check_end(self):
+        for end in self.client._pipe:
+            os.close(end)
+        assert self.server.loop.scheduler.pool.num_held == 0
+        for listener in self.listeners:
+            if listener.cancelled_at is not None:
+                assert (len(listener.token_ids), listener.ends) == (listener.cancelled_at, [])
+                continue
+            [end] = listener.ends
+            assert end == "length" or type(end) is Overloaded
+            assert end != "length" or listener.token_ids == answer(listener.prompt, listener.sampling)
+
+
+def test_every_request_ends_once_whatever_is_lost(monkeypatch):
+    num_restarts = 0
+    for seed in range(60):
+        with monkeypatch.context() as patch:
+            world = World(seed, patch)
+            world.live()
+            world.check_end()
+            num_restarts += world.client.num_restarts
+    assert num_restarts > 60
