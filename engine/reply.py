@@ -76,8 +76,9 @@ class Reply:
         with self._lock:
             self._gathered.append((token_id, logprobs))
             self._finish_reason = finish_reason
-            # Without streaming and stop strings nothing can happen before the end.
-            self._wake_once(bool(finish_reason or self.streaming or self._request.stop_sequences))
+            # Without streaming and stop strings all but the time of the first token can wait for the end.
+            worthwhile = finish_reason or self.streaming or self._request.stop_sequences or not self._first_token
+            self._wake_once(bool(worthwhile))
 
     def ended(self, error: RequestError) -> None:
         with self._lock:

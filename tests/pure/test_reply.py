@@ -137,12 +137,13 @@ def test_what_only_began_like_a_stop_string_is_shown_at_the_end(make):
     assert (final["tokens_all"], final["finish_reason"], final["tokens_all_num"]) == ("one EN", "length", 6)
 
 
-@pytest.mark.parametrize(("fields", "num_wakes"), [({}, 1), ({"stop": "?"}, 3)])
+@pytest.mark.parametrize(("fields", "num_wakes"), [({}, 2), ({"stop": "?"}, 3)])
 def test_without_streaming_there_is_one_response(make, fields, num_wakes):
-    reply = make(return_all_tokens=True, **fields)
+    reply, num_sends = make(return_all_tokens=True, **fields), 0
     for text in ("ab", "cd"):
         give(reply, text)
-        if reply.calls[-1:] == ["wake"]:  # to look for the stop string
+        if len(reply.calls) > num_sends:  # for the time of the first token, or to look for the stop string
+            num_sends += 1
             send(reply)
     give(reply, "ef", "length")
     final = send(reply).final
@@ -150,6 +151,21 @@ def test_without_streaming_there_is_one_response(make, fields, num_wakes):
     assert (final["token"], final["tokens_all"], final["send_idx"]) == ("abcdef", "abcdef", 0)
     assert final["token_ids"] == final["tokens_all_ids"] == list(b"abcdef")
     assert reply.calls == ["wake"] * num_wakes + ["leave"]
+
+
+@pytest.mark.parametrize("return_all_tokens", [False, True])
+def test_the_time_to_the_first_token_is_measured_with_and_without_streaming(make, return_all_tokens, monkeypatch):
+    clock, latency = iter(range(100, 1000)), Latency()
+    monkeypatch.setattr(reply_module.time, "time", lambda: float(next(clock)))
+    reply = make(return_all_tokens=return_all_tokens)
+    for reason in (None, None, "length"):
+        before = len(reply.calls)
+        give(reply, "a", reason)
+        if len(reply.calls) > before:
+            reply.send_gathered(latency)
+    assert sum(latency.time_to_first_token.counts) == 1
+    assert sum(latency.inter_token.counts) == 2
+    assert latency.inter_token.sum_s > 0
 
 
 def test_logprobs_come_with_their_tokens(make):
