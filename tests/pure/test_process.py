@@ -52,7 +52,10 @@ def a_submission(epoch, request_id, max_new_tokens=500):
 
 
 def test_a_silent_client_loses_its_requests_and_is_told_if_it_was_only_slow(monkeypatch):
-    with connected(SlowExecutor(3000, 4, 0.001)) as (server, client), a_raw_client(server.address) as (ask, hear, epoch):
+    with (
+        connected(SlowExecutor(3000, 4, 0.001)) as (server, client),
+        a_raw_client(server.address) as (ask, hear, epoch),
+    ):
         monkeypatch.setattr(process, "CLIENT_TIMEOUT_S", 0.5)
         ask(*a_submission(epoch, "silent", 10_000))
         talking = submit(client, [7], 600)
