@@ -27,7 +27,6 @@ def lines(graph: Graph) -> Iterator[str]:
 
 
 def main() -> int:
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it quietly
     parser = argparse.ArgumentParser(prog="python -m engine.graph", description=__doc__)
     parser.add_argument("model_dir", type=Path)
     parser.add_argument("--rank", type=int, default=0)
@@ -45,4 +44,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it quietly
     sys.exit(main())

@@ -82,7 +82,7 @@ def test_an_idle_engine_sleeps_until_it_is_spoken_to(monkeypatch):
         server.close()
         ask(messages.PING)
         thread.join(PATIENCE_S)
-    assert len(steps) <= 6
+    assert len(steps) <= 7  # one more for the ping with which the client has learnt its epoch
     assert loop.executor.is_closed
 
 

@@ -101,8 +101,9 @@ def test_streams_survive_lost_connections_to_a_living_engine():
     with connected(SlowExecutor(200, 4, 0.0005)) as (server, client):
 
         def lose_connection():
-            client._socket.disconnect(server.address)
-            client._socket.connect(server.address)
+            endpoint = messages.endpoint_to(server.address)
+            client._socket.disconnect(endpoint)
+            client._socket.connect(endpoint)
 
         listeners = [submit(client, [n], 100, seed=n, temperature=n % 2) for n in range(6)]
         for least in (5, 20, 50):
@@ -173,8 +174,8 @@ def test_an_engine_faster_than_its_client_keeps_no_ping_and_no_cancellation_wait
             super().token(*args)
             time.sleep(0.001)
 
-    with connected(CountingExecutor(1000, 4)) as (server, client):
-        slow, other = Slow(), submit(client, [6], 1500)
+    with connected(CountingExecutor(30_000, 4)) as (server, client):
+        slow, other = Slow(), submit(client, [6], 100_000)
         client.submit("slow", [5], Sampling(1500, temperature=0), slow)
         wait_until(lambda: len(slow.token_ids) > 20)
         client.cancel(other.request_id)
