@@ -24,7 +24,8 @@ def build_service(config: Config, graph_dir: Path) -> Service:
         streaming=not config.disable_streaming,
         hang_after_s=config.check_health_interval_s,
         max_body_bytes=config.max_body_bytes,
-        max_open=config.batch_size + config.max_cached_task_num,
+        max_running=config.batch_size,
+        max_waiting=config.max_cached_task_num,
     )
     return Service(tokenizer, reader, client, options)
 

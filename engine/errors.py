@@ -78,6 +78,10 @@ KINDS: dict[str, type[RequestError]] = {
 }
 
 
+def queue_full(num_waiting: int, limit: int) -> Overloaded:
+    return Overloaded(f"cached task num ({num_waiting}) exceeds the limit ({limit})")
+
+
 def error_of(kind: str, message: str) -> RequestError:
     """The error of a `kind` that crossed a process border; an unknown kind is an internal error."""
     return KINDS.get(kind, RequestError)(message)

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from engine.block_pool import BlockPool, OutOfBlocks, chain_key
-from engine.errors import InvalidRequest, Overloaded
+from engine.errors import InvalidRequest, queue_full
 from engine.types import NO_TOKEN, Batch, Chunk, Logprobs, Request, StepOutput
 
 FAILED = "failed"
@@ -68,7 +68,7 @@ class Scheduler:
             )
         num_queued = len(self.waiting) - (self.limits.max_batch - len(self.running))
         if num_queued >= self.limits.max_waiting and not replay:
-            raise Overloaded(f"cached task num ({num_queued}) exceeds the limit ({self.limits.max_waiting})")
+            raise queue_full(num_queued, self.limits.max_waiting)
         self.waiting.append(request)
 
     def drop(self, request_id: str) -> Request | None:

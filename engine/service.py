@@ -20,9 +20,9 @@ from engine.errors import (
     DuplicateRequest,
     EngineUnavailable,
     InvalidRequest,
-    Overloaded,
     RequestError,
     as_request_error,
+    queue_full,
 )
 from engine.latency import Latency
 from engine.prompt import PromptReader
@@ -43,7 +43,8 @@ class ServiceOptions:
     streaming: bool = True  # False: only final responses leave the server
     hang_after_s: float = 60.0  # an engine that is silent for longer is not ready
     max_body_bytes: int = 16 << 20  # of one request
-    max_open: int = 1 << 10  # requests; as many as the engine runs and lets wait
+    max_running: int = 1 << 10  # requests in the engine, and beyond them
+    max_waiting: int = 1 << 10
 
 
 class Service:
@@ -140,8 +141,9 @@ class Service:
 
     def _check_room(self) -> None:
         """Before time goes into tokens that the engine would refuse."""
-        if self.num_open >= self._options.max_open:
-            raise Overloaded(f"{self.num_open} requests are open, at most {self._options.max_open} can be")
+        num_waiting = self.num_open - self._options.max_running
+        if num_waiting >= self._options.max_waiting:
+            raise queue_full(num_waiting, self._options.max_waiting)
 
     def _refuse(self, error: RequestError, req_id: str | None, sender: Sender, received: float) -> None:
         log.info("refused: %s", error.kind)  # the text may quote what the client wrote

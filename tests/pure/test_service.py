@@ -106,12 +106,12 @@ def test_a_request_of_too_many_bytes_is_refused_unread(make):
 
 
 def test_more_requests_than_the_engine_takes_are_refused_before_their_tokens_are_found(make, engine, monkeypatch):
-    service = make(max_open=1)
+    service = make(max_running=1, max_waiting=0)
     first = service.ask([1])
     engine.listener_of([1])
     monkeypatch.setattr(PromptReader, "read", None)
     second = service.ask([2], req_id="b")
-    assert (second.final["error_code"], second.final["error_msg"]) == (429, "1 requests are open, at most 1 can be")
+    assert (second.final["error_code"], second.final["error_msg"]) == (429, "cached task num (0) exceeds the limit (0)")
     monkeypatch.undo()
     engine.give([1], b"x", "length")
     assert first.final["tokens_all"] == "x"
