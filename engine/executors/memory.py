@@ -1,7 +1,8 @@
-"""How many KV blocks fit. Knows the machine's memory and the settings, not what a block is made of."""
+"""The engine's memory: how many KV blocks fit, and what malloc does with it. Does not know what a block is made of."""
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 from engine.config import Config
@@ -12,6 +13,17 @@ CGROUP_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
 )
+
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
+
+
+def keep_freed_memory() -> None:
+    """From now on malloc keeps what this process frees. Otherwise every step gets its activations from the kernel
+    anew, page by page and filled with zeros: 13 % of the time of a prefill of 32 x 128 tokens."""
+    c_library = ctypes.CDLL(None)
+    c_library.mallopt(M_MMAP_MAX, 0)
+    c_library.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def num_blocks(config: Config, model_len: int, block_size: int, block_bytes: int, free_bytes: int) -> int:

@@ -13,7 +13,7 @@ import paddle.inference
 
 from engine.config import Config
 from engine.errors import ConfigError
-from engine.executors.memory import free_memory_bytes, num_blocks
+from engine.executors.memory import free_memory_bytes, keep_freed_memory, num_blocks
 from engine.executors.step_inputs import graph_inputs, sampling_rows, step_output
 from engine.graph import read_graph
 from engine.ops import cpu
@@ -41,6 +41,7 @@ class PaddleExecutor:
         self.block_size = self._caches.block_size
         self._logits = self._predictor.get_output_handle(self._predictor.get_output_names()[0])
         self._inputs = {name: self._predictor.get_input_handle(name) for name in self._predictor.get_input_names()}
+        keep_freed_memory()
         self.num_blocks = self._profile()
         self._caches.allocate(self.num_blocks)
         log.info("graph loaded, %d threads, %s", cpu.num_threads(), cpu.cpu_isa())
