@@ -2,7 +2,8 @@
 
 The journal is what makes a crash of the engine invisible: for every open request the prompt, the sampling (with its
 seed) and the tokens received so far. When a new engine process answers, every open request is submitted again with what
-it already has; the engine goes on from there, greedy or seeded, with the same tokens as without the crash.
+it already has; the engine goes on from there, greedy or seeded, with the same tokens as without the crash. A request
+that crashes every engine is found (`engine.trials`) and ended with an error.
 
 One thread owns the socket. It calls the listeners, which must not block.
 """
@@ -23,6 +24,7 @@ import zmq
 
 from engine import messages
 from engine.errors import EngineUnavailable, RequestError, error_of
+from engine.trials import Trials
 from engine.types import Logprobs, Sampling
 
 log = logging.getLogger(__name__)
@@ -69,6 +71,7 @@ class EngineClient:
         self._last_ping = 0.0
         self._closing = False
         self._broken: str | None = None  # by a bug of ours
+        self._trials = Trials(self._submit)
         self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
         self._thread.start()
 
@@ -87,14 +90,14 @@ class EngineClient:
                 raise EngineUnavailable("the server is stopping")
             assert request_id not in self._journal, f"{request_id} is open already"
             self._journal[request_id] = entry
-        self._command(lambda: self._submit(request_id, entry))
+        self._command(lambda: self._trials.add(request_id))
 
     def cancel(self, request_id: str) -> None:
         """Forgets a request; its listener hears nothing more. Harmless when it has ended."""
         with self._lock:
             known = self._journal.pop(request_id, None)
         if known:
-            self._command(lambda: self._send(messages.CANCEL, self._epoch, request_id) if self._epoch else None)
+            self._command(lambda: self._cancelled(request_id))
 
     def failure(self) -> str | None:
         """Why the engine will not come back, or None."""
@@ -193,25 +196,45 @@ class EngineClient:
 
     def _meet(self, epoch: str) -> None:
         """A new engine process, or a new connection to the same: submit everything that is open."""
-        if self._epoch is not None:
-            is_restart = epoch.partition("/")[0] != self._epoch.partition("/")[0]
-            self.num_restarts += is_restart
+        is_first = self._epoch is None
+        is_restart = not is_first and epoch.partition("/")[0] != self._epoch.partition("/")[0]
+        if not is_first:
             why = "the engine has been restarted" if is_restart else "the connection to the engine was lost"
             log.warning("%s, replaying %d requests", why, len(self._journal))
+        if is_restart:
+            self.num_restarts += 1
+            if culprit := self._trials.note_crash():
+                log.error("%s has crashed the engine twice in a row, it is not replayed", culprit)
+                self._refused(culprit, RequestError.kind, "the engine crashes whenever it computes this request")
         self._epoch = epoch
         with self._lock:
-            entries = list(self._journal.items())
-        for request_id, entry in entries:
-            entry.replay = entry.submitted
+            entries = dict(self._journal)
+        for entry in entries.values():
+            entry.replay |= entry.submitted
             entry.submitted = False
-            self._submit(request_id, entry)
+        if is_restart:
+            self._trials.begin(entries)
+        else:
+            self._trials.call_off()
+            for request_id in entries:
+                self._submit(request_id)
 
-    def _submit(self, request_id: str, entry: Entry) -> None:
-        if self._epoch is None or entry.submitted or request_id not in self._journal:
-            return  # the first answer of an engine submits it; or it was cancelled meanwhile
+    def _submit(self, request_id: str) -> bool:
+        """False when it was cancelled meanwhile. Before there is an engine nothing is sent: its first answer will."""
+        entry = self._journal.get(request_id)
+        if entry is None:
+            return False
+        if self._epoch is None or entry.submitted:
+            return True
         entry.submitted = True
         sampling = messages.pack_sampling(entry.sampling)
         self._send(messages.SUBMIT, self._epoch, request_id, entry.token_ids, entry.prompt_len, sampling, entry.replay)
+        return True
+
+    def _cancelled(self, request_id: str) -> None:
+        if self._epoch:
+            self._send(messages.CANCEL, self._epoch, request_id)
+        self._trials.acquit(request_id)
 
     def _token(self, request_id: str, token_id: int, logprobs: Any, finish_reason: str | None) -> None:
         with self._lock:
@@ -222,12 +245,14 @@ class EngineClient:
             if finish_reason:
                 del self._journal[request_id]
         entry.listener.token(token_id, messages.unpack_logprobs(logprobs), finish_reason)
+        self._trials.acquit(request_id)
 
     def _refused(self, request_id: str, kind: str, text: str) -> None:
         with self._lock:
             entry = self._journal.pop(request_id, None)
         if entry:
             entry.listener.ended(error_of(kind, text))
+        self._trials.acquit(request_id)
 
     def _end_all(self, error: RequestError) -> None:
         with self._lock:

@@ -180,7 +180,7 @@ class Config:
         minimum=1,
     )
     engine_max_crashes: int = setting(
-        3, "ENGINE_MAX_CRASHES", "crashes of the engine in a row after which requests fail", minimum=1
+        8, "ENGINE_MAX_CRASHES", "crashes of the engine in a row after which requests fail", minimum=1
     )
     run_dir: str = setting(
         "", "RUN_DIR", "pid files and generated configuration; empty: a folder of this user under /tmp"

@@ -1,10 +1,11 @@
 """An engine process with the counting executor.
 
-`python -m tests.pure.counting_engine ADDRESS STEP_S MAX_STEPS` serves there and hangs after so many steps; without
-arguments it is `python -m engine.process`.
+`python -m tests.pure.counting_engine ADDRESS STEP_S MAX_STEPS` serves there, hangs after so many steps, and dies of a
+prompt that holds POISON; without arguments it is `python -m engine.process`.
 """
 
 import math
+import os
 import runpy
 import sys
 import time
@@ -14,6 +15,8 @@ from engine.config import Config
 from engine.loop import Loop
 from engine.process import Server
 from tests.pure.counting_executor import CountingExecutor
+
+POISON = 666
 
 
 class SlowExecutor(CountingExecutor):
@@ -25,6 +28,8 @@ class SlowExecutor(CountingExecutor):
         self._max_steps = max_steps
 
     def step(self, batch):
+        if any(POISON in chunk.request.token_ids[: chunk.request.prompt_len] for chunk in batch.chunks):
+            os._exit(1)
         time.sleep(self.step_s if len(self.batches) < self._max_steps else 600)
         return super().step(batch)
 

@@ -1,5 +1,6 @@
 """Journal and engine over a network of two lists, one small step at a time: crashes, lost connections, cancellations,
-pauses and messages that come late, in an order drawn from a seed. Each request ends once, with its own tokens."""
+pauses, messages that come late and requests that crash every engine, in an order drawn from a seed. Each request ends
+once, with its own tokens."""
 
 import os
 import random
@@ -20,6 +21,18 @@ from tests.pure.counting_executor import CountingExecutor, answer
 from tests.pure.engine_helpers import Collector
 
 MAX_STEPS = 10_000
+POISON = -1  # a token id
+
+
+class Crash(Exception):
+    pass
+
+
+class FragileExecutor(CountingExecutor):
+    def step(self, batch):
+        if any(POISON in chunk.request.token_ids for chunk in batch.chunks):
+            raise Crash
+        return super().step(batch)
 
 
 class Network:
@@ -100,6 +113,7 @@ class World:
         self.listeners = []
         self.num_wanted = rng.randint(3, 15)
         self.num_disturbances = 0
+        self.poisoned = rng.choice([None, 1, 3])  # the number of one that is never cancelled
 
     @property
     def is_over(self):
@@ -114,6 +128,8 @@ class World:
         listener = Collector()
         first = rng.choice([0, rng.randrange(10**6)])
         listener.prompt = [first + index // 3 for index in range(rng.randint(1, min(room, 20)))]
+        if len(self.listeners) == self.poisoned:
+            listener.prompt[rng.randrange(len(listener.prompt))] = POISON
         max_new_tokens = rng.randint(1, min(room - len(listener.prompt) + 1, 30))
         listener.sampling = Sampling(max_new_tokens, temperature=rng.choice([0.0, 0.8]), seed=rng.randrange(1000))
         listener.cancelled_at = None
@@ -135,11 +151,15 @@ class World:
     def step(self):
         if self.server is None:
             self.network.connection += 1
-            loop = Loop(CountingExecutor(self.num_blocks, self.block_size), self.block_size, self.config)
+            loop = Loop(FragileExecutor(self.num_blocks, self.block_size), self.block_size, self.config)
             self.server = Server(loop, "")
         self.server._take_messages(wait=False)
         self.server._drop_silent_clients()
-        self.server._send_updates(self.server.loop.step())
+        try:
+            self.server._send_updates(self.server.loop.step())
+        except Crash:
+            self.crash()
+            return
         scheduler = self.server.loop.scheduler
         scheduler.check()
         assert {r.request_id for r in (*scheduler.waiting, *scheduler.running)} == self.server._client_of.keys()
@@ -150,14 +170,19 @@ class World:
         if kind == "pause":
             self.network.now += 3600
         elif self.server and self.num_disturbances < 12:
-            self.network.lose()
             if kind == "crash":
-                self.network.up.clear()
-                self.server, self.network.is_up = None, False
+                if self.client._trials._on_trial is None:  # else it would be blamed
+                    self.crash()
             else:
+                self.network.lose()
                 while self.network.up:  # arrives, and is answered to nobody
                     self.server._take_messages(wait=False)
                 self.network.connection += 1
+
+    def crash(self):
+        self.network.lose()
+        self.network.up.clear()
+        self.server, self.network.is_up = None, False
 
     def live(self):
         client = self.client
@@ -174,11 +199,14 @@ class World:
         for end in self.client._pipe:
             os.close(end)
         assert self.server.loop.scheduler.pool.num_held == 0
-        for listener in self.listeners:
+        for number, listener in enumerate(self.listeners):
             if listener.cancelled_at is not None:
                 assert (len(listener.token_ids), listener.ends) == (listener.cancelled_at, [])
                 continue
             [end] = listener.ends
+            if number == self.poisoned:
+                assert str(end) == "the engine crashes whenever it computes this request" or type(end) is Overloaded
+                continue
             assert end == "length" or type(end) is Overloaded
             assert end != "length" or listener.token_ids == answer(listener.prompt, listener.sampling)
 

@@ -14,7 +14,7 @@ from engine import messages, process
 from engine.client import EngineClient
 from engine.errors import EngineUnavailable, InvalidRequest, Overloaded
 from engine.types import NO_TOKEN, Sampling, StepOutput
-from tests.pure.counting_engine import SlowExecutor
+from tests.pure.counting_engine import POISON, SlowExecutor
 from tests.pure.counting_executor import CountingExecutor, answer, logprobs_of
 from tests.pure.engine_helpers import (
     Collector,
@@ -95,6 +95,25 @@ def test_sixteen_streams_survive_kills_of_the_engine():
                 assert listener.token_ids == answer(listener.prompt, listener.sampling)
             assert client.num_restarts == 2
             assert is_empty(client)
+
+
+def test_a_request_that_crashes_the_engine_is_found_and_ends_alone():
+    address = a_free_address()
+    with a_client(address) as client:
+        listeners = [submit(client, [n], 60, seed=n, temperature=n % 2) for n in range(8)]
+        culprit = submit(client, [5, POISON, 5], 60)
+        listeners += [submit(client, [n], 60) for n in range(8)]
+        num_crashes = 0
+        while not culprit.ends:
+            with an_engine_process(address) as engine:
+                wait_until(lambda engine=engine: engine.poll() is not None or culprit.ends)
+            num_crashes += 1
+        with an_engine_process(address):
+            assert all(listener.wait() == "length" for listener in listeners)
+        assert all(listener.token_ids == answer(listener.prompt, listener.sampling) for listener in listeners)
+        assert str(culprit.wait()) == "the engine crashes whenever it computes this request"
+        assert culprit.token_ids == []
+        assert num_crashes <= 4  # among others, on trial, alone; the last engine has only been met
 
 
 def test_streams_survive_lost_connections_to_a_living_engine():

@@ -1,0 +1,87 @@
+"""Which request crashes the engine: the order of trials, and who is blamed."""
+
+import pytest
+
+from engine.trials import Trials
+
+
+@pytest.fixture
+def bench():
+    """Trials, the requests that are open, and those that the engine was given."""
+    opened, given = set("abcd"), []
+
+    def submit(request_id):
+        if request_id in opened:
+            given.append(request_id)
+        return request_id in opened
+
+    return Trials(submit), opened, given
+
+
+def test_without_a_crash_every_request_is_submitted_at_once(bench):
+    trials, _, given = bench
+    for request_id in "abc":
+        trials.add(request_id)
+    assert given == list("abc")
+    assert trials.note_crash() is None
+
+
+def test_after_a_crash_each_waits_for_the_first_token_of_the_one_before(bench):
+    trials, _, given = bench
+    assert trials.note_crash() is None
+    trials.begin("ab")
+    trials.add("c")
+    assert given == ["a"]
+    trials.acquit("b")  # of whom nobody spoke
+    assert given == ["a"]
+    trials.acquit("a")
+    trials.acquit("b")
+    assert given == ["a", "b", "c"]
+    trials.acquit("c")
+    trials.add("d")
+    trials.add("a")
+    assert given == ["a", "b", "c", "d", "a"]
+
+
+def test_one_that_has_been_cancelled_is_passed_over(bench):
+    trials, opened, given = bench
+    trials.begin("abc")
+    opened -= {"b"}
+    trials.acquit("a")
+    assert given == ["a", "c"]
+
+
+def test_the_suspect_comes_first_and_alone_and_is_the_culprit_if_that_crashes(bench):
+    trials, _, given = bench
+    trials.begin("abc")
+    trials.acquit("a")
+    assert trials.note_crash() is None  # with b on trial, a running
+    trials.begin("abc")
+    assert given == ["a", "b", "b"]
+    assert trials.note_crash() == "b"
+    trials.begin("ac")
+    assert given == ["a", "b", "b", "a"]
+
+
+def test_a_suspect_that_gets_a_token_alone_was_none(bench):
+    trials, _, given = bench
+    trials.begin("ab")
+    trials.note_crash()
+    trials.begin("ab")
+    trials.acquit("a")
+    assert given == ["a", "a", "b"]
+    assert trials.note_crash() is None  # now b is the suspect
+    trials.begin("ab")
+    assert given[-1] == "b"
+    assert trials.note_crash() == "b"
+
+
+def test_a_lost_connection_ends_the_trials_without_a_verdict(bench):
+    trials, _, given = bench
+    trials.begin("ab")
+    trials.note_crash()
+    trials.begin("ab")
+    trials.call_off()
+    trials.add("c")
+    assert given == ["a", "a", "c"]
+    assert trials.note_crash() is None
