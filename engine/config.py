@@ -48,8 +48,8 @@ WITHOUT_EFFECT = {
     "USE_FAST_TOKENIZER": "the tokenizer is always the fast one",
     "DISABLE_CAPACITY_CHECKER": "a request that cannot fit is refused with the numbers",
     "USE_CUSTOM_HEALTH_CHECKER": "the health port is always served",
-    "MAX_STOP_SEQS_NUM": "stop sequences are not limited in number",
-    "STOP_SEQS_MAX_LEN": "stop sequences are not limited in length",
+    "MAX_STOP_SEQS_NUM": "the limit is fixed: 64 stop sequences",
+    "STOP_SEQS_MAX_LEN": "the limit is fixed: 1024 characters a stop sequence",
     "SERVER_WAITTING_TIME": "ranks wait for each other",
     "SHM_UUID": "no named shared memory is used",
     "SPECULATE_METHOD": "speculative decoding is not supported yet",
@@ -168,7 +168,7 @@ class Config:
 
     # Life of the processes
     start_timeout_s: float = setting(
-        1800.0, "START_TIMEOUT", "seconds until a start that is not ready has failed", minimum=1
+        1800.0, "START_TIMEOUT", "seconds to wait for readiness before the start fails", minimum=1
     )
     drain_timeout_s: float = setting(
         30.0, "DRAIN_TIMEOUT", "seconds a stop waits for running requests", minimum=0, maximum=1_000_000
@@ -187,11 +187,11 @@ class Config:
     )
     log_dir: str = setting("log", "FD_LOG_DIR", "log files")
     log_max_bytes: int = setting(
-        64 << 20, "FD_LOG_MAX_BYTES", "size at which a log file is started anew", minimum=65536
+        64 << 20, "FD_LOG_MAX_BYTES", "size at which a log file is rotated", minimum=65536
     )
     log_backup_count: int = setting(7, "FD_LOG_BACKUP_COUNT", "older files kept of each log", minimum=0, maximum=1000)
     log_level: str = setting(
-        "INFO", "LOG_LEVEL", "least severity that is logged", choices=("DEBUG", "INFO", "WARNING", "ERROR")
+        "INFO", "LOG_LEVEL", "minimum severity logged", choices=("DEBUG", "INFO", "WARNING", "ERROR")
     )
     output_log_to_console: bool = setting(
         False, "OUTPUT_LOG_TO_CONSOLE", "`start_server --foreground` copies the logs to its output"
