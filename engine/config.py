@@ -186,9 +186,7 @@ class Config:
         "", "RUN_DIR", "pid files and generated configuration; empty: a folder of this user under /tmp"
     )
     log_dir: str = setting("log", "FD_LOG_DIR", "log files")
-    log_max_bytes: int = setting(
-        64 << 20, "FD_LOG_MAX_BYTES", "size at which a log file is rotated", minimum=65536
-    )
+    log_max_bytes: int = setting(64 << 20, "FD_LOG_MAX_BYTES", "size at which a log file is rotated", minimum=65536)
     log_backup_count: int = setting(7, "FD_LOG_BACKUP_COUNT", "older files kept of each log", minimum=0, maximum=1000)
     log_level: str = setting(
         "INFO", "LOG_LEVEL", "minimum severity logged", choices=("DEBUG", "INFO", "WARNING", "ERROR")

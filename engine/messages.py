@@ -34,7 +34,11 @@ def pack(kind: str, *fields: Any) -> bytes:
 
 
 def unpack(message: bytes) -> tuple[str, list[Any]]:
-    kind, *fields = msgpack.unpackb(message, use_list=False)
+    """Raises ValueError for what `pack` has not made."""
+    content = msgpack.unpackb(message, use_list=False)
+    if not isinstance(content, tuple) or not content:
+        raise ValueError("the message is no array with a kind")
+    kind, *fields = content
     return kind, fields
 
 

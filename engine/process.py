@@ -70,14 +70,18 @@ class Server:
             return
         while True:
             try:
-                client, payload = self._socket.recv_multipart(zmq.NOBLOCK)
+                client, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            try:
+                kind, fields = messages.unpack(b"".join(parts))
+            except ValueError as error:
+                log.warning("a message that is none of ours: %s", error)  # whoever found our port
+                continue
             self._last_seen[client] = self._listened_s
-            kind, fields = messages.unpack(payload)
             if kind == messages.PING:
                 self._send(client, messages.PONG, self.loop.stats())
-            elif fields[0] != self._epoch_of(client):
+            elif not fields or fields[0] != self._epoch_of(client):
                 continue  # meant for the process or the connection before; its client will notice and replay
             elif kind == messages.SUBMIT:
                 self._submit(client, *fields[1:])

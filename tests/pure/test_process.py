@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import contextmanager
 
+import msgpack
 import pytest
 import zmq
 
@@ -109,6 +110,23 @@ def test_a_pause_of_the_engine_is_no_silence_of_its_clients(monkeypatch):
         heard = [hear() for _ in range(20)]
         assert {kind for kind, _ in heard} == {messages.TOKENS}
         assert process.time.lost_s == 3600
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [[b""], [b"GET / HTTP/1.1"], [b"\xc1"], [msgpack.packb(5)], [msgpack.packb(())], [b"a", b"b", b"c"]]
+    + [[msgpack.packb((kind,))] for kind in (messages.SUBMIT, messages.CANCEL, "word", None)],
+)
+def test_a_message_that_is_none_of_ours_harms_nobody(parts):
+    with a_server() as server, a_raw_client(server.address) as (ask, hear, _):
+        with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+            stranger.connect(server.address)
+            stranger.send_multipart(parts)
+            stranger.send(messages.pack(messages.PING))
+            stranger.rcvtimeo = PATIENCE_S * 1000
+            assert messages.unpack(stranger.recv())[0] == messages.PONG  # so the message before has been read
+        ask(messages.PING)
+        assert hear()[0] == messages.PONG
 
 
 def test_what_was_meant_for_another_engine_process_is_ignored():
