@@ -24,7 +24,7 @@ from aiohttp import web
 from engine.errors import EngineUnavailable, InvalidRequest, RequestError
 from gateway import answers, native, openai
 from gateway.answers import CALL, SETTINGS, Call, Dialect
-from gateway.backend import Backend, GatewaySettings
+from gateway.backend import Backend, GatewaySettings, timeout
 from gateway.health import Shared, as_response, readiness
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ CORS = {
     "Access-Control-Allow-Headers": "*, Authorization, Content-Type",
     "Access-Control-Max-Age": "86400",
 }
+BODY_TIMEOUT_S = 60.0  # for all of a body; one whose later chunks are malformed never ends otherwise
 CLIENT_LEFT = 499  # in our log only
 STARTED = int(time.time())
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -119,7 +120,12 @@ async def _read_body(request: web.Request) -> dict[str, Any]:
     limit = request.app[SETTINGS].max_body_bytes
     if (request.content_length or 0) > limit:
         raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=request.content_length)
-    payload = _unpacked(await request.read(), request.headers.get("Content-Encoding", "identity"), limit)
+    try:
+        async with timeout(BODY_TIMEOUT_S):
+            payload = await request.read()
+    except asyncio.TimeoutError:
+        raise web.HTTPRequestTimeout(text=f"the request body was not complete within {BODY_TIMEOUT_S:g} s") from None
+    payload = _unpacked(payload, request.headers.get("Content-Encoding", "identity"), limit)
     try:
         body = json.loads(payload)
     except RecursionError:
@@ -229,7 +235,7 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
 
 
 def _http_refusal(error: web.HTTPException, request: web.Request) -> web.Response:
-    """aiohttp's own refusals: 404, 405, 413."""
+    """aiohttp's own refusals: 404, 405, 408, 413."""
     if error.status == 405:
         message = f"this path does not take {request.method}, it takes {error.headers['Allow']}"
     elif error.status == 413:
@@ -241,6 +247,8 @@ def _http_refusal(error: web.HTTPException, request: web.Request) -> web.Respons
     known = (InvalidRequest if error.status < 500 else RequestError)(message)
     known.code = error.status
     response = answers.refusal(known, request)
+    if error.status == 408:
+        response.force_close()  # what still comes of the body is no request
     if "Allow" in error.headers:
         response.headers["Allow"] = error.headers["Allow"]
     return response

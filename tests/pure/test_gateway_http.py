@@ -2,6 +2,7 @@
 
 import contextlib
 import gzip
+import http.client
 import json
 import logging
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import EngineUnavailable
+from gateway import app
 from tests.pure.gateway_fake import FakeBackend, running
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -85,6 +87,33 @@ def test_a_huge_body_is_refused_by_its_length_before_it_is_sent(gateway):
         response = connection.getresponse()
         assert response.status == 413
         assert "limit of 250000 bytes" in json.loads(response.read())["error_msg"]
+
+
+@pytest.mark.parametrize(("path", "dialects"), [(CHAT, {"error", "error_msg"}), (CHAT + "/completions", {"error"})])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"Content-Length: 100\r\n\r\n{",
+        b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n",
+        [b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n", b"no length\r\n"],
+    ],
+    ids=["length", "chunked", "malformed"],
+)
+def test_a_body_that_does_not_end_is_refused_and_its_connection_closed(monkeypatch, path, dialects, body):
+    monkeypatch.setattr(app, "BODY_TIMEOUT_S", 0.3)
+    with running(FakeBackend("a")) as gateway, contextlib.closing(gateway.connect()) as connection:
+        connection.connect()
+        first, *later = body if isinstance(body, list) else [body]
+        connection.sock.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\n%s" % (path.encode(), first))
+        for packet in later:
+            time.sleep(0.1)  # a packet of its own: in one with the head it fails at once
+            connection.sock.sendall(packet)
+        response = http.client.HTTPResponse(connection.sock, method="POST")
+        response.begin()
+        answer = json.loads(response.read())
+    assert (response.status, response.headers["Connection"]) == (408, "close")
+    assert "the request body was not complete within 0.3 s" in answer["error"]["message"]
+    assert {"error", "error_msg"} & set(answer) == dialects
 
 
 @pytest.mark.parametrize("encoding", ["chunked", "gzip"])
