@@ -164,7 +164,7 @@ class Config:
         1, "PUSH_MODE_HTTP_WORKERS", "gateway processes on the HTTP port", minimum=1, maximum=64
     )
     disable_streaming: bool = setting(False, "DISABLE_STREAMING", "send every answer in one response")
-    max_body_bytes: int = setting(16 << 20, "MAX_BODY_BYTES", "largest HTTP body", minimum=1024)
+    max_body_bytes: int = setting(4 << 20, "MAX_BODY_BYTES", "largest HTTP body", minimum=1024)
 
     # Life of the processes
     start_timeout_s: float = setting(

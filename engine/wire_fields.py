@@ -14,6 +14,7 @@ from engine.errors import InvalidRequest
 MAX_STOP_SEQUENCES = 64  # and bad words
 MAX_STOP_LEN = 1024  # characters
 MAX_TOKEN_IDS = 1024  # to stop at, banned, or with a bias
+MAX_MESSAGES = 10_000  # each costs the checks and the chat template some microseconds, however short it is
 MAX_LOGPROBS = 20
 MAX_REQ_ID_LEN = 256
 TOKEN_ID = re.compile("[0-9]{1,10}")
@@ -127,9 +128,9 @@ def _token_ids(key: str, value: Any) -> list[int]:
         raise InvalidRequest(f"The `{key}` in input parameters must be a list, it is {kind_of(value)}")
     if not value:
         raise InvalidRequest(f"The `{key}` in input parameters cannot be empty")
-    for item in value:
-        if not _is_int(item) or not 0 <= item < 2**31:
-            raise InvalidRequest(f"The `{key}` must hold token ids, {shown(item)} is none")
+    if set(map(type, value)) != {int} or min(value) < 0 or max(value) >= 2**31:  # in C: half the time of a loop
+        wrong = next(item for item in value if not _is_int(item) or not 0 <= item < 2**31)
+        raise InvalidRequest(f"The `{key}` must hold token ids, {shown(wrong)} is none")
     return value
 
 
@@ -166,7 +167,7 @@ def _messages(key: str, value: Any) -> list[dict[str, Any]]:
         raise InvalidRequest(f"The `{key}` in input parameters must be a list, it is {kind_of(value)}")
     if not value:
         raise InvalidRequest(f"The `{key}` in input parameters cannot be empty")
-    for item in value:
+    for item in _at_most(MAX_MESSAGES, key, value):
         if not isinstance(item, dict):
             raise InvalidRequest(f"The items in {key} must be objects, {shown(item)} is {kind_of(item)}")
         if item.get("content") is None and not item.get("tool_calls"):

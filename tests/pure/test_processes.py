@@ -2,6 +2,7 @@
 
 from engine.config import Config
 from gateway.__main__ import parse_arguments
+from gateway.backend import GatewaySettings
 from server_scripts import processes
 from server_scripts.run_dir import RunDir
 
@@ -22,6 +23,10 @@ def test_every_gateway_worker_understands_its_command(tmp_path, monkeypatch):
         assert (given.host, given.port, given.grpc_host, given.grpc_port) == ("::", 9965, "::1", 8811)
         assert (given.model_name, given.max_body_bytes, given.drain_timeout) == ("a name", 4096, 2.5)
         assert (given.workers_index, given.log_level) == (index, "DEBUG")
+
+
+def test_a_worker_takes_by_itself_what_the_setting_says_a_body_that_stalls_nobody():
+    assert Config().max_body_bytes == GatewaySettings().max_body_bytes == 4 << 20
 
 
 def test_without_http_there_is_no_gateway_but_health(tmp_path, monkeypatch):
