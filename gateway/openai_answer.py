@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,35 @@ from gateway.openai_request import Completion
 UNLIKELY = -9999.0  # what OpenAI writes for a logprob that is no number
 
 
+class Alignment:
+    """Where tokens begin in the text of their answer, for `text_offset`.
+
+    The model leaves special tokens out of the text, and the first space of some, and does not say so: a token of which
+    nothing is at its place in the text begins where the next one does.
+    """
+
+    def __init__(self) -> None:
+        self._offset = 0  # in characters: that much of the text belongs to tokens so far
+        self._rest = ""  # the text beyond, which may have come before all of its token
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a token may end inside a character
+
+    def offsets(self, text: str, tokens: list[dict[str, Any]]) -> list[int]:
+        text, position, offsets = self._rest + text, 0, []
+        for token in tokens:
+            offsets.append(self._offset + position)
+            before = self._decoder.getstate()
+            piece = self._decoder.decode(bytes(token["bytes"]))
+            if not text.startswith(piece, position) and offsets[-1] == 0:
+                piece = piece.removeprefix(" ")
+            if text.startswith(piece, position):
+                position += len(piece)
+            else:
+                self._decoder.setstate(before)
+        self._offset += position
+        self._rest = text[position:]
+        return offsets
+
+
 @dataclass(eq=False)
 class Choice:
     """One choice as it grows."""
@@ -19,7 +49,7 @@ class Choice:
     index: int
     texts: list[str] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
-    text_len: int = 0  # characters of the tokens so far, for `text_offset`
+    aligned: Alignment = field(default_factory=Alignment)
     usage: dict[str, int] = field(default_factory=dict)
     finish_reason: str | None = None
     stop_reason: str | None = None
@@ -75,7 +105,7 @@ class Writer:
                 chunks.append({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
             else:
                 text = self.completion.echoes[index] + text
-        logprobs = self._logprobs(choice, answer.get("logprobs") or [])
+        logprobs = self._logprobs(choice, answer.get("token", ""), answer.get("logprobs") or [])
         if text or logprobs or choice.finish_reason:
             content = {"delta": {"content": text}} if self.completion.is_chat else {"text": text}
             chunk = {"index": index, **content, "logprobs": logprobs, "finish_reason": choice.finish_reason}
@@ -116,32 +146,29 @@ class Writer:
         return {
             "index": choice.index,
             **content,
-            "logprobs": self._logprobs(choice, choice.logprobs),
+            "logprobs": self._logprobs(choice, "".join(choice.texts), choice.logprobs),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
 
     # --- logprobs ---
 
-    def _logprobs(self, choice: Choice, tokens: list[dict[str, Any]]) -> dict[str, Any] | None:
+    def _logprobs(self, choice: Choice, text: str, tokens: list[dict[str, Any]]) -> dict[str, Any] | None:
+        """`text` is what the choice has gained with the tokens."""
         if not self.completion.with_logprobs:
             return None
         if not self.completion.is_chat:
-            return _completion_logprobs(choice, tokens)
+            return _completion_logprobs(choice.aligned.offsets(text, tokens), tokens)
         if not tokens:
             return None
         content = [{**_chat_token(each), "top_logprobs": [_chat_token(top) for top in each["top"]]} for each in tokens]
         return {"content": content, "refusal": None}
 
 
-def _completion_logprobs(choice: Choice, tokens: list[dict[str, Any]]) -> dict[str, Any] | None:
+def _completion_logprobs(offsets: list[int], tokens: list[dict[str, Any]]) -> dict[str, Any] | None:
     """OpenAI's four parallel lists. The top ones include the chosen token, so up to logprobs + 1."""
     if not tokens:
         return None
-    offsets = []
-    for token in tokens:
-        offsets.append(choice.text_len)
-        choice.text_len += len(token["token"])
     return {
         "tokens": [_name(token) for token in tokens],
         "token_logprobs": [_number(token) for token in tokens],

@@ -254,6 +254,46 @@ def test_completion_logprobs_have_openais_shape():
     assert {key: streamed[0][key] + streamed[1][key] for key in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "tokens", "offsets"),
+    [
+        ("ab", [b"a", b"<|im_end|>", b"b"], [0, 1, 1]),  # a special token is not in the text
+        ("a<s>b", [b"a", b"<s>", b"b"], [0, 1, 4]),  # unless it is wanted there
+        ("a b", [b" a", b" b", b""], [0, 1, 3]),  # some tokenizers drop the first space of a text
+        ("\u4f60b", [b"\xe4", b"\xbd", b"\xa0", b"b"], [0, 0, 0, 1]),
+        ("\u4f60b", [b"\xe4", b"</s>", b"\xbd\xa0", b"b"], [0, 0, 0, 1]),
+        ("\ufffdb", [b"\xff", b"b"], [0, 1]),
+        ("ab", [b"a", b"bcd"], [0, 1]),  # cut by a stop string
+        ("", [b"</s>", b"</s>"], [0, 0]),
+    ],
+)
+def test_offsets_of_tokens_are_those_in_the_text(text, tokens, offsets):
+    from gateway.openai_answer import Alignment
+
+    tokens = [{"bytes": list(token)} for token in tokens]
+    assert Alignment().offsets(text, tokens) == offsets
+    for first in range(len(text) + 1):  # a part of it may come before its token
+        for num_tokens in range(len(tokens) + 1):
+            if len(text[:first].encode()) >= sum(len(token["bytes"]) for token in tokens[:num_tokens]):
+                streamed = Alignment()
+                parts = (text[:first], tokens[:num_tokens]), (text[first:], tokens[num_tokens:])
+                assert [offset for part in parts for offset in streamed.offsets(*part)] == offsets
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_token_that_is_left_out_of_the_text_does_not_shift_the_offsets_after_it(stream):
+    class Skipping(FakeBackend):
+        def _response(self, body, texts, text):
+            response = super()._response(body, texts, text)
+            return response | {"token": ""} if text == "<|im_end|>" else response
+
+    with client_for(Skipping("ab", "<|im_end|>", "c", "d")) as client:
+        answer = client.completions.create(**A_COMPLETION, logprobs=0, stream=stream)
+        choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    offsets = [offset for choice in choices if choice.logprobs for offset in choice.logprobs.text_offset]
+    assert offsets == [0, 2, 2, 3]
+
+
 def test_a_part_of_a_character_is_named_by_its_bytes():
     from gateway.openai_answer import _name
 
