@@ -68,13 +68,13 @@ def parse_request(body: dict[str, Any]) -> GenerationRequest:
     """Checks the object that `only_object` found. Raises InvalidRequest with every problem, one sentence each."""
     problems: list[str] = []
     values: dict[str, Any] = {}
-    for name, (aliases, check) in FIELDS.items():
-        keys = [key for key in (name, *aliases) if body.get(key) is not None]
+    for name, field in FIELDS.items():
+        keys = [key for key in (name, *field.aliases) if body.get(key) is not None]
         try:
             if len(keys) > 1 and name in EXCLUSIVE:
                 raise InvalidRequest(f"Only one of {tuple(keys)} should be set")
             if keys:
-                values[name] = check(keys[0], body[keys[0]])
+                values[name] = field.check(keys[0], body[keys[0]])
         except InvalidRequest as error:
             problems.append(str(error))
     if body.get("req_id") is None:
@@ -109,14 +109,14 @@ def only_object(payload: bytes | str) -> dict[str, Any]:
 def req_id_of(body: dict[str, Any]) -> str | None:
     """For an error response: the `req_id` of a body that may be wrong; None if there is no valid one."""
     try:
-        return FIELDS["req_id"][1]("req_id", body.get("req_id"))
+        return FIELDS["req_id"].check("req_id", body.get("req_id"))
     except InvalidRequest:
         return None
 
 
 def _misspelt(body: dict[str, Any]) -> list[str]:
     """Unknown keys pass (clients send all sorts), unless they look like a known one that would change the answer."""
-    known = [key for name, (aliases, _) in FIELDS.items() for key in (name, *aliases)]
+    known = [key for name, field in FIELDS.items() for key in (name, *field.aliases)]
     problems = []
     unknown = sorted(key for key in body.keys() - set(known) - {PROBE} if len(key) <= MAX_MISSPELT_LEN)
     for key in unknown[:MAX_UNKNOWN_KEYS]:

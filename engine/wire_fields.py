@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.errors import InvalidRequest
 
@@ -213,41 +213,45 @@ def _anything(key: str, value: Any) -> Any:
     return value
 
 
-# name -> (other names of it, the first present wins; its check)
-FIELDS: dict[str, tuple[tuple[str, ...], Check]] = {
-    "req_id": ((), _req_id),
-    "text": ((), _filled_string),
-    "input_ids": ((), _token_ids),
-    "messages": ((), _messages),
-    "system": ((), _string),
-    "apply_chat_template": ((), _bool),
-    "chat_template_kwargs": ((), _object),
-    "max_dec_len": (("seq_len", "max_tokens"), _positive_int),
-    "min_dec_len": (("min_tokens",), _positive_int),
-    "topp": (("top_p",), _number_in(0, 1)),
-    "top_k": ((), _top_k),
-    "min_p": ((), _number_in(0, 1)),
-    "temperature": ((), _temperature),
-    "penalty_score": (("repetition_penalty",), _penalty),
-    "frequency_score": (("frequency_penalty",), _number_in(-2, 2)),
-    "presence_score": (("presence_penalty",), _number_in(-2, 2)),
-    "infer_seed": (("seed",), _int_in(-(2**63), 2**64 - 1)),
-    "eos_token_ids": (("stop_token_ids",), _few_token_ids),
-    "ignore_eos": ((), _bool),
-    "stop_sequences": (("stop",), _strings),
-    "include_stop_str_in_output": ((), _bool),
-    "skip_special_tokens": ((), _bool),
-    "bad_words": ((), _strings),
-    "bad_words_token_ids": ((), _few_token_ids),
-    "logit_bias": ((), _logit_bias),
-    "logprobs": ((), _logprobs),
-    "return_all_tokens": ((), _bool),
-    "benchmark": ((), _bool),
-    "stream": ((), _bool),
-    "return_usage": ((), _bool),
-    "response_type": ((), _response_type),
-    "timeout": ((), _number_in(0, 1e9)),
-    "response_timeout": ((), _number_in(0, 1e9)),
-    "enable_text_truncate": ((), _bool),  # a prompt is never cut: too long is an error
-    "model": ((), _anything),
+class Field(NamedTuple):
+    aliases: tuple[str, ...]  # other names of it, the first present wins; the last is OpenAI's
+    check: Check
+
+
+FIELDS: dict[str, Field] = {
+    "req_id": Field((), _req_id),
+    "text": Field((), _filled_string),
+    "input_ids": Field((), _token_ids),
+    "messages": Field((), _messages),
+    "system": Field((), _string),
+    "apply_chat_template": Field((), _bool),
+    "chat_template_kwargs": Field((), _object),
+    "max_dec_len": Field(("seq_len", "max_tokens"), _positive_int),
+    "min_dec_len": Field(("min_tokens",), _positive_int),
+    "topp": Field(("top_p",), _number_in(0, 1)),
+    "top_k": Field((), _top_k),
+    "min_p": Field((), _number_in(0, 1)),
+    "temperature": Field((), _temperature),
+    "penalty_score": Field(("repetition_penalty",), _penalty),
+    "frequency_score": Field(("frequency_penalty",), _number_in(-2, 2)),
+    "presence_score": Field(("presence_penalty",), _number_in(-2, 2)),
+    "infer_seed": Field(("seed",), _int_in(-(2**63), 2**64 - 1)),
+    "eos_token_ids": Field(("stop_token_ids",), _few_token_ids),
+    "ignore_eos": Field((), _bool),
+    "stop_sequences": Field(("stop",), _strings),
+    "include_stop_str_in_output": Field((), _bool),
+    "skip_special_tokens": Field((), _bool),
+    "bad_words": Field((), _strings),
+    "bad_words_token_ids": Field((), _few_token_ids),
+    "logit_bias": Field((), _logit_bias),
+    "logprobs": Field((), _logprobs),
+    "return_all_tokens": Field((), _bool),
+    "benchmark": Field((), _bool),
+    "stream": Field((), _bool),
+    "return_usage": Field((), _bool),
+    "response_type": Field((), _response_type),
+    "timeout": Field((), _number_in(0, 1e9)),
+    "response_timeout": Field((), _number_in(0, 1e9)),
+    "enable_text_truncate": Field((), _bool),  # a prompt is never cut: too long is an error
+    "model": Field((), _anything),
 }

@@ -47,14 +47,6 @@ class Call:
 CALL = web.RequestKey("call", Call)
 
 
-class InvalidParameter(InvalidRequest):
-    """InvalidRequest with the name of the field, for OpenAI's `param`."""
-
-    def __init__(self, param: str, message: str):
-        super().__init__(message)
-        self.param = param
-
-
 def dump(fields: Any) -> bytes:
     """Compact, readable in a terminal, and one line for every reader.
 

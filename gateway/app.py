@@ -26,6 +26,7 @@ from gateway import answers, native, openai
 from gateway.answers import CALL, SETTINGS, Call, Dialect
 from gateway.backend import Backend, GatewaySettings, timeout
 from gateway.health import Shared, as_response, readiness
+from gateway.openai_request import CHECKS, PASSED_ON
 
 log = logging.getLogger(__name__)
 
@@ -34,11 +35,8 @@ READY = web.AppKey("ready", Shared)
 RUNNING = web.AppKey("running", list)  # the requests being answered
 DRAINING = web.AppKey("draining", asyncio.Event)
 
-NATIVE_ONLY = frozenset(
-    """req_id max_dec_len min_dec_len seq_len topp penalty_score frequency_score presence_score infer_seed eos_token_ids
-    stop_sequences return_all_tokens return_usage benchmark system response_type response_timeout enable_text_truncate
-    bad_words_token_ids apply_chat_template""".split()
-)
+IN_BOTH = {*PASSED_ON, "text", "input_ids", "messages", "max_tokens", "logprobs", "stream", "timeout", "model"}
+NATIVE_ONLY = frozenset(CHECKS) - IN_BOTH
 CORS = {
     "Access-Control-Allow-Origin": "*",
     "Access-Control-Allow-Methods": "GET, POST, OPTIONS",

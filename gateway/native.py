@@ -39,7 +39,7 @@ async def complete(request: web.Request, body: dict[str, Any], backend: Backend)
 def checked(body: dict[str, Any], name: str) -> Any:
     """A field that acts in the gateway, under the same rules as the model's. None when not given."""
     value = body.get(name)
-    return None if value is None else wire.FIELDS[name][1](name, value)
+    return None if value is None else wire.FIELDS[name].check(name, value)
 
 
 def _line(fields: dict[str, Any]) -> bytes:

@@ -13,8 +13,7 @@ from typing import Any
 
 from engine import wire
 from engine.errors import InvalidRequest
-from engine.wire_fields import MAX_LOGPROBS
-from gateway.answers import InvalidParameter
+from engine.wire_fields import MAX_LOGPROBS, Check
 
 MAX_N = 16
 MAX_CHOICES = 128  # prompts times n
@@ -25,7 +24,7 @@ PASSED_ON = (
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "bad_words"),
     *("include_stop_str_in_output", "skip_special_tokens", "chat_template_kwargs"),
 )
-CHECKS = {key: check for name, (aliases, check) in wire.FIELDS.items() for key in (name, *aliases)}
+CHECKS = {key: field.check for name, field in wire.FIELDS.items() for key in (name, *field.aliases)}
 A_BOOL, A_STRING, AN_OBJECT = CHECKS["stream"], CHECKS["system"], CHECKS["chat_template_kwargs"]
 # field -> the values, besides null, false and the empty ones, that ask for nothing special
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -37,6 +36,14 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "length_penalty": (1,),
 }
+
+
+class InvalidParameter(InvalidRequest):
+    """InvalidRequest with the name of the field, for OpenAI's `param`."""
+
+    def __init__(self, param: str, message: str):
+        super().__init__(message)
+        self.param = param
 
 
 @dataclass(frozen=True)
@@ -167,7 +174,7 @@ def _model(body: dict[str, Any], default: str) -> str:
     return _checked(body, "model", A_STRING, "") or default
 
 
-def _checked(body: dict[str, Any], name: str, check: wire.Check, default: Any = None) -> Any:
+def _checked(body: dict[str, Any], name: str, check: Check, default: Any = None) -> Any:
     if body.get(name) is None:
         return default
     try:

@@ -3,11 +3,16 @@
 import contextlib
 import gzip
 import http.client
+import importlib
+import inspect
 import json
 import logging
 import re
 import socket
+import subprocess
+import sys
 import time
+import typing
 import zlib
 from pathlib import Path
 
@@ -242,6 +247,20 @@ def test_one_connection_serves_one_request_after_the_other(gateway):
             assert connection.getresponse().read()
             sock = connection.sock
         assert sock is connection.sock is not None
+
+
+@pytest.mark.parametrize("module", ["answers", "app", "backend", "health", "native", "openai_answer", "openai_request"])
+def test_annotations_name_what_there_is(module):
+    module = importlib.import_module(f"gateway.{module}")
+    for each in vars(module).values():
+        if getattr(each, "__module__", "") == module.__name__ and (inspect.isfunction(each) or inspect.isclass(each)):
+            typing.get_type_hints(each)
+
+
+@pytest.mark.parametrize("module", ["openai_request", "openai_answer"])
+def test_what_translates_openais_objects_needs_no_http(module):
+    script = f"import sys, gateway.{module}; sys.exit('aiohttp' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2]).returncode == 0
 
 
 def test_the_gateway_knows_of_the_engine_its_contract_and_its_errors_only():

@@ -4,6 +4,7 @@ import openai
 import pytest
 
 from engine.errors import DuplicateRequest, EngineUnavailable, Overloaded, PromptTooLong, TimedOut
+from gateway.app import NATIVE_ONLY
 from tests.pure.gateway_fake import FakeBackend, openai_client, running
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -182,6 +183,16 @@ def test_a_refusal_of_the_model_keeps_its_status(stream, error, kind, names, hea
     assert caught.value.body["message"] == str(error)
     answered = caught.value.response.headers
     assert {name: answered[name] for name in (*AGAIN, *NOT_AGAIN) if name in answered} == headers
+
+
+def test_a_field_is_the_native_protocols_alone_unless_openais_requests_may_have_it():
+    native = """req_id max_dec_len min_dec_len seq_len topp penalty_score frequency_score presence_score infer_seed
+        eos_token_ids stop_sequences return_all_tokens return_usage benchmark system response_type response_timeout
+        enable_text_truncate bad_words_token_ids apply_chat_template"""
+    assert set(native.split()) == NATIVE_ONLY
+    with running(FakeBackend("a")) as gateway:
+        for name in NATIVE_ONLY:
+            assert "choices" not in gateway.refused(CHAT, {**A_CHAT, name: 1})[1]
 
 
 def test_a_request_under_the_documented_base_url_is_never_native():
