@@ -13,10 +13,11 @@ from typing import Any
 
 from aiohttp import web
 
+from engine.errors import RequestError
 from gateway import answers
 from gateway.backend import Answer, Backend
 from gateway.openai_answer import Writer
-from gateway.openai_request import parse
+from gateway.openai_request import Completion, parse
 
 DONE = b"data: [DONE]\n\n"
 
@@ -27,7 +28,8 @@ async def complete(request: web.Request, body: dict[str, Any], backend: Backend,
     completion = parse(body, is_chat, settings.model_name)
     timeout_s = completion.timeout_s or settings.request_timeout_s
     writer = Writer(completion)
-    responses = _side_by_side([backend.generate(each, timeout_s) for each in completion.requests])
+    choices = [_choice(backend.generate(each, timeout_s), completion) for each in completion.requests]
+    responses = _side_by_side(choices)
     if completion.stream:
         return await answers.stream(request, _events(call, responses, writer), "text/event-stream", _event)
     async with contextlib.aclosing(responses):
@@ -36,6 +38,15 @@ async def complete(request: web.Request, body: dict[str, Any], backend: Backend,
     whole = writer.whole()
     call.num_tokens = whole["usage"]["completion_tokens"]
     return answers.answer(whole)
+
+
+async def _choice(stream: AsyncGenerator[Answer, None], completion: Completion) -> AsyncGenerator[Answer, None]:
+    async with contextlib.aclosing(stream):
+        try:
+            async for answer in stream:
+                yield answer
+        except RequestError as error:
+            raise completion.in_clients_words(error) from None
 
 
 def _event(fields: dict[str, Any]) -> bytes:

@@ -6,15 +6,20 @@ What would change the answer and cannot be done is refused by name; anything els
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from engine import wire
-from engine.errors import InvalidRequest
-from engine.wire_fields import MAX_LOGPROBS, Check
+from engine.errors import InvalidRequest, RequestError
+from engine.wire_fields import MAX_LOGPROBS, MAX_REQ_ID_LEN, Check
 
+# Native name -> OpenAI's, of a prompt and what goes with it below
+NAMES = {name: field.aliases[-1] for name, field in wire.FIELDS.items() if field.aliases} | {"req_id": "request_id"}
+NAMED = re.compile(r"`(\w+)`|\b([a-z]+_[a-z_]+)\b")  # a field in a text of the model; no word of English
+QUOTE = re.compile('"|the chat template refused')  # what follows may be the client's or a template's own words
 MAX_N = 16
 MAX_CHOICES = 128  # prompts times n
 
@@ -61,6 +66,25 @@ class Completion:
     include_usage: bool
     continuous_usage: bool
     timeout_s: float | None
+    names: dict[str, str]  # of the model's fields -> as the client calls them
+
+    def in_clients_words(self, error: RequestError) -> RequestError:
+        """A refusal of the model that names fields as the client does, the first of them also as `param`. What names
+        none is about the prompt: all else was checked here."""
+        if error.code >= 500:
+            return error
+        text = str(error)
+        quote = QUOTE.search(text)
+        ours, theirs = (text[: quote.start()], text[quote.start() :]) if quote else (text, "")
+        found = [self.names[name] for match in NAMED.findall(ours) for name in match if name in self.names]
+        told = type(error)(NAMED.sub(self._renamed, ours) + theirs)
+        if found or isinstance(error, InvalidRequest):
+            told.param = found[0] if found else self.names["text"]
+        return told
+
+    def _renamed(self, match: re.Match[str]) -> str:
+        name = match[1] or match[2]
+        return match[0].replace(name, self.names.get(name, name))
 
 
 def parse(body: dict[str, Any], is_chat: bool, default_model: str) -> Completion:
@@ -74,7 +98,7 @@ def parse(body: dict[str, Any], is_chat: bool, default_model: str) -> Completion
     sources, echoes = ([_chat_source(body)], [""]) if is_chat else _prompt_sources(body)
     if len(sources) * n > MAX_CHOICES:
         raise InvalidParameter("prompt", f"{len(sources)} prompts times n={n} exceed the limit of {MAX_CHOICES}")
-    answer_id = _answer_id(body, is_chat)
+    answer_id = _answer_id(body, is_chat, len(sources) * n)
     stream_options = _checked(body, "stream_options", AN_OBJECT, {})
     return Completion(
         answer_id=answer_id,
@@ -88,7 +112,14 @@ def parse(body: dict[str, Any], is_chat: bool, default_model: str) -> Completion
         include_usage=_checked(stream_options, "include_usage", A_BOOL, False),
         continuous_usage=_checked(stream_options, "continuous_usage_stats", A_BOOL, False),
         timeout_s=_checked(body, "timeout", CHECKS["timeout"], None),
+        names=_names(body, is_chat),
     )
+
+
+def _names(body: dict[str, Any], is_chat: bool) -> dict[str, str]:
+    source = "messages" if is_chat else "prompt"
+    names = {name: name for name in wire.FIELDS} | NAMES | dict.fromkeys(("text", "input_ids", "prompt"), source)
+    return names | {"max_dec_len": "max_completion_tokens"} if "max_completion_tokens" in body else names
 
 
 def _refuse(body: dict[str, Any]) -> None:
@@ -160,14 +191,24 @@ def _requests(answer_id: str, sources: list[Any], n: int, options: dict[str, Any
     num_choices = len(sources) * n
     for index in range(num_choices):
         choice = {**sources[index // n], **options}
-        choice["req_id"] = answer_id if num_choices == 1 else f"{answer_id}-{index}"
+        choice["req_id"] = _choice_id(answer_id, index, num_choices)
         if index % n and "seed" in options:
             choice["seed"] = (options["seed"] + index % n) % 2**63
         yield choice
 
 
-def _answer_id(body: dict[str, Any], is_chat: bool) -> str:
-    return _checked(body, "request_id", CHECKS["req_id"], f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}")
+def _answer_id(body: dict[str, Any], is_chat: bool, num_choices: int) -> str:
+    default = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+    answer_id = _checked(body, "request_id", CHECKS["req_id"], default)
+    limit = MAX_REQ_ID_LEN - len(_choice_id("", num_choices - 1, num_choices))
+    if len(answer_id) > limit:
+        text = f"The `request_id` has {len(answer_id)} characters, the limit with {num_choices} choices is {limit}"
+        raise InvalidParameter("request_id", text)
+    return answer_id
+
+
+def _choice_id(answer_id: str, index: int, num_choices: int) -> str:
+    return answer_id if num_choices == 1 else f"{answer_id}-{index}"
 
 
 def _model(body: dict[str, Any], default: str) -> str:

@@ -3,8 +3,9 @@
 import openai
 import pytest
 
-from engine.errors import DuplicateRequest, EngineUnavailable, Overloaded, PromptTooLong, TimedOut
+from engine.errors import DuplicateRequest, EngineUnavailable, InvalidRequest, Overloaded, PromptTooLong, TimedOut
 from gateway.app import NATIVE_ONLY
+from gateway.openai_request import NAMES, PASSED_ON
 from tests.pure.gateway_fake import FakeBackend, openai_client, running
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -161,6 +162,69 @@ def test_what_cannot_be_done_is_refused_by_name(path, fields, param):
     assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, "invalid_request")
     assert param in error["message"]
     assert backend.bodies == []
+
+
+LONG, WRONG, TWICE = PromptTooLong, InvalidRequest, DuplicateRequest
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("body", "error", "text", "param"),
+    [
+        (
+            A_CHAT,
+            WRONG("The parameter max_dec_len(5) exceeds the limit MAX_DEC_LEN(4)."),
+            "max_tokens(5)",
+            "max_tokens",
+        ),
+        (
+            {**A_CHAT, "max_completion_tokens": 5},
+            WRONG("max_dec_len(5)"),
+            "max_completion_tokens(5)",
+            "max_completion_tokens",
+        ),
+        (
+            A_CHAT,
+            WRONG("min_dec_len(5) exceeds max_dec_len(4)."),
+            "min_tokens(5) exceeds max_tokens(4).",
+            "min_tokens",
+        ),
+        (A_CHAT, LONG("input_ids_len (9) + max_dec_len (5) > 8"), "input_ids_len (9) + max_tokens (5)", "max_tokens"),
+        (A_CHAT, LONG("Length of input token(9) exceeds"), "Length of input token(9)", "messages"),
+        (A_COMPLETION, LONG("The prompt has 9 bytes"), "The prompt has 9 bytes", "prompt"),
+        (A_COMPLETION, WRONG("The `input_ids` holds 9999, the"), "The `prompt` holds 9999", "prompt"),
+        (A_CHAT, WRONG("The `prompt` holds 9999, the"), "The `messages` holds 9999", "messages"),
+        (A_CHAT, WRONG("The `eos_token_ids` holds 9999"), "The `stop_token_ids` holds 9999", "stop_token_ids"),
+        (A_CHAT, WRONG("The `logit_bias` holds 9999"), "The `logit_bias` holds 9999", "logit_bias"),
+        (A_CHAT, WRONG('`bad_words` item "`topp` max_dec_len" has'), '"`topp` max_dec_len" has', "bad_words"),
+        (A_CHAT, WRONG("the chat template refused the messages: `topp`"), "messages: `topp`", "messages"),
+        (A_CHAT, TWICE('The req_id "req_id" already exists'), 'The request_id "req_id" already', "request_id"),
+        (A_CHAT, Overloaded("cached task num (1) exceeds"), "cached task num (1) exceeds", None),
+        (A_CHAT, EngineUnavailable("of max_dec_len"), "of max_dec_len", None),
+    ],
+)
+def test_a_refusal_of_the_model_names_fields_as_the_client_does(body, error, text, param, stream):
+    with running(FakeBackend(error)) as gateway:
+        path = COMPLETIONS if "prompt" in body else CHAT
+        status, answer = gateway.refused(path, {**body, "stream": stream, "n": 2})
+    assert (status, answer["error"]["param"]) == (error.code, param)
+    assert text in answer["error"]["message"]
+
+
+def test_every_other_name_of_a_native_field_is_told_by_one_that_openais_clients_may_send():
+    taken = {*PASSED_ON, "max_tokens", "request_id"}
+    assert set(NAMES.values()) <= taken
+
+
+@pytest.mark.parametrize(("n", "longest"), [(1, 256), (2, 254), (16, 253)])
+def test_a_request_id_leaves_room_for_the_number_of_the_choice(n, longest):
+    backend = FakeBackend("a")
+    with running(backend) as gateway:
+        assert gateway.post(CHAT, {**A_CHAT, "n": n, "request_id": "x" * longest})["id"] == "x" * longest
+        status, answer = gateway.refused(CHAT, {**A_CHAT, "n": n, "request_id": "x" * (longest + 1)})
+    assert max(len(body["req_id"]) for body in backend.bodies) == 256
+    assert (status, answer["error"]["param"]) == (400, "request_id")
+    assert f"The `request_id` has {longest + 1} characters, the limit" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [True, False])
