@@ -29,6 +29,7 @@ class Setting:
     minimum: float | None = None
     maximum: float | None = None
     choices: tuple[str, ...] = ()
+    may_be_empty: bool = False  # elsewhere an empty text is like an unset variable
 
 
 def setting(default: Any, env: str, doc: str, **limits: Any) -> Any:
@@ -165,6 +166,12 @@ class Config:
     )
     disable_streaming: bool = setting(False, "DISABLE_STREAMING", "send every answer in one response")
     max_body_bytes: int = setting(4 << 20, "MAX_BODY_BYTES", "largest HTTP body", minimum=1024)
+    cors_allow_origin: str = setting(
+        "*",
+        "CORS_ALLOW_ORIGIN",
+        "whose pages in a browser may call HTTP: one origin, or `*`; empty: none",
+        may_be_empty=True,
+    )
 
     # Life of the processes
     start_timeout_s: float = setting(
@@ -243,8 +250,9 @@ def _expanded(env: str, text: str) -> Path:
 
 
 def _given(setting: Setting, environ: Mapping[str, str]) -> tuple[str, str | None]:
-    """The variable's name and text; an empty text is like an unset variable."""
-    found = [(name, environ[name]) for name in (setting.env, *setting.old) if environ.get(name, "") != ""]
+    """The variable's name and text; an empty text is like an unset variable, where it says nothing."""
+    names = [name for name in (setting.env, *setting.old) if name in environ]
+    found = [(name, environ[name]) for name in names if environ[name] or setting.may_be_empty]
     if not found:
         return setting.env, None
     for name, text in found[1:]:

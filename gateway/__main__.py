@@ -82,6 +82,7 @@ async def run(options: argparse.Namespace) -> None:
     settings = GatewaySettings(
         model_name=options.model_name,
         max_body_bytes=options.max_body_bytes,
+        cors_allow_origin=options.cors_allow_origin,
         drain_timeout_s=options.drain_timeout,
         request_timeout_s=options.request_timeout,
     )
@@ -101,6 +102,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--grpc-port", type=int, required=True, help="SERVICE_GRPC_PORT")
     parser.add_argument("--model-name", default=defaults.model_name, help="the name in /v1/models")
     parser.add_argument("--max-body-bytes", type=int, default=defaults.max_body_bytes)
+    parser.add_argument("--cors-allow-origin", default=defaults.cors_allow_origin, help="empty: no CORS headers")
     parser.add_argument("--drain-timeout", type=float, default=defaults.drain_timeout_s, help="seconds after SIGTERM")
     parser.add_argument("--request-timeout", type=float, default=defaults.request_timeout_s, help="seconds of silence")
     parser.add_argument("--workers-index", type=int, default=0, help="which of the workers this is, for the log")

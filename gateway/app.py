@@ -38,7 +38,6 @@ DRAINING = web.AppKey("draining", asyncio.Event)
 IN_BOTH = {*PASSED_ON, "text", "input_ids", "messages", "max_tokens", "logprobs", "stream", "timeout", "model"}
 NATIVE_ONLY = frozenset(CHECKS) - IN_BOTH
 CORS = {
-    "Access-Control-Allow-Origin": "*",
     "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
     "Access-Control-Allow-Headers": "*, Authorization, Content-Type",
     "Access-Control-Max-Age": "86400",
@@ -57,7 +56,8 @@ def make_app(backend: Backend, settings: GatewaySettings | None = None) -> web.A
     app[READY] = readiness(backend, settings.probe_timeout_s)
     app[RUNNING] = []
     app[DRAINING] = asyncio.Event()
-    app.on_response_prepare.append(_add_cors)
+    if settings.cors_allow_origin:
+        app.on_response_prepare.append(_add_cors)
     app.on_cleanup.append(_close_backend)
     base = "/v1/chat/completions"  # the documented base URL of OpenAI's client
     app.add_routes(
@@ -252,8 +252,9 @@ def _http_refusal(error: web.HTTPException, request: web.Request) -> web.Respons
     return response
 
 
-async def _add_cors(_: web.Request, response: web.StreamResponse) -> None:
+async def _add_cors(request: web.Request, response: web.StreamResponse) -> None:
     response.headers.update(CORS)
+    response.headers["Access-Control-Allow-Origin"] = request.app[SETTINGS].cors_allow_origin
 
 
 async def _close_backend(app: web.Application) -> None:

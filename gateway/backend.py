@@ -44,6 +44,7 @@ class GatewaySettings:
 
     model_name: str = "default"  # the name in /v1/models; requests may use any
     max_body_bytes: int = 4 << 20
+    cors_allow_origin: str = "*"  # empty: no CORS headers
     drain_timeout_s: float = 30.0  # how long running requests may go on after SIGTERM
     request_timeout_s: float = 300.0  # without a new response, unless the request says otherwise
     probe_timeout_s: float = 3.0

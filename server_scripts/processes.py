@@ -71,6 +71,7 @@ def gateway_command(config: Config, served_name: str, index: int) -> list[str]:
         "grpc-port": config.service_grpc_port,
         "model-name": served_name,
         "max-body-bytes": config.max_body_bytes,
+        "cors-allow-origin": config.cors_allow_origin,
         "drain-timeout": config.drain_timeout_s,
         "workers-index": index,
         "log-level": config.log_level,

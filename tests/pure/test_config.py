@@ -46,6 +46,8 @@ def test_every_default_is_a_value_that_may_be_given():
         ("model_name", "org/model", "model_name", "org/model"),
         ("START_TIMEOUT", "2.5", "start_timeout_s", 2.5),
         ("BATCH_SIZE", "", "batch_size", 50),  # empty is like unset
+        ("CORS_ALLOW_ORIGIN", "", "cors_allow_origin", ""),  # unless it says something
+        ("CORS_ALLOW_ORIGIN", "http://chat", "cors_allow_origin", "http://chat"),
     ],
 )
 def test_a_variable_sets_its_field(variable, text, field, value):

@@ -206,6 +206,15 @@ def test_a_browser_may_ask_from_anywhere(gateway):
         assert headers["Access-Control-Allow-Origin"] == "*"
 
 
+@pytest.mark.parametrize("origin", ["", "http://chat"])
+def test_whose_pages_may_ask_is_a_setting(origin):
+    with running(FakeBackend("a"), cors_allow_origin=origin) as gateway:
+        for method, body in (("OPTIONS", None), ("POST", NATIVE), ("POST", {**NATIVE, "stream": True}), ("POST", b"{")):
+            _, headers, _ = gateway.send(method, CHAT, body)
+            assert headers.get("Access-Control-Allow-Origin", "") == origin
+            assert any(name.startswith("Access-Control-") for name in headers) == bool(origin)
+
+
 def test_the_root_says_what_there_is(gateway):
     status, _, payload = gateway.send("GET", "/")
     assert status == 200

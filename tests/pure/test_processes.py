@@ -1,5 +1,7 @@
 """The commands of the server's processes carry the settings, and the processes understand them."""
 
+import pytest
+
 from engine.config import Config
 from gateway.__main__ import parse_arguments
 from gateway.backend import GatewaySettings
@@ -23,6 +25,12 @@ def test_every_gateway_worker_understands_its_command(tmp_path, monkeypatch):
         assert (given.host, given.port, given.grpc_host, given.grpc_port) == ("::", 9965, "::1", 8811)
         assert (given.model_name, given.max_body_bytes, given.drain_timeout) == ("a name", 4096, 2.5)
         assert (given.workers_index, given.log_level) == (index, "DEBUG")
+
+
+@pytest.mark.parametrize("origin", ["*", "", "http://chat"])
+def test_whose_pages_may_call_is_told_to_the_gateway(tmp_path, monkeypatch, origin):
+    specs = all_specs(tmp_path, monkeypatch, Config(cors_allow_origin=origin))
+    assert parse_arguments(specs["gateway-0"].command[3:]).cors_allow_origin == origin
 
 
 def test_a_worker_takes_by_itself_what_the_setting_says_a_body_that_stalls_nobody():
