@@ -166,6 +166,13 @@ class Config:
     )
     disable_streaming: bool = setting(False, "DISABLE_STREAMING", "send every answer in one response")
     max_body_bytes: int = setting(4 << 20, "MAX_BODY_BYTES", "largest HTTP body", minimum=1024)
+    api_key: str = field(
+        default="",
+        repr=False,
+        metadata={
+            "setting": Setting("API_KEY", "HTTP requests must carry it, health does not; empty: anybody may ask")
+        },
+    )
     cors_allow_origin: str = setting(
         "*",
         "CORS_ALLOW_ORIGIN",
@@ -225,6 +232,8 @@ class Config:
                 ports[value] = env
         for env, text in (("MODEL_DIR", self.model_dir), ("EXPORT_CACHE_DIR", self.export_cache_dir)):
             _expanded(env, text)
+        if not all("!" <= char <= "~" for char in self.api_key):  # a secret: not shown
+            raise ConfigError("API_KEY has a character that is no visible ASCII, which no HTTP header can carry")
         if self.service_http_port == 0:
             raise ConfigError("SERVICE_HTTP_PORT is 0, it must be a port from 1 to 65535, or -1 for gRPC only")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import signal
 import socket
 import sys
@@ -82,6 +83,7 @@ async def run(options: argparse.Namespace) -> None:
     settings = GatewaySettings(
         model_name=options.model_name,
         max_body_bytes=options.max_body_bytes,
+        api_key=os.environ.get("API_KEY", ""),  # no option: others on the machine can read command lines
         cors_allow_origin=options.cors_allow_origin,
         drain_timeout_s=options.drain_timeout,
         request_timeout_s=options.request_timeout,

@@ -87,6 +87,8 @@ def refusal(error: RequestError, request: web.Request) -> web.Response:
         headers["Retry-After"] = "1"
     if isinstance(error, NOT_AGAIN):
         headers["x-should-retry"] = "false"
+    if error.code == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     call = request[CALL]
     return answer(failure(error, call.dialect, call.req_id), error.code, headers)
 

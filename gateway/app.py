@@ -12,6 +12,7 @@ Under the documented base URL (http://host:9965/v1/chat/completions) the routes 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import logging
 import time
@@ -43,6 +44,7 @@ CORS = {
     "Access-Control-Max-Age": "86400",
 }
 BODY_TIMEOUT_S = 60.0  # for all of a body; one whose later chunks are malformed never ends otherwise
+UNGUARDED = ("/health",)
 CLIENT_LEFT = 499  # in our log only
 STARTED = int(time.time())
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -219,6 +221,7 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     if request.method == "OPTIONS":  # a browser asks before it posts
         return web.Response(status=204)
     try:
+        _check_key(request)
         if request.app[DRAINING].is_set():
             raise EngineUnavailable("the server is stopping")
         return await handler(request)
@@ -230,6 +233,22 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return web.Response(status=CLIENT_LEFT)
     except Exception as error:
         return answers.refusal(answers.as_known(error), request)
+
+
+class WrongKey(InvalidRequest):
+    kind = "invalid_api_key"
+    code = 401
+
+
+def _check_key(request: web.Request) -> None:
+    key = request.app[SETTINGS].api_key
+    if not key or request.path in UNGUARDED:
+        return
+    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+    is_right = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), key.encode())
+    if scheme.lower() != "bearer" or not is_right:
+        request[CALL].dialect = Dialect.OPENAI
+        raise WrongKey("the API key is missing or wrong, the header must be `Authorization: Bearer <key>`")
 
 
 def _http_refusal(error: web.HTTPException, request: web.Request) -> web.Response:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 if sys.version_info >= (3, 11):
@@ -44,6 +44,7 @@ class GatewaySettings:
 
     model_name: str = "default"  # the name in /v1/models; requests may use any
     max_body_bytes: int = 4 << 20
+    api_key: str = field(default="", repr=False)  # empty: anybody may ask
     cors_allow_origin: str = "*"  # empty: no CORS headers
     drain_timeout_s: float = 30.0  # how long running requests may go on after SIGTERM
     request_timeout_s: float = 300.0  # without a new response, unless the request says otherwise

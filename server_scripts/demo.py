@@ -23,13 +23,13 @@ QUESTIONS = ("Who are you?", "What is the capital of France?", "What is 7 plus 5
 EXAMPLES = """
 The server goes on running. Ask it yourself, with curl:
 
-curl -N {url}/v1/chat/completions \\
+curl -N {url}/v1/chat/completions{header} \\
   -d '{{"text": "What is the capital of Japan?", "max_dec_len": 64, "temperature": 0, "stream": true}}'
 
 with Python and OpenAI's client (pip install openai):
 
-import openai
-client = openai.OpenAI(base_url="{url}/v1", api_key="none")
+import openai, os
+client = openai.OpenAI(base_url="{url}/v1", api_key=os.environ.get("API_KEY", "none"))
 messages = [{{"role": "user", "content": "What is the capital of Japan?"}}]
 for chunk in client.chat.completions.create(model="default", messages=messages, temperature=0, stream=True):
     print(chunk.choices[0].delta.content or "", end="", flush=True)
@@ -81,7 +81,7 @@ def main() -> int:
     try:
         for question in QUESTIONS:
             print(f"\n> {question}")
-            for piece in answer(state, question):
+            for piece in answer(state, question, config.api_key):
                 print(piece, end="", flush=True)
             print()
     except (OSError, http.client.HTTPException, ValueError) as error:
@@ -89,7 +89,7 @@ def main() -> int:
         return 1
     except KeyboardInterrupt:
         print("\ndemo: interrupted")
-    print(examples(state))
+    print(examples(state, bool(config.api_key)))
     print(f"(the demo took {time.monotonic() - started:.0f} s)")
     return 0
 
@@ -114,12 +114,13 @@ def running(run_dir: RunDir) -> State | None:
     return state if state and state.phase == "ready" and state.supervisor.is_alive else None
 
 
-def answer(state: State, question: str) -> Iterator[str]:
+def answer(state: State, question: str, api_key: str = "") -> Iterator[str]:
     """The answer as it is generated: OpenAI's protocol, server-sent events."""
     connection = http.client.HTTPConnection(connect_host(state.host), state.ports["SERVICE_HTTP_PORT"], timeout=120)
     body = {"model": "default", "stream": True, "temperature": 0, "max_tokens": 128}
     body["messages"] = [{"role": "user", "content": question}]
-    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
     response = connection.getresponse()
     if response.status != 200:
         raise ValueError(f"status {response.status}: {response.read().decode(errors='replace')[:500]}")
@@ -133,12 +134,13 @@ def answer(state: State, question: str) -> Iterator[str]:
     connection.close()
 
 
-def examples(state: State) -> str:
+def examples(state: State, with_key: bool = False) -> str:
     host, ports = connect_host(state.host), state.ports
     host = f"[{host}]" if ":" in host else host
     url = f"http://{host}:{{}}"
     stop = shutil.which("stop_server") or str(Path(sys.executable).with_name("stop_server"))
     return EXAMPLES.format(
+        header=' -H "Authorization: Bearer $API_KEY"' if with_key else "",
         url=url.format(ports["SERVICE_HTTP_PORT"]),
         grpc=f"{host}:{ports['SERVICE_GRPC_PORT']}",
         health=url.format(ports["HEALTH_HTTP_PORT"]) + "/v2/health/ready",

@@ -81,9 +81,12 @@ class Probes:
         return answer
 
     def _http(self, port: int, method: str, path: str, body: str | None = None) -> str:
+        headers = {"Content-Type": "application/json"} if body else {}
+        if self._config.api_key and port == self._config.service_http_port:
+            headers["Authorization"] = f"Bearer {self._config.api_key}"
         connection = http.client.HTTPConnection(self._host, port, timeout=REQUEST_TIMEOUT_S)  # no proxy, ever
         try:
-            connection.request(method, path, body, {"Content-Type": "application/json"} if body else {})
+            connection.request(method, path, body, headers)
             response = connection.getresponse()
             text = response.read().decode(errors="replace")
         except (OSError, http.client.HTTPException) as error:

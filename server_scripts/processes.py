@@ -40,12 +40,14 @@ def log_paths(config: Config) -> dict[str, Path]:
 def all_specs(config: Config, graph_dir: Path, served_name: str, run_dir: RunDir) -> list[ChildSpec]:
     """In the order of their start. Raises TritonError."""
     environ = {**os.environ, "PYTHONUNBUFFERED": "1", "GRAPH_DIR": str(graph_dir)}
+    environ.pop("API_KEY", None)
     logs = log_paths(config)
     specs = [engine_spec(config, environ, logs[ENGINE]), triton_spec(config, environ, run_dir, logs[TRITONSERVER])]
     if config.service_http_port > 0:
         for index in range(config.push_mode_http_workers):
             command = gateway_command(config, served_name, index)
-            specs.append(ChildSpec(f"{GATEWAY}-{index}", command, environ, logs[GATEWAY], waits_for_model_server=True))
+            env = {**environ, "API_KEY": config.api_key}
+            specs.append(ChildSpec(f"{GATEWAY}-{index}", command, env, logs[GATEWAY], waits_for_model_server=True))
     specs.append(ChildSpec(HEALTH, health_command(config), environ, logs[HEALTH], waits_for_model_server=True))
     return specs
 

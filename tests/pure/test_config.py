@@ -105,6 +105,14 @@ def test_a_wrong_value_is_refused_with_its_name(environ, message):
         Config.from_env(environ)
 
 
+def test_the_api_key_is_never_shown():
+    assert "s3cret" not in repr(Config.from_env({"API_KEY": "s3cret"}))
+    for key in ("s3cret key", "s3cr\u00e9t", "s3cret\n"):
+        with pytest.raises(ConfigError, match="API_KEY has a character that is no visible ASCII") as caught:
+            Config.from_env({"API_KEY": key})
+        assert "s3cr" not in str(caught.value)
+
+
 def test_a_step_holds_at_least_two_tokens_a_request():
     assert Config().max_step_tokens == 256
     assert Config(batch_size=200).max_step_tokens == 400

@@ -33,6 +33,13 @@ def test_whose_pages_may_call_is_told_to_the_gateway(tmp_path, monkeypatch, orig
     assert parse_arguments(specs["gateway-0"].command[3:]).cors_allow_origin == origin
 
 
+def test_the_api_key_is_in_the_environment_of_the_gateway_alone_and_on_no_command_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("API_KEY", "s3cret")
+    specs = all_specs(tmp_path, monkeypatch, Config(api_key="s3cret"))
+    assert not any("s3cret" in argument for spec in specs.values() for argument in spec.command)
+    assert {name for name, spec in specs.items() if "s3cret" in spec.env.values()} == {"gateway-0"}
+
+
 def test_a_worker_takes_by_itself_what_the_setting_says_a_body_that_stalls_nobody():
     assert Config().max_body_bytes == GatewaySettings().max_body_bytes == 4 << 20
 
