@@ -17,8 +17,8 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
@@ -56,6 +56,7 @@ class Options:
     mode: str = "master"
     speculate_dir: str | None = None  # where the draft model goes; None: no draft model
     policy: Policy = field(default_factory=Policy)
+    check_config: Callable[[Path], None] | None = None  # raises what prevents that a checkpoint is fetched
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ, **others) -> "Options":
@@ -154,7 +155,9 @@ def _from_hub(repo_id: str, quant: str | None, model_dir: Path, options: Options
         return fill(
             model_dir,
             Record(f"{repo_id} of the hub", quant),
-            lambda policy, stop: list_hub(repo_id, options.hub_endpoint, policy, stop),
+            lambda policy, stop: replace(
+                list_hub(repo_id, options.hub_endpoint, policy, stop), check=options.check_config
+            ),
             options.policy,
             twins=[other for other in others if other != model_dir],
         )

@@ -12,6 +12,9 @@ from pathlib import Path
 
 from engine.config import Config
 from engine.errors import ConfigError
+from engine.models.checkpoint import read_json
+from engine.models.config import read_config
+from engine.models.keys import ModelError
 from server_scripts import logs
 from server_scripts.child import EXEC_CHILD, ROOT
 
@@ -34,7 +37,7 @@ class Source:
 
 
 def find_source(config: Config, name: str, tell: Tell) -> Source:
-    """Fetches the model if it goes by a name. Raises ModelUnavailable."""
+    """Fetches the model if it goes by a name. Raises ModelUnavailable, and ConfigError for what the name asks for."""
     if name:
         return _download(config, name, tell)
     path = Path(config.model_dir).expanduser().absolute()
@@ -48,19 +51,29 @@ def find_source(config: Config, name: str, tell: Tell) -> Source:
 
 
 def _download(config: Config, name: str, tell: Tell) -> Source:
-    from download_model import download  # only now: a model that is here needs no network
+    from download_model import Options, download, parse_model_name  # only now: a model that is here needs no network
     from engine.download.files import DownloadError
 
+    try:
+        quant = parse_model_name(name)[1]
+        options = Options.from_env(check_config=_refuse_unsupported)
+    except DownloadError as error:
+        raise ModelUnavailable(str(error)) from None
+    if options.mirror is None:
+        as_dtype(quant, config)  # raises before gigabytes are fetched
     tell(f"fetching {name} into {config.model_dir}")
     logging.basicConfig(stream=sys.stdout, format="           %(message)s")
     logging.getLogger("engine.download").setLevel(logging.INFO)
     try:
-        done = download(name, Path(config.model_dir).expanduser())
-    except (DownloadError, OSError) as error:
+        done = download(name, Path(config.model_dir).expanduser(), options)
+    except (DownloadError, ModelError, OSError) as error:
         raise ModelUnavailable(f"fetching {name}: {error}") from None
     tell(f"{name} is complete, {done.num_fetched} files fetched")
-    quant = None if done.is_static else done.quant
-    return Source(done.model_dir.absolute(), config.served_model_name or name, quant)
+    return Source(done.model_dir.absolute(), config.served_model_name or name, None if done.is_static else quant)
+
+
+def _refuse_unsupported(config_json: Path) -> None:
+    read_config(read_json(config_json))
 
 
 def export_if_needed(config: Config, source: Source, tell: Tell) -> Path:

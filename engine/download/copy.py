@@ -130,9 +130,10 @@ class _Run:
         progress = Progress(self.record.source)
         self._transfer = Transfer(self.policy, self.stop, progress, listing.authorization)
         try:
+            num_fetched = self._bring_first(listing) if listing.check else 0
             self._check_room(listing, progress)
             self.record.save(self.root)  # from here on it is not complete
-            num_fetched = self._bring_all(listing.files, progress)
+            num_fetched += self._bring_all(listing.files, progress)
         finally:
             progress.close()
         for path in self.record.files.keys() - {file.path for file in listing.files}:
@@ -141,6 +142,13 @@ class _Run:
         self.record.is_complete = True
         self.record.save(self.root)
         return num_fetched
+
+    def _bring_first(self, listing: Listing) -> int:
+        assert listing.check
+        first = listing.files[0]
+        how = self._bring(first)
+        listing.check(place(self.root, first.path))
+        return how == "fetched"
 
     def _bring_all(self, files: list[RemoteFile], progress: Progress) -> int:
         num_fetched = 0

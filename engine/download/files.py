@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +47,7 @@ class Listing:
     files: list[RemoteFile]
     revision: str | None = None
     authorization: str | None = None  # header for the server in the files' URLs, for nobody it redirects to
+    check: Callable[[Path], None] | None = None  # raises when the first file says that the others are of no use
 
 
 def check_path(path: str) -> str:

@@ -42,7 +42,7 @@ def list_mirror(folder_url: str, policy: Policy, stop: Stop) -> Listing:
 
 
 def list_hub(repo_id: str, endpoint: str | None, policy: Policy, stop: Stop) -> Listing:
-    """The needed files of the newest commit, pinned to it, smallest first."""
+    """The needed files of the newest commit, pinned to it: config.json, then the smallest first."""
     from huggingface_hub import constants, hf_hub_url
     from huggingface_hub.utils import build_hf_headers
 
@@ -64,7 +64,7 @@ def list_hub(repo_id: str, endpoint: str | None, policy: Policy, stop: Stop) -> 
     if not any(path.endswith(".safetensors") for path in paths):
         raise DownloadError(f"{where}: no safetensors weights, and other formats are not read")
     authorization = build_hf_headers().get("authorization")
-    return Listing(sorted(files, key=lambda file: file.size), info.sha, authorization)
+    return Listing(sorted(files, key=lambda file: (file.path != "config.json", file.size)), info.sha, authorization)
 
 
 def _find_repo(repo_id: str, endpoint: str | None, policy: Policy, stop: Stop):

@@ -647,6 +647,17 @@ def test_too_little_room_is_told_before_anything_is_fetched(server, hub, tmp_pat
     assert len(server.requests) == 1
 
 
+def test_a_checkpoint_can_be_refused_by_its_config_before_anything_else_is_fetched(server, hub, tmp_path):
+    def refuse(path):
+        raise LookupError(path.read_text())
+
+    with pytest.raises(LookupError, match="llama"):
+        download(NAME, tmp_path, replace(hub, check_config=refuse))
+    assert [path for method, path, _ in server.requests[1:]] == [server.hub_path("an-org/a-model", "config.json")]
+    assert download(NAME, tmp_path, replace(hub, check_config=lambda _: None)).num_fetched == len(CHECKPOINT) - 1
+    assert files_in(tmp_path / NAME) == CHECKPOINT
+
+
 def test_a_hub_that_cannot_be_reached_is_an_error_the_first_time_only(hub, tmp_path):
     with ModelServer() as ended:
         pass

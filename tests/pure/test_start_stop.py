@@ -107,6 +107,25 @@ def test_a_name_that_is_no_name_says_so(server):
     assert "model_name is 'not-a-name', it must be org/model" in done.stdout
 
 
+def test_a_quantization_that_is_not_built_is_refused_before_anything_is_fetched(server):
+    with ModelServer() as hub:
+        server.env["HF_ENDPOINT"] = hub.url
+        done = server.command("start_server", "org/model/weight_only_int8")
+        assert hub.requests == []
+    assert done.returncode == 2
+    assert "the name asks for weight_only_int8, exporting as that is not supported yet" in done.stderr
+
+
+def test_an_architecture_that_is_not_built_is_refused_before_its_weights_are_fetched(server):
+    with ModelServer() as hub:
+        hub.add_repo("org/model", {"config.json": b'{"model_type": "mixtral"}', "model.safetensors": b"weights"})
+        server.env["HF_ENDPOINT"] = hub.url
+        done = server.command("start_server", "org/model")
+        assert not any("safetensors" in path for _, path, _ in hub.requests)
+    assert done.returncode == 1
+    assert "failed: fetching org/model: config.json: model_type is 'mixtral', supported are llama" in done.stdout
+
+
 def test_a_second_start_says_what_runs(server, tmp_path):
     with fake_server(tmp_path, ALL) as running:
         running.wait_until_ready()
@@ -260,7 +279,8 @@ def test_a_signal_while_a_model_is_fetched_leaves_nothing(server, number, is_noh
 
 def test_a_signal_does_not_wait_for_a_server_that_is_silent_in_mid_file(server):
     with ModelServer() as hub:
-        hub.add_repo("org/model", {"config.json": b"{}", "model.safetensors": b"weights"})
+        config = (ROOT / "demo_model" / "config.json").read_bytes()
+        hub.add_repo("org/model", {"config.json": config, "model.safetensors": b"weights"})
         hub.faults[hub.redirects[hub.hub_path("org/model", "model.safetensors")]] = [Fault(is_silent=True)]
         server.env["HF_ENDPOINT"] = hub.url
         command = [sys.executable, "-m", "server_scripts.start", "org/model"]
