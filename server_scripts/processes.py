@@ -58,7 +58,7 @@ def engine_spec(config: Config, environ: Mapping[str, str], log_path: Path) -> C
 
 
 def triton_spec(config: Config, environ: Mapping[str, str], run_dir: RunDir, log_path: Path) -> ChildSpec:
-    found, folder = triton.find_tritonserver(), run_dir.path / "triton"
+    found, folder = triton.find_tritonserver(), run_dir.path / triton.FOLDER
     triton.prepare(found, folder, triton.ROOT / "model_repository")
     command = triton.command(found, folder, config, run_dir.shm_prefix)
     env = triton.environment(found, folder, dict(environ))

@@ -24,6 +24,7 @@ from server_scripts.interpreter import VERSION, find_libpython, missing_libpytho
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGE_BINARY = Path("/opt/tritonserver/bin/tritonserver")
+FOLDER = "llm_server_triton"  # in the run directory, made anew at every start: a name that nobody else takes
 STUB = "triton_python_backend_stub"
 BACKEND_UTILS = "triton_python_backend_utils.py"
 EXIT_MARGIN_S = 5  # beyond the drain timeout, which model.py keeps, for Triton's own unloading

@@ -10,6 +10,8 @@ import pytest
 from engine.config import Config
 from server_scripts import triton
 from server_scripts.interpreter import VERSION
+from server_scripts.processes import triton_spec
+from server_scripts.run_dir import RunDir
 
 
 @pytest.fixture
@@ -60,6 +62,16 @@ def test_the_backend_folder_has_the_stub_and_the_stubs_library(image, tmp_path, 
     assert (folder / "backends" / "python" / triton.BACKEND_UTILS).read_text() == "# of the image"
     assert os.access(folder / "backends" / "python" / triton.STUB, os.F_OK)
     assert (folder / "lib" / library.name).resolve() == library
+
+
+def test_a_start_leaves_folders_alone_that_are_not_its_own(image, tmp_path):
+    run_dir = RunDir(tmp_path / "run")
+    (run_dir.path / "triton").mkdir()
+    (run_dir.path / "triton" / "mine").touch()
+    for _ in range(2):
+        spec = triton_spec(Config(), os.environ, run_dir, tmp_path / "log")
+    assert (run_dir.path / "triton" / "mine").exists()
+    assert (spec.cwd / "backends").is_dir()
 
 
 def test_a_stub_for_numpy_1_gets_our_utilities_under_numpy_2(image, tmp_path, monkeypatch):

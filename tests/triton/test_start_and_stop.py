@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from server_scripts import triton
 from server_scripts.run_dir import RunDir
 from tests.server import a_server, is_alive
 
@@ -115,7 +116,7 @@ def test_an_engine_that_cannot_start_fails_the_start_with_its_log(server):
 
 def test_a_supervisor_that_breaks_fails_the_start_with_its_log(server):
     server.run_dir.mkdir(mode=0o700)
-    (server.run_dir / "triton").touch()  # where it makes a folder
+    (server.run_dir / triton.FOLDER).touch()  # where it makes a folder
     done = server.command("start_server")
     assert done.returncode == 1
     assert re.search(r"the server has ended, see .*console.log\n.*Error: .*triton", done.stderr, re.S)

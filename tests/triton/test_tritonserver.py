@@ -188,12 +188,14 @@ def main(folder: Path) -> int:
     run_dir = RunDir(config.run_path)
     lock = run_dir.lock()
     found = triton.find_tritonserver()
-    triton.prepare(found, run_dir.path / "triton", folder / "repository")
-    command = triton.command(found, run_dir.path / "triton", config, run_dir.shm_prefix)
-    env = triton.environment(found, run_dir.path / "triton", dict(os.environ))
+    triton.prepare(found, run_dir.path / triton.FOLDER, folder / "repository")
+    command = triton.command(found, run_dir.path / triton.FOLDER, config, run_dir.shm_prefix)
+    env = triton.environment(found, run_dir.path / triton.FOLDER, dict(os.environ))
     wake = Wake()
     supervisor = Supervisor(
-        specs=[ChildSpec(TRITONSERVER, command, env, folder / "triton.log", run_dir.path / "triton", has_helpers=True)],
+        specs=[
+            ChildSpec(TRITONSERVER, command, env, folder / "triton.log", run_dir.path / triton.FOLDER, has_helpers=True)
+        ],
         run_dir=run_dir,
         state=new_state(config, run_dir, "echo", "starting"),
         limits=Limits(60.0, 5.0, 60.0),
