@@ -12,6 +12,12 @@ TESTS = $(VENV)/.tests
 OPS = $(VENV)/.ops
 OP_SOURCES = $(wildcard engine/ops/build.py engine/ops/cpu/*)
 
+# Only a virtual environment is ever deleted.
+define check_venv
+@[ ! -e $(VENV) ] || [ -e $(VENV)/pyvenv.cfg ] || [ -d $(VENV) -a -z "$$(ls -A $(VENV))" ] || \
+  { echo "error: $(VENV) exists and is no virtual environment; name another folder: make VENV=..." >&2; exit 1; }
+endef
+
 .PHONY: demo install test quick lint bench clean
 
 demo: install  ## starts the server with the bundled model and asks it three questions
@@ -35,12 +41,14 @@ bench: install
 	$(BIN)/python -m benchmarks.bench
 
 clean:
+	$(check_venv)
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(MADE):
 	@command -v $(PYTHON) >/dev/null || { echo "error: no $(PYTHON) on the PATH" >&2; exit 1; }
 	@$(PYTHON) server_scripts/interpreter.py
+	$(check_venv)
 	@echo "== making $(VENV)"
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)

@@ -64,6 +64,20 @@ def test_a_missing_shared_library_says_what_to_install(monkeypatch):
     assert interpreter.missing_libpython() == ""
 
 
+@pytest.mark.parametrize("target", ["install", "clean"])
+def test_make_deletes_no_folder_that_is_no_virtual_environment(tmp_path, target):
+    for name in ("Makefile", "server_scripts", "requirements.txt", "constraints.txt", "pyproject.toml"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    venv = tmp_path / "venv"
+    venv.mkdir()
+    (venv / "mine").touch()
+    command = ["make", target, f"VENV={venv}", f"PYTHON={sys.executable}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert f"error: {venv} exists and is no virtual environment" in done.stderr
+    assert (venv / "mine").exists()
+
+
 def test_make_names_what_is_missing_before_it_downloads_anything(tmp_path):
     command = ["make", "install", f"VENV={tmp_path}/venv", "PYTHON=no-such-python"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
