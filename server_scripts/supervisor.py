@@ -214,8 +214,14 @@ class Supervisor:
         if seen.is_live and triton.spec.has_helpers and not triton.helpers:
             triton.find_helpers()
             self._write_state()
-        if self.state.phase == "ready" and triton.healthy_since and seen.num_failures >= MAX_SILENT_PROBES:
+        if self.state.phase != "ready":
+            return
+        age_s = seen.at - triton.started_at
+        if triton.healthy_since and seen.num_failures >= MAX_SILENT_PROBES:
             log.error("tritonserver was silent %d times in a row, ending it: %s", seen.num_failures, seen.error)
+            triton.kill()
+        elif triton.healthy_since is None and age_s > self.limits.start_timeout_s:
+            log.error("tritonserver has not been ready for %.0f s since its start, ending it: %s", age_s, seen.error)
             triton.kill()
 
     def _act_on_engine(self, engine: Child, seen: Observation, silent_s: float, triton_started_at: float) -> None:

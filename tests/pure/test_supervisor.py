@@ -128,6 +128,17 @@ def test_a_silent_model_restarts_tritonserver(tmp_path):
         server.answer(**READY)
 
 
+def test_a_tritonserver_that_does_not_come_up_again_is_restarted(tmp_path):
+    with fake_server(tmp_path, ALL, start_timeout_s=5.0) as server:
+        server.wait_until_ready()
+        pid = server.pid_of("tritonserver")
+        server.answer(is_live=False)
+        pid = server.wait_until_replaced("tritonserver", pid)
+        server.wait_until_replaced("tritonserver", pid)
+        assert "tritonserver has not been ready for 5 s since its start, ending it: no answer" in server.log
+        server.answer(**READY)
+
+
 def test_the_shared_memory_of_a_dead_tritonserver_is_removed(tmp_path):
     with fake_server(tmp_path, ALL) as server:
         server.wait_until_ready()
