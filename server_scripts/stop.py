@@ -1,12 +1,13 @@
 """`stop_server [seconds]`: ends the server and everything that belongs to it, and says what it waits for.
 
 Running requests may end, for DRAIN_TIMEOUT or for the seconds given; what is still there then is killed. Exit status
-0 when nothing is left, also when nothing was running; 1 when something could not be ended.
+0 when nothing is left, also when nothing was running; 1 when something could not be ended; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import sys
@@ -28,7 +29,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="stop_server", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("seconds", nargs="?", type=float, help="how long requests may still run")
+    parser.add_argument("seconds", nargs="?", type=_seconds, help="how long requests may still run")
     given = parser.parse_args()
     # Only this setting matters, and a wrong one elsewhere must not keep a server running.
     config = Config(run_dir=os.environ.get("RUN_DIR", ""))
@@ -40,6 +41,16 @@ def main() -> int:
     except (ConfigError, OSError) as error:
         print(f"stop_server: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("\nstop_server: interrupted; a server that was asked to end goes on ending", file=sys.stderr)
+        return 130
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+    return seconds
 
 
 def stop(run_dir: RunDir, seconds: float | None) -> int:

@@ -164,6 +164,27 @@ def test_stop_insists_after_the_given_seconds(tmp_path):
         assert not any(process.is_alive for process in processes)
 
 
+@pytest.mark.parametrize("seconds", ["nan", "inf", "-1", "soon"])
+def test_stop_refuses_what_is_no_time_to_wait(tmp_path, seconds):
+    done = stop(tmp_path, seconds)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("stop_server: error: argument seconds: ")
+
+
+def test_an_interrupted_stop_is_one_line_and_the_server_goes_on_ending(tmp_path):
+    command = [sys.executable, "-m", "server_scripts.stop"]
+    env = {**os.environ, "RUN_DIR": str(tmp_path / "run")}
+    with fake_server(tmp_path, ALL | {"gateway-0": "stubborn"}, drain_timeout_s=600) as server:
+        server.wait_until_ready()
+        with subprocess.Popen(command, env=env, cwd=ROOT, stdout=-1, stderr=-1, text=True) as stopping:
+            server.wait_until(lambda: "tritonserver ended" in server.notes)
+            stopping.send_signal(signal.SIGINT)
+            _, said = stopping.communicate(timeout=20)
+        assert stopping.returncode == 130
+        assert said == "\nstop_server: interrupted; a server that was asked to end goes on ending\n"
+        assert server.state.phase == "stopping"
+
+
 def test_stop_cleans_up_after_a_supervisor_that_was_killed(tmp_path):
     with fake_server(tmp_path, ALL) as server:
         server.wait_until_ready()
