@@ -33,9 +33,7 @@ class Housekeeper:
         if self._follower:
             try:
                 self._follower.copy()
-            except BrokenPipeError:  # nobody reads any more, which is no reason to stop
-                self._follower = None
-            except OSError:  # nor is a full disk; where it could be said, there is no room
+            except OSError:  # of a file that is just being taken away; the next time is soon
                 pass
         try:
             if now - self._logs_at > LOGS_EVERY_S:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from engine.config import Config
 from engine.log import configure
+from server_scripts.console import Console
 from server_scripts.housekeeping import Housekeeper
 from server_scripts.ports import ports_of
 from server_scripts.prober import Prober, Probes
@@ -25,6 +26,8 @@ from server_scripts.triton import TritonError
 from server_scripts.wake import Wake
 
 log = logging.getLogger("supervisor")
+
+LAST_WORDS_S = 2.0  # for a terminal to show them
 
 
 def new_state(config: Config, run_dir: RunDir, model: str, phase: str) -> State:
@@ -122,8 +125,14 @@ def main() -> int:
     os.set_inheritable(given.lock_fd, False)  # the lock is ours alone: it goes when we go
     if given.report_fd is not None:
         os.set_inheritable(given.report_fd, False)
-    configure(config.log_level, sys.stdout)
-    return run(config, given, Told(given.report_fd, given.started))
+        configure(config.log_level, sys.stdout)
+        return run(config, given, Told(given.report_fd, given.started))
+    sys.stdout = console = Console(sys.stdout.fileno())
+    configure(config.log_level, console)
+    try:
+        return run(config, given, Told(None, given.started))
+    finally:
+        console.finish(LAST_WORDS_S)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,8 @@
 """Log files: as many as promised, as long as promised, and what their end says."""
 
 import io
-import sys
 
-from engine.config import Config
 from server_scripts import logs
-from server_scripts.housekeeping import Housekeeper
-from server_scripts.run_dir import RunDir
 
 
 def test_rotation_keeps_the_promised_number_of_files(tmp_path):
@@ -71,13 +67,3 @@ def test_a_follower_copies_whole_lines_once_with_their_process(tmp_path):
     path.write_text("after\n")
     follower.copy()
     assert out.getvalue().splitlines() == ["[engine] one", "[engine] after"]
-
-
-def test_a_full_disk_under_our_output_does_not_end_the_server(tmp_path, monkeypatch):
-    config = Config(log_dir=str(tmp_path))
-    (tmp_path / "infer_server.log").write_text("a line\n")
-    with open("/dev/full", "wb", buffering=0) as full, io.TextIOWrapper(full, write_through=True) as output:
-        monkeypatch.setattr(sys, "stdout", output)
-        housekeeper = Housekeeper(config, RunDir(tmp_path / "run"), copy_to_console=True)
-        housekeeper.tend()
-        monkeypatch.undo()

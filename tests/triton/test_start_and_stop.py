@@ -33,10 +33,10 @@ def server(tmp_path):
 
 
 @contextmanager
-def starting(server, *arguments, command=START):
-    """A start_server that has not ended, with its output in start.out."""
+def starting(server, *arguments, command=START, stdout=None):
+    """A start_server that has not ended, with its output in start.out, or in `stdout`."""
     with (server.run_dir.parent / "start.out").open("w+") as out:
-        process = subprocess.Popen([*command, *arguments], env=server.env, cwd=ROOT, stdout=out, stderr=out)
+        process = subprocess.Popen([*command, *arguments], env=server.env, cwd=ROOT, stdout=stdout or out, stderr=out)
         try:
             yield process, out
         finally:
@@ -150,6 +150,32 @@ def test_the_foreground_ends_with_0_and_copies_the_logs(server):
         text = Path(out.name).read_text()
     assert re.search(r"^\[engine\] .*ready: \d+ blocks", text, re.M)
     assert re.search(r"^\[tritonserver\] .*Started GRPCInferenceService", text, re.M)
+
+
+def test_a_terminal_that_stands_still_holds_up_no_restart_and_no_end(server):
+    read_fd, write_fd = os.pipe()
+    with starting(server, "--foreground", stdout=write_fd) as (process, out):
+        wait_until(lambda: (state := state_of(server)) and state.phase == "ready", out)
+        with open(f"/proc/self/fd/{write_fd}", "wb", opener=nonblocking, buffering=0) as again:
+            while again.write(b"x"):
+                pass
+        for _ in range(2):
+            before = server.pid_of("health")
+            os.kill(before, signal.SIGKILL)
+            wait_until(lambda before=before: pid_now(server, "health") not in (0, before), out)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(TIMEOUT_S) == 0
+    os.close(read_fd)
+    os.close(write_fd)
+
+
+def pid_now(server, name):
+    """0 while there is none."""
+    return next((process.pid for process in state_of(server).processes if process.name == name), 0)
+
+
+def nonblocking(path, flags):
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def test_process_1_of_a_container_reaps_and_stops(server):
