@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import secrets
 import signal
 import stat
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
+
+INSTANCE = "[0-9a-f]{12}"
 
 
 @dataclass(frozen=True)
@@ -148,9 +151,13 @@ class RunDir:
     def instance(self) -> str:
         """A name that no other server on this machine has, even from a container that shares /dev/shm."""
         path = self.path / "instance"
-        if not path.exists():
-            path.write_text(secrets.token_hex(6))
-        return path.read_text()
+        name = path.read_text(errors="replace") if path.exists() else ""
+        if not re.fullmatch(INSTANCE, name):  # a full disk leaves it empty, and that would be everybody's name
+            name = secrets.token_hex(6)
+            partial = path.with_name("instance.partial")
+            partial.write_text(name)
+            partial.replace(path)
+        return name
 
     @property
     def shm_prefix(self) -> str:

@@ -1,6 +1,7 @@
 """The run directory is private, its lock says whether a server runs, and a recycled pid is never taken for ours."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -77,6 +78,15 @@ def test_the_state_comes_back_as_it_was_written(tmp_path):
 def test_two_run_directories_never_share_a_prefix_in_shared_memory(tmp_path):
     first, second = RunDir(tmp_path / "a"), RunDir(tmp_path / "b")
     assert first.shm_prefix == RunDir(tmp_path / "a").shm_prefix != second.shm_prefix
+
+
+@pytest.mark.parametrize("damaged", ["", "12", "*", "0123456789ab\n", "../0123456789"])
+def test_a_damaged_name_of_the_shared_memory_is_made_anew(tmp_path, damaged):
+    run_dir = RunDir(tmp_path / "run")
+    (run_dir.path / "instance").write_text(damaged)
+    prefix = run_dir.shm_prefix
+    assert re.fullmatch("llm_server_[0-9a-f]{12}_", prefix)
+    assert run_dir.shm_prefix == prefix
 
 
 def test_what_sweepers_of_tmp_would_take_is_touched(tmp_path):
