@@ -122,8 +122,9 @@ def _cannot_be_made(variable: str, path: Path, error: OSError) -> ConfigError:
 class RunDir:
     """The folder, private to its user. Raises ConfigError when somebody else could have a hand in it."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, shm_dir: Path = Path("/dev/shm")):
         self.path = path
+        self.shm_dir = shm_dir
         make_folder("RUN_DIR", path.parent)
         try:
             path.mkdir(mode=0o700)
@@ -187,5 +188,5 @@ class RunDir:
 
     def remove_shared_memory(self, shm_prefix: str) -> None:
         """What a killed tritonserver has left; its prefix is this server's alone."""
-        for path in Path("/dev/shm").glob(f"{shm_prefix}*"):
+        for path in self.shm_dir.glob(f"{shm_prefix}*"):
             path.unlink(missing_ok=True)

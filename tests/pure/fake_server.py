@@ -70,8 +70,12 @@ class FakeServer:
         partial.replace(self.folder / "answers.json")
 
     @property
+    def run_dir(self) -> RunDir:
+        return a_run_dir(self.folder)
+
+    @property
     def state(self) -> State | None:
-        return RunDir(self.folder / "run").read_state()
+        return self.run_dir.read_state()
 
     @property
     def notes(self) -> list[str]:
@@ -93,15 +97,20 @@ class FakeServer:
     def log(self) -> str:
         return (self.folder / "supervisor.log").read_text()
 
-    def pid_of(self, name: str) -> int:
-        """0 while there is none."""
+    def pid_now(self, name: str) -> int | None:
+        """None while it does not run: a child may run a moment before its pid is in the state file."""
         state = self.state
-        return next((p.pid for p in state.processes if p.name == name), 0) if state else 0
+        return next((p.pid for p in state.processes if p.name == name), None) if state else None
+
+    def pid_of(self, name: str) -> int:
+        pid = self.pid_now(name)
+        if pid is None:
+            raise LookupError(f"{name} does not run")
+        return pid
 
     def kill(self, name: str) -> int:
-        """-> the pid that it had. Never 0, which would be the test itself: a child may run a moment before its pid is
-        in the state file."""
-        self.wait_until(lambda: self.pid_of(name))
+        """-> the pid that it had."""
+        self.wait_until(lambda: self.pid_now(name))
         pid = self.pid_of(name)
         os.kill(pid, signal.SIGKILL)
         return pid
@@ -116,13 +125,19 @@ class FakeServer:
         """And until all that should run have begun to."""
         self.wait_until(lambda: self.state is not None and self.state.phase == "ready")
         self.wait_until(lambda: {f"{name} started" for name in self.names} <= set(self.notes))
-        self.wait_until(lambda: all(self.pid_of(name) for name in self.names))
+        self.wait_until(lambda: all(self.pid_now(name) for name in self.names))
         if "tritonserver" in self.names:
-            self.wait_until(lambda: self.pid_of("tritonserver helper"))
+            self.wait_until(lambda: self.pid_now("tritonserver helper"))
 
     def wait_until_replaced(self, name: str, pid: int) -> int:
-        self.wait_until(lambda: self.pid_of(name) not in (0, pid))
+        self.wait_until(lambda: self.pid_now(name) not in (None, pid))
         return self.pid_of(name)
+
+
+def a_run_dir(folder: Path) -> RunDir:
+    """With a folder in place of /dev/shm, where a test that is killed would leave something behind."""
+    (folder / "shm").mkdir(exist_ok=True)
+    return RunDir(folder / "run", folder / "shm")
 
 
 @contextmanager
@@ -148,7 +163,7 @@ def main(folder: Path, children: dict[str, str], options: dict) -> int:
     logging.basicConfig(level="INFO", stream=sys.stdout)
     timing = {"ask_every_s": 0.05, "check_for_s": options.pop("check_for_s", 30.0)}
     limits = {"start_timeout_s": TIMEOUT_S, "drain_timeout_s": 1.0, "hang_after_s": 60.0} | options
-    run_dir = RunDir(folder / "run")
+    run_dir = a_run_dir(folder)
     lock = run_dir.lock()
     me = Process.of("supervisor", os.getpid())
     wake = Wake()

@@ -162,7 +162,7 @@ def test_a_terminal_that_stands_still_holds_up_no_restart_and_no_end(server):
         for _ in range(2):
             before = server.pid_of("health")
             os.kill(before, signal.SIGKILL)
-            wait_until(lambda before=before: pid_now(server, "health") not in (0, before), out)
+            wait_until(lambda before=before: pid_now(server, "health") not in (None, before), out)
         process.send_signal(signal.SIGTERM)
         assert process.wait(TIMEOUT_S) == 0
     os.close(read_fd)
@@ -170,8 +170,8 @@ def test_a_terminal_that_stands_still_holds_up_no_restart_and_no_end(server):
 
 
 def pid_now(server, name):
-    """0 while there is none."""
-    return next((process.pid for process in state_of(server).processes if process.name == name), 0)
+    """None while there is none."""
+    return next((process.pid for process in state_of(server).processes if process.name == name), None)
 
 
 def nonblocking(path, flags):
