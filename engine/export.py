@@ -7,7 +7,6 @@ its name complete or not at all. Paddle is imported only when there is something
 from __future__ import annotations
 
 import argparse
-import fcntl
 import hashlib
 import json
 import logging
@@ -21,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from engine.file_lock import file_lock
 from engine.models.checkpoint import Checkpoint, read_json, weight_files
 from engine.models.config import DecoderConfig, read_config
 from engine.models.keys import ModelError
@@ -129,7 +129,8 @@ def export_cached(checkpoint_dir: Path, cache_dir: Path, options: ExportOptions,
         return out_dir
     Tokenizer.load(checkpoint_dir)
     cache_dir.mkdir(parents=True, exist_ok=True)
-    with _locked(cache_dir / f".{name}.lock", progress):
+    waits = "wait for another process that exports the same checkpoint"
+    with file_lock(cache_dir / f".{name}.lock", lambda: progress(waits)):
         if not is_exported(out_dir):
             for left_over in cache_dir.glob(f".{name}.*.partial"):  # of an export that was killed
                 shutil.rmtree(left_over, ignore_errors=True)
@@ -143,18 +144,6 @@ def _identity(checkpoint_dir: Path, options: ExportOptions) -> str:
     paths += [path for name in COPIED_FILES if (path := checkpoint_dir / name).exists()]
     files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     return hashlib.sha256(json.dumps([GRAPH_VERSION, asdict(options), files]).encode()).hexdigest()[:16]
-
-
-@contextmanager
-def _locked(path: Path, progress: Progress) -> Iterator[None]:
-    """The lock goes with the process, however it ends."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            progress("wait for another process that exports the same checkpoint")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 @contextmanager

@@ -7,13 +7,12 @@ a restart does not read hundreds of gigabytes, and a touched or foreign file is 
 
 import contextlib
 import errno
-import fcntl
 import json
 import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from engine.download.files import (
     place,
 )
 from engine.download.transfer import Policy, Progress, Stop, Transfer
+from engine.file_lock import file_lock
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,8 @@ def fill(root: Path, wanted: Record, list_files: ListFiles, policy: Policy, twin
     """Returns how many files were fetched. `twins` are directories that may hold the same large files."""
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with _locked(root):
+        waits = "%s: another download is at work there, waiting for it"
+        with file_lock(root / LOCK, lambda: log.info(waits, root)):
             return _fill(root, wanted, list_files, policy, twins)
     except OSError as error:
         if error.errno in (errno.EROFS, errno.EACCES) and not policy.rehash and _is_complete(root, wanted):
@@ -225,17 +226,3 @@ class _Run:
         free = shutil.disk_usage(self.root).free
         if needed > free:
             raise DownloadError(f"{self.root}: {needed / 1e6:.0f} MB needed, {free / 1e6:.0f} MB are free")
-
-
-@contextlib.contextmanager
-def _locked(root: Path) -> Iterator[None]:
-    """One download a directory at a time; on a file system without locks the operator has to see to it."""
-    with (root / LOCK).open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.info("%s: another download is at work there, waiting for it", root)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as error:
-            log.warning("%s cannot be locked: %s", root, error)
-        yield

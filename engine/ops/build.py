@@ -6,8 +6,6 @@ complete; processes that build at the same time wait for one another.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import functools
 import hashlib
 import importlib.metadata
@@ -20,9 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from engine.file_lock import file_lock
 
 SOURCES = Path(__file__).parent / "cpu"
 KERNELS = "libllm_ops.so"
@@ -59,7 +59,8 @@ def library(name: str = KERNELS, report: Report = lambda line: None) -> Path:
     folder = build_dir() / f"ops-{build_key()}"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.parent / "ops.lock", report):
+        waits = "another process is compiling the ops, waiting for it"
+        with file_lock(folder.parent / "ops.lock", lambda: report(waits)):
             if not folder.exists():
                 _build(folder, report)
     path = folder / name
@@ -91,17 +92,6 @@ def _paddle() -> tuple[str, Path] | None:
     if spec is None or not spec.submodule_search_locations:
         return None
     return importlib.metadata.version("paddlepaddle"), Path(spec.submodule_search_locations[0])
-
-
-@contextlib.contextmanager
-def _locked(path: Path, report: Report) -> Iterator[None]:
-    with open(path, "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            report("another process is compiling the ops, waiting for it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _build(folder: Path, report: Report) -> None:

@@ -480,7 +480,7 @@ def test_a_complete_copy_need_not_be_writable(mirror, tmp_path, monkeypatch):
         raise OSError(errno.EROFS, "Read-only file system")
 
     model_dir = download(NAME, tmp_path, mirror).model_dir
-    monkeypatch.setattr("engine.download.copy._locked", refuse)
+    monkeypatch.setattr("engine.download.copy.file_lock", refuse)
     assert download(NAME, tmp_path, mirror).num_fetched == 0
     with pytest.raises(DownloadError, match="Read-only file system"):
         download(NAME, tmp_path, replace(mirror, policy=replace(FAST, rehash=True)))

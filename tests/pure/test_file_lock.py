@@ -1,0 +1,44 @@
+"""The lock between processes: one at a time, and whoever waits is told."""
+
+import errno
+import fcntl
+import logging
+import threading
+
+import pytest
+
+from engine.file_lock import file_lock
+
+
+def test_the_second_is_told_to_wait_and_comes_next(tmp_path):
+    path, told, order = tmp_path / "lock", threading.Event(), []
+
+    def second():
+        with file_lock(path, told.set):
+            order.append("second")
+
+    with file_lock(path, pytest.fail):
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert told.wait(60)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "second"]
+    with file_lock(path, pytest.fail):
+        pass
+
+
+def test_an_error_of_the_work_goes_through_and_frees_the_lock(tmp_path):
+    with pytest.raises(BlockingIOError, match="of the work"), file_lock(tmp_path / "lock", pytest.fail):
+        raise BlockingIOError("of the work")
+    with file_lock(tmp_path / "lock", pytest.fail):
+        pass
+
+
+def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with caplog.at_level(logging.WARNING), file_lock(tmp_path / "lock", pytest.fail):
+        assert caplog.messages == [f"{tmp_path}/lock cannot be locked: No locks available"]
