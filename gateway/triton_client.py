@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from engine import wire
+from engine.address import in_url
 from engine.errors import (
     Cancelled,
     EngineUnavailable,
@@ -26,9 +26,9 @@ from engine.errors import (
     TimedOut,
     error_of,
 )
+from engine.triton_wire import infer_request, read_response
 from gateway.backend import Answer, timeout
 
-MODEL = "model"
 STREAMS_PER_CHANNEL = 64  # HTTP/2 connections are commonly limited to 100 streams; beyond, requests would queue unseen
 PROBE_TIMEOUT_S = 60.0  # whoever probes has a shorter one
 END_TIMEOUT_S = 5.0  # for the end of the stream after the final response
@@ -103,12 +103,12 @@ class TritonBackend:
     """A `gateway.backend.Backend`. Belongs to the event loop it is first used in."""
 
     def __init__(self, host: str, port: int):
-        self._target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._target = f"{in_url(host)}:{port}"
         self._connections: list[_Connection] = []
         self._closed = False
 
     async def generate(self, body: dict[str, Any], timeout_s: float) -> AsyncGenerator[Answer, None]:
-        request = _infer_request(body)
+        request = infer_request(body)
         connection = self._least_loaded()
         # gRPC writes it: a `write` of ours would wait for ever once the call is cancelled before it is connected.
         call = connection.stub.ModelStreamInfer(iter([request]))
@@ -116,7 +116,7 @@ class TritonBackend:
         try:
             async with contextlib.aclosing(self._responses(call, timeout_s)) as responses:
                 async for response in responses:
-                    answer = _read(response)
+                    answer = read_response(response)
                     if answer.get("error_code"):
                         await _read_to_end(responses)
                         raise error_of(answer.get("error_type", ""), answer["error_msg"])
@@ -178,27 +178,6 @@ class TritonBackend:
             connection = _Connection(channel, service_pb2_grpc.GRPCInferenceServiceStub(channel))
             self._connections.append(connection)
         return connection
-
-
-def _infer_request(body: dict[str, Any]) -> Any:
-    payload = json.dumps([body]).encode()
-    request = service_pb2.ModelInferRequest(model_name=MODEL)
-    request.inputs.add(name="IN", datatype="BYTES", shape=[1])
-    request.raw_input_contents.append(len(payload).to_bytes(4, "little") + payload)
-    return request
-
-
-def _read(response: Any) -> Answer:
-    if response.error_message:  # Triton's own words: the model is not loaded, its process has died
-        raise EngineUnavailable(f"the model server failed: {response.error_message}")
-    result = response.infer_response
-    if result.raw_output_contents:
-        payload = result.raw_output_contents[0][4:]  # a 4-byte length, then the text
-    elif result.outputs and result.outputs[0].contents.bytes_contents:
-        payload = result.outputs[0].contents.bytes_contents[0]
-    else:
-        raise EngineUnavailable("the model sent an empty response")
-    return wire.read_answer(payload)
 
 
 async def _read_to_end(responses: AsyncIterator[Any]) -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from engine.address import in_url
 from engine.config import Config
 from engine.errors import ConfigError
 from server_scripts.ports import connect_host
@@ -135,8 +136,7 @@ def answer(state: State, question: str, api_key: str = "") -> Iterator[str]:
 
 
 def examples(state: State, with_key: bool = False) -> str:
-    host, ports = connect_host(state.host), state.ports
-    host = f"[{host}]" if ":" in host else host
+    host, ports = in_url(connect_host(state.host)), state.ports
     url = f"http://{host}:{{}}"
     stop = shutil.which("stop_server") or str(Path(sys.executable).with_name("stop_server"))
     return EXAMPLES.format(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import struct
 import uuid
 from typing import Any
 
@@ -12,10 +11,12 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from engine import wire
+from engine.address import in_url
 from engine.config import Config
+from engine.errors import RequestError
+from engine.triton_wire import infer_request, read_response
 from server_scripts.ports import connect_host
 
-MODEL = "model"
 TIMEOUT_S = 10.0
 REQUEST_TIMEOUT_S = 60.0  # for a real request, which may be the first of a large model
 CHANNEL_OPTIONS = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
@@ -29,8 +30,7 @@ class Probes:
     def __init__(self, config: Config):
         self._config = config
         self._host = connect_host(config.service_host)
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        self._target = f"{host}:{config.service_grpc_port}"
+        self._target = f"{in_url(self._host)}:{config.service_grpc_port}"
 
     def is_live(self) -> bool:
         """True when tritonserver answers, whatever the model does."""
@@ -62,18 +62,14 @@ class Probes:
     def _infer(self, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """The last response of a streamed request. Reads on to the end of the stream: Triton 2.51 keeps the model
         loaded for a stream that was left before, and its exit would take the whole exit timeout."""
-        payload = json.dumps([body]).encode()
-        request = service_pb2.ModelInferRequest(model_name=MODEL)
-        request.inputs.add(name="IN", datatype="BYTES", shape=[1])
-        request.raw_input_contents.append(struct.pack("<I", len(payload)) + payload)
         answer: dict[str, Any] = {}
         with grpc.insecure_channel(self._target, CHANNEL_OPTIONS) as channel:
             stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
             try:
-                for response in stub.ModelStreamInfer(iter([request]), timeout=timeout_s):
-                    if response.error_message:
-                        raise ProbeError(f"gRPC port {self._config.service_grpc_port}: {response.error_message}")
-                    answer = wire.read_answer(response.infer_response.raw_output_contents[0][4:])
+                for response in stub.ModelStreamInfer(iter([infer_request(body)]), timeout=timeout_s):
+                    answer = read_response(response)
+            except RequestError as error:
+                raise ProbeError(f"gRPC port {self._config.service_grpc_port}: {error}") from None
             except grpc.RpcError as error:
                 raise ProbeError(f"gRPC port {self._config.service_grpc_port}: {error.details()}") from None
         if not answer.get("is_end") and not answer.get("error_code"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from engine.address import in_url
 from server_scripts.ports import connect_host
 from server_scripts.run_dir import State
 
@@ -16,8 +17,7 @@ WHAT = {
 
 
 def summary(state: State) -> str:
-    host = connect_host(state.host)
-    host = f"[{host}]" if ":" in host else host
+    host = in_url(connect_host(state.host))
     lines = [f"{state.model} is {state.phase}, pid {state.supervisor.pid}, since {time.ctime(state.since)}"]
     for name, (what, form) in WHAT.items():
         if name in state.ports:

@@ -19,6 +19,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.address import in_url
 from engine.config import Config
 from server_scripts.interpreter import VERSION, find_libpython, missing_libpython
 
@@ -125,7 +126,7 @@ def environment(found: Tritonserver, folder: Path, environ: dict[str, str]) -> d
 def listen_addresses(host: str) -> tuple[str, str]:
     """For gRPC and for metrics: the latter understands numbers only, and each has its own way with IPv6."""
     if ":" in host:
-        return f"[{host}]", f"ipv6:{host}"
+        return in_url(host), f"ipv6:{host}"
     address = socket.gethostbyname(host)
     return address, address
 

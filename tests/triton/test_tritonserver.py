@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -14,9 +13,10 @@ from pathlib import Path
 
 import grpc
 import pytest
-from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.grpc import service_pb2_grpc
 
 from engine.config import Config
+from engine.triton_wire import infer_request, read_response
 from server_scripts import triton
 from server_scripts.child import ChildSpec
 from server_scripts.probe import ProbeError, Probes
@@ -77,16 +77,11 @@ def probes(server):
 
 def words(server, text):
     """Every word that came back, in order."""
-    request = service_pb2.ModelInferRequest(model_name="model")
-    payload = json.dumps([{"text": text}]).encode()
-    request.inputs.add(name="IN", datatype="BYTES", shape=[1])
-    request.raw_input_contents.append(len(payload).to_bytes(4, "little") + payload)
+    request = infer_request({"text": text})
     with grpc.insecure_channel(server.grpc_url) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         responses = list(stub.ModelStreamInfer(iter([request]), timeout=30))
-    assert [response.error_message for response in responses if response.error_message] == []
-    answers = [json.loads(response.infer_response.raw_output_contents[0][4:])[0] for response in responses]
-    return [answer["token"] for answer in answers[:-1]]
+    return [answer["token"] for answer in map(read_response, responses[:-1])]
 
 
 @pytest.fixture(scope="module")

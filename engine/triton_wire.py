@@ -1,0 +1,39 @@
+"""How the JSON of engine.wire travels in Triton's gRPC: as one string, in the tensor IN and in each response's output.
+
+For those who ask the model; the other end is model_repository/model.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tritonclient.grpc import service_pb2
+
+from engine import wire
+from engine.errors import EngineUnavailable
+
+MODEL = "model"
+LENGTH_BYTES = 4  # before each string of a tensor, little-endian
+
+
+def infer_request(body: dict[str, Any]) -> service_pb2.ModelInferRequest:
+    payload = json.dumps([body]).encode()
+    request = service_pb2.ModelInferRequest(model_name=MODEL)
+    request.inputs.add(name="IN", datatype="BYTES", shape=[1])
+    request.raw_input_contents.append(len(payload).to_bytes(LENGTH_BYTES, "little") + payload)
+    return request
+
+
+def read_response(response: service_pb2.ModelStreamInferResponse) -> dict[str, Any]:
+    """What the model has sent, one of its errors, too. Raises EngineUnavailable when it is not the model's."""
+    if response.error_message:  # Triton's own words: the model is not loaded, its process has died
+        raise EngineUnavailable(f"the model server failed: {response.error_message}")
+    result = response.infer_response
+    if result.raw_output_contents:
+        payload = result.raw_output_contents[0][LENGTH_BYTES:]
+    elif result.outputs and result.outputs[0].contents.bytes_contents:
+        payload = result.outputs[0].contents.bytes_contents[0]
+    else:
+        raise EngineUnavailable("the model sent an empty response")
+    return wire.read_answer(payload)
