@@ -1,4 +1,7 @@
-"""The closed set of ways in which a request can fail. Knows kinds and codes, not protocols."""
+"""What can fail, in two families: a request (`RequestError`, a closed set of kinds), and the set-up (`SetupError`).
+
+Knows kinds and codes, not protocols. Set-up errors of one part (models, graph, ops) are defined beside it.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +95,12 @@ def as_request_error(error: Exception) -> RequestError:
     return error if isinstance(error, RequestError) else RequestError(f"internal error: {type(error).__name__}")
 
 
-class ConfigError(Exception):
+class SetupError(Exception):
+    """The server cannot start with what it was given: settings, a model, a compiler. The message is for the operator
+    and says all there is to know; no traceback is needed."""
+
+
+class ConfigError(SetupError):
     """A setting is wrong. The message names the variable, its value and what was expected."""
 
 

@@ -20,11 +20,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from engine.errors import SetupError
 from engine.file_lock import file_lock
 from engine.models.checkpoint import Checkpoint, read_json, weight_files
 from engine.models.config import DecoderConfig, read_config
 from engine.models.keys import ModelError
-from engine.ops.build import BuildError
 from engine.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -192,7 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options = ExportOptions(given.dtype, given.block_size, given.max_seq_len)
         export(given.checkpoint_dir, given.out_dir, options, progress)
-    except (ModelError, BuildError, OSError) as error:
+    except (SetupError, OSError) as error:
         print(f"export failed: {error}", file=sys.stderr)  # noqa: T201
         return 1
     return 0

@@ -20,7 +20,7 @@ import zmq
 
 from engine import messages
 from engine.config import Config
-from engine.errors import ConfigError, DuplicateRequest, EngineUnavailable, NoToken, RequestError
+from engine.errors import ConfigError, DuplicateRequest, EngineUnavailable, NoToken, RequestError, SetupError
 from engine.log import configure
 from engine.loop import Loop
 from engine.scheduler import FAILED
@@ -166,5 +166,5 @@ def main() -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except ConfigError as error:
+    except SetupError as error:
         sys.exit(str(error))

@@ -12,7 +12,6 @@ import paddle
 import paddle.inference
 
 from engine.config import Config
-from engine.errors import ConfigError
 from engine.executors.memory import free_memory_bytes, keep_freed_memory, num_blocks
 from engine.executors.step_inputs import graph_inputs, sampling_rows, step_output
 from engine.graph import read_graph
@@ -27,10 +26,7 @@ class PaddleExecutor:
     """Rank 0 of `graph_dir` on the CPU. The KV cache is allocated at construction, after a profiling step."""
 
     def __init__(self, graph_dir: Path, config: Config):
-        try:
-            cpu.load()
-        except cpu.UnknownIsa as error:
-            raise ConfigError(str(error)) from None
+        cpu.load()  # before anything else: CPU_ISA may be wrong
         model = json.loads((graph_dir / "config.json").read_text())
         cpu.set_num_threads(config.cpu_threads or len(os.sched_getaffinity(0)))
         register_paddle_ops()

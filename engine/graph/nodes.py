@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from engine.errors import SetupError
+
 IN_PLACE = {"add_rms_norm": 1, "paged_attention": 2}  # op: which input it updates
 
 
-class GraphError(Exception):
+class GraphError(SetupError):
     """A graph's file is missing, cut off or holds what this version cannot read. Names the file and the place."""
 
 

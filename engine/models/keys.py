@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from engine.errors import SetupError
 
-class ModelError(Exception):
+
+class ModelError(SetupError):
     """A checkpoint cannot be exported. Names the key or tensor, what was found and what is supported."""
 
 

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from engine.errors import SetupError
 from engine.file_lock import file_lock
 
 SOURCES = Path(__file__).parent / "cpu"
@@ -45,7 +46,7 @@ FLAGS += ["-fno-math-errno", "-Wall", "-Wextra"]  # errors in the tests: a newer
 Report = Callable[[str], None]
 
 
-class BuildError(Exception):
+class BuildError(SetupError):
     """The ops could not be compiled; the message says what is missing or what the compiler said."""
 
 

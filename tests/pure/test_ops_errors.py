@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from engine.config import Config
-from engine.errors import ConfigError
+from engine.errors import SetupError
 from engine.ops import cpu
 from engine.ops.cpu.kernels import ArgumentError
 from engine.ops.sampling_rows import SamplingRows
@@ -81,7 +81,7 @@ def test_the_engine_names_an_unknown_instruction_set_before_it_loads_the_graph(m
     from engine.executors.paddle import PaddleExecutor
 
     monkeypatch.setenv("CPU_ISA", "avx1024")
-    with pytest.raises(ConfigError, match=r"^CPU_ISA is 'avx1024': there is no such"):
+    with pytest.raises(SetupError, match=r"^CPU_ISA is 'avx1024': there is no such"):
         PaddleExecutor(tmp_path, Config())
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import os
 
+from engine.errors import SetupError
 from engine.ops.cpu.kernels import CpuOps, c_library
 
 
-class UnknownIsa(ValueError):
+class UnknownIsa(SetupError):
     """CPU_ISA names an instruction set that this build or this machine does not have."""
 
 
