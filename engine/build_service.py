@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from engine.client import EngineClient
 from engine.config import ENGINE_FAILED_FILE, Config
+from engine.exported import ExportedModel
 from engine.prompt import PromptReader
 from engine.service import Service, ServiceOptions
 from engine.tokenizer import Tokenizer
@@ -31,13 +31,12 @@ def build_service(config: Config, graph_dir: Path) -> Service:
 
 
 def make_prompt_reader(config: Config, graph_dir: Path, tokenizer: Tokenizer, capacity=lambda: 0) -> PromptReader:
-    model = json.loads((graph_dir / "config.json").read_text())
-    model_len = model["infer_model_max_seq_len"]
+    model = ExportedModel.read(graph_dir)
     return PromptReader(
         tokenizer=tokenizer,
-        vocab_size=model["vocab_size"],
-        model_len=model_len,
-        max_seq_len=min(config.max_seq_len, model_len),
-        max_dec_len=min(config.max_dec_len, model_len),
+        vocab_size=model.vocab_size,
+        model_len=model.max_seq_len,
+        max_seq_len=min(config.max_seq_len, model.max_seq_len),
+        max_dec_len=min(config.max_dec_len, model.max_seq_len),
         capacity=capacity,
     )

@@ -1,7 +1,7 @@
 """Turns a Hugging Face checkpoint into the static graph that executors run: python -m engine.export CHECKPOINT OUT.
 
-The result has config.json, the tokenizer's files, rank_0/model.json and rank_0/model.pdiparams. It appears under
-its name complete or not at all. Paddle is imported only when there is something to export.
+The result (its layout: exported.py) appears under its name complete or not at all. Paddle is imported only when
+there is something to export.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from engine.errors import SetupError
+from engine.exported import CONFIG, GRAPH_VERSION, ExportedModel, is_exported, rank_dir, refuse_static_graph
 from engine.file_lock import file_lock
 from engine.models.checkpoint import Checkpoint, read_json, weight_files
 from engine.models.config import DecoderConfig, read_config
-from engine.models.keys import ModelError
+from engine.models.keys import ModelError, read_json
 from engine.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-GRAPH_VERSION = 2  # raised whenever the same checkpoint exports to another graph
 DTYPES = ("auto", "float32", "bfloat16")
 COPIED_FILES = (
     "tokenizer.json",
@@ -65,35 +65,28 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise FileExistsError(f"{out_dir} exists and is not an empty folder")
     progress(f"read {checkpoint_dir}")
-    keys = read_json(checkpoint_dir / "config.json")
-    if "infer_model_graph_version" in keys:
-        raise ModelError(f"{checkpoint_dir} is an exported graph, a Hugging Face checkpoint is expected")
+    refuse_static_graph(checkpoint_dir)
+    keys = read_json(checkpoint_dir / CONFIG)
     config = read_config(keys)
     checkpoint = Checkpoint(checkpoint_dir)
     config = _untied_where_stored_apart(config, checkpoint, progress)
     dtype = checkpoint.graph_dtype("model.embed_tokens.weight") if options.dtype == "auto" else options.dtype
-    keys |= {
-        "infer_model_block_size": options.block_size,
-        "infer_model_max_seq_len": _max_seq_len(config, options.max_seq_len, progress),
-        "infer_model_dtype": dtype,
-        "infer_model_cachekv_int8_type": None,
-        "infer_model_num_ranks": options.num_ranks,
-        "infer_model_graph_version": GRAPH_VERSION,
-    }
+    max_seq_len = _max_seq_len(config, options.max_seq_len, progress)
+    exported = ExportedModel(config.vocab_size, options.block_size, max_seq_len, dtype, options.num_ranks)
     with _complete_or_absent(out_dir) as partial:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "No ccache found")  # Paddle's own, at import
             from engine.models.save import Shard, save_rank
         for rank in range(options.num_ranks):
             shard = Shard(config, dtype, options.block_size, rank, options.num_ranks)
-            save_rank(partial / f"rank_{rank}", checkpoint, shard, progress)
+            save_rank(rank_dir(partial, rank), checkpoint, shard, progress)
         progress("write config.json and the tokenizer's files")
         for name in COPIED_FILES:
             if (checkpoint_dir / name).exists():
                 shutil.copyfile(checkpoint_dir / name, partial / name)
         if not (partial / "tokenizer.json").exists():
             progress(f"{checkpoint_dir} has no tokenizer.json: the graph can be run, but not served")
-        (partial / "config.json").write_text(json.dumps(keys, indent=2) + "\n")
+        (partial / CONFIG).write_text(json.dumps(keys | exported.keys(), indent=2) + "\n")
     progress(f"{out_dir} is ready")
 
 
@@ -106,23 +99,13 @@ def _untied_where_stored_apart(config: DecoderConfig, checkpoint: Checkpoint, pr
     return replace(config, tied_embeddings=False)
 
 
-def is_exported(directory: Path) -> bool:
-    """True for the result of an export that this version of the engine can run."""
-    try:
-        keys = read_json(directory / "config.json")
-    except ModelError:
-        return False
-    ranks = [directory / f"rank_{rank}" for rank in range(keys.get("infer_model_num_ranks", 1))]
-    complete = all((rank / name).is_file() for rank in ranks for name in ("model.json", "model.pdiparams"))
-    return complete and keys.get("infer_model_graph_version") == GRAPH_VERSION
-
-
 def export_cached(checkpoint_dir: Path, cache_dir: Path, options: ExportOptions, progress: Progress = log.info) -> Path:
     """The exported checkpoint's folder in the cache, made now if need be. Two processes never make it twice.
 
     It is made to be served: raises TokenizerError before the work begins when the engine could not read its tokenizer.
     """
     checkpoint_dir = checkpoint_dir.resolve()
+    refuse_static_graph(checkpoint_dir)
     name = f"{checkpoint_dir.name}-{_identity(checkpoint_dir, options)}"
     out_dir = cache_dir / name
     if is_exported(out_dir):
@@ -140,7 +123,7 @@ def export_cached(checkpoint_dir: Path, cache_dir: Path, options: ExportOptions,
 
 def _identity(checkpoint_dir: Path, options: ExportOptions) -> str:
     """Changes when the export would. Reads no weights: sizes and times stand for the content."""
-    paths = [checkpoint_dir / "config.json", *weight_files(checkpoint_dir)]
+    paths = [checkpoint_dir / CONFIG, *weight_files(checkpoint_dir)]
     paths += [path for name in COPIED_FILES if (path := checkpoint_dir / name).exists()]
     files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     return hashlib.sha256(json.dumps([GRAPH_VERSION, asdict(options), files]).encode()).hexdigest()[:16]

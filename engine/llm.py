@@ -15,7 +15,8 @@ from engine.build_service import make_prompt_reader
 from engine.config import Config
 from engine.errors import InvalidRequest, NoToken
 from engine.executors import make_executor
-from engine.export import ExportOptions, export_cached, is_exported
+from engine.export import ExportOptions, export_cached
+from engine.exported import is_exported
 from engine.loop import Loop
 from engine.reply import text_options
 from engine.scheduler import FAILED

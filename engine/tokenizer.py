@@ -5,7 +5,6 @@ A `Tokenizer` never changes after it is loaded, so any number of threads may use
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -17,6 +16,7 @@ import tokenizers
 from engine.chat_template import ChatTemplate
 from engine.detokenizer import Detokenizer, TokenBytes
 from engine.errors import ChatTemplateError, InvalidRequest, TokenizerError
+from engine.models.keys import read_json
 
 log = logging.getLogger(__name__)
 
@@ -146,15 +146,8 @@ def _load(directory: Path) -> Tokenizer:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TokenizerError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise TokenizerError(f"{path} must hold an object")
-    return content
+    """All of these files may be missing."""
+    return read_json(path, TokenizerError) if path.is_file() else {}
 
 
 def _given(config: Json) -> dict[str, Any]:

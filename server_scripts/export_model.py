@@ -10,7 +10,8 @@ from pathlib import Path
 
 from engine.config import Config
 from engine.errors import ConfigError
-from engine.export import ExportOptions, export_cached, is_exported
+from engine.export import ExportOptions, export_cached
+from engine.exported import is_exported
 from engine.models.keys import ModelError
 from server_scripts.model_source import as_dtype
 from server_scripts.run_dir import make_folder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from pathlib import Path
@@ -14,6 +13,7 @@ import paddle.inference
 from engine.config import Config
 from engine.executors.memory import free_memory_bytes, keep_freed_memory, num_blocks
 from engine.executors.step_inputs import graph_inputs, sampling_rows, step_output
+from engine.exported import PARAMETERS, PROGRAM, ExportedModel, rank_dir
 from engine.graph import read_graph
 from engine.ops import cpu
 from engine.ops.cpu.paddle_ops import register_paddle_ops
@@ -27,13 +27,13 @@ class PaddleExecutor:
 
     def __init__(self, graph_dir: Path, config: Config):
         cpu.load()  # before anything else: CPU_ISA may be wrong
-        model = json.loads((graph_dir / "config.json").read_text())
+        model = ExportedModel.read(graph_dir)
         cpu.set_num_threads(config.cpu_threads or len(os.sched_getaffinity(0)))
         register_paddle_ops()
         self._config = config
-        self._model_len: int = model["infer_model_max_seq_len"]
-        self._predictor = _load(graph_dir / "rank_0")
-        self._caches = _CacheInputs.of(graph_dir / "rank_0", self._predictor)
+        self._model_len = model.max_seq_len
+        self._predictor = _load(rank_dir(graph_dir))
+        self._caches = _CacheInputs.of(rank_dir(graph_dir) / PROGRAM, self._predictor)
         self.block_size = self._caches.block_size
         self._logits = self._predictor.get_output_handle(self._predictor.get_output_names()[0])
         self._inputs = {name: self._predictor.get_input_handle(name) for name in self._predictor.get_input_names()}
@@ -87,8 +87,8 @@ class _CacheInputs:
         self.num_blocks = 0
 
     @classmethod
-    def of(cls, rank_dir: Path, predictor: paddle.inference.Predictor) -> _CacheInputs:
-        inputs = read_graph(rank_dir / "model.json").inputs
+    def of(cls, program: Path, predictor: paddle.inference.Predictor) -> _CacheInputs:
+        inputs = read_graph(program).inputs
         names = [name for name in inputs if name.startswith("kv_cache_")]
         first = inputs[names[0]]
         return cls({name: predictor.get_input_handle(name) for name in names}, first.shape[1:], first.dtype)
@@ -106,8 +106,8 @@ class _CacheInputs:
         self.num_blocks = blocks
 
 
-def _load(rank_dir: Path) -> paddle.inference.Predictor:
-    config = paddle.inference.Config(str(rank_dir / "model.json"), str(rank_dir / "model.pdiparams"))
+def _load(directory: Path) -> paddle.inference.Predictor:
+    config = paddle.inference.Config(str(directory / PROGRAM), str(directory / PARAMETERS))
     config.disable_gpu()
     config.switch_ir_optim(False)  # the graph is made of fused ops already
     config.disable_glog_info()

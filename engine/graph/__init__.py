@@ -6,21 +6,18 @@ from pathlib import Path
 
 import numpy as np
 
+from engine.exported import PARAMETERS, PROGRAM, rank_dir
 from engine.graph.nodes import Graph, GraphError, Node, Value
 from engine.graph.params import read_params
 from engine.graph.pir import read_graph
 
-__all__ = ["Graph", "GraphError", "Node", "Value", "load", "rank_dir", "read_graph", "read_params"]
-
-
-def rank_dir(model_dir: Path, rank: int = 0) -> Path:
-    """Where the files of a rank lie: rank_N, or the model's own folder where there are no ranks."""
-    directory = model_dir / f"rank_{rank}"
-    return directory if directory.is_dir() else model_dir
+__all__ = ["Graph", "GraphError", "Node", "Value", "load", "read_graph", "read_params"]
 
 
 def load(model_dir: Path, rank: int = 0) -> tuple[Graph, dict[str, np.ndarray]]:
-    """The graph of one rank and its parameters by name, memory-mapped."""
+    """The graph of one rank and its parameters by name, memory-mapped. Where there are no ranks, that in the folder."""
     directory = rank_dir(model_dir, rank)
-    graph = read_graph(directory / "model.json")
-    return graph, read_params(directory / "model.pdiparams", graph)
+    if not directory.is_dir():
+        directory = model_dir
+    graph = read_graph(directory / PROGRAM)
+    return graph, read_params(directory / PARAMETERS, graph)

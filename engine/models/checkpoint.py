@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.models.keys import ModelError
+from engine.models.keys import ModelError, read_json
 from engine.models.weights import Part, Weight
 
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
@@ -116,18 +116,6 @@ def weight_files(directory: Path) -> list[Path]:
     if not paths:
         raise ModelError(f"{index_path} names no files: weight_map is missing or empty")
     return paths
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ModelError(f"{path} is missing") from None
-    except ValueError as error:
-        raise ModelError(f"{path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} holds a JSON {type(value).__name__}, an object was expected")
-    return value
 
 
 def _read_header(path: Path) -> dict[str, Stored]:

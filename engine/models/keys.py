@@ -1,8 +1,10 @@
-"""Reads single keys of a config.json with one kind of error. Knows no model."""
+"""Reads a config.json and single keys of it, with one kind of error. Knows no model."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from engine.errors import SetupError
@@ -10,6 +12,19 @@ from engine.errors import SetupError
 
 class ModelError(SetupError):
     """A checkpoint cannot be exported. Names the key or tensor, what was found and what is supported."""
+
+
+def read_json(path: Path, error: type[SetupError] = ModelError) -> dict[str, Any]:
+    """The object in a file. Raises `error` that names the file."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise error(f"{path} is missing") from None
+    except ValueError as reason:
+        raise error(f"{path} is not JSON: {reason}") from None
+    if not isinstance(value, dict):
+        raise error(f"{path} holds a JSON {type(value).__name__}, an object was expected")
+    return value
 
 
 def whole_number(keys: Mapping[str, Any], name: str, default: int | None = None) -> int:

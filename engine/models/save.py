@@ -11,6 +11,7 @@ import numpy as np
 import paddle
 from paddle.base.framework import EagerParamBase
 
+from engine.exported import STEM
 from engine.models.checkpoint import Checkpoint
 from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder, input_specs
@@ -59,7 +60,7 @@ class ParameterLoader:
 
 
 def save_rank(directory: Path, checkpoint: Checkpoint, shard: Shard, progress: Callable[[str], None]) -> None:
-    """Writes model.json and model.pdiparams into `directory`."""
+    """Writes the graph and its parameters into `directory`."""
     paddle.set_device("cpu")
     build.library(build.PADDLE_OPS, report=progress)
     register_paddle_ops()
@@ -69,7 +70,7 @@ def save_rank(directory: Path, checkpoint: Checkpoint, shard: Shard, progress: C
     network.eval()
     progress("trace and save the graph")
     specs = input_specs(shard.config, shard.dtype, shard.block_size, shard.num_ranks)
-    paddle.jit.save(network, str(directory / "model"), input_spec=specs)
+    paddle.jit.save(network, str(directory / STEM), input_spec=specs)
 
 
 def _parameter(name: str, array: np.ndarray) -> EagerParamBase:

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.export import GRAPH_VERSION, ExportOptions, export, is_exported, main
+from engine.export import ExportOptions, export, main
+from engine.exported import GRAPH_VERSION, ExportedModel, is_exported
 from engine.graph import load
 from engine.models.keys import ModelError
 from tests.checkpoints import COMMON, FAMILIES, make_checkpoint, random_tensors, write_shards, write_tensors
@@ -31,6 +32,7 @@ def test_an_export_has_everything_a_server_needs(exported, checkpoint):
         "infer_model_graph_version": GRAPH_VERSION,
     }
     assert keys == {**original, **added}
+    assert ExportedModel.read(directory) == ExportedModel(320, 16, 500, "float32")
     for name in COPIED:
         assert (directory / name).read_bytes() == (checkpoint("qwen2") / name).read_bytes()
     assert sorted(path.name for path in (directory / "rank_0").iterdir()) == ["model.json", "model.pdiparams"]
@@ -39,14 +41,14 @@ def test_an_export_has_everything_a_server_needs(exported, checkpoint):
 
 
 def test_the_length_defaults_to_what_the_model_was_made_for(exported):
-    assert json.loads((exported("llama") / "config.json").read_text())["infer_model_max_seq_len"] == 1024
+    assert ExportedModel.read(exported("llama")).max_seq_len == 1024
 
 
 def test_a_sliding_window_limits_the_length(a_checkpoint, tmp_path, no_paddle):
     change_config(use_sliding_window=True, max_window_layers=0)(a_checkpoint)
     steps: list[str] = []
     export(a_checkpoint, tmp_path / "out", ExportOptions(), steps.append)
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["infer_model_max_seq_len"] == 128
+    assert ExportedModel.read(tmp_path / "out").max_seq_len == 128
     assert any("sliding_window is 128" in step for step in steps)
     with pytest.raises(ModelError, match=r"sliding_window is 128, .* max_seq_len 128 or less"):
         export(a_checkpoint, tmp_path / "more", ExportOptions(max_seq_len=129))
@@ -73,7 +75,7 @@ def test_every_stored_dtype_becomes_what_was_asked_for(stored, asked, made, tmp_
     checkpoint = make_checkpoint(tmp_path / "checkpoint", "qwen2", seed=0, torch_dtype=stored)
     export(checkpoint, tmp_path / "out", ExportOptions(dtype=asked))
     graph, params = load(tmp_path / "out")
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["infer_model_dtype"] == made
+    assert ExportedModel.read(tmp_path / "out").dtype == made
     assert graph.parameters["embed_tokens.weight"].dtype == graph.inputs["kv_cache_0"].dtype == made
     tolerance = 0 if stored == made == "float32" else 2**-7
     for ours, theirs in (
@@ -156,7 +158,6 @@ K_PROJ = "model.layers.1.self_attn.k_proj.weight"
         (lambda d: (d / "config.json").write_text("{"), r"config\.json is not JSON"),
         (lambda d: (d / "config.json").write_text("[]"), r"config\.json holds a JSON list, an object was expected"),
         (change_config(model_type="gpt2"), "model_type is 'gpt2'"),
-        (change_config(infer_model_graph_version=1), "is an exported graph, a Hugging Face checkpoint is expected"),
         (change_tensors(lambda t: t.pop(K_PROJ)), f"tensor {K_PROJ} is missing"),
         (
             change_tensors(lambda t: t.update({K_PROJ: t[K_PROJ][:-1]})),
@@ -256,7 +257,7 @@ def test_the_command_line_shows_its_steps_with_times(a_checkpoint, tmp_path, no_
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == f"[   0.0 s] read {a_checkpoint}"
     assert printed[-1].endswith(f"{tmp_path / 'out'} is ready")
-    assert json.loads((tmp_path / "out/config.json").read_text())["infer_model_max_seq_len"] == 100
+    assert ExportedModel.read(tmp_path / "out").max_seq_len == 100
 
 
 def test_the_command_line_gives_the_reason_of_a_failure(tmp_path, capsys):

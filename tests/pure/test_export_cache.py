@@ -10,7 +10,8 @@ import pytest
 
 import engine.export
 from engine.errors import TokenizerError
-from engine.export import GRAPH_VERSION, ExportOptions, export_cached, is_exported
+from engine.export import ExportOptions, export_cached
+from engine.exported import GRAPH_VERSION, is_exported
 
 
 def change_config(**keys):

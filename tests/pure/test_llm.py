@@ -12,6 +12,7 @@ import pytest
 from engine import block_pool, scheduler
 from engine import llm as llm_module
 from engine.errors import ConfigError, InvalidRequest, NoToken
+from engine.exported import ExportedModel
 from engine.llm import LLM
 from engine.types import NO_TOKEN, StepOutput
 from tests.byte_tokenizer import write_tokenizer
@@ -23,7 +24,7 @@ GREEDY = {"temperature": 0, "max_dec_len": 3}
 @pytest.fixture
 def llm(tmp_path, monkeypatch):
     write_tokenizer(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"infer_model_max_seq_len": 64, "vocab_size": 400}))
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 400} | ExportedModel(400, 4, 64, "float32").keys()))
     monkeypatch.setattr(llm_module, "is_exported", lambda directory: True)
     monkeypatch.setattr(llm_module, "make_executor", lambda directory, config: CountingExecutor(12, 4))
     llm = LLM(tmp_path, batch_size=4)

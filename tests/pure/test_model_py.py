@@ -11,6 +11,7 @@ import pytest
 
 from engine import service as service_module
 from engine.config import Config
+from engine.exported import ExportedModel
 from engine.types import Sampling
 from tests.byte_tokenizer import write_tokenizer
 from tests.pure import fake_triton
@@ -37,7 +38,7 @@ def model_py(monkeypatch):
 @pytest.fixture
 def graph_dir(tmp_path):
     write_tokenizer(tmp_path)
-    config = {"infer_model_max_seq_len": 64, "vocab_size": 400}
+    config = {"vocab_size": 400} | ExportedModel(400, 4, 64, "float32").keys()
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path
 

@@ -193,3 +193,11 @@ def test_a_wrong_setting_ends_the_process_with_one_sentence(start, variables, me
     assert engine.returncode == 1
     assert message in err.splitlines()[-1]
     assert "Traceback" not in err
+
+
+def test_a_folder_without_a_model_ends_the_process_with_one_sentence(tmp_path):
+    environ = {**os.environ, "MODEL_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "engine.process"]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, f"{tmp_path}/config.json is missing")
+    assert "Traceback" not in done.stderr
