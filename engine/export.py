@@ -23,7 +23,7 @@ from pathlib import Path
 from engine.errors import SetupError
 from engine.exported import CONFIG, GRAPH_VERSION, ExportedModel, is_exported, rank_dir, refuse_static_graph
 from engine.file_lock import file_lock
-from engine.models.checkpoint import Checkpoint, read_json, weight_files
+from engine.models.checkpoint import Checkpoint, weight_files
 from engine.models.config import DecoderConfig, read_config
 from engine.models.keys import ModelError, read_json
 from engine.tokenizer import Tokenizer
