@@ -6,7 +6,6 @@ from pathlib import Path
 
 from engine.client import EngineClient
 from engine.config import ENGINE_FAILED_FILE, Config
-from engine.exported import ExportedModel
 from engine.prompt import PromptReader
 from engine.service import Service, ServiceOptions
 from engine.tokenizer import Tokenizer
@@ -19,7 +18,7 @@ def build_service(config: Config, graph_dir: Path) -> Service:
     def capacity() -> int:
         return int(client.stats.get("num_blocks", 0) * client.stats.get("block_size", 0))
 
-    reader = make_prompt_reader(config, graph_dir, tokenizer, capacity)
+    reader = PromptReader.load(config, graph_dir, tokenizer, capacity)
     options = ServiceOptions(
         streaming=not config.disable_streaming,
         hang_after_s=config.check_health_interval_s,
@@ -28,15 +27,3 @@ def build_service(config: Config, graph_dir: Path) -> Service:
         max_waiting=config.max_cached_task_num,
     )
     return Service(tokenizer, reader, client, options)
-
-
-def make_prompt_reader(config: Config, graph_dir: Path, tokenizer: Tokenizer, capacity=lambda: 0) -> PromptReader:
-    model = ExportedModel.read(graph_dir)
-    return PromptReader(
-        tokenizer=tokenizer,
-        vocab_size=model.vocab_size,
-        model_len=model.max_seq_len,
-        max_seq_len=min(config.max_seq_len, model.max_seq_len),
-        max_dec_len=min(config.max_dec_len, model.max_seq_len),
-        capacity=capacity,
-    )

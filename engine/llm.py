@@ -11,16 +11,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from engine.build_service import make_prompt_reader
+from engine.answer import OpenAnswer
 from engine.config import Config
 from engine.errors import InvalidRequest, NoToken
 from engine.executors import make_executor
 from engine.export import ExportOptions, export_cached
 from engine.exported import is_exported
 from engine.loop import Loop
-from engine.reply import text_options
-from engine.scheduler import FAILED
-from engine.text_stream import TextStream
+from engine.prompt import PromptReader
+from engine.scheduler import FAILED, Update
 from engine.tokenizer import Tokenizer
 from engine.types import Logprobs, Request
 from engine.wire import parse_request
@@ -38,40 +37,23 @@ class Answer:
     logprobs: list[Logprobs]  # one for each token id, when asked for
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Open:
-    """An answer in the making."""
+    """A request and its answer in the making."""
 
     request: Request
-    text: TextStream
-    parts: list[str]
-    num_visible: int = 0
-    logprobs: list[Logprobs] | None = None
-    finish_reason: str = ""
+    answer: OpenAnswer
 
-    def push(self, token_ids: Sequence[int]) -> bool:
-        """True when a stop string ended the answer."""
-        return self._show(self.text.push(token_ids))
-
-    def finish(self) -> Answer:
-        if not self.text.stopped:
-            self._show(self.text.finish())
-        request = self.request
-        token_ids = request.token_ids[request.prompt_len :][: self.num_visible]
+    def finished(self) -> Answer:
+        answer = self.answer
+        assert answer.finish_reason
         return Answer(
-            text="".join(self.parts),
-            token_ids=token_ids,
-            finish_reason=self.finish_reason,
-            prompt_token_ids=request.token_ids[: request.prompt_len],
-            logprobs=(self.logprobs or [])[: len(token_ids)],
+            text=answer.text,
+            token_ids=answer.token_ids,
+            finish_reason=answer.finish_reason,
+            prompt_token_ids=self.request.token_ids[: self.request.prompt_len],
+            logprobs=[logprobs for logprobs in answer.logprobs if logprobs],
         )
-
-    def _show(self, delta) -> bool:
-        self.parts.append(delta.text)
-        self.num_visible += delta.num_tokens
-        if delta.stopped is not None:
-            self.finish_reason = "stop"
-        return delta.stopped is not None
 
 
 class LLM:
@@ -90,7 +72,7 @@ class LLM:
         self._loop = Loop(executor, executor.block_size, self._config)
         self._lock = threading.Lock()  # of the loop: calls from several threads take turns
         capacity = executor.num_blocks * executor.block_size
-        self._reader = make_prompt_reader(config, graph_dir, self.tokenizer, lambda: capacity)
+        self._reader = PromptReader.load(config, graph_dir, self.tokenizer, lambda: capacity)
 
     def generate(
         self,
@@ -115,7 +97,7 @@ class LLM:
                 executor = self._loop.executor
                 self._loop = Loop(executor, executor.block_size, self._config)
                 raise
-        return [item.finish() for item in opened]
+        return [item.finished() for item in opened]
 
     def close(self) -> None:
         self._loop.executor.close()
@@ -144,20 +126,14 @@ class LLM:
             raise InvalidRequest(f"prompt {index}: {error}") from None
         return _Open(
             Request(str(index), read.token_ids, len(read.token_ids), read.sampling),
-            TextStream(self.tokenizer, text_options(request)),
-            [],
-            logprobs=[],
+            OpenAnswer(self.tokenizer, request),
         )
 
-    def _advance(self, item: _Open, update) -> int:
+    def _advance(self, item: _Open, update: Update) -> int:
         """The number of answers that this token has ended."""
         if update.finish_reason == FAILED:
             raise NoToken
-        if update.logprobs and item.logprobs is not None:
-            item.logprobs.append(update.logprobs)
-        if update.finish_reason:
-            item.finish_reason = update.finish_reason
-        if update.finish_reason != "stop" and item.push([update.token_id]) and not update.finish_reason:
+        item.answer.push([(update.token_id, update.logprobs)], update.finish_reason)
+        if item.answer.finish_reason and not update.finish_reason:  # a stop string
             self._loop.drop(item.request.request_id)
-            return 1
-        return int(bool(update.finish_reason))
+        return int(item.answer.finish_reason is not None)

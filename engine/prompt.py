@@ -5,8 +5,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+from engine.config import Config
 from engine.errors import InvalidRequest, PromptTooLong
+from engine.exported import ExportedModel
 from engine.tokenizer import Tokenizer
 from engine.types import Sampling
 from engine.wire import GenerationRequest, shown
@@ -28,6 +31,21 @@ class PromptReader:
     max_seq_len: int
     max_dec_len: int
     capacity: Callable[[], int] = lambda: 0
+
+    @classmethod
+    def load(
+        cls, config: Config, graph_dir: Path, tokenizer: Tokenizer, capacity: Callable[[], int] = lambda: 0
+    ) -> PromptReader:
+        """For the exported model in `graph_dir`."""
+        model = ExportedModel.read(graph_dir)
+        return cls(
+            tokenizer=tokenizer,
+            vocab_size=model.vocab_size,
+            model_len=model.max_seq_len,
+            max_seq_len=min(config.max_seq_len, model.max_seq_len),
+            max_dec_len=min(config.max_dec_len, model.max_seq_len),
+            capacity=capacity,
+        )
 
     def read(self, request: GenerationRequest) -> Prompt:
         """Raises InvalidRequest; the message names the field, the value and the limit."""

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from engine import wire
+from engine.answer import OpenAnswer
 from engine.errors import Cancelled, RequestError, as_request_error
 from engine.latency import Latency
 from engine.prompt import Prompt
-from engine.text_stream import Delta, TextOptions, TextStream
 from engine.tokenizer import Tokenizer
 from engine.types import Logprobs
 from engine.wire import GenerationRequest
@@ -45,7 +45,6 @@ class Reply:
         self._request = request
         self._sender = sender
         self._tokenizer = tokenizer
-        self._text = TextStream(tokenizer, text_options(request))
         self._received, self._accepted, self._first_token = received, time.time(), 0.0
         self._last_token = received
         # Shared between threads, under the lock
@@ -57,13 +56,9 @@ class Reply:
         self._asking = threading.Lock()  # held to ask Triton for a cancellation and to set _ended
         self._ended = False  # the final response is on its way or sent
         # Of the sender's side only
-        self._tokens: list[int] = []  # received, without the stop id
-        self._logprobs: list[Logprobs | None] = []
-        self._num_generated = 0  # received, with the stop id
-        self._num_visible = 0  # of _tokens, those whose text is certain
-        self._num_sent = 0  # of these, those that were sent
-        self._answer = ""  # the text of all visible tokens
-        self._unsent = ""  # its end that was not sent
+        self._answer = OpenAnswer(tokenizer, request)
+        self._num_sent = 0  # of its visible tokens
+        self._len_sent = 0  # of its text
 
     @property
     def is_over(self) -> bool:
@@ -131,31 +126,13 @@ class Reply:
         self, gathered: list[tuple[int, Logprobs | None]], finish_reason: str | None, latency: Latency
     ) -> None:
         self._note_arrival(len(gathered), latency)
-        self._num_generated += len(gathered)
-        if finish_reason == "stop":
-            gathered = gathered[:-1]  # the stop id is not part of the answer
-        self._tokens += [token_id for token_id, _ in gathered]
-        self._logprobs += [logprobs for _, logprobs in gathered]
-        stop_string = self._show(self._text.push(token_id for token_id, _ in gathered))
-        if finish_reason and stop_string is None:
-            stop_string = self._show(self._text.finish())
-        if stop_string is not None:
-            finish_reason = "stop"
-            del self._tokens[self._num_visible :], self._logprobs[self._num_visible :]
-            self._num_generated = self._num_visible
-        if finish_reason:
-            fields = self._fields() | self._final_fields(finish_reason, stop_string)
-            self._send_final(wire.delta(fields), finish_reason, latency)
-        elif self.streaming and (self._unsent or self._num_visible > self._num_sent):
+        answer = self._answer
+        answer.push(gathered, finish_reason)
+        if answer.finish_reason:
+            self._send_final(wire.delta(self._fields() | self._final_fields()), answer.finish_reason, latency)
+        elif self.streaming and (len(answer.text) > self._len_sent or answer.num_visible > self._num_sent):
             self._sender.send(wire.delta(self._fields()), False)
-            self._num_sent, self._unsent = self._num_visible, ""
-
-    def _show(self, delta: Delta) -> str | None:
-        """Enters text that has become certain. The stop string, when it ended the answer."""
-        self._answer += delta.text
-        self._unsent += delta.text
-        self._num_visible += delta.num_tokens
-        return delta.stopped
+            self._num_sent, self._len_sent = answer.num_visible, len(answer.text)
 
     def _send_final(self, payload: bytes, reason: str, latency: Latency) -> None:
         with self._asking:
@@ -167,25 +144,26 @@ class Reply:
     def _note_arrival(self, count: int, latency: Latency) -> None:
         if count:
             now = time.time()
-            latency.tokens(count, now - self._last_token, self._num_generated == 0)
+            latency.tokens(count, now - self._last_token, self._answer.num_generated == 0)
             self._first_token = self._first_token or now
             self._last_token = now
 
     def _fields(self) -> dict[str, Any]:
-        unsent = slice(self._num_sent, self._num_visible)
+        answer = self._answer
+        unsent = slice(self._num_sent, answer.num_visible)
         fields: dict[str, Any] = {
             "req_id": self.req_id,
             "is_end": 0,
-            "token_ids": self._tokens[unsent],
-            "token": self._unsent,
+            "token_ids": answer.token_ids[unsent],
+            "token": answer.text[self._len_sent :],
             "send_idx": self._num_sent,
-            "usage": {"prompt_tokens": len(self.prompt.token_ids), "completion_tokens": self._num_visible},
+            "usage": {"prompt_tokens": len(self.prompt.token_ids), "completion_tokens": answer.num_visible},
             "inference_time_cost": time.time() - self._accepted,
             "infer_seed": self.prompt.sampling.seed,
             "return_all_tokens": self._request.return_all_tokens,
         }
         if self.prompt.sampling.num_logprobs >= 0:
-            pairs = zip(self._tokens[unsent], self._logprobs[unsent], strict=True)
+            pairs = zip(answer.token_ids[unsent], answer.logprobs[unsent], strict=True)
             fields["logprobs"] = [self._logprob_fields(token_id, logprobs) for token_id, logprobs in pairs]
         if self._request.benchmark:
             fields |= {
@@ -197,15 +175,16 @@ class Reply:
             }
         return fields
 
-    def _final_fields(self, finish_reason: str, stop_string: str | None) -> dict[str, Any]:
+    def _final_fields(self) -> dict[str, Any]:
+        answer = self._answer
         return {
             "is_end": 1,
-            "finish_reason": finish_reason,
-            "stop_reason": stop_string,
-            "usage": {"prompt_tokens": len(self.prompt.token_ids), "completion_tokens": self._num_generated},
-            "tokens_all_num": self._num_generated,
-            "tokens_all_ids": self._tokens,
-            "tokens_all": self._answer,
+            "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_string,
+            "usage": {"prompt_tokens": len(self.prompt.token_ids), "completion_tokens": answer.num_generated},
+            "tokens_all_num": answer.num_generated,
+            "tokens_all_ids": answer.token_ids,
+            "tokens_all": answer.text,
         }
 
     def _logprob_fields(self, token_id: int, logprobs: Logprobs | None) -> dict[str, Any]:
@@ -221,15 +200,6 @@ class Reply:
             "bytes": list(self._tokenizer.token_bytes(token_id)),
             "logprob": max(-9999.0, logprob),  # JSON has no infinity, and no NaN, which this order turns away too
         }
-
-
-def text_options(request: GenerationRequest) -> TextOptions:
-    return TextOptions(
-        is_continuation=request.text is not None and not request.apply_chat_template,
-        stop=request.stop_sequences,
-        include_stop=request.include_stop_str_in_output,
-        skip_special_tokens=request.skip_special_tokens,
-    )
 
 
 def _as_date(epoch_s: float) -> str:

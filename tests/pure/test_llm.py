@@ -1,11 +1,13 @@
 """The engine offline, with the counting executor: byte tokens, so that "a" continues "bcd"."""
 
 import json
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +20,7 @@ from engine.types import NO_TOKEN, StepOutput
 from tests.byte_tokenizer import write_tokenizer
 from tests.pure.counting_executor import CountingExecutor
 
+ROOT = Path(__file__).parents[2]
 GREEDY = {"temperature": 0, "max_dec_len": 3}
 
 
@@ -150,3 +153,8 @@ def test_a_directory_without_a_tokenizer_is_refused(llm, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="there is no tokenizer.json"):
         LLM(tmp_path / "empty")
+
+
+def test_the_offline_engine_needs_no_sockets():
+    code = "import sys, engine.llm; sys.exit('zmq' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

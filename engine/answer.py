@@ -1,0 +1,53 @@
+"""One answer in the making: its tokens, their text as it becomes certain, and why it ended. No sockets, no threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.text_stream import Delta, TextOptions, TextStream
+from engine.tokenizer import Tokenizer
+from engine.types import Logprobs
+from engine.wire import GenerationRequest
+
+
+class OpenAnswer:
+    """Grows with `push` until `finish_reason` is set: by the engine, or by a stop string, of which it knows nothing."""
+
+    def __init__(self, tokenizer: Tokenizer, request: GenerationRequest):
+        self.token_ids: list[int] = []  # without the stop id; at the end, those of the text
+        self.logprobs: list[Logprobs | None] = []  # of each of them
+        self.num_generated = 0  # with the stop id
+        self.num_visible = 0  # of token_ids, those whose text is certain
+        self.text = ""  # of the visible ones
+        self.finish_reason: str | None = None
+        self.stop_string: str | None = None  # that ended it
+        self._stream = TextStream(tokenizer, _text_options(request))
+
+    def push(self, tokens: Sequence[tuple[int, Logprobs | None]], finish_reason: str | None) -> None:
+        """What the engine has made: `finish_reason` is of the last token, which with "stop" is the stop id."""
+        self.num_generated += len(tokens)
+        if finish_reason == "stop":
+            tokens = tokens[:-1]  # the stop id is not part of the answer
+        self.token_ids += [token_id for token_id, _ in tokens]
+        self.logprobs += [logprobs for _, logprobs in tokens]
+        self._show(self._stream.push(token_id for token_id, _ in tokens))
+        if finish_reason and self.stop_string is None:
+            self._show(self._stream.finish())
+        self.finish_reason = finish_reason if self.stop_string is None else "stop"
+        if self.stop_string is not None:
+            del self.token_ids[self.num_visible :], self.logprobs[self.num_visible :]
+            self.num_generated = self.num_visible
+
+    def _show(self, delta: Delta) -> None:
+        self.text += delta.text
+        self.num_visible += delta.num_tokens
+        self.stop_string = delta.stopped
+
+
+def _text_options(request: GenerationRequest) -> TextOptions:
+    return TextOptions(
+        is_continuation=request.text is not None and not request.apply_chat_template,
+        stop=request.stop_sequences,
+        include_stop=request.include_stop_str_in_output,
+        skip_special_tokens=request.skip_special_tokens,
+    )
