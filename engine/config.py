@@ -157,7 +157,13 @@ class Config:
     enable_prefix_caching: bool = setting(
         True, "ENABLE_PREFIX_CACHING", "keep full blocks for prompts that begin alike"
     )
-    cpu_threads: int = setting(0, "CPU_THREADS", "threads of the CPU ops; 0: one per core", minimum=0, maximum=1024)
+    cpu_threads: int = setting(
+        0,
+        "CPU_THREADS",
+        "threads of the CPU ops; 0: one per core, in a container no more than its CPU quota",
+        minimum=0,
+        maximum=1024,
+    )
     use_warmup: bool = setting(False, "USE_WARMUP", "run the longest step once before the server is ready")
 
     # Gateway and answers

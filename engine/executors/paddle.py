@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ import paddle
 import paddle.inference
 
 from engine.config import Config
+from engine.executors.cpus import num_cpus
 from engine.executors.memory import free_memory_bytes, keep_freed_memory, num_blocks
 from engine.executors.step_inputs import graph_inputs, sampling_rows, step_output
 from engine.exported import PARAMETERS, PROGRAM, ExportedModel, rank_dir
@@ -28,7 +28,7 @@ class PaddleExecutor:
     def __init__(self, graph_dir: Path, config: Config):
         cpu.load()  # before anything else: CPU_ISA may be wrong
         model = ExportedModel.read(graph_dir)
-        cpu.set_num_threads(config.cpu_threads or len(os.sched_getaffinity(0)))
+        cpu.set_num_threads(config.cpu_threads or num_cpus())
         register_paddle_ops()
         self._config = config
         self._model_len = model.max_seq_len
