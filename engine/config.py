@@ -9,7 +9,7 @@ import difflib
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +224,16 @@ class Config:
             if text is not None:
                 values[f.name] = _parse(name, text, str(f.type), f.metadata["setting"])
         config = cls(**values)
+        config._check()
+        return config
+
+    def changed(self, **settings: Any) -> Config:
+        """With other values, by the names of the fields. Checked like the environment's: raises ConfigError."""
+        values = dict(settings)
+        for f in fields(self):
+            if f.name in settings and not (settings[f.name] is None and f.default is None):
+                values[f.name] = _parse(f.name, str(settings[f.name]), str(f.type), f.metadata["setting"])
+        config = replace(self, **values)
         config._check()
         return config
 

@@ -58,10 +58,10 @@ class _Open:
 
 class LLM:
     """`model_dir` is an exported model or a checkpoint, which is exported once. Settings other than the environment's
-    are given by their field names: `LLM(path, batch_size=8)`."""
+    are given by their field names, `LLM(path, batch_size=8)`, and checked like those: raises ConfigError."""
 
     def __init__(self, model_dir: str | Path, **settings: Any):
-        config = replace(Config.from_env(), **settings)
+        config = Config.from_env().changed(**settings)
         graph_dir = Path(model_dir)
         if not is_exported(graph_dir):
             options = ExportOptions(dtype=config.dtype, block_size=config.block_size)

@@ -182,3 +182,35 @@ def test_the_table_has_a_row_for_every_setting():
     assert "| `BLOCK_RATIO` | `0.75` |" in rows[2 + list(SETTINGS).index("block_ratio")]
     assert "(old names: `INTER_QUEUE_PORT`, `INFER_QUEUE_PORT`)" in "\n".join(rows)
     assert "| `ENABLE_PREFIX_CACHING` | `1` |" in "\n".join(rows)
+
+
+def test_settings_given_by_name_are_taken_as_the_environments():
+    changes = {
+        "batch_size": 8,
+        "block_bs": 2,
+        "enable_prefix_caching": False,
+        "model_dir": Path("/m"),
+        "dtype": "float32",
+    }
+    assert Config().changed(**changes) == Config(**{**changes, "model_dir": "/m"})
+    assert Config(block_bs=1.0).changed(block_bs=None) == Config()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"batch_size": 0},
+            r"^batch_size is 0, it must be at least 1 and at most 1024 \(requests in one step at most\)$",
+        ),
+        ({"batch_size": 2.5}, "^batch_size is '2.5', it must be a whole number$"),
+        ({"batch_size": None}, "^batch_size is 'None', it must be a whole number$"),
+        ({"kv_cache_memory_fraction": 2}, "^kv_cache_memory_fraction is 2, it must be at least 0.01 and at most 0.95"),
+        ({"dtype": "int4"}, "^dtype is 'int4', it must be one of: auto, float32, bfloat16$"),
+        ({"use_warmup": 7}, "^use_warmup is '7', it must be 0 or 1$"),
+        ({"service_http_port": 8110}, "^SERVICE_HTTP_PORT is 8110, which HEALTH_HTTP_PORT has already"),
+    ],
+)
+def test_settings_given_by_name_are_checked_like_the_environments(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        Config().changed(**changes)

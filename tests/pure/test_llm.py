@@ -158,3 +158,10 @@ def test_a_directory_without_a_tokenizer_is_refused(llm, tmp_path):
 def test_the_offline_engine_needs_no_sockets():
     code = "import sys, engine.llm; sys.exit('zmq' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_a_wrong_setting_is_refused_with_its_keyword_and_its_limit(tmp_path):
+    with pytest.raises(ConfigError, match="^batch_size is 0, it must be at least 1"):
+        LLM(tmp_path, batch_size=0)
+    with pytest.raises(TypeError, match="batchsize"):
+        LLM(tmp_path, batchsize=8)
