@@ -38,21 +38,16 @@ class Tokenizer:
         chat_templates: Mapping[str, str] | None = None,
         generation_config: Json | None = None,
     ):
-        """`special_tokens` as in special_tokens_map.json, `generation_config` with bos, pad and eos ids."""
+        """`special_tokens` as in special_tokens_map.json, `generation_config` with eos_token_id."""
         self._backend = backend
         backend.no_padding()
         backend.no_truncation()
         special_tokens = special_tokens or {}
         generation_config = generation_config or {}
         self._template = ChatTemplate(chat_templates, special_tokens) if chat_templates else None
-        ids: dict[str, list[int]] = {}  # the tokenizer's own first
-        for name in ("bos", "eos", "pad"):
-            token = special_tokens.get(f"{name}_token")
-            own = None if token is None else backend.token_to_id(token)
-            ids[name] = _ids(own) + _ids(generation_config.get(f"{name}_token_id"))
-        self.eos_token_ids = tuple(dict.fromkeys(ids["eos"]))
-        self.bos_token_id: int | None = next(iter(ids["bos"]), None)
-        self.pad_token_id: int | None = next(iter(ids["pad"] + ids["eos"]), None)
+        eos = special_tokens.get("eos_token")
+        own = None if eos is None else backend.token_to_id(eos)
+        self.eos_token_ids = tuple(dict.fromkeys(_ids(own) + _ids(generation_config.get("eos_token_id"))))
         self.special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
@@ -94,7 +89,8 @@ class Tokenizer:
         return Detokenizer(self.token_table, skipped_ids, is_continuation).decode(token_ids)
 
     def render_chat(self, messages: Sequence[Json], /, **variables: Any) -> str:
-        """The chat as the text that the model was trained on, with the beginning of the answer.
+        """The chat as the text that the model was trained on, with the beginning of the answer. It has the special
+        tokens, so that `encode` must add none.
 
         `variables` are for the template: add_generation_prompt=False leaves out the beginning of the answer;
         tools and documents are known to many templates.
@@ -102,16 +98,6 @@ class Tokenizer:
         if self._template is None:
             raise ChatTemplateError("This model does not support chat_template.")
         return self._template.render(messages, {"add_generation_prompt": True, **variables})
-
-    def encode_chat(self, messages: Sequence[Json], /, **variables: Any) -> list[int]:
-        """`variables` as for `render_chat`. The template writes the special tokens, so none is added."""
-        return self.encode(self.render_chat(messages, **variables), add_special_tokens=False)
-
-    def encode_prompt(self, text: str) -> list[int]:
-        """The native `text` field: one turn of the user where there is a chat template, else a plain text."""
-        if self.has_chat_template:
-            return self.encode_chat([{"role": "user", "content": text}])
-        return self.encode(text)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The token as it stands inside a text, its space included."""

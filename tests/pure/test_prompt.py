@@ -4,12 +4,14 @@ import re
 from dataclasses import replace
 
 import pytest
+from tokenizers import processors
 
 from engine.errors import InvalidRequest, PromptTooLong
 from engine.prompt import PromptReader
 from engine.tokenizer import Tokenizer
 from engine.wire import parse_request
 from tests.byte_tokenizer import EOS_ID, write_tokenizer
+from tests.pure.test_tokenizer import SPECIAL, a_byte_level_backend
 
 VOCAB_SIZE = 330
 
@@ -86,6 +88,16 @@ def test_token_ids_win_over_text_and_text_over_messages(reader, tokenizer):
     assert reader.read(a_request(input_ids=[5], text="no", messages=messages)).token_ids == [5]
     token_ids = reader.read(a_request(text="yes", messages=messages, apply_chat_template=False)).token_ids
     assert tokenizer.decode(token_ids) == "yes"
+
+
+def test_a_template_that_writes_the_beginning_of_the_text_gets_no_second_one():
+    backend = a_byte_level_backend()
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = Tokenizer(backend, SPECIAL, {"default": "{{ bos_token }}{{ messages[0].content }}"})
+    reader = PromptReader(tokenizer, 500, model_len=100, max_seq_len=80, max_dec_len=50)
+    chat, plain = (reader.read(a_request(text="hi", apply_chat_template=on)).token_ids for on in (True, False))
+    assert chat == plain == tokenizer.encode("hi")
+    assert plain.count(0) == 1
 
 
 def test_variables_reach_the_chat_template(reader):
