@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from engine.dtypes import WEIGHT_DTYPES
 from engine.errors import SetupError
 from engine.exported import CONFIG, GRAPH_VERSION, ExportedModel, is_exported, rank_dir, refuse_static_graph
 from engine.file_lock import file_lock
@@ -30,7 +31,7 @@ from engine.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-DTYPES = ("auto", "float32", "bfloat16")
+DTYPES = ("auto", *WEIGHT_DTYPES)
 COPIED_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.dtypes import WEIGHT_DTYPES
 from engine.models.keys import ModelError, read_json, whole_number
 
 GRAPH_VERSION = 2  # raised whenever the same checkpoint exports to another graph
@@ -110,8 +111,8 @@ def _has_foreign_graph(directory: Path) -> bool:
 
 def _dtype(keys: Mapping[str, Any]) -> str:
     value = keys.get("infer_model_dtype")
-    if value not in ("float32", "bfloat16"):
-        raise ModelError(f"{CONFIG}: infer_model_dtype is {value!r}, it must be float32 or bfloat16")
+    if value not in WEIGHT_DTYPES:
+        raise ModelError(f"{CONFIG}: infer_model_dtype is {value!r}, it must be {' or '.join(WEIGHT_DTYPES)}")
     return value
 
 

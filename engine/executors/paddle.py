@@ -10,6 +10,7 @@ import paddle
 import paddle.inference
 
 from engine.config import Config
+from engine.dtypes import held_as
 from engine.executors.cpus import num_cpus
 from engine.executors.memory import free_memory_bytes, keep_freed_memory, num_blocks
 from engine.executors.step_inputs import graph_inputs, sampling_rows, step_output
@@ -96,7 +97,7 @@ class _CacheInputs:
     @property
     def block_bytes(self) -> int:
         """Of one block in all layers."""
-        return len(self._handles) * int(np.prod(self._shape)) * (2 if self._dtype == "bfloat16" else 4)
+        return len(self._handles) * int(np.prod(self._shape)) * held_as(self._dtype).itemsize
 
     def allocate(self, blocks: int) -> None:
         # Not filled: pages that no request has touched cost no memory.

@@ -8,6 +8,7 @@ from types import ModuleType
 import numpy as np
 
 from engine import graph
+from engine.dtypes import held_as
 from engine.executors.step_inputs import graph_inputs, sampling_rows, step_output
 from engine.graph.run import run_graph
 from engine.ops import reference
@@ -24,8 +25,7 @@ class ReferenceExecutor:
         caches = {name: value for name, value in self._graph.inputs.items() if name.startswith("kv_cache_")}
         self.block_size = next(iter(caches.values())).shape[3]
         self._caches = {
-            name: np.zeros((num_blocks, *value.shape[1:]), np.uint16 if value.dtype == "bfloat16" else np.float32)
-            for name, value in caches.items()
+            name: np.zeros((num_blocks, *value.shape[1:]), held_as(value.dtype)) for name, value in caches.items()
         }
 
     def warm_up(self) -> None:

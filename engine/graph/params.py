@@ -13,18 +13,18 @@ from pathlib import Path
 
 import numpy as np
 
+from engine.dtypes import held_as
 from engine.graph.nodes import Graph, GraphError, Value
 
-# Paddle's VarType: its name here, and what numpy holds it in.
-ELEMENT_TYPES = {
-    0: ("bool", np.bool_),
-    2: ("int32", np.int32),
-    3: ("int64", np.int64),
-    4: ("float16", np.float16),
-    5: ("float32", np.float32),
-    20: ("uint8", np.uint8),
-    21: ("int8", np.int8),
-    22: ("bfloat16", np.uint16),
+ELEMENT_TYPES = {  # Paddle's VarType
+    0: "bool",
+    2: "int32",
+    3: "int64",
+    4: "float16",
+    5: "float32",
+    20: "uint8",
+    21: "int8",
+    22: "bfloat16",
 }
 RECORD_HEADER = struct.Struct("<IQIi")
 
@@ -60,14 +60,14 @@ def _read_record(buffer: mmap.mmap, offset: int, expected: Value) -> tuple[np.nd
     element_type, shape = _read_tensor_desc(buffer[start : start + message_len])
     if element_type not in ELEMENT_TYPES:
         raise GraphError(f"element type {element_type} is unknown")
-    dtype, held_as = ELEMENT_TYPES[element_type]
+    dtype = ELEMENT_TYPES[element_type]
     if (dtype, shape) != (expected.dtype, expected.shape):
         raise GraphError(f"is {dtype} {list(shape)}, the graph expects {expected.dtype} {list(expected.shape)}")
     begin = start + message_len
-    end = begin + math.prod(shape) * np.dtype(held_as).itemsize
+    end = begin + math.prod(shape) * held_as(dtype).itemsize
     if end > len(buffer):
         raise GraphError(f"the file is cut off: {len(buffer)} bytes, the parameter should end at {end}")
-    return np.ndarray(shape, held_as, buffer, begin), end
+    return np.ndarray(shape, held_as(dtype), buffer, begin), end
 
 
 def _read_tensor_desc(message: bytes) -> tuple[int, tuple[int, ...]]:

@@ -1,7 +1,4 @@
-"""Reads the tensors of a Hugging Face checkpoint, one at a time, out of memory-mapped safetensors files.
-
-bfloat16, which numpy lacks, travels as the uint16 with the same bits. Knows no model.
-"""
+"""Reads the tensors of a Hugging Face checkpoint one at a time, out of mapped safetensors files. Knows no model."""
 
 from __future__ import annotations
 
@@ -15,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from engine.dtypes import held_as, to_bf16
 from engine.models.keys import ModelError, read_json
 from engine.models.weights import Part, Weight
 
-DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 CONVERTED_AT_ONCE = 1 << 22  # elements; bounds what conversion needs beside the tensor itself
 
 
@@ -62,8 +60,7 @@ class Checkpoint:
 
     def read(self, weight: Weight, dtype: str, rank: int = 0, num_ranks: int = 1) -> np.ndarray:
         """A rank's share of a parameter: float32, or bfloat16 as uint16 when `dtype` says so and it is a matrix."""
-        to_bfloat16 = dtype == "bfloat16" and weight.is_matrix
-        result = np.empty(weight.rank_shape(num_ranks), np.uint16 if to_bfloat16 else np.float32)
+        result = np.empty(weight.rank_shape(num_ranks), held_as(dtype if weight.is_matrix else "float32"))
         row = 0
         for part in weight.parts:
             share = self._share(part, rank, num_ranks)
@@ -85,13 +82,14 @@ class Checkpoint:
             raise ModelError(f"tensor {part.tensor} has shape {stored.shape}, config.json asks for {part.shape}")
         if stored.dtype not in DTYPES:
             raise ModelError(f"tensor {part.tensor} has dtype {stored.dtype}, supported are {', '.join(DTYPES)}")
-        num_bytes = math.prod(stored.shape) * np.dtype(DTYPES[stored.dtype]).itemsize
+        dtype = held_as(DTYPES[stored.dtype])
+        num_bytes = math.prod(stored.shape) * dtype.itemsize
         if stored.end - stored.offset != num_bytes:
             raise ModelError(
                 f"tensor {part.tensor} has {stored.end - stored.offset} bytes, its shape asks for {num_bytes}"
             )
         self._unread.discard(part.tensor)
-        tensor = np.ndarray(stored.shape, DTYPES[stored.dtype], stored.buffer, stored.offset)
+        tensor = np.ndarray(stored.shape, dtype, stored.buffer, stored.offset)
         if part.cut_axis is None:
             return tensor
         return np.split(tensor, num_ranks, axis=part.cut_axis)[rank]
@@ -152,13 +150,6 @@ def _convert(source: np.ndarray, dtype: str, target: np.ndarray) -> None:
         if dtype == "BF16" and out.dtype == np.float32:
             np.left_shift(some, 16, out=out.view(np.uint32), dtype=np.uint32)
         elif dtype != "BF16" and out.dtype == np.uint16:
-            out[...] = _round_to_bfloat16(some.astype(np.float32))
+            out[...] = to_bf16(some)
         else:
             out[...] = some
-
-
-def _round_to_bfloat16(values: np.ndarray) -> np.ndarray:
-    bits = values.view(np.uint32)
-    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    rounded[np.isnan(values)] = 0x7FC0  # the sum above may carry a NaN over into a number
-    return rounded

@@ -8,23 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from engine.dtypes import as_f32, from_bf16, to_bf16
 from engine.ops.sampling_rows import SampledRows, SamplingRows
 from engine.types import NO_TOKEN
-
-
-def to_bf16(x: np.ndarray) -> np.ndarray:
-    """float32 to bf16 bits, to nearest, ties to even; a NaN stays a NaN."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return np.where(np.isnan(x), (bits >> 16) | 0x40, rounded).astype(np.uint16)
-
-
-def from_bf16(bits: np.ndarray) -> np.ndarray:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def as_f32(array: np.ndarray) -> np.ndarray:
-    return from_bf16(array) if array.dtype == np.uint16 else array
 
 
 def embedding(token_ids: np.ndarray, table: np.ndarray) -> np.ndarray:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.ops.reference import to_bf16
+from engine.dtypes import to_bf16
 
 
 @dataclass

@@ -7,10 +7,10 @@ import sys
 import numpy as np
 import pytest
 
+from engine.dtypes import from_bf16, to_bf16
 from engine.graph import GraphError, Value, load, read_graph
 from engine.graph.__main__ import lines, main
 from engine.graph.run import run_graph
-from engine.ops.reference import from_bf16, to_bf16
 from tests.checkpoints import COMMON, FAMILIES, SEEDS, random_tensors
 from tests.paged_model import PagedModel, make_caches
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from engine.dtypes import from_bf16
 from engine.ops import cpu, reference
 from tests.pure.paged_batch import PagedBatch
 
@@ -28,7 +29,7 @@ def test_paged_attention_matches_reference(isa, batch):
     found = batch.run(cpu.load(isa), cache)
     assert np.abs(found - expected).max() < 3e-6
     if batch.dtype == "bf16":  # a rotated key may fall on the other side of a rounding border
-        cache, expected_cache = reference.from_bf16(cache), reference.from_bf16(expected_cache)
+        cache, expected_cache = from_bf16(cache), from_bf16(expected_cache)
         assert np.mean(cache != expected_cache) < 1e-3
         assert np.allclose(cache, expected_cache, rtol=2**-7)
     else:

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from engine.dtypes import from_bf16, to_bf16
 from engine.ops import cpu, reference
-from engine.ops.reference import from_bf16, to_bf16
 
 pytestmark = pytest.mark.parametrize("isa", cpu.available_isas())
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from engine.dtypes import to_bf16
 from engine.ops import cpu
-from engine.ops.reference import to_bf16
 from tests.pure.paged_batch import PagedBatch
 
 pytestmark = pytest.mark.parametrize("isa", cpu.available_isas())

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from engine.dtypes import to_bf16
 from engine.ops import cpu
-from engine.ops.reference import to_bf16
 from tests.pure.paged_batch import PagedBatch
 
 paddle = pytest.importorskip("paddle", reason="needs paddlepaddle")
