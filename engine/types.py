@@ -117,12 +117,28 @@ class StepOutput:
 
 
 class Executor(Protocol):
-    """Runs the static graph of one rank. The only thing the engine asks of a device."""
+    """Runs the static graph of one rank and keeps its KV cache. The only thing the engine asks of a device.
 
-    num_blocks: int
+    Called by one thread. Raises SetupError at construction, when graph, settings and device do not go together.
+    """
 
-    def warm_up(self) -> None: ...
+    num_blocks: int  # of the KV cache: the ids in block tables are below
+    block_size: int  # tokens of a block, decided at export
 
-    def step(self, batch: Batch) -> StepOutput: ...
+    def warm_up(self) -> None:
+        """Runs the longest step once, so that no request pays for what only the first step does. Writes into blocks:
+        to be called before the first request."""
+        ...
 
-    def close(self) -> None: ...
+    def step(self, batch: Batch) -> StepOutput:
+        """Writes keys and values of every chunk's tokens into its request's blocks, which cover `chunk.end` tokens,
+        and chooses one token for each chunk that samples, none for the others. Changes no request.
+
+        `batch` has a chunk at least. A request that no token can be chosen for gets NO_TOKEN; whatever is raised
+        leaves the cache undefined and ends the engine.
+        """
+        ...
+
+    def close(self) -> None:
+        """Frees graph and cache. The last call."""
+        ...

@@ -6,10 +6,11 @@ import warnings
 from pathlib import Path
 
 from engine.config import Config
+from engine.types import Executor
 
 
-def make_executor(graph_dir: Path, config: Config):
-    """The executor of DEVICE for rank 0 of the exported model in `graph_dir`."""
+def make_executor(graph_dir: Path, config: Config) -> Executor:
+    """The executor of DEVICE for rank 0 of the exported model in `graph_dir`. Raises SetupError."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "No ccache found")  # Paddle's own, at import
         from engine.executors.paddle import PaddleExecutor  # Paddle takes a second to import
