@@ -40,6 +40,7 @@ COPIED_FILES = (
     "generation_config.json",
     "chat_template.jinja",
 )
+LEFT_OVER_AFTER_S = 30 * 24 * 3600
 Progress = Callable[[str], None]
 
 
@@ -116,10 +117,16 @@ def export_cached(checkpoint_dir: Path, cache_dir: Path, options: ExportOptions,
     waits = "wait for another process that exports the same checkpoint"
     with file_lock(cache_dir / f".{name}.lock", lambda: progress(waits)):
         if not is_exported(out_dir):
-            for left_over in cache_dir.glob(f".{name}.*.partial"):  # of an export that was killed
-                shutil.rmtree(left_over, ignore_errors=True)
+            _remove_left_overs(cache_dir, name)
             export(checkpoint_dir, out_dir, options, progress)
     return out_dir
+
+
+def _remove_left_overs(cache_dir: Path, name: str) -> None:
+    """Of exports that were killed: of this one, whose lock we hold, and what is too old to be going on of others."""
+    for path in cache_dir.glob(".*.partial"):
+        if path.name.startswith(f".{name}.") or path.lstat().st_mtime < time.time() - LEFT_OVER_AFTER_S:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _identity(checkpoint_dir: Path, options: ExportOptions) -> str:

@@ -28,6 +28,8 @@ from engine.file_lock import file_lock
 SOURCES = Path(__file__).parent / "cpu"
 KERNELS = "libllm_ops.so"
 PADDLE_OPS = "libllm_paddle_ops.so"
+PARTIAL = "ops.partial-"  # followed by anything: a build that is going on, or was killed
+UNUSED_AFTER_S = 30 * 24 * 3600
 
 X86 = ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2"]
 AVX512 = [*X86, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
@@ -64,6 +66,9 @@ def library(name: str = KERNELS, report: Report = lambda line: None) -> Path:
         with file_lock(folder.parent / "ops.lock", lambda: report(waits)):
             if not folder.exists():
                 _build(folder, report)
+                _remove_unused(folder.parent)
+    with contextlib.suppress(OSError):  # not ours to change
+        os.utime(folder)  # it is in use
     path = folder / name
     if not path.exists():
         raise BuildError(f"{name} needs paddlepaddle, which is not installed")
@@ -98,7 +103,7 @@ def _paddle() -> tuple[str, Path] | None:
 def _build(folder: Path, report: Report) -> None:
     started = time.monotonic()
     jobs = os.cpu_count() or 1
-    with tempfile.TemporaryDirectory(prefix="ops.partial-", dir=folder.parent) as made:
+    with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=folder.parent) as made:
         objects = sources(Path(made))
         report(f"compiling {len(objects)} files of the CPU ops, {min(jobs, len(objects))} at a time")
 
@@ -114,6 +119,14 @@ def _build(folder: Path, report: Report) -> None:
         os.rename(made, folder)
         Path(made).mkdir()  # for the context to remove
     report(f"compiled the CPU ops in {time.monotonic() - started:.1f} s: {folder}")
+
+
+def _remove_unused(parent: Path) -> None:
+    """Builds of other sources that nobody has used for long, and what killed builds left. Under the lock."""
+    builds = parent.glob("ops-" + 16 * "[0-9a-f]")
+    unused = [path for path in builds if path.lstat().st_mtime < time.time() - UNUSED_AFTER_S]
+    for path in [*unused, *parent.glob(f"{PARTIAL}*")]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def sources(into: Path) -> dict[Path, list[str]]:

@@ -68,8 +68,13 @@ def test_what_a_killed_export_left_is_cleared_away(a_checkpoint, tmp_path, no_pa
     made = export_cached(a_checkpoint, tmp_path / "cache", ExportOptions())
     left_over = tmp_path / "cache" / f".{made.name}.abc.partial"
     made.rename(left_over)
+    others = [tmp_path / "cache" / f".another-0123.{age}.partial" for age in ("old", "new")]
+    for path in others:
+        path.mkdir()
+    os.utime(others[0], (0, 0))
     assert export_cached(a_checkpoint, tmp_path / "cache", ExportOptions()) == made
     assert not left_over.exists()
+    assert [path.exists() for path in others] == [False, True]
 
 
 def test_two_starts_at_once_export_once(a_checkpoint, tmp_path, no_paddle):

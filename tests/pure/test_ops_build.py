@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -51,3 +52,29 @@ def test_a_failing_compiler_leaves_nothing_behind(tmp_path, monkeypatch):
         build.library()
     build.build_key.cache_clear()
     assert list(tmp_path.glob("ops-*")) == []
+
+
+@pytest.fixture
+def fake_builds(tmp_path, monkeypatch):
+    """A build folder, and builds of empty files that take no time."""
+    monkeypatch.setenv("ENGINE_BUILD_DIR", str(tmp_path))
+    monkeypatch.setattr(build, "sources", lambda into: {})
+    monkeypatch.setattr(build, "_link", lambda folder, objects: (folder / build.KERNELS).touch())
+    return tmp_path
+
+
+def test_a_build_clears_away_what_nobody_has_used_for_a_month_and_what_killed_builds_left(fake_builds):
+    now = time.time()
+    for name, days in {f"ops-{16 * 'a'}": 31, f"ops-{16 * 'b'}": 29, "ops.partial-old": 1, "ops-mine": 99}.items():
+        (fake_builds / name).mkdir()
+        (fake_builds / name / "file").touch()
+        os.utime(fake_builds / name, (now, now - days * 86400))
+    folder = build.library().parent
+    assert {path.name for path in fake_builds.iterdir()} == {folder.name, f"ops-{16 * 'b'}", "ops-mine", "ops.lock"}
+
+
+def test_a_build_that_is_used_counts_as_used(fake_builds):
+    folder = build.library().parent
+    os.utime(folder, (0, 0))
+    build.library()
+    assert time.time() - folder.stat().st_mtime < 60
