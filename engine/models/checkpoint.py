@@ -1,4 +1,7 @@
-"""Reads the tensors of a Hugging Face checkpoint one at a time, out of mapped safetensors files. Knows no model."""
+"""Reads the tensors of a Hugging Face checkpoint one at a time, out of mapped safetensors files. Knows no model.
+
+Not with the library of that name: into numpy it reads no bfloat16.
+"""
 
 from __future__ import annotations
 
