@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import difflib
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -14,70 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
+from engine.settings import Setting, given, parse, port, setting
 
 # In the run directory: the supervisor writes why it has given the engine up, the Triton model reads it.
 ENGINE_FAILED_FILE = "engine.failed"
-
-
-@dataclass(frozen=True)
-class Setting:
-    """How one field is read: its environment variable, what it means, and the values it takes."""
-
-    env: str
-    doc: str
-    old: tuple[str, ...] = ()  # names of earlier generations that still work
-    minimum: float | None = None
-    maximum: float | None = None
-    choices: tuple[str, ...] = ()
-    may_be_empty: bool = False  # elsewhere an empty text is like an unset variable
-
-
-def setting(default: Any, env: str, doc: str, **limits: Any) -> Any:
-    return field(default=default, metadata={"setting": Setting(env, doc, **limits)})
-
-
-def port(default: int, env: str, doc: str, *old: str, minimum: int = 1) -> Any:
-    return setting(default, env, doc, old=old, minimum=minimum, maximum=65535)
-
-
-# Settings of the predecessor that change nothing here, and why. Set, they are named once in the log.
-WITHOUT_EFFECT = {
-    "MAX_PREFILL_BATCH": "MAX_NUM_BATCHED_TOKENS limits a step instead",
-    "ENC_DEC_BLOCK_NUM": "blocks are taken one by one as a request grows",
-    "ENGINE_MAX_NEED_NUM": "requests join at every step",
-    "USE_HF_TOKENIZER": "the tokenizer is always Hugging Face's",
-    "USE_FAST_TOKENIZER": "the tokenizer is always the fast one",
-    "DISABLE_CAPACITY_CHECKER": "a request that cannot fit is refused with the numbers",
-    "USE_CUSTOM_HEALTH_CHECKER": "the health port is always served",
-    "MAX_STOP_SEQS_NUM": "the limit is fixed: 64 stop sequences",
-    "STOP_SEQS_MAX_LEN": "the limit is fixed: 1024 characters a stop sequence",
-    "SERVER_WAITTING_TIME": "ranks wait for each other",
-    "SHM_UUID": "no named shared memory is used",
-    "SPECULATE_METHOD": "speculative decoding is not supported yet",
-    "SPECULATE_MAX_DRAFT_TOKEN_NUM": "speculative decoding is not supported yet",
-    "SPECULATE_MAX_NGRAM_SIZE": "speculative decoding is not supported yet",
-    "SPECULATE_MODEL_PATH": "speculative decoding is not supported yet",
-    "SPECULATE_MODEL_QUANT_TYPE": "speculative decoding is not supported yet",
-    "USE_CACHE_KV_INT4": "an int4 KV cache is not supported",
-    "USE_DYNAMIC_GRAPH": "the exported graph is what runs",
-    "RETURN_FULL_HIDDEN_STATES": "only speculative decoding would need them",
-    "POD_IPS": "one machine is supported",
-    "POD_0_IP": "one machine is supported",
-    "HOST_IP": "one machine is supported, SERVICE_HOST is where it listens",
-    "CUDA_VISIBLE_DEVICES": "GPUs are not used yet",
-    "FLAGS_blha_use_fp32_qk_sum": "GPUs are not used yet",
-    "FLAGS_mla_use_tensorcore": "GPUs are not used yet",
-    "FLAGS_cascade_attention_max_partition_size": "GPUs are not used yet",
-    "CONFIG_JSON_FILE": "the file is config.json, in MODEL_DIR",
-    "FD_MODEL_CONFIG_PATH": "the file is config.json, in MODEL_DIR",
-    "DISTRIBUTED_CONFIG": "one machine is supported",
-    "FD_DEBUG": "LOG_LEVEL=DEBUG logs more",
-    "BAD_TOKENS": "bad_words_token_ids of a request are what must not appear",
-    "FIRST_TOKEN_ID": "it had none before",
-    "STOP_THRESHOLD": "it had none before",
-    "RECORD_TIME_INTERVAL": "it had none before",
-    "INFERENCE_MSG_QUEUE_ID": "no System V message queue is used",
-}
 
 
 @dataclass(frozen=True)
@@ -220,9 +158,9 @@ class Config:
         """Raises ConfigError that names the variable, its value and what was expected."""
         values = {}
         for f in fields(cls):
-            name, text = _given(f.metadata["setting"], environ)
+            name, text = given(f.metadata["setting"], environ)
             if text is not None:
-                values[f.name] = _parse(name, text, str(f.type), f.metadata["setting"])
+                values[f.name] = parse(name, text, str(f.type), f.metadata["setting"])
         config = cls(**values)
         config._check()
         return config
@@ -232,7 +170,7 @@ class Config:
         values = dict(settings)
         for f in fields(self):
             if f.name in settings and not (settings[f.name] is None and f.default is None):
-                values[f.name] = _parse(f.name, str(settings[f.name]), str(f.type), f.metadata["setting"])
+                values[f.name] = parse(f.name, str(settings[f.name]), str(f.type), f.metadata["setting"])
         config = replace(self, **values)
         config._check()
         return config
@@ -272,64 +210,6 @@ def _expanded(env: str, text: str) -> Path:
         return Path(text).expanduser()
     except RuntimeError:
         raise ConfigError(f"{env} is {text!r}, and there is no such home directory; write the path out") from None
-
-
-def _given(setting: Setting, environ: Mapping[str, str]) -> tuple[str, str | None]:
-    """The variable's name and text; an empty text is like an unset variable, where it says nothing."""
-    names = [name for name in (setting.env, *setting.old) if name in environ]
-    found = [(name, environ[name]) for name in names if environ[name] or setting.may_be_empty]
-    if not found:
-        return setting.env, None
-    for name, text in found[1:]:
-        if text != found[0][1]:
-            raise ConfigError(f"{found[0][0]} is {found[0][1]!r} and {name}, its old name, is {text!r}; set only one")
-    return found[0]
-
-
-def _parse(name: str, text: str, kind: str, setting: Setting) -> Any:
-    if setting.choices and text not in setting.choices:
-        raise ConfigError(f"{name} is {text!r}, it must be one of: {', '.join(setting.choices)}")
-    if kind == "str":
-        return text
-    if kind == "bool":
-        if text.lower() not in ("0", "1", "true", "false"):
-            raise ConfigError(f"{name} is {text!r}, it must be 0 or 1")
-        return text.lower() in ("1", "true")
-    try:
-        value = int(text) if kind == "int" else float(text)
-    except ValueError:
-        raise ConfigError(f"{name} is {text!r}, it must be a {'whole ' if kind == 'int' else ''}number") from None
-    if not math.isfinite(value):
-        raise ConfigError(f"{name} is {text!r}, it must be a finite number")
-    low, high = setting.minimum, setting.maximum
-    if (low is not None and value < low) or (high is not None and value > high):
-        raise ConfigError(f"{name} is {text}, it must be {_range(low, high)} ({setting.doc})")
-    return value
-
-
-def _range(low: float | None, high: float | None) -> str:
-    if low == high:
-        return f"{low:g}"
-    limits = [f"at least {low:g}"] if low is not None else []
-    return " and ".join(limits + [f"at most {high:g}"] if high is not None else limits)
-
-
-def settings_without_effect(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """One sentence for every variable of the predecessor that is set and does nothing here."""
-    return [f"{name} has no effect: {why}" for name, why in WITHOUT_EFFECT.items() if environ.get(name)]
-
-
-def likely_misspelt(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """One sentence for every variable that is none of ours but looks like one: it was probably meant to be."""
-    settings = [f.metadata["setting"] for f in fields(Config)]
-    known = {name.upper(): name for s in settings for name in (s.env, *s.old)} | {
-        name.upper(): name for name in WITHOUT_EFFECT
-    }
-    sentences = []
-    for name in sorted(environ.keys() - set(known.values())):
-        if close := difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.9):
-            sentences.append(f"{name} is no setting, did you mean {known[close[0]]}?")
-    return sentences
 
 
 def markdown_table() -> str:

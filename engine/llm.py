@@ -69,7 +69,7 @@ class LLM:
         self.tokenizer = Tokenizer.load(graph_dir)
         executor = make_executor(graph_dir, config)
         self._config = replace(config, max_cached_task_num=2**31)  # nobody else is waiting
-        self._loop = Loop(executor, executor.block_size, self._config)
+        self._loop = Loop(executor, self._config)
         self._lock = threading.Lock()  # of the loop: calls from several threads take turns
         capacity = executor.num_blocks * executor.block_size
         self._reader = PromptReader.load(config, graph_dir, self.tokenizer, lambda: capacity)
@@ -95,7 +95,7 @@ class LLM:
             except BaseException:
                 # Refused, or interrupted at any line of the scheduler's books: the next call begins with new ones.
                 executor = self._loop.executor
-                self._loop = Loop(executor, executor.block_size, self._config)
+                self._loop = Loop(executor, self._config)
                 raise
         return [item.finished() for item in opened]
 

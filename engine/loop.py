@@ -32,12 +32,12 @@ class Stats:
 class Loop:
     """The one owner of scheduler and executor."""
 
-    def __init__(self, executor: Executor, block_size: int, config: Config):
+    def __init__(self, executor: Executor, config: Config):
         self.executor = executor
-        pool = BlockPool(executor.num_blocks, block_size, config.enable_prefix_caching)
+        pool = BlockPool(executor.num_blocks, executor.block_size, config.enable_prefix_caching)
         limits = Limits(config.batch_size, config.max_step_tokens, config.block_ratio, config.max_cached_task_num)
         self.scheduler = Scheduler(pool, limits)
-        self._stats = Stats(num_blocks=pool.num_blocks, block_size=block_size)
+        self._stats = Stats(num_blocks=pool.num_blocks, block_size=pool.block_size)
 
     @property
     def is_idle(self) -> bool:

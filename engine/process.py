@@ -152,7 +152,7 @@ def main() -> int:
     if config.use_warmup:
         executor.warm_up()
     try:
-        server = Server(Loop(executor, executor.block_size, config), f"tcp://127.0.0.1:{config.inter_proc_port}")
+        server = Server(Loop(executor, config), f"tcp://127.0.0.1:{config.inter_proc_port}")
     except zmq.ZMQError as error:
         raise ConfigError(f"INTER_PROC_PORT is {config.inter_proc_port}, which cannot be used: {error}") from None
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -9,10 +9,9 @@ import sys
 from pathlib import Path
 
 from engine.config import Config
-from engine.errors import ConfigError
+from engine.errors import SetupError
 from engine.export import ExportOptions, export_cached
 from engine.exported import is_exported
-from engine.models.keys import ModelError
 from server_scripts.model_source import as_dtype
 from server_scripts.run_dir import make_folder
 
@@ -22,7 +21,7 @@ def main(arguments: list[str]) -> int:
     quant = arguments[2] if len(arguments) > 2 else None
     try:
         print("result", graph_of(checkpoint_dir, cache_dir, quant), flush=True)
-    except (ModelError, ConfigError, OSError) as error:
+    except (SetupError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0

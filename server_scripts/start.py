@@ -15,8 +15,9 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from engine.config import Config, likely_misspelt, settings_without_effect
+from engine.config import Config
 from engine.errors import ConfigError
+from engine.unused_settings import likely_misspelt, settings_without_effect
 from server_scripts import logs, ports
 from server_scripts.child import ROOT
 from server_scripts.model_source import ModelUnavailable, export_if_needed, find_source

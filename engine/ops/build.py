@@ -6,6 +6,7 @@ complete; processes that build at the same time wait for one another.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata

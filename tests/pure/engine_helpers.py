@@ -51,7 +51,7 @@ class Collector:
 @contextmanager
 def a_server(executor=None, address="tcp://127.0.0.1:*", **settings):
     executor = executor or CountingExecutor(64, 4)
-    server = Server(Loop(executor, executor.block_size, Config(**settings)), address)
+    server = Server(Loop(executor, Config(**settings)), address)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

@@ -38,7 +38,7 @@ def random_requests(seed):
 
 def run(executor, config, requests, times=1):
     """The answers, with their log-probabilities to the last bit, of the last of `times` rounds; and the loop."""
-    loop = Loop(executor, BLOCK_SIZE, config)
+    loop = Loop(executor, config)
     for _ in range(times):
         answers = {index: [] for index in range(len(requests))}
         for index, (prompt, sampling) in enumerate(requests):

@@ -151,7 +151,7 @@ class World:
     def step(self):
         if self.server is None:
             self.network.connection += 1
-            loop = Loop(FragileExecutor(self.num_blocks, self.block_size), self.block_size, self.config)
+            loop = Loop(FragileExecutor(self.num_blocks, self.block_size), self.config)
             self.server = Server(loop, "")
         self.server._take_messages(wait=False)
         self.server._drop_silent_clients()

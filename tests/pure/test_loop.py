@@ -10,7 +10,7 @@ from tests.pure.counting_executor import CountingExecutor, answer
 
 
 def a_loop(num_blocks=16, block_size=4, **settings):
-    return Loop(CountingExecutor(num_blocks, block_size), block_size, Config(**settings))
+    return Loop(CountingExecutor(num_blocks, block_size), Config(**settings))
 
 
 def a_request(prompt, max_new_tokens=4, request_id=""):

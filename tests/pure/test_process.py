@@ -70,7 +70,7 @@ def test_a_silent_client_loses_its_requests_and_is_told_if_it_was_only_slow(monk
 
 def test_an_idle_engine_sleeps_until_it_is_spoken_to(monkeypatch):
     monkeypatch.setattr(process, "IDLE_WAIT_MS", PATIENCE_S * 1000)
-    loop = Loop(CountingExecutor(64, 4), 4, Config())
+    loop = Loop(CountingExecutor(64, 4), Config())
     steps = []
     monkeypatch.setattr(loop, "step", lambda: steps.append(1) or [])
     server = process.Server(loop, "tcp://127.0.0.1:*")

@@ -5,7 +5,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from engine import config, wire
+from engine import config, unused_settings, wire
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -46,7 +46,7 @@ def test_every_error_type_is_in_the_table_of_errors():
 
 def test_the_settings_without_effect_are_not_settings():
     envs = {f.metadata["setting"].env for f in config.fields(config.Config)}
-    assert envs.isdisjoint(config.WITHOUT_EFFECT)
+    assert envs.isdisjoint(unused_settings.WITHOUT_EFFECT)
 
 
 def test_json_examples_of_the_readme_are_valid_requests():

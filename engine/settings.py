@@ -1,0 +1,72 @@
+"""How a setting is declared, found in the environment and checked. Knows none of them: those are in engine.config."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How one field is read: its environment variable, what it means, and the values it takes."""
+
+    env: str
+    doc: str
+    old: tuple[str, ...] = ()  # names of earlier generations that still work
+    minimum: float | None = None
+    maximum: float | None = None
+    choices: tuple[str, ...] = ()
+    may_be_empty: bool = False  # elsewhere an empty text is like an unset variable
+
+
+def setting(default: Any, env: str, doc: str, **limits: Any) -> Any:
+    return field(default=default, metadata={"setting": Setting(env, doc, **limits)})
+
+
+def port(default: int, env: str, doc: str, *old: str, minimum: int = 1) -> Any:
+    return setting(default, env, doc, old=old, minimum=minimum, maximum=65535)
+
+
+def given(setting: Setting, environ: Mapping[str, str]) -> tuple[str, str | None]:
+    """The variable's name and text; an empty text is like an unset variable, where it says nothing."""
+    names = [name for name in (setting.env, *setting.old) if name in environ]
+    found = [(name, environ[name]) for name in names if environ[name] or setting.may_be_empty]
+    if not found:
+        return setting.env, None
+    for name, text in found[1:]:
+        if text != found[0][1]:
+            raise ConfigError(f"{found[0][0]} is {found[0][1]!r} and {name}, its old name, is {text!r}; set only one")
+    return found[0]
+
+
+def parse(name: str, text: str, kind: str, setting: Setting) -> Any:
+    """`kind` is the field's annotation. Raises ConfigError that names `name`, the text and what was expected."""
+    if setting.choices and text not in setting.choices:
+        raise ConfigError(f"{name} is {text!r}, it must be one of: {', '.join(setting.choices)}")
+    if kind == "str":
+        return text
+    if kind == "bool":
+        if text.lower() not in ("0", "1", "true", "false"):
+            raise ConfigError(f"{name} is {text!r}, it must be 0 or 1")
+        return text.lower() in ("1", "true")
+    try:
+        value = int(text) if kind == "int" else float(text)
+    except ValueError:
+        raise ConfigError(f"{name} is {text!r}, it must be a {'whole ' if kind == 'int' else ''}number") from None
+    if not math.isfinite(value):
+        raise ConfigError(f"{name} is {text!r}, it must be a finite number")
+    low, high = setting.minimum, setting.maximum
+    if (low is not None and value < low) or (high is not None and value > high):
+        raise ConfigError(f"{name} is {text}, it must be {_range(low, high)} ({setting.doc})")
+    return value
+
+
+def _range(low: float | None, high: float | None) -> str:
+    if low == high:
+        return f"{low:g}"
+    limits = [f"at least {low:g}"] if low is not None else []
+    return " and ".join(limits + [f"at most {high:g}"] if high is not None else limits)
