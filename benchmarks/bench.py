@@ -58,7 +58,7 @@ def measure_offline(graph_dir: Path, cases: list[tuple[int, int, int]], repeats:
 
 def run_case(executor, config: Config, vocab_size: int, case: tuple[int, int, int]) -> dict[str, float]:
     num_requests, prompt_len, answer_len = case
-    loop = Loop(executor, executor.block_size, config)
+    loop = Loop(executor, config)
     rng = np.random.default_rng(0)
     for index in range(num_requests):
         ids = prompt_ids(rng, vocab_size, prompt_len)

@@ -1,0 +1,20 @@
+"""The benchmark itself, on a model of no size: the figures are worth nothing here, but it must go on printing them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_benchmark_measures_the_engine_and_the_server_and_ends_with_one_line_of_json(tmp_path):
+    options = ["--shape", "tiny", "--cases", "2x8x4", "--streams", "2", "--repeats", "1", "--work-dir", tmp_path]
+    command = [sys.executable, "-m", "benchmarks.bench", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    [offline], [http] = result["offline"], result["http"]
+    assert (offline["requests"], offline["prompt_len"], offline["answer_len"], http["streams"]) == (2, 8, 4, 2)
+    assert min(offline["prefill_tok_s"], offline["decode_tok_s"], http["output_tok_s"], http["ttft_ms"]) > 0
+    assert "offline: requests" in done.stdout and "HTTP: streams" in done.stdout
