@@ -42,7 +42,7 @@ LAST_WORDS_S = 5.0  # at most, for the final responses of requests that a stop h
 class ServiceOptions:
     streaming: bool = True  # False: only final responses leave the server
     hang_after_s: float = 60.0  # an engine that is silent for longer is not ready
-    max_body_bytes: int = 16 << 20  # of one request
+    max_body_bytes: int = 4 << 20  # of one request
     max_running: int = 1 << 10  # requests in the engine, and beyond them
     max_waiting: int = 1 << 10
 
