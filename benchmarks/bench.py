@@ -26,12 +26,13 @@ import aiohttp
 import numpy as np
 
 from benchmarks.random_checkpoint import SHAPES, make_checkpoint
-from engine.config import Config
+from engine.core.loop import Loop
+from engine.core.types import Request, Sampling
 from engine.executors import make_executor
-from engine.export import ExportOptions, export_cached
-from engine.exported import ExportedModel
-from engine.loop import Loop
-from engine.types import Request, Sampling
+from engine.exporting.cache import export_cached
+from engine.exporting.export import ExportOptions
+from engine.exporting.exported import ExportedModel
+from engine.settings.config import Config
 from server_scripts.processes import ENGINE_DEFAULTS
 
 MAX_TOKENS_IN_STEP = 4096

@@ -11,19 +11,20 @@ from typing import Any
 
 from tqdm import tqdm
 
-from engine.answer import OpenAnswer
-from engine.config import Config
+from engine.core.loop import Loop
+from engine.core.scheduler import FAILED, Update
+from engine.core.types import Logprobs, Request
 from engine.errors import InvalidRequest, NoToken
 from engine.executors import make_executor
-from engine.export import ExportOptions, export_cached
-from engine.exported import is_exported
-from engine.loop import Loop
-from engine.prompt import PromptReader
-from engine.scheduler import FAILED, Update
-from engine.tokenizer import Tokenizer
-from engine.types import Logprobs, Request
+from engine.exporting.cache import export_cached
+from engine.exporting.export import ExportOptions
+from engine.exporting.exported import is_exported
+from engine.serving.answer import OpenAnswer
+from engine.serving.prompt import PromptReader
+from engine.settings.config import Config
+from engine.text.tokenizer import Tokenizer
 from engine.wire import parse_request
-from engine.wire_fields import FIELDS
+from engine.wire.fields import FIELDS
 
 NAME_OF = {alias: name for name, (aliases, _) in FIELDS.items() for alias in aliases}
 

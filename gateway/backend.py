@@ -12,7 +12,7 @@ if sys.version_info >= (3, 11):
 else:  # aiohttp needs this package before Python 3.11
     from async_timeout import timeout as timeout
 
-Answer = dict[str, Any]  # one response of the model, as engine/wire.py describes it
+Answer = dict[str, Any]  # one response of the model, as engine/wire/request.py describes it
 
 
 class Backend(Protocol):

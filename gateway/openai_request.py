@@ -14,7 +14,7 @@ from typing import Any
 
 from engine import wire
 from engine.errors import InvalidRequest, RequestError
-from engine.wire_fields import MAX_LOGPROBS, MAX_REQ_ID_LEN, Check
+from engine.wire.fields import MAX_LOGPROBS, MAX_REQ_ID_LEN, Check
 
 # Native name -> OpenAI's, of a prompt and what goes with it below
 NAMES = {name: field.aliases[-1] for name, field in wire.FIELDS.items() if field.aliases} | {"req_id": "request_id"}

@@ -26,7 +26,7 @@ from engine.errors import (
     TimedOut,
     error_of,
 )
-from engine.triton_wire import infer_request, read_response
+from engine.wire.triton import infer_request, read_response
 from gateway.backend import Answer, timeout
 
 STREAMS_PER_CHANNEL = 64  # HTTP/2 connections are commonly limited to 100 streams; beyond, requests would queue unseen

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from engine.address import in_url
-from engine.config import Config
 from engine.errors import ConfigError
+from engine.settings.config import Config
 from server_scripts.ports import connect_host
 from server_scripts.run_dir import RunDir, State
 

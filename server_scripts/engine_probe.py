@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zmq
 
-from engine import messages
+from engine.link import messages
 
 TIMEOUT_MS = 300
 

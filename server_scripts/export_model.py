@@ -8,10 +8,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from engine.config import Config
 from engine.errors import SetupError
-from engine.export import ExportOptions, export_cached
-from engine.exported import is_exported
+from engine.exporting.cache import export_cached
+from engine.exporting.export import ExportOptions
+from engine.exporting.exported import is_exported
+from engine.settings.config import Config
 from server_scripts.model_source import as_dtype
 from server_scripts.run_dir import make_folder
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import sys
 
-from engine.config import Config
+from engine.settings.config import Config
 from server_scripts.ports import connect_host
 
 TIMEOUT_S = 4.0

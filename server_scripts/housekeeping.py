@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 
-from engine.config import Config
+from engine.settings.config import Config
 from server_scripts import logs
 from server_scripts.processes import log_paths
 from server_scripts.run_dir import RunDir

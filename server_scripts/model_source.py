@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.config import Config
 from engine.errors import ConfigError
 from engine.models.checkpoint import read_json
 from engine.models.config import read_config
 from engine.models.keys import ModelError
+from engine.settings.config import Config
 from server_scripts import logs
 from server_scripts.child import EXEC_CHILD, ROOT
 

@@ -7,7 +7,7 @@ import os
 import socket
 from pathlib import Path
 
-from engine.config import Config
+from engine.settings.config import Config
 
 LISTENING = "0A"  # in /proc/net/tcp
 

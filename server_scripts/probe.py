@@ -12,9 +12,9 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from engine import wire
 from engine.address import in_url
-from engine.config import Config
 from engine.errors import RequestError
-from engine.triton_wire import infer_request, read_response
+from engine.settings.config import Config
+from engine.wire.triton import infer_request, read_response
 from server_scripts.ports import connect_host
 
 TIMEOUT_S = 10.0

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from engine.config import Config
+from engine.settings.config import Config
 from server_scripts import triton
 from server_scripts.child import ChildSpec
 from server_scripts.ports import connect_host

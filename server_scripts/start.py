@@ -1,7 +1,7 @@
 """`start_server [model_name] [--foreground]`: exit status 0 when the server answers a request through every port.
 
 1: it will not, or a server runs already; 2: a setting is wrong; 128 + n: ended by signal n. Settings are environment
-variables, see `python -m engine.config`.
+variables, see `python -m engine.settings.config`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from engine.config import Config
 from engine.errors import ConfigError
-from engine.unused_settings import likely_misspelt, settings_without_effect
+from engine.settings.config import Config
+from engine.settings.unused import likely_misspelt, settings_without_effect
 from server_scripts import logs, ports
 from server_scripts.child import ROOT
 from server_scripts.model_source import ModelUnavailable, export_if_needed, find_source

@@ -13,8 +13,8 @@ import signal
 import sys
 import time
 
-from engine.config import Config
 from engine.errors import ConfigError
+from engine.settings.config import Config
 from server_scripts.run_dir import Process, RunDir, State
 
 POLL_S = 0.1

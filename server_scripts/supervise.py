@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.config import Config
 from engine.log import configure
+from engine.settings.config import Config
 from server_scripts.console import Console
 from server_scripts.housekeeping import Housekeeper
 from server_scripts.ports import ports_of

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.config import ENGINE_FAILED_FILE
+from engine.settings.config import ENGINE_FAILED_FILE
 from server_scripts.child import Child, ChildSpec
 from server_scripts.prober import Observation, Prober
 from server_scripts.processes import ENGINE, TRITONSERVER

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.address import in_url
-from engine.config import Config
+from engine.settings.config import Config
 from server_scripts.interpreter import VERSION, find_libpython, missing_libpython
 
 ROOT = Path(__file__).resolve().parents[1]

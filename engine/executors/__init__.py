@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-from engine.config import Config
-from engine.types import Executor
+from engine.core.types import Executor
+from engine.settings.config import Config
 
 
 def make_executor(graph_dir: Path, config: Config) -> Executor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-from engine.config import Config
 from engine.errors import ConfigError
+from engine.settings.config import Config
 
 # Of cgroup 2 and 1: limit, usage, and in memory.stat what of it are cached files: these make room when it is needed.
 CGROUP_FILES = (

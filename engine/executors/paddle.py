@@ -9,16 +9,16 @@ import numpy as np
 import paddle
 import paddle.inference
 
-from engine.config import Config
+from engine.core.types import Batch, Chunk, Request, Sampling, StepOutput
 from engine.dtypes import held_as
 from engine.executors.cpus import num_cpus
 from engine.executors.memory import free_memory_bytes, keep_freed_memory, num_blocks
 from engine.executors.step_inputs import graph_inputs, sampling_rows, step_output
-from engine.exported import PARAMETERS, PROGRAM, ExportedModel, rank_dir
+from engine.exporting.exported import PARAMETERS, PROGRAM, ExportedModel, rank_dir
 from engine.graph import read_graph
 from engine.ops import cpu
 from engine.ops.cpu.paddle_ops import register_paddle_ops
-from engine.types import Batch, Chunk, Request, Sampling, StepOutput
+from engine.settings.config import Config
 
 log = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from types import ModuleType
 import numpy as np
 
 from engine import graph
+from engine.core.types import Batch, StepOutput
 from engine.dtypes import held_as
 from engine.executors.step_inputs import graph_inputs, sampling_rows, step_output
 from engine.graph.run import run_graph
 from engine.ops import reference
-from engine.types import Batch, StepOutput
 
 
 class ReferenceExecutor:

@@ -8,8 +8,8 @@ from itertools import chain
 
 import numpy as np
 
+from engine.core.types import Batch, Logprobs, Request, Sampling, StepOutput
 from engine.ops.sampling_rows import SampledRows, SamplingRows
-from engine.types import Batch, Logprobs, Request, Sampling, StepOutput
 
 
 def graph_inputs(batch: Batch) -> dict[str, np.ndarray]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.exported import PARAMETERS, PROGRAM, rank_dir
+from engine.exporting.exported import PARAMETERS, PROGRAM, rank_dir
 from engine.graph.nodes import Graph, GraphError, Node, Value
 from engine.graph.params import read_params
 from engine.graph.pir import read_graph

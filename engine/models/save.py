@@ -11,7 +11,7 @@ import numpy as np
 import paddle
 from paddle.base.framework import EagerParamBase
 
-from engine.exported import STEM
+from engine.exporting.exported import STEM
 from engine.models.checkpoint import Checkpoint
 from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder, input_specs

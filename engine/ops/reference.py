@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from engine.core.types import NO_TOKEN
 from engine.dtypes import as_f32, from_bf16, to_bf16
 from engine.ops.sampling_rows import SampledRows, SamplingRows
-from engine.types import NO_TOKEN
 
 
 def embedding(token_ids: np.ndarray, table: np.ndarray) -> np.ndarray:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.export import ExportOptions, export
+from engine.exporting.export import ExportOptions, export
 from tests.checkpoints import make_checkpoint
 
 

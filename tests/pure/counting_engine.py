@@ -11,9 +11,9 @@ import sys
 import time
 
 from engine import executors
-from engine.config import Config
-from engine.loop import Loop
-from engine.process import Server
+from engine.core.loop import Loop
+from engine.link.server import Server
+from engine.settings.config import Config
 from tests.pure.counting_executor import CountingExecutor
 
 POISON = 666
@@ -45,7 +45,6 @@ def make_executor(graph_dir, config):
 if __name__ == "__main__":
     if len(sys.argv) == 1:
         executors.make_executor = make_executor
-        del sys.modules["engine.process"]
         runpy.run_module("engine.process", run_name="__main__")
     address, step_s, max_steps = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
     config = Config(batch_size=12, max_num_batched_tokens=32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from engine.types import Batch, Chunk, Logprobs, Request, Sampling, StepOutput
+from engine.core.types import Batch, Chunk, Logprobs, Request, Sampling, StepOutput
 
 
 def next_token(last: int, index: int, sampling: Sampling) -> int:

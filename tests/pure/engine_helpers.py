@@ -9,11 +9,11 @@ import threading
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine.client import EngineClient
-from engine.config import Config
-from engine.loop import Loop
-from engine.process import Server
-from engine.types import Sampling
+from engine.core.loop import Loop
+from engine.core.types import Sampling
+from engine.link.client import EngineClient
+from engine.link.server import Server
+from engine.settings.config import Config
 from tests.pure.counting_executor import CountingExecutor
 from tests.pure.service_fakes import PATIENCE_S, wait_until
 from tests.server import free_ports

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from engine.block_pool import BlockPool, OutOfBlocks, chain_key
+from engine.core.block_pool import BlockPool, OutOfBlocks, chain_key
 
 SIZE = 4
 

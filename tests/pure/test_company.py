@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from engine.config import Config
+from engine.core.loop import Loop
+from engine.core.types import Request, Sampling
 from engine.executors import make_executor
 from engine.executors.reference import ReferenceExecutor
-from engine.loop import Loop
-from engine.types import Request, Sampling
+from engine.settings.config import Config
 
 BLOCK_SIZE = 16
 NUM_REQUESTS = 32

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import Config, markdown_table
 from engine.errors import ConfigError
-from engine.unused_settings import WITHOUT_EFFECT, likely_misspelt, settings_without_effect
+from engine.settings.config import Config, markdown_table
+from engine.settings.unused import WITHOUT_EFFECT, likely_misspelt, settings_without_effect
 
 SETTINGS = {field.name: field.metadata["setting"] for field in fields(Config)}
 

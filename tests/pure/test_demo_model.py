@@ -7,7 +7,7 @@ import pytest
 
 from demo_model.tokenizer import CHAT_TEMPLATE
 from engine import wire
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 FOLDER = Path(__file__).resolve().parents[2] / "demo_model"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import Config
+from engine.settings.config import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "dockerfiles" / "Dockerfile.cpu"

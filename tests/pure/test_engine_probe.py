@@ -5,7 +5,7 @@ import threading
 import pytest
 import zmq
 
-from engine import messages
+from engine.link import messages
 from server_scripts.engine_probe import is_busy
 
 

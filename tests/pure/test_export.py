@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from engine.dtypes import as_f32
-from engine.export import ExportOptions, export, main
-from engine.exported import GRAPH_VERSION, ExportedModel, is_exported
+from engine.exporting.__main__ import main
+from engine.exporting.export import ExportOptions, export
+from engine.exporting.exported import GRAPH_VERSION, ExportedModel, is_exported
 from engine.graph import load
 from engine.models.keys import ModelError
 from tests.checkpoints import COMMON, FAMILIES, make_checkpoint, random_tensors, write_shards, write_tensors
@@ -242,7 +243,7 @@ def test_an_export_that_fails_late_leaves_nothing(a_checkpoint, tmp_path, monkey
     def full_disk(*arguments):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("engine.export.shutil.copyfile", full_disk)
+    monkeypatch.setattr("engine.exporting.export.shutil.copyfile", full_disk)
     with pytest.raises(OSError, match="No space left"):
         export(a_checkpoint, tmp_path / "out", ExportOptions())
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]

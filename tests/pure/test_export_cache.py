@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-import engine.export
+import engine.exporting.cache
 from engine.errors import TokenizerError
-from engine.export import ExportOptions, export_cached
-from engine.exported import GRAPH_VERSION, is_exported
+from engine.exporting.cache import export_cached
+from engine.exporting.export import ExportOptions
+from engine.exporting.exported import GRAPH_VERSION, is_exported
 
 
 def change_config(**keys):
@@ -60,7 +61,7 @@ def test_a_checkpoint_whose_tokenizer_cannot_be_read_is_refused_before_the_work(
 
 def test_an_older_graph_version_in_the_cache_is_made_anew(a_checkpoint, tmp_path, no_paddle, monkeypatch):
     first = export_cached(a_checkpoint, tmp_path / "cache", ExportOptions())
-    monkeypatch.setattr(engine.export, "GRAPH_VERSION", GRAPH_VERSION + 1)
+    monkeypatch.setattr(engine.exporting.cache, "GRAPH_VERSION", GRAPH_VERSION + 1)
     assert export_cached(a_checkpoint, tmp_path / "cache", ExportOptions()) != first
 
 

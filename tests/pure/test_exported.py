@@ -5,8 +5,9 @@ import shutil
 
 import pytest
 
-from engine.export import ExportOptions, export, export_cached
-from engine.exported import GRAPH_VERSION, ExportedModel
+from engine.exporting.cache import export_cached
+from engine.exporting.export import ExportOptions, export
+from engine.exporting.exported import GRAPH_VERSION, ExportedModel
 from engine.models.keys import ModelError
 
 MODEL = ExportedModel(vocab_size=320, block_size=16, max_seq_len=64, dtype="bfloat16")

@@ -276,4 +276,4 @@ def test_the_gateway_knows_of_the_engine_its_contract_and_its_errors_only():
     sources = [path.read_text() for path in (Path(__file__).parents[2] / "gateway").glob("*.py")]
     imports = {found for source in sources for found in re.findall(r"(?:from|import) (engine[\w.]*)(.*)", source)}
     theirs = {module for module, names in imports if (module, names) != ("engine", " import wire")}
-    assert theirs <= {f"engine.{name}" for name in ("address", "errors", "log", "triton_wire", "wire_fields")}
+    assert theirs <= {f"engine.{name}" for name in ("address", "errors", "log", "wire", "wire.fields", "wire.triton")}

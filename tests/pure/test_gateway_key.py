@@ -8,7 +8,7 @@ import logging
 import openai
 import pytest
 
-from engine.config import Config
+from engine.settings.config import Config
 from gateway import __main__ as gateway_main
 from gateway.answers import SETTINGS
 from server_scripts import demo

@@ -9,14 +9,14 @@ from collections import deque
 
 import zmq
 
-from engine import client as client_module
-from engine import process
-from engine.client import EngineClient
-from engine.config import Config
+from engine.core.loop import Loop
+from engine.core.types import Sampling
 from engine.errors import Overloaded
-from engine.loop import Loop
-from engine.process import Server
-from engine.types import Sampling
+from engine.link import client as client_module
+from engine.link import server as server_module
+from engine.link.client import EngineClient
+from engine.link.server import Server
+from engine.settings.config import Config
 from tests.pure.counting_executor import CountingExecutor, answer
 from tests.pure.engine_helpers import Collector
 
@@ -95,9 +95,9 @@ class World:
     def __init__(self, seed, monkeypatch):
         self.rng = rng = random.Random(seed)
         self.network = Network(rng)
-        for module in (process, client_module):
+        for module in (server_module, client_module):
             monkeypatch.setattr(module, "time", self.network)
-        monkeypatch.setattr(process.zmq, "Context", lambda: self.network)
+        monkeypatch.setattr(server_module.zmq, "Context", lambda: self.network)
         monkeypatch.setattr(threading.Thread, "start", lambda thread: None)  # its work is done here, in parts
         self.client = EngineClient("")
         self.client._connect(self.network)

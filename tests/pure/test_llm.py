@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from engine import block_pool, scheduler
 from engine import llm as llm_module
+from engine.core import block_pool, scheduler
+from engine.core.types import NO_TOKEN, StepOutput
 from engine.errors import ConfigError, InvalidRequest, NoToken
-from engine.exported import ExportedModel
+from engine.exporting.exported import ExportedModel
 from engine.llm import LLM
-from engine.types import NO_TOKEN, StepOutput
 from tests.byte_tokenizer import write_tokenizer
 from tests.pure.counting_executor import CountingExecutor
 

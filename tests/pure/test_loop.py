@@ -2,10 +2,10 @@
 
 import pytest
 
-from engine.config import Config
+from engine.core.loop import Loop
+from engine.core.types import Request, Sampling
 from engine.errors import InvalidRequest, Overloaded
-from engine.loop import Loop
-from engine.types import Request, Sampling
+from engine.settings.config import Config
 from tests.pure.counting_executor import CountingExecutor, answer
 
 

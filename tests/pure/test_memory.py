@@ -2,9 +2,9 @@
 
 import pytest
 
-from engine.config import Config
 from engine.errors import ConfigError
 from engine.executors.memory import free_memory_bytes, num_blocks
+from engine.settings.config import Config
 
 GIB = 2**30
 

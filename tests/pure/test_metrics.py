@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine import metrics
-from engine.latency import BUCKETS_S, Histogram, Latency
-from engine.metrics import MetricsThread, samples
+from engine.serving import metrics
+from engine.serving.latency import BUCKETS_S, Histogram, Latency
+from engine.serving.metrics import MetricsThread, samples
 from tests.pure import fake_triton
 from tests.pure.service_fakes import wait_until
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from engine import service as service_module
-from engine.config import Config
-from engine.exported import ExportedModel
-from engine.types import Sampling
+from engine.core.types import Sampling
+from engine.exporting.exported import ExportedModel
+from engine.serving import service as service_module
+from engine.settings.config import Config
 from tests.byte_tokenizer import write_tokenizer
 from tests.pure import fake_triton
 from tests.pure.counting_executor import CountingExecutor, answer

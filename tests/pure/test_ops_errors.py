@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from engine.config import Config
 from engine.errors import SetupError
 from engine.ops import cpu
 from engine.ops.cpu.kernels import ArgumentError
 from engine.ops.sampling_rows import SamplingRows
+from engine.settings.config import Config
 from tests.pure.paged_batch import PagedBatch
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from engine.address import in_url
-from engine.config import Config
+from engine.settings.config import Config
 from server_scripts import ports
 from tests.server import free_ports
 

@@ -12,11 +12,12 @@ import msgpack
 import pytest
 import zmq
 
-from engine import client as client_module
-from engine import messages, process
-from engine.config import Config
-from engine.loop import Loop
-from engine.types import Sampling
+from engine.core.loop import Loop
+from engine.core.types import Sampling
+from engine.link import client as client_module
+from engine.link import messages
+from engine.link import server as server_module
+from engine.settings.config import Config
 from tests.pure.counting_engine import SlowExecutor
 from tests.pure.counting_executor import CountingExecutor
 from tests.pure.engine_helpers import ROOT, a_client, a_free_address, a_server, connected, is_empty, submit
@@ -25,7 +26,7 @@ from tests.pure.service_fakes import PATIENCE_S
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
-    monkeypatch.setattr(process, "IDLE_WAIT_MS", 5)
+    monkeypatch.setattr(server_module, "IDLE_WAIT_MS", 5)
     monkeypatch.setattr(client_module, "PING_INTERVAL_S", 0.01)
 
 
@@ -57,7 +58,7 @@ def test_a_silent_client_loses_its_requests_and_is_told_if_it_was_only_slow(monk
         connected(SlowExecutor(3000, 4, 0.001)) as (server, client),
         a_raw_client(server.address) as (ask, hear, epoch),
     ):
-        monkeypatch.setattr(process, "CLIENT_TIMEOUT_S", 0.5)
+        monkeypatch.setattr(server_module, "CLIENT_TIMEOUT_S", 0.5)
         ask(*a_submission(epoch, "silent", 10_000))
         talking = submit(client, [7], 600)
         while (message := hear())[0] == messages.TOKENS:
@@ -69,11 +70,11 @@ def test_a_silent_client_loses_its_requests_and_is_told_if_it_was_only_slow(monk
 
 
 def test_an_idle_engine_sleeps_until_it_is_spoken_to(monkeypatch):
-    monkeypatch.setattr(process, "IDLE_WAIT_MS", PATIENCE_S * 1000)
+    monkeypatch.setattr(server_module, "IDLE_WAIT_MS", PATIENCE_S * 1000)
     loop = Loop(CountingExecutor(64, 4), Config())
     steps = []
     monkeypatch.setattr(loop, "step", lambda: steps.append(1) or [])
-    server = process.Server(loop, "tcp://127.0.0.1:*")
+    server = server_module.Server(loop, "tcp://127.0.0.1:*")
     thread = threading.Thread(target=server.run)
     thread.start()
     with a_raw_client(server.address) as (ask, hear, _):
@@ -92,7 +93,7 @@ class PausedExecutor(SlowExecutor):
 
     def step(self, batch):
         if len(self.batches) == 3:
-            process.time.lost_s += 3600
+            server_module.time.lost_s += 3600
         return super().step(batch)
 
 
@@ -104,12 +105,12 @@ class PausedClock:
 
 
 def test_a_pause_of_the_engine_is_no_silence_of_its_clients(monkeypatch):
-    monkeypatch.setattr(process, "time", PausedClock())
+    monkeypatch.setattr(server_module, "time", PausedClock())
     with a_server(PausedExecutor(200, 4, 0.001)) as server, a_raw_client(server.address) as (ask, hear, epoch):
         ask(*a_submission(epoch, "a", 20))  # and no word more
         heard = [hear() for _ in range(20)]
         assert {kind for kind, _ in heard} == {messages.TOKENS}
-        assert process.time.lost_s == 3600
+        assert server_module.time.lost_s == 3600
 
 
 @pytest.mark.parametrize(

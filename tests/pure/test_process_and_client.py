@@ -9,11 +9,12 @@ import time
 
 import pytest
 
-from engine import client as client_module
-from engine import messages, process
-from engine.client import EngineClient
+from engine.core.types import NO_TOKEN, Sampling, StepOutput
 from engine.errors import EngineUnavailable, InvalidRequest, Overloaded
-from engine.types import NO_TOKEN, Sampling, StepOutput
+from engine.link import client as client_module
+from engine.link import messages
+from engine.link import server as server_module
+from engine.link.client import EngineClient
 from tests.pure.counting_engine import POISON, SlowExecutor
 from tests.pure.counting_executor import CountingExecutor, answer, logprobs_of
 from tests.pure.engine_helpers import (
@@ -31,7 +32,7 @@ from tests.pure.service_fakes import PATIENCE_S, wait_until
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
-    monkeypatch.setattr(process, "IDLE_WAIT_MS", 5)
+    monkeypatch.setattr(server_module, "IDLE_WAIT_MS", 5)
     monkeypatch.setattr(client_module, "PING_INTERVAL_S", 0.01)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.config import Config
+from engine.settings.config import Config
 from gateway.__main__ import parse_arguments
 from gateway.backend import GatewaySettings
 from server_scripts import processes

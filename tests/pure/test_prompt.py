@@ -7,8 +7,8 @@ import pytest
 from tokenizers import processors
 
 from engine.errors import InvalidRequest, PromptTooLong
-from engine.prompt import PromptReader
-from engine.tokenizer import Tokenizer
+from engine.serving.prompt import PromptReader
+from engine.text.tokenizer import Tokenizer
 from engine.wire import parse_request
 from tests.byte_tokenizer import EOS_ID, write_tokenizer
 from tests.pure.test_tokenizer import SPECIAL, a_byte_level_backend

@@ -5,7 +5,9 @@ import re
 import subprocess
 from pathlib import Path
 
-from engine import config, unused_settings, wire
+from engine import wire
+from engine.settings import config
+from engine.settings import unused as unused_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -30,7 +32,7 @@ def test_every_tracked_top_level_entry_is_in_the_tree():
 
 
 def test_the_table_of_settings_is_the_codes():
-    assert config.markdown_table() in README, "python -m engine.config prints the table"
+    assert config.markdown_table() in README, "python -m engine.settings.config prints the table"
 
 
 def test_every_request_field_is_in_the_table_of_fields():

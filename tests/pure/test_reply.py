@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine import reply as reply_module
+from engine.core.types import Logprobs, Sampling
 from engine.errors import EngineUnavailable
-from engine.latency import Latency
-from engine.prompt import Prompt
-from engine.reply import Reply
-from engine.tokenizer import Tokenizer
-from engine.types import Logprobs, Sampling
+from engine.serving import reply as reply_module
+from engine.serving.latency import Latency
+from engine.serving.prompt import Prompt
+from engine.serving.reply import Reply
+from engine.text.tokenizer import Tokenizer
 from engine.wire import parse_request
 from tests.byte_tokenizer import EOS_ID, write_tokenizer
 from tests.pure.service_fakes import PATIENCE_S, FakeSender

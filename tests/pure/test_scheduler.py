@@ -2,10 +2,10 @@
 
 import pytest
 
-from engine.block_pool import BlockPool
+from engine.core.block_pool import BlockPool
+from engine.core.scheduler import Limits, Scheduler
+from engine.core.types import Request, Sampling
 from engine.errors import InvalidRequest, Overloaded
-from engine.scheduler import Limits, Scheduler
-from engine.types import Request, Sampling
 from tests.pure.counting_executor import CountingExecutor, answer
 
 

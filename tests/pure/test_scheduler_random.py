@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from engine.block_pool import BlockPool
-from engine.scheduler import Limits, Scheduler
-from engine.types import Request, Sampling
+from engine.core.block_pool import BlockPool
+from engine.core.scheduler import Limits, Scheduler
+from engine.core.types import Request, Sampling
 from tests.pure.counting_executor import CountingExecutor, answer
 
 NUM_REQUESTS = 24

@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from engine import service as service_module
 from engine.errors import EngineUnavailable
-from engine.prompt import PromptReader
-from engine.service import Service, ServiceOptions
-from engine.tokenizer import Tokenizer
+from engine.serving import service as service_module
+from engine.serving.prompt import PromptReader
+from engine.serving.service import Service, ServiceOptions
+from engine.text.tokenizer import Tokenizer
 from tests.byte_tokenizer import EOS_ID, write_tokenizer
 from tests.pure.service_fakes import PATIENCE_S, FakeEngine, FakeSender, a_payload, wait_until
 

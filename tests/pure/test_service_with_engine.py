@@ -5,13 +5,13 @@ import time
 
 import pytest
 
-from engine import client as client_module
-from engine import service as service_module
-from engine.client import EngineClient
-from engine.prompt import PromptReader
-from engine.service import Service, ServiceOptions
-from engine.tokenizer import Tokenizer
-from engine.types import Sampling
+from engine.core.types import Sampling
+from engine.link import client as client_module
+from engine.link.client import EngineClient
+from engine.serving import service as service_module
+from engine.serving.prompt import PromptReader
+from engine.serving.service import Service, ServiceOptions
+from engine.text.tokenizer import Tokenizer
 from tests.byte_tokenizer import write_tokenizer
 from tests.pure.counting_executor import answer
 from tests.pure.engine_helpers import a_free_address, an_engine_process

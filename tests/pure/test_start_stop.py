@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import Config
+from engine.settings.config import Config
 from server_scripts import stop as stop_module
 from server_scripts.model_source import Source, export_if_needed
 from server_scripts.run_dir import Process, RunDir, State

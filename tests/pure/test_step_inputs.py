@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from engine.core.types import NO_TOKEN, Batch, Chunk, Request, Sampling
 from engine.executors.step_inputs import graph_inputs, sampling_rows, step_output
 from engine.ops import cpu
 from engine.ops.reference import sample
-from engine.types import NO_TOKEN, Batch, Chunk, Request, Sampling
 
 
 def a_request(prompt=(1, 2, 3), answer=(), block_ids=(0,), **sampling):

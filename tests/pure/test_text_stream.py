@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from engine.detokenizer import Detokenizer
-from engine.text_stream import StopMatcher, TextOptions, TextStream
-from engine.tokenizer import Tokenizer
+from engine.text.detokenizer import Detokenizer
+from engine.text.text_stream import StopMatcher, TextOptions, TextStream
+from engine.text.tokenizer import Tokenizer
 from tests.byte_tokenizer import write_tokenizer
 from tests.pure.test_tokenizer import BACKENDS, TEXTS, a_byte_level_backend, a_sentencepiece_backend
 

@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from engine.errors import ConfigError, InvalidRequest
-from engine.tokenizer import ChatTemplateError, Tokenizer, TokenizerError
+from engine.text.tokenizer import ChatTemplateError, Tokenizer, TokenizerError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "chat_templates.json"
 GOLDEN_NAMES = {"chatml", "llama3", "qwen2.5", "mistral", "whitespace"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.trials import Trials
+from engine.link.trials import Trials
 
 
 @pytest.fixture

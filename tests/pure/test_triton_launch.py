@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import Config
+from engine.settings.config import Config
 from server_scripts import triton
 from server_scripts.interpreter import VERSION
 from server_scripts.processes import triton_spec

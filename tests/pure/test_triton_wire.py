@@ -8,7 +8,7 @@ from tritonclient.grpc import service_pb2
 
 from engine import wire
 from engine.errors import EngineUnavailable
-from engine.triton_wire import MODEL, infer_request, read_response
+from engine.wire.triton import MODEL, infer_request, read_response
 
 REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
 BODY = wire.delta({"token": "✓"})

@@ -15,8 +15,8 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2_grpc
 
-from engine.config import Config
-from engine.triton_wire import infer_request, read_response
+from engine.settings.config import Config
+from engine.wire.triton import infer_request, read_response
 from server_scripts import triton
 from server_scripts.child import ChildSpec
 from server_scripts.probe import ProbeError, Probes

@@ -10,16 +10,16 @@ sys.path[:0] = os.environ["LLM_SERVER_SYS_PATH"].split(os.pathsep)
 import numpy as np  # noqa: E402
 import triton_python_backend_utils as pb_utils  # noqa: E402
 
-from engine.build_service import build_service  # noqa: E402
-from engine.config import Config  # noqa: E402
 from engine.log import configure  # noqa: E402
-from engine.metrics import MetricsThread  # noqa: E402
+from engine.serving.build import build_service  # noqa: E402
+from engine.serving.metrics import MetricsThread  # noqa: E402
+from engine.settings.config import Config  # noqa: E402
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
 class TritonSender:
-    """engine.reply.Sender over one request's response sender."""
+    """engine.serving.reply.Sender over one request's response sender."""
 
     def __init__(self, response_sender):
         self._response_sender = response_sender

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from engine import wire
-from engine.answer import OpenAnswer
+from engine.core.types import Logprobs
 from engine.errors import Cancelled, RequestError, as_request_error
-from engine.latency import Latency
-from engine.prompt import Prompt
-from engine.tokenizer import Tokenizer
-from engine.types import Logprobs
+from engine.serving.answer import OpenAnswer
+from engine.serving.latency import Latency
+from engine.serving.prompt import Prompt
+from engine.text.tokenizer import Tokenizer
 from engine.wire import GenerationRequest
 
 log = logging.getLogger(__name__)

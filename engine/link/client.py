@@ -3,7 +3,7 @@
 The journal is what makes a crash of the engine invisible: for every open request the prompt, the sampling (with its
 seed) and the tokens received so far. When a new engine process answers, every open request is submitted again with what
 it already has; the engine goes on from there, greedy or seeded, with the same tokens as without the crash. A request
-that crashes every engine is found (`engine.trials`) and ended with an error.
+that crashes every engine is found (`engine.link.trials`) and ended with an error.
 
 One thread owns the socket. It calls the listeners, which must not block.
 """
@@ -22,10 +22,10 @@ from typing import Any, Protocol
 
 import zmq
 
-from engine import messages
+from engine.core.types import Logprobs, Sampling
 from engine.errors import EngineUnavailable, RequestError, error_of
-from engine.trials import Trials
-from engine.types import Logprobs, Sampling
+from engine.link import messages
+from engine.link.trials import Trials
 
 log = logging.getLogger(__name__)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.client import EngineClient
-from engine.config import ENGINE_FAILED_FILE, Config
-from engine.prompt import PromptReader
-from engine.service import Service, ServiceOptions
-from engine.tokenizer import Tokenizer
+from engine.link.client import EngineClient
+from engine.serving.prompt import PromptReader
+from engine.serving.service import Service, ServiceOptions
+from engine.settings.config import ENGINE_FAILED_FILE, Config
+from engine.text.tokenizer import Tokenizer
 
 
 def build_service(config: Config, graph_dir: Path) -> Service:

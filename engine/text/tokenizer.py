@@ -13,10 +13,10 @@ from typing import Any
 
 import tokenizers
 
-from engine.chat_template import ChatTemplate
-from engine.detokenizer import Detokenizer, TokenBytes
 from engine.errors import ChatTemplateError, InvalidRequest, TokenizerError
 from engine.models.keys import read_json
+from engine.text.chat_template import ChatTemplate
+from engine.text.detokenizer import Detokenizer, TokenBytes
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The settings of the server: one frozen dataclass, read from the environment once, checked once.
 
-`python -m engine.config` prints the table of the README.
+`python -m engine.settings.config` prints the table of the README.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.settings import Setting, given, parse, port, setting
+from engine.settings.setting import Setting, given, parse, port, setting
 
 # In the run directory: the supervisor writes why it has given the engine up, the Triton model reads it.
 ENGINE_FAILED_FILE = "engine.failed"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.text_stream import Delta, TextOptions, TextStream
-from engine.tokenizer import Tokenizer
-from engine.types import Logprobs
+from engine.core.types import Logprobs
+from engine.text.text_stream import Delta, TextOptions, TextStream
+from engine.text.tokenizer import Tokenizer
 from engine.wire import GenerationRequest
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from engine.errors import KINDS
-from engine.latency import BUCKETS_S, Histogram
-from engine.service import Service
+from engine.serving.latency import BUCKETS_S, Histogram
+from engine.serving.service import Service
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgpack
 
-from engine.types import Logprobs, Sampling
+from engine.core.types import Logprobs, Sampling
 
 PING = "ping"  # client -> engine: []                                       expects a pong; also "I am alive"
 SUBMIT = "submit"  # client -> engine: [epoch, request_id, token_ids, prompt_len, sampling, replay]

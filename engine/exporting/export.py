@@ -1,4 +1,4 @@
-"""Turns a Hugging Face checkpoint into the static graph that executors run: python -m engine.export CHECKPOINT OUT.
+"""Turns a Hugging Face checkpoint into the static graph that executors run.
 
 The result (its layout: exported.py) appears under its name complete or not at all. Paddle is imported only when
 there is something to export.
@@ -6,28 +6,21 @@ there is something to export.
 
 from __future__ import annotations
 
-import argparse
-import hashlib
 import json
 import logging
 import shutil
-import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.dtypes import WEIGHT_DTYPES
-from engine.errors import SetupError
-from engine.exported import CONFIG, GRAPH_VERSION, ExportedModel, is_exported, rank_dir, refuse_static_graph
-from engine.file_lock import file_lock
-from engine.models.checkpoint import Checkpoint, weight_files
+from engine.exporting.exported import CONFIG, ExportedModel, rank_dir, refuse_static_graph
+from engine.models.checkpoint import Checkpoint
 from engine.models.config import DecoderConfig, read_config
 from engine.models.keys import ModelError, read_json
-from engine.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +33,6 @@ COPIED_FILES = (
     "generation_config.json",
     "chat_template.jinja",
 )
-LEFT_OVER_AFTER_S = 30 * 24 * 3600
 Progress = Callable[[str], None]
 
 
@@ -101,42 +93,6 @@ def _untied_where_stored_apart(config: DecoderConfig, checkpoint: Checkpoint, pr
     return replace(config, tied_embeddings=False)
 
 
-def export_cached(checkpoint_dir: Path, cache_dir: Path, options: ExportOptions, progress: Progress = log.info) -> Path:
-    """The exported checkpoint's folder in the cache, made now if need be. Two processes never make it twice.
-
-    It is made to be served: raises TokenizerError before the work begins when the engine could not read its tokenizer.
-    """
-    checkpoint_dir = checkpoint_dir.resolve()
-    refuse_static_graph(checkpoint_dir)
-    name = f"{checkpoint_dir.name}-{_identity(checkpoint_dir, options)}"
-    out_dir = cache_dir / name
-    if is_exported(out_dir):
-        return out_dir
-    Tokenizer.load(checkpoint_dir)
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    waits = "wait for another process that exports the same checkpoint"
-    with file_lock(cache_dir / f".{name}.lock", lambda: progress(waits)):
-        if not is_exported(out_dir):
-            _remove_left_overs(cache_dir, name)
-            export(checkpoint_dir, out_dir, options, progress)
-    return out_dir
-
-
-def _remove_left_overs(cache_dir: Path, name: str) -> None:
-    """Of exports that were killed: of this one, whose lock we hold, and what is too old to be going on of others."""
-    for path in cache_dir.glob(".*.partial"):
-        if path.name.startswith(f".{name}.") or path.lstat().st_mtime < time.time() - LEFT_OVER_AFTER_S:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _identity(checkpoint_dir: Path, options: ExportOptions) -> str:
-    """Changes when the export would. Reads no weights: sizes and times stand for the content."""
-    paths = [checkpoint_dir / CONFIG, *weight_files(checkpoint_dir)]
-    paths += [path for name in COPIED_FILES if (path := checkpoint_dir / name).exists()]
-    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    return hashlib.sha256(json.dumps([GRAPH_VERSION, asdict(options), files]).encode()).hexdigest()[:16]
-
-
 @contextmanager
 def _complete_or_absent(out_dir: Path) -> Iterator[Path]:
     """A folder to fill, which takes the name `out_dir` if all goes well."""
@@ -165,29 +121,3 @@ def _max_seq_len(config: DecoderConfig, wanted: int | None, progress: Progress) 
             f" up to that length the model is exact without one: give max_seq_len {window} or less"
         )
     return length
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m engine.export", description=__doc__.splitlines()[0])
-    parser.add_argument("checkpoint_dir", type=Path)
-    parser.add_argument("out_dir", type=Path)
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of weights and KV cache (%(default)s)")
-    parser.add_argument("--block-size", type=int, default=64, help="tokens a KV block (%(default)s)")
-    parser.add_argument("--max-seq-len", type=int, help="tokens of prompt and answer (what the model is exact for)")
-    given = parser.parse_args(arguments)
-    start = time.monotonic()
-
-    def progress(step: str) -> None:
-        print(f"[{time.monotonic() - start:6.1f} s] {step}", flush=True)  # noqa: T201
-
-    try:
-        options = ExportOptions(given.dtype, given.block_size, given.max_seq_len)
-        export(given.checkpoint_dir, given.out_dir, options, progress)
-    except (SetupError, OSError) as error:
-        print(f"export failed: {error}", file=sys.stderr)  # noqa: T201
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from engine.block_pool import BlockPool, OutOfBlocks, chain_key
+from engine.core.block_pool import BlockPool, OutOfBlocks, chain_key
+from engine.core.types import NO_TOKEN, Batch, Chunk, Logprobs, Request, StepOutput
 from engine.errors import InvalidRequest, queue_full
-from engine.types import NO_TOKEN, Batch, Chunk, Logprobs, Request, StepOutput
 
 FAILED = "failed"
 

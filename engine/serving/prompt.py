@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.config import Config
+from engine.core.types import Sampling
 from engine.errors import InvalidRequest, PromptTooLong
-from engine.exported import ExportedModel
-from engine.tokenizer import Tokenizer
-from engine.types import Sampling
+from engine.exporting.exported import ExportedModel
+from engine.settings.config import Config
+from engine.text.tokenizer import Tokenizer
 from engine.wire import GenerationRequest, shown
 
 

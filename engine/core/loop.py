@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass
 
-from engine.block_pool import BlockPool
-from engine.config import Config
-from engine.scheduler import Limits, Scheduler, Update
-from engine.types import Executor, Request
+from engine.core.block_pool import BlockPool
+from engine.core.scheduler import Limits, Scheduler, Update
+from engine.core.types import Executor, Request
+from engine.settings.config import Config
 
 
 @dataclass

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import InvalidRequest, RequestError
-from engine.wire_fields import FIELDS, kind_of, shown
+from engine.wire.fields import FIELDS, kind_of, shown
 
 PROBE = "probe"  # a request with this key set is answered at once with the state of the model, see `model_state`
 MAX_UNKNOWN_KEYS = 100  # that are compared with ours

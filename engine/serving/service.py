@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from engine import wire
-from engine.client import EngineClient
 from engine.errors import (
     DuplicateRequest,
     EngineUnavailable,
@@ -24,10 +23,11 @@ from engine.errors import (
     as_request_error,
     queue_full,
 )
-from engine.latency import Latency
-from engine.prompt import PromptReader
-from engine.reply import Reply, Sender
-from engine.tokenizer import Tokenizer
+from engine.link.client import EngineClient
+from engine.serving.latency import Latency
+from engine.serving.prompt import PromptReader
+from engine.serving.reply import Reply, Sender
+from engine.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

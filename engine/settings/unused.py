@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import fields
 
-from engine.config import Config
+from engine.settings.config import Config
 
 # Settings of the predecessor, and why each changes nothing here.
 WITHOUT_EFFECT = {

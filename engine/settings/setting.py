@@ -1,4 +1,4 @@
-"""How a setting is declared, found in the environment and checked. Knows none of them: those are in engine.config."""
+"""How a setting is declared, found in the environment and checked. Knows none of them: see config.py."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""What runs when: requests, blocks of the KV cache, steps. No tensors, no sockets, no text."""

@@ -1,0 +1,1 @@
+"""From a checkpoint to the static graph on disk, and the layout of the result."""

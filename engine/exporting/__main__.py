@@ -1,0 +1,37 @@
+"""Exports a Hugging Face checkpoint: python -m engine.exporting CHECKPOINT OUT."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from engine.errors import SetupError
+from engine.exporting.export import DTYPES, ExportOptions, export
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m engine.exporting", description=__doc__.splitlines()[0])
+    parser.add_argument("checkpoint_dir", type=Path)
+    parser.add_argument("out_dir", type=Path)
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of weights and KV cache (%(default)s)")
+    parser.add_argument("--block-size", type=int, default=64, help="tokens a KV block (%(default)s)")
+    parser.add_argument("--max-seq-len", type=int, help="tokens of prompt and answer (what the model is exact for)")
+    given = parser.parse_args(arguments)
+    start = time.monotonic()
+
+    def progress(step: str) -> None:
+        print(f"[{time.monotonic() - start:6.1f} s] {step}", flush=True)  # noqa: T201
+
+    try:
+        options = ExportOptions(given.dtype, given.block_size, given.max_seq_len)
+        export(given.checkpoint_dir, given.out_dir, options, progress)
+    except (SetupError, OSError) as error:
+        print(f"export failed: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""Checkpoints that are exported once: a folder of results, each under a name that changes when the export would."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from engine.exporting.export import COPIED_FILES, ExportOptions, Progress, export
+from engine.exporting.exported import CONFIG, GRAPH_VERSION, is_exported, refuse_static_graph
+from engine.file_lock import file_lock
+from engine.models.checkpoint import weight_files
+from engine.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+LEFT_OVER_AFTER_S = 30 * 24 * 3600
+
+
+def export_cached(checkpoint_dir: Path, cache_dir: Path, options: ExportOptions, progress: Progress = log.info) -> Path:
+    """The exported checkpoint's folder in the cache, made now if need be. Two processes never make it twice.
+
+    It is made to be served: raises TokenizerError before the work begins when the engine could not read its tokenizer.
+    """
+    checkpoint_dir = checkpoint_dir.resolve()
+    refuse_static_graph(checkpoint_dir)
+    name = f"{checkpoint_dir.name}-{_identity(checkpoint_dir, options)}"
+    out_dir = cache_dir / name
+    if is_exported(out_dir):
+        return out_dir
+    Tokenizer.load(checkpoint_dir)
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    waits = "wait for another process that exports the same checkpoint"
+    with file_lock(cache_dir / f".{name}.lock", lambda: progress(waits)):
+        if not is_exported(out_dir):
+            _remove_left_overs(cache_dir, name)
+            export(checkpoint_dir, out_dir, options, progress)
+    return out_dir
+
+
+def _remove_left_overs(cache_dir: Path, name: str) -> None:
+    """Of exports that were killed: of this one, whose lock we hold, and what is too old to be going on of others."""
+    for path in cache_dir.glob(".*.partial"):
+        if path.name.startswith(f".{name}.") or path.lstat().st_mtime < time.time() - LEFT_OVER_AFTER_S:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _identity(checkpoint_dir: Path, options: ExportOptions) -> str:
+    """Changes when the export would. Reads no weights: sizes and times stand for the content."""
+    paths = [checkpoint_dir / CONFIG, *weight_files(checkpoint_dir)]
+    paths += [path for name in COPIED_FILES if (path := checkpoint_dir / name).exists()]
+    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    return hashlib.sha256(json.dumps([GRAPH_VERSION, asdict(options), files]).encode()).hexdigest()[:16]

@@ -1,0 +1,134 @@
+"""The engine's end of the socket: takes requests, runs the loop, sends back what each step brings.
+
+One thread does everything; a client is whoever sends. A client that is silent for `CLIENT_TIMEOUT_S` has died and its
+requests are dropped; should it come back, it is told.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from typing import Any
+
+import zmq
+
+from engine.core.loop import Loop
+from engine.core.scheduler import FAILED
+from engine.core.types import Request
+from engine.errors import DuplicateRequest, EngineUnavailable, NoToken, RequestError
+from engine.link import messages
+
+log = logging.getLogger(__name__)
+
+CLIENT_TIMEOUT_S = 10.0
+MAX_GAP_S = 1.0  # of the time between two looks at the socket, so much at most counts as silence of the clients
+IDLE_WAIT_MS = 200
+
+
+class Server:
+    """Between the socket and the loop. `address` is a ZeroMQ endpoint to bind."""
+
+    def __init__(self, loop: Loop, address: str):
+        self.loop = loop
+        self.epoch = uuid.uuid4().hex
+        self._client_of: dict[str, bytes] = {}  # request -> who asked
+        self._last_seen: dict[bytes, float] = {}  # by _listened_s
+        self._listened_s = 0.0  # grows like a clock, but stands still while this process does
+        self._last_look = time.monotonic()
+        self._closing = False
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.sndhwm = self._socket.rcvhwm = 0  # a full queue would drop tokens
+        self._socket.bind(address)
+        self.address: str = self._socket.last_endpoint.decode()
+
+    def run(self) -> None:
+        try:
+            while not self._closing:
+                self._take_messages(wait=self.loop.is_idle)
+                self._drop_silent_clients()
+                self._send_updates(self.loop.step())
+        finally:
+            self.loop.executor.close()
+            self._context.destroy(linger=0)
+
+    def close(self) -> None:
+        """Ends `run` after the current step. May be called from a signal handler."""
+        self._closing = True
+
+    def _take_messages(self, wait: bool) -> None:
+        if not self._socket.poll(IDLE_WAIT_MS if wait else 0):
+            return
+        while True:
+            try:
+                client, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                kind, fields = messages.unpack(b"".join(parts))
+            except ValueError as error:
+                log.warning("a message that is none of ours: %s", error)  # whoever found our port
+                continue
+            self._last_seen[client] = self._listened_s
+            if kind == messages.PING:
+                self._send(client, messages.PONG, self.loop.stats())
+            elif not fields or fields[0] != self._epoch_of(client):
+                continue  # meant for the process or the connection before; its client will notice and replay
+            elif kind == messages.SUBMIT:
+                self._submit(client, *fields[1:])
+            elif kind == messages.CANCEL:
+                self._client_of.pop(fields[1], None)
+                self.loop.drop(fields[1])
+
+    def _submit(self, client: bytes, request_id: str, token_ids: Any, prompt_len: int, *rest: Any) -> None:
+        sampling, replay = rest
+        request = Request(request_id, list(token_ids), prompt_len, messages.unpack_sampling(sampling))
+        try:
+            if self._client_of.get(request_id) == client:
+                raise DuplicateRequest(f"the engine has a request {request_id} already")
+            if self._client_of.pop(request_id, None):  # its connection was lost: it goes on over this one
+                self.loop.drop(request_id)
+            self.loop.add(request, replay)
+            self._client_of[request_id] = client
+        except RequestError as error:
+            self._send(client, messages.REFUSED, request_id, error.kind, str(error))
+
+    def _send_updates(self, updates: list[Any]) -> None:
+        by_client: dict[bytes, list[Any]] = {}
+        for update in updates:
+            request_id = update.request.request_id
+            if update.finish_reason == FAILED:
+                error = NoToken()
+                self._send(self._client_of.pop(request_id), messages.REFUSED, request_id, error.kind, str(error))
+                continue
+            fields = (request_id, update.token_id, messages.pack_logprobs(update.logprobs), update.finish_reason)
+            by_client.setdefault(self._client_of[request_id], []).append(fields)
+            if update.finish_reason:
+                del self._client_of[request_id]
+        for client, fields in by_client.items():
+            self._send(client, messages.TOKENS, fields)
+
+    def _drop_silent_clients(self) -> None:
+        now = time.monotonic()
+        # A paused container pauses its clients too: they must get the time to speak before they count as dead.
+        self._listened_s += min(now - self._last_look, MAX_GAP_S)
+        self._last_look = now
+        for client in [c for c, seen in self._last_seen.items() if self._listened_s - seen > CLIENT_TIMEOUT_S]:
+            orphans = [request_id for request_id, owner in self._client_of.items() if owner == client]
+            if orphans:
+                log.warning("a client is silent for %.0f s, dropping its %d requests", CLIENT_TIMEOUT_S, len(orphans))
+            del self._last_seen[client]
+            for request_id in orphans:
+                del self._client_of[request_id]
+                self.loop.drop(request_id)
+                text = f"the server has not spoken to its engine for {CLIENT_TIMEOUT_S:.0f} s"
+                self._send(client, messages.REFUSED, request_id, EngineUnavailable.kind, text)
+
+    def _epoch_of(self, client: bytes) -> str:
+        """ZeroMQ connects again by itself, as another client; what was on its way over the lost connection is lost."""
+        return f"{self.epoch}/{client.hex()}"
+
+    def _send(self, client: bytes, kind: str, *fields: Any) -> None:
+        self._socket.send_multipart([client, messages.pack(kind, self._epoch_of(client), *fields)])

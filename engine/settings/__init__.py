@@ -1,0 +1,1 @@
+"""The settings: environment variables, read once, checked once."""

@@ -1,0 +1,1 @@
+"""Between token ids and text: tokenizer, chat template, characters as they become whole, stop strings."""
