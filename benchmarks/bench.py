@@ -66,7 +66,7 @@ def run_case(executor, config: Config, vocab_size: int, case: tuple[int, int, in
         loop.add(Request(str(index), ids, prompt_len, Sampling(max_new_tokens=answer_len, temperature=0)))
     started, first, num_early = time.perf_counter(), {}, 0
     while not loop.is_idle:
-        for update in loop.step():
+        for update in loop.turn():
             first.setdefault(update.request, time.perf_counter())
             num_early += len(first) < num_requests
     ended, prefilled = time.perf_counter(), max(first.values())

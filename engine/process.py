@@ -27,18 +27,19 @@ def main() -> int:
     configure(config.log_level)
     # Imported here: a client of this module must not pay for Paddle.
     from engine.executors import make_executor
+    from engine.executors.memory import allocate_cache
+    from engine.exporting.exported import ExportedModel
 
     graph_dir = Path(os.environ.get("GRAPH_DIR") or config.model_dir)
     executor = make_executor(graph_dir, config)
-    if config.use_warmup:
-        executor.warm_up()
+    num_blocks = allocate_cache(executor, config, ExportedModel.read(graph_dir).max_seq_len)
     try:
-        server = Server(Loop(executor, config), f"tcp://127.0.0.1:{config.inter_proc_port}")
+        server = Server(Loop(executor, num_blocks, config), f"tcp://127.0.0.1:{config.inter_proc_port}")
     except zmq.ZMQError as error:
         raise ConfigError(f"INTER_PROC_PORT is {config.inter_proc_port}, which cannot be used: {error}") from None
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.close())
-    log.info("ready: %d blocks of %d tokens", executor.num_blocks, executor.block_size)
+    log.info("ready: %d blocks of %d tokens", num_blocks, executor.block_size)
     server.run()
     log.info("stopped")
     return 0

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import paddle
 import paddle.inference
 
-from engine.core.types import Batch, Chunk, Request, Sampling, StepOutput
+from engine.core.types import Batch, Copy, StepOutput
 from engine.dtypes import held_as
 from engine.executors.cpus import num_cpus
-from engine.executors.memory import free_memory_bytes, keep_freed_memory, num_blocks
-from engine.executors.step_inputs import graph_inputs, sampling_rows, step_output
+from engine.executors.memory import free_memory_bytes, keep_freed_memory
+from engine.executors.slots import Slots
+from engine.executors.step import Mask, StepInThread
 from engine.exporting.exported import PARAMETERS, PROGRAM, ExportedModel, rank_dir
 from engine.graph import read_graph
 from engine.ops import cpu
@@ -24,56 +28,48 @@ log = logging.getLogger(__name__)
 
 
 class PaddleExecutor:
-    """Rank 0 of `graph_dir` on the CPU. The KV cache is allocated at construction, after a profiling step."""
+    """Rank 0 of `graph_dir` on the CPU. Steps run in a thread of their own, so that tokens are sent and requests are
+    read meanwhile."""
 
     def __init__(self, graph_dir: Path, config: Config):
         cpu.load()  # before anything else: CPU_ISA may be wrong
         model = ExportedModel.read(graph_dir)
         cpu.set_num_threads(config.cpu_threads or num_cpus())
         register_paddle_ops()
-        self._config = config
-        self._model_len = model.max_seq_len
         self._predictor = _load(rank_dir(graph_dir))
         self._caches = _CacheInputs.of(rank_dir(graph_dir) / PROGRAM, self._predictor)
-        self.block_size = self._caches.block_size
+        self.block_size, self.block_bytes = self._caches.block_size, self._caches.block_bytes
+        self._slots = Slots(config.batch_size, -(-model.max_seq_len // self.block_size), self.block_size)
         self._logits = self._predictor.get_output_handle(self._predictor.get_output_names()[0])
         self._inputs = {name: self._predictor.get_input_handle(name) for name in self._predictor.get_input_names()}
+        self._thread = ThreadPoolExecutor(1, "step")
         keep_freed_memory()
-        self.num_blocks = self._profile()
-        self._caches.allocate(self.num_blocks)
         log.info("graph loaded, %d threads, %s", cpu.num_threads(), cpu.cpu_isa())
 
-    def warm_up(self) -> None:
-        """The longest step once."""
-        self._run_longest_step(self.num_blocks)
+    def free_bytes(self) -> int:
+        return free_memory_bytes()
 
-    def step(self, batch: Batch) -> StepOutput:
-        for name, array in graph_inputs(batch).items():
+    def allocate(self, num_blocks: int) -> None:
+        self._caches.allocate(num_blocks)
+
+    def launch(self, batch: Batch) -> StepInThread:
+        return StepInThread(self._thread, batch, self._compute)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        del self._predictor, self._inputs, self._logits, self._caches
+
+    def _compute(self, batch: Batch, wait_for_mask: Callable[[], Mask]) -> StepOutput:
+        self._slots.place(batch)
+        for copy in batch.copies:
+            self._caches.copy(copy)
+        for name, array in self._slots.graph_inputs(batch).items():
             self._inputs[name].reshape(array.shape)
             self._inputs[name].copy_from_cpu(array)
         self._predictor.run()
-        requests = [chunk.request for chunk in batch.chunks if chunk.samples]
-        if not requests:
+        if not any(row.num_sampled for row in batch.rows):
             return StepOutput([], [])
-        logits = self._logits.copy_to_cpu()
-        return step_output(cpu.sample(logits, sampling_rows(requests)), requests)
-
-    def close(self) -> None:
-        del self._predictor, self._inputs, self._logits, self._caches
-
-    def _profile(self) -> int:
-        """Runs the longest step on a small cache, then counts the blocks that the memory left over holds."""
-        num_tokens = min(self._config.max_step_tokens, self._model_len)
-        self._caches.allocate(-(-num_tokens // self.block_size))
-        self._run_longest_step(self._caches.num_blocks)
-        free = free_memory_bytes()
-        return num_blocks(self._config, self._model_len, self.block_size, self._caches.block_bytes, free)
-
-    def _run_longest_step(self, blocks: int) -> None:
-        num_tokens = min(self._config.max_step_tokens, self._model_len, blocks * self.block_size)
-        request = Request("warm-up", [0] * num_tokens, num_tokens, Sampling(max_new_tokens=1))
-        request.block_ids = list(range(-(-num_tokens // self.block_size)))
-        self.step(Batch([Chunk(request, 0, num_tokens)]))
+        return self._slots.sample(batch, self._logits.copy_to_cpu(), wait_for_mask(), cpu.sample)
 
 
 class _CacheInputs:
@@ -85,7 +81,6 @@ class _CacheInputs:
         self._dtype = dtype
         self._tensors: list[paddle.Tensor] = []
         self.block_size = shape[2]
-        self.num_blocks = 0
 
     @classmethod
     def of(cls, program: Path, predictor: paddle.inference.Predictor) -> _CacheInputs:
@@ -99,12 +94,18 @@ class _CacheInputs:
         """Of one block in all layers."""
         return len(self._handles) * int(np.prod(self._shape)) * held_as(self._dtype).itemsize
 
-    def allocate(self, blocks: int) -> None:
+    def allocate(self, num_blocks: int) -> None:
+        self._tensors.clear()
         # Not filled: pages that no request has touched cost no memory.
-        self._tensors = [paddle.empty([blocks, *self._shape], self._dtype) for _ in self._handles]
+        self._tensors = [paddle.empty([num_blocks, *self._shape], self._dtype) for _ in self._handles]
         for handle, tensor in zip(self._handles.values(), self._tensors, strict=True):
             handle.share_external_data(tensor)
-        self.num_blocks = blocks
+
+    def copy(self, copy: Copy) -> None:
+        num_bytes = self.block_bytes // len(self._handles)
+        for tensor in self._tensors:
+            start = tensor.data_ptr()
+            ctypes.memmove(start + copy.target * num_bytes, start + copy.source * num_bytes, num_bytes)
 
 
 def _load(directory: Path) -> paddle.inference.Predictor:

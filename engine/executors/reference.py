@@ -8,33 +8,54 @@ from types import ModuleType
 import numpy as np
 
 from engine import graph
-from engine.core.types import Batch, StepOutput
+from engine.core.types import Batch, Copy, StepOutput
 from engine.dtypes import held_as
-from engine.executors.step_inputs import graph_inputs, sampling_rows, step_output
+from engine.executors.slots import Slots
+from engine.executors.step import StepWhenAsked
 from engine.graph.run import run_graph
 from engine.ops import reference
+
+NUM_SLOTS = 64
+MAX_BLOCKS = 256  # of one request
 
 
 class ReferenceExecutor:
     """`ops` is any module with the functions of engine.ops.reference."""
 
-    def __init__(self, graph_dir: Path, num_blocks: int, ops: ModuleType = reference):
+    def __init__(self, graph_dir: Path, ops: ModuleType = reference):
         self._graph, self._params = graph.load(graph_dir)
         self._ops = ops
-        self.num_blocks = num_blocks
-        caches = {name: value for name, value in self._graph.inputs.items() if name.startswith("kv_cache_")}
-        self.block_size = next(iter(caches.values())).shape[3]
+        self._cache_inputs = {name: value for name, value in self._graph.inputs.items() if name.startswith("kv_cache_")}
+        shape = next(iter(self._cache_inputs.values())).shape
+        self.block_size = shape[3]
+        self.block_bytes = sum(
+            int(np.prod(value.shape[1:])) * held_as(value.dtype).itemsize for value in self._cache_inputs.values()
+        )
+        self._slots = Slots(NUM_SLOTS, MAX_BLOCKS, self.block_size)
+        self._caches: dict[str, np.ndarray] = {}
+
+    def free_bytes(self) -> int:
+        return 1 << 30
+
+    def allocate(self, num_blocks: int) -> None:
         self._caches = {
-            name: np.zeros((num_blocks, *value.shape[1:]), held_as(value.dtype)) for name, value in caches.items()
+            name: np.zeros((num_blocks, *value.shape[1:]), held_as(value.dtype))
+            for name, value in self._cache_inputs.items()
         }
 
-    def warm_up(self) -> None:
-        pass
-
-    def step(self, batch: Batch) -> StepOutput:
-        logits = run_graph(self._graph, self._params, graph_inputs(batch) | self._caches, self._ops)
-        requests = [chunk.request for chunk in batch.chunks if chunk.samples]
-        return step_output(self._ops.sample(logits, sampling_rows(requests)), requests)
+    def launch(self, batch: Batch) -> StepWhenAsked:
+        return StepWhenAsked(lambda mask: self._compute(batch, mask))
 
     def close(self) -> None:
         self._caches.clear()
+
+    def _compute(self, batch: Batch, mask: np.ndarray | None) -> StepOutput:
+        self._slots.place(batch)
+        for copy in batch.copies:
+            self._copy(copy)
+        logits = run_graph(self._graph, self._params, self._slots.graph_inputs(batch) | self._caches, self._ops)
+        return self._slots.sample(batch, logits, mask, self._ops.sample)
+
+    def _copy(self, copy: Copy) -> None:
+        for cache in self._caches.values():
+            cache[copy.target] = cache[copy.source]

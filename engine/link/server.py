@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import zmq
@@ -47,12 +48,16 @@ class Server:
     def run(self) -> None:
         try:
             while not self._closing:
-                self._take_messages(wait=self.loop.is_idle)
-                self._drop_silent_clients()
-                self._send_updates(self.loop.step())
+                self.turn()
         finally:
             self.loop.executor.close()
             self._context.destroy(linger=0)
+
+    def turn(self) -> None:
+        """Messages are read and tokens sent while a step runs; only `Loop.turn` waits for it."""
+        self._take_messages(wait=self.loop.is_idle)
+        self._drop_silent_clients()
+        self._send_updates(self.loop.turn())
 
     def close(self) -> None:
         """Ends `run` after the current step. May be called from a signal handler."""
@@ -82,18 +87,31 @@ class Server:
                 self._client_of.pop(fields[1], None)
                 self.loop.drop(fields[1])
 
-    def _submit(self, client: bytes, request_id: str, token_ids: Any, prompt_len: int, *rest: Any) -> None:
-        sampling, replay = rest
-        request = Request(request_id, list(token_ids), prompt_len, messages.unpack_sampling(sampling))
+    def _submit(self, client: bytes, prompt_ids: Sequence[int], answers: Sequence[Any], replay: bool) -> None:
+        """Answers that have no token yet share the work of their prompt."""
+        requests = [
+            Request(request_id, [*prompt_ids, *token_ids], len(prompt_ids), messages.unpack_sampling(sampling))
+            for request_id, sampling, token_ids in answers
+        ]
+        fresh = [request for request in requests if request.num_new_tokens == 0]
+        if fresh:
+            fresh[0].forks = fresh[1:]
+        for request in fresh[:1] + [request for request in requests if request.num_new_tokens]:
+            self._add(client, request, replay)
+
+    def _add(self, client: bytes, request: Request, replay: bool) -> None:
+        request_ids = [each.request_id for each in (request, *request.forks)]
         try:
-            if self._client_of.get(request_id) == client:
-                raise DuplicateRequest(f"the engine has a request {request_id} already")
-            if self._client_of.pop(request_id, None):  # its connection was lost: it goes on over this one
-                self.loop.drop(request_id)
+            for request_id in request_ids:
+                if self._client_of.get(request_id) == client:
+                    raise DuplicateRequest(f"the engine has a request {request_id} already")
+                if self._client_of.pop(request_id, None):  # its connection was lost: it goes on over this one
+                    self.loop.drop(request_id)
             self.loop.add(request, replay)
-            self._client_of[request_id] = client
+            self._client_of.update(dict.fromkeys(request_ids, client))
         except RequestError as error:
-            self._send(client, messages.REFUSED, request_id, error.kind, str(error))
+            for request_id in request_ids:
+                self._send(client, messages.REFUSED, request_id, error.kind, str(error))
 
     def _send_updates(self, updates: list[Any]) -> None:
         by_client: dict[bytes, list[Any]] = {}
@@ -103,7 +121,8 @@ class Server:
                 error = NoToken()
                 self._send(self._client_of.pop(request_id), messages.REFUSED, request_id, error.kind, str(error))
                 continue
-            fields = (request_id, update.token_id, messages.pack_logprobs(update.logprobs), update.finish_reason)
+            logprobs = update.logprobs and messages.pack_logprobs(update.logprobs)
+            fields = (request_id, update.token_ids, logprobs, update.finish_reason)
             by_client.setdefault(self._client_of[request_id], []).append(fields)
             if update.finish_reason:
                 del self._client_of[request_id]

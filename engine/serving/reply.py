@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from engine import wire
@@ -30,7 +30,7 @@ class Sender(Protocol):
 
 
 class Reply:
-    """The listener of one request. The engine client's thread calls `token` and `ended`, one sender thread at a time
+    """The listener of one request. The engine client's thread calls `tokens` and `ended`, one sender thread at a time
     calls `send_gathered`, the cancel thread `end_if_cancelled`."""
 
     def __init__(
@@ -67,9 +67,9 @@ class Reply:
 
     # The listener
 
-    def token(self, token_id: int, logprobs: Logprobs | None, finish_reason: str | None) -> None:
+    def tokens(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None, finish_reason: str | None) -> None:
         with self._lock:
-            self._gathered.append((token_id, logprobs))
+            self._gathered += zip(token_ids, logprobs or [None] * len(token_ids), strict=True)
             self._finish_reason = finish_reason
             # Without streaming and stop strings all but the time of the first token can wait for the end.
             worthwhile = finish_reason or self.streaming or self._request.stop_sequences or not self._first_token

@@ -23,7 +23,7 @@ from engine.errors import (
     as_request_error,
     queue_full,
 )
-from engine.link.client import EngineClient
+from engine.link.client import EngineClient, Submission
 from engine.serving.latency import Latency
 from engine.serving.prompt import PromptReader
 from engine.serving.reply import Reply, Sender
@@ -166,7 +166,7 @@ class Service:
 
     def _start(self, reply: Reply) -> None:
         try:
-            self.client.submit(reply.engine_id, reply.prompt.token_ids, reply.prompt.sampling, reply)
+            self.client.submit(reply.prompt.token_ids, [Submission(reply.engine_id, reply.prompt.sampling, reply)])
         except Exception as error:
             reply.ended(as_request_error(error))
         if reply.is_over:  # cancelled before the engine client knew it

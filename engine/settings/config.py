@@ -102,6 +102,18 @@ class Config:
         minimum=0,
         maximum=1024,
     )
+    speculate_method: str = setting(
+        "none",
+        "SPECULATE_METHOD",
+        "`ngram`: what followed the same tokens before is tried several tokens a step, with the same answers",
+        choices=("none", "ngram"),
+    )
+    speculate_max_draft_token_num: int = setting(
+        4, "SPECULATE_MAX_DRAFT_TOKEN_NUM", "tokens tried in a step at most", minimum=1, maximum=16
+    )
+    speculate_max_ngram_size: int = setting(
+        3, "SPECULATE_MAX_NGRAM_SIZE", "tokens that must have occurred before, at most", minimum=1, maximum=16
+    )
     use_warmup: bool = setting(False, "USE_WARMUP", "run the longest step once before the server is ready")
 
     # Gateway and answers

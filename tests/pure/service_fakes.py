@@ -74,7 +74,8 @@ class FakeEngine:
         self.on_submit = lambda: None
         self._lock = threading.Lock()
 
-    def submit(self, request_id, token_ids, sampling, listener):
+    def submit(self, token_ids, submissions):
+        [(request_id, sampling, listener)] = [(s.request_id, s.sampling, s.listener) for s in submissions]
         self.on_submit()
         if self.reason:
             raise EngineUnavailable(self.reason)
@@ -108,7 +109,7 @@ class FakeEngine:
             is_last = bool(finish_reason) and index == len(token_ids)
             if is_last:
                 del self.listeners[name]
-            listener.token(token_id, None, finish_reason if is_last else None)
+            listener.tokens([token_id], None, finish_reason if is_last else None)
 
 
 def a_payload(**fields):

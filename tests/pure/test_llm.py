@@ -30,6 +30,7 @@ def llm(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 400} | ExportedModel(400, 4, 64, "float32").keys()))
     monkeypatch.setattr(llm_module, "is_exported", lambda directory: True)
     monkeypatch.setattr(llm_module, "make_executor", lambda directory, config: CountingExecutor(12, 4))
+    monkeypatch.setattr(llm_module, "allocate_cache", lambda executor, config, model_len: executor.num_blocks)
     llm = LLM(tmp_path, batch_size=4)
     yield llm
     llm.close()
@@ -95,7 +96,7 @@ def test_an_interrupted_call_does_not_disturb_the_next(llm, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(llm._loop.executor, "step", interrupt)
+        patch.setattr(llm._loop.executor, "launch", interrupt)
         llm.generate(["a", "b"], GREEDY, progress=False)
     assert [answer.text for answer in llm.generate(["k", "a"], GREEDY, progress=False)] == ["lmn", "bcd"]
 
@@ -129,8 +130,8 @@ def test_an_interrupt_in_the_middle_of_the_books_does_not_disturb_the_next_call(
 
 
 def test_calls_from_several_threads_take_turns(llm, monkeypatch):
-    step = llm._loop.executor.step
-    monkeypatch.setattr(llm._loop.executor, "step", lambda batch: time.sleep(0.001) or step(batch))
+    launch = llm._loop.executor.launch
+    monkeypatch.setattr(llm._loop.executor, "launch", lambda batch: time.sleep(0.001) or launch(batch))
     with ThreadPoolExecutor(4) as threads:
         calls = {text: threads.submit(llm.generate, [text] * 5, GREEDY, False) for text in "afkp"}
         answers = {text: {answer.text for answer in call.result()} for text, call in calls.items()}
@@ -139,7 +140,7 @@ def test_calls_from_several_threads_take_turns(llm, monkeypatch):
 
 def test_a_model_that_gives_no_token_is_an_error_and_the_next_call_goes_on(llm, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(NoToken):
-        patch.setattr(llm._loop.executor, "step", lambda batch: StepOutput([NO_TOKEN], [None]))
+        patch.setattr(llm._loop.executor, "_choose", lambda batch: StepOutput([[NO_TOKEN]], [None]))
         llm.generate("a", GREEDY, progress=False)
     assert llm.generate("k", GREEDY, progress=False)[0].text == "lmn"
 

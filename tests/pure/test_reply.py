@@ -46,7 +46,7 @@ def make(tokenizer):
 def give(reply, text, finish_reason=None):
     token_ids = list(text.encode() if isinstance(text, str) else text)
     for index, token_id in enumerate(token_ids, 1):
-        reply.token(token_id, None, finish_reason if index == len(token_ids) else None)
+        reply.tokens([token_id], None, finish_reason if index == len(token_ids) else None)
 
 
 def send(reply):
@@ -60,7 +60,7 @@ def test_the_deltas_are_the_answer_and_the_last_one_has_all_of_it(make):
         give(reply, text)
         send(reply)
     give(reply, "!")
-    reply.token(EOS_ID, None, "stop")
+    reply.tokens([EOS_ID], None, "stop")
     sender = send(reply)
     assert [fields["token"] for fields, _ in sender.sent] == ["He", "llo", "!"]
     assert [fields["token_ids"] for fields, _ in sender.sent] == [list(b"He"), list(b"llo"), list(b"!")]
@@ -82,7 +82,7 @@ def test_an_answer_at_its_limit_keeps_its_last_token(make):
 
 def test_an_answer_may_be_empty(make):
     reply = make()
-    reply.token(EOS_ID, None, "stop")
+    reply.tokens([EOS_ID], None, "stop")
     final = send(reply).final
     assert (final["token"], final["tokens_all"], final["tokens_all_ids"], final["tokens_all_num"]) == ("", "", [], 1)
 
@@ -103,7 +103,7 @@ def test_a_character_comes_when_it_is_complete_and_a_part_of_one_is_not_lost(mak
     reply = make()
     data = "é".encode() + "世".encode()[:2]
     for index, byte in enumerate(data, 1):
-        reply.token(byte, None, "length" if index == len(data) else None)
+        reply.tokens([byte], None, "length" if index == len(data) else None)
         sender = send(reply)
     assert [fields["token"] for fields, _ in sender.sent] == ["é", "\ufffd"]
     assert [fields["token_ids"] for fields, _ in sender.sent] == [list(data[:2]), list(data[2:])]
@@ -170,11 +170,11 @@ def test_the_time_to_the_first_token_is_measured_with_and_without_streaming(make
 
 def test_logprobs_come_with_their_tokens(make):
     reply = make(num_logprobs=1)
-    reply.token(65, Logprobs(-0.5, ((66, -0.25),)), None)
+    reply.tokens([65], [Logprobs(-0.5, ((66, -0.25),))], None)
     send(reply)
-    reply.token(66, Logprobs(float("-inf"), ()), None)
-    reply.token(66, Logprobs(float("nan"), ()), None)
-    reply.token(EOS_ID, Logprobs(0.0), "stop")
+    reply.tokens([66], [Logprobs(float("-inf"), ())], None)
+    reply.tokens([66], [Logprobs(float("nan"), ())], None)
+    reply.tokens([EOS_ID], [Logprobs(0.0)], "stop")
     first, last = (fields["logprobs"] for fields, _ in send(reply).sent)
     top = [{"token_id": 66, "token": "B", "bytes": [66], "logprob": -0.25}]
     assert first == [{"token_id": 65, "token": "A", "bytes": [65], "logprob": -0.5, "top": top}]
@@ -205,7 +205,7 @@ def test_a_token_without_logprobs_is_named_alone(make):
 
 def test_a_token_without_text_is_sent_too(make):
     reply = make()
-    reply.token(EOS_ID, None, None)  # as `ignore_eos` has it
+    reply.tokens([EOS_ID], None, None)  # as `ignore_eos` has it
     [fields] = send(reply).deltas
     assert (fields["token"], fields["token_ids"]) == ("", [EOS_ID])
     send(reply)

@@ -158,7 +158,7 @@ def test_tokens_of_an_ended_request_do_not_reach_the_next_with_its_req_id(servic
     assert engine.cancelled == [name]
     second = service.ask([2])
     engine.listener_of([2])
-    stale.token(ord("y"), None, "length")  # was on its way
+    stale.tokens([ord("y")], None, "length")  # was on its way
     engine.give([2], b"z", "length")
     assert second.final["tokens_all"] == "z"
 
