@@ -1,6 +1,6 @@
 """The settings of the server: one frozen dataclass, read from the environment once, checked once.
 
-`python -m engine.settings.config` prints the table of the README.
+`python -m engine.settings.config` prints the table of docs/settings.md.
 """
 
 from __future__ import annotations
