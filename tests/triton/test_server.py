@@ -468,6 +468,13 @@ def test_the_readmes_python_examples_run_as_they_stand(server, number):
     assert len(run.stdout.split()) >= 3
 
 
+def test_the_readmes_grpc_example_ends_on_an_error(server):
+    code = next(code for code in readme_examples() if "8811" in code)
+    code = code.replace("8811", str(server.ports["SERVICE_GRPC_PORT"])).replace('"max_dec_len": 32', '"max_dec_len": 0')
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stdout) == (0, "The `max_dec_len` must be an integer and greater than 0, it is 0")
+
+
 def test_the_readmes_curl_example_runs_as_it_stands(server):
     (example,) = re.findall(r"^curl -N .*?\n  -d .*?$", (ROOT / "README.md").read_text(), re.S | re.M)
     example = example.replace("9965", str(server.ports["SERVICE_HTTP_PORT"]))
