@@ -39,7 +39,7 @@ def table(name, first):
 
 
 def code_words(text):
-    return re.findall(r"`([^`]+)`", text)
+    return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M))
 
 
 # --- the README -----------------------------------------------------------------------------------------------------
