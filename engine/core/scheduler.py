@@ -162,22 +162,23 @@ class Scheduler:
         sampled = zip(output.token_ids, output.logprobs, strict=True)
         for request, row, forks in launched:
             token_ids, logprobs = next(sampled) if row.num_sampled else ((), None)
-            of_forks = [next(sampled) for _ in forks]
+            of_forks = [next(sampled) for _ in forks] if forks else ()
             if request.slot < 0:  # dropped meanwhile
                 continue
             request.num_computed = row.start + len(row.token_ids) - row.num_sampled + len(token_ids)
-            if row.num_sampled > 1:
-                self.counters.num_drafted_tokens += row.num_sampled - 1
-                self.counters.num_accepted_tokens += len(token_ids) - 1
             update = self._append(request, token_ids, logprobs) if row.num_sampled else None
             if request.num_computed >= (request.num_published + 1) * self.pool.block_size:
                 self._holdings.publish(request)
-            if row.num_sampled and request.forks:
+            if forks:
                 self._join_forks(request)
+            if row.num_sampled > 1:
+                self.counters.num_drafted_tokens += row.num_sampled - 1
+                self.counters.num_accepted_tokens += len(token_ids) - 1
             self._finish(request, update, updates)
             for fork, tokens in zip(forks, of_forks, strict=True):
                 if fork.state is State.RUNNING:
                     self._finish(fork, self._append(fork, *tokens), updates)
+        self.counters.num_generated_tokens += sum(len(update.token_ids) for update in updates)
         return updates
 
     def check(self) -> None:
@@ -295,24 +296,25 @@ class Scheduler:
     def _append(self, request: Request, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None) -> Update:
         if token_ids[0] == NO_TOKEN:
             return Update(request, (), None, FAILED)
-        finish_reason = None
+        if len(token_ids) == 1:
+            request.token_ids.append(token_ids[0])
+            return Update(request, token_ids, logprobs, request.finish_reason())
         for count, token_id in enumerate(token_ids, 1):
             request.token_ids.append(token_id)
-            finish_reason = request.finish_reason
-            if finish_reason and count < len(token_ids):  # the others were drafted well, but beyond the end
+            if finish_reason := request.finish_reason():  # what follows was drafted well, but is beyond the end
                 return Update(request, token_ids[:count], logprobs and logprobs[:count], finish_reason)
-        return Update(request, token_ids, logprobs, finish_reason)
+        return Update(request, token_ids, logprobs, None)
 
     def _finish(self, request: Request, update: Update | None, updates: list[Update]) -> None:
         """What is told, and the end of a request that has come to it, or that was dropped and no fork needs."""
-        if update and request.state is State.RUNNING:
-            self.counters.num_generated_tokens += len(update.token_ids)
-            updates.append(update)
-        if request.state is State.ENDED and not request.forks:
+        if request.state is State.RUNNING:
+            if update is not None:
+                updates.append(update)
+                if update.finish_reason:
+                    self._leave(request)
+                    request.state = State.ENDED
+        elif not request.forks:
             self._leave(request)
-        elif update and update.finish_reason:
-            self._leave(request)
-            request.state = State.ENDED
 
     def _leave(self, request: Request) -> None:
         if self.waiting.pop(request.request_id, None) is None:

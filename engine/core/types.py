@@ -68,13 +68,10 @@ class Request:
         """Positions this request may come to hold. The last token is never fed back, so it needs none."""
         return self.prompt_len + self.sampling.max_new_tokens - 1
 
-    @property
     def finish_reason(self) -> str | None:
         """'stop' after a stop id, 'length' at the limit, None while it runs."""
         sampling, num_new_tokens = self.sampling, len(self.token_ids) - self.prompt_len
-        if num_new_tokens == 0:
-            return None
-        if num_new_tokens > sampling.min_new_tokens and self.token_ids[-1] in sampling.stop_token_ids:
+        if self.token_ids[-1] in sampling.stop_token_ids and num_new_tokens > sampling.min_new_tokens:
             return "stop"
         return "length" if num_new_tokens >= sampling.max_new_tokens else None
 

@@ -4,7 +4,7 @@ that are accepted. The same for every executor that samples on the host."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
@@ -121,23 +121,26 @@ class Slots:
     def accept(self, batch: Batch, sampled: SampledRows) -> StepOutput:
         """Of every row the tokens up to the first that its draft had otherwise."""
         chosen = sampled.token_ids.tolist()
-        with_logprobs = self._rows.num_logprobs.max() >= 0
+        slots: list[int] = []
         token_ids: list[list[int]] = []
-        logprobs: list[list[Logprobs] | None] = []
         at = 0
         for row in batch.rows:
-            if not row.num_sampled:
-                continue
-            count = 1
-            while count < row.num_sampled and chosen[at + count - 1] == row.token_ids[count - row.num_sampled]:
-                count += 1
-            for slot, first, num_tokens in ((row.slot, at, count), *_forks(row.forks, at + row.num_sampled)):
-                token_ids.append(chosen[first : first + num_tokens])
-                places = range(first, first + num_tokens)
-                logprobs.append(self._logprobs(slot, sampled, places) if with_logprobs else None)
-                self._remember(slot, token_ids[-1])
-            at += row.num_sampled + len(row.forks)
-        return StepOutput(token_ids, logprobs)
+            if row.num_sampled == 1:
+                slots.append(row.slot)
+                token_ids.append([chosen[at]])
+            elif row.num_sampled:
+                count = 1
+                while count < row.num_sampled and chosen[at + count - 1] == row.token_ids[count - row.num_sampled]:
+                    count += 1
+                slots.append(row.slot)
+                token_ids.append(chosen[at : at + count])
+            at += row.num_sampled
+            for fork in row.forks:
+                slots.append(fork)
+                token_ids.append([chosen[at]])
+                at += 1
+        self._remember(slots, token_ids)
+        return StepOutput(token_ids, self._logprobs(batch, slots, token_ids, sampled))
 
     def _arrive(self, arrival: Arrival) -> None:
         slot, token_ids, prompt_len, sampling = arrival
@@ -158,25 +161,31 @@ class Slots:
         if sampling.logit_bias or sampling.bad_words or sampling.min_new_tokens:
             self._biases[slot] = _Bias(sampling, token_ids[prompt_len:])
 
-    def _remember(self, slot: int, token_ids: Sequence[int]) -> None:
-        self._rows.counter[slot] += len(token_ids)
-        if token_ids[0] == NO_TOKEN:
+    def _remember(self, slots: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
+        self._rows.counter[np.array(slots)] += [len(each) for each in token_ids]  # every slot is there once
+        if not self._seen and not self._biases:
             return
-        if slot in self._seen:
-            self._seen[slot].add(token_ids)
-        if slot in self._biases:
-            self._biases[slot].answer += token_ids
+        for slot, each in zip(slots, token_ids, strict=True):
+            if each[0] == NO_TOKEN:
+                continue
+            if slot in self._seen:
+                self._seen[slot].add(each)
+            if slot in self._biases:
+                self._biases[slot].answer += each
 
-    def _logprobs(self, slot: int, sampled: SampledRows, places: Sequence[int]) -> list[Logprobs] | None:
-        count = int(self._rows.num_logprobs[slot])
-        if count < 0:
-            return None
-        logprobs = []
-        for place in places:
-            ids, values = sampled.top_ids[place, :count].tolist(), sampled.top_logprobs[place, :count].tolist()
-            top = tuple(pair for pair in zip(ids, values, strict=True) if pair[0] >= 0)
-            logprobs.append(Logprobs(float(sampled.logprobs[place]), top))
-        return logprobs
+    def _logprobs(
+        self, batch: Batch, slots: Sequence[int], token_ids: Sequence[Sequence[int]], sampled: SampledRows
+    ) -> list[list[Logprobs] | None]:
+        """Of every token that was accepted."""
+        wanted = self._rows.num_logprobs[np.array(slots)].tolist()
+        if max(wanted) < 0:
+            return [None] * len(slots)
+        widths = [width for row in batch.rows if row.num_sampled for width in (row.num_sampled, *[1] * len(row.forks))]
+        starts = [0, *accumulate(widths)]
+        return [
+            None if count < 0 else _logprobs(sampled, range(start, start + len(ids)), count)
+            for start, ids, count in zip(starts, token_ids, wanted, strict=False)
+        ]
 
 
 class _Seen:
@@ -237,8 +246,13 @@ class _Bias:
 NONE: Entries = (np.zeros(0, np.int32), np.zeros(0, np.float32))
 
 
-def _forks(slots: Sequence[int], first: int) -> Iterator[tuple[int, int, int]]:
-    return ((slot, first + index, 1) for index, slot in enumerate(slots))
+def _logprobs(sampled: SampledRows, places: Sequence[int], count: int) -> list[Logprobs]:
+    logprobs = []
+    for place in places:
+        ids, values = sampled.top_ids[place, :count].tolist(), sampled.top_logprobs[place, :count].tolist()
+        top = tuple(pair for pair in zip(ids, values, strict=True) if pair[0] >= 0)
+        logprobs.append(Logprobs(float(sampled.logprobs[place]), top))
+    return logprobs
 
 
 def _entries(pairs: Sequence[tuple[int, float]]) -> Entries:

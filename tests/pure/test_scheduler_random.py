@@ -139,7 +139,7 @@ class World:
             prompt, tokens = request.token_ids[: request.prompt_len], request.token_ids[request.prompt_len :]
             assert tokens == answer(prompt, request.sampling)
             is_stop = tokens[-1] in request.sampling.stop_token_ids and len(tokens) > request.sampling.min_new_tokens
-            assert request.finish_reason == ("stop" if is_stop else "length")
+            assert request.finish_reason() == ("stop" if is_stop else "length")
 
 
 def live(world, drops):
@@ -183,4 +183,4 @@ def test_nobody_starves_behind_requests_that_arrive_for_ever():
             scheduler.add(Request(str(number), [first, first + 1], 2, Sampling(rng.randint(1, 12), temperature=0)))
         batch = scheduler.next_batch()
         scheduler.apply(executor.launch(batch).result())
-    assert big.finish_reason == "length"
+    assert big.finish_reason() == "length"
