@@ -13,7 +13,7 @@ from typing import Any
 from engine.dtypes import WEIGHT_DTYPES
 from engine.models.keys import ModelError, read_json, whole_number
 
-GRAPH_VERSION = 2  # raised whenever the same checkpoint exports to another graph
+GRAPH_VERSION = 3  # raised whenever the same checkpoint exports to another graph
 CONFIG = "config.json"
 STEM = "model"  # of the two files of a rank
 PROGRAM, PARAMETERS = f"{STEM}.json", f"{STEM}.pdiparams"

@@ -100,7 +100,7 @@ class Decoder(nn.Layer):
         token_ids, positions, query_starts, context_lens, block_tables, logit_rows = step
         where = (query_starts, context_lens, block_tables)
         cos_sin = ops().rotary_angles(positions, self.inv_freq, attention_scaling=self.attention_scaling)
-        x, residual = ops().embedding(token_ids, self.embed_tokens), None
+        x, residual = ops().embedding(token_ids, self.embed_tokens, first_id=0), None
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x, residual = layer.input_layernorm(x, residual)
             x = layer.attention(x, cos_sin, kv_cache, where)
