@@ -18,7 +18,7 @@ from engine.errors import InvalidRequest, NoToken
 from engine.executors import make_executor
 from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions
-from engine.exporting.exported import is_exported
+from engine.exporting.manifest import is_exported
 from engine.serving.answer import OpenAnswer
 from engine.serving.prompt import PromptReader
 from engine.settings.config import Config

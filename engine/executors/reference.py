@@ -11,6 +11,7 @@ from engine import graph
 from engine.core.types import Batch, StepOutput
 from engine.dtypes import held_as
 from engine.executors.step_inputs import graph_inputs, sampling_rows, step_output
+from engine.exporting.manifest import Manifest
 from engine.graph.run import run_graph
 from engine.ops import reference
 
@@ -22,19 +23,17 @@ class ReferenceExecutor:
         self._graph, self._params = graph.load(graph_dir)
         self._ops = ops
         self.num_blocks = num_blocks
-        caches = {name: value for name, value in self._graph.inputs.items() if name.startswith("kv_cache_")}
-        self.block_size = next(iter(caches.values())).shape[3]
-        self._caches = {
-            name: np.zeros((num_blocks, *value.shape[1:]), held_as(value.dtype)) for name, value in caches.items()
-        }
+        model = Manifest.read(graph_dir)
+        self.block_size = model.block_size
+        self._caches = {c.name: np.zeros(c.shape_of(num_blocks), held_as(c.dtype)) for c in model.graph().caches}
 
     def warm_up(self) -> None:
         pass
 
     def step(self, batch: Batch) -> StepOutput:
-        logits = run_graph(self._graph, self._params, graph_inputs(batch) | self._caches, self._ops)
+        outputs = run_graph(self._graph, self._params, graph_inputs(batch) | self._caches, self._ops)
         requests = [chunk.request for chunk in batch.chunks if chunk.samples]
-        return step_output(self._ops.sample(logits, sampling_rows(requests)), requests)
+        return step_output(self._ops.sample(outputs["logits"], sampling_rows(requests)), requests)
 
     def close(self) -> None:
         self._caches.clear()

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.graph import load
+from engine.exporting.manifest import Manifest
 from engine.models.rope import read_rope
 from engine.ops import cpu, reference
 from engine.ops.cpu.paddle_ops import register_paddle_ops
@@ -90,19 +90,20 @@ def through_paddle(model_dir: Path) -> PagedModel:
     config.disable_glog_info()
     predictor = inference.create_predictor(config)
 
-    def run(inputs) -> np.ndarray:
+    def run(inputs) -> dict[str, np.ndarray]:
         for name, array in inputs.items():
             handle = predictor.get_input_handle(name)
-            if name.startswith("kv_cache"):
+            if name in caches:
                 handle.share_external_data(caches[name])
             else:
                 handle.reshape(array.shape)
                 handle.copy_from_cpu(array)
         predictor.run()
-        return predictor.get_output_handle(predictor.get_output_names()[0]).copy_to_cpu()
+        outputs = zip(manifest.graph().outputs, predictor.get_output_names(), strict=True)
+        return {name: predictor.get_output_handle(theirs).copy_to_cpu() for name, theirs in outputs}
 
-    graph, _ = load(model_dir)
-    model = PagedModel(graph, run)
+    manifest = Manifest.read(model_dir)
+    model = PagedModel(manifest, run)
     caches = {name: paddle.to_tensor(array) for name, array in model.caches.items()}
     return model
 
