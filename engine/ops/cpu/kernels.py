@@ -91,7 +91,10 @@ def c_library() -> ctypes.CDLL:
     lib.llm_sample.restype = None
     lib.llm_all_reduce.argtypes, lib.llm_all_reduce.restype = [c_void_p, c_void_p, c_int64], c_char_p
     lib.llm_all_gather.argtypes, lib.llm_all_gather.restype = [c_void_p, c_void_p, *[c_int64] * 3], c_char_p
-    lib.llm_num_ranks.restype = c_int
+    lib.llm_join.argtypes, lib.llm_join.restype = [c_void_p], c_char_p
+    lib.llm_leave.restype = None
+    lib.llm_num_ranks.restype = c_int64
+    lib.llm_segment_bytes.argtypes, lib.llm_segment_bytes.restype = [c_int64, c_int64], c_int64
     return lib
 
 
