@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from engine.dtypes import held_as
-from engine.exporting.manifest import Manifest
+from engine.exporting.manifest import Manifest, rank_dir
 from engine.graph import load
 from engine.graph.run import run_graph
 from engine.models.kv_cache import CacheSpec
 from engine.ops import reference
+from engine.ops.cpu.paddle_ops import register_paddle_ops
 
 Run = Callable[[Mapping[str, np.ndarray]], Mapping[str, np.ndarray]]  # a step's inputs to its outputs
 
@@ -32,6 +33,36 @@ class PagedModel:
     def of(cls, model_dir: Path, ops=reference, rank: int = 0, **sizes) -> PagedModel:
         graph, params = load(model_dir, rank)
         return cls(Manifest.read(model_dir), lambda inputs: run_graph(graph, params, inputs, ops), **sizes)
+
+    @classmethod
+    def through_paddle(cls, model_dir: Path, rank: int = 0) -> PagedModel:
+        """The same files run by Paddle Inference, with the caches it shares with us."""
+        import paddle
+        from paddle import inference
+
+        register_paddle_ops()
+        manifest = Manifest.read(model_dir)
+        graph, directory = manifest.graph(), rank_dir(model_dir, rank)
+        config = inference.Config(str(directory / graph.program), str(directory / graph.parameters))
+        config.disable_gpu()
+        config.disable_glog_info()
+        predictor = inference.create_predictor(config)
+
+        def run(inputs) -> dict[str, np.ndarray]:
+            for name, array in inputs.items():
+                handle = predictor.get_input_handle(name)
+                if name in caches:
+                    handle.share_external_data(caches[name])
+                else:
+                    handle.reshape(array.shape)
+                    handle.copy_from_cpu(array)
+            predictor.run()
+            outputs = zip(graph.outputs, predictor.get_output_names(), strict=True)
+            return {name: predictor.get_output_handle(theirs).copy_to_cpu() for name, theirs in outputs}
+
+        model = cls(manifest, run)
+        caches = {name: paddle.to_tensor(array) for name, array in model.caches.items()}
+        return model
 
     def step(self, tokens: dict[int, list[int]], num_logits: int = 1) -> np.ndarray:
         """`tokens`: by request, what follows all it had before. Logits of the last `num_logits` of each."""

@@ -20,7 +20,7 @@ from engine.dtypes import WEIGHT_DTYPES
 from engine.exporting.manifest import CONFIG, DECODER, Graph, Manifest, rank_dir, refuse_static_graph
 from engine.models.checkpoint import Checkpoint
 from engine.models.config import DecoderConfig
-from engine.models.families import Model, read_model
+from engine.models.families import read_model
 from engine.models.formats import FORMATS
 from engine.models.keys import ModelError, read_json
 from engine.models.kv_cache import CacheSpec
@@ -70,40 +70,41 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
     checkpoint = Checkpoint(checkpoint_dir)
     model = _untied_where_stored_apart(model, checkpoint, progress)
     dtype = checkpoint.graph_dtype("model.embed_tokens.weight") if options.dtype == "auto" else options.dtype
-    shards = [
-        Shard(FORMATS[dtype], dtype, options.block_size, rank, options.num_ranks) for rank in range(options.num_ranks)
-    ]
-    checkpoint.check(
-        weights_of(model.network(shards[0])).values(), ignored={"lm_head.weight"} if model.tied_embeddings else set()
-    )
+    shards = [Shard(FORMATS[dtype], dtype, options.block_size, i, options.num_ranks) for i in range(options.num_ranks)]
+    ignored = {"lm_head.weight"} if model.tied_embeddings else set()
+    checkpoint.check(weights_of(model.network(shards[0])).values(), ignored)
     manifest = _manifest(model, shards[0], _max_seq_len(model, options.max_seq_len, progress))
     with _complete_or_absent(out_dir) as partial:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "No ccache found")  # Paddle's own, at import
             from engine.exporting.save import save_rank
         for shard in shards:
-            of_rank = f" of rank {shard.rank}" if options.num_ranks > 1 else ""
+            of_rank = f" of rank {shard.rank}" if len(shards) > 1 else ""
             progress(f"load weights{of_rank} as {dtype}")
             save_rank(rank_dir(partial, shard.rank), model.network(shard), manifest.graph(), checkpoint, progress)
         progress("write manifest.json, config.json and the tokenizer's files")
-        for name in COPIED_FILES:
-            if (checkpoint_dir / name).exists():
-                shutil.copyfile(checkpoint_dir / name, partial / name)
-        if not (partial / "tokenizer.json").exists():
-            progress(f"{checkpoint_dir} has no tokenizer.json: the graph can be run, but not served")
+        _copy_files(checkpoint_dir, partial, progress)
         (partial / CONFIG).write_text(json.dumps(keys | manifest.config_keys(), indent=2) + "\n")
         manifest.write(partial)
     progress(f"{out_dir} is ready")
 
 
-def _manifest(model: Model, shard: Shard, max_seq_len: int) -> Manifest:
+def _copy_files(checkpoint_dir: Path, out_dir: Path, progress: Progress) -> None:
+    for name in COPIED_FILES:
+        if (checkpoint_dir / name).exists():
+            shutil.copyfile(checkpoint_dir / name, out_dir / name)
+    if not (out_dir / "tokenizer.json").exists():
+        progress(f"{checkpoint_dir} has no tokenizer.json: the graph can be run, but not served")
+
+
+def _manifest(model: DecoderConfig, shard: Shard, max_seq_len: int) -> Manifest:
     network = model.network(shard)
     caches = tuple(found_in(network, CacheSpec))
     graph = Graph(DECODER, "model.json", "model.pdiparams", STEP_INPUTS, network.outputs, caches)
     return Manifest(model.vocab_size, max_seq_len, shard.block_size, shard.num_ranks, shard.format.name, (graph,))
 
 
-def _untied_where_stored_apart(model: Model, checkpoint: Checkpoint, progress: Progress) -> Model:
+def _untied_where_stored_apart(model: DecoderConfig, checkpoint: Checkpoint, progress: Progress) -> DecoderConfig:
     """As transformers has it: where config.json ties what the checkpoint holds as two, the checkpoint is right."""
     table, head = "model.embed_tokens.weight", "lm_head.weight"
     if not model.tied_embeddings or head not in checkpoint or checkpoint.are_equal(table, head):
@@ -125,15 +126,15 @@ def _complete_or_absent(out_dir: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _max_seq_len(config: DecoderConfig, wanted: int | None, progress: Progress) -> int:
+def _max_seq_len(model: DecoderConfig, wanted: int | None, progress: Progress) -> int:
     """The wanted length, checked against what the model computes exactly."""
-    window = config.sliding_window
-    if wanted is None and window is not None and window < config.max_position_embeddings:
+    window = model.sliding_window
+    if wanted is None and window is not None and window < model.max_position_embeddings:
         progress(f"sliding_window is {window}: sliding windows are not supported, the model is exact up to that length")
         return window
-    length = config.max_position_embeddings if wanted is None else wanted
-    if not 1 <= length <= config.max_position_embeddings:
-        raise ModelError(f"max_seq_len is {length}, the model was made for 1 to {config.max_position_embeddings}")
+    length = model.max_position_embeddings if wanted is None else wanted
+    if not 1 <= length <= model.max_position_embeddings:
+        raise ModelError(f"max_seq_len is {length}, the model was made for 1 to {model.max_position_embeddings}")
     if window is not None and length > window:
         raise ModelError(
             f"config.json: sliding_window is {window}, sliding windows are not supported;"

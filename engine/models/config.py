@@ -5,19 +5,24 @@ Knows the keys that families share, old and new; a family knows its own. Knows n
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine.models.keys import ModelError, an_object, number, whole_number
 from engine.models.rope import Rope, read_rope
+from engine.models.weights import Shard
+
+if TYPE_CHECKING:
+    from engine.models.decoder import Decoder  # made of what a config says
 
 Family = TypeVar("Family", bound="DecoderConfig")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
-    """A decoder with rotary positions and grouped-query attention, in the words of config.json."""
+class DecoderConfig(ABC):
+    """A decoder with rotary positions and grouped-query attention, in the words of config.json. A family extends it."""
 
     vocab_size: int
     hidden_size: int
@@ -31,6 +36,15 @@ class DecoderConfig:
     rope: Rope
     tied_embeddings: bool  # the output projection is the embedding table
     sliding_window: int | None = None  # some layer looks back only so far: exact up to this length
+
+    @classmethod
+    @abstractmethod
+    def read(cls, keys: Mapping[str, Any]) -> DecoderConfig:
+        """Of the parsed config.json. Raises ModelError for anything the family would compute differently."""
+
+    @abstractmethod
+    def network(self, shard: Shard) -> Decoder:
+        """Of one rank."""
 
 
 def read_decoder(family: type[Family], keys: Mapping[str, Any], head_dim: int | None = None, **own: Any) -> Family:

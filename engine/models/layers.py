@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.models.formats import FORMATS, Format
+from engine.models.formats import FLOAT32, FORMATS, Format
 from engine.models.rope import Rope
 from engine.models.weights import Constant, Part, Shard, Share, Weight
 
@@ -39,7 +39,7 @@ class Place:
     shard: Shard
     layer: int | None = None  # None: before or after the layers
 
-    def weight(self, name: str, parts: Mapping[str, tuple[Share, ...]], format: Format = FORMATS["float32"]) -> Weight:
+    def weight(self, name: str, parts: Mapping[str, tuple[Share, ...]], format: Format = FLOAT32) -> Weight:
         """`parts`: shares of the axes by the checkpoint's names."""
         prefix = "" if self.layer is None else f"layers.{self.layer}."
         made_of = tuple(Part(f"model.{prefix}{tensor}", axes) for tensor, axes in parts.items())
@@ -111,12 +111,8 @@ class Embedding:
 
     def __call__(self, run: Run) -> Tensor:
         [table] = run.stored(self.table)
-        x = run.ops.embedding(run.inputs[TOKEN_IDS], table, first_id=self.first_id)
+        x = run.ops.embedding(run.inputs[TOKEN_IDS], table, first_id=self.ids.start)
         return x if self.num_ranks == 1 else run.ops.all_reduce(x)
-
-    @property
-    def first_id(self) -> int:
-        return self.ids.start
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,15 @@
 import numpy as np
 import pytest
 
-from engine.models.families import Model, read_model
+from engine.models.config import DecoderConfig
+from engine.models.families import read_model
 from engine.models.formats import FLOAT32
 from engine.models.keys import ModelError
 from engine.models.weights import Shard, weights_of
 from tests.checkpoints import COMMON, FAMILIES, tensor_list
 
 
-def a_config(family: str = "llama", **overrides) -> Model:
+def a_config(family: str = "llama", **overrides) -> DecoderConfig:
     keys = {**COMMON, **FAMILIES[family], **overrides}
     return read_model({name: value for name, value in keys.items() if value != "absent"})
 
