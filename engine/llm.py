@@ -19,7 +19,7 @@ from engine.executors import make_executor
 from engine.executors.memory import allocate_cache
 from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions
-from engine.exporting.exported import ExportedModel, is_exported
+from engine.exporting.manifest import Manifest, is_exported
 from engine.serving.answer import OpenAnswer
 from engine.serving.prompt import PromptReader
 from engine.settings.config import Config
@@ -70,7 +70,7 @@ class LLM:
             graph_dir = export_cached(graph_dir, Path(config.export_cache_dir).expanduser(), options)
         self.tokenizer = Tokenizer.load(graph_dir)
         executor = make_executor(graph_dir, config)
-        self._num_blocks = allocate_cache(executor, config, ExportedModel.read(graph_dir).max_seq_len)
+        self._num_blocks = allocate_cache(executor, config, Manifest.read(graph_dir).max_seq_len)
         self._config = replace(config, max_cached_task_num=2**31)  # nobody else is waiting
         self._loop = Loop(executor, self._num_blocks, self._config)
         self._lock = threading.Lock()  # of the loop: calls from several threads take turns

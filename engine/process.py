@@ -28,11 +28,11 @@ def main() -> int:
     # Imported here: a client of this module must not pay for Paddle.
     from engine.executors import make_executor
     from engine.executors.memory import allocate_cache
-    from engine.exporting.exported import ExportedModel
+    from engine.exporting.manifest import Manifest
 
     graph_dir = Path(os.environ.get("GRAPH_DIR") or config.model_dir)
     executor = make_executor(graph_dir, config)
-    num_blocks = allocate_cache(executor, config, ExportedModel.read(graph_dir).max_seq_len)
+    num_blocks = allocate_cache(executor, config, Manifest.read(graph_dir).max_seq_len)
     try:
         server = Server(Loop(executor, num_blocks, config), f"tcp://127.0.0.1:{config.inter_proc_port}")
     except zmq.ZMQError as error:

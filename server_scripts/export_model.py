@@ -11,7 +11,7 @@ from pathlib import Path
 from engine.errors import SetupError
 from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions
-from engine.exporting.exported import is_exported
+from engine.exporting.manifest import is_exported
 from engine.settings.config import Config
 from server_scripts.model_source import as_dtype
 from server_scripts.run_dir import make_folder

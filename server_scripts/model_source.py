@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import ConfigError
-from engine.models.checkpoint import read_json
-from engine.models.config import read_config
-from engine.models.keys import ModelError
+from engine.models.families import read_model
+from engine.models.keys import ModelError, read_json
 from engine.settings.config import Config
 from server_scripts import logs
 from server_scripts.child import EXEC_CHILD, ROOT
@@ -73,7 +72,7 @@ def _download(config: Config, name: str, tell: Tell) -> Source:
 
 
 def _refuse_unsupported(config_json: Path) -> None:
-    read_config(read_json(config_json))
+    read_model(read_json(config_json))
 
 
 def export_if_needed(config: Config, source: Source, tell: Tell) -> Path:

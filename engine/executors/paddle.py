@@ -8,18 +8,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import paddle
 import paddle.inference
 
 from engine.core.types import Batch, Copy, StepOutput
-from engine.dtypes import held_as
 from engine.executors.cpus import num_cpus
 from engine.executors.memory import free_memory_bytes, keep_freed_memory
 from engine.executors.slots import Slots
 from engine.executors.step import Mask, StepInThread
-from engine.exporting.exported import PARAMETERS, PROGRAM, ExportedModel, rank_dir
-from engine.graph import read_graph
+from engine.exporting.manifest import Graph, Manifest, rank_dir
+from engine.models.kv_cache import BLOCK, CacheSpec
 from engine.ops import cpu
 from engine.ops.cpu.paddle_ops import register_paddle_ops
 from engine.settings.config import Config
@@ -33,15 +31,17 @@ class PaddleExecutor:
 
     def __init__(self, graph_dir: Path, config: Config):
         cpu.load()  # before anything else: CPU_ISA may be wrong
-        model = ExportedModel.read(graph_dir)
+        model = Manifest.read(graph_dir)
+        graph = model.graph()
         cpu.set_num_threads(config.cpu_threads or num_cpus())
         register_paddle_ops()
-        self._predictor = _load(rank_dir(graph_dir))
-        self._caches = _CacheInputs.of(rank_dir(graph_dir) / PROGRAM, self._predictor)
-        self.block_size, self.block_bytes = self._caches.block_size, self._caches.block_bytes
+        self._predictor = _load(rank_dir(graph_dir), graph)
+        self._caches = _CacheInputs(graph.caches, self._predictor)
+        self.block_size, self.block_bytes = model.block_size, self._caches.block_bytes
         self._slots = Slots(config.batch_size, -(-model.max_seq_len // self.block_size), self.block_size)
-        self._logits = self._predictor.get_output_handle(self._predictor.get_output_names()[0])
-        self._inputs = {name: self._predictor.get_input_handle(name) for name in self._predictor.get_input_names()}
+        outputs = dict(zip(graph.outputs, self._predictor.get_output_names(), strict=True))
+        self._logits = self._predictor.get_output_handle(outputs["logits"])
+        self._inputs = {name: self._predictor.get_input_handle(name) for name in graph.inputs}
         self._thread = ThreadPoolExecutor(1, "step")
         keep_freed_memory()
         log.info("graph loaded, %d threads, %s", cpu.num_threads(), cpu.cpu_isa())
@@ -73,43 +73,30 @@ class PaddleExecutor:
 
 
 class _CacheInputs:
-    """The KV caches of all layers: [num_blocks, 2, kv heads, block_size, head_dim] each, shared with the predictor."""
+    """The KV caches of all layers, shared with the predictor."""
 
-    def __init__(self, handles: dict[str, paddle.inference.Tensor], shape: tuple[int, ...], dtype: str):
-        self._handles = handles
-        self._shape = shape  # of one block
-        self._dtype = dtype
+    def __init__(self, specs: tuple[CacheSpec, ...], predictor: paddle.inference.Predictor):
+        assert all(spec.axes[0] == BLOCK for spec in specs), "a block must lie in one piece to be copied"
+        self._specs = specs
+        self._handles = [predictor.get_input_handle(spec.name) for spec in specs]
         self._tensors: list[paddle.Tensor] = []
-        self.block_size = shape[2]
-
-    @classmethod
-    def of(cls, program: Path, predictor: paddle.inference.Predictor) -> _CacheInputs:
-        inputs = read_graph(program).inputs
-        names = [name for name in inputs if name.startswith("kv_cache_")]
-        first = inputs[names[0]]
-        return cls({name: predictor.get_input_handle(name) for name in names}, first.shape[1:], first.dtype)
-
-    @property
-    def block_bytes(self) -> int:
-        """Of one block in all layers."""
-        return len(self._handles) * int(np.prod(self._shape)) * held_as(self._dtype).itemsize
+        self.block_bytes = sum(spec.block_bytes for spec in specs)
 
     def allocate(self, num_blocks: int) -> None:
         self._tensors.clear()
         # Not filled: pages that no request has touched cost no memory.
-        self._tensors = [paddle.empty([num_blocks, *self._shape], self._dtype) for _ in self._handles]
-        for handle, tensor in zip(self._handles.values(), self._tensors, strict=True):
+        self._tensors = [paddle.empty(spec.shape_of(num_blocks), spec.dtype) for spec in self._specs]
+        for handle, tensor in zip(self._handles, self._tensors, strict=True):
             handle.share_external_data(tensor)
 
     def copy(self, copy: Copy) -> None:
-        num_bytes = self.block_bytes // len(self._handles)
-        for tensor in self._tensors:
-            start = tensor.data_ptr()
-            ctypes.memmove(start + copy.target * num_bytes, start + copy.source * num_bytes, num_bytes)
+        for spec, tensor in zip(self._specs, self._tensors, strict=True):
+            start, size = tensor.data_ptr(), spec.block_bytes
+            ctypes.memmove(start + copy.target * size, start + copy.source * size, size)
 
 
-def _load(directory: Path) -> paddle.inference.Predictor:
-    config = paddle.inference.Config(str(directory / PROGRAM), str(directory / PARAMETERS))
+def _load(directory: Path, graph: Graph) -> paddle.inference.Predictor:
+    config = paddle.inference.Config(str(directory / graph.program), str(directory / graph.parameters))
     config.disable_gpu()
     config.switch_ir_optim(False)  # the graph is made of fused ops already
     config.disable_glog_info()

@@ -12,7 +12,9 @@ from engine.core.types import Batch, Copy, StepOutput
 from engine.dtypes import held_as
 from engine.executors.slots import Slots
 from engine.executors.step import StepWhenAsked
+from engine.exporting.manifest import Manifest
 from engine.graph.run import run_graph
+from engine.models.kv_cache import BLOCK
 from engine.ops import reference
 
 NUM_SLOTS = 64
@@ -25,12 +27,10 @@ class ReferenceExecutor:
     def __init__(self, graph_dir: Path, ops: ModuleType = reference):
         self._graph, self._params = graph.load(graph_dir)
         self._ops = ops
-        self._cache_inputs = {name: value for name, value in self._graph.inputs.items() if name.startswith("kv_cache_")}
-        shape = next(iter(self._cache_inputs.values())).shape
-        self.block_size = shape[3]
-        self.block_bytes = sum(
-            int(np.prod(value.shape[1:])) * held_as(value.dtype).itemsize for value in self._cache_inputs.values()
-        )
+        model = Manifest.read(graph_dir)
+        self._specs = model.graph().caches
+        self.block_size = model.block_size
+        self.block_bytes = sum(spec.block_bytes for spec in self._specs)
         self._slots = Slots(NUM_SLOTS, MAX_BLOCKS, self.block_size)
         self._caches: dict[str, np.ndarray] = {}
 
@@ -38,10 +38,7 @@ class ReferenceExecutor:
         return 1 << 30
 
     def allocate(self, num_blocks: int) -> None:
-        self._caches = {
-            name: np.zeros((num_blocks, *value.shape[1:]), held_as(value.dtype))
-            for name, value in self._cache_inputs.items()
-        }
+        self._caches = {spec.name: np.zeros(spec.shape_of(num_blocks), held_as(spec.dtype)) for spec in self._specs}
 
     def launch(self, batch: Batch) -> StepWhenAsked:
         return StepWhenAsked(lambda mask: self._compute(batch, mask))
@@ -53,9 +50,10 @@ class ReferenceExecutor:
         self._slots.place(batch)
         for copy in batch.copies:
             self._copy(copy)
-        logits = run_graph(self._graph, self._params, self._slots.graph_inputs(batch) | self._caches, self._ops)
-        return self._slots.sample(batch, logits, mask, self._ops.sample)
+        outputs = run_graph(self._graph, self._params, self._slots.graph_inputs(batch) | self._caches, self._ops)
+        return self._slots.sample(batch, outputs["logits"], mask, self._ops.sample)
 
     def _copy(self, copy: Copy) -> None:
-        for cache in self._caches.values():
-            cache[copy.target] = cache[copy.source]
+        for spec in self._specs:
+            blocks = np.moveaxis(self._caches[spec.name], spec.axes.index(BLOCK), 0)
+            blocks[copy.target] = blocks[copy.source]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engine.core.types import Sampling
 from engine.errors import InvalidRequest, PromptTooLong
-from engine.exporting.exported import ExportedModel
+from engine.exporting.manifest import Manifest
 from engine.settings.config import Config
 from engine.text.tokenizer import Tokenizer
 from engine.wire import GenerationRequest, shown
@@ -37,7 +37,7 @@ class PromptReader:
         cls, config: Config, graph_dir: Path, tokenizer: Tokenizer, capacity: Callable[[], int] = lambda: 0
     ) -> PromptReader:
         """For the exported model in `graph_dir`."""
-        model = ExportedModel.read(graph_dir)
+        model = Manifest.read(graph_dir)
         return cls(
             tokenizer=tokenizer,
             vocab_size=model.vocab_size,

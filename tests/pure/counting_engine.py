@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from engine import executors
 from engine.core.loop import Loop
 from engine.executors import memory
-from engine.exporting import exported
+from engine.exporting import manifest
 from engine.link.server import Server
 from engine.settings.config import Config
 from tests.pure.counting_executor import CountingExecutor
@@ -54,7 +54,7 @@ if __name__ == "__main__":
     if len(sys.argv) == 1:
         executors.make_executor = make_executor
         memory.allocate_cache = allocate_cache
-        exported.ExportedModel.read = lambda graph_dir: SimpleNamespace(max_seq_len=100)
+        manifest.Manifest.read = lambda graph_dir: SimpleNamespace(max_seq_len=100)
         runpy.run_module("engine.process", run_name="__main__")
     address, step_s, max_steps = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
     config = Config(batch_size=12, max_num_batched_tokens=32)

@@ -1,6 +1,5 @@
 """The engine offline, with the counting executor: byte tokens, so that "a" continues "bcd"."""
 
-import json
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from engine import llm as llm_module
 from engine.core import block_pool, scheduler
 from engine.core.types import NO_TOKEN, StepOutput
 from engine.errors import ConfigError, InvalidRequest, NoToken
-from engine.exporting.exported import ExportedModel
+from engine.exporting.manifest import Manifest
 from engine.llm import LLM
 from tests.byte_tokenizer import write_tokenizer
 from tests.pure.counting_executor import CountingExecutor
@@ -27,7 +26,7 @@ GREEDY = {"temperature": 0, "max_dec_len": 3}
 @pytest.fixture
 def llm(tmp_path, monkeypatch):
     write_tokenizer(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 400} | ExportedModel(400, 4, 64, "float32").keys()))
+    Manifest(400, 64, 4, 1, "float32", ()).write(tmp_path)
     monkeypatch.setattr(llm_module, "is_exported", lambda directory: True)
     monkeypatch.setattr(llm_module, "make_executor", lambda directory, config: CountingExecutor(12, 4))
     monkeypatch.setattr(llm_module, "allocate_cache", lambda executor, config, model_len: executor.num_blocks)
