@@ -46,7 +46,7 @@ def run_longest_step(executor: Executor, config: Config, model_len: int, num_blo
     executor.allocate(num_blocks)
     num_tokens = min(config.max_step_tokens, model_len, num_blocks * executor.block_size)
     arrival = Arrival(0, [0] * num_tokens, num_tokens, Sampling(max_new_tokens=1))
-    row = Row(0, 0, [0] * num_tokens, range(-(-num_tokens // executor.block_size)))
+    row = Row(0, 0, [0] * num_tokens, list(range(-(-num_tokens // executor.block_size))))
     executor.launch(Batch([row], [arrival])).result()
 
 

@@ -19,6 +19,8 @@ from engine.executors.step import Mask, StepInThread
 from engine.exporting.manifest import Graph, Manifest, rank_dir
 from engine.models.kv_cache import BLOCK, CacheSpec
 from engine.ops import cpu
+from engine.ops.cpu import group
+from engine.ops.cpu.group import Membership
 from engine.ops.cpu.paddle_ops import register_paddle_ops
 from engine.settings.config import Config
 
@@ -26,16 +28,21 @@ log = logging.getLogger(__name__)
 
 
 class PaddleExecutor:
-    """Rank 0 of `graph_dir` on the CPU. Steps run in a thread of their own, so that tokens are sent and requests are
-    read meanwhile."""
+    """One rank of `graph_dir` on the CPU. Steps run in a thread of their own, so that tokens are sent and requests are
+    read meanwhile. The first rank alone chooses tokens."""
 
-    def __init__(self, graph_dir: Path, config: Config):
+    def __init__(self, graph_dir: Path, config: Config, membership: Membership | None = None):
         cpu.load()  # before anything else: CPU_ISA may be wrong
         model = Manifest.read(graph_dir)
         graph = model.graph()
-        cpu.set_num_threads(config.cpu_threads or num_cpus())
+        membership = membership or Membership.alone()
+        self._is_first = membership.rank == 0
+        self._num_sharing = membership.ranks_per_host
+        cpu.set_num_threads(config.cpu_threads or max(1, num_cpus() // self._num_sharing))
         register_paddle_ops()
-        self._predictor = _load(rank_dir(graph_dir), graph)
+        if membership.num_ranks > 1:
+            group.join(membership)
+        self._predictor = _load(rank_dir(graph_dir, membership.rank), graph)
         self._caches = _CacheInputs(graph.caches, self._predictor)
         self.block_size, self.block_bytes = model.block_size, self._caches.block_bytes
         self._slots = Slots(config.batch_size, -(-model.max_seq_len // self.block_size), self.block_size)
@@ -47,7 +54,7 @@ class PaddleExecutor:
         log.info("graph loaded, %d threads, %s", cpu.num_threads(), cpu.cpu_isa())
 
     def free_bytes(self) -> int:
-        return free_memory_bytes()
+        return free_memory_bytes() // self._num_sharing
 
     def allocate(self, num_blocks: int) -> None:
         self._caches.allocate(num_blocks)
@@ -67,7 +74,7 @@ class PaddleExecutor:
             self._inputs[name].reshape(array.shape)
             self._inputs[name].copy_from_cpu(array)
         self._predictor.run()
-        if not any(row.num_sampled for row in batch.rows):
+        if not self._is_first or not any(row.num_sampled for row in batch.rows):
             return StepOutput([], [])
         return self._slots.sample(batch, self._logits.copy_to_cpu(), wait_for_mask(), cpu.sample)
 

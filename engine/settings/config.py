@@ -57,7 +57,7 @@ class Config:
         choices=("auto", "float32", "bfloat16"),
     )
     block_size: int = setting(64, "BLOCK_SIZE", "tokens of a KV block, decided at export", minimum=8, maximum=1024)
-    mp_num: int = setting(1, "MP_NUM", "tensor-parallel ranks; more than 1 is not supported yet", minimum=1, maximum=1)
+    mp_num: int = setting(1, "MP_NUM", "tensor-parallel ranks of the model, a process each", minimum=1, maximum=64)
     mp_nnode: int = setting(1, "MP_NNODE", "machines; more than 1 is not supported yet", minimum=1, maximum=1)
     use_cache_kv_int8: int = setting(0, "USE_CACHE_KV_INT8", "int8 KV cache; not supported yet", minimum=0, maximum=0)
 

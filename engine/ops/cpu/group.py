@@ -28,6 +28,11 @@ class Membership:
     num_hosts: int = 1
     peers: tuple[socket.socket, ...] = ()  # of a host's first rank: to those of the other hosts, in the hosts' order
 
+    @classmethod
+    def alone(cls) -> Membership:
+        """A rank that has nobody to join."""
+        return cls(0, 1, -1)
+
     @property
     def ranks_per_host(self) -> int:
         return self.num_ranks // self.num_hosts
