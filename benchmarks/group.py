@@ -1,7 +1,8 @@
 """What ranks cost one another on this machine: `python -m benchmarks.group`.
 
 Sums of usual shapes over 2 and 4 processes of one thread each, and the products of a decode step of Qwen2.5-0.5B with
-its sums, done by two ranks of one thread and by one process with two. Medians. A table, then one line of JSON.
+its sums, done by ranks of one thread and by one process with two. Medians over rounds of medians, and the lowest of
+them. A table, then one line of JSON.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import statistics
 from multiprocessing import reduction
 
 import numpy as np
@@ -68,32 +70,39 @@ def measure(rank: int, num_ranks: int, threads: int, segment, results) -> None:
     group.leave()
 
 
-def bench_ranks(num_ranks: int, threads: int) -> list[dict]:
+def bench_ranks(num_ranks: int, threads: int) -> dict[str, float]:
     context = multiprocessing.get_context("spawn")
     results, segment_fd = context.Queue(), group.create_segment(num_ranks)
     ranks = []
     for rank in range(num_ranks):
-        ranks.append(
-            context.Process(target=measure, args=(rank, num_ranks, threads, reduction.DupFd(segment_fd), results))
-        )
+        arguments = (rank, num_ranks, threads, reduction.DupFd(segment_fd), results)
+        ranks.append(context.Process(target=measure, args=arguments))
         ranks[-1].start()
     rows = results.get()
     for process in ranks:
         process.join()
     os.close(segment_fd)
-    for name, each in rows:
-        print(f"{num_ranks} ranks of {threads} threads   {name:<25} {each * 1e6:>10.1f} us", flush=True)
-    return [{"ranks": num_ranks, "threads": threads, "name": name, "seconds": each} for name, each in rows]
+    return dict(rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=3, help="by turns, as other processes want the cores too")
     options = parser.parse_args()
-    rows = bench_ranks(1, 2)
-    for num_ranks in options.ranks:
-        rows += bench_ranks(num_ranks, 1)
-    print(json.dumps({"isa": cpu.cpu_isa(), "cores": os.cpu_count(), "rows": rows}))
+    cases = [(1, 2), *((num_ranks, 1) for num_ranks in options.ranks)]
+    rounds = [{case: bench_ranks(*case) for case in cases} for _ in range(options.rounds)]
+    rows = []
+    for num_ranks, threads in cases:
+        for name in rounds[0][num_ranks, threads]:
+            times = [one[num_ranks, threads][name] for one in rounds]
+            row = {"ranks": num_ranks, "threads": threads, "name": name, "seconds": statistics.median(times)}
+            rows.append(row | {"lowest": min(times)})
+            print(
+                f"{num_ranks} ranks of {threads} threads   {name:<25} {row['seconds'] * 1e6:>10.1f} us"
+                f"   lowest {min(times) * 1e6:>10.1f} us"
+            )
+    print(json.dumps({"isa": cpu.cpu_isa(), "cores": os.cpu_count(), "rounds": options.rounds, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import pytest
 from engine.ops import cpu, reference
 from engine.ops.cpu import group
 from engine.ops.cpu.kernels import ArgumentError, GroupError
-from tests.pure.ranks import Processes, run_processes, run_threads, tcp_pair
+from tests.pure.ranks import PATIENCE_S, Processes, run_processes, run_threads, tcp_pair
 
 # One value, odd ones, a usual step, longer than a share in memory, rows longer than one.
 SHAPES = [(1, 1), (3, 7), (0, 5), (1, 896), (41, 1000), (3, 40000)]
@@ -172,6 +172,27 @@ def test_a_host_that_is_lost_ends_the_group_on_two_others():
     assert re.search(LOST.format("[12]"), str(first))
     assert re.search(LOST.format("[02]"), str(second))
     assert "host 2" in f"{first} {second}"
+
+
+def stay_when_it_ends(rank):
+    """The ranks of a host whose other rank has died, before their own process ends."""
+    cpu.all_reduce(np.zeros((1, 8), np.float32))
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        cpu.all_reduce(np.zeros((1, 8), np.float32))
+    finally:
+        if rank == 2:
+            time.sleep(PATIENCE_S)
+
+
+def test_a_group_that_is_ended_on_one_host_ends_on_the_others():
+    with Processes(4, stay_when_it_ends, num_hosts=2, connect=tcp_pair) as ranks:
+        assert ranks.result(3) is None
+        group.abort(ranks.segment_fds[1])
+        assert re.search(LOST.format(1), str(ranks.result(0)))
+        assert re.search(ENDED, str(ranks.result(1)))
+        assert ranks.processes[2].is_alive()
 
 
 def bring_something_else(rank):

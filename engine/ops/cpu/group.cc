@@ -10,18 +10,13 @@
 // value's sum is never cut another way, so its bits depend on nothing else in the step.
 #include "group.h"
 
-#include <poll.h>
-#include <sys/socket.h>
-
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "runtime.h"
+#include "peers.h"
 #include "segment.h"
 
 namespace {
@@ -30,7 +25,6 @@ using Shares = std::vector<const float*>;
 
 constexpr int64_t kPiece = 4096;  // values that one thread adds up at a time
 constexpr int64_t kSplit = 8192;  // from here on it pays that each of several ranks adds up a part for all
-constexpr int kPollMs = 50;       // how soon the first rank of a host sees that the group is aborted
 
 void add_piece(const Shares& shares, float* y, int64_t begin, int64_t end) {
   const float *first = shares[0], *second = shares.size() > 1 ? shares[1] : nullptr;
@@ -47,16 +41,12 @@ void add_up(const Shares& shares, float* y, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; i += kPiece) add_piece(shares, y, i, std::min(i + kPiece, end));
 }
 
-std::string text(const Call& call) {
-  return (call.is_gather ? "all_gather of " : "all_reduce of ") + std::to_string(call.count) + " values";
-}
-
 class Group {
  public:
   explicit Group(const LlmMembership& m)
       : segment_(m.segment_fd, m.num_hosts, m.ranks_per_host),
+        peers_(segment_, m),
         hosts_(m.num_hosts), host_(m.host), ranks_(m.ranks_per_host), rank_(m.local_rank) {
-    if (m.peer_fds) peers_.assign(m.peer_fds, m.peer_fds + hosts_);
     if (segment_.flag(rank_).is_taken.exchange(1))
       throw std::runtime_error("rank " + std::to_string(rank_) + " has joined with this shared memory before");
   }
@@ -87,7 +77,11 @@ class Group {
     }
   }
 
-  void abort() { segment_.abort(); }
+  // The other hosts see it by their connections.
+  void abort() {
+    segment_.abort();
+    peers_.shut_down();
+  }
 
  private:
   // What all bring, in the order in which it is added: of each rank, or of each host if there are several and it is
@@ -102,7 +96,7 @@ class Group {
     Shares shares;
     for (int64_t rank = 0; rank < ranks_; rank++) {
       const Share& share = segment_.share(rank, exchange_);
-      if (!(share.header.call == call)) differ(call, share.header.call, "rank", host_ * ranks_ + rank);
+      must_be_alike(call, share.header.call, "rank", host_ * ranks_ + rank);
       shares.push_back(share.values);
     }
     return hosts_ == 1 ? shares : exchange_between_hosts(call, shares, size);
@@ -117,7 +111,7 @@ class Group {
       if (!call.is_gather) add_up(shares, values, 0, size);
       for (int64_t part = 0; call.is_gather && part < ranks_; part++)
         std::copy_n(shares[part], size, values + part * size);
-      swap_blocks(sizeof(Header) + sizeof(float) * static_cast<size_t>(num_parts * size));
+      peers_.swap_blocks(sizeof(Header) + sizeof(float) * static_cast<size_t>(num_parts * size));
       segment_.raise(segment_.blocks_flag(), turn_);
     }
     segment_.wait_for(segment_.blocks_flag(), turn_);
@@ -126,52 +120,6 @@ class Group {
       for (int64_t part = 0; part < num_parts; part++)
         all.push_back(reinterpret_cast<const float*>(&segment_.block(host) + 1) + part * size);
     return all;
-  }
-
-  // Sends to all and receives from all at once: two that send first could each wait for the other to receive.
-  void swap_blocks(size_t bytes) {
-    const size_t hosts = static_cast<size_t>(hosts_);
-    std::vector<size_t> sent(hosts), received(hosts);
-    std::vector<pollfd> polls(hosts);
-    for (bool is_open = true;;) {
-      is_open = false;
-      for (size_t host = 0; host < hosts; host++) {
-        const int events = (sent[host] < bytes ? POLLOUT : 0) | (received[host] < bytes ? POLLIN : 0);
-        polls[host] = {events ? peers_[host] : -1, static_cast<short>(events), 0};
-        is_open = is_open || polls[host].fd >= 0;
-      }
-      if (!is_open) return;
-      segment_.check();
-      if (poll(polls.data(), hosts, kPollMs) <= 0) continue;
-      for (size_t host = 0; host < hosts; host++) {
-        const short ready = polls[host].revents;
-        if (ready & POLLOUT) send_part(host, bytes, &sent[host]);
-        if (ready & ~POLLOUT) receive_part(host, bytes, &received[host]);
-      }
-    }
-  }
-
-  void send_part(size_t host, size_t bytes, size_t* sent) {
-    const char* from = reinterpret_cast<const char*>(&segment_.block(host_)) + *sent;
-    const ssize_t done = send(peers_[host], from, bytes - *sent, MSG_DONTWAIT | MSG_NOSIGNAL);
-    if (done < 0) check_connection(host);
-    *sent += static_cast<size_t>(std::max<ssize_t>(done, 0));
-  }
-
-  void receive_part(size_t host, size_t bytes, size_t* received) {
-    Header& block = segment_.block(static_cast<int64_t>(host));
-    const ssize_t done =
-        recv(peers_[host], reinterpret_cast<char*>(&block) + *received, bytes - *received, MSG_DONTWAIT);
-    if (done == 0) throw std::runtime_error("the connection to host " + std::to_string(host) + " is lost: it was closed");
-    if (done < 0) check_connection(host);
-    *received += static_cast<size_t>(std::max<ssize_t>(done, 0));
-    const Call& call = segment_.block(host_).call;
-    if (*received >= sizeof(Header) && !(block.call == call)) differ(call, block.call, "host", static_cast<int64_t>(host));
-  }
-
-  static void check_connection(size_t host) {
-    if (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)
-      throw std::runtime_error("the connection to host " + std::to_string(host) + " is lost: " + std::strerror(errno));
   }
 
   // Each rank adds up one part, lays it in its own share, of which nobody else reads that part, and copies those of
@@ -192,14 +140,9 @@ class Group {
     for (int64_t rank = 0; rank < ranks_; rank++) segment_.wait_for(segment_.flag(rank), turn_);
   }
 
-  [[noreturn]] static void differ(const Call& mine, const Call& other, const char* who, int64_t number) {
-    throw std::runtime_error("this rank is at an " + text(mine) + ", " + who + " " + std::to_string(number) +
-                             " at an " + text(other));
-  }
-
   const Segment segment_;
+  const Peers peers_;
   const int64_t hosts_, host_, ranks_, rank_;
-  std::vector<int32_t> peers_;
   uint32_t turn_ = 0, exchange_ = 0;
 };
 

@@ -13,7 +13,8 @@ import socket
 from ctypes import POINTER, c_int32, c_int64
 from dataclasses import dataclass
 
-from engine.ops.cpu.kernels import GroupError, c_library
+from engine.ops.cpu.kernels import GroupError
+from engine.ops.cpu.library import c_library
 
 SILENCE_S = 15  # after which a host that no longer answers counts as lost
 

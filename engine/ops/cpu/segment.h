@@ -13,7 +13,6 @@ struct alignas(64) Flag {
 // What a share is part of. The ranks must bring alike.
 struct Call {
   int64_t is_gather, count;
-  bool operator==(const Call& other) const { return is_gather == other.is_gather && count == other.count; }
 };
 
 struct alignas(64) Header {
