@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from engine.core.types import Executor
 from engine.errors import ConfigError
 from engine.exporting.manifest import Manifest
+from engine.models.keys import ModelError
 from engine.settings.config import Config
 
 if TYPE_CHECKING:
@@ -17,7 +19,10 @@ if TYPE_CHECKING:
 
 def make_executor(graph_dir: Path, config: Config) -> Executor:
     """The executor of DEVICE for the exported model in `graph_dir`, with all its ranks. Raises SetupError."""
-    num_ranks = Manifest.read(graph_dir).num_ranks
+    manifest = Manifest.read(graph_dir)
+    num_ranks = manifest.num_ranks
+    if missing := manifest.missing_files(graph_dir):
+        raise ModelError(f"{graph_dir}: {missing[0]} is missing; export the model again from its checkpoint")
     if num_ranks != config.mp_num:
         raise ConfigError(f"MP_NUM is {config.mp_num}, but {graph_dir} was exported for {num_ranks} ranks")
     if num_ranks == 1:
@@ -26,9 +31,11 @@ def make_executor(graph_dir: Path, config: Config) -> Executor:
     from engine.ops.cpu import group
 
     segment_fd = group.create_segment(num_ranks)
-    others = start_ranks(graph_dir, range(1, num_ranks), segment_fd)
-    first = make_rank(graph_dir, config, group.Membership(0, num_ranks, segment_fd))
+    memberships = [group.Membership(rank, num_ranks, segment_fd) for rank in range(num_ranks)]
+    others = start_ranks(graph_dir, config, memberships[1:])
+    first = make_rank(graph_dir, config, memberships[0])
     wait_until_ready(others)
+    os.close(segment_fd)
     return RanksExecutor(first, others)
 
 

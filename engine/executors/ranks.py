@@ -1,7 +1,7 @@
 """The ranks of one model as one executor: this process is the first rank of its host, the others are its children.
 
-What is launched here is told to all of them; they compute in step, the ops of the graph add up what each has. A rank that
-ends takes this process with it, and so the whole group: who started it starts it again.
+What is launched here is told to all of them; they compute in step, the ops of the graph add up what each has. A rank
+that ends takes this process with it, and so the whole group: who started it starts it again.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ import msgpack
 from engine.core.types import Arrival, Batch, Copy, Executor, Row, Sampling, Step
 from engine.errors import SetupError
 from engine.ops.cpu import group
+from engine.ops.cpu.group import Membership
+from engine.settings.config import Config
 
 log = logging.getLogger(__name__)
 
 LAUNCH, ALLOCATE, FREE_BYTES = "launch", "allocate", "free_bytes"  # free_bytes alone is answered
 READY = "ready"  # of a rank that has loaded its graph; else it says why not
 PR_SET_PDEATHSIG = 1
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class RankFailed(SetupError):
@@ -60,6 +63,7 @@ class RanksExecutor:
         for other in self._others:
             other.close()
         self._first.close()
+        group.leave()
 
     def _tell(self, message: bytes) -> None:
         for other in self._others:
@@ -83,23 +87,28 @@ def serve(first: Connection, executor: Executor) -> None:
             first.send_bytes(pack(executor.free_bytes()))
 
 
-def start_ranks(graph_dir: Path, ranks: Sequence[int], segment_fd: int) -> list[Connection]:
-    """A process each for `ranks`, which load at the same time. To be called by the main thread: they die with it."""
+def start_ranks(graph_dir: Path, config: Config, memberships: Sequence[Membership]) -> list[Connection]:
+    """A process for each, which load at the same time. To be called by the main thread: they die with it."""
     connections = []
-    for rank in ranks:
+    for membership in memberships:
         ours, theirs = Pipe()
-        fds = (theirs.fileno(), segment_fd)
-        command = [sys.executable, "-m", "engine.executors.rank_process", str(graph_dir), str(rank), *map(str, fds)]
-        process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
+        command = [sys.executable, "-m", "engine.executors.rank_process", str(theirs.fileno())]
+        fds = (theirs.fileno(), membership.segment_fd)
+        process = subprocess.Popen(command, cwd=ROOT, pass_fds=fds, stdin=subprocess.DEVNULL)
         theirs.close()
+        ours.send((graph_dir.absolute(), config, membership))
         connections.append(ours)
-        threading.Thread(target=_end_with, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
+        name = f"rank {membership.rank}"
+        threading.Thread(target=_end_with, args=(name, process), name=name, daemon=True).start()
     return connections
 
 
 def wait_until_ready(connections: Sequence[Connection]) -> None:
     for connection in connections:
-        kind, *why = unpack(connection.recv_bytes())
+        try:
+            kind, *why = unpack(connection.recv_bytes())
+        except EOFError:
+            raise RankFailed("a rank has ended before it was ready; it has said why") from None
         if kind != READY:
             raise RankFailed(why[0])
 
@@ -111,11 +120,11 @@ def die_with_parent() -> None:
         os._exit(1)
 
 
-def _end_with(rank: int, process: subprocess.Popen[bytes]) -> None:
+def _end_with(name: str, process: subprocess.Popen[bytes]) -> None:
     status = process.wait()
     if status:
         how = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
-        log.error("rank %d %s: its group ends", rank, how)
+        log.error("%s %s: its group ends", name, how)
         logging.shutdown()
         os._exit(1)  # the main thread may wait for that rank in the middle of an op
 
