@@ -6,10 +6,8 @@ A failure of a step ends the process: the supervisor starts it again, the client
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import sys
-from pathlib import Path
 
 import zmq
 
@@ -28,8 +26,7 @@ def main() -> int:
     # Imported here: a client of this module must not pay for Paddle.
     from engine.executors import make_executor
 
-    graph_dir = Path(os.environ.get("GRAPH_DIR") or config.model_dir)
-    executor = make_executor(graph_dir, config)
+    executor = make_executor(config.graph_path, config)
     if config.use_warmup:
         executor.warm_up()
     try:
