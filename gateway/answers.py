@@ -95,7 +95,8 @@ def refusal(error: RequestError, request: web.Request) -> web.Response:
         headers["x-should-retry"] = "false"
     if error.code == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    call, fields = request[CALL], {}
+    call = request[CALL]
+    fields: dict[str, Any] = {}
     for protocol in call.protocols:
         fields |= protocol.error(error, call)
     return in_one_piece(fields, error.code, headers)

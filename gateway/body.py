@@ -17,8 +17,8 @@ BODY_TIMEOUT_S = 60.0  # for all of a body; one whose later chunks are malformed
 
 async def read_body(request: web.Request, limit: int) -> dict[str, Any]:
     """A length beyond the limit is refused before a byte is read."""
-    if (request.content_length or 0) > limit:
-        raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=request.content_length)
+    if (length := request.content_length or 0) > limit:
+        raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=length)
     try:
         async with timeout(BODY_TIMEOUT_S):
             payload = await request.read()

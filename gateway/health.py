@@ -128,11 +128,11 @@ def main() -> None:
     from gateway.triton_client import TritonBackend  # app.py needs the checks of this module, not Triton
 
     configure(config.log_level)
-    host = connect_host(config.service_host)  # all ports are on one
-    http = (host, config.service_http_port) if config.service_http_port > 0 else None
-    app = make_health_app(TritonBackend(host, config.service_grpc_port), ANSWER_WITHIN_S, http)
-    address = {"host": config.service_host, "port": config.health_http_port}
-    web.run_app(app, **address, access_log=None, print=None, shutdown_timeout=1)
+    host, port = config.service_host, config.health_http_port
+    asked = connect_host(host)  # for all ports
+    http = (asked, config.service_http_port) if config.service_http_port > 0 else None
+    app = make_health_app(TritonBackend(asked, config.service_grpc_port), ANSWER_WITHIN_S, http)
+    web.run_app(app, host=host, port=port, access_log=None, print=None, shutdown_timeout=1)
 
 
 if __name__ == "__main__":

@@ -152,7 +152,7 @@ class PromptReader:
 
     def _bad_words(self, request: GenerationRequest) -> tuple[tuple[int, ...], ...]:
         """A word has other tokens at the beginning of a text than after a space: both are banned."""
-        words = [(token_id,) for token_id in request.bad_words_token_ids]
+        words: list[tuple[int, ...]] = [(token_id,) for token_id in request.bad_words_token_ids]
         for word in request.bad_words:
             for text in (word, f" {word}"):
                 token_ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))

@@ -83,7 +83,7 @@ class Reply:
 
     def end_if_cancelled(self) -> bool:
         """True if the client has left and nobody knew."""
-        error = Cancelled("the client has cancelled the request")
+        error: RequestError = Cancelled("the client has cancelled the request")
         with self._asking:  # after the final response the question itself would crash Triton
             if self.is_over:
                 return False

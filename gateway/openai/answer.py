@@ -83,7 +83,7 @@ class OpenAIExchange:
         choice = self._choices[index]
         choice.take(answer)
         text = answer.token
-        chunks = []
+        chunks: list[dict[str, Any]] = []
         if not choice.has_begun:
             choice.has_begun = True
             if self._completion.is_chat:
