@@ -7,6 +7,7 @@ import os
 import socket
 from pathlib import Path
 
+from engine.address import connect_host as connect_host
 from engine.settings.config import Config
 
 LISTENING = "0A"  # in /proc/net/tcp
@@ -24,11 +25,6 @@ def ports_of(config: Config) -> dict[str, tuple[str, int]]:
     if config.service_http_port > 0:
         ports["SERVICE_HTTP_PORT"] = (host, config.service_http_port)
     return ports
-
-
-def connect_host(listen_host: str) -> str:
-    """Where a client on this machine finds a server that listens on `listen_host`."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(listen_host, listen_host)
 
 
 def problems(config: Config) -> list[str]:

@@ -42,15 +42,15 @@ class Probes:
                 return False
 
     def state(self) -> dict[str, Any]:
-        """What the model says about itself and the engine, see engine.wire.model_state."""
-        return self._infer({wire.PROBE: True}, TIMEOUT_S)
+        """What the model says about itself and the engine, see engine.wire.ModelState."""
+        return self._infer({wire.PROBE: True}, TIMEOUT_S).fields()
 
     def check(self) -> None:
         """A real request through every enabled port. Raises ProbeError at the first that is not answered."""
         ask = {"req_id": f"start-{uuid.uuid4()}", "text": "Hi", "apply_chat_template": False, "max_dec_len": 1}
         answer = self._infer(ask, REQUEST_TIMEOUT_S)
-        if answer.get("error_code"):
-            raise ProbeError(f"gRPC port {self._config.service_grpc_port}: {answer.get('error_msg')}")
+        if isinstance(answer, wire.Failure):
+            raise ProbeError(f"gRPC port {self._config.service_grpc_port}: {answer.error}")
         if self._config.service_http_port > 0:
             body = json.dumps(ask | {"req_id": f"start-{uuid.uuid4()}"})
             text = self._http(self._config.service_http_port, "POST", "/v1/chat/completions", body)
@@ -59,10 +59,10 @@ class Probes:
         self._http(self._config.health_http_port, "GET", "/v2/health/ready")
         self._http(self._config.metrics_http_port, "GET", "/metrics")
 
-    def _infer(self, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    def _infer(self, body: dict[str, Any], timeout_s: float) -> wire.Answer:
         """The last response of a streamed request. Reads on to the end of the stream: Triton 2.51 keeps the model
         loaded for a stream that was left before, and its exit would take the whole exit timeout."""
-        answer: dict[str, Any] = {}
+        answer: wire.Answer | None = None
         with grpc.insecure_channel(self._target, CHANNEL_OPTIONS) as channel:
             stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
             try:
@@ -72,7 +72,7 @@ class Probes:
                 raise ProbeError(f"gRPC port {self._config.service_grpc_port}: {error}") from None
             except grpc.RpcError as error:
                 raise ProbeError(f"gRPC port {self._config.service_grpc_port}: {error.details()}") from None
-        if not answer.get("is_end") and not answer.get("error_code"):
+        if answer is None or not answer.is_end:
             raise ProbeError(f"gRPC port {self._config.service_grpc_port}: the answer had no end")
         return answer
 

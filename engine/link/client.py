@@ -70,7 +70,7 @@ class EngineClient:
     """`failed_file` is written by the supervisor when it gives the engine up; its text is the reason."""
 
     def __init__(self, address: str, failed_file: Path | None = None):
-        self.stats: dict[str, float] = {}  # of the engine, from its last answer
+        self.stats: dict[str, Any] = {}  # of the engine, from its last answer
         self.num_restarts = 0  # engine processes seen after the first
         self._address = address
         self._failed_file = failed_file

@@ -6,10 +6,12 @@ requests are dropped; should it come back, it is told.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import zmq
@@ -28,11 +30,14 @@ IDLE_WAIT_MS = 200
 
 
 class Server:
-    """Between the socket and the loop. `address` is a ZeroMQ endpoint to bind."""
+    """Between the socket and the loop, which may come later: pings are answered from the start, and what is submitted
+    waits. `address` is a ZeroMQ endpoint to bind."""
 
-    def __init__(self, loop: Loop, address: str):
-        self.loop = loop
+    def __init__(self, address: str):
         self.epoch = uuid.uuid4().hex
+        self.loop: Loop | None = None
+        self._starting = ""  # what keeps the loop from being there
+        self._waiting: list[tuple[bytes, str, list[Any]]] = []  # messages that came before it
         self._client_of: dict[str, bytes] = {}  # request -> who asked
         self._last_seen: dict[bytes, float] = {}  # by _listened_s
         self._listened_s = 0.0  # grows like a clock, but stands still while this process does
@@ -45,16 +50,44 @@ class Server:
         self._socket.bind(address)
         self.address: str = self._socket.last_endpoint.decode()
 
-    def run(self) -> None:
+    @contextlib.contextmanager
+    def starting(self, reason: str) -> Iterator[None]:
+        """Until the end of the block a thread answers, with the reason why nothing is computed yet."""
+        self._starting = reason
+        is_over = threading.Event()
+
+        def answer() -> None:
+            while not is_over.is_set():
+                self._take_messages(wait=True)
+
+        thread = threading.Thread(target=answer, name="starting", daemon=True)
+        thread.start()
         try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+            self._starting = ""
+
+    def run(self, loop: Loop) -> None:
+        try:
+            self.begin(loop)
             while not self._closing:
                 self.turn()
         finally:
-            self.loop.executor.close()
+            loop.executor.close()
             self._context.destroy(linger=0)
+
+    def begin(self, loop: Loop) -> None:
+        """From now on there is something that computes."""
+        self.loop = loop
+        waiting, self._waiting = self._waiting, []
+        for message in waiting:
+            self._handle(*message)
 
     def turn(self) -> None:
         """Messages are read and tokens sent while a step runs; only `Loop.turn` waits for it."""
+        assert self.loop
         self._take_messages(wait=self.loop.is_idle)
         self._drop_silent_clients()
         self._send_updates(self.loop.turn())
@@ -78,14 +111,22 @@ class Server:
                 continue
             self._last_seen[client] = self._listened_s
             if kind == messages.PING:
-                self._send(client, messages.PONG, self.loop.stats())
+                stats = self.loop.stats() if self.loop else {messages.STARTING: self._starting}
+                self._send(client, messages.PONG, stats)
             elif not fields or fields[0] != self._epoch_of(client):
                 continue  # meant for the process or the connection before; its client will notice and replay
-            elif kind == messages.SUBMIT:
-                self._submit(client, *fields[1:])
-            elif kind == messages.CANCEL:
-                self._client_of.pop(fields[1], None)
-                self.loop.drop(fields[1])
+            elif self.loop:
+                self._handle(client, kind, fields)
+            else:
+                self._waiting.append((client, kind, fields))
+
+    def _handle(self, client: bytes, kind: str, fields: list[Any]) -> None:
+        assert self.loop
+        if kind == messages.SUBMIT:
+            self._submit(client, *fields[1:])
+        elif kind == messages.CANCEL:
+            self._client_of.pop(fields[1], None)
+            self.loop.drop(fields[1])
 
     def _submit(self, client: bytes, prompt_ids: Sequence[int], answers: Sequence[Any], replay: bool) -> None:
         """Answers that have no token yet share the work of their prompt."""

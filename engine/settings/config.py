@@ -46,6 +46,7 @@ class Config:
     served_model_name: str = setting(
         "", "SERVED_MODEL_NAME", "name in `/v1/models`; empty: the model name, else the directory's"
     )
+    graph_dir: str = setting("", "GRAPH_DIR", "exported model that is served; empty: MODEL_DIR is one", internal=True)
     export_cache_dir: str = setting(
         "~/.cache/llm-server/exported", "EXPORT_CACHE_DIR", "where checkpoints are exported to, once each"
     )
@@ -209,6 +210,10 @@ class Config:
         return max(self.max_num_batched_tokens, 2 * self.batch_size)
 
     @property
+    def graph_path(self) -> Path:
+        return Path(self.graph_dir or self.model_dir)
+
+    @property
     def run_path(self) -> Path:
         return _expanded("RUN_DIR", self.run_dir or f"/tmp/llm-server-{os.getuid()}")
 
@@ -228,6 +233,8 @@ def markdown_table() -> str:
     rows = ["| variable | default | meaning |", "| --- | --- | --- |"]
     for f in fields(Config):
         s: Setting = f.metadata["setting"]
+        if s.internal:
+            continue
         old = f" (old name{'s' * (len(s.old) > 1)}: {', '.join(f'`{name}`' for name in s.old)})" if s.old else ""
         choices = f"; one of {', '.join(f'`{c}`' for c in s.choices)}" if s.choices else ""
         rows.append(f"| `{s.env}` | {_as_text(f.default)} | {s.doc}{choices}{old} |")

@@ -58,4 +58,4 @@ if __name__ == "__main__":
         runpy.run_module("engine.process", run_name="__main__")
     address, step_s, max_steps = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
     config = Config(batch_size=12, max_num_batched_tokens=32)
-    Server(Loop(SlowExecutor(40, 4, step_s, max_steps), 40, config), address).run()
+    Server(address).run(Loop(SlowExecutor(40, 4, step_s, max_steps), 40, config))

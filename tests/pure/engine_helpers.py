@@ -51,8 +51,9 @@ class Collector:
 @contextmanager
 def a_server(executor=None, address="tcp://127.0.0.1:*", **settings):
     executor = executor or CountingExecutor(64, 4)
-    server = Server(Loop(executor, executor.num_blocks, Config(**settings)), address)
-    thread = threading.Thread(target=server.run)
+    server = Server(address)
+    server.begin(Loop(executor, executor.num_blocks, Config(**settings)))
+    thread = threading.Thread(target=server.run, args=[server.loop])
     thread.start()
     try:
         yield server

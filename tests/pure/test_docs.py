@@ -19,7 +19,7 @@ from engine.settings import unused as unused_settings
 from engine.wire import fields as wire_fields
 from gateway.app import make_app
 from gateway.health import make_health_app
-from gateway.openai_request import PASSED_ON, REFUSED
+from gateway.openai.request import PASSED_ON, REFUSED
 from server_scripts.processes import ENGINE_DEFAULTS, LOG_NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -190,7 +190,7 @@ def routes(app):
 def test_the_table_of_endpoints_has_every_route():
     rows = [(*names.strip("`").split(), port) for names, port, _ in table("docs/api.md", "method and path")]
     by_port = {p: {tuple(row[:2]) for row in rows if row[-1] == p} for p in ("HTTP", "health")}
-    assert by_port == {"HTTP": routes(make_app(None)), "health": routes(make_health_app(None, 1.0))}
+    assert by_port == {"HTTP": routes(make_app(None, config.Config())), "health": routes(make_health_app(None, 1.0))}
 
 
 def test_every_field_of_openai_that_is_passed_on_or_refused_is_named():

@@ -155,7 +155,8 @@ class World:
         if self.server is None:
             self.network.connection += 1
             loop = Loop(FragileExecutor(self.num_blocks, self.block_size), self.num_blocks, self.config)
-            self.server = Server(loop, "")
+            self.server = Server("")
+            self.server.begin(loop)
         try:
             self.server.turn()
         except Crash:

@@ -74,8 +74,8 @@ def test_an_idle_engine_sleeps_until_it_is_spoken_to(monkeypatch):
     loop = Loop(CountingExecutor(64, 4), 64, Config())
     steps = []
     monkeypatch.setattr(loop, "turn", lambda: steps.append(1) or [])
-    server = server_module.Server(loop, "tcp://127.0.0.1:*")
-    thread = threading.Thread(target=server.run)
+    server = server_module.Server("tcp://127.0.0.1:*")
+    thread = threading.Thread(target=server.run, args=[loop])
     thread.start()
     with a_raw_client(server.address) as (ask, hear, _):
         for _ in range(5):

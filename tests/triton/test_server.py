@@ -358,6 +358,10 @@ def test_grpc_errors_are_bare_objects(server):
         stream.ask({"req_id": "e1", "text": ""})
         answer = stream.next()
         assert answer["error_code"] == 400 and answer["req_id"] == "e1" and "cannot be empty" in answer["error_msg"]
+        assert (answer["is_end"], answer["token"], answer["error_field"]) == (1, "", "text")
+        stream.ask({"req_id": "e2", "text": "Hi", "max_dec_len": 2})
+        [line] = stream.next()
+        assert (line["req_id"], line["error_msg"], line["error_code"]) == ("e2", "", 0)
 
 
 def test_a_full_queue_is_an_error_and_every_accepted_request_is_answered(tmp_path):
