@@ -7,7 +7,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Protocol
 
 from engine import wire
@@ -193,12 +192,12 @@ class Reply:
     def _logprob(self, token_id: int, logprobs: Logprobs | None) -> wire.TokenLogprob:
         if logprobs is None:
             return wire.TokenLogprob(token_id)
-        top = tuple(self._named(each, logprob) for each, logprob in logprobs.top)
-        return replace(self._named(token_id, logprobs.chosen), top=top)
+        top = tuple([self._named(each, logprob) for each, logprob in logprobs.top])
+        return self._named(token_id, logprobs.chosen, top)
 
-    def _named(self, token_id: int, logprob: float) -> wire.TokenLogprob:
+    def _named(self, token_id: int, logprob: float, top: tuple[wire.TokenLogprob, ...] = ()) -> wire.TokenLogprob:
         text, data = self._tokenizer.token_text(token_id), self._tokenizer.token_bytes(token_id)
-        return wire.TokenLogprob(token_id, text, tuple(data), logprob)
+        return wire.TokenLogprob(token_id, text, tuple(data), logprob, top)
 
 
 def _as_date(epoch_s: float) -> str:

@@ -8,7 +8,6 @@ import http.client
 import json
 import threading
 from collections.abc import AsyncGenerator, Iterator
-from dataclasses import replace
 from typing import Any
 
 import openai
@@ -25,7 +24,7 @@ WAIT = object()  # in a script: nothing more comes until the test says `go`
 
 def a_logprob(text: str) -> TokenLogprob:
     token = TokenLogprob(7, text, tuple(text.encode()), -0.5)
-    return replace(token, top=(token, TokenLogprob(7, "x", (120,), UNLIKELY)))
+    return token._replace(top=(token, TokenLogprob(7, "x", (120,), UNLIKELY)))
 
 
 class FakeBackend:
