@@ -38,8 +38,8 @@ class Usage(NamedTuple):
 
 
 class TokenLogprob(NamedTuple):
-    """Of a token of the answer, with the likeliest in its place, or of one of these: up to 21 a token, so a tuple, that
-    is made in a quarter of a frozen dataclass's time."""
+    """Of a token of the answer, with the likeliest in its place, or of one of these. There are up to 21 a token, and a
+    tuple is made in a quarter of a frozen dataclass's time."""
 
     token_id: int
     token: str = ""

@@ -30,8 +30,8 @@ def read_response(response: service_pb2.ModelStreamInferResponse) -> wire.Answer
     if response.error_message:  # Triton's own words: the model is not loaded, its process has died
         raise EngineUnavailable(f"the model server failed: {response.error_message}")
     result = response.infer_response
-    if result.raw_output_contents:
-        payload = result.raw_output_contents[0][LENGTH_BYTES:]
+    if contents := result.raw_output_contents:
+        payload = contents[0][LENGTH_BYTES:]
     elif result.outputs and result.outputs[0].contents.bytes_contents:
         payload = result.outputs[0].contents.bytes_contents[0]
     else:
