@@ -31,9 +31,11 @@ test: quick  ## all tests, those that need nothing first
 quick: install $(TESTS)  ## the tests that need no server
 	$(BIN)/python -m pytest tests/pure
 
-lint: $(TESTS)
+lint: $(TESTS)  ## style, types, which part may import which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
 	$(BIN)/hadolint dockerfiles/*
 	$(BIN)/shellcheck .ci/run server_scripts/start_server server_scripts/stop_server
 

@@ -166,12 +166,13 @@ def _from_hub(repo_id: str, quant: str | None, model_dir: Path, options: Options
 
 
 def _from_mirror(name: str, part: str, target_dir: Path, options: Options) -> int:
-    place = f"{options.tag}/{name}/{part}"
+    assert options.mirror
+    mirror, place = options.mirror.rstrip("/"), f"{options.tag}/{name}/{part}"
     quant = None if part == "mtp" else parse_model_name(name)[1]  # the draft's is not in the name
     return fill(
         target_dir,
         Record(f"{place} of a mirror", quant, is_static=True),
-        lambda policy, stop: list_mirror(f"{options.mirror.rstrip('/')}/{place}", policy, stop),
+        lambda policy, stop: list_mirror(f"{mirror}/{place}", policy, stop),
         options.policy,
     )
 

@@ -136,7 +136,7 @@ class LLM:
         """The number of answers that these tokens have ended."""
         if update.finish_reason == FAILED:
             raise NoToken
-        logprobs = update.logprobs or [None] * len(update.token_ids)
+        logprobs: Sequence[Logprobs | None] = update.logprobs or [None] * len(update.token_ids)
         item.answer.push(list(zip(update.token_ids, logprobs, strict=True)), update.finish_reason)
         if item.answer.finish_reason and not update.finish_reason:  # a stop string
             self._loop.drop(item.request.request_id)

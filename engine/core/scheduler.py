@@ -118,8 +118,9 @@ class Scheduler:
     def drop(self, request_id: str) -> Request | None:
         """Forgets a request; its blocks come back when no step writes them any more. None if it is not here (any
         more)."""
+        request: Request | None
         if leader := self._leader_of.pop(request_id, None):
-            [request] = [fork for fork in leader.forks if fork.request_id == request_id]
+            request = next(fork for fork in leader.forks if fork.request_id == request_id)
             leader.forks.remove(request)
             self._give_up_slot(request)
             if leader.state is State.ENDED and not leader.forks:
@@ -235,7 +236,7 @@ class Scheduler:
 
     def _admit(self) -> Request | None:
         """Moves a waiting request to the running ones, with its blocks: the first, or one soon after it that fits."""
-        passed = []
+        passed: list[Request] = []
         for request in islice(self.waiting.values(), LOOK_AHEAD):
             if len(request.forks) < len(self._free_slots) and self._holdings.take_prompt(
                 request, self.running.values()

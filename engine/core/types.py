@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 NO_TOKEN = -1  # the model's logits are no numbers, or bans and masks left nothing
 
@@ -100,7 +100,7 @@ class Copy(NamedTuple):
     """Before the step: `target` becomes a copy of the block `source`, and takes its place in a slot's table."""
 
     slot: int
-    index: int  # in the block table
+    place: int  # in the block table
     source: int
     target: int
 
@@ -137,7 +137,7 @@ class StepOutput(NamedTuple):
 class Step(Protocol):
     """A step that was launched."""
 
-    def mask(self, bits: object) -> None:
+    def mask(self, bits: Any) -> None:
         """u32 [S, ceil(V / 32)], a row for every token that is chosen; bit i of word w: token 32 w + i is allowed. So
         grammars can be advanced while the step runs."""
         ...

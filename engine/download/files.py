@@ -75,7 +75,7 @@ def partial_of(target: Path) -> Path:
 def new_hash(digest: str, size: int | None):
     """An empty hash of the digest's kind. Git puts the size before the content."""
     kind = digest.partition(":")[0]
-    prefix = b"blob %d\0" % size if kind == "git-sha1" else b""
+    prefix = b"blob %d\0" % (size or 0) if kind == "git-sha1" else b""
     return HASHES[kind](prefix, usedforsecurity=False)
 
 

@@ -28,7 +28,7 @@ def list_mirror(folder_url: str, policy: Policy, stop: Stop) -> Listing:
         text = get_text(list_url, policy, stop)
     except DownloadError as error:
         raise type(error)(f"{list_url}: {error}") from None
-    files = {}
+    files: dict[str, RemoteFile] = {}
     for line in filter(None, map(str.strip, text.splitlines())):
         path, _, md5 = line.rpartition(":")
         if not re.fullmatch("[0-9a-fA-F]{32}", md5):

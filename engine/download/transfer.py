@@ -201,7 +201,7 @@ def _open(request: urllib.request.Request, timeout_s: float) -> http.client.HTTP
         message = one_line(f"HTTP {error.code} {error.headers.get('X-Error-Message') or error.reason}")
         if error.code == 416:
             raise Corrupt(f"{message}: the partial file is not the beginning of it") from None
-        raise http_error(error.code, message, error.headers) from None
+        raise http_error(error.code, message, dict(error.headers)) from None
     except (OSError, http.client.HTTPException) as error:
         cause = getattr(error, "reason", error)
         is_final = isinstance(cause, ssl.SSLCertVerificationError)

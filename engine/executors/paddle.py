@@ -92,7 +92,10 @@ class _CacheInputs:
     def allocate(self, num_blocks: int) -> None:
         self._tensors.clear()
         # Not filled: pages that no request has touched cost no memory.
-        self._tensors = [paddle.empty(spec.shape_of(num_blocks), spec.dtype) for spec in self._specs]
+        self._tensors = [
+            paddle.empty(spec.shape_of(num_blocks), spec.dtype)  # type: ignore[arg-type]
+            for spec in self._specs
+        ]
         for handle, tensor in zip(self._handles, self._tensors, strict=True):
             handle.share_external_data(tensor)
 

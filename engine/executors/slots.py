@@ -68,7 +68,7 @@ class Slots:
                 end = self._num_blocks[row.slot] = start + len(row.new_block_ids)
                 self._block_tables[row.slot, start:end] = row.new_block_ids
         for copy in batch.copies:
-            self._block_tables[copy.slot, copy.index] = copy.target
+            self._block_tables[copy.slot, copy.place] = copy.target
 
     def graph_inputs(self, batch: Batch) -> dict[str, np.ndarray]:
         """The inputs of docs/ops.md but for the caches: i32, by name."""

@@ -134,7 +134,7 @@ def _has_foreign_graph(directory: Path) -> bool:
 
 def _read(kind: Any, value: Any, key: str) -> Any:
     """`value`, found under `key`, as what a field of the dataclasses above declares."""
-    if is_dataclass(kind):
+    if is_dataclass(kind) and isinstance(kind, type):
         if not isinstance(value, Mapping):
             raise ModelError(f"{key} is {value!r}, it must be an object")
         hints = get_type_hints(kind)

@@ -79,5 +79,8 @@ def _input_specs(graph: Graph) -> list[paddle.static.InputSpec]:
         paddle.static.InputSpec([None, None] if name == "block_tables" else [None], "int32", name)
         for name in graph.inputs
     ]
-    caches = [paddle.static.InputSpec(cache.shape_of(-1), cache.dtype, cache.name) for cache in graph.caches]
+    caches = [
+        paddle.static.InputSpec(cache.shape_of(-1), cache.dtype, cache.name)  # type: ignore[arg-type]
+        for cache in graph.caches
+    ]
     return step + caches

@@ -176,7 +176,7 @@ class EngineClient:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._pipe[0], zmq.POLLIN)
         while not self._closing:
-            if self._pipe[0] in dict(poller.poll(PING_INTERVAL_S * 1000)):
+            if self._pipe[0] in dict(poller.poll(int(PING_INTERVAL_S * 1000))):
                 os.read(self._pipe[0], 4096)
             self.turn()
 
@@ -216,9 +216,9 @@ class EngineClient:
 
     def _meet(self, epoch: str) -> None:
         """A new engine process, or a new connection to the same: submit everything that is open."""
-        is_first = self._epoch is None
-        is_restart = not is_first and epoch.partition("/")[0] != self._epoch.partition("/")[0]
-        if not is_first:
+        before = self._epoch
+        is_restart = before is not None and epoch.partition("/")[0] != before.partition("/")[0]
+        if before is not None:
             why = "the engine has been restarted" if is_restart else "the connection to the engine was lost"
             log.warning("%s, replaying %d requests", why, len(self._journal))
         if is_restart:
@@ -246,13 +246,13 @@ class EngineClient:
         """False when it was cancelled meanwhile. Before there is an engine nothing is sent: its first answer will."""
         with self._lock:
             entry = self._journal.get(name)
-            answers = list(entry.answers.values()) if entry else []
+            open_answers = list(entry.answers.values()) if entry else []
         if entry is None:
             return False
         if self._epoch is None or entry.submitted:
             return True
         entry.submitted = True
-        answers = [(each.request_id, messages.pack_sampling(each.sampling), each.token_ids) for each in answers]
+        answers = [(each.request_id, messages.pack_sampling(each.sampling), each.token_ids) for each in open_answers]
         self._send(messages.SUBMIT, self._epoch, entry.prompt_ids, answers, entry.replay)
         return True
 

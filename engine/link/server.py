@@ -35,7 +35,7 @@ class Server:
 
     def __init__(self, address: str):
         self.epoch = uuid.uuid4().hex
-        self.loop: Loop | None = None
+        self._loop: Loop | None = None
         self._starting = ""  # what keeps the loop from being there
         self._waiting: list[tuple[bytes, str, list[Any]]] = []  # messages that came before it
         self._client_of: dict[str, bytes] = {}  # request -> who asked
@@ -48,7 +48,7 @@ class Server:
         self._socket.linger = 0
         self._socket.sndhwm = self._socket.rcvhwm = 0  # a full queue would drop tokens
         self._socket.bind(address)
-        self.address: str = self._socket.last_endpoint.decode()
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     @contextlib.contextmanager
     def starting(self, reason: str) -> Iterator[None]:
@@ -80,14 +80,18 @@ class Server:
 
     def begin(self, loop: Loop) -> None:
         """From now on there is something that computes."""
-        self.loop = loop
+        self._loop = loop
         waiting, self._waiting = self._waiting, []
         for message in waiting:
             self._handle(*message)
 
+    @property
+    def loop(self) -> Loop:
+        assert self._loop, "there is none yet"
+        return self._loop
+
     def turn(self) -> None:
         """Messages are read and tokens sent while a step runs; only `Loop.turn` waits for it."""
-        assert self.loop
         self._take_messages(wait=self.loop.is_idle)
         self._drop_silent_clients()
         self._send_updates(self.loop.turn())
@@ -111,17 +115,16 @@ class Server:
                 continue
             self._last_seen[client] = self._listened_s
             if kind == messages.PING:
-                stats = self.loop.stats() if self.loop else {messages.STARTING: self._starting}
+                stats = self._loop.stats() if self._loop else {messages.STARTING: self._starting}
                 self._send(client, messages.PONG, stats)
             elif not fields or fields[0] != self._epoch_of(client):
                 continue  # meant for the process or the connection before; its client will notice and replay
-            elif self.loop:
+            elif self._loop:
                 self._handle(client, kind, fields)
             else:
                 self._waiting.append((client, kind, fields))
 
     def _handle(self, client: bytes, kind: str, fields: list[Any]) -> None:
-        assert self.loop
         if kind == messages.SUBMIT:
             self._submit(client, *fields[1:])
         elif kind == messages.CANCEL:
@@ -167,8 +170,8 @@ class Server:
             by_client.setdefault(self._client_of[request_id], []).append(fields)
             if update.finish_reason:
                 del self._client_of[request_id]
-        for client, fields in by_client.items():
-            self._send(client, messages.TOKENS, fields)
+        for client, updated in by_client.items():
+            self._send(client, messages.TOKENS, updated)
 
     def _drop_silent_clients(self) -> None:
         now = time.monotonic()

@@ -69,7 +69,9 @@ class Checkpoint:
         filled = tuple(slice(share.stop - share.start) for share in columns)
         for start, stop in _steps(rows, part.shape):
             with np.errstate(invalid="ignore", over="ignore"):  # a NaN stays one, what is too large becomes infinite
-                target[(slice(start - rows.start, stop - rows.start), *filled)] = tensor[(slice(start, stop), *inner)]
+                source = (slice(start, stop), *inner)
+                place = (slice(start - rows.start, stop - rows.start), *filled)
+                target[place] = tensor[source]
 
     def _check(self, part: Part) -> None:
         tensor = self._find(part.tensor)

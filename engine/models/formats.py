@@ -17,7 +17,10 @@ from engine.dtypes import WEIGHT_DTYPES
 class Format(Protocol):
     """One matrix [N, K] becomes one or several parameters of the graph."""
 
-    name: str  # in the manifest
+    @property
+    def name(self) -> str:
+        """In the manifest."""
+        ...
 
     @property
     def read_as(self) -> str:
@@ -57,5 +60,5 @@ class Dense:
         return ops.linear(x, *stored, bias)
 
 
-FLOAT32 = Dense("float32")
+FLOAT32: Format = Dense("float32")
 FORMATS: dict[str, Format] = {name: Dense(name) for name in WEIGHT_DTYPES}

@@ -96,6 +96,7 @@ class TokenBytes(dict[int, bytes]):
     def at_start(self, token_id: int) -> bytes:
         """The same for the first token of a text."""
         token = self._backend.id_to_token(token_id)
+        assert token is not None, "asked for a token that says something"
         return self.rules.bytes_of(token.replace(self.rules.dropped_at_start, ""))
 
 

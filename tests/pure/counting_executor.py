@@ -93,8 +93,8 @@ class CountingExecutor:
         for row in batch.rows:
             self.slots[row.slot].block_ids += row.new_block_ids
         for copy in batch.copies:
-            assert self.slots[copy.slot].block_ids[copy.index] in (copy.source, copy.target)
-            self.slots[copy.slot].block_ids[copy.index] = copy.target
+            assert self.slots[copy.slot].block_ids[copy.place] in (copy.source, copy.target)
+            self.slots[copy.slot].block_ids[copy.place] = copy.target
         self.batches.append([(str(self.slots[row.slot].token_ids[0]), len(row.token_ids)) for row in batch.rows])
         holders = Counter(block for row in batch.rows for block in self.slots[row.slot].block_ids)
         for row in batch.rows:

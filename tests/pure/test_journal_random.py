@@ -44,7 +44,6 @@ class Network:
         self.up, self.down = deque(), deque()
         self.is_up = False  # an engine listens
         self.connection = 0
-        self.last_endpoint = b""
 
     def socket(self, kind):
         return self
@@ -53,6 +52,9 @@ class Network:
         self.is_up = True
 
     connect = bind
+
+    def getsockopt_string(self, option):
+        return ""
 
     def monotonic(self):
         return self.now

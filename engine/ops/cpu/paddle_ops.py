@@ -6,6 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 from engine.ops import build
 
@@ -38,7 +39,7 @@ def register_paddle_ops() -> SimpleNamespace:
     return SimpleNamespace(**{name: _function(name, *spec) for name, spec in OPS.items()})
 
 
-def _function(name: str, num_inputs: int, *attributes: str) -> Callable:
+def _function(name: str, num_inputs: Any, *attributes: Any) -> Callable:
     from paddle import _C_ops
     from paddle.jit.marker import unified
 
@@ -47,7 +48,9 @@ def _function(name: str, num_inputs: int, *attributes: str) -> Callable:
             raise TypeError(f"{name}: attributes are {', '.join(attributes)}, not {', '.join(values)}")
         missing = [None] * (num_inputs - len(inputs))
         in_order = [values[attribute] for attribute in attributes]
-        outputs = _C_ops._run_custom_op(f"llm_{name}", *inputs, *missing, *in_order)
+        outputs = _C_ops._run_custom_op(  # type: ignore[attr-defined]
+            f"llm_{name}", *inputs, *missing, *in_order
+        )
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     op.__name__ = op.__qualname__ = name
