@@ -41,29 +41,24 @@ class Holdings:
             request.block_ids = pool.take(need - len(prefix), prefix)
         except OutOfBlocks:
             return False
+        self._own_all(request)
         request.num_published = len(prefix)
         request.num_cached = request.num_computed = len(prefix) * pool.block_size
         return True
 
-    def needs_room(self, request: Request) -> bool:
-        """Whether it has no block of its own for its next position."""
-        return request.has_shared_tail or request.num_computed >= len(request.block_ids) * self.pool.block_size
-
     def make_room(self, request: Request) -> Copy | None:
-        """Gives it one. What others hold is copied before it is written. Raises OutOfBlocks."""
-        index = request.num_computed // self.pool.block_size
+        """A block of its own for its next position. What others hold is copied before it is written. Raises
+        OutOfBlocks."""
+        copy, index = None, request.num_computed // self.pool.block_size
         if index == len(request.block_ids):
             request.block_ids += self.pool.take(1)
-            return None
-        source = request.block_ids[index]
-        if not self.pool.is_shared(source):  # the others have left it
-            request.has_shared_tail = False
-            return None
-        [target] = self.pool.take(1)
-        request.block_ids[index] = target
-        request.has_shared_tail = False
-        self.pool.give_back([source])
-        return Copy(request.slot, index, source, target)
+        elif self.pool.is_shared(request.block_ids[index]):
+            [target] = self.pool.take(1)
+            source, request.block_ids[index] = request.block_ids[index], target
+            self.pool.give_back([source])
+            copy = Copy(request.slot, index, source, target)
+        self._own_all(request)
+        return copy
 
     def stretch(self, request: Request, num_more: int, num_running: int) -> int:
         """How many of `num_more` positions after the next one have a block, taken now if that leaves every running
@@ -73,6 +68,7 @@ class Holdings:
             if self.pool.num_available - missing < num_running:
                 return len(request.block_ids) * self.pool.block_size - request.num_computed - 1
             request.block_ids += self.pool.take(missing)
+            self._own_all(request)
         return num_more
 
     def share(self, leader: Request) -> None:
@@ -82,6 +78,7 @@ class Holdings:
             self.pool.share(leader.block_ids)
             fork.block_ids, fork.keys = list(leader.block_ids), list(leader.keys)
             fork.num_computed, fork.num_published = leader.num_computed, leader.num_published
+            fork.room = leader.room = leader.num_computed
             fork.has_shared_tail = leader.has_shared_tail = is_partial
 
     def publish(self, request: Request) -> None:
@@ -100,7 +97,7 @@ class Holdings:
         else:
             self.pool.give_back(request.block_ids)
         request.block_ids = []
-        request.num_computed = request.num_published = request.num_placed = 0
+        request.num_computed = request.num_published = request.num_placed = request.room = 0
         request.has_shared_tail = False
 
     def settle(self) -> None:
@@ -114,6 +111,10 @@ class Holdings:
         self.pool.check()
         assert not self._retired
         assert self.pool.num_held == len({block for request in running for block in request.block_ids})
+
+    def _own_all(self, request: Request) -> None:
+        request.room = len(request.block_ids) * self.pool.block_size
+        request.has_shared_tail = False
 
     def _blocks_to_come(self, request: Request) -> int:
         return self.most_blocks(request) - len(request.block_ids) + request.has_shared_tail

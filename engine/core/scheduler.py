@@ -48,12 +48,7 @@ class Update(NamedTuple):
     finish_reason: str | None
 
 
-class Launched(NamedTuple):
-    """Whose row it is, and the forks that choose a token with it."""
-
-    request: Request
-    row: Row
-    forks: tuple[Request, ...] = ()
+Launched = tuple[Request, Row, Sequence[Request]]  # whose row it is, and the forks that choose a token with it
 
 
 class Scheduler:
@@ -139,18 +134,16 @@ class Scheduler:
         assert self._launched is None, "the step before has not been applied"
         launched: list[Launched] = []
         in_prompt = self._schedule_decodes(launched)
-        budget = self.limits.max_batched_tokens - sum(len(each.row.token_ids) for each in launched)
+        budget = self.limits.max_batched_tokens - sum(len(row.token_ids) for _, row, _ in launched)
         for request in in_prompt:
             if budget > 0 and request.slot >= 0:  # else it has been preempted
-                launched.append(self._prefill(request, budget))
-                budget -= len(launched[-1].row.token_ids)
+                budget -= self._launch_prompt(launched, request, budget)
         while budget > 0 and (admitted := self._admit()):
-            launched.append(self._prefill(admitted, budget))
-            budget -= len(launched[-1].row.token_ids)
+            budget -= self._launch_prompt(launched, admitted, budget)
         if not launched:
             return None
         self._launched = launched
-        batch = Batch([each.row for each in launched], self._arrivals, self._copies)
+        batch = Batch([row for _, row, _ in launched], self._arrivals, self._copies)
         self._arrivals, self._copies = [], []
         return batch
 
@@ -161,24 +154,32 @@ class Scheduler:
         self._holdings.settle()
         updates: list[Update] = []
         sampled = zip(output.token_ids, output.logprobs, strict=True)
+        block_size = self.pool.block_size
         for request, row, forks in launched:
             token_ids, logprobs = next(sampled) if row.num_sampled else ((), None)
             of_forks = [next(sampled) for _ in forks] if forks else ()
             if request.slot < 0:  # dropped meanwhile
                 continue
             request.num_computed = row.start + len(row.token_ids) - row.num_sampled + len(token_ids)
-            update = self._append(request, token_ids, logprobs) if row.num_sampled else None
-            if request.num_computed >= (request.num_published + 1) * self.pool.block_size:
+            update = self._append(request, token_ids, logprobs) if token_ids else None
+            if request.num_computed >= (request.num_published + 1) * block_size:
                 self._holdings.publish(request)
-            if forks:
-                self._join_forks(request)
             if row.num_sampled > 1:
                 self.counters.num_drafted_tokens += row.num_sampled - 1
                 self.counters.num_accepted_tokens += len(token_ids) - 1
-            self._finish(request, update, updates)
+            if forks:
+                self._join_forks(request)
+            if update and request.state is State.RUNNING:
+                updates.append(update)
+                if update.finish_reason:
+                    self._end(request)
+            elif request.state is State.ENDED and not request.forks:  # dropped, and no fork needs it any more
+                self._leave(request)
             for fork, tokens in zip(forks, of_forks, strict=True):
                 if fork.state is State.RUNNING:
-                    self._finish(fork, self._append(fork, *tokens), updates)
+                    updates.append(self._append(fork, *tokens))
+                    if updates[-1].finish_reason:
+                        self._end(fork)
         self.counters.num_generated_tokens += sum(len(update.token_ids) for update in updates)
         return updates
 
@@ -198,33 +199,35 @@ class Scheduler:
         in_prompt = []
         spare = self.limits.max_batched_tokens - len(self.running)  # for drafts
         for request in list(self.running.values()):
-            if len(request.token_ids) - request.num_computed > 1 or request.forks:
+            start, token_ids = request.num_computed, request.token_ids[-1:]
+            if len(request.token_ids) - start > 1 or request.forks:
                 in_prompt.append(request)
                 continue
-            if request.slot < 0 or (self._holdings.needs_room(request) and not self._has_room(request)):
-                continue  # preempted, now or in this very loop
-            token_ids = request.token_ids[-1:]
+            if start >= request.room and (request.slot < 0 or not self._has_room(request)):
+                continue  # preempted, in this very loop
             if self._drafter and spare > 0:
                 token_ids += self._drafts(request, spare)
                 spare -= len(token_ids) - 1
-            row = Row(request.slot, request.num_computed, token_ids, self._new_blocks(request), len(token_ids))
-            launched.append(Launched(request, row))
+            new = self._new_blocks(request) if len(request.block_ids) > request.num_placed else ()
+            launched.append((request, Row(request.slot, start, token_ids, new, len(token_ids)), ()))
         return in_prompt
 
-    def _prefill(self, request: Request, budget: int) -> Launched:
-        """A chunk of its prompt; the last one gives the first token, its own and those of its forks."""
+    def _launch_prompt(self, launched: list[Launched], request: Request, budget: int) -> int:
+        """A chunk of its prompt; the last one gives the first token, its own and those of its forks. Returns its
+        size."""
         start = request.num_computed
         token_ids = request.token_ids[start : start + budget]
         is_last = start + len(token_ids) == len(request.token_ids)
         forks = tuple(request.forks) if is_last else ()
         slots = [fork.slot for fork in forks]
         row = Row(request.slot, start, token_ids, self._new_blocks(request), int(is_last), slots)
-        return Launched(request, row, forks)
+        launched.append((request, row, forks))
+        return len(token_ids)
 
     def _new_blocks(self, request: Request) -> Sequence[int]:
         """Those that the executor has not been told of."""
         placed, request.num_placed = request.num_placed, len(request.block_ids)
-        return request.block_ids[placed:] if placed < request.num_placed else ()
+        return request.block_ids[placed:]
 
     def _drafts(self, request: Request, spare: int) -> Sequence[int]:
         assert self._drafter
@@ -297,25 +300,16 @@ class Scheduler:
     def _append(self, request: Request, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None) -> Update:
         if token_ids[0] == NO_TOKEN:
             return Update(request, (), None, FAILED)
-        if len(token_ids) == 1:
-            request.token_ids.append(token_ids[0])
-            return Update(request, token_ids, logprobs, request.finish_reason())
         for count, token_id in enumerate(token_ids, 1):
-            request.token_ids.append(token_id)
-            if finish_reason := request.finish_reason():  # what follows was drafted well, but is beyond the end
-                return Update(request, token_ids[:count], logprobs and logprobs[:count], finish_reason)
+            if finish_reason := request.append(token_id):
+                if count < len(token_ids):  # what follows was drafted well, but is beyond the end
+                    token_ids, logprobs = token_ids[:count], logprobs and logprobs[:count]
+                return Update(request, token_ids, logprobs, finish_reason)
         return Update(request, token_ids, logprobs, None)
 
-    def _finish(self, request: Request, update: Update | None, updates: list[Update]) -> None:
-        """What is told, and the end of a request that has come to it, or that was dropped and no fork needs."""
-        if request.state is State.RUNNING:
-            if update is not None:
-                updates.append(update)
-                if update.finish_reason:
-                    self._leave(request)
-                    request.state = State.ENDED
-        elif not request.forks:
-            self._leave(request)
+    def _end(self, request: Request) -> None:
+        self._leave(request)
+        request.state = State.ENDED
 
     def _leave(self, request: Request) -> None:
         if self.waiting.pop(request.request_id, None) is None:

@@ -55,6 +55,7 @@ class Request:
     num_published: int = 0  # leading full blocks that the prefix cache has been told of
     num_placed: int = 0  # leading blocks that the executor has been told of
     has_shared_tail: bool = False  # its last block may have other holders: to be copied before it is written
+    room: int = 0  # positions below may be written
     num_cached: int = 0  # tokens that the prefix cache held at the last admission
     num_passed: int = 0  # requests that went before it although they came later
     num_preemptions: int = 0
@@ -68,10 +69,11 @@ class Request:
         """Positions this request may come to hold. The last token is never fed back, so it needs none."""
         return self.prompt_len + self.sampling.max_new_tokens - 1
 
-    def finish_reason(self) -> str | None:
-        """'stop' after a stop id, 'length' at the limit, None while it runs."""
+    def append(self, token_id: int) -> str | None:
+        """The finish reason: 'stop' after a stop id, 'length' at the limit, None while it runs."""
+        self.token_ids.append(token_id)
         sampling, num_new_tokens = self.sampling, len(self.token_ids) - self.prompt_len
-        if self.token_ids[-1] in sampling.stop_token_ids and num_new_tokens > sampling.min_new_tokens:
+        if token_id in sampling.stop_token_ids and num_new_tokens > sampling.min_new_tokens:
             return "stop"
         return "length" if num_new_tokens >= sampling.max_new_tokens else None
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.core.types import NO_TOKEN, Arrival, Batch, Logprobs, Sampling, StepOutput
+from engine.core.types import Arrival, Batch, Logprobs, Sampling, StepOutput
 from engine.ops.sampling_rows import SampledRows, SamplingRows
 
 PER_SLOT = (
@@ -55,7 +55,7 @@ class Slots:
         self._block_tables = np.zeros((num_slots, max_blocks), np.int32)
         self._num_blocks = [0] * num_slots
         self._rows = SamplingRows.greedy(num_slots)  # its `counter` is the number of tokens that the answer has
-        self._seen: dict[int, _Seen] = {}  # of slots whose penalties read it
+        self._seen = _Seen(num_slots, max_blocks * block_size)
         self._biases: dict[int, _Bias] = {}  # of slots that have one
 
     def place(self, batch: Batch) -> None:
@@ -104,12 +104,8 @@ class Slots:
             setattr(rows, name, getattr(self._rows, name)[slots])
         rows.counter += [len(tail) for tail in choices.tails]
         rows.mask = mask
-        if self._seen:
-            seen = [
-                self._seen[slot].entries(tail) if slot in self._seen else NONE
-                for slot, tail in zip(choices.slots, choices.tails, strict=True)
-            ]
-            rows.seen_starts, rows.seen_ids, rows.seen_counts = _joined(seen, np.int32)
+        if self._seen.places:
+            self._seen.fill(rows, slots, choices.tails)
         if self._biases:
             bias = [
                 self._biases[slot].entries(int(count), tail) if slot in self._biases else NONE
@@ -153,25 +149,23 @@ class Slots:
         rows.presence_penalty[slot] = sampling.presence_penalty
         rows.seed[slot], rows.counter[slot] = sampling.seed, len(token_ids) - prompt_len
         rows.num_logprobs[slot] = sampling.num_logprobs
-        self._seen.pop(slot, None)
         self._biases.pop(slot, None)
         if sampling.repetition_penalty != 1 or sampling.frequency_penalty or sampling.presence_penalty:
             prompt = token_ids[:prompt_len] if sampling.repetition_penalty != 1 else ()  # that one reads it, too
-            self._seen[slot] = _Seen(prompt, token_ids[prompt_len:])
+            self._seen.begin(slot, prompt, token_ids[prompt_len:])
+        else:
+            self._seen.end(slot)
         if sampling.logit_bias or sampling.bad_words or sampling.min_new_tokens:
             self._biases[slot] = _Bias(sampling, token_ids[prompt_len:])
 
     def _remember(self, slots: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
         self._rows.counter[np.array(slots)] += [len(each) for each in token_ids]  # every slot is there once
-        if not self._seen and not self._biases:
-            return
-        for slot, each in zip(slots, token_ids, strict=True):
-            if each[0] == NO_TOKEN:
-                continue
-            if slot in self._seen:
-                self._seen[slot].add(each)
-            if slot in self._biases:
-                self._biases[slot].answer += each
+        if self._seen.places:
+            self._seen.add(slots, token_ids)
+        if self._biases:
+            for slot, each in zip(slots, token_ids, strict=True):
+                if slot in self._biases:
+                    self._biases[slot].answer += each
 
     def _logprobs(
         self, batch: Batch, slots: Sequence[int], token_ids: Sequence[Sequence[int]], sampled: SampledRows
@@ -189,29 +183,60 @@ class Slots:
 
 
 class _Seen:
-    """Which tokens prompt and answer hold, and how often each is in the answer, in arrays that grow."""
+    """Which tokens prompt and answer of a slot hold, and how often each is in the answer. Each slot has a region of two
+    arrays, which the sampler reads where it is: nothing is copied for a step."""
 
-    def __init__(self, prompt: Sequence[int], answer: Sequence[int]):
+    def __init__(self, num_slots: int, most_tokens: int):
+        self.places: dict[int, dict[int, int]] = {}  # of slots whose penalties read it: token -> where it is
+        self._size = most_tokens
+        self._ids = np.empty(num_slots * most_tokens, np.int32)  # memory that is not written costs nothing
+        self._counts = np.empty(num_slots * most_tokens, np.int32)
+        self._ends = np.arange(num_slots, dtype=np.int32) * most_tokens  # of each slot's region
+
+    def begin(self, slot: int, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        start = slot * self._size
         unique = list(dict.fromkeys(prompt))
-        self._place_of = {token_id: place for place, token_id in enumerate(unique)}
-        self._ids = np.array(unique, np.int32)
-        self._counts = np.zeros(len(unique), np.int32)
-        self.add(answer)
+        self.places[slot] = dict(zip(unique, range(start, start + len(unique)), strict=True))
+        self._ends[slot] = start + len(unique)
+        self._ids[start : start + len(unique)] = unique
+        self._counts[start : start + len(unique)] = 0
+        self.add([slot], [answer])
 
-    def add(self, token_ids: Sequence[int]) -> None:
-        for token_id in token_ids:
-            place = self._place_of.setdefault(token_id, len(self._place_of))
-            if place == len(self._ids):  # full: twice the room
-                self._ids = np.concatenate([self._ids, np.zeros(place + 16, np.int32)])
-                self._counts = np.concatenate([self._counts, np.zeros(place + 16, np.int32)])
-            self._ids[place] = token_id
-            self._counts[place] += 1
+    def end(self, slot: int) -> None:
+        self._ends[slot] = slot * self._size
+        self.places.pop(slot, None)
 
-    def entries(self, tail: Sequence[int]) -> Entries:
-        size = len(self._place_of)
-        if not tail:
-            return self._ids[:size], self._counts[:size]
-        counts = dict(zip(self._ids[:size].tolist(), self._counts[:size].tolist(), strict=True))
+    def add(self, slots: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
+        """Tokens that the answers of these slots have gained."""
+        counted: list[int] = []
+        for slot, each in zip(slots, token_ids, strict=True):
+            if (places := self.places.get(slot)) is not None:
+                for token_id in each:
+                    place = places.get(token_id)
+                    if place is None:
+                        place = self._enter(slot, places, token_id)
+                    counted.append(place)
+        np.add.at(self._counts, counted, 1)
+
+    def _enter(self, slot: int, places: dict[int, int], token_id: int) -> int:
+        place = places[token_id] = slot * self._size + len(places)
+        self._ids[place], self._counts[place] = token_id, 0
+        self._ends[slot] = place + 1
+        return place
+
+    def fill(self, rows: SamplingRows, slots: np.ndarray, tails: Sequence[Sequence[int]]) -> None:
+        rows.seen_starts, rows.seen_ends = slots.astype(np.int32) * np.int32(self._size), self._ends[slots]
+        rows.seen_ids, rows.seen_counts = self._ids, self._counts
+        if any(tails):  # then each row has its own
+            entries = [self._with_tail(slot, tail) for slot, tail in zip(slots.tolist(), tails, strict=True)]
+            starts, rows.seen_ids, rows.seen_counts = _joined(entries, np.int32)
+            rows.seen_starts, rows.seen_ends = starts[:-1].copy(), starts[1:].copy()
+
+    def _with_tail(self, slot: int, tail: Sequence[int]) -> Entries:
+        if slot not in self.places:
+            return NONE
+        part = slice(slot * self._size, self._ends[slot])
+        counts = dict(zip(self._ids[part].tolist(), self._counts[part].tolist(), strict=True))
         for token_id in tail:
             counts[token_id] = counts.get(token_id, 0) + 1
         return np.array(list(counts), np.int32), np.array(list(counts.values()), np.int32)

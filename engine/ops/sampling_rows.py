@@ -10,7 +10,8 @@ import numpy as np
 
 @dataclass
 class SamplingRows:
-    """S rows. The CSR pairs hold, for row s, entries `starts[s] .. starts[s + 1]` of ids and values."""
+    """S rows. What row s has seen are the entries `seen_starts[s] .. seen_ends[s]` of ids and counts, which may be
+    anywhere in arrays that hold more; its biases are the entries `bias_starts[s] .. bias_starts[s + 1]`."""
 
     temperature: np.ndarray  # f32 [S]; 0 takes the largest logit
     top_p: np.ndarray  # f32 [S]; 1 keeps all
@@ -22,7 +23,8 @@ class SamplingRows:
     seed: np.ndarray  # u64 [S]
     counter: np.ndarray  # i64 [S]; index of the token in the answer
     num_logprobs: np.ndarray  # i32 [S]; -1 none, 0 the chosen token's alone
-    seen_starts: np.ndarray  # i32 [S + 1]
+    seen_starts: np.ndarray  # i32 [S]
+    seen_ends: np.ndarray  # i32 [S]
     seen_ids: np.ndarray  # i32; each token of prompt and answer once a row
     seen_counts: np.ndarray  # i32; occurrences in the answer, 0 = only in the prompt
     bias_starts: np.ndarray  # i32 [S + 1]
@@ -48,7 +50,8 @@ class SamplingRows:
             seed=full(0, np.uint64),
             counter=full(0, np.int64),
             num_logprobs=full(-1, np.int32),
-            seen_starts=np.zeros(num_rows + 1, np.int32),
+            seen_starts=full(0, np.int32),
+            seen_ends=full(0, np.int32),
             seen_ids=np.zeros(0, np.int32),
             seen_counts=np.zeros(0, np.int32),
             bias_starts=np.zeros(num_rows + 1, np.int32),
@@ -63,16 +66,16 @@ class SamplingRows:
             "seed": ((num_rows,), np.uint64),
             "counter": ((num_rows,), np.int64),
             "mask": ((num_rows, -(-vocab // 32)), np.uint32),
+            "bias_starts": ((num_rows + 1,), np.int32),
             "bias": ((None,), np.float32),
         }
         if name in special:
             shape, dtype = special[name]
-        elif name.endswith("_starts"):
-            shape, dtype = (num_rows + 1,), np.int32
-        elif name.startswith(("seen_", "bias_")):
+        elif name in ("seen_ids", "seen_counts", "bias_ids"):
             shape, dtype = (None,), np.int32
         else:
-            shape, dtype = (num_rows,), np.int32 if name in ("top_k", "num_logprobs") else np.float32
+            is_whole = name in ("top_k", "num_logprobs", "seen_starts", "seen_ends")
+            shape, dtype = (num_rows,), np.int32 if is_whole else np.float32
         return shape, np.dtype(dtype)
 
     @property
@@ -81,7 +84,7 @@ class SamplingRows:
         return max(0, int(self.num_logprobs.max(initial=0)))
 
     def seen_of(self, row: int) -> Iterator[tuple[int, int]]:
-        part = slice(self.seen_starts[row], self.seen_starts[row + 1])
+        part = slice(self.seen_starts[row], self.seen_ends[row])
         return zip(self.seen_ids[part], self.seen_counts[part], strict=True)
 
     def bias_of(self, row: int) -> Iterator[tuple[int, np.float32]]:

@@ -30,8 +30,10 @@ def some_rows(num_rows=24, **settings):
 def with_pairs(rows, seen=(), bias=()):
     """The same seen (id, count) pairs and (id, bias) pairs in every row."""
     n = len(rows.temperature)
-    rows.seen_starts, rows.bias_starts = (np.arange(n + 1, dtype=np.int32) * len(pairs) for pairs in (seen, bias))
-    rows.seen_ids, rows.seen_counts = np.array([*seen] * n, np.int32).reshape(-1, 2).T.copy()
+    rows.bias_starts = np.arange(n + 1, dtype=np.int32) * len(bias)
+    rows.seen_starts = np.arange(n, dtype=np.int32) * (len(seen) + 1)  # between two rows something of nobody's
+    rows.seen_ends = rows.seen_starts + np.int32(len(seen))
+    rows.seen_ids, rows.seen_counts = np.array([*seen, (0, 9)] * n, np.int32).reshape(-1, 2).T.copy()
     rows.bias_ids = np.array([token for token, _ in bias] * n, np.int32)
     rows.bias = np.array([value for _, value in bias] * n, np.float32)
     return rows

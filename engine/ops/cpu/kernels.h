@@ -62,7 +62,7 @@ struct LlmSampling {
   const float *min_p, *repetition_penalty, *frequency_penalty, *presence_penalty;
   const uint64_t* seed;
   const int64_t* counter;
-  const int32_t *num_logprobs, *seen_starts, *seen_ids, *seen_counts, *bias_starts, *bias_ids;
+  const int32_t *num_logprobs, *seen_starts, *seen_ends, *seen_ids, *seen_counts, *bias_starts, *bias_ids;
   const float* bias;
   const uint32_t* mask;
   int32_t *token_ids;

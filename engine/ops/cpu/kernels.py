@@ -173,7 +173,6 @@ class CpuOps:
             array = getattr(rows, field.name)
             shape, dtype = SamplingRows.layout(field.name, num_rows, vocab)
             addresses[field.name] = None if array is None else need("sample", field.name, array, shape, dtype)
-        need_ids("sample", "seen_ids", rows.seen_ids, vocab)
         need_ids("sample", "bias_ids", rows.bias_ids, vocab)
         for field in fields(SampledRows):
             addresses[field.name] = getattr(results, field.name).ctypes.data

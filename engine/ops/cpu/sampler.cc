@@ -34,7 +34,7 @@ class RowSampler {
  private:
   // Mask, bias, penalties; the row itself where nothing changes it.
   const float* adjusted(const float* logits) {
-    const int32_t seen = s_.seen_starts[row_], seen_end = s_.seen_starts[row_ + 1];
+    const int32_t seen = s_.seen_starts[row_], seen_end = s_.seen_ends[row_];
     const int32_t bias = s_.bias_starts[row_], bias_end = s_.bias_starts[row_ + 1];
     if (!s_.mask && seen == seen_end && bias == bias_end) return logits;
     space_.adjusted.resize(static_cast<size_t>(vocab_));
@@ -44,7 +44,8 @@ class RowSampler {
     else
       std::memcpy(x, logits, sizeof(float) * static_cast<size_t>(vocab_));
     for (int32_t i = bias; i < bias_end; i++) x[s_.bias_ids[i]] += s_.bias[i];
-    for (int32_t i = seen; i < seen_end; i++) penalize(x[s_.seen_ids[i]], s_.seen_counts[i]);
+    for (int32_t i = seen; i < seen_end; i++)
+      if (static_cast<uint32_t>(s_.seen_ids[i]) < vocab_) penalize(x[s_.seen_ids[i]], s_.seen_counts[i]);
     return x;
   }
 
