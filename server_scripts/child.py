@@ -67,6 +67,9 @@ class Child:
         self.restart_at = None
         self.num_starts += 1
 
+    def was_running(self, at: float) -> bool:
+        return self.process is not None and at > self.started_at
+
     def find_helpers(self) -> None:
         if self.process:
             found = (Process.of(f"{self.spec.name} helper", pid) for pid in children_of(self.process.pid))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import threading
 from pathlib import Path
-from typing import TextIO
 
 TAIL_BYTES = 64 << 10
+COPY_BYTES = 1 << 20
+COPY_EVERY_S = 0.2
 
 
 def rotate(path: Path, num_backups: int) -> None:
@@ -50,31 +53,49 @@ def tail(path: Path, num_lines: int) -> list[str]:
     return [line for line in text.splitlines() if line.strip()][-num_lines:]
 
 
-class Follower:
-    """Copies what is appended to log files to one stream, whole lines with the name of their process."""
+class Console:
+    """Copies what is appended to log files to a file descriptor, whole lines with the name of their process. In a
+    thread of its own: a terminal may stand still, and nobody ever waits for it; the files keep what it has missed."""
 
-    def __init__(self, paths: dict[str, Path], to: TextIO):
+    def __init__(self, paths: dict[str, Path], fd: int):
         self._paths = paths
-        self._to = to
+        self._fd = fd
         self._offsets = dict.fromkeys(paths, 0)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="console", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def finish(self, timeout_s: float) -> None:
+        """Waits until everything has been written, but no longer than that."""
+        self._stop.set()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while not self._stop.wait(COPY_EVERY_S):
+            self.copy()
+        self.copy()
 
     def copy(self) -> None:
         for name, path in self._paths.items():
             try:
                 size = path.stat().st_size
-            except FileNotFoundError:
-                continue
-            if size < self._offsets[name]:  # started anew
-                self._offsets[name] = 0
-            if size > self._offsets[name]:
-                self._copy_one(name, path)
-        self._to.flush()
+                if size < self._offsets[name]:  # started anew
+                    self._offsets[name] = 0
+                while self._offsets[name] < size and self._copy_some(name, path):
+                    pass
+            except OSError:  # the file is just being taken away, or nobody reads any more
+                pass
 
-    def _copy_one(self, name: str, path: Path) -> None:
+    def _copy_some(self, name: str, path: Path) -> int:
         with path.open("rb") as file:
             file.seek(self._offsets[name])
-            data = file.read(1 << 20)
-        whole = data[: data.rfind(b"\n") + 1] or (data if len(data) == 1 << 20 else b"")
+            data = file.read(COPY_BYTES)
+        whole = data[: data.rfind(b"\n") + 1] or (data if len(data) == COPY_BYTES else b"")
         self._offsets[name] += len(whole)
-        for line in whole.decode(errors="replace").splitlines():
-            self._to.write(f"[{name}] {line}\n")
+        prefix = b"[%s] " % name.encode() if name else b""
+        text = b"".join(b"%s%s\n" % (prefix, line) for line in whole.splitlines())
+        while text:  # past the buffers of sys.stdout, whose locks this thread must not hold when the process ends
+            text = text[os.write(self._fd, text) :]
+        return len(whole)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, SetupError
 from engine.models.checkpoint import read_json
 from engine.models.config import read_config
 from engine.models.keys import ModelError
@@ -23,7 +23,7 @@ EXPORTER = "server_scripts.export_model"
 EXPORT_LOG = "export.log"
 
 
-class ModelUnavailable(Exception):
+class ModelUnavailable(SetupError):
     """There is no model to serve; the message says why."""
 
 

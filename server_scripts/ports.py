@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import socket
 from pathlib import Path
@@ -60,20 +61,14 @@ def _problem(variable: str, host: str, port: int) -> str:
 def owner_of(port: int) -> str:
     """`name (pid 123)` of who listens on the port; empty when that is hidden from this user."""
     sockets = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
-    for pid in filter(str.isdecimal, os.listdir("/proc") if sockets else []):
+    for fd in glob.iglob("/proc/[0-9]*/fd/*") if sockets else ():  # passes over what is hidden
         try:
-            if any(_link(f"/proc/{pid}/fd/{fd}") in sockets for fd in os.listdir(f"/proc/{pid}/fd")):
+            if os.readlink(fd) in sockets:
+                pid = fd.split("/")[2]
                 return f"{Path('/proc', pid, 'comm').read_text(errors='replace').strip()} (pid {pid})"
         except OSError:
-            continue  # another user's, or it has ended
+            continue  # closed meanwhile, or its process has ended
     return ""
-
-
-def _link(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:  # closed meanwhile
-        return ""
 
 
 def _listening_inodes(port: int) -> list[str]:

@@ -32,11 +32,11 @@ def stop_timeout_s(drain_timeout_s: float) -> float:
 def shut_down(supervisor: Supervisor) -> None:
     """Gateway and tritonserver let running requests end for the drain timeout, at the same time."""
     is_serving = supervisor.state.phase == "ready"
-    supervisor.prober.stop()
+    supervisor.monitor.stop()
     supervisor.set_phase("stopping")
     engine = [child for child in supervisor.children if child.spec.name == ENGINE]
     triton = [child for child in supervisor.children if child.spec.name == TRITONSERVER]
-    front = [child for child in supervisor.children if child not in engine + triton]
+    front = [child for child in supervisor.children if child.spec.name not in (ENGINE, TRITONSERVER)]
     now = time.monotonic()
     deadline = now + (supervisor.limits.drain_timeout_s + STOP_MARGIN_S if is_serving else STOP_WHILE_STARTING_S)
     _ask(front)
@@ -49,7 +49,7 @@ def shut_down(supervisor: Supervisor) -> None:
     _wait(supervisor, engine, time.monotonic() + ENGINE_STOP_S)
     _kill(supervisor, engine)
     _kill_adopted(supervisor)
-    supervisor.run_dir.clean_up(supervisor.state.shm_prefix)
+    supervisor.run_dir.clean_up()
     log.info("stopped")
 
 
@@ -63,9 +63,9 @@ def _wait(supervisor: Supervisor, children: Sequence[Child], deadline: float) ->
     while any(child.process for child in children) and supervisor.num_stop_signals < 2:
         if time.monotonic() > deadline:
             return
-        supervisor.wake.wait(0.05)
+        supervisor.sleep(0.05)
         supervisor.reap()
-        supervisor.on_tick()
+        supervisor.every_turn()
 
 
 def _wait_for_triton(supervisor: Supervisor, triton: Sequence[Child], deadline: float) -> None:
@@ -74,7 +74,7 @@ def _wait_for_triton(supervisor: Supervisor, triton: Sequence[Child], deadline: 
     last_busy = time.monotonic()
     while any(child.process for child in triton) and supervisor.num_stop_signals < 2:
         now = time.monotonic()
-        if supervisor.engine_is_busy():
+        if supervisor.monitor.probe.engine_is_busy():
             last_busy = now
         if now > deadline or now > last_busy + IDLE_TRITON_S:
             return

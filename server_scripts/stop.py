@@ -72,7 +72,7 @@ def stop(run_dir: RunDir, seconds: float | None) -> int:
         print("stop_server: stopped; another start_server has begun since and goes on")
         return 0
     left = kill_all(run_dir.read_state() or state)
-    run_dir.clean_up(state.shm_prefix)
+    run_dir.clean_up()
     if lock is not None:
         os.close(lock)
     if left:

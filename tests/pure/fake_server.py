@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from server_scripts.child import ChildSpec
-from server_scripts.prober import Prober
-from server_scripts.progress import Told
+from server_scripts.health import HealthMonitor, TimeLimits
+from server_scripts.report import Report
 from server_scripts.run_dir import Process, RunDir, State
-from server_scripts.supervise import live
-from server_scripts.supervisor import Limits, Supervisor
-from server_scripts.wake import Wake
+from server_scripts.serve import live
+from server_scripts.supervisor import Supervisor
 
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = Path(__file__).with_name("fake_child.py")
@@ -32,7 +31,7 @@ READY = {"is_live": True, "state": {"ready": True, "engine_silent_s": 0.0}}
 TIMEOUT_S = 60.0
 
 
-class FakeProbes:
+class FakeProbe:
     """Answers as the test has written."""
 
     def __init__(self, path: Path):
@@ -51,9 +50,12 @@ class FakeProbes:
             raise RuntimeError("no answer from the model")
         return state
 
-    def check(self) -> None:
+    def check_all_ports(self) -> None:
         if error := self._answers().get("check_error"):
             raise RuntimeError(error)
+
+    def engine_is_busy(self) -> bool:
+        return False
 
 
 @dataclass
@@ -142,7 +144,7 @@ def a_run_dir(folder: Path) -> RunDir:
 
 @contextmanager
 def fake_server(folder: Path, children: dict[str, str], **options) -> Iterator[FakeServer]:
-    """`children`: name -> what fake_child.py is to do. `options`: fields of Limits, and `check_for_s`."""
+    """`children`: name -> what fake_child.py is to do. `options`: fields of TimeLimits, and `check_for_s`."""
     answers = folder / "answers.json"
     if not answers.exists():
         answers.write_text(json.dumps(READY))
@@ -166,16 +168,14 @@ def main(folder: Path, children: dict[str, str], options: dict) -> int:
     run_dir = a_run_dir(folder)
     lock = run_dir.lock()
     me = Process.of("supervisor", os.getpid())
-    wake = Wake()
     supervisor = Supervisor(
         specs=[a_spec(name, what, folder) for name, what in children.items()],
         run_dir=run_dir,
-        state=State("preparing", me, time.time(), "fake", "127.0.0.1", {}, str(folder), run_dir.shm_prefix, 10.0),
-        limits=Limits(**limits),
-        prober=Prober(lambda: FakeProbes(folder / "answers.json"), wake.set, **timing),
-        wake=wake,
+        state=State("preparing", me, time.time(), "fake", "127.0.0.1", {}, str(folder), 10.0),
+        limits=TimeLimits(**limits),
+        monitor=HealthMonitor(FakeProbe(folder / "answers.json"), **timing),
     )
-    status = live(supervisor, Told(None, time.monotonic()))
+    status = live(supervisor, Report())
     os.close(lock)
     return status
 

@@ -1,6 +1,8 @@
 """Log files: as many as promised, as long as promised, and what their end says."""
 
-import io
+import os
+
+import pytest
 
 from server_scripts import logs
 
@@ -52,18 +54,56 @@ def test_the_tail_is_the_last_lines_that_say_something(tmp_path):
     assert logs.tail(path, 2) == ["b", "\ufffd c"]
 
 
-def test_a_follower_copies_whole_lines_once_with_their_process(tmp_path):
-    path, out = tmp_path / "a.log", io.StringIO()
-    follower = logs.Follower({"engine": path}, out)
-    follower.copy()
+@pytest.fixture
+def pipe():
+    read_fd, write_fd = os.pipe()
+    with os.fdopen(read_fd) as reader, os.fdopen(write_fd, "wb", buffering=0) as writer:
+        yield reader, writer
+
+
+def test_the_console_copies_whole_lines_once_with_their_process(tmp_path, pipe):
+    reader, writer = pipe
+    path, own = tmp_path / "a.log", tmp_path / "own.log"
+    console = logs.Console({"": own, "engine": path}, writer.fileno())
+    console.copy()
     path.write_text("one\ntwo")
-    follower.copy()
-    follower.copy()
-    assert out.getvalue() == "[engine] one\n"
+    own.write_text("our own\n")
+    console.copy()
+    console.copy()
     path.write_text("two and a half\n")  # longer than what was copied: goes on from there
     path.write_text("new\n")
     logs.bound(path, 0, 0)
-    follower.copy()
+    console.copy()
     path.write_text("after\n")
-    follower.copy()
-    assert out.getvalue().splitlines() == ["[engine] one", "[engine] after"]
+    console.copy()
+    writer.close()
+    assert reader.read().splitlines() == ["our own", "[engine] one", "[engine] after"]
+
+
+def test_nobody_waits_for_a_terminal_that_stands_still_and_nothing_is_lost(tmp_path, pipe):
+    reader, writer = pipe
+    path = tmp_path / "a.log"
+    console = logs.Console({"": path}, writer.fileno())
+    console.start()
+    lines = "".join(f"line {number}\n" for number in range(200_000))  # more than a pipe holds
+    path.write_text(lines)
+    console.finish(0.1)
+    assert reader.read(len(lines)) == lines
+
+
+def test_what_is_written_last_is_copied_before_the_end(tmp_path, pipe):
+    reader, writer = pipe
+    path = tmp_path / "a.log"
+    console = logs.Console({"": path}, writer.fileno())
+    console.start()
+    path.write_text("the last words\n")
+    console.finish(60)
+    assert reader.readline() == "the last words\n"
+
+
+def test_a_reader_that_has_left_hurts_nobody(tmp_path, pipe):
+    reader, writer = pipe
+    path = tmp_path / "a.log"
+    path.write_text("to nobody\n")
+    reader.close()
+    logs.Console({"": path}, writer.fileno()).copy()

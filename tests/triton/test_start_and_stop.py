@@ -61,7 +61,7 @@ def pids_of(state):
 
 def is_clean(server, state):
     """No process, no shared memory, no state."""
-    left = list(Path("/dev/shm").glob(f"{state.shm_prefix}*"))
+    left = list(Path("/dev/shm").glob(f"{RunDir(server.run_dir).shm_prefix}*"))
     return not left and state_of(server) is None and not any(map(is_alive, pids_of(state)))
 
 
@@ -114,12 +114,12 @@ def test_an_engine_that_cannot_start_fails_the_start_with_its_log(server):
     assert state_of(server) is None
 
 
-def test_a_supervisor_that_breaks_fails_the_start_with_its_log(server):
+def test_a_supervisor_that_breaks_fails_the_start_and_says_why(server):
     server.run_dir.mkdir(mode=0o700)
     (server.run_dir / triton.FOLDER).touch()  # where it makes a folder
     done = server.command("start_server")
     assert done.returncode == 1
-    assert re.search(r"the server has ended, see .*console.log\n.*Error: .*triton", done.stderr, re.S)
+    assert re.search(r"failed: .*File exists: .*triton", done.stdout)
     assert state_of(server) is None
 
 
