@@ -8,27 +8,16 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from server_scripts.child import Child
+from server_scripts.probe import Probe
 
 ASK_EVERY_S = 5.0
 ASK_EVERY_WHILE_STARTING_S = 0.1
 CHECK_FOR_S = 30.0  # how long the first real requests may fail, as the gateway is still starting
 MAX_SILENT_PROBES = 3
 NEVER_S = 1e8  # the model says so of an engine that it has not met
-
-
-class Probe(Protocol):
-    """server_scripts.probe for real, a list of answers in tests."""
-
-    def is_live(self) -> bool: ...
-
-    def state(self) -> dict[str, Any]: ...
-
-    def check_all_ports(self) -> None: ...
-
-    def engine_is_busy(self) -> bool: ...
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ class ProbeError(Exception):
 
 
 class Probe:
+    """Every question opens a connection of its own and waits for its answer, or raises ProbeError."""
+
     def __init__(self, config: Config, http_timeout_s: float = REQUEST_TIMEOUT_S):
         self._config = config
         self._http_timeout_s = http_timeout_s

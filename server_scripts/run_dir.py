@@ -5,14 +5,16 @@ A process is recorded with its start time, so that a recycled pid is never taken
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import signal
 import stat
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.errors import ConfigError
 
@@ -36,19 +38,13 @@ class Process:
         found = read_stat(self.pid)
         return found is not None and found.start_time == self.start_time and found.state not in "ZX"
 
-    def kill(self, number: int = signal.SIGKILL) -> bool:
-        """False when it has ended already."""
-        try:
-            if self.is_alive:
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        if self.is_alive:
+            with contextlib.suppress(ProcessLookupError):  # it has ended just now
                 os.kill(self.pid, number)
-                return True
-        except ProcessLookupError:
-            pass
-        return False
 
 
-@dataclass(frozen=True)
-class Stat:
+class Stat(NamedTuple):
     state: str
     parent: int
     start_time: int
@@ -113,15 +109,19 @@ class RunDir:
         # No other folder under this kernel has these numbers, not even one of a container that shares /dev/shm.
         self.shm_prefix = f"llm_server_{found.st_dev:x}_{found.st_ino:x}_"
 
-    def lock(self) -> int | None:
+    def lock(self, wait_s: float = 0.0) -> int | None:
         """A file descriptor that holds the lock as long as any process has it open; None: a server holds it."""
+        deadline = time.monotonic() + wait_s
         handle = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(handle)
-            return None
-        return handle
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return handle
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    os.close(handle)
+                    return None
+                time.sleep(0.05)
 
     def write_state(self, state: State) -> None:
         partial = self.path / "state.json.partial"

@@ -1,4 +1,4 @@
-"""Finds a tritonserver that this Python can use and says how it is started: `python -m server_scripts.triton`.
+"""Finds a tritonserver that this Python can use and says how it is started.
 
 In a container the image's wins. Elsewhere it is the binary inside the installed nvidia-pytriton wheel, of which
 nothing is imported. The stub, which runs model.py, embeds a Python of its own: it takes its prefix from the first
@@ -154,16 +154,3 @@ def command(found: Tritonserver, folder: Path, config: Config, shm_prefix: str) 
     given = [f"--{name}={value}" for name, value in flags.items()]
     given.append("--disable-auto-complete-config")  # config.pbtxt is complete; completing it would start a Python more
     return [str(found.binary), *given, *(f"--backend-config=python,shm-{key}={value}" for key, value in region.items())]
-
-
-def main() -> int:
-    try:
-        print(find_tritonserver().binary)
-    except TritonError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -76,9 +76,9 @@ def test_the_demo_has_the_key_and_its_examples_name_the_variable(gateway):
     names = "SERVICE_HTTP_PORT", "SERVICE_GRPC_PORT", "HEALTH_HTTP_PORT", "METRICS_HTTP_PORT"
     ports = dict.fromkeys(names, gateway.port)
     state = State("ready", Process("supervisor", 1, 0), 0.0, "m", "127.0.0.1", ports, "log", 1.0)
-    assert list(demo.answer(state, "hi", KEY)) == ["", "a", ""]
-    assert 'completions -H "Authorization: Bearer $API_KEY" \\\n' in demo.examples(state, with_key=True)
-    assert "Authorization" not in demo.examples(state)
+    assert "".join(demo.answer(state, "hi", KEY)) == "a"
+    assert 'completions -H "Authorization: Bearer $API_KEY" \\\n' in demo.how_to_go_on(state, with_key=True)
+    assert "Authorization" not in demo.how_to_go_on(state)
 
 
 def test_a_worker_takes_the_key_from_its_environment(monkeypatch):
