@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -46,12 +47,25 @@ class Child:
     last_words: str = ""  # how it ended
 
     def start(self) -> None:
-        """Raises OSError when the machine has no process left for it."""
-        watched = [sys.executable, "-I", "-S", str(EXEC_CHILD), str(os.getpid())]
+        """When the machine has no process left for it, `process` stays None and the next start is due later."""
+        self.num_starts += 1
+        self.helpers = []
+        self.healthy_since = self.restart_at = None
+        try:
+            started = self._popen()
+        except OSError as error:
+            self.last_words = f"could not be started: {error}"
+            self.restart_at = time.monotonic() + START_AGAIN_S
+            return
+        started.returncode = 0  # the supervisor reaps; Popen must not wait for a pid that may be another's by then
+        self.process = Process.of(self.spec.name, started.pid)
+        self.started_at = time.monotonic()
+
+    def _popen(self) -> subprocess.Popen[bytes]:
         self.spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.spec.log_path.open("ab") as log:
-            started = subprocess.Popen(
-                [*watched, *self.spec.command],
+            return subprocess.Popen(
+                [*dying_with_us(), *self.spec.command],
                 env=self.spec.env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -59,13 +73,6 @@ class Child:
                 cwd=self.spec.cwd,
                 start_new_session=True,
             )
-        started.returncode = 0  # the supervisor reaps; Popen must not wait for a pid that may be another's by then
-        self.process = Process.of(self.spec.name, started.pid)
-        self.helpers = []
-        self.started_at = time.monotonic()
-        self.healthy_since = None
-        self.restart_at = None
-        self.num_starts += 1
 
     def was_running(self, at: float) -> bool:
         return self.process is not None and at > self.started_at
@@ -82,17 +89,11 @@ class Child:
 
     def kill(self) -> None:
         """The process and all of its session. Not reaped yet, so the number is still theirs."""
-        if self.process and self.process.pid > 1:
-            try:
+        if self.process:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             for helper in self.helpers:
                 helper.kill()
-
-    def could_not_start(self, error: OSError) -> None:
-        self.last_words = f"could not be started: {error}"
-        self.restart_at = time.monotonic() + START_AGAIN_S
 
     def has_ended(self, status: int) -> None:
         """Takes note of the exit and of when the next start is due."""
@@ -104,6 +105,11 @@ class Child:
         self.healthy_since = None
         if self.spec.max_crashes is None or self.num_crashes < self.spec.max_crashes:
             self.restart_at = now + back_off(self.num_crashes)
+
+
+def dying_with_us() -> list[str]:
+    """Put before a command, it ends the command when this process dies."""
+    return [sys.executable, "-I", "-S", str(EXEC_CHILD), str(os.getpid())]
 
 
 def back_off(num_crashes: int) -> float:

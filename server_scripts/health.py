@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+from engine.settings.config import Config
 from server_scripts.child import Child
 from server_scripts.probe import Probe
 
@@ -33,13 +34,6 @@ class Observation:
     check_error: str = ""  # why that did not happen, after trying for long enough
 
 
-@dataclass(frozen=True)
-class TimeLimits:
-    start_timeout_s: float
-    drain_timeout_s: float
-    hang_after_s: float  # without an answer of the engine
-
-
 class HealthMonitor:
     """`latest` is replaced as a whole, so it may be read from any thread."""
 
@@ -59,8 +53,12 @@ class HealthMonitor:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            self.latest = now = self._observe(replace(self.latest, at=time.monotonic(), state=None))
-            self._stop.wait(self._ask_every_s if now.checked and now.is_live else ASK_EVERY_WHILE_STARTING_S)
+            self.ask()
+            is_up = self.latest.checked and self.latest.is_live
+            self._stop.wait(self._ask_every_s if is_up else ASK_EVERY_WHILE_STARTING_S)
+
+    def ask(self) -> None:
+        self.latest = self._observe(replace(self.latest, at=time.monotonic(), state=None))
 
     def _observe(self, now: Observation) -> Observation:
         failed = replace(now, num_failures=now.num_failures + 1)
@@ -93,22 +91,22 @@ def note_healthy(seen: Observation, engine: Child | None, others: list[Child]) -
         engine.healthy_since = engine.healthy_since or seen.at
 
 
-def why_triton_must_end(seen: Observation, triton: Child, limits: TimeLimits) -> str:
+def why_triton_must_end(seen: Observation, triton: Child, config: Config) -> str:
     """Of a server that was ready once; empty when it may go on."""
     age_s = seen.at - triton.started_at
     if triton.healthy_since and seen.num_failures >= MAX_SILENT_PROBES:
         return f"was silent {seen.num_failures} times in a row: {seen.error}"
-    if triton.healthy_since is None and age_s > limits.start_timeout_s:
+    if triton.healthy_since is None and age_s > config.start_timeout_s:
         return f"has not been ready for {age_s:.0f} s since its start: {seen.error}"
     return ""
 
 
-def why_engine_must_end(seen: Observation, engine: Child, triton: Child, limits: TimeLimits) -> str:
+def why_engine_must_end(seen: Observation, engine: Child, triton: Child, config: Config) -> str:
     """Empty when it may go on. One that loads has not answered yet and may take its time."""
     silent_s = _engine_silent_s(seen)
     if silent_s >= NEVER_S:  # tritonserver is younger than the engine and has not met it
         silent_s = seen.at - triton.started_at
-    limit_s = limits.hang_after_s if engine.healthy_since else limits.start_timeout_s
+    limit_s = config.check_health_interval_s if engine.healthy_since else config.start_timeout_s
     return f"has been silent for {silent_s:.0f} s" if min(silent_s, seen.at - engine.started_at) > limit_s else ""
 
 

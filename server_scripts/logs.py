@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 TAIL_BYTES = 64 << 10
@@ -12,35 +13,22 @@ COPY_BYTES = 1 << 20
 COPY_EVERY_S = 0.2
 
 
-def rotate(path: Path, num_backups: int) -> None:
-    """name -> name.1 -> name.2 ...; the oldest goes."""
-    _make_room(path, num_backups)
+def rotate(path: Path, num_backups: int, has_writer: bool = False) -> None:
+    """name -> name.1 -> name.2 ...; the oldest goes. A writer goes on: it has opened the file for appending."""
+    if num_backups and path.exists():
+        handler = RotatingFileHandler(path, backupCount=num_backups, delay=True)
+        handler.rotator = _copy if has_writer else None
+        handler.doRollover()
+        handler.close()
     if path.exists():
-        path.replace(_backup(path, 1)) if num_backups else path.unlink()
+        os.truncate(path, 0)
 
 
-def bound(path: Path, max_bytes: int, num_backups: int) -> None:
-    """Starts a file anew that has grown too long. Its writer goes on: it has opened the file for appending."""
-    if not path.exists() or path.stat().st_size <= max_bytes:
-        return
-    if num_backups:
-        _make_room(path, num_backups)
-        try:
-            shutil.copyfile(path, _backup(path, 1))
-        except OSError:  # no room for a copy: all the more reason to start anew
-            _backup(path, 1).unlink(missing_ok=True)
-    with path.open("r+") as file:
-        file.truncate(0)
-
-
-def _make_room(path: Path, num_backups: int) -> None:
-    for number in range(num_backups - 1, 0, -1):
-        if _backup(path, number).exists():
-            _backup(path, number).replace(_backup(path, number + 1))
-
-
-def _backup(path: Path, number: int) -> Path:
-    return path.with_name(f"{path.name}.{number}")
+def _copy(path: str, backup: str) -> None:
+    try:
+        shutil.copyfile(path, backup)
+    except OSError:  # no room for a copy: all the more reason to start anew
+        Path(backup).unlink(missing_ok=True)
 
 
 def tail(path: Path, num_lines: int) -> list[str]:

@@ -7,7 +7,6 @@ CACHE [QUANT]` exports into the cache what is not there yet, and writes `step TE
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from engine.models.config import read_config
 from engine.models.keys import ModelError
 from engine.settings.config import Config
 from server_scripts import logs
-from server_scripts.child import EXEC_CHILD, ROOT
+from server_scripts.child import ROOT, dying_with_us
 from server_scripts.run_dir import make_folder
 
 EXPORTER = "server_scripts.model_source"
@@ -80,7 +79,7 @@ def _download(config: Config, name: str, report: Callable[[str], None]) -> Sourc
 def export_if_needed(config: Config, source: Source, report: Callable[[str], None]) -> Path:
     """The exported model's folder."""
     log_path = config.log_path / EXPORT_LOG
-    command = [sys.executable, "-I", "-S", str(EXEC_CHILD), str(os.getpid()), sys.executable, "-m", EXPORTER]
+    command = [*dying_with_us(), sys.executable, "-m", EXPORTER]
     command += [str(source.path), str(Path(config.export_cache_dir).expanduser()), *filter(None, [source.quant])]
     with log_path.open("wb") as log:
         exporter = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT)

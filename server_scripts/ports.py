@@ -45,14 +45,12 @@ def _problem(variable: str, host: str, port: int) -> str:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: closed connections do not count
             sock.bind(address)
             sock.listen(1)
-    except (socket.gaierror, UnicodeError) as error:  # the latter for what could not even be asked for
-        why = getattr(error, "strerror", error)
-        return f"SERVICE_HOST is {host!r}, which is no address of this machine: {why}"
-    except OSError as error:
-        if error.errno == errno.EADDRNOTAVAIL:
-            return f"SERVICE_HOST is {host!r}, which is no address of this machine"
-        if error.errno != errno.EADDRINUSE:
-            return f"{variable} is {port}, which cannot be used: {error.strerror}"
+    except (OSError, UnicodeError) as error:  # the latter for a name that could not even be looked up
+        number, why = getattr(error, "errno", None), getattr(error, "strerror", error)
+        if isinstance(error, (socket.gaierror, UnicodeError)) or number == errno.EADDRNOTAVAIL:
+            return f"SERVICE_HOST is {host!r}, which is no address of this machine: {why}"
+        if number != errno.EADDRINUSE:
+            return f"{variable} is {port}, which cannot be used: {why}"
         owner = owner_of(port)
         return f"{variable} is {port}, which is taken{f' by {owner}' if owner else ''}; set {variable} to a free port"
     return ""
@@ -72,13 +70,6 @@ def owner_of(port: int) -> str:
 
 
 def _listening_inodes(port: int) -> list[str]:
-    inodes = []
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        try:
-            lines = Path(table).read_text().splitlines()[1:]
-        except OSError:
-            continue
-        for fields in map(str.split, lines):
-            if fields[3] == LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
-                inodes.append(fields[9])
-    return inodes
+    tables = [path for path in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")) if path.exists()]
+    lines = [line.split() for table in tables for line in table.read_text().splitlines()[1:]]
+    return [line[9] for line in lines if line[3] == LISTENING and int(line[1].rpartition(":")[2], 16) == port]

@@ -123,10 +123,14 @@ class RunDir:
                     return None
                 time.sleep(0.05)
 
+    def write(self, name: str, text: str) -> None:
+        """All of it or nothing."""
+        partial = self.path / f"{name}.partial"
+        partial.write_text(text)
+        partial.replace(self.path / name)
+
     def write_state(self, state: State) -> None:
-        partial = self.path / "state.json.partial"
-        partial.write_text(json.dumps(asdict(state), indent=2) + "\n")
-        partial.replace(self.path / "state.json")
+        self.write("state.json", json.dumps(asdict(state), indent=2) + "\n")
 
     def read_state(self) -> State | None:
         """None when no server has been started, all was cleaned up since, or another version wrote it."""

@@ -13,7 +13,7 @@ from engine.log import configure
 from engine.settings.config import Config
 from engine.settings.unused import likely_misspelt, settings_without_effect
 from server_scripts import logs, ports
-from server_scripts.health import HealthMonitor, TimeLimits
+from server_scripts.health import HealthMonitor
 from server_scripts.model_source import export_if_needed, find_source
 from server_scripts.probe import Probe
 from server_scripts.processes import all_specs, log_paths
@@ -97,7 +97,7 @@ def a_supervisor(config: Config, run_dir: RunDir, graph_dir: Path, served_name: 
         specs=all_specs(config, graph_dir, served_name, run_dir),
         run_dir=run_dir,
         state=new_state(config, served_name, "starting"),
-        limits=TimeLimits(config.start_timeout_s, config.drain_timeout_s, config.check_health_interval_s),
+        config=config,
         monitor=HealthMonitor(Probe(config)),
         every_turn=Maintenance(config, run_dir),
     )
@@ -140,7 +140,8 @@ class Maintenance:
             if now - self._bounded_at > LOGS_EVERY_S:
                 self._bounded_at = now
                 for path in log_paths(self._config).values():
-                    logs.bound(path, self._config.log_max_bytes, self._config.log_backup_count)
+                    if path.exists() and path.stat().st_size > self._config.log_max_bytes:
+                        logs.rotate(path, self._config.log_backup_count, has_writer=True)
             if now - self._touched_at > TOUCH_EVERY_S:
                 self._touched_at = now
                 self._run_dir.touch_all()

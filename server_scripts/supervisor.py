@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.settings.config import ENGINE_FAILED_FILE
+from engine.settings.config import ENGINE_FAILED_FILE, Config
 from server_scripts import health
 from server_scripts.child import Child, ChildSpec
-from server_scripts.health import HealthMonitor, Observation, TimeLimits
+from server_scripts.health import HealthMonitor, Observation
 from server_scripts.processes import ENGINE, TRITONSERVER
 from server_scripts.run_dir import RunDir, State
 
@@ -38,7 +38,7 @@ class Supervisor:
     specs: Sequence[ChildSpec]
     run_dir: RunDir
     state: State
-    limits: TimeLimits
+    config: Config
     monitor: HealthMonitor
     every_turn: Callable[[], None] = lambda: None
     children: list[Child] = field(init=False)
@@ -83,8 +83,8 @@ class Supervisor:
             tell()
             if self.seen.check_error:
                 raise StartFailed(f"the model is ready, but a request was not answered: {self.seen.check_error}")
-            if time.monotonic() - started > self.limits.start_timeout_s:
-                raise StartFailed(f"not ready after START_TIMEOUT, {self.limits.start_timeout_s:g} s")
+            if time.monotonic() - started > self.config.start_timeout_s:
+                raise StartFailed(f"not ready after START_TIMEOUT, {self.config.start_timeout_s:g} s")
         if self.seen.checked:
             self.set_phase("ready")
             if self.run_dir.read_state() != self.state:  # stop_server reads it there
@@ -148,13 +148,10 @@ class Supervisor:
         """The reason goes to clients, so it says nothing that is only in the log."""
         reason = f"the {child.spec.name} {child.last_words}, {child.num_crashes} times in a row"
         log.error("%s; it is not started again", reason)
-        path = self.run_dir.path / ENGINE_FAILED_FILE
-        partial = path.with_name(f"{path.name}.partial")
         try:
-            partial.write_text(reason)
-            partial.replace(path)
+            self.run_dir.write(ENGINE_FAILED_FILE, reason)
         except OSError as error:
-            log.error("%s could not be written: %s", path, error)
+            log.error("%s could not be written: %s", ENGINE_FAILED_FILE, error)
 
     def _start_what_is_due(self) -> None:
         if self.num_stop_signals:
@@ -166,13 +163,11 @@ class Supervisor:
                 self._start(child)
 
     def _start(self, child: Child) -> None:
-        try:
-            child.start()
-        except OSError as error:
-            child.could_not_start(error)
+        child.start()
+        if child.process is None:
             log.error("%s %s", child.spec.name, child.last_words)
             return
-        log.info("started %s, pid %d", child.spec.name, child.process.pid if child.process else 0)
+        log.info("started %s, pid %d", child.spec.name, child.process.pid)
         self._write_state()
 
     def _watch_helpers(self) -> None:
@@ -195,9 +190,9 @@ class Supervisor:
             triton.find_helpers()
             self._write_state()
         if self.state.phase == "ready":
-            self._end(triton, health.why_triton_must_end(seen, triton, self.limits))
+            self._end(triton, health.why_triton_must_end(seen, triton, self.config))
         if engine and engine.process:
-            self._end(engine, health.why_engine_must_end(seen, engine, triton, self.limits))
+            self._end(engine, health.why_engine_must_end(seen, engine, triton, self.config))
 
     def _end(self, child: Child, reason: str) -> None:
         if reason:

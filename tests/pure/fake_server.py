@@ -18,8 +18,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.settings.config import Config
 from server_scripts.child import ChildSpec
-from server_scripts.health import HealthMonitor, TimeLimits
+from server_scripts.health import HealthMonitor
 from server_scripts.report import Report
 from server_scripts.run_dir import Process, RunDir, State
 from server_scripts.serve import live
@@ -144,7 +145,7 @@ def a_run_dir(folder: Path) -> RunDir:
 
 @contextmanager
 def fake_server(folder: Path, children: dict[str, str], **options) -> Iterator[FakeServer]:
-    """`children`: name -> what fake_child.py is to do. `options`: fields of TimeLimits, and `check_for_s`."""
+    """`children`: name -> what fake_child.py is to do. `options`: fields of Config, and `check_for_s`."""
     answers = folder / "answers.json"
     if not answers.exists():
         answers.write_text(json.dumps(READY))
@@ -164,7 +165,7 @@ def fake_server(folder: Path, children: dict[str, str], **options) -> Iterator[F
 def main(folder: Path, children: dict[str, str], options: dict) -> int:
     logging.basicConfig(level="INFO", stream=sys.stdout)
     timing = {"ask_every_s": 0.05, "check_for_s": options.pop("check_for_s", 30.0)}
-    limits = {"start_timeout_s": TIMEOUT_S, "drain_timeout_s": 1.0, "hang_after_s": 60.0} | options
+    settings = {"start_timeout_s": TIMEOUT_S, "drain_timeout_s": 1.0, "check_health_interval_s": 60.0} | options
     run_dir = a_run_dir(folder)
     lock = run_dir.lock()
     me = Process.of("supervisor", os.getpid())
@@ -172,7 +173,7 @@ def main(folder: Path, children: dict[str, str], options: dict) -> int:
         specs=[a_spec(name, what, folder) for name, what in children.items()],
         run_dir=run_dir,
         state=State("preparing", me, time.time(), "fake", "127.0.0.1", {}, str(folder), 10.0),
-        limits=TimeLimits(**limits),
+        config=Config(**settings),
         monitor=HealthMonitor(FakeProbe(folder / "answers.json"), **timing),
     )
     status = live(supervisor, Report())

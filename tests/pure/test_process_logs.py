@@ -4,7 +4,19 @@ import os
 
 import pytest
 
-from server_scripts import logs
+from engine.settings.config import Config
+from server_scripts import logs, serve
+from server_scripts.run_dir import RunDir
+
+
+def test_a_log_is_rotated_once_it_is_longer_than_the_setting_says(tmp_path, monkeypatch):
+    monkeypatch.setattr(serve, "LOGS_EVERY_S", -1)
+    maintenance = serve.Maintenance(Config(log_dir=str(tmp_path), log_max_bytes=100), RunDir(tmp_path / "run"))
+    path = tmp_path / "server.log"
+    for num_bytes, backups in ((100, []), (101, ["x" * 101])):
+        path.write_text("x" * num_bytes)
+        maintenance()
+        assert [backup.read_text() for backup in tmp_path.glob("server.log.*")] == backups
 
 
 def test_rotation_keeps_the_promised_number_of_files(tmp_path):
@@ -19,17 +31,15 @@ def test_rotation_without_backups_starts_anew(tmp_path):
     path = tmp_path / "a.log"
     path.write_text("old")
     logs.rotate(path, 0)
-    assert list(tmp_path.iterdir()) == []
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("a.log", "")]
 
 
-def test_a_file_that_has_grown_too_long_starts_anew_under_its_writer(tmp_path):
+def test_a_file_starts_anew_under_its_writer(tmp_path):
     path = tmp_path / "a.log"
     with path.open("a") as writer:
         writer.write("x" * 100)
         writer.flush()
-        logs.bound(path, 100, 1)
-        assert path.stat().st_size == 100
-        logs.bound(path, 99, 1)
+        logs.rotate(path, 1, has_writer=True)
         writer.write("more")
         writer.flush()
     assert path.read_text() == "more"
@@ -43,7 +53,7 @@ def test_a_file_that_cannot_be_copied_starts_anew_all_the_same(tmp_path, monkeyp
     path = tmp_path / "a.log"
     path.write_text("x" * 100)
     monkeypatch.setattr("shutil.copyfile", disk_is_full)
-    logs.bound(path, 10, 2)
+    logs.rotate(path, 2, has_writer=True)
     assert [(p.name, p.stat().st_size) for p in tmp_path.iterdir()] == [("a.log", 0)]
 
 
@@ -72,7 +82,7 @@ def test_the_console_copies_whole_lines_once_with_their_process(tmp_path, pipe):
     console.copy()
     path.write_text("two and a half\n")  # longer than what was copied: goes on from there
     path.write_text("new\n")
-    logs.bound(path, 0, 0)
+    logs.rotate(path, 0, has_writer=True)
     console.copy()
     path.write_text("after\n")
     console.copy()

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from engine.settings.config import Config
 from server_scripts import shutdown
 from server_scripts.shutdown import ENGINE_STOP_S, HEAD_START_S, IDLE_TRITON_S, STOP_MARGIN_S, STOP_WHILE_STARTING_S
 
@@ -58,7 +59,7 @@ class FakeServer:
         probe = SimpleNamespace(engine_is_busy=lambda: self.clock.now - self._started < busy_s)
         self.monitor = SimpleNamespace(stop=lambda: self.note("monitor stopped"), probe=probe)
         self.state = SimpleNamespace(phase=phase)
-        self.limits = SimpleNamespace(drain_timeout_s=DRAIN_S)
+        self.config = Config(drain_timeout_s=DRAIN_S)
         self.run_dir = SimpleNamespace(clean_up=lambda: self.note("cleaned up"))
         self.sleep = clock.sleep
         self.every_turn = lambda: None

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -19,7 +20,7 @@ from engine.settings.config import Config
 from engine.wire.triton import infer_request, read_response
 from server_scripts import triton
 from server_scripts.child import ChildSpec
-from server_scripts.health import HealthMonitor, TimeLimits
+from server_scripts.health import HealthMonitor
 from server_scripts.probe import Probe, ProbeError
 from server_scripts.processes import TRITONSERVER
 from server_scripts.report import Report
@@ -189,7 +190,7 @@ def main(folder: Path) -> int:
         ],
         run_dir=run_dir,
         state=new_state(config, "echo", "starting"),
-        limits=TimeLimits(60.0, 5.0, 60.0),
+        config=replace(config, start_timeout_s=60.0, drain_timeout_s=5.0),
         monitor=HealthMonitor(EchoProbe(config), ask_every_s=0.2),
     )
     assert Process.of("supervisor", os.getpid()) == supervisor.state.supervisor
