@@ -29,7 +29,6 @@ class ChildSpec:
     cwd: Path = ROOT
     max_crashes: int | None = None  # in a row; None: it is always started again
     has_helpers: bool = False  # processes of its own that must live as long as it does
-    waits_for_model_server: bool = False  # is started once tritonserver answers
 
 
 @dataclass
@@ -41,14 +40,12 @@ class Child:
     helpers: list[Process] = field(default_factory=list)
     started_at: float = 0.0
     healthy_since: float | None = None
-    num_starts: int = 0
     num_crashes: int = 0  # in a row
     restart_at: float | None = None  # None: running, not started yet, or given up
     last_words: str = ""  # how it ended
 
     def start(self) -> None:
         """When the machine has no process left for it, `process` stays None and the next start is due later."""
-        self.num_starts += 1
         self.helpers = []
         self.healthy_since = self.restart_at = None
         try:

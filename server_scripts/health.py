@@ -26,7 +26,6 @@ class Observation:
     """What is known of the server. Times are seconds of the monotonic clock."""
 
     at: float = 0.0  # when it was asked: only who was running by then can have answered
-    is_live: bool = False  # tritonserver answers
     state: dict[str, Any] | None = None  # what the model says; None: it did not answer
     error: str = ""  # why not
     num_failures: int = 0  # times in a row
@@ -54,30 +53,25 @@ class HealthMonitor:
     def _run(self) -> None:
         while not self._stop.is_set():
             self.ask()
-            is_up = self.latest.checked and self.latest.is_live
-            self._stop.wait(self._ask_every_s if is_up else ASK_EVERY_WHILE_STARTING_S)
+            self._stop.wait(self._ask_every_s if self.latest.checked else ASK_EVERY_WHILE_STARTING_S)
 
     def ask(self) -> None:
-        self.latest = self._observe(replace(self.latest, at=time.monotonic(), state=None))
-
-    def _observe(self, now: Observation) -> Observation:
-        failed = replace(now, num_failures=now.num_failures + 1)
-        if not self.probe.is_live():
-            return replace(failed, is_live=False, error="no answer")
+        at, before = time.monotonic(), self.latest
         try:
             state = self.probe.state()
         except Exception as error:  # whatever came back, it was not an answer
-            return replace(failed, is_live=True, error=str(error))
-        now = replace(now, is_live=True, state=state, error="", num_failures=0)
-        return now if now.checked or not state.get("ready") else self._check(now)
+            self.latest = replace(before, at=at, state=None, error=str(error), num_failures=before.num_failures + 1)
+            return
+        seen = replace(before, at=at, state=state, error="", num_failures=0)
+        self.latest = seen if seen.checked or not state.get("ready") else self._check(seen)
 
-    def _check(self, now: Observation) -> Observation:
+    def _check(self, seen: Observation) -> Observation:
         self._check_until = self._check_until or time.monotonic() + self._check_for_s
         try:
             self.probe.check_all_ports()
-            return replace(now, checked=True)
+            return replace(seen, checked=True)
         except Exception as error:
-            return replace(now, check_error=str(error) if time.monotonic() > self._check_until else "")
+            return replace(seen, check_error=str(error) if time.monotonic() > self._check_until else "")
 
 
 def note_healthy(seen: Observation, engine: Child | None, others: list[Child]) -> None:

@@ -1,4 +1,4 @@
-"""Asks the running server, as a client would: is it there, does the model answer, does every port. Decides nothing.
+"""Asks the running server, as a client would: does the model answer, does every port. Decides nothing.
 
 `python -m server_scripts.probe` is a container's health check: exit status 0 when the server is ready. It runs every
 few seconds, so gRPC, which takes a quarter of a second to load, is imported only where it is used.
@@ -38,16 +38,6 @@ class Probe:
         self._config = config
         self._http_timeout_s = http_timeout_s
         self._host = connect_host(config.service_host)
-
-    def is_live(self) -> bool:
-        """True when tritonserver answers, whatever the model does."""
-        from tritonclient.grpc import service_pb2
-
-        try:
-            with self._triton() as stub:
-                return stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=TIMEOUT_S).live
-        except ProbeError:
-            return False
 
     def state(self) -> dict[str, Any]:
         """What the model says about itself and the engine, see engine.wire.model_state."""

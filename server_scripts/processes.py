@@ -47,8 +47,8 @@ def all_specs(config: Config, graph_dir: Path, served_name: str, run_dir: RunDir
         for index in range(config.push_mode_http_workers):
             command = gateway_command(config, served_name, index)
             env = {**environ, "API_KEY": config.api_key}
-            specs.append(ChildSpec(f"{GATEWAY}-{index}", command, env, logs[GATEWAY], waits_for_model_server=True))
-    specs.append(ChildSpec(HEALTH, health_command(config), environ, logs[HEALTH], waits_for_model_server=True))
+            specs.append(ChildSpec(f"{GATEWAY}-{index}", command, env, logs[GATEWAY]))
+    specs.append(ChildSpec(HEALTH, health_command(config), environ, logs[HEALTH]))
     return specs
 
 

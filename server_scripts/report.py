@@ -72,10 +72,8 @@ class StartProgress:
     def _step(self) -> tuple[str, Child | None]:
         """What is waited for now, and on which process it depends."""
         seen, named = self._supervisor.seen, self._supervisor.named
-        if not seen.is_live:
-            return "starting the engine and tritonserver", named(TRITONSERVER)
         if seen.state is None:
-            return "tritonserver is up, waiting for its model", named(TRITONSERVER)
+            return "starting the engine and tritonserver", named(TRITONSERVER)
         if not seen.state.get("ready"):
             return f"tritonserver is up, {seen.state.get('reason') or 'its model is not ready'}", named(ENGINE)
         return "the engine is ready, sending a request to every port", named(ENGINE)

@@ -72,10 +72,9 @@ class Supervisor:
         started = time.monotonic()
         (self.run_dir.path / ENGINE_FAILED_FILE).unlink(missing_ok=True)
         for child in self.children:
-            if not child.spec.waits_for_model_server:
-                self._start(child)
-                if child.process is None:
-                    raise StartFailed(f"{child.spec.name} {child.last_words}")
+            self._start(child)
+            if child.process is None:
+                raise StartFailed(f"{child.spec.name} {child.last_words}")
         self.set_phase("starting")
         self.monitor.start()
         while not self.seen.checked and not self.num_stop_signals:
@@ -154,12 +153,8 @@ class Supervisor:
             log.error("%s could not be written: %s", ENGINE_FAILED_FILE, error)
 
     def _start_what_is_due(self) -> None:
-        if self.num_stop_signals:
-            return
         for child in self.children:
-            first = child.num_starts == 0 and child.spec.waits_for_model_server and self.seen.is_live
-            again = child.restart_at is not None and time.monotonic() >= child.restart_at
-            if first or again:
+            if child.restart_at is not None and time.monotonic() >= child.restart_at and not self.num_stop_signals:
                 self._start(child)
 
     def _start(self, child: Child) -> None:
@@ -186,7 +181,7 @@ class Supervisor:
         health.note_healthy(seen, engine, [child for child in self.children if child is not engine])
         if triton is None or not triton.was_running(seen.at):
             return
-        if seen.is_live and triton.spec.has_helpers and not triton.helpers:
+        if seen.state is not None and triton.spec.has_helpers and not triton.helpers:
             triton.find_helpers()
             self._write_state()
         if self.state.phase == "ready":

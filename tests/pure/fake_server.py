@@ -28,7 +28,7 @@ from server_scripts.supervisor import Supervisor
 
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = Path(__file__).with_name("fake_child.py")
-READY = {"is_live": True, "state": {"ready": True, "engine_silent_s": 0.0}}
+READY = {"state": {"ready": True, "engine_silent_s": 0.0}}
 TIMEOUT_S = 60.0
 
 
@@ -40,9 +40,6 @@ class FakeProbe:
 
     def _answers(self) -> dict:
         return json.loads(self._path.read_text())
-
-    def is_live(self) -> bool:
-        return self._answers()["is_live"]
 
     def state(self) -> dict:
         with (self._path.parent / "asked").open("a") as file:
@@ -189,7 +186,6 @@ def a_spec(name: str, what: str, folder: Path) -> ChildSpec:
         log_path=folder / f"{name}.log",
         max_crashes=3 if name == "engine" else None,
         has_helpers=name == "tritonserver",
-        waits_for_model_server=name not in ("engine", "tritonserver"),
     )
 
 

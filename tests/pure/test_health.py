@@ -1,6 +1,5 @@
 """What the server's answers mean: who counts as healthy, and who has to be ended. Answers and times are made up."""
 
-import threading
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ def a_child(name, started_at=1000.0, healthy_since=None):
 
 
 def an_answer(at, engine_silent_s=0.0):
-    return Observation(at=at, is_live=True, state={"ready": True, "engine_silent_s": engine_silent_s})
+    return Observation(at=at, state={"ready": True, "engine_silent_s": engine_silent_s})
 
 
 def silence(at, num_failures):
@@ -84,20 +83,14 @@ def test_an_engine_may_be_silent_for_the_interval_or_while_it_loads(silent_s, st
 
 
 class ScriptedProbe:
-    """Says it is live, then what stands in the list, one a turn; `over` is set when nothing is left."""
+    """Says what stands in the list, one a turn."""
 
     def __init__(self, *states):
-        self._states = list(states)
+        self.states = list(states)
         self.num_checks = 0
-        self.over = threading.Event()
-
-    def is_live(self):
-        return True
 
     def state(self):
-        state = self._states.pop(0)
-        if not self._states:
-            self.over.set()
+        state = self.states.pop(0)
         if isinstance(state, Exception):
             raise state
         return state
@@ -115,7 +108,7 @@ def test_failures_are_counted_until_an_answer_and_ports_are_checked_until_they_h
     )
     monitor = HealthMonitor(probe, ask_every_s=0.0)
     seen = []
-    while not probe.over.is_set():
+    while probe.states:
         monitor.ask()
         seen.append(monitor.latest)
     assert [o.num_failures for o in seen] == [1, 2, 0, 0, 0, 0, 1]

@@ -16,12 +16,8 @@ from tests.server import is_alive
 ALL = {"engine": "", "tritonserver": "with helper", "gateway-0": "", "health": ""}
 
 
-def test_engine_and_tritonserver_start_first_and_the_gateway_stops_first(tmp_path):
-    (tmp_path / "answers.json").write_text('{"is_live": false}')
+def test_the_gateway_stops_first_and_the_engine_last(tmp_path):
     with fake_server(tmp_path, ALL) as server:
-        server.wait_until(lambda: {"engine started", "tritonserver started"} <= set(server.notes))
-        assert "gateway-0 started" not in server.notes
-        server.answer(**READY)
         server.wait_until_ready()
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(TIMEOUT_S) == 0
@@ -116,7 +112,7 @@ def test_a_silent_model_restarts_tritonserver(tmp_path):
     with fake_server(tmp_path, ALL) as server:
         server.wait_until_ready()
         pid = server.pid_of("tritonserver")
-        server.answer(is_live=True)
+        server.answer()
         server.wait_until_replaced("tritonserver", pid)
         assert "no answer from the model" in server.log
         num_asked = server.num_asked
@@ -139,14 +135,14 @@ def test_an_engine_that_is_silent_for_too_long_is_restarted(tmp_path):
     with fake_server(tmp_path, ALL, check_health_interval_s=1.0) as server:
         server.wait_until_ready()
         pid = server.pid_of("engine")
-        server.answer(is_live=True, state={"ready": False, "engine_silent_s": 5.0})
+        server.answer(state={"ready": False, "engine_silent_s": 5.0})
         server.wait_until_replaced("engine", pid)
         assert server.notes.count("tritonserver started") == 1
 
 
 def test_a_child_that_fails_during_the_start_fails_the_start_with_its_last_words(tmp_path):
     with fake_server(tmp_path, ALL | {"engine": "failing"}) as server:
-        server.answer(is_live=False)
+        server.answer()
         assert server.process.wait(TIMEOUT_S) == 1
         assert "failed: engine ended with exit status 7" in server.log
         assert "the last words of a failing child" in server.log
@@ -155,7 +151,7 @@ def test_a_child_that_fails_during_the_start_fails_the_start_with_its_last_words
 
 def test_a_start_that_takes_too_long_fails(tmp_path):
     with fake_server(tmp_path, ALL, start_timeout_s=1.0) as server:
-        server.answer(is_live=True, state={"ready": False, "reason": "the engine is starting", "engine_silent_s": 1e9})
+        server.answer(state={"ready": False, "reason": "the engine is starting", "engine_silent_s": 1e9})
         assert server.process.wait(TIMEOUT_S) == 1
         assert "failed: not ready after START_TIMEOUT, 1 s" in server.log
         assert "tritonserver is up, the engine is starting" in server.log
@@ -224,7 +220,7 @@ def test_a_server_survives_a_run_directory_and_a_log_folder_that_disappear(tmp_p
 def test_a_server_that_cannot_say_that_it_is_ready_fails_its_start(tmp_path):
     """As on a full disk; start_server would wait for its end otherwise."""
     with fake_server(tmp_path, ALL) as server:
-        server.answer(is_live=False)
+        server.answer()
         server.wait_until(lambda: {"engine started", "tritonserver started"} <= set(server.notes))
         (tmp_path / "run" / "state.json.partial").mkdir()
         server.answer(**READY)
