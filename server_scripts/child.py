@@ -28,7 +28,6 @@ class ChildSpec:
     log_path: Path
     cwd: Path = ROOT
     max_crashes: int | None = None  # in a row; None: it is always started again
-    has_helpers: bool = False  # processes of its own that must live as long as it does
 
 
 @dataclass
@@ -37,7 +36,7 @@ class Child:
 
     spec: ChildSpec
     process: Process | None = None  # None: it does not run
-    helpers: list[Process] = field(default_factory=list)
+    helpers: list[Process] = field(default_factory=list)  # its own, that must live as long as it does
     started_at: float = 0.0
     healthy_since: float | None = None
     num_crashes: int = 0  # in a row

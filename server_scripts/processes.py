@@ -62,7 +62,7 @@ def triton_spec(config: Config, environ: Mapping[str, str], run_dir: RunDir, log
     triton.prepare(found, folder, triton.ROOT / "model_repository")
     command = triton.command(found, folder, config, run_dir.shm_prefix)
     env = triton.environment(found, folder, dict(environ))
-    return ChildSpec(TRITONSERVER, command, env, log_path, cwd=folder, has_helpers=True)
+    return ChildSpec(TRITONSERVER, command, env, log_path, cwd=folder)
 
 
 def gateway_command(config: Config, served_name: str, index: int) -> list[str]:

@@ -11,7 +11,7 @@ from server_scripts.child import Child
 from server_scripts.ports import connect_host
 from server_scripts.processes import ENGINE, TRITONSERVER
 from server_scripts.run_dir import State
-from server_scripts.supervisor import Supervisor
+from server_scripts.supervisor import StartFailed, Supervisor
 
 NEWS_EVERY_S = 10.0  # silence would look like a hang
 NUM_LAST_LINES = 15
@@ -59,11 +59,10 @@ class StartProgress:
         self._reported_at = time.monotonic()
         self._report(text)
 
-    def failed(self, reason: str) -> None:
+    def failed(self, failure: StartFailed) -> None:
         """The reason and the end of the log of whose fault it seems to be."""
-        children = self._supervisor.children
-        guilty = next((child for child in children if reason.startswith(f"{child.spec.name} ")), self._step()[1])
-        lines = [f"failed: {reason}"]
+        guilty = failure.child or self._step()[1]
+        lines = [f"failed: {failure}"]
         if guilty:
             lines.append(f"the end of {guilty.spec.log_path}:")
             lines += [f"  {line}" for line in self._last_lines(guilty, NUM_LAST_LINES)]

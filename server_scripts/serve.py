@@ -117,7 +117,7 @@ def live(supervisor: Supervisor, report: Report, on_ready: Callable[[], None] | 
             supervisor.watch()
     except StartFailed as failure:
         log.error("start failed: %s", failure)
-        progress.failed(str(failure))
+        progress.failed(failure)
         return 1
     finally:
         shut_down(supervisor)

@@ -30,7 +30,11 @@ TURN_WHILE_STARTING_S = 0.05  # somebody waits for it
 
 
 class StartFailed(Exception):
-    """The server will not become ready; the message says why."""
+    """The server will not become ready; the message says why. `child`: whose log says more."""
+
+    def __init__(self, message: str, child: Child | None = None):
+        super().__init__(message)
+        self.child = child
 
 
 @dataclass
@@ -74,7 +78,7 @@ class Supervisor:
         for child in self.children:
             self._start(child)
             if child.process is None:
-                raise StartFailed(f"{child.spec.name} {child.last_words}")
+                raise StartFailed(f"{child.spec.name} {child.last_words}", child)
         self.set_phase("starting")
         self.monitor.start()
         while not self.seen.checked and not self.num_stop_signals:
@@ -136,7 +140,7 @@ class Supervisor:
     def _act_on_end(self, child: Child) -> None:
         log.error("%s %s", child.spec.name, child.last_words)
         if self.state.phase == "starting":
-            raise StartFailed(f"{child.spec.name} {child.last_words}")
+            raise StartFailed(f"{child.spec.name} {child.last_words}", child)
         if child.spec.name == TRITONSERVER:
             self.run_dir.remove_shared_memory()
         if child.restart_at is None:
@@ -181,7 +185,7 @@ class Supervisor:
         health.note_healthy(seen, engine, [child for child in self.children if child is not engine])
         if triton is None or not triton.was_running(seen.at):
             return
-        if seen.state is not None and triton.spec.has_helpers and not triton.helpers:
+        if seen.state is not None and not triton.helpers:
             triton.find_helpers()
             self._write_state()
         if self.state.phase == "ready":

@@ -185,7 +185,6 @@ def a_spec(name: str, what: str, folder: Path) -> ChildSpec:
         env=dict(os.environ),
         log_path=folder / f"{name}.log",
         max_crashes=3 if name == "engine" else None,
-        has_helpers=name == "tritonserver",
     )
 
 

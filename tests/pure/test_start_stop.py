@@ -312,6 +312,25 @@ def test_a_signal_does_not_wait_for_a_server_that_is_silent_in_mid_file(server):
     assert RunDir(server.run_dir).read_state() is None
 
 
+def test_a_server_that_is_killed_during_its_start_is_named_with_the_signal(server):
+    with socket.create_server(("127.0.0.1", 0)) as hub:  # accepts and never answers
+        server.env["HF_ENDPOINT"] = f"http://127.0.0.1:{hub.getsockname()[1]}"
+        command = [sys.executable, "-m", "server_scripts.start", "org/model"]
+        with subprocess.Popen(command, env=server.env, cwd=ROOT, stdout=-1, stderr=-1, text=True) as start:
+            hub.accept()[0].close()
+            os.kill(RunDir(server.run_dir).read_state().supervisor.pid, signal.SIGKILL)
+            _, said = start.communicate(timeout=60)
+        assert (start.returncode, said) == (1, "start_server: the server was killed by SIGKILL\n")
+    assert server.command("stop_server").returncode == 0
+    assert RunDir(server.run_dir).read_state() is None
+
+
+def test_nothing_with_threads_is_loaded_before_the_server_is_forked():
+    code = "import sys, server_scripts.start; print(sys.modules.keys() & {'numpy', 'grpc', 'zmq', 'huggingface_hub'})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "set()\n"
+
+
 @pytest.mark.parametrize("name", ["start_server", "stop_server"])
 def test_the_commands_work_without_an_installation_and_through_a_link(tmp_path, name):
     (tmp_path / name).symlink_to(ROOT / "server_scripts" / name)

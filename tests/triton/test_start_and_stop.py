@@ -214,8 +214,8 @@ def test_the_demo_answers_and_its_example_and_those_of_the_readme_are_true(serve
 
 
 def readme_programs(server):
-    """The clients in the README, with the ports of this server."""
-    text = (ROOT / "README.md").read_text()
+    """The clients in the README and the pages it points to, with the ports of this server."""
+    text = "".join(path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
     for name, port in (("SERVICE_HTTP_PORT", 9965), ("SERVICE_GRPC_PORT", 8811)):
         text = text.replace(f"127.0.0.1:{port}", f"127.0.0.1:{server.ports[name]}")
     return [code for code in re.findall(r"```python\n(.*?)```", text, re.S) if "127.0.0.1" in code]

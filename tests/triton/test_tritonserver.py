@@ -185,9 +185,7 @@ def main(folder: Path) -> int:
     command = triton.command(found, run_dir.path / triton.FOLDER, config, run_dir.shm_prefix)
     env = triton.environment(found, run_dir.path / triton.FOLDER, dict(os.environ))
     supervisor = Supervisor(
-        specs=[
-            ChildSpec(TRITONSERVER, command, env, folder / "triton.log", run_dir.path / triton.FOLDER, has_helpers=True)
-        ],
+        specs=[ChildSpec(TRITONSERVER, command, env, folder / "triton.log", run_dir.path / triton.FOLDER)],
         run_dir=run_dir,
         state=new_state(config, "echo", "starting"),
         config=replace(config, start_timeout_s=60.0, drain_timeout_s=5.0),
