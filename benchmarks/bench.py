@@ -31,7 +31,7 @@ from engine.core.types import Request, Sampling
 from engine.executors import make_executor
 from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions
-from engine.exporting.exported import ExportedModel
+from engine.exporting.manifest import Manifest
 from engine.settings.config import Config
 from server_scripts.processes import ENGINE_DEFAULTS
 
@@ -45,7 +45,7 @@ def prompt_ids(rng: np.random.Generator, vocab_size: int, count: int) -> list[in
 def measure_offline(graph_dir: Path, cases: list[tuple[int, int, int]], repeats: int) -> list[dict]:
     most, longest = max(case[0] for case in cases), max(case[1] + case[2] for case in cases)
     config = Config(max_num_batched_tokens=MAX_TOKENS_IN_STEP, batch_size=most, enable_prefix_caching=False)
-    vocab_size = ExportedModel.read(graph_dir).vocab_size
+    vocab_size = Manifest.read(graph_dir).vocab_size
     executor = make_executor(graph_dir, config)
     assert executor.num_blocks * executor.block_size >= most * longest, "too little memory for the cases"
     rows = []
@@ -66,7 +66,7 @@ def run_case(executor, config: Config, vocab_size: int, case: tuple[int, int, in
         loop.add(Request(str(index), ids, prompt_len, Sampling(max_new_tokens=answer_len, temperature=0)))
     started, first, num_early = time.perf_counter(), {}, 0
     while not loop.is_idle:
-        for update in loop.step():
+        for update in loop.turn():
             first.setdefault(update.request, time.perf_counter())
             num_early += len(first) < num_requests
     ended, prefilled = time.perf_counter(), max(first.values())
@@ -116,7 +116,7 @@ async def run_streams(port: int, prompts: list[list[int]], answer_len: int) -> d
 def measure_http(graph_dir: Path, streams: list[int], lengths: tuple[int, int], repeats: int) -> list[dict]:
     """Starts the real server on free ports, drives it, stops it."""
     prompt_len, answer_len = lengths
-    vocab_size = ExportedModel.read(graph_dir).vocab_size
+    vocab_size = Manifest.read(graph_dir).vocab_size
     names = ("HEALTH_HTTP_PORT", "SERVICE_GRPC_PORT", "METRICS_HTTP_PORT", "INTER_PROC_PORT", "SERVICE_HTTP_PORT")
     rows = []
     with tempfile.TemporaryDirectory() as folder:

@@ -20,7 +20,7 @@ import numpy as np
 
 from engine.dtypes import to_bf16
 from engine.ops import build, cpu
-from engine.ops.cpu.kernels import Attention
+from engine.ops.cpu.library import Attention
 from engine.ops.sampling_rows import SamplingRows
 
 HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 896, 4864, 24, 14, 2, 64, 151936

@@ -5,12 +5,70 @@ Knows kinds and codes, not protocols. Set-up errors of one part (models, graph, 
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from typing import Any
+
 
 class RequestError(Exception):
-    """A request failed. `kind` is the stable name a client may switch on, `code` the HTTP status that says the same."""
+    """A request failed. `kind` is the stable name a client may switch on, `code` the HTTP status that says the same.
+
+    With a `field` of the request that is to blame, a `value` or a `limit`, `text` is a template: it may have them as
+    `{field}`, `{value}` and `{limit}`, and other fields under their native names, `{max_dec_len}`, so that each
+    protocol can call them as its clients do. `value` is what to show of it: a number, or a short text. Without any of
+    the three, `text` is the sentence, whatever braces it has.
+    """
 
     kind = "internal"
     code = 500
+
+    def __init__(self, text: str, *, field: str | None = None, value: Any = None, limit: Any = None):
+        super().__init__(text)
+        self.text, self.field, self.value, self.limit = text, field, value, limit
+
+    @property
+    def cause(self) -> dict[str, Any]:
+        """`field`, `value` and `limit`, those that are known: what `error_of` takes besides kind and text."""
+        known = {"field": self.field, "value": self.value, "limit": self.limit}
+        return {name: each for name, each in known.items() if each is not None}
+
+    def worded(self, names: Mapping[str, str]) -> str:
+        """The sentence for clients that call fields as `names` says, where they do not use the native name."""
+        return self.text.format_map(_Words(self, names)) if self.cause else self.text
+
+    def __str__(self) -> str:
+        return self.worded({})
+
+    def blaming(self, field: str) -> RequestError:
+        """The same error with the field, where the one who raised it could not know that."""
+        return type(self)(literally(self.text), field=field)
+
+
+class _Words(dict[str, str]):
+    """What stands for the names in an error's template."""
+
+    def __init__(self, error: RequestError, names: Mapping[str, str]):
+        field = error.field or ""
+        super().__init__(field=names.get(field, field), value=_shown(error.value), limit=_shown_limit(error.limit))
+        self._names = names
+
+    def __missing__(self, name: str) -> str:
+        return self._names.get(name, name)
+
+
+def literally(text: str) -> str:
+    """A text in an error's template: braces are its own."""
+    return text.replace("{", "{{").replace("}", "}}")
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _shown_limit(limit: Any) -> str:
+    if isinstance(limit, list):
+        return f"[{', '.join(map(_shown_limit, limit))}]"
+    return f"{limit:g}" if isinstance(limit, float) else str(limit)
 
 
 class NoToken(RequestError):
@@ -82,12 +140,12 @@ KINDS: dict[str, type[RequestError]] = {
 
 
 def queue_full(num_waiting: int, limit: int) -> Overloaded:
-    return Overloaded(f"cached task num ({num_waiting}) exceeds the limit ({limit})")
+    return Overloaded("cached task num ({value}) exceeds the limit ({limit})", value=num_waiting, limit=limit)
 
 
-def error_of(kind: str, message: str) -> RequestError:
-    """The error of a `kind` that crossed a process border; an unknown kind is an internal error."""
-    return KINDS.get(kind, RequestError)(message)
+def error_of(kind: str, text: str, **cause: Any) -> RequestError:
+    """The error that crossed a process border with these of its attributes; an unknown kind is an internal error."""
+    return KINDS.get(kind, RequestError)(text, **cause)
 
 
 def as_request_error(error: Exception) -> RequestError:

@@ -16,9 +16,10 @@ from engine.core.scheduler import FAILED, Update
 from engine.core.types import Logprobs, Request
 from engine.errors import InvalidRequest, NoToken
 from engine.executors import make_executor
+from engine.executors.memory import allocate_cache
 from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions
-from engine.exporting.exported import is_exported
+from engine.exporting.manifest import Manifest, is_exported
 from engine.serving.answer import OpenAnswer
 from engine.serving.prompt import PromptReader
 from engine.settings.config import Config
@@ -65,14 +66,15 @@ class LLM:
         config = Config.from_env().changed(**settings)
         graph_dir = Path(model_dir)
         if not is_exported(graph_dir):
-            options = ExportOptions(dtype=config.dtype, block_size=config.block_size)
+            options = ExportOptions(dtype=config.dtype, block_size=config.block_size, num_ranks=config.mp_num)
             graph_dir = export_cached(graph_dir, Path(config.export_cache_dir).expanduser(), options)
         self.tokenizer = Tokenizer.load(graph_dir)
         executor = make_executor(graph_dir, config)
+        self._num_blocks = allocate_cache(executor, config, Manifest.read(graph_dir).max_seq_len)
         self._config = replace(config, max_cached_task_num=2**31)  # nobody else is waiting
-        self._loop = Loop(executor, self._config)
+        self._loop = Loop(executor, self._num_blocks, self._config)
         self._lock = threading.Lock()  # of the loop: calls from several threads take turns
-        capacity = executor.num_blocks * executor.block_size
+        capacity = self._num_blocks * executor.block_size
         self._reader = PromptReader.load(config, graph_dir, self.tokenizer, lambda: capacity)
 
     def generate(
@@ -96,7 +98,7 @@ class LLM:
             except BaseException:
                 # Refused, or interrupted at any line of the scheduler's books: the next call begins with new ones.
                 executor = self._loop.executor
-                self._loop = Loop(executor, self._config)
+                self._loop = Loop(executor, self._num_blocks, self._config)
                 raise
         return [item.finished() for item in opened]
 
@@ -108,8 +110,8 @@ class LLM:
         started, num_tokens = time.monotonic(), 0
         with tqdm(total=len(opened), desc="answers", disable=not progress, unit="") as bar:
             while not self._loop.is_idle:
-                for update in self._loop.step():
-                    num_tokens += 1
+                for update in self._loop.turn():
+                    num_tokens += len(update.token_ids)
                     bar.update(self._advance(by_id[update.request.request_id], update))
                 bar.set_postfix_str(f"{num_tokens / (time.monotonic() - started):.1f} tok/s", refresh=False)
 
@@ -131,10 +133,11 @@ class LLM:
         )
 
     def _advance(self, item: _Open, update: Update) -> int:
-        """The number of answers that this token has ended."""
+        """The number of answers that these tokens have ended."""
         if update.finish_reason == FAILED:
             raise NoToken
-        item.answer.push([(update.token_id, update.logprobs)], update.finish_reason)
+        logprobs = update.logprobs or [None] * len(update.token_ids)
+        item.answer.push(list(zip(update.token_ids, logprobs, strict=True)), update.finish_reason)
         if item.answer.finish_reason and not update.finish_reason:  # a stop string
             self._loop.drop(item.request.request_id)
         return int(item.answer.finish_reason is not None)

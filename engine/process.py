@@ -6,10 +6,8 @@ A failure of a step ends the process: the supervisor starts it again, the client
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import sys
-from pathlib import Path
 
 import zmq
 
@@ -25,23 +23,30 @@ log = logging.getLogger(__name__)
 def main() -> int:
     config = Config.from_env()
     configure(config.log_level)
-    # Imported here: a client of this module must not pay for Paddle.
-    from engine.executors import make_executor
-
-    graph_dir = Path(os.environ.get("GRAPH_DIR") or config.model_dir)
-    executor = make_executor(graph_dir, config)
-    if config.use_warmup:
-        executor.warm_up()
     try:
-        server = Server(Loop(executor, config), f"tcp://127.0.0.1:{config.inter_proc_port}")
+        server = Server(f"tcp://127.0.0.1:{config.inter_proc_port}")
     except zmq.ZMQError as error:
         raise ConfigError(f"INTER_PROC_PORT is {config.inter_proc_port}, which cannot be used: {error}") from None
+    with server.starting("the model is being loaded"):
+        loop = make_loop(config)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.close())
-    log.info("ready: %d blocks of %d tokens", executor.num_blocks, executor.block_size)
-    server.run()
+    pool = loop.scheduler.pool
+    log.info("ready: %d blocks of %d tokens", pool.num_blocks, pool.block_size)
+    server.run(loop)
     log.info("stopped")
     return 0
+
+
+def make_loop(config: Config) -> Loop:
+    # Imported here: a client of this module must not pay for Paddle.
+    from engine.executors import make_executor
+    from engine.executors.memory import allocate_cache
+    from engine.exporting.manifest import Manifest
+
+    executor = make_executor(config.graph_path, config)
+    num_blocks = allocate_cache(executor, config, Manifest.read(config.graph_path).max_seq_len)
+    return Loop(executor, num_blocks, config)
 
 
 if __name__ == "__main__":

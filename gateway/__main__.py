@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import os
 import signal
 import socket
 import sys
@@ -18,9 +17,12 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.log import server_logger
 
+from engine.address import connect_host
+from engine.errors import ConfigError
 from engine.log import configure
+from engine.settings.config import Config
 from gateway.app import BACKEND, DRAINING, RUNNING, make_app
-from gateway.backend import GatewaySettings, timeout
+from gateway.backend import timeout
 from gateway.triton_client import TritonBackend
 
 log = logging.getLogger("gateway")
@@ -79,49 +81,40 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-async def run(options: argparse.Namespace) -> None:
-    settings = GatewaySettings(
-        model_name=options.model_name,
-        max_body_bytes=options.max_body_bytes,
-        api_key=os.environ.get("API_KEY", ""),  # no option: others on the machine can read command lines
-        cors_allow_origin=options.cors_allow_origin,
-        drain_timeout_s=options.drain_timeout,
-        request_timeout_s=options.request_timeout,
-    )
+async def run(config: Config) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    app = make_app(TritonBackend(options.grpc_host, options.grpc_port), settings)
-    await serve(app, listen(options.host, options.port), stop, settings.drain_timeout_s)
+    app = make_app(TritonBackend(connect_host(config.service_host), config.service_grpc_port), config)
+    await serve(app, listen(config.service_host, config.service_http_port), stop, config.drain_timeout_s)
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    defaults = GatewaySettings()
-    parser = argparse.ArgumentParser(prog="python -m gateway", description="Serve HTTP in front of the model.")
-    parser.add_argument("--host", default="0.0.0.0")
-    parser.add_argument("--port", type=int, required=True, help="SERVICE_HTTP_PORT")
-    parser.add_argument("--grpc-host", default="127.0.0.1")
-    parser.add_argument("--grpc-port", type=int, required=True, help="SERVICE_GRPC_PORT")
-    parser.add_argument("--model-name", default=defaults.model_name, help="the name in /v1/models")
-    parser.add_argument("--max-body-bytes", type=int, default=defaults.max_body_bytes)
-    parser.add_argument("--cors-allow-origin", default=defaults.cors_allow_origin, help="empty: no CORS headers")
-    parser.add_argument("--drain-timeout", type=float, default=defaults.drain_timeout_s, help="seconds after SIGTERM")
-    parser.add_argument("--request-timeout", type=float, default=defaults.request_timeout_s, help="seconds of silence")
-    parser.add_argument("--workers-index", type=int, default=0, help="which of the workers this is, for the log")
-    parser.add_argument("--log-level", default="INFO", help="LOG_LEVEL")
-    return parser.parse_args(arguments)
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m gateway",
+        description="Serve HTTP in front of the model. Settings are environment variables: "
+        "python -m engine.settings.config",
+    )
+    parser.add_argument("--index", type=int, default=0, help="which of the workers this is, for the log")
+    return parser.parse_args()
 
 
 def main() -> int:
-    options = parse_arguments()
-    configure(options.log_level, process=f"worker {options.workers_index}")
+    index = parse_arguments().index
+    config = Config.from_env()
+    if config.service_http_port < 0:
+        raise ConfigError(f"SERVICE_HTTP_PORT is {config.service_http_port}: there is no HTTP to serve")
+    configure(config.log_level, process=f"worker {index}")
     try:
-        asyncio.run(run(options))
+        asyncio.run(run(config))
     except OSError as error:
-        log.error("cannot serve on %s:%d: %s", options.host, options.port, error.strerror)
+        log.error("cannot serve on %s:%d: %s", config.service_host, config.service_http_port, error.strerror)
         return 1
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except ConfigError as error:
+        sys.exit(str(error))

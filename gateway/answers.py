@@ -1,127 +1,70 @@
-"""JSON on its way out: answers in one piece, streams, and errors in the dialect of the client. Decides no content."""
+"""Answers on their way out over HTTP: whole, as a stream, as a refusal. What they say is the protocols' affair."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from aiohttp import web
 
-from engine import wire
-from engine.errors import DuplicateRequest, InvalidRequest, Overloaded, PromptTooLong, RequestError, TimedOut
-from gateway.backend import GatewaySettings, timeout
+from engine.errors import DuplicateRequest, InvalidRequest, Overloaded, RequestError, TimedOut
+from engine.wire import Delta
+from gateway.as_json import dump
+from gateway.backend import timeout
+from gateway.protocol import Call, Exchange
 
 log = logging.getLogger(__name__)
 
-SETTINGS = web.AppKey("settings", GatewaySettings)
-OPENAI_TYPES = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error"}
-ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False)
+CALL = web.RequestKey("call", Call)
+REQUEST_TIMEOUT = web.AppKey("request_timeout", float)  # seconds
 SURELY_BUFFERED = 2**15  # bytes; a write that stays below does not wait for the client
 NOT_AGAIN = (DuplicateRequest, TimedOut)  # OpenAI's client would repeat these by itself, and in vain
+Answers = AsyncGenerator[tuple[int, Delta], None]  # with the index of the request
 
 
-class Dialect(Enum):
-    """Which error object a client reads. UNKNOWN gets both in one: its request was not readable."""
-
-    NATIVE = "native"
-    OPENAI = "openai"
-    UNKNOWN = "-"
-
-
-@dataclass(eq=False)
-class Call:
-    """What is known of an HTTP request besides its body: for the error object and for the log."""
-
-    dialect: Dialect = Dialect.UNKNOWN
-    req_id: str | None = None
-    num_tokens: int = 0  # generated
-    late_status: int | None = None  # of a failure after the first byte
-
-
-CALL = web.RequestKey("call", Call)
-
-
-def dump(fields: Any) -> bytes:
-    """Compact, readable in a terminal, and one line for every reader.
-
-    Some clients split lines at U+0085, U+2028 and U+2029, which JSON lets pass as they are: these are escaped. A lone
-    surrogate, which has no UTF-8, becomes "?".
-    """
-    text = ENCODER.encode(fields)
-    if not text.isascii():
-        text = text.replace("\u2028", "\\u2028").replace("\u2029", "\\u2029").replace("\x85", "\\u0085")
-    return text.encode("utf-8", "replace")
-
-
-def answer(fields: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+def in_one_piece(fields: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
     return web.Response(body=dump(fields), status=status, content_type="application/json", headers=headers)
 
 
-# --- errors -----------------------------------------------------------------------------------------------------
+async def gather(exchange: Exchange, answers: Answers) -> web.Response:
+    async with contextlib.aclosing(answers):
+        async for index, answer in answers:
+            exchange.gather(index, answer)
+    return in_one_piece(exchange.whole())
 
 
-def failure(error: RequestError, dialect: Dialect, req_id: str | None = None) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    if dialect is not Dialect.OPENAI:
-        fields |= {**wire.read_answer(wire.failure(error, req_id)), "result": ""}
-    if dialect is not Dialect.NATIVE:
-        fields["error"] = {
-            "message": str(error),
-            "type": OPENAI_TYPES.get(error.code, "invalid_request_error" if error.code < 500 else "server_error"),
-            "param": getattr(error, "param", None),
-            "code": "context_length_exceeded" if isinstance(error, PromptTooLong) else error.kind,
-        }
-    return fields
-
-
-def refusal(error: RequestError, request: web.Request) -> web.Response:
-    """The whole response of a request that failed before its first byte."""
-    headers = {}
-    if isinstance(error, Overloaded) or error.code == 503:
-        headers["Retry-After"] = "1"
-    if isinstance(error, NOT_AGAIN):
-        headers["x-should-retry"] = "false"
-    if error.code == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    call = request[CALL]
-    return answer(failure(error, call.dialect, call.req_id), error.code, headers)
-
-
-# --- streams ----------------------------------------------------------------------------------------------------
-
-
-async def stream(
-    request: web.Request,
-    events: AsyncGenerator[bytes, None],
-    content_type: str,
-    as_event: Callable[[dict[str, Any]], bytes],
-) -> web.StreamResponse:
+async def stream(request: web.Request, exchange: Exchange, answers: Answers) -> web.StreamResponse:
     """One write an event. The status is spent with the first one: a failure before it is raised, one after it is the
     last event. A client that does not read for as long as a model may be silent is taken for gone.
     """
-    async with contextlib.aclosing(events):
-        first = await anext(events)
-        headers = {"Content-Type": content_type, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        response = web.StreamResponse(headers=headers)
-        await response.prepare(request)
+    response = None
+    async with contextlib.aclosing(answers):
         try:
-            await _write(request, response, first)
-            async for event in events:
-                await _write(request, response, event)
+            async for index, answer in answers:
+                if event := exchange.event(index, answer):
+                    response = response or await _begin(request)
+                    await _write(request, response, event)
         except ConnectionError:
             raise
         except Exception as error:
-            known = as_known(error)
-            call = request[CALL]
+            if response is None:
+                raise
+            known, call = as_known(error), request[CALL]
             call.late_status = known.code
-            await _write(request, response, as_event(failure(known, call.dialect, call.req_id)))
+            await _write(request, response, call.protocols[0].error_event(known, call))
+    assert response is not None, "an exchange that says nothing of its last answer"
     await response.write_eof()
+    return response
+
+
+async def _begin(request: web.Request) -> web.StreamResponse:
+    [protocol] = request[CALL].protocols
+    headers = {"Content-Type": protocol.content_type, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    response = web.StreamResponse(headers=headers)
+    await response.prepare(request)
     return response
 
 
@@ -133,10 +76,30 @@ async def _write(request: web.Request, response: web.StreamResponse, event: byte
         await response.write(event)
         return
     try:
-        async with timeout(request.app[SETTINGS].request_timeout_s):
+        async with timeout(request.app[REQUEST_TIMEOUT]):
             await response.write(event)
     except asyncio.TimeoutError:
         raise ConnectionResetError("the client does not read its answer") from None
+
+
+# --- errors -----------------------------------------------------------------------------------------------------
+
+
+def refusal(error: RequestError, request: web.Request) -> web.Response:
+    """The whole response of a request that failed before its first byte. One that was not readable may have spoken
+    several protocols: it gets the errors of all of them in one object."""
+    headers = {}
+    if isinstance(error, Overloaded) or error.code == 503:
+        headers["Retry-After"] = "1"
+    if isinstance(error, NOT_AGAIN):
+        headers["x-should-retry"] = "false"
+    if error.code == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    call = request[CALL]
+    fields: dict[str, Any] = {}
+    for protocol in call.protocols:
+        fields |= protocol.error(error, call)
+    return in_one_piece(fields, error.code, headers)
 
 
 def as_known(error: Exception) -> RequestError:

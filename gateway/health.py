@@ -10,18 +10,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from aiohttp import web
 
-from engine.errors import RequestError
+from engine.address import connect_host
+from engine.errors import ConfigError, RequestError
 from engine.log import configure
+from engine.settings.config import Config
+from engine.wire import ModelState
 from gateway.backend import Backend, timeout
 
 NOT_REACHABLE, NOT_READY, SILENT = 1, 2, 3
+ANSWER_WITHIN_S = 3.0  # else the model is taken for silent
 MAX_AGE_S = 0.5  # an answer may be this old, so many askers cost the model no more than one
 
 
@@ -29,7 +33,7 @@ MAX_AGE_S = 0.5  # an answer may be this old, so many askers cost the model no m
 class Health:
     error_code: int = 0
     error_msg: str = ""
-    facts: dict[str, Any] = field(default_factory=dict)
+    state: ModelState | None = None  # when the model has told it
 
 
 Check = Callable[[], Awaitable[Health]]
@@ -67,9 +71,9 @@ class Shared:
 def readiness(backend: Backend, timeout_s: float) -> Shared:
     async def check() -> Health:
         state = await backend.probe()
-        if state.get("ready"):
-            return Health(facts=state)
-        return Health(NOT_READY, state.get("reason") or "the model is not ready", state)
+        if state.ready:
+            return Health(state=state)
+        return Health(NOT_READY, state.reason or "the model is not ready", state)
 
     return Shared(check, timeout_s)
 
@@ -114,23 +118,25 @@ def make_health_app(backend: Backend, timeout_s: float, http: tuple[str, int] | 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m gateway.health", description="Serve the health port.")
-    parser.add_argument("--host", default="0.0.0.0")
-    parser.add_argument("--port", type=int, required=True, help="HEALTH_HTTP_PORT")
-    parser.add_argument("--grpc-host", default="127.0.0.1")
-    parser.add_argument("--grpc-port", type=int, required=True, help="SERVICE_GRPC_PORT")
-    parser.add_argument("--http-port", type=int, help="SERVICE_HTTP_PORT, when HTTP is served")
-    parser.add_argument("--timeout", type=float, default=3.0, help="seconds until a silent model is not ready")
-    parser.add_argument("--log-level", default="INFO", help="LOG_LEVEL")
-    options = parser.parse_args()
+    parser = argparse.ArgumentParser(
+        prog="python -m gateway.health",
+        description="Serve the health port. Settings are environment variables: python -m engine.settings.config",
+    )
+    parser.parse_args()
+    config = Config.from_env()
 
     from gateway.triton_client import TritonBackend  # app.py needs the checks of this module, not Triton
 
-    configure(options.log_level)
-    http = (options.grpc_host, options.http_port) if options.http_port else None  # both listen on one host
-    app = make_health_app(TritonBackend(options.grpc_host, options.grpc_port), options.timeout, http)
-    web.run_app(app, host=options.host, port=options.port, access_log=None, print=None, shutdown_timeout=1)
+    configure(config.log_level)
+    host, port = config.service_host, config.health_http_port
+    asked = connect_host(host)  # for all ports
+    http = (asked, config.service_http_port) if config.service_http_port > 0 else None
+    app = make_health_app(TritonBackend(asked, config.service_grpc_port), ANSWER_WITHIN_S, http)
+    web.run_app(app, host=host, port=port, access_log=None, print=None, shutdown_timeout=1)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ConfigError as error:
+        sys.exit(str(error))

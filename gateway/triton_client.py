@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
@@ -24,10 +24,9 @@ from engine.errors import (
     Overloaded,
     RequestError,
     TimedOut,
-    error_of,
 )
 from engine.wire.triton import infer_request, read_response
-from gateway.backend import Answer, timeout
+from gateway.backend import timeout
 
 STREAMS_PER_CHANNEL = 64  # HTTP/2 connections are commonly limited to 100 streams; beyond, requests would queue unseen
 PROBE_TIMEOUT_S = 60.0  # whoever probes has a shorter one
@@ -107,7 +106,10 @@ class TritonBackend:
         self._connections: list[_Connection] = []
         self._closed = False
 
-    async def generate(self, body: dict[str, Any], timeout_s: float) -> AsyncGenerator[Answer, None]:
+    def generate(self, body: dict[str, Any], timeout_s: float) -> AsyncGenerator[wire.Delta, None]:
+        return cast("AsyncGenerator[wire.Delta, None]", self._ask(body, timeout_s))  # a probe alone has other answers
+
+    async def _ask(self, body: dict[str, Any], timeout_s: float) -> AsyncGenerator[wire.Answer, None]:
         request = infer_request(body)
         connection = self._least_loaded()
         # gRPC writes it: a `write` of ours would wait for ever once the call is cancelled before it is connected.
@@ -117,11 +119,11 @@ class TritonBackend:
             async with contextlib.aclosing(self._responses(call, timeout_s)) as responses:
                 async for response in responses:
                     answer = read_response(response)
-                    if answer.get("error_code"):
+                    if isinstance(answer, wire.Failure):
                         await _read_to_end(responses)
-                        raise error_of(answer.get("error_type", ""), answer["error_msg"])
+                        raise answer.error
                     yield answer
-                    if answer.get("is_end"):
+                    if answer.is_end:
                         await _read_to_end(responses)
                         return
             raise EngineUnavailable("the model ended the stream without a final response")
@@ -142,17 +144,19 @@ class TritonBackend:
             raise kind(f"the model server failed: {error.code().name}: {error.details()}") from None
         except asyncio.CancelledError:
             if silence.was_too_long:
-                text = f"the model sent no response for {timeout_s:g} s, the request is cancelled"
-                raise TimedOut(text) from None
+                text = "the model sent no response for {limit} s, the request is cancelled"
+                raise TimedOut(text, limit=float(timeout_s)) from None
             if self._closed:
                 raise EngineUnavailable("the gateway is stopping") from None
             raise
         finally:
             silence.close()
 
-    async def probe(self) -> dict[str, Any]:
-        async with contextlib.aclosing(self.generate({wire.PROBE: True}, PROBE_TIMEOUT_S)) as answers:
-            return [answer async for answer in answers][-1]
+    async def probe(self) -> wire.ModelState:
+        async with contextlib.aclosing(self._ask({wire.PROBE: True}, PROBE_TIMEOUT_S)) as answers:
+            [state] = [answer async for answer in answers]
+        assert isinstance(state, wire.ModelState)
+        return state
 
     async def is_live(self) -> bool:
         try:

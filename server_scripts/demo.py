@@ -11,10 +11,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from engine.address import in_url
+from engine.address import connect_host, in_url
 from engine.errors import ConfigError
 from engine.settings.config import Config
-from server_scripts.ports import connect_host
 from server_scripts.run_dir import RunDir, State
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import ConfigError, SetupError
-from engine.models.checkpoint import read_json
-from engine.models.config import read_config
-from engine.models.keys import ModelError
+from engine.models.families import read_model
+from engine.models.keys import ModelError, read_json
 from engine.settings.config import Config
 from server_scripts import logs
 from server_scripts.child import ROOT, dying_with_us
@@ -63,7 +62,7 @@ def _download(config: Config, name: str, report: Callable[[str], None]) -> Sourc
     logging.getLogger("engine.download").setLevel(logging.INFO)
     try:
         quant = parse_model_name(name)[1]
-        options = Options.from_env(check_config=lambda path: read_config(read_json(path)))
+        options = Options.from_env(check_config=lambda path: read_model(read_json(path)))
         if options.mirror is None:
             as_dtype(quant, config)  # raises before gigabytes are fetched
         report(f"fetching {name} into {config.model_dir}")
@@ -115,7 +114,7 @@ def as_dtype(quant: str | None, config: Config) -> str:
 def export(checkpoint_dir: Path, cache_dir: Path, quant: str | None = None) -> Path:
     from engine.exporting.cache import export_cached
     from engine.exporting.export import ExportOptions
-    from engine.exporting.exported import is_exported
+    from engine.exporting.manifest import is_exported
 
     if is_exported(checkpoint_dir):
         return checkpoint_dir

@@ -27,11 +27,6 @@ def ports_of(config: Config) -> dict[str, tuple[str, int]]:
     return ports
 
 
-def connect_host(listen_host: str) -> str:
-    """Where a client on this machine finds a server that listens on `listen_host`."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(listen_host, listen_host)
-
-
 def problems(config: Config) -> list[str]:
     """What keeps the server from listening, a sentence each."""
     texts = [_problem(name, *address) for name, address in ports_of(config).items()]

@@ -15,10 +15,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from engine import wire
-from engine.address import in_url
+from engine.address import connect_host, in_url
 from engine.errors import RequestError
 from engine.settings.config import Config
-from server_scripts.ports import connect_host
 
 TIMEOUT_S = 10.0
 REQUEST_TIMEOUT_S = 60.0  # for a real request, which may be the first of a large model
@@ -40,15 +39,15 @@ class Probe:
         self._host = connect_host(config.service_host)
 
     def state(self) -> dict[str, Any]:
-        """What the model says about itself and the engine, see engine.wire.model_state."""
-        return self.infer({wire.PROBE: True}, TIMEOUT_S)
+        """What the model says about itself and the engine, see engine.wire.ModelState."""
+        return self.infer({wire.PROBE: True}, TIMEOUT_S).fields()
 
     def check_all_ports(self) -> None:
         """A real request through every enabled port. Raises ProbeError at the first that is not answered."""
         ask = {"req_id": f"start-{uuid.uuid4()}", "text": "Hi", "apply_chat_template": False, "max_dec_len": 1}
         answer = self.infer(ask, REQUEST_TIMEOUT_S)
-        if answer.get("error_code"):
-            raise ProbeError(f"gRPC port {self._config.service_grpc_port}: {answer.get('error_msg')}")
+        if isinstance(answer, wire.Failure):
+            raise ProbeError(f"gRPC port {self._config.service_grpc_port}: {answer.error}")
         if self._config.service_http_port > 0:
             body = json.dumps(ask | {"req_id": f"start-{uuid.uuid4()}"})
             text = self.http(self._config.service_http_port, "POST", "/v1/chat/completions", body)
@@ -79,16 +78,16 @@ class Probe:
         finally:
             context.destroy(linger=0)
 
-    def infer(self, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    def infer(self, body: dict[str, Any], timeout_s: float) -> wire.Answer:
         """The last response of a streamed request. Reads on to the end of the stream: Triton 2.51 keeps the model
         loaded for a stream that was left before, and its exit would take the whole exit timeout."""
         from engine.wire.triton import infer_request, read_response
 
-        answer: dict[str, Any] = {}
+        answer: wire.Answer | None = None
         with self._triton() as stub:
             for response in stub.ModelStreamInfer(iter([infer_request(body)]), timeout=timeout_s):
                 answer = read_response(response)
-        if not answer.get("is_end") and not answer.get("error_code"):
+        if answer is None or not answer.is_end:
             raise ProbeError(f"gRPC port {self._config.service_grpc_port}: the answer had no end")
         return answer
 

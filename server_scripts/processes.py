@@ -10,7 +10,6 @@ from pathlib import Path
 from engine.settings.config import Config
 from server_scripts import triton
 from server_scripts.child import ChildSpec
-from server_scripts.ports import connect_host
 from server_scripts.run_dir import RunDir
 
 ENGINE, TRITONSERVER, GATEWAY, HEALTH = "engine", "tritonserver", "gateway", "health"
@@ -39,16 +38,17 @@ def log_paths(config: Config) -> dict[str, Path]:
 
 def all_specs(config: Config, graph_dir: Path, served_name: str, run_dir: RunDir) -> list[ChildSpec]:
     """In the order of their start. Raises TritonError."""
-    environ = {**os.environ, "PYTHONUNBUFFERED": "1", "GRAPH_DIR": str(graph_dir)}
+    environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    environ |= {"GRAPH_DIR": str(graph_dir), "SERVED_MODEL_NAME": served_name}
     environ.pop("API_KEY", None)
-    logs = log_paths(config)
+    logs, python = log_paths(config), [sys.executable, "-m"]
     specs = [engine_spec(config, environ, logs[ENGINE]), triton_spec(config, environ, run_dir, logs[TRITONSERVER])]
     if config.service_http_port > 0:
         for index in range(config.push_mode_http_workers):
-            command = gateway_command(config, served_name, index)
+            command = [*python, "gateway", f"--index={index}"]
             env = {**environ, "API_KEY": config.api_key}
             specs.append(ChildSpec(f"{GATEWAY}-{index}", command, env, logs[GATEWAY]))
-    specs.append(ChildSpec(HEALTH, health_command(config), environ, logs[HEALTH]))
+    specs.append(ChildSpec(HEALTH, [*python, "gateway.health"], environ, logs[HEALTH]))
     return specs
 
 
@@ -63,32 +63,3 @@ def triton_spec(config: Config, environ: Mapping[str, str], run_dir: RunDir, log
     command = triton.command(found, folder, config, run_dir.shm_prefix)
     env = triton.environment(found, folder, dict(environ))
     return ChildSpec(TRITONSERVER, command, env, log_path, cwd=folder)
-
-
-def gateway_command(config: Config, served_name: str, index: int) -> list[str]:
-    options = {
-        "host": config.service_host,
-        "port": config.service_http_port,
-        "grpc-host": connect_host(config.service_host),
-        "grpc-port": config.service_grpc_port,
-        "model-name": served_name,
-        "max-body-bytes": config.max_body_bytes,
-        "cors-allow-origin": config.cors_allow_origin,
-        "drain-timeout": config.drain_timeout_s,
-        "workers-index": index,
-        "log-level": config.log_level,
-    }
-    return [sys.executable, "-m", "gateway", *(f"--{name}={value}" for name, value in options.items())]
-
-
-def health_command(config: Config) -> list[str]:
-    options = {
-        "host": config.service_host,
-        "port": config.health_http_port,
-        "grpc-host": connect_host(config.service_host),
-        "grpc-port": config.service_grpc_port,
-        "log-level": config.log_level,
-    }
-    if config.service_http_port > 0:
-        options["http-port"] = config.service_http_port
-    return [sys.executable, "-m", "gateway.health", *(f"--{name}={value}" for name, value in options.items())]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import time
 
-from engine.address import in_url
+from engine.address import connect_host, in_url
 from server_scripts import logs
 from server_scripts.child import Child
-from server_scripts.ports import connect_host
 from server_scripts.processes import ENGINE, TRITONSERVER
 from server_scripts.run_dir import State
 from server_scripts.supervisor import StartFailed, Supervisor

@@ -2,33 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 
-from engine.graph import Graph, load
+from engine.dtypes import held_as
+from engine.exporting.manifest import Manifest, rank_dir
+from engine.graph import load
 from engine.graph.run import run_graph
+from engine.models.kv_cache import CacheSpec
 from engine.ops import reference
+from engine.ops.cpu.paddle_ops import register_paddle_ops
 
-Run = Callable[[Mapping[str, np.ndarray]], np.ndarray]  # a step's inputs to its logits
+Run = Callable[[Mapping[str, np.ndarray]], Mapping[str, np.ndarray]]  # a step's inputs to its outputs
 
 
 class PagedModel:
     """A few requests over one pool. Their blocks are shuffled, so that a table read wrongly shows."""
 
-    def __init__(self, graph: Graph, run: Run, num_requests: int = 1, num_blocks: int = 12):
-        self.caches = make_caches(graph, num_requests * num_blocks)
-        self.block_size = graph.inputs["kv_cache_0"].shape[3]
+    def __init__(self, model: Manifest, run: Run, num_requests: int = 1, num_blocks: int = 12):
+        self.caches = make_caches(model.graph().caches, num_requests * num_blocks)
+        self.block_size = model.block_size
         pool = np.random.default_rng(0).permutation(num_requests * num_blocks).astype(np.int32)
         self.block_tables = pool.reshape(num_requests, num_blocks)
         self.context_lens = [0] * num_requests
         self._run = run
 
     @classmethod
-    def of(cls, model_dir: Path, ops=reference, **sizes) -> PagedModel:
-        graph, params = load(model_dir)
-        return cls(graph, lambda inputs: run_graph(graph, params, inputs, ops), **sizes)
+    def of(cls, model_dir: Path, ops=reference, rank: int = 0, **sizes) -> PagedModel:
+        graph, params = load(model_dir, rank)
+        return cls(Manifest.read(model_dir), lambda inputs: run_graph(graph, params, inputs, ops), **sizes)
+
+    @classmethod
+    def through_paddle(cls, model_dir: Path, rank: int = 0) -> PagedModel:
+        """The same files run by Paddle Inference, with the caches it shares with us."""
+        import paddle
+        from paddle import inference
+
+        register_paddle_ops()
+        manifest = Manifest.read(model_dir)
+        graph, directory = manifest.graph(), rank_dir(model_dir, rank)
+        config = inference.Config(str(directory / graph.program), str(directory / graph.parameters))
+        config.disable_gpu()
+        config.disable_glog_info()
+        predictor = inference.create_predictor(config)
+
+        def run(inputs) -> dict[str, np.ndarray]:
+            for name, array in inputs.items():
+                handle = predictor.get_input_handle(name)
+                if name in caches:
+                    handle.share_external_data(caches[name])
+                else:
+                    handle.reshape(array.shape)
+                    handle.copy_from_cpu(array)
+            predictor.run()
+            outputs = zip(graph.outputs, predictor.get_output_names(), strict=True)
+            return {name: predictor.get_output_handle(theirs).copy_to_cpu() for name, theirs in outputs}
+
+        model = cls(manifest, run)
+        caches = {name: paddle.to_tensor(array) for name, array in model.caches.items()}
+        return model
 
     def step(self, tokens: dict[int, list[int]], num_logits: int = 1) -> np.ndarray:
         """`tokens`: by request, what follows all it had before. Logits of the last `num_logits` of each."""
@@ -48,7 +82,8 @@ class PagedModel:
         }
         for request, count in zip(requests, counts, strict=True):
             self.context_lens[request] += count
-        return self._run({**{name: array.astype(np.int32) for name, array in inputs.items()}, **self.caches})
+        arrays = {name: array.astype(np.int32) for name, array in inputs.items()}
+        return self._run(arrays | self.caches)["logits"]
 
     def prefill(self, prompt: list[int], chunk: int, num_logits: int = 1) -> np.ndarray:
         """The first request's prompt, `chunk` tokens a step. Logits of its last tokens."""
@@ -63,11 +98,10 @@ class PagedModel:
         return token_ids
 
 
-def make_caches(graph: Graph, num_blocks: int) -> dict[str, np.ndarray]:
-    """One a layer, full of NaN: what was not written must not be read."""
+def make_caches(specs: Iterable[CacheSpec], num_blocks: int) -> dict[str, np.ndarray]:
+    """Full of NaN: what was not written must not be read."""
     caches = {}
-    for name, value in graph.inputs.items():
-        if name.startswith("kv_cache_"):
-            nan, dtype = (0x7FC0, np.uint16) if value.dtype == "bfloat16" else (np.nan, np.float32)
-            caches[name] = np.full((num_blocks, *value.shape[1:]), nan, dtype)
+    for spec in specs:
+        nan = 0x7FC0 if spec.dtype == "bfloat16" else np.nan
+        caches[spec.name] = np.full(spec.shape_of(num_blocks), nan, held_as(spec.dtype))
     return caches

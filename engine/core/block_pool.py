@@ -46,26 +46,19 @@ class BlockPool:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def find(self, token_ids: Sequence[int]) -> list[bytes]:
-        """Keys of the longest run of findable blocks that `token_ids` begins with. The last token is always left out:
-        it must be computed for its logits."""
-        keys: list[bytes] = []
-        if not self.caching:
-            return keys
-        parent = b""
-        for start in range(0, len(token_ids) - self.block_size, self.block_size):
-            parent = chain_key(parent, token_ids[start : start + self.block_size])
-            if parent not in self._block_of:
-                break
-            keys.append(parent)
-        return keys
+    def find(self, keys: Sequence[bytes]) -> int:
+        """How many of `keys`, from the first on, can be found."""
+        for count, key in enumerate(keys):
+            if key not in self._block_of:
+                return count
+        return len(keys)
 
     def num_held_of(self, keys: Sequence[bytes]) -> int:
-        """How many blocks of `keys` (from `find`) somebody holds: taking these once more costs no room."""
+        """How many blocks of `keys`, which can be found, somebody holds: taking these once more costs no room."""
         return sum(self._block_of[key] in self._holders for key in keys)
 
     def take(self, count: int, prefix: Sequence[bytes] = ()) -> list[int]:
-        """The blocks of `prefix` (keys from `find`, now held once more) and `count` new ones.
+        """The blocks of `prefix` (keys that `find` has found, now held once more) and `count` new ones.
 
         All or nothing: raises OutOfBlocks and changes nothing when fewer are available.
         """
@@ -86,6 +79,14 @@ class BlockPool:
             del self._block_of[self._key_of.pop(block)]
         self._holders[block] = 1
         return block
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """Held once more, by another request."""
+        for block in blocks:
+            self._holders[block] += 1
+
+    def is_shared(self, block: int) -> bool:
+        return self._holders[block] > 1
 
     def publish(self, block: int, key: bytes) -> None:
         """The held `block` is full and computed: from now on `find` finds it. The first block of a key stays."""

@@ -6,14 +6,15 @@ import time
 from dataclasses import asdict, dataclass
 
 from engine.core.block_pool import BlockPool
-from engine.core.scheduler import Limits, Scheduler, Update
-from engine.core.types import Executor, Request
+from engine.core.drafting import NgramDrafter
+from engine.core.scheduler import Counters, Limits, Scheduler, Update
+from engine.core.types import Executor, Request, Step
 from engine.settings.config import Config
 
 
 @dataclass
-class Stats:
-    """Counters since the start, and the state at the last step. The metrics of the server are made of these."""
+class Stats(Counters):
+    """Counters since the start, and the state now. The metrics of the server are made of these."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -21,10 +22,6 @@ class Stats:
     num_blocks_held: int = 0
     block_size: int = 0
     num_steps: int = 0
-    num_generated_tokens: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_preemptions: int = 0
     num_dropped: int = 0
     step_time_s: float = 0.0
 
@@ -32,12 +29,15 @@ class Stats:
 class Loop:
     """The one owner of scheduler and executor."""
 
-    def __init__(self, executor: Executor, config: Config):
+    def __init__(self, executor: Executor, num_blocks: int, config: Config):
         self.executor = executor
-        pool = BlockPool(executor.num_blocks, executor.block_size, config.enable_prefix_caching)
+        pool = BlockPool(num_blocks, executor.block_size, config.enable_prefix_caching)
         limits = Limits(config.batch_size, config.max_step_tokens, config.block_ratio, config.max_cached_task_num)
-        self.scheduler = Scheduler(pool, limits)
-        self._stats = Stats(num_blocks=pool.num_blocks, block_size=pool.block_size)
+        self.scheduler = Scheduler(pool, limits, _drafter(config))
+        self._step: Step | None = None  # the one that was launched
+        self._launched_at = 0.0
+        self._num_steps = self._num_dropped = 0
+        self._step_time_s = 0.0
 
     @property
     def is_idle(self) -> bool:
@@ -49,31 +49,53 @@ class Loop:
 
     def drop(self, request_id: str) -> None:
         """Harmless when the request has ended."""
-        if not self.scheduler.drop(request_id):
-            return
-        self._stats.num_dropped += 1
-        if self.is_idle:
-            self.scheduler.check()
+        if self.scheduler.drop(request_id):
+            self._num_dropped += 1
+            self._check_when_idle()
 
-    def step(self) -> list[Update]:
-        """Computes one batch; empty when there is nothing to do."""
+    def turn(self) -> list[Update]:
+        """Waits for the step that runs, launches the next one, and returns what the first has brought: it can be sent
+        while the second runs. Empty when nothing ran."""
+        updates = self._collect() if self._step else []
         batch = self.scheduler.next_batch()
         if batch is None:
             assert self.is_idle, "requests wait and none can be computed"
-            return []
-        started = time.monotonic()
-        updates = self.scheduler.apply(batch, self.executor.step(batch))
-        self._stats.step_time_s += time.monotonic() - started
-        self._stats.num_steps += 1
-        self._stats.num_generated_tokens += len(updates)
-        if self.is_idle:
-            self.scheduler.check()
+        else:
+            self._launched_at = time.monotonic()
+            self._step = self.executor.launch(batch)
         return updates
 
     def stats(self) -> dict[str, float]:
-        scheduler, stats = self.scheduler, self._stats
-        stats.num_running, stats.num_waiting = len(scheduler.running), len(scheduler.waiting)
-        stats.num_blocks_held = scheduler.pool.num_held
-        stats.num_prompt_tokens, stats.num_cached_tokens = scheduler.num_prompt_tokens, scheduler.num_cached_tokens
-        stats.num_preemptions = scheduler.num_preemptions
+        scheduler = self.scheduler
+        stats = Stats(
+            **asdict(scheduler.counters),
+            num_running=scheduler.num_running,
+            num_waiting=len(scheduler.waiting),
+            num_blocks=scheduler.pool.num_blocks,
+            num_blocks_held=scheduler.pool.num_held,
+            block_size=scheduler.pool.block_size,
+            num_steps=self._num_steps,
+            num_dropped=self._num_dropped,
+            step_time_s=self._step_time_s,
+        )
         return asdict(stats)
+
+    def _collect(self) -> list[Update]:
+        assert self._step
+        output = self._step.result()
+        self._step = None
+        self._step_time_s += time.monotonic() - self._launched_at
+        self._num_steps += 1
+        updates = self.scheduler.apply(output)
+        self._check_when_idle()
+        return updates
+
+    def _check_when_idle(self) -> None:
+        if self.is_idle:
+            self.scheduler.check()
+
+
+def _drafter(config: Config) -> NgramDrafter | None:
+    if config.speculate_method == "none":
+        return None
+    return NgramDrafter(config.speculate_max_ngram_size, config.speculate_max_draft_token_num)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
 
-from engine.core.block_pool import BlockPool, OutOfBlocks, chain_key
-from engine.core.types import NO_TOKEN, Batch, Chunk, Logprobs, Request, StepOutput
+from engine.core.block_pool import BlockPool, OutOfBlocks
+from engine.core.drafting import Drafter
+from engine.core.holdings import Holdings
+from engine.core.types import NO_TOKEN, Arrival, Batch, Copy, Logprobs, Request, Row, State, StepOutput
 from engine.errors import InvalidRequest, queue_full
 
 FAILED = "failed"
+LOOK_AHEAD = 4  # waiting requests that are looked at for one that fits
+MAX_PASSED = 8  # requests that may go before one that came earlier and does not fit yet
 
 
 @dataclass(frozen=True)
@@ -20,14 +27,33 @@ class Limits:
     max_waiting: int = 128  # beyond what can start at once
 
 
-@dataclass(frozen=True)
-class Update:
-    """What a step brought one request: a token, and why it was the last if it was; or none, and it FAILED."""
+@dataclass
+class Counters:
+    """Since the start."""
+
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0  # of requests when they are first admitted
+    num_cached_tokens: int = 0  # of these, found in the prefix cache
+    num_generated_tokens: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0  # of the drafted ones
+
+
+class Update(NamedTuple):
+    """What a step brought one request: tokens, and why the last was the last if it was; or none, and it FAILED."""
 
     request: Request
-    token_id: int
-    logprobs: Logprobs | None
+    token_ids: Sequence[int]
+    logprobs: Sequence[Logprobs] | None
     finish_reason: str | None
+
+
+class Launched(NamedTuple):
+    """Whose row it is, and the forks that choose a token with it."""
+
+    request: Request
+    row: Row
+    forks: tuple[Request, ...] = ()
 
 
 class Scheduler:
@@ -35,159 +61,269 @@ class Scheduler:
 
     Running decodes go first, so that a long prompt only slows them down; what is left of the budget goes to prompts
     that have begun, then to waiting requests. A request is admitted with all blocks of its prompt, while prompts leave
-    `1 - block_ratio` of the pool for running requests to grow (one request alone may always take everything). When a
-    running request needs a block and none is available, the youngest gives up all of its own, waits at the head of the
-    queue and is computed again from its tokens; with `block_ratio >= 1` a request is admitted with every block it may
-    come to need, and this never happens.
+    `1 - block_ratio` of the pool for running requests to grow. One that does not fit yet lets a few that came later go
+    first. When a running request needs a block and none is available, the youngest gives up all of its own, waits at
+    the head of the queue and is computed again from its tokens; with `block_ratio >= 1` this never happens.
+
+    A request with forks computes the prompt for all of them: with its first token they join, holding the same blocks.
+
+    `next_batch` and `apply` take turns; `add` and `drop` may come in between, while the step runs.
     """
 
-    def __init__(self, pool: BlockPool, limits: Limits):
+    def __init__(self, pool: BlockPool, limits: Limits, drafter: Drafter | None = None):
         assert limits.max_batched_tokens >= limits.max_batch
         self.pool = pool
         self.limits = limits
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # oldest first
-        self.num_preemptions = 0
-        self.num_prompt_tokens = 0  # of requests when they are first admitted
-        self.num_cached_tokens = 0  # of these, found in the prefix cache
-        self._keys: dict[Request, list[bytes]] = {}  # of a running request's leading full blocks
+        self.waiting: OrderedDict[str, Request] = OrderedDict()  # a request with forks stands for them all
+        self.running: dict[str, Request] = {}  # oldest first
+        self.counters = Counters()
+        self._drafter = drafter
+        self._holdings = Holdings(pool, limits.block_ratio)
+        self._leader_of: dict[str, Request] = {}  # forks whose prompt is not computed yet
+        self._free_slots = list(range(limits.max_batch - 1, -1, -1))
+        self._launched: list[Launched] | None = None
+        self._arrivals: list[Arrival] = []  # for the next batch, as are the copies
+        self._copies: list[Copy] = []
 
     @property
     def is_idle(self) -> bool:
-        return not self.waiting and not self.running
+        """Nothing to compute and nothing being computed."""
+        return not self.waiting and not self.running and self._launched is None
+
+    @property
+    def num_running(self) -> int:
+        return self.limits.max_batch - len(self._free_slots)
 
     def add(self, request: Request, replay: bool = False) -> None:
         """Raises InvalidRequest for what could never run and Overloaded when too many wait; a replay was admitted once
         and is never refused for the latter."""
         assert request.token_ids and not request.block_ids
-        need = self.pool.blocks_for(request.max_len)
+        num_answers = 1 + len(request.forks)
+        if num_answers > self.limits.max_batch:
+            raise InvalidRequest(f"n is {num_answers}, at most BATCH_SIZE({self.limits.max_batch}) answers run at once")
+        need = self._holdings.most_blocks(request)
         if need > self.pool.num_blocks:
+            answers = f"{num_answers} answers" if request.forks else "answer"
             raise InvalidRequest(
-                f"prompt ({request.prompt_len} tokens) and answer (up to {request.sampling.max_new_tokens}) need "
+                f"prompt ({request.prompt_len} tokens) and {answers} (up to {request.sampling.max_new_tokens}) need "
                 f"{need} KV blocks of {self.pool.block_size} tokens, the server has {self.pool.num_blocks}"
             )
-        num_queued = len(self.waiting) - (self.limits.max_batch - len(self.running))
+        num_queued = len(self.waiting) - len(self._free_slots)
         if num_queued >= self.limits.max_waiting and not replay:
             raise queue_full(num_queued, self.limits.max_waiting)
-        self.waiting.append(request)
+        self.waiting[request.request_id] = request
+        for fork in request.forks:
+            self._leader_of[fork.request_id] = request
 
     def drop(self, request_id: str) -> Request | None:
-        """Forgets a request and gives its blocks back. None if it is not here (any more)."""
-        for queue in (self.waiting, self.running):
-            for request in queue:
-                if request.request_id == request_id:
-                    queue.remove(request)
-                    self._release(request)
-                    return request
-        return None
+        """Forgets a request; its blocks come back when no step writes them any more. None if it is not here (any
+        more)."""
+        if leader := self._leader_of.pop(request_id, None):
+            [request] = [fork for fork in leader.forks if fork.request_id == request_id]
+            leader.forks.remove(request)
+            self._give_up_slot(request)
+            if leader.state is State.ENDED and not leader.forks:
+                self._leave(leader)
+        else:
+            request = self.running.get(request_id) or self.waiting.get(request_id)
+            if request is None or request.state is State.ENDED:
+                return None
+            if not request.forks:  # else it stays until their prompt is computed
+                self._leave(request)
+        request.state = State.ENDED
+        return request
 
     def next_batch(self) -> Batch | None:
         """None when there is nothing to compute."""
-        decodes = self._grow_decodes()
-        budget = self.limits.max_batched_tokens - len(decodes)
-        prefills: list[Chunk] = []
-        for request in self.running:
-            if request not in decodes and budget > 0:
-                prefills.append(self._prefill_chunk(request, budget))
-                budget -= prefills[-1].num_tokens
-        while budget > 0 and (request := self._admit()):
-            prefills.append(self._prefill_chunk(request, budget))
-            budget -= prefills[-1].num_tokens
-        chunks = [Chunk(request, request.num_computed, 1) for request in decodes] + prefills
-        return Batch(chunks) if chunks else None
+        assert self._launched is None, "the step before has not been applied"
+        launched: list[Launched] = []
+        in_prompt = self._schedule_decodes(launched)
+        budget = self.limits.max_batched_tokens - sum(len(each.row.token_ids) for each in launched)
+        for request in in_prompt:
+            if budget > 0 and request.slot >= 0:  # else it has been preempted
+                launched.append(self._prefill(request, budget))
+                budget -= len(launched[-1].row.token_ids)
+        while budget > 0 and (admitted := self._admit()):
+            launched.append(self._prefill(admitted, budget))
+            budget -= len(launched[-1].row.token_ids)
+        if not launched:
+            return None
+        self._launched = launched
+        batch = Batch([each.row for each in launched], self._arrivals, self._copies)
+        self._arrivals, self._copies = [], []
+        return batch
 
-    def apply(self, batch: Batch, output: StepOutput) -> list[Update]:
-        """Enters what the step computed. Finished requests have given their blocks back on return."""
-        updates = []
-        sampled = iter(zip(output.token_ids, output.logprobs, strict=True))
-        for chunk in batch.chunks:
-            request, samples = chunk.request, chunk.samples
-            request.num_computed = chunk.end
-            self._publish(request)
-            if samples:
-                token_id, logprobs = next(sampled)
-                if token_id != NO_TOKEN:
-                    request.append(token_id)
-                finish_reason = FAILED if token_id == NO_TOKEN else request.finish_reason
-                updates.append(Update(request, token_id, logprobs, finish_reason))
-        for update in updates:
-            if update.finish_reason:
-                self.running.remove(update.request)
-                self._release(update.request)
+    def apply(self, output: StepOutput) -> list[Update]:
+        """Enters what the step brought. Finished requests have given their blocks back on return."""
+        assert self._launched is not None
+        launched, self._launched = self._launched, None
+        self._holdings.settle()
+        updates: list[Update] = []
+        sampled = zip(output.token_ids, output.logprobs, strict=True)
+        for request, row, forks in launched:
+            token_ids, logprobs = next(sampled) if row.num_sampled else ((), None)
+            of_forks = [next(sampled) for _ in forks] if forks else ()
+            if request.slot < 0:  # dropped meanwhile
+                continue
+            request.num_computed = row.start + len(row.token_ids) - row.num_sampled + len(token_ids)
+            update = self._append(request, token_ids, logprobs) if row.num_sampled else None
+            if request.num_computed >= (request.num_published + 1) * self.pool.block_size:
+                self._holdings.publish(request)
+            if forks:
+                self._join_forks(request)
+            if row.num_sampled > 1:
+                self.counters.num_drafted_tokens += row.num_sampled - 1
+                self.counters.num_accepted_tokens += len(token_ids) - 1
+            self._finish(request, update, updates)
+            for fork, tokens in zip(forks, of_forks, strict=True):
+                if fork.state is State.RUNNING:
+                    self._finish(fork, self._append(fork, *tokens), updates)
+        self.counters.num_generated_tokens += sum(len(update.token_ids) for update in updates)
         return updates
 
     def check(self) -> None:
-        """The pool's books and ours agree."""
-        self.pool.check()
-        assert self.pool.num_held == len({block for request in self.running for block in request.block_ids})
-        assert not any(request.block_ids for request in self.waiting)
+        """All books agree. Between two steps."""
+        self._holdings.check(self.running.values())
+        assert not any(request.block_ids for request in self.waiting.values())
+        holders = [each for request in self.running.values() for each in (request, *request.forks)]
+        slots = [each.slot for each in holders] + self._free_slots
+        assert sorted(slots) == list(range(self.limits.max_batch))
 
-    def _grow_decodes(self) -> dict[Request, None]:
-        """The running requests that only miss their last token, each with a block for it; preempts if it must."""
-        decodes: dict[Request, None] = {}
-        for request in list(self.running):
-            if request not in self._keys or len(request.token_ids) - request.num_computed > 1:
-                continue  # preempted in this very loop, or still in its prompt
-            if self._has_room(request):
-                decodes[request] = None
-        return decodes  # none of them was preempted since: only younger ones are
+    # Rows of a batch
+
+    def _schedule_decodes(self, launched: list[Launched]) -> list[Request]:
+        """A row for each running request that only misses its last token. Returns those that are still in their
+        prompt. Preempts if it must: only requests younger than all that have a row."""
+        in_prompt = []
+        spare = self.limits.max_batched_tokens - len(self.running)  # for drafts
+        for request in list(self.running.values()):
+            if len(request.token_ids) - request.num_computed > 1 or request.forks:
+                in_prompt.append(request)
+                continue
+            if request.slot < 0 or (self._holdings.needs_room(request) and not self._has_room(request)):
+                continue  # preempted, now or in this very loop
+            token_ids = request.token_ids[-1:]
+            if self._drafter and spare > 0:
+                token_ids += self._drafts(request, spare)
+                spare -= len(token_ids) - 1
+            row = Row(request.slot, request.num_computed, token_ids, self._new_blocks(request), len(token_ids))
+            launched.append(Launched(request, row))
+        return in_prompt
+
+    def _prefill(self, request: Request, budget: int) -> Launched:
+        """A chunk of its prompt; the last one gives the first token, its own and those of its forks."""
+        start = request.num_computed
+        token_ids = request.token_ids[start : start + budget]
+        is_last = start + len(token_ids) == len(request.token_ids)
+        forks = tuple(request.forks) if is_last else ()
+        slots = [fork.slot for fork in forks]
+        row = Row(request.slot, start, token_ids, self._new_blocks(request), int(is_last), slots)
+        return Launched(request, row, forks)
+
+    def _new_blocks(self, request: Request) -> Sequence[int]:
+        """Those that the executor has not been told of."""
+        placed, request.num_placed = request.num_placed, len(request.block_ids)
+        return request.block_ids[placed:] if placed < request.num_placed else ()
+
+    def _drafts(self, request: Request, spare: int) -> Sequence[int]:
+        assert self._drafter
+        limit = min(spare, request.sampling.max_new_tokens - request.num_new_tokens - 1)
+        drafts = self._drafter.propose(request, limit) if limit > 0 else ()
+        return drafts[: self._holdings.stretch(request, len(drafts), len(self.running))] if drafts else ()
+
+    # Who runs
+
+    def _admit(self) -> Request | None:
+        """Moves a waiting request to the running ones, with its blocks: the first, or one soon after it that fits."""
+        passed = []
+        for request in islice(self.waiting.values(), LOOK_AHEAD):
+            if len(request.forks) < len(self._free_slots) and self._holdings.take_prompt(
+                request, self.running.values()
+            ):
+                for each in passed:
+                    each.num_passed += 1
+                self._begin(request)
+                return request
+            if request.num_passed >= MAX_PASSED:
+                return None
+            passed.append(request)
+        return None
+
+    def _begin(self, request: Request) -> None:
+        del self.waiting[request.request_id]
+        self.running[request.request_id] = request
+        if request.state is State.WAITING:  # or dropped, and only its forks want it
+            request.state = State.RUNNING
+        token_ids = list(request.token_ids)  # what was launched stays as it is
+        for each in (request, *request.forks):
+            each.slot = self._free_slots.pop()
+            self._arrivals.append(Arrival(each.slot, token_ids, each.prompt_len, each.sampling))
+        if request.num_preemptions == 0:  # one that comes back finds its own blocks: no merit of the cache
+            self.counters.num_prompt_tokens += len(request.token_ids)
+            self.counters.num_cached_tokens += request.num_cached
 
     def _has_room(self, request: Request) -> bool:
         """A block for the next position of `request`; False when it had to be preempted itself."""
-        while self.pool.blocks_for(request.num_computed + 1) > len(request.block_ids):
+        while True:
             try:
-                request.block_ids += self.pool.take(1)
+                if copy := self._holdings.make_room(request):
+                    self._copies.append(copy)
+                return True
             except OutOfBlocks:
-                youngest = self.running[-1]
+                youngest = next(reversed(self.running.values()))
                 self._preempt(youngest)
                 if youngest is request:
                     return False
-        return True
 
     def _preempt(self, request: Request) -> None:
-        self.running.remove(request)
-        self._release(request)
+        self._leave(request)
+        if request.state is State.RUNNING:
+            request.state = State.WAITING
         request.num_preemptions += 1
-        self.num_preemptions += 1
-        self.waiting.appendleft(request)
+        request.num_passed = MAX_PASSED
+        self.counters.num_preemptions += 1
+        self.waiting[request.request_id] = request
+        self.waiting.move_to_end(request.request_id, last=False)
 
-    def _prefill_chunk(self, request: Request, budget: int) -> Chunk:
-        return Chunk(request, request.num_computed, min(budget, len(request.token_ids) - request.num_computed))
+    def _join_forks(self, leader: Request) -> None:
+        self._holdings.share(leader)
+        for fork in leader.forks:
+            del self._leader_of[fork.request_id]
+            fork.state = State.RUNNING
+            self.running[fork.request_id] = fork
+        leader.forks = []
 
-    def _admit(self) -> Request | None:
-        """Moves the head of the queue to the running requests, with its blocks; None if it has to wait."""
-        if not self.waiting or len(self.running) >= self.limits.max_batch:
-            return None
-        request = self.waiting[0]
-        reserve = self.limits.block_ratio >= 1
-        need = self.pool.blocks_for(request.max_len if reserve else len(request.token_ids))
-        prefix = self.pool.find(request.token_ids)
-        allowance = min(1.0, self.limits.block_ratio) * self.pool.num_blocks
-        if self.running and self.pool.num_held + need - self.pool.num_held_of(prefix) > allowance:
-            return None
-        try:
-            request.block_ids = self.pool.take(need - len(prefix), prefix)
-        except OutOfBlocks:
-            return None
-        self.waiting.popleft()
-        self.running.append(request)
-        self._keys[request] = list(prefix)
-        request.num_cached = request.num_computed = len(prefix) * self.pool.block_size
-        if request.num_preemptions == 0:  # one that comes back finds its own blocks: no merit of the cache
-            self.num_prompt_tokens += len(request.token_ids)
-            self.num_cached_tokens += request.num_cached
-        return request
+    def _append(self, request: Request, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None) -> Update:
+        if token_ids[0] == NO_TOKEN:
+            return Update(request, (), None, FAILED)
+        if len(token_ids) == 1:
+            request.token_ids.append(token_ids[0])
+            return Update(request, token_ids, logprobs, request.finish_reason())
+        for count, token_id in enumerate(token_ids, 1):
+            request.token_ids.append(token_id)
+            if finish_reason := request.finish_reason():  # what follows was drafted well, but is beyond the end
+                return Update(request, token_ids[:count], logprobs and logprobs[:count], finish_reason)
+        return Update(request, token_ids, logprobs, None)
 
-    def _publish(self, request: Request) -> None:
-        """Makes the blocks that have become full findable."""
-        keys, size = self._keys[request], self.pool.block_size
-        for index in range(len(keys), request.num_computed // size):
-            parent = keys[-1] if keys else b""
-            keys.append(chain_key(parent, request.token_ids[index * size : (index + 1) * size]))
-            self.pool.publish(request.block_ids[index], keys[-1])
+    def _finish(self, request: Request, update: Update | None, updates: list[Update]) -> None:
+        """What is told, and the end of a request that has come to it, or that was dropped and no fork needs."""
+        if request.state is State.RUNNING:
+            if update is not None:
+                updates.append(update)
+                if update.finish_reason:
+                    self._leave(request)
+                    request.state = State.ENDED
+        elif not request.forks:
+            self._leave(request)
 
-    def _release(self, request: Request) -> None:
-        self.pool.give_back(request.block_ids)
-        request.block_ids = []
-        request.num_computed = 0
-        self._keys.pop(request, None)
+    def _leave(self, request: Request) -> None:
+        if self.waiting.pop(request.request_id, None) is None:
+            del self.running[request.request_id]
+            self._holdings.release(request, is_in_flight=self._launched is not None)
+            for each in (request, *request.forks):
+                self._give_up_slot(each)
+
+    def _give_up_slot(self, request: Request) -> None:
+        if request.slot >= 0:
+            self._free_slots.append(request.slot)
+            request.slot = -1

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from enum import Enum
+from typing import NamedTuple, Protocol
 
 NO_TOKEN = -1  # the model's logits are no numbers, or bans and masks left nothing
 
@@ -29,6 +30,12 @@ class Sampling:
     num_logprobs: int = -1  # -1: none, 0: the chosen token's, k: and the k likeliest
 
 
+class State(Enum):
+    WAITING = "waiting"  # holds nothing; its tokens are known, nothing of them is computed
+    RUNNING = "running"  # has a slot and blocks
+    ENDED = "ended"  # finished or dropped; a step that was launched before may still compute it, for nobody
+
+
 @dataclass(eq=False)
 class Request:
     """One prompt on its way to an answer. Compared by identity: two equal prompts are two requests."""
@@ -37,16 +44,20 @@ class Request:
     token_ids: list[int]  # prompt, then everything generated so far
     prompt_len: int
     sampling: Sampling
+    forks: list[Request] = field(default_factory=list)  # more answers to this prompt, until it is computed
+    salt: bytes = b""  # requests with another one never share cached blocks
+    # The scheduler's
+    state: State = State.WAITING
+    slot: int = -1  # its place in the batch while it runs
     block_ids: list[int] = field(default_factory=list)  # position // block_size -> block
+    keys: list[bytes] = field(default_factory=list)  # names of its leading full blocks, as many as were needed so far
     num_computed: int = 0  # leading tokens whose keys and values are in the blocks
-    num_cached: int = 0  # of these, how many the prefix cache held at the last admission
+    num_published: int = 0  # leading full blocks that the prefix cache has been told of
+    num_placed: int = 0  # leading blocks that the executor has been told of
+    has_shared_tail: bool = False  # its last block may have other holders: to be copied before it is written
+    num_cached: int = 0  # tokens that the prefix cache held at the last admission
+    num_passed: int = 0  # requests that went before it although they came later
     num_preemptions: int = 0
-    seen: Counter[int] = field(default_factory=Counter)  # occurrences in the answer of each token the penalties read
-
-    def __post_init__(self) -> None:
-        if self.sampling.repetition_penalty != 1:  # this one reads the prompt, too
-            self.seen.update(dict.fromkeys(self.token_ids[: self.prompt_len], 0))
-        self.seen.update(self.token_ids[self.prompt_len :])
 
     @property
     def num_new_tokens(self) -> int:
@@ -57,47 +68,55 @@ class Request:
         """Positions this request may come to hold. The last token is never fed back, so it needs none."""
         return self.prompt_len + self.sampling.max_new_tokens - 1
 
-    def append(self, token_id: int) -> None:
-        self.token_ids.append(token_id)
-        self.seen[token_id] += 1
-
-    @property
     def finish_reason(self) -> str | None:
         """'stop' after a stop id, 'length' at the limit, None while it runs."""
-        if self.num_new_tokens == 0:
-            return None
-        if self.num_new_tokens > self.sampling.min_new_tokens and self.token_ids[-1] in self.sampling.stop_token_ids:
+        sampling, num_new_tokens = self.sampling, len(self.token_ids) - self.prompt_len
+        if self.token_ids[-1] in sampling.stop_token_ids and num_new_tokens > sampling.min_new_tokens:
             return "stop"
-        return "length" if self.num_new_tokens >= self.sampling.max_new_tokens else None
+        return "length" if num_new_tokens >= sampling.max_new_tokens else None
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """The tokens of one request that a step computes: positions [start, start + num_tokens)."""
+class Arrival(NamedTuple):
+    """A request takes a slot; whoever had it before is gone."""
 
-    request: Request
+    slot: int
+    token_ids: Sequence[int]  # prompt, and what of the answer is known
+    prompt_len: int
+    sampling: Sampling
+
+
+class Row(NamedTuple):
+    """The tokens of one slot that a step computes, from position `start` on."""
+
+    slot: int
     start: int
-    num_tokens: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.num_tokens
-
-    @property
-    def samples(self) -> bool:
-        """True when the chunk reaches the last known token, so that its logits give the next one."""
-        return self.end == len(self.request.token_ids)
+    token_ids: Sequence[int]
+    new_block_ids: Sequence[int] = ()  # that the slot's block table gains
+    num_sampled: int = 1  # of the last ones, each gives a token: 0 inside a prompt, 1 + k when the last k are drafts
+    forks: Sequence[int] = ()  # slots that also choose a token after the last one
 
 
-@dataclass(frozen=True)
-class Batch:
-    """What one step computes: decodes (one token) and prefill chunks side by side, in this order."""
+class Copy(NamedTuple):
+    """Before the step: `target` becomes a copy of the block `source`, and takes its place in a slot's table."""
 
-    chunks: list[Chunk]
+    slot: int
+    index: int  # in the block table
+    source: int
+    target: int
+
+
+class Batch(NamedTuple):
+    """What one step computes. A value: it refers to slots, whose state every rank of the executor keeps for itself, so
+    it can be sent anywhere; what was launched is not changed by what the scheduler does next."""
+
+    rows: Sequence[Row]
+    arrivals: Sequence[Arrival] = ()
+    copies: Sequence[Copy] = ()
+    has_mask: bool = False  # `Step.mask` will be called before a token can be chosen
 
     @property
     def num_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunks)
+        return sum(len(row.token_ids) for row in self.rows)
 
 
 @dataclass(frozen=True)
@@ -108,35 +127,48 @@ class Logprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
-class StepOutput:
-    """Of every sampling chunk of the batch, in batch order."""
+class StepOutput(NamedTuple):
+    """Of every row that samples, then of each of its forks, in batch order: the tokens it has gained."""
 
-    token_ids: list[int]  # NO_TOKEN where none could be chosen
-    logprobs: list[Logprobs | None]
+    token_ids: Sequence[Sequence[int]]  # one, with drafts up to 1 + k; [NO_TOKEN] where none could be chosen
+    logprobs: Sequence[Sequence[Logprobs] | None]  # of each token; None: not asked for
+
+
+class Step(Protocol):
+    """A step that was launched."""
+
+    def mask(self, bits: object) -> None:
+        """u32 [S, ceil(V / 32)], a row for every token that is chosen; bit i of word w: token 32 w + i is allowed. So
+        grammars can be advanced while the step runs."""
+        ...
+
+    def result(self) -> StepOutput:
+        """Waits for the step. Whatever is raised leaves the cache undefined and ends the engine."""
+        ...
 
 
 class Executor(Protocol):
-    """Runs the static graph of one rank and keeps its KV cache. The only thing the engine asks of a device.
+    """Runs the static graph on all its ranks and keeps the KV cache and what the sampling of each slot remembers. The
+    only thing the engine asks of a device.
 
     Called by one thread. Raises SetupError at construction, when graph, settings and device do not go together.
     """
 
-    num_blocks: int  # of the KV cache: the ids in block tables are below
     block_size: int  # tokens of a block, decided at export
+    block_bytes: int  # of a block of the KV cache in all layers
 
-    def warm_up(self) -> None:
-        """Runs the longest step once, so that no request pays for what only the first step does. Writes into blocks:
-        to be called before the first request."""
+    def free_bytes(self) -> int:
+        """Memory for the KV cache, beside what the steps so far have needed; of the rank that has least."""
         ...
 
-    def step(self, batch: Batch) -> StepOutput:
-        """Writes keys and values of every chunk's tokens into its request's blocks, which cover `chunk.end` tokens,
-        and chooses one token for each chunk that samples, none for the others. Changes no request.
+    def allocate(self, num_blocks: int) -> None:
+        """Makes the KV cache, in place of the one before. Its content is undefined."""
+        ...
 
-        `batch` has a chunk at least. A request that no token can be chosen for gets NO_TOKEN; whatever is raised
-        leaves the cache undefined and ends the engine.
-        """
+    def launch(self, batch: Batch) -> Step:
+        """Begins a step that writes keys and values of every row's tokens into the blocks of its slot, and chooses
+        tokens. May return before anything is computed; steps run in the order of their launch. `batch` has a row at
+        least."""
         ...
 
     def close(self) -> None:

@@ -1,10 +1,12 @@
-"""The engine's memory: how many KV blocks fit, and what malloc does with it. Does not know what a block is made of."""
+"""The engine's memory: how many KV blocks fit beside the longest step, and what malloc does with it. Does not know what
+a block is made of."""
 
 from __future__ import annotations
 
 import ctypes
 from pathlib import Path
 
+from engine.core.types import Arrival, Batch, Executor, Row, Sampling
 from engine.errors import ConfigError
 from engine.settings.config import Config
 
@@ -24,6 +26,28 @@ def keep_freed_memory() -> None:
     c_library = ctypes.CDLL(None)
     c_library.mallopt(M_MMAP_MAX, 0)
     c_library.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def allocate_cache(executor: Executor, config: Config, model_len: int) -> int:
+    """Makes the KV cache as large as settings and memory allow, after the longest step has been tried on a small one.
+    Returns its number of blocks. Raises ConfigError when there is no room."""
+    num_tokens = min(config.max_step_tokens, model_len)
+    run_longest_step(executor, config, model_len, -(-num_tokens // executor.block_size))
+    count = num_blocks(config, model_len, executor.block_size, executor.block_bytes, executor.free_bytes())
+    if config.use_warmup:
+        run_longest_step(executor, config, model_len, count)
+    else:
+        executor.allocate(count)
+    return count
+
+
+def run_longest_step(executor: Executor, config: Config, model_len: int, num_blocks: int) -> None:
+    """On a cache of `num_blocks`, whose content is lost."""
+    executor.allocate(num_blocks)
+    num_tokens = min(config.max_step_tokens, model_len, num_blocks * executor.block_size)
+    arrival = Arrival(0, [0] * num_tokens, num_tokens, Sampling(max_new_tokens=1))
+    row = Row(0, 0, [0] * num_tokens, list(range(-(-num_tokens // executor.block_size))))
+    executor.launch(Batch([row], [arrival])).result()
 
 
 def num_blocks(config: Config, model_len: int, block_size: int, block_bytes: int, free_bytes: int) -> int:

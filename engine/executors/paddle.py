@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import paddle
 import paddle.inference
 
-from engine.core.types import Batch, Chunk, Request, Sampling, StepOutput
-from engine.dtypes import held_as
+from engine.core.types import Batch, Copy, StepOutput
 from engine.executors.cpus import num_cpus
-from engine.executors.memory import free_memory_bytes, keep_freed_memory, num_blocks
-from engine.executors.step_inputs import graph_inputs, sampling_rows, step_output
-from engine.exporting.exported import PARAMETERS, PROGRAM, ExportedModel, rank_dir
-from engine.graph import read_graph
+from engine.executors.memory import free_memory_bytes, keep_freed_memory
+from engine.executors.slots import Slots
+from engine.executors.step import Mask, StepInThread
+from engine.exporting.manifest import Graph, Manifest, rank_dir
+from engine.models.kv_cache import BLOCK, CacheSpec
 from engine.ops import cpu
+from engine.ops.cpu import group
+from engine.ops.cpu.group import Membership
 from engine.ops.cpu.paddle_ops import register_paddle_ops
 from engine.settings.config import Config
 
@@ -24,91 +28,82 @@ log = logging.getLogger(__name__)
 
 
 class PaddleExecutor:
-    """Rank 0 of `graph_dir` on the CPU. The KV cache is allocated at construction, after a profiling step."""
+    """One rank of `graph_dir` on the CPU. Steps run in a thread of their own, so that tokens are sent and requests are
+    read meanwhile. The first rank alone chooses tokens."""
 
-    def __init__(self, graph_dir: Path, config: Config):
+    def __init__(self, graph_dir: Path, config: Config, membership: Membership | None = None):
         cpu.load()  # before anything else: CPU_ISA may be wrong
-        model = ExportedModel.read(graph_dir)
-        cpu.set_num_threads(config.cpu_threads or num_cpus())
+        model = Manifest.read(graph_dir)
+        graph = model.graph()
+        membership = membership or Membership.alone()
+        self._is_first = membership.rank == 0
+        self._num_sharing = membership.ranks_per_host
+        cpu.set_num_threads(config.cpu_threads or max(1, num_cpus() // self._num_sharing))
         register_paddle_ops()
-        self._config = config
-        self._model_len = model.max_seq_len
-        self._predictor = _load(rank_dir(graph_dir))
-        self._caches = _CacheInputs.of(rank_dir(graph_dir) / PROGRAM, self._predictor)
-        self.block_size = self._caches.block_size
-        self._logits = self._predictor.get_output_handle(self._predictor.get_output_names()[0])
-        self._inputs = {name: self._predictor.get_input_handle(name) for name in self._predictor.get_input_names()}
+        if membership.num_ranks > 1:
+            group.join(membership)
+        self._predictor = _load(rank_dir(graph_dir, membership.rank), graph)
+        self._caches = _CacheInputs(graph.caches, self._predictor)
+        self.block_size, self.block_bytes = model.block_size, self._caches.block_bytes
+        self._slots = Slots(config.batch_size, -(-model.max_seq_len // self.block_size), self.block_size)
+        outputs = dict(zip(graph.outputs, self._predictor.get_output_names(), strict=True))
+        self._logits = self._predictor.get_output_handle(outputs["logits"])
+        self._inputs = {name: self._predictor.get_input_handle(name) for name in graph.inputs}
+        self._thread = ThreadPoolExecutor(1, "step")
         keep_freed_memory()
-        self.num_blocks = self._profile()
-        self._caches.allocate(self.num_blocks)
         log.info("graph loaded, %d threads, %s", cpu.num_threads(), cpu.cpu_isa())
 
-    def warm_up(self) -> None:
-        """The longest step once."""
-        self._run_longest_step(self.num_blocks)
+    def free_bytes(self) -> int:
+        return free_memory_bytes() // self._num_sharing
 
-    def step(self, batch: Batch) -> StepOutput:
-        for name, array in graph_inputs(batch).items():
+    def allocate(self, num_blocks: int) -> None:
+        self._caches.allocate(num_blocks)
+
+    def launch(self, batch: Batch) -> StepInThread:
+        return StepInThread(self._thread, batch, self._compute)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        del self._predictor, self._inputs, self._logits, self._caches
+
+    def _compute(self, batch: Batch, wait_for_mask: Callable[[], Mask]) -> StepOutput:
+        self._slots.place(batch)
+        for copy in batch.copies:
+            self._caches.copy(copy)
+        for name, array in self._slots.graph_inputs(batch).items():
             self._inputs[name].reshape(array.shape)
             self._inputs[name].copy_from_cpu(array)
         self._predictor.run()
-        requests = [chunk.request for chunk in batch.chunks if chunk.samples]
-        if not requests:
+        if not self._is_first or not any(row.num_sampled for row in batch.rows):
             return StepOutput([], [])
-        logits = self._logits.copy_to_cpu()
-        return step_output(cpu.sample(logits, sampling_rows(requests)), requests)
-
-    def close(self) -> None:
-        del self._predictor, self._inputs, self._logits, self._caches
-
-    def _profile(self) -> int:
-        """Runs the longest step on a small cache, then counts the blocks that the memory left over holds."""
-        num_tokens = min(self._config.max_step_tokens, self._model_len)
-        self._caches.allocate(-(-num_tokens // self.block_size))
-        self._run_longest_step(self._caches.num_blocks)
-        free = free_memory_bytes()
-        return num_blocks(self._config, self._model_len, self.block_size, self._caches.block_bytes, free)
-
-    def _run_longest_step(self, blocks: int) -> None:
-        num_tokens = min(self._config.max_step_tokens, self._model_len, blocks * self.block_size)
-        request = Request("warm-up", [0] * num_tokens, num_tokens, Sampling(max_new_tokens=1))
-        request.block_ids = list(range(-(-num_tokens // self.block_size)))
-        self.step(Batch([Chunk(request, 0, num_tokens)]))
+        return self._slots.sample(batch, self._logits.copy_to_cpu(), wait_for_mask(), cpu.sample)
 
 
 class _CacheInputs:
-    """The KV caches of all layers: [num_blocks, 2, kv heads, block_size, head_dim] each, shared with the predictor."""
+    """The KV caches of all layers, shared with the predictor."""
 
-    def __init__(self, handles: dict[str, paddle.inference.Tensor], shape: tuple[int, ...], dtype: str):
-        self._handles = handles
-        self._shape = shape  # of one block
-        self._dtype = dtype
+    def __init__(self, specs: tuple[CacheSpec, ...], predictor: paddle.inference.Predictor):
+        assert all(spec.axes[0] == BLOCK for spec in specs), "a block must lie in one piece to be copied"
+        self._specs = specs
+        self._handles = [predictor.get_input_handle(spec.name) for spec in specs]
         self._tensors: list[paddle.Tensor] = []
-        self.block_size = shape[2]
-        self.num_blocks = 0
+        self.block_bytes = sum(spec.block_bytes for spec in specs)
 
-    @classmethod
-    def of(cls, program: Path, predictor: paddle.inference.Predictor) -> _CacheInputs:
-        inputs = read_graph(program).inputs
-        names = [name for name in inputs if name.startswith("kv_cache_")]
-        first = inputs[names[0]]
-        return cls({name: predictor.get_input_handle(name) for name in names}, first.shape[1:], first.dtype)
-
-    @property
-    def block_bytes(self) -> int:
-        """Of one block in all layers."""
-        return len(self._handles) * int(np.prod(self._shape)) * held_as(self._dtype).itemsize
-
-    def allocate(self, blocks: int) -> None:
+    def allocate(self, num_blocks: int) -> None:
+        self._tensors.clear()
         # Not filled: pages that no request has touched cost no memory.
-        self._tensors = [paddle.empty([blocks, *self._shape], self._dtype) for _ in self._handles]
-        for handle, tensor in zip(self._handles.values(), self._tensors, strict=True):
+        self._tensors = [paddle.empty(spec.shape_of(num_blocks), spec.dtype) for spec in self._specs]
+        for handle, tensor in zip(self._handles, self._tensors, strict=True):
             handle.share_external_data(tensor)
-        self.num_blocks = blocks
+
+    def copy(self, copy: Copy) -> None:
+        for spec, tensor in zip(self._specs, self._tensors, strict=True):
+            start, size = tensor.data_ptr(), spec.block_bytes
+            ctypes.memmove(start + copy.target * size, start + copy.source * size, size)
 
 
-def _load(directory: Path) -> paddle.inference.Predictor:
-    config = paddle.inference.Config(str(directory / PROGRAM), str(directory / PARAMETERS))
+def _load(directory: Path, graph: Graph) -> paddle.inference.Predictor:
+    config = paddle.inference.Config(str(directory / graph.program), str(directory / graph.parameters))
     config.disable_gpu()
     config.switch_ir_optim(False)  # the graph is made of fused ops already
     config.disable_glog_info()

@@ -8,33 +8,52 @@ from types import ModuleType
 import numpy as np
 
 from engine import graph
-from engine.core.types import Batch, StepOutput
+from engine.core.types import Batch, Copy, StepOutput
 from engine.dtypes import held_as
-from engine.executors.step_inputs import graph_inputs, sampling_rows, step_output
+from engine.executors.slots import Slots
+from engine.executors.step import StepWhenAsked
+from engine.exporting.manifest import Manifest
 from engine.graph.run import run_graph
+from engine.models.kv_cache import BLOCK
 from engine.ops import reference
+
+NUM_SLOTS = 64
+MAX_BLOCKS = 256  # of one request
 
 
 class ReferenceExecutor:
     """`ops` is any module with the functions of engine.ops.reference."""
 
-    def __init__(self, graph_dir: Path, num_blocks: int, ops: ModuleType = reference):
+    def __init__(self, graph_dir: Path, ops: ModuleType = reference):
         self._graph, self._params = graph.load(graph_dir)
         self._ops = ops
-        self.num_blocks = num_blocks
-        caches = {name: value for name, value in self._graph.inputs.items() if name.startswith("kv_cache_")}
-        self.block_size = next(iter(caches.values())).shape[3]
-        self._caches = {
-            name: np.zeros((num_blocks, *value.shape[1:]), held_as(value.dtype)) for name, value in caches.items()
-        }
+        model = Manifest.read(graph_dir)
+        self._specs = model.graph().caches
+        self.block_size = model.block_size
+        self.block_bytes = sum(spec.block_bytes for spec in self._specs)
+        self._slots = Slots(NUM_SLOTS, MAX_BLOCKS, self.block_size)
+        self._caches: dict[str, np.ndarray] = {}
 
-    def warm_up(self) -> None:
-        pass
+    def free_bytes(self) -> int:
+        return 1 << 30
 
-    def step(self, batch: Batch) -> StepOutput:
-        logits = run_graph(self._graph, self._params, graph_inputs(batch) | self._caches, self._ops)
-        requests = [chunk.request for chunk in batch.chunks if chunk.samples]
-        return step_output(self._ops.sample(logits, sampling_rows(requests)), requests)
+    def allocate(self, num_blocks: int) -> None:
+        self._caches = {spec.name: np.zeros(spec.shape_of(num_blocks), held_as(spec.dtype)) for spec in self._specs}
+
+    def launch(self, batch: Batch) -> StepWhenAsked:
+        return StepWhenAsked(lambda mask: self._compute(batch, mask))
 
     def close(self) -> None:
         self._caches.clear()
+
+    def _compute(self, batch: Batch, mask: np.ndarray | None) -> StepOutput:
+        self._slots.place(batch)
+        for copy in batch.copies:
+            self._copy(copy)
+        outputs = run_graph(self._graph, self._params, self._slots.graph_inputs(batch) | self._caches, self._ops)
+        return self._slots.sample(batch, outputs["logits"], mask, self._ops.sample)
+
+    def _copy(self, copy: Copy) -> None:
+        for spec in self._specs:
+            blocks = np.moveaxis(self._caches[spec.name], spec.axes.index(BLOCK), 0)
+            blocks[copy.target] = blocks[copy.source]

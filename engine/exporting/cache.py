@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from engine.exporting.export import COPIED_FILES, ExportOptions, Progress, export
-from engine.exporting.exported import CONFIG, GRAPH_VERSION, is_exported, refuse_static_graph
+from engine.exporting.manifest import CONFIG, GRAPH_VERSION, is_exported, refuse_static_graph
 from engine.file_lock import file_lock
 from engine.models.checkpoint import weight_files
 from engine.text.tokenizer import Tokenizer

@@ -1,6 +1,6 @@
 """Turns a Hugging Face checkpoint into the static graph that executors run.
 
-The result (its layout: exported.py) appears under its name complete or not at all. Paddle is imported only when
+The result (its layout: manifest.py) appears under its name complete or not at all. Paddle is imported only when
 there is something to export.
 """
 
@@ -17,10 +17,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.dtypes import WEIGHT_DTYPES
-from engine.exporting.exported import CONFIG, ExportedModel, rank_dir, refuse_static_graph
+from engine.exporting.manifest import CONFIG, DECODER, Graph, Manifest, rank_dir, refuse_static_graph
 from engine.models.checkpoint import Checkpoint
-from engine.models.config import DecoderConfig, read_config
+from engine.models.config import DecoderConfig
+from engine.models.families import read_model
+from engine.models.formats import FORMATS
 from engine.models.keys import ModelError, read_json
+from engine.models.kv_cache import CacheSpec
+from engine.models.layers import STEP_INPUTS
+from engine.models.weights import Shard, found_in, weights_of
 
 log = logging.getLogger(__name__)
 
@@ -43,15 +48,15 @@ class ExportOptions:
     dtype: str = "auto"  # of weights and KV cache; auto: float32 stays, bfloat16 and float16 become bfloat16
     block_size: int = 64  # tokens a KV block
     max_seq_len: int | None = None  # None: what the model was made for, or its sliding window if that is less
-    num_ranks: int = 1
+    num_ranks: int = 1  # each with its own graph
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ModelError(f"dtype is {self.dtype!r}, supported are {', '.join(DTYPES)}")
         if self.block_size < 1:
             raise ModelError(f"block_size is {self.block_size}, it must be a positive number of tokens")
-        if self.num_ranks != 1:
-            raise ModelError(f"num_ranks is {self.num_ranks}, 1 is supported until the catalogue has an all-reduce")
+        if self.num_ranks < 1:
+            raise ModelError(f"num_ranks is {self.num_ranks}, it must be a positive number of ranks")
 
 
 def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress: Progress = log.info) -> None:
@@ -61,36 +66,51 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
     progress(f"read {checkpoint_dir}")
     refuse_static_graph(checkpoint_dir)
     keys = read_json(checkpoint_dir / CONFIG)
-    config = read_config(keys)
+    model = read_model(keys)
     checkpoint = Checkpoint(checkpoint_dir)
-    config = _untied_where_stored_apart(config, checkpoint, progress)
+    model = _untied_where_stored_apart(model, checkpoint, progress)
     dtype = checkpoint.graph_dtype("model.embed_tokens.weight") if options.dtype == "auto" else options.dtype
-    max_seq_len = _max_seq_len(config, options.max_seq_len, progress)
-    exported = ExportedModel(config.vocab_size, options.block_size, max_seq_len, dtype, options.num_ranks)
+    shards = [Shard(FORMATS[dtype], dtype, options.block_size, i, options.num_ranks) for i in range(options.num_ranks)]
+    ignored = {"lm_head.weight"} if model.tied_embeddings else set()
+    checkpoint.check(weights_of(model.network(shards[0])).values(), ignored)
+    manifest = _manifest(model, shards[0], _max_seq_len(model, options.max_seq_len, progress))
     with _complete_or_absent(out_dir) as partial:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "No ccache found")  # Paddle's own, at import
-            from engine.models.save import Shard, save_rank
-        for rank in range(options.num_ranks):
-            shard = Shard(config, dtype, options.block_size, rank, options.num_ranks)
-            save_rank(rank_dir(partial, rank), checkpoint, shard, progress)
-        progress("write config.json and the tokenizer's files")
-        for name in COPIED_FILES:
-            if (checkpoint_dir / name).exists():
-                shutil.copyfile(checkpoint_dir / name, partial / name)
-        if not (partial / "tokenizer.json").exists():
-            progress(f"{checkpoint_dir} has no tokenizer.json: the graph can be run, but not served")
-        (partial / CONFIG).write_text(json.dumps(keys | exported.keys(), indent=2) + "\n")
+            from engine.exporting.save import save_rank
+        for shard in shards:
+            of_rank = f" of rank {shard.rank}" if len(shards) > 1 else ""
+            progress(f"load weights{of_rank} as {dtype}")
+            save_rank(rank_dir(partial, shard.rank), model.network(shard), manifest.graph(), checkpoint, progress)
+        progress("write manifest.json, config.json and the tokenizer's files")
+        _copy_files(checkpoint_dir, partial, progress)
+        (partial / CONFIG).write_text(json.dumps(keys | manifest.config_keys(), indent=2) + "\n")
+        manifest.write(partial)
     progress(f"{out_dir} is ready")
 
 
-def _untied_where_stored_apart(config: DecoderConfig, checkpoint: Checkpoint, progress: Progress) -> DecoderConfig:
+def _copy_files(checkpoint_dir: Path, out_dir: Path, progress: Progress) -> None:
+    for name in COPIED_FILES:
+        if (checkpoint_dir / name).exists():
+            shutil.copyfile(checkpoint_dir / name, out_dir / name)
+    if not (out_dir / "tokenizer.json").exists():
+        progress(f"{checkpoint_dir} has no tokenizer.json: the graph can be run, but not served")
+
+
+def _manifest(model: DecoderConfig, shard: Shard, max_seq_len: int) -> Manifest:
+    network = model.network(shard)
+    caches = tuple(found_in(network, CacheSpec))
+    graph = Graph(DECODER, "model.json", "model.pdiparams", STEP_INPUTS, network.outputs, caches)
+    return Manifest(model.vocab_size, max_seq_len, shard.block_size, shard.num_ranks, shard.format.name, (graph,))
+
+
+def _untied_where_stored_apart(model: DecoderConfig, checkpoint: Checkpoint, progress: Progress) -> DecoderConfig:
     """As transformers has it: where config.json ties what the checkpoint holds as two, the checkpoint is right."""
     table, head = "model.embed_tokens.weight", "lm_head.weight"
-    if not config.tied_embeddings or head not in checkpoint or checkpoint.are_equal(table, head):
-        return config
+    if not model.tied_embeddings or head not in checkpoint or checkpoint.are_equal(table, head):
+        return model
     progress(f"config.json: tie_word_embeddings is true, but {head} is not {table}: it is used as it is stored")
-    return replace(config, tied_embeddings=False)
+    return replace(model, tied_embeddings=False)
 
 
 @contextmanager
@@ -106,15 +126,15 @@ def _complete_or_absent(out_dir: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _max_seq_len(config: DecoderConfig, wanted: int | None, progress: Progress) -> int:
+def _max_seq_len(model: DecoderConfig, wanted: int | None, progress: Progress) -> int:
     """The wanted length, checked against what the model computes exactly."""
-    window = config.sliding_window
-    if wanted is None and window is not None and window < config.max_position_embeddings:
+    window = model.sliding_window
+    if wanted is None and window is not None and window < model.max_position_embeddings:
         progress(f"sliding_window is {window}: sliding windows are not supported, the model is exact up to that length")
         return window
-    length = config.max_position_embeddings if wanted is None else wanted
-    if not 1 <= length <= config.max_position_embeddings:
-        raise ModelError(f"max_seq_len is {length}, the model was made for 1 to {config.max_position_embeddings}")
+    length = model.max_position_embeddings if wanted is None else wanted
+    if not 1 <= length <= model.max_position_embeddings:
+        raise ModelError(f"max_seq_len is {length}, the model was made for 1 to {model.max_position_embeddings}")
     if window is not None and length > window:
         raise ModelError(
             f"config.json: sliding_window is {window}, sliding windows are not supported;"

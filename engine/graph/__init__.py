@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.exporting.exported import PARAMETERS, PROGRAM, rank_dir
+from engine.exporting.manifest import DECODER, Manifest, rank_dir
 from engine.graph.nodes import Graph, GraphError, Node, Value
 from engine.graph.params import read_params
 from engine.graph.pir import read_graph
@@ -14,10 +14,8 @@ from engine.graph.pir import read_graph
 __all__ = ["Graph", "GraphError", "Node", "Value", "load", "read_graph", "read_params"]
 
 
-def load(model_dir: Path, rank: int = 0) -> tuple[Graph, dict[str, np.ndarray]]:
-    """The graph of one rank and its parameters by name, memory-mapped. Where there are no ranks, that in the folder."""
-    directory = rank_dir(model_dir, rank)
-    if not directory.is_dir():
-        directory = model_dir
-    graph = read_graph(directory / PROGRAM)
-    return graph, read_params(directory / PARAMETERS, graph)
+def load(model_dir: Path, rank: int = 0, name: str = DECODER) -> tuple[Graph, dict[str, np.ndarray]]:
+    """A graph of one rank and its parameters by name, memory-mapped."""
+    files, directory = Manifest.read(model_dir).graph(name), rank_dir(model_dir, rank)
+    graph = read_graph(directory / files.program, files.outputs)
+    return graph, read_params(directory / files.parameters, graph)

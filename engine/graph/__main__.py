@@ -8,7 +8,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from engine.graph import Graph, GraphError, load
+from engine.errors import SetupError
+from engine.graph import Graph, load
 
 
 def lines(graph: Graph) -> Iterator[str]:
@@ -22,8 +23,8 @@ def lines(graph: Graph) -> Iterator[str]:
         attributes = "".join(f" {name}={value:g}" for name, value in sorted(node.attributes.items()))
         updates = "" if node.updated is None else f" updates %{node.updated.id}"
         yield f"{outputs} = {node.op}({inputs}){attributes}{updates}"
-    for value in graph.outputs:
-        yield f"output {value}"
+    for name, value in graph.outputs.items():
+        yield f"output {name} {value}"
 
 
 def main() -> int:
@@ -33,7 +34,7 @@ def main() -> int:
     given = parser.parse_args()
     try:
         graph, params = load(given.model_dir, given.rank)
-    except GraphError as error:
+    except SetupError as error:
         print(error, file=sys.stderr)  # noqa: T201
         return 1
     for line in lines(graph):

@@ -49,4 +49,4 @@ class Graph:
     inputs: Mapping[str, Value]
     parameters: Mapping[str, Value]
     nodes: tuple[Node, ...]
-    outputs: tuple[Value, ...]
+    outputs: Mapping[str, Value]

@@ -7,7 +7,7 @@ an underscore when they update an input in place. Value 0 stands for an optional
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ PADDLE_ATTRIBUTES = {"struct_name", "op_callstack", "stop_gradient"}  # for peop
 NO_VALUE = 0
 
 
-def read_graph(path: Path) -> Graph:
+def read_graph(path: Path, output_names: Sequence[str]) -> Graph:
+    """`output_names`: of the manifest, as the program has its own for them."""
     try:
         document = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -51,7 +52,10 @@ def read_graph(path: Path) -> Graph:
             raise GraphError(f"{path}: operation {index} ({operation.get('#')}) cannot be read: {error!r}") from None
         except GraphError as error:
             raise GraphError(f"{path}: operation {index}: {error}") from None
-    return Graph(reader.inputs, reader.parameters, tuple(reader.nodes), tuple(reader.outputs))
+    if len(reader.outputs) != len(output_names):
+        raise GraphError(f"{path} has {len(reader.outputs)} outputs, its manifest names {', '.join(output_names)}")
+    outputs = dict(zip(output_names, reader.outputs, strict=True))
+    return Graph(reader.inputs, reader.parameters, tuple(reader.nodes), outputs)
 
 
 class _Reader:

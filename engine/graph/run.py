@@ -16,8 +16,8 @@ def run_graph(
     params: Mapping[str, np.ndarray],
     inputs: Mapping[str, np.ndarray],
     ops: ModuleType = reference,
-) -> np.ndarray:
-    """The graph's output. KV caches among the inputs are updated in place.
+) -> dict[str, np.ndarray]:
+    """The graph's outputs by name. KV caches among the inputs are updated in place.
 
     `ops` has a function for each op: inputs by position, attributes by name, one array or a tuple of them back.
     """
@@ -34,5 +34,4 @@ def run_graph(
         for value in node.inputs:
             if value is not None and last_use[value.id] is node:
                 arrays.pop(value.id, None)
-    (output,) = graph.outputs
-    return arrays[output.id]
+    return {name: arrays[value.id] for name, value in graph.outputs.items()}

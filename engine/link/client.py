@@ -3,7 +3,7 @@
 The journal is what makes a crash of the engine invisible: for every open request the prompt, the sampling (with its
 seed) and the tokens received so far. When a new engine process answers, every open request is submitted again with what
 it already has; the engine goes on from there, greedy or seeded, with the same tokens as without the crash. A request
-that crashes every engine is found (`engine.link.trials`) and ended with an error.
+that crashes every engine is found (`engine.link.crash_search`) and ended with an error.
 
 One thread owns the socket. It calls the listeners, which must not block.
 """
@@ -15,8 +15,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +25,7 @@ import zmq
 from engine.core.types import Logprobs, Sampling
 from engine.errors import EngineUnavailable, RequestError, error_of
 from engine.link import messages
-from engine.link.trials import Trials
+from engine.link.crash_search import CrashSearch
 
 log = logging.getLogger(__name__)
 
@@ -34,21 +34,34 @@ MAX_RECEIVED = 50  # messages in a row: an engine that is faster than we are mus
 
 
 class Listener(Protocol):
-    """Told what happens to one request. Exactly one of `ended` and a `token` with a finish_reason comes last."""
+    """Told what happens to one answer. Exactly one of `ended` and `tokens` with a finish_reason comes last."""
 
-    def token(self, token_id: int, logprobs: Logprobs | None, finish_reason: str | None) -> None: ...
+    def tokens(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None, finish_reason: str | None) -> None:
+        """One or several that came together, `finish_reason` of the last; `logprobs` has one for each, when asked
+        for."""
+        ...
 
     def ended(self, error: RequestError) -> None: ...
 
 
 @dataclass
-class Entry:
-    """One open request of the journal."""
+class Submission:
+    """One that is wanted to a prompt. A `request_id` is never used twice: tokens of one that was cancelled may still be
+    on their way."""
 
-    token_ids: list[int]  # prompt, then what was received
-    prompt_len: int
+    request_id: str
     sampling: Sampling
     listener: Listener
+    token_ids: list[int] = field(default_factory=list)  # what was received
+
+
+@dataclass
+class Entry:
+    """One prompt of the journal and its open answers."""
+
+    name: str  # the id of the first
+    prompt_ids: Sequence[int]
+    answers: dict[str, Submission]
     submitted: bool = False  # to the engine process of now
     replay: bool = False
 
@@ -57,11 +70,12 @@ class EngineClient:
     """`failed_file` is written by the supervisor when it gives the engine up; its text is the reason."""
 
     def __init__(self, address: str, failed_file: Path | None = None):
-        self.stats: dict[str, float] = {}  # of the engine, from its last answer
+        self.stats: dict[str, Any] = {}  # of the engine, from its last answer
         self.num_restarts = 0  # engine processes seen after the first
         self._address = address
         self._failed_file = failed_file
-        self._journal: dict[str, Entry] = {}
+        self._journal: dict[str, Entry] = {}  # by name
+        self._entry_of: dict[str, Entry] = {}  # by the ids of open answers
         self._lock = threading.Lock()  # of the journal and the commands
         self._commands: deque[Callable[[], None]] = deque()
         self._pipe = list(os.pipe())  # wakes the thread; empty once closed
@@ -71,33 +85,32 @@ class EngineClient:
         self._last_ping = 0.0
         self._closing = False
         self._broken: str | None = None  # by a bug of ours
-        self._trials = Trials(self._submit)
+        self._crash_search = CrashSearch(self._submit)
         self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
         self._thread.start()
 
     # Called from any thread
 
-    def submit(self, request_id: str, token_ids: list[int], sampling: Sampling, listener: Listener) -> None:
-        """Raises EngineUnavailable when the engine has been given up or the client is closed.
-
-        A `request_id` is never used twice: tokens of one that was cancelled may still be on their way.
-        """
+    def submit(self, prompt_ids: Sequence[int], answers: Sequence[Submission]) -> None:
+        """One or several answers to one prompt, which is computed once. Raises EngineUnavailable when the engine has
+        been given up or the client is closed."""
         if reason := self.failure():
             raise EngineUnavailable(reason)
-        entry = Entry(list(token_ids), len(token_ids), sampling, listener)
+        entry = Entry(answers[0].request_id, tuple(prompt_ids), {answer.request_id: answer for answer in answers})
         with self._lock:
             if self._closing:
                 raise EngineUnavailable("the server is stopping")
-            assert request_id not in self._journal, f"{request_id} is open already"
-            self._journal[request_id] = entry
-        self._command(lambda: self._trials.add(request_id))
+            assert self._entry_of.keys().isdisjoint(entry.answers), f"{entry.name} is open already"
+            self._journal[entry.name] = entry
+            self._entry_of.update(dict.fromkeys(entry.answers, entry))
+        self._command(lambda: self._crash_search.add(entry.name))
 
     def cancel(self, request_id: str) -> None:
-        """Forgets a request; its listener hears nothing more. Harmless when it has ended."""
+        """Forgets an answer; its listener hears nothing more. Harmless when it has ended."""
         with self._lock:
-            known = self._journal.pop(request_id, None)
-        if known:
-            self._command(lambda: self._cancelled(request_id))
+            entry, _ = self._forget(request_id)
+        if entry:
+            self._command(lambda: self._cancelled(entry, request_id))
 
     def failure(self) -> str | None:
         """Why the engine will not come back, or None."""
@@ -114,8 +127,13 @@ class EngineClient:
         return time.monotonic() - self._last_answer if self._last_answer else float("inf")
 
     @property
+    def is_searching(self) -> bool:
+        """After a crash, for the request that has caused it."""
+        return self._crash_search.is_active
+
+    @property
     def num_open(self) -> int:
-        return len(self._journal)
+        return len(self._entry_of)
 
     def close(self) -> None:
         """Ends every open request with an error and stops the thread."""
@@ -133,7 +151,7 @@ class EngineClient:
         context = zmq.Context()
         error = EngineUnavailable("the server is stopping")
         try:
-            self._connect(context)
+            self.connect(context)
             self._serve()
         except Exception:  # a bug of ours must not leave anybody waiting
             self._broken = "internal error: the way to the engine is broken"
@@ -145,7 +163,7 @@ class EngineClient:
             self._end_all(error)
             context.destroy(linger=0)
 
-    def _connect(self, context: zmq.Context) -> None:
+    def connect(self, context: zmq.Context) -> None:
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.reconnect_ivl, self._socket.reconnect_ivl_max = 50, 200  # ms
@@ -158,14 +176,16 @@ class EngineClient:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._pipe[0], zmq.POLLIN)
         while not self._closing:
-            self._heartbeat()
-            ready = dict(poller.poll(PING_INTERVAL_S * 1000))
-            if self._pipe[0] in ready:
+            if self._pipe[0] in dict(poller.poll(PING_INTERVAL_S * 1000)):
                 os.read(self._pipe[0], 4096)
-            while self._commands:
-                self._commands.popleft()()
-            if self._socket in ready:
-                self._receive()
+            self.turn()
+
+    def turn(self) -> None:
+        """All that can be done without waiting."""
+        self._heartbeat()
+        while self._commands:
+            self._commands.popleft()()
+        self._receive()
 
     def _heartbeat(self) -> None:
         now = time.monotonic()
@@ -190,7 +210,7 @@ class EngineClient:
             elif fields[0] == self._epoch:
                 if kind == messages.TOKENS:
                     for update in fields[1]:
-                        self._token(*update)
+                        self._tokens(*update)
                 elif kind == messages.REFUSED:
                     self._refused(*fields[1:])
 
@@ -203,9 +223,12 @@ class EngineClient:
             log.warning("%s, replaying %d requests", why, len(self._journal))
         if is_restart:
             self.num_restarts += 1
-            if culprit := self._trials.note_crash():
+            if culprit := self._crash_search.note_crash():
                 log.error("%s has crashed the engine twice in a row, it is not replayed", culprit)
-                self._refused(culprit, RequestError.kind, "the engine crashes whenever it computes this request")
+                with self._lock:
+                    request_ids = list(self._journal[culprit].answers) if culprit in self._journal else []
+                for request_id in request_ids:
+                    self._refused(request_id, RequestError.kind, "the engine crashes whenever it computes this request")
         self._epoch = epoch
         with self._lock:
             entries = dict(self._journal)
@@ -213,53 +236,69 @@ class EngineClient:
             entry.replay |= entry.submitted
             entry.submitted = False
         if is_restart:
-            self._trials.begin(entries)
+            self._crash_search.begin(entries)
         else:
-            self._trials.call_off()
-            for request_id in entries:
-                self._submit(request_id)
+            self._crash_search.call_off()
+            for name in entries:
+                self._submit(name)
 
-    def _submit(self, request_id: str) -> bool:
+    def _submit(self, name: str) -> bool:
         """False when it was cancelled meanwhile. Before there is an engine nothing is sent: its first answer will."""
-        entry = self._journal.get(request_id)
+        with self._lock:
+            entry = self._journal.get(name)
+            answers = list(entry.answers.values()) if entry else []
         if entry is None:
             return False
         if self._epoch is None or entry.submitted:
             return True
         entry.submitted = True
-        sampling = messages.pack_sampling(entry.sampling)
-        self._send(messages.SUBMIT, self._epoch, request_id, entry.token_ids, entry.prompt_len, sampling, entry.replay)
+        answers = [(each.request_id, messages.pack_sampling(each.sampling), each.token_ids) for each in answers]
+        self._send(messages.SUBMIT, self._epoch, entry.prompt_ids, answers, entry.replay)
         return True
 
-    def _cancelled(self, request_id: str) -> None:
+    def _cancelled(self, entry: Entry, request_id: str) -> None:
         if self._epoch:
             self._send(messages.CANCEL, self._epoch, request_id)
-        self._trials.acquit(request_id)
+        if not entry.answers:
+            self._crash_search.survived(entry.name)
 
-    def _token(self, request_id: str, token_id: int, logprobs: Any, finish_reason: str | None) -> None:
+    def _tokens(self, request_id: str, token_ids: Sequence[int], logprobs: Any, finish_reason: str | None) -> None:
         with self._lock:
-            entry = self._journal.get(request_id)
+            entry = self._entry_of.get(request_id)
             if entry is None:
                 return  # cancelled, the engine does not know yet
-            entry.token_ids.append(token_id)
+            answer = entry.answers[request_id]
+            answer.token_ids += token_ids
             if finish_reason:
-                del self._journal[request_id]
-        entry.listener.token(token_id, messages.unpack_logprobs(logprobs), finish_reason)
-        self._trials.acquit(request_id)
+                self._forget(request_id)
+        answer.listener.tokens(token_ids, messages.unpack_logprobs(logprobs), finish_reason)
+        self._crash_search.survived(entry.name)
 
     def _refused(self, request_id: str, kind: str, text: str) -> None:
         with self._lock:
-            entry = self._journal.pop(request_id, None)
-        if entry:
-            entry.listener.ended(error_of(kind, text))
-        self._trials.acquit(request_id)
+            entry, answer = self._forget(request_id)
+        if entry and answer:
+            answer.listener.ended(error_of(kind, text))
+            if not entry.answers:
+                self._crash_search.survived(entry.name)
+
+    def _forget(self, request_id: str) -> tuple[Entry | None, Submission | None]:
+        """Under the lock."""
+        entry = self._entry_of.pop(request_id, None)
+        if entry is None:
+            return None, None
+        answer = entry.answers.pop(request_id)
+        if not entry.answers:
+            del self._journal[entry.name]
+        return entry, answer
 
     def _end_all(self, error: RequestError) -> None:
         with self._lock:
-            entries = list(self._journal.values())
+            answers = [entry.answers[request_id] for request_id, entry in self._entry_of.items()]
             self._journal.clear()
-        for entry in entries:
-            entry.listener.ended(error)
+            self._entry_of.clear()
+        for answer in answers:
+            answer.listener.ended(error)
 
     def _command(self, command: Callable[[], None]) -> None:
         with self._lock:

@@ -7,6 +7,7 @@ lost, is recognised on both sides.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any
 
@@ -15,10 +16,11 @@ import msgpack
 from engine.core.types import Logprobs, Sampling
 
 PING = "ping"  # client -> engine: []                                       expects a pong; also "I am alive"
-SUBMIT = "submit"  # client -> engine: [epoch, request_id, token_ids, prompt_len, sampling, replay]
+SUBMIT = "submit"  # client -> engine: [epoch, prompt ids, [[request_id, sampling, answer so far], ...], replay]
 CANCEL = "cancel"  # client -> engine: [epoch, request_id]
-PONG = "pong"  # engine -> client: [epoch, stats]
-TOKENS = "tokens"  # engine -> client: [epoch, [[request_id, token_id, logprobs, finish_reason], ...]]
+PONG = "pong"  # engine -> client: [epoch, stats]; while it starts the stats are {STARTING: why}
+TOKENS = "tokens"  # engine -> client: [epoch, [[request_id, token_ids, logprobs of each, finish_reason], ...]]
+STARTING = "starting"
 REFUSED = "refused"  # engine -> client: [epoch, request_id, error kind, error text]
 
 
@@ -50,9 +52,9 @@ def unpack_sampling(fields: tuple[Any, ...]) -> Sampling:
     return Sampling(*fields)
 
 
-def pack_logprobs(logprobs: Logprobs | None) -> tuple[Any, ...] | None:
-    return (logprobs.chosen, logprobs.top) if logprobs else None
+def pack_logprobs(logprobs: Sequence[Logprobs] | None) -> list[tuple[Any, ...]] | None:
+    return None if logprobs is None else [(each.chosen, each.top) for each in logprobs]
 
 
-def unpack_logprobs(fields: tuple[Any, ...] | None) -> Logprobs | None:
-    return Logprobs(*fields) if fields else None
+def unpack_logprobs(fields: Sequence[tuple[Any, ...]] | None) -> list[Logprobs] | None:
+    return None if fields is None else [Logprobs(*each) for each in fields]

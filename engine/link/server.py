@@ -6,9 +6,12 @@ requests are dropped; should it come back, it is told.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 import time
 import uuid
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import zmq
@@ -27,11 +30,14 @@ IDLE_WAIT_MS = 200
 
 
 class Server:
-    """Between the socket and the loop. `address` is a ZeroMQ endpoint to bind."""
+    """Between the socket and the loop, which may come later: pings are answered from the start, and what is submitted
+    waits. `address` is a ZeroMQ endpoint to bind."""
 
-    def __init__(self, loop: Loop, address: str):
-        self.loop = loop
+    def __init__(self, address: str):
         self.epoch = uuid.uuid4().hex
+        self.loop: Loop | None = None
+        self._starting = ""  # what keeps the loop from being there
+        self._waiting: list[tuple[bytes, str, list[Any]]] = []  # messages that came before it
         self._client_of: dict[str, bytes] = {}  # request -> who asked
         self._last_seen: dict[bytes, float] = {}  # by _listened_s
         self._listened_s = 0.0  # grows like a clock, but stands still while this process does
@@ -44,15 +50,47 @@ class Server:
         self._socket.bind(address)
         self.address: str = self._socket.last_endpoint.decode()
 
-    def run(self) -> None:
+    @contextlib.contextmanager
+    def starting(self, reason: str) -> Iterator[None]:
+        """Until the end of the block a thread answers, with the reason why nothing is computed yet."""
+        self._starting = reason
+        is_over = threading.Event()
+
+        def answer() -> None:
+            while not is_over.is_set():
+                self._take_messages(wait=True)
+
+        thread = threading.Thread(target=answer, name="starting", daemon=True)
+        thread.start()
         try:
-            while not self._closing:
-                self._take_messages(wait=self.loop.is_idle)
-                self._drop_silent_clients()
-                self._send_updates(self.loop.step())
+            yield
         finally:
-            self.loop.executor.close()
+            is_over.set()
+            thread.join()
+            self._starting = ""
+
+    def run(self, loop: Loop) -> None:
+        try:
+            self.begin(loop)
+            while not self._closing:
+                self.turn()
+        finally:
+            loop.executor.close()
             self._context.destroy(linger=0)
+
+    def begin(self, loop: Loop) -> None:
+        """From now on there is something that computes."""
+        self.loop = loop
+        waiting, self._waiting = self._waiting, []
+        for message in waiting:
+            self._handle(*message)
+
+    def turn(self) -> None:
+        """Messages are read and tokens sent while a step runs; only `Loop.turn` waits for it."""
+        assert self.loop
+        self._take_messages(wait=self.loop.is_idle)
+        self._drop_silent_clients()
+        self._send_updates(self.loop.turn())
 
     def close(self) -> None:
         """Ends `run` after the current step. May be called from a signal handler."""
@@ -73,27 +111,48 @@ class Server:
                 continue
             self._last_seen[client] = self._listened_s
             if kind == messages.PING:
-                self._send(client, messages.PONG, self.loop.stats())
+                stats = self.loop.stats() if self.loop else {messages.STARTING: self._starting}
+                self._send(client, messages.PONG, stats)
             elif not fields or fields[0] != self._epoch_of(client):
                 continue  # meant for the process or the connection before; its client will notice and replay
-            elif kind == messages.SUBMIT:
-                self._submit(client, *fields[1:])
-            elif kind == messages.CANCEL:
-                self._client_of.pop(fields[1], None)
-                self.loop.drop(fields[1])
+            elif self.loop:
+                self._handle(client, kind, fields)
+            else:
+                self._waiting.append((client, kind, fields))
 
-    def _submit(self, client: bytes, request_id: str, token_ids: Any, prompt_len: int, *rest: Any) -> None:
-        sampling, replay = rest
-        request = Request(request_id, list(token_ids), prompt_len, messages.unpack_sampling(sampling))
+    def _handle(self, client: bytes, kind: str, fields: list[Any]) -> None:
+        assert self.loop
+        if kind == messages.SUBMIT:
+            self._submit(client, *fields[1:])
+        elif kind == messages.CANCEL:
+            self._client_of.pop(fields[1], None)
+            self.loop.drop(fields[1])
+
+    def _submit(self, client: bytes, prompt_ids: Sequence[int], answers: Sequence[Any], replay: bool) -> None:
+        """Answers that have no token yet share the work of their prompt."""
+        requests = [
+            Request(request_id, [*prompt_ids, *token_ids], len(prompt_ids), messages.unpack_sampling(sampling))
+            for request_id, sampling, token_ids in answers
+        ]
+        fresh = [request for request in requests if request.num_new_tokens == 0]
+        if fresh:
+            fresh[0].forks = fresh[1:]
+        for request in fresh[:1] + [request for request in requests if request.num_new_tokens]:
+            self._add(client, request, replay)
+
+    def _add(self, client: bytes, request: Request, replay: bool) -> None:
+        request_ids = [each.request_id for each in (request, *request.forks)]
         try:
-            if self._client_of.get(request_id) == client:
-                raise DuplicateRequest(f"the engine has a request {request_id} already")
-            if self._client_of.pop(request_id, None):  # its connection was lost: it goes on over this one
-                self.loop.drop(request_id)
+            for request_id in request_ids:
+                if self._client_of.get(request_id) == client:
+                    raise DuplicateRequest(f"the engine has a request {request_id} already")
+                if self._client_of.pop(request_id, None):  # its connection was lost: it goes on over this one
+                    self.loop.drop(request_id)
             self.loop.add(request, replay)
-            self._client_of[request_id] = client
+            self._client_of.update(dict.fromkeys(request_ids, client))
         except RequestError as error:
-            self._send(client, messages.REFUSED, request_id, error.kind, str(error))
+            for request_id in request_ids:
+                self._send(client, messages.REFUSED, request_id, error.kind, str(error))
 
     def _send_updates(self, updates: list[Any]) -> None:
         by_client: dict[bytes, list[Any]] = {}
@@ -103,7 +162,8 @@ class Server:
                 error = NoToken()
                 self._send(self._client_of.pop(request_id), messages.REFUSED, request_id, error.kind, str(error))
                 continue
-            fields = (request_id, update.token_id, messages.pack_logprobs(update.logprobs), update.finish_reason)
+            logprobs = update.logprobs and messages.pack_logprobs(update.logprobs)
+            fields = (request_id, update.token_ids, logprobs, update.finish_reason)
             by_client.setdefault(self._client_of[request_id], []).append(fields)
             if update.finish_reason:
                 del self._client_of[request_id]

@@ -1,23 +1,29 @@
-"""Reads a Hugging Face config.json into the few numbers a decoder is made of, and refuses what it cannot express.
+"""What config.json says of a decoder, in the few numbers it is made of. Refuses what no family can express.
 
-Knows the families' configuration keys, old and new. Knows neither tensors nor Paddle.
+Knows the keys that families share, old and new; a family knows its own. Knows neither tensors nor Paddle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine.models.keys import ModelError, an_object, number, whole_number
 from engine.models.rope import Rope, read_rope
+from engine.models.weights import Shard
+
+if TYPE_CHECKING:
+    from engine.models.decoder import Decoder  # made of what a config says
+
+Family = TypeVar("Family", bound="DecoderConfig")
 
 
-@dataclass(frozen=True)
-class DecoderConfig:
-    """A decoder with rotary positions, grouped-query attention and a gated MLP, in the words of config.json."""
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(ABC):
+    """A decoder with rotary positions and grouped-query attention, in the words of config.json. A family extends it."""
 
-    model_type: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -29,46 +35,32 @@ class DecoderConfig:
     rms_norm_eps: float
     rope: Rope
     tied_embeddings: bool  # the output projection is the embedding table
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False  # rms_norm over each query and key head
     sliding_window: int | None = None  # some layer looks back only so far: exact up to this length
 
+    @classmethod
+    @abstractmethod
+    def read(cls, keys: Mapping[str, Any]) -> DecoderConfig:
+        """Of the parsed config.json. Raises ModelError for anything the family would compute differently."""
 
-# What sets the families apart, read from their own keys.
-FAMILIES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-    "llama": lambda keys: {
-        "qkv_bias": keys.get("attention_bias", False),
-        "o_bias": keys.get("attention_bias", False),
-        "mlp_bias": keys.get("mlp_bias", False),
-    },
-    "mistral": lambda keys: {},
-    "qwen2": lambda keys: {"qkv_bias": True},
-    "qwen3": lambda keys: {
-        "qkv_bias": keys.get("attention_bias", False),
-        "o_bias": keys.get("attention_bias", False),
-        "qk_norm": True,
-    },
-}
+    @abstractmethod
+    def network(self, shard: Shard) -> Decoder:
+        """Of one rank."""
 
 
-def read_config(keys: Mapping[str, Any]) -> DecoderConfig:
-    """`keys` is the parsed config.json. Raises ModelError for anything this decoder would compute differently."""
-    model_type = keys.get("model_type")
-    if model_type not in FAMILIES:
-        supported = ", ".join(FAMILIES)
-        raise ModelError(f"config.json: model_type is {model_type!r}, supported are {supported}")
+def read_decoder(family: type[Family], keys: Mapping[str, Any], head_dim: int | None = None, **own: Any) -> Family:
+    """The keys all families share, beside the family's `own` fields. `head_dim`: where no key says another.
+
+    Raises ModelError for anything a decoder would compute differently.
+    """
     _refuse_what_is_not_built(keys)
     hidden_size = whole_number(keys, "hidden_size")
     num_heads = whole_number(keys, "num_attention_heads")
-    head_dim = whole_number(keys, "head_dim", 128 if model_type == "qwen3" else hidden_size // num_heads)
+    head_dim = whole_number(keys, "head_dim", head_dim or hidden_size // num_heads)
     max_positions = whole_number(keys, "max_position_embeddings")
     rope = read_rope(keys, head_dim, max_positions)
     if dual_chunk := an_object(keys, "dual_chunk_attention_config"):  # not built, and not needed up to that length
         max_positions = min(max_positions, whole_number(dual_chunk, "original_max_position_embeddings"))
-    config = DecoderConfig(
-        model_type=model_type,
+    config = family(
         vocab_size=whole_number(keys, "vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=whole_number(keys, "intermediate_size"),
@@ -80,11 +72,22 @@ def read_config(keys: Mapping[str, Any]) -> DecoderConfig:
         rms_norm_eps=number(keys, "rms_norm_eps", 1e-6),
         rope=rope,
         tied_embeddings=bool(keys.get("tie_word_embeddings", False)),
-        sliding_window=_sliding_window(keys),
-        **FAMILIES[model_type](keys),
+        **own,
     )
     _check_heads(config)
     return config
+
+
+def sliding_window(keys: Mapping[str, Any], by_default: bool) -> int | None:
+    """The window of the layers that have one, None when none has. `by_default`: some have, without `layer_types`."""
+    layer_types = keys.get("layer_types")
+    for kind in layer_types or ():
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ModelError(f"config.json: layer_types has {kind!r}, supported is 'full_attention'")
+    has_sliding_layers = by_default if layer_types is None else "sliding_attention" in layer_types
+    if not has_sliding_layers or keys.get("sliding_window", 4096) is None:
+        return None
+    return whole_number(keys, "sliding_window", 4096)
 
 
 def _refuse_what_is_not_built(keys: Mapping[str, Any]) -> None:
@@ -112,26 +115,3 @@ def _check_heads(config: DecoderConfig) -> None:
         )
     if config.head_dim % 2:
         raise ModelError(f"config.json: head_dim is {config.head_dim}, rotary positions need an even one")
-
-
-def _sliding_window(keys: Mapping[str, Any]) -> int | None:
-    """The window of the layers that have one, None when no layer has."""
-    if not _has_sliding_layers(keys) or keys.get("sliding_window", 4096) is None:
-        return None
-    return whole_number(keys, "sliding_window", 4096)
-
-
-def _has_sliding_layers(keys: Mapping[str, Any]) -> bool:
-    layer_types = keys.get("layer_types")
-    if layer_types is not None:
-        for kind in layer_types:
-            if kind not in ("full_attention", "sliding_attention"):
-                raise ModelError(f"config.json: layer_types has {kind!r}, supported is 'full_attention'")
-        return "sliding_attention" in layer_types
-    if keys["model_type"] == "mistral":  # all layers, and use_sliding_window is not one of its keys
-        return True
-    if not keys.get("use_sliding_window"):
-        return False
-    # So many of the first ones see everything; 0 is allowed, which whole_number refuses.
-    num_full_layers = 0 if keys.get("max_window_layers") == 0 else whole_number(keys, "max_window_layers", 28)
-    return num_full_layers < keys["num_hidden_layers"]

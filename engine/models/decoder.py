@@ -1,123 +1,145 @@
-"""The network: the catalogue's ops (docs/ops.md) put together as Paddle layers, for one rank.
+"""The decoder that dense families share: grouped-query attention, a gated MLP, a residual between them.
 
-Imports Paddle, so only the export does import it. Knows no files: parameters come from a callable.
+A family gives its layers (`Decoder.of`), which it may put together of other parts than these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-
-import paddle
-from paddle import Tensor, nn
+from dataclasses import dataclass
 
 from engine.models.config import DecoderConfig
-from engine.ops.cpu.paddle_ops import register_paddle_ops as ops
-
-# Gives a parameter by its name in the graph, None where the model has none of that name.
-Parameters = Callable[[str], Tensor | None]
-STEP_INPUTS = ("token_ids", "positions", "query_starts", "context_lens", "block_tables", "logit_rows")
-
-
-class Linear(nn.Layer):
-    def __init__(self, name: str, parameters: Parameters):
-        super().__init__()
-        self.weight = parameters(f"{name}.weight")
-        self.bias = parameters(f"{name}.bias")
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ops().linear(x, self.weight, self.bias)
+from engine.models.keys import ModelError
+from engine.models.kv_cache import ATTENTION_AXES, CacheSpec
+from engine.models.layers import LOGIT_ROWS, WHERE, Embedding, Head, Linear, Norm, Place, Rotary, Run, Tensor
+from engine.models.weights import Shard
 
 
-class Norm(nn.Layer):
-    """The norm of what a layer adds to the residual, and the sum."""
+@dataclass(frozen=True)
+class Attention:
+    """Query, key and value projections, optional norms of the heads, attention over the paged cache."""
 
-    def __init__(self, name: str, parameters: Parameters, epsilon: float):
-        super().__init__()
-        self.weight = parameters(f"{name}.weight")
-        self.epsilon = epsilon
+    qkv_proj: Linear
+    head_norms: tuple[Norm, ...]  # of queries and of keys, or none
+    o_proj: Linear
+    cache: CacheSpec
+    num_heads: int  # of this rank
 
-    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        if residual is None:  # the first layer: nothing to add to
-            return ops().rms_norm(x, self.weight, epsilon=self.epsilon), x
-        return ops().add_rms_norm(x, residual, self.weight, epsilon=self.epsilon)
+    @classmethod
+    def of(
+        cls, config: DecoderConfig, place: Place, qkv_bias: bool = False, o_bias: bool = False, head_norms: bool = False
+    ) -> Attention:
+        shard, head_dim = place.shard, config.head_dim
+        heads, kv_heads = shard.heads(config.num_heads), shard.heads(config.num_kv_heads)
+        queries, keys = heads.each(head_dim), kv_heads.each(head_dim)
+        qkv = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
+        norms = ("self_attn.q_norm", "self_attn.k_norm") if head_norms else ()
+        cache_shape = (-1, 2, kv_heads.size, shard.block_size, head_dim)
+        return cls(
+            qkv_proj=Linear.columns(place, "qkv_proj", qkv, config.hidden_size, qkv_bias),
+            head_norms=tuple(Norm.of(place, name, head_dim, config.rms_norm_eps) for name in norms),
+            o_proj=Linear.rows(place, "self_attn.o_proj", config.hidden_size, queries, o_bias),
+            cache=CacheSpec(f"kv_cache_{place.layer}", shard.dtype, cache_shape, ATTENTION_AXES),
+            num_heads=heads.size,
+        )
 
-
-class Attention(nn.Layer):
-    def __init__(self, name: str, parameters: Parameters, config: DecoderConfig, num_ranks: int):
-        super().__init__()
-        self.heads = {"num_heads": config.num_heads // num_ranks, "num_kv_heads": config.num_kv_heads // num_ranks}
-        self.epsilon = config.rms_norm_eps
-        self.scale = config.head_dim**-0.5
-        self.qkv_proj = Linear(f"{name}.qkv_proj", parameters)
-        self.q_norm = parameters(f"{name}.q_norm.weight")
-        self.k_norm = parameters(f"{name}.k_norm.weight")
-
-    def forward(self, x: Tensor, cos_sin: Tensor, kv_cache: Tensor, where: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """`where`: query_starts, context_lens and block_tables say which rows read and write which blocks."""
-        qkv = self.qkv_proj(x)
-        if self.q_norm is not None:
-            qkv = ops().head_norm(qkv, self.q_norm, self.k_norm, **self.heads, epsilon=self.epsilon)
-        out, _ = ops().paged_attention(qkv, cos_sin, kv_cache, *where, **self.heads, scale=self.scale)
+    def __call__(self, run: Run, x: Tensor, cos_sin: Tensor) -> Tensor:
+        """All but the output projection, which not every row needs."""
+        num_kv_heads, _, head_dim = self.cache.shape[2:]
+        heads = {"num_heads": self.num_heads, "num_kv_heads": num_kv_heads}
+        qkv = self.qkv_proj(run, x)
+        if self.head_norms:
+            weights = [run.params[norm.weight.name] for norm in self.head_norms]
+            qkv = run.ops.head_norm(qkv, *weights, **heads, epsilon=self.head_norms[0].epsilon)
+        where = [run.inputs[name] for name in WHERE]
+        cache = run.inputs[self.cache.name]
+        out, _ = run.ops.paged_attention(qkv, cos_sin, cache, *where, **heads, scale=head_dim**-0.5)
         return out
 
 
-class Mlp(nn.Layer):
-    def __init__(self, name: str, parameters: Parameters):
-        super().__init__()
-        self.gate_up_proj = Linear(f"{name}.gate_up_proj", parameters)
-        self.down_proj = Linear(f"{name}.down_proj", parameters)
+@dataclass(frozen=True)
+class GatedMlp:
+    gate_up_proj: Linear
+    down_proj: Linear
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(ops().swiglu(self.gate_up_proj(x)))
+    @classmethod
+    def of(cls, config: DecoderConfig, place: Place, bias: bool = False) -> GatedMlp:
+        inner = place.shard.share(config.intermediate_size)
+        gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
+        return cls(
+            Linear.columns(place, "gate_up_proj", gate_up, config.hidden_size, bias),
+            Linear.rows(place, "mlp.down_proj", config.hidden_size, inner, bias),
+        )
 
-
-class DecoderLayer(nn.Layer):
-    def __init__(self, name: str, parameters: Parameters, config: DecoderConfig, num_ranks: int):
-        super().__init__()
-        self.input_layernorm = Norm(f"{name}.input_layernorm", parameters, config.rms_norm_eps)
-        self.attention = Attention(name, parameters, config, num_ranks)
-        self.o_proj = Linear(f"{name}.o_proj", parameters)
-        self.post_attention_layernorm = Norm(f"{name}.post_attention_layernorm", parameters, config.rms_norm_eps)
-        self.mlp = Mlp(name, parameters)
+    def __call__(self, run: Run, x: Tensor) -> Tensor:
+        return self.down_proj(run, run.ops.swiglu(self.gate_up_proj(run, x)))
 
 
-class Decoder(nn.Layer):
+@dataclass(frozen=True)
+class DecoderLayer:
+    input_norm: Norm
+    attention: Attention
+    mlp_norm: Norm
+    mlp: GatedMlp
+
+    @classmethod
+    def of(cls, config: DecoderConfig, place: Place, attention: Attention, mlp: GatedMlp) -> DecoderLayer:
+        """With the norms before attention and MLP."""
+        size, epsilon = config.hidden_size, config.rms_norm_eps
+        return cls(
+            Norm.of(place, "input_layernorm", size, epsilon),
+            attention,
+            Norm.of(place, "post_attention_layernorm", size, epsilon),
+            mlp,
+        )
+
+
+@dataclass(frozen=True)
+class Decoder:
     """From the tokens of a step to the logits of the rows that are wanted."""
 
-    def __init__(self, config: DecoderConfig, parameters: Parameters, num_ranks: int = 1):
-        super().__init__()
-        self.inv_freq = parameters("inv_freq")
-        self.attention_scaling = config.rope.attention_scaling
-        self.embed_tokens = parameters("embed_tokens.weight")
-        self.layers = nn.LayerList(
-            [DecoderLayer(f"layers.{i}", parameters, config, num_ranks) for i in range(config.num_layers)]
+    rotary: Rotary
+    embedding: Embedding
+    layers: tuple[DecoderLayer, ...]
+    norm: Norm
+    head: Head
+
+    outputs = ("logits",)  # in the order in which a call gives them
+
+    @classmethod
+    def of(cls, config: DecoderConfig, shard: Shard, layer: Callable[[Place], DecoderLayer]) -> Decoder:
+        """Raises ModelError where the ranks cannot share the heads."""
+        _check_ranks(config, shard.num_ranks)
+        top = Place(shard)
+        embedding = Embedding.of(top, config.vocab_size, config.hidden_size)
+        return cls(
+            rotary=Rotary.of(config.rope),
+            embedding=embedding,
+            layers=tuple(layer(Place(shard, i)) for i in range(config.num_layers)),
+            norm=Norm.of(top, "norm", config.hidden_size, config.rms_norm_eps),
+            head=Head.of(embedding, config.tied_embeddings),
         )
-        self.norm = Norm("norm", parameters, config.rms_norm_eps)
-        self.lm_head = None if config.tied_embeddings else parameters("lm_head.weight")
 
-    @paddle.jit.not_to_static  # traced as it stands: no branch depends on values
-    def forward(self, step: list[Tensor], kv_caches: list[Tensor]) -> Tensor:
-        token_ids, positions, query_starts, context_lens, block_tables, logit_rows = step
-        where = (query_starts, context_lens, block_tables)
-        cos_sin = ops().rotary_angles(positions, self.inv_freq, attention_scaling=self.attention_scaling)
-        x, residual = ops().embedding(token_ids, self.embed_tokens), None
-        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            x, residual = layer.input_layernorm(x, residual)
-            x = layer.attention(x, cos_sin, kv_cache, where)
+    def __call__(self, run: Run) -> tuple[Tensor, ...]:
+        cos_sin = self.rotary(run)
+        x, residual = self.embedding(run), None
+        for layer in self.layers:
+            x, residual = layer.input_norm(run, x, residual)
+            x = layer.attention(run, x, cos_sin)
             if layer is self.layers[-1]:  # from here on no row needs another one
-                x, residual = ops().gather_rows(x, logit_rows), ops().gather_rows(residual, logit_rows)
-            x, residual = layer.post_attention_layernorm(layer.o_proj(x), residual)
-            x = layer.mlp(x)
-        x, _ = self.norm(x, residual)
-        return ops().linear(x, self.embed_tokens if self.lm_head is None else self.lm_head)
+                rows = run.inputs[LOGIT_ROWS]
+                x, residual = run.ops.gather_rows(x, rows), run.ops.gather_rows(residual, rows)
+            x, residual = layer.mlp_norm(run, layer.attention.o_proj(run, x), residual)
+            x = layer.mlp(run, x)
+        x, _ = self.norm(run, x, residual)
+        return (self.head(run, x),)
 
 
-def input_specs(config: DecoderConfig, dtype: str, block_size: int, num_ranks: int = 1) -> list:
-    """What the graph takes: [the step's ids and positions, the KV cache of each layer]."""
-    step = [
-        paddle.static.InputSpec([None, None] if name == "block_tables" else [None], "int32", name)
-        for name in STEP_INPUTS
-    ]
-    cache_shape = [None, 2, config.num_kv_heads // num_ranks, block_size, config.head_dim]
-    caches = [paddle.static.InputSpec(cache_shape, dtype, f"kv_cache_{i}") for i in range(config.num_layers)]
-    return [step, caches]
+def _check_ranks(config: DecoderConfig, num_ranks: int) -> None:
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    if heads % num_ranks:
+        raise ModelError(f"num_ranks is {num_ranks}, it must divide num_attention_heads, which is {heads}")
+    if kv_heads % num_ranks and num_ranks % kv_heads:
+        raise ModelError(
+            f"num_ranks is {num_ranks}, it must divide num_key_value_heads, which is {kv_heads}, or be a multiple of it"
+        )

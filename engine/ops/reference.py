@@ -6,6 +6,10 @@ bf16 arrays are uint16 bit patterns. Ops with an in-place input return it as the
 
 from __future__ import annotations
 
+import functools
+from types import SimpleNamespace
+from typing import Protocol
+
 import numpy as np
 
 from engine.core.types import NO_TOKEN
@@ -13,8 +17,50 @@ from engine.dtypes import as_f32, from_bf16, to_bf16
 from engine.ops.sampling_rows import SampledRows, SamplingRows
 
 
-def embedding(token_ids: np.ndarray, table: np.ndarray) -> np.ndarray:
-    return as_f32(table[token_ids])
+class Group(Protocol):
+    """The ranks of one model, as one of them sees them."""
+
+    num_ranks: int
+
+    def exchange(self, x: np.ndarray) -> list[np.ndarray]:
+        """What every rank gives, in the order of the ranks. All ranks call it, equally often."""
+        ...
+
+
+class Alone:
+    num_ranks = 1
+
+    def exchange(self, x: np.ndarray) -> list[np.ndarray]:
+        return [x]
+
+
+ALONE = Alone()
+
+
+def of(group: Group) -> SimpleNamespace:
+    """The ops of a rank. Those of this module itself are of a process that is alone."""
+    bound = {op.__name__: functools.partial(op, group=group) for op in (all_reduce, all_gather)}
+    return SimpleNamespace(**{**globals(), **bound})
+
+
+def all_reduce(x: np.ndarray, *, group: Group = ALONE) -> np.ndarray:
+    first, *others = group.exchange(x)
+    total = first.copy()
+    for share in others:  # in float32: the order and the rounding are part of the definition
+        total += share
+    return total
+
+
+def all_gather(x: np.ndarray, *, num_ranks: int, width: int, group: Group = ALONE) -> np.ndarray:
+    assert group.num_ranks == num_ranks
+    return np.concatenate(group.exchange(x), axis=1)[:, :width]
+
+
+def embedding(token_ids: np.ndarray, table: np.ndarray, *, first_id: int) -> np.ndarray:
+    assert (token_ids >= 0).all()
+    rows = token_ids - first_id
+    is_here = (rows >= 0) & (rows < len(table))
+    return np.where(is_here[:, None], as_f32(table[np.where(is_here, rows, 0)]), np.float32(0))
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, *, epsilon: float) -> np.ndarray:

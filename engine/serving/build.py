@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from engine.link.client import EngineClient
 from engine.serving.prompt import PromptReader
 from engine.serving.service import Service, ServiceOptions
@@ -11,14 +9,14 @@ from engine.settings.config import ENGINE_FAILED_FILE, Config
 from engine.text.tokenizer import Tokenizer
 
 
-def build_service(config: Config, graph_dir: Path) -> Service:
-    tokenizer = Tokenizer.load(graph_dir)
+def build_service(config: Config) -> Service:
+    tokenizer = Tokenizer.load(config.graph_path)
     client = EngineClient(f"tcp://127.0.0.1:{config.inter_proc_port}", config.run_path / ENGINE_FAILED_FILE)
 
     def capacity() -> int:
         return int(client.stats.get("num_blocks", 0) * client.stats.get("block_size", 0))
 
-    reader = PromptReader.load(config, graph_dir, tokenizer, capacity)
+    reader = PromptReader.load(config, config.graph_path, tokenizer, capacity)
     options = ServiceOptions(
         streaming=not config.disable_streaming,
         hang_after_s=config.check_health_interval_s,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engine.core.types import Sampling
 from engine.errors import InvalidRequest, PromptTooLong
-from engine.exporting.exported import ExportedModel
+from engine.exporting.manifest import Manifest
 from engine.settings.config import Config
 from engine.text.tokenizer import Tokenizer
 from engine.wire import GenerationRequest, shown
@@ -37,7 +37,7 @@ class PromptReader:
         cls, config: Config, graph_dir: Path, tokenizer: Tokenizer, capacity: Callable[[], int] = lambda: 0
     ) -> PromptReader:
         """For the exported model in `graph_dir`."""
-        model = ExportedModel.read(graph_dir)
+        model = Manifest.read(graph_dir)
         return cls(
             tokenizer=tokenizer,
             vocab_size=model.vocab_size,
@@ -49,10 +49,13 @@ class PromptReader:
 
     def read(self, request: GenerationRequest) -> Prompt:
         """Raises InvalidRequest; the message names the field, the value and the limit."""
-        token_ids = self._token_ids(request)
+        try:
+            token_ids = self._token_ids(request)
+        except InvalidRequest as error:  # the tokenizer's and the template's know no fields
+            raise (error if error.field else error.blaming(request.source)) from None
         if not token_ids:
-            raise InvalidRequest("The prompt has no tokens")
-        self._check_ids("prompt" if request.input_ids is None else "input_ids", token_ids)
+            raise InvalidRequest("The prompt has no tokens", field=request.source)
+        self._check_ids(request.source, token_ids)
         max_new_tokens = self._max_new_tokens(request, len(token_ids))
         self._check_ids("eos_token_ids", request.eos_token_ids)
         self._check_ids("bad_words_token_ids", request.bad_words_token_ids)
@@ -83,51 +86,50 @@ class PromptReader:
             return self._chat_ids(request, request.messages or [])
         if self.tokenizer.has_chat_template and request.apply_chat_template:
             return self._chat_ids(request, [{"role": "user", "content": request.text}])
-        self._check_size(request.text)
+        self._check_size("text", request.text)
         return self.tokenizer.encode(request.text)
 
-    def _check_size(self, text: str) -> None:
+    def _check_size(self, field: str, text: str) -> None:
         """Refuses what is too long whatever its tokens are, before time goes into finding them."""
         num_bytes = len(text.encode("utf-8", "surrogatepass"))  # the tokenizer refuses lone surrogates
         limit = self.max_seq_len * self.tokenizer.max_token_bytes
         if num_bytes > limit:
-            raise PromptTooLong(
-                f"The prompt has {num_bytes} bytes, at most {limit} fit the limit MAX_SEQ_LEN({self.max_seq_len})."
+            sentence = (
+                f"The prompt has {{value}} bytes, at most {{limit}} fit the limit MAX_SEQ_LEN({self.max_seq_len})."
             )
+            raise PromptTooLong(sentence, field=field, value=num_bytes, limit=limit)
 
     def _chat_ids(self, request: GenerationRequest, messages: list[dict]) -> list[int]:
         if request.system:
             messages = [{"role": "system", "content": request.system}, *messages]
         text = self.tokenizer.render_chat(messages, **(request.chat_template_kwargs or {}))
-        self._check_size(text)
+        self._check_size(request.source, text)
         return self.tokenizer.encode(text, add_special_tokens=False)  # the template has written them
 
     def _max_new_tokens(self, request: GenerationRequest, prompt_len: int) -> int:
         minimum, maximum = request.min_dec_len or 1, request.max_dec_len
         if prompt_len > self.max_seq_len:
-            raise PromptTooLong(
-                f"Length of input token({prompt_len}) exceeds the limit MAX_SEQ_LEN({self.max_seq_len})."
-            )
+            text = "Length of input token({value}) exceeds the limit MAX_SEQ_LEN({limit})."
+            raise PromptTooLong(text, field=request.source, value=prompt_len, limit=self.max_seq_len)
         for name, value in (("min_dec_len", minimum), ("max_dec_len", maximum or 1)):
             if value > self.max_dec_len:
-                raise InvalidRequest(
-                    f"The parameter {name}({value}) exceeds the limit MAX_DEC_LEN({self.max_dec_len})."
-                )
+                text = "The parameter {field}({value}) exceeds the limit MAX_DEC_LEN({limit})."
+                raise InvalidRequest(text, field=name, value=value, limit=self.max_dec_len)
         self._check_fits("min_dec_len", prompt_len, minimum)
         if maximum is None:
             room = self.capacity() - prompt_len + 1 if self.capacity() else self.model_len
             return max(minimum, min(self.model_len - prompt_len, self.max_dec_len, room))
         if minimum > maximum:
-            raise InvalidRequest(f"The parameter min_dec_len({minimum}) exceeds max_dec_len({maximum}).")
+            text = "The parameter {field}({value}) exceeds {max_dec_len}({limit})."
+            raise InvalidRequest(text, field="min_dec_len", value=minimum, limit=maximum)
         self._check_fits("max_dec_len", prompt_len, maximum)
         return maximum
 
     def _check_fits(self, name: str, prompt_len: int, answer_len: int) -> None:
         if prompt_len + answer_len > self.model_len:
-            raise PromptTooLong(
-                f"Input text is too long, input_ids_len ({prompt_len}) + {name} ({answer_len}) > "
-                f"max_seq_len ({self.model_len})"
-            )
+            text = f"Input text is too long, input_ids_len ({prompt_len}) + {{field}} ({{value}}) > "
+            text += f"max_seq_len ({self.model_len})"
+            raise PromptTooLong(text, field=name, value=answer_len, limit=self.model_len - prompt_len)
 
     def _stop_ids(self, request: GenerationRequest) -> tuple[int, ...]:
         stop_ids = request.eos_token_ids
@@ -140,21 +142,22 @@ class PromptReader:
         if sampling.min_new_tokens:
             banned.update(sampling.stop_token_ids)
         if len(banned) >= self.vocab_size:
-            raise InvalidRequest(
-                "The `bad_words`, `bad_words_token_ids` and, with `min_dec_len`, `eos_token_ids` may ban every token"
-            )
+            others = "`{bad_words_token_ids}` and, with `{min_dec_len}`, `{eos_token_ids}`"
+            raise InvalidRequest(f"The `{{field}}`, {others} may ban every token", field="bad_words")
 
     def _check_ids(self, name: str, token_ids: list[int] | tuple[int, ...]) -> None:
         if token_ids and max(token_ids) >= self.vocab_size:
-            raise InvalidRequest(f"The `{name}` holds {max(token_ids)}, the vocabulary has {self.vocab_size} tokens")
+            text = "The `{field}` holds {value}, the vocabulary has {limit} tokens"
+            raise InvalidRequest(text, field=name, value=max(token_ids), limit=self.vocab_size)
 
     def _bad_words(self, request: GenerationRequest) -> tuple[tuple[int, ...], ...]:
         """A word has other tokens at the beginning of a text than after a space: both are banned."""
-        words = [(token_id,) for token_id in request.bad_words_token_ids]
+        words: list[tuple[int, ...]] = [(token_id,) for token_id in request.bad_words_token_ids]
         for word in request.bad_words:
             for text in (word, f" {word}"):
                 token_ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
                 if not token_ids:
-                    raise InvalidRequest(f"The `bad_words` item {shown(word)} has no tokens")
+                    text = "The `{field}` item {value} has no tokens"
+                    raise InvalidRequest(text, field="bad_words", value=shown(word))
                 words.append(token_ids)
         return tuple(dict.fromkeys(words))

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from engine import wire
@@ -30,7 +30,7 @@ class Sender(Protocol):
 
 
 class Reply:
-    """The listener of one request. The engine client's thread calls `token` and `ended`, one sender thread at a time
+    """The listener of one request. The engine client's thread calls `tokens` and `ended`, one sender thread at a time
     calls `send_gathered`, the cancel thread `end_if_cancelled`."""
 
     def __init__(
@@ -67,9 +67,9 @@ class Reply:
 
     # The listener
 
-    def token(self, token_id: int, logprobs: Logprobs | None, finish_reason: str | None) -> None:
+    def tokens(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None, finish_reason: str | None) -> None:
         with self._lock:
-            self._gathered.append((token_id, logprobs))
+            self._gathered += zip(token_ids, logprobs or [None] * len(token_ids), strict=True)
             self._finish_reason = finish_reason
             # Without streaming and stop strings all but the time of the first token can wait for the end.
             worthwhile = finish_reason or self.streaming or self._request.stop_sequences or not self._first_token
@@ -82,7 +82,7 @@ class Reply:
 
     def end_if_cancelled(self) -> bool:
         """True if the client has left and nobody knew."""
-        error = Cancelled("the client has cancelled the request")
+        error: RequestError = Cancelled("the client has cancelled the request")
         with self._asking:  # after the final response the question itself would crash Triton
             if self.is_over:
                 return False
@@ -115,7 +115,7 @@ class Reply:
                 error = as_request_error(failure)
         if error and not self._ended:
             try:
-                self._send_final(wire.failure(error, self.req_id), error.kind, latency)
+                self._send_final(wire.write_answer(self._failure(error)), error.kind, latency)
             except Exception:
                 log.exception("%s: the final response could not be sent", self.engine_id)
         with self._lock:
@@ -129,9 +129,9 @@ class Reply:
         answer = self._answer
         answer.push(gathered, finish_reason)
         if answer.finish_reason:
-            self._send_final(wire.delta(self._fields() | self._final_fields()), answer.finish_reason, latency)
+            self._send_final(wire.write_answer(self._delta()), answer.finish_reason, latency)
         elif self.streaming and (len(answer.text) > self._len_sent or answer.num_visible > self._num_sent):
-            self._sender.send(wire.delta(self._fields()), False)
+            self._sender.send(wire.write_answer(self._delta()), False)
             self._num_sent, self._len_sent = answer.num_visible, len(answer.text)
 
     def _send_final(self, payload: bytes, reason: str, latency: Latency) -> None:
@@ -148,58 +148,56 @@ class Reply:
             self._first_token = self._first_token or now
             self._last_token = now
 
-    def _fields(self) -> dict[str, Any]:
+    def _delta(self) -> wire.Delta:
         answer = self._answer
         unsent = slice(self._num_sent, answer.num_visible)
-        fields: dict[str, Any] = {
+        num_tokens = answer.num_generated if answer.finish_reason else answer.num_visible  # the former has the stop id
+        gained: dict[str, Any] = {
             "req_id": self.req_id,
-            "is_end": 0,
-            "token_ids": answer.token_ids[unsent],
             "token": answer.text[self._len_sent :],
+            "token_ids": answer.token_ids[unsent],
             "send_idx": self._num_sent,
-            "usage": {"prompt_tokens": len(self.prompt.token_ids), "completion_tokens": answer.num_visible},
-            "inference_time_cost": time.time() - self._accepted,
+            "usage": self._usage(num_tokens),
             "infer_seed": self.prompt.sampling.seed,
+            "inference_time_cost": time.time() - self._accepted,
             "return_all_tokens": self._request.return_all_tokens,
+            "logprobs": self._logprobs(unsent) if self.prompt.sampling.num_logprobs >= 0 else None,
+            "times": self._times() if self._request.benchmark else None,
         }
-        if self.prompt.sampling.num_logprobs >= 0:
-            pairs = zip(answer.token_ids[unsent], answer.logprobs[unsent], strict=True)
-            fields["logprobs"] = [self._logprob_fields(token_id, logprobs) for token_id, logprobs in pairs]
-        if self._request.benchmark:
-            fields |= {
-                "preprocess_start_time": _as_date(self._received),
-                "preprocess_end_time": _as_date(self._accepted),
-                "schedule_start_time": _as_date(self._accepted),
-                "inference_start_time": str(self._first_token),
-                "inference_current_step_time": _as_date(time.time()),
-            }
-        return fields
+        if answer.finish_reason is None:
+            return wire.Delta(**gained)
+        return wire.Final(
+            **gained,
+            finish_reason=answer.finish_reason,
+            stop_reason=answer.stop_string,
+            tokens_all=answer.text,
+            tokens_all_ids=answer.token_ids,
+        )
 
-    def _final_fields(self) -> dict[str, Any]:
-        answer = self._answer
-        return {
-            "is_end": 1,
-            "finish_reason": answer.finish_reason,
-            "stop_reason": answer.stop_string,
-            "usage": {"prompt_tokens": len(self.prompt.token_ids), "completion_tokens": answer.num_generated},
-            "tokens_all_num": answer.num_generated,
-            "tokens_all_ids": answer.token_ids,
-            "tokens_all": answer.text,
-        }
+    def _failure(self, error: RequestError) -> wire.Failure:
+        usage = self._usage(self._num_sent)
+        return wire.Failure(error, self.req_id, self._num_sent, usage, self.prompt.sampling.seed)
 
-    def _logprob_fields(self, token_id: int, logprobs: Logprobs | None) -> dict[str, Any]:
+    def _usage(self, num_tokens: int) -> wire.Usage:
+        return wire.Usage(len(self.prompt.token_ids), num_tokens)
+
+    def _times(self) -> dict[str, str]:
+        received, accepted, now = map(_as_date, (self._received, self._accepted, time.time()))
+        return dict(zip(wire.TIMES, (received, accepted, accepted, str(self._first_token), now), strict=True))
+
+    def _logprobs(self, unsent: slice) -> tuple[wire.TokenLogprob, ...]:
+        pairs = zip(self._answer.token_ids[unsent], self._answer.logprobs[unsent], strict=True)
+        return tuple(self._logprob(token_id, logprobs) for token_id, logprobs in pairs)
+
+    def _logprob(self, token_id: int, logprobs: Logprobs | None) -> wire.TokenLogprob:
         if logprobs is None:
-            return {"token_id": token_id}
-        top = [self._one_logprob(i, logprob) for i, logprob in logprobs.top]
-        return self._one_logprob(token_id, logprobs.chosen) | {"top": top}
+            return wire.TokenLogprob(token_id)
+        top = tuple([self._named(each, logprob) for each, logprob in logprobs.top])
+        return self._named(token_id, logprobs.chosen, top)
 
-    def _one_logprob(self, token_id: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token_id": token_id,
-            "token": self._tokenizer.token_text(token_id),
-            "bytes": list(self._tokenizer.token_bytes(token_id)),
-            "logprob": max(-9999.0, logprob),  # JSON has no infinity, and no NaN, which this order turns away too
-        }
+    def _named(self, token_id: int, logprob: float, top: tuple[wire.TokenLogprob, ...] = ()) -> wire.TokenLogprob:
+        text, data = self._tokenizer.token_text(token_id), self._tokenizer.token_bytes(token_id)
+        return wire.TokenLogprob(token_id, text, tuple(data), logprob, top)
 
 
 def _as_date(epoch_s: float) -> str:

@@ -23,7 +23,8 @@ from engine.errors import (
     as_request_error,
     queue_full,
 )
-from engine.link.client import EngineClient
+from engine.link.client import EngineClient, Submission
+from engine.link.messages import STARTING
 from engine.serving.latency import Latency
 from engine.serving.prompt import PromptReader
 from engine.serving.reply import Reply, Sender
@@ -59,7 +60,8 @@ class Service:
         self._replies: dict[str, Reply] = {}
         self._lock = threading.Lock()  # of _replies
         self._ready: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()  # replies with something to send
-        self._closing = threading.Event()
+        self._is_draining = False  # nothing is taken any more
+        self._closing = threading.Event()  # nor does what is open go on
         self._intake = ThreadPoolExecutor(NUM_INTAKE_THREADS, "intake")
         self._threads = [
             threading.Thread(target=self._send_forever, name=f"sender-{i}", daemon=True)
@@ -83,12 +85,14 @@ class Service:
 
     def not_ready_reason(self) -> str:
         """Why a request would not be answered now; empty when it would."""
-        if self._closing.is_set():
+        if self._is_draining:
             return "the server is stopping"
         if failure := self.client.failure():
             return failure
         if self.client.silent_s == float("inf"):
             return "the engine is starting"
+        if starting := self.client.stats.get(STARTING):
+            return f"the engine is starting: {starting}"
         if self.client.silent_s > self._options.hang_after_s:
             return f"the engine has been silent for {self.client.silent_s:.0f} s"
         return ""
@@ -97,6 +101,7 @@ class Service:
         """Refuses new requests, waits up to `drain_s` seconds for the open ones, then ends them with an error."""
         deadline = time.monotonic() + drain_s
         self._intake.shutdown(wait=True)
+        self._is_draining = True
         while self._replies and time.monotonic() < deadline:
             time.sleep(0.02)
         self._closing.set()
@@ -118,7 +123,7 @@ class Service:
             body = wire.only_object(payload)
             if body.get(wire.PROBE):
                 reason = self.not_ready_reason()
-                sender.send(wire.model_state(not reason, reason, self._facts()), True)
+                sender.send(wire.write_answer(self._state(reason)), True)
                 return
             req_id = wire.req_id_of(body)
             request = wire.parse_request(body)
@@ -137,7 +142,8 @@ class Service:
     def _check_size(self, payload: bytes) -> None:
         limit = self._options.max_body_bytes
         if len(payload) > limit:
-            raise InvalidRequest(f"The request has {len(payload)} bytes, at most MAX_BODY_BYTES({limit}) are taken")
+            text = "The request has {value} bytes, at most MAX_BODY_BYTES({limit}) are taken"
+            raise InvalidRequest(text, value=len(payload), limit=limit)
 
     def _check_room(self) -> None:
         """Before time goes into tokens that the engine would refuse."""
@@ -149,7 +155,7 @@ class Service:
         log.info("refused: %s", error.kind)  # the text may quote what the client wrote
         self.latency.ended(error.kind, time.time() - received)
         try:
-            sender.send(wire.failure(error, req_id), True)
+            sender.send(wire.write_answer(wire.Failure(error, req_id)), True)
         except Exception:
             log.exception("a refusal could not be sent")
 
@@ -158,33 +164,33 @@ class Service:
         reply.wake, reply.leave = self._ready.put, self._forget
         with self._lock:
             if reply.req_id in self._replies:
-                raise DuplicateRequest(
-                    f"The req_id {wire.shown(reply.req_id)} already exists in the current batch, "
-                    "the current request will be ignored."
-                )
+                text = "The {field} {value} already exists in the current batch, the current request will be ignored."
+                raise DuplicateRequest(text, field="req_id", value=wire.shown(reply.req_id))
             self._replies[reply.req_id] = reply
 
     def _start(self, reply: Reply) -> None:
         try:
-            self.client.submit(reply.engine_id, reply.prompt.token_ids, reply.prompt.sampling, reply)
+            self.client.submit(reply.prompt.token_ids, [Submission(reply.engine_id, reply.prompt.sampling, reply)])
         except Exception as error:
             reply.ended(as_request_error(error))
         if reply.is_over:  # cancelled before the engine client knew it
             self.client.cancel(reply.engine_id)
 
-    def _facts(self) -> dict[str, object]:
+    def _state(self, reason: str) -> wire.ModelState:
         stats = self.client.stats
-        return {
-            "model_len": self._reader.model_len,
-            "max_seq_len": self._reader.max_seq_len,
-            "max_dec_len": self._reader.max_dec_len,
-            "num_running": stats.get("num_running", 0),
-            "num_waiting": stats.get("num_waiting", 0),
-            "num_blocks_held": stats.get("num_blocks_held", 0),
-            "num_open": self.num_open,
-            "engine_silent_s": min(self.client.silent_s, 1e9),
-            "num_restarts": self.client.num_restarts,
-        }
+        return wire.ModelState(
+            ready=not reason,
+            reason=reason,
+            model_len=self._reader.model_len,
+            max_seq_len=self._reader.max_seq_len,
+            max_dec_len=self._reader.max_dec_len,
+            num_running=int(stats.get("num_running", 0)),
+            num_waiting=int(stats.get("num_waiting", 0)),
+            num_blocks_held=int(stats.get("num_blocks_held", 0)),
+            num_open=self.num_open,
+            engine_silent_s=min(self.client.silent_s, 1e9),
+            num_restarts=self.client.num_restarts,
+        )
 
     # Sending
 

@@ -1,6 +1,6 @@
 """The settings of the server: one frozen dataclass, read from the environment once, checked once.
 
-`python -m engine.settings.config` prints the table of the README.
+`python -m engine.settings.config` prints the table of docs/settings.md.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Config:
     served_model_name: str = setting(
         "", "SERVED_MODEL_NAME", "name in `/v1/models`; empty: the model name, else the directory's"
     )
+    graph_dir: str = setting("", "GRAPH_DIR", "exported model that is served; empty: MODEL_DIR is one", internal=True)
     export_cache_dir: str = setting(
         "~/.cache/llm-server/exported", "EXPORT_CACHE_DIR", "where checkpoints are exported to, once each"
     )
@@ -57,7 +58,7 @@ class Config:
         choices=("auto", "float32", "bfloat16"),
     )
     block_size: int = setting(64, "BLOCK_SIZE", "tokens of a KV block, decided at export", minimum=8, maximum=1024)
-    mp_num: int = setting(1, "MP_NUM", "tensor-parallel ranks; more than 1 is not supported yet", minimum=1, maximum=1)
+    mp_num: int = setting(1, "MP_NUM", "tensor-parallel ranks of the model, a process each", minimum=1, maximum=64)
     mp_nnode: int = setting(1, "MP_NNODE", "machines; more than 1 is not supported yet", minimum=1, maximum=1)
     use_cache_kv_int8: int = setting(0, "USE_CACHE_KV_INT8", "int8 KV cache; not supported yet", minimum=0, maximum=0)
 
@@ -101,6 +102,18 @@ class Config:
         "threads of the CPU ops; 0: one per core, in a container no more than its CPU quota",
         minimum=0,
         maximum=1024,
+    )
+    speculate_method: str = setting(
+        "none",
+        "SPECULATE_METHOD",
+        "`ngram`: what followed the same tokens before is tried several tokens a step, with the same answers",
+        choices=("none", "ngram"),
+    )
+    speculate_max_draft_token_num: int = setting(
+        4, "SPECULATE_MAX_DRAFT_TOKEN_NUM", "tokens tried in a step at most", minimum=1, maximum=16
+    )
+    speculate_max_ngram_size: int = setting(
+        3, "SPECULATE_MAX_NGRAM_SIZE", "tokens that must have occurred before, at most", minimum=1, maximum=16
     )
     use_warmup: bool = setting(False, "USE_WARMUP", "run the longest step once before the server is ready")
 
@@ -197,6 +210,10 @@ class Config:
         return max(self.max_num_batched_tokens, 2 * self.batch_size)
 
     @property
+    def graph_path(self) -> Path:
+        return Path(self.graph_dir or self.model_dir)
+
+    @property
     def run_path(self) -> Path:
         return _expanded("RUN_DIR", self.run_dir or f"/tmp/llm-server-{os.getuid()}")
 
@@ -216,6 +233,8 @@ def markdown_table() -> str:
     rows = ["| variable | default | meaning |", "| --- | --- | --- |"]
     for f in fields(Config):
         s: Setting = f.metadata["setting"]
+        if s.internal:
+            continue
         old = f" (old name{'s' * (len(s.old) > 1)}: {', '.join(f'`{name}`' for name in s.old)})" if s.old else ""
         choices = f"; one of {', '.join(f'`{c}`' for c in s.choices)}" if s.choices else ""
         rows.append(f"| `{s.env}` | {_as_text(f.default)} | {s.doc}{choices}{old} |")

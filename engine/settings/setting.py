@@ -21,6 +21,7 @@ class Setting:
     maximum: float | None = None
     choices: tuple[str, ...] = ()
     may_be_empty: bool = False  # elsewhere an empty text is like an unset variable
+    internal: bool = False  # set by start_server for the processes it starts; no operator's business
 
 
 def setting(default: Any, env: str, doc: str, **limits: Any) -> Any:

@@ -1,21 +1,20 @@
-"""The JSON between clients and the Triton model: one list with one object in, the same out, a bare object for errors.
+"""What a client asks of the Triton model: a list with one object. Nothing here knows tokens, Triton or HTTP.
 
-The gateway writes what `parse_request` reads and reads what `delta` and `failure` write. Nothing here knows
-tokens, Triton or HTTP. Field names and error texts are the predecessor's where it had them.
+Field names and error texts are the predecessor's where it had them.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-import time
 from dataclasses import dataclass
 from typing import Any
 
-from engine.errors import InvalidRequest, RequestError
-from engine.wire.fields import FIELDS, kind_of, shown
+from engine.errors import InvalidRequest, literally
+from engine.wire.checks import kind_of, shown
+from engine.wire.fields import FIELDS
 
-PROBE = "probe"  # a request with this key set is answered at once with the state of the model, see `model_state`
+PROBE = "probe"  # a request with this key set is answered at once with the ModelState
 MAX_UNKNOWN_KEYS = 100  # that are compared with ours
 MAX_MISSPELT_LEN = 40  # characters; a longer key is none of ours, and comparing it takes long
 EXCLUSIVE = ("topp", "infer_seed")
@@ -63,27 +62,35 @@ class GenerationRequest:
     return_all_tokens: bool = False
     benchmark: bool = False
 
+    @property
+    def source(self) -> str:
+        """The field that its prompt comes from."""
+        if self.input_ids is not None:
+            return "input_ids"
+        return "messages" if self.text is None else "text"
+
 
 def parse_request(body: dict[str, Any]) -> GenerationRequest:
     """Checks the object that `only_object` found. Raises InvalidRequest with every problem, one sentence each."""
-    problems: list[str] = []
+    problems: list[InvalidRequest] = []
     values: dict[str, Any] = {}
     for name, field in FIELDS.items():
         keys = [key for key in (name, *field.aliases) if body.get(key) is not None]
         try:
             if len(keys) > 1 and name in EXCLUSIVE:
-                raise InvalidRequest(f"Only one of {tuple(keys)} should be set")
+                raise InvalidRequest("Only one of {value} should be set", field=name, value=str(tuple(keys)))
             if keys:
                 values[name] = field.check(keys[0], body[keys[0]])
         except InvalidRequest as error:
-            problems.append(str(error))
+            problems.append(error)
     if body.get("req_id") is None:
-        problems.append("The input parameters should contain `req_id`.")
+        problems.append(InvalidRequest("The input parameters should contain `{field}`.", field="req_id"))
     if all(body.get(name) is None for name in ("text", "input_ids", "messages")):
-        problems.append("The input parameters should contain either `text`, `input_ids` or `messages`")
+        text = "The input parameters should contain either `{field}`, `{input_ids}` or `{messages}`"
+        problems.append(InvalidRequest(text, field="text"))
     problems += _misspelt(body)
     if problems:
-        raise InvalidRequest("; ".join(problems))
+        raise problems[0] if len(problems) == 1 else _all_of(problems)
     for name in ACCEPTED_ONLY:
         values.pop(name, None)
     return GenerationRequest(**values)
@@ -100,7 +107,8 @@ def only_object(payload: bytes | str) -> dict[str, Any]:
     if not isinstance(body, list):
         raise InvalidRequest(f"the request must be a list with one object, it is {kind_of(body)}")
     if len(body) != 1:
-        raise InvalidRequest(f"request data should not be empty and query num {len(body)} should be 1")
+        text = "request data should not be empty and query num {value} should be {limit}"
+        raise InvalidRequest(text, value=len(body), limit=1)
     if not isinstance(body[0], dict):
         raise InvalidRequest(f"the request must be a list with one object, its item is {kind_of(body[0])}")
     return body[0]
@@ -114,42 +122,19 @@ def req_id_of(body: dict[str, Any]) -> str | None:
         return None
 
 
-def _misspelt(body: dict[str, Any]) -> list[str]:
+def _all_of(problems: list[InvalidRequest]) -> InvalidRequest:
+    """One error that tells of each, and blames the first."""
+    text = "; ".join(map(str, problems))
+    return InvalidRequest(literally(text), **problems[0].cause)
+
+
+def _misspelt(body: dict[str, Any]) -> list[InvalidRequest]:
     """Unknown keys pass (clients send all sorts), unless they look like a known one that would change the answer."""
     known = [key for name, field in FIELDS.items() for key in (name, *field.aliases)]
     problems = []
     unknown = sorted(key for key in body.keys() - set(known) - {PROBE} if len(key) <= MAX_MISSPELT_LEN)
     for key in unknown[:MAX_UNKNOWN_KEYS]:
         if close := difflib.get_close_matches(key, known, n=1, cutoff=0.85):
-            problems.append(f"unknown field {shown(key)}, did you mean `{close[0]}`?")
+            text = "unknown field {value}, did you mean `{field}`?"
+            problems.append(InvalidRequest(text, field=close[0], value=shown(key)))
     return problems
-
-
-def delta(fields: dict[str, Any]) -> bytes:
-    """A normal response: a list with one object."""
-    return json.dumps([fields], ensure_ascii=False).encode()
-
-
-def failure(error: RequestError, req_id: str | None) -> bytes:
-    """An error response: a bare object, always the last of its request."""
-    fields = {
-        "req_id": req_id,
-        "error_msg": str(error),
-        "error_code": error.code,
-        "error_type": error.kind,
-        "version": "4.6",
-        "timestamp": time.time(),
-    }
-    # The text may quote what a chat template makes of a lone surrogate.
-    return json.dumps(fields, ensure_ascii=False).encode(errors="replace")
-
-
-def model_state(ready: bool, reason: str, fields: dict[str, Any]) -> bytes:
-    """The answer to a probe. `reason` says why the model is not ready."""
-    return json.dumps([{"is_end": 1, "ready": ready, "reason": reason, **fields}]).encode()
-
-
-def read_answer(payload: bytes | str) -> dict[str, Any]:
-    """The object of a response; a failure has `error_code` above 0."""
-    body = json.loads(payload)
-    return body[0] if isinstance(body, list) else body

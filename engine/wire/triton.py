@@ -25,13 +25,13 @@ def infer_request(body: dict[str, Any]) -> service_pb2.ModelInferRequest:
     return request
 
 
-def read_response(response: service_pb2.ModelStreamInferResponse) -> dict[str, Any]:
-    """What the model has sent, one of its errors, too. Raises EngineUnavailable when it is not the model's."""
+def read_response(response: service_pb2.ModelStreamInferResponse) -> wire.Answer:
+    """What the model has sent, a failure, too. Raises EngineUnavailable when it is not the model's."""
     if response.error_message:  # Triton's own words: the model is not loaded, its process has died
         raise EngineUnavailable(f"the model server failed: {response.error_message}")
     result = response.infer_response
-    if result.raw_output_contents:
-        payload = result.raw_output_contents[0][LENGTH_BYTES:]
+    if contents := result.raw_output_contents:
+        payload = contents[0][LENGTH_BYTES:]
     elif result.outputs and result.outputs[0].contents.bytes_contents:
         payload = result.outputs[0].contents.bytes_contents[0]
     else:

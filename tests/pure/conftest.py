@@ -46,11 +46,11 @@ def no_paddle(monkeypatch) -> list[str]:
     """Replaces the slow half of the export. Collects the directories it was asked to fill."""
     saved = []
 
-    def save_rank(directory, checkpoint, shard, progress):
+    def save_rank(directory, network, graph, checkpoint, progress):
         directory.mkdir()
-        (directory / "model.json").touch()
-        (directory / "model.pdiparams").touch()
+        (directory / graph.program).touch()
+        (directory / graph.parameters).touch()
         saved.append(directory.parent.name)
 
-    monkeypatch.setattr("engine.models.save.save_rank", save_rank)
+    monkeypatch.setattr("engine.exporting.save.save_rank", save_rank)
     return saved

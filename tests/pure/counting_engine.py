@@ -9,9 +9,12 @@ import os
 import runpy
 import sys
 import time
+from types import SimpleNamespace
 
 from engine import executors
 from engine.core.loop import Loop
+from engine.executors import memory
+from engine.exporting import manifest
 from engine.link.server import Server
 from engine.settings.config import Config
 from tests.pure.counting_executor import CountingExecutor
@@ -27,14 +30,14 @@ class SlowExecutor(CountingExecutor):
         self.step_s = step_s
         self._max_steps = max_steps
 
-    def step(self, batch):
-        if any(POISON in chunk.request.token_ids[: chunk.request.prompt_len] for chunk in batch.chunks):
+    def launch(self, batch):
+        if any(POISON in arrival.token_ids[: arrival.prompt_len] for arrival in batch.arrivals):
             os._exit(1)
-        time.sleep(self.step_s if len(self.batches) < self._max_steps else 600)
-        return super().step(batch)
+        return super().launch(batch)
 
-    def warm_up(self):
-        print("warmed up", flush=True)  # noqa: T201 - the test reads it
+    def finish(self):
+        time.sleep(self.step_s if len(self.batches) <= self._max_steps else 600)
+        super().finish()
 
 
 def make_executor(graph_dir, config):
@@ -42,10 +45,17 @@ def make_executor(graph_dir, config):
     return SlowExecutor(40, 4, 0.001)
 
 
+def allocate_cache(executor, config, model_len):
+    print(f"warms up: {config.use_warmup}", flush=True)  # noqa: T201 - the test reads it
+    return executor.num_blocks
+
+
 if __name__ == "__main__":
     if len(sys.argv) == 1:
         executors.make_executor = make_executor
+        memory.allocate_cache = allocate_cache
+        manifest.Manifest.read = lambda graph_dir: SimpleNamespace(max_seq_len=100)
         runpy.run_module("engine.process", run_name="__main__")
     address, step_s, max_steps = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
     config = Config(batch_size=12, max_num_batched_tokens=32)
-    Server(Loop(SlowExecutor(40, 4, step_s, max_steps), config), address).run()
+    Server(address).run(Loop(SlowExecutor(40, 4, step_s, max_steps), 40, config))

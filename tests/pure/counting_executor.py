@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
-from engine.core.types import Batch, Chunk, Logprobs, Request, Sampling, StepOutput
+from engine.core.types import Batch, Logprobs, Row, Sampling, StepOutput
 
 
 def next_token(last: int, index: int, sampling: Sampling) -> int:
@@ -34,52 +35,118 @@ def prefix_names(token_ids: Sequence[int]) -> Iterator[int]:
         yield name
 
 
+@dataclass
+class Slot:
+    """What the executor knows of the request in it."""
+
+    token_ids: list[int]
+    prompt_len: int
+    sampling: Sampling
+    block_ids: list[int] = field(default_factory=list)
+
+    def choose(self) -> int:
+        last, index = self.token_ids[-1], len(self.token_ids) - self.prompt_len
+        self.token_ids.append(next_token(last, index, self.sampling))
+        return self.token_ids[-1]
+
+
+class CountingStep:
+    def __init__(self, executor: CountingExecutor, output: StepOutput):
+        self._executor, self._output = executor, output
+
+    def mask(self, bits: object) -> None:
+        raise AssertionError("nobody has a grammar here")
+
+    def result(self) -> StepOutput:
+        self._executor.finish()
+        return self._output
+
+
 class CountingExecutor:
     """Where a model keeps keys and values of a position, this keeps the name of the prefix that ends there; each step
-    checks that the chunks find the right names in the blocks of their requests."""
+    checks that the rows find the right names in the blocks of their slots."""
+
+    block_bytes = 1
 
     def __init__(self, num_blocks: int = 16, block_size: int = 4):
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.batches: list[list[tuple[str, int]]] = []  # (request id, tokens) of each chunk
+        self.batches: list[list[tuple[str, int]]] = []  # (first token of the prompt, tokens) of each row
         self.cache: dict[tuple[int, int], int] = {}  # (block, offset) -> name
+        self.slots: dict[int, Slot] = {}
+        self.num_running = 0  # steps that were launched and not asked for
         self.is_closed = False
 
-    def warm_up(self) -> None:
-        pass
+    def free_bytes(self) -> int:
+        return self.num_blocks
 
-    def step(self, batch: Batch) -> StepOutput:
-        self.batches.append([(chunk.request.request_id, chunk.num_tokens) for chunk in batch.chunks])
-        holders = Counter(block for chunk in batch.chunks for block in chunk.request.block_ids)
-        for chunk in batch.chunks:
-            self._write(chunk, holders)
-        for chunk in batch.chunks:
-            self._attend(chunk)
-        requests = [chunk.request for chunk in batch.chunks if chunk.samples]
-        token_ids = [next_token(r.token_ids[-1], r.num_new_tokens, r.sampling) for r in requests]
-        return StepOutput(token_ids, [logprobs_of(*pair) for pair in zip(token_ids, requests, strict=True)])
+    def allocate(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+
+    def launch(self, batch: Batch) -> CountingStep:
+        self.num_running += 1
+        for arrival in batch.arrivals:
+            self.slots[arrival.slot] = Slot(list(arrival.token_ids), arrival.prompt_len, arrival.sampling)
+        for copy in batch.copies:
+            for offset in range(self.block_size):
+                self.cache[copy.target, offset] = self.cache.get((copy.source, offset), 0)
+        for row in batch.rows:
+            self.slots[row.slot].block_ids += row.new_block_ids
+        for copy in batch.copies:
+            assert self.slots[copy.slot].block_ids[copy.index] in (copy.source, copy.target)
+            self.slots[copy.slot].block_ids[copy.index] = copy.target
+        self.batches.append([(str(self.slots[row.slot].token_ids[0]), len(row.token_ids)) for row in batch.rows])
+        holders = Counter(block for row in batch.rows for block in self.slots[row.slot].block_ids)
+        for row in batch.rows:
+            self._write(row, holders)
+        for row in batch.rows:
+            self._attend(row)
+        return CountingStep(self, self._choose(batch))
+
+    def finish(self) -> None:
+        self.num_running -= 1
 
     def close(self) -> None:
         self.is_closed = True
 
-    def _write(self, chunk: Chunk, holders: Counter[int]) -> None:
-        assert chunk.num_tokens > 0
-        names = list(prefix_names(chunk.request.token_ids))
-        for position in range(chunk.start, chunk.end):
-            slot = self._slot(chunk.request, position)
-            assert 0 <= slot[0] < self.num_blocks
-            assert holders[slot[0]] == 1, f"{chunk.request.request_id} writes into a block that others read"
-            self.cache[slot] = names[position]
+    def _choose(self, batch: Batch) -> StepOutput:
+        token_ids, slots = [], []
+        for row in batch.rows:
+            if row.num_sampled:
+                drafts = list(row.token_ids)[len(row.token_ids) - row.num_sampled + 1 :]
+                chosen = [self.slots[row.slot].choose()]
+                while drafts and drafts.pop(0) == chosen[-1]:
+                    chosen.append(self.slots[row.slot].choose())
+                token_ids += [chosen, *([self.slots[fork].choose()] for fork in row.forks)]
+                slots += [row.slot, *row.forks]
+        logprobs = [logprobs_of(ids, self.slots[slot]) for ids, slot in zip(token_ids, slots, strict=True)]
+        return StepOutput(token_ids, logprobs)
 
-    def _attend(self, chunk: Chunk) -> None:
-        for position, name in enumerate(prefix_names(chunk.request.token_ids[: chunk.end])):
-            found = self.cache.get(self._slot(chunk.request, position))
-            assert found == name, f"{chunk.request.request_id} finds another prefix at position {position}"
+    def _write(self, row: Row, holders: Counter[int]) -> None:
+        assert row.token_ids
+        slot = self.slots[row.slot]
+        num_drafts = max(row.num_sampled - 1, 0)
+        known = row.token_ids[: len(row.token_ids) - num_drafts]
+        assert slot.token_ids[row.start : row.start + len(known)] == known
+        names = list(prefix_names([*slot.token_ids[: row.start], *row.token_ids]))
+        for position in range(row.start, row.start + len(row.token_ids)):
+            place = self._place(slot, position)
+            assert 0 <= place[0] < self.num_blocks
+            assert holders[place[0]] == 1, f"slot {row.slot} writes into a block that others read"
+            self.cache[place] = names[position]
 
-    def _slot(self, request: Request, position: int) -> tuple[int, int]:
-        return request.block_ids[position // self.block_size], position % self.block_size
+    def _attend(self, row: Row) -> None:
+        slot = self.slots[row.slot]
+        for position, name in enumerate(prefix_names([*slot.token_ids[: row.start], *row.token_ids])):
+            found = self.cache.get(self._place(slot, position))
+            assert found == name, f"slot {row.slot} finds another prefix at position {position}"
+
+    def _place(self, slot: Slot, position: int) -> tuple[int, int]:
+        return slot.block_ids[position // self.block_size], position % self.block_size
 
 
-def logprobs_of(token_id: int, request: Request) -> Logprobs | None:
-    count = request.sampling.num_logprobs
-    return None if count < 0 else Logprobs(-token_id / 8, tuple((token_id + i, -float(i)) for i in range(count)))
+def logprobs_of(token_ids: Sequence[int], slot: Slot) -> list[Logprobs] | None:
+    count = slot.sampling.num_logprobs
+    if count < 0:
+        return None
+    return [Logprobs(-token_id / 8, tuple((token_id + i, -float(i)) for i in range(count))) for token_id in token_ids]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from engine.core.loop import Loop
 from engine.core.types import Sampling
-from engine.link.client import EngineClient
+from engine.link.client import EngineClient, Submission
 from engine.link.server import Server
 from engine.settings.config import Config
 from tests.pure.counting_executor import CountingExecutor
@@ -28,9 +28,9 @@ class Collector:
         self.token_ids, self.logprobs, self.ends = [], [], []  # ends: a finish reason or an error
         self.is_over = threading.Event()
 
-    def token(self, token_id, logprobs, finish_reason):
-        self.token_ids.append(token_id)
-        self.logprobs.append(logprobs)
+    def tokens(self, token_ids, logprobs, finish_reason):
+        self.token_ids += token_ids
+        self.logprobs += logprobs or [None] * len(token_ids)
         if finish_reason:
             self._end(finish_reason)
 
@@ -51,8 +51,9 @@ class Collector:
 @contextmanager
 def a_server(executor=None, address="tcp://127.0.0.1:*", **settings):
     executor = executor or CountingExecutor(64, 4)
-    server = Server(Loop(executor, Config(**settings)), address)
-    thread = threading.Thread(target=server.run)
+    server = Server(address)
+    server.begin(Loop(executor, executor.num_blocks, Config(**settings)))
+    thread = threading.Thread(target=server.run, args=[server.loop])
     thread.start()
     try:
         yield server
@@ -81,7 +82,7 @@ def submit(client, prompt, max_new_tokens=8, request_id=None, **sampling):
     listener.prompt = list(prompt)
     listener.sampling = Sampling(max_new_tokens, **{"temperature": 0, **sampling})
     listener.request_id = request_id or f"id {id(listener)}"
-    client.submit(listener.request_id, listener.prompt, listener.sampling, listener)
+    client.submit(listener.prompt, [Submission(listener.request_id, listener.sampling, listener)])
     return listener
 
 

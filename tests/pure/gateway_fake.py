@@ -13,28 +13,29 @@ from typing import Any
 import openai
 
 from engine.errors import EngineUnavailable, TimedOut
+from engine.settings.config import Config
+from engine.wire import UNLIKELY, Delta, Final, ModelState, TokenLogprob, Usage
 from gateway.__main__ import listen, serve
-from gateway.app import make_app
-from gateway.backend import GatewaySettings
+from gateway.app import REQUEST_TIMEOUT_S, make_app
 
 PATIENCE_S = 60  # only a test that fails waits that long
 WAIT = object()  # in a script: nothing more comes until the test says `go`
 
 
-def a_logprob(text: str) -> dict[str, Any]:
-    token = {"token_id": 7, "token": text, "bytes": list(text.encode()), "logprob": -0.5}
-    return {**token, "top": [token, {**token, "token": "x", "bytes": [120], "logprob": float("-inf")}]}
+def a_logprob(text: str) -> TokenLogprob:
+    token = TokenLogprob(7, text, tuple(text.encode()), -0.5)
+    return token._replace(top=(token, TokenLogprob(7, "x", (120,), UNLIKELY)))
 
 
 class FakeBackend:
     """Answers every request with the script: a text is a delta of one token, an exception is raised, WAIT waits."""
 
-    def __init__(self, *script: Any, finish_reason="stop", stop_reason=None, state: dict[str, Any] | None = None):
+    def __init__(self, *script: Any, finish_reason="stop", stop_reason=None, state: Any = None):
         self.script = script
         self.scripts: list[tuple[Any, ...]] = []  # of the first requests, when they differ
         self.finish_reason = finish_reason
         self.stop_reason = stop_reason
-        self.state = {"ready": True, "reason": "", "model_len": 8192} if state is None else state
+        self.state = ModelState(ready=True, model_len=8192) if state is None else state
         self.bodies: list[dict[str, Any]] = []
         self.num_probes = 0
         self.waiting = threading.Semaphore(0)  # released when a request reaches WAIT
@@ -46,7 +47,7 @@ class FakeBackend:
     def go(self) -> None:
         self._loop.call_soon_threadsafe(self._go.set)
 
-    async def generate(self, body: dict[str, Any], timeout_s: float) -> AsyncGenerator[dict[str, Any], None]:
+    async def generate(self, body: dict[str, Any], timeout_s: float) -> AsyncGenerator[Delta, None]:
         self.bodies.append(json.loads(json.dumps(body)))
         self._loop = asyncio.get_running_loop()
         self._go = self._go or asyncio.Event()
@@ -62,8 +63,8 @@ class FakeBackend:
                     if self.is_closed:
                         raise EngineUnavailable("the gateway is stopping")
                 else:
-                    yield self._response(body, texts, item)
-            yield self._response(body, texts, "") | self._end(texts)
+                    yield Delta(**self.gained(body, texts, item))
+            yield Final(**self.gained(body, texts, ""), **self._end(texts))
         except (asyncio.CancelledError, GeneratorExit):
             self.cancelled.release()
             raise
@@ -74,28 +75,26 @@ class FakeBackend:
         except asyncio.TimeoutError:
             raise TimedOut(f"the model sent no response for {timeout_s:g} s, the request is cancelled") from None
 
-    def _response(self, body: dict[str, Any], texts: list[str], text: str) -> dict[str, Any]:
-        response = {
+    def gained(self, body: dict[str, Any], texts: list[str], text: str) -> dict[str, Any]:
+        fields = {
             "req_id": body["req_id"],
-            "is_end": 0,
             "token_ids": [len(texts)] if text else [],
             "token": text,
             "send_idx": len(texts),
             "inference_time_cost": 0.25,
             "infer_seed": 3,
-            "return_all_tokens": False,
         }
         if text:
             texts.append(text)
             if body.get("logprobs", -1) >= 0:
-                response["logprobs"] = [a_logprob(text)]
-        return response | {"usage": {"prompt_tokens": 5, "completion_tokens": len(texts), "cached_tokens": 4}}
+                fields["logprobs"] = (a_logprob(text),)
+        return fields | {"usage": Usage(5, len(texts), cached_tokens=4)}
 
     def _end(self, texts: list[str]) -> dict[str, Any]:
-        whole = {"tokens_all_num": len(texts), "tokens_all_ids": list(range(len(texts))), "tokens_all": "".join(texts)}
-        return {"is_end": 1, "finish_reason": self.finish_reason, "stop_reason": self.stop_reason, **whole}
+        whole = {"tokens_all_ids": list(range(len(texts))), "tokens_all": "".join(texts)}
+        return {"finish_reason": self.finish_reason, "stop_reason": self.stop_reason, **whole}
 
-    async def probe(self) -> dict[str, Any]:
+    async def probe(self) -> ModelState:
         self.num_probes += 1
         if isinstance(self.state, Exception):
             raise self.state
@@ -172,14 +171,15 @@ def openai_client(gateway: Gateway, base: str = "/v1") -> Iterator[openai.Client
 
 
 @contextlib.contextmanager
-def running(backend: FakeBackend, **settings: Any) -> Iterator[Gateway]:
+def running(backend: FakeBackend, request_timeout_s: float = REQUEST_TIMEOUT_S, **settings: Any) -> Iterator[Gateway]:
     sock = listen("127.0.0.1", 0)
     loop = asyncio.new_event_loop()
     stop = asyncio.Event()
-    configured = GatewaySettings(**{"drain_timeout_s": 0.2, **settings})
+    config = Config(**{"drain_timeout_s": 0.2, **settings})
 
     def work() -> None:
-        loop.run_until_complete(serve(make_app(backend, configured), sock, stop, configured.drain_timeout_s))
+        app = make_app(backend, config, request_timeout_s)
+        loop.run_until_complete(serve(app, sock, stop, config.drain_timeout_s))
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
 

@@ -7,7 +7,6 @@ import threading
 import time
 
 from engine.errors import EngineUnavailable
-from engine.wire import read_answer
 
 PATIENCE_S = 60  # only a test that fails waits that long
 
@@ -33,7 +32,8 @@ class FakeSender:
         if self._final_tried:
             self.misuses.append(f"send after the final response: {payload!r}")
         self._final_tried |= final
-        fields = read_answer(payload)
+        body = json.loads(payload)
+        [fields] = body if isinstance(body, list) else [body]
         self.before_send(fields, final)
         self.sent.append((fields, final))
 
@@ -74,7 +74,8 @@ class FakeEngine:
         self.on_submit = lambda: None
         self._lock = threading.Lock()
 
-    def submit(self, request_id, token_ids, sampling, listener):
+    def submit(self, token_ids, submissions):
+        [(request_id, sampling, listener)] = [(s.request_id, s.sampling, s.listener) for s in submissions]
         self.on_submit()
         if self.reason:
             raise EngineUnavailable(self.reason)
@@ -108,7 +109,7 @@ class FakeEngine:
             is_last = bool(finish_reason) and index == len(token_ids)
             if is_last:
                 del self.listeners[name]
-            listener.token(token_id, None, finish_reason if is_last else None)
+            listener.tokens([token_id], None, finish_reason if is_last else None)
 
 
 def a_payload(**fields):

@@ -36,17 +36,23 @@ def random_requests(seed):
     return requests
 
 
-def run(executor, config, requests, times=1):
+def run(executor, config, requests, times=1, num_blocks=400):
     """The answers, with their log-probabilities to the last bit, of the last of `times` rounds; and the loop."""
-    loop = Loop(executor, config)
+    loop = Loop(executor, num_blocks, config)
     for _ in range(times):
         answers = {index: [] for index in range(len(requests))}
         for index, (prompt, sampling) in enumerate(requests):
             loop.add(Request(str(index), list(prompt), len(prompt), sampling))
         while not loop.is_idle:
-            for update in loop.step():
-                answers[int(update.request.request_id)].append((update.token_id, update.logprobs))
+            for update in loop.turn():
+                answers[int(update.request.request_id)] += zip(update.token_ids, update.logprobs, strict=True)
     return answers, loop
+
+
+def an_executor(graph_dir, config, num_blocks=400):
+    executor = make_executor(graph_dir, config)
+    executor.allocate(num_blocks)
+    return executor
 
 
 @pytest.fixture(scope="module", params=["qwen2", "llama3"])
@@ -57,7 +63,7 @@ def graph_dir(request, exported):
 @pytest.fixture(scope="module")
 def alone(graph_dir):
     config = Config(block_bs=4, max_dec_len=64, enable_prefix_caching=False)
-    executor = make_executor(graph_dir, config)
+    executor = an_executor(graph_dir, config)
     requests = random_requests(seed=1)
     answers = {}
     for index, request in enumerate(requests):
@@ -75,29 +81,28 @@ BASE = Config(max_dec_len=64, batch_size=NUM_REQUESTS, max_num_batched_tokens=64
         pytest.param({"max_num_batched_tokens": 4096}, 400, False, id="whole prompts"),
         pytest.param({"batch_size": 7, "max_num_batched_tokens": 17}, 400, False, id="small chunks"),
         pytest.param({"block_ratio": 0.9}, 24, True, id="tiny pool"),
-        pytest.param({"block_ratio": 0.9, "enable_prefix_caching": False}, 24, True, id="tiny pool without cache"),
+        pytest.param({"block_ratio": 0.9, "enable_prefix_caching": False}, 16, True, id="tiny pool without cache"),
         pytest.param({"block_ratio": 1.0}, 24, False, id="worst case reserved"),
     ],
 )
 def test_thirty_two_requests_together_answer_as_one_by_one(graph_dir, alone, settings, num_blocks, preempts):
     config = replace(BASE, block_bs=4, **settings)
-    executor = make_executor(graph_dir, config)
-    assert executor.num_blocks >= num_blocks or not preempts
-    executor.num_blocks = min(executor.num_blocks, num_blocks)  # the loop may only use as many
-    answers, loop = run(executor, config, random_requests(seed=1))
+    answers, loop = run(an_executor(graph_dir, config, num_blocks), config, random_requests(seed=1), 1, num_blocks)
     assert answers == alone
     assert (loop.stats()["num_preemptions"] > 0) == preempts
 
 
 def test_a_warm_prefix_cache_changes_no_bit(graph_dir, alone):
     config = replace(BASE, block_bs=8)
-    answers, loop = run(make_executor(graph_dir, config), config, random_requests(seed=1), times=2)
+    answers, loop = run(an_executor(graph_dir, config), config, random_requests(seed=1), times=2)
     assert answers == alone
     assert loop.stats()["num_cached_tokens"] > 1000
 
 
 def test_the_definition_of_the_ops_chooses_the_same_tokens(graph_dir, alone):
     few = random_requests(seed=1)[:6]
-    answers, _ = run(ReferenceExecutor(graph_dir, num_blocks=60), BASE, few)
+    executor = ReferenceExecutor(graph_dir)
+    executor.allocate(60)
+    answers, _ = run(executor, BASE, few, num_blocks=60)
     for index, answer in answers.items():
         assert [token_id for token_id, _ in answer] == [token_id for token_id, _ in alone[index]]

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.dtypes import as_f32
+from engine.dtypes import as_f32, from_bf16
 from engine.exporting.__main__ import main
 from engine.exporting.export import ExportOptions, export
-from engine.exporting.exported import GRAPH_VERSION, ExportedModel, is_exported
+from engine.exporting.manifest import GRAPH_VERSION, Manifest, is_exported
 from engine.graph import load
 from engine.models.keys import ModelError
 from tests.checkpoints import COMMON, FAMILIES, make_checkpoint, random_tensors, write_shards, write_tensors
@@ -34,23 +34,30 @@ def test_an_export_has_everything_a_server_needs(exported, checkpoint):
         "infer_model_graph_version": GRAPH_VERSION,
     }
     assert keys == {**original, **added}
-    assert ExportedModel.read(directory) == ExportedModel(320, 16, 500, "float32")
+    model = Manifest.read(directory)
+    assert (model.vocab_size, model.max_seq_len, model.block_size, model.num_ranks) == (320, 500, 16, 1)
+    assert model.weight_format == "float32"
     for name in COPIED:
         assert (directory / name).read_bytes() == (checkpoint("qwen2") / name).read_bytes()
     assert sorted(path.name for path in (directory / "rank_0").iterdir()) == ["model.json", "model.pdiparams"]
     assert is_exported(directory)
-    assert load(directory)[0].inputs["kv_cache_0"].shape[3] == 16
+    graph = load(directory)[0]
+    assert list(graph.inputs) == [*model.graph().inputs, *(cache.name for cache in model.graph().caches)]
+    assert list(graph.outputs) == list(model.graph().outputs)
+    for cache in model.graph().caches:
+        assert (cache.shape, cache.dtype) == (graph.inputs[cache.name].shape, graph.inputs[cache.name].dtype)
+        assert cache.block_size == 16
 
 
 def test_the_length_defaults_to_what_the_model_was_made_for(exported):
-    assert ExportedModel.read(exported("llama")).max_seq_len == 1024
+    assert Manifest.read(exported("llama")).max_seq_len == 1024
 
 
 def test_a_sliding_window_limits_the_length(a_checkpoint, tmp_path, no_paddle):
     change_config(use_sliding_window=True, max_window_layers=0)(a_checkpoint)
     steps: list[str] = []
     export(a_checkpoint, tmp_path / "out", ExportOptions(), steps.append)
-    assert ExportedModel.read(tmp_path / "out").max_seq_len == 128
+    assert Manifest.read(tmp_path / "out").max_seq_len == 128
     assert any("sliding_window is 128" in step for step in steps)
     with pytest.raises(ModelError, match=r"sliding_window is 128, .* max_seq_len 128 or less"):
         export(a_checkpoint, tmp_path / "more", ExportOptions(max_seq_len=129))
@@ -77,8 +84,9 @@ def test_every_stored_dtype_becomes_what_was_asked_for(stored, asked, made, tmp_
     checkpoint = make_checkpoint(tmp_path / "checkpoint", "qwen2", seed=0, torch_dtype=stored)
     export(checkpoint, tmp_path / "out", ExportOptions(dtype=asked))
     graph, params = load(tmp_path / "out")
-    assert ExportedModel.read(tmp_path / "out").dtype == made
-    assert graph.parameters["embed_tokens.weight"].dtype == graph.inputs["kv_cache_0"].dtype == made
+    assert Manifest.read(tmp_path / "out").weight_format == made
+    [cache, _] = Manifest.read(tmp_path / "out").graph().caches
+    assert graph.parameters["embed_tokens.weight"].dtype == cache.dtype == graph.inputs[cache.name].dtype == made
     tolerance = 0 if stored == made == "float32" else 2**-7
     for ours, theirs in (
         ("embed_tokens.weight", "model.embed_tokens.weight"),
@@ -95,7 +103,8 @@ def test_rounding_to_bfloat16_is_to_nearest_even_and_keeps_odd_values(tmp_path):
     write_tensors(checkpoint / "model.safetensors", tensors)
     export(checkpoint, tmp_path / "out", ExportOptions(dtype="bfloat16"))
     made = load(tmp_path / "out")[1]["embed_tokens.weight"][0, :6]
-    assert made.tolist() == [0x3F80, 0x3F82, 0x3F81, 0x7F80, 0xFFFF, 0x8000]
+    assert made[[0, 1, 2, 3, 5]].tolist() == [0x3F80, 0x3F82, 0x3F81, 0x7F80, 0x8000]
+    assert np.isnan(from_bf16(made[4:5]))
 
 
 def test_shards_export_like_one_file(a_checkpoint, tmp_path):
@@ -167,13 +176,14 @@ K_PROJ = "model.layers.1.self_attn.k_proj.weight"
         (lambda d: (d / "model.safetensors").unlink(), r"model\.safetensors is missing"),
         (lose_a_shard, r"model-00002-of-00002\.safetensors is missing"),
         (lambda d: (d / "model.safetensors.index.json").write_text("{}"), "weight_map is missing or empty"),
-        (cut_weights(4), "has 4 bytes, too few for a safetensors file"),
-        (cut_weights(100), "is cut off: its header should end at byte"),
-        (cut_weights(-1), "is cut off: tensor .* should end at byte"),
-        (replace_in_weights(b'{"model', b"{!model"), "has a header that is not safetensors"),
-        (replace_in_weights(b'"dtype"', b'"dtipe"'), "has a header that is not safetensors"),
+        (cut_weights(0), r"model\.safetensors \(0 bytes\) is cut off or no safetensors file: .*header too small"),
+        (cut_weights(4), r"\(4 bytes\) is cut off or no safetensors file: .*header too small"),
+        (cut_weights(100), r"\(100 bytes\) is cut off or no safetensors file: .*invalid header length"),
+        (cut_weights(-1), "is cut off or no safetensors file: .*file not fully covered"),
+        (replace_in_weights(b'{"model', b"{!model"), "is cut off or no safetensors file: .*invalid JSON in header"),
+        (replace_in_weights(b'"dtype"', b'"dtipe"'), "is cut off or no safetensors file: .*missing field `dtype`"),
         (replace_in_weights(b'"F32"', b'"I32"'), "has dtype I32, supported are F32, F16, BF16"),
-        (replace_in_weights(b'"F32"', b'"F16"'), "bytes, its shape asks for"),
+        (replace_in_weights(b'"F32"', b'"F16"'), "is cut off or no safetensors file: .*offset for tensor"),
     ],
 )
 def test_what_is_wrong_with_a_checkpoint_is_said_and_nothing_is_left(damage, message, a_checkpoint, tmp_path):
@@ -209,7 +219,8 @@ def test_an_output_table_that_is_not_the_embeddings_is_used_though_config_json_t
     [
         ({"dtype": "int4"}, "dtype is 'int4', supported are auto, float32, bfloat16"),
         ({"block_size": 0}, "block_size is 0"),
-        ({"num_ranks": 2}, "num_ranks is 2, 1 is supported until"),
+        ({"num_ranks": 0}, "num_ranks is 0, it must be a positive number of ranks"),
+        ({"num_ranks": 3}, "num_ranks is 3, it must divide num_attention_heads, which is 4"),
         ({"max_seq_len": 2000}, "max_seq_len is 2000, the model was made for 1 to 1024"),
         ({"max_seq_len": 0}, "max_seq_len is 0"),
     ],
@@ -254,7 +265,7 @@ def test_the_command_line_shows_its_steps_with_times(a_checkpoint, tmp_path, no_
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == f"[   0.0 s] read {a_checkpoint}"
     assert printed[-1].endswith(f"{tmp_path / 'out'} is ready")
-    assert ExportedModel.read(tmp_path / "out").max_seq_len == 100
+    assert Manifest.read(tmp_path / "out").max_seq_len == 100
 
 
 def test_the_command_line_gives_the_reason_of_a_failure(tmp_path, capsys):

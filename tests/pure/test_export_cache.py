@@ -12,12 +12,12 @@ import engine.exporting.cache
 from engine.errors import TokenizerError
 from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions
-from engine.exporting.exported import GRAPH_VERSION, is_exported
+from engine.exporting.manifest import GRAPH_VERSION, is_exported
 
 
-def change_config(**keys):
+def change_manifest(**keys):
     def change(directory: Path) -> None:
-        path = directory / "config.json"
+        path = directory / "manifest.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | keys))
 
     return change
@@ -27,9 +27,10 @@ def test_an_incomplete_or_older_export_is_not_taken_for_one(exported, tmp_path):
     assert not is_exported(tmp_path)
     for damage in (
         lambda d: (d / "rank_0/model.pdiparams").unlink(),
-        lambda d: (d / "config.json").write_text("{"),
-        change_config(infer_model_graph_version=0),
-        change_config(infer_model_num_ranks=2),
+        lambda d: (d / "manifest.json").write_text("{"),
+        lambda d: (d / "manifest.json").unlink(),
+        change_manifest(version=0),
+        change_manifest(num_ranks=2),
     ):
         directory = shutil.copytree(exported("qwen2"), tmp_path / "copy")
         damage(directory)

@@ -9,6 +9,7 @@ import pytest
 from aiohttp import web
 
 from engine.errors import EngineUnavailable
+from engine.wire import ModelState
 from gateway import health
 from gateway.health import make_health_app
 from tests.pure.gateway_fake import PATIENCE_S, WAIT, FakeBackend, running
@@ -42,8 +43,8 @@ def test_a_ready_model_is_200_with_an_empty_body():
 @pytest.mark.parametrize(
     ("state", "live", "code", "message"),
     [
-        ({"ready": False, "reason": "warming up"}, 200, 2, "warming up"),
-        ({"ready": False}, 200, 2, "the model is not ready"),
+        (ModelState(ready=False, reason="warming up"), 200, 2, "warming up"),
+        (ModelState(ready=False), 200, 2, "the model is not ready"),
         (EngineUnavailable("nobody there"), 503, 1, "nobody there"),
         (ValueError("secret"), 503, 2, "the check failed: ValueError"),
     ],
@@ -90,7 +91,7 @@ def test_live_needs_the_http_port_where_http_is_served():
 def test_the_service_port_tells_its_health_too():
     with running(FakeBackend()) as gateway:
         assert gateway.send("GET", "/health")[::2] == (200, b"")
-    with running(FakeBackend(state={"ready": False, "reason": "warming up"})) as gateway:
+    with running(FakeBackend(state=ModelState(ready=False, reason="warming up"))) as gateway:
         status, _, payload = gateway.send("GET", "/health")
     assert status == 503
     assert b"warming up" in payload

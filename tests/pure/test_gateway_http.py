@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import EngineUnavailable
-from gateway import app
+from gateway import body as gateway_body
 from tests.pure.gateway_fake import FakeBackend, running
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -105,7 +105,7 @@ def test_a_huge_body_is_refused_by_its_length_before_it_is_sent(gateway):
     ids=["length", "chunked", "malformed"],
 )
 def test_a_body_that_does_not_end_is_refused_and_its_connection_closed(monkeypatch, path, dialects, body):
-    monkeypatch.setattr(app, "BODY_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(gateway_body, "BODY_TIMEOUT_S", 0.3)
     with running(FakeBackend("a")) as gateway, contextlib.closing(gateway.connect()) as connection:
         connection.connect()
         first, *later = body if isinstance(body, list) else [body]
@@ -258,22 +258,28 @@ def test_one_connection_serves_one_request_after_the_other(gateway):
         assert sock is connection.sock is not None
 
 
-@pytest.mark.parametrize("module", ["answers", "app", "backend", "health", "native", "openai_answer", "openai_request"])
+GATEWAY = Path(__file__).parents[2] / "gateway"
+MODULES = [".".join(path.relative_to(GATEWAY.parent).with_suffix("").parts) for path in GATEWAY.rglob("*.py")]
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if not name.endswith("__main__")])
 def test_annotations_name_what_there_is(module):
-    module = importlib.import_module(f"gateway.{module}")
+    module = importlib.import_module(module.removesuffix(".__init__"))
     for each in vars(module).values():
         if getattr(each, "__module__", "") == module.__name__ and (inspect.isfunction(each) or inspect.isclass(each)):
             typing.get_type_hints(each)
 
 
-@pytest.mark.parametrize("module", ["openai_request", "openai_answer"])
-def test_what_translates_openais_objects_needs_no_http(module):
+@pytest.mark.parametrize("module", ["native", "openai", "protocol"])
+def test_a_protocol_needs_no_http(module):
     script = f"import sys, gateway.{module}; sys.exit('aiohttp' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2]).returncode == 0
+    assert subprocess.run([sys.executable, "-c", script], cwd=GATEWAY.parent).returncode == 0
 
 
-def test_the_gateway_knows_of_the_engine_its_contract_and_its_errors_only():
-    sources = [path.read_text() for path in (Path(__file__).parents[2] / "gateway").glob("*.py")]
+def test_the_gateway_knows_of_the_engine_its_contract_its_settings_and_its_errors_only():
+    sources = [path.read_text() for path in GATEWAY.rglob("*.py")]
     imports = {found for source in sources for found in re.findall(r"(?:from|import) (engine[\w.]*)(.*)", source)}
     theirs = {module for module, names in imports if (module, names) != ("engine", " import wire")}
-    assert theirs <= {f"engine.{name}" for name in ("address", "errors", "log", "wire", "wire.fields", "wire.triton")}
+    assert theirs <= {
+        f"engine.{name}" for name in ("address", "errors", "log", "settings.config", "wire", "wire.triton")
+    }

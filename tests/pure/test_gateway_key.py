@@ -1,16 +1,16 @@
 """The API key: who needs it, who does not, and that nobody else sees it."""
 
-import asyncio
 import contextlib
 import json
 import logging
+import sys
 
 import openai
 import pytest
 
 from engine.settings.config import Config
 from gateway import __main__ as gateway_main
-from gateway.answers import SETTINGS
+from gateway.app import CONFIG
 from server_scripts import demo
 from server_scripts.probe import Probe, ProbeError
 from server_scripts.run_dir import Process, State
@@ -86,11 +86,13 @@ def test_a_worker_takes_the_key_from_its_environment(monkeypatch):
     seen = []
 
     async def serve(app, sock, stop, drain_timeout_s):
-        seen.append(app[SETTINGS])
+        seen.append(app[CONFIG])
         await app[gateway_main.BACKEND].close()
 
     monkeypatch.setattr(gateway_main, "serve", serve)
     monkeypatch.setattr(gateway_main, "listen", lambda host, port: None)
-    asyncio.run(gateway_main.run(gateway_main.parse_arguments(["--port=1", "--grpc-port=2"])))
+    monkeypatch.setattr(sys, "argv", ["gateway"])
+    monkeypatch.setattr(gateway_main, "configure", lambda level, process: None)
+    assert gateway_main.main() == 0
     assert seen[0].api_key == KEY
     assert KEY not in repr(seen[0])

@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import os
 import signal
 import socket
 import struct
@@ -151,11 +152,14 @@ def test_workers_share_a_port():
 
 
 @contextlib.contextmanager
-def a_process(module, *arguments):
+def a_process(module, *arguments, **settings):
     """-> the process and its port. Nobody listens on its gRPC port."""
     [port] = free_ports(1)
-    command = [sys.executable, "-m", module, "--host", "127.0.0.1", "--port", str(port), "--grpc-port", "1", *arguments]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    variable = "HEALTH_HTTP_PORT" if module == "gateway.health" else "SERVICE_HTTP_PORT"
+    settings = {"SERVICE_HOST": "127.0.0.1", "SERVICE_GRPC_PORT": "1", "SERVICE_HTTP_PORT": "-1"} | settings
+    settings |= {variable: str(port)}
+    command = [sys.executable, "-m", module, *arguments]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, **settings})
     try:
         yield process, port
     finally:
@@ -175,7 +179,7 @@ def status_line(port, path):
 
 
 def test_a_worker_serves_until_sigterm_and_exits_with_0():
-    with a_process("gateway", "--workers-index", "3") as (process, port):
+    with a_process("gateway", "--index", "3") as (process, port):
         assert f"worker 3 gateway: listening on 127.0.0.1:{port}" in process.stderr.readline()
         assert status_line(port, "/health") == b"HTTP/1.1 503 Service Unavailable"
         process.send_signal(signal.SIGTERM)
@@ -200,8 +204,8 @@ def test_the_health_port_is_live_once_the_http_port_is():
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(AliveServicer(), server)
     server.add_insecure_port(f"127.0.0.1:{grpc_port}")
     server.start()
-    ports = ["--grpc-port", str(grpc_port), "--http-port", str(http_port)]
-    with a_process("gateway.health", *ports) as (_, port):
+    ports = {"SERVICE_GRPC_PORT": str(grpc_port), "SERVICE_HTTP_PORT": str(http_port)}
+    with a_process("gateway.health", **ports) as (_, port):
         assert status_line(port, "/v2/health/live") == b"HTTP/1.1 503 Service Unavailable"
         with socket.create_server(("127.0.0.1", http_port)):
             deadline = time.monotonic() + PATIENCE_S
@@ -212,7 +216,15 @@ def test_the_health_port_is_live_once_the_http_port_is():
 
 
 def test_a_worker_that_cannot_listen_says_why():
-    with a_process("gateway", "--host", "192.0.2.1") as (process, _):
+    with a_process("gateway", SERVICE_HOST="192.0.2.1") as (process, _):
         _, log = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert "cannot serve on 192.0.2.1" in log.splitlines()[-1]
+
+
+@pytest.mark.parametrize("module", ["gateway", "gateway.health"])
+def test_a_wrong_setting_ends_a_process_with_one_sentence(module):
+    with a_process(module, MAX_BODY_BYTES="many") as (process, _):
+        _, log = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    assert log == "MAX_BODY_BYTES is 'many', it must be a whole number\n"

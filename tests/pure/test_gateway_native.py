@@ -6,11 +6,12 @@ import json
 import pytest
 
 from engine.errors import DuplicateRequest, EngineUnavailable, InvalidRequest
-from gateway.app import is_native
+from gateway.native.request import is_native
 from tests.pure.gateway_fake import FakeBackend, running
 
 CHAT = "/v1/chat/completions"
 DOCUMENTED_TEXT = {"text": "Hello, how are you?", "req_id": "abc", "max_dec_len": 64, "stream": True}
+KEYS = {"req_id", "token", "token_ids", "send_idx", "is_end", "usage", "infer_seed", "error_msg", "error_code"}
 DOCUMENTED_MESSAGES = {
     "messages": [
         {"role": "user", "content": "Hello, who are you"},
@@ -98,6 +99,7 @@ def test_benchmark_requests_learn_when_they_were_received():
     ("error", "status"),
     [
         (InvalidRequest("The `topp` must be in [0, 1]"), 400),
+        (InvalidRequest("The `{field}` is {value} of {limit}", field="topp", value=2, limit=[0, 1]), 400),
         (DuplicateRequest("twice"), 409),
         (EngineUnavailable("gone"), 503),
     ],
@@ -115,6 +117,9 @@ def test_a_refusal_keeps_its_status_and_has_the_native_error_object(stream, erro
         "error_type": error.kind,
         "version": "4.6",
         "result": "",
+        **{"is_end": 1, "token": "", "token_ids": [], "send_idx": 0, "infer_seed": None},
+        "usage": {"prompt_tokens": 0, "completion_tokens": 0},
+        **{f"error_{name}": value for name, value in error.cause.items()},
     }
 
 
@@ -123,6 +128,8 @@ def test_an_error_after_the_first_token_is_the_last_line():
         lines = [json.loads(line) for line in gateway.stream(CHAT, DOCUMENTED_TEXT)]
     assert [line["error_code"] for line in lines] == [0, 503]
     assert lines[-1]["error_msg"] == "the engine has crashed"
+    assert all(set(line) >= KEYS for line in lines)
+    assert (lines[-1]["is_end"], lines[-1]["token"], lines[-1]["send_idx"]) == (1, "", 1)
 
 
 def test_a_bug_of_ours_does_not_show_its_insides():

@@ -6,6 +6,8 @@ import openai
 import pytest
 
 from engine.errors import EngineUnavailable
+from engine.wire import TokenLogprob
+from gateway.openai.logprobs import Alignment, name_of, of_chat
 from tests.pure.gateway_fake import PATIENCE_S, WAIT, FakeBackend, events, openai_client, running
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -84,7 +86,7 @@ def test_the_documented_chat_stream_works(base):
 
 @pytest.mark.parametrize("base", BASES)
 def test_the_models_are_listed_with_their_length(base):
-    with running(FakeBackend(), model_name="deepseek-ai/R1") as gateway, openai_client(gateway, base) as client:
+    with running(FakeBackend(), served_model_name="deepseek-ai/R1") as gateway, openai_client(gateway, base) as client:
         [model] = client.models.list().data
         assert (model.id, model.object, model.max_model_len) == ("deepseek-ai/R1", "model", 8192)
         assert client.models.retrieve("deepseek-ai/R1") == model
@@ -268,13 +270,11 @@ def test_completion_logprobs_have_openais_shape():
     ],
 )
 def test_offsets_of_tokens_are_those_in_the_text(text, tokens, offsets):
-    from gateway.openai_answer import Alignment
-
-    tokens = [{"bytes": list(token)} for token in tokens]
+    tokens = [TokenLogprob(0, bytes=tuple(token)) for token in tokens]
     assert Alignment().offsets(text, tokens) == offsets
     for first in range(len(text) + 1):  # a part of it may come before its token
         for num_tokens in range(len(tokens) + 1):
-            if len(text[:first].encode()) >= sum(len(token["bytes"]) for token in tokens[:num_tokens]):
+            if len(text[:first].encode()) >= sum(len(token.bytes) for token in tokens[:num_tokens]):
                 streamed = Alignment()
                 parts = (text[:first], tokens[:num_tokens]), (text[first:], tokens[num_tokens:])
                 assert [offset for part in parts for offset in streamed.offsets(*part)] == offsets
@@ -283,9 +283,9 @@ def test_offsets_of_tokens_are_those_in_the_text(text, tokens, offsets):
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_token_that_is_left_out_of_the_text_does_not_shift_the_offsets_after_it(stream):
     class Skipping(FakeBackend):
-        def _response(self, body, texts, text):
-            response = super()._response(body, texts, text)
-            return response | {"token": ""} if text == "<|im_end|>" else response
+        def gained(self, body, texts, text):
+            fields = super().gained(body, texts, text)
+            return fields | {"token": ""} if text == "<|im_end|>" else fields
 
     with client_for(Skipping("ab", "<|im_end|>", "c", "d")) as client:
         answer = client.completions.create(**A_COMPLETION, logprobs=0, stream=stream)
@@ -295,6 +295,9 @@ def test_a_token_that_is_left_out_of_the_text_does_not_shift_the_offsets_after_i
 
 
 def test_a_part_of_a_character_is_named_by_its_bytes():
-    from gateway.openai_answer import _name
+    assert name_of(TokenLogprob(0, "\ufffd", (0xE4, 0xBD))) == "bytes:\\xe4\\xbd"
 
-    assert _name({"token": "\ufffd", "bytes": [0xE4, 0xBD]}) == "bytes:\\xe4\\xbd"
+
+def test_a_token_whose_logprob_is_not_known_is_as_unlikely_as_can_be_told():
+    [told] = of_chat([TokenLogprob(7)])["content"]
+    assert told == {"token": "", "logprob": -9999.0, "bytes": [], "top_logprobs": []}

@@ -3,9 +3,18 @@
 import openai
 import pytest
 
-from engine.errors import DuplicateRequest, EngineUnavailable, InvalidRequest, Overloaded, PromptTooLong, TimedOut
-from gateway.app import NATIVE_ONLY
-from gateway.openai_request import NAMES, PASSED_ON
+from engine.errors import (
+    ChatTemplateError,
+    DuplicateRequest,
+    EngineUnavailable,
+    InvalidRequest,
+    Overloaded,
+    PromptTooLong,
+    TimedOut,
+    queue_full,
+)
+from gateway.native.request import NATIVE_ONLY
+from gateway.openai.request import NAMES, PASSED_ON
 from tests.pure.gateway_fake import FakeBackend, openai_client, running
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -106,7 +115,7 @@ def test_what_is_harmless_is_ignored():
 
 
 def test_any_model_name_is_taken_and_none_is_the_served_one():
-    with running(FakeBackend("a"), model_name="mine") as gateway:
+    with running(FakeBackend("a"), served_model_name="mine") as gateway:
         assert gateway.post(CHAT, {**A_CHAT, "model": "gpt-\u4f60"})["model"] == "gpt-\u4f60"
         assert gateway.post(CHAT, {"messages": MESSAGES})["model"] == "mine"
 
@@ -164,42 +173,62 @@ def test_what_cannot_be_done_is_refused_by_name(path, fields, param):
     assert backend.bodies == []
 
 
-LONG, WRONG, TWICE = PromptTooLong, InvalidRequest, DuplicateRequest
+def wrong(text, field, **cause):
+    return InvalidRequest(text, field=field, **cause)
+
+
+TOO_LONG = "Input text is too long, input_ids_len (9) + {field} ({value}) > max_seq_len (8)"
 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(
     ("body", "error", "text", "param"),
     [
-        (
-            A_CHAT,
-            WRONG("The parameter max_dec_len(5) exceeds the limit MAX_DEC_LEN(4)."),
-            "max_tokens(5)",
-            "max_tokens",
-        ),
+        (A_CHAT, wrong("{field}({value})", "max_dec_len", value=5), "max_tokens(5)", "max_tokens"),
         (
             {**A_CHAT, "max_completion_tokens": 5},
-            WRONG("max_dec_len(5)"),
+            wrong("{field}({value})", "max_dec_len", value=5),
             "max_completion_tokens(5)",
             "max_completion_tokens",
         ),
         (
             A_CHAT,
-            WRONG("min_dec_len(5) exceeds max_dec_len(4)."),
+            wrong("{field}({value}) exceeds {max_dec_len}({limit}).", "min_dec_len", value=5, limit=4),
             "min_tokens(5) exceeds max_tokens(4).",
             "min_tokens",
         ),
-        (A_CHAT, LONG("input_ids_len (9) + max_dec_len (5) > 8"), "input_ids_len (9) + max_tokens (5)", "max_tokens"),
-        (A_CHAT, LONG("Length of input token(9) exceeds"), "Length of input token(9)", "messages"),
-        (A_COMPLETION, LONG("The prompt has 9 bytes"), "The prompt has 9 bytes", "prompt"),
-        (A_COMPLETION, WRONG("The `input_ids` holds 9999, the"), "The `prompt` holds 9999", "prompt"),
-        (A_CHAT, WRONG("The `prompt` holds 9999, the"), "The `messages` holds 9999", "messages"),
-        (A_CHAT, WRONG("The `eos_token_ids` holds 9999"), "The `stop_token_ids` holds 9999", "stop_token_ids"),
-        (A_CHAT, WRONG("The `logit_bias` holds 9999"), "The `logit_bias` holds 9999", "logit_bias"),
-        (A_CHAT, WRONG('`bad_words` item "`topp` max_dec_len" has'), '"`topp` max_dec_len" has', "bad_words"),
-        (A_CHAT, WRONG("the chat template refused the messages: `topp`"), "messages: `topp`", "messages"),
-        (A_CHAT, TWICE('The req_id "req_id" already exists'), 'The request_id "req_id" already', "request_id"),
-        (A_CHAT, Overloaded("cached task num (1) exceeds"), "cached task num (1) exceeds", None),
+        (
+            A_CHAT,
+            PromptTooLong(TOO_LONG, field="max_dec_len", value=5),
+            "input_ids_len (9) + max_tokens (5)",
+            "max_tokens",
+        ),
+        (A_CHAT, PromptTooLong("of input token({value})", field="messages", value=9), "token(9)", "messages"),
+        (A_COMPLETION, PromptTooLong("has {value} bytes", field="text", value=9), "has 9 bytes", "prompt"),
+        (A_COMPLETION, wrong("The `{field}` holds", "input_ids"), "The `prompt` holds", "prompt"),
+        (A_CHAT, wrong("The `{field}` holds", "messages"), "The `messages` holds", "messages"),
+        (A_CHAT, wrong("The `{field}` holds", "eos_token_ids"), "The `stop_token_ids` holds", "stop_token_ids"),
+        (A_CHAT, wrong("The `{field}` holds", "logit_bias"), "The `logit_bias` holds", "logit_bias"),
+        (
+            A_CHAT,
+            wrong("`{field}` item {value} has", "bad_words", value='"`topp` {max_dec_len}"'),
+            '`bad_words` item "`topp` {max_dec_len}" has',
+            "bad_words",
+        ),
+        (
+            A_CHAT,
+            ChatTemplateError("the chat template refused the messages: `topp` {topp}").blaming("messages"),
+            "messages: `topp` {topp}",
+            "messages",
+        ),
+        (A_CHAT, InvalidRequest("it needs 9 KV blocks"), "it needs 9 KV blocks", "messages"),
+        (
+            A_CHAT,
+            DuplicateRequest("The {field} {value} already exists", field="req_id", value='"req_id"'),
+            'The request_id "req_id" already',
+            "request_id",
+        ),
+        (A_CHAT, queue_full(1, 0), "cached task num (1) exceeds", None),
         (A_CHAT, EngineUnavailable("of max_dec_len"), "of max_dec_len", None),
     ],
 )

@@ -28,8 +28,17 @@ PAUSE = object()  # in a script: what follows comes a moment later
 
 
 def tokens(*texts):
-    last = len(texts) - 1
-    return [wire.delta({"token": text, "is_end": int(index == last)}) for index, text in enumerate(texts)]
+    gained = [{"req_id": "", "token": text, "token_ids": [], "send_idx": 0} for text in texts]
+    gained = [{**each, "usage": wire.Usage(), "infer_seed": 0} for each in gained]
+    final = wire.Final(**gained.pop(), finish_reason="stop", tokens_all="", tokens_all_ids=[])
+    return [wire.write_answer(answer) for answer in (*[wire.Delta(**each) for each in gained], final)]
+
+
+A_DELTA, _ = tokens("a", "")
+
+
+def a_failure(error):
+    return wire.write_answer(wire.Failure(error, "abc"))
 
 
 class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
@@ -99,7 +108,7 @@ async def connected(servicer):
 
 
 async def texts_of(backend, body):
-    return [answer["token"] async for answer in backend.generate(body, PATIENCE_S)]
+    return [answer.token async for answer in backend.generate(body, PATIENCE_S)]
 
 
 def test_a_request_is_one_stream_with_the_contracts_names_and_a_list_of_one_object():
@@ -117,7 +126,7 @@ def test_a_request_is_one_stream_with_the_contracts_names_and_a_list_of_one_obje
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("last", [*tokens("a"), wire.failure(Overloaded("full"), None)])
+@pytest.mark.parametrize("last", [*tokens("a"), a_failure(Overloaded("full"))])
 def test_a_finished_stream_ends_by_itself_and_is_not_cancelled(last):
     async def scenario():
         triton = FakeTriton(last, PAUSE)
@@ -132,7 +141,7 @@ def test_a_finished_stream_ends_by_itself_and_is_not_cancelled(last):
 
 def test_closing_the_generator_cancels_the_stream():
     async def scenario():
-        triton = FakeTriton(wire.delta({"token": "a", "is_end": 0}), WAIT)
+        triton = FakeTriton(A_DELTA, WAIT)
         async with connected(triton) as backend:
             answers = backend.generate({}, PATIENCE_S)
             await anext(answers)
@@ -158,11 +167,11 @@ def test_cancelling_the_task_that_waits_for_an_answer_cancels_the_stream():
 
 def test_a_silent_model_times_out_and_its_stream_is_cancelled():
     async def scenario():
-        triton = FakeTriton(wire.delta({"token": "a", "is_end": 0}), WAIT)
+        triton = FakeTriton(A_DELTA, WAIT)
         async with connected(triton) as backend:
             assert await backend.is_live()  # connecting takes its time
             answers = backend.generate({}, 0.3)
-            assert (await anext(answers))["token"] == "a"
+            assert (await anext(answers)).token == "a"
             with pytest.raises(TimedOut, match=r"no response for 0.3 s"):
                 await anext(answers)
             await asyncio.wait_for(triton.is_cancelled.wait(), PATIENCE_S)
@@ -222,13 +231,21 @@ def test_closing_the_backend_ends_running_requests_with_a_reason():
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("error", [PromptTooLong("too long"), Overloaded("full"), RequestError("oh")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        PromptTooLong("{value} of {field} is above {limit}", field="text", value=9, limit=8),
+        Overloaded("full"),
+        RequestError("oh"),
+    ],
+)
 def test_a_failure_of_the_wire_is_raised_as_its_kind(error):
     async def scenario():
-        async with connected(FakeTriton(wire.failure(error, "abc"))) as backend:
+        async with connected(FakeTriton(a_failure(error))) as backend:
             with pytest.raises(type(error)) as caught:
                 await texts_of(backend, {})
         assert (type(caught.value), str(caught.value)) == (type(error), str(error))
+        assert caught.value.cause == error.cause
 
     asyncio.run(scenario())
 
@@ -245,7 +262,7 @@ def test_a_failure_of_the_wire_is_raised_as_its_kind(error):
         (grpc.StatusCode.INTERNAL, RequestError),
     ],
 )
-@pytest.mark.parametrize("before", [[], [wire.delta({"token": "a", "is_end": 0})]])
+@pytest.mark.parametrize("before", [[], [A_DELTA]])
 def test_grpc_errors_have_a_kind_at_any_point(code, kind, before):
     async def scenario():
         async with connected(FakeTriton(*before, code)) as backend:
@@ -267,7 +284,7 @@ def test_tritons_own_errors_mean_that_the_engine_is_unavailable():
 
 def test_a_stream_that_ends_without_a_final_response_is_an_error():
     async def scenario():
-        async with connected(FakeTriton(wire.delta({"token": "a", "is_end": 0}))) as backend:
+        async with connected(FakeTriton(A_DELTA)) as backend:
             with pytest.raises(EngineUnavailable, match="without a final response"):
                 await texts_of(backend, {})
 
@@ -330,9 +347,9 @@ def test_a_stream_that_ended_before_it_was_read_loses_nothing():
         triton = FakeTriton(*tokens(*"abcdefgh"))
         async with connected(triton) as backend:
             answers = backend.generate({}, PATIENCE_S)
-            first = (await anext(answers))["token"]
+            first = (await anext(answers)).token
             await asyncio.wait_for(triton.was_left_alone.wait(), PATIENCE_S)
-            assert first + "".join([answer["token"] async for answer in answers]) == "abcdefgh"
+            assert first + "".join([answer.token async for answer in answers]) == "abcdefgh"
 
     asyncio.run(scenario())
 
@@ -341,7 +358,7 @@ def test_busy_connections_are_joined_by_another(monkeypatch):
     monkeypatch.setattr(triton_client, "STREAMS_PER_CHANNEL", 2)
 
     async def scenario():
-        triton = FakeTriton(wire.delta({"token": "a", "is_end": 0}), WAIT)
+        triton = FakeTriton(A_DELTA, WAIT)
         async with connected(triton) as backend:
             streams = [backend.generate({}, PATIENCE_S) for _ in range(5)]
             for stream in streams:
@@ -358,11 +375,12 @@ def test_busy_connections_are_joined_by_another(monkeypatch):
 
 def test_the_probe_is_answered_through_the_model():
     async def scenario():
-        triton = FakeTriton(wire.model_state(False, "warming up", {"model_len": 64}))
+        told = wire.ModelState(ready=False, reason="warming up", model_len=64)
+        triton = FakeTriton(wire.write_answer(told))
         async with connected(triton) as backend:
             state = await backend.probe()
             assert await backend.is_live()
-        assert state == {"is_end": 1, "ready": False, "reason": "warming up", "model_len": 64}
+        assert state == told
         assert json.loads(triton.requests[0].raw_input_contents[0][4:]) == [{"probe": True}]
 
     asyncio.run(scenario())

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from engine.dtypes import from_bf16, to_bf16
-from engine.graph import GraphError, Value, load, read_graph
+from engine.exporting.manifest import Manifest
+from engine.graph import GraphError, Value, load
 from engine.graph.__main__ import lines, main
 from engine.graph.run import run_graph
 from tests.checkpoints import COMMON, FAMILIES, SEEDS, random_tensors
-from tests.paged_model import PagedModel, make_caches
+from tests.paged_model import make_caches
 
 
 def tensors_of(family: str) -> dict[str, np.ndarray]:
@@ -22,7 +23,7 @@ def tensors_of(family: str) -> dict[str, np.ndarray]:
 @pytest.fixture
 def a_copy(exported, tmp_path):
     """An exported model that a test may damage."""
-    return shutil.copytree(exported("qwen2"), tmp_path / "model") / "rank_0"
+    return shutil.copytree(exported("qwen2"), tmp_path / "model")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -58,8 +59,9 @@ def test_the_graph_says_what_the_catalogue_says(exported):
     assert list(graph.inputs)[6:] == ["kv_cache_0", "kv_cache_1", "kv_cache_2"]
     assert graph.inputs["kv_cache_1"].shape == (-1, 2, 2, 64, 32)
     assert set(params) == set(graph.parameters)
-    [output] = graph.outputs
-    assert (output.dtype, output.shape) == ("float32", (-1, 320))
+    assert {name: (value.dtype, value.shape) for name, value in graph.outputs.items()} == {
+        "logits": ("float32", (-1, 320))
+    }
     attention = next(node for node in graph.nodes if node.op == "paged_attention")
     assert attention.attributes == {"num_heads": 4, "num_kv_heads": 2, "scale": pytest.approx(32**-0.5)}
     assert attention.updated == graph.inputs["kv_cache_0"]
@@ -92,26 +94,21 @@ def test_a_graph_prints_one_line_a_node(exported, capsys, monkeypatch):
 def test_printing_what_is_not_a_model_says_so(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["graph", str(tmp_path)])
     assert main() == 1
-    assert "model.json is missing" in capsys.readouterr().err
+    assert "config.json is missing" in capsys.readouterr().err
 
 
 def test_a_missing_input_is_named(exported):
     graph, params = load(exported("qwen2"))
     with pytest.raises(GraphError, match="needs input block_tables"):
-        run_graph(graph, params, make_caches(graph, 1))
-
-
-def test_a_model_without_rank_folders_is_read_too(a_copy):
-    logits = PagedModel.of(a_copy).prefill([1, 2, 3], chunk=2)
-    assert logits.shape == (1, 320)
+        run_graph(graph, params, make_caches(Manifest.read(exported("qwen2")).graph().caches, 1))
 
 
 @pytest.mark.parametrize("keep", [0, 1, 1000, -2])
 def test_a_cut_off_program_is_named(a_copy, keep):
-    path = a_copy / "model.json"
+    path = a_copy / "rank_0/model.json"
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(GraphError, match=r"model\.json is cut off or not JSON"):
-        read_graph(path)
+        load(a_copy)
 
 
 @pytest.mark.parametrize(
@@ -125,14 +122,16 @@ def test_a_cut_off_program_is_named(a_copy, keep):
         (lambda d: ops_of(d)[0]["O"]["TT"]["D"].__setitem__(0, {"#": "0.t_c64"}), "unknown type '0.t_c64'"),
         (lambda d: ops_of(d)[-1]["I"].__setitem__(0, {"%": 999}), "value 999 is used before it is made"),
         (lambda d: ops_of(d)[-1].pop("I"), "cannot be read: KeyError"),
+        (lambda d: ops_of(d).pop(), "model.json has 0 outputs, its manifest names logits"),
     ],
 )
 def test_an_unknown_program_is_refused_with_the_reason(a_copy, change, message):
-    document = json.loads((a_copy / "model.json").read_text())
+    path = a_copy / "rank_0/model.json"
+    document = json.loads(path.read_text())
     change(document)
-    (a_copy / "model.json").write_text(json.dumps(document))
+    path.write_text(json.dumps(document))
     with pytest.raises(GraphError, match=message):
-        read_graph(a_copy / "model.json")
+        load(a_copy)
 
 
 def ops_of(document: dict) -> list[dict]:
@@ -156,14 +155,14 @@ def ops_of(document: dict) -> list[dict]:
     ],
 )
 def test_damaged_parameters_are_named(a_copy, damage, message):
-    path = a_copy / "model.pdiparams"
+    path = a_copy / "rank_0/model.pdiparams"
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(GraphError, match=message):
         load(a_copy)
 
 
 def test_a_missing_file_is_named(a_copy):
-    (a_copy / "model.pdiparams").unlink()
+    (a_copy / "rank_0/model.pdiparams").unlink()
     with pytest.raises(GraphError, match=r"model\.pdiparams is missing"):
         load(a_copy)
 

@@ -1,6 +1,5 @@
 """The engine offline, with the counting executor: byte tokens, so that "a" continues "bcd"."""
 
-import json
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from engine import llm as llm_module
 from engine.core import block_pool, scheduler
 from engine.core.types import NO_TOKEN, StepOutput
 from engine.errors import ConfigError, InvalidRequest, NoToken
-from engine.exporting.exported import ExportedModel
+from engine.exporting.manifest import Manifest
 from engine.llm import LLM
 from tests.byte_tokenizer import write_tokenizer
 from tests.pure.counting_executor import CountingExecutor
@@ -27,9 +26,10 @@ GREEDY = {"temperature": 0, "max_dec_len": 3}
 @pytest.fixture
 def llm(tmp_path, monkeypatch):
     write_tokenizer(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 400} | ExportedModel(400, 4, 64, "float32").keys()))
+    Manifest(400, 64, 4, 1, "float32", ()).write(tmp_path)
     monkeypatch.setattr(llm_module, "is_exported", lambda directory: True)
     monkeypatch.setattr(llm_module, "make_executor", lambda directory, config: CountingExecutor(12, 4))
+    monkeypatch.setattr(llm_module, "allocate_cache", lambda executor, config, model_len: executor.num_blocks)
     llm = LLM(tmp_path, batch_size=4)
     yield llm
     llm.close()
@@ -95,7 +95,7 @@ def test_an_interrupted_call_does_not_disturb_the_next(llm, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(llm._loop.executor, "step", interrupt)
+        patch.setattr(llm._loop.executor, "launch", interrupt)
         llm.generate(["a", "b"], GREEDY, progress=False)
     assert [answer.text for answer in llm.generate(["k", "a"], GREEDY, progress=False)] == ["lmn", "bcd"]
 
@@ -129,8 +129,8 @@ def test_an_interrupt_in_the_middle_of_the_books_does_not_disturb_the_next_call(
 
 
 def test_calls_from_several_threads_take_turns(llm, monkeypatch):
-    step = llm._loop.executor.step
-    monkeypatch.setattr(llm._loop.executor, "step", lambda batch: time.sleep(0.001) or step(batch))
+    launch = llm._loop.executor.launch
+    monkeypatch.setattr(llm._loop.executor, "launch", lambda batch: time.sleep(0.001) or launch(batch))
     with ThreadPoolExecutor(4) as threads:
         calls = {text: threads.submit(llm.generate, [text] * 5, GREEDY, False) for text in "afkp"}
         answers = {text: {answer.text for answer in call.result()} for text, call in calls.items()}
@@ -139,7 +139,7 @@ def test_calls_from_several_threads_take_turns(llm, monkeypatch):
 
 def test_a_model_that_gives_no_token_is_an_error_and_the_next_call_goes_on(llm, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(NoToken):
-        patch.setattr(llm._loop.executor, "step", lambda batch: StepOutput([NO_TOKEN], [None]))
+        patch.setattr(llm._loop.executor, "_choose", lambda batch: StepOutput([[NO_TOKEN]], [None]))
         llm.generate("a", GREEDY, progress=False)
     assert llm.generate("k", GREEDY, progress=False)[0].text == "lmn"
 

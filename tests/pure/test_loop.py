@@ -10,30 +10,32 @@ from tests.pure.counting_executor import CountingExecutor, answer
 
 
 def a_loop(num_blocks=16, block_size=4, **settings):
-    return Loop(CountingExecutor(num_blocks, block_size), Config(**settings))
+    return Loop(CountingExecutor(num_blocks, block_size), num_blocks, Config(**settings))
 
 
 def a_request(prompt, max_new_tokens=4, request_id=""):
     return Request(request_id or str(prompt[0]), list(prompt), len(prompt), Sampling(max_new_tokens, temperature=0))
 
 
-def test_each_step_brings_one_token_a_request():
+def test_each_turn_brings_what_the_step_launched_before_has_chosen():
     loop = a_loop()
     for first in (10, 20):
         loop.add(a_request([first], 2))
     tokens = []
     while not loop.is_idle:
-        tokens.append([(u.request.request_id, u.token_id, u.finish_reason) for u in loop.step()])
-    assert tokens == [[("10", 11, None), ("20", 21, None)], [("10", 12, "length"), ("20", 22, "length")]]
-    assert loop.step() == []
+        tokens.append([(u.request.request_id, u.token_ids, u.finish_reason) for u in loop.turn()])
+    assert tokens == [[], [("10", [11], None), ("20", [21], None)], [("10", [12], "length"), ("20", [22], "length")]]
+    assert loop.turn() == []
 
 
 def test_logprobs_come_with_their_token():
     loop = a_loop()
     loop.add(Request("a", [5], 1, Sampling(1, temperature=0, num_logprobs=2)))
-    [update] = loop.step()
-    assert update.logprobs.chosen == -6 / 8
-    assert update.logprobs.top == ((6, 0.0), (7, -1.0))
+    assert loop.turn() == []
+    [update] = loop.turn()
+    [logprobs] = update.logprobs
+    assert logprobs.chosen == -6 / 8
+    assert logprobs.top == ((6, 0.0), (7, -1.0))
 
 
 def test_the_counters_tell_what_was_done():
@@ -41,11 +43,11 @@ def test_the_counters_tell_what_was_done():
     assert loop.stats()["step_time_s"] == 0
     for first in (10, 20, 30):
         loop.add(a_request(range(first, first + 5), 2))
-    loop.step()
+    loop.turn()
     stats = loop.stats()
     assert (stats["num_running"], stats["num_waiting"], stats["num_blocks_held"]) == (2, 1, 4)
     while not loop.is_idle:
-        loop.step()
+        loop.turn()
     stats = loop.stats()
     assert stats.pop("step_time_s") > 0
     assert stats == {
@@ -59,6 +61,8 @@ def test_the_counters_tell_what_was_done():
         "num_prompt_tokens": 15,
         "num_cached_tokens": 0,
         "num_preemptions": 0,
+        "num_drafted_tokens": 0,
+        "num_accepted_tokens": 0,
         "num_dropped": 0,
     }
 
@@ -66,21 +70,40 @@ def test_the_counters_tell_what_was_done():
 def test_dropping_is_counted_once_and_harmless_twice():
     loop = a_loop()
     loop.add(a_request([10]))
-    loop.step()
+    loop.turn()
     for _ in range(2):
         loop.drop("10")
-        assert loop.is_idle
-        assert (loop.stats()["num_dropped"], loop.stats()["num_blocks_held"]) == (1, 0)
+        assert not loop.is_idle  # a step still writes its blocks
+        assert (loop.stats()["num_dropped"], loop.stats()["num_blocks_held"]) == (1, 1)
+    assert loop.turn() == []
+    assert loop.is_idle
+    assert loop.stats()["num_blocks_held"] == 0
 
 
-@pytest.mark.parametrize("becomes_idle", [Loop.step, lambda loop: loop.drop("10")])
-def test_a_block_that_got_lost_is_noticed_when_the_loop_becomes_idle(becomes_idle):
+def run(loop):
+    while not loop.is_idle:
+        loop.turn()
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["ends", "is dropped"])
+def test_a_block_that_got_lost_is_noticed_when_the_loop_becomes_idle(ends):
     loop = a_loop()
     loop.add(a_request([10], 2))
-    loop.step()
+    if ends:
+        loop.turn()
     loop.scheduler.pool.take(1)
     with pytest.raises(AssertionError):
-        becomes_idle(loop)
+        run(loop) if ends else loop.drop("10")
+
+
+def test_the_next_step_is_launched_before_the_tokens_of_the_one_before_are_handed_out():
+    loop = a_loop()
+    loop.add(a_request([10], 3))
+    for num_tokens in (0, 1, 1):
+        assert sum(len(update.token_ids) for update in loop.turn()) == num_tokens
+        assert loop.executor.num_running == 1
+    assert [update.token_ids for update in loop.turn()] == [[13]]
+    assert (loop.executor.num_running, loop.is_idle) == (0, True)
 
 
 def test_the_settings_limit_the_schedule():
@@ -89,14 +112,14 @@ def test_the_settings_limit_the_schedule():
         loop.add(a_request(range(first, first + 4), 1))
     with pytest.raises(Overloaded, match=r"cached task num \(1\) exceeds the limit \(1\)"):
         loop.add(a_request([40]))
-    loop.step()
+    loop.turn()
     assert loop.executor.batches == [[("10", 4), ("20", 1)]]
 
 
 def test_a_step_has_room_for_prompts_beside_a_full_batch_whatever_the_settings():
     loop = a_loop(batch_size=4, max_num_batched_tokens=1)
     loop.add(a_request(range(10, 30), 1))
-    loop.step()
+    loop.turn()
     assert loop.executor.batches == [[("10", 8)]]
 
 
@@ -105,7 +128,7 @@ def test_without_prefix_caching_every_prompt_is_computed():
         loop = a_loop(enable_prefix_caching=caching)
         for name in ("first", "second"):
             loop.add(a_request([1, 2, 3, 4, 5], 1, name))
-            loop.step()
+            loop.turn()
         assert loop.stats()["num_cached_tokens"] == num_cached
 
 
@@ -121,7 +144,7 @@ def test_32_requests_together_get_the_tokens_that_each_gets_alone(num_blocks):
     for request in requests:
         loop.add(request)
     while not loop.is_idle:
-        loop.step()
+        loop.turn()
     for request in requests:
         prompt = request.token_ids[: request.prompt_len]
         assert request.token_ids == prompt + answer(prompt, request.sampling)

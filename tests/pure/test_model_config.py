@@ -1,23 +1,25 @@
-"""What config.json may say, and how weights are cut for tensor parallelism. No Paddle."""
+"""What config.json may say, and which tensors a network asks for. No Paddle."""
 
 import numpy as np
 import pytest
 
-from engine.models.checkpoint import Checkpoint
-from engine.models.config import DecoderConfig, read_config
+from engine.models.config import DecoderConfig
+from engine.models.families import read_model
+from engine.models.formats import FLOAT32
 from engine.models.keys import ModelError
-from engine.models.weights import list_weights
+from engine.models.weights import Shard, weights_of
 from tests.checkpoints import COMMON, FAMILIES, tensor_list
 
 
 def a_config(family: str = "llama", **overrides) -> DecoderConfig:
     keys = {**COMMON, **FAMILIES[family], **overrides}
-    return read_config({name: value for name, value in keys.items() if value != "absent"})
+    return read_model({name: value for name, value in keys.items() if value != "absent"})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_tensor_of_a_family_has_its_place_and_shape(family):
-    parts = [part for weight in list_weights(a_config(family)) for part in weight.parts]
+    network = a_config(family).network(Shard(FLOAT32, "float32", block_size=64))
+    parts = [part for weight in weights_of(network).values() for part in weight.parts]
     assert {part.tensor: part.shape for part in parts} == {
         name: shape for name, (shape, *_) in tensor_list({**COMMON, **FAMILIES[family]}).items()
     }
@@ -108,38 +110,3 @@ def test_defaults_are_those_of_transformers():
     )
     assert (config.head_dim, config.num_kv_heads, config.rms_norm_eps) == (128, 4, 1e-6)
     assert not config.tied_embeddings
-
-
-@pytest.mark.parametrize("family", ["llama3", "qwen3"])
-def test_the_shares_of_two_ranks_compute_what_one_rank_does(family, checkpoint):
-    config = a_config(family)
-    tensors = Checkpoint(checkpoint(family))
-
-    def layer(rank: int, num_ranks: int) -> dict[str, np.ndarray]:
-        return {
-            weight.name.removeprefix("layers.0."): tensors.read(weight, "float32", rank, num_ranks)
-            for weight in list_weights(config, rank, num_ranks)
-            if weight.name.startswith("layers.0.")
-        }
-
-    def mlp(weights: dict[str, np.ndarray]) -> np.ndarray:
-        gate, up = np.split(x @ weights["gate_up_proj.weight"].T + weights.get("gate_up_proj.bias", 0), 2, axis=1)
-        return np.tanh(gate) * up @ weights["down_proj.weight"].T + weights.get("down_proj.bias", 0)
-
-    def values(weights: dict[str, np.ndarray], num_ranks: int) -> np.ndarray:
-        """What a single token attends to: its own value, for every query head."""
-        qkv = x @ weights["qkv_proj.weight"].T + weights.get("qkv_proj.bias", 0)
-        kv_heads = config.num_kv_heads // num_ranks
-        heads = qkv.reshape(len(x), -1, config.head_dim)[:, -kv_heads:]
-        heads = heads.repeat(config.num_heads // config.num_kv_heads, axis=1)
-        return heads.reshape(len(x), -1) @ weights["o_proj.weight"].T + weights.get("o_proj.bias", 0)
-
-    x = np.random.default_rng(0).standard_normal((3, config.hidden_size))
-    whole, first, second = layer(0, 1), layer(0, 2), layer(1, 2)
-    np.testing.assert_allclose(mlp(first) + mlp(second), mlp(whole))
-    np.testing.assert_allclose(values(first, 2) + values(second, 2), values(whole, 1))
-
-
-def test_ranks_that_do_not_divide_the_heads_are_refused():
-    with pytest.raises(ModelError, match="num_ranks is 4, it must divide num_kv_heads, which is 2"):
-        list_weights(a_config(), rank=0, num_ranks=4)

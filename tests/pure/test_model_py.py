@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.core.types import Sampling
-from engine.exporting.exported import ExportedModel
+from engine.exporting.manifest import Manifest
 from engine.serving import service as service_module
 from engine.settings.config import Config
 from tests.byte_tokenizer import write_tokenizer
@@ -38,8 +38,7 @@ def model_py(monkeypatch):
 @pytest.fixture
 def graph_dir(tmp_path):
     write_tokenizer(tmp_path)
-    config = {"vocab_size": 400} | ExportedModel(400, 4, 64, "float32").keys()
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    Manifest(400, 64, 4, 1, "float32", ()).write(tmp_path)
     return tmp_path
 
 

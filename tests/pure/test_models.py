@@ -7,10 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.graph import load
 from engine.models.rope import read_rope
 from engine.ops import cpu, reference
-from engine.ops.cpu.paddle_ops import register_paddle_ops
 from tests.checkpoints import FAMILIES
 from tests.paged_model import PagedModel
 
@@ -79,39 +77,11 @@ def test_bfloat16_stays_near_float32(family, exported):
         assert np.corrcoef(exact[0], rounded[0])[0, 1] > 0.999
 
 
-def through_paddle(model_dir: Path) -> PagedModel:
-    """The same files run by Paddle Inference, with the caches it shares with us."""
-    import paddle
-    from paddle import inference
-
-    register_paddle_ops()
-    config = inference.Config(*(str(model_dir / "rank_0" / f"model.{kind}") for kind in ("json", "pdiparams")))
-    config.disable_gpu()
-    config.disable_glog_info()
-    predictor = inference.create_predictor(config)
-
-    def run(inputs) -> np.ndarray:
-        for name, array in inputs.items():
-            handle = predictor.get_input_handle(name)
-            if name.startswith("kv_cache"):
-                handle.share_external_data(caches[name])
-            else:
-                handle.reshape(array.shape)
-                handle.copy_from_cpu(array)
-        predictor.run()
-        return predictor.get_output_handle(predictor.get_output_names()[0]).copy_to_cpu()
-
-    graph, _ = load(model_dir)
-    model = PagedModel(graph, run)
-    caches = {name: paddle.to_tensor(array) for name, array in model.caches.items()}
-    return model
-
-
 @pytest.mark.parametrize(("family", "dtype"), [("llama3", "float32"), ("qwen3", "float32"), ("qwen2", "bfloat16")])
 def test_paddle_inference_computes_what_the_graph_says(family, dtype, exported):
     model_dir = exported(family, dtype=dtype)
     prompt = golden(family)["prompt_130"].tolist()
-    ours, paddles = PagedModel.of(model_dir, cpu), through_paddle(model_dir)
+    ours, paddles = PagedModel.of(model_dir, cpu), PagedModel.through_paddle(model_dir)
     np.testing.assert_array_equal(paddles.prefill(prompt, chunk=50), ours.prefill(prompt, chunk=50))
     for token_id in range(20):
         np.testing.assert_array_equal(paddles.step({0: [token_id]}), ours.step({0: [token_id]}))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engine.dtypes import from_bf16, to_bf16
+from engine.dtypes import as_f32, from_bf16, to_bf16
 from engine.ops import cpu, reference
 
 pytestmark = pytest.mark.parametrize("isa", cpu.available_isas())
@@ -24,7 +24,19 @@ def assert_close(found, expected, tolerance):
 def test_embedding_matches_reference(isa, dtype, rows, cols):
     table = random(11, cols) if dtype == "f32" else to_bf16(random(11, cols))
     ids = np.random.default_rng(1).integers(0, 11, rows, dtype=np.int32)
-    assert np.array_equal(cpu.load(isa).embedding(ids, table), reference.embedding(ids, table))
+    expected = reference.embedding(ids, table, first_id=0)
+    assert np.array_equal(expected, as_f32(table[ids]))
+    assert np.array_equal(cpu.load(isa).embedding(ids, table, first_id=0), expected)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_ids_whose_rows_another_rank_holds_give_zeros(isa, dtype):
+    table = random(11, 33) if dtype == "f32" else to_bf16(random(11, 33))
+    ids = np.array([7, 0, 4, 5, 10, 2**31 - 1], np.int32)
+    for embedding in (reference.embedding, cpu.load(isa).embedding):
+        shares = [embedding(ids, table[first:end], first_id=first) for first, end in ((0, 5), (5, 9), (9, 11))]
+        assert [share.any(axis=1).nonzero()[0].tolist() for share in shares] == [[1, 2], [0, 3], [4]]
+        assert np.array_equal(sum(shares)[:5], as_f32(table[ids[:5]]))
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(1, 1), (3, 8), (7, 33), (40, 1031)])

@@ -31,9 +31,14 @@ def i32(*values):
         ),
         (lambda: cpu.linear(f32(8, 2).T, f32(3, 8)), "linear: x must be dense and row-major"),
         (
-            lambda: cpu.embedding(i32(1, 5), f32(5, 2)),
-            "embedding: token_ids has values in 1 .. 5, needs 0 .. 4",
+            lambda: cpu.embedding(i32(1, -5), f32(5, 2), first_id=0),
+            "embedding: token_ids has values in -5 .. 1, needs 0 .. 2147483647",
         ),
+        (
+            lambda: cpu.all_gather(f32(5, 2), num_ranks=2, width=4),
+            "all_gather: num_ranks is 2, this process is one of 1",
+        ),
+        (lambda: cpu.all_gather(f32(5, 2), num_ranks=1, width=3), "all_gather: width is 3, needs 0 .. 2"),
         (lambda: cpu.gather_rows(f32(5, 2), i32(-1)), "gather_rows: rows has values in -1 .. -1, needs 0 .. 4"),
         (lambda: cpu.swiglu(f32(5, 3)), "swiglu: gate_up has shape (5, 3), needs an even width"),
         (

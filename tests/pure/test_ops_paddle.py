@@ -33,7 +33,9 @@ def i32(*values):
 
 
 CALLS = {
-    "embedding": ((i32(3, 0, 3), to_bf16(random(5, 12))), {}),
+    "embedding": ((i32(3, 0, 3, 9), to_bf16(random(5, 12))), {"first_id": 2}),
+    "all_reduce": ((random(5, 12),), {}),
+    "all_gather": ((random(5, 12),), {"num_ranks": 1, "width": 11}),
     "gather_rows": ((random(5, 12), i32(4, 1)), {}),
     "rms_norm": ((random(5, 12), random(12)), {"epsilon": 1e-5}),
     "head_norm": ((random(5, 64), random(8), random(8)), {"num_heads": 4, "num_kv_heads": 2, "epsilon": 1e-5}),

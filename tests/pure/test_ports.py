@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from engine.address import in_url
+from engine.address import connect_host, in_url
 from engine.settings.config import Config
 from server_scripts import ports
 from tests.server import free_ports
@@ -68,7 +68,7 @@ def test_without_http_there_is_no_http_port():
 
 
 def test_a_client_on_this_machine_connects_to_the_loopback():
-    assert [ports.connect_host(host) for host in ("0.0.0.0", "::", "10.0.0.1")] == ["127.0.0.1", "::1", "10.0.0.1"]
+    assert [connect_host(host) for host in ("0.0.0.0", "::", "10.0.0.1")] == ["127.0.0.1", "::1", "10.0.0.1"]
 
 
 @pytest.mark.parametrize(("host", "written"), [("::1", "[::1]"), ("127.0.0.1", "127.0.0.1"), ("a.b", "a.b")])

@@ -50,7 +50,7 @@ def a_raw_client(address):
 
 def a_submission(epoch, request_id, max_new_tokens=500):
     sampling = messages.pack_sampling(Sampling(max_new_tokens, temperature=0))
-    return messages.SUBMIT, epoch, request_id, [5], 1, sampling, False
+    return messages.SUBMIT, epoch, [5], [[request_id, sampling, []]], False
 
 
 def test_a_silent_client_loses_its_requests_and_is_told_if_it_was_only_slow(monkeypatch):
@@ -71,11 +71,11 @@ def test_a_silent_client_loses_its_requests_and_is_told_if_it_was_only_slow(monk
 
 def test_an_idle_engine_sleeps_until_it_is_spoken_to(monkeypatch):
     monkeypatch.setattr(server_module, "IDLE_WAIT_MS", PATIENCE_S * 1000)
-    loop = Loop(CountingExecutor(64, 4), Config())
+    loop = Loop(CountingExecutor(64, 4), 64, Config())
     steps = []
-    monkeypatch.setattr(loop, "step", lambda: steps.append(1) or [])
-    server = server_module.Server(loop, "tcp://127.0.0.1:*")
-    thread = threading.Thread(target=server.run)
+    monkeypatch.setattr(loop, "turn", lambda: steps.append(1) or [])
+    server = server_module.Server("tcp://127.0.0.1:*")
+    thread = threading.Thread(target=server.run, args=[loop])
     thread.start()
     with a_raw_client(server.address) as (ask, hear, _):
         for _ in range(5):
@@ -91,10 +91,10 @@ def test_an_idle_engine_sleeps_until_it_is_spoken_to(monkeypatch):
 class PausedExecutor(SlowExecutor):
     """For whose process an hour passes during one step, as when a container is paused and goes on."""
 
-    def step(self, batch):
+    def finish(self):
         if len(self.batches) == 3:
             server_module.time.lost_s += 3600
-        return super().step(batch)
+        super().finish()
 
 
 class PausedClock:
@@ -145,7 +145,7 @@ def test_an_id_that_is_open_is_refused_and_the_first_goes_on():
         ask(*a_submission(epoch, "a", 20))
         heard = [hear() for _ in range(21)]
         assert [fields[1:3] for kind, fields in heard if kind == messages.REFUSED] == [["a", "duplicate_request"]]
-        assert [fields[1][0][1] for kind, fields in heard if kind == messages.TOKENS] == list(range(6, 26))
+        assert [fields[1][0][1] for kind, fields in heard if kind == messages.TOKENS] == [(n,) for n in range(6, 26)]
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def test_a_signal_ends_the_process_in_order(start, number, variables):
         engine.send_signal(number)
         out, err = engine.communicate(timeout=PATIENCE_S)
     assert engine.returncode == 0
-    assert out == "reads /graph\nwarmed up\n"
+    assert out == "reads /graph\nwarms up: True\n"
     assert "ready: 40 blocks of 4 tokens" in err
     assert "stopped" in err.splitlines()[-1]
 

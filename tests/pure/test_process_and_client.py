@@ -14,7 +14,7 @@ from engine.errors import EngineUnavailable, InvalidRequest, Overloaded
 from engine.link import client as client_module
 from engine.link import messages
 from engine.link import server as server_module
-from engine.link.client import EngineClient
+from engine.link.client import EngineClient, Submission
 from tests.pure.counting_engine import POISON, SlowExecutor
 from tests.pure.counting_executor import CountingExecutor, answer, logprobs_of
 from tests.pure.engine_helpers import (
@@ -67,7 +67,7 @@ def test_sampling_and_logprobs_survive_the_way_there_and_back():
         listener = submit(client, [5], 2, num_logprobs=2)
         listener.wait()
         request = type("Asked", (), {"sampling": sampling})
-        assert listener.logprobs == [logprobs_of(6, request), logprobs_of(7, request)]
+        assert listener.logprobs == logprobs_of([6, 7], request)
 
 
 def test_a_request_waits_for_an_engine_that_is_not_there_yet():
@@ -190,13 +190,13 @@ def test_beyond_the_waiting_queue_requests_are_refused_and_the_others_go_on():
 
 def test_an_engine_faster_than_its_client_keeps_no_ping_and_no_cancellation_waiting():
     class Slow(Collector):
-        def token(self, *args):
-            super().token(*args)
+        def tokens(self, *args):
+            super().tokens(*args)
             time.sleep(0.001)
 
     with connected(CountingExecutor(30_000, 4)) as (server, client):
         slow, other = Slow(), submit(client, [6], 100_000)
-        client.submit("slow", [5], Sampling(1500, temperature=0), slow)
+        client.submit([5], [Submission("slow", Sampling(1500, temperature=0), slow)])
         wait_until(lambda: len(slow.token_ids) > 20)
         client.cancel(other.request_id)
         wait_until(lambda: server.loop.stats()["num_dropped"] == 1)
@@ -205,9 +205,9 @@ def test_an_engine_faster_than_its_client_keeps_no_ping_and_no_cancellation_wait
 
 def test_a_request_to_which_the_model_gives_no_token_ends_alone():
     class Broken(CountingExecutor):
-        def step(self, batch):
-            output = super().step(batch)
-            return StepOutput([NO_TOKEN if t == 9 else t for t in output.token_ids], output.logprobs)
+        def _choose(self, batch):
+            output = super()._choose(batch)
+            return StepOutput([[NO_TOKEN] if ids == [9] else ids for ids in output.token_ids], output.logprobs)
 
     with connected(Broken(64, 4)) as (_, client):
         broken, sound = submit(client, [5], 8), submit(client, [20], 8)
@@ -239,16 +239,16 @@ def test_a_submission_does_not_wait_for_the_next_heartbeat(monkeypatch):
 
 def test_more_submissions_than_the_pipe_holds_block_nobody_and_leave_no_wake_up_behind():
     class Slow(Collector):
-        def token(self, *args):
+        def tokens(self, *args):
             entered.set()
             assert gate.wait(PATIENCE_S)
-            super().token(*args)
+            super().tokens(*args)
 
     gate, entered = threading.Event(), threading.Event()
     with connected(max_cached_task_num=10_000) as (_, client):
         fcntl.fcntl(client._pipe[1], fcntl.F_SETPIPE_SZ, 4096)
         slow = Slow()
-        client.submit("slow", [5], Sampling(1), slow)
+        client.submit([5], [Submission("slow", Sampling(1), slow)])
         assert entered.wait(PATIENCE_S)
         listeners = [submit(client, [5], 1, f"id {n}") for n in range(5000)]
         gate.set()
@@ -265,7 +265,7 @@ def test_closing_ends_what_is_open_and_refuses_what_comes():
     client = EngineClient(a_free_address())
     listener = Slow()
     listener.request_id = "slow"
-    client.submit(listener.request_id, [5], Sampling(1), listener)
+    client.submit([5], [Submission(listener.request_id, Sampling(1), listener)])
     client.close()
     assert [type(error) for error in listener.ends] == [EngineUnavailable]
     with pytest.raises(EngineUnavailable, match="the server is stopping"):
@@ -276,12 +276,12 @@ def test_closing_ends_what_is_open_and_refuses_what_comes():
 
 def test_a_listener_that_fails_ends_everybody_and_hides_nothing():
     class Broken(Collector):
-        def token(self, *args):
+        def tokens(self, *args):
             raise ZeroDivisionError
 
     with connected(SlowExecutor(64, 4, 0.001)) as (_, client):
         other = submit(client, [5], 200)
-        client.submit("broken", [6], Sampling(5), Broken())
+        client.submit([6], [Submission("broken", Sampling(5), Broken())])
         assert "the way to the engine is broken" in str(other.wait())
         assert "the way to the engine is broken" in client.failure()
         with pytest.raises(EngineUnavailable, match="broken"):

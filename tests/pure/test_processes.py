@@ -1,10 +1,8 @@
-"""The commands of the server's processes carry the settings, and the processes understand them."""
+"""The processes of a server are given the settings, each what it needs."""
 
-import pytest
+from dataclasses import replace
 
 from engine.settings.config import Config
-from gateway.__main__ import parse_arguments
-from gateway.backend import GatewaySettings
 from server_scripts import processes
 from server_scripts.run_dir import RunDir
 
@@ -15,22 +13,20 @@ def all_specs(tmp_path, monkeypatch, config):
     return {spec.name: spec for spec in specs if spec}
 
 
-def test_every_gateway_worker_understands_its_command(tmp_path, monkeypatch):
-    config = Config(
-        service_host="::", push_mode_http_workers=2, max_body_bytes=4096, drain_timeout_s=2.5, log_level="DEBUG"
-    )
-    specs = all_specs(tmp_path, monkeypatch, config)
-    for index in (0, 1):
-        given = parse_arguments(specs[f"gateway-{index}"].command[3:])
-        assert (given.host, given.port, given.grpc_host, given.grpc_port) == ("::", 9965, "::1", 8811)
-        assert (given.model_name, given.max_body_bytes, given.drain_timeout) == ("a name", 4096, 2.5)
-        assert (given.workers_index, given.log_level) == (index, "DEBUG")
+def test_every_gateway_worker_knows_which_it_is_and_what_the_model_is_called(tmp_path, monkeypatch):
+    specs = all_specs(tmp_path, monkeypatch, Config(push_mode_http_workers=2))
+    assert [specs[f"gateway-{index}"].command[3:] for index in (0, 1)] == [["--index=0"], ["--index=1"]]
+    assert {Config.from_env(specs[f"gateway-{index}"].env).served_model_name for index in (0, 1)} == {"a name"}
 
 
-@pytest.mark.parametrize("origin", ["*", "", "http://chat"])
-def test_whose_pages_may_call_is_told_to_the_gateway(tmp_path, monkeypatch, origin):
-    specs = all_specs(tmp_path, monkeypatch, Config(cors_allow_origin=origin))
-    assert parse_arguments(specs["gateway-0"].command[3:]).cors_allow_origin == origin
+def test_every_process_reads_the_settings_of_the_start(tmp_path, monkeypatch):
+    settings = {"SERVICE_HOST": "::", "DRAIN_TIMEOUT": "2.5", "CORS_ALLOW_ORIGIN": "", "MAX_BODY_BYTES": "4096"}
+    for name, text in settings.items():
+        monkeypatch.setenv(name, text)
+    config = Config.from_env()
+    known = {"graph_dir": str(tmp_path / "graph"), "served_model_name": "a name"}
+    for spec in all_specs(tmp_path, monkeypatch, config).values():
+        assert Config.from_env(spec.env) == replace(config, **known)
 
 
 def test_the_api_key_is_in_the_environment_of_the_gateway_alone_and_on_no_command_line(tmp_path, monkeypatch):
@@ -40,15 +36,9 @@ def test_the_api_key_is_in_the_environment_of_the_gateway_alone_and_on_no_comman
     assert {name for name, spec in specs.items() if "s3cret" in spec.env.values()} == {"gateway-0"}
 
 
-def test_a_worker_takes_by_itself_what_the_setting_says_a_body_that_stalls_nobody():
-    assert Config().max_body_bytes == GatewaySettings().max_body_bytes == 4 << 20
-
-
 def test_without_http_there_is_no_gateway_but_health(tmp_path, monkeypatch):
     specs = all_specs(tmp_path, monkeypatch, Config(service_http_port=-1))
     assert set(specs) == {"engine", "health"}
-    assert not any("http-port" in argument for argument in specs["health"].command)
-    assert "--log-level=INFO" in specs["health"].command
 
 
 def test_what_the_caller_has_set_for_the_engine_stays(tmp_path, monkeypatch):

@@ -124,7 +124,7 @@ def test_a_bias_outside_of_the_vocabulary_is_refused(reader):
 
 def test_a_text_with_a_token_that_the_model_does_not_know_is_refused(reader):
     small = replace(reader, vocab_size=EOS_ID)
-    assert "The `prompt` holds" in str(refusal(small, text="hi"))
+    assert "The `text` holds" in str(refusal(small, text="hi"))
     assert small.read(a_request(text="hi", apply_chat_template=False))
 
 

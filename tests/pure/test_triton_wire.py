@@ -1,5 +1,6 @@
 """What goes through Triton's gRPC: the names of config.pbtxt, a string with its length, and answers of all kinds."""
 
+import json
 import re
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from engine.errors import EngineUnavailable
 from engine.wire.triton import MODEL, infer_request, read_response
 
 REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
-BODY = wire.delta({"token": "✓"})
+ANSWER = wire.Delta("a", "✓", [7], 0, wire.Usage(1, 1), 5)
+BODY = wire.write_answer(ANSWER)
 
 
 def a_response(**fields):
@@ -25,7 +27,7 @@ def test_a_request_has_the_names_that_the_model_has():
     assert (request.model_name, given.name) == (MODEL, re.search(r'input \[\s*\{\s*name: "(\w+)"', config)[1])
     [content] = request.raw_input_contents
     assert int.from_bytes(content[:4], "little") == len(content[4:])
-    assert wire.read_answer(content[4:]) == {"text": "✓"}
+    assert json.loads(content[4:]) == [{"text": "✓"}]
 
 
 @pytest.mark.parametrize("is_raw", [True, False])
@@ -35,7 +37,7 @@ def test_an_answer_is_read_in_both_forms(is_raw):
     else:
         response = a_response()
         response.infer_response.outputs.add(name="OUT").contents.bytes_contents.append(BODY)
-    assert read_response(response)["token"] == "✓"
+    assert read_response(response) == ANSWER
 
 
 @pytest.mark.parametrize(

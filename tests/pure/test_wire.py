@@ -7,7 +7,7 @@ import re
 import pytest
 
 from engine import wire
-from engine.errors import KINDS, Cancelled, InvalidRequest, Overloaded, RequestError, error_of
+from engine.errors import InvalidRequest
 from engine.wire.request import MAX_UNKNOWN_KEYS
 
 
@@ -229,9 +229,35 @@ def test_a_wrong_field_is_refused_with_its_name_and_value(fields, message):
     assert message in refusal(**fields)
 
 
-def test_all_problems_are_told_at_once():
-    message = refusal(temperature=-1, topp=2, text="")
-    assert message.count("; ") == 2
+def test_all_problems_are_told_at_once_and_the_first_is_blamed():
+    with pytest.raises(InvalidRequest) as caught:
+        parsed(stop={"{limit}": 1}, topp=2, text="")
+    assert str(caught.value).count("; ") == 2
+    assert "it is an object; " not in str(caught.value).split("; ")[0]
+    assert caught.value.cause == {"field": "text"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "cause"),
+    [
+        ({"top_p": 1.5}, {"field": "top_p", "value": 1.5, "limit": [0, 1]}),
+        ({"topp": "{field}"}, {"field": "topp", "value": '"{field}"', "limit": [0, 1]}),
+        ({"max_dec_len": True}, {"field": "max_dec_len", "value": True}),
+        ({"seed": 2**70}, {"field": "seed", "value": str(2**70), "limit": [-(2**63), 2**64 - 1]}),
+        ({"temperature": float("nan")}, {"field": "temperature", "value": "NaN", "limit": [0, 100]}),
+        ({"stop": ["a"] * 65}, {"field": "stop", "value": 65, "limit": 64}),
+        ({"req_id": "x" * 257}, {"field": "req_id", "value": 257, "limit": 256}),
+        ({"logit_bias": {"5": 101}}, {"field": "logit_bias", "value": 101, "limit": [-100, 100]}),
+        ({"messages": [{"role": 1, "content": ""}]}, {"field": "messages", "value": "a number"}),
+        ({"max_token": 5}, {"field": "max_tokens", "value": '"max_token"'}),
+        ({"topp": 0.5, "top_p": 0.5}, {"field": "topp", "value": "('topp', 'top_p')"}),
+    ],
+)
+def test_a_refusal_says_field_value_and_limit_to_machines_too(fields, cause):
+    with pytest.raises(InvalidRequest) as caught:
+        parsed(**fields)
+    assert caught.value.cause == cause
+    assert json.loads(json.dumps(cause, allow_nan=False)) == cause
 
 
 def test_unknown_fields_pass_unless_they_look_like_ours():
@@ -259,46 +285,3 @@ def test_of_very_many_unknown_fields_only_the_first_are_compared():
 def test_an_unknown_field_that_is_longer_than_any_of_ours_is_not_compared(monkeypatch):
     monkeypatch.setattr(difflib, "get_close_matches", None)
     assert parsed(**{"max_tokens" * 5: 1}) == parsed()
-
-
-# --- answers
-
-
-def test_an_answer_is_a_list_with_one_object_and_keeps_its_letters():
-    payload = wire.delta({"token": "é\n"})
-    assert payload == '[{"token": "é\\n"}]'.encode()
-    assert wire.read_answer(payload) == {"token": "é\n"}
-
-
-def test_a_failure_is_a_bare_object_with_code_and_kind():
-    fields = json.loads(wire.failure(Overloaded("too many"), "a"))
-    assert fields.pop("timestamp") > 0
-    assert fields == {
-        "req_id": "a",
-        "error_msg": "too many",
-        "error_code": 429,
-        "error_type": "overloaded",
-        "version": "4.6",
-    }
-    assert wire.read_answer(wire.failure(Cancelled("gone"), None))["req_id"] is None
-
-
-def test_a_failure_can_be_sent_whatever_its_text_quotes():
-    assert (
-        wire.read_answer(wire.failure(InvalidRequest("role \ud800 is unknown"), "a"))["error_msg"]
-        == "role ? is unknown"
-    )
-
-
-def test_the_state_of_the_model_is_an_answer_too():
-    fields = wire.read_answer(wire.model_state(False, "the engine is starting", {"num_open": 3}))
-    assert fields == {"is_end": 1, "ready": False, "reason": "the engine is starting", "num_open": 3}
-
-
-def test_every_kind_of_error_crosses_a_border_as_itself():
-    for kind, error in KINDS.items():
-        assert type(error_of(kind, "text")) is error
-        assert 400 <= error.code <= 599
-    assert type(error_of("of tomorrow", "text")) is RequestError
-    codes = [error.code for error in KINDS.values() if error.kind != "prompt_too_long"]
-    assert len(set(codes)) == len(codes)

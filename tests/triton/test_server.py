@@ -358,6 +358,10 @@ def test_grpc_errors_are_bare_objects(server):
         stream.ask({"req_id": "e1", "text": ""})
         answer = stream.next()
         assert answer["error_code"] == 400 and answer["req_id"] == "e1" and "cannot be empty" in answer["error_msg"]
+        assert (answer["is_end"], answer["token"], answer["error_field"]) == (1, "", "text")
+        stream.ask({"req_id": "e2", "text": "Hi", "max_dec_len": 2})
+        [line] = stream.next()
+        assert (line["req_id"], line["error_msg"], line["error_code"]) == ("e2", "", 0)
 
 
 def test_a_full_queue_is_an_error_and_every_accepted_request_is_answered(tmp_path):
@@ -466,6 +470,13 @@ def test_the_readmes_python_examples_run_as_they_stand(server, number):
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     assert len(run.stdout.split()) >= 3
+
+
+def test_the_readmes_grpc_example_ends_on_an_error(server):
+    code = next(code for code in readme_examples() if "8811" in code)
+    code = code.replace("8811", str(server.ports["SERVICE_GRPC_PORT"])).replace('"max_dec_len": 32', '"max_dec_len": 0')
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stdout) == (0, "The `max_dec_len` must be an integer and greater than 0, it is 0")
 
 
 def test_the_readmes_curl_example_runs_as_it_stands(server):

@@ -110,7 +110,7 @@ def test_an_engine_that_cannot_start_fails_the_start_with_its_log(server):
     done = server.command("start_server")
     assert done.returncode == 1
     assert "failed: engine ended with exit status 1" in done.stdout
-    assert re.search(r"the end of .*infer_server.log:\n.*BLOCK_BS", done.stdout)
+    assert re.search(r"the end of .*infer_server.log:\n.*BLOCK_BS", done.stdout, re.S)
     assert state_of(server) is None
 
 
@@ -191,7 +191,7 @@ def test_process_1_of_a_container_reaps_and_stops(server):
     assert state_of(server) is None
 
 
-def test_the_demo_answers_and_its_example_and_those_of_the_readme_are_true(server):
+def test_the_demo_answers_and_its_example_is_true(server):
     command = [sys.executable, "-m", "server_scripts.demo"]
     first = subprocess.run(command, env=server.env, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert first.returncode == 0, first.stdout + first.stderr
@@ -206,16 +206,3 @@ def test_the_demo_answers_and_its_example_and_those_of_the_readme_are_true(serve
         done = subprocess.run(["sh", "-c", curl], capture_output=True, text=True, timeout=60)
         tokens = [json.loads(line)["token"] for line in done.stdout.splitlines()]
         assert "Tokyo" in "".join(tokens)
-    programs = readme_programs(server)
-    assert len(programs) >= 3  # native, OpenAI's, gRPC
-    for code in programs:
-        done = subprocess.run([sys.executable, "-c", code], env=server.env, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0 and done.stdout, done.stderr
-
-
-def readme_programs(server):
-    """The clients in the README and the pages it points to, with the ports of this server."""
-    text = "".join(path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
-    for name, port in (("SERVICE_HTTP_PORT", 9965), ("SERVICE_GRPC_PORT", 8811)):
-        text = text.replace(f"127.0.0.1:{port}", f"127.0.0.1:{server.ports[name]}")
-    return [code for code in re.findall(r"```python\n(.*?)```", text, re.S) if "127.0.0.1" in code]

@@ -10,7 +10,8 @@ import functools
 import os
 
 from engine.errors import SetupError
-from engine.ops.cpu.kernels import CpuOps, c_library
+from engine.ops.cpu.kernels import CpuOps
+from engine.ops.cpu.library import c_library
 
 
 class UnknownIsa(SetupError):

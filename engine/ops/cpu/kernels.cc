@@ -15,12 +15,11 @@
 namespace LLM_ISA {
 namespace {
 
-void any_embedding(const int32_t* token_ids, const void* table, int table_bf16, float* y, int64_t rows,
-                   int64_t cols) {
-  if (table_bf16)
-    embedding(token_ids, static_cast<const uint16_t*>(table), y, rows, cols);
+void any_embedding(const LlmEmbedding* args) {
+  if (args->table_bf16)
+    embedding(*args, static_cast<const uint16_t*>(args->table));
   else
-    embedding(token_ids, static_cast<const float*>(table), y, rows, cols);
+    embedding(*args, static_cast<const float*>(args->table));
 }
 
 void any_linear(const float* x, const void* weight, int weight_bf16, const float* bias, float* y,

@@ -7,6 +7,14 @@
 #pragma GCC visibility push(default)
 extern "C" {
 
+struct LlmEmbedding {
+  const int32_t* token_ids;  // [rows]
+  const void* table;         // [table_rows, cols], float32 or bf16
+  float* y;                  // [rows, cols]
+  int64_t rows, cols, table_rows, first_id;
+  int32_t table_bf16;
+};
+
 struct LlmAttention {
   const float* qkv;             // [T, (Hq + 2 Hkv) D]
   const float* cos_sin;         // [T, R]
@@ -22,8 +30,7 @@ struct LlmAttention {
 
 struct LlmKernels {
   const char* isa;
-  void (*embedding)(const int32_t* token_ids, const void* table, int table_bf16, float* y, int64_t rows,
-                    int64_t cols);
+  void (*embedding)(const LlmEmbedding* args);
   void (*gather_rows)(const float* x, const int32_t* rows, float* y, int64_t num_rows, int64_t cols);
   void (*rms_norm)(const float* x, const float* weight, float* y, int64_t rows, int64_t cols, float epsilon);
   void (*add_rms_norm)(const float* x, float* residual, const float* weight, float* y, int64_t rows,

@@ -3,82 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-import os
-from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import fields
 
 import numpy as np
 
-from engine.ops import build
+from engine.ops.cpu.library import Attention, Embedding, Sampling
 from engine.ops.sampling_rows import SampledRows, SamplingRows
 
 F32, BF16, I32 = np.dtype(np.float32), np.dtype(np.uint16), np.dtype(np.int32)
-
-
-def _function(*argtypes, returns=None):
-    return ctypes.CFUNCTYPE(returns, *argtypes)
-
-
-class Kernels(ctypes.Structure):
-    """`LlmKernels` of kernels.h, in its order."""
-
-    _fields_ = [
-        ("isa", c_char_p),
-        ("embedding", _function(c_void_p, c_void_p, c_int, c_void_p, c_int64, c_int64)),
-        ("gather_rows", _function(c_void_p, c_void_p, c_void_p, c_int64, c_int64)),
-        ("rms_norm", _function(c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float)),
-        ("add_rms_norm", _function(c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float)),
-        ("head_norm", _function(*[c_void_p] * 4, *[c_int64] * 4, c_float)),
-        ("linear", _function(c_void_p, c_void_p, c_int, c_void_p, c_void_p, *[c_int64] * 3)),
-        ("rotary_angles", _function(c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float)),
-        ("paged_attention", _function(c_void_p)),
-        ("swiglu", _function(c_void_p, c_void_p, c_int64, c_int64)),
-        ("largest", _function(c_void_p, c_int64, returns=c_float)),
-        ("find", _function(c_void_p, c_int64, c_float, returns=c_int64)),
-        ("weigh", _function(c_void_p, c_void_p, c_int64, c_float, c_float)),
-        ("add_up", _function(c_void_p, c_int64, returns=c_double)),
-        ("at_least", _function(c_void_p, c_int64, c_float, c_void_p, returns=c_int64)),
-        ("weight_at_least", _function(c_void_p, c_void_p, c_int64, c_float, c_void_p, returns=c_int64)),
-    ]
-
-
-class Attention(ctypes.Structure):
-    """`LlmAttention` of kernels.h."""
-
-    _pointers = ("qkv", "cos_sin", "kv_cache", "query_starts", "context_lens", "block_tables", "out")
-    _sizes = ("num_requests", "num_heads", "num_kv_heads", "head_dim", "rotary_dim", "block_size", "max_blocks")
-    _fields_ = [
-        *((name, c_void_p) for name in _pointers),
-        *((name, c_int64) for name in _sizes),
-        ("scale", c_float),
-        ("cache_bf16", c_int32),
-    ]
-
-
-class Sampling(ctypes.Structure):
-    """`LlmSampling` of kernels.h: the fields of SamplingRows, then those of SampledRows."""
-
-    _fields_ = [
-        *((field.name, c_void_p) for field in (*fields(SamplingRows), *fields(SampledRows))),
-        ("max_logprobs", c_int64),
-    ]
-
-
-@functools.cache
-def c_library() -> ctypes.CDLL:
-    # OpenMP reads these when it is loaded. Threads that spin for long while they wait cost whole steps as soon as
-    # another process wants a core; some microseconds of it bridge the gap to the next op.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    lib = ctypes.CDLL(str(build.library()))
-    lib.llm_kernels.argtypes, lib.llm_kernels.restype = [c_char_p], POINTER(Kernels)
-    lib.llm_isas.argtypes, lib.llm_isas.restype = [c_int], c_char_p
-    lib.llm_num_threads.restype = c_int
-    lib.llm_set_num_threads.argtypes, lib.llm_set_num_threads.restype = [c_int], None
-    lib.llm_sample.argtypes = [POINTER(Kernels), c_void_p, c_int64, c_int64, POINTER(Sampling)]
-    lib.llm_sample.restype = None
-    return lib
+NO_END = 2**31  # of ids whose rows other ranks may hold
 
 
 class ArgumentError(ValueError):
@@ -99,6 +32,15 @@ def need(op: str, name: str, array: np.ndarray, shape: tuple[int | None, ...], *
     return array.ctypes.data
 
 
+class GroupError(RuntimeError):
+    """The ranks can no longer speak with one another: a process, a connection or the whole group has ended."""
+
+
+def must_succeed(op: str, trouble: bytes | None) -> None:
+    if trouble:
+        raise GroupError(f"{op}: {trouble.decode()}")
+
+
 def need_ids(op: str, name: str, ids: np.ndarray, end: int) -> None:
     if ids.size and not 0 <= ids.min() <= ids.max() < end:
         raise ArgumentError(f"{op}: {name} has values in {ids.min()} .. {ids.max()}, needs 0 .. {end - 1}")
@@ -111,12 +53,31 @@ class CpuOps:
         self._lib, self._table, self.kernels = lib, table, table.contents
         self.isa: str = self.kernels.isa.decode()
 
-    def embedding(self, token_ids, table):
+    def embedding(self, token_ids, table, *, first_id):
         token_ids_at = need("embedding", "token_ids", token_ids, (None,), I32)
         table_at = need("embedding", "table", table, (None, None), F32, BF16)
-        need_ids("embedding", "token_ids", token_ids, len(table))
+        need_ids("embedding", "token_ids", token_ids, NO_END)
         y = np.empty((len(token_ids), table.shape[1]), F32)
-        self.kernels.embedding(token_ids_at, table_at, table.dtype == BF16, y.ctypes.data, *y.shape)
+        args = Embedding(token_ids_at, table_at, y.ctypes.data, *y.shape, len(table), first_id, table.dtype == BF16)
+        self.kernels.embedding(ctypes.addressof(args))
+        return y
+
+    def all_reduce(self, x):
+        x_at = need("all_reduce", "x", x, (None, None), F32)
+        y = np.empty_like(x)
+        must_succeed("all_reduce", self._lib.llm_all_reduce(x_at, y.ctypes.data, x.size))
+        return y
+
+    def all_gather(self, x, *, num_ranks, width):
+        x_at = need("all_gather", "x", x, (None, None), F32)
+        if num_ranks != self._lib.llm_num_ranks():
+            raise ArgumentError(
+                f"all_gather: num_ranks is {num_ranks}, this process is one of {self._lib.llm_num_ranks()}"
+            )
+        if not 0 <= width <= num_ranks * x.shape[1]:
+            raise ArgumentError(f"all_gather: width is {width}, needs 0 .. {num_ranks * x.shape[1]}")
+        y = np.empty((len(x), width), F32)
+        must_succeed("all_gather", self._lib.llm_all_gather(x_at, y.ctypes.data, *x.shape, width))
         return y
 
     def gather_rows(self, x, rows):

@@ -2,6 +2,7 @@
 #include <string>
 #include <vector>
 
+#include "group.h"
 #include "kernels.h"
 #include "paddle/extension.h"
 
@@ -44,6 +45,8 @@ void need(const char* op, const char* name, const Tensor& x, const Shape& shape,
   PD_CHECK(x.is_cpu(), op, ": ", name, " is not on the CPU");
 }
 
+constexpr int64_t kNoEnd = int64_t{1} << 31;  // of ids that other ranks may hold
+
 void need_ids(const char* op, const char* name, const int32_t* ids, int64_t count, int64_t end) {
   for (int64_t i = 0; i < count; i++)
     PD_CHECK(ids[i] >= 0 && ids[i] < end, op, ": ", name, " holds ", ids[i], ", needs 0 .. ", end - 1);
@@ -70,16 +73,27 @@ Types f32_type3(const DataType&, const DataType&, const DataType&) { return kF32
 
 // ---- embedding ----
 
-Tensors embedding(const Tensor& token_ids, const Tensor& table) {
+Tensors embedding(const Tensor& token_ids, const Tensor& table, int first_id) {
   need("embedding", "token_ids", token_ids, {-1}, kI32);
   need("embedding", "table", table, {-1, -1}, kWeight);
   const int64_t rows = token_ids.shape()[0], cols = table.shape()[1];
-  need_ids("embedding", "token_ids", token_ids.data<int32_t>(), rows, table.shape()[0]);
+  need_ids("embedding", "token_ids", token_ids.data<int32_t>(), rows, kNoEnd);
   Tensor y = empty({rows, cols});
-  kernels().embedding(token_ids.data<int32_t>(), table.data(), is_bf16(table), y.data<float>(), rows, cols);
+  LlmEmbedding args = {};
+  args.token_ids = token_ids.data<int32_t>();
+  args.table = table.data();
+  args.y = y.data<float>();
+  args.rows = rows;
+  args.cols = cols;
+  args.table_rows = table.shape()[0];
+  args.first_id = first_id;
+  args.table_bf16 = is_bf16(table);
+  kernels().embedding(&args);
   return {y};
 }
-Shapes embedding_shape(const Shape& token_ids, const Shape& table) { return {{token_ids[0], table[1]}}; }
+Shapes embedding_shape(const Shape& token_ids, const Shape& table, const int&) {
+  return {{token_ids[0], table[1]}};
+}
 
 // ---- gather_rows ----
 
@@ -248,11 +262,37 @@ Tensors swiglu(const Tensor& gate_up) {
 }
 Shapes swiglu_shape(const Shape& gate_up) { return {{gate_up[0], half(gate_up[1])}}; }
 
+// ---- all_reduce, all_gather ----
+
+Tensors all_reduce(const Tensor& x) {
+  need("all_reduce", "x", x, {-1, -1}, kF32);
+  Tensor y = empty(x.shape());
+  const char* trouble = llm_all_reduce(x.data<float>(), y.data<float>(), x.numel());
+  PD_CHECK(!trouble, "all_reduce: ", trouble);
+  return {y};
+}
+Shapes all_reduce_shape(const Shape& x) { return {x}; }
+
+Tensors all_gather(const Tensor& x, int num_ranks, int width) {
+  need("all_gather", "x", x, {-1, -1}, kF32);
+  const int64_t rows = x.shape()[0], cols = x.shape()[1];
+  PD_CHECK(num_ranks == llm_num_ranks(), "all_gather: num_ranks is ", num_ranks, ", this process is one of ",
+           llm_num_ranks());
+  PD_CHECK(width >= 0 && width <= num_ranks * cols, "all_gather: width is ", width, ", needs 0 .. ",
+           num_ranks * cols);
+  Tensor y = empty({rows, width});
+  const char* trouble = llm_all_gather(x.data<float>(), y.data<float>(), rows, cols, width);
+  PD_CHECK(!trouble, "all_gather: ", trouble);
+  return {y};
+}
+Shapes all_gather_shape(const Shape& x, const int&, const int& width) { return {{x[0], width}}; }
+
 }  // namespace
 
 PD_BUILD_OP(llm_embedding)
     .Inputs({"token_ids", "table"})
     .Outputs({"y"})
+    .Attrs({"first_id: int"})
     .SetKernelFn(PD_KERNEL(embedding))
     .SetInferShapeFn(PD_INFER_SHAPE(embedding_shape))
     .SetInferDtypeFn(PD_INFER_DTYPE(f32_type2));
@@ -318,4 +358,19 @@ PD_BUILD_OP(llm_swiglu)
     .Outputs({"y"})
     .SetKernelFn(PD_KERNEL(swiglu))
     .SetInferShapeFn(PD_INFER_SHAPE(swiglu_shape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(f32_type));
+
+PD_BUILD_OP(llm_all_reduce)
+    .Inputs({"x"})
+    .Outputs({"y"})
+    .SetKernelFn(PD_KERNEL(all_reduce))
+    .SetInferShapeFn(PD_INFER_SHAPE(all_reduce_shape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(f32_type));
+
+PD_BUILD_OP(llm_all_gather)
+    .Inputs({"x"})
+    .Outputs({"y"})
+    .Attrs({"num_ranks: int", "width: int"})
+    .SetKernelFn(PD_KERNEL(all_gather))
+    .SetInferShapeFn(PD_INFER_SHAPE(all_gather_shape))
     .SetInferDtypeFn(PD_INFER_DTYPE(f32_type));

@@ -11,7 +11,9 @@ from engine.ops import build
 
 # op -> how many inputs (an optional one counts), then its attributes in the order of paddle_ops.cc
 OPS = {
-    "embedding": (2,),
+    "all_gather": (1, "num_ranks", "width"),
+    "all_reduce": (1,),
+    "embedding": (2, "first_id"),
     "gather_rows": (2,),
     "rms_norm": (2, "epsilon"),
     "add_rms_norm": (3, "epsilon"),

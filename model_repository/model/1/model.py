@@ -2,7 +2,6 @@
 
 import os
 import sys
-from pathlib import Path
 
 # Triton's interpreter is isolated: it ignores PYTHONPATH and virtual environments. The supervisor says where we live.
 sys.path[:0] = os.environ["LLM_SERVER_SYS_PATH"].split(os.pathsep)
@@ -37,7 +36,7 @@ class TritonPythonModel:
         config = Config.from_env()
         configure(config.log_level)
         self.drain_timeout_s = config.drain_timeout_s
-        self.service = build_service(config, Path(os.environ.get("GRAPH_DIR") or config.model_dir))
+        self.service = build_service(config)
         self.metrics = MetricsThread(self.service, config.batch_size, pb_utils)
 
     def execute(self, requests):

@@ -6,20 +6,17 @@ What would change the answer and cannot be done is refused by name; anything els
 
 from __future__ import annotations
 
-import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from engine import wire
-from engine.errors import InvalidRequest, RequestError
-from engine.wire.fields import MAX_LOGPROBS, MAX_REQ_ID_LEN, Check
+from engine.errors import InvalidRequest
+from engine.wire import MAX_LOGPROBS, MAX_REQ_ID_LEN, Check, int_in
 
 # Native name -> OpenAI's, of a prompt and what goes with it below
 NAMES = {name: field.aliases[-1] for name, field in wire.FIELDS.items() if field.aliases} | {"req_id": "request_id"}
-NAMED = re.compile(r"`(\w+)`|\b([a-z]+_[a-z_]+)\b")  # a field in a text of the model; no word of English
-QUOTE = re.compile('"|the chat template refused')  # what follows may be the client's or a template's own words
 MAX_N = 16
 MAX_CHOICES = 128  # prompts times n
 
@@ -43,14 +40,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 
 
-class InvalidParameter(InvalidRequest):
-    """InvalidRequest with the name of the field, for OpenAI's `param`."""
-
-    def __init__(self, param: str, message: str):
-        super().__init__(message)
-        self.param = param
-
-
 @dataclass(frozen=True)
 class Completion:
     """A checked request for one or several choices; `requests` holds the model's request of each, in order."""
@@ -66,38 +55,22 @@ class Completion:
     include_usage: bool
     continuous_usage: bool
     timeout_s: float | None
-    names: dict[str, str]  # of the model's fields -> as the client calls them
-
-    def in_clients_words(self, error: RequestError) -> RequestError:
-        """A refusal of the model that names fields as the client does, the first of them also as `param`. What names
-        none is about the prompt: all else was checked here."""
-        if error.code >= 500:
-            return error
-        text = str(error)
-        quote = QUOTE.search(text)
-        ours, theirs = (text[: quote.start()], text[quote.start() :]) if quote else (text, "")
-        found = [self.names[name] for match in NAMED.findall(ours) for name in match if name in self.names]
-        told = type(error)(NAMED.sub(self._renamed, ours) + theirs)
-        if found or isinstance(error, InvalidRequest):
-            told.param = found[0] if found else self.names["text"]
-        return told
-
-    def _renamed(self, match: re.Match[str]) -> str:
-        name = match[1] or match[2]
-        return match[0].replace(name, self.names.get(name, name))
+    names: Mapping[str, str]  # of the model's fields -> as the client calls them
 
 
 def parse(body: dict[str, Any], is_chat: bool, default_model: str) -> Completion:
-    """Raises InvalidParameter for the first field that is wrong."""
+    """Raises InvalidRequest for the first field that is wrong, by the client's name of it."""
     body = {key: value for key, value in body.items() if value is not None}
     _refuse(body)
-    n = _int(body, "n", 1, 1, MAX_N)
-    if _int(body, "best_of", n, 1, 1000) > n:
-        raise InvalidParameter("best_of", f"`best_of` above `n` is not supported: {body['best_of']} > {n}")
+    n = _checked(body, "n", int_in(1, MAX_N), 1)
+    if (best_of := _checked(body, "best_of", int_in(1, 1000), n)) > n:
+        text = "`{field}` above `n` is not supported: {value} > {limit}"
+        raise InvalidRequest(text, field="best_of", value=best_of, limit=n)
     options = _options(body, is_chat)
     sources, echoes = ([_chat_source(body)], [""]) if is_chat else _prompt_sources(body)
     if len(sources) * n > MAX_CHOICES:
-        raise InvalidParameter("prompt", f"{len(sources)} prompts times n={n} exceed the limit of {MAX_CHOICES}")
+        text = f"{len(sources)} {{field}}s times n={n} exceed the limit of {{limit}}"
+        raise InvalidRequest(text, field="prompt", value=len(sources) * n, limit=MAX_CHOICES)
     answer_id = _answer_id(body, is_chat, len(sources) * n)
     stream_options = _checked(body, "stream_options", AN_OBJECT, {})
     return Completion(
@@ -118,7 +91,7 @@ def parse(body: dict[str, Any], is_chat: bool, default_model: str) -> Completion
 
 def _names(body: dict[str, Any], is_chat: bool) -> dict[str, str]:
     source = "messages" if is_chat else "prompt"
-    names = {name: name for name in wire.FIELDS} | NAMES | dict.fromkeys(("text", "input_ids", "prompt"), source)
+    names = NAMES | dict.fromkeys(("text", "input_ids", "messages"), source)
     return names | {"max_dec_len": "max_completion_tokens"} if "max_completion_tokens" in body else names
 
 
@@ -126,7 +99,7 @@ def _refuse(body: dict[str, Any]) -> None:
     for name, harmless in REFUSED.items():
         value = body.get(name)
         if value and value not in harmless:
-            raise InvalidParameter(name, f"`{name}` is not supported, it is {wire.shown(value)}")
+            raise InvalidRequest("`{field}` is not supported, it is {value}", field=name, value=wire.shown(value))
 
 
 def _options(body: dict[str, Any], is_chat: bool) -> dict[str, Any]:
@@ -147,35 +120,38 @@ def _options(body: dict[str, Any], is_chat: bool) -> dict[str, Any]:
 
 def _chat_logprobs(body: dict[str, Any]) -> int | None:
     wanted = _checked(body, "logprobs", A_BOOL, False)
-    num_top = _int(body, "top_logprobs", 0, 0, MAX_LOGPROBS)
+    num_top = _checked(body, "top_logprobs", int_in(0, MAX_LOGPROBS), 0)
     if num_top and not wanted:
-        raise InvalidParameter("top_logprobs", "`top_logprobs` needs `logprobs` to be true")
+        raise InvalidRequest("`{field}` needs `logprobs` to be true", field="top_logprobs", value=num_top)
     return num_top if wanted else None
 
 
 def _logprobs(body: dict[str, Any]) -> int | None:
-    return None if body.get("logprobs", False) is False else _int(body, "logprobs", 0, 0, MAX_LOGPROBS)
+    if body.get("logprobs", False) is False:
+        return None
+    return _checked(body, "logprobs", int_in(0, MAX_LOGPROBS))
 
 
 def _chat_source(body: dict[str, Any]) -> dict[str, Any]:
     if "messages" not in body:
-        raise InvalidParameter("messages", "`messages` is missing")
+        raise InvalidRequest("`{field}` is missing", field="messages")
     messages = _checked(body, "messages", CHECKS["messages"])
     return {"messages": [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]}
 
 
 def _prompt_sources(body: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
     if "prompt" not in body:
-        raise InvalidParameter("prompt", "`prompt` is missing")
+        raise InvalidRequest("`{field}` is missing", field="prompt")
     prompt = body["prompt"]
     is_one = isinstance(prompt, str) or (isinstance(prompt, list) and prompt and not isinstance(prompt[0], (str, list)))
     prompts = [prompt] if is_one else prompt
     if not isinstance(prompts, list) or not prompts:
-        raise InvalidParameter("prompt", "`prompt` must be a text, a list of token ids, or a list of either")
+        raise InvalidRequest("`{field}` must be a text, a list of token ids, or a list of either", field="prompt")
     if not _checked(body, "echo", A_BOOL, False):
         return [_prompt_source(each) for each in prompts], [""] * len(prompts)
     if body.get("logprobs", False) is not False or not all(isinstance(each, str) for each in prompts):
-        raise InvalidParameter("echo", "`echo` is supported for prompts given as text and without `logprobs` only")
+        text = "`{field}` is supported for prompts given as text and without `logprobs` only"
+        raise InvalidRequest(text, field="echo")
     return [_prompt_source(each) for each in prompts], prompts
 
 
@@ -202,8 +178,8 @@ def _answer_id(body: dict[str, Any], is_chat: bool, num_choices: int) -> str:
     answer_id = _checked(body, "request_id", CHECKS["req_id"], default)
     limit = MAX_REQ_ID_LEN - len(_choice_id("", num_choices - 1, num_choices))
     if len(answer_id) > limit:
-        text = f"The `request_id` has {len(answer_id)} characters, the limit with {num_choices} choices is {limit}"
-        raise InvalidParameter("request_id", text)
+        text = f"The `{{field}}` has {{value}} characters, the limit with {num_choices} choices is {{limit}}"
+        raise InvalidRequest(text, field="request_id", value=len(answer_id), limit=limit)
     return answer_id
 
 
@@ -216,16 +192,4 @@ def _model(body: dict[str, Any], default: str) -> str:
 
 
 def _checked(body: dict[str, Any], name: str, check: Check, default: Any = None) -> Any:
-    if body.get(name) is None:
-        return default
-    try:
-        return check(name, body[name])
-    except InvalidRequest as error:
-        raise InvalidParameter(name, str(error)) from None
-
-
-def _int(body: dict[str, Any], name: str, default: int, low: int, high: int) -> int:
-    value = body.get(name, default)
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise InvalidParameter(name, f"The `{name}` must be an integer in [{low}, {high}], it is {wire.shown(value)}")
-    return value
+    return default if body.get(name) is None else check(name, body[name])

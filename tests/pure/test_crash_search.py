@@ -2,12 +2,12 @@
 
 import pytest
 
-from engine.link.trials import Trials
+from engine.link.crash_search import CrashSearch
 
 
 @pytest.fixture
 def bench():
-    """Trials, the requests that are open, and those that the engine was given."""
+    """CrashSearch, the requests that are open, and those that the engine was given."""
     opened, given = set("abcd"), []
 
     def submit(request_id):
@@ -15,7 +15,7 @@ def bench():
             given.append(request_id)
         return request_id in opened
 
-    return Trials(submit), opened, given
+    return CrashSearch(submit), opened, given
 
 
 def test_without_a_crash_every_request_is_submitted_at_once(bench):
@@ -32,12 +32,12 @@ def test_after_a_crash_each_waits_for_the_first_token_of_the_one_before(bench):
     trials.begin("ab")
     trials.add("c")
     assert given == ["a"]
-    trials.acquit("b")  # of whom nobody spoke
+    trials.survived("b")  # of whom nobody spoke
     assert given == ["a"]
-    trials.acquit("a")
-    trials.acquit("b")
+    trials.survived("a")
+    trials.survived("b")
     assert given == ["a", "b", "c"]
-    trials.acquit("c")
+    trials.survived("c")
     trials.add("d")
     trials.add("a")
     assert given == ["a", "b", "c", "d", "a"]
@@ -47,14 +47,14 @@ def test_one_that_has_been_cancelled_is_passed_over(bench):
     trials, opened, given = bench
     trials.begin("abc")
     opened -= {"b"}
-    trials.acquit("a")
+    trials.survived("a")
     assert given == ["a", "c"]
 
 
 def test_the_suspect_comes_first_and_alone_and_is_the_culprit_if_that_crashes(bench):
     trials, _, given = bench
     trials.begin("abc")
-    trials.acquit("a")
+    trials.survived("a")
     assert trials.note_crash() is None  # with b on trial, a running
     trials.begin("abc")
     assert given == ["a", "b", "b"]
@@ -68,7 +68,7 @@ def test_a_suspect_that_gets_a_token_alone_was_none(bench):
     trials.begin("ab")
     trials.note_crash()
     trials.begin("ab")
-    trials.acquit("a")
+    trials.survived("a")
     assert given == ["a", "a", "b"]
     assert trials.note_crash() is None  # now b is the suspect
     trials.begin("ab")

@@ -1,8 +1,8 @@
 """Which request crashes the engine? Decides in which order a new engine process gets what is open. No sockets here.
 
-After a crash requests are submitted one by one, each when the one before has got a token: it is on trial until then. If
-the engine crashes again, the request on trial is the suspect, and the next engine process gets it first and alone. If
-that crashes, too, the suspect is the culprit; if not, it was somebody else.
+After a crash requests are submitted one by one, each when the one before has got a token: it is alone until then. If
+the engine crashes again, the one that was alone is the suspect, and the next engine process gets it first. If that
+crashes, too, the suspect is the culprit; if not, it was somebody else.
 """
 
 from __future__ import annotations
@@ -11,30 +11,34 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 
-class Trials:
+class CrashSearch:
     """`submit` gives a request to the engine; False when it is no longer open."""
 
     def __init__(self, submit: Callable[[str], bool]):
         self._submit = submit
         self._waiting: deque[str] = deque()
-        self._on_trial: str | None = None
+        self._alone: str | None = None
         self._suspect: str | None = None
 
+    @property
+    def is_active(self) -> bool:
+        return self._alone is not None
+
     def add(self, request_id: str) -> None:
-        """A new request: submitted at once, or after those that wait for their trials."""
-        if self._on_trial is None:
+        """A new request: submitted at once, or after those that wait for their turn alone."""
+        if self._alone is None:
             self._submit(request_id)
         else:
             self._waiting.append(request_id)
 
     def note_crash(self) -> str | None:
         """The culprit, if it is known by now."""
-        on_trial, suspect = self._on_trial, self._suspect
-        self._on_trial, self._suspect = None, on_trial
-        if on_trial is None or on_trial != suspect:
+        alone, suspect = self._alone, self._suspect
+        self._alone, self._suspect = None, alone
+        if alone is None or alone != suspect:
             return None
         self._suspect = None
-        return on_trial
+        return alone
 
     def begin(self, request_ids: Iterable[str]) -> None:
         """With a new engine process, of all that is open."""
@@ -44,17 +48,17 @@ class Trials:
     def call_off(self) -> None:
         """Whoever is open has been submitted otherwise."""
         self._waiting.clear()
-        self._on_trial = None
+        self._alone = None
 
-    def acquit(self, request_id: str) -> None:
+    def survived(self, request_id: str) -> None:
         """It has got a token, or has ended."""
-        if request_id == self._on_trial:
-            self._on_trial = None
+        if request_id == self._alone:
+            self._alone = None
             if request_id == self._suspect:
                 self._suspect = None
             self._next()
 
     def _next(self) -> None:
-        while self._waiting and self._on_trial is None:
+        while self._waiting and self._alone is None:
             request_id = self._waiting.popleft()
-            self._on_trial = request_id if self._submit(request_id) else None
+            self._alone = request_id if self._submit(request_id) else None

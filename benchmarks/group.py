@@ -1,0 +1,109 @@
+"""What ranks cost one another on this machine: `python -m benchmarks.group`.
+
+Sums of usual shapes over 2 and 4 processes of one thread each, and the products of a decode step of Qwen2.5-0.5B with
+its sums, done by ranks of one thread and by one process with two. Medians over rounds of medians, and the lowest of
+them. A table, then one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+from multiprocessing import reduction
+
+import numpy as np
+
+from benchmarks.kernels import HIDDEN, LAYERS, LINEARS, random_f32, seconds
+from engine.dtypes import to_bf16
+from engine.ops import cpu
+from engine.ops.cpu import group
+
+SHAPES = [(1, 896), (8, 896), (32, 896), (256, 896), (1, 4096)]
+SPLIT_BY_COLUMNS = ("o", "down")  # of the weight: each rank reads a part of the input; a sum follows
+
+
+def bench_sum(shape: tuple[int, int]) -> float:
+    x, y = random_f32(*shape), np.empty(shape, np.float32)
+    all_reduce = cpu.c_library().llm_all_reduce
+
+    def run():
+        for _ in range(50):
+            assert all_reduce(x.ctypes.data, y.ctypes.data, x.size) is None
+
+    return seconds(run, 41) / 50
+
+
+def bench_step(num_ranks: int, tokens: int) -> float:
+    """Median time of all layers' products, with the sums after those that need one."""
+    linear, all_reduce = cpu.load().kernels.linear, cpu.c_library().llm_all_reduce
+    layer = []
+    for name, (num_out, width) in LINEARS.items():
+        split = name in SPLIT_BY_COLUMNS
+        num_out, width = (num_out, width // num_ranks) if split else (num_out // num_ranks, width)
+        bits = to_bf16(random_f32(num_out, width))
+        weights = [bits.copy() for _ in range(LAYERS)]
+        layer.append((weights, random_f32(tokens, width), np.empty((tokens, num_out), np.float32), split))
+    total = np.empty((tokens, HIDDEN), np.float32)
+
+    def run():
+        for i in range(LAYERS):
+            for weights, x, y, split in layer:
+                num_out, width = weights[i].shape
+                linear(x.ctypes.data, weights[i].ctypes.data, True, None, y.ctypes.data, tokens, width, num_out)
+                if split:
+                    assert all_reduce(y.ctypes.data, total.ctypes.data, y.size) is None
+
+    return seconds(run, 41)
+
+
+def measure(rank: int, num_ranks: int, threads: int, segment, results) -> None:
+    cpu.set_num_threads(threads)
+    if num_ranks > 1:
+        group.join(group.Membership(rank, num_ranks, segment.detach()))
+    rows = [] if num_ranks == 1 else [(f"all_reduce {list(shape)}", bench_sum(shape)) for shape in SHAPES]
+    rows += [(f"step T={tokens}", bench_step(num_ranks, tokens)) for tokens in (1, 8, 32)]
+    if rank == 0:
+        results.put(rows)
+    group.leave()
+
+
+def bench_ranks(num_ranks: int, threads: int) -> dict[str, float]:
+    context = multiprocessing.get_context("spawn")
+    results, segment_fd = context.Queue(), group.create_segment(num_ranks)
+    ranks = []
+    for rank in range(num_ranks):
+        arguments = (rank, num_ranks, threads, reduction.DupFd(segment_fd), results)
+        ranks.append(context.Process(target=measure, args=arguments))
+        ranks[-1].start()
+    rows = results.get()
+    for process in ranks:
+        process.join()
+    os.close(segment_fd)
+    return dict(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=3, help="by turns, as other processes want the cores too")
+    options = parser.parse_args()
+    cases = [(1, 2), *((num_ranks, 1) for num_ranks in options.ranks)]
+    rounds = [{case: bench_ranks(*case) for case in cases} for _ in range(options.rounds)]
+    rows = []
+    for num_ranks, threads in cases:
+        for name in rounds[0][num_ranks, threads]:
+            times = [one[num_ranks, threads][name] for one in rounds]
+            row = {"ranks": num_ranks, "threads": threads, "name": name, "seconds": statistics.median(times)}
+            rows.append(row | {"lowest": min(times)})
+            print(
+                f"{num_ranks} ranks of {threads} threads   {name:<25} {row['seconds'] * 1e6:>10.1f} us"
+                f"   lowest {min(times) * 1e6:>10.1f} us"
+            )
+    print(json.dumps({"isa": cpu.cpu_isa(), "cores": os.cpu_count(), "rounds": options.rounds, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""What a step costs beside its graph: scheduling, the graph's inputs, the sampler's rows, entering the tokens.
+
+    python -m benchmarks.overhead
+
+An executor that does everything but the graph and the choice of tokens, 256 requests in decode; median of the steps,
+in microseconds a row. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+
+import numpy as np
+
+from engine.core.loop import Loop
+from engine.core.types import Batch, Request, Sampling, StepOutput
+from engine.executors.slots import Choices, Slots
+from engine.ops.sampling_rows import SampledRows
+from engine.settings.config import Config
+
+NUM_ROWS, NUM_STEPS, BLOCK_SIZE = 256, 200, 64
+PLAIN: dict[str, float] = {"temperature": 0.8, "top_p": 0.9}
+CASES = {
+    "sampled": (PLAIN, 128, 0),
+    "repetition penalty, prompts of 1024": (PLAIN | {"repetition_penalty": 1.1}, 1024, 0),
+    "10,000 waiting": (PLAIN, 128, 10_000),
+}
+
+
+class NoGraph:
+    """Every token is 7."""
+
+    block_size, block_bytes = BLOCK_SIZE, 1
+
+    def __init__(self) -> None:
+        self._slots = Slots(NUM_ROWS, 64, BLOCK_SIZE)
+        self._output = StepOutput([], [])
+
+    def launch(self, batch: Batch) -> NoGraph:
+        self._slots.place(batch)
+        self._slots.graph_inputs(batch)
+        choices = Choices.of(batch)
+        self._slots.sampling_rows(choices)
+        sampled = SampledRows.empty(len(choices.slots), 0)
+        sampled.token_ids[:] = 7
+        self._output = self._slots.accept(batch, sampled)
+        return self
+
+    def result(self) -> StepOutput:
+        return self._output
+
+
+def measure(sampling: dict[str, float], prompt_len: int, num_waiting: int) -> float:
+    """Microseconds a row."""
+    config = Config(batch_size=NUM_ROWS, max_num_batched_tokens=1 << 20, max_cached_task_num=1 << 20)
+    loop = Loop(NoGraph(), NUM_ROWS * 32, config)  # type: ignore[arg-type]
+    rng = np.random.default_rng(0)
+    for index in range(NUM_ROWS + num_waiting):
+        prompt = rng.integers(0, 1 << 15, prompt_len).tolist()
+        loop.add(Request(str(index), prompt, prompt_len, Sampling(NUM_STEPS + 10, **sampling)))
+    for _ in range(3):
+        loop.turn()
+    times = []
+    for _ in range(NUM_STEPS):
+        started = time.perf_counter()
+        updates = loop.turn()
+        times.append(time.perf_counter() - started)
+        assert len(updates) == NUM_ROWS
+    return 1e6 * statistics.median(times) / NUM_ROWS
+
+
+def main() -> None:
+    rows = {name: measure(*case) for name, case in CASES.items()}
+    for name, microseconds in rows.items():
+        print(f"{name:40}{microseconds:6.2f} us a row")
+    print(json.dumps({"rows": NUM_ROWS, "us_a_row": rows}))
+
+
+if __name__ == "__main__":
+    main()

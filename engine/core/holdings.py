@@ -1,0 +1,135 @@
+"""Which blocks each request holds: those of its prompt, found in the prefix cache or new, those it grows by, those it
+shares with its forks. Knows requests and the pool; not who runs when."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from engine.core.block_pool import BlockPool, OutOfBlocks, chain_key
+from engine.core.types import Copy, Request
+
+
+class Holdings:
+    """The only one who changes a request's blocks. `block_ratio`: the share of the pool that prompts may fill at
+    admission; from 1 on, a request is admitted when every block it may come to need is sure."""
+
+    def __init__(self, pool: BlockPool, block_ratio: float):
+        self.pool = pool
+        self._block_ratio = block_ratio
+        self._retired: list[list[int]] = []  # of requests that have ended, which a launched step may still write
+
+    def most_blocks(self, request: Request) -> int:
+        """That it and its forks can come to hold, all together."""
+        full = request.prompt_len // self.pool.block_size
+        forks = sum(self.pool.blocks_for(fork.max_len) - full for fork in request.forks)
+        return self.pool.blocks_for(request.max_len) + forks
+
+    def take_prompt(self, request: Request, running: Collection[Request]) -> bool:
+        """The blocks of all its tokens, those that the prefix cache has among them; False if it has to wait. One alone
+        may always take everything."""
+        pool = self.pool
+        prefix = self._prefix(request)
+        num_shared = pool.num_held_of(prefix)
+        need = pool.blocks_for(len(request.token_ids))
+        if self._block_ratio >= 1:
+            promised = sum(map(self._blocks_to_come, running))
+            if self.most_blocks(request) - num_shared + promised > pool.num_available:
+                return False
+        elif running and pool.num_held + need - num_shared > self._block_ratio * pool.num_blocks:
+            return False
+        try:
+            request.block_ids = pool.take(need - len(prefix), prefix)
+        except OutOfBlocks:
+            return False
+        request.num_published = len(prefix)
+        request.num_cached = request.num_computed = len(prefix) * pool.block_size
+        return True
+
+    def needs_room(self, request: Request) -> bool:
+        """Whether it has no block of its own for its next position."""
+        return request.has_shared_tail or request.num_computed >= len(request.block_ids) * self.pool.block_size
+
+    def make_room(self, request: Request) -> Copy | None:
+        """Gives it one. What others hold is copied before it is written. Raises OutOfBlocks."""
+        index = request.num_computed // self.pool.block_size
+        if index == len(request.block_ids):
+            request.block_ids += self.pool.take(1)
+            return None
+        source = request.block_ids[index]
+        if not self.pool.is_shared(source):  # the others have left it
+            request.has_shared_tail = False
+            return None
+        [target] = self.pool.take(1)
+        request.block_ids[index] = target
+        request.has_shared_tail = False
+        self.pool.give_back([source])
+        return Copy(request.slot, index, source, target)
+
+    def stretch(self, request: Request, num_more: int, num_running: int) -> int:
+        """How many of `num_more` positions after the next one have a block, taken now if that leaves every running
+        request one."""
+        missing = self.pool.blocks_for(request.num_computed + 1 + num_more) - len(request.block_ids)
+        if missing > 0:
+            if self.pool.num_available - missing < num_running:
+                return len(request.block_ids) * self.pool.block_size - request.num_computed - 1
+            request.block_ids += self.pool.take(missing)
+        return num_more
+
+    def share(self, leader: Request) -> None:
+        """Its forks hold what it holds."""
+        is_partial = leader.num_computed % self.pool.block_size > 0
+        for fork in leader.forks:
+            self.pool.share(leader.block_ids)
+            fork.block_ids, fork.keys = list(leader.block_ids), list(leader.keys)
+            fork.num_computed, fork.num_published = leader.num_computed, leader.num_published
+            fork.has_shared_tail = leader.has_shared_tail = is_partial
+
+    def publish(self, request: Request) -> None:
+        """Makes the blocks that have become full findable."""
+        count = request.num_computed // self.pool.block_size
+        if count > request.num_published and self.pool.caching:
+            keys = self._keys(request, count)
+            for index in range(request.num_published, count):
+                self.pool.publish(request.block_ids[index], keys[index])
+        request.num_published = count
+
+    def release(self, request: Request, is_in_flight: bool) -> None:
+        """`is_in_flight`: a step was launched that may write them, so they come back with `settle`."""
+        if is_in_flight:
+            self._retired.append(request.block_ids)
+        else:
+            self.pool.give_back(request.block_ids)
+        request.block_ids = []
+        request.num_computed = request.num_published = request.num_placed = 0
+        request.has_shared_tail = False
+
+    def settle(self) -> None:
+        """The step has ended."""
+        for blocks in self._retired:
+            self.pool.give_back(blocks)
+        self._retired.clear()
+
+    def check(self, running: Collection[Request]) -> None:
+        """The pool's books and the requests' agree. Between two steps."""
+        self.pool.check()
+        assert not self._retired
+        assert self.pool.num_held == len({block for request in running for block in request.block_ids})
+
+    def _blocks_to_come(self, request: Request) -> int:
+        return self.most_blocks(request) - len(request.block_ids) + request.has_shared_tail
+
+    def _prefix(self, request: Request) -> Sequence[bytes]:
+        """Keys of the cached blocks that it begins with. Its last token is always left out: it must be computed for its
+        logits."""
+        if not self.pool.caching:
+            return ()
+        keys = self._keys(request, (len(request.token_ids) - 1) // self.pool.block_size)
+        return keys[: self.pool.find(keys)]
+
+    def _keys(self, request: Request, count: int) -> Sequence[bytes]:
+        """Of its first `count` blocks, each made once."""
+        keys, size = request.keys, self.pool.block_size
+        for index in range(len(keys), count):
+            parent = keys[-1] if keys else request.salt
+            keys.append(chain_key(parent, request.token_ids[index * size : (index + 1) * size]))
+        return keys[:count]

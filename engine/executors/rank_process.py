@@ -1,0 +1,29 @@
+"""The process of a rank that is not the first of its host, which starts it: `... rank_process CONNECTION_FD`."""
+
+from __future__ import annotations
+
+import sys
+from multiprocessing.connection import Connection
+
+from engine.errors import SetupError
+from engine.executors import make_rank
+from engine.executors.ranks import die_with_parent, pack, serve
+from engine.log import configure
+
+
+def main() -> int:
+    die_with_parent()
+    first = Connection(int(sys.argv[1]))
+    graph_dir, config, membership = first.recv()
+    configure(config.log_level, process=f"rank {membership.rank}")
+    try:
+        executor = make_rank(graph_dir, config, membership)
+    except SetupError as error:
+        first.send_bytes(pack("failed", f"rank {membership.rank}: {error}"))
+        return 0
+    serve(first, executor)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""The ranks of one model as one executor: this process is the first rank of its host, the others are its children.
+
+What is launched here is told to all of them; they compute in step, the ops of the graph add up what each has. A rank
+that ends takes this process with it, and so the whole group: who started it starts it again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from engine.core.types import Arrival, Batch, Copy, Executor, Row, Sampling, Step
+from engine.errors import SetupError
+from engine.ops.cpu import group
+from engine.ops.cpu.group import Membership
+from engine.settings.config import Config
+
+log = logging.getLogger(__name__)
+
+LAUNCH, ALLOCATE, FREE_BYTES = "launch", "allocate", "free_bytes"  # free_bytes alone is answered
+READY = "ready"  # of a rank that has loaded its graph; else it says why not
+PR_SET_PDEATHSIG = 1
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class RankFailed(SetupError):
+    """A rank could not be started; the message says why."""
+
+
+class RanksExecutor:
+    """`first` is this process's own rank. It has joined its group, as have those behind `others`."""
+
+    def __init__(self, first: Executor, others: Sequence[Connection]):
+        self.block_size, self.block_bytes = first.block_size, first.block_bytes
+        self._first = first
+        self._others = others
+
+    def free_bytes(self) -> int:
+        for other in self._others:
+            other.send_bytes(pack(FREE_BYTES))
+        return min(self._first.free_bytes(), *(unpack(other.recv_bytes())[0] for other in self._others))
+
+    def allocate(self, num_blocks: int) -> None:
+        self._tell(pack(ALLOCATE, num_blocks))
+        self._first.allocate(num_blocks)
+
+    def launch(self, batch: Batch) -> Step:
+        self._tell(pack(LAUNCH, *batch))
+        return self._first.launch(batch)
+
+    def close(self) -> None:
+        for other in self._others:
+            other.close()
+        self._first.close()
+        group.leave()
+
+    def _tell(self, message: bytes) -> None:
+        for other in self._others:
+            other.send_bytes(message)
+
+
+def serve(first: Connection, executor: Executor) -> None:
+    """What a rank does that is not the first: as it is told, until the connection ends."""
+    first.send_bytes(pack(READY))
+    while True:
+        try:
+            kind, *fields = unpack(first.recv_bytes())
+        except (EOFError, ConnectionError):
+            executor.close()
+            return
+        if kind == LAUNCH:
+            executor.launch(unpack_batch(fields)).result()
+        elif kind == ALLOCATE:
+            executor.allocate(fields[0])
+        elif kind == FREE_BYTES:
+            first.send_bytes(pack(executor.free_bytes()))
+
+
+def start_ranks(graph_dir: Path, config: Config, memberships: Sequence[Membership]) -> list[Connection]:
+    """A process for each, which load at the same time. To be called by the main thread: they die with it."""
+    connections = []
+    for membership in memberships:
+        ours, theirs = Pipe()
+        command = [sys.executable, "-m", "engine.executors.rank_process", str(theirs.fileno())]
+        fds = (theirs.fileno(), membership.segment_fd)
+        process = subprocess.Popen(command, cwd=ROOT, pass_fds=fds, stdin=subprocess.DEVNULL)
+        theirs.close()
+        ours.send((graph_dir.absolute(), config, membership))
+        connections.append(ours)
+        name = f"rank {membership.rank}"
+        threading.Thread(target=_end_with, args=(name, process), name=name, daemon=True).start()
+    return connections
+
+
+def wait_until_ready(connections: Sequence[Connection]) -> None:
+    for connection in connections:
+        try:
+            kind, *why = unpack(connection.recv_bytes())
+        except EOFError:
+            raise RankFailed("a rank has ended before it was ready; it has said why") from None
+        if kind != READY:
+            raise RankFailed(why[0])
+
+
+def die_with_parent() -> None:
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _end_with(name: str, process: subprocess.Popen[bytes]) -> None:
+    status = process.wait()
+    if status:
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
+        log.error("%s %s: its group ends", name, how)
+        logging.shutdown()
+        os._exit(1)  # the main thread may wait for that rank in the middle of an op
+
+
+def pack(*fields: Any) -> bytes:
+    return msgpack.packb(fields, default=lambda sampling: list(vars(sampling).values()))
+
+
+def unpack(message: bytes) -> list[Any]:
+    return msgpack.unpackb(message, use_list=False)
+
+
+def unpack_batch(fields: Sequence[Any]) -> Batch:
+    rows, arrivals, copies, has_mask = fields
+    return Batch(
+        [Row(*row) for row in rows],
+        [Arrival(slot, ids, prompt_len, Sampling(*sampling)) for slot, ids, prompt_len, sampling in arrivals],
+        [Copy(*copy) for copy in copies],
+        has_mask,
+    )

@@ -1,0 +1,42 @@
+"""Two ways to compute a step that was launched: in a thread of its own, or when its result is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+
+import numpy as np
+
+from engine.core.types import Batch, StepOutput
+
+Mask = np.ndarray | None  # u32 [S, ceil(V / 32)], see `engine.core.types.Step.mask`
+Compute = Callable[[Batch, Callable[[], Mask]], StepOutput]
+
+
+class StepInThread:
+    """`compute` gets a function that waits for the mask, which a batch without one need not call."""
+
+    def __init__(self, thread: ThreadPoolExecutor, batch: Batch, compute: Compute):
+        self._masks: SimpleQueue[Mask] = SimpleQueue()
+        if not batch.has_mask:
+            self._masks.put(None)
+        self._future = thread.submit(compute, batch, self._masks.get)
+
+    def mask(self, bits: np.ndarray) -> None:
+        self._masks.put(bits)
+
+    def result(self) -> StepOutput:
+        return self._future.result()
+
+
+class StepWhenAsked:
+    def __init__(self, compute: Callable[[Mask], StepOutput]):
+        self._compute = compute
+        self._mask: Mask = None
+
+    def mask(self, bits: np.ndarray) -> None:
+        self._mask = bits
+
+    def result(self) -> StepOutput:
+        return self._compute(self._mask)

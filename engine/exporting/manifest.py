@@ -1,0 +1,151 @@
+"""The layout of an exported model: manifest.json, which says what its graphs take and give, and the files of each rank.
+
+The export writes it, everything that runs or serves a graph reads it. Knows no tensors and no Paddle.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from engine.models.keys import ModelError, read_json
+from engine.models.kv_cache import CacheSpec
+
+GRAPH_VERSION = 4  # raised whenever the same checkpoint exports to another graph or manifest
+CONFIG, MANIFEST = "config.json", "manifest.json"
+DECODER = "decoder"  # the graph that makes tokens
+VERSION_KEY = "infer_model_graph_version"  # in config.json, of every version
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One graph, of which every rank has its own files and caches of these shapes."""
+
+    name: str
+    program: str  # file in the rank's folder
+    parameters: str
+    inputs: tuple[str, ...]  # but for the caches
+    outputs: tuple[str, ...]  # in the program's order
+    caches: tuple[CacheSpec, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What an exported model says to those who run it."""
+
+    vocab_size: int
+    max_seq_len: int  # tokens of prompt and answer
+    block_size: int  # tokens of a KV block
+    num_ranks: int
+    weight_format: str  # of the matrices: a name of engine.models.formats
+    graphs: tuple[Graph, ...]
+
+    @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """Raises ModelError that names the file and the key, or says which other thing `directory` is."""
+        version = _version(directory)
+        if version is None:
+            raise ModelError(f"{directory} is not an exported model: it has no {MANIFEST}")
+        if version != GRAPH_VERSION:
+            raise ModelError(
+                f"{directory} is a static graph of version {version} of this server, which reads version"
+                f" {GRAPH_VERSION}; export it again from its checkpoint"
+            )
+        document = read_json(directory / MANIFEST)
+        try:
+            return _read(cls, document, "")
+        except ModelError as error:
+            raise ModelError(f"{directory / MANIFEST}: {error}; export the model again from its checkpoint") from None
+
+    def write(self, directory: Path) -> None:
+        document = {"version": GRAPH_VERSION, **asdict(self)}
+        (directory / MANIFEST).write_text(json.dumps(document, indent=2) + "\n")
+
+    def config_keys(self) -> dict[str, Any]:
+        """What the export adds to the checkpoint's config.json, for those who read that."""
+        return {
+            "infer_model_block_size": self.block_size,
+            "infer_model_max_seq_len": self.max_seq_len,
+            "infer_model_dtype": self.weight_format,
+            "infer_model_cachekv_int8_type": None,
+            "infer_model_num_ranks": self.num_ranks,
+            VERSION_KEY: GRAPH_VERSION,
+        }
+
+    def graph(self, name: str = DECODER) -> Graph:
+        for graph in self.graphs:
+            if graph.name == name:
+                return graph
+        raise ModelError(f"the model has no graph {name!r}, only {', '.join(graph.name for graph in self.graphs)}")
+
+    def missing_files(self, directory: Path) -> list[Path]:
+        """Relative to `directory`."""
+        names = [name for graph in self.graphs for name in (graph.program, graph.parameters)]
+        paths = [rank_dir(directory, rank) / name for rank in range(self.num_ranks) for name in names]
+        return [path.relative_to(directory) for path in paths if not path.is_file()]
+
+
+def rank_dir(directory: Path, rank: int = 0) -> Path:
+    return directory / f"rank_{rank}"
+
+
+def is_exported(directory: Path) -> bool:
+    """True for the result of an export that this version of the server can run."""
+    try:
+        return not Manifest.read(directory).missing_files(directory)
+    except ModelError:
+        return False
+
+
+def refuse_static_graph(directory: Path) -> None:
+    """Raises ModelError where a checkpoint is expected and `directory` is a static graph, ours or another's."""
+    if _version(directory) is None:
+        return
+    if missing := Manifest.read(directory).missing_files(directory):
+        raise ModelError(f"{directory} is an exported graph, but {missing[0]} is missing; export it again")
+    raise ModelError(f"{directory} is an exported graph, a Hugging Face checkpoint is expected")
+
+
+def _version(directory: Path) -> Any:
+    """Of an exported model of this server, with or without a manifest. None: it is none. Refuses those of others."""
+    manifest = read_json(directory / MANIFEST) if (directory / MANIFEST).exists() else {}
+    version = manifest["version"] if "version" in manifest else _config(directory).get(VERSION_KEY)
+    if version is None and _has_foreign_graph(directory):
+        raise ModelError(
+            f"{directory} is a static graph of another program, which cannot be served here;"
+            " a Hugging Face checkpoint is needed"
+        )
+    return version
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    path = directory / CONFIG
+    return {} if not path.exists() and _has_foreign_graph(directory) else read_json(path)
+
+
+def _has_foreign_graph(directory: Path) -> bool:
+    """Paddle's files, and no weights of a checkpoint beside them."""
+    patterns = ("*.pdmodel", "*.pdiparams", "rank_*/")
+    return not any(directory.glob("*.safetensors")) and any(any(directory.glob(pattern)) for pattern in patterns)
+
+
+def _read(kind: Any, value: Any, key: str) -> Any:
+    """`value`, found under `key`, as what a field of the dataclasses above declares."""
+    if is_dataclass(kind):
+        if not isinstance(value, Mapping):
+            raise ModelError(f"{key} is {value!r}, it must be an object")
+        hints = get_type_hints(kind)
+        names = {field.name: f"{key}.{field.name}".lstrip(".") for field in fields(kind)}
+        if missing := [path for name, path in names.items() if name not in value]:
+            raise ModelError(f"{missing[0]} is missing")
+        return kind(**{name: _read(hints[name], value[name], path) for name, path in names.items()})
+    if items := get_args(kind):  # tuple[item, ...]
+        if not isinstance(value, list):
+            raise ModelError(f"{key} is {value!r}, it must be a list")
+        return tuple(_read(items[0], item, f"{key}[{i}]") for i, item in enumerate(value))
+    if type(value) is not kind:
+        raise ModelError(f"{key} is {value!r}, it must be {'a whole number' if kind is int else 'a text'}")
+    return value

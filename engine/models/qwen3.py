@@ -1,0 +1,31 @@
+"""Qwen3: a norm over each query and key head instead of Qwen2's biases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.models.config import DecoderConfig, read_decoder
+from engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp
+from engine.models.layers import Place
+from engine.models.qwen2 import upper_window
+from engine.models.weights import Shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3(DecoderConfig):
+    attention_bias: bool
+
+    @classmethod
+    def read(cls, keys: Mapping[str, Any]) -> Qwen3:
+        own = {"attention_bias": bool(keys.get("attention_bias")), "sliding_window": upper_window(keys)}
+        return read_decoder(cls, keys, head_dim=128, **own)
+
+    def network(self, shard: Shard) -> Decoder:
+        return Decoder.of(self, shard, self._layer)
+
+    def _layer(self, place: Place) -> DecoderLayer:
+        bias = self.attention_bias
+        attention = Attention.of(self, place, qkv_bias=bias, o_bias=bias, head_norms=True)
+        return DecoderLayer.of(self, place, attention, GatedMlp.of(self, place))

@@ -1,0 +1,107 @@
+"""This process as one rank of a model: joins the group in which `all_reduce` and `all_gather` speak.
+
+Memory and connections come from whoever starts the ranks; this module starts nothing and looks for nobody. Not MPI:
+it needs mpirun where hosts are started one by one, a rank that waits keeps a core busy, and the order of its sums
+changes with their length.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+from ctypes import POINTER, c_int32, c_int64
+from dataclasses import dataclass
+
+from engine.ops.cpu.kernels import GroupError
+from engine.ops.cpu.library import c_library
+
+SILENCE_S = 15  # after which a host that no longer answers counts as lost
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Rank r is on host r // (num_ranks / num_hosts)."""
+
+    rank: int
+    num_ranks: int
+    segment_fd: int  # of create_segment, the same on all ranks of a host; may be closed once they have joined
+    num_hosts: int = 1
+    peers: tuple[socket.socket, ...] = ()  # of a host's first rank: to those of the other hosts, in the hosts' order
+
+    @classmethod
+    def alone(cls) -> Membership:
+        """A rank that has nobody to join."""
+        return cls(0, 1, -1)
+
+    @property
+    def ranks_per_host(self) -> int:
+        return self.num_ranks // self.num_hosts
+
+    def __post_init__(self):
+        if self.num_hosts < 1 or self.num_ranks < 1 or self.num_ranks % self.num_hosts:
+            raise ValueError(f"num_ranks is {self.num_ranks}, it must be a multiple of num_hosts, {self.num_hosts}")
+        if not 0 <= self.rank < self.num_ranks:
+            raise ValueError(f"rank is {self.rank}, it must be in 0 .. {self.num_ranks - 1}")
+        needed = 0 if self.rank % self.ranks_per_host else self.num_hosts - 1
+        if len(self.peers) != needed:
+            raise ValueError(f"rank {self.rank} of {self.num_ranks} has {len(self.peers)} peers, it needs {needed}")
+
+
+class _Membership(ctypes.Structure):
+    """`LlmMembership` of group.h."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("num_hosts", "host", "ranks_per_host", "local_rank")),
+        ("segment_fd", c_int32),
+        ("peer_fds", POINTER(c_int32)),
+    ]
+
+
+def create_segment(num_ranks: int, num_hosts: int = 1) -> int:
+    """A file descriptor of memory for the ranks of one host and one life of their group. It has no name in any
+    folder: it goes when the last process that holds it does, however that ends."""
+    fd = os.memfd_create("llm_group", os.MFD_CLOEXEC)
+    os.ftruncate(fd, c_library().llm_segment_bytes(num_hosts, num_ranks // num_hosts))
+    return fd
+
+
+def join(membership: Membership) -> None:
+    """From now on the ops of this process are those of a rank. All ranks call the same ops in the same order."""
+    host, local_rank = divmod(membership.rank, membership.ranks_per_host)
+    fds = [peer.fileno() for peer in membership.peers]
+    for peer in membership.peers:
+        _notice_silence(peer)
+    peer_fds = (c_int32 * membership.num_hosts)(*fds[:host], -1, *fds[host:]) if local_rank == 0 else None
+    args = _Membership(
+        membership.num_hosts, host, membership.ranks_per_host, local_rank, membership.segment_fd, peer_fds
+    )
+    if trouble := c_library().llm_join(ctypes.byref(args)):
+        raise GroupError(f"rank {membership.rank} cannot join: {trouble.decode()}")
+    _joined.append(membership)  # its sockets must stay open
+
+
+_joined: list[Membership] = []
+
+
+def leave() -> None:
+    """This process is alone again. For a group that has ended, or before the process does."""
+    c_library().llm_leave()
+    _joined.clear()
+
+
+def abort(segment_fd: int) -> None:
+    """Ends the group: a rank of this host that waits for another one, or will, raises within a tenth of a second.
+    For any process that holds the memory."""
+    os.pwrite(segment_fd, (1).to_bytes(4, "little"), 0)
+
+
+def _notice_silence(peer: socket.socket) -> None:
+    """A host that loses its power says nothing: ask it now and then whether it is still there."""
+    if peer.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    options = {"TCP_KEEPIDLE": SILENCE_S // 3, "TCP_KEEPINTVL": SILENCE_S // 3, "TCP_KEEPCNT": 2}
+    options |= {"TCP_USER_TIMEOUT": SILENCE_S * 1000, "TCP_NODELAY": 1}
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in options.items():
+        peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

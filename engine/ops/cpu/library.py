@@ -1,0 +1,93 @@
+"""The compiled library and the C structures of its functions. Knows nothing of arrays."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from dataclasses import fields
+
+from engine.ops import build
+from engine.ops.sampling_rows import SampledRows, SamplingRows
+
+
+def _function(*argtypes, returns=None):
+    return ctypes.CFUNCTYPE(returns, *argtypes)
+
+
+class Kernels(ctypes.Structure):
+    """`LlmKernels` of kernels.h, in its order."""
+
+    _fields_ = [
+        ("isa", c_char_p),
+        ("embedding", _function(c_void_p)),
+        ("gather_rows", _function(c_void_p, c_void_p, c_void_p, c_int64, c_int64)),
+        ("rms_norm", _function(c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float)),
+        ("add_rms_norm", _function(c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float)),
+        ("head_norm", _function(*[c_void_p] * 4, *[c_int64] * 4, c_float)),
+        ("linear", _function(c_void_p, c_void_p, c_int, c_void_p, c_void_p, *[c_int64] * 3)),
+        ("rotary_angles", _function(c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float)),
+        ("paged_attention", _function(c_void_p)),
+        ("swiglu", _function(c_void_p, c_void_p, c_int64, c_int64)),
+        ("largest", _function(c_void_p, c_int64, returns=c_float)),
+        ("find", _function(c_void_p, c_int64, c_float, returns=c_int64)),
+        ("weigh", _function(c_void_p, c_void_p, c_int64, c_float, c_float)),
+        ("add_up", _function(c_void_p, c_int64, returns=c_double)),
+        ("at_least", _function(c_void_p, c_int64, c_float, c_void_p, returns=c_int64)),
+        ("weight_at_least", _function(c_void_p, c_void_p, c_int64, c_float, c_void_p, returns=c_int64)),
+    ]
+
+
+class Embedding(ctypes.Structure):
+    """`LlmEmbedding` of kernels.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("token_ids", "table", "y")),
+        *((name, c_int64) for name in ("rows", "cols", "table_rows", "first_id")),
+        ("table_bf16", c_int32),
+    ]
+
+
+class Attention(ctypes.Structure):
+    """`LlmAttention` of kernels.h."""
+
+    _pointers = ("qkv", "cos_sin", "kv_cache", "query_starts", "context_lens", "block_tables", "out")
+    _sizes = ("num_requests", "num_heads", "num_kv_heads", "head_dim", "rotary_dim", "block_size", "max_blocks")
+    _fields_ = [
+        *((name, c_void_p) for name in _pointers),
+        *((name, c_int64) for name in _sizes),
+        ("scale", c_float),
+        ("cache_bf16", c_int32),
+    ]
+
+
+class Sampling(ctypes.Structure):
+    """`LlmSampling` of kernels.h: the fields of SamplingRows, then those of SampledRows."""
+
+    _fields_ = [
+        *((field.name, c_void_p) for field in (*fields(SamplingRows), *fields(SampledRows))),
+        ("max_logprobs", c_int64),
+    ]
+
+
+@functools.cache
+def c_library() -> ctypes.CDLL:
+    # OpenMP reads these when it is loaded. Threads that spin for long while they wait cost whole steps as soon as
+    # another process wants a core; some microseconds of it bridge the gap to the next op.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    lib = ctypes.CDLL(str(build.library()))
+    lib.llm_kernels.argtypes, lib.llm_kernels.restype = [c_char_p], POINTER(Kernels)
+    lib.llm_isas.argtypes, lib.llm_isas.restype = [c_int], c_char_p
+    lib.llm_num_threads.restype = c_int
+    lib.llm_set_num_threads.argtypes, lib.llm_set_num_threads.restype = [c_int], None
+    lib.llm_sample.argtypes = [POINTER(Kernels), c_void_p, c_int64, c_int64, POINTER(Sampling)]
+    lib.llm_sample.restype = None
+    lib.llm_all_reduce.argtypes, lib.llm_all_reduce.restype = [c_void_p, c_void_p, c_int64], c_char_p
+    lib.llm_all_gather.argtypes, lib.llm_all_gather.restype = [c_void_p, c_void_p, *[c_int64] * 3], c_char_p
+    lib.llm_join.argtypes, lib.llm_join.restype = [c_void_p], c_char_p
+    lib.llm_leave.restype = None
+    lib.llm_num_ranks.restype = c_int64
+    lib.llm_segment_bytes.argtypes, lib.llm_segment_bytes.restype = [c_int64, c_int64], c_int64
+    return lib

@@ -1,0 +1,27 @@
+// The connections of a host's first rank to those of the other hosts.
+#pragma once
+#include <cstddef>
+#include <vector>
+
+#include "group.h"
+#include "segment.h"
+
+class Peers {
+ public:
+  Peers(const Segment& segment, const LlmMembership& membership);
+
+  // Sends this host's block of the segment to the others and lays theirs beside it. All blocks have `bytes` bytes.
+  void swap_blocks(size_t bytes) const;
+  void shut_down() const;
+
+ private:
+  void send_part(size_t host, size_t bytes, size_t* sent) const;
+  void receive_part(size_t host, size_t bytes, size_t* received) const;
+
+  const Segment& segment_;
+  const size_t host_;
+  std::vector<int> fds_;  // -1 for this host; none on a rank that is not the first
+};
+
+// Throws if two that meet are not at the same op: their turns would count as one another's.
+void must_be_alike(const Call& mine, const Call& other, const char* who, int64_t number);

@@ -1,0 +1,218 @@
+"""What the model answers, as values, and their JSON: a list with one object, and a bare object for a failure.
+
+`write_answer` is for the model's side, `read_answer` for who asked. Field names are the predecessor's where it had
+them. Nothing here knows tokenizers, Triton or HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, NamedTuple
+
+from engine.errors import RequestError, error_of
+
+UNLIKELY = -9999.0  # in JSON, which has no infinity; OpenAI writes the same
+VERSION = "4.6"  # of the predecessor whose error object this is
+# Once a token, so they are kept: json.dumps would make an encoder each time, json.loads guess what bytes are.
+ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False)
+DECODER = json.JSONDecoder()
+TIMES = (  # told with `benchmark`
+    "preprocess_start_time",
+    "preprocess_end_time",
+    "schedule_start_time",
+    "inference_start_time",
+    "inference_current_step_time",
+)
+
+
+class Usage(NamedTuple):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int | None = None  # of the prompt; None: not told
+
+    def fields(self) -> dict[str, int]:
+        fields = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens}
+        return fields if self.cached_tokens is None else {**fields, "cached_tokens": self.cached_tokens}
+
+
+class TokenLogprob(NamedTuple):
+    """Of a token of the answer, with the likeliest in its place, or of one of these. There are up to 21 a token, and a
+    tuple is made in a quarter of a frozen dataclass's time."""
+
+    token_id: int
+    token: str = ""
+    bytes: tuple[int, ...] = ()  # of the token: its text may be a part of a character
+    logprob: float | None = None  # None: the engine does not know it (any more)
+    top: tuple[TokenLogprob, ...] = ()
+
+    def fields(self) -> dict[str, Any]:
+        if self.logprob is None:
+            return {"token_id": self.token_id}
+        return {**self._own_fields(), "top": [each._own_fields() for each in self.top]}
+
+    def _own_fields(self) -> dict[str, Any]:
+        assert self.logprob is not None
+        logprob = max(UNLIKELY, self.logprob)  # not NaN either, in this order
+        return {"token_id": self.token_id, "token": self.token, "bytes": self.bytes, "logprob": logprob}
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What an answer has gained since the response before it."""
+
+    req_id: str
+    token: str  # the text
+    token_ids: list[int]
+    send_idx: int  # of the first of these tokens in the answer
+    usage: Usage
+    infer_seed: int
+    inference_time_cost: float = 0.0  # seconds since the request was accepted
+    return_all_tokens: bool = False
+    logprobs: tuple[TokenLogprob, ...] | None = None  # of each token; None: not asked for
+    times: dict[str, str] | None = None  # TIMES, when asked for
+    is_end: ClassVar[bool] = False
+
+    def fields(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "req_id": self.req_id,
+            "is_end": int(self.is_end),
+            "token_ids": self.token_ids,
+            "token": self.token,
+            "send_idx": self.send_idx,
+            "usage": self.usage.fields(),
+            "inference_time_cost": self.inference_time_cost,
+            "infer_seed": self.infer_seed,
+            "return_all_tokens": self.return_all_tokens,
+            "error_msg": "",
+            "error_code": 0,
+        }
+        if self.logprobs is not None:
+            fields["logprobs"] = [each.fields() for each in self.logprobs]
+        if self.times is not None:
+            fields |= self.times
+        return fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Final(Delta):
+    """The last of an answer, with all of it."""
+
+    finish_reason: str
+    stop_reason: str | None = None  # the stop string
+    tokens_all: str
+    tokens_all_ids: list[int]
+    is_end: ClassVar[bool] = True
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            **Delta.fields(self),
+            "finish_reason": self.finish_reason,
+            "stop_reason": self.stop_reason,
+            "tokens_all": self.tokens_all,
+            "tokens_all_ids": self.tokens_all_ids,
+            "tokens_all_num": self.usage.completion_tokens,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A refusal, or the last of an answer that failed. It has the keys of a delta, for readers that expect these."""
+
+    error: RequestError
+    req_id: str | None = None  # None: the request has no valid one
+    send_idx: int = 0
+    usage: Usage = Usage()
+    infer_seed: int | None = None
+    is_end: ClassVar[bool] = True
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            "req_id": self.req_id,
+            "is_end": 1,
+            "token_ids": [],
+            "token": "",
+            "send_idx": self.send_idx,
+            "usage": self.usage.fields(),
+            "infer_seed": self.infer_seed,
+            "error_msg": str(self.error),
+            "error_code": self.error.code,
+            "error_type": self.error.kind,
+            **{f"error_{name}": value for name, value in self.error.cause.items()},
+            "version": VERSION,
+            "timestamp": time.time(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """The answer to a probe."""
+
+    ready: bool
+    reason: str = ""  # why not
+    model_len: int = 0
+    max_seq_len: int = 0
+    max_dec_len: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks_held: int = 0
+    num_open: int = 0
+    engine_silent_s: float = 0.0
+    num_restarts: int = 0
+    is_end: ClassVar[bool] = True
+
+    def fields(self) -> dict[str, Any]:
+        return {"is_end": 1, **asdict(self)}
+
+
+Answer = Delta | Failure | ModelState
+
+
+def write_answer(answer: Answer) -> bytes:
+    if not isinstance(answer, Failure):
+        return ENCODER.encode([answer.fields()]).encode()
+    fields = answer.fields()
+    if answer.error.cause:
+        fields["error_template"] = answer.error.text  # for who calls fields otherwise
+    # The text may quote what a chat template makes of a lone surrogate.
+    return ENCODER.encode(fields).encode(errors="replace")
+
+
+def read_answer(payload: bytes) -> Answer:
+    body, _ = DECODER.raw_decode(payload.decode())
+    if isinstance(body, dict):
+        return _failure(body)
+    [given] = body
+    if "ready" in given:
+        return ModelState(**{f.name: given[f.name] for f in fields(ModelState) if f.name in given})
+    usage = given["usage"]
+    of_all = (
+        given["req_id"],
+        given["token"],
+        given["token_ids"],
+        given["send_idx"],
+        Usage(usage["prompt_tokens"], usage["completion_tokens"], usage.get("cached_tokens")),
+        given["infer_seed"],
+        given["inference_time_cost"],
+        given["return_all_tokens"],
+        tuple(map(_logprob, given["logprobs"])) if "logprobs" in given else None,
+        {name: given[name] for name in TIMES} if TIMES[0] in given else None,
+    )
+    if not given["is_end"]:
+        return Delta(*of_all)
+    names = ("finish_reason", "stop_reason", "tokens_all", "tokens_all_ids")
+    return Final(*of_all, **{name: given[name] for name in names})
+
+
+def _logprob(given: dict[str, Any]) -> TokenLogprob:
+    if "logprob" not in given:
+        return TokenLogprob(given["token_id"])
+    top = tuple(map(_logprob, given["top"])) if given.get("top") else ()
+    return TokenLogprob(given["token_id"], given["token"], tuple(given["bytes"]), given["logprob"], top)
+
+
+def _failure(given: dict[str, Any]) -> Failure:
+    cause = {name: given[f"error_{name}"] for name in ("field", "value", "limit") if f"error_{name}" in given}
+    error = error_of(given["error_type"], given["error_template"] if cause else given["error_msg"], **cause)
+    return Failure(error, given["req_id"], given["send_idx"], Usage(**given["usage"]), given["infer_seed"])

@@ -1,0 +1,230 @@
+"""What a field of a request may hold. Every check names the key the client used, the value and the limit."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+from engine.errors import InvalidRequest
+
+MAX_STOP_SEQUENCES = 64  # and bad words
+MAX_STOP_LEN = 1024  # characters
+MAX_TOKEN_IDS = 1024  # to stop at, banned, or with a bias
+MAX_MESSAGES = 10_000  # each costs the checks and the chat template some microseconds, however short it is
+MAX_LOGPROBS = 20
+MAX_REQ_ID_LEN = 256
+TOKEN_ID = re.compile("[0-9]{1,10}")
+
+Check = Callable[[str, Any], Any]  # (the key the client used, its value) -> the value; raises InvalidRequest
+
+
+def shown(value: Any) -> str:
+    """A client's value for an error message: escaped and short."""
+    try:
+        text = json.dumps(value, ensure_ascii=True, default=str)
+    except RecursionError:
+        return "deeply nested"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def brief(value: Any) -> Any:
+    """A client's value for an error's `value`: numbers and booleans as they are, anything else as it is shown."""
+    return value if isinstance(value, bool) or _is_number(value) else shown(value)
+
+
+def kind_of(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+    return names.get(type(value), "null")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return (_is_int(value) and abs(value) < 2**63) or (isinstance(value, float) and math.isfinite(value))
+
+
+def refusal(key: str, rest: str, value: Any = None, limit: Any = None) -> InvalidRequest:
+    return InvalidRequest(f"The `{{field}}` {rest}", field=key, value=value, limit=limit)
+
+
+def _within(key: str, place: str, check: Check, value: Any) -> Any:
+    """Checks a part of what `key` holds: its errors blame the field and say where in it."""
+    try:
+        return check(key, value)
+    except InvalidRequest as error:
+        raise InvalidRequest(error.text.replace("{field}", "{field}" + place), **error.cause) from None
+
+
+def string(key: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise refusal(key, "in input parameters must be a string, it is {value}", kind_of(value))
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise refusal(key, "in input parameters must be valid Unicode, it has a lone surrogate") from None
+    return value
+
+
+def filled_string(key: str, value: Any) -> str:
+    if not string(key, value):
+        raise refusal(key, "in input parameters cannot be empty")
+    return value
+
+
+def req_id(key: str, value: Any) -> str:
+    text = filled_string(key, str(value) if _is_int(value) else value)
+    if len(text) > MAX_REQ_ID_LEN:
+        raise refusal(key, "has {value} characters, the limit is {limit}", len(text), MAX_REQ_ID_LEN)
+    return text
+
+
+def boolean(key: str, value: Any) -> bool:
+    if not isinstance(value, bool) and value not in (0, 1):
+        raise refusal(key, "must be a boolean, it is {value}", brief(value))
+    return bool(value)
+
+
+def positive_int(key: str, value: Any) -> int:
+    if not _is_int(value) or value < 1:
+        raise refusal(key, "must be an integer and greater than 0, it is {value}", brief(value))
+    return value
+
+
+def int_in(low: int, high: int) -> Check:
+    def check(key: str, value: Any) -> int:
+        if not _is_int(value) or not low <= value <= high:
+            raise refusal(key, "must be an integer in {limit}, it is {value}", brief(value), [low, high])
+        return value
+
+    return check
+
+
+def number_in(low: float, high: float) -> Check:
+    def check(key: str, value: Any) -> float:
+        if not _is_number(value) or not low <= value <= high:
+            raise refusal(key, "must be in {limit}, it is {value}", brief(value), [low, high])
+        return float(value)
+
+    return check
+
+
+def temperature(key: str, value: Any) -> float:
+    if not _is_number(value) or not 0 <= value <= 100:
+        raise refusal(key, "must be >= 0 and at most 100, it is {value}", brief(value), [0, 100])
+    return float(value)
+
+
+def penalty(key: str, value: Any) -> float:
+    if not _is_number(value) or not 0.01 <= value <= 10:  # below, it is 0 for some device
+        rest = "must be greater than 0 (at least 0.01) and at most 10, it is {value}"
+        raise refusal(key, rest, brief(value), [0.01, 10])
+    return float(value)
+
+
+def top_k(key: str, value: Any) -> int:
+    if not _is_int(value) or value < -1:
+        raise refusal(key, "must be an integer, -1 or 0 for all tokens, it is {value}", brief(value))
+    return min(max(value, 0), 2**31 - 1)
+
+
+def logprobs(key: str, value: Any) -> int:
+    if isinstance(value, bool):
+        return 0 if value else -1
+    return int_in(-1, MAX_LOGPROBS)(key, value)
+
+
+def _filled_list(key: str, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise refusal(key, "in input parameters must be a list, it is {value}", kind_of(value))
+    if not value:
+        raise refusal(key, "in input parameters cannot be empty")
+    return value
+
+
+def ids(key: str, value: Any) -> list[int]:
+    _filled_list(key, value)
+    if set(map(type, value)) != {int} or min(value) < 0 or max(value) >= 2**31:  # in C: half the time of a loop
+        wrong = next(item for item in value if not _is_int(item) or not 0 <= item < 2**31)
+        raise refusal(key, "must hold token ids, {value} is none", brief(wrong))
+    return value
+
+
+def few_ids(key: str, value: Any) -> tuple[int, ...]:
+    """Every one of them costs time in every step."""
+    if value == []:
+        return ()
+    token_ids = tuple(ids(key, [value] if _is_int(value) else value))
+    return _at_most(MAX_TOKEN_IDS, key, token_ids)
+
+
+def _at_most(limit: int, key: str, items: Any) -> Any:
+    if len(items) > limit:
+        raise refusal(key, "has {value} items, the limit is {limit}", len(items), limit)
+    return items
+
+
+def strings(key: str, value: Any) -> tuple[str, ...]:
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list):
+        raise refusal(key, "must be a string or a list of strings, it is {value}", kind_of(value))
+    return tuple(_short_string(key, item) for item in _at_most(MAX_STOP_SEQUENCES, key, items))
+
+
+def _short_string(key: str, value: Any) -> str:
+    text = filled_string(key, value)
+    if len(text) > MAX_STOP_LEN:
+        raise refusal(key, "has an item of {value} characters, the limit is {limit}", len(text), MAX_STOP_LEN)
+    return text
+
+
+def messages(key: str, value: Any) -> list[dict[str, Any]]:
+    for item in _at_most(MAX_MESSAGES, key, _filled_list(key, value)):
+        if not isinstance(item, dict):
+            text = f"The items in {{field}} must be objects, {{value}} is {kind_of(item)}"
+            raise InvalidRequest(text, field=key, value=brief(item))
+        if item.get("content") is None and not item.get("tool_calls"):
+            raise InvalidRequest("The item in {field} must include `content`", field=key)
+        _within(key, "[].role", filled_string, item.get("role", "user"))
+        _within(key, "[].content", _content, item.get("content", ""))
+    return [{"role": "user", **item} for item in value]
+
+
+def _content(key: str, value: Any) -> None:
+    if isinstance(value, list):
+        for part in value:
+            if not isinstance(part, dict) or part.get("type") != "text":
+                raise refusal(key, "may hold parts of type `text` only, {value} is none", brief(part))
+            _within(key, "[].text", string, part.get("text"))
+    elif value is not None:
+        string(key, value)
+
+
+def logit_bias(key: str, value: Any) -> tuple[tuple[int, float], ...]:
+    if not isinstance(value, dict):
+        raise refusal(key, "must be an object of token id and bias, it is {value}", kind_of(value))
+    for token_id, bias in _at_most(MAX_TOKEN_IDS, key, value).items():
+        if not TOKEN_ID.fullmatch(token_id) or int(token_id) >= 2**31:
+            raise refusal(key, "must have token ids as keys, {value} is none", shown(token_id))
+        _within(key, f".{token_id}", number_in(-100, 100), bias)
+    return tuple((int(token_id), float(bias)) for token_id, bias in value.items())
+
+
+def json_object(key: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise refusal(key, "must be an object, it is {value}", kind_of(value))
+    return value
+
+
+def response_type(key: str, value: Any) -> str:
+    if value not in ("fastdeploy", "openai"):
+        raise refusal(key, "must be either `fastdeploy` or `openai`.", brief(value))
+    return value
+
+
+def anything(key: str, value: Any) -> Any:
+    return value

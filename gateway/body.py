@@ -1,0 +1,56 @@
+"""The JSON object of a request: read within a size and a time, whatever its content type says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import zlib
+from typing import Any
+
+from aiohttp import web
+
+from engine.errors import InvalidRequest
+from gateway.backend import timeout
+
+BODY_TIMEOUT_S = 60.0  # for all of a body; one whose later chunks are malformed never ends otherwise
+
+
+async def read_body(request: web.Request, limit: int) -> dict[str, Any]:
+    """A length beyond the limit is refused before a byte is read."""
+    if (length := request.content_length or 0) > limit:
+        raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=length)
+    try:
+        async with timeout(BODY_TIMEOUT_S):
+            payload = await request.read()
+    except asyncio.TimeoutError:
+        raise web.HTTPRequestTimeout(text=f"the request body was not complete within {BODY_TIMEOUT_S:g} s") from None
+    payload = _unpacked(payload, request.headers.get("Content-Encoding", "identity"), limit)
+    try:
+        body = json.loads(payload)
+    except RecursionError:
+        raise InvalidRequest("the request is nested too deeply") from None
+    except ValueError as error:
+        raise InvalidRequest(f"the request is not valid JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise InvalidRequest(f"the request must be a JSON object, it is {type(body).__name__}")
+    return body
+
+
+def _unpacked(payload: bytes, encoding: str, limit: int) -> bytes:
+    """aiohttp would unpack all that comes: a few megabytes can be gigabytes, and nobody is served meanwhile."""
+    encoding = encoding.strip().lower() or "identity"
+    if encoding == "identity":
+        return payload
+    if encoding not in ("gzip", "deflate"):
+        raise InvalidRequest("the Content-Encoding of the request is not supported, gzip and deflate are")
+    is_raw = encoding == "deflate" and payload[:1] and payload[0] & 0x0F != zlib.DEFLATED
+    unpacker = zlib.decompressobj(-zlib.MAX_WBITS if is_raw else zlib.MAX_WBITS | 32)  # 32: gzip or zlib, as it begins
+    try:
+        payload = unpacker.decompress(payload, limit + 1)
+    except zlib.error:
+        raise InvalidRequest(f"the request is not valid {encoding}") from None
+    if len(payload) > limit:
+        raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=len(payload))
+    if not unpacker.eof:
+        raise InvalidRequest(f"the request is not valid {encoding}, its end is missing")
+    return payload

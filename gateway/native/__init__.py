@@ -1,0 +1,38 @@
+"""The native protocol: the wire's own objects, one a line or gathered into one answer.
+
+Streaming is one JSON object a line, media type `application/x-ndjson`, one HTTP chunk a line: what `requests`'
+`iter_lines` and `json.loads` read as it arrives. Fields are checked by the model, except the few that act here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from engine import wire
+from engine.errors import RequestError
+from gateway.as_json import dump
+from gateway.native.answer import NativeExchange
+from gateway.native.request import is_native, parse
+from gateway.protocol import Call
+
+
+class Native:
+    name = "native"
+    paths: Collection[str] = ("/v1/chat/completions", "/v1/completions")
+    content_type = "application/x-ndjson"
+
+    def speaks(self, body: dict[str, Any]) -> bool:
+        return is_native(body)
+
+    def parse(self, body: dict[str, Any], call: Call) -> NativeExchange:
+        return parse(body, call)
+
+    def error(self, error: RequestError, call: Call) -> dict[str, Any]:
+        failure = wire.Failure(error, call.req_id)
+        if isinstance(call.exchange, NativeExchange) and (last := call.exchange.last):
+            failure = wire.Failure(error, call.req_id, last.send_idx + len(last.token_ids), last.usage, last.infer_seed)
+        return {**failure.fields(), "result": ""}
+
+    def error_event(self, error: RequestError, call: Call) -> bytes:
+        return dump(self.error(error, call)) + b"\n"

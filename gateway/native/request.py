@@ -1,0 +1,46 @@
+"""From a native body to the model's request, which it nearly is. Knows what OpenAI's requests may have as well."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+from engine import wire
+from gateway.native.answer import NativeExchange
+from gateway.openai.request import CHECKS, PASSED_ON
+from gateway.protocol import Call
+
+IN_BOTH = {*PASSED_ON, "text", "input_ids", "messages", "max_tokens", "logprobs", "stream", "timeout", "model"}
+NATIVE_ONLY = frozenset(CHECKS) - IN_BOTH
+
+
+def is_native(body: dict[str, Any]) -> bool:
+    """`text` or `input_ids`, or `messages` and a field that only the native protocol has (`req_id`, `max_dec_len`,
+    `topp`, ...), so the documented multi-turn example works; `timeout` counts as one where `model`, which OpenAI's
+    clients always send, is absent."""
+    given = {key for key, value in body.items() if value is not None}
+    if given & {"text", "input_ids"}:
+        return True
+    return "prompt" not in given and bool(given & NATIVE_ONLY or ("timeout" in given and "model" not in given))
+
+
+def parse(body: dict[str, Any], call: Call) -> NativeExchange:
+    """Raises InvalidRequest for the fields that act in the gateway, which are under the same rules as the model's."""
+    received = str(time.time())
+    body = {key: value for key, value in body.items() if key != wire.PROBE}
+    if body.get("req_id") is None:
+        body["req_id"] = str(uuid.uuid4())
+    call.req_id = body["req_id"]
+    return NativeExchange(
+        requests=[body],
+        stream=_checked(body, "stream") or False,
+        timeout_s=_checked(body, "timeout"),
+        return_usage=_checked(body, "return_usage") or False,
+        received=received if body.get("benchmark") else None,
+    )
+
+
+def _checked(body: dict[str, Any], name: str) -> Any:
+    value = body.get(name)
+    return None if value is None else wire.FIELDS[name].check(name, value)

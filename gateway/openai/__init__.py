@@ -1,0 +1,43 @@
+"""OpenAI's completions and chat completions over native requests, one a choice."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from engine.errors import InvalidRequest, PromptTooLong, RequestError
+from gateway.openai.answer import OpenAIExchange, as_event
+from gateway.openai.request import parse
+from gateway.protocol import Call
+
+BASE = "/v1/chat/completions"  # the documented base URL of its client
+IS_CHAT = {BASE: True, "/v1/completions": False, f"{BASE}/chat/completions": True, f"{BASE}/completions": False}
+TYPES = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error"}  # by status
+
+
+class OpenAI:
+    name = "openai"
+    paths: Collection[str] = IS_CHAT
+    content_type = "text/event-stream"
+
+    def speaks(self, body: dict[str, Any]) -> bool:
+        return True
+
+    def parse(self, body: dict[str, Any], call: Call) -> OpenAIExchange:
+        return OpenAIExchange(parse(body, IS_CHAT[call.path], call.model_name))
+
+    def error(self, error: RequestError, call: Call) -> dict[str, Any]:
+        names = call.exchange.names if call.exchange else {}
+        param = names.get(error.field, error.field) if error.field else None
+        if param is None and isinstance(error, InvalidRequest):
+            param = names.get("text")  # the model's refusals are about the prompt: all else was checked here
+        fields = {
+            "message": error.worded(names),
+            "type": TYPES.get(error.code, "invalid_request_error" if error.code < 500 else "server_error"),
+            "param": param,
+            "code": "context_length_exceeded" if isinstance(error, PromptTooLong) else error.kind,
+        }
+        return {"error": fields}
+
+    def error_event(self, error: RequestError, call: Call) -> bytes:
+        return as_event(self.error(error, call))

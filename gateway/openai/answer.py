@@ -1,0 +1,145 @@
+"""From the model's answers to OpenAI's objects: chunks, choices, usage. Knows nothing of HTTP."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.wire import Delta, Final, TokenLogprob, Usage
+from gateway.as_json import dump
+from gateway.openai.logprobs import Alignment, of_chat, of_completion
+from gateway.openai.request import Completion
+
+DONE = b"data: [DONE]\n\n"
+
+
+def as_event(fields: dict[str, Any]) -> bytes:
+    return b"data: " + dump(fields) + b"\n\n"
+
+
+@dataclass(eq=False)
+class Choice:
+    """One choice as it grows."""
+
+    index: int
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    aligned: Alignment = field(default_factory=Alignment)
+    usage: Usage = Usage()
+    finish_reason: str | None = None
+    stop_reason: str | None = None
+    has_begun: bool = False
+
+    def take(self, answer: Delta) -> None:
+        self.usage = answer.usage
+        if isinstance(answer, Final):
+            self.finish_reason = answer.finish_reason
+            self.stop_reason = answer.stop_reason
+
+
+class OpenAIExchange:
+    """A `gateway.protocol.Exchange`: writes one completion's objects and keeps the state of its choices."""
+
+    def __init__(self, completion: Completion):
+        self.requests = completion.requests
+        self.names = completion.names
+        self.stream = completion.stream
+        self.timeout_s = completion.timeout_s
+        self._completion = completion
+        self._choices = [Choice(index) for index in range(len(completion.requests))]
+        self._head = {
+            "id": completion.answer_id,
+            "object": "",
+            "created": int(time.time()),
+            "model": completion.model,
+        }
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(choice.usage.completion_tokens for choice in self._choices)
+
+    def _usage(self) -> dict[str, Any]:
+        """The prompt of several choices is counted once."""
+        of_prompts = [choice.usage for choice in self._choices[:: self._completion.n]]
+        num_prompt, num_new = sum(usage.prompt_tokens for usage in of_prompts), self.num_tokens
+        usage = {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
+        num_cached = [each.cached_tokens for each in of_prompts if each.cached_tokens is not None]
+        return {**usage, "prompt_tokens_details": {"cached_tokens": sum(num_cached)}} if num_cached else usage
+
+    # --- a stream ---
+
+    def event(self, index: int, answer: Delta) -> bytes:
+        events = [as_event(chunk) for chunk in self._chunks(index, answer)]
+        if answer.is_end and all(choice.finish_reason for choice in self._choices):
+            if self._completion.include_usage:
+                events.append(as_event({**self._chunk([]), "usage": self._usage()}))
+            events.append(DONE)
+        return b"".join(events)
+
+    def _chunks(self, index: int, answer: Delta) -> list[dict[str, Any]]:
+        """What one answer adds to choice `index`: none while its text is held back, two with the role."""
+        choice = self._choices[index]
+        choice.take(answer)
+        text = answer.token
+        chunks: list[dict[str, Any]] = []
+        if not choice.has_begun:
+            choice.has_begun = True
+            if self._completion.is_chat:
+                delta = {"role": "assistant", "content": ""}
+                chunks.append({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
+            else:
+                text = self._completion.echoes[index] + text
+        logprobs = self._logprobs(choice, answer.token, answer.logprobs or ())
+        if text or logprobs or choice.finish_reason:
+            content = {"delta": {"content": text}} if self._completion.is_chat else {"text": text}
+            chunk = {"index": index, **content, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+            if choice.finish_reason:
+                chunk["stop_reason"] = choice.stop_reason
+            chunks.append(chunk)
+        return [self._chunk([chunk]) for chunk in chunks]
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self._completion.is_chat else "text_completion"
+        chunk = {**self._head, "object": kind, "choices": choices}
+        if self._completion.include_usage:
+            chunk["usage"] = self._usage() if self._completion.continuous_usage else None
+        return chunk
+
+    # --- one piece ---
+
+    def gather(self, index: int, answer: Delta) -> None:
+        choice = self._choices[index]
+        choice.take(answer)
+        choice.texts.append(answer.token)
+        choice.logprobs += answer.logprobs or ()
+
+    def whole(self) -> dict[str, Any]:
+        kind = "chat.completion" if self._completion.is_chat else "text_completion"
+        choices = [self._whole_choice(choice) for choice in self._choices]
+        return {**self._head, "object": kind, "choices": choices, "usage": self._usage()}
+
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        text = self._completion.echoes[choice.index] + "".join(choice.texts)
+        if self._completion.is_chat:
+            content: dict[str, Any] = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        else:
+            content = {"text": text}
+        return {
+            "index": choice.index,
+            **content,
+            "logprobs": self._logprobs(choice, "".join(choice.texts), choice.logprobs),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+
+    # --- logprobs ---
+
+    def _logprobs(self, choice: Choice, text: str, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        """`text` is what the choice has gained with the tokens."""
+        if not self._completion.with_logprobs:
+            return None
+        if self._completion.is_chat:
+            return of_chat(tokens)
+        return of_completion(choice.aligned.offsets(text, tokens), tokens)

@@ -1,0 +1,72 @@
+"""OpenAI's objects for the logprobs of tokens: one shape for chats, one for completions."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Any
+
+from engine.wire import UNLIKELY, TokenLogprob
+
+
+def of_chat(tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    if not tokens:
+        return None
+    content = [{**_in_chat(each), "top_logprobs": [_in_chat(top) for top in each.top]} for each in tokens]
+    return {"content": content, "refusal": None}
+
+
+def of_completion(offsets: list[int], tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    """Four parallel lists. The top ones include the chosen token, so up to logprobs + 1."""
+    if not tokens:
+        return None
+    return {
+        "tokens": [name_of(token) for token in tokens],
+        "token_logprobs": [_number(token) for token in tokens],
+        "top_logprobs": [{name_of(top): _number(top) for top in (token, *token.top)} for token in tokens],
+        "text_offset": offsets,
+    }
+
+
+def name_of(token: TokenLogprob) -> str:
+    """Part of a character has no text: it is named by its bytes, as OpenAI does, so that two of them stay two."""
+    if "\ufffd" not in token.token:
+        return token.token
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.bytes)
+
+
+def _in_chat(token: TokenLogprob) -> dict[str, Any]:
+    return {"token": name_of(token), "logprob": _number(token), "bytes": list(token.bytes)}
+
+
+def _number(token: TokenLogprob) -> float:
+    return UNLIKELY if token.logprob is None else token.logprob
+
+
+class Alignment:
+    """Where tokens begin in the text of their answer, for `text_offset`.
+
+    The model leaves special tokens out of the text, and the first space of some, and does not say so: a token of which
+    nothing is at its place in the text begins where the next one does.
+    """
+
+    def __init__(self) -> None:
+        self._offset = 0  # in characters: that much of the text belongs to tokens so far
+        self._rest = ""  # the text beyond, which may have come before all of its token
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a token may end inside a character
+
+    def offsets(self, text: str, tokens: Sequence[TokenLogprob]) -> list[int]:
+        text, position, offsets = self._rest + text, 0, []
+        for token in tokens:
+            offsets.append(self._offset + position)
+            before = self._decoder.getstate()
+            piece = self._decoder.decode(bytes(token.bytes))
+            if not text.startswith(piece, position) and offsets[-1] == 0:
+                piece = piece.removeprefix(" ")
+            if text.startswith(piece, position):
+                position += len(piece)
+            else:
+                self._decoder.setstate(before)
+        self._offset += position
+        self._rest = text[position:]
+        return offsets

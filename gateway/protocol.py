@@ -1,0 +1,74 @@
+"""What the gateway asks of a protocol, and what is known of an HTTP request while it is answered.
+
+A protocol is a folder beside this file and a line in app.py; docs/adding.md has the steps. It translates: from a body
+to requests of the model, from the model's answers to its own objects. Of HTTP and gRPC it knows nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from engine.errors import RequestError
+from engine.wire import Delta
+
+
+class Exchange(Protocol):
+    """One readable request and its answer in the making, which is either streamed or gathered."""
+
+    requests: list[dict[str, Any]]  # the model's, one a choice
+    names: Mapping[str, str]  # of the model's fields, where its client calls them otherwise
+    stream: bool
+    timeout_s: float | None  # for an answer of the model; None: the gateway's
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated so far, for the log."""
+        ...
+
+    def event(self, index: int, answer: Delta) -> bytes:
+        """What a stream says of an answer to `requests[index]`, the end of the stream with the last; may be nothing."""
+        ...
+
+    def gather(self, index: int, answer: Delta) -> None:
+        """Keeps what `whole` needs of an answer to `requests[index]`."""
+        ...
+
+    def whole(self) -> dict[str, Any]:
+        """The object of an answer in one piece, when every request has had its last one."""
+        ...
+
+
+@dataclass(eq=False)
+class Call:
+    """One HTTP request: for its protocol, for errors and for the log."""
+
+    path: str
+    model_name: str  # the served one
+    protocols: Sequence[ClientProtocol]  # that it may speak: one when that is known
+    req_id: str | None = None  # for errors, as soon as its protocol has found it
+    exchange: Exchange | None = None
+    late_status: int | None = None  # of a failure after the first byte
+
+
+class ClientProtocol(Protocol):
+    name: str  # for the log
+    paths: Collection[str]  # where its requests are posted; a path may have several protocols
+    content_type: str  # of a stream
+
+    def speaks(self, body: dict[str, Any]) -> bool:
+        """Whether a body is one of its requests; the first in app.PROTOCOLS that says so has it."""
+        ...
+
+    def parse(self, body: dict[str, Any], call: Call) -> Exchange:
+        """Raises InvalidRequest."""
+        ...
+
+    def error(self, error: RequestError, call: Call) -> dict[str, Any]:
+        """The object of a refusal."""
+        ...
+
+    def error_event(self, error: RequestError, call: Call) -> bytes:
+        """The end of a stream that has failed."""
+        ...

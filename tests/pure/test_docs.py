@@ -1,0 +1,234 @@
+"""The README and the pages under docs/ are true: what they list exists, what exists and matters is listed."""
+
+import importlib.util
+import json
+import re
+import subprocess
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from engine import wire
+from engine.errors import RequestError
+from engine.serving import metrics
+from engine.serving.latency import Latency
+from engine.settings import config
+from engine.settings import unused as unused_settings
+from engine.wire import fields as wire_fields
+from gateway.app import make_app
+from gateway.health import make_health_app
+from gateway.openai.request import PASSED_ON, REFUSED
+from server_scripts.processes import ENGINE_DEFAULTS, LOG_NAMES
+
+ROOT = Path(__file__).resolve().parents[2]
+README, *DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+CODE = ("engine", "gateway", "server_scripts", "model_repository", "download_model.py")
+pages = pytest.mark.parametrize("page", [README, *DOCS], ids=lambda page: page.name)
+
+
+def text_of(name):
+    return (ROOT / name).read_text()
+
+
+def table(name, first):
+    """The rows, as lists of cells, of the page's one table whose head begins with `first`."""
+    [rows] = re.findall(rf"^\| {re.escape(first)} \|.*\n\|[ |-]+\n((?:\|.*\n)+)", text_of(name), re.M)
+    return [[cell.strip() for cell in row[1:-1].split("|")] for row in rows.splitlines()]
+
+
+def code_words(text):
+    return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M))
+
+
+# --- the README -----------------------------------------------------------------------------------------------------
+
+
+def tree():
+    return re.search(r"```tree\n(.*?)```", text_of("README.md"), re.S)[1]
+
+
+def test_every_path_in_the_tree_exists():
+    missing, folders = [], []
+    for line in tree().splitlines():
+        depth, name = len(line) - len(line.lstrip()), line.split()[0]
+        folders[depth // 2 :] = [name]
+        if not (ROOT / "/".join(folders)).exists():
+            missing.append("/".join(folders))
+    assert missing == []
+
+
+def test_every_tracked_top_level_entry_is_in_the_tree():
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    entries = {path.split("/")[0] for path in tracked if not path.startswith(".")}
+    assert {entry for entry in entries if f"\n{entry}" not in f"\n{tree()}"} == set()
+
+
+def test_the_readme_is_a_front_door():
+    """A stranger reads it to the end, and needs to know no other server."""
+    readme = text_of("README.md")
+    assert len(readme.splitlines()) < 230
+    assert re.findall(r"predecessor|PaddleNLP|FastDeploy|\bFD_", readme) == []
+
+
+# --- every page -----------------------------------------------------------------------------------------------------
+
+
+def anchors(page):
+    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in heads}
+
+
+@pages
+def test_every_link_leads_somewhere(page):
+    broken = []
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path) if path else page
+        if not found.exists() or (anchor and anchor not in anchors(found)):
+            broken.append(target)
+    assert broken == []
+
+
+def test_the_readme_links_every_page():
+    assert {page.name for page in DOCS if f"(docs/{page.name})" not in text_of("README.md")} == set()
+
+
+@pages
+def test_every_path_that_is_named_exists(page):
+    """Of this repository: a file with a known ending, or something in one of its folders."""
+    tops = "engine|gateway|server_scripts|tests|benchmarks|docs|dockerfiles|demo_model|model_repository"
+    named = re.compile(rf"(?:{tops})/[\w./-]+|[\w/]+\.py")
+    paths = {word for word in code_words(page.read_text()) if named.fullmatch(word)}
+    assert {path for path in paths if not (ROOT / path).exists()} == set()
+
+
+@pages
+def test_every_command_that_is_named_exists(page):
+    text = page.read_text()
+    modules = re.findall(r"python -m ([\w.]+)", text)
+    assert [name for name in modules if importlib.util.find_spec(name) is None] == []
+    targets = re.findall(r"^([a-z]+):", text_of("Makefile"), re.M)
+    assert set(re.findall(r"(?:`|^)make ([a-z]+)", text, re.M)) <= set(targets)
+
+
+@pages
+def test_the_json_of_curl_examples_is_a_valid_native_request(page):
+    for body in re.findall(r"-d '(\{.*?\})'", page.read_text()):
+        wire.parse_request({"req_id": "x"} | json.loads(body))
+
+
+# --- docs/settings.md -----------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_settings_is_the_codes():
+    assert config.markdown_table() in text_of("docs/settings.md"), "python -m engine.settings.config prints the table"
+
+
+def test_every_variable_that_the_code_reads_is_on_the_page():
+    paths = [path for name in CODE for path in ((ROOT / name).rglob("*.py") if "." not in name else [ROOT / name])]
+    reads = re.compile(r'environ(?:\.get|\.setdefault|\.pop)?[(\[]"(\w+)"')
+    names = {name for path in paths for name in reads.findall(path.read_text())} | set(ENGINE_DEFAULTS)
+    assert {"RUN_DIR", "CPU_ISA", "MODEL_MIRROR"} < names
+    documented = set(re.findall(r"\w+", text_of("docs/settings.md")))
+    assert names - documented == {"PATH", "LD_LIBRARY_PATH"}
+
+
+def test_the_settings_without_effect_are_not_settings():
+    envs = {f.metadata["setting"].env for f in fields(config.Config)}
+    assert envs.isdisjoint(unused_settings.WITHOUT_EFFECT)
+
+
+# --- docs/api.md ----------------------------------------------------------------------------------------------------
+
+
+def field_rows():
+    """Name -> (aliases, default); the last row has several fields that do nothing."""
+    rows = {}
+    for names, default, _ in table("docs/api.md", "field and aliases"):
+        plain, _, aliases = names.partition("(")
+        for name in code_words(plain):
+            assert name not in rows
+            rows[name] = (tuple(code_words(aliases)), json.loads(default.strip("`") or "null"))
+    return rows
+
+
+def test_the_table_of_fields_has_every_field_with_its_aliases():
+    rows = {name: aliases for name, (aliases, _) in field_rows().items()}
+    assert rows == {name: aliases for name, (aliases, _) in wire.FIELDS.items()}
+
+
+def test_the_table_of_fields_has_their_defaults():
+    defaults = {f.name: f.default for f in fields(wire.GenerationRequest) if f.default not in (None, ())}
+    del defaults["req_id"]  # has none
+    documented = {name: default for name, (_, default) in field_rows().items() if default is not None}
+    acts_in_gateway = {"stream": False, "return_usage": False, "timeout": 300}
+    assert documented == defaults | acts_in_gateway
+
+
+def test_the_table_of_fields_has_every_limit():
+    page = text_of("docs/api.md").partition("## Request fields")[2].partition("## Native answers")[0]
+    limits = {name: value for name, value in vars(wire_fields).items() if name.startswith("MAX_")}
+    assert {name for name, value in limits.items() if not re.search(rf"\b{value}\b", page)} == set()
+
+
+def all_kinds(error=RequestError):
+    return {(str(error.code), error.kind)}.union(*map(all_kinds, error.__subclasses__()))
+
+
+def test_the_table_of_errors_has_every_kind_with_its_status():
+    rows = {(status, kind.strip("`")) for status, kind, _ in table("docs/api.md", "status")}
+    of_http_alone = {(status, "invalid_request") for status in ("404", "405", "408", "413")}
+    assert rows == all_kinds() | of_http_alone
+
+
+def routes(app):
+    return {(r.method, r.resource.canonical) for r in app.router.routes() if r.method != "HEAD"}
+
+
+def test_the_table_of_endpoints_has_every_route():
+    rows = [(*names.strip("`").split(), port) for names, port, _ in table("docs/api.md", "method and path")]
+    by_port = {p: {tuple(row[:2]) for row in rows if row[-1] == p} for p in ("HTTP", "health")}
+    assert by_port == {"HTTP": routes(make_app(None, config.Config())), "health": routes(make_health_app(None, 1.0))}
+
+
+def test_every_field_of_openai_that_is_passed_on_or_refused_is_named():
+    section = text_of("docs/api.md").partition("## OpenAI's API")[2]
+    assert {*PASSED_ON, *REFUSED} - set(code_words(section)) == set()
+
+
+# --- docs/metrics.md ------------------------------------------------------------------------------------------------
+
+
+def families():
+    """(name, type, label names) of all that the server tells; a histogram's three counters are one."""
+    client = SimpleNamespace(stats={}, num_restarts=0)
+    service = SimpleNamespace(client=client, num_open=0, latency=Latency())
+    found = {}
+    for sample in metrics.samples(service, 1):
+        found.setdefault((sample.family, sample.kind), set()).update(name for name, _ in sample.labels)
+    for family in [name.removesuffix("_bucket") for name, _ in found if name.endswith("_bucket")]:
+        del found[f"{family}_sum", "counter"], found[f"{family}_count", "counter"]
+        found[family, "histogram"] = found.pop((f"{family}_bucket", "counter"))
+    return found
+
+
+def test_the_table_of_metrics_has_every_family_with_its_labels():
+    documented = {}
+    for name, kind, labels, meaning in table("docs/metrics.md", "family"):
+        words = code_words(meaning if labels == "one a value" else labels)
+        documented[name.strip("`"), kind] = set(words)
+    assert documented == families()
+
+
+def test_every_reason_of_an_end_is_named():
+    assert set(metrics.END_REASONS) - set(code_words(text_of("docs/metrics.md"))) == set()
+
+
+# --- docs/operation.md ----------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_processes_has_their_logs():
+    rows = {name: log.strip("`") for name, log, *_ in table("docs/operation.md", "process")}
+    assert rows == LOG_NAMES

@@ -1,0 +1,158 @@
+"""What an exported model says of itself, and what is said of a folder that is none."""
+
+import json
+import shutil
+
+import pytest
+
+from engine.exporting.cache import export_cached
+from engine.exporting.export import ExportOptions, export
+from engine.exporting.manifest import GRAPH_VERSION, Graph, Manifest
+from engine.models.keys import ModelError
+from engine.models.kv_cache import ATTENTION_AXES, CacheSpec
+
+CACHE = CacheSpec("cache of layer 0", "bfloat16", (-1, 2, 1, 16, 8), ATTENTION_AXES)
+GRAPH = Graph("decoder", "model.json", "model.pdiparams", ("token_ids",), ("logits", "hidden"), (CACHE,))
+MODEL = Manifest(320, 64, 16, 1, "bfloat16", (GRAPH,))
+CHECKPOINT_KEYS = {"model_type": "qwen2", "vocab_size": 320}
+
+
+def write_model(directory, keys=None, files=("rank_0/model.json", "rank_0/model.pdiparams")):
+    """With `keys` in config.json and no manifest, or as ours."""
+    directory.mkdir()
+    if keys is None:
+        MODEL.write(directory)
+    (directory / "config.json").write_text(json.dumps(CHECKPOINT_KEYS | (keys or MODEL.config_keys())))
+    for name in files:
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).touch()
+    return directory
+
+
+def test_what_was_written_is_read(tmp_path):
+    assert Manifest.read(write_model(tmp_path / "model")) == MODEL
+
+
+def test_a_cache_says_what_its_blocks_need():
+    assert CACHE.shape_of(7) == (7, 2, 1, 16, 8)
+    assert CACHE.block_bytes == 2 * 16 * 8 * 2
+    assert CACHE.block_size == 16
+
+
+def test_a_graph_the_model_does_not_have_is_named_beside_those_it_has():
+    assert MODEL.graph() is GRAPH
+    with pytest.raises(ModelError, match="the model has no graph 'draft', only decoder"):
+        MODEL.graph("draft")
+
+
+def without(*path):
+    """Takes a key out of the document."""
+
+    def change(document):
+        for name in path[:-1]:
+            document = document[name]
+        del document[path[-1]]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without("vocab_size"), r"model/manifest\.json: vocab_size is missing; export the model again"),
+        (without("graphs"), r"model/manifest\.json: graphs is missing"),
+        (without("graphs", 0, "outputs"), r"graphs\[0\]\.outputs is missing"),
+        (without("graphs", 0, "caches", 0, "axes"), r"graphs\[0\]\.caches\[0\]\.axes is missing"),
+        (lambda d: d.update(num_ranks="2"), "num_ranks is '2', it must be a whole number"),
+        (lambda d: d.update(num_ranks=True), "num_ranks is True, it must be a whole number"),
+        (lambda d: d.update(weight_format=None), "weight_format is None, it must be a text"),
+        (lambda d: d.update(graphs={}), "graphs is {}, it must be a list"),
+        (lambda d: d.update(graphs=[7]), r"graphs\[0\] is 7, it must be an object"),
+        (lambda d: d["graphs"][0].update(inputs=[7]), r"graphs\[0\]\.inputs\[0\] is 7, it must be a text"),
+    ],
+)
+def test_what_is_wrong_in_a_manifest_is_named_with_its_path(change, message, tmp_path):
+    path = write_model(tmp_path / "model") / "manifest.json"
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+    with pytest.raises(ModelError, match=message):
+        Manifest.read(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (None, r"model/config\.json is missing"),
+        ("{", r"model/config\.json is not JSON"),
+        ("{}", r"model is not an exported model: it has no manifest\.json"),
+    ],
+)
+def test_a_folder_that_is_no_model_is_called_none(config, message, tmp_path):
+    (tmp_path / "model").mkdir()
+    if config is not None:
+        (tmp_path / "model/config.json").write_text(config)
+    with pytest.raises(ModelError, match=message):
+        Manifest.read(tmp_path / "model")
+
+
+@pytest.fixture(
+    params=[
+        lambda path, out: Manifest.read(path),
+        lambda path, out: export(path, out, ExportOptions()),
+        lambda path, out: export_cached(path, out, ExportOptions()),
+    ],
+    ids=["read", "export", "export_cached"],
+)
+def use(request, tmp_path):
+    """Takes a folder as a model, in each way there is."""
+    return lambda path: request.param(path, tmp_path / "out")
+
+
+def test_a_graph_of_an_older_version_of_this_server_is_to_be_exported_again(use, tmp_path):
+    path = write_model(tmp_path / "model", MODEL.config_keys() | {"infer_model_graph_version": 2})
+    message = f"model is a static graph of version 2 of this server, which reads version {GRAPH_VERSION}; export it"
+    with pytest.raises(ModelError, match=message):
+        use(path)
+
+
+def test_a_manifest_that_was_lost_is_missed(use, tmp_path):
+    path = write_model(tmp_path / "model")
+    (path / "manifest.json").unlink()
+    with pytest.raises(ModelError, match=r"model/manifest\.json is missing"):
+        use(path)
+
+
+def test_a_graph_of_a_newer_version_is_refused_whatever_its_manifest_holds(use, tmp_path):
+    path = write_model(tmp_path / "model")
+    (path / "manifest.json").write_text(json.dumps({"version": GRAPH_VERSION + 1, "experts": 8}))
+    with pytest.raises(ModelError, match=f"model is a static graph of version {GRAPH_VERSION + 1} of this server"):
+        use(path)
+
+
+@pytest.mark.parametrize(
+    "files", [["model.pdmodel", "model.pdiparams"], ["rank_0/model.pdiparams"], ["model.json", "model.pdiparams"]]
+)
+@pytest.mark.parametrize("with_config", [True, False])
+def test_a_graph_of_another_program_is_called_one(files, with_config, use, tmp_path):
+    path = write_model(tmp_path / "model", {"infer_model_max_seq_len": 64}, files)
+    if not with_config:
+        (path / "config.json").unlink()
+    with pytest.raises(ModelError, match="model is a static graph of another program.* checkpoint is needed"):
+        use(path)
+
+
+@pytest.mark.parametrize("start", [export, export_cached])
+def test_an_exported_model_is_no_checkpoint(start, tmp_path):
+    path = write_model(tmp_path / "model")
+    with pytest.raises(ModelError, match="is an exported graph, a Hugging Face checkpoint is expected"):
+        start(path, tmp_path / "out", ExportOptions())
+    shutil.rmtree(path / "rank_0")
+    with pytest.raises(ModelError, match=r"is an exported graph, but rank_0/model\.json is missing; export it again"):
+        start(path, tmp_path / "out", ExportOptions())
+
+
+def test_a_checkpoint_may_have_such_files_beside_its_weights(a_checkpoint, tmp_path, no_paddle):
+    (a_checkpoint / "rank_0").mkdir()
+    export(a_checkpoint, tmp_path / "out", ExportOptions())
+    assert Manifest.read(tmp_path / "out").vocab_size == 320
