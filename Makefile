@@ -61,7 +61,6 @@ $(RUNTIME): requirements.txt constraints.txt pyproject.toml | $(MADE)
 	$(PIP) --requirement requirements.txt
 	$(PIP) --no-deps $(TRITONSERVER)
 	$(PIP) --no-deps --no-build-isolation --editable .
-	@$(BIN)/python -m server_scripts.triton >/dev/null
 	@touch $@
 
 $(TESTS): requirements-test.txt constraints.txt | $(RUNTIME)

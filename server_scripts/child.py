@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -27,8 +28,6 @@ class ChildSpec:
     log_path: Path
     cwd: Path = ROOT
     max_crashes: int | None = None  # in a row; None: it is always started again
-    has_helpers: bool = False  # processes of its own that must live as long as it does
-    waits_for_model_server: bool = False  # is started once tritonserver answers
 
 
 @dataclass
@@ -37,21 +36,32 @@ class Child:
 
     spec: ChildSpec
     process: Process | None = None  # None: it does not run
-    helpers: list[Process] = field(default_factory=list)
+    helpers: list[Process] = field(default_factory=list)  # its own, that must live as long as it does
     started_at: float = 0.0
     healthy_since: float | None = None
-    num_starts: int = 0
     num_crashes: int = 0  # in a row
     restart_at: float | None = None  # None: running, not started yet, or given up
     last_words: str = ""  # how it ended
 
     def start(self) -> None:
-        """Raises OSError when the machine has no process left for it."""
-        watched = [sys.executable, "-I", "-S", str(EXEC_CHILD), str(os.getpid())]
+        """When the machine has no process left for it, `process` stays None and the next start is due later."""
+        self.helpers = []
+        self.healthy_since = self.restart_at = None
+        try:
+            started = self._popen()
+        except OSError as error:
+            self.last_words = f"could not be started: {error}"
+            self.restart_at = time.monotonic() + START_AGAIN_S
+            return
+        started.returncode = 0  # the supervisor reaps; Popen must not wait for a pid that may be another's by then
+        self.process = Process.of(self.spec.name, started.pid)
+        self.started_at = time.monotonic()
+
+    def _popen(self) -> subprocess.Popen[bytes]:
         self.spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.spec.log_path.open("ab") as log:
-            started = subprocess.Popen(
-                [*watched, *self.spec.command],
+            return subprocess.Popen(
+                [*dying_with_us(), *self.spec.command],
                 env=self.spec.env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -59,13 +69,9 @@ class Child:
                 cwd=self.spec.cwd,
                 start_new_session=True,
             )
-        started.returncode = 0  # the supervisor reaps; Popen must not wait for a pid that may be another's by then
-        self.process = Process.of(self.spec.name, started.pid)
-        self.helpers = []
-        self.started_at = time.monotonic()
-        self.healthy_since = None
-        self.restart_at = None
-        self.num_starts += 1
+
+    def was_running(self, at: float) -> bool:
+        return self.process is not None and at > self.started_at
 
     def find_helpers(self) -> None:
         if self.process:
@@ -79,17 +85,11 @@ class Child:
 
     def kill(self) -> None:
         """The process and all of its session. Not reaped yet, so the number is still theirs."""
-        if self.process and self.process.pid > 1:
-            try:
+        if self.process:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             for helper in self.helpers:
                 helper.kill()
-
-    def could_not_start(self, error: OSError) -> None:
-        self.last_words = f"could not be started: {error}"
-        self.restart_at = time.monotonic() + START_AGAIN_S
 
     def has_ended(self, status: int) -> None:
         """Takes note of the exit and of when the next start is due."""
@@ -101,6 +101,11 @@ class Child:
         self.healthy_since = None
         if self.spec.max_crashes is None or self.num_crashes < self.spec.max_crashes:
             self.restart_at = now + back_off(self.num_crashes)
+
+
+def dying_with_us() -> list[str]:
+    """Put before a command, it ends the command when this process dies."""
+    return [sys.executable, "-I", "-S", str(EXEC_CHILD), str(os.getpid())]
 
 
 def back_off(num_crashes: int) -> float:

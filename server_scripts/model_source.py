@@ -1,28 +1,31 @@
-"""From a model's name or directory to an exported graph on this disk."""
+"""From a model's name or directory to an exported graph on this disk.
+
+Exporting is left to a process of its own, which may load Paddle: `python -m server_scripts.model_source CHECKPOINT
+CACHE [QUANT]` exports into the cache what is not there yet, and writes `step TEXT` lines and `result FOLDER`.
+"""
 
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, SetupError
 from engine.models.families import read_model
 from engine.models.keys import ModelError, read_json
 from engine.settings.config import Config
 from server_scripts import logs
-from server_scripts.child import EXEC_CHILD, ROOT
+from server_scripts.child import ROOT, dying_with_us
+from server_scripts.run_dir import make_folder
 
-Tell = Callable[[str], None]
-EXPORTER = "server_scripts.export_model"
+EXPORTER = "server_scripts.model_source"
 EXPORT_LOG = "export.log"
 
 
-class ModelUnavailable(Exception):
+class ModelUnavailable(SetupError):
     """There is no model to serve; the message says why."""
 
 
@@ -35,10 +38,10 @@ class Source:
     quant: str | None = None  # that its name asks for
 
 
-def find_source(config: Config, name: str, tell: Tell) -> Source:
+def find_source(config: Config, name: str, report: Callable[[str], None]) -> Source:
     """Fetches the model if it goes by a name. Raises ModelUnavailable, and ConfigError for what the name asks for."""
     if name:
-        return _download(config, name, tell)
+        return _download(config, name, report)
     path = Path(config.model_dir).expanduser().absolute()
     if not (path / "config.json").exists():
         what = "which has no config.json" if path.is_dir() else "which is no folder"
@@ -49,38 +52,34 @@ def find_source(config: Config, name: str, tell: Tell) -> Source:
     return Source(path, config.served_model_name or path.resolve().name)
 
 
-def _download(config: Config, name: str, tell: Tell) -> Source:
+def _download(config: Config, name: str, report: Callable[[str], None]) -> Source:
     from download_model import Options, download, parse_model_name  # only now: a model that is here needs no network
     from engine.download.files import DownloadError
 
-    try:
-        quant = parse_model_name(name)[1]
-        options = Options.from_env(check_config=_refuse_unsupported)
-    except DownloadError as error:
-        raise ModelUnavailable(str(error)) from None
-    if options.mirror is None:
-        as_dtype(quant, config)  # raises before gigabytes are fetched
-    tell(f"fetching {name} into {config.model_dir}")
-    logging.basicConfig(stream=sys.stdout, format="           %(message)s")
+    news = logging.Handler()
+    news.emit = lambda record: report(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("engine.download").addHandler(news)
     logging.getLogger("engine.download").setLevel(logging.INFO)
     try:
+        quant = parse_model_name(name)[1]
+        options = Options.from_env(check_config=lambda path: read_model(read_json(path)))
+        if options.mirror is None:
+            as_dtype(quant, config)  # raises before gigabytes are fetched
+        report(f"fetching {name} into {config.model_dir}")
         done = download(name, Path(config.model_dir).expanduser(), options)
-    except (DownloadError, ModelError, OSError) as error:
+    except DownloadError as error:
+        raise ModelUnavailable(str(error)) from None
+    except (ModelError, OSError) as error:
         raise ModelUnavailable(f"fetching {name}: {error}") from None
-    tell(f"{name} is complete, {done.num_fetched} files fetched")
+    report(f"{name} is complete, {done.num_fetched} files fetched")
     return Source(done.model_dir.absolute(), config.served_model_name or name, None if done.is_static else quant)
 
 
-def _refuse_unsupported(config_json: Path) -> None:
-    read_model(read_json(config_json))
-
-
-def export_if_needed(config: Config, source: Source, tell: Tell) -> Path:
-    """The exported model's folder. Exporting is left to a process of its own, which may load Paddle."""
+def export_if_needed(config: Config, source: Source, report: Callable[[str], None]) -> Path:
+    """The exported model's folder."""
     log_path = config.log_path / EXPORT_LOG
-    command = [sys.executable, "-I", "-S", str(EXEC_CHILD), str(os.getpid())]
-    command += [sys.executable, "-m", EXPORTER, str(source.path), str(Path(config.export_cache_dir).expanduser())]
-    command += [source.quant] if source.quant else []
+    command = [*dying_with_us(), sys.executable, "-m", EXPORTER]
+    command += [str(source.path), str(Path(config.export_cache_dir).expanduser()), *filter(None, [source.quant])]
     with log_path.open("wb") as log:
         exporter = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT)
     assert exporter.stdout
@@ -91,7 +90,7 @@ def export_if_needed(config: Config, source: Source, tell: Tell) -> Path:
             if kind == "result":
                 result = text
             elif kind == "step":  # a library may have something to say there, too
-                tell(text)
+                report(text)
     finally:
         exporter.stdout.close()
         if not result:
@@ -110,3 +109,23 @@ def as_dtype(quant: str | None, config: Config) -> str:
     if quant in ("float32", "bfloat16"):
         return quant
     raise ConfigError(f"the name asks for {quant}, exporting as that is not supported yet; leave it out of the name")
+
+
+def export(checkpoint_dir: Path, cache_dir: Path, quant: str | None = None) -> Path:
+    from engine.exporting.cache import export_cached
+    from engine.exporting.export import ExportOptions
+    from engine.exporting.manifest import is_exported
+
+    if is_exported(checkpoint_dir):
+        return checkpoint_dir
+    config = Config.from_env()
+    make_folder("EXPORT_CACHE_DIR", cache_dir)
+    options = ExportOptions(dtype=as_dtype(quant, config), block_size=config.block_size, num_ranks=config.mp_num)
+    return export_cached(checkpoint_dir, cache_dir, options, lambda step: print("step", step, flush=True))
+
+
+if __name__ == "__main__":
+    try:
+        print("result", export(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]), flush=True)
+    except (SetupError, OSError) as error:
+        sys.exit(str(error))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import socket
 from pathlib import Path
 
-from engine.address import connect_host as connect_host
 from engine.settings.config import Config
 
 LISTENING = "0A"  # in /proc/net/tcp
@@ -40,14 +40,12 @@ def _problem(variable: str, host: str, port: int) -> str:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: closed connections do not count
             sock.bind(address)
             sock.listen(1)
-    except (socket.gaierror, UnicodeError) as error:  # the latter for what could not even be asked for
-        why = getattr(error, "strerror", error)
-        return f"SERVICE_HOST is {host!r}, which is no address of this machine: {why}"
-    except OSError as error:
-        if error.errno == errno.EADDRNOTAVAIL:
-            return f"SERVICE_HOST is {host!r}, which is no address of this machine"
-        if error.errno != errno.EADDRINUSE:
-            return f"{variable} is {port}, which cannot be used: {error.strerror}"
+    except (OSError, UnicodeError) as error:  # the latter for a name that could not even be looked up
+        number, why = getattr(error, "errno", None), getattr(error, "strerror", error)
+        if isinstance(error, (socket.gaierror, UnicodeError)) or number == errno.EADDRNOTAVAIL:
+            return f"SERVICE_HOST is {host!r}, which is no address of this machine: {why}"
+        if number != errno.EADDRINUSE:
+            return f"{variable} is {port}, which cannot be used: {why}"
         owner = owner_of(port)
         return f"{variable} is {port}, which is taken{f' by {owner}' if owner else ''}; set {variable} to a free port"
     return ""
@@ -56,30 +54,17 @@ def _problem(variable: str, host: str, port: int) -> str:
 def owner_of(port: int) -> str:
     """`name (pid 123)` of who listens on the port; empty when that is hidden from this user."""
     sockets = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
-    for pid in filter(str.isdecimal, os.listdir("/proc") if sockets else []):
+    for fd in glob.iglob("/proc/[0-9]*/fd/*") if sockets else ():  # passes over what is hidden
         try:
-            if any(_link(f"/proc/{pid}/fd/{fd}") in sockets for fd in os.listdir(f"/proc/{pid}/fd")):
+            if os.readlink(fd) in sockets:
+                pid = fd.split("/")[2]
                 return f"{Path('/proc', pid, 'comm').read_text(errors='replace').strip()} (pid {pid})"
         except OSError:
-            continue  # another user's, or it has ended
+            continue  # closed meanwhile, or its process has ended
     return ""
 
 
-def _link(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:  # closed meanwhile
-        return ""
-
-
 def _listening_inodes(port: int) -> list[str]:
-    inodes = []
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        try:
-            lines = Path(table).read_text().splitlines()[1:]
-        except OSError:
-            continue
-        for fields in map(str.split, lines):
-            if fields[3] == LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
-                inodes.append(fields[9])
-    return inodes
+    tables = [path for path in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")) if path.exists()]
+    lines = [line.split() for table in tables for line in table.read_text().splitlines()[1:]]
+    return [line[9] for line in lines if line[3] == LISTENING and int(line[1].rpartition(":")[2], 16) == port]

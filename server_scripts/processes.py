@@ -47,9 +47,8 @@ def all_specs(config: Config, graph_dir: Path, served_name: str, run_dir: RunDir
         for index in range(config.push_mode_http_workers):
             command = [*python, "gateway", f"--index={index}"]
             env = {**environ, "API_KEY": config.api_key}
-            specs.append(ChildSpec(f"{GATEWAY}-{index}", command, env, logs[GATEWAY], waits_for_model_server=True))
-    command = [*python, "gateway.health"]
-    specs.append(ChildSpec(HEALTH, command, environ, logs[HEALTH], waits_for_model_server=True))
+            specs.append(ChildSpec(f"{GATEWAY}-{index}", command, env, logs[GATEWAY]))
+    specs.append(ChildSpec(HEALTH, [*python, "gateway.health"], environ, logs[HEALTH]))
     return specs
 
 
@@ -63,4 +62,4 @@ def triton_spec(config: Config, environ: Mapping[str, str], run_dir: RunDir, log
     triton.prepare(found, folder, triton.ROOT / "model_repository")
     command = triton.command(found, folder, config, run_dir.shm_prefix)
     env = triton.environment(found, folder, dict(environ))
-    return ChildSpec(TRITONSERVER, command, env, log_path, cwd=folder, has_helpers=True)
+    return ChildSpec(TRITONSERVER, command, env, log_path, cwd=folder)

@@ -5,20 +5,18 @@ A process is recorded with its start time, so that a recycled pid is never taken
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
-import re
-import secrets
 import signal
 import stat
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.errors import ConfigError
-
-INSTANCE = "[0-9a-f]{12}"
 
 
 @dataclass(frozen=True)
@@ -40,31 +38,13 @@ class Process:
         found = read_stat(self.pid)
         return found is not None and found.start_time == self.start_time and found.state not in "ZX"
 
-    def kill(self, number: int = signal.SIGKILL) -> bool:
-        """Sends the signal to this very process: a pidfd pins it while its start time is compared."""
-        try:
-            handle = os.pidfd_open(self.pid)
-        except ProcessLookupError:
-            return False
-        except (OSError, AttributeError):  # an old kernel, a sandbox that forbids it, a Python built without it
-            handle = None
-        try:
-            if not self.is_alive:
-                return False
-            if handle is None:
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        if self.is_alive:
+            with contextlib.suppress(ProcessLookupError):  # it has ended just now
                 os.kill(self.pid, number)
-            else:
-                signal.pidfd_send_signal(handle, number)
-            return True
-        except ProcessLookupError:
-            return False
-        finally:
-            if handle is not None:
-                os.close(handle)
 
 
-@dataclass(frozen=True)
-class Stat:
+class Stat(NamedTuple):
     state: str
     parent: int
     start_time: int
@@ -96,7 +76,6 @@ class State:
     host: str  # the address it listens on
     ports: dict[str, int]  # variable -> port
     log_dir: str
-    shm_prefix: str
     stop_timeout_s: float
     processes: list[Process] = field(default_factory=list)
 
@@ -108,15 +87,11 @@ class State:
         return cls(**values)
 
 
-def make_folder(variable: str, path: Path) -> None:
+def make_folder(variable: str, path: Path, mode: int = 0o777) -> None:
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode, parents=True, exist_ok=True)
     except OSError as error:
-        raise _cannot_be_made(variable, path, error) from None
-
-
-def _cannot_be_made(variable: str, path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"{variable}: the folder {path} cannot be made: {error.strerror}")
+        raise ConfigError(f"{variable}: the folder {path} cannot be made: {error.strerror}") from None
 
 
 class RunDir:
@@ -124,50 +99,38 @@ class RunDir:
 
     def __init__(self, path: Path, shm_dir: Path = Path("/dev/shm")):
         self.path = path
-        self.shm_dir = shm_dir
-        make_folder("RUN_DIR", path.parent)
-        try:
-            path.mkdir(mode=0o700)
-        except FileExistsError:
-            pass
-        except OSError as error:
-            raise _cannot_be_made("RUN_DIR", path, error) from None
+        self._shm_dir = shm_dir
+        make_folder("RUN_DIR", path, 0o700)
         found = path.lstat()  # not stat: whoever may write to /tmp may have put a link there
         if not stat.S_ISDIR(found.st_mode):
             raise ConfigError(f"RUN_DIR is {str(path)!r}, it must be a folder, not a link or a file")
         if found.st_uid != os.getuid() or found.st_mode & 0o022:
             raise ConfigError(f"RUN_DIR is {str(path)!r}, it must belong to this user and be writable by nobody else")
+        # No other folder under this kernel has these numbers, not even one of a container that shares /dev/shm.
+        self.shm_prefix = f"llm_server_{found.st_dev:x}_{found.st_ino:x}_"
 
-    def lock(self) -> int | None:
+    def lock(self, wait_s: float = 0.0) -> int | None:
         """A file descriptor that holds the lock as long as any process has it open; None: a server holds it."""
+        deadline = time.monotonic() + wait_s
         handle = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(handle)
-            return None
-        return handle
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return handle
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    os.close(handle)
+                    return None
+                time.sleep(0.05)
 
-    @property
-    def instance(self) -> str:
-        """A name that no other server on this machine has, even from a container that shares /dev/shm."""
-        path = self.path / "instance"
-        name = path.read_text(errors="replace") if path.exists() else ""
-        if not re.fullmatch(INSTANCE, name):  # a full disk leaves it empty, and that would be everybody's name
-            name = secrets.token_hex(6)
-            partial = path.with_name("instance.partial")
-            partial.write_text(name)
-            partial.replace(path)
-        return name
-
-    @property
-    def shm_prefix(self) -> str:
-        return f"llm_server_{self.instance}_"
+    def write(self, name: str, text: str) -> None:
+        """All of it or nothing."""
+        partial = self.path / f"{name}.partial"
+        partial.write_text(text)
+        partial.replace(self.path / name)
 
     def write_state(self, state: State) -> None:
-        partial = self.path / "state.json.partial"
-        partial.write_text(json.dumps(asdict(state), indent=2) + "\n")
-        partial.replace(self.path / "state.json")
+        self.write("state.json", json.dumps(asdict(state), indent=2) + "\n")
 
     def read_state(self) -> State | None:
         """None when no server has been started, all was cleaned up since, or another version wrote it."""
@@ -181,12 +144,12 @@ class RunDir:
         for path in (self.path, *self.path.rglob("*")):
             os.utime(path, follow_symlinks=False)
 
-    def clean_up(self, shm_prefix: str) -> None:
+    def clean_up(self) -> None:
         """Forgets a server that has ended."""
-        self.remove_shared_memory(shm_prefix)
+        self.remove_shared_memory()
         (self.path / "state.json").unlink(missing_ok=True)
 
-    def remove_shared_memory(self, shm_prefix: str) -> None:
-        """What a killed tritonserver has left; its prefix is this server's alone."""
-        for path in self.shm_dir.glob(f"{shm_prefix}*"):
+    def remove_shared_memory(self) -> None:
+        """What a killed tritonserver has left; the prefix is this server's alone."""
+        for path in self._shm_dir.glob(f"{self.shm_prefix}*"):
             path.unlink(missing_ok=True)

@@ -31,62 +31,58 @@ def stop_timeout_s(drain_timeout_s: float) -> float:
 
 def shut_down(supervisor: Supervisor) -> None:
     """Gateway and tritonserver let running requests end for the drain timeout, at the same time."""
-    is_serving = supervisor.state.phase == "ready"
-    supervisor.prober.stop()
+    drain_s = supervisor.config.drain_timeout_s + STOP_MARGIN_S
+    deadline = time.monotonic() + (drain_s if supervisor.state.phase == "ready" else STOP_WHILE_STARTING_S)
+    supervisor.monitor.stop()
     supervisor.set_phase("stopping")
     engine = [child for child in supervisor.children if child.spec.name == ENGINE]
     triton = [child for child in supervisor.children if child.spec.name == TRITONSERVER]
-    front = [child for child in supervisor.children if child not in engine + triton]
-    now = time.monotonic()
-    deadline = now + (supervisor.limits.drain_timeout_s + STOP_MARGIN_S if is_serving else STOP_WHILE_STARTING_S)
-    _ask(front)
-    _wait(supervisor, front, now + HEAD_START_S)
-    _ask(triton)
+    front = [child for child in supervisor.children if child.spec.name not in (ENGINE, TRITONSERVER)]
+    _ask(supervisor, front, time.monotonic() + HEAD_START_S)
+    _ask(supervisor, triton, time.monotonic())
     _wait(supervisor, front, deadline)
     _wait_for_triton(supervisor, triton, deadline)
     _kill(supervisor, front + triton)
-    _ask(engine)
-    _wait(supervisor, engine, time.monotonic() + ENGINE_STOP_S)
+    _ask(supervisor, engine, time.monotonic() + ENGINE_STOP_S)
     _kill(supervisor, engine)
     _kill_adopted(supervisor)
-    supervisor.run_dir.clean_up(supervisor.state.shm_prefix)
+    supervisor.run_dir.clean_up()
     log.info("stopped")
 
 
-def _ask(children: Sequence[Child]) -> None:
+def _ask(supervisor: Supervisor, children: Sequence[Child], deadline: float) -> None:
     for child in children:
         child.signal(signal.SIGTERM)
+    _wait(supervisor, children, deadline)
 
 
 def _wait(supervisor: Supervisor, children: Sequence[Child], deadline: float) -> None:
     """Until they have ended, the deadline, or a second stop signal."""
-    while any(child.process for child in children) and supervisor.num_stop_signals < 2:
-        if time.monotonic() > deadline:
-            return
-        supervisor.wake.wait(0.05)
+    while any(c.process for c in children) and supervisor.num_stop_signals < 2 and time.monotonic() < deadline:
+        supervisor.sleep(0.05)
         supervisor.reap()
-        supervisor.on_tick()
+        supervisor.every_turn()
 
 
 def _wait_for_triton(supervisor: Supervisor, triton: Sequence[Child], deadline: float) -> None:
     """Triton 2.51 may count a request for ever whose client left at its very end, and never unload its model. So it
     is waited for while the engine has requests, and a little longer."""
-    last_busy = time.monotonic()
-    while any(child.process for child in triton) and supervisor.num_stop_signals < 2:
-        now = time.monotonic()
-        if supervisor.engine_is_busy():
+    now = last_busy = time.monotonic()
+    while any(child.process for child in triton) and supervisor.num_stop_signals < 2 and now < deadline:
+        if supervisor.monitor.probe.engine_is_busy():
             last_busy = now
-        if now > deadline or now > last_busy + IDLE_TRITON_S:
+        if now > last_busy + IDLE_TRITON_S:
             return
         _wait(supervisor, triton, now + ASK_ENGINE_EVERY_S)
+        now = time.monotonic()
 
 
 def _kill(supervisor: Supervisor, children: Sequence[Child]) -> None:
     late = [child for child in children if child.process]
+    deadline = time.monotonic() + KILL_S
     for child in late:
         log.warning("%s has not ended in time, killing it", child.spec.name)
         child.kill()
-    deadline = time.monotonic() + KILL_S
     while any(child.process for child in late) and time.monotonic() < deadline:
         time.sleep(0.01)
         supervisor.reap()
@@ -96,8 +92,7 @@ def _kill_adopted(supervisor: Supervisor) -> None:
     """Those whose parent was one of our children and has ended without them."""
     deadline = time.monotonic() + KILL_S
     while (pids := children_of(os.getpid())) and time.monotonic() < deadline:
-        for pid in pids:
-            if process := Process.of("adopted", pid):
-                process.kill()
+        for process in filter(None, (Process.of("adopted", pid) for pid in pids)):
+            process.kill()
         time.sleep(0.01)
         supervisor.reap()

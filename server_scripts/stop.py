@@ -34,10 +34,10 @@ def main() -> int:
     # Only this setting matters, and a wrong one elsewhere must not keep a server running.
     config = Config(run_dir=os.environ.get("RUN_DIR", ""))
     try:
-        if not config.run_path.exists():
-            print("stop_server: no server was running")
-            return 0
-        return stop(RunDir(config.run_path), given.seconds)
+        if config.run_path.exists():
+            return stop(RunDir(config.run_path), given.seconds)
+        print("stop_server: no server was running")
+        return 0
     except (ConfigError, OSError) as error:
         print(f"stop_server: {error}", file=sys.stderr)
         return 1
@@ -55,26 +55,25 @@ def _seconds(text: str) -> float:
 
 def stop(run_dir: RunDir, seconds: float | None) -> int:
     started = time.monotonic()
-    state = find(run_dir)
+    state, lock = find(run_dir)
     if state is None:
-        return say_nothing_runs(run_dir)
-    supervisor = state.supervisor
-    if supervisor.is_alive if state.phase == "stopping" else supervisor.kill(signal.SIGTERM):
-        print(f"stop_server: stopping {state.model} (pid {supervisor.pid})", flush=True)
-        if not wait_for_end(run_dir, supervisor, state.stop_timeout_s if seconds is None else seconds):
-            print("stop_server: time is up, killing what is left", flush=True)
-            supervisor.kill(signal.SIGTERM)  # the second time it insists
-            wait_for_end(run_dir, supervisor, INSIST_S)
+        if lock is not None:
+            print("stop_server: no server was running")
+            return 0
+        # Of another version, or of another container that shares the folder.
+        why = f"a server has locked {run_dir.path} and does not say which processes it has"
+        print(f"stop_server: {why}", file=sys.stderr)
+        return 1
+    if lock is None:
+        end(run_dir, state, seconds)
+        lock = run_dir.lock(LOCK_S)
+        if lock is None and not state.supervisor.is_alive:
+            print("stop_server: stopped; another start_server has begun since and goes on")
+            return 0
     else:
         print("stop_server: the supervisor is gone, ending what it has left", flush=True)
-    lock = wait_for_lock(run_dir)
-    if lock is None and not supervisor.is_alive:
-        print("stop_server: stopped; another start_server has begun since and goes on")
-        return 0
     left = kill_all(run_dir.read_state() or state)
-    run_dir.clean_up(state.shm_prefix)
-    if lock is not None:
-        os.close(lock)
+    run_dir.clean_up()
     if left:
         print(f"stop_server: could not end {', '.join(f'{p.name} (pid {p.pid})' for p in left)}", file=sys.stderr)
         return 1
@@ -82,38 +81,27 @@ def stop(run_dir: RunDir, seconds: float | None) -> int:
     return 0
 
 
-def find(run_dir: RunDir) -> State | None:
-    """The server that runs, or what one has left behind: then nobody holds the lock."""
+def find(run_dir: RunDir) -> tuple[State | None, int | None]:
+    """The server that runs; or what one has left behind, and the lock, which nobody holds then."""
     deadline = time.monotonic() + FIND_S
     while time.monotonic() < deadline:
         state = run_dir.read_state()
         if state and state.supervisor.is_alive:
-            return state
-        if (lock := run_dir.lock()) is not None:
-            os.close(lock)
-            return state
-        time.sleep(POLL_S)
-    return None
+            return state, None
+        if (lock := run_dir.lock(POLL_S)) is not None:
+            return run_dir.read_state(), lock
+    return None, None
 
 
-def wait_for_lock(run_dir: RunDir) -> int | None:
-    """None: another server has it."""
-    deadline = time.monotonic() + LOCK_S
-    while (lock := run_dir.lock()) is None and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-    return lock
-
-
-def say_nothing_runs(run_dir: RunDir) -> int:
-    lock = run_dir.lock()
-    if lock is None:  # a server of another version, or of another container that shares the folder
-        print(
-            f"stop_server: a server has locked {run_dir.path} and does not say which processes it has", file=sys.stderr
-        )
-        return 1
-    os.close(lock)
-    print("stop_server: no server was running")
-    return 0
+def end(run_dir: RunDir, state: State, seconds: float | None) -> None:
+    supervisor = state.supervisor
+    if state.phase != "stopping":
+        supervisor.kill(signal.SIGTERM)
+    print(f"stop_server: stopping {state.model} (pid {supervisor.pid})", flush=True)
+    if not wait_for_end(run_dir, supervisor, state.stop_timeout_s if seconds is None else seconds):
+        print("stop_server: time is up, killing what is left", flush=True)
+        supervisor.kill(signal.SIGTERM)  # the second time it insists
+        wait_for_end(run_dir, supervisor, INSIST_S)
 
 
 def wait_for_end(run_dir: RunDir, supervisor: Process, timeout_s: float) -> bool:

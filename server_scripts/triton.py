@@ -1,4 +1,4 @@
-"""Finds a tritonserver that this Python can use and says how it is started: `python -m server_scripts.triton`.
+"""Finds a tritonserver that this Python can use and says how it is started.
 
 In a container the image's wins. Elsewhere it is the binary inside the installed nvidia-pytriton wheel, of which
 nothing is imported. The stub, which runs model.py, embeds a Python of its own: it takes its prefix from the first
@@ -14,12 +14,12 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine.address import in_url
+from engine.errors import SetupError
 from engine.settings.config import Config
 from server_scripts.interpreter import VERSION, find_libpython, missing_libpython
 
@@ -32,7 +32,7 @@ EXIT_MARGIN_S = 5  # beyond the drain timeout, which model.py keeps, for Triton'
 SHM_BYTES = 16 << 20  # of the python backend's region at start and at each growth; prompts pass through it
 
 
-class TritonError(Exception):
+class TritonError(SetupError):
     """There is no tritonserver that could be started; the message says what is missing."""
 
 
@@ -151,30 +151,6 @@ def command(found: Tritonserver, folder: Path, config: Config, shm_prefix: str) 
         "pinned-memory-pool-byte-size": 0,
         "log-verbose": 0,
     }
-    newer = {"grpc-infer-thread-count": 4, "grpc-max-response-pool-size": 256}  # Triton 2.51 has neither
-    help_text = _help(found, folder)
-    flags |= {name: value for name, value in newer.items() if f"--{name} " in help_text}
     given = [f"--{name}={value}" for name, value in flags.items()]
     given.append("--disable-auto-complete-config")  # config.pbtxt is complete; completing it would start a Python more
     return [str(found.binary), *given, *(f"--backend-config=python,shm-{key}={value}" for key, value in region.items())]
-
-
-def _help(found: Tritonserver, folder: Path) -> str:
-    environ = environment(found, folder, dict(os.environ))
-    done = subprocess.run([found.binary, "--help"], env=environ, capture_output=True, text=True, timeout=60)
-    if done.returncode > 1 or "--model-repository" not in done.stdout + done.stderr:
-        raise TritonError(f"{found.binary} does not run: {(done.stderr or done.stdout).strip()[-500:]}")
-    return done.stdout + done.stderr
-
-
-def main() -> int:
-    try:
-        print(find_tritonserver().binary)
-    except TritonError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

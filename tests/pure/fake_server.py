@@ -18,21 +18,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.settings.config import Config
 from server_scripts.child import ChildSpec
-from server_scripts.prober import Prober
-from server_scripts.progress import Told
+from server_scripts.health import HealthMonitor
+from server_scripts.report import Report
 from server_scripts.run_dir import Process, RunDir, State
-from server_scripts.supervise import live
-from server_scripts.supervisor import Limits, Supervisor
-from server_scripts.wake import Wake
+from server_scripts.serve import live
+from server_scripts.supervisor import Supervisor
 
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = Path(__file__).with_name("fake_child.py")
-READY = {"is_live": True, "state": {"ready": True, "engine_silent_s": 0.0}}
+READY = {"state": {"ready": True, "engine_silent_s": 0.0}}
 TIMEOUT_S = 60.0
 
 
-class FakeProbes:
+class FakeProbe:
     """Answers as the test has written."""
 
     def __init__(self, path: Path):
@@ -41,9 +41,6 @@ class FakeProbes:
     def _answers(self) -> dict:
         return json.loads(self._path.read_text())
 
-    def is_live(self) -> bool:
-        return self._answers()["is_live"]
-
     def state(self) -> dict:
         with (self._path.parent / "asked").open("a") as file:
             file.write("!")
@@ -51,9 +48,12 @@ class FakeProbes:
             raise RuntimeError("no answer from the model")
         return state
 
-    def check(self) -> None:
+    def check_all_ports(self) -> None:
         if error := self._answers().get("check_error"):
             raise RuntimeError(error)
+
+    def engine_is_busy(self) -> bool:
+        return False
 
 
 @dataclass
@@ -142,7 +142,7 @@ def a_run_dir(folder: Path) -> RunDir:
 
 @contextmanager
 def fake_server(folder: Path, children: dict[str, str], **options) -> Iterator[FakeServer]:
-    """`children`: name -> what fake_child.py is to do. `options`: fields of Limits, and `check_for_s`."""
+    """`children`: name -> what fake_child.py is to do. `options`: fields of Config, and `check_for_s`."""
     answers = folder / "answers.json"
     if not answers.exists():
         answers.write_text(json.dumps(READY))
@@ -162,20 +162,18 @@ def fake_server(folder: Path, children: dict[str, str], **options) -> Iterator[F
 def main(folder: Path, children: dict[str, str], options: dict) -> int:
     logging.basicConfig(level="INFO", stream=sys.stdout)
     timing = {"ask_every_s": 0.05, "check_for_s": options.pop("check_for_s", 30.0)}
-    limits = {"start_timeout_s": TIMEOUT_S, "drain_timeout_s": 1.0, "hang_after_s": 60.0} | options
+    settings = {"start_timeout_s": TIMEOUT_S, "drain_timeout_s": 1.0, "check_health_interval_s": 60.0} | options
     run_dir = a_run_dir(folder)
     lock = run_dir.lock()
     me = Process.of("supervisor", os.getpid())
-    wake = Wake()
     supervisor = Supervisor(
         specs=[a_spec(name, what, folder) for name, what in children.items()],
         run_dir=run_dir,
-        state=State("preparing", me, time.time(), "fake", "127.0.0.1", {}, str(folder), run_dir.shm_prefix, 10.0),
-        limits=Limits(**limits),
-        prober=Prober(lambda: FakeProbes(folder / "answers.json"), wake.set, **timing),
-        wake=wake,
+        state=State("preparing", me, time.time(), "fake", "127.0.0.1", {}, str(folder), 10.0),
+        config=Config(**settings),
+        monitor=HealthMonitor(FakeProbe(folder / "answers.json"), **timing),
     )
-    status = live(supervisor, Told(None, time.monotonic()))
+    status = live(supervisor, Report())
     os.close(lock)
     return status
 
@@ -187,8 +185,6 @@ def a_spec(name: str, what: str, folder: Path) -> ChildSpec:
         env=dict(os.environ),
         log_path=folder / f"{name}.log",
         max_crashes=3 if name == "engine" else None,
-        has_helpers=name == "tritonserver",
-        waits_for_model_server=name not in ("engine", "tritonserver"),
     )
 
 

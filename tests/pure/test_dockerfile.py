@@ -53,8 +53,8 @@ def test_what_the_server_writes_belongs_to_its_user():
 
 def test_the_health_check_asks_the_ready_port():
     [check] = instructions("HEALTHCHECK")
-    assert '["python", "-m", "server_scripts.healthcheck"]' in check
-    command = [sys.executable, "-m", "server_scripts.healthcheck"]
+    assert '["python", "-m", "server_scripts.probe"]' in check
+    command = [sys.executable, "-m", "server_scripts.probe"]
     done = subprocess.run(command, cwd=ROOT, env={"HEALTH_HTTP_PORT": "1"}, capture_output=True, text=True)
     assert done.returncode == 1
     assert "refused" in done.stdout

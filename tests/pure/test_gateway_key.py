@@ -12,7 +12,7 @@ from engine.settings.config import Config
 from gateway import __main__ as gateway_main
 from gateway.app import CONFIG
 from server_scripts import demo
-from server_scripts.probe import ProbeError, Probes
+from server_scripts.probe import Probe, ProbeError
 from server_scripts.run_dir import Process, State
 from tests.pure.gateway_fake import FakeBackend, running
 
@@ -61,24 +61,24 @@ def test_openais_client_has_a_name_for_it(gateway):
 
 def test_the_probe_of_a_start_has_the_key(gateway):
     config = Config(service_host="127.0.0.1", service_http_port=gateway.port, api_key=KEY)
-    assert "result" in Probes(config)._http(gateway.port, "POST", CHAT, json.dumps(NATIVE))
+    assert "result" in Probe(config).http(gateway.port, "POST", CHAT, json.dumps(NATIVE))
     with pytest.raises(ProbeError, match="401"):
-        Probes(Config(service_host="127.0.0.1", service_http_port=gateway.port))._http(gateway.port, "GET", "/")
+        Probe(Config(service_host="127.0.0.1", service_http_port=gateway.port)).http(gateway.port, "GET", "/")
 
 
 def test_no_other_port_is_told_the_key(gateway):
     config = Config(service_host="127.0.0.1", service_http_port=1, health_http_port=gateway.port, api_key=KEY)
     with pytest.raises(ProbeError, match="401"):
-        Probes(config)._http(gateway.port, "GET", "/v1/models")
+        Probe(config).http(gateway.port, "GET", "/v1/models")
 
 
 def test_the_demo_has_the_key_and_its_examples_name_the_variable(gateway):
     names = "SERVICE_HTTP_PORT", "SERVICE_GRPC_PORT", "HEALTH_HTTP_PORT", "METRICS_HTTP_PORT"
     ports = dict.fromkeys(names, gateway.port)
-    state = State("ready", Process("supervisor", 1, 0), 0.0, "m", "127.0.0.1", ports, "log", "x", 1.0)
-    assert list(demo.answer(state, "hi", KEY)) == ["", "a", ""]
-    assert 'completions -H "Authorization: Bearer $API_KEY" \\\n' in demo.examples(state, with_key=True)
-    assert "Authorization" not in demo.examples(state)
+    state = State("ready", Process("supervisor", 1, 0), 0.0, "m", "127.0.0.1", ports, "log", 1.0)
+    assert "".join(demo.answer(state, "hi", KEY)) == "a"
+    assert 'completions -H "Authorization: Bearer $API_KEY" \\\n' in demo.how_to_go_on(state, with_key=True)
+    assert "Authorization" not in demo.how_to_go_on(state)
 
 
 def test_a_worker_takes_the_key_from_its_environment(monkeypatch):

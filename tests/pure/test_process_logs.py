@@ -1,8 +1,22 @@
 """Log files: as many as promised, as long as promised, and what their end says."""
 
-import io
+import os
 
-from server_scripts import logs
+import pytest
+
+from engine.settings.config import Config
+from server_scripts import logs, serve
+from server_scripts.run_dir import RunDir
+
+
+def test_a_log_is_rotated_once_it_is_longer_than_the_setting_says(tmp_path, monkeypatch):
+    monkeypatch.setattr(serve, "LOGS_EVERY_S", -1)
+    maintenance = serve.Maintenance(Config(log_dir=str(tmp_path), log_max_bytes=100), RunDir(tmp_path / "run"))
+    path = tmp_path / "server.log"
+    for num_bytes, backups in ((100, []), (101, ["x" * 101])):
+        path.write_text("x" * num_bytes)
+        maintenance()
+        assert [backup.read_text() for backup in tmp_path.glob("server.log.*")] == backups
 
 
 def test_rotation_keeps_the_promised_number_of_files(tmp_path):
@@ -17,17 +31,15 @@ def test_rotation_without_backups_starts_anew(tmp_path):
     path = tmp_path / "a.log"
     path.write_text("old")
     logs.rotate(path, 0)
-    assert list(tmp_path.iterdir()) == []
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("a.log", "")]
 
 
-def test_a_file_that_has_grown_too_long_starts_anew_under_its_writer(tmp_path):
+def test_a_file_starts_anew_under_its_writer(tmp_path):
     path = tmp_path / "a.log"
     with path.open("a") as writer:
         writer.write("x" * 100)
         writer.flush()
-        logs.bound(path, 100, 1)
-        assert path.stat().st_size == 100
-        logs.bound(path, 99, 1)
+        logs.rotate(path, 1, has_writer=True)
         writer.write("more")
         writer.flush()
     assert path.read_text() == "more"
@@ -41,7 +53,7 @@ def test_a_file_that_cannot_be_copied_starts_anew_all_the_same(tmp_path, monkeyp
     path = tmp_path / "a.log"
     path.write_text("x" * 100)
     monkeypatch.setattr("shutil.copyfile", disk_is_full)
-    logs.bound(path, 10, 2)
+    logs.rotate(path, 2, has_writer=True)
     assert [(p.name, p.stat().st_size) for p in tmp_path.iterdir()] == [("a.log", 0)]
 
 
@@ -52,18 +64,56 @@ def test_the_tail_is_the_last_lines_that_say_something(tmp_path):
     assert logs.tail(path, 2) == ["b", "\ufffd c"]
 
 
-def test_a_follower_copies_whole_lines_once_with_their_process(tmp_path):
-    path, out = tmp_path / "a.log", io.StringIO()
-    follower = logs.Follower({"engine": path}, out)
-    follower.copy()
+@pytest.fixture
+def pipe():
+    read_fd, write_fd = os.pipe()
+    with os.fdopen(read_fd) as reader, os.fdopen(write_fd, "wb", buffering=0) as writer:
+        yield reader, writer
+
+
+def test_the_console_copies_whole_lines_once_with_their_process(tmp_path, pipe):
+    reader, writer = pipe
+    path, own = tmp_path / "a.log", tmp_path / "own.log"
+    console = logs.Console({"": own, "engine": path}, writer.fileno())
+    console.copy()
     path.write_text("one\ntwo")
-    follower.copy()
-    follower.copy()
-    assert out.getvalue() == "[engine] one\n"
+    own.write_text("our own\n")
+    console.copy()
+    console.copy()
     path.write_text("two and a half\n")  # longer than what was copied: goes on from there
     path.write_text("new\n")
-    logs.bound(path, 0, 0)
-    follower.copy()
+    logs.rotate(path, 0, has_writer=True)
+    console.copy()
     path.write_text("after\n")
-    follower.copy()
-    assert out.getvalue().splitlines() == ["[engine] one", "[engine] after"]
+    console.copy()
+    writer.close()
+    assert reader.read().splitlines() == ["our own", "[engine] one", "[engine] after"]
+
+
+def test_nobody_waits_for_a_terminal_that_stands_still_and_nothing_is_lost(tmp_path, pipe):
+    reader, writer = pipe
+    path = tmp_path / "a.log"
+    console = logs.Console({"": path}, writer.fileno())
+    console.start()
+    lines = "".join(f"line {number}\n" for number in range(200_000))  # more than a pipe holds
+    path.write_text(lines)
+    console.finish(0.1)
+    assert reader.read(len(lines)) == lines
+
+
+def test_what_is_written_last_is_copied_before_the_end(tmp_path, pipe):
+    reader, writer = pipe
+    path = tmp_path / "a.log"
+    console = logs.Console({"": path}, writer.fileno())
+    console.start()
+    path.write_text("the last words\n")
+    console.finish(60)
+    assert reader.readline() == "the last words\n"
+
+
+def test_a_reader_that_has_left_hurts_nobody(tmp_path, pipe):
+    reader, writer = pipe
+    path = tmp_path / "a.log"
+    path.write_text("to nobody\n")
+    reader.close()
+    logs.Console({"": path}, writer.fileno()).copy()

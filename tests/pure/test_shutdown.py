@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from engine.settings.config import Config
 from server_scripts import shutdown
 from server_scripts.shutdown import ENGINE_STOP_S, HEAD_START_S, IDLE_TRITON_S, STOP_MARGIN_S, STOP_WHILE_STARTING_S
 
@@ -55,14 +56,14 @@ class FakeServer:
         self.clock = clock
         self.notes = {}
         self.children = [FakeChild(self, name, seconds, dies_after) for name, seconds in takes_s.items()]
-        self.prober = SimpleNamespace(stop=lambda: self.note("prober stopped"))
-        self.state = SimpleNamespace(phase=phase, shm_prefix="prefix_")
-        self.limits = SimpleNamespace(drain_timeout_s=DRAIN_S)
-        self.run_dir = SimpleNamespace(clean_up=lambda prefix: self.note(f"cleaned up {prefix}"))
-        self.wake = SimpleNamespace(wait=clock.sleep)
-        self.on_tick = lambda: None
+        probe = SimpleNamespace(engine_is_busy=lambda: self.clock.now - self._started < busy_s)
+        self.monitor = SimpleNamespace(stop=lambda: self.note("monitor stopped"), probe=probe)
+        self.state = SimpleNamespace(phase=phase)
+        self.config = Config(drain_timeout_s=DRAIN_S)
+        self.run_dir = SimpleNamespace(clean_up=lambda: self.note("cleaned up"))
+        self.sleep = clock.sleep
+        self.every_turn = lambda: None
         self.insists_at = NEVER
-        self._busy_s = busy_s
         self._started = clock.now
 
     def note(self, text):
@@ -75,9 +76,6 @@ class FakeServer:
     def reap(self):
         for child in self.children:
             child.reap()
-
-    def engine_is_busy(self):
-        return self.clock.now - self._started < self._busy_s
 
     @property
     def num_stop_signals(self):
@@ -98,7 +96,7 @@ def stop(monkeypatch):
         server.insists_at = insists_at
         shutdown.shut_down(server)
         assert server.state.phase == "stopping"
-        assert list(server.notes)[0] == "prober stopped"
+        assert list(server.notes)[0] == "monitor stopped"
         return server.notes
 
     return stop
@@ -113,7 +111,7 @@ def test_each_is_asked_when_nobody_needs_it_any_more(stop):
     assert notes["gateway-0 asked"] == notes["health asked"] == 0
     assert notes["gateway-0 ended"] <= notes["tritonserver asked"] < HEAD_START_S
     assert notes["tritonserver ended"] <= notes["engine asked"] < notes["tritonserver ended"] + 0.2
-    assert notes["engine ended"] <= notes["cleaned up prefix_"] < notes["engine ended"] + 0.2
+    assert notes["engine ended"] <= notes["cleaned up"] < notes["engine ended"] + 0.2
     assert killed(notes) == set()
 
 
@@ -141,7 +139,7 @@ def test_tritonserver_is_waited_for_while_the_engine_has_requests_and_a_little_l
 
 
 def test_an_engine_with_requests_of_nobody_is_not_waited_for(stop):
-    assert stop(busy_s=NEVER)["cleaned up prefix_"] < 5
+    assert stop(busy_s=NEVER)["cleaned up"] < 5
 
 
 def test_an_engine_that_does_not_end_is_killed(stop):
@@ -158,10 +156,10 @@ def test_a_server_that_was_still_starting_has_nothing_to_drain(stop):
 def test_a_second_signal_kills_what_is_still_there(stop, insists_at):
     notes = stop(gateway=NEVER, tritonserver=NEVER, engine=NEVER, busy_s=NEVER, insists_at=insists_at)
     assert killed(notes) == {"gateway-0", "tritonserver", "engine"} | ({"health"} if insists_at == 0 else set())
-    assert notes["cleaned up prefix_"] == pytest.approx(insists_at, abs=0.2)
+    assert notes["cleaned up"] == pytest.approx(insists_at, abs=0.2)
 
 
 def test_not_even_what_cannot_be_killed_makes_it_longer_than_stop_server_waits(stop):
     stubborn = {"gateway": NEVER, "tritonserver": NEVER, "engine": NEVER, "dies_after": NEVER}
     notes = stop(**stubborn, busy_s=NEVER, adopted=[4711])
-    assert notes["cleaned up prefix_"] == pytest.approx(shutdown.stop_timeout_s(DRAIN_S), abs=1)
+    assert notes["cleaned up"] == pytest.approx(shutdown.stop_timeout_s(DRAIN_S), abs=1)

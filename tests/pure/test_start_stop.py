@@ -14,7 +14,7 @@ import pytest
 from engine.settings.config import Config
 from server_scripts import stop as stop_module
 from server_scripts.model_source import Source, export_if_needed
-from server_scripts.run_dir import Process, RunDir, State
+from server_scripts.run_dir import Process, RunDir, State, read_stat
 from tests.pure.fake_server import fake_server
 from tests.pure.model_server import Fault, ModelServer
 from tests.server import a_server
@@ -188,7 +188,7 @@ def test_an_interrupted_stop_is_one_line_and_the_server_goes_on_ending(tmp_path)
 def test_stop_cleans_up_after_a_supervisor_that_was_killed(tmp_path, capsys):
     with fake_server(tmp_path, ALL) as server:
         server.wait_until_ready()
-        shm = tmp_path / "shm" / f"{server.state.shm_prefix}left"
+        shm = tmp_path / "shm" / f"{server.run_dir.shm_prefix}left"
         shm.touch()
         server.process.kill()
         server.process.wait()
@@ -226,7 +226,7 @@ def test_stop_finds_a_start_that_has_only_just_begun(tmp_path):
                 with pytest.raises(subprocess.TimeoutExpired):
                     stopping.wait(1.0)
                 me = Process.of("supervisor", start.pid)
-                run_dir.write_state(State("preparing", me, 0.0, "m", "", {}, "", run_dir.shm_prefix, 5.0))
+                run_dir.write_state(State("preparing", me, 0.0, "m", "", {}, "", 5.0))
                 assert start.wait(20) == -signal.SIGTERM
                 assert stopping.wait(20) == 0
             finally:
@@ -237,7 +237,7 @@ def test_stop_leaves_a_server_alone_that_was_started_since(tmp_path, monkeypatch
     run_dir = RunDir(tmp_path / "run")
     sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
     with subprocess.Popen(sleep) as old, subprocess.Popen(sleep) as new:
-        state = State("ready", Process.of("", old.pid), 0.0, "m", "", {}, "", run_dir.shm_prefix, 5.0)
+        state = State("ready", Process.of("", old.pid), 0.0, "m", "", {}, "", 5.0)
         run_dir.write_state(state)
         locks = []
 
@@ -265,7 +265,7 @@ def test_stop_kills_what_is_recorded_and_spares_a_recycled_pid(tmp_path):
             recycled = Process("engine", other.pid, Process.of("", other.pid).start_time - 1)
             gone = Process("supervisor", other.pid, 1)
             left = [recycled, Process.of("tritonserver", ours.pid)]
-            run_dir.write_state(State("ready", gone, 0.0, "m", "", {}, "", run_dir.shm_prefix, 5.0, left))
+            run_dir.write_state(State("ready", gone, 0.0, "m", "", {}, "", 5.0, left))
             assert stop(tmp_path).returncode == 0
             assert ours.wait(60) == -signal.SIGKILL
             assert other.poll() is None
@@ -288,7 +288,7 @@ def test_a_signal_while_a_model_is_fetched_leaves_nothing(server, number, is_noh
             connection, _ = hub.accept()
             with connection:
                 state = RunDir(server.run_dir).read_state()
-                assert (state.phase, state.supervisor.pid) == ("preparing", start.pid)
+                assert (state.phase, read_stat(state.supervisor.pid).parent) == ("preparing", start.pid)
                 ignored = re.search(r"^SigIgn:\s*(\w+)", Path(f"/proc/{start.pid}/status").read_text(), re.M)[1]
                 assert (int(ignored, 16) & 1 << signal.SIGHUP - 1 > 0) == is_nohup
                 start.send_signal(number)
@@ -310,6 +310,25 @@ def test_a_signal_does_not_wait_for_a_server_that_is_silent_in_mid_file(server):
             assert start.wait(10) == 128 + signal.SIGTERM
             assert "interrupted, nothing is left running" in start.stdout.read()
     assert RunDir(server.run_dir).read_state() is None
+
+
+def test_a_server_that_is_killed_during_its_start_is_named_with_the_signal(server):
+    with socket.create_server(("127.0.0.1", 0)) as hub:  # accepts and never answers
+        server.env["HF_ENDPOINT"] = f"http://127.0.0.1:{hub.getsockname()[1]}"
+        command = [sys.executable, "-m", "server_scripts.start", "org/model"]
+        with subprocess.Popen(command, env=server.env, cwd=ROOT, stdout=-1, stderr=-1, text=True) as start:
+            hub.accept()[0].close()
+            os.kill(RunDir(server.run_dir).read_state().supervisor.pid, signal.SIGKILL)
+            _, said = start.communicate(timeout=60)
+        assert (start.returncode, said) == (1, "start_server: the server was killed by SIGKILL\n")
+    assert server.command("stop_server").returncode == 0
+    assert RunDir(server.run_dir).read_state() is None
+
+
+def test_nothing_with_threads_is_loaded_before_the_server_is_forked():
+    code = "import sys, server_scripts.start; print(sys.modules.keys() & {'numpy', 'grpc', 'zmq', 'huggingface_hub'})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "set()\n"
 
 
 @pytest.mark.parametrize("name", ["start_server", "stop_server"])

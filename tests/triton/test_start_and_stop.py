@@ -61,7 +61,7 @@ def pids_of(state):
 
 def is_clean(server, state):
     """No process, no shared memory, no state."""
-    left = list(Path("/dev/shm").glob(f"{state.shm_prefix}*"))
+    left = list(Path("/dev/shm").glob(f"{RunDir(server.run_dir).shm_prefix}*"))
     return not left and state_of(server) is None and not any(map(is_alive, pids_of(state)))
 
 
@@ -110,16 +110,16 @@ def test_an_engine_that_cannot_start_fails_the_start_with_its_log(server):
     done = server.command("start_server")
     assert done.returncode == 1
     assert "failed: engine ended with exit status 1" in done.stdout
-    assert re.search(r"the end of .*infer_server.log:\n.*BLOCK_BS", done.stdout)
+    assert re.search(r"the end of .*infer_server.log:\n.*BLOCK_BS", done.stdout, re.S)
     assert state_of(server) is None
 
 
-def test_a_supervisor_that_breaks_fails_the_start_with_its_log(server):
+def test_a_supervisor_that_breaks_fails_the_start_and_says_why(server):
     server.run_dir.mkdir(mode=0o700)
     (server.run_dir / triton.FOLDER).touch()  # where it makes a folder
     done = server.command("start_server")
     assert done.returncode == 1
-    assert re.search(r"the server has ended, see .*console.log\n.*Error: .*triton", done.stderr, re.S)
+    assert re.search(r"failed: .*Not a directory: .*triton", done.stdout)
     assert state_of(server) is None
 
 
@@ -191,7 +191,7 @@ def test_process_1_of_a_container_reaps_and_stops(server):
     assert state_of(server) is None
 
 
-def test_the_demo_answers_and_its_examples_are_true(server):
+def test_the_demo_answers_and_its_example_is_true(server):
     command = [sys.executable, "-m", "server_scripts.demo"]
     first = subprocess.run(command, env=server.env, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert first.returncode == 0, first.stdout + first.stderr
@@ -201,17 +201,8 @@ def test_the_demo_answers_and_its_examples_are_true(server):
     assert second.returncode == 0, second.stdout + second.stderr
     assert second.stdout.startswith("a server runs already, asking that one")
 
-    openai_example, grpc_example = examples(first.stdout)
-    for code in (openai_example, grpc_example):
-        done = subprocess.run([sys.executable, "-c", code], env=server.env, capture_output=True, text=True, timeout=60)
-        assert "Tokyo" in done.stdout, done.stderr
     if shutil.which("curl"):
         curl = re.search(r"^curl .*?\n\n", first.stdout, re.M | re.S)[0]
         done = subprocess.run(["sh", "-c", curl], capture_output=True, text=True, timeout=60)
         tokens = [json.loads(line)["token"] for line in done.stdout.splitlines()]
         assert "Tokyo" in "".join(tokens)
-
-
-def examples(text):
-    """The Python of the demo's output, as it stands there: from an import to the next title or the end."""
-    return re.findall(r"^import .*?(?=^with |^Health)", text, re.M | re.S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -16,17 +18,16 @@ import pytest
 from tritonclient.grpc import service_pb2_grpc
 
 from engine.settings.config import Config
-from engine.wire.triton import infer_request, read_response
+from engine.wire.triton import LENGTH_BYTES, infer_request
 from server_scripts import triton
 from server_scripts.child import ChildSpec
-from server_scripts.probe import ProbeError, Probes
-from server_scripts.prober import Prober
+from server_scripts.health import HealthMonitor
+from server_scripts.probe import Probe, ProbeError
 from server_scripts.processes import TRITONSERVER
-from server_scripts.progress import Told
+from server_scripts.report import Report
 from server_scripts.run_dir import Process, RunDir
-from server_scripts.supervise import live, new_state
-from server_scripts.supervisor import Limits, Supervisor
-from server_scripts.wake import Wake
+from server_scripts.serve import live, new_state
+from server_scripts.supervisor import Supervisor
 from tests.server import a_server, is_alive
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,11 +35,11 @@ REPOSITORY = Path(__file__).with_name("echo_repository")
 TIMEOUT_S = 60.0
 
 
-class EchoProbes(Probes):
+class EchoProbe(Probe):
     """There is neither engine nor gateway."""
 
-    def check(self) -> None:
-        assert self._infer({"text": "one"}, 10.0)["is_end"]
+    def check_all_ports(self) -> None:
+        assert self.state()["ready"]
 
 
 @contextmanager
@@ -71,8 +72,8 @@ def phase(server):
     return state.phase if state else ""
 
 
-def probes(server):
-    return EchoProbes(Config(service_host="127.0.0.1", service_grpc_port=server.ports["SERVICE_GRPC_PORT"]))
+def probe(server):
+    return EchoProbe(Config(service_host="127.0.0.1", service_grpc_port=server.ports["SERVICE_GRPC_PORT"]))
 
 
 def words(server, text):
@@ -81,7 +82,8 @@ def words(server, text):
     with grpc.insecure_channel(server.grpc_url) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         responses = list(stub.ModelStreamInfer(iter([request]), timeout=30))
-    return [answer["token"] for answer in map(read_response, responses[:-1])]
+    outputs = [response.infer_response.raw_output_contents[0][LENGTH_BYTES:] for response in responses[:-1]]
+    return [json.loads(output)[0]["token"] for output in outputs]
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +104,7 @@ def test_text_of_any_length_goes_through_the_python_backend(echo):
 
 
 def test_the_stub_runs_this_very_python(echo):
-    assert probes(echo[0]).state()["python"] == list(sys.version_info[:2])
+    assert probe(echo[0]).state()["reason"] == f"Python {sys.version_info[:2]}"
 
 
 def test_folders_may_have_any_name(tmp_path):
@@ -113,9 +115,7 @@ def test_folders_may_have_any_name(tmp_path):
 
 
 def test_metrics_are_served(echo):
-    assert "nv_inference_request_success" in probes(echo[0])._http(
-        echo[0].ports["METRICS_HTTP_PORT"], "GET", "/metrics"
-    )
+    assert "nv_inference_request_success" in probe(echo[0]).http(echo[0].ports["METRICS_HTTP_PORT"], "GET", "/metrics")
 
 
 @pytest.mark.parametrize("name", ["stub", "tritonserver"])
@@ -127,7 +127,7 @@ def test_a_killed_process_is_noticed_and_the_server_answers_again(echo, name):
 
     def answers():
         try:
-            return pid_or_zero(server, "tritonserver") != before and probes(server).state()["ready"]
+            return pid_or_zero(server, "tritonserver") != before and probe(server).state()["ready"]
         except ProbeError:
             return False
 
@@ -186,19 +186,15 @@ def main(folder: Path) -> int:
     triton.prepare(found, run_dir.path / triton.FOLDER, folder / "repository")
     command = triton.command(found, run_dir.path / triton.FOLDER, config, run_dir.shm_prefix)
     env = triton.environment(found, run_dir.path / triton.FOLDER, dict(os.environ))
-    wake = Wake()
     supervisor = Supervisor(
-        specs=[
-            ChildSpec(TRITONSERVER, command, env, folder / "triton.log", run_dir.path / triton.FOLDER, has_helpers=True)
-        ],
+        specs=[ChildSpec(TRITONSERVER, command, env, folder / "triton.log", run_dir.path / triton.FOLDER)],
         run_dir=run_dir,
-        state=new_state(config, run_dir, "echo", "starting"),
-        limits=Limits(60.0, 5.0, 60.0),
-        prober=Prober(lambda: EchoProbes(config), wake.set, ask_every_s=0.2),
-        wake=wake,
+        state=new_state(config, "echo", "starting"),
+        config=replace(config, start_timeout_s=60.0, drain_timeout_s=5.0),
+        monitor=HealthMonitor(EchoProbe(config), ask_every_s=0.2),
     )
     assert Process.of("supervisor", os.getpid()) == supervisor.state.supervisor
-    status = live(supervisor, Told(None, time.monotonic()))
+    status = live(supervisor, Report())
     os.close(lock)
     return status
 

@@ -23,6 +23,4 @@ class TritonPythonModel:
             [body] = json.loads(pb_utils.get_input_tensor_by_name(request, "IN").as_numpy()[0])
             for word in body.get("text", "").split():
                 respond(sender, {"token": word, "is_end": 0})
-            respond(
-                sender, {"token": "", "is_end": 1, "ready": True, "pid": os.getpid(), "python": sys.version_info[:2]}
-            )
+            respond(sender, {"is_end": 1, "ready": True, "reason": f"Python {sys.version_info[:2]}"})

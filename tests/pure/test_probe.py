@@ -1,4 +1,4 @@
-"""Whether the engine has requests, asked at the end of a server."""
+"""What a probe asks of the engine, past tritonserver, at the end of a server."""
 
 import threading
 
@@ -6,7 +6,8 @@ import pytest
 import zmq
 
 from engine.link import messages
-from server_scripts.engine_probe import is_busy
+from engine.settings.config import Config
+from server_scripts.probe import Probe
 
 
 @pytest.fixture
@@ -34,8 +35,8 @@ def engine():
 def test_an_engine_is_busy_while_requests_run_or_wait(engine, num_running, num_waiting, busy):
     port, stats = engine
     stats |= {"num_running": num_running, "num_waiting": num_waiting}
-    assert is_busy(port) == busy
+    assert Probe(Config(inter_proc_port=port)).engine_is_busy() == busy
 
 
 def test_an_engine_that_is_gone_is_not_busy():
-    assert not is_busy(1)
+    assert not Probe(Config(inter_proc_port=1)).engine_is_busy()

@@ -1,0 +1,108 @@
+"""Decides what the server's answers mean: who is healthy, and who is silent for so long that it has to be ended.
+
+A thread asks, so that a silent server cannot hold the supervisor up; what it has seen is a value.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.settings.config import Config
+from server_scripts.child import Child
+from server_scripts.probe import Probe
+
+ASK_EVERY_S = 5.0
+ASK_EVERY_WHILE_STARTING_S = 0.1
+CHECK_FOR_S = 30.0  # how long the first real requests may fail, as the gateway is still starting
+MAX_SILENT_PROBES = 3
+NEVER_S = 1e8  # the model says so of an engine that it has not met
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What is known of the server. Times are seconds of the monotonic clock."""
+
+    at: float = 0.0  # when it was asked: only who was running by then can have answered
+    state: dict[str, Any] | None = None  # what the model says; None: it did not answer
+    error: str = ""  # why not
+    num_failures: int = 0  # times in a row
+    checked: bool = False  # a real request came back through every port
+    check_error: str = ""  # why that did not happen, after trying for long enough
+
+
+class HealthMonitor:
+    """`latest` is replaced as a whole, so it may be read from any thread."""
+
+    def __init__(self, probe: Probe, ask_every_s: float = ASK_EVERY_S, check_for_s: float = CHECK_FOR_S):
+        self.latest = Observation()
+        self.probe = probe
+        self._ask_every_s = ask_every_s
+        self._check_for_s = check_for_s
+        self._check_until: float | None = None
+        self._stop = threading.Event()
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="health", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self.ask()
+            self._stop.wait(self._ask_every_s if self.latest.checked else ASK_EVERY_WHILE_STARTING_S)
+
+    def ask(self) -> None:
+        at, before = time.monotonic(), self.latest
+        try:
+            state = self.probe.state()
+        except Exception as error:  # whatever came back, it was not an answer
+            self.latest = replace(before, at=at, state=None, error=str(error), num_failures=before.num_failures + 1)
+            return
+        seen = replace(before, at=at, state=state, error="", num_failures=0)
+        self.latest = seen if seen.checked or not state.get("ready") else self._check(seen)
+
+    def _check(self, seen: Observation) -> Observation:
+        self._check_until = self._check_until or time.monotonic() + self._check_for_s
+        try:
+            self.probe.check_all_ports()
+            return replace(seen, checked=True)
+        except Exception as error:
+            return replace(seen, check_error=str(error) if time.monotonic() > self._check_until else "")
+
+
+def note_healthy(seen: Observation, engine: Child | None, others: list[Child]) -> None:
+    """An answer of the model speaks for all; for the engine only if it has answered the model since its own start."""
+    if seen.state is None:
+        return
+    for child in others:
+        if child.was_running(seen.at):
+            child.healthy_since = child.healthy_since or seen.at
+    if engine and engine.was_running(seen.at) and _engine_silent_s(seen) < seen.at - engine.started_at:
+        engine.healthy_since = engine.healthy_since or seen.at
+
+
+def why_triton_must_end(seen: Observation, triton: Child, config: Config) -> str:
+    """Of a server that was ready once; empty when it may go on."""
+    age_s = seen.at - triton.started_at
+    if triton.healthy_since and seen.num_failures >= MAX_SILENT_PROBES:
+        return f"was silent {seen.num_failures} times in a row: {seen.error}"
+    if triton.healthy_since is None and age_s > config.start_timeout_s:
+        return f"has not been ready for {age_s:.0f} s since its start: {seen.error}"
+    return ""
+
+
+def why_engine_must_end(seen: Observation, engine: Child, triton: Child, config: Config) -> str:
+    """Empty when it may go on. One that loads has not answered yet and may take its time."""
+    silent_s = _engine_silent_s(seen)
+    if silent_s >= NEVER_S:  # tritonserver is younger than the engine and has not met it
+        silent_s = seen.at - triton.started_at
+    limit_s = config.check_health_interval_s if engine.healthy_since else config.start_timeout_s
+    return f"has been silent for {silent_s:.0f} s" if min(silent_s, seen.at - engine.started_at) > limit_s else ""
+
+
+def _engine_silent_s(seen: Observation) -> float:
+    return float((seen.state or {}).get("engine_silent_s", 0))

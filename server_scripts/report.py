@@ -1,0 +1,90 @@
+"""What the one who starts a server gets to read. Knows words, decides nothing."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from engine.address import connect_host, in_url
+from server_scripts import logs
+from server_scripts.child import Child
+from server_scripts.processes import ENGINE, TRITONSERVER
+from server_scripts.run_dir import State
+from server_scripts.supervisor import StartFailed, Supervisor
+
+NEWS_EVERY_S = 10.0  # silence would look like a hang
+NUM_LAST_LINES = 15
+ADDRESSES = {
+    "SERVICE_HTTP_PORT": ("HTTP", "http://{host}:{port}/v1/chat/completions"),
+    "SERVICE_GRPC_PORT": ("gRPC", "{host}:{port}, Triton model `model`"),
+    "HEALTH_HTTP_PORT": ("health", "http://{host}:{port}/v2/health/ready"),
+    "METRICS_HTTP_PORT": ("metrics", "http://{host}:{port}/metrics"),
+}
+
+
+class Report:
+    """Lines with the seconds since the start. That nobody reads them, or that a disk is full, stops no server."""
+
+    def __init__(self, fd: int = 1):
+        self.fd = fd
+        self._started = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        first, *others = text.splitlines()
+        lines = [f"[{time.monotonic() - self._started:6.1f} s] {first}", *(f"           {line}" for line in others)]
+        try:
+            os.write(self.fd, ("\n".join(lines) + "\n").encode(errors="replace"))
+        except OSError:
+            pass
+
+
+class StartProgress:
+    """Called at every turn of the start; speaks when there is news, or has been none for a while."""
+
+    def __init__(self, supervisor: Supervisor, report: Report):
+        self._supervisor = supervisor
+        self._report = report
+        self._text = ""
+        self._reported_at = 0.0
+
+    def __call__(self) -> None:
+        text, awaited = self._step()
+        if text != self._text:
+            self._text = text
+        elif time.monotonic() - self._reported_at > NEWS_EVERY_S:
+            text = "\n".join([text, *(line[:160] for line in self._last_lines(awaited, 1))])
+        else:
+            return
+        self._reported_at = time.monotonic()
+        self._report(text)
+
+    def failed(self, failure: StartFailed) -> None:
+        """The reason and the end of the log of whose fault it seems to be."""
+        guilty = failure.child or self._step()[1]
+        lines = [f"failed: {failure}"]
+        if guilty:
+            lines.append(f"the end of {guilty.spec.log_path}:")
+            lines += [f"  {line}" for line in self._last_lines(guilty, NUM_LAST_LINES)]
+        self._report("\n".join(lines))
+
+    def _step(self) -> tuple[str, Child | None]:
+        """What is waited for now, and on which process it depends."""
+        seen, named = self._supervisor.seen, self._supervisor.named
+        if seen.state is None:
+            return "starting the engine and tritonserver", named(TRITONSERVER)
+        if not seen.state.get("ready"):
+            return f"tritonserver is up, {seen.state.get('reason') or 'its model is not ready'}", named(ENGINE)
+        return "the engine is ready, sending a request to every port", named(ENGINE)
+
+    def _last_lines(self, child: Child | None, num_lines: int) -> list[str]:
+        return logs.tail(child.spec.log_path, num_lines) if child else []
+
+
+def summary(state: State) -> str:
+    """Which server runs and where it answers."""
+    host = in_url(connect_host(state.host))
+    lines = [f"{state.model} is {state.phase}, pid {state.supervisor.pid}, since {time.ctime(state.since)}"]
+    for name, (what, form) in ADDRESSES.items():
+        if name in state.ports:
+            lines.append(f"{what:<8} {form.format(host=host, port=state.ports[name])}")
+    return "\n".join([*lines, f"{'logs':<8} {state.log_dir}", f"{'stop':<8} stop_server"])

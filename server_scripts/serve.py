@@ -1,0 +1,163 @@
+"""A server's life in the process that is its supervisor: settings, model, processes, end. `start_server` calls it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from engine.errors import ConfigError
+from engine.log import configure
+from engine.settings.config import Config
+from engine.settings.unused import likely_misspelt, settings_without_effect
+from server_scripts import logs, ports
+from server_scripts.health import HealthMonitor
+from server_scripts.model_source import export_if_needed, find_source
+from server_scripts.probe import Probe
+from server_scripts.processes import all_specs, log_paths
+from server_scripts.report import Report, StartProgress, summary
+from server_scripts.run_dir import Process, RunDir, State, make_folder
+from server_scripts.shutdown import shut_down, stop_timeout_s
+from server_scripts.stop import kill_all
+from server_scripts.supervisor import StartFailed, Supervisor
+from server_scripts.triton import find_tritonserver
+
+log = logging.getLogger("supervisor")
+
+LOGS_EVERY_S = 5.0
+TOUCH_EVERY_S = 3600.0
+LAST_WORDS_S = 2.0  # for a terminal to show them
+
+
+def serve(model_name: str, report: Report, on_ready: Callable[[], None] | None) -> int:
+    """0 after a stop signal, 1 when the server did not become ready, with the reason reported. Without `on_ready` it is
+    in the foreground: its log goes to the output, and with OUTPUT_LOG_TO_CONSOLE so do the others."""
+    config = Config.from_env()
+    run_dir = RunDir(config.run_path)
+    lock = run_dir.lock()  # is ours alone: it goes when we go
+    if lock is None:
+        return say_what_runs(run_dir)
+    console = None
+    try:
+        prepare(config, run_dir)
+        log_file = log_paths(config)["supervisor"].open("a", buffering=1)
+        configure(config.log_level, log_file)
+        if on_ready is None:
+            console = logs.Console(console_paths(config), report.fd)
+            console.start()
+            report.fd = log_file.fileno()
+        for sentence in [*likely_misspelt(), *settings_without_effect()]:
+            report(f"note: {sentence}")
+        source = find_source(config, model_name or config.model_name, report)
+        report(f"model {source.path}")
+        graph_dir = export_if_needed(config, source, report)
+        supervisor = a_supervisor(config, run_dir, graph_dir, source.label)
+        return live(supervisor, report, on_ready)
+    finally:
+        run_dir.clean_up()
+        if console:
+            report.fd = 1
+            console.finish(LAST_WORDS_S)
+
+
+def prepare(config: Config, run_dir: RunDir) -> None:
+    """Checks what can be checked at once. What an earlier server of this run directory has left behind goes."""
+    if state := run_dir.read_state():  # its supervisor was killed, as we have the lock
+        kill_all(state)
+    find_tritonserver()
+    if taken := ports.problems(config):
+        raise ConfigError("\nstart_server: ".join(taken))
+    make_folder("FD_LOG_DIR", config.log_path)
+    for path in log_paths(config).values():
+        logs.rotate(path, config.log_backup_count)
+    run_dir.clean_up()
+    run_dir.write_state(new_state(config, config.model_name or config.model_dir, "preparing"))
+
+
+def new_state(config: Config, model: str, phase: str) -> State:
+    me = Process.of("supervisor", os.getpid())
+    assert me
+    return State(
+        phase=phase,
+        supervisor=me,
+        since=time.time(),
+        model=model,
+        host=config.service_host,
+        ports={name: port for name, (_, port) in ports.ports_of(config).items()},
+        log_dir=str(config.log_path),
+        stop_timeout_s=stop_timeout_s(config.drain_timeout_s),
+    )
+
+
+def a_supervisor(config: Config, run_dir: RunDir, graph_dir: Path, served_name: str) -> Supervisor:
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # a server that is still starting is no error
+    return Supervisor(
+        specs=all_specs(config, graph_dir, served_name, run_dir),
+        run_dir=run_dir,
+        state=new_state(config, served_name, "starting"),
+        config=config,
+        monitor=HealthMonitor(Probe(config)),
+        every_turn=Maintenance(config, run_dir),
+    )
+
+
+def live(supervisor: Supervisor, report: Report, on_ready: Callable[[], None] | None = None) -> int:
+    """0 after a stop signal; 1 when the server did not become ready, with the reason reported."""
+    supervisor.adopt_and_listen()
+    progress = StartProgress(supervisor, report)
+    try:
+        supervisor.bring_up(progress)
+        is_ready = supervisor.state.phase == "ready"
+        if is_ready:
+            report(summary(supervisor.state))
+            if on_ready:
+                on_ready()
+            supervisor.watch()
+    except StartFailed as failure:
+        log.error("start failed: %s", failure)
+        progress.failed(failure)
+        return 1
+    finally:
+        shut_down(supervisor)
+    if not is_ready:
+        report("interrupted, nothing is left running")
+    return 0
+
+
+class Maintenance:
+    """What a server that runs for months needs: bounded logs, and a run directory that no sweeper of /tmp takes."""
+
+    def __init__(self, config: Config, run_dir: RunDir):
+        self._config = config
+        self._run_dir = run_dir
+        self._bounded_at = self._touched_at = time.monotonic()
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        try:
+            if now - self._bounded_at > LOGS_EVERY_S:
+                self._bounded_at = now
+                for path in log_paths(self._config).values():
+                    if path.exists() and path.stat().st_size > self._config.log_max_bytes:
+                        logs.rotate(path, self._config.log_backup_count, has_writer=True)
+            if now - self._touched_at > TOUCH_EVERY_S:
+                self._touched_at = now
+                self._run_dir.touch_all()
+        except OSError as error:
+            log.warning("maintenance: %s", error)
+
+
+def console_paths(config: Config) -> dict[str, Path]:
+    paths = log_paths(config)
+    own = {"": paths.pop("supervisor")}
+    return own | paths if config.output_log_to_console else own
+
+
+def say_what_runs(run_dir: RunDir) -> int:
+    state = run_dir.read_state()
+    print("start_server: a server runs already" + ("" if state else f", it has locked {run_dir.path}"))
+    if state:
+        print("  " + summary(state).replace("\n", "\n  "))
+    return 1

@@ -1,0 +1,116 @@
+"""What the server's answers mean: who counts as healthy, and who has to be ended. Answers and times are made up."""
+
+from pathlib import Path
+
+import pytest
+
+from engine.settings.config import Config
+from server_scripts.child import Child, ChildSpec
+from server_scripts.health import (
+    MAX_SILENT_PROBES,
+    HealthMonitor,
+    Observation,
+    note_healthy,
+    why_engine_must_end,
+    why_triton_must_end,
+)
+
+CONFIG = Config(start_timeout_s=100.0, check_health_interval_s=10.0)
+
+
+def a_child(name, started_at=1000.0, healthy_since=None):
+    return Child(ChildSpec(name, [], {}, Path()), object(), started_at=started_at, healthy_since=healthy_since)
+
+
+def an_answer(at, engine_silent_s=0.0):
+    return Observation(at=at, state={"ready": True, "engine_silent_s": engine_silent_s})
+
+
+def silence(at, num_failures):
+    return Observation(at=at, num_failures=num_failures, error="no answer")
+
+
+def test_an_answer_speaks_for_all_who_were_running_when_it_was_asked_for():
+    engine, old, new, down = a_child("engine"), a_child("a"), a_child("b", started_at=1009.0), Child(a_child("c").spec)
+    note_healthy(an_answer(1008.0, engine_silent_s=1.0), engine, [old, new, down])
+    assert [c.healthy_since for c in (engine, old, new, down)] == [1008.0, 1008.0, None, None]
+    note_healthy(an_answer(1010.0), engine, [old, new])
+    assert [c.healthy_since for c in (engine, old, new)] == [1008.0, 1008.0, 1010.0]
+
+
+def test_an_engine_that_the_model_heard_of_before_its_start_is_not_healthy_yet():
+    engine = a_child("engine")
+    note_healthy(an_answer(1008.0, engine_silent_s=9.0), engine, [])
+    assert engine.healthy_since is None
+
+
+def test_silence_makes_nobody_healthy():
+    triton = a_child("tritonserver")
+    note_healthy(silence(1008.0, 1), None, [triton])
+    assert triton.healthy_since is None
+
+
+def test_a_tritonserver_that_was_healthy_may_be_silent_for_a_while():
+    triton = a_child("tritonserver", healthy_since=1005.0)
+    assert why_triton_must_end(silence(1008.0, MAX_SILENT_PROBES - 1), triton, CONFIG) == ""
+    assert why_triton_must_end(silence(1009.0, MAX_SILENT_PROBES), triton, CONFIG) == (
+        "was silent 3 times in a row: no answer"
+    )
+
+
+def test_a_tritonserver_that_loads_may_take_the_time_of_a_start():
+    triton = a_child("tritonserver")
+    assert why_triton_must_end(silence(1100.0, 900), triton, CONFIG) == ""
+    assert why_triton_must_end(silence(1101.0, 900), triton, CONFIG) == (
+        "has not been ready for 101 s since its start: no answer"
+    )
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "started_at", "healthy_since", "must_end"),
+    [
+        (10.0, 1000.0, 1005.0, False),
+        (10.5, 1000.0, 1005.0, True),
+        (10.5, 1195.0, 1196.0, False),  # younger than the silence
+        (100.0, 1000.0, None, False),  # loads
+        (100.5, 1000.0, None, True),
+        (1e9, 1000.0, 1005.0, False),  # this tritonserver has not met it, and is 5 s old
+    ],
+)
+def test_an_engine_may_be_silent_for_the_interval_or_while_it_loads(silent_s, started_at, healthy_since, must_end):
+    engine, triton = a_child("engine", started_at, healthy_since), a_child("tritonserver", started_at=1195.0)
+    assert bool(why_engine_must_end(an_answer(1200.0, silent_s), engine, triton, CONFIG)) == must_end
+
+
+class ScriptedProbe:
+    """Says what stands in the list, one a turn."""
+
+    def __init__(self, *states):
+        self.states = list(states)
+        self.num_checks = 0
+
+    def state(self):
+        state = self.states.pop(0)
+        if isinstance(state, Exception):
+            raise state
+        return state
+
+    def check_all_ports(self):
+        self.num_checks += 1
+        if self.num_checks == 1:
+            raise RuntimeError("the gateway is still starting")
+
+
+def test_failures_are_counted_until_an_answer_and_ports_are_checked_until_they_have_answered_once():
+    ready = {"ready": True}
+    probe = ScriptedProbe(
+        ValueError("one"), ValueError("two"), {"ready": False}, ready, ready, ready, ValueError("off")
+    )
+    monitor = HealthMonitor(probe, ask_every_s=0.0)
+    seen = []
+    while probe.states:
+        monitor.ask()
+        seen.append(monitor.latest)
+    assert [o.num_failures for o in seen] == [1, 2, 0, 0, 0, 0, 1]
+    assert [o.checked for o in seen] == [False, False, False, False, True, True, True]
+    assert (probe.num_checks, seen[-1].error, seen[-1].check_error) == (2, "off", "")
