@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -29,6 +30,7 @@ from benchmarks.random_checkpoint import SHAPES, make_checkpoint
 from engine.core.loop import Loop
 from engine.core.types import Request, Sampling
 from engine.executors import make_executor
+from engine.executors.memory import allocate_cache, collect_garbage_seldom
 from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions
 from engine.exporting.manifest import Manifest
@@ -42,24 +44,27 @@ def prompt_ids(rng: np.random.Generator, vocab_size: int, count: int) -> list[in
     return rng.integers(100, vocab_size - 1000, count).tolist()
 
 
-def measure_offline(graph_dir: Path, cases: list[tuple[int, int, int]], repeats: int) -> list[dict]:
+def measure_offline(
+    graph_dir: Path, cases: list[tuple[int, int, int]], repeats: int, **settings: Any
+) -> list[dict[str, float]]:
     most, longest = max(case[0] for case in cases), max(case[1] + case[2] for case in cases)
-    config = Config(max_num_batched_tokens=MAX_TOKENS_IN_STEP, batch_size=most, enable_prefix_caching=False)
-    vocab_size = Manifest.read(graph_dir).vocab_size
+    limits = {"max_num_batched_tokens": MAX_TOKENS_IN_STEP, "batch_size": most, "enable_prefix_caching": False}
+    config, model = Config(**{**limits, **settings}), Manifest.read(graph_dir)
     executor = make_executor(graph_dir, config)
-    assert executor.num_blocks * executor.block_size >= most * longest, "too little memory for the cases"
+    collect_garbage_seldom()
+    num_blocks = allocate_cache(executor, config, model.max_seq_len)
+    assert num_blocks * executor.block_size >= most * longest, "too little memory for the cases"
     rows = []
     for case in cases:
-        runs = [run_case(executor, config, vocab_size, case) for _ in range(repeats + 1)][1:]
+        runs = [run_case(Loop(executor, num_blocks, config), model.vocab_size, case) for _ in range(repeats + 1)][1:]
         figures = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
         rows.append({"requests": case[0], "prompt_len": case[1], "answer_len": case[2], **figures})
     executor.close()
     return rows
 
 
-def run_case(executor, config: Config, vocab_size: int, case: tuple[int, int, int]) -> dict[str, float]:
+def run_case(loop: Loop, vocab_size: int, case: tuple[int, int, int]) -> dict[str, float]:
     num_requests, prompt_len, answer_len = case
-    loop = Loop(executor, config)
     rng = np.random.default_rng(0)
     for index in range(num_requests):
         ids = prompt_ids(rng, vocab_size, prompt_len)
@@ -182,12 +187,16 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=["1x128x64", "8x128x64", "32x128x64"])
     parser.add_argument("--streams", nargs="*", type=int, default=[1, 8, 32])
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--mp-num", type=int, default=1, help="tensor-parallel ranks, offline")
+    parser.add_argument(
+        "--cpu-threads", type=int, default=0, help="of each rank, offline; 0: as many as there are cores"
+    )
     parser.add_argument("--work-dir", type=Path, default=Path("build/bench"), help="checkpoints are kept here")
     args = parser.parse_args()
     cases = [tuple(int(number) for number in case.split("x")) for case in args.cases]
     checkpoint = make_checkpoint(args.shape, args.work_dir / args.shape)
-    graph_dir = export_cached(checkpoint, args.work_dir / "exported", ExportOptions())
-    offline = measure_offline(graph_dir, cases, args.repeats)
+    graph_dir = export_cached(checkpoint, args.work_dir / "exported", ExportOptions(num_ranks=args.mp_num))
+    offline = measure_offline(graph_dir, cases, args.repeats, mp_num=args.mp_num, cpu_threads=args.cpu_threads)
     http = measure_http(graph_dir, args.streams, cases[0][1:], args.repeats) if args.streams else []
     print_tables(offline, http)
     print(json.dumps({"hardware": cpu_name(), "shape": args.shape, "offline": offline, "http": http}))

@@ -15,6 +15,7 @@ from engine.core.types import NO_TOKEN, Arrival, Batch, Copy, Logprobs, Request,
 from engine.errors import InvalidRequest, queue_full
 
 FAILED = "failed"
+RUNNING = State.RUNNING  # looked up once
 LOOK_AHEAD = 4  # waiting requests that are looked at for one that fits
 MAX_PASSED = 8  # requests that may go before one that came earlier and does not fit yet
 
@@ -167,20 +168,13 @@ class Scheduler:
             if row.num_sampled > 1:
                 self.counters.num_drafted_tokens += row.num_sampled - 1
                 self.counters.num_accepted_tokens += len(token_ids) - 1
-            if forks:
+            if of_forks:
                 self._join_forks(request)
-            if update and request.state is State.RUNNING:
-                updates.append(update)
-                if update.finish_reason:
-                    self._end(request)
-            elif request.state is State.ENDED and not request.forks:  # dropped, and no fork needs it any more
-                self._leave(request)
+            self._tell(request, update, updates)
             for fork, tokens in zip(forks, of_forks, strict=True):
-                if fork.state is State.RUNNING:
-                    updates.append(self._append(fork, *tokens))
-                    if updates[-1].finish_reason:
-                        self._end(fork)
-        self.counters.num_generated_tokens += sum(len(update.token_ids) for update in updates)
+                if fork.state is RUNNING:
+                    self._tell(fork, self._append(fork, *tokens), updates)
+        self.counters.num_generated_tokens += sum([len(update.token_ids) for update in updates])
         return updates
 
     def check(self) -> None:
@@ -257,7 +251,7 @@ class Scheduler:
         del self.waiting[request.request_id]
         self.running[request.request_id] = request
         if request.state is State.WAITING:  # or dropped, and only its forks want it
-            request.state = State.RUNNING
+            request.state = RUNNING
         token_ids = list(request.token_ids)  # what was launched stays as it is
         for each in (request, *request.forks):
             each.slot = self._free_slots.pop()
@@ -281,7 +275,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._leave(request)
-        if request.state is State.RUNNING:
+        if request.state is RUNNING:
             request.state = State.WAITING
         request.num_preemptions += 1
         request.num_passed = MAX_PASSED
@@ -293,7 +287,7 @@ class Scheduler:
         self._holdings.share(leader)
         for fork in leader.forks:
             del self._leader_of[fork.request_id]
-            fork.state = State.RUNNING
+            fork.state = RUNNING
             self.running[fork.request_id] = fork
         leader.forks = []
 
@@ -307,9 +301,15 @@ class Scheduler:
                 return Update(request, token_ids, logprobs, finish_reason)
         return Update(request, token_ids, logprobs, None)
 
-    def _end(self, request: Request) -> None:
-        self._leave(request)
-        request.state = State.ENDED
+    def _tell(self, request: Request, update: Update | None, updates: list[Update]) -> None:
+        if request.state is RUNNING:
+            if update is not None:
+                updates.append(update)
+                if update.finish_reason:
+                    self._leave(request)
+                    request.state = State.ENDED
+        elif not request.forks:  # dropped, and none of its forks needs it any more
+            self._leave(request)
 
     def _leave(self, request: Request) -> None:
         if self.waiting.pop(request.request_id, None) is None:

@@ -4,6 +4,7 @@ a block is made of."""
 from __future__ import annotations
 
 import ctypes
+import gc
 from pathlib import Path
 
 from engine.core.types import Arrival, Batch, Executor, Row, Sampling
@@ -26,6 +27,14 @@ def keep_freed_memory() -> None:
     c_library = ctypes.CDLL(None)
     c_library.mallopt(M_MMAP_MAX, 0)
     c_library.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def collect_garbage_seldom() -> None:
+    """From now on: a step makes thousands of small objects that go by themselves, and looking through all that live for
+    cycles every 700 of them is a tenth of the time of what is not the graph."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
 
 
 def allocate_cache(executor: Executor, config: Config, model_len: int) -> int:
