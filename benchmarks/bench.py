@@ -172,12 +172,12 @@ def cpu_name() -> str:
     return f"{lines[0].split(':')[1].strip() if lines else platform.machine()}, {os.cpu_count()} cores"
 
 
-def as_the_engine_runs() -> None:
+def as_the_engine_runs(module: str = "benchmarks.bench") -> None:
     """Starts this process anew with the engine's environment, so that both tables measure the same engine."""
     missing = ENGINE_DEFAULTS.keys() - os.environ.keys()
     if missing:
         environ = os.environ | {name: ENGINE_DEFAULTS[name] for name in missing}
-        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.bench", *sys.argv[1:]], environ)
+        os.execve(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]], environ)
 
 
 def main() -> None:

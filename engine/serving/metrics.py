@@ -41,6 +41,8 @@ ENGINE_FAMILIES = (
     ("llm_prompt_tokens_total", COUNTER, "Prompt tokens of admitted requests", "num_prompt_tokens"),
     ("llm_cached_prompt_tokens_total", COUNTER, "Of these, found in the prefix cache", "num_cached_tokens"),
     ("llm_preemptions_total", COUNTER, "Requests that gave up their blocks", "num_preemptions"),
+    ("llm_drafted_tokens_total", COUNTER, "Tokens tried ahead of the model", "num_drafted_tokens"),
+    ("llm_accepted_tokens_total", COUNTER, "Of these, the model's own", "num_accepted_tokens"),
 )
 # The predecessor's gauges, one family with the member's name as label and value: member, counter
 OLD_MEMBERS = (("batch_size", "num_running"), ("max_block_num", "num_blocks"))

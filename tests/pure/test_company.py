@@ -99,6 +99,36 @@ def test_a_warm_prefix_cache_changes_no_bit(graph_dir, alone):
     assert loop.stats()["num_cached_tokens"] > 1000
 
 
+def test_tokens_that_are_tried_ahead_change_no_bit(graph_dir, alone):
+    config = replace(BASE, block_bs=4, speculate_method="ngram", speculate_max_ngram_size=2, block_ratio=0.9)
+    answers, loop = run(an_executor(graph_dir, config, 40), config, random_requests(seed=1), num_blocks=40)
+    assert answers == alone
+    stats = loop.stats()
+    assert 0 < stats["num_accepted_tokens"] < stats["num_drafted_tokens"]
+    assert stats["num_preemptions"] > 0
+
+
+def test_forks_change_no_bit(graph_dir):
+    """Three answers to a prompt that ends in the middle of a block, and to one that fills its last, are those that each
+    has alone."""
+    config = replace(BASE, block_bs=4)
+    executor = an_executor(graph_dir, config)
+    for prompt_len in (BLOCK_SIZE + 3, 2 * BLOCK_SIZE):
+        prompt = [7 * n % VOCAB_SIZE for n in range(prompt_len)]
+        samplings = [Sampling(40, temperature=1.0, seed=n, num_logprobs=1, repetition_penalty=1.2) for n in range(3)]
+        alone = {n: run(executor, config, [(prompt, sampling)])[0][0] for n, sampling in enumerate(samplings)}
+        loop = Loop(executor, 400, config)
+        leader, *forks = (Request(str(n), list(prompt), prompt_len, s) for n, s in enumerate(samplings))
+        leader.forks = forks
+        loop.add(leader)
+        answers = {0: [], 1: [], 2: []}
+        while not loop.is_idle:
+            for update in loop.turn():
+                answers[int(update.request.request_id)] += zip(update.token_ids, update.logprobs, strict=True)
+        assert answers == alone
+        assert loop.stats()["num_prompt_tokens"] == prompt_len
+
+
 def test_the_definition_of_the_ops_chooses_the_same_tokens(graph_dir, alone):
     few = random_requests(seed=1)[:6]
     executor = ReferenceExecutor(graph_dir)

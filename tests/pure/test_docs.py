@@ -232,3 +232,13 @@ def test_every_reason_of_an_end_is_named():
 def test_the_table_of_processes_has_their_logs():
     rows = {name: log.strip("`") for name, log, *_ in table("docs/operation.md", "process")}
     assert rows == LOG_NAMES
+
+
+def test_every_op_is_defined_built_for_the_cpu_registered_and_in_the_table():
+    from engine.ops import reference
+    from engine.ops.cpu.kernels import CpuOps
+    from engine.ops.cpu.paddle_ops import OPS
+
+    rows = {names.strip("`") for names, *_ in table("docs/ops.md", "op (registered as")}
+    assert rows == set(OPS)
+    assert {op for op in OPS if not hasattr(reference, op) or not hasattr(CpuOps, op)} == set()

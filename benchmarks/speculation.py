@@ -1,0 +1,126 @@
+"""What SPECULATE_METHOD=ngram brings where answers repeat their prompt, and costs where nothing repeats itself.
+
+    python -m benchmarks.speculation [--rounds 3]
+
+Random weights in the shape of Qwen2.5-0.5B, which never repeat anything by themselves: the graph and the sampler run
+as ever, then a script says which tokens were chosen. In `repeats` the answer is the prompt again; in `random` pairs
+of tokens occur again by chance and are followed by others. With and without drafts by turns; median of the rounds. The
+last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.bench import as_the_engine_runs, cpu_name, prompt_ids
+from benchmarks.random_checkpoint import SHAPES, make_checkpoint
+from engine.core.loop import Loop
+from engine.core.types import Batch, Executor, Request, Sampling, Step, StepOutput
+from engine.executors import make_executor
+from engine.executors.memory import allocate_cache, collect_garbage_seldom
+from engine.exporting.cache import export_cached
+from engine.exporting.export import ExportOptions
+from engine.exporting.manifest import Manifest
+from engine.settings.config import Config
+
+PROMPT_LEN, ANSWER_LEN = 256, 192
+
+
+class Scripted:
+    """Runs the graph, and then says what the script says: the tokens of request r are script[r]."""
+
+    def __init__(self, executor: Executor, script: list[list[int]]):
+        self._executor, self._script = executor, script
+        self.block_size, self.block_bytes = executor.block_size, executor.block_bytes
+        self._request_of: dict[int, int] = {}
+        self._num_new: dict[int, int] = {}
+        self._num_arrived = 0
+        self._step: Step | None = None
+        self._batch = Batch([])
+
+    def launch(self, batch: Batch) -> Scripted:
+        for arrival in batch.arrivals:
+            self._request_of[arrival.slot], self._num_new[arrival.slot] = self._num_arrived, 0
+            self._num_arrived += 1
+        self._batch, self._step = batch, self._executor.launch(batch)
+        return self
+
+    def result(self) -> StepOutput:
+        assert self._step
+        self._step.result()
+        token_ids = []
+        for row in self._batch.rows:
+            if row.num_sampled:
+                drafts = list(row.token_ids)[len(row.token_ids) - row.num_sampled + 1 :]
+                start = self._num_new[row.slot]
+                truth = self._script[self._request_of[row.slot]][start : start + row.num_sampled]
+                count = 1
+                while count < len(truth) and drafts[count - 1] == truth[count - 1]:
+                    count += 1
+                token_ids.append(truth[:count])
+                self._num_new[row.slot] += count
+        return StepOutput(token_ids, [None] * len(token_ids))
+
+
+def measure(executor: Executor, num_blocks: int, config: Config, script: tuple[list, list]) -> tuple[float, float]:
+    """Tokens a second, and the share of the drafted tokens that were accepted."""
+    prompts, answers = script
+    loop = Loop(Scripted(executor, answers), num_blocks, config)  # type: ignore[arg-type]
+    for index, prompt in enumerate(prompts):
+        loop.add(Request(str(index), list(prompt), len(prompt), Sampling(ANSWER_LEN, temperature=0)))
+    while loop.stats()["num_generated_tokens"] < len(prompts):  # the prompts
+        loop.turn()
+    started = time.perf_counter()
+    while not loop.is_idle:
+        loop.turn()
+    stats = loop.stats()
+    rate = len(prompts) * (ANSWER_LEN - 1) / (time.perf_counter() - started)
+    return rate, stats["num_accepted_tokens"] / max(1, stats["num_drafted_tokens"])
+
+
+def scripts(num_requests: int, vocab_size: int) -> dict[str, tuple[list, list]]:
+    rng = np.random.default_rng(0)
+    prompts = [prompt_ids(rng, vocab_size, PROMPT_LEN) for _ in range(num_requests)]
+    text = rng.integers(100, 200, (num_requests, ANSWER_LEN)).tolist()  # n-grams come again, and are followed by others
+    return {"repeats": (prompts, [p[:ANSWER_LEN] for p in prompts]), "random": (prompts, text)}
+
+
+def main() -> None:
+    as_the_engine_runs("benchmarks.speculation")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen2.5-0.5b", choices=SHAPES)
+    parser.add_argument("--requests", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--work-dir", type=Path, default=Path("build/bench"))
+    args = parser.parse_args()
+    checkpoint = make_checkpoint(args.shape, args.work_dir / args.shape)
+    graph_dir = export_cached(checkpoint, args.work_dir / "exported", ExportOptions())
+    plain = Config(batch_size=max(args.requests), enable_prefix_caching=False, max_num_batched_tokens=2048)
+    drafting = plain.changed(speculate_method="ngram")
+    executor, model = make_executor(graph_dir, plain), Manifest.read(graph_dir)
+    collect_garbage_seldom()
+    num_blocks = allocate_cache(executor, plain, model.max_seq_len)
+    rows = []
+    for count in args.requests:
+        for name, script in scripts(count, model.vocab_size).items():
+            rates = {"off": [], "on": []}
+            for _ in range(args.rounds):
+                rates["off"].append(measure(executor, num_blocks, plain, script)[0])
+                rate, accepted = measure(executor, num_blocks, drafting, script)
+                rates["on"].append(rate)
+            off, on = (statistics.median(rates[key]) for key in ("off", "on"))
+            rows.append({"requests": count, "answers": name, "off": off, "on": on, "accepted": accepted})
+            print(f"{count:3} x {name:8} {off:8.1f} tok/s without, {on:8.1f} with drafts: {on / off:5.2f}, "
+                  f"{accepted:.0%} of the drafted tokens accepted", flush=True)  # fmt: skip
+    executor.close()
+    print(json.dumps({"hardware": cpu_name(), "shape": args.shape, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
