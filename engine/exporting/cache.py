@@ -10,7 +10,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from engine.exporting.export import COPIED_FILES, ExportOptions, Progress, export
+from engine.exporting.export import COPIED_FILES, ExportOptions, OnProgress, export
 from engine.exporting.manifest import CONFIG, GRAPH_VERSION, is_exported, refuse_static_graph
 from engine.file_lock import file_lock
 from engine.models.checkpoint import weight_files
@@ -21,7 +21,9 @@ log = logging.getLogger(__name__)
 LEFT_OVER_AFTER_S = 30 * 24 * 3600
 
 
-def export_cached(checkpoint_dir: Path, cache_dir: Path, options: ExportOptions, progress: Progress = log.info) -> Path:
+def export_cached(
+    checkpoint_dir: Path, cache_dir: Path, options: ExportOptions, progress: OnProgress = log.info
+) -> Path:
     """The exported checkpoint's folder in the cache, made now if need be. Two processes never make it twice.
 
     It is made to be served: raises TokenizerError before the work begins when the engine could not read its tokenizer.

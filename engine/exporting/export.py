@@ -38,7 +38,7 @@ COPIED_FILES = (
     "generation_config.json",
     "chat_template.jinja",
 )
-Progress = Callable[[str], None]
+OnProgress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ExportOptions:
             raise ModelError(f"num_ranks is {self.num_ranks}, it must be a positive number of ranks")
 
 
-def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress: Progress = log.info) -> None:
+def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress: OnProgress = log.info) -> None:
     """Raises ModelError when the checkpoint is not supported, FileExistsError when `out_dir` is taken."""
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise FileExistsError(f"{out_dir} exists and is not an empty folder")
@@ -89,7 +89,7 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
     progress(f"{out_dir} is ready")
 
 
-def _copy_files(checkpoint_dir: Path, out_dir: Path, progress: Progress) -> None:
+def _copy_files(checkpoint_dir: Path, out_dir: Path, progress: OnProgress) -> None:
     for name in COPIED_FILES:
         if (checkpoint_dir / name).exists():
             shutil.copyfile(checkpoint_dir / name, out_dir / name)
@@ -104,7 +104,7 @@ def _manifest(model: DecoderConfig, shard: Shard, max_seq_len: int) -> Manifest:
     return Manifest(model.vocab_size, max_seq_len, shard.block_size, shard.num_ranks, shard.format.name, (graph,))
 
 
-def _untied_where_stored_apart(model: DecoderConfig, checkpoint: Checkpoint, progress: Progress) -> DecoderConfig:
+def _untied_where_stored_apart(model: DecoderConfig, checkpoint: Checkpoint, progress: OnProgress) -> DecoderConfig:
     """As transformers has it: where config.json ties what the checkpoint holds as two, the checkpoint is right."""
     table, head = "model.embed_tokens.weight", "lm_head.weight"
     if not model.tied_embeddings or head not in checkpoint or checkpoint.are_equal(table, head):
@@ -126,7 +126,7 @@ def _complete_or_absent(out_dir: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _max_seq_len(model: DecoderConfig, wanted: int | None, progress: Progress) -> int:
+def _max_seq_len(model: DecoderConfig, wanted: int | None, progress: OnProgress) -> int:
     """The wanted length, checked against what the model computes exactly."""
     window = model.sliding_window
     if wanted is None and window is not None and window < model.max_position_embeddings:

@@ -239,6 +239,6 @@ def test_every_op_is_defined_built_for_the_cpu_registered_and_in_the_table():
     from engine.ops.cpu.kernels import CpuOps
     from engine.ops.cpu.paddle_ops import OPS
 
-    rows = {names.strip("`") for names, *_ in table("docs/ops.md", "op (registered as")}
+    rows = {names.strip("`") for names, *_ in table("docs/ops.md", "op (registered as `llm_<op>`)")}
     assert rows == set(OPS)
     assert {op for op in OPS if not hasattr(reference, op) or not hasattr(CpuOps, op)} == set()
