@@ -96,14 +96,16 @@ class Scheduler:
         assert request.token_ids and not request.block_ids
         num_answers = 1 + len(request.forks)
         if num_answers > self.limits.max_batch:
-            raise InvalidRequest(f"n is {num_answers}, at most BATCH_SIZE({self.limits.max_batch}) answers run at once")
+            text = "`{field}` is {value}, at most BATCH_SIZE({limit}) answers run at once"
+            raise InvalidRequest(text, field="n", value=num_answers, limit=self.limits.max_batch)
         need = self._holdings.most_blocks(request)
         if need > self.pool.num_blocks:
             answers = f"{num_answers} answers" if request.forks else "answer"
-            raise InvalidRequest(
-                f"prompt ({request.prompt_len} tokens) and {answers} (up to {request.sampling.max_new_tokens}) need "
-                f"{need} KV blocks of {self.pool.block_size} tokens, the server has {self.pool.num_blocks}"
-            )
+            text = f"prompt ({request.prompt_len} tokens) and {answers} (up to {{value}}) need {need} KV blocks of "
+            text += f"{self.pool.block_size} tokens, the server has {self.pool.num_blocks}"
+            fits_alone = self.pool.blocks_for(request.prompt_len) <= self.pool.num_blocks
+            field = "max_dec_len" if fits_alone else None
+            raise InvalidRequest(text, field=field, value=request.sampling.max_new_tokens)
         num_queued = len(self.waiting) - len(self._free_slots)
         if num_queued >= self.limits.max_waiting and not replay:
             raise queue_full(num_queued, self.limits.max_waiting)

@@ -212,7 +212,8 @@ class EngineClient:
                     for update in fields[1]:
                         self._tokens(*update)
                 elif kind == messages.REFUSED:
-                    self._refused(*fields[1:])
+                    request_id, error_kind, text, cause = fields[1:]
+                    self._refused(request_id, error_of(error_kind, text, **cause))
 
     def _meet(self, epoch: str) -> None:
         """A new engine process, or a new connection to the same: submit everything that is open."""
@@ -228,7 +229,7 @@ class EngineClient:
                 with self._lock:
                     request_ids = list(self._journal[culprit].answers) if culprit in self._journal else []
                 for request_id in request_ids:
-                    self._refused(request_id, RequestError.kind, "the engine crashes whenever it computes this request")
+                    self._refused(request_id, RequestError("the engine crashes whenever it computes this request"))
         self._epoch = epoch
         with self._lock:
             entries = dict(self._journal)
@@ -274,11 +275,11 @@ class EngineClient:
         answer.listener.tokens(token_ids, messages.unpack_logprobs(logprobs), finish_reason)
         self._crash_search.survived(entry.name)
 
-    def _refused(self, request_id: str, kind: str, text: str) -> None:
+    def _refused(self, request_id: str, error: RequestError) -> None:
         with self._lock:
             entry, answer = self._forget(request_id)
         if entry and answer:
-            answer.listener.ended(error_of(kind, text))
+            answer.listener.ended(error)
             if not entry.answers:
                 self._crash_search.survived(entry.name)
 

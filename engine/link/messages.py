@@ -21,7 +21,7 @@ CANCEL = "cancel"  # client -> engine: [epoch, request_id]
 PONG = "pong"  # engine -> client: [epoch, stats]; while it starts the stats are {STARTING: why}
 TOKENS = "tokens"  # engine -> client: [epoch, [[request_id, token_ids, logprobs of each, finish_reason], ...]]
 STARTING = "starting"
-REFUSED = "refused"  # engine -> client: [epoch, request_id, error kind, error text]
+REFUSED = "refused"  # engine -> client: [epoch, request_id, error kind, text, cause]
 
 
 def endpoint_to(address: str) -> str:

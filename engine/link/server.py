@@ -155,15 +155,14 @@ class Server:
             self._client_of.update(dict.fromkeys(request_ids, client))
         except RequestError as error:
             for request_id in request_ids:
-                self._send(client, messages.REFUSED, request_id, error.kind, str(error))
+                self._refuse(client, request_id, error)
 
     def _send_updates(self, updates: list[Any]) -> None:
         by_client: dict[bytes, list[Any]] = {}
         for update in updates:
             request_id = update.request.request_id
             if update.finish_reason == FAILED:
-                error = NoToken()
-                self._send(self._client_of.pop(request_id), messages.REFUSED, request_id, error.kind, str(error))
+                self._refuse(self._client_of.pop(request_id), request_id, NoToken())
                 continue
             logprobs = update.logprobs and messages.pack_logprobs(update.logprobs)
             fields = (request_id, update.token_ids, logprobs, update.finish_reason)
@@ -187,11 +186,14 @@ class Server:
                 del self._client_of[request_id]
                 self.loop.drop(request_id)
                 text = f"the server has not spoken to its engine for {CLIENT_TIMEOUT_S:.0f} s"
-                self._send(client, messages.REFUSED, request_id, EngineUnavailable.kind, text)
+                self._refuse(client, request_id, EngineUnavailable(text))
 
     def _epoch_of(self, client: bytes) -> str:
         """ZeroMQ connects again by itself, as another client; what was on its way over the lost connection is lost."""
         return f"{self.epoch}/{client.hex()}"
+
+    def _refuse(self, client: bytes, request_id: str, error: RequestError) -> None:
+        self._send(client, messages.REFUSED, request_id, error.kind, error.text, error.cause)
 
     def _send(self, client: bytes, kind: str, *fields: Any) -> None:
         self._socket.send_multipart([client, messages.pack(kind, self._epoch_of(client), *fields)])

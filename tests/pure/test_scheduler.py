@@ -115,8 +115,14 @@ def test_the_first_steps_take_no_more_requests_than_fit_the_batch():
 
 def test_a_request_that_could_never_fit_is_refused_with_the_numbers():
     scheduler = a_scheduler(num_blocks=3, block_size=4)
-    with pytest.raises(InvalidRequest, match=r"prompt \(9 tokens\) and answer \(up to 5\) need 4 KV blocks of 4"):
+    with pytest.raises(
+        InvalidRequest, match=r"prompt \(9 tokens\) and answer \(up to 5\) need 4 KV blocks of 4"
+    ) as told:
         scheduler.add(a_request(fill(9, 1), 5))
+    assert told.value.cause == {"field": "max_dec_len", "value": 5}
+    with pytest.raises(InvalidRequest, match="up to 1") as told:
+        scheduler.add(a_request(fill(13, 1), 1))
+    assert told.value.field is None  # no length of the answer would help
     scheduler.add(a_request(fill(9, 1), 4))  # the last token needs no place
     assert run(scheduler) == [("1", "length")]
 
