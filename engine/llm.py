@@ -74,8 +74,8 @@ class LLM:
         self._config = replace(config, max_cached_task_num=2**31)  # nobody else is waiting
         self._loop = Loop(executor, self._num_blocks, self._config)
         self._lock = threading.Lock()  # of the loop: calls from several threads take turns
-        capacity = self._num_blocks * executor.block_size
-        self._reader = PromptReader.load(config, graph_dir, self.tokenizer, lambda: capacity)
+        cache_size = (self._num_blocks, executor.block_size)
+        self._reader = PromptReader.load(config, graph_dir, self.tokenizer, lambda: cache_size)
 
     def generate(
         self,
@@ -85,15 +85,16 @@ class LLM:
     ) -> list[Answer]:
         """A prompt is a text (continued as it stands), token ids, or a dict of native request fields such as
         `{"messages": [...]}`. `sampling` holds native request fields for all of them (`max_dec_len`, ...); those of a
-        prompt win, by whichever of their names.
+        prompt win, by whichever of their names. A prompt with `n` has that many answers, one after the other.
         Raises InvalidRequest before anything runs if one of the prompts is refused, NoToken when the model breaks down.
         """
         prompts = [prompts] if isinstance(prompts, str | dict) else prompts
-        opened = [self._open(index, prompt, sampling or {}) for index, prompt in enumerate(prompts)]
+        of_prompts = [self._open(index, prompt, sampling or {}) for index, prompt in enumerate(prompts)]
+        opened = [item for of_prompt in of_prompts for item in of_prompt]
         with self._lock:
             try:
-                for item in opened:
-                    self._loop.add(item.request)
+                for first, *_ in of_prompts:
+                    self._loop.add(first.request)
                 self._run(opened, progress)
             except BaseException:
                 # Refused, or interrupted at any line of the scheduler's books: the next call begins with new ones.
@@ -115,7 +116,8 @@ class LLM:
                     bar.update(self._advance(by_id[update.request.request_id], update))
                 bar.set_postfix_str(f"{num_tokens / (time.monotonic() - started):.1f} tok/s", refresh=False)
 
-    def _open(self, index: int, prompt: str | list[int] | dict[str, Any], sampling: dict[str, Any]) -> _Open:
+    def _open(self, index: int, prompt: str | list[int] | dict[str, Any], sampling: dict[str, Any]) -> list[_Open]:
+        """One for each answer; the others are forks of the first."""
         if isinstance(prompt, str):
             prompt = {"text": prompt, "apply_chat_template": False}
         elif not isinstance(prompt, dict):
@@ -127,10 +129,12 @@ class LLM:
             read = self._reader.read(request)
         except InvalidRequest as error:
             raise InvalidRequest(f"prompt {index}: {error}") from None
-        return _Open(
-            Request(str(index), read.token_ids, len(read.token_ids), read.sampling),
-            OpenAnswer(self.tokenizer, request),
-        )
+        requests = [
+            Request(f"{index}-{number}", list(read.token_ids), len(read.token_ids), read.sampling_of(number))
+            for number in range(read.n)
+        ]
+        requests[0].forks = requests[1:]
+        return [_Open(each, OpenAnswer(self.tokenizer, request)) for each in requests]
 
     def _advance(self, item: _Open, update: Update) -> int:
         """The number of answers that these tokens have ended."""

@@ -17,7 +17,7 @@ from engine.wire import Delta
 class Exchange(Protocol):
     """One readable request and its answer in the making, which is either streamed or gathered."""
 
-    requests: list[dict[str, Any]]  # the model's, one a choice
+    requests: list[dict[str, Any]]  # the model's, one a prompt
     names: Mapping[str, str]  # of the model's fields, where its client calls them otherwise
     stream: bool
     timeout_s: float | None  # for an answer of the model; None: the gateway's
@@ -28,7 +28,8 @@ class Exchange(Protocol):
         ...
 
     def event(self, index: int, answer: Delta) -> bytes:
-        """What a stream says of an answer to `requests[index]`, the end of the stream with the last; may be nothing."""
+        """What a stream says of an answer to `requests[index]`, the end of the stream with the last; may be nothing.
+        One request may have several answers, `answer.index` says of which it is."""
         ...
 
     def gather(self, index: int, answer: Delta) -> None:

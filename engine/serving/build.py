@@ -13,10 +13,11 @@ def build_service(config: Config) -> Service:
     tokenizer = Tokenizer.load(config.graph_path)
     client = EngineClient(f"tcp://127.0.0.1:{config.inter_proc_port}", config.run_path / ENGINE_FAILED_FILE)
 
-    def capacity() -> int:
-        return int(client.stats.get("num_blocks", 0) * client.stats.get("block_size", 0))
+    def cache_size() -> tuple[int, int] | None:
+        stats = client.stats
+        return (stats["num_blocks"], stats["block_size"]) if "num_blocks" in stats else None
 
-    reader = PromptReader.load(config, config.graph_path, tokenizer, capacity)
+    reader = PromptReader.load(config, config.graph_path, tokenizer, cache_size)
     options = ServiceOptions(
         streaming=not config.disable_streaming,
         hang_after_s=config.check_health_interval_s,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.core.types import Sampling
@@ -14,27 +14,35 @@ from engine.settings.config import Config
 from engine.text.tokenizer import Tokenizer
 from engine.wire import GenerationRequest, shown
 
+CacheSize = Callable[[], tuple[int, int] | None]
+
 
 @dataclass(frozen=True)
 class Prompt:
     token_ids: list[int]
-    sampling: Sampling
+    sampling: Sampling  # of the first answer
+    n: int = 1  # answers wanted
+
+    def sampling_of(self, index: int) -> Sampling:
+        """Of each answer. The seeds count up, so that n=1 is the first of n=2."""
+        return replace(self.sampling, seed=(self.sampling.seed + index) % 2**64)
 
 
 @dataclass(frozen=True)
 class PromptReader:
-    """`model_len` limits prompt and answer together; `capacity` gives the tokens that fit the KV cache, 0: unknown."""
+    """`model_len` limits prompt and answer together; `cache_size` gives the blocks of the KV cache and the tokens of
+    each, None when they are not known yet."""
 
     tokenizer: Tokenizer
     vocab_size: int  # of the model, at least the tokenizer's
     model_len: int
     max_seq_len: int
     max_dec_len: int
-    capacity: Callable[[], int] = lambda: 0
+    cache_size: CacheSize = lambda: None
 
     @classmethod
     def load(
-        cls, config: Config, graph_dir: Path, tokenizer: Tokenizer, capacity: Callable[[], int] = lambda: 0
+        cls, config: Config, graph_dir: Path, tokenizer: Tokenizer, cache_size: CacheSize = lambda: None
     ) -> PromptReader:
         """For the exported model in `graph_dir`."""
         model = Manifest.read(graph_dir)
@@ -44,7 +52,7 @@ class PromptReader:
             model_len=model.max_seq_len,
             max_seq_len=min(config.max_seq_len, model.max_seq_len),
             max_dec_len=min(config.max_dec_len, model.max_seq_len),
-            capacity=capacity,
+            cache_size=cache_size,
         )
 
     def read(self, request: GenerationRequest) -> Prompt:
@@ -77,7 +85,7 @@ class PromptReader:
             num_logprobs=request.logprobs,
         )
         self._check_something_is_left(sampling)
-        return Prompt(token_ids, sampling)
+        return Prompt(token_ids, sampling, request.n)
 
     def _token_ids(self, request: GenerationRequest) -> list[int]:
         if request.input_ids is not None:
@@ -117,13 +125,21 @@ class PromptReader:
                 raise InvalidRequest(text, field=name, value=value, limit=self.max_dec_len)
         self._check_fits("min_dec_len", prompt_len, minimum)
         if maximum is None:
-            room = self.capacity() - prompt_len + 1 if self.capacity() else self.model_len
-            return max(minimum, min(self.model_len - prompt_len, self.max_dec_len, room))
+            return max(minimum, min(self.model_len - prompt_len, self.max_dec_len, self._room(prompt_len, request.n)))
         if minimum > maximum:
             text = "The parameter {field}({value}) exceeds {max_dec_len}({limit})."
             raise InvalidRequest(text, field="min_dec_len", value=minimum, limit=maximum)
         self._check_fits("max_dec_len", prompt_len, maximum)
         return maximum
+
+    def _room(self, prompt_len: int, n: int) -> int:
+        """The longest that each of `n` answers can be when they run at once. They share the full blocks of the prompt;
+        the last token needs no place."""
+        if (cache_size := self.cache_size()) is None:
+            return self.model_len
+        num_blocks, block_size = cache_size
+        num_shared = prompt_len // block_size
+        return (num_shared + (num_blocks - num_shared) // n) * block_size - prompt_len + 1
 
     def _check_fits(self, name: str, prompt_len: int, answer_len: int) -> None:
         if prompt_len + answer_len > self.model_len:

@@ -1,4 +1,4 @@
-"""One request's way back: gathers its tokens, turns them into responses, ends exactly once."""
+"""One request's way back: gathers the tokens of its choices, sends them as responses, ends exactly once."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 from engine import wire
 from engine.core.types import Logprobs
 from engine.errors import Cancelled, RequestError, as_request_error
-from engine.serving.answer import OpenAnswer
+from engine.link.client import Submission
+from engine.serving.choice import Choice
 from engine.serving.latency import Latency
 from engine.serving.prompt import Prompt
 from engine.text.tokenizer import Tokenizer
@@ -30,8 +31,8 @@ class Sender(Protocol):
 
 
 class Reply:
-    """The listener of one request. The engine client's thread calls `tokens` and `ended`, one sender thread at a time
-    calls `send_gathered`, the cancel thread `end_if_cancelled`."""
+    """One request's way back, with all its choices. The engine client's thread calls `tokens` and `ended`, one sender
+    thread at a time calls `send_gathered`, the cancel thread `end_if_cancelled`."""
 
     def __init__(
         self, request: GenerationRequest, prompt: Prompt, sender: Sender, tokenizer: Tokenizer, received: float
@@ -39,45 +40,58 @@ class Reply:
         self.req_id = request.req_id  # chosen by the client, who may use it again
         self.engine_id = uuid.uuid4().hex  # never used again
         self.prompt = prompt
+        self.choices = [Choice(index, request, prompt, tokenizer) for index in range(prompt.n)]
         self.streaming = not request.return_all_tokens
         self.wake: Callable[[Reply], None] = lambda reply: None  # puts this reply into the senders' queue
         self.leave: Callable[[Reply], None] = lambda reply: None  # called once, before the final response
+        self.cancel: Callable[[str], None] = lambda engine_id: None  # the engine forgets this choice
         self._request = request
         self._sender = sender
-        self._tokenizer = tokenizer
-        self._received, self._accepted, self._first_token = received, time.time(), 0.0
-        self._last_token = received
-        # Shared between threads, under the lock
+        self._received, self._accepted = received, time.time()
+        # Shared between threads, under the lock, as is what the choices have gathered
         self._lock = threading.Lock()
-        self._gathered: list[tuple[int, Logprobs | None]] = []
-        self._finish_reason: str | None = None
+        self._arrived: list[Choice] = []  # which of them have
         self._error: RequestError | None = None
         self._awake = False  # in the senders' queue, with a sender, or ended
         self._asking = threading.Lock()  # held to ask Triton for a cancellation and to set _ended
         self._ended = False  # the final response is on its way or sent
-        # Of the sender's side only
-        self._answer = OpenAnswer(tokenizer, request)
-        self._num_sent = 0  # of its visible tokens
-        self._len_sent = 0  # of its text
 
     @property
     def is_over(self) -> bool:
         """Its last response is sent or will be the next."""
         return self._ended or self._error is not None
 
-    # The listener
+    def submissions(self) -> list[Submission]:
+        """What the engine is asked for."""
+        return [Submission(self._engine_id(each), each.sampling, _Listener(self, each)) for each in self.choices]
 
-    def tokens(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None, finish_reason: str | None) -> None:
+    def cancel_all(self) -> None:
+        """Harmless for choices that have ended."""
+        for choice in self.choices:
+            self.cancel(self._engine_id(choice))
+
+    def _engine_id(self, choice: Choice) -> str:
+        return f"{self.engine_id}-{choice.index}"
+
+    # What the engine says
+
+    def tokens(
+        self, choice: Choice, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None, finish_reason: str | None
+    ) -> None:
+        of_each: Sequence[Logprobs | None] = logprobs or [None] * len(token_ids)
         with self._lock:
-            self._gathered += zip(token_ids, logprobs or [None] * len(token_ids), strict=True)
-            self._finish_reason = finish_reason
+            if not choice.gathered:
+                self._arrived.append(choice)
+            choice.gathered += zip(token_ids, of_each, strict=True)
+            choice.finish_reason = finish_reason
             # Without streaming and stop strings all but the time of the first token can wait for the end.
-            worthwhile = finish_reason or self.streaming or self._request.stop_sequences or not self._first_token
+            worthwhile = finish_reason or self.streaming or self._request.stop_sequences or not choice.first_token
             self._wake_once(bool(worthwhile))
 
     def ended(self, error: RequestError) -> None:
+        """With all its choices: half of what a client has asked for is no answer."""
         with self._lock:
-            self._error = error
+            self._error = self._error or error
             self._wake_once(True)
 
     def end_if_cancelled(self) -> bool:
@@ -103,101 +117,93 @@ class Reply:
     # The sender
 
     def send_gathered(self, latency: Latency) -> None:
-        """Sends what has gathered as one response. Whatever goes wrong, the request ends and the caller does not."""
+        """Sends what has gathered, one response a choice. Whatever goes wrong, the request ends and the caller does
+        not."""
         with self._lock:
-            gathered, self._gathered = self._gathered, []
-            error, finish_reason = self._error, self._finish_reason
+            error = self._error
+            arrivals = [(each, each.gathered, each.finish_reason) for each in self._arrived]
+            for choice in self._arrived:
+                choice.gathered = []
+            self._arrived = []
         if error is None:
             try:
-                self._respond(gathered, finish_reason, latency)
+                for choice, gathered, finish_reason in arrivals:
+                    self._respond(choice, gathered, finish_reason, latency)
             except Exception as failure:  # a dead stream, or a bug of ours
                 log.exception("%s: a response could not be sent", self.engine_id)
                 error = as_request_error(failure)
         if error and not self._ended:
             try:
-                self._send_final(wire.write_answer(self._failure(error)), error.kind, latency)
+                latency.ended(error.kind, time.time() - self._received)
+                self._send_final(wire.write_answer(self._failure(error)))
             except Exception:
                 log.exception("%s: the final response could not be sent", self.engine_id)
         with self._lock:
             self._awake = self._ended  # after the end nothing wakes it
-            self._wake_once(bool(self._gathered or self._error))
+            self._wake_once(bool(self._arrived or self._error))
 
     def _respond(
-        self, gathered: list[tuple[int, Logprobs | None]], finish_reason: str | None, latency: Latency
+        self, choice: Choice, gathered: list[tuple[int, Logprobs | None]], finish_reason: str | None, latency: Latency
     ) -> None:
-        self._note_arrival(len(gathered), latency)
-        answer = self._answer
-        answer.push(gathered, finish_reason)
-        if answer.finish_reason:
-            self._send_final(wire.write_answer(self._delta()), answer.finish_reason, latency)
-        elif self.streaming and (len(answer.text) > self._len_sent or answer.num_visible > self._num_sent):
-            self._sender.send(wire.write_answer(self._delta()), False)
-            self._num_sent, self._len_sent = answer.num_visible, len(answer.text)
+        if not choice.is_open:  # by a stop string, while these were on their way
+            return
+        self._note_arrival(choice, len(gathered), latency)
+        choice.answer.push(gathered, finish_reason)
+        if choice.answer.finish_reason:
+            self._finish(choice, choice.answer.finish_reason, latency)
+        elif self.streaming and choice.has_news:
+            self._sender.send(self._news(choice, is_end=False), False)
+            choice.is_told()
 
-    def _send_final(self, payload: bytes, reason: str, latency: Latency) -> None:
+    def _finish(self, choice: Choice, reason: str, latency: Latency) -> None:
+        is_end = not any(each.is_open for each in self.choices)
+        payload = self._news(choice, is_end)
+        latency.ended(reason, time.time() - self._received)
+        if is_end:
+            self._send_final(payload)
+            return
+        self.cancel(self._engine_id(choice))  # harmless, unless it was a stop string: the engine knows none
+        self._sender.send(payload, False)
+        choice.is_told()
+
+    def _send_final(self, payload: bytes) -> None:
         with self._asking:
             self._ended = True
-        latency.ended(reason, time.time() - self._received)
         self.leave(self)
         self._sender.send(payload, True)
 
-    def _note_arrival(self, count: int, latency: Latency) -> None:
-        if count:
-            now = time.time()
-            latency.tokens(count, now - self._last_token, self._answer.num_generated == 0)
-            self._first_token = self._first_token or now
-            self._last_token = now
+    def _note_arrival(self, choice: Choice, count: int, latency: Latency) -> None:
+        now = time.time()
+        latency.tokens(count, now - (choice.last_token or self._received), not choice.first_token)
+        choice.first_token = choice.first_token or now
+        choice.last_token = now
 
-    def _delta(self) -> wire.Delta:
-        answer = self._answer
-        unsent = slice(self._num_sent, answer.num_visible)
-        num_tokens = answer.num_generated if answer.finish_reason else answer.num_visible  # the former has the stop id
-        gained: dict[str, Any] = {
-            "req_id": self.req_id,
-            "token": answer.text[self._len_sent :],
-            "token_ids": answer.token_ids[unsent],
-            "send_idx": self._num_sent,
-            "usage": self._usage(num_tokens),
-            "infer_seed": self.prompt.sampling.seed,
-            "inference_time_cost": time.time() - self._accepted,
-            "return_all_tokens": self._request.return_all_tokens,
-            "logprobs": self._logprobs(unsent) if self.prompt.sampling.num_logprobs >= 0 else None,
-            "times": self._times() if self._request.benchmark else None,
-        }
-        if answer.finish_reason is None:
-            return wire.Delta(**gained)
-        return wire.Final(
-            **gained,
-            finish_reason=answer.finish_reason,
-            stop_reason=answer.stop_string,
-            tokens_all=answer.text,
-            tokens_all_ids=answer.token_ids,
-        )
+    def _news(self, choice: Choice, is_end: bool) -> bytes:
+        seconds = time.time() - self._accepted
+        times = self._times(choice) if self._request.benchmark else None
+        return wire.write_answer(choice.news(seconds, times, is_end))
 
     def _failure(self, error: RequestError) -> wire.Failure:
-        usage = self._usage(self._num_sent)
-        return wire.Failure(error, self.req_id, self._num_sent, usage, self.prompt.sampling.seed)
+        num_sent = sum(choice.num_sent for choice in self.choices)
+        usage = wire.Usage(len(self.prompt.token_ids), num_sent)
+        return wire.Failure(error, self.req_id, num_sent, usage, self.prompt.sampling.seed)
 
-    def _usage(self, num_tokens: int) -> wire.Usage:
-        return wire.Usage(len(self.prompt.token_ids), num_tokens)
-
-    def _times(self) -> dict[str, str]:
+    def _times(self, choice: Choice) -> dict[str, str]:
         received, accepted, now = map(_as_date, (self._received, self._accepted, time.time()))
-        return dict(zip(wire.TIMES, (received, accepted, accepted, str(self._first_token), now), strict=True))
+        return dict(zip(wire.TIMES, (received, accepted, accepted, str(choice.first_token), now), strict=True))
 
-    def _logprobs(self, unsent: slice) -> tuple[wire.TokenLogprob, ...]:
-        pairs = zip(self._answer.token_ids[unsent], self._answer.logprobs[unsent], strict=True)
-        return tuple(self._logprob(token_id, logprobs) for token_id, logprobs in pairs)
 
-    def _logprob(self, token_id: int, logprobs: Logprobs | None) -> wire.TokenLogprob:
-        if logprobs is None:
-            return wire.TokenLogprob(token_id)
-        top = tuple([self._named(each, logprob) for each, logprob in logprobs.top])
-        return self._named(token_id, logprobs.chosen, top)
+class _Listener(NamedTuple):
+    """Of one choice, to the engine."""
 
-    def _named(self, token_id: int, logprob: float, top: tuple[wire.TokenLogprob, ...] = ()) -> wire.TokenLogprob:
-        text, data = self._tokenizer.token_text(token_id), self._tokenizer.token_bytes(token_id)
-        return wire.TokenLogprob(token_id, text, tuple(data), logprob, top)
+    reply: Reply
+    choice: Choice
+
+    def tokens(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None, finish_reason: str | None) -> None:
+        self.reply.tokens(self.choice, token_ids, logprobs, finish_reason)
+
+    def ended(self, error: RequestError) -> None:
+        self.reply.ended(error)
 
 
 def _as_date(epoch_s: float) -> str:

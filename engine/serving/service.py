@@ -23,7 +23,7 @@ from engine.errors import (
     as_request_error,
     queue_full,
 )
-from engine.link.client import EngineClient, Submission
+from engine.link.client import EngineClient
 from engine.link.messages import STARTING
 from engine.serving.latency import Latency
 from engine.serving.prompt import PromptReader
@@ -41,7 +41,7 @@ LAST_WORDS_S = 5.0  # at most, for the final responses of requests that a stop h
 
 @dataclass(frozen=True)
 class ServiceOptions:
-    streaming: bool = True  # False: only final responses leave the server
+    streaming: bool = True  # False: only whole answers leave the server
     hang_after_s: float = 60.0  # an engine that is silent for longer is not ready
     max_body_bytes: int = 4 << 20  # of one request
     max_running: int = 1 << 10  # requests in the engine, and beyond them
@@ -161,7 +161,7 @@ class Service:
 
     def _open(self, reply: Reply) -> None:
         reply.streaming &= self._options.streaming
-        reply.wake, reply.leave = self._ready.put, self._forget
+        reply.wake, reply.leave, reply.cancel = self._ready.put, self._forget, self.client.cancel
         with self._lock:
             if reply.req_id in self._replies:
                 text = "The {field} {value} already exists in the current batch, the current request will be ignored."
@@ -170,11 +170,11 @@ class Service:
 
     def _start(self, reply: Reply) -> None:
         try:
-            self.client.submit(reply.prompt.token_ids, [Submission(reply.engine_id, reply.prompt.sampling, reply)])
+            self.client.submit(reply.prompt.token_ids, reply.submissions())
         except Exception as error:
             reply.ended(as_request_error(error))
         if reply.is_over:  # cancelled before the engine client knew it
-            self.client.cancel(reply.engine_id)
+            reply.cancel_all()
 
     def _state(self, reason: str) -> wire.ModelState:
         stats = self.client.stats
@@ -200,7 +200,7 @@ class Service:
 
     def _forget(self, reply: Reply) -> None:
         """Just before its final response, so that a client may use its req_id again as soon as it has that."""
-        self.client.cancel(reply.engine_id)  # no-op unless it ends early, at a stop string or a cancellation
+        reply.cancel_all()  # no-op unless it ends early, at a stop string or a cancellation
         with self._lock:
             self._replies.pop(reply.req_id, None)
 
@@ -212,7 +212,7 @@ class Service:
                 replies = list(self._replies.values())
             for reply in replies:
                 if reply.end_if_cancelled():
-                    self.client.cancel(reply.engine_id)  # now: the senders may be busy
+                    reply.cancel_all()  # now: the senders may be busy
             # A poll costs a message to Triton for each reply, some 70 us. One that took long on a busy machine must not
             # put off the next for longer still: requests of nobody would run.
             wait = min(max(MIN_CANCEL_POLL_S, (time.monotonic() - started) / CANCEL_POLL_SHARE), MAX_CANCEL_POLL_S)

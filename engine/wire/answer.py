@@ -72,11 +72,17 @@ class Delta:
     return_all_tokens: bool = False
     logprobs: tuple[TokenLogprob, ...] | None = None  # of each token; None: not asked for
     times: dict[str, str] | None = None  # TIMES, when asked for
-    is_end: ClassVar[bool] = False
+    index: int = 0  # of the answer among the n to the prompt
+
+    @property
+    def is_end(self) -> bool:
+        """Nothing more comes for the request."""
+        return False
 
     def fields(self) -> dict[str, Any]:
         fields: dict[str, Any] = {
             "req_id": self.req_id,
+            "index": self.index,
             "is_end": int(self.is_end),
             "token_ids": self.token_ids,
             "token": self.token,
@@ -97,13 +103,13 @@ class Delta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Final(Delta):
-    """The last of an answer, with all of it."""
+    """The last of an answer, with all of it. Of several answers, one ends the request."""
 
     finish_reason: str
     stop_reason: str | None = None  # the stop string
     tokens_all: str
     tokens_all_ids: list[int]
-    is_end: ClassVar[bool] = True
+    is_end: bool = True
 
     def fields(self) -> dict[str, Any]:
         return {
@@ -118,7 +124,8 @@ class Final(Delta):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A refusal, or the last of an answer that failed. It has the keys of a delta, for readers that expect these."""
+    """A refusal, or the end of a request that failed, with all its answers. It has the keys of a delta, for readers
+    that expect these; what it counts is of all answers."""
 
     error: RequestError
     req_id: str | None = None  # None: the request has no valid one
@@ -130,6 +137,7 @@ class Failure:
     def fields(self) -> dict[str, Any]:
         return {
             "req_id": self.req_id,
+            "index": 0,
             "is_end": 1,
             "token_ids": [],
             "token": "",
@@ -198,11 +206,12 @@ def read_answer(payload: bytes) -> Answer:
         given["return_all_tokens"],
         tuple(map(_logprob, given["logprobs"])) if "logprobs" in given else None,
         {name: given[name] for name in TIMES} if TIMES[0] in given else None,
+        given["index"],
     )
-    if not given["is_end"]:
+    if "finish_reason" not in given:
         return Delta(*of_all)
     names = ("finish_reason", "stop_reason", "tokens_all", "tokens_all_ids")
-    return Final(*of_all, **{name: given[name] for name in names})
+    return Final(*of_all, **{name: given[name] for name in names}, is_end=bool(given["is_end"]))
 
 
 def _logprob(given: dict[str, Any]) -> TokenLogprob:

@@ -16,6 +16,7 @@ MAX_TOKEN_IDS = 1024  # to stop at, banned, or with a bias
 MAX_MESSAGES = 10_000  # each costs the checks and the chat template some microseconds, however short it is
 MAX_LOGPROBS = 20
 MAX_REQ_ID_LEN = 256
+MAX_N = 16  # answers to one prompt
 TOKEN_ID = re.compile("[0-9]{1,10}")
 
 Check = Callable[[str, Any], Any]  # (the key the client used, its value) -> the value; raises InvalidRequest

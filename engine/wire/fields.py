@@ -29,6 +29,7 @@ FIELDS: dict[str, Field] = {
     "penalty_score": Field(("repetition_penalty",), checks.penalty),
     "frequency_score": Field(("frequency_penalty",), checks.number_in(-2, 2)),
     "presence_score": Field(("presence_penalty",), checks.number_in(-2, 2)),
+    "n": Field((), checks.int_in(1, checks.MAX_N)),
     "infer_seed": Field(("seed",), checks.int_in(-(2**63), 2**64 - 1)),
     "eos_token_ids": Field(("stop_token_ids",), checks.few_ids),
     "ignore_eos": Field((), checks.boolean),

@@ -49,6 +49,7 @@ class GenerationRequest:
     penalty_score: float = 1.0
     frequency_score: float = 0.0
     presence_score: float = 0.0
+    n: int = 1
     infer_seed: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False

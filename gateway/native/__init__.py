@@ -29,9 +29,10 @@ class Native:
         return parse(body, call)
 
     def error(self, error: RequestError, call: Call) -> dict[str, Any]:
-        failure = wire.Failure(error, call.req_id)
-        if isinstance(call.exchange, NativeExchange) and (last := call.exchange.last):
-            failure = wire.Failure(error, call.req_id, last.send_idx + len(last.token_ids), last.usage, last.infer_seed)
+        if isinstance(call.exchange, NativeExchange):
+            failure = call.exchange.failure(error, call.req_id)
+        else:
+            failure = wire.Failure(error, call.req_id)
         return {**failure.fields(), "result": ""}
 
     def error_event(self, error: RequestError, call: Call) -> bytes:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.wire import Delta, TokenLogprob
+from engine.errors import RequestError
+from engine.wire import Delta, Failure, TokenLogprob, Usage
 from gateway.as_json import dump
 
 OF_ONE_RESPONSE = ("token", "token_ids", "is_end", "send_idx", "usage", "logprobs")  # not of the whole answer
@@ -21,32 +23,51 @@ class NativeExchange:
     timeout_s: float | None
     return_usage: bool
     received: str | None  # when, for who measures
-    last: Delta | None = None  # of the answers so far
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    last: dict[int, Delta] = field(default_factory=dict)  # of each choice so far
+    logprobs: defaultdict[int, list[TokenLogprob]] = field(default_factory=lambda: defaultdict(list))
     names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
-        return self.last.usage.completion_tokens if self.last else 0
+        return sum(last.usage.completion_tokens for last in self.last.values())
 
     def event(self, index: int, answer: Delta) -> bytes:
-        self.last = answer
+        self.last[answer.index] = answer
         fields = answer.fields()
         if self.received is not None:
             fields["http_received_time"] = self.received
         return dump(fields) + b"\n"
 
     def gather(self, index: int, answer: Delta) -> None:
-        self.last = answer
-        self.logprobs += answer.logprobs or ()
+        self.last[answer.index] = answer
+        self.logprobs[answer.index] += answer.logprobs or ()
 
     def whole(self) -> dict[str, Any]:
-        assert self.last is not None
-        fields = self.last.fields()
+        """The first choice, so that who knows of no others has an answer; `choices` has each of several."""
+        choices = [self._whole(last) for _, last in sorted(self.last.items())]
+        if len(choices) == 1:
+            return choices[0]
+        usage = {"usage": self._usage().fields()} if self.return_usage else {}
+        return {**choices[0], **usage, "choices": choices}
+
+    def failure(self, error: RequestError, req_id: str | None) -> Failure:
+        if not self.last:
+            return Failure(error, req_id)
+        num_sent = sum(last.send_idx + len(last.token_ids) for last in self.last.values())
+        _, first = min(self.last.items())
+        return Failure(error, req_id, num_sent, self._usage(), first.infer_seed)
+
+    def _whole(self, last: Delta) -> dict[str, Any]:
+        fields = last.fields()
         whole = {key: value for key, value in fields.items() if key not in OF_ONE_RESPONSE}
         whole["result"] = whole["tokens_all"]
         if self.return_usage:
             whole["usage"] = fields["usage"]
-        if self.logprobs:
-            whole["logprobs"] = [each.fields() for each in self.logprobs]
+        if logprobs := self.logprobs[last.index]:
+            whole["logprobs"] = [each.fields() for each in logprobs]
         return whole
+
+    def _usage(self) -> Usage:
+        """Of all choices: their prompt is one."""
+        _, first = min(self.last.items())
+        return first.usage._replace(completion_tokens=self.num_tokens)

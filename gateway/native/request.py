@@ -11,7 +11,7 @@ from gateway.native.answer import NativeExchange
 from gateway.openai.request import CHECKS, PASSED_ON
 from gateway.protocol import Call
 
-IN_BOTH = {*PASSED_ON, "text", "input_ids", "messages", "max_tokens", "logprobs", "stream", "timeout", "model"}
+IN_BOTH = {*PASSED_ON, "text", "input_ids", "messages", "max_tokens", "logprobs", "n", "stream", "timeout", "model"}
 NATIVE_ONLY = frozenset(CHECKS) - IN_BOTH
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's completions and chat completions over native requests, one a choice."""
+"""OpenAI's completions and chat completions over native requests, one a prompt."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class OpenAIExchange:
         self.stream = completion.stream
         self.timeout_s = completion.timeout_s
         self._completion = completion
-        self._choices = [Choice(index) for index in range(len(completion.requests))]
+        self._choices = [Choice(index) for index in range(len(completion.requests) * completion.n)]
         self._head = {
             "id": completion.answer_id,
             "object": "",
@@ -59,6 +59,12 @@ class OpenAIExchange:
     @property
     def num_tokens(self) -> int:
         return sum(choice.usage.completion_tokens for choice in self._choices)
+
+    def _choice(self, index: int, answer: Delta) -> Choice:
+        return self._choices[index * self._completion.n + answer.index]
+
+    def _echo(self, choice: Choice) -> str:
+        return self._completion.echoes[choice.index // self._completion.n]
 
     def _usage(self) -> dict[str, Any]:
         """The prompt of several choices is counted once."""
@@ -71,18 +77,17 @@ class OpenAIExchange:
     # --- a stream ---
 
     def event(self, index: int, answer: Delta) -> bytes:
-        events = [as_event(chunk) for chunk in self._chunks(index, answer)]
+        events = [as_event(chunk) for chunk in self._chunks(self._choice(index, answer), answer)]
         if answer.is_end and all(choice.finish_reason for choice in self._choices):
             if self._completion.include_usage:
                 events.append(as_event({**self._chunk([]), "usage": self._usage()}))
             events.append(DONE)
         return b"".join(events)
 
-    def _chunks(self, index: int, answer: Delta) -> list[dict[str, Any]]:
-        """What one answer adds to choice `index`: none while its text is held back, two with the role."""
-        choice = self._choices[index]
+    def _chunks(self, choice: Choice, answer: Delta) -> list[dict[str, Any]]:
+        """What one answer adds to its choice: none while its text is held back, two with the role."""
         choice.take(answer)
-        text = answer.token
+        index, text = choice.index, answer.token
         chunks: list[dict[str, Any]] = []
         if not choice.has_begun:
             choice.has_begun = True
@@ -90,7 +95,7 @@ class OpenAIExchange:
                 delta = {"role": "assistant", "content": ""}
                 chunks.append({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
             else:
-                text = self._completion.echoes[index] + text
+                text = self._echo(choice) + text
         logprobs = self._logprobs(choice, answer.token, answer.logprobs or ())
         if text or logprobs or choice.finish_reason:
             content = {"delta": {"content": text}} if self._completion.is_chat else {"text": text}
@@ -110,7 +115,7 @@ class OpenAIExchange:
     # --- one piece ---
 
     def gather(self, index: int, answer: Delta) -> None:
-        choice = self._choices[index]
+        choice = self._choice(index, answer)
         choice.take(answer)
         choice.texts.append(answer.token)
         choice.logprobs += answer.logprobs or ()
@@ -121,7 +126,7 @@ class OpenAIExchange:
         return {**self._head, "object": kind, "choices": choices, "usage": self._usage()}
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        text = self._completion.echoes[choice.index] + "".join(choice.texts)
+        text = self._echo(choice) + "".join(choice.texts)
         if self._completion.is_chat:
             content: dict[str, Any] = {"message": {"role": "assistant", "content": text, "refusal": None}}
         else:

@@ -1,4 +1,4 @@
-"""From OpenAI's request to the model's: one native request a choice. Knows nothing of HTTP, answers or streams.
+"""From OpenAI's request to the model's: one native request a prompt. Knows nothing of HTTP, answers or streams.
 
 OpenAI's names are aliases in the wire contract, so most fields pass under their own name and keep it in messages.
 What would change the answer and cannot be done is refused by name; anything else that is unknown is ignored.
@@ -7,7 +7,7 @@ What would change the answer and cannot be done is refused by name; anything els
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ from engine.wire import MAX_LOGPROBS, MAX_REQ_ID_LEN, Check, int_in
 
 # Native name -> OpenAI's, of a prompt and what goes with it below
 NAMES = {name: field.aliases[-1] for name, field in wire.FIELDS.items() if field.aliases} | {"req_id": "request_id"}
-MAX_N = 16
 MAX_CHOICES = 128  # prompts times n
 
 # OpenAI's fields and those that clients of vLLM and SGLang send
@@ -42,13 +41,13 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Completion:
-    """A checked request for one or several choices; `requests` holds the model's request of each, in order."""
+    """A checked request for one or several choices; `requests` holds the model's request of each prompt, in order."""
 
     answer_id: str
     model: str
     is_chat: bool
     requests: list[dict[str, Any]]
-    echoes: list[str]  # what each choice's text begins with
+    echoes: list[str]  # what the text of each prompt's choices begins with
     n: int  # choices a prompt
     with_logprobs: bool
     stream: bool
@@ -62,7 +61,7 @@ def parse(body: dict[str, Any], is_chat: bool, default_model: str) -> Completion
     """Raises InvalidRequest for the first field that is wrong, by the client's name of it."""
     body = {key: value for key, value in body.items() if value is not None}
     _refuse(body)
-    n = _checked(body, "n", int_in(1, MAX_N), 1)
+    n = _checked(body, "n", CHECKS["n"], 1)
     if (best_of := _checked(body, "best_of", int_in(1, 1000), n)) > n:
         text = "`{field}` above `n` is not supported: {value} > {limit}"
         raise InvalidRequest(text, field="best_of", value=best_of, limit=n)
@@ -71,14 +70,16 @@ def parse(body: dict[str, Any], is_chat: bool, default_model: str) -> Completion
     if len(sources) * n > MAX_CHOICES:
         text = f"{len(sources)} {{field}}s times n={n} exceed the limit of {{limit}}"
         raise InvalidRequest(text, field="prompt", value=len(sources) * n, limit=MAX_CHOICES)
-    answer_id = _answer_id(body, is_chat, len(sources) * n)
+    if n > 1:
+        options["n"] = n
+    answer_id = _answer_id(body, is_chat, len(sources))
     stream_options = _checked(body, "stream_options", AN_OBJECT, {})
     return Completion(
         answer_id=answer_id,
         model=_model(body, default_model),
         is_chat=is_chat,
-        requests=list(_requests(answer_id, sources, n, options)),
-        echoes=[echo for echo in echoes for _ in range(n)],
+        requests=_requests(answer_id, sources, options),
+        echoes=echoes,
         n=n,
         with_logprobs="logprobs" in options,
         stream=_checked(body, "stream", A_BOOL, False),
@@ -103,7 +104,7 @@ def _refuse(body: dict[str, Any]) -> None:
 
 
 def _options(body: dict[str, Any], is_chat: bool) -> dict[str, Any]:
-    """What all choices share, in the wire's fields. Values are kept as they are, zeros too."""
+    """What all prompts share, in the wire's fields. Values are kept as they are, zeros too."""
     options = {"temperature": 1.0, "top_p": 1.0}  # OpenAI's defaults, not the native ones
     for name in PASSED_ON:
         if name in body and not (name == "min_tokens" and body[name] == 0):
@@ -162,29 +163,23 @@ def _prompt_source(prompt: Any) -> dict[str, Any]:
     return {"input_ids": _checked({"prompt": prompt}, "prompt", CHECKS["input_ids"])}
 
 
-def _requests(answer_id: str, sources: list[Any], n: int, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Each choice of a prompt has its own seed; the first has the client's, so n=1 is the first of n=2."""
-    num_choices = len(sources) * n
-    for index in range(num_choices):
-        choice = {**sources[index // n], **options}
-        choice["req_id"] = _choice_id(answer_id, index, num_choices)
-        if index % n and "seed" in options:
-            choice["seed"] = (options["seed"] + index % n) % 2**63
-        yield choice
+def _requests(answer_id: str, sources: list[dict[str, Any]], options: dict[str, Any]) -> list[dict[str, Any]]:
+    req_ids = [_req_id(answer_id, index, len(sources)) for index in range(len(sources))]
+    return [{**source, **options, "req_id": req_id} for source, req_id in zip(sources, req_ids, strict=True)]
 
 
-def _answer_id(body: dict[str, Any], is_chat: bool, num_choices: int) -> str:
+def _answer_id(body: dict[str, Any], is_chat: bool, num_prompts: int) -> str:
     default = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
     answer_id = _checked(body, "request_id", CHECKS["req_id"], default)
-    limit = MAX_REQ_ID_LEN - len(_choice_id("", num_choices - 1, num_choices))
+    limit = MAX_REQ_ID_LEN - len(_req_id("", num_prompts - 1, num_prompts))
     if len(answer_id) > limit:
-        text = f"The `{{field}}` has {{value}} characters, the limit with {num_choices} choices is {{limit}}"
+        text = f"The `{{field}}` has {{value}} characters, the limit with {num_prompts} prompts is {{limit}}"
         raise InvalidRequest(text, field="request_id", value=len(answer_id), limit=limit)
     return answer_id
 
 
-def _choice_id(answer_id: str, index: int, num_choices: int) -> str:
-    return answer_id if num_choices == 1 else f"{answer_id}-{index}"
+def _req_id(answer_id: str, index: int, num_prompts: int) -> str:
+    return answer_id if num_prompts == 1 else f"{answer_id}-{index}"
 
 
 def _model(body: dict[str, Any], default: str) -> str:

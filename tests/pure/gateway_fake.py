@@ -28,7 +28,8 @@ def a_logprob(text: str) -> TokenLogprob:
 
 
 class FakeBackend:
-    """Answers every request with the script: a text is a delta of one token, an exception is raised, WAIT waits."""
+    """Answers every request with the script: a text is a delta of one token in each of its `n` answers, an exception
+    is raised, WAIT waits."""
 
     def __init__(self, *script: Any, finish_reason="stop", stop_reason=None, state: Any = None):
         self.script = script
@@ -52,6 +53,7 @@ class FakeBackend:
         self._loop = asyncio.get_running_loop()
         self._go = self._go or asyncio.Event()
         texts: list[str] = []
+        n = body.get("n", 1)
         try:
             for item in self.scripts.pop(0) if self.scripts else self.script:
                 await asyncio.sleep(0)  # as a network would, let others run
@@ -63,8 +65,12 @@ class FakeBackend:
                     if self.is_closed:
                         raise EngineUnavailable("the gateway is stopping")
                 else:
-                    yield Delta(**self.gained(body, texts, item))
-            yield Final(**self.gained(body, texts, ""), **self._end(texts))
+                    gained = self.gained(body, texts, item)
+                    for index in range(n):
+                        yield Delta(**gained, index=index)
+            for index in range(n):
+                is_end = index == n - 1
+                yield Final(**self.gained(body, texts, ""), **self._end(texts), index=index, is_end=is_end)
         except (asyncio.CancelledError, GeneratorExit):
             self.cancelled.release()
             raise

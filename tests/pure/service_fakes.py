@@ -75,14 +75,14 @@ class FakeEngine:
         self._lock = threading.Lock()
 
     def submit(self, token_ids, submissions):
-        [(request_id, sampling, listener)] = [(s.request_id, s.sampling, s.listener) for s in submissions]
         self.on_submit()
         if self.reason:
             raise EngineUnavailable(self.reason)
         with self._lock:
-            assert request_id not in self.prompts, "an id is used twice"
-            self.prompts[request_id] = list(token_ids)
-            self.listeners[request_id] = listener
+            for each in submissions:
+                assert each.request_id not in self.prompts, "an id is used twice"
+                self.prompts[each.request_id] = list(token_ids)
+                self.listeners[each.request_id] = each.listener
 
     def cancel(self, request_id):
         with self._lock:

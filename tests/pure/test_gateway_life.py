@@ -34,15 +34,19 @@ def leave(connection):
     connection.close()
 
 
-@pytest.mark.parametrize("body", [NATIVE, OPENAI, {**OPENAI, "n": 3}])
+PROMPTS = {"prompt": ["a", "b", "c"], "n": 2}
+
+
+@pytest.mark.parametrize("body", [NATIVE, {**NATIVE, "n": 2}, OPENAI, PROMPTS])
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("script", [[WAIT], ["a", WAIT]])
 def test_a_client_that_leaves_cancels_its_requests_at_once(body, stream, script):
     backend = FakeBackend(*script)
     with running(backend) as gateway:
         connection = gateway.connect()
-        connection.request("POST", CHAT, json.dumps({**body, "stream": stream}))
-        num_requests = body.get("n", 1)
+        path = "/v1/completions" if body is PROMPTS else CHAT
+        connection.request("POST", path, json.dumps({**body, "stream": stream}))
+        num_requests = len(body.get("prompt", [1]))
         assert all(backend.waiting.acquire(timeout=PATIENCE_S) for _ in range(num_requests))
         leave(connection)
         assert all(backend.cancelled.acquire(timeout=PATIENCE_S) for _ in range(num_requests))

@@ -52,6 +52,7 @@ def test_a_native_answer_in_one_piece_has_the_documented_and_the_real_key():
         answer = gateway.post(CHAT, {"text": "hi", "req_id": "abc"})
     assert answer == {
         "req_id": "abc",
+        "index": 0,
         "result": "Hello",
         "tokens_all": "Hello",
         "tokens_all_ids": [0, 1],
@@ -117,7 +118,7 @@ def test_a_refusal_keeps_its_status_and_has_the_native_error_object(stream, erro
         "error_type": error.kind,
         "version": "4.6",
         "result": "",
-        **{"is_end": 1, "token": "", "token_ids": [], "send_idx": 0, "infer_seed": None},
+        **{"index": 0, "is_end": 1, "token": "", "token_ids": [], "send_idx": 0, "infer_seed": None},
         "usage": {"prompt_tokens": 0, "completion_tokens": 0},
         **{f"error_{name}": value for name, value in error.cause.items()},
     }
@@ -130,6 +131,34 @@ def test_an_error_after_the_first_token_is_the_last_line():
     assert lines[-1]["error_msg"] == "the engine has crashed"
     assert all(set(line) >= KEYS for line in lines)
     assert (lines[-1]["is_end"], lines[-1]["token"], lines[-1]["send_idx"]) == (1, "", 1)
+
+
+def test_a_stream_of_several_choices_says_of_each_line_whose_it_is_and_ends_once():
+    with running(FakeBackend("Hel", "lo")) as gateway:
+        lines = [json.loads(line) for line in gateway.stream(CHAT, {**DOCUMENTED_TEXT, "n": 2})]
+    assert [line["index"] for line in lines] == [0, 1] * 3
+    assert [line["is_end"] for line in lines] == [0] * 5 + [1]
+    assert [line["tokens_all"] for line in lines if "finish_reason" in line] == ["Hello", "Hello"]
+
+
+def test_several_choices_in_one_piece_are_the_first_one_and_a_list_of_all():
+    backend = FakeBackend("Hel", "lo")
+    body = {"text": "hi", "req_id": "abc", "return_usage": True, "logprobs": 0}
+    with running(backend) as gateway:
+        one = gateway.post(CHAT, body)
+        answer = gateway.post(CHAT, {**body, "n": 3})
+    choices = answer.pop("choices")
+    assert choices == [{**one, "index": index} for index in range(3)]
+    assert answer == {**one, "usage": {**one["usage"], "completion_tokens": 6}}
+    assert [body.get("n") for body in backend.bodies] == [None, 3]
+
+
+def test_an_error_among_several_choices_is_the_last_line_and_counts_them_all():
+    with running(FakeBackend("Hel", EngineUnavailable("gone"))) as gateway:
+        lines = [json.loads(line) for line in gateway.stream(CHAT, {**DOCUMENTED_TEXT, "n": 2})]
+    assert [line["error_code"] for line in lines] == [0, 0, 503]
+    assert (lines[-1]["is_end"], lines[-1]["send_idx"]) == (1, 2)
+    assert lines[-1]["usage"] == {"prompt_tokens": 5, "completion_tokens": 2, "cached_tokens": 4}
 
 
 def test_a_bug_of_ours_does_not_show_its_insides():
@@ -177,6 +206,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
         ({"messages": MESSAGES, "timeout": 5, "model": "default"}, False),
         ({"messages": MESSAGES, "req_id": None}, False),
         ({"messages": MESSAGES}, False),
+        ({"messages": MESSAGES, "n": 2}, False),
         ({"messages": MESSAGES, "temperature": 0, "max_tokens": 64, "stream": True, "model": "default"}, False),
         ({"prompt": "hi", "req_id": "abc"}, False),
         ({}, False),

@@ -164,12 +164,14 @@ def test_an_error_after_the_first_token_is_the_last_event_and_raises_in_the_clie
 # --- several choices --------------------------------------------------------------------------------------------
 
 
-def test_n_choices_are_n_requests_with_their_own_ids_and_seeds():
+def test_n_choices_are_one_request_a_prompt():
     backend = FakeBackend("a", "b")
     with client_for(backend) as client:
         answer = client.chat.completions.create(**A_CHAT, n=3, seed=2**63 - 1)
+        client.completions.create(model="m", prompt=["1", "2"], n=3)
     assert [(choice.index, choice.message.content) for choice in answer.choices] == [(0, "ab"), (1, "ab"), (2, "ab")]
-    assert [body["seed"] for body in backend.bodies] == [2**63 - 1, 0, 1]
+    assert [body["n"] for body in backend.bodies] == [3, 3, 3]
+    assert backend.bodies[0]["seed"] == 2**63 - 1
     assert len({body["req_id"] for body in backend.bodies}) == 3
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 6)
 
@@ -202,16 +204,16 @@ def test_prompts_are_texts_or_token_ids_one_or_several(prompt, sources):
     assert [choice.index for choice in answer.choices] == list(range(2 * len(sources)))
     keys = ("text", "input_ids")
     got = [{key: body[key] for key in keys if key in body} for body in backend.bodies]
-    assert got == [source for source in sources for _ in range(2)]
+    assert got == sources
     assert all(body.get("apply_chat_template") is False for body in backend.bodies if "text" in body)
     assert answer.usage.prompt_tokens == 5 * len(sources)
 
 
-def test_a_failing_choice_ends_its_siblings():
+def test_a_prompt_that_fails_ends_the_others():
     backend = FakeBackend()
     backend.scripts = [("a", WAIT), ("a", "b", EngineUnavailable("gone")), ("a", WAIT)]
     with running(backend) as gateway:
-        stream = events(gateway.stream(CHAT, {**A_CHAT, "n": 3, "stream": True}))
+        stream = events(gateway.stream(COMPLETIONS, {"prompt": ["1", "2", "3"], "stream": True}))
         assert all(backend.cancelled.acquire(timeout=PATIENCE_S) for _ in range(2))
     assert [event["error"]["message"] for event in stream if "error" in event] == ["gone"]
     assert "error" in stream[-1]
@@ -219,9 +221,9 @@ def test_a_failing_choice_ends_its_siblings():
 
 def test_echo_puts_the_prompt_before_the_text():
     with client_for(FakeBackend("a", "b")) as client:
-        answer = client.completions.create(model="m", prompt=["1", "2"], echo=True)
+        answer = client.completions.create(model="m", prompt=["1", "2"], echo=True, n=2)
         stream = list(client.completions.create(model="m", prompt="1", echo=True, stream=True))
-    assert [choice.text for choice in answer.choices] == ["1ab", "2ab"]
+    assert [choice.text for choice in answer.choices] == ["1ab", "1ab", "2ab", "2ab"]
     assert [chunk.choices[0].text for chunk in stream] == ["1a", "b", ""]
 
 

@@ -245,12 +245,13 @@ def test_every_other_name_of_a_native_field_is_told_by_one_that_openais_clients_
     assert set(NAMES.values()) <= taken
 
 
-@pytest.mark.parametrize(("n", "longest"), [(1, 256), (2, 254), (16, 253)])
-def test_a_request_id_leaves_room_for_the_number_of_the_choice(n, longest):
+@pytest.mark.parametrize(("num_prompts", "longest"), [(1, 256), (2, 254), (16, 253)])
+def test_a_request_id_leaves_room_for_the_number_of_the_prompt(num_prompts, longest):
     backend = FakeBackend("a")
+    body = {"prompt": ["hi"] * num_prompts, "n": 2}
     with running(backend) as gateway:
-        assert gateway.post(CHAT, {**A_CHAT, "n": n, "request_id": "x" * longest})["id"] == "x" * longest
-        status, answer = gateway.refused(CHAT, {**A_CHAT, "n": n, "request_id": "x" * (longest + 1)})
+        assert gateway.post(COMPLETIONS, {**body, "request_id": "x" * longest})["id"] == "x" * longest
+        status, answer = gateway.refused(COMPLETIONS, {**body, "request_id": "x" * (longest + 1)})
     assert max(len(body["req_id"]) for body in backend.bodies) == 256
     assert (status, answer["error"]["param"]) == (400, "request_id")
     assert f"The `request_id` has {longest + 1} characters, the limit" in answer["error"]["message"]

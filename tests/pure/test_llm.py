@@ -64,6 +64,24 @@ def test_more_prompts_than_the_server_would_take_are_all_answered(llm):
     assert llm._loop.stats()["num_blocks_held"] == 0
 
 
+def test_several_answers_to_a_prompt_follow_each_other_each_with_its_own_seed(llm):
+    fields = {"temperature": 1, "max_dec_len": 5, "seed": 3}
+    prompts = [{"input_ids": [ord("a")], "n": 3}, "k"]
+    answers = llm.generate(prompts, fields, progress=False)
+    assert llm._loop.stats()["num_prompt_tokens"] == 2
+    alone = [llm.generate([[ord("a")]], {**fields, "seed": seed}, progress=False)[0] for seed in (3, 4, 5)]
+    assert answers[:3] == alone
+    assert answers[3:] == llm.generate("k", fields, progress=False)
+    stopped = llm.generate("a", {**GREEDY, "n": 2, "stop": "c"}, progress=False)
+    assert [answer.text for answer in stopped] == ["b", "b"]
+    assert llm._loop.is_idle
+
+
+def test_more_answers_than_run_at_once_are_refused_by_name(llm):
+    with pytest.raises(InvalidRequest, match=r"`n` is 5, at most BATCH_SIZE\(4\)"):
+        llm.generate("a", {**GREEDY, "n": 5}, progress=False)
+
+
 def test_a_stop_string_or_a_stop_id_ends_the_answer(llm):
     fields = {"temperature": 0, "max_dec_len": 9}
     by_string, by_id = llm.generate(

@@ -137,6 +137,28 @@ def test_a_request_that_cannot_fit_is_refused():
         a_loop(num_blocks=1).add(a_request([1, 2, 3, 4], 2))
 
 
+def cost_of(*groups):
+    """Prompt tokens computed and the most blocks held for these requests, each with its forks."""
+    loop = a_loop(64 * 8, 64, batch_size=8, max_num_batched_tokens=1024, enable_prefix_caching=False, block_ratio=1)
+    held = 0
+    for first, *forks in groups:
+        first.forks = forks
+        loop.add(first)
+    while not loop.is_idle:
+        loop.turn()
+        held = max(held, loop.stats()["num_blocks_held"])
+    requests = [each for group in groups for each in group]
+    assert all(each.token_ids == list(range(1000 + each.sampling.max_new_tokens)) for each in requests)
+    num_decoded = sum(each.sampling.max_new_tokens - 1 for each in requests)
+    return sum(tokens for rows in loop.executor.batches for _, tokens in rows) - num_decoded, held
+
+
+def test_eight_answers_to_a_prompt_of_1000_tokens_cost_one_prefill_and_the_blocks_of_one_prompt():
+    requests, others = ([a_request(range(1000), 24, str(n)) for n in range(8)] for _ in range(2))
+    assert cost_of(requests) == (1000, 15 + 8)  # 15 full blocks are shared, the last one is copied
+    assert cost_of(*[[each] for each in others]) == (8000, 8 * 16)
+
+
 @pytest.mark.parametrize("num_blocks", [5, 7, 40])
 def test_32_requests_together_get_the_tokens_that_each_gets_alone(num_blocks):
     loop = a_loop(num_blocks=num_blocks, batch_size=8, max_num_batched_tokens=16, block_ratio=0.9)

@@ -6,6 +6,9 @@ from dataclasses import replace
 import pytest
 from tokenizers import processors
 
+from engine.core.block_pool import BlockPool
+from engine.core.holdings import Holdings
+from engine.core.types import Request, Sampling
 from engine.errors import InvalidRequest, PromptTooLong
 from engine.serving.prompt import PromptReader
 from engine.text.tokenizer import Tokenizer
@@ -182,12 +185,39 @@ def test_a_prompt_may_fill_the_model_but_for_one_token(reader):
 
 
 @pytest.mark.parametrize(
-    ("capacity", "max_new_tokens"),
-    [(0, 50), (30, 21), (60, 50), (10, 1), (5, 1)],  # 0: not known yet; 21: the last token needs no place
+    ("cache_size", "n", "max_new_tokens"),
+    [
+        (None, 1, 50),  # not known yet
+        ((3, 10), 1, 21),  # the last token needs no place
+        ((6, 10), 1, 50),
+        ((1, 10), 1, 1),
+        ((1, 5), 1, 1),
+        ((5, 10), 2, 21),  # a shared block and two more for each
+        ((4, 10), 2, 11),
+        ((15, 4), 2, 23),  # of ten tokens two are in a block that is copied
+    ],
 )
-def test_without_a_length_the_answer_fits_the_kv_cache(reader, capacity, max_new_tokens):
-    small = replace(reader, capacity=lambda: capacity)
-    assert sampling_of(small, input_ids=[1] * 10).max_new_tokens == max_new_tokens
+def test_without_a_length_all_answers_fit_the_kv_cache(reader, cache_size, n, max_new_tokens):
+    small = replace(reader, cache_size=lambda: cache_size)
+    assert sampling_of(small, input_ids=[1] * 10, n=n).max_new_tokens == max_new_tokens
+    if cache_size and max_new_tokens > 1:
+        pool = BlockPool(*cache_size)
+        leader, *forks = [Request("", [1] * 10, 10, Sampling(max_new_tokens)) for _ in range(n)]
+        leader.forks = forks
+        assert Holdings(pool, 1.0).most_blocks(leader) <= pool.num_blocks
+        if max_new_tokens < reader.max_dec_len:
+            for each in (leader, *forks):
+                each.sampling = Sampling(max_new_tokens + 1)
+            assert Holdings(pool, 1.0).most_blocks(leader) > pool.num_blocks
+
+
+def test_the_seeds_of_several_answers_count_up_from_the_first(reader):
+    request = parse_request({"req_id": "a", "input_ids": [1], "n": 3, "seed": 2**64 - 1})
+    prompt = reader.read(request)
+    samplings = [prompt.sampling_of(index) for index in range(prompt.n)]
+    assert [each.seed for each in samplings] == [2**64 - 1, 0, 1]
+    assert samplings[0] == prompt.sampling
+    assert [replace(each, seed=0) for each in samplings] == [replace(prompt.sampling, seed=0)] * 3
 
 
 # --- sampling

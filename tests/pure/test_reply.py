@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine.core.types import Logprobs, Sampling
-from engine.errors import EngineUnavailable
+from engine.errors import EngineUnavailable, NoToken
 from engine.serving import reply as reply_module
 from engine.serving.latency import Latency
 from engine.serving.prompt import Prompt
@@ -33,22 +33,24 @@ def make(tokenizer):
 
     def make(sender=None, num_logprobs=-1, **fields):
         request = parse_request({"req_id": "a", "input_ids": [1, 2], **fields})
-        prompt = Prompt([1, 2], Sampling(99, seed=5, num_logprobs=num_logprobs))
+        prompt = Prompt([1, 2], Sampling(99, seed=5, num_logprobs=num_logprobs), request.n)
         sender = sender or FakeSender()
         reply = Reply(request, prompt, sender, tokenizer, received=0.0)
         reply.sender = sender
-        reply.calls = []
+        reply.listeners = [each.listener for each in reply.submissions()]
+        reply.calls, reply.cancelled = [], []
         reply.wake = lambda reply: reply.calls.append("wake")
         reply.leave = lambda reply: reply.calls.append("leave")
+        reply.cancel = lambda engine_id: reply.cancelled.append(engine_id.removeprefix(f"{reply.engine_id}-"))
         return reply
 
     return make
 
 
-def give(reply, text, finish_reason=None):
+def give(reply, text, finish_reason=None, choice=0):
     token_ids = list(text.encode() if isinstance(text, str) else text)
     for index, token_id in enumerate(token_ids, 1):
-        reply.tokens([token_id], None, finish_reason if index == len(token_ids) else None)
+        reply.listeners[choice].tokens([token_id], None, finish_reason if index == len(token_ids) else None)
 
 
 def send(reply):
@@ -62,7 +64,7 @@ def test_the_deltas_are_the_answer_and_the_last_one_has_all_of_it(make):
         give(reply, text)
         send(reply)
     give(reply, "!")
-    reply.tokens([EOS_ID], None, "stop")
+    reply.listeners[0].tokens([EOS_ID], None, "stop")
     sender = send(reply)
     assert [fields["token"] for fields, _ in sender.sent] == ["He", "llo", "!"]
     assert [fields["token_ids"] for fields, _ in sender.sent] == [list(b"He"), list(b"llo"), list(b"!")]
@@ -84,7 +86,7 @@ def test_an_answer_at_its_limit_keeps_its_last_token(make):
 
 def test_an_answer_may_be_empty(make):
     reply = make()
-    reply.tokens([EOS_ID], None, "stop")
+    reply.listeners[0].tokens([EOS_ID], None, "stop")
     final = send(reply).final
     assert (final["token"], final["tokens_all"], final["tokens_all_ids"], final["tokens_all_num"]) == ("", "", [], 1)
 
@@ -105,7 +107,7 @@ def test_a_character_comes_when_it_is_complete_and_a_part_of_one_is_not_lost(mak
     reply = make()
     data = "é".encode() + "世".encode()[:2]
     for index, byte in enumerate(data, 1):
-        reply.tokens([byte], None, "length" if index == len(data) else None)
+        reply.listeners[0].tokens([byte], None, "length" if index == len(data) else None)
         sender = send(reply)
     assert [fields["token"] for fields, _ in sender.sent] == ["é", "\ufffd"]
     assert [fields["token_ids"] for fields, _ in sender.sent] == [list(data[:2]), list(data[2:])]
@@ -171,11 +173,11 @@ def test_the_time_to_the_first_token_is_measured_with_and_without_streaming(make
 
 def test_logprobs_come_with_their_tokens(make):
     reply = make(num_logprobs=1)
-    reply.tokens([65], [Logprobs(-0.5, ((66, -0.25),))], None)
+    reply.listeners[0].tokens([65], [Logprobs(-0.5, ((66, -0.25),))], None)
     send(reply)
-    reply.tokens([66], [Logprobs(float("-inf"), ())], None)
-    reply.tokens([66], [Logprobs(float("nan"), ())], None)
-    reply.tokens([EOS_ID], [Logprobs(0.0)], "stop")
+    reply.listeners[0].tokens([66], [Logprobs(float("-inf"), ())], None)
+    reply.listeners[0].tokens([66], [Logprobs(float("nan"), ())], None)
+    reply.listeners[0].tokens([EOS_ID], [Logprobs(0.0)], "stop")
     first, last = (fields["logprobs"] for fields, _ in send(reply).sent)
     top = [{"token_id": 66, "token": "B", "bytes": [66], "logprob": -0.25}]
     assert first == [{"token_id": 65, "token": "A", "bytes": [65], "logprob": -0.5, "top": top}]
@@ -206,7 +208,7 @@ def test_a_token_without_logprobs_is_named_alone(make):
 
 def test_a_token_without_text_is_sent_too(make):
     reply = make()
-    reply.tokens([EOS_ID], None, None)  # as `ignore_eos` has it
+    reply.listeners[0].tokens([EOS_ID], None, None)  # as `ignore_eos` has it
     [fields] = send(reply).deltas
     assert (fields["token"], fields["token_ids"]) == ("", [EOS_ID])
     send(reply)
@@ -218,7 +220,7 @@ def test_an_error_is_the_last_response(make):
     give(reply, "ab")
     send(reply)
     give(reply, "cd")
-    reply.ended(EngineUnavailable("the engine has crashed"))
+    reply.listeners[0].ended(EngineUnavailable("the engine has crashed"))
     final = send(reply).final
     assert (final["error_msg"], final["error_code"], final["req_id"]) == ("the engine has crashed", 503, "a")
     assert (final["is_end"], final["token"], final["send_idx"]) == (1, "", 2)
@@ -231,7 +233,7 @@ def test_after_its_end_nothing_wakes_it_and_nothing_is_sent(make):
     give(reply, "ab", "length")
     send(reply)
     give(reply, "cd", "stop")
-    reply.ended(EngineUnavailable("late"))
+    reply.listeners[0].ended(EngineUnavailable("late"))
     assert not reply.end_if_cancelled()
     send(reply)
     assert reply.calls == ["wake", "leave"]
@@ -285,3 +287,104 @@ def test_a_slow_final_response_holds_nobody_up(make):
     give(reply, "ab!")
     assert send(reply).final["tokens_all"] == "ab"
     assert were_free == [True]
+
+
+# --- several choices
+
+
+def test_choices_stream_side_by_side_and_the_last_line_of_the_request_alone_is_its_end(make):
+    reply = make(n=3)
+    for choice, text in ((2, "x"), (0, "ab")):
+        give(reply, text, choice=choice)
+    send(reply)
+    give(reply, "y", "length", choice=2)
+    send(reply)
+    give(reply, "c", "length", choice=0)
+    give(reply, "z", choice=1)
+    send(reply)
+    give(reply, "!", "length", choice=1)
+    sent = [fields for fields, _ in send(reply).sent]
+    assert [(fields["index"], fields["token"], fields["send_idx"], fields["is_end"]) for fields in sent] == [
+        (2, "x", 0, 0),
+        (0, "ab", 0, 0),
+        (2, "y", 1, 0),
+        (0, "c", 2, 0),
+        (1, "z", 0, 0),
+        (1, "!", 1, 1),
+    ]
+    finals = {fields["index"]: fields for fields in sent if "finish_reason" in fields}
+    assert [finals[index]["tokens_all"] for index in range(3)] == ["abc", "z!", "xy"]
+    assert [finals[index]["usage"] for index in range(3)] == [
+        {"prompt_tokens": 2, "completion_tokens": count} for count in (3, 2, 2)
+    ]
+    assert [finals[index]["infer_seed"] for index in range(3)] == [5, 6, 7]
+    assert reply.sender.final["index"] == 1
+    assert reply.calls.count("leave") == 1
+
+
+def test_without_streaming_each_choice_is_one_response(make):
+    reply = make(n=2, return_all_tokens=True)
+    for choice in (1, 0):
+        give(reply, "ab", choice=choice)
+        send(reply)
+        give(reply, "c", "length", choice=choice)
+        send(reply)
+    sent = [(fields["index"], fields["token"], fields["is_end"]) for fields, _ in reply.sender.sent]
+    assert sent == [(1, "abc", 0), (0, "abc", 1)]
+
+
+def test_a_stop_string_ends_its_choice_alone_and_the_engine_learns_of_it(make):
+    reply = make(n=2, stop="!")
+    give(reply, "a!b", choice=0)
+    give(reply, "xy", choice=1)
+    send(reply)
+    assert reply.cancelled == ["0"]
+    assert "leave" not in reply.calls
+    give(reply, "late", "length", choice=0)  # was on its way
+    give(reply, "z", "length", choice=1)
+    finals = [fields for fields, _ in send(reply).sent if "finish_reason" in fields]
+    assert [(fields["index"], fields["tokens_all"], fields["finish_reason"]) for fields in finals] == [
+        (0, "a", "stop"),
+        (1, "xyz", "length"),
+    ]
+    assert reply.sender.final["is_end"] == 1
+
+
+def test_an_error_of_one_choice_ends_the_request_once(make):
+    reply = make(n=3)
+    give(reply, "ab", "length", choice=0)
+    give(reply, "c", choice=1)
+    latency = Latency()
+    reply.send_gathered(latency)
+    reply.listeners[2].ended(NoToken())
+    give(reply, "d", choice=1)
+    reply.listeners[1].ended(EngineUnavailable("second"))
+    reply.send_gathered(latency)
+    final = send(reply).final
+    assert (final["error_type"], final["is_end"], final["send_idx"]) == ("internal", 1, 3)
+    assert final["usage"] == {"prompt_tokens": 2, "completion_tokens": 3}
+    assert latency.num_ended == {"length": 1, "internal": 1}
+
+
+def test_a_client_that_leaves_ends_all_choices(make):
+    reply = make(n=2)
+    give(reply, "ab", choice=1)
+    send(reply)
+    reply.sender.cancelled = True
+    assert reply.end_if_cancelled()
+    reply.cancel_all()
+    assert reply.cancelled == ["0", "1"]
+    give(reply, "c", choice=0)
+    assert send(reply).final["error_type"] == "cancelled"
+
+
+def test_each_choice_has_its_own_latencies(make, monkeypatch):
+    clock, latency = iter(range(1, 1000)), Latency()
+    monkeypatch.setattr(reply_module.time, "time", lambda: float(next(clock)))
+    reply = make(n=2)
+    for choice in (0, 1):
+        for reason in (None, "length"):
+            give(reply, "a", reason, choice)
+            reply.send_gathered(latency)
+    assert sum(latency.time_to_first_token.counts) == sum(latency.inter_token.counts) == 2
+    assert (sum(latency.request.counts), latency.num_ended) == (2, {"length": 2})

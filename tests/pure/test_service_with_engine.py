@@ -1,7 +1,9 @@
 """Service, journal and an engine process together, with the counting executor: crashes and clients that leave."""
 
+import itertools
 import random
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -13,8 +15,8 @@ from engine.serving.prompt import PromptReader
 from engine.serving.service import Service, ServiceOptions
 from engine.text.tokenizer import Tokenizer
 from tests.byte_tokenizer import write_tokenizer
-from tests.pure.counting_executor import answer
-from tests.pure.engine_helpers import a_free_address, an_engine_process
+from tests.pure.counting_executor import CountingExecutor, answer
+from tests.pure.engine_helpers import a_free_address, a_server, an_engine_process
 from tests.pure.service_fakes import FakeSender, a_payload, wait_until
 
 
@@ -77,3 +79,82 @@ def test_100_clients_that_leave_at_random_moments_leave_nothing_behind(service, 
         wait_until(lambda: [service.client.stats[name] for name in names] == [0, 0, 0])
         assert (service.num_open, service.client.num_open) == (0, 0)
         assert service.client.stats["num_dropped"] > 0
+
+
+def ask_several(service, req_id, prompt, max_dec_len, n, **fields):
+    """`expected` has the answer of each seed alone."""
+    sender = ask(service, req_id, prompt, max_dec_len, temperature=1, n=n, **fields)
+    samplings = [Sampling(max_dec_len, temperature=1, seed=req_id + index) for index in range(n)]
+    sender.expected = [answer(prompt, sampling) for sampling in samplings]
+    return sender
+
+
+def answers_of(sender):
+    """Of each choice, as its last response and as all of its responses have it: they must agree."""
+    assert sender.final["is_end"] == 1
+    assert [fields["is_end"] for fields, final in sender.sent if not final].count(1) == 0
+    answers = {fields["index"]: fields["tokens_all_ids"] for fields, _ in sender.sent if "finish_reason" in fields}
+    for index, token_ids in answers.items():
+        assert sum((fields["token_ids"] for fields, _ in sender.sent if fields["index"] == index), []) == token_ids
+    return [answers[index] for index in sorted(answers)]
+
+
+def test_eight_answers_are_those_of_their_seeds_and_their_prompt_is_computed_once(service, address):
+    reader = replace(service._reader, model_len=2000, max_seq_len=1100)
+    service._reader = reader
+    with a_server(CountingExecutor(40, 64), address, batch_size=8, enable_prefix_caching=False) as server:
+        sender = ask_several(service, 7, list(range(1000)), 20, 8)
+        assert answers_of(sender) == sender.expected
+        assert len({tuple(token_ids) for token_ids in sender.expected}) == 8
+        wait_until(lambda: server.loop.is_idle)
+        stats = server.loop.stats()
+        num_computed = sum(tokens for rows in server.loop.executor.batches for _, tokens in rows)
+    assert stats["num_prompt_tokens"] == 1000
+    assert num_computed == 1000 + 8 * 19  # the last token of an answer is never fed back
+    assert service.latency.num_ended == {"length": 8}
+
+
+def test_a_kill_of_the_engine_is_a_pause_for_several_answers_to_a_prompt(service, address):
+    senders = [ask_several(service, 100 * n, [n + 1] * (n + 5), 32 + n, 3) for n in range(4)]
+    with an_engine_process(address, max_steps=25):
+        wait_until(lambda: sum(bool(sender.sent) for sender in senders) >= 2)
+    assert not any(sender.is_over for sender in senders)
+    with an_engine_process(address):
+        assert [answers_of(sender) for sender in senders] == [sender.expected for sender in senders]
+    assert service.client.num_restarts == 1
+
+
+def test_a_client_that_leaves_in_the_middle_takes_all_its_answers_along(service, address):
+    with an_engine_process(address, step_s=0.005):
+        stays = ask_several(service, 1, [5, 6, 7], 40, 3)
+        leaves = ask_several(service, 50, [9, 8, 7], 36, 4)
+        wait_until(lambda: {fields["index"] for fields, _ in leaves.sent} == {0, 1, 2, 3})
+        leaves.cancelled = True
+        assert leaves.final["error_type"] == "cancelled"
+        assert answers_of(stays) == stays.expected
+        names = ("num_running", "num_waiting", "num_blocks_held")
+        wait_until(lambda: [service.client.stats[name] for name in names] == [0, 0, 0])
+        assert (service.num_open, service.client.num_open) == (0, 0)
+        assert service.client.stats["num_dropped"] == 4
+
+
+def test_a_stop_string_ends_one_answer_in_the_engine_too_and_the_other_goes_on(service, address):
+    def of(seed):
+        return answer([5], Sampling(60, temperature=1, seed=seed))
+
+    stop = ord("5")
+    seed = next(seed for seed in itertools.count() if stop in of(seed)[:20] and stop not in of(seed + 1))
+    with an_engine_process(address, step_s=0.005):
+        stopped, whole = answers_of(ask_several(service, seed, [5], 60, 2, stop="5"))
+        wait_until(lambda: service.client.stats["num_running"] == 0)
+    assert stopped == of(seed)[: of(seed).index(stop)]
+    assert whole == of(seed + 1)
+    assert service.client.stats["num_dropped"] == 1
+    assert service.latency.num_ended == {"stop": 1, "length": 1}
+
+
+def test_more_answers_than_run_at_once_are_refused_by_the_name_of_the_field(service, address):
+    with an_engine_process(address):
+        final = ask_several(service, 1, [5], 4, 13).final
+    assert (final["error_type"], final["error_field"], final["error_value"]) == ("invalid_request", "n", 13)
+    assert final["error_msg"] == "`n` is 13, at most BATCH_SIZE(12) answers run at once"

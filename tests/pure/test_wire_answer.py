@@ -42,6 +42,8 @@ STATE = wire.ModelState(ready=False, reason="the engine is starting", num_open=3
         FINAL,
         replace(DELTA, logprobs=()),
         replace(FINAL, logprobs=LOGPROBS, return_all_tokens=True),
+        replace(DELTA, index=3),
+        replace(FINAL, index=15, is_end=False),
         replace(DELTA, times=dict.fromkeys(wire.TIMES, "now")),
         STATE,
         wire.ModelState(ready=True, engine_silent_s=1.5),
@@ -57,6 +59,7 @@ def test_an_answer_is_a_list_with_one_object_and_keeps_its_letters():
     assert json.loads(payload) == [
         {
             "req_id": "a",
+            "index": 0,
             "is_end": 0,
             "token_ids": [7, 8],
             "token": "é\n",
@@ -74,6 +77,7 @@ def test_an_answer_is_a_list_with_one_object_and_keeps_its_letters():
 def test_the_last_answer_has_all_of_it():
     [fields] = json.loads(wire.write_answer(FINAL))
     assert (fields["is_end"], fields["finish_reason"], fields["stop_reason"]) == (1, "stop", "END")
+    assert json.loads(wire.write_answer(replace(FINAL, is_end=False)))[0] == {**fields, "is_end": 0}
     assert (fields["tokens_all"], fields["tokens_all_ids"], fields["tokens_all_num"]) == ("é\nb", [7, 8], 3)
     assert fields["usage"] == {"prompt_tokens": 5, "completion_tokens": 3, "cached_tokens": 4}
 
@@ -88,6 +92,7 @@ def test_a_failure_is_a_bare_object_with_code_and_kind_and_the_keys_of_a_delta()
     assert fields.pop("timestamp") > 0
     assert fields == {
         "req_id": "a",
+        "index": 0,
         "is_end": 1,
         "token": "",
         "token_ids": [],

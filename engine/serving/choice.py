@@ -1,0 +1,87 @@
+"""One of the answers to a request on its way to the client: what of it has come, and what is new since the response
+before. No threads, no sockets: its reply has both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine import wire
+from engine.core.types import Logprobs
+from engine.serving.answer import OpenAnswer
+from engine.serving.prompt import Prompt
+from engine.text.tokenizer import Tokenizer
+from engine.wire import GenerationRequest
+
+
+class Choice:
+    """Of `prompt` it is the answer `index`."""
+
+    def __init__(self, index: int, request: GenerationRequest, prompt: Prompt, tokenizer: Tokenizer):
+        self.index = index
+        self.sampling = prompt.sampling_of(index)
+        self.answer = OpenAnswer(tokenizer, request)
+        self.num_sent = 0  # of its visible tokens
+        self.first_token = self.last_token = 0.0  # when they came
+        # What the sender has not taken yet
+        self.gathered: list[tuple[int, Logprobs | None]] = []
+        self.finish_reason: str | None = None
+        self._len_sent = 0  # of its text
+        self._request = request
+        self._num_prompt_tokens = len(prompt.token_ids)
+        self._tokenizer = tokenizer
+
+    @property
+    def is_open(self) -> bool:
+        return self.answer.finish_reason is None
+
+    @property
+    def has_news(self) -> bool:
+        return len(self.answer.text) > self._len_sent or self.answer.num_visible > self.num_sent
+
+    def news(self, seconds: float, times: dict[str, str] | None, is_end: bool) -> wire.Delta:
+        """What was not sent yet, `seconds` after the request was accepted; of a finished answer its last, with all of
+        it."""
+        answer = self.answer
+        unsent = slice(self.num_sent, answer.num_visible)
+        num_tokens = answer.num_visible if self.is_open else answer.num_generated  # the latter has the stop id
+        gained: dict[str, Any] = {
+            "req_id": self._request.req_id,
+            "index": self.index,
+            "token": answer.text[self._len_sent :],
+            "token_ids": answer.token_ids[unsent],
+            "send_idx": self.num_sent,
+            "usage": wire.Usage(self._num_prompt_tokens, num_tokens),
+            "infer_seed": self.sampling.seed,
+            "inference_time_cost": seconds,
+            "return_all_tokens": self._request.return_all_tokens,
+            "logprobs": self._logprobs(unsent) if self.sampling.num_logprobs >= 0 else None,
+            "times": times,
+        }
+        if answer.finish_reason is None:
+            return wire.Delta(**gained)
+        return wire.Final(
+            **gained,
+            finish_reason=answer.finish_reason,
+            stop_reason=answer.stop_string,
+            tokens_all=answer.text,
+            tokens_all_ids=answer.token_ids,
+            is_end=is_end,
+        )
+
+    def is_told(self) -> None:
+        """The news have been sent."""
+        self.num_sent, self._len_sent = self.answer.num_visible, len(self.answer.text)
+
+    def _logprobs(self, unsent: slice) -> tuple[wire.TokenLogprob, ...]:
+        pairs = zip(self.answer.token_ids[unsent], self.answer.logprobs[unsent], strict=True)
+        return tuple(self._logprob(token_id, logprobs) for token_id, logprobs in pairs)
+
+    def _logprob(self, token_id: int, logprobs: Logprobs | None) -> wire.TokenLogprob:
+        if logprobs is None:
+            return wire.TokenLogprob(token_id)
+        top = tuple([self._named(each, logprob) for each, logprob in logprobs.top])
+        return self._named(token_id, logprobs.chosen, top)
+
+    def _named(self, token_id: int, logprob: float, top: tuple[wire.TokenLogprob, ...] = ()) -> wire.TokenLogprob:
+        text, data = self._tokenizer.token_text(token_id), self._tokenizer.token_bytes(token_id)
+        return wire.TokenLogprob(token_id, text, tuple(data), logprob, top)
