@@ -196,6 +196,70 @@ def test_seeded_sampling_repeats_itself_and_seed_zero_is_a_seed(server):
     assert len({sample(seed) for seed in range(6)}) > 1
 
 
+def several_answers(server, client, n):
+    """A prompt of 1000 tokens, other ones each time: its answers over each protocol, as (prompt, texts)."""
+    # The demo model is sure of itself: only much heat makes it waver.
+    rng, options = random.Random(n), {"temperature": 8, "top_p": 1, "seed": 5, "n": n, "ignore_eos": True}
+
+    def a_prompt():
+        return [rng.randrange(1000) for _ in range(1000)]
+
+    def fields():
+        return {"input_ids": a_prompt(), "max_dec_len": 16, "req_id": str(time.monotonic_ns()), **options}
+
+    body = fields()
+    choices = post(server, "/v1/chat/completions", body)[1]["choices"]
+    yield body["input_ids"], [choice["result"] for choice in choices]
+    body = fields()
+    lines = stream_lines(server, body | {"stream": True})
+    assert [line["is_end"] for line in lines] == [0] * (len(lines) - 1) + [1]
+    of_each = [[line["token"] for line in lines if line["index"] == index] for index in range(n)]
+    yield body["input_ids"], ["".join(tokens) for tokens in of_each]
+    with GrpcStream(server) as stream:
+        body = fields()
+        stream.ask(body)
+        answers = [stream.next()[0]]
+        while not answers[-1]["is_end"]:
+            answers += stream.next()
+    whole = {each["index"]: each["tokens_all"] for each in answers if "finish_reason" in each}
+    yield body["input_ids"], [whole[index] for index in range(n)]
+    extra = {"ignore_eos": options.pop("ignore_eos")}
+    prompt = a_prompt()
+    answer = client.completions.create(model="demo", prompt=prompt, max_tokens=16, extra_body=extra, **options)
+    yield prompt, [choice.text for choice in answer.choices]
+    prompt = a_prompt()
+    texts = [""] * n
+    for chunk in client.completions.create(
+        model="demo", prompt=prompt, max_tokens=16, stream=True, extra_body=extra, **options
+    ):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    yield prompt, texts
+
+
+def num_prompt_tokens(server):
+    """That were computed, not found in the cache; as Triton's page has it when it has caught up."""
+    time.sleep(2.5)
+    page = get(server.ports["METRICS_HTTP_PORT"], "/metrics")[1]
+    computed, cached = (
+        float(re.search(rf"^{name}(?:{{.*}})? (\S+)$", page, re.M)[1])
+        for name in ("llm_prompt_tokens_total", "llm_cached_prompt_tokens_total")
+    )
+    return computed - cached
+
+
+def test_eight_answers_over_every_protocol_are_those_of_their_seeds_and_cost_one_prefill(server, client):
+    before = num_prompt_tokens(server)
+    answered = list(several_answers(server, client, 8))
+    assert num_prompt_tokens(server) - before == 1000 * len(answered) == 5000
+    for prompt, texts in answered:
+        body = {"input_ids": prompt, "max_dec_len": 16, "temperature": 8, "topp": 1, "ignore_eos": True}
+        alone = [post(server, "/v1/chat/completions", body | {"seed": 5 + i})[1]["result"] for i in range(8)]
+        assert texts == alone
+        assert len(set(texts)) == 8
+    wait_until_idle(server)
+
+
 def test_max_dec_len_tokens_are_all_visible_and_the_reason_is_length(server):
     for count in (1, 7):
         body = {"text": "Count from 1 to 20.", "max_dec_len": count, "temperature": 0}
