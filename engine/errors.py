@@ -6,6 +6,7 @@ Knows kinds and codes, not protocols. Set-up errors of one part (models, graph, 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -160,6 +161,16 @@ class SetupError(Exception):
 
 class ConfigError(SetupError):
     """A setting is wrong. The message names the variable, its value and what was expected."""
+
+
+class HostLost(SetupError):
+    """Another machine that holds the model with this one has ended or cannot be reached. Nobody's crash: the engine
+    starts anew and waits for it."""
+
+    exit_status = os.EX_TEMPFAIL  # of the engine's process
+
+    def __init__(self, ip: str):
+        super().__init__(f"{ip} has ended or cannot be reached")
 
 
 class TokenizerError(ConfigError):

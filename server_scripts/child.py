@@ -11,12 +11,14 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from engine.errors import HostLost
 from server_scripts.run_dir import Process, children_of
 
 EXEC_CHILD = Path(__file__).with_name("exec_child.py")
 ROOT = Path(__file__).resolve().parents[1]
 HEALTHY_AFTER_S = 60.0  # without a crash until the next one counts as the first
 MAX_BACK_OFF_S = 30.0
+HOST_LOST_S = 1.0  # until an engine that has lost another machine starts to wait for it
 START_AGAIN_S = 5.0  # when not even a process could be made
 
 
@@ -91,9 +93,13 @@ class Child:
             for helper in self.helpers:
                 helper.kill()
 
-    def has_ended(self, status: int) -> None:
-        """Takes note of the exit and of when the next start is due."""
+    def has_ended(self, status: int) -> bool:
+        """Takes note of the exit and of when the next start is due. False: it was no crash, but waits for others."""
         now = time.monotonic()
+        if os.WIFEXITED(status) and os.WEXITSTATUS(status) == HostLost.exit_status:
+            self.process, self.healthy_since, self.restart_at = None, None, now + HOST_LOST_S
+            self.last_words = "has lost another machine, and is going to wait for it"
+            return False
         is_healthy = self.healthy_since is not None and now - self.healthy_since >= HEALTHY_AFTER_S
         self.num_crashes = 1 if is_healthy else self.num_crashes + 1
         self.last_words = describe_exit(status)
@@ -101,6 +107,7 @@ class Child:
         self.healthy_since = None
         if self.spec.max_crashes is None or self.num_crashes < self.spec.max_crashes:
             self.restart_at = now + back_off(self.num_crashes)
+        return True
 
 
 def dying_with_us() -> list[str]:

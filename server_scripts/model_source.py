@@ -116,11 +116,12 @@ def export(checkpoint_dir: Path, cache_dir: Path, quant: str | None = None) -> P
     from engine.exporting.export import ExportOptions
     from engine.exporting.manifest import is_exported
 
-    if is_exported(checkpoint_dir):
-        return checkpoint_dir
     config = Config.from_env()
+    ranks = tuple(config.machines.ranks) if config.mp_nnode > 1 else ()  # this host's
+    if is_exported(checkpoint_dir, ranks):
+        return checkpoint_dir
     make_folder("EXPORT_CACHE_DIR", cache_dir)
-    options = ExportOptions(dtype=as_dtype(quant, config), block_size=config.block_size, num_ranks=config.mp_num)
+    options = ExportOptions(as_dtype(quant, config), config.block_size, num_ranks=config.mp_num, ranks=ranks)
     return export_cached(checkpoint_dir, cache_dir, options, lambda step: print("step", step, flush=True))
 
 

@@ -22,6 +22,8 @@ def ports_of(config: Config) -> dict[str, tuple[str, int]]:
         "METRICS_HTTP_PORT": (host, config.metrics_http_port),
         "INTER_PROC_PORT": ("127.0.0.1", config.inter_proc_port),
     }
+    if config.mp_nnode > 1:
+        ports["INTER_NODE_PORT"] = (config.machines.ips[config.machines.host], config.inter_node_port)
     if config.service_http_port > 0:
         ports["SERVICE_HTTP_PORT"] = (host, config.service_http_port)
     return ports
@@ -43,7 +45,8 @@ def _problem(variable: str, host: str, port: int) -> str:
     except (OSError, UnicodeError) as error:  # the latter for a name that could not even be looked up
         number, why = getattr(error, "errno", None), getattr(error, "strerror", error)
         if isinstance(error, (socket.gaierror, UnicodeError)) or number == errno.EADDRNOTAVAIL:
-            return f"SERVICE_HOST is {host!r}, which is no address of this machine: {why}"
+            name = "HOST_IP" if variable == "INTER_NODE_PORT" else "SERVICE_HOST"
+            return f"{name} is {host!r}, which is no address of this machine: {why}"
         if number != errno.EADDRINUSE:
             return f"{variable} is {port}, which cannot be used: {why}"
         owner = owner_of(port)

@@ -44,6 +44,12 @@ class Probe:
 
     def check_all_ports(self) -> None:
         """A real request through every enabled port. Raises ProbeError at the first that is not answered."""
+        if self._config.machines.is_master:
+            self._check_requests()
+        self.check_ready()
+        self.http(self._config.metrics_http_port, "GET", "/metrics")
+
+    def _check_requests(self) -> None:
         ask = {"req_id": f"start-{uuid.uuid4()}", "text": "Hi", "apply_chat_template": False, "max_dec_len": 1}
         answer = self.infer(ask, REQUEST_TIMEOUT_S)
         if isinstance(answer, wire.Failure):
@@ -53,8 +59,6 @@ class Probe:
             text = self.http(self._config.service_http_port, "POST", "/v1/chat/completions", body)
             if json.loads(text).get("error_code"):
                 raise ProbeError(f"HTTP port {self._config.service_http_port}: {text[:500]}")
-        self.check_ready()
-        self.http(self._config.metrics_http_port, "GET", "/metrics")
 
     def check_ready(self) -> None:
         self.http(self._config.health_http_port, "GET", "/v2/health/ready")

@@ -111,7 +111,7 @@ def live(supervisor: Supervisor, report: Report, on_ready: Callable[[], None] | 
         supervisor.bring_up(progress)
         is_ready = supervisor.state.phase == "ready"
         if is_ready:
-            report(summary(supervisor.state))
+            report("\n".join(filter(None, [summary(supervisor.state), supervisor.config.machines.why_not_served])))
             if on_ready:
                 on_ready()
             supervisor.watch()

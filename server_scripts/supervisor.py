@@ -133,13 +133,13 @@ class Supervisor:
                 child.kill()  # what it has left behind; it is not reaped yet, so its number is nobody else's
             _, status = os.waitpid(pid, 0)
             if child:
-                child.has_ended(status)
+                is_crash = child.has_ended(status)
                 if not self.num_stop_signals and self.state.phase != "stopping":
-                    self._act_on_end(child)
+                    self._act_on_end(child, is_crash)
 
-    def _act_on_end(self, child: Child) -> None:
+    def _act_on_end(self, child: Child, is_crash: bool) -> None:
         log.error("%s %s", child.spec.name, child.last_words)
-        if self.state.phase == "starting":
+        if self.state.phase == "starting" and is_crash:
             raise StartFailed(f"{child.spec.name} {child.last_words}", child)
         if child.spec.name == TRITONSERVER:
             self.run_dir.remove_shared_memory()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from socket import socket
 from typing import TYPE_CHECKING
 
 from engine.core.types import Executor
@@ -17,26 +19,43 @@ if TYPE_CHECKING:
     from engine.ops.cpu.group import Membership
 
 
-def make_executor(graph_dir: Path, config: Config) -> Executor:
-    """The executor of DEVICE for the exported model in `graph_dir`, with all its ranks. Raises SetupError."""
-    manifest = Manifest.read(graph_dir)
-    num_ranks = manifest.num_ranks
-    if missing := manifest.missing_files(graph_dir):
+LOADING = "the model is being loaded"
+
+
+def make_executor(graph_dir: Path, config: Config, tell: Callable[[str], None] = lambda reason: None) -> Executor:
+    """The executor of DEVICE for the exported model in `graph_dir`, with all its ranks. Raises SetupError.
+
+    With several machines it waits for them and tells for which. On those that are not the master it does not return:
+    their ranks do what the master's executor says.
+    """
+    manifest, machines = Manifest.read(graph_dir), config.machines
+    if manifest.num_ranks != config.mp_num:
+        raise ConfigError(f"MP_NUM is {config.mp_num}, but {graph_dir} was exported for {manifest.num_ranks} ranks")
+    if missing := manifest.missing_files(graph_dir, machines.ranks):
         raise ModelError(f"{graph_dir}: {missing[0]} is missing; export the model again from its checkpoint")
-    if num_ranks != config.mp_num:
-        raise ConfigError(f"MP_NUM is {config.mp_num}, but {graph_dir} was exported for {num_ranks} ranks")
-    if num_ranks == 1:
+    if machines.num_hosts == 1:
+        return make_host(graph_dir, config)
+    from engine.executors.hosts import follow, lead
+
+    return lead(graph_dir, config, tell) if machines.is_master else follow(graph_dir, config, tell)
+
+
+def make_host(graph_dir: Path, config: Config, peers: Sequence[socket] = ()) -> Executor:
+    """The ranks of this machine; `peers` are connections to the first rank of each other one."""
+    if config.mp_num == 1:
         return make_rank(graph_dir, config)
     from engine.executors.ranks import RanksExecutor, start_ranks, wait_until_ready
     from engine.ops.cpu import group
 
-    segment_fd = group.create_segment(num_ranks)
-    memberships = [group.Membership(rank, num_ranks, segment_fd) for rank in range(num_ranks)]
-    others = start_ranks(graph_dir, config, memberships[1:])
-    first = make_rank(graph_dir, config, memberships[0])
-    wait_until_ready(others)
+    num_hosts, (first_rank, *others) = config.machines.num_hosts, config.machines.ranks
+    segment_fd = group.create_segment(config.mp_num, num_hosts)
+    memberships = [group.Membership(rank, config.mp_num, segment_fd, num_hosts) for rank in others]
+    connections = start_ranks(graph_dir, config, memberships)
+    mine = group.Membership(first_rank, config.mp_num, segment_fd, num_hosts, tuple(peers))
+    first = make_rank(graph_dir, config, mine)
+    wait_until_ready(connections)
     os.close(segment_fd)
-    return RanksExecutor(first, others)
+    return RanksExecutor(first, connections) if connections else first
 
 
 def make_rank(graph_dir: Path, config: Config, membership: Membership | None = None) -> Executor:

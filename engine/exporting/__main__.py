@@ -19,6 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--block-size", type=int, default=64, help="tokens a KV block (%(default)s)")
     parser.add_argument("--max-seq-len", type=int, help="tokens of prompt and answer (what the model is exact for)")
     parser.add_argument("--num-ranks", type=int, default=1, help="tensor-parallel ranks (%(default)s)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=(), help="that are written, those of one machine (all)")
     given = parser.parse_args(arguments)
     start = time.monotonic()
 
@@ -26,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"[{time.monotonic() - start:6.1f} s] {step}", flush=True)  # noqa: T201
 
     try:
-        options = ExportOptions(given.dtype, given.block_size, given.max_seq_len, given.num_ranks)
+        options = ExportOptions(given.dtype, given.block_size, given.max_seq_len, given.num_ranks, tuple(given.ranks))
         export(given.checkpoint_dir, given.out_dir, options, progress)
     except (SetupError, OSError) as error:
         print(f"export failed: {error}", file=sys.stderr)  # noqa: T201

@@ -29,16 +29,16 @@ def export_cached(
     It is made to be served: raises TokenizerError before the work begins when the engine could not read its tokenizer.
     """
     checkpoint_dir = checkpoint_dir.resolve()
-    refuse_static_graph(checkpoint_dir)
+    refuse_static_graph(checkpoint_dir, options.ranks)
     name = f"{checkpoint_dir.name}-{_identity(checkpoint_dir, options)}"
     out_dir = cache_dir / name
-    if is_exported(out_dir):
+    if is_exported(out_dir, options.ranks):
         return out_dir
     Tokenizer.load(checkpoint_dir)
     cache_dir.mkdir(parents=True, exist_ok=True)
     waits = "wait for another process that exports the same checkpoint"
     with file_lock(cache_dir / f".{name}.lock", lambda: progress(waits)):
-        if not is_exported(out_dir):
+        if not is_exported(out_dir, options.ranks):
             _remove_left_overs(cache_dir, name)
             export(checkpoint_dir, out_dir, options, progress)
     return out_dir

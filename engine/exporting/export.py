@@ -49,6 +49,7 @@ class ExportOptions:
     block_size: int = 64  # tokens a KV block
     max_seq_len: int | None = None  # None: what the model was made for, or its sliding window if that is less
     num_ranks: int = 1  # each with its own graph
+    ranks: tuple[int, ...] = ()  # that are written, those of one machine; none: all
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -57,6 +58,8 @@ class ExportOptions:
             raise ModelError(f"block_size is {self.block_size}, it must be a positive number of tokens")
         if self.num_ranks < 1:
             raise ModelError(f"num_ranks is {self.num_ranks}, it must be a positive number of ranks")
+        if not all(0 <= rank < self.num_ranks for rank in self.ranks):
+            raise ModelError(f"ranks are {self.ranks}, they must be from 0 to {self.num_ranks - 1}")
 
 
 def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress: OnProgress = log.info) -> None:
@@ -70,7 +73,8 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
     checkpoint = Checkpoint(checkpoint_dir)
     model = _untied_where_stored_apart(model, checkpoint, progress)
     dtype = checkpoint.graph_dtype("model.embed_tokens.weight") if options.dtype == "auto" else options.dtype
-    shards = [Shard(FORMATS[dtype], dtype, options.block_size, i, options.num_ranks) for i in range(options.num_ranks)]
+    ranks = options.ranks or range(options.num_ranks)
+    shards = [Shard(FORMATS[dtype], dtype, options.block_size, rank, options.num_ranks) for rank in ranks]
     ignored = {"lm_head.weight"} if model.tied_embeddings else set()
     checkpoint.check(weights_of(model.network(shards[0])).values(), ignored)
     manifest = _manifest(model, shards[0], _max_seq_len(model, options.max_seq_len, progress))

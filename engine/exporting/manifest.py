@@ -6,7 +6,7 @@ The export writes it, everything that runs or serves a graph reads it. Knows no 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -81,10 +81,10 @@ class Manifest:
                 return graph
         raise ModelError(f"the model has no graph {name!r}, only {', '.join(graph.name for graph in self.graphs)}")
 
-    def missing_files(self, directory: Path) -> list[Path]:
-        """Relative to `directory`."""
+    def missing_files(self, directory: Path, ranks: Collection[int] = ()) -> list[Path]:
+        """Relative to `directory`; of these ranks, or of all."""
         names = [name for graph in self.graphs for name in (graph.program, graph.parameters)]
-        paths = [rank_dir(directory, rank) / name for rank in range(self.num_ranks) for name in names]
+        paths = [rank_dir(directory, rank) / name for rank in ranks or range(self.num_ranks) for name in names]
         return [path.relative_to(directory) for path in paths if not path.is_file()]
 
 
@@ -92,19 +92,19 @@ def rank_dir(directory: Path, rank: int = 0) -> Path:
     return directory / f"rank_{rank}"
 
 
-def is_exported(directory: Path) -> bool:
-    """True for the result of an export that this version of the server can run."""
+def is_exported(directory: Path, ranks: Collection[int] = ()) -> bool:
+    """True for the result of an export that this version of the server can run, with these ranks or all."""
     try:
-        return not Manifest.read(directory).missing_files(directory)
+        return not Manifest.read(directory).missing_files(directory, ranks)
     except ModelError:
         return False
 
 
-def refuse_static_graph(directory: Path) -> None:
+def refuse_static_graph(directory: Path, ranks: Collection[int] = ()) -> None:
     """Raises ModelError where a checkpoint is expected and `directory` is a static graph, ours or another's."""
     if _version(directory) is None:
         return
-    if missing := Manifest.read(directory).missing_files(directory):
+    if missing := Manifest.read(directory).missing_files(directory, ranks):
         raise ModelError(f"{directory} is an exported graph, but {missing[0]} is missing; export it again")
     raise ModelError(f"{directory} is an exported graph, a Hugging Face checkpoint is expected")
 

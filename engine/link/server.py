@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import zmq
@@ -51,8 +51,9 @@ class Server:
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     @contextlib.contextmanager
-    def starting(self, reason: str) -> Iterator[None]:
-        """Until the end of the block a thread answers, with the reason why nothing is computed yet."""
+    def starting(self, reason: str) -> Iterator[Callable[[str], None]]:
+        """Until the end of the block a thread answers, with the reason why nothing is computed yet. It is changed by
+        what the block gets."""
         self._starting = reason
         is_over = threading.Event()
 
@@ -63,7 +64,7 @@ class Server:
         thread = threading.Thread(target=answer, name="starting", daemon=True)
         thread.start()
         try:
-            yield
+            yield lambda reason: setattr(self, "_starting", reason)
         finally:
             is_over.set()
             thread.join()

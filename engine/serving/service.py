@@ -46,6 +46,7 @@ class ServiceOptions:
     max_body_bytes: int = 4 << 20  # of one request
     max_running: int = 1 << 10  # requests in the engine, and beyond them
     max_waiting: int = 1 << 10
+    why_not_served: str = ""  # of a machine that only holds ranks: what requests are told
 
 
 class Service:
@@ -126,6 +127,8 @@ class Service:
                 sender.send(wire.write_answer(self._state(reason)), True)
                 return
             req_id = wire.req_id_of(body)
+            if self._options.why_not_served:
+                raise EngineUnavailable(self._options.why_not_served)
             request = wire.parse_request(body)
             self._check_room()
             reply = Reply(request, self._reader.read(request), sender, self._tokenizer, received)

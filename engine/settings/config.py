@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
+from engine.settings.machines import Machines, read_machines
 from engine.settings.setting import Setting, given, parse, port, setting
 
 # In the run directory: the supervisor writes why it has given the engine up, the Triton model reads it.
@@ -36,6 +38,7 @@ class Config:
     service_http_port: int = port(
         9965, "SERVICE_HTTP_PORT", "HTTP requests; -1: gRPC only", "PUSH_MODE_HTTP_PORT", minimum=-1
     )
+    inter_node_port: int = port(56667, "INTER_NODE_PORT", "between the engines of several machines, on HOST_IP")
     service_host: str = setting("0.0.0.0", "SERVICE_HOST", "address the gRPC, HTTP, health and metrics ports listen on")
 
     # Model
@@ -58,8 +61,15 @@ class Config:
         choices=("auto", "float32", "bfloat16"),
     )
     block_size: int = setting(64, "BLOCK_SIZE", "tokens of a KV block, decided at export", minimum=8, maximum=1024)
-    mp_num: int = setting(1, "MP_NUM", "tensor-parallel ranks of the model, a process each", minimum=1, maximum=64)
-    mp_nnode: int = setting(1, "MP_NNODE", "machines; more than 1 is not supported yet", minimum=1, maximum=1)
+    mp_num: int = setting(
+        1, "MP_NUM", "tensor-parallel ranks of the model on all machines, a process each", minimum=1, maximum=64
+    )
+    mp_nnode: int = setting(
+        1, "MP_NNODE", "machines that hold the model together; MP_NUM / MP_NNODE ranks each", minimum=1, maximum=16
+    )
+    pod_ips: str = setting("", "POD_IPS", "with several machines: their addresses, `10.0.0.1,10.0.0.2`")
+    pod_0_ip: str = setting("", "POD_0_IP", "the one of POD_IPS that serves; empty: the first")
+    host_ip: str = setting("", "HOST_IP", "the one of POD_IPS that this machine is; empty: the one that it has")
     use_cache_kv_int8: int = setting(0, "USE_CACHE_KV_INT8", "int8 KV cache; not supported yet", minimum=0, maximum=0)
 
     # Capacity
@@ -189,10 +199,11 @@ class Config:
         return config
 
     def _check(self) -> None:
+        _ = self.machines
         ports: dict[int, str] = {}
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.name.endswith("_port") and value > 0:
+            if f.name.endswith("_port") and value > 0 and (f.name != "inter_node_port" or self.mp_nnode > 1):
                 env = f.metadata["setting"].env
                 if value in ports:
                     raise ConfigError(f"{env} is {value}, which {ports[value]} has already; every port needs its own")
@@ -203,6 +214,11 @@ class Config:
             raise ConfigError("API_KEY has a character that is no visible ASCII, which no HTTP header can carry")
         if self.service_http_port == 0:
             raise ConfigError("SERVICE_HTTP_PORT is 0, it must be a port from 1 to 65535, or -1 for gRPC only")
+
+    @cached_property
+    def machines(self) -> Machines:
+        texts = {"POD_IPS": self.pod_ips, "POD_0_IP": self.pod_0_ip, "HOST_IP": self.host_ip}
+        return read_machines(self.mp_nnode, self.mp_num, texts)
 
     @property
     def max_step_tokens(self) -> int:

@@ -40,7 +40,7 @@ class SlowExecutor(CountingExecutor):
         super().finish()
 
 
-def make_executor(graph_dir, config):
+def make_executor(graph_dir, config, tell):
     print(f"reads {graph_dir}", flush=True)  # noqa: T201 - the test reads it
     return SlowExecutor(40, 4, 0.001)
 

@@ -87,9 +87,9 @@ def test_an_old_name_still_works(old, field):
         ({"DEVICE": "tpu"}, "DEVICE is 'tpu', it must be one of: cpu"),
         (
             {"MP_NUM": "65"},
-            "MP_NUM is 65, it must be at least 1 and at most 64 (tensor-parallel ranks of the model, a process each)",
+            "MP_NUM is 65, it must be at least 1 and at most 64 (tensor-parallel ranks of the model on all machines",
         ),
-        ({"MP_NNODE": "2"}, "MP_NNODE is 2, it must be 1 (machines; more than 1 is not supported yet)"),
+        ({"MP_NNODE": "17"}, "MP_NNODE is 17, it must be at least 1 and at most 16"),
         ({"DRAIN_TIMEOUT": "1e10"}, "DRAIN_TIMEOUT is 1e10, it must be at least 0 and at most 1e+06"),  # Triton's limit
         ({"HTTP_PORT": "x"}, "HTTP_PORT is 'x', it must be a whole number"),  # the name that was used
         ({"METRICS_HTTP_PORT": "70000"}, "METRICS_HTTP_PORT is 70000, it must be at least 1 and at most 65535"),

@@ -71,7 +71,7 @@ def join(membership: Membership) -> None:
     host, local_rank = divmod(membership.rank, membership.ranks_per_host)
     fds = [peer.fileno() for peer in membership.peers]
     for peer in membership.peers:
-        _notice_silence(peer)
+        notice_silence(peer)
     peer_fds = (c_int32 * membership.num_hosts)(*fds[:host], -1, *fds[host:]) if local_rank == 0 else None
     args = _Membership(
         membership.num_hosts, host, membership.ranks_per_host, local_rank, membership.segment_fd, peer_fds
@@ -96,7 +96,7 @@ def abort(segment_fd: int) -> None:
     os.pwrite(segment_fd, (1).to_bytes(4, "little"), 0)
 
 
-def _notice_silence(peer: socket.socket) -> None:
+def notice_silence(peer: socket.socket) -> None:
     """A host that loses its power says nothing: ask it now and then whether it is still there."""
     if peer.family not in (socket.AF_INET, socket.AF_INET6):
         return
