@@ -40,7 +40,7 @@ def test_who_does_not_serve_says_what_it_does_and_who_does():
 
 
 def test_the_address_that_this_machine_has_is_its_own():
-    own = machines(POD_IPS="192.0.2.1,127.0.0.1", POD_0_IP="192.0.2.1", HOST_IP="")
+    own = machines(POD_IPS="203.0.113.1,127.0.0.1", POD_0_IP="203.0.113.1", HOST_IP="")
     assert (own.host, own.is_master) == (1, False)
 
 
@@ -58,8 +58,8 @@ def test_the_address_that_this_machine_has_is_its_own():
         ({"HOST_IP": "10.0.0.3"}, "HOST_IP is '10.0.0.3', it must be one of POD_IPS, 10.0.0.1,10.0.0.2"),
         ({"HOST_IP": "me"}, "HOST_IP has 'me', it must be an IP address"),
         (
-            {"POD_IPS": "192.0.2.1,192.0.2.2", "POD_0_IP": "", "HOST_IP": ""},
-            "HOST_IP must say which of POD_IPS, 192.0.2.1,192.0.2.2, this machine is: it has none of them",
+            {"POD_IPS": "203.0.113.1,203.0.113.2", "POD_0_IP": "", "HOST_IP": ""},
+            "HOST_IP must say which of POD_IPS, 203.0.113.1,203.0.113.2, this machine is: it has none of them",
         ),
         (
             {"POD_IPS": "127.0.0.1,127.0.0.2", "POD_0_IP": "", "HOST_IP": ""},
@@ -81,7 +81,7 @@ def test_the_port_between_machines_matters_only_to_several():
 def test_an_address_that_this_machine_has_not_is_a_problem_of_its_variable():
     names = ("HEALTH_HTTP_PORT", "SERVICE_GRPC_PORT", "METRICS_HTTP_PORT", "INTER_PROC_PORT", "INTER_NODE_PORT")
     free = {name: str(port) for name, port in zip(names, free_ports(len(names)), strict=True)}
-    pods = {"POD_IPS": "192.0.2.1,192.0.2.2", "POD_0_IP": "192.0.2.1", "HOST_IP": "192.0.2.2"}
+    pods = {"POD_IPS": "203.0.113.1,203.0.113.2", "POD_0_IP": "203.0.113.1", "HOST_IP": "203.0.113.2"}
     config = Config.from_env({**TWO, **free, **pods, "SERVICE_HTTP_PORT": "-1"})
     [problem] = ports.problems(config)
-    assert problem.startswith("HOST_IP is '192.0.2.2', which is no address of this machine: ")
+    assert problem.startswith("HOST_IP is '203.0.113.2', which is no address of this machine: ")

@@ -1,0 +1,192 @@
+"""How several machines meet, as threads at 127.0.0.1, 127.0.0.2, ..., and whom they do not let in."""
+
+import os
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from engine.errors import HostLost, SetupError
+from engine.executors import hosts
+from engine.settings.machines import Machines
+from tests.pure.service_fakes import PATIENCE_S, wait_until
+from tests.server import free_ports
+
+FACTS = {"MP_NUM": 4, "BATCH_SIZE": 50}
+
+
+class Hosts:
+    """Of which each test takes the parts it wants. `told` is what the master says it waits for."""
+
+    def __init__(self, count):
+        self.ips = tuple(f"127.0.0.{n + 1}" for n in range(count))
+        self.machines = [Machines(self.ips, host, count) for host in range(count)]
+        [self.port] = free_ports(1)
+        self.told = []
+        self._pool = ThreadPoolExecutor(count)
+
+    def master(self):
+        """(followers, peers), in time."""
+
+        def lead():
+            with hosts.listen(self.machines[0], self.port) as listener:
+                followers = hosts.gather(listener, self.machines[0], FACTS, self.told.append)
+                for follower in followers.values():
+                    follower.send_bytes(hosts.pack(hosts.GO, "meeting 1"))
+                return followers, hosts.meet(listener, self.machines[0], "meeting 1")
+
+        master = self._pool.submit(lead)
+        wait_until(lambda: self.told)
+        return master
+
+    def follower(self, host, facts=FACTS):
+        """(connection to the master, peers), in time."""
+
+        def follow():
+            with hosts.listen(self.machines[host], self.port) as listener:
+                master, meeting = hosts.find_master(self.machines[host], self.port, facts)
+                return master, hosts.meet(listener, self.machines[host], meeting)
+
+        return self._pool.submit(follow)
+
+    def stranger(self, payload=b"", ip="127.0.0.2"):
+        sock = socket.create_connection((self.ips[0], self.port), PATIENCE_S, (ip, 0))
+        sock.sendall(payload)
+        return sock
+
+    def call(self, host, *hello):
+        return hosts.call(self.machines[host], 0, self.port, hosts.pack(*hello))
+
+
+def speak(peers_of):
+    """Each host says its number to all others; what each hears, in the order of its connections."""
+    for host, peers in enumerate(peers_of):
+        for peer in peers:
+            peer.sendall(bytes([host]))
+    heard = [[peer.recv(1)[0] for peer in peers] for peers in peers_of]
+    for peer in (peer for peers in peers_of for peer in peers):
+        peer.close()
+    return heard
+
+
+@pytest.mark.parametrize("order", ["master first", "master last"])
+def test_four_hosts_meet_and_each_is_connected_with_all_in_their_order(order):
+    four = Hosts(4)
+    master = four.master() if order == "master first" else None
+    followers = [four.follower(host) for host in (3, 1, 2)]
+    _, peers = (master or four.master()).result(PATIENCE_S)
+    third, first, second = (follower.result(PATIENCE_S)[1] for follower in followers)
+    assert speak([peers, first, second, third]) == [[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]]
+
+
+def test_the_master_tells_for_whom_it_waits():
+    three = Hosts(3)
+    master = three.master()
+    assert three.told == ["waits for 127.0.0.2, 127.0.0.3"]
+    followers = [three.follower(1)]
+    wait_until(lambda: len(three.told) > 1)
+    assert three.told[1] == "waits for 127.0.0.3"
+    followers.append(three.follower(2))
+    speak([each.result(PATIENCE_S)[1] for each in (master, *followers)])
+
+
+JUNK = {
+    "silent and gone": b"",
+    "no length": b"GET / HTTP/1.0\r\n\r\n",
+    "too long": (2**30).to_bytes(4, "big") + b"x" * 5000,
+    "no msgpack": (3).to_bytes(4, "big") + b"\xc1\xc1\xc1",
+    "no list": (1).to_bytes(4, "big") + b"\x07",
+    "an empty list": (1).to_bytes(4, "big") + b"\x90",
+    "unhashable keys": (4).to_bytes(4, "big") + b"\x91\x81\x80\x01",
+    "cut off": (100).to_bytes(4, "big") + b"\x93",
+}
+
+
+@pytest.mark.parametrize("payload", JUNK.values(), ids=JUNK)
+def test_a_connection_that_makes_no_sense_is_closed_and_does_no_harm(payload):
+    two = Hosts(2)
+    master = two.master()
+    with two.stranger(payload) as sock:
+        sock.shutdown(socket.SHUT_WR)
+        assert is_closed(sock)
+    speak([two.follower(1).result(PATIENCE_S)[1], master.result(PATIENCE_S)[1]])
+
+
+def test_an_address_that_is_none_of_the_hosts_is_not_listened_to():
+    two = Hosts(2)
+    master = two.master()
+    with two.stranger(ip="127.0.0.3") as sock:
+        assert is_closed(sock)
+    speak([two.follower(1).result(PATIENCE_S)[1], master.result(PATIENCE_S)[1]])
+
+
+def test_a_host_that_says_nothing_holds_up_the_others_for_a_bounded_time(monkeypatch):
+    monkeypatch.setattr(hosts, "HELLO_S", 1)
+    two = Hosts(2)
+    master = two.master()
+    with two.stranger() as sock:
+        assert is_closed(sock)
+    speak([two.follower(1).result(PATIENCE_S)[1], master.result(PATIENCE_S)[1]])
+
+
+def is_closed(sock):
+    try:
+        return sock.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_a_host_that_has_something_else_is_told_what():
+    two = Hosts(2)
+    master = two.master()
+    with pytest.raises(SetupError, match="127.0.0.1, which serves, refuses 127.0.0.2: BATCH_SIZE is 8 there, 50 here"):
+        two.follower(1, {"MP_NUM": 4, "BATCH_SIZE": 8}).result(PATIENCE_S)
+    for odd in ("facts", {}, {"MP_NUM": [4]}):
+        with hosts.Caller(1, two.call(1, hosts.FOLLOW, odd), ()).connection() as connection:
+            assert hosts.unpack(connection.recv_bytes())[0] == hosts.REFUSED
+    speak([two.follower(1).result(PATIENCE_S)[1], master.result(PATIENCE_S)[1]])
+
+
+def test_a_host_that_waits_and_ends_is_waited_for_again():
+    three = Hosts(3)
+    master = three.master()
+    sock = three.call(1, hosts.FOLLOW, FACTS)
+    wait_until(lambda: three.told[-1] == "waits for 127.0.0.3")
+    sock.close()
+    wait_until(lambda: three.told[-1] == "waits for 127.0.0.2, 127.0.0.3")
+    followers = [three.follower(1), three.follower(2)]
+    speak([each.result(PATIENCE_S)[1] for each in (master, *followers)])
+
+
+def test_a_host_that_calls_again_takes_the_place_of_its_earlier_call():
+    three = Hosts(3)
+    master = three.master()
+    with three.call(1, hosts.FOLLOW, FACTS) as earlier:
+        wait_until(lambda: three.told[-1] == "waits for 127.0.0.3")
+        followers = [three.follower(1)]
+        assert is_closed(earlier)
+        followers.append(three.follower(2))
+        speak([each.result(PATIENCE_S)[1] for each in (master, *followers)])
+
+
+def test_a_connection_of_an_earlier_meeting_is_not_taken(monkeypatch):
+    monkeypatch.setattr(hosts, "MEET_S", 1.0)
+    two = Hosts(2)
+    master = two.master()
+    with hosts.Caller(1, two.call(1, hosts.FOLLOW, FACTS), ()).connection() as connection:
+        assert hosts.unpack(connection.recv_bytes()) == (hosts.GO, "meeting 1")
+        with two.call(1, hosts.SUMS, "meeting 0") as sums:
+            assert is_closed(sums)
+        with pytest.raises(HostLost, match="127.0.0.2 has ended or cannot be reached"):
+            master.result(PATIENCE_S)
+
+
+def test_the_watch_over_a_host_ends_with_our_own_end_of_the_connection(monkeypatch):
+    monkeypatch.setattr(os, "_exit", lambda status: pytest.fail("it was we who closed it"))
+    near, far = socket.socketpair()
+    connection = hosts.Caller(1, near, ()).connection()
+    hosts.end_with(connection, "127.0.0.2")
+    connection.close()
+    far.close()
+    wait_until(lambda: not any(thread.name == "watches 127.0.0.2" for thread in threading.enumerate()))
