@@ -62,7 +62,8 @@ def _download(config: Config, name: str, report: Callable[[str], None]) -> Sourc
     logging.getLogger("engine.download").setLevel(logging.INFO)
     try:
         quant = parse_model_name(name)[1]
-        options = Options.from_env(check_config=lambda path: read_model(read_json(path)))
+        mode = "master" if config.machines.is_master else "slave"
+        options = Options.from_env(check_config=_must_be_known, nnodes=config.mp_nnode, mode=mode)
         if options.mirror is None:
             as_dtype(quant, config)  # raises before gigabytes are fetched
         report(f"fetching {name} into {config.model_dir}")
@@ -73,6 +74,10 @@ def _download(config: Config, name: str, report: Callable[[str], None]) -> Sourc
         raise ModelUnavailable(f"fetching {name}: {error}") from None
     report(f"{name} is complete, {done.num_fetched} files fetched")
     return Source(done.model_dir.absolute(), config.served_model_name or name, None if done.is_static else quant)
+
+
+def _must_be_known(config_json: Path) -> None:
+    read_model(read_json(config_json))
 
 
 def export_if_needed(config: Config, source: Source, report: Callable[[str], None]) -> Path:

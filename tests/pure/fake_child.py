@@ -33,6 +33,10 @@ def main(name: str, what: str, folder: str) -> None:
     if what == "failing":
         sys.stderr.write("the last words of a failing child\n")
         sys.exit(7)
+    if what == "losing a host":
+        with open(f"{folder}/notes") as notes:
+            if notes.read().count(f"{name} started") < 5:
+                sys.exit(os.EX_TEMPFAIL)
     while True:
         time.sleep(600)
 

@@ -4,9 +4,11 @@ import re
 
 import pytest
 
+import download_model
 from engine.errors import ConfigError
+from engine.models.keys import ModelError
 from engine.settings.config import Config
-from server_scripts import ports
+from server_scripts import model_source, ports
 from tests.server import free_ports
 
 TWO = {"MP_NNODE": "2", "MP_NUM": "4", "POD_IPS": "10.0.0.1,10.0.0.2", "POD_0_IP": "10.0.0.1", "HOST_IP": "10.0.0.2"}
@@ -85,3 +87,42 @@ def test_an_address_that_this_machine_has_not_is_a_problem_of_its_variable():
     config = Config.from_env({**TWO, **free, **pods, "SERVICE_HTTP_PORT": "-1"})
     [problem] = ports.problems(config)
     assert problem.startswith("HOST_IP is '203.0.113.2', which is no address of this machine: ")
+
+
+@pytest.fixture
+def on_the_second_of_two(monkeypatch):
+    for name, text in TWO.items():
+        monkeypatch.setenv(name, text)
+
+
+@pytest.mark.usefixtures("on_the_second_of_two")
+def test_a_host_exports_its_own_ranks_and_needs_no_others(checkpoint, exported, tmp_path):
+    made = model_source.export(checkpoint("qwen2"), tmp_path / "cache")
+    assert {path.name for path in made.glob("rank_*")} == {"rank_2", "rank_3"}
+    whole = exported("qwen2", num_ranks=4)
+    for name in ("manifest.json", "config.json", "rank_3/model.json", "rank_3/model.pdiparams"):
+        assert (made / name).read_bytes() == (whole / name).read_bytes()
+    assert model_source.export(made, tmp_path / "cache") == made
+    assert model_source.export(whole, tmp_path / "cache") == whole
+
+
+@pytest.mark.usefixtures("on_the_second_of_two")
+def test_a_model_with_the_ranks_of_another_host_is_refused(exported, tmp_path):
+    with pytest.raises(ModelError, match="is an exported graph, but rank_2/model.json is missing"):
+        model_source.export(exported("qwen2", num_ranks=4, ranks=(0, 1)), tmp_path)
+
+
+@pytest.mark.usefixtures("on_the_second_of_two")
+@pytest.mark.parametrize(("host_ip", "folder"), [("10.0.0.1", "node1"), ("10.0.0.2", "node2")])
+def test_each_host_fetches_its_own_part_from_a_mirror(monkeypatch, tmp_path, host_ip, folder):
+    monkeypatch.setenv("HOST_IP", host_ip)
+    monkeypatch.setenv("MODEL_MIRROR", "http://127.0.0.1:9")
+    asked = []
+
+    def download(name, directory, options):
+        asked.append(options.part)
+        return download_model.Download(tmp_path, None, is_static=True)
+
+    monkeypatch.setattr(download_model, "download", download)
+    model_source.find_source(Config.from_env(), "an-org/a-model-2nodes", lambda text: None)
+    assert asked == [folder]

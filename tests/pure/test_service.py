@@ -120,6 +120,17 @@ def test_more_requests_than_the_engine_takes_are_refused_before_their_tokens_are
     assert third.final["tokens_all"] == "x"
 
 
+def test_a_machine_that_only_holds_ranks_refuses_and_names_the_one_that_serves(make, engine):
+    why = "this host holds ranks 2 and 3 of the model; requests are served by 10.0.0.1"
+    service = make(why_not_served=why)
+    final = service.ask().final
+    assert (final["error_msg"], final["error_code"]) == (why, 503)
+    assert engine.prompts == {}
+    sender = FakeSender()
+    service.submit(b'{"probe": true}', sender)
+    assert sender.final["ready"] is True
+
+
 def test_a_bug_in_the_intake_gets_one_failure_and_leaves_nothing(service, monkeypatch, engine):
     monkeypatch.setattr(service_module, "Reply", lambda *args: 1 // 0)
     assert service.ask().final["error_msg"] == "internal error: ZeroDivisionError"

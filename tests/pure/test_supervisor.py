@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.errors import HostLost
 from engine.settings.config import ENGINE_FAILED_FILE
 from server_scripts.child import HEALTHY_AFTER_S, MAX_BACK_OFF_S, Child, ChildSpec, back_off, describe_exit
 from tests.pure.fake_server import READY, TIMEOUT_S, fake_server
@@ -89,6 +90,14 @@ def test_the_engine_is_given_up_after_too_many_crashes_and_the_reason_is_written
         assert failed.read_text() == "the engine was killed by SIGKILL, 3 times in a row"
         assert server.notes.count("engine started") == 3
         assert server.process.poll() is None  # the others go on, to say why
+
+
+def test_an_engine_that_loses_another_host_fails_no_start_and_is_never_given_up(tmp_path):
+    with fake_server(tmp_path, ALL | {"engine": "losing a host"}) as server:
+        server.wait_until(lambda: server.notes.count("engine started") == 5)
+        server.wait_until_ready()
+        assert not (tmp_path / "run" / ENGINE_FAILED_FILE).exists()
+        assert server.log.count("engine has lost another machine, and is going to wait for it") == 4
 
 
 def test_the_reason_of_an_earlier_run_is_forgotten_at_the_start(tmp_path):
@@ -257,6 +266,17 @@ def test_crashes_soon_after_each_other_add_up_until_it_is_given_up(child):
         child.restart_at = None
         child.has_ended(signal.SIGKILL)
         assert (child.num_crashes, child.restart_at is None) == (number, number == 3)
+
+
+def test_a_host_that_was_lost_is_no_crash(child):
+    child.has_ended(signal.SIGKILL)
+    for _ in range(10):
+        child.healthy_since = time.monotonic()
+        assert child.has_ended(HostLost.exit_status << 8) is False
+        assert (child.num_crashes, child.process, child.healthy_since) == (1, None, None)
+        assert child.restart_at > time.monotonic()
+    assert child.has_ended(signal.SIGKILL) is True
+    assert child.num_crashes == 2
 
 
 def test_a_child_that_could_not_be_started_is_tried_again_later(tmp_path):

@@ -1,0 +1,196 @@
+"""Two machines made of network namespaces: start_server in each, one stream through the master while the other dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from server_scripts.run_dir import RunDir
+from tests.server import ROOT, a_server, is_alive
+
+IPS = ("10.231.77.1", "10.231.77.2")
+TIMEOUT_S = 90
+BODY = {"text": "Count.", "temperature": 0, "min_dec_len": 300, "max_dec_len": 300, "stream": True}
+CALL = """
+import sys, urllib.error, urllib.request
+url, *body = sys.argv[1:]
+try:
+    answer = urllib.request.urlopen(urllib.request.Request(url, *(text.encode() for text in body)), timeout=90)
+except urllib.error.HTTPError as error:
+    answer = error
+print(answer.status, flush=True)
+for line in answer:
+    print(line.decode(), end="", flush=True)
+"""
+ASK_GRPC = """
+from engine.settings.config import Config
+from server_scripts.probe import Probe
+print(Probe(Config.from_env()).infer({"text": "Hello", "req_id": "1"}, 60).error)
+"""
+
+
+class Host:
+    """A namespace with an address, and a server that does not run yet."""
+
+    def __init__(self, folder: Path, number: int):
+        self.namespace = f"llm{os.getpid()}-{number}"
+        env = {"MODEL_DIR": str(ROOT / "demo_model"), "MP_NUM": "2", "MP_NNODE": "2", "CPU_THREADS": "1"}
+        env |= {"POD_IPS": ",".join(IPS), "POD_0_IP": IPS[0]}  # HOST_IP: found
+        self.server = a_server(folder / str(number), env)
+
+    def popen(self, *command: str) -> subprocess.Popen[str]:
+        enter = ["nsenter", f"--net=/run/netns/{self.namespace}"]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            [*enter, sys.executable, *command], env=self.server.env, cwd=ROOT, stdout=pipe, stderr=pipe, text=True
+        )
+
+    def run(self, *command: str) -> tuple[int, str]:
+        with self.popen(*command) as process:
+            out, err = process.communicate(timeout=2 * TIMEOUT_S)
+            return process.returncode, out + err
+
+    def call(self, url: str, *body: str) -> tuple[int, str]:
+        """Status and body."""
+        status, _, text = self.run("-S", "-c", CALL, url, *body)[1].partition("\n")
+        return int(status), text
+
+    def ready(self) -> tuple[int, str]:
+        return self.call(f"{self.server.health_url}/v2/health/ready")
+
+    def stream(self) -> subprocess.Popen[str]:
+        """One JSON object a line comes out of it."""
+        process = self.popen("-S", "-c", CALL, f"{self.server.http_url}/v1/chat/completions", json.dumps(BODY))
+        assert process.stdout and process.stdout.readline() == "200\n"
+        return process
+
+    def pids(self) -> list[int]:
+        state = RunDir(self.server.run_dir).read_state()
+        return [state.supervisor.pid, *(process.pid for process in state.processes)] if state else []
+
+
+def read_lines(stream: subprocess.Popen[str], count: int) -> list[dict]:
+    """Of a stream; fewer when it ends."""
+    assert stream.stdout
+    return [json.loads(line) for _, line in zip(range(count), stream.stdout, strict=False)]
+
+
+def rest_of(stream: subprocess.Popen[str]) -> list[dict]:
+    with stream:
+        return read_lines(stream, 10_000)
+
+
+def tokens_of(lines: list[dict]) -> list[int]:
+    assert [line["error_msg"] for line in lines if line["error_msg"]] == []
+    assert lines[-1]["is_end"] == 1
+    return [token_id for line in lines for token_id in line["token_ids"]]
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "it has not come true"
+        time.sleep(0.2)
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    both = [Host(tmp_path_factory.mktemp("hosts"), number) for number in (1, 2)]
+    try:
+        first, second = (host.namespace for host in both)
+        for namespace in (first, second):
+            ip("netns", "add", namespace)
+        ip("-n", first, "link", "add", "wire", "type", "veth", "peer", "name", "wire", "netns", second)
+        for host, address in zip(both, IPS, strict=True):
+            ip("-n", host.namespace, "address", "add", f"{address}/24", "dev", "wire")
+            for device in ("lo", "wire"):
+                ip("-n", host.namespace, "link", "set", device, "up")
+    except (OSError, subprocess.CalledProcessError) as error:
+        remove(both)
+        pytest.skip(f"network namespaces cannot be made here: {getattr(error, 'stderr', error)}")
+    yield both
+    remove(both)
+
+
+def remove(hosts: list[Host]) -> None:
+    for host in hosts:
+        subprocess.run(["ip", "netns", "delete", host.namespace], capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def running(hosts):
+    """The follower is asked first."""
+    starts = [host.popen("-m", "server_scripts.start") for host in reversed(hosts)]
+    for start in starts:
+        out, err = start.communicate(timeout=2 * TIMEOUT_S)
+        assert start.returncode == 0, out + err
+    yield hosts
+    pids = [pid for host in hosts for pid in host.pids()]
+    for host in reversed(hosts):
+        status, text = host.run("-m", "server_scripts.stop", "20")
+        assert status == 0, text
+    assert pids and not any(map(is_alive, pids))
+    for host in hosts:
+        assert RunDir(host.server.run_dir).read_state() is None
+        assert list(Path("/dev/shm").glob(f"{RunDir(host.server.run_dir).shm_prefix}*")) == []
+
+
+@pytest.fixture(scope="module")
+def expected(running):
+    tokens = tokens_of(rest_of(running[0].stream()))
+    assert len(tokens) >= 299
+    return tokens
+
+
+def test_both_are_ready_and_only_the_master_answers(running, expected):
+    master, follower = running
+    assert master.ready()[0] == follower.ready()[0] == 200
+    why = f"this host holds rank 1 of the model; requests are served by {IPS[0]}"
+    status, text = follower.call(f"{follower.server.http_url}/v1/chat/completions", json.dumps(BODY))
+    assert status == 503 and json.loads(text)["error_msg"] == why
+    assert why in follower.run("-c", ASK_GRPC)[1]
+    assert follower.call(f"{follower.server.health_url}/v2/health/live")[0] == 200
+
+
+def test_a_host_that_dies_and_comes_back_is_a_pause(running, expected):
+    master, follower = running
+    stream = master.stream()
+    lines = read_lines(stream, 20)
+    os.kill(follower.server.pid_of("supervisor"), signal.SIGKILL)  # and with it all others
+    wait_until(lambda: master.ready()[0] == 503)
+    wait_until(lambda: f"waits for {IPS[1]}" in master.ready()[1])
+    assert master.call(f"{master.server.health_url}/v2/health/live")[0] == 200
+    status, text = follower.run("-m", "server_scripts.start")
+    assert status == 0, text
+    assert tokens_of(lines + rest_of(stream)) == expected
+    assert master.ready()[0] == 200
+
+
+def test_an_engine_that_dies_on_either_host_is_a_pause(running, expected):
+    for host in running:
+        stream = running[0].stream()
+        lines = read_lines(stream, 20)
+        os.kill(host.server.pid_of("engine"), signal.SIGKILL)
+        assert tokens_of(lines + rest_of(stream)) == expected
+
+
+def test_a_wire_that_is_cut_and_mended_is_a_pause(running, expected):
+    master, follower = running
+    stream = master.stream()
+    lines = read_lines(stream, 20)
+    ip("-n", master.namespace, "link", "set", "wire", "down")
+    wait_until(lambda: f"waits for {IPS[1]}" in master.ready()[1])
+    wait_until(lambda: f"waits for {IPS[0]}, which serves" in follower.ready()[1])
+    ip("-n", master.namespace, "link", "set", "wire", "up")
+    assert tokens_of(lines + rest_of(stream)) == expected
