@@ -122,7 +122,7 @@ def export(checkpoint_dir: Path, cache_dir: Path, quant: str | None = None) -> P
     from engine.exporting.manifest import is_exported
 
     config = Config.from_env()
-    ranks = tuple(config.machines.ranks) if config.mp_nnode > 1 else ()  # this host's
+    ranks = config.machines.exported_ranks
     if is_exported(checkpoint_dir, ranks):
         return checkpoint_dir
     make_folder("EXPORT_CACHE_DIR", cache_dir)

@@ -40,6 +40,8 @@ def all_specs(config: Config, graph_dir: Path, served_name: str, run_dir: RunDir
     """In the order of their start. Raises TritonError."""
     environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
     environ |= {"GRAPH_DIR": str(graph_dir), "SERVED_MODEL_NAME": served_name}
+    if config.mp_nnode > 1:
+        environ["HOST_IP"] = config.machines.ips[config.machines.host]  # also when it has lost its address for a while
     environ.pop("API_KEY", None)
     logs, python = log_paths(config), [sys.executable, "-m"]
     specs = [engine_spec(config, environ, logs[ENGINE]), triton_spec(config, environ, run_dir, logs[TRITONSERVER])]

@@ -40,6 +40,8 @@ def main() -> int:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, _interrupt)
     report = Report()
+    if "OMPI_COMM_WORLD_SIZE" in os.environ:  # mpirun binds what it starts to one core, as if it did the computing
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # less what a container may not use
     try:
         os.environ.update(absolute_paths(Config.from_env()))  # the server runs in another folder
         return run(given.model_name or "", report) if given.foreground else detach(given.model_name or "", report)

@@ -88,7 +88,8 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
             save_rank(rank_dir(partial, shard.rank), model.network(shard), manifest.graph(), checkpoint, progress)
         progress("write manifest.json, config.json and the tokenizer's files")
         _copy_files(checkpoint_dir, partial, progress)
-        (partial / CONFIG).write_text(json.dumps(keys | manifest.config_keys(), indent=2) + "\n")
+        added = manifest.config_keys() | {"infer_model_checkpoint": checkpoint.digest()}
+        (partial / CONFIG).write_text(json.dumps(keys | added, indent=2) + "\n")
         manifest.write(partial)
     progress(f"{out_dir} is ready")
 

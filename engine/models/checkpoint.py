@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,14 @@ class Checkpoint:
     def graph_dtype(self, tensor: str) -> str:
         """What `auto` makes of a tensor's dtype: float32 stays, the 16-bit ones become bfloat16."""
         return "float32" if self._find(tensor).get_dtype() == "F32" else "bfloat16"
+
+    def digest(self) -> str:
+        """Tells checkpoints of one shape apart, as training changes every matrix: a hash of all first rows."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self._tensors.items()):
+            digest.update(f"{name} {tensor.get_dtype()} {tensor.get_shape()}".encode())
+            digest.update(tensor[:1].tobytes() if tensor.get_shape() else b"")
+        return digest.hexdigest()[:16]
 
     def check(self, weights: Collection[Weight], ignored: Collection[str] = ()) -> None:
         """Raises ModelError unless the checkpoint holds what these weights are made of, and nothing else.

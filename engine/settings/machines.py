@@ -33,6 +33,11 @@ class Machines:
         return range(self.host * count, (self.host + 1) * count)
 
     @property
+    def exported_ranks(self) -> tuple[int, ...]:
+        """What this host needs of an exported model; none: all."""
+        return tuple(self.ranks) if self.num_hosts > 1 else ()
+
+    @property
     def why_not_served(self) -> str:
         """What a request is told that comes to this host; empty on the one that serves."""
         if self.is_master:

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from engine.errors import HostLost, SetupError
-from engine.executors import hosts
+from engine.executors import hosts, meeting
+from engine.executors.ranks import pack, unpack
 from engine.settings.machines import Machines
 from tests.pure.service_fakes import PATIENCE_S, wait_until
 from tests.server import free_ports
@@ -28,27 +29,13 @@ class Hosts:
 
     def master(self):
         """(followers, peers), in time."""
-
-        def lead():
-            with hosts.listen(self.machines[0], self.port) as listener:
-                followers = hosts.gather(listener, self.machines[0], FACTS, self.told.append)
-                for follower in followers.values():
-                    follower.send_bytes(hosts.pack(hosts.GO, "meeting 1"))
-                return followers, hosts.meet(listener, self.machines[0], "meeting 1")
-
-        master = self._pool.submit(lead)
+        master = self._pool.submit(meeting.call_meeting, self.machines[0], self.port, FACTS, self.told.append)
         wait_until(lambda: self.told)
         return master
 
     def follower(self, host, facts=FACTS):
         """(connection to the master, peers), in time."""
-
-        def follow():
-            with hosts.listen(self.machines[host], self.port) as listener:
-                master, meeting = hosts.find_master(self.machines[host], self.port, facts)
-                return master, hosts.meet(listener, self.machines[host], meeting)
-
-        return self._pool.submit(follow)
+        return self._pool.submit(meeting.find_meeting, self.machines[host], self.port, facts)
 
     def stranger(self, payload=b"", ip="127.0.0.2"):
         sock = socket.create_connection((self.ips[0], self.port), PATIENCE_S, (ip, 0))
@@ -56,7 +43,7 @@ class Hosts:
         return sock
 
     def call(self, host, *hello):
-        return hosts.call(self.machines[host], 0, self.port, hosts.pack(*hello))
+        return meeting.call(self.machines[host], 0, self.port, pack(*hello))
 
 
 def speak(peers_of):
@@ -122,7 +109,7 @@ def test_an_address_that_is_none_of_the_hosts_is_not_listened_to():
 
 
 def test_a_host_that_says_nothing_holds_up_the_others_for_a_bounded_time(monkeypatch):
-    monkeypatch.setattr(hosts, "HELLO_S", 1)
+    monkeypatch.setattr(meeting, "HELLO_S", 1)
     two = Hosts(2)
     master = two.master()
     with two.stranger() as sock:
@@ -143,15 +130,15 @@ def test_a_host_that_has_something_else_is_told_what():
     with pytest.raises(SetupError, match="127.0.0.1, which serves, refuses 127.0.0.2: BATCH_SIZE is 8 there, 50 here"):
         two.follower(1, {"MP_NUM": 4, "BATCH_SIZE": 8}).result(PATIENCE_S)
     for odd in ("facts", {}, {"MP_NUM": [4]}):
-        with hosts.Caller(1, two.call(1, hosts.FOLLOW, odd), ()).connection() as connection:
-            assert hosts.unpack(connection.recv_bytes())[0] == hosts.REFUSED
+        with meeting.Caller(1, two.call(1, meeting.FOLLOW, odd), ()).connection() as connection:
+            assert unpack(connection.recv_bytes())[0] == meeting.REFUSED
     speak([two.follower(1).result(PATIENCE_S)[1], master.result(PATIENCE_S)[1]])
 
 
 def test_a_host_that_waits_and_ends_is_waited_for_again():
     three = Hosts(3)
     master = three.master()
-    sock = three.call(1, hosts.FOLLOW, FACTS)
+    sock = three.call(1, meeting.FOLLOW, FACTS)
     wait_until(lambda: three.told[-1] == "waits for 127.0.0.3")
     sock.close()
     wait_until(lambda: three.told[-1] == "waits for 127.0.0.2, 127.0.0.3")
@@ -162,7 +149,7 @@ def test_a_host_that_waits_and_ends_is_waited_for_again():
 def test_a_host_that_calls_again_takes_the_place_of_its_earlier_call():
     three = Hosts(3)
     master = three.master()
-    with three.call(1, hosts.FOLLOW, FACTS) as earlier:
+    with three.call(1, meeting.FOLLOW, FACTS) as earlier:
         wait_until(lambda: three.told[-1] == "waits for 127.0.0.3")
         followers = [three.follower(1)]
         assert is_closed(earlier)
@@ -171,12 +158,12 @@ def test_a_host_that_calls_again_takes_the_place_of_its_earlier_call():
 
 
 def test_a_connection_of_an_earlier_meeting_is_not_taken(monkeypatch):
-    monkeypatch.setattr(hosts, "MEET_S", 1.0)
+    monkeypatch.setattr(meeting, "MEET_S", 1.0)
     two = Hosts(2)
     master = two.master()
-    with hosts.Caller(1, two.call(1, hosts.FOLLOW, FACTS), ()).connection() as connection:
-        assert hosts.unpack(connection.recv_bytes()) == (hosts.GO, "meeting 1")
-        with two.call(1, hosts.SUMS, "meeting 0") as sums:
+    with meeting.Caller(1, two.call(1, meeting.FOLLOW, FACTS), ()).connection() as connection:
+        assert unpack(connection.recv_bytes())[0] == meeting.GO
+        with two.call(1, meeting.SUMS, "an earlier one") as sums:
             assert is_closed(sums)
         with pytest.raises(HostLost, match="127.0.0.2 has ended or cannot be reached"):
             master.result(PATIENCE_S)
@@ -185,7 +172,7 @@ def test_a_connection_of_an_earlier_meeting_is_not_taken(monkeypatch):
 def test_the_watch_over_a_host_ends_with_our_own_end_of_the_connection(monkeypatch):
     monkeypatch.setattr(os, "_exit", lambda status: pytest.fail("it was we who closed it"))
     near, far = socket.socketpair()
-    connection = hosts.Caller(1, near, ()).connection()
+    connection = meeting.Caller(1, near, ()).connection()
     hosts.end_with(connection, "127.0.0.2")
     connection.close()
     far.close()

@@ -12,9 +12,11 @@ import pytest
 from engine.core.types import Sampling
 from engine.errors import HostLost
 from engine.executors import make_executor
+from engine.exporting.export import ExportOptions, export
 from engine.link.client import Submission
 from engine.link.messages import STARTING
 from engine.settings.config import Config
+from tests.checkpoints import make_checkpoint
 from tests.pure.engine_helpers import ROOT, Collector, a_client
 from tests.pure.service_fakes import PATIENCE_S, wait_until
 from tests.pure.test_company import run
@@ -172,9 +174,10 @@ def test_an_end_that_was_asked_for_is_no_error(engines):
         assert engines.wait(1) == 0
 
 
-def test_a_host_with_another_model_is_refused_and_says_why(engines, exported):
+def test_a_host_with_other_weights_is_refused_and_says_why(engines, tmp_path):
     engines.start(0)
-    other = exported("llama", block_size=16, num_ranks=2)
+    other = tmp_path / "other"
+    export(make_checkpoint(tmp_path / "checkpoint", "qwen2", seed=99), other, ExportOptions(block_size=16, num_ranks=2))
     engines.start(1, GRAPH_DIR=str(other))
     assert engines.wait(1) == 1
     assert "127.0.0.1, which serves, refuses 127.0.0.2: the hash of manifest.json and config.json is" in engines.log(1)

@@ -76,6 +76,13 @@ class Host:
         return [state.supervisor.pid, *(process.pid for process in state.processes)] if state else []
 
 
+def num_replays(master: Host) -> int:
+    """Of one open request."""
+    return (
+        (master.server.log_dir / "server.log").read_text().count("the engine has been restarted, replaying 1 requests")
+    )
+
+
 def read_lines(stream: subprocess.Popen[str], count: int) -> list[dict]:
     """Of a stream; fewer when it ends."""
     assert stream.stdout
@@ -166,7 +173,7 @@ def test_both_are_ready_and_only_the_master_answers(running, expected):
 def test_a_host_that_dies_and_comes_back_is_a_pause(running, expected):
     master, follower = running
     stream = master.stream()
-    lines = read_lines(stream, 20)
+    lines, before = read_lines(stream, 20), num_replays(master)
     os.kill(follower.server.pid_of("supervisor"), signal.SIGKILL)  # and with it all others
     wait_until(lambda: master.ready()[0] == 503)
     wait_until(lambda: f"waits for {IPS[1]}" in master.ready()[1])
@@ -174,23 +181,26 @@ def test_a_host_that_dies_and_comes_back_is_a_pause(running, expected):
     status, text = follower.run("-m", "server_scripts.start")
     assert status == 0, text
     assert tokens_of(lines + rest_of(stream)) == expected
+    assert num_replays(master) == before + 1
     assert master.ready()[0] == 200
 
 
 def test_an_engine_that_dies_on_either_host_is_a_pause(running, expected):
     for host in running:
         stream = running[0].stream()
-        lines = read_lines(stream, 20)
+        lines, before = read_lines(stream, 20), num_replays(running[0])
         os.kill(host.server.pid_of("engine"), signal.SIGKILL)
         assert tokens_of(lines + rest_of(stream)) == expected
+        assert num_replays(running[0]) == before + 1
 
 
 def test_a_wire_that_is_cut_and_mended_is_a_pause(running, expected):
     master, follower = running
     stream = master.stream()
-    lines = read_lines(stream, 20)
+    lines, before = read_lines(stream, 20), num_replays(master)
     ip("-n", master.namespace, "link", "set", "wire", "down")
     wait_until(lambda: f"waits for {IPS[1]}" in master.ready()[1])
     wait_until(lambda: f"waits for {IPS[0]}, which serves" in follower.ready()[1])
     ip("-n", master.namespace, "link", "set", "wire", "up")
     assert tokens_of(lines + rest_of(stream)) == expected
+    assert num_replays(master) == before + 1

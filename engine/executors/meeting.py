@@ -1,0 +1,194 @@
+"""How the engines of several machines find each other, on INTER_NODE_PORT. Knows no model and no executor.
+
+A follower calls the master and says what it has. It is refused with the reason, or told to go on once all are there.
+Then each host calls those before it, for the sums. Nothing is encrypted; only the addresses of POD_IPS are listened to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import logging
+import os
+import socket
+import struct
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from ipaddress import ip_address
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
+
+from engine.errors import ConfigError, HostLost, SetupError
+from engine.executors.ranks import RankFailed, pack, unpack
+from engine.ops.cpu import group
+from engine.settings.machines import Machines
+
+log = logging.getLogger(__name__)
+
+FOLLOW, SUMS = "follow", "sums"  # what a caller wants: [FOLLOW, facts], [SUMS, meeting]
+GO, REFUSED = "go", "refused"  # what the master says to FOLLOW: [GO, meeting], [REFUSED, why]
+MAX_HELLO_BYTES = 4096
+HELLO_S = 5  # for the first message of a connection to come
+CALL_S, CALL_AGAIN_S = 5.0, 0.5
+MEET_S = 30.0  # for all connections to be made, once everybody is there
+Facts = dict[str, Any]  # what must be the same on all hosts, by names for people
+Peers = tuple[socket.socket, ...]  # for the sums: to each other host, in their order
+
+
+class Caller(NamedTuple):
+    host: int
+    sock: socket.socket
+    hello: tuple[Any, ...]
+
+    def connection(self) -> Connection:
+        return Connection(self.sock.detach())
+
+
+def call_meeting(
+    machines: Machines, port: int, ours: Facts, tell: Callable[[str], None]
+) -> tuple[list[Connection], Peers]:
+    """What the master does: waits for all others, and tells for whom. A connection to each, in their order."""
+    with listen(machines, port) as listener:
+        followers = gather(listener, machines, ours, tell)
+        meeting = uuid.uuid4().hex
+        for ip, follower in zip(machines.ips[1:], followers, strict=True):
+            with lost(ip):
+                follower.send_bytes(pack(GO, meeting))
+        return followers, connect(listener, machines, meeting)
+
+
+def find_meeting(machines: Machines, port: int, ours: Facts) -> tuple[Connection, Peers]:
+    """What another host does: waits for the master and all others. Its connection to the master."""
+    with listen(machines, port) as listener:
+        while True:
+            try:
+                master = Connection(call(machines, 0, port, pack(FOLLOW, ours)).detach())
+                kind, text = unpack(master.recv_bytes(MAX_HELLO_BYTES))
+                break
+            except (OSError, EOFError):
+                time.sleep(CALL_AGAIN_S)
+        if kind != GO:
+            raise SetupError(f"{machines.ips[0]}, which serves, refuses {machines.ips[machines.host]}: {text}")
+        return master, connect(listener, machines, text)
+
+
+def gather(listener: socket.socket, machines: Machines, ours: Facts, tell: Callable[[str], None]) -> list[Connection]:
+    followers: dict[int, Connection] = {}
+    while missing := [ip for host, ip in enumerate(machines.ips) if host and host not in followers]:
+        tell(f"waits for {', '.join(missing)}")
+        ready = wait([listener, *followers.values()])
+        for host, follower in [*followers.items()]:
+            if follower in ready:  # who waits with us has nothing to say: it has ended
+                followers.pop(host).close()
+        caller = accept(listener, machines) if listener in ready else None
+        if caller is None:
+            continue
+        if why := why_refused(caller.hello, ours):
+            warn_once(machines.ips[caller.host], why)
+            refuse(caller, why)
+            continue
+        if caller.host in followers:  # it has started anew, and the end of its connection was lost
+            followers[caller.host].close()
+        followers[caller.host] = caller.connection()
+    return [followers[host] for host in sorted(followers)]
+
+
+def why_refused(hello: tuple[Any, ...], ours: Facts) -> str:
+    if hello[0] != FOLLOW or len(hello) != 2 or not isinstance(hello[1], dict):
+        return "it does not ask to follow"
+    different = [f"{name} is {hello[1].get(name)!r} there, {value!r} here" for name, value in ours.items()
+                 if hello[1].get(name) != value]  # fmt: skip
+    return "; ".join(different)
+
+
+def refuse(caller: Caller, why: str) -> None:
+    with contextlib.suppress(OSError), caller.connection() as connection:
+        connection.send_bytes(pack(REFUSED, why))
+
+
+def connect(listener: socket.socket, machines: Machines, meeting: str) -> Peers:
+    """Calls those before us, is called by those after us."""
+    peers = {}
+    port = listener.getsockname()[1]
+    for host in range(machines.host):
+        with lost(machines.ips[host]):
+            peers[host] = call(machines, host, port, pack(SUMS, meeting))
+    deadline = time.monotonic() + MEET_S
+    while missing := [host for host in range(machines.num_hosts) if host not in peers and host != machines.host]:
+        if not wait([listener], deadline - time.monotonic()):
+            raise HostLost(machines.ips[missing[0]])
+        caller = accept(listener, machines)
+        if caller and caller.host in missing and caller.hello == (SUMS, meeting):
+            peers[caller.host] = caller.sock
+        elif caller:  # it has started anew; it will call again, and we start anew, too
+            caller.sock.close()
+    return tuple(peers[host] for host in sorted(peers))
+
+
+def listen(machines: Machines, port: int) -> socket.socket:
+    ip = machines.ips[machines.host]
+    while True:
+        try:
+            return socket.create_server((ip, port), family=socket.AF_INET6 if ":" in ip else socket.AF_INET)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                why = f"INTER_NODE_PORT is {port}, which cannot be used on {ip} (HOST_IP): {error.strerror}"
+                raise ConfigError(why) from None
+            log.warning("this machine has no address %s now, waiting for it", ip)  # at its start it had
+            time.sleep(CALL_S)
+
+
+def accept(listener: socket.socket, machines: Machines) -> Caller | None:
+    """None: it was none of us, or said nothing that makes sense."""
+    try:
+        sock, address = listener.accept()
+    except OSError:  # it has gone again
+        return None
+    ip = str(ip_address(address[0]))
+    try:
+        if ip not in machines.ips:
+            raise ValueError("it is none of POD_IPS")
+        hello = read_hello(sock)
+    except (OSError, EOFError, ValueError) as error:
+        warn_once(ip, str(error))
+        sock.close()
+        return None
+    group.notice_silence(sock)
+    return Caller(machines.ips.index(ip), sock, hello)
+
+
+@functools.lru_cache(maxsize=100)
+def warn_once(ip: str, why: str) -> None:
+    """It will call again, and again."""
+    log.warning("%s is refused: %s", ip, why)
+
+
+def read_hello(sock: socket.socket) -> tuple[Any, ...]:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", HELLO_S, 0))
+    with Connection(os.dup(sock.fileno())) as connection:
+        hello = unpack(connection.recv_bytes(MAX_HELLO_BYTES))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+    if not isinstance(hello, tuple) or not hello:
+        raise ValueError("it says nothing that makes sense")
+    return hello
+
+
+def call(machines: Machines, host: int, port: int, hello: bytes) -> socket.socket:
+    """From the address by which the others know us."""
+    sock = socket.create_connection((machines.ips[host], port), CALL_S, (machines.ips[machines.host], 0))
+    sock.settimeout(None)
+    group.notice_silence(sock)
+    with Connection(os.dup(sock.fileno())) as connection:
+        connection.send_bytes(hello)
+    return sock
+
+
+@contextlib.contextmanager
+def lost(ip: str) -> Iterator[None]:
+    """A connection that fails is a host that is lost."""
+    try:
+        yield
+    except (OSError, EOFError, RankFailed) as error:
+        raise HostLost(ip) from error
