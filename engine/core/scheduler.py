@@ -173,9 +173,10 @@ class Scheduler:
             if of_forks:
                 self._join_forks(request)
             self._tell(request, update, updates)
-            for fork, tokens in zip(forks, of_forks, strict=True):
-                if fork.state is RUNNING:
-                    self._tell(fork, self._append(fork, *tokens), updates)
+            if of_forks:
+                for fork, tokens in zip(forks, of_forks, strict=True):
+                    if fork.state is RUNNING:
+                        self._tell(fork, self._append(fork, *tokens), updates)
         self.counters.num_generated_tokens += sum([len(update.token_ids) for update in updates])
         return updates
 
@@ -296,6 +297,8 @@ class Scheduler:
     def _append(self, request: Request, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None) -> Update:
         if token_ids[0] == NO_TOKEN:
             return Update(request, (), None, FAILED)
+        if len(token_ids) == 1:
+            return Update(request, token_ids, logprobs, request.append(token_ids[0]))
         for count, token_id in enumerate(token_ids, 1):
             if finish_reason := request.append(token_id):
                 if count < len(token_ids):  # what follows was drafted well, but is beyond the end

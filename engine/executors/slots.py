@@ -30,20 +30,19 @@ class Choices(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch) -> Choices:
+        rows = [row for row in batch.rows if row.num_sampled]
+        if sum([row.num_sampled + len(row.forks) for row in rows]) == len(rows):  # the usual case: one token a row
+            return cls([row.slot for row in rows], [()] * len(rows), None)
         slots: list[int] = []
         tails: list[Sequence[int]] = []
         logit_rows: list[int] = []
         num_logits = 0
-        for row in batch.rows:
-            for index in range(row.num_sampled):
-                slots.append(row.slot)
-                tails.append(row.token_ids[len(row.token_ids) - row.num_sampled + 1 :][:index] if index else ())
-                logit_rows.append(num_logits)
-                num_logits += 1
-            for fork in row.forks:
-                slots.append(fork)
-                tails.append(())
-                logit_rows.append(num_logits - 1)
+        for row in rows:
+            drafts = row.token_ids[len(row.token_ids) - row.num_sampled + 1 :]
+            slots += [row.slot] * row.num_sampled + list(row.forks)
+            tails += [drafts[:index] for index in range(row.num_sampled)] + [()] * len(row.forks)
+            num_logits += row.num_sampled
+            logit_rows += [*range(num_logits - row.num_sampled, num_logits), *[num_logits - 1] * len(row.forks)]
         return cls(slots, tails, logit_rows if num_logits < len(slots) else None)
 
 
@@ -213,10 +212,11 @@ class _Seen:
             if (places := self.places.get(slot)) is not None:
                 for token_id in each:
                     place = places.get(token_id)
-                    if place is None:
-                        place = self._enter(slot, places, token_id)
-                    counted.append(place)
-        np.add.at(self._counts, counted, 1)
+                    counted.append(self._enter(slot, places, token_id) if place is None else place)
+        if len(counted) > len(set(counted)):  # a draft with the same token twice
+            np.add.at(self._counts, counted, 1)
+        else:
+            self._counts[np.array(counted, np.int64)] += 1
 
     def _enter(self, slot: int, places: dict[int, int], token_id: int) -> int:
         place = places[token_id] = slot * self._size + len(places)
