@@ -3,20 +3,20 @@ that are accepted. The same for every executor that samples on the host."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
 
-from engine.core.types import Arrival, Batch, Logprobs, Sampling, StepOutput
+from engine.core.types import Arrival, Batch, Logprobs, StepOutput
+from engine.executors.adjustments import NONE, Bias, Seen, joined
 from engine.ops.sampling_rows import SampledRows, SamplingRows
 
 PER_SLOT = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
     *("seed", "counter", "num_logprobs"),
 )
-Entries = tuple[np.ndarray, np.ndarray]  # token ids i32, and a number for each
 Sample = Callable[[np.ndarray, SamplingRows], SampledRows]
 
 
@@ -54,8 +54,8 @@ class Slots:
         self._block_tables = np.zeros((num_slots, max_blocks), np.int32)
         self._num_blocks = [0] * num_slots
         self._rows = SamplingRows.greedy(num_slots)  # its `counter` is the number of tokens that the answer has
-        self._seen = _Seen(num_slots, max_blocks * block_size)
-        self._biases: dict[int, _Bias] = {}  # of slots that have one
+        self._seen = Seen(num_slots, max_blocks * block_size)
+        self._biases: dict[int, Bias] = {}  # of slots that have one
 
     def place(self, batch: Batch) -> None:
         """Takes in who has arrived and which blocks were given out. The first thing of a step."""
@@ -110,7 +110,7 @@ class Slots:
                 self._biases[slot].entries(int(count), tail) if slot in self._biases else NONE
                 for slot, tail, count in zip(choices.slots, choices.tails, rows.counter, strict=True)
             ]
-            rows.bias_starts, rows.bias_ids, rows.bias = _joined(bias, np.float32)
+            rows.bias_starts, rows.bias_ids, rows.bias = joined(bias, np.float32)
         return rows
 
     def accept(self, batch: Batch, sampled: SampledRows) -> StepOutput:
@@ -155,7 +155,7 @@ class Slots:
         else:
             self._seen.end(slot)
         if sampling.logit_bias or sampling.bad_words or sampling.min_new_tokens:
-            self._biases[slot] = _Bias(sampling, token_ids[prompt_len:])
+            self._biases[slot] = Bias(sampling, token_ids[prompt_len:])
 
     def _remember(self, slots: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
         self._rows.counter[np.array(slots)] += [len(each) for each in token_ids]  # every slot is there once
@@ -181,96 +181,6 @@ class Slots:
         ]
 
 
-class _Seen:
-    """Which tokens prompt and answer of a slot hold, and how often each is in the answer. Each slot has a region of two
-    arrays, which the sampler reads where it is: nothing is copied for a step."""
-
-    def __init__(self, num_slots: int, most_tokens: int):
-        self.places: dict[int, dict[int, int]] = {}  # of slots whose penalties read it: token -> where it is
-        self._size = most_tokens
-        self._ids = np.empty(num_slots * most_tokens, np.int32)  # memory that is not written costs nothing
-        self._counts = np.empty(num_slots * most_tokens, np.int32)
-        self._ends = np.arange(num_slots, dtype=np.int32) * most_tokens  # of each slot's region
-
-    def begin(self, slot: int, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        start = slot * self._size
-        unique = list(dict.fromkeys(prompt))
-        self.places[slot] = dict(zip(unique, range(start, start + len(unique)), strict=True))
-        self._ends[slot] = start + len(unique)
-        self._ids[start : start + len(unique)] = unique
-        self._counts[start : start + len(unique)] = 0
-        self.add([slot], [answer])
-
-    def end(self, slot: int) -> None:
-        self._ends[slot] = slot * self._size
-        self.places.pop(slot, None)
-
-    def add(self, slots: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
-        """Tokens that the answers of these slots have gained."""
-        counted: list[int] = []
-        for slot, each in zip(slots, token_ids, strict=True):
-            if (places := self.places.get(slot)) is not None:
-                for token_id in each:
-                    place = places.get(token_id)
-                    counted.append(self._enter(slot, places, token_id) if place is None else place)
-        if len(counted) > len(set(counted)):  # a draft with the same token twice
-            np.add.at(self._counts, counted, 1)
-        else:
-            self._counts[np.array(counted, np.int64)] += 1
-
-    def _enter(self, slot: int, places: dict[int, int], token_id: int) -> int:
-        place = places[token_id] = slot * self._size + len(places)
-        self._ids[place], self._counts[place] = token_id, 0
-        self._ends[slot] = place + 1
-        return place
-
-    def fill(self, rows: SamplingRows, slots: np.ndarray, tails: Sequence[Sequence[int]]) -> None:
-        rows.seen_starts, rows.seen_ends = slots.astype(np.int32) * np.int32(self._size), self._ends[slots]
-        rows.seen_ids, rows.seen_counts = self._ids, self._counts
-        if any(tails):  # then each row has its own
-            entries = [self._with_tail(slot, tail) for slot, tail in zip(slots.tolist(), tails, strict=True)]
-            starts, rows.seen_ids, rows.seen_counts = _joined(entries, np.int32)
-            rows.seen_starts, rows.seen_ends = starts[:-1].copy(), starts[1:].copy()
-
-    def _with_tail(self, slot: int, tail: Sequence[int]) -> Entries:
-        if slot not in self.places:
-            return NONE
-        part = slice(slot * self._size, self._ends[slot])
-        counts = dict(zip(self._ids[part].tolist(), self._counts[part].tolist(), strict=True))
-        for token_id in tail:
-            counts[token_id] = counts.get(token_id, 0) + 1
-        return np.array(list(counts), np.int32), np.array(list(counts.values()), np.int32)
-
-
-class _Bias:
-    """What is added to the logits of one slot: its own biases, and minus infinity for what is banned now."""
-
-    def __init__(self, sampling: Sampling, answer: Sequence[int]):
-        self.answer = list(answer)
-        self._sampling = sampling
-        self._long_words = [word for word in sampling.bad_words if len(word) > 1]
-        banned = [(word[0], -np.inf) for word in sampling.bad_words if len(word) == 1]
-        self._fixed = _entries([*sampling.logit_bias, *banned])
-
-    def entries(self, num_new_tokens: int, tail: Sequence[int]) -> Entries:
-        if not self._long_words and num_new_tokens >= self._sampling.min_new_tokens:
-            return self._fixed
-        banned = _entries([(token_id, -np.inf) for token_id in self._banned(num_new_tokens, tail)])
-        return np.concatenate([self._fixed[0], banned[0]]), np.concatenate([self._fixed[1], banned[1]])
-
-    def _banned(self, num_new_tokens: int, tail: Sequence[int]) -> Iterator[int]:
-        if num_new_tokens < self._sampling.min_new_tokens:
-            yield from self._sampling.stop_token_ids
-        for *head, last in self._long_words:
-            # Banned at its last token, once the answer ends with the tokens before it.
-            end = [*self.answer[-len(head) :], *tail][-len(head) :]
-            if end == head:
-                yield last
-
-
-NONE: Entries = (np.zeros(0, np.int32), np.zeros(0, np.float32))
-
-
 def _logprobs(sampled: SampledRows, places: Sequence[int], count: int) -> list[Logprobs]:
     logprobs = []
     for place in places:
@@ -278,17 +188,6 @@ def _logprobs(sampled: SampledRows, places: Sequence[int], count: int) -> list[L
         top = tuple(pair for pair in zip(ids, values, strict=True) if pair[0] >= 0)
         logprobs.append(Logprobs(float(sampled.logprobs[place]), top))
     return logprobs
-
-
-def _entries(pairs: Sequence[tuple[int, float]]) -> Entries:
-    return np.array([token_id for token_id, _ in pairs], np.int32), np.array([each for _, each in pairs], np.float32)
-
-
-def _joined(entries: Sequence[Entries], dtype: type) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One after another: where each starts, the ids, the numbers."""
-    starts = np.zeros(len(entries) + 1, np.int32)
-    np.cumsum([len(ids) for ids, _ in entries], out=starts[1:])
-    return starts, np.concatenate([ids for ids, _ in entries]), np.concatenate([n for _, n in entries]).astype(dtype)
 
 
 def _runs(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

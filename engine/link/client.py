@@ -1,9 +1,8 @@
-"""The engine as its users see it: submit, cancel, and a listener per request. Keeps the journal.
+"""The engine as its users see it: submit, cancel, and a listener per answer.
 
-The journal is what makes a crash of the engine invisible: for every open request the prompt, the sampling (with its
-seed) and the tokens received so far. When a new engine process answers, every open request is submitted again with what
-it already has; the engine goes on from there, greedy or seeded, with the same tokens as without the crash. A request
-that crashes every engine is found (`engine.link.crash_search`) and ended with an error.
+A crash of the engine is invisible: when a new engine process answers, everything that is open in the journal is
+submitted again with the tokens it already has; the engine goes on from there, greedy or seeded, with the same tokens as
+without the crash. A request that crashes every engine is found (`engine.link.crash_search`) and ended with an error.
 
 One thread owns the socket. It calls the listeners, which must not block.
 """
@@ -16,54 +15,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 
-from engine.core.types import Logprobs, Sampling
 from engine.errors import EngineUnavailable, RequestError, error_of
 from engine.link import messages
 from engine.link.crash_search import CrashSearch
+from engine.link.journal import Entry, Journal, Submission
 
 log = logging.getLogger(__name__)
 
 PING_INTERVAL_S = 0.25
 MAX_RECEIVED = 50  # messages in a row: an engine that is faster than we are must not keep pings and commands waiting
-
-
-class Listener(Protocol):
-    """Told what happens to one answer. Exactly one of `ended` and `tokens` with a finish_reason comes last."""
-
-    def tokens(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None, finish_reason: str | None) -> None:
-        """One or several that came together, `finish_reason` of the last; `logprobs` has one for each, when asked
-        for."""
-        ...
-
-    def ended(self, error: RequestError) -> None: ...
-
-
-@dataclass
-class Submission:
-    """One that is wanted to a prompt. A `request_id` is never used twice: tokens of one that was cancelled may still be
-    on their way."""
-
-    request_id: str
-    sampling: Sampling
-    listener: Listener
-    token_ids: list[int] = field(default_factory=list)  # what was received
-
-
-@dataclass
-class Entry:
-    """One prompt of the journal and its open answers."""
-
-    name: str  # the id of the first
-    prompt_ids: Sequence[int]
-    answers: dict[str, Submission]
-    submitted: bool = False  # to the engine process of now
-    replay: bool = False
 
 
 class EngineClient:
@@ -74,9 +39,8 @@ class EngineClient:
         self.num_restarts = 0  # engine processes seen after the first
         self._address = address
         self._failed_file = failed_file
-        self._journal: dict[str, Entry] = {}  # by name
-        self._entry_of: dict[str, Entry] = {}  # by the ids of open answers
-        self._lock = threading.Lock()  # of the journal and the commands
+        self._journal = Journal()
+        self._lock = threading.Lock()  # of the commands
         self._commands: deque[Callable[[], None]] = deque()
         self._pipe = list(os.pipe())  # wakes the thread; empty once closed
         os.set_blocking(self._pipe[1], False)
@@ -96,21 +60,16 @@ class EngineClient:
         been given up or the client is closed."""
         if reason := self.failure():
             raise EngineUnavailable(reason)
-        entry = Entry(answers[0].request_id, tuple(prompt_ids), {answer.request_id: answer for answer in answers})
         with self._lock:
             if self._closing:
                 raise EngineUnavailable("the server is stopping")
-            assert self._entry_of.keys().isdisjoint(entry.answers), f"{entry.name} is open already"
-            self._journal[entry.name] = entry
-            self._entry_of.update(dict.fromkeys(entry.answers, entry))
+            entry = self._journal.open(prompt_ids, answers)
         self._command(lambda: self._crash_search.add(entry.name))
 
     def cancel(self, request_id: str) -> None:
         """Forgets an answer; its listener hears nothing more. Harmless when it has ended."""
-        with self._lock:
-            entry, _ = self._forget(request_id)
-        if entry:
-            self._command(lambda: self._cancelled(entry, request_id))
+        if found := self._journal.forget(request_id):
+            self._command(lambda: self._cancelled(found[0], request_id))
 
     def failure(self) -> str | None:
         """Why the engine will not come back, or None."""
@@ -133,7 +92,7 @@ class EngineClient:
 
     @property
     def num_open(self) -> int:
-        return len(self._entry_of)
+        return len(self._journal)
 
     def close(self) -> None:
         """Ends every open request with an error and stops the thread."""
@@ -226,13 +185,11 @@ class EngineClient:
             self.num_restarts += 1
             if culprit := self._crash_search.note_crash():
                 log.error("%s has crashed the engine twice in a row, it is not replayed", culprit)
-                with self._lock:
-                    request_ids = list(self._journal[culprit].answers) if culprit in self._journal else []
-                for request_id in request_ids:
-                    self._refused(request_id, RequestError("the engine crashes whenever it computes this request"))
+                for submission in self._journal.find(culprit)[1]:
+                    error = RequestError("the engine crashes whenever it computes this request")
+                    self._refused(submission.request_id, error)
         self._epoch = epoch
-        with self._lock:
-            entries = dict(self._journal)
+        entries = self._journal.entries()
         for entry in entries.values():
             entry.replay |= entry.submitted
             entry.submitted = False
@@ -245,15 +202,13 @@ class EngineClient:
 
     def _submit(self, name: str) -> bool:
         """False when it was cancelled meanwhile. Before there is an engine nothing is sent: its first answer will."""
-        with self._lock:
-            entry = self._journal.get(name)
-            open_answers = list(entry.answers.values()) if entry else []
+        entry, submissions = self._journal.find(name)
         if entry is None:
             return False
         if self._epoch is None or entry.submitted:
             return True
         entry.submitted = True
-        answers = [(each.request_id, messages.pack_sampling(each.sampling), each.token_ids) for each in open_answers]
+        answers = [(each.request_id, messages.pack_sampling(each.sampling), each.token_ids) for each in submissions]
         self._send(messages.SUBMIT, self._epoch, entry.prompt_ids, answers, entry.replay)
         return True
 
@@ -264,42 +219,23 @@ class EngineClient:
             self._crash_search.survived(entry.name)
 
     def _tokens(self, request_id: str, token_ids: Sequence[int], logprobs: Any, finish_reason: str | None) -> None:
-        with self._lock:
-            entry = self._entry_of.get(request_id)
-            if entry is None:
-                return  # cancelled, the engine does not know yet
-            answer = entry.answers[request_id]
-            answer.token_ids += token_ids
-            if finish_reason:
-                self._forget(request_id)
-        answer.listener.tokens(token_ids, messages.unpack_logprobs(logprobs), finish_reason)
+        found = self._journal.enter(request_id, token_ids, is_end=finish_reason is not None)
+        if found is None:
+            return  # cancelled, the engine does not know yet
+        entry, submission = found
+        submission.listener.tokens(token_ids, messages.unpack_logprobs(logprobs), finish_reason)
         self._crash_search.survived(entry.name)
 
     def _refused(self, request_id: str, error: RequestError) -> None:
-        with self._lock:
-            entry, answer = self._forget(request_id)
-        if entry and answer:
-            answer.listener.ended(error)
+        if found := self._journal.forget(request_id):
+            entry, submission = found
+            submission.listener.ended(error)
             if not entry.answers:
                 self._crash_search.survived(entry.name)
 
-    def _forget(self, request_id: str) -> tuple[Entry | None, Submission | None]:
-        """Under the lock."""
-        entry = self._entry_of.pop(request_id, None)
-        if entry is None:
-            return None, None
-        answer = entry.answers.pop(request_id)
-        if not entry.answers:
-            del self._journal[entry.name]
-        return entry, answer
-
     def _end_all(self, error: RequestError) -> None:
-        with self._lock:
-            answers = [entry.answers[request_id] for request_id, entry in self._entry_of.items()]
-            self._journal.clear()
-            self._entry_of.clear()
-        for answer in answers:
-            answer.listener.ended(error)
+        for submission in self._journal.forget_all():
+            submission.listener.ended(error)
 
     def _command(self, command: Callable[[], None]) -> None:
         with self._lock:

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from engine import wire
 from engine.core.types import Logprobs
 from engine.errors import Cancelled, RequestError, as_request_error
-from engine.link.client import Submission
+from engine.link.journal import Submission
 from engine.serving.choice import Choice
 from engine.serving.latency import Latency
 from engine.serving.prompt import Prompt

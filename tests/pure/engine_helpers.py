@@ -11,7 +11,8 @@ from pathlib import Path
 
 from engine.core.loop import Loop
 from engine.core.types import Sampling
-from engine.link.client import EngineClient, Submission
+from engine.link.client import EngineClient
+from engine.link.journal import Submission
 from engine.link.server import Server
 from engine.settings.config import Config
 from tests.pure.counting_executor import CountingExecutor

@@ -13,7 +13,7 @@ from engine.core.types import Sampling
 from engine.errors import HostLost
 from engine.executors import make_executor
 from engine.exporting.export import ExportOptions, export
-from engine.link.client import Submission
+from engine.link.journal import Submission
 from engine.link.messages import STARTING
 from engine.settings.config import Config
 from tests.checkpoints import make_checkpoint

@@ -14,7 +14,8 @@ from engine.core.types import Sampling, State
 from engine.errors import InvalidRequest, Overloaded
 from engine.link import client as client_module
 from engine.link import server as server_module
-from engine.link.client import EngineClient, Submission
+from engine.link.client import EngineClient
+from engine.link.journal import Submission
 from engine.link.server import Server
 from engine.settings.config import Config
 from tests.pure.counting_executor import CountingExecutor, answer

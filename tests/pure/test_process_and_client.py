@@ -14,7 +14,8 @@ from engine.errors import EngineUnavailable, InvalidRequest, Overloaded
 from engine.link import client as client_module
 from engine.link import messages
 from engine.link import server as server_module
-from engine.link.client import EngineClient, Submission
+from engine.link.client import EngineClient
+from engine.link.journal import Submission
 from tests.pure.counting_engine import POISON, SlowExecutor
 from tests.pure.counting_executor import CountingExecutor, answer, logprobs_of
 from tests.pure.engine_helpers import (
