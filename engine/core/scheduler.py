@@ -16,6 +16,7 @@ from engine.errors import InvalidRequest, queue_full
 
 FAILED = "failed"
 RUNNING = State.RUNNING  # looked up once
+make = tuple.__new__  # of a NamedTuple: a third of the time that its own constructor takes, once a row
 LOOK_AHEAD = 4  # waiting requests that are looked at for one that fits
 MAX_PASSED = 8  # requests that may go before one that came earlier and does not fit yet
 
@@ -206,7 +207,8 @@ class Scheduler:
                 token_ids += self._drafts(request, spare)
                 spare -= len(token_ids) - 1
             new = self._new_blocks(request) if len(request.block_ids) > request.num_placed else ()
-            launched.append((request, Row(request.slot, start, token_ids, new, len(token_ids)), ()))
+            row = make(Row, (request.slot, start, token_ids, new, len(token_ids), ()))
+            launched.append((request, row, ()))
         return in_prompt
 
     def _launch_prompt(self, launched: list[Launched], request: Request, budget: int) -> int:
@@ -298,7 +300,7 @@ class Scheduler:
         if token_ids[0] == NO_TOKEN:
             return Update(request, (), None, FAILED)
         if len(token_ids) == 1:
-            return Update(request, token_ids, logprobs, request.append(token_ids[0]))
+            return make(Update, (request, token_ids, logprobs, request.append(token_ids[0])))
         for count, token_id in enumerate(token_ids, 1):
             if finish_reason := request.append(token_id):
                 if count < len(token_ids):  # what follows was drafted well, but is beyond the end

@@ -31,7 +31,8 @@ class Seen:
         self._ends[slot] = start + len(unique)
         self._ids[start : start + len(unique)] = unique
         self._counts[start : start + len(unique)] = 0
-        self.add([slot], [answer])
+        if answer:
+            self.add([slot], [answer])
 
     def end(self, slot: int) -> None:
         self._ends[slot] = slot * self._size
@@ -45,10 +46,10 @@ class Seen:
                 for token_id in each:
                     place = places.get(token_id)
                     counted.append(self._enter(slot, places, token_id) if place is None else place)
-        if len(counted) > len(set(counted)):  # a draft with the same token twice
-            np.add.at(self._counts, counted, 1)
-        else:
+        if max(map(len, token_ids)) == 1:
             self._counts[np.array(counted, np.int64)] += 1
+        else:  # a draft may hold the same token twice
+            np.add.at(self._counts, counted, 1)
 
     def _enter(self, slot: int, places: dict[int, int], token_id: int) -> int:
         place = places[token_id] = slot * self._size + len(places)

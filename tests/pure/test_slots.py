@@ -208,6 +208,13 @@ def test_of_a_row_with_drafts_the_tokens_count_up_to_the_first_that_is_another(c
     assert dict(rows.seen_of(0)) == dict.fromkeys(accepted, 1)
 
 
+def test_a_token_that_a_draft_brings_twice_counts_twice():
+    others = [an_arrival(slot, [1], frequency_penalty=0.5) for slot in (1, 2, 3)]
+    slots = slots_with(an_arrival(0, [1], frequency_penalty=0.5), *others)
+    choose(slots, 10, 10, row=Row(0, 0, [1, 10], (), 2))
+    assert dict(rows_of(slots, 0).seen_of(0)) == {10: 2}
+
+
 def test_each_token_after_a_draft_is_chosen_as_if_the_draft_were_the_answer():
     fields = {"temperature": 1.0, "seed": 11, "presence_penalty": 0.5, "repetition_penalty": 1.3, "min_new_tokens": 2}
     fields |= {"stop_token_ids": (4,), "bad_words": ((7, 8),)}
