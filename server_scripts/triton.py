@@ -12,6 +12,7 @@ import importlib.util
 import math
 import os
 import re
+import secrets
 import shutil
 import socket
 import sys
@@ -29,6 +30,7 @@ FOLDER = "llm_server_triton"  # in the run directory, made anew at every start: 
 STUB = "triton_python_backend_stub"
 BACKEND_UTILS = "triton_python_backend_utils.py"
 EXIT_MARGIN_S = 5  # beyond the drain timeout, which model.py keeps, for Triton's own unloading
+CLOSED_PROTOCOLS = "shared-memory,model-config,model-repository,trace,logging"  # of gRPC, to all clients
 SHM_BYTES = 16 << 20  # of the python backend's region at start and at each growth; prompts pass through it
 
 
@@ -144,6 +146,8 @@ def command(found: Tritonserver, folder: Path, config: Config, shm_prefix: str) 
         "allow-grpc": "true",
         "grpc-address": grpc_address,
         "grpc-port": config.service_grpc_port,
+        # Nobody is told the key: they would let any client read and write shared memory, unload the model, log more.
+        "grpc-restricted-protocol": f"{CLOSED_PROTOCOLS}:nobody={secrets.token_hex(16)}",
         "allow-metrics": "true",
         "metrics-address": metrics_address,
         "metrics-port": config.metrics_http_port,

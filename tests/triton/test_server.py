@@ -22,6 +22,7 @@ import numpy as np
 import openai
 import pytest
 import tritonclient.grpc as triton
+import tritonclient.utils as triton_errors
 
 from tests.server import running_server
 
@@ -426,6 +427,25 @@ def test_grpc_errors_are_bare_objects(server):
         stream.ask({"req_id": "e2", "text": "Hi", "max_dec_len": 2})
         [line] = stream.next()
         assert (line["req_id"], line["error_msg"], line["error_code"]) == ("e2", "", 0)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda client: client.get_system_shared_memory_status(),
+        lambda client: client.register_system_shared_memory("mine", "/llm_server", 64),
+        lambda client: client.update_log_settings({"log_verbose_level": 9}),
+        lambda client: client.update_trace_settings(settings={"trace_level": ["TIMESTAMPS"]}),
+        lambda client: client.unload_model("model"),
+        lambda client: client.get_model_config("model"),
+    ],
+    ids=["shared memory", "a region", "logging", "trace", "repository", "config"],
+)
+def test_what_would_change_the_server_is_closed_to_every_grpc_client(server, ask):
+    with triton.InferenceServerClient(f"127.0.0.1:{server.ports['SERVICE_GRPC_PORT']}") as client:
+        with pytest.raises(triton_errors.InferenceServerException, match="This protocol is restricted"):
+            ask(client)
+        assert client.is_server_live()
 
 
 def test_a_full_queue_is_an_error_and_every_accepted_request_is_answered(tmp_path):
