@@ -36,7 +36,7 @@ class NoGraph:
     block_size, block_bytes = BLOCK_SIZE, 1
 
     def __init__(self) -> None:
-        self._slots = Slots(NUM_ROWS, 64, BLOCK_SIZE)
+        self._slots = Slots(NUM_ROWS, 64, BLOCK_SIZE, 1 << 17)
         self._output = StepOutput([], [])
 
     def launch(self, batch: Batch) -> NoGraph:

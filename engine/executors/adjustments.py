@@ -17,7 +17,7 @@ class Seen:
     """Which tokens prompt and answer of a slot hold, and how often each is in the answer. Each slot has a region of two
     arrays, which the sampler reads where it is: nothing is copied for a step."""
 
-    def __init__(self, num_slots: int, most_tokens: int):
+    def __init__(self, num_slots: int, most_tokens: int):  # that differ, of a slot
         self.places: dict[int, dict[int, int]] = {}  # of slots whose penalties read it: token -> where it is
         self._size = most_tokens
         self._ids = np.empty(num_slots * most_tokens, np.int32)  # memory that is not written costs nothing

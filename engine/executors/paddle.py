@@ -45,7 +45,9 @@ class PaddleExecutor:
         self._predictor = _load(rank_dir(graph_dir, membership.rank), graph)
         self._caches = _CacheInputs(graph.caches, self._predictor)
         self.block_size, self.block_bytes = model.block_size, self._caches.block_bytes
-        self._slots = Slots(config.batch_size, -(-model.max_seq_len // self.block_size), self.block_size)
+        self._slots = Slots(
+            config.batch_size, -(-model.max_seq_len // self.block_size), self.block_size, model.vocab_size
+        )
         outputs = dict(zip(graph.outputs, self._predictor.get_output_names(), strict=True))
         self._logits = self._predictor.get_output_handle(outputs["logits"])
         self._inputs = {name: self._predictor.get_input_handle(name) for name in graph.inputs}

@@ -31,7 +31,7 @@ class ReferenceExecutor:
         self._specs = model.graph().caches
         self.block_size = model.block_size
         self.block_bytes = sum(spec.block_bytes for spec in self._specs)
-        self._slots = Slots(NUM_SLOTS, MAX_BLOCKS, self.block_size)
+        self._slots = Slots(NUM_SLOTS, MAX_BLOCKS, self.block_size, model.vocab_size)
         self._caches: dict[str, np.ndarray] = {}
 
     def free_bytes(self) -> int:

@@ -49,12 +49,12 @@ class Choices(NamedTuple):
 class Slots:
     """`max_blocks`: of the longest request, in a block table."""
 
-    def __init__(self, num_slots: int, max_blocks: int, block_size: int):
+    def __init__(self, num_slots: int, max_blocks: int, block_size: int, vocab_size: int):
         self._block_size = block_size
         self._block_tables = np.zeros((num_slots, max_blocks), np.int32)
         self._num_blocks = [0] * num_slots
         self._rows = SamplingRows.greedy(num_slots)  # its `counter` is the number of tokens that the answer has
-        self._seen = Seen(num_slots, max_blocks * block_size)
+        self._seen = Seen(num_slots, min(max_blocks * block_size, vocab_size + 1))  # NO_TOKEN is one more
         self._biases: dict[int, Bias] = {}  # of slots that have one
 
     def place(self, batch: Batch) -> None:

@@ -17,7 +17,7 @@ def an_arrival(slot=0, prompt=(1, 2, 3), answer=(), **sampling):
 
 
 def slots_with(*arrivals, num_slots=4):
-    slots = Slots(num_slots, 8, 4)
+    slots = Slots(num_slots, 8, 4, VOCAB)
     slots.place(Batch([], arrivals))
     return slots
 
