@@ -130,7 +130,13 @@ class LLM:
         except InvalidRequest as error:
             raise InvalidRequest(f"prompt {index}: {error}") from None
         requests = [
-            Request(f"{index}-{number}", list(read.token_ids), len(read.token_ids), read.sampling_of(number))
+            Request(
+                f"{index}-{number}",
+                list(read.token_ids),
+                len(read.token_ids),
+                read.sampling_of(number),
+                salt=read.salt,
+            )
             for number in range(read.n)
         ]
         requests[0].forks = requests[1:]

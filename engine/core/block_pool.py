@@ -20,6 +20,13 @@ def chain_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(parent + array("i", token_ids).tobytes(), digest_size=16).digest()
 
 
+def root_key(salt: str) -> bytes:
+    """What first blocks have in place of a parent; no block's key is equal to it, whatever the salt."""
+    if not salt:
+        return b""
+    return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16, person=b"salt").digest()
+
+
 class BlockPool:
     """Every block is in exactly one of three states: held (by one or more requests), cached (held by nobody, but
     findable by its key until its room is needed, least recently used first) or free."""

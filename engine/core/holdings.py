@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from engine.core.block_pool import BlockPool, OutOfBlocks, chain_key
+from engine.core.block_pool import BlockPool, OutOfBlocks, chain_key, root_key
 from engine.core.types import Copy, Request
 
 
@@ -131,6 +131,6 @@ class Holdings:
         """Of its first `count` blocks, each made once."""
         keys, size = request.keys, self.pool.block_size
         for index in range(len(keys), count):
-            parent = keys[-1] if keys else request.salt
+            parent = keys[-1] if keys else root_key(request.salt)
             keys.append(chain_key(parent, request.token_ids[index * size : (index + 1) * size]))
         return keys[:count]

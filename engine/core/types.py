@@ -45,7 +45,7 @@ class Request:
     prompt_len: int
     sampling: Sampling
     forks: list[Request] = field(default_factory=list)  # more answers to this prompt, until it is computed
-    salt: bytes = b""  # requests with another one never share cached blocks
+    salt: str = ""  # requests with another one never share cached blocks
     # The scheduler's
     state: State = State.WAITING
     slot: int = -1  # its place in the batch while it runs

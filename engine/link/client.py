@@ -55,7 +55,7 @@ class EngineClient:
 
     # Called from any thread
 
-    def submit(self, prompt_ids: Sequence[int], answers: Sequence[Submission]) -> None:
+    def submit(self, prompt_ids: Sequence[int], answers: Sequence[Submission], salt: str = "") -> None:
         """One or several answers to one prompt, which is computed once. Raises EngineUnavailable when the engine has
         been given up or the client is closed."""
         if reason := self.failure():
@@ -63,7 +63,7 @@ class EngineClient:
         with self._lock:
             if self._closing:
                 raise EngineUnavailable("the server is stopping")
-            entry = self._journal.open(prompt_ids, answers)
+            entry = self._journal.open(prompt_ids, answers, salt)
         self._command(lambda: self._crash_search.add(entry.name))
 
     def cancel(self, request_id: str) -> None:
@@ -209,7 +209,7 @@ class EngineClient:
             return True
         entry.submitted = True
         answers = [(each.request_id, messages.pack_sampling(each.sampling), each.token_ids) for each in submissions]
-        self._send(messages.SUBMIT, self._epoch, entry.prompt_ids, answers, entry.replay)
+        self._send(messages.SUBMIT, self._epoch, entry.prompt_ids, answers, entry.replay, entry.salt)
         return True
 
     def _cancelled(self, entry: Entry, request_id: str) -> None:

@@ -41,6 +41,7 @@ class Entry:
     name: str  # the id of the first
     prompt_ids: Sequence[int]
     answers: dict[str, Submission]
+    salt: str = ""  # of the prefix cache
     submitted: bool = False  # to the engine process of now
     replay: bool = False
 
@@ -55,9 +56,9 @@ class Journal:
         """Open answers."""
         return len(self._entry_of)
 
-    def open(self, prompt_ids: Sequence[int], submissions: Sequence[Submission]) -> Entry:
+    def open(self, prompt_ids: Sequence[int], submissions: Sequence[Submission], salt: str = "") -> Entry:
         answers = {submission.request_id: submission for submission in submissions}
-        entry = Entry(submissions[0].request_id, tuple(prompt_ids), answers)
+        entry = Entry(submissions[0].request_id, tuple(prompt_ids), answers, salt)
         with self._lock:
             assert self._entry_of.keys().isdisjoint(answers), f"{entry.name} is open already"
             self._entries[entry.name] = entry

@@ -16,7 +16,7 @@ import msgpack
 from engine.core.types import Logprobs, Sampling
 
 PING = "ping"  # client -> engine: []                                       expects a pong; also "I am alive"
-SUBMIT = "submit"  # client -> engine: [epoch, prompt ids, [[request_id, sampling, answer so far], ...], replay]
+SUBMIT = "submit"  # client -> engine: [epoch, prompt ids, [[request_id, sampling, answer so far], ...], replay, salt]
 CANCEL = "cancel"  # client -> engine: [epoch, request_id]
 PONG = "pong"  # engine -> client: [epoch, stats]; while it starts the stats are {STARTING: why}
 TOKENS = "tokens"  # engine -> client: [epoch, [[request_id, token_ids, logprobs of each, finish_reason], ...]]

@@ -127,15 +127,18 @@ class Server:
 
     def _handle(self, client: bytes, kind: str, fields: list[Any]) -> None:
         if kind == messages.SUBMIT:
-            self._submit(client, *fields[1:])
+            self._submit(client, fields[1:])
         elif kind == messages.CANCEL:
             self._client_of.pop(fields[1], None)
             self.loop.drop(fields[1])
 
-    def _submit(self, client: bytes, prompt_ids: Sequence[int], answers: Sequence[Any], replay: bool) -> None:
+    def _submit(self, client: bytes, submitted: Sequence[Any]) -> None:
         """Answers that have no token yet share the work of their prompt."""
+        prompt_ids, answers, replay, salt = submitted
         requests = [
-            Request(request_id, [*prompt_ids, *token_ids], len(prompt_ids), messages.unpack_sampling(sampling))
+            Request(
+                request_id, [*prompt_ids, *token_ids], len(prompt_ids), messages.unpack_sampling(sampling), salt=salt
+            )
             for request_id, sampling, token_ids in answers
         ]
         fresh = [request for request in requests if request.num_new_tokens == 0]

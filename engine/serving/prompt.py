@@ -22,6 +22,7 @@ class Prompt:
     token_ids: list[int]
     sampling: Sampling  # of the first answer
     n: int = 1  # answers wanted
+    salt: str = ""  # of the prefix cache
 
     def sampling_of(self, index: int) -> Sampling:
         """Of each answer. The seeds count up, so that n=1 is the first of n=2."""
@@ -85,7 +86,7 @@ class PromptReader:
             num_logprobs=request.logprobs,
         )
         self._check_something_is_left(sampling)
-        return Prompt(token_ids, sampling, request.n)
+        return Prompt(token_ids, sampling, request.n, request.cache_salt or "")
 
     def _token_ids(self, request: GenerationRequest) -> list[int]:
         if request.input_ids is not None:

@@ -173,7 +173,7 @@ class Service:
 
     def _start(self, reply: Reply) -> None:
         try:
-            self.client.submit(reply.prompt.token_ids, reply.submissions())
+            self.client.submit(reply.prompt.token_ids, reply.submissions(), reply.prompt.salt)
         except Exception as error:
             reply.ended(as_request_error(error))
         if reply.is_over:  # cancelled before the engine client knew it

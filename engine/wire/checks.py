@@ -78,7 +78,11 @@ def filled_string(key: str, value: Any) -> str:
 
 
 def req_id(key: str, value: Any) -> str:
-    text = filled_string(key, str(value) if _is_int(value) else value)
+    return short_name(key, str(value) if _is_int(value) else value)
+
+
+def short_name(key: str, value: Any) -> str:
+    text = filled_string(key, value)
     if len(text) > MAX_REQ_ID_LEN:
         raise refusal(key, "has {value} characters, the limit is {limit}", len(text), MAX_REQ_ID_LEN)
     return text

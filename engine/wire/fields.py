@@ -40,6 +40,7 @@ FIELDS: dict[str, Field] = {
     "bad_words_token_ids": Field((), checks.few_ids),
     "logit_bias": Field((), checks.logit_bias),
     "logprobs": Field((), checks.logprobs),
+    "cache_salt": Field((), checks.short_name),
     "return_all_tokens": Field((), checks.boolean),
     "benchmark": Field((), checks.boolean),
     "stream": Field((), checks.boolean),

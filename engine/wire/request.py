@@ -60,6 +60,7 @@ class GenerationRequest:
     bad_words_token_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int = -1  # -1: none, 0: of the chosen token, k: and of the k likeliest
+    cache_salt: str | None = None  # requests with another one share no cached blocks
     return_all_tokens: bool = False
     benchmark: bool = False
 

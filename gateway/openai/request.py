@@ -23,7 +23,7 @@ MAX_CHOICES = 128  # prompts times n
 PASSED_ON = (
     *("temperature", "top_p", "seed", "stop", "logit_bias", "frequency_penalty", "presence_penalty"),
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "bad_words"),
-    *("include_stop_str_in_output", "skip_special_tokens", "chat_template_kwargs"),
+    *("include_stop_str_in_output", "skip_special_tokens", "chat_template_kwargs", "cache_salt"),
 )
 CHECKS = {key: field.check for name, field in wire.FIELDS.items() for key in (name, *field.aliases)}
 A_BOOL, A_STRING, AN_OBJECT = CHECKS["stream"], CHECKS["system"], CHECKS["chat_template_kwargs"]

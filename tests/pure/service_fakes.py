@@ -74,7 +74,7 @@ class FakeEngine:
         self.on_submit = lambda: None
         self._lock = threading.Lock()
 
-    def submit(self, token_ids, submissions):
+    def submit(self, token_ids, submissions, salt=""):
         self.on_submit()
         if self.reason:
             raise EngineUnavailable(self.reason)

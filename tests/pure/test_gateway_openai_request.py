@@ -69,6 +69,7 @@ def test_every_extension_that_clients_of_other_servers_send_reaches_the_model():
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
         "chat_template_kwargs": {"enable_thinking": False},
+        "cache_salt": "team a",
         "bad_words": ["x"],
         "logit_bias": {"7": -100},
         "stop": ["a", "b"],

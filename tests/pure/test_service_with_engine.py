@@ -158,3 +158,14 @@ def test_more_answers_than_run_at_once_are_refused_by_the_name_of_the_field(serv
         final = ask_several(service, 1, [5], 4, 13).final
     assert (final["error_type"], final["error_field"], final["error_value"]) == ("invalid_request", "n", 13)
     assert final["error_msg"] == "`n` is 13, at most BATCH_SIZE(12) answers run at once"
+
+
+def test_prompts_are_cached_for_those_with_the_same_salt(service, address):
+    prompt = [7] * 40
+    with an_engine_process(address):
+        asked = [("a", False), (None, False), ("b", False), ("a", True), (None, True)]
+        for req_id, (salt, is_cached) in enumerate(asked):
+            before = service.client.stats.get("num_cached_tokens", 0)
+            assert ask(service, req_id, prompt, 1, cache_salt=salt).final["tokens_all_ids"]
+            wait_until(lambda done=req_id + 1: service.client.stats["num_generated_tokens"] == done)
+            assert (service.client.stats["num_cached_tokens"] > before) == is_cached, salt
