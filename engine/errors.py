@@ -99,6 +99,13 @@ class DuplicateRequest(RequestError):
     code = 409
 
 
+class UnknownAnswer(RequestError):
+    """Asked to go on with an answer that is not known any more, and that would not be the same again."""
+
+    kind = "unknown_answer"
+    code = 404
+
+
 class Overloaded(RequestError):
     """The waiting queue is full. The same request may succeed later."""
 
@@ -132,6 +139,7 @@ KINDS: dict[str, type[RequestError]] = {
         InvalidRequest,
         PromptTooLong,
         DuplicateRequest,
+        UnknownAnswer,
         Overloaded,
         Cancelled,
         EngineUnavailable,

@@ -125,6 +125,8 @@ class LLM:
         own = {NAME_OF.get(key, key) for key in prompt}
         shared = {key: value for key, value in sampling.items() if NAME_OF.get(key, key) not in own}
         request = parse_request({**shared, **prompt, "req_id": str(index)})
+        if request.resume_from is not None or request.answer_ids:
+            raise InvalidRequest(f"prompt {index}: `resume_from` and `answer_ids` are for a server")
         try:
             read = self._reader.read(request)
         except InvalidRequest as error:

@@ -17,11 +17,20 @@ class OpenAnswer:
         self.token_ids: list[int] = []  # without the stop id; at the end, those of the text
         self.logprobs: list[Logprobs | None] = []  # of each of them
         self.num_generated = 0  # with the stop id
-        self.num_visible = 0  # of token_ids, those whose text is certain
-        self.text = ""  # of the visible ones
+        self.text = ""  # as far as it is certain
+        self.ends: list[int] = []  # of each token whose text is certain: the characters of the text up to there
         self.finish_reason: str | None = None
         self.stop_string: str | None = None  # that ended it
         self._stream = TextStream(tokenizer, _text_options(request))
+
+    @property
+    def num_visible(self) -> int:
+        """Of token_ids, those whose text is certain."""
+        return len(self.ends)
+
+    def text_len(self, num_tokens: int) -> int:
+        """Characters of the first tokens, as far as they are visible."""
+        return self.ends[min(num_tokens, len(self.ends)) - 1] if num_tokens and self.ends else 0
 
     def push(self, tokens: Sequence[tuple[int, Logprobs | None]], finish_reason: str | None) -> None:
         """What the engine has made: `finish_reason` is of the last token, which with "stop" is the stop id."""
@@ -40,7 +49,7 @@ class OpenAnswer:
 
     def _show(self, delta: Delta) -> None:
         self.text += delta.text
-        self.num_visible += delta.num_tokens
+        self.ends += delta.ends
         self.stop_string = delta.stopped
 
 

@@ -3,7 +3,9 @@ before. No threads, no sockets: its reply has both."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from engine import wire
 from engine.core.types import Logprobs
@@ -20,12 +22,12 @@ class Choice:
         self.index = index
         self.sampling = prompt.sampling_of(index)
         self.answer = OpenAnswer(tokenizer, request)
-        self.num_sent = 0  # of its visible tokens
+        self.num_sent = 0  # of its visible tokens, with their text
+        self.is_over = False  # its last response is sent
         self.first_token = self.last_token = 0.0  # when they came
         # What the sender has not taken yet
         self.gathered: list[tuple[int, Logprobs | None]] = []
         self.finish_reason: str | None = None
-        self._len_sent = 0  # of its text
         self._request = request
         self._num_prompt_tokens = len(prompt.token_ids)
         self._tokenizer = tokenizer
@@ -36,18 +38,34 @@ class Choice:
 
     @property
     def has_news(self) -> bool:
-        return len(self.answer.text) > self._len_sent or self.answer.num_visible > self.num_sent
+        return self.answer.num_visible > self.num_sent
+
+    @property
+    def known_ids(self) -> list[int]:
+        """All that the engine has said."""
+        return self.answer.token_ids + [token_id for token_id, _ in self.gathered]
+
+    def go_on(self, num_sent: int) -> None:
+        """For a client that has so many of its tokens: the next response begins after them."""
+        self.num_sent, self.is_over = num_sent, False
+
+    def begin_with(self, token_ids: Sequence[int]) -> None:
+        """What is known of an answer that was begun elsewhere."""
+        is_all = len(token_ids) == self.sampling.max_new_tokens
+        self.answer.push([(token_id, None) for token_id in token_ids], "length" if is_all else None)
 
     def news(self, seconds: float, times: dict[str, str] | None, is_end: bool) -> wire.Delta:
         """What was not sent yet, `seconds` after the request was accepted; of a finished answer its last, with all of
         it."""
         answer = self.answer
         unsent = slice(self.num_sent, answer.num_visible)
+        # Whole tokens, so that what a client has follows from their number. The rest comes with the last of them.
+        text_end = answer.text_len(answer.num_visible) if self.is_open else len(answer.text)
         num_tokens = answer.num_visible if self.is_open else answer.num_generated  # the latter has the stop id
         gained: dict[str, Any] = {
             "req_id": self._request.req_id,
             "index": self.index,
-            "token": answer.text[self._len_sent :],
+            "token": answer.text[answer.text_len(self.num_sent) : text_end],
             "token_ids": answer.token_ids[unsent],
             "send_idx": self.num_sent,
             "usage": wire.Usage(self._num_prompt_tokens, num_tokens),
@@ -70,7 +88,7 @@ class Choice:
 
     def is_told(self) -> None:
         """The news have been sent."""
-        self.num_sent, self._len_sent = self.answer.num_visible, len(self.answer.text)
+        self.num_sent, self.is_over = self.answer.num_visible, not self.is_open
 
     def _logprobs(self, unsent: slice) -> tuple[wire.TokenLogprob, ...]:
         pairs = zip(self.answer.token_ids[unsent], self.answer.logprobs[unsent], strict=True)
@@ -85,3 +103,33 @@ class Choice:
     def _named(self, token_id: int, logprob: float, top: tuple[wire.TokenLogprob, ...] = ()) -> wire.TokenLogprob:
         text, data = self._tokenizer.token_text(token_id), self._tokenizer.token_bytes(token_id)
         return wire.TokenLogprob(token_id, text, tuple(data), logprob, top)
+
+
+class Asked(NamedTuple):
+    """A request and its answers so far."""
+
+    request: GenerationRequest
+    prompt: Prompt
+    choices: list[Choice]
+
+    @classmethod
+    def now(cls, request: GenerationRequest, prompt: Prompt, tokenizer: Tokenizer) -> Asked:
+        choices = [Choice(index, request, prompt, tokenizer) for index in range(prompt.n)]
+        for choice, token_ids in zip(choices, request.answer_ids, strict=False):
+            choice.begin_with(token_ids)
+        return cls(request, prompt, choices)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(each.known_ids) for each in self.choices)
+
+    def is_same(self, again: GenerationRequest) -> bool:
+        """Whether it is this request once more, from a client that may have been told the seed."""
+        known: dict[str, Any] = {"resume_from": None, "answer_ids": (), "infer_seed": None}
+        is_same = replace(self.request, **known) == replace(again, **known)
+        return is_same and again.infer_seed in (self.request.infer_seed, self.prompt.sampling.seed)
+
+    def go_on(self, again: GenerationRequest) -> None:
+        """After what the client of `again` has."""
+        for choice, num_sent in zip(self.choices, again.resume_from or (), strict=True):
+            choice.go_on(num_sent)

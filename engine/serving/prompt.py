@@ -86,6 +86,11 @@ class PromptReader:
             num_logprobs=request.logprobs,
         )
         self._check_something_is_left(sampling)
+        for answer in request.answer_ids:
+            self._check_ids("answer_ids", answer)
+            if len(answer) > max_new_tokens:
+                text = "The `{field}` has {value} tokens, the answer at most {limit}"
+                raise InvalidRequest(text, field="answer_ids", value=len(answer), limit=max_new_tokens)
         return Prompt(token_ids, sampling, request.n, request.cache_salt or "")
 
     def _token_ids(self, request: GenerationRequest) -> list[int]:

@@ -13,11 +13,8 @@ from engine import wire
 from engine.core.types import Logprobs
 from engine.errors import Cancelled, RequestError, as_request_error
 from engine.link.journal import Submission
-from engine.serving.choice import Choice
+from engine.serving.choice import Asked, Choice
 from engine.serving.latency import Latency
-from engine.serving.prompt import Prompt
-from engine.text.tokenizer import Tokenizer
-from engine.wire import GenerationRequest
 
 log = logging.getLogger(__name__)
 
@@ -34,13 +31,11 @@ class Reply:
     """One request's way back, with all its choices. The engine client's thread calls `tokens` and `ended`, one sender
     thread at a time calls `send_gathered`, the cancel thread `end_if_cancelled`."""
 
-    def __init__(
-        self, request: GenerationRequest, prompt: Prompt, sender: Sender, tokenizer: Tokenizer, received: float
-    ):
+    def __init__(self, asked: Asked, sender: Sender, received: float):
+        request, self.prompt, self.choices = self.asked = asked
         self.req_id = request.req_id  # chosen by the client, who may use it again
         self.engine_id = uuid.uuid4().hex  # never used again
-        self.prompt = prompt
-        self.choices = [Choice(index, request, prompt, tokenizer) for index in range(prompt.n)]
+        self.has_left = threading.Event()  # it is kept for who asks again
         self.streaming = not request.return_all_tokens
         self.wake: Callable[[Reply], None] = lambda reply: None  # puts this reply into the senders' queue
         self.leave: Callable[[Reply], None] = lambda reply: None  # called once, before the final response
@@ -51,6 +46,7 @@ class Reply:
         # Shared between threads, under the lock, as is what the choices have gathered
         self._lock = threading.Lock()
         self._arrived: list[Choice] = []  # which of them have
+        self._is_known = any(each.known_ids or not each.is_open for each in self.choices)  # something to say at once
         self._error: RequestError | None = None
         self._awake = False  # in the senders' queue, with a sender, or ended
         self._asking = threading.Lock()  # held to ask Triton for a cancellation and to set _ended
@@ -62,8 +58,18 @@ class Reply:
         return self._ended or self._error is not None
 
     def submissions(self) -> list[Submission]:
-        """What the engine is asked for."""
-        return [Submission(self._engine_id(each), each.sampling, _Listener(self, each)) for each in self.choices]
+        """What the engine is asked for: the answers that are not all there."""
+        return [
+            Submission(self._engine_id(each), each.sampling, _Listener(self, each), each.known_ids)
+            for each in self.choices
+            if each.is_open and not each.finish_reason
+        ]
+
+    def begin(self) -> None:
+        """What is known of an answer that goes on is sent."""
+        with self._lock:
+            self._arrived = list(self.choices) if self._is_known else []
+            self._wake_once(self._is_known)
 
     def cancel_all(self) -> None:
         """Harmless for choices that have ended."""
@@ -80,7 +86,9 @@ class Reply:
     ) -> None:
         of_each: Sequence[Logprobs | None] = logprobs or [None] * len(token_ids)
         with self._lock:
-            if not choice.gathered:
+            if self._ended:  # these come too late: whoever goes on with the answer gets them again
+                return
+            if choice not in self._arrived:
                 self._arrived.append(choice)
             choice.gathered += zip(token_ids, of_each, strict=True)
             choice.finish_reason = finish_reason
@@ -121,8 +129,8 @@ class Reply:
         not."""
         with self._lock:
             error = self._error
-            arrivals = [(each, each.gathered, each.finish_reason) for each in self._arrived]
-            for choice in self._arrived:
+            arrivals = [] if error else [(each, each.gathered, each.finish_reason) for each in self._arrived]
+            for choice, _, _ in arrivals:
                 choice.gathered = []
             self._arrived = []
         if error is None:
@@ -145,10 +153,12 @@ class Reply:
     def _respond(
         self, choice: Choice, gathered: list[tuple[int, Logprobs | None]], finish_reason: str | None, latency: Latency
     ) -> None:
-        if not choice.is_open:  # by a stop string, while these were on their way
+        if choice.is_over:  # by a stop string, while these were on their way
             return
-        self._note_arrival(choice, len(gathered), latency)
-        choice.answer.push(gathered, finish_reason)
+        if choice.is_open:
+            if gathered:
+                self._note_arrival(choice, len(gathered), latency)
+            choice.answer.push(gathered, finish_reason)
         if choice.answer.finish_reason:
             self._finish(choice, choice.answer.finish_reason, latency)
         elif self.streaming and choice.has_news:
@@ -156,7 +166,7 @@ class Reply:
             choice.is_told()
 
     def _finish(self, choice: Choice, reason: str, latency: Latency) -> None:
-        is_end = not any(each.is_open for each in self.choices)
+        is_end = all(each.is_over or each is choice for each in self.choices)
         payload = self._news(choice, is_end)
         latency.ended(reason, time.time() - self._received)
         if is_end:
@@ -167,7 +177,7 @@ class Reply:
         choice.is_told()
 
     def _send_final(self, payload: bytes) -> None:
-        with self._asking:
+        with self._asking, self._lock:
             self._ended = True
         self.leave(self)
         self._sender.send(payload, True)

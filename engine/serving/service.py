@@ -16,19 +16,24 @@ from dataclasses import dataclass
 
 from engine import wire
 from engine.errors import (
+    Cancelled,
     DuplicateRequest,
     EngineUnavailable,
     InvalidRequest,
     RequestError,
+    UnknownAnswer,
     as_request_error,
     queue_full,
 )
 from engine.link.client import EngineClient
 from engine.link.messages import STARTING
+from engine.serving.choice import Asked
+from engine.serving.kept import KeptAnswers, check_same
 from engine.serving.latency import Latency
 from engine.serving.prompt import PromptReader
 from engine.serving.reply import Reply, Sender
 from engine.text.tokenizer import Tokenizer
+from engine.wire import GenerationRequest
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +64,7 @@ class Service:
         self._reader = reader
         self._options = options
         self._replies: dict[str, Reply] = {}
+        self._kept = KeptAnswers()
         self._lock = threading.Lock()  # of _replies
         self._ready: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()  # replies with something to send
         self._is_draining = False  # nothing is taken any more
@@ -131,7 +137,7 @@ class Service:
                 raise EngineUnavailable(self._options.why_not_served)
             request = wire.parse_request(body)
             self._check_room()
-            reply = Reply(request, self._reader.read(request), sender, self._tokenizer, received)
+            reply = Reply(self._asked(request), sender, received)
             self._open(reply)
         except RequestError as error:
             self._refuse(error, req_id, sender, received)
@@ -141,6 +147,30 @@ class Service:
             self._refuse(as_request_error(error), req_id, sender, received)
             return
         self._start(reply)
+
+    def _asked(self, request: GenerationRequest) -> Asked:
+        """With what is known of its answer. Raises UnknownAnswer when the client has a part of one that would not be
+        the same again."""
+        if request.resume_from is None:
+            return Asked.now(request, self._reader.read(request), self._tokenizer)
+        self._end_before(request)
+        asked = self._kept.take(request)
+        if asked is None:
+            if any(request.resume_from) and not request.answer_ids and not request.is_repeatable:
+                text = "The answer to {field} {value} is not known any more: ask again without `{resume_from}`"
+                raise UnknownAnswer(text, field="req_id", value=wire.shown(request.req_id))
+            asked = Asked.now(request, self._reader.read(request), self._tokenizer)
+        asked.go_on(request)
+        return asked
+
+    def _end_before(self, request: GenerationRequest) -> None:
+        """Its client asks again: it has lost a connection of which nobody has told us yet."""
+        with self._lock:
+            before = self._replies.get(request.req_id)
+        if before is not None:
+            check_same(before.asked, request)
+            before.ended(Cancelled("the answer goes on over another connection"))
+            before.has_left.wait(LAST_WORDS_S)
 
     def _check_size(self, payload: bytes) -> None:
         limit = self._options.max_body_bytes
@@ -173,7 +203,10 @@ class Service:
 
     def _start(self, reply: Reply) -> None:
         try:
-            self.client.submit(reply.prompt.token_ids, reply.submissions(), reply.prompt.salt)
+            submissions = reply.submissions()
+            reply.begin()
+            if submissions:
+                self.client.submit(reply.prompt.token_ids, submissions, reply.prompt.salt)
         except Exception as error:
             reply.ended(as_request_error(error))
         if reply.is_over:  # cancelled before the engine client knew it
@@ -204,8 +237,10 @@ class Service:
     def _forget(self, reply: Reply) -> None:
         """Just before its final response, so that a client may use its req_id again as soon as it has that."""
         reply.cancel_all()  # no-op unless it ends early, at a stop string or a cancellation
+        self._kept.keep(reply.asked)
         with self._lock:
             self._replies.pop(reply.req_id, None)
+        reply.has_left.set()
 
     def _poll_cancelled(self) -> None:
         wait = MIN_CANCEL_POLL_S

@@ -6,7 +6,7 @@ Each request has its own objects. Knows no chat, no devices and no sockets.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -61,8 +61,12 @@ class Delta(NamedTuple):
     """What a push made visible."""
 
     text: str
-    num_tokens: int  # whose text is now complete
+    ends: Sequence[int]  # of the tokens whose text is now complete: the characters of the whole answer up to there
     stopped: str | None  # the stop string that ended the text
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ends)
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ class TextStream:
             end = 2 * (self._num_read + len(text)) + self._detokenizer.is_inside_character
             self._ends.append(end)
             parts.append(self._read(text))
-        return Delta("".join(parts), self._take_tokens(), self.stopped)
+        return Delta("".join(parts), self._take_ends(), self.stopped)
 
     def finish(self) -> Delta:
         """What was held back. The last call."""
@@ -127,7 +131,7 @@ class TextStream:
             text += self._held
             self._num_visible = self._num_read
         self._is_finished = True
-        return Delta(text, self._take_tokens(), self.stopped)
+        return Delta(text, self._take_ends(), self.stopped)
 
     def _read(self, text: str) -> str:
         """Of the text that was held back and `text`: what is certain to be visible."""
@@ -143,11 +147,10 @@ class TextStream:
         self._num_visible += len(visible)
         return visible
 
-    def _take_tokens(self) -> int:
-        """The tokens whose text is visible; if it was ended, also the one that is visible in part."""
-        end = 2 * self._num_visible
-        num_tokens = 0
+    def _take_ends(self) -> list[int]:
+        """Of the tokens whose text is visible; if it was ended, also of the one that is visible in part."""
+        end, ends = 2 * self._num_visible, []
         while self._ends and (self._ends[0] <= end or (self.stopped and self._last_end < end)):
             self._last_end = self._ends.popleft()
-            num_tokens += 1
-        return num_tokens
+            ends.append(min(self._last_end // 2, self._num_visible))
+        return ends

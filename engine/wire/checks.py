@@ -167,6 +167,20 @@ def few_ids(key: str, value: Any) -> tuple[int, ...]:
     return _at_most(MAX_TOKEN_IDS, key, token_ids)
 
 
+def counts(key: str, value: Any) -> tuple[int, ...]:
+    """Of tokens, one a choice; of a single choice a bare number."""
+    items = [value] if _is_int(value) else _at_most(MAX_N, key, _filled_list(key, value))
+    if wrong := [item for item in items if not _is_int(item) or not 0 <= item < 2**31]:
+        raise refusal(key, "must be a number of tokens, it is {value}", brief(wrong[0]))
+    return tuple(items)
+
+
+def answer_ids(key: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    """Token ids of each choice; of a single choice a bare list."""
+    items = _at_most(MAX_N, key, value) if value and isinstance(value, list) and isinstance(value[0], list) else [value]
+    return tuple(() if item == [] else tuple(ids(key, item)) for item in items)
+
+
 def _at_most(limit: int, key: str, items: Any) -> Any:
     if len(items) > limit:
         raise refusal(key, "has {value} items, the limit is {limit}", len(items), limit)

@@ -41,6 +41,8 @@ FIELDS: dict[str, Field] = {
     "logit_bias": Field((), checks.logit_bias),
     "logprobs": Field((), checks.logprobs),
     "cache_salt": Field((), checks.short_name),
+    "resume_from": Field((), checks.counts),
+    "answer_ids": Field((), checks.answer_ids),
     "return_all_tokens": Field((), checks.boolean),
     "benchmark": Field((), checks.boolean),
     "stream": Field((), checks.boolean),

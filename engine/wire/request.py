@@ -63,6 +63,14 @@ class GenerationRequest:
     cache_salt: str | None = None  # requests with another one share no cached blocks
     return_all_tokens: bool = False
     benchmark: bool = False
+    # Of an answer that goes on
+    resume_from: tuple[int, ...] | None = None  # tokens that its client has of each answer already
+    answer_ids: tuple[tuple[int, ...], ...] = ()  # each answer as far as it is known
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether the same request has the same answer once more."""
+        return self.infer_seed is not None or self.temperature == 0 or self.top_k == 1
 
     @property
     def source(self) -> str:
@@ -90,7 +98,7 @@ def parse_request(body: dict[str, Any]) -> GenerationRequest:
     if all(body.get(name) is None for name in ("text", "input_ids", "messages")):
         text = "The input parameters should contain either `{field}`, `{input_ids}` or `{messages}`"
         problems.append(InvalidRequest(text, field="text"))
-    problems += _misspelt(body)
+    problems += _misspelt(body) + _of_other_count(values)
     if problems:
         raise problems[0] if len(problems) == 1 else _all_of(problems)
     for name in ACCEPTED_ONLY:
@@ -128,6 +136,15 @@ def _all_of(problems: list[InvalidRequest]) -> InvalidRequest:
     """One error that tells of each, and blames the first."""
     text = "; ".join(map(str, problems))
     return InvalidRequest(literally(text), **problems[0].cause)
+
+
+def _of_other_count(values: dict[str, Any]) -> list[InvalidRequest]:
+    n = values.get("n", 1)
+    return [
+        InvalidRequest("The `{field}` is for {value} answers, `n` is {limit}", field=name, value=len(given), limit=n)
+        for name in ("resume_from", "answer_ids")
+        if (given := values.get(name)) and len(given) != n
+    ]
 
 
 def _misspelt(body: dict[str, Any]) -> list[InvalidRequest]:

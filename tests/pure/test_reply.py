@@ -11,6 +11,7 @@ import pytest
 from engine.core.types import Logprobs, Sampling
 from engine.errors import EngineUnavailable, NoToken
 from engine.serving import reply as reply_module
+from engine.serving.choice import Asked
 from engine.serving.latency import Latency
 from engine.serving.prompt import Prompt
 from engine.serving.reply import Reply
@@ -35,7 +36,7 @@ def make(tokenizer):
         request = parse_request({"req_id": "a", "input_ids": [1, 2], **fields})
         prompt = Prompt([1, 2], Sampling(99, seed=5, num_logprobs=num_logprobs), request.n)
         sender = sender or FakeSender()
-        reply = Reply(request, prompt, sender, tokenizer, received=0.0)
+        reply = Reply(Asked.now(request, prompt, tokenizer), sender, received=0.0)
         reply.sender = sender
         reply.listeners = [each.listener for each in reply.submissions()]
         reply.calls, reply.cancelled = [], []

@@ -82,8 +82,8 @@ def test_a_token_that_is_held_back_in_part_is_not_counted_yet(tmp_path):
     tokenizer = Tokenizer.load(tmp_path)
     [the] = [index for index in range(tokenizer.vocab_size) if tokenizer.token_bytes(index) == b"th"]
     stream = TextStream(tokenizer, TextOptions(stop=("hot",)))
-    assert stream.push([the]) == ("t", 0, None)
-    assert stream.push([ord("e")]) == ("he", 2, None)
+    assert stream.push([the]) == ("t", [], None)
+    assert stream.push([ord("e")]) == ("he", [2, 3], None)
 
 
 def test_the_tokens_of_a_character_become_visible_with_it(letters):
@@ -94,13 +94,13 @@ def test_the_tokens_of_a_character_become_visible_with_it(letters):
 def test_an_incomplete_end_is_flushed(letters):
     stream = TextStream(letters)
     assert stream.push(ids_of(letters, "a👍")[:-1]).text == "a"
-    assert stream.finish() == ("\ufffd", 3, None)
+    assert stream.finish() == ("\ufffd", [1, 1, 1], None)
 
 
 def test_invalid_bytes_in_the_middle_are_shown_at_once(letters):
     stream = TextStream(letters)
     broken = ids_of(letters, "é")[:1]
-    assert stream.push(broken + ids_of(letters, "a")) == ("\ufffda", 2, None)
+    assert stream.push(broken + ids_of(letters, "a")) == ("\ufffda", [0, 2], None)
 
 
 def test_the_first_space_is_dropped_and_the_others_are_not():
@@ -169,15 +169,15 @@ def test_a_stop_string_that_is_kept_needs_no_holding_back(letters):
 
 def test_what_was_held_back_is_flushed(letters):
     stream = TextStream(letters, TextOptions(stop=("<end>",)))
-    assert stream.push(ids_of(letters, "a<en")) == ("a", 1, None)
-    assert stream.finish() == ("<en", 3, None)
+    assert stream.push(ids_of(letters, "a<en")) == ("a", [1], None)
+    assert stream.finish() == ("<en", [2, 3, 4], None)
 
 
 def test_tokens_after_the_stop_are_ignored(letters):
     stream = TextStream(letters, TextOptions(stop=("b",)))
-    assert stream.push(ids_of(letters, "abc")) == ("a", 1, "b")
-    assert stream.push(ids_of(letters, "def")) == ("", 0, "b")
-    assert stream.finish() == ("", 0, "b")
+    assert stream.push(ids_of(letters, "abc")) == ("a", [1], "b")
+    assert stream.push(ids_of(letters, "def")) == ("", [], "b")
+    assert stream.finish() == ("", [], "b")
 
 
 def test_a_token_that_is_visible_in_part_belongs_to_the_answer(letters):
@@ -189,8 +189,8 @@ def test_a_token_that_is_visible_in_part_belongs_to_the_answer(letters):
 
 def test_the_flush_may_complete_a_stop_string(letters):
     stream = TextStream(letters, TextOptions(stop=("a\ufffd",)))
-    assert stream.push(ids_of(letters, "xaé")[:-1]) == ("x", 1, None)
-    assert stream.finish() == ("", 0, "a\ufffd")
+    assert stream.push(ids_of(letters, "xaé")[:-1]) == ("x", [1], None)
+    assert stream.finish() == ("", [], "a\ufffd")
 
 
 def test_an_empty_stop_string_is_refused():

@@ -1,0 +1,177 @@
+"""A client that has lost its connection asks again and goes on where it was: with the service, its journal and an
+engine process, whose counting executor gives every prompt an answer of its own."""
+
+import time
+
+import pytest
+
+from engine.core.types import Sampling
+from engine.link import client as client_module
+from engine.link.client import EngineClient
+from engine.serving import kept as kept_module
+from engine.serving import service as service_module
+from engine.serving.prompt import PromptReader
+from engine.serving.service import Service, ServiceOptions
+from engine.text.tokenizer import Tokenizer
+from tests.byte_tokenizer import write_tokenizer
+from tests.pure.counting_executor import answer
+from tests.pure.engine_helpers import a_free_address, an_engine_process
+from tests.pure.service_fakes import FakeSender, a_payload, wait_until
+
+ANSWER_LEN = 60
+PROMPT = [3, 4, 5]
+EXPECTED = answer(PROMPT, Sampling(ANSWER_LEN, temperature=0, seed=1))
+
+
+@pytest.fixture
+def service(tmp_path, monkeypatch):
+    monkeypatch.setattr(client_module, "PING_INTERVAL_S", 0.01)
+    monkeypatch.setattr(service_module, "MIN_CANCEL_POLL_S", 0.002)
+    write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    reader = PromptReader(tokenizer, vocab_size=2**31 - 1, model_len=160, max_seq_len=80, max_dec_len=120)
+    address = a_free_address()
+    service = Service(tokenizer, reader, EngineClient(address), ServiceOptions())
+    with an_engine_process(address, step_s=0.002):
+        yield service
+        service.close(drain_s=0)
+
+
+def ask(service, req_id="a", sender=None, **fields):
+    sender = sender or FakeSender()
+    given = {"temperature": 0, "infer_seed": 1, "ignore_eos": True, "max_dec_len": ANSWER_LEN, "input_ids": PROMPT}
+    service.submit(a_payload(req_id=req_id, **{**given, **fields}), sender)
+    return sender
+
+
+def token_ids_of(sender, index=0):
+    return sum((line["token_ids"] for line, _ in sender.sent if line["index"] == index), [])
+
+
+def text_of(sender):
+    return "".join(line["token"] for line, _ in sender.sent)
+
+
+def leave_after(service, num_tokens, **fields):
+    """A client that leaves when it has so many tokens; it and what it has seen."""
+    sender = ask(service, **fields)
+    wait_until(lambda: len(token_ids_of(sender)) >= num_tokens)
+    sender.cancelled = True
+    assert sender.final["error_type"] == "cancelled"
+    return sender
+
+
+def num_generated(service):
+    seen = -1
+    while seen != (seen := service.client.stats.get("num_generated_tokens", 0)):
+        time.sleep(0.1)
+    return seen
+
+
+@pytest.mark.parametrize("has", [None, 0, 7])
+def test_whoever_asks_again_goes_on_after_the_tokens_it_has_and_nothing_is_computed_twice(service, has):
+    first = leave_after(service, 10)
+    seen = token_ids_of(first)
+    has = len(seen) if has is None else has
+    again = ask(service, resume_from=has)
+    assert again.final["finish_reason"] == "length"
+    assert again.sent[0][0]["send_idx"] == has
+    assert seen[:has] + token_ids_of(again) == again.final["tokens_all_ids"] == EXPECTED
+    assert text_of(first)[:has] + text_of(again) == again.final["tokens_all"]  # a character a token
+    assert num_generated(service) <= ANSWER_LEN + 4  # of the steps in flight when the client left
+
+
+def test_an_answer_that_has_ended_is_told_again_without_the_engine(service):
+    whole = ask(service).final
+    before = num_generated(service)
+    again = ask(service, resume_from=ANSWER_LEN - 1)
+    assert again.final["tokens_all"] == whole["tokens_all"]
+    assert token_ids_of(again) == EXPECTED[-1:]
+    assert num_generated(service) == before
+
+
+def test_the_stream_before_is_ended_when_nobody_has_said_that_its_client_has_left(service):
+    first = ask(service)
+    wait_until(lambda: len(token_ids_of(first)) >= 5)
+    again = ask(service, resume_from=5)
+    assert first.final["error_type"] == "cancelled"
+    assert again.final["finish_reason"] == "length"
+    assert token_ids_of(first)[:5] + token_ids_of(again) == EXPECTED
+
+
+def test_each_of_several_answers_goes_on_where_its_client_was(service):
+    first = leave_after(service, 4, n=2)
+    has = [len(token_ids_of(first, index)) for index in range(2)]
+    again = ask(service, n=2, resume_from=has)
+    wait_until(lambda: again.is_over)
+    for index in range(2):
+        expected = answer(PROMPT, Sampling(ANSWER_LEN, temperature=0, seed=1 + index))
+        assert token_ids_of(first, index) + token_ids_of(again, index) == expected
+
+
+def test_a_seed_that_was_drawn_is_kept_and_may_be_given_back(service):
+    first = leave_after(service, 5, infer_seed=None, temperature=1)
+    seed = first.sent[0][0]["infer_seed"]
+    for given in (None, seed):
+        again = ask(service, infer_seed=given, temperature=1, resume_from=3)
+        assert again.final["infer_seed"] == seed
+        assert token_ids_of(first)[:3] + token_ids_of(again) == again.final["tokens_all_ids"]
+
+
+@pytest.mark.parametrize("known", [{}, {"answer_ids": EXPECTED[:20]}])
+def test_a_server_that_does_not_know_the_answer_computes_what_is_missing(service, known):
+    again = ask(service, resume_from=20, **known)
+    assert again.final["tokens_all_ids"] == EXPECTED
+    assert (again.sent[0][0]["send_idx"], token_ids_of(again)) == (20, EXPECTED[20:])
+    assert num_generated(service) == ANSWER_LEN - len(known.get("answer_ids", ()))
+
+
+def test_what_is_known_may_be_the_whole_answer(service):
+    again = ask(service, resume_from=ANSWER_LEN, answer_ids=EXPECTED)
+    assert (again.final["finish_reason"], again.final["tokens_all_ids"]) == ("length", EXPECTED)
+    assert num_generated(service) == 0
+
+
+def test_an_answer_that_is_not_known_and_would_be_another_is_refused(service):
+    error = ask(service, "b", resume_from=1, infer_seed=None, temperature=1).final
+    assert (error["error_code"], error["error_type"]) == (404, "unknown_answer")
+    assert error["error_msg"] == 'The answer to req_id "b" is not known any more: ask again without `resume_from`'
+
+
+def test_after_a_while_an_answer_is_forgotten(service, monkeypatch):
+    ask(service, infer_seed=None, temperature=1).final  # noqa: B018
+    monkeypatch.setattr(kept_module, "KEPT_S", 0.0)
+    assert ask(service, infer_seed=None, temperature=1, resume_from=1).final["error_code"] == 404
+
+
+def test_only_so_much_is_kept(service, monkeypatch):
+    monkeypatch.setattr(kept_module, "MAX_TOKENS", 2 * ANSWER_LEN)
+    for req_id in "abc":
+        assert ask(service, req_id, infer_seed=None, temperature=1).final["finish_reason"]
+    again = {req_id: ask(service, req_id, infer_seed=None, temperature=1, resume_from=1) for req_id in "abc"}
+    assert {req_id: sender.final["error_code"] for req_id, sender in again.items()} == {"a": 404, "b": 0, "c": 0}
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_only_who_knows_the_request_goes_on_with_its_answer(service, is_open):
+    first = ask(service) if is_open else leave_after(service, 5)
+    error = ask(service, resume_from=0, input_ids=[3, 4]).final
+    assert (error["error_code"], error["error_type"]) == (409, "duplicate_request")
+    if is_open:
+        assert first.final["tokens_all_ids"] == EXPECTED
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"resume_from": -1}, "The `resume_from` must be a number of tokens, it is -1"),
+        ({"resume_from": "1"}, "The `resume_from` in input parameters must be a list, it is a string"),
+        ({"resume_from": [1, 2]}, "The `resume_from` is for 2 answers, `n` is 1"),
+        ({"resume_from": 1, "n": 2}, "The `resume_from` is for 1 answers, `n` is 2"),
+        ({"answer_ids": [[1], [2]]}, "The `answer_ids` is for 2 answers, `n` is 1"),
+        ({"answer_ids": [1] * 61}, "The `answer_ids` has 61 tokens, the answer at most 60"),
+        ({"answer_ids": [-1]}, "The `answer_ids` must hold token ids, -1 is none"),
+    ],
+)
+def test_what_cannot_be_gone_on_with_is_refused_by_name(service, fields, text):
+    assert ask(service, **fields).final["error_msg"] == text
