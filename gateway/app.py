@@ -22,6 +22,7 @@ from gateway.backend import Backend
 from gateway.body import read_body
 from gateway.choices import side_by_side
 from gateway.health import ANSWER_WITHIN_S, Shared, as_response, readiness
+from gateway.lasting import LastingBackend
 from gateway.native import Native
 from gateway.openai import BASE, OpenAI
 from gateway.protocol import Call, ClientProtocol
@@ -51,10 +52,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 def make_app(backend: Backend, config: Config, request_timeout_s: float = REQUEST_TIMEOUT_S) -> web.Application:
     app = web.Application(middlewares=[accounted, errors_as_json], client_max_size=config.max_body_bytes)
-    app[BACKEND] = backend
+    app[READY] = readiness(backend, ANSWER_WITHIN_S)
+    app[BACKEND] = LastingBackend(backend, app[READY])
     app[CONFIG] = config
     app[REQUEST_TIMEOUT] = request_timeout_s
-    app[READY] = readiness(backend, ANSWER_WITHIN_S)
     app[RUNNING] = []
     app[DRAINING] = asyncio.Event()
     if config.cors_allow_origin:
@@ -133,7 +134,7 @@ def _served_name(app: web.Application) -> str:
 @web.middleware
 async def accounted(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Counts the request as running, and logs its end in one line without a word of the client's."""
-    call = request[CALL] = Call(request.path, _served_name(request.app), _protocols_of(request.path))
+    call = request[CALL] = Call(request.path, _served_name(request.app), _protocols_of(request.path), request.headers)
     running = request.app[RUNNING]
     running.append(request)
     start, status = time.monotonic(), CLIENT_LEFT

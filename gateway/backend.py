@@ -6,6 +6,7 @@ import sys
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
+from engine.errors import EngineUnavailable
 from engine.wire import Delta, ModelState
 
 if sys.version_info >= (3, 11):
@@ -14,13 +15,22 @@ else:  # aiohttp needs this package before Python 3.11
     from async_timeout import timeout as timeout
 
 
+class ModelUnreachable(EngineUnavailable):
+    """The model server was not there to take a request."""
+
+
+class ModelLost(ModelUnreachable):
+    """It had taken the request, and broke off: it has died, or the connection to it."""
+
+
 class Backend(Protocol):
     """The model as one client: Triton for real, a script in tests."""
 
     def generate(self, body: dict[str, Any], timeout_s: float) -> AsyncGenerator[Delta, None]:
         """The answers to one request, the last one a Final; a failure is raised as a RequestError.
 
-        TimedOut when no answer comes for `timeout_s`. Closing the generator cancels the request.
+        TimedOut when no answer comes for `timeout_s`, ModelUnreachable and ModelLost when none will. Closing the
+        generator cancels the request.
         """
         ...
 

@@ -7,7 +7,7 @@ to requests of the model, from the model's answers to its own objects. Of HTTP a
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine.errors import RequestError
@@ -48,6 +48,7 @@ class Call:
     path: str
     model_name: str  # the served one
     protocols: Sequence[ClientProtocol]  # that it may speak: one when that is known
+    headers: Mapping[str, str] = field(default_factory=dict)  # of the request
     req_id: str | None = None  # for errors, as soon as its protocol has found it
     exchange: Exchange | None = None
     late_status: int | None = None  # of a failure after the first byte

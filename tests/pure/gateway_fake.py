@@ -34,6 +34,7 @@ class FakeBackend:
     def __init__(self, *script: Any, finish_reason="stop", stop_reason=None, state: Any = None):
         self.script = script
         self.scripts: list[tuple[Any, ...]] = []  # of the first requests, when they differ
+        self.told: dict[str, list[str]] = {}  # of each request, by its req_id
         self.finish_reason = finish_reason
         self.stop_reason = stop_reason
         self.state = ModelState(ready=True, model_len=8192) if state is None else state
@@ -52,7 +53,10 @@ class FakeBackend:
         self.bodies.append(json.loads(json.dumps(body)))
         self._loop = asyncio.get_running_loop()
         self._go = self._go or asyncio.Event()
-        texts: list[str] = []
+        # One that is asked again goes on where its client was.
+        count = body.get("resume_from") or 0
+        texts = self.told.get(body["req_id"], [])[: count[0] if isinstance(count, list) else count]
+        self.told[body["req_id"]] = texts
         n = body.get("n", 1)
         try:
             for item in self.scripts.pop(0) if self.scripts else self.script:

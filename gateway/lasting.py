@@ -1,0 +1,93 @@
+"""Requests outlive the model server: one whose stream breaks is asked again when the server is back, and goes on after
+what has come. Knows the wire's fields, not how the model is reached."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import defaultdict
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from engine.wire import Delta, ModelState, parse_request
+from gateway.backend import Backend, ModelLost, ModelUnreachable
+from gateway.health import Shared
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.25
+MAX_LOSSES = 3  # in a row: a request without a new answer for so long may be the one that ends the server
+
+
+class LastingBackend:
+    """A `gateway.backend.Backend` around another. `ready` says whether the model can be asked."""
+
+    def __init__(self, backend: Backend, ready: Shared):
+        self._backend = backend
+        self._ready = ready
+
+    async def generate(self, body: dict[str, Any], timeout_s: float) -> AsyncGenerator[Delta, None]:
+        known, asked, num_losses = Known(body), body, 0
+        clock = asyncio.get_running_loop().time
+        deadline = clock()
+        while True:
+            try:
+                async with contextlib.aclosing(self._backend.generate(asked, timeout_s)) as answers:
+                    async for answer in answers:
+                        num_losses = 0
+                        known.add(answer)
+                        yield answer
+                return
+            except ModelUnreachable as error:
+                if isinstance(error, ModelLost):
+                    log.warning("the model server has lost a request, which will be asked again: %s", error)
+                    num_losses, deadline = num_losses + 1, clock() + timeout_s
+                if not 0 < num_losses <= MAX_LOSSES or clock() >= deadline:
+                    raise
+                await self._until_back(deadline)
+                asked = known.rest()
+
+    async def _until_back(self, deadline: float) -> None:
+        """At most; whoever asks then is told what is wrong."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            if (await self._ready()).state or asyncio.get_running_loop().time() >= deadline:
+                return
+
+    async def probe(self) -> ModelState:
+        return await self._backend.probe()
+
+    async def is_live(self) -> bool:
+        return await self._backend.is_live()
+
+    async def close(self) -> None:
+        await self._backend.close()
+
+
+class Known:
+    """What has come of the answers to a request that is in the wire's fields."""
+
+    def __init__(self, body: dict[str, Any]):
+        self._body = body
+        self._ids: defaultdict[int, list[int]] = defaultdict(list)  # of each answer, those that came here
+        self._seed: int | None = None  # of the first answer
+
+    def add(self, answer: Delta) -> None:
+        self._ids[answer.index] += answer.token_ids
+        if answer.index == 0:
+            self._seed = answer.infer_seed
+
+    def rest(self) -> dict[str, Any]:
+        """The request for what has not come. Raises InvalidRequest if the model would."""
+        request = parse_request(self._body)
+        begins = request.resume_from or (0,) * request.n
+        before = request.answer_ids or ((),) * request.n
+        came = [self._ids[index] for index in range(request.n)]
+        rest = {**self._body, "resume_from": [begin + len(ids) for begin, ids in zip(begins, came, strict=True)]}
+        if all(len(ids) >= begin for ids, begin in zip(before, begins, strict=True)):  # else a part is unknown
+            known = zip(before, begins, came, strict=True)
+            rest["answer_ids"] = [[*ids[:begin], *new] for ids, begin, new in known]
+        if request.infer_seed is None and self._seed is not None:
+            rest["infer_seed"] = self._seed
+        return rest
