@@ -28,8 +28,8 @@ install: $(RUNTIME) $(OPS)  ## .venv with start_server and stop_server
 test: quick  ## all tests, those that need nothing first
 	$(BIN)/python -m pytest tests --ignore tests/pure
 
-quick: install $(TESTS)  ## the tests that need no server
-	$(BIN)/python -m pytest tests/pure
+quick: install $(TESTS)  ## the tests that need no server, on all cores
+	$(BIN)/python -m pytest tests/pure --numprocesses logical --maxprocesses 8 --dist worksteal
 
 lint: $(TESTS)  ## style, types, which part may import which
 	$(BIN)/ruff check .

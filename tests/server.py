@@ -18,7 +18,11 @@ from server_scripts.run_dir import Process
 ROOT = Path(__file__).resolve().parents[1]
 PORTS = ("HEALTH_HTTP_PORT", "SERVICE_GRPC_PORT", "METRICS_HTTP_PORT", "INTER_PROC_PORT", "SERVICE_HTTP_PORT")
 TIMEOUT_S = 300
-_candidates = itertools.count(20000 + os.getpid() * 64 % 10000)  # so that test runs at one time differ
+_run, _worker, _num_workers = os.getpid(), 0, 1
+if "PYTEST_XDIST_WORKER" in os.environ:  # test workers of one run take turns
+    _run, _worker = os.getppid(), int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+    _num_workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+_candidates = itertools.count(20000 + _run * 64 % 10000 + _worker, _num_workers)  # so that runs at one time differ
 
 
 @dataclass(frozen=True)

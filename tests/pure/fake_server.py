@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.settings.config import Config
+from server_scripts import child
 from server_scripts.child import ChildSpec
 from server_scripts.health import HealthMonitor
 from server_scripts.report import Report
@@ -161,6 +162,7 @@ def fake_server(folder: Path, children: dict[str, str], **options) -> Iterator[F
 
 def main(folder: Path, children: dict[str, str], options: dict) -> int:
     logging.basicConfig(level="INFO", stream=sys.stdout)
+    child.MAX_BACK_OFF_S = child.HOST_LOST_S = 0.1
     timing = {"ask_every_s": 0.05, "check_for_s": options.pop("check_for_s", 30.0)}
     settings = {"start_timeout_s": TIMEOUT_S, "drain_timeout_s": 1.0, "check_health_interval_s": 60.0} | options
     run_dir = a_run_dir(folder)

@@ -12,10 +12,12 @@ PATIENCE_S = 60  # only a test that fails waits that long
 
 
 def wait_until(condition):
+    """-> what it came to, which is true."""
     deadline = time.monotonic() + PATIENCE_S
-    while not condition():
+    while not (value := condition()):
         assert time.monotonic() < deadline, "it has not come true"
         time.sleep(0.001)
+    return value
 
 
 class FakeSender:
@@ -99,9 +101,12 @@ class FakeEngine:
 
     def listener_of(self, prompt):
         """Of the open request with this prompt, which may be on its way still."""
-        wait_until(lambda: any(self.prompts[name] == prompt for name in self.listeners))
-        [name] = [name for name in self.listeners if self.prompts[name] == prompt]
-        return name, self.listeners[name]
+
+        def found():  # `list`, as others submit and leave meanwhile
+            return [(name, listener) for name, listener in list(self.listeners.items()) if self.prompts[name] == prompt]
+
+        [the_one] = wait_until(found)
+        return the_one
 
     def give(self, prompt, token_ids, finish_reason=None):
         name, listener = self.listener_of(prompt)
