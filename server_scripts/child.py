@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +21,7 @@ HEALTHY_AFTER_S = 60.0  # without a crash until the next one counts as the first
 MAX_BACK_OFF_S = 30.0
 HOST_LOST_S = 1.0  # until an engine that has lost another machine starts to wait for it
 START_AGAIN_S = 5.0  # when not even a process could be made
+SECRETS = {"API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}  # the hub's token by both of its names
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,11 @@ class Child:
 def dying_with_us() -> list[str]:
     """Put before a command, it ends the command when this process dies."""
     return [sys.executable, "-I", "-S", str(EXEC_CHILD), str(os.getpid())]
+
+
+def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
+    """For a process that needs none of them: its environment can be read and ends up in reports of crashes."""
+    return {name: text for name, text in environ.items() if name not in SECRETS}
 
 
 def back_off(num_crashes: int) -> float:

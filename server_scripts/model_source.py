@@ -7,6 +7,7 @@ CACHE [QUANT]` exports into the cache what is not there yet, and writes `step TE
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,11 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import ConfigError, SetupError
-from engine.models.families import read_model
-from engine.models.keys import ModelError, read_json
 from engine.settings.config import Config
 from server_scripts import logs
-from server_scripts.child import ROOT, dying_with_us
+from server_scripts.child import ROOT, dying_with_us, without_secrets
 from server_scripts.run_dir import make_folder
 
 EXPORTER = "server_scripts.model_source"
@@ -63,21 +62,15 @@ def _download(config: Config, name: str, report: Callable[[str], None]) -> Sourc
     try:
         quant = parse_model_name(name)[1]
         mode = "master" if config.machines.is_master else "slave"
-        options = Options.from_env(check_config=_must_be_known, nnodes=config.mp_nnode, mode=mode)
+        options = Options.from_env(nnodes=config.mp_nnode, mode=mode)
         if options.mirror is None:
             as_dtype(quant, config)  # raises before gigabytes are fetched
         report(f"fetching {name} into {config.model_dir}")
         done = download(name, Path(config.model_dir).expanduser(), options)
-    except DownloadError as error:
-        raise ModelUnavailable(str(error)) from None
-    except (ModelError, OSError) as error:
+    except (DownloadError, OSError) as error:
         raise ModelUnavailable(f"fetching {name}: {error}") from None
     report(f"{name} is complete, {done.num_fetched} files fetched")
     return Source(done.model_dir.absolute(), config.served_model_name or name, None if done.is_static else quant)
-
-
-def _must_be_known(config_json: Path) -> None:
-    read_model(read_json(config_json))
 
 
 def export_if_needed(config: Config, source: Source, report: Callable[[str], None]) -> Path:
@@ -86,7 +79,8 @@ def export_if_needed(config: Config, source: Source, report: Callable[[str], Non
     command = [*dying_with_us(), sys.executable, "-m", EXPORTER]
     command += [str(source.path), str(Path(config.export_cache_dir).expanduser()), *filter(None, [source.quant])]
     with log_path.open("wb") as log:
-        exporter = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT)
+        env = without_secrets(os.environ)
+        exporter = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=env)
     assert exporter.stdout
     result = ""
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engine.settings.config import Config
 from server_scripts import triton
-from server_scripts.child import ChildSpec
+from server_scripts.child import ChildSpec, without_secrets
 from server_scripts.run_dir import RunDir
 
 ENGINE, TRITONSERVER, GATEWAY, HEALTH = "engine", "tritonserver", "gateway", "health"
@@ -38,11 +38,10 @@ def log_paths(config: Config) -> dict[str, Path]:
 
 def all_specs(config: Config, graph_dir: Path, served_name: str, run_dir: RunDir) -> list[ChildSpec]:
     """In the order of their start. Raises TritonError."""
-    environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    environ = {**without_secrets(os.environ), "PYTHONUNBUFFERED": "1"}
     environ |= {"GRAPH_DIR": str(graph_dir), "SERVED_MODEL_NAME": served_name}
     if config.mp_nnode > 1:
         environ["HOST_IP"] = config.machines.ips[config.machines.host]  # also when it has lost its address for a while
-    environ.pop("API_KEY", None)
     logs, python = log_paths(config), [sys.executable, "-m"]
     specs = [engine_spec(config, environ, logs[ENGINE]), triton_spec(config, environ, run_dir, logs[TRITONSERVER])]
     if config.service_http_port > 0:

@@ -68,7 +68,7 @@ def prepare(config: Config, run_dir: RunDir) -> None:
         kill_all(state)
     find_tritonserver()
     if taken := ports.problems(config):
-        raise ConfigError("\nstart_server: ".join(taken))
+        raise ConfigError("\n".join(taken))
     make_folder("FD_LOG_DIR", config.log_path)
     for path in log_paths(config).values():
         logs.rotate(path, config.log_backup_count)

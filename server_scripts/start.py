@@ -46,7 +46,8 @@ def main() -> int:
         os.environ.update(absolute_paths(Config.from_env()))  # the server runs in another folder
         return run(given.model_name or "", report) if given.foreground else detach(given.model_name or "", report)
     except ConfigError as error:
-        print(f"start_server: {error}", file=sys.stderr)
+        for line in str(error).splitlines():
+            print(f"start_server: {line}", file=sys.stderr)
         return 2
     except (SetupError, OSError) as error:
         report(f"failed: {error}")

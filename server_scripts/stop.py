@@ -47,7 +47,10 @@ def main() -> int:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:  # of which argparse would say this function's name
+        seconds = math.nan
     if not (math.isfinite(seconds) and seconds >= 0):
         raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
     return seconds

@@ -178,14 +178,17 @@ class Config:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Config:
-        """Raises ConfigError that names the variable, its value and what was expected."""
-        values = {}
+        """Raises ConfigError that names each wrong variable, its value and what was expected, a line each."""
+        values, problems = {}, []
         for f in fields(cls):
-            name, text = given(f.metadata["setting"], environ)
-            if text is not None:
-                values[f.name] = parse(name, text, str(f.type), f.metadata["setting"])
+            try:
+                name, text = given(f.metadata["setting"], environ)
+                if text is not None:
+                    values[f.name] = parse(name, text, str(f.type), f.metadata["setting"])
+            except ConfigError as error:
+                problems.append(str(error))
         config = cls(**values)
-        config._check()
+        config._check(problems)
         return config
 
     def changed(self, **settings: Any) -> Config:
@@ -195,11 +198,21 @@ class Config:
             if f.name in settings and not (settings[f.name] is None and f.default is None):
                 values[f.name] = parse(f.name, str(settings[f.name]), str(f.type), f.metadata["setting"])
         config = replace(self, **values)
-        config._check()
+        config._check([])
         return config
 
-    def _check(self) -> None:
-        _ = self.machines
+    def _check(self, problems: list[str]) -> None:
+        """`problems` is what is wrong already. With one, what holds between settings cannot be told."""
+        of_each = (self._check_http_port, self._check_paths, self._check_key)
+        for check in of_each if problems else (lambda: self.machines, self._check_ports, *of_each):
+            try:
+                check()
+            except ConfigError as error:
+                problems.append(str(error))
+        if problems:
+            raise ConfigError("\n".join(problems))
+
+    def _check_ports(self) -> None:
         ports: dict[int, str] = {}
         for f in fields(self):
             value = getattr(self, f.name)
@@ -208,12 +221,18 @@ class Config:
                 if value in ports:
                     raise ConfigError(f"{env} is {value}, which {ports[value]} has already; every port needs its own")
                 ports[value] = env
-        for env, text in (("MODEL_DIR", self.model_dir), ("EXPORT_CACHE_DIR", self.export_cache_dir)):
-            _expanded(env, text)
-        if not all("!" <= char <= "~" for char in self.api_key):  # a secret: not shown
-            raise ConfigError("API_KEY has a character that is no visible ASCII, which no HTTP header can carry")
+
+    def _check_http_port(self) -> None:
         if self.service_http_port == 0:
             raise ConfigError("SERVICE_HTTP_PORT is 0, it must be a port from 1 to 65535, or -1 for gRPC only")
+
+    def _check_paths(self) -> None:
+        for env, text in (("MODEL_DIR", self.model_dir), ("EXPORT_CACHE_DIR", self.export_cache_dir)):
+            _expanded(env, text)
+
+    def _check_key(self) -> None:
+        if not all("!" <= char <= "~" for char in self.api_key):  # a secret: not shown
+            raise ConfigError("API_KEY has a character that is no visible ASCII, which no HTTP header can carry")
 
     @cached_property
     def machines(self) -> Machines:

@@ -56,6 +56,6 @@ def likely_misspelt(environ: Mapping[str, str] = os.environ) -> list[str]:
     }
     sentences = []
     for name in sorted(environ.keys() - set(known.values())):
-        if close := difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.9):
+        if close := difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.88):
             sentences.append(f"{name} is no setting, did you mean {known[close[0]]}?")
     return sentences

@@ -109,6 +109,18 @@ def test_a_wrong_value_is_refused_with_its_name(environ, message):
         Config.from_env(environ)
 
 
+def test_every_wrong_variable_is_named_at_once():
+    environ = {"BATCH_SIZE": "many", "BLOCK_RATIO": "x", "SERVICE_HTTP_PORT": "0", "MP_NNODE": "two", "POD_IPS": "::1"}
+    with pytest.raises(ConfigError) as caught:
+        Config.from_env(environ)
+    assert [line.split()[0] for line in str(caught.value).splitlines()] == [
+        "MP_NNODE",
+        "BATCH_SIZE",
+        "BLOCK_RATIO",
+        "SERVICE_HTTP_PORT",
+    ]  # POD_IPS may be right: it depends on MP_NNODE
+
+
 def test_the_api_key_is_never_shown():
     assert "s3cret" not in repr(Config.from_env({"API_KEY": "s3cret"}))
     for key in ("s3cret key", "s3cr\u00e9t", "s3cret\n"):
@@ -161,6 +173,8 @@ def test_settings_of_the_predecessor_that_do_nothing_are_named():
     ("written", "meant"),
     [
         ("MAX_SEQLEN", "MAX_SEQ_LEN"),
+        ("MAX_SEQ_LENGTH", "MAX_SEQ_LEN"),
+        ("MAX_DEC_LENGTH", "MAX_DEC_LEN"),
         ("BATCHSIZE", "BATCH_SIZE"),
         ("MODEL_NAME", "model_name"),
         ("max_dec_len", "MAX_DEC_LEN"),

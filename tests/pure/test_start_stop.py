@@ -39,6 +39,10 @@ def test_a_wrong_setting_is_one_line_and_status_2(server):
     done = server.command("start_server")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "start_server: BATCH_SIZE is 'many', it must be a whole number\n"
+    server.env["BLOCK_RATIO"] = "x"
+    assert (
+        server.command("start_server").stderr == done.stderr + "start_server: BLOCK_RATIO is 'x', it must be a number\n"
+    )
 
 
 @pytest.mark.parametrize("name", ["MODEL_DIR", "EXPORT_CACHE_DIR", "RUN_DIR", "FD_LOG_DIR"])
@@ -168,7 +172,7 @@ def test_stop_insists_after_the_given_seconds(tmp_path):
 def test_stop_refuses_what_is_no_time_to_wait(tmp_path, seconds):
     done = stop(tmp_path, seconds)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("stop_server: error: argument seconds: ")
+    assert done.stderr.splitlines()[-1] == f"stop_server: error: argument seconds: {seconds!r} is no number of seconds"
 
 
 def test_an_interrupted_stop_is_one_line_and_the_server_goes_on_ending(tmp_path):

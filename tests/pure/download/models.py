@@ -1,6 +1,7 @@
 """What the tests of download_model share: a static model, a checkpoint, and how to look at what has arrived."""
 
 import hashlib
+import json
 import random
 from pathlib import Path
 
@@ -14,8 +15,10 @@ STATIC = {
     "rank_0/model.json": b"{}",
     "rank_0/model.pdiparams": WEIGHTS,
 }
+LLAMA = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "vocab_size": 8}
+LLAMA |= {"num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 8}
 CHECKPOINT = {
-    "config.json": b'{"model_type": "llama"}',
+    "config.json": json.dumps(LLAMA).encode(),
     "generation_config.json": b"{}",
     "tokenizer.json": b'{"version": "1.0"}',
     "tokenizer_config.json": b"{}",

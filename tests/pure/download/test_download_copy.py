@@ -46,6 +46,18 @@ def test_a_symbolic_link_that_leads_out_of_the_directory_is_refused(link, mirror
     assert files_in(outside) == {}
 
 
+@pytest.mark.parametrize("note", [".download.lock", "download.json.partial"])
+def test_the_downloads_own_notes_are_not_written_through_a_symbolic_link(note, mirror, tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("do not touch")
+    planted = tmp_path / "models" / NAME / note
+    planted.parent.mkdir(parents=True)
+    planted.symlink_to(precious)
+    with pytest.raises(DownloadError, match=f"is a symbolic link, which is not followed: '.*{note}'"):
+        download(NAME, tmp_path / "models", mirror)
+    assert precious.read_text() == "do not touch"
+
+
 def test_a_changed_file_is_noticed_and_fetched_again(server, mirror, tmp_path):
     model_dir = download(NAME, tmp_path, mirror).model_dir
     (model_dir / "rank_0/model.pdiparams").write_bytes(WEIGHTS[::-1])

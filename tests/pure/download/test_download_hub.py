@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from download_model import DownloadError, download, find_download
+from download_model import DownloadError, Policy, download, find_download
+from engine.download.transfer import Stop
 from tests.pure.download.models import CHECKPOINT, FAST, NAME, UNNEEDED, WEIGHTS, cdn_url, files_in
 from tests.pure.model_server import TOKEN, Fault, ModelServer
 
@@ -71,7 +72,7 @@ def test_every_file_of_the_hub_is_compared_with_its_checksum(path, kind, server,
 def test_no_more_is_read_than_the_hub_has_announced(server, hub, tmp_path):
     config = server.hub_path("an-org/a-model", "config.json")
     server.faults[config] = [Fault(body=bytes(64 << 20))] * 2
-    with pytest.raises(DownloadError, match="config.json: the server sends more than its 23 bytes"):
+    with pytest.raises(DownloadError, match="config.json: the server sends more than its 162 bytes"):
         download(NAME, tmp_path, hub)
 
 
@@ -164,18 +165,28 @@ def test_too_little_room_is_told_before_anything_is_fetched(server, hub, tmp_pat
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=250_000))
     with pytest.raises(DownloadError, match="1 MB needed, 0 MB are free"):
         download(NAME, tmp_path, hub)
-    assert len(server.requests) == 1
+    assert not any("safetensors" in path for _, path, _ in server.requests)
 
 
-def test_a_checkpoint_can_be_refused_by_its_config_before_anything_else_is_fetched(server, hub, tmp_path):
-    def refuse(path):
-        raise LookupError(path.read_text())
-
-    with pytest.raises(LookupError, match="llama"):
-        download(NAME, tmp_path, replace(hub, check_config=refuse))
+def test_a_checkpoint_of_an_unknown_family_is_refused_before_anything_but_its_config_is_fetched(server, hub, tmp_path):
+    server.add_repo("an-org/a-model", CHECKPOINT | {"config.json": b'{"model_type": "deepseek_v3"}'})
+    with pytest.raises(DownloadError, match="^config.json: model_type is 'deepseek_v3', supported are llama, "):
+        download(NAME, tmp_path, hub)
     assert [path for method, path, _ in server.requests[1:]] == [server.hub_path("an-org/a-model", "config.json")]
-    assert download(NAME, tmp_path, replace(hub, check_config=lambda _: None)).num_fetched == len(CHECKPOINT) - 1
+    server.add_repo("an-org/a-model", CHECKPOINT)
+    assert download(NAME, tmp_path, hub).num_fetched == len(CHECKPOINT)
     assert files_in(tmp_path / NAME) == CHECKPOINT
+
+
+def test_a_hub_that_cannot_be_reached_is_told_at_once_and_given_up_soon(hub, tmp_path, caplog, monkeypatch):
+    waits = []
+    monkeypatch.setattr(Stop, "wait", lambda _, seconds: waits.append(seconds))
+    with ModelServer() as ended:
+        pass
+    with pytest.raises(DownloadError, match="refused.*3 tries"), caplog.at_level("INFO", "engine.download"):
+        download(NAME, tmp_path, replace(hub, hub_endpoint=ended.url, policy=Policy()))
+    assert sum(waits) <= 3
+    assert "refused; trying again in 1 s" in caplog.messages[0].lower()
 
 
 def test_a_hub_that_cannot_be_reached_is_an_error_the_first_time_only(hub, tmp_path):

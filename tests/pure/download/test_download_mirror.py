@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from download_model import DownloadError, download, find_download
+from engine.download import transfer
 from engine.download.transfer import Stop
 from tests.pure.download.models import FAST, FOLDER, NAME, STATIC, WEIGHTS, files_in, weights_url
 from tests.pure.model_server import Fault
@@ -151,6 +152,18 @@ def test_a_missing_file_fails_at_once_with_its_name(server, mirror, tmp_path):
     with pytest.raises(DownloadError, match="^rank_0/model.pdiparams: HTTP 404"):
         download(NAME, tmp_path, mirror)
     assert len(server.ranges_of(weights_url())) == 1
+
+
+def test_of_a_file_list_without_end_no_more_is_read_than_a_list_can_be(server, mirror, tmp_path, monkeypatch):
+    monkeypatch.setattr(transfer, "MAX_TEXT_BYTES", 1000)
+    server.contents[f"/{FOLDER}/model/file_list.txt"] = bytes(1001)
+    with pytest.raises(DownloadError, match="file_list.txt: is longer than 1000 bytes"):
+        download(NAME, tmp_path, mirror)
+
+
+def test_a_file_list_that_was_cut_short_is_asked_for_again(server, mirror, tmp_path):
+    server.faults[f"/{FOLDER}/model/file_list.txt"] = [Fault(cut_after=45)]  # the first line, a valid list
+    assert files_in(download(NAME, tmp_path, mirror).model_dir) == STATIC
 
 
 def test_a_missing_file_list_fails_with_its_url(server, mirror, tmp_path):
