@@ -23,6 +23,7 @@ from engine.log import configure
 from engine.settings.config import Config
 from gateway.app import BACKEND, DRAINING, RUNNING, make_app
 from gateway.backend import timeout
+from gateway.health import SILENT_CLIENT_S
 from gateway.triton_client import TritonBackend
 
 log = logging.getLogger("gateway")
@@ -33,9 +34,14 @@ LAST_WORDS_S = 2.0  # for the error events after the drain timeout
 
 async def serve(app: web.Application, sock: socket.socket, stop: asyncio.Event, drain_timeout_s: float) -> None:
     """Serves until `stop` is set, then drains."""
-    server_logger.addFilter(_without_bytes)
+    server_logger.addFilter(_is_news)
     runner = web.AppRunner(
-        app, handler_cancellation=True, access_log=None, shutdown_timeout=LAST_WORDS_S, auto_decompress=False
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=LAST_WORDS_S,
+        auto_decompress=False,
+        keepalive_timeout=SILENT_CLIENT_S,
     )
     await runner.setup()
     site = web.SockSite(runner, sock, backlog=BACKLOG)
@@ -52,11 +58,13 @@ async def serve(app: web.Application, sock: socket.socket, stop: asyncio.Event, 
     log.info("stopped")
 
 
-def _without_bytes(record: logging.LogRecord) -> bool:
-    """aiohttp logs what is no HTTP with its bytes and a traceback: the one line without them is enough."""
-    if record.exc_info and isinstance(record.exc_info[1], HttpProcessingError):
+def _is_news(record: logging.LogRecord) -> bool:
+    """aiohttp logs what is no HTTP with its bytes and a traceback: the one line without them is enough. A client that
+    leaves before it is told to go on (`Expect: 100-continue`) is no error."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError):
         record.exc_info = None
-    return True
+    return not isinstance(error, ConnectionError)
 
 
 async def drain(app: web.Application, timeout_s: float) -> None:

@@ -26,6 +26,9 @@ from gateway.backend import Backend, timeout
 
 NOT_REACHABLE, NOT_READY, SILENT = 1, 2, 3
 ANSWER_WITHIN_S = 3.0  # else the model is taken for silent
+# Without a whole request, since the connection or the last answer: unfinished headers cannot hold it, nor can nobody.
+# Longer than the minute for which proxies keep connections, so that they are the ones who close.
+SILENT_CLIENT_S = 75.0
 MAX_AGE_S = 0.5  # an answer may be this old, so many askers cost the model no more than one
 
 
@@ -132,7 +135,9 @@ def main() -> None:
     asked = connect_host(host)  # for all ports
     http = (asked, config.service_http_port) if config.service_http_port > 0 else None
     app = make_health_app(TritonBackend(asked, config.service_grpc_port), ANSWER_WITHIN_S, http)
-    web.run_app(app, host=host, port=port, access_log=None, print=None, shutdown_timeout=1)
+    web.run_app(
+        app, host=host, port=port, access_log=None, print=None, shutdown_timeout=1, keepalive_timeout=SILENT_CLIENT_S
+    )
 
 
 if __name__ == "__main__":

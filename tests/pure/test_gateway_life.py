@@ -17,6 +17,7 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from gateway import __main__ as gateway_main
 from gateway import answers
 from gateway.__main__ import listen
 from tests.pure.gateway_fake import PATIENCE_S, WAIT, FakeBackend, chunks, events, running
@@ -62,6 +63,46 @@ def test_a_client_that_has_left_before_the_first_byte_is_no_error(caplog):
             backend.go()
             leave(connection)
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+EXPECTING = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\nExpect: 100-continue\r\n\r\n"
+
+
+def test_a_client_that_leaves_before_it_may_send_its_body_is_no_error(caplog):
+    with running(FakeBackend("a")) as gateway:
+        for _ in range(20):
+            connection = gateway.connect()
+            connection.connect()
+            connection.sock.sendall(EXPECTING)
+            leave(connection)
+        assert gateway.post(CHAT, NATIVE)["result"] == "a"
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+def test_a_client_that_closes_its_half_of_the_connection_has_left():
+    """Until an answer is written it cannot be told from one that has closed all of it."""
+    backend, body = FakeBackend(WAIT), json.dumps(NATIVE).encode()
+    with running(backend) as gateway, socket.create_connection(("127.0.0.1", gateway.port)) as client:
+        client.sendall(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (CHAT.encode(), len(body)) + body)
+        assert backend.waiting.acquire(timeout=PATIENCE_S)
+        client.shutdown(socket.SHUT_WR)
+        assert backend.cancelled.acquire(timeout=PATIENCE_S)
+
+
+@pytest.mark.parametrize("begun", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nX-A: "])
+def test_a_connection_without_a_whole_request_is_closed_however_slowly_it_comes(begun, monkeypatch):
+    monkeypatch.setattr(gateway_main, "SILENT_CLIENT_S", 0.2)
+    with running(FakeBackend("a")) as gateway, socket.create_connection(("127.0.0.1", gateway.port)) as client:
+        client.sendall(begun)
+        client.settimeout(0.05)
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(TimeoutError):
+                assert client.recv(1000) == b""
+                return
+            if begun:
+                client.sendall(b"x")
+    raise AssertionError("it is still open")
 
 
 def test_a_client_that_does_not_read_is_taken_for_gone(monkeypatch):
