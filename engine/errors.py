@@ -152,6 +152,11 @@ def queue_full(num_waiting: int, limit: int) -> Overloaded:
     return Overloaded("cached task num ({value}) exceeds the limit ({limit})", value=num_waiting, limit=limit)
 
 
+def tokens_full(num_tokens: int, limit: int) -> Overloaded:
+    text = "{value} tokens of prompts are waiting, at most MAX_WAITING_TOKENS({limit}) may"
+    return Overloaded(text, value=num_tokens, limit=limit)
+
+
 def error_of(kind: str, text: str, **cause: Any) -> RequestError:
     """The error that crossed a process border with these of its attributes; an unknown kind is an internal error."""
     return KINDS.get(kind, RequestError)(text, **cause)

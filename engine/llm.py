@@ -71,7 +71,7 @@ class LLM:
         self.tokenizer = Tokenizer.load(graph_dir)
         executor = make_executor(graph_dir, config)
         self._num_blocks = allocate_cache(executor, config, Manifest.read(graph_dir).max_seq_len)
-        self._config = replace(config, max_cached_task_num=2**31)  # nobody else is waiting
+        self._config = replace(config, max_cached_task_num=2**31, max_waiting_tokens=2**62)  # nobody else is waiting
         self._loop = Loop(executor, self._num_blocks, self._config)
         self._lock = threading.Lock()  # of the loop: calls from several threads take turns
         cache_size = (self._num_blocks, executor.block_size)

@@ -18,11 +18,13 @@ class Stats(Counters):
 
     num_running: int = 0
     num_waiting: int = 0
+    num_waiting_tokens: int = 0  # of their prompts
     num_blocks: int = 0
     num_blocks_held: int = 0
     block_size: int = 0
     num_steps: int = 0
     num_dropped: int = 0
+    num_wasted_tokens: int = 0  # computed for answers that were dropped before their end
     step_time_s: float = 0.0
 
 
@@ -32,11 +34,17 @@ class Loop:
     def __init__(self, executor: Executor, num_blocks: int, config: Config):
         self.executor = executor
         pool = BlockPool(num_blocks, executor.block_size, config.enable_prefix_caching)
-        limits = Limits(config.batch_size, config.max_step_tokens, config.block_ratio, config.max_cached_task_num)
+        limits = Limits(
+            config.batch_size,
+            config.max_step_tokens,
+            config.block_ratio,
+            config.max_cached_task_num,
+            config.max_waiting_tokens,
+        )
         self.scheduler = Scheduler(pool, limits, _drafter(config))
         self._step: Step | None = None  # the one that was launched
         self._launched_at = 0.0
-        self._num_steps = self._num_dropped = 0
+        self._num_steps = self._num_dropped = self._num_wasted_tokens = 0
         self._step_time_s = 0.0
 
     @property
@@ -47,11 +55,19 @@ class Loop:
         """Raises RequestError when the request is refused."""
         self.scheduler.add(request, replay)
 
-    def drop(self, request_id: str) -> None:
-        """Harmless when the request has ended."""
+    def drop(self, request_id: str, is_complete: bool = False) -> None:
+        """Harmless when the request has ended. `is_complete`: its answer is, by what only its user knows."""
+        running = self.scheduler.running.get(request_id)
+        num_computed = running.num_computed - running.num_cached if running else 0
         if self.scheduler.drop(request_id):
             self._num_dropped += 1
+            self._num_wasted_tokens += 0 if is_complete else num_computed
             self._check_when_idle()
+
+    def has_begun(self, request_id: str) -> bool:
+        """Or has ended. One that had to make room for others has."""
+        request = self.scheduler.waiting.get(request_id)
+        return request is None or request.num_preemptions > 0 or request.num_new_tokens > 0
 
     def turn(self) -> list[Update]:
         """Waits for the step that runs, launches the next one, and returns what the first has brought: it can be sent
@@ -71,11 +87,13 @@ class Loop:
             **asdict(scheduler.counters),
             num_running=scheduler.num_running,
             num_waiting=len(scheduler.waiting),
+            num_waiting_tokens=scheduler.waiting.num_tokens,
             num_blocks=scheduler.pool.num_blocks,
             num_blocks_held=scheduler.pool.num_held,
             block_size=scheduler.pool.block_size,
             num_steps=self._num_steps,
             num_dropped=self._num_dropped,
+            num_wasted_tokens=self._num_wasted_tokens,
             step_time_s=self._step_time_s,
         )
         return asdict(stats)

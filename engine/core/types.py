@@ -46,6 +46,8 @@ class Request:
     sampling: Sampling
     forks: list[Request] = field(default_factory=list)  # more answers to this prompt, until it is computed
     salt: str = ""  # requests with another one never share cached blocks
+    owner: str = ""  # waiting requests of each get equal shares
+    priority: int = 0  # lower is earlier
     # The scheduler's
     state: State = State.WAITING
     slot: int = -1  # its place in the batch while it runs

@@ -97,6 +97,12 @@ class Config:
     max_cached_task_num: int = setting(
         128, "MAX_CACHED_TASK_NUM", "waiting requests; beyond, new ones are refused", minimum=1
     )
+    max_waiting_tokens: int = setting(
+        1 << 20,
+        "MAX_WAITING_TOKENS",
+        "tokens of all waiting prompts together; beyond, new requests are refused",
+        minimum=1,
+    )
     max_num_batched_tokens: int = setting(
         256,
         "MAX_NUM_BATCHED_TOKENS",
