@@ -6,6 +6,7 @@ A path has the protocols that name it. Where there are several, the first that s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import time
@@ -19,13 +20,14 @@ from engine.settings.config import Config
 from gateway import answers
 from gateway.answers import CALL, REQUEST_TIMEOUT
 from gateway.backend import Backend
-from gateway.body import read_body
+from gateway.body import parse_body, read_payload
 from gateway.choices import side_by_side
 from gateway.health import ANSWER_WITHIN_S, Shared, as_response, readiness
+from gateway.intake import Intake, Room
 from gateway.lasting import LastingBackend
 from gateway.native import Native
 from gateway.openai import BASE, OpenAI
-from gateway.protocol import Call, ClientProtocol
+from gateway.protocol import Call, ClientProtocol, Exchange
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ PROTOCOLS: Sequence[ClientProtocol] = (NATIVE, OPENAI)
 
 BACKEND = web.AppKey("backend", Backend)
 CONFIG = web.AppKey("config", Config)
+INTAKE = web.AppKey("intake", Intake)
 READY = web.AppKey("ready", Shared)
 RUNNING = web.AppKey("running", list)  # the requests being answered
 DRAINING = web.AppKey("draining", asyncio.Event)
@@ -56,6 +59,7 @@ def make_app(backend: Backend, config: Config, request_timeout_s: float = REQUES
     app[BACKEND] = LastingBackend(backend, app[READY])
     app[CONFIG] = config
     app[REQUEST_TIMEOUT] = request_timeout_s
+    app[INTAKE] = Intake.share_of_worker(config)
     app[RUNNING] = []
     app[DRAINING] = asyncio.Event()
     if config.cors_allow_origin:
@@ -77,15 +81,36 @@ def make_app(backend: Backend, config: Config, request_timeout_s: float = REQUES
 async def complete(request: web.Request) -> web.StreamResponse:
     """A request for an answer of the model, whatever its protocol."""
     call, app = request[CALL], request.app
-    body = await read_body(request, app[CONFIG].max_body_bytes)
+    room = Room(app[INTAKE])
+    try:
+        payload = await read_payload(request, app[CONFIG].max_body_bytes, room)
+        async with app[INTAKE].reading(len(payload)):
+            call.exchange = exchange = _parse(payload, call)
+        del payload
+        timeout_s = exchange.timeout_s or app[REQUEST_TIMEOUT]
+        running = side_by_side([app[BACKEND].generate(each, timeout_s) for each in exchange.requests])
+        if room.num_bytes:
+            running = _giving_back(room, running)
+        if exchange.stream:
+            return await answers.stream(request, exchange, running)
+        return await answers.gather(exchange, running)
+    finally:
+        room.give_back()
+
+
+def _parse(payload: bytes, call: Call) -> Exchange:
+    body = parse_body(payload)
     protocol = next(each for each in call.protocols if len(call.protocols) == 1 or each.speaks(body))
     call.protocols = [protocol]
-    call.exchange = exchange = protocol.parse(body, call)
-    timeout_s = exchange.timeout_s or app[REQUEST_TIMEOUT]
-    running = side_by_side([app[BACKEND].generate(each, timeout_s) for each in exchange.requests])
-    if exchange.stream:
-        return await answers.stream(request, exchange, running)
-    return await answers.gather(exchange, running)
+    return protocol.parse(body, call)
+
+
+async def _giving_back(room: Room, running: answers.Answers) -> answers.Answers:
+    """When the model has begun to answer."""
+    async with contextlib.aclosing(running):
+        async for each in running:
+            room.give_back()
+            yield each
 
 
 def _protocols_of(path: str) -> Sequence[ClientProtocol]:

@@ -1,8 +1,9 @@
 """Whether the server takes requests (live) and whether the model answers them (ready). `python -m gateway.health`.
 
-/v2/health/live asks the server's gRPC port, and the HTTP port when there is one. /v2/health/ready sends a probe through
-the model, so that a dead process behind a living port shows. Both answer 200 with an empty body, else 503 and
-`{"error_code", "error_msg"}`; the codes are the predecessor's: 1 not reachable, 2 not ready, 3 silent.
+/v2/health/live asks tritonserver, and connects to the gRPC port, and to the HTTP port when there is one.
+/v2/health/ready sends a probe through the model, so that a dead process behind a living port shows. Both answer 200
+with an empty body, else 503 and `{"error_code", "error_msg"}`; the codes are the predecessor's: 1 not reachable, 2 not
+ready, 3 silent.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -81,15 +82,15 @@ def readiness(backend: Backend, timeout_s: float) -> Shared:
     return Shared(check, timeout_s)
 
 
-def liveness(backend: Backend, timeout_s: float, http: tuple[str, int] | None) -> Shared:
+def liveness(backend: Backend, timeout_s: float, ports: Sequence[tuple[str, int]]) -> Shared:
     async def check() -> Health:
         if not await backend.is_live():
-            return Health(NOT_REACHABLE, "the model server does not answer on its gRPC port")
-        if http is not None:
+            return Health(NOT_REACHABLE, "the model server does not answer")
+        for host, port in ports:
             try:
-                _, writer = await asyncio.open_connection(*http)
+                _, writer = await asyncio.open_connection(host, port)
             except OSError as error:
-                return Health(NOT_REACHABLE, f"nothing answers on HTTP port {http[1]}: {error.strerror}")
+                return Health(NOT_REACHABLE, f"nothing answers on port {port}: {error.strerror}")
             writer.close()
         return Health()
 
@@ -102,8 +103,9 @@ def as_response(health: Health) -> web.Response:
     return web.Response()
 
 
-def make_health_app(backend: Backend, timeout_s: float, http: tuple[str, int] | None = None) -> web.Application:
-    ready, live = readiness(backend, timeout_s), liveness(backend, timeout_s, http)
+def make_health_app(backend: Backend, timeout_s: float, ports: Sequence[tuple[str, int]] = ()) -> web.Application:
+    """`ports` take connections while the server is live."""
+    ready, live = readiness(backend, timeout_s), liveness(backend, timeout_s, ports)
 
     async def answer_ready(_: web.Request) -> web.Response:
         return as_response(await ready())
@@ -128,13 +130,14 @@ def main() -> None:
     parser.parse_args()
     config = Config.from_env()
 
+    from gateway.connections import Connections
     from gateway.triton_client import TritonBackend  # app.py needs the checks of this module, not Triton
 
     configure(config.log_level)
     host, port = config.service_host, config.health_http_port
-    asked = connect_host(host)  # for all ports
-    http = (asked, config.service_http_port) if config.service_http_port > 0 else None
-    app = make_health_app(TritonBackend(asked, config.service_grpc_port), ANSWER_WITHIN_S, http)
+    served = [number for number in (config.service_grpc_port, config.service_http_port) if number > 0]
+    ports = [(connect_host(host), number) for number in served]
+    app = make_health_app(TritonBackend(Connections(config.triton_target)), ANSWER_WITHIN_S, ports)
     web.run_app(
         app, host=host, port=port, access_log=None, print=None, shutdown_timeout=1, keepalive_timeout=SILENT_CLIENT_S
     )

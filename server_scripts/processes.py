@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from engine.settings.config import Config
+from engine.settings.config import TRITON_FOLDER, Config
 from server_scripts import triton
 from server_scripts.child import ChildSpec, without_secrets
 from server_scripts.run_dir import RunDir
@@ -44,11 +44,10 @@ def all_specs(config: Config, graph_dir: Path, served_name: str, run_dir: RunDir
         environ["HOST_IP"] = config.machines.ips[config.machines.host]  # also when it has lost its address for a while
     logs, python = log_paths(config), [sys.executable, "-m"]
     specs = [engine_spec(config, environ, logs[ENGINE]), triton_spec(config, environ, run_dir, logs[TRITONSERVER])]
-    if config.service_http_port > 0:
-        for index in range(config.push_mode_http_workers):
-            command = [*python, "gateway", f"--index={index}"]
-            env = {**environ, "API_KEY": config.api_key}
-            specs.append(ChildSpec(f"{GATEWAY}-{index}", command, env, logs[GATEWAY]))
+    for index in range(config.push_mode_http_workers):
+        command = [*python, "gateway", f"--index={index}"]
+        env = {**environ, "API_KEY": config.api_key}
+        specs.append(ChildSpec(f"{GATEWAY}-{index}", command, env, logs[GATEWAY]))
     specs.append(ChildSpec(HEALTH, [*python, "gateway.health"], environ, logs[HEALTH]))
     return specs
 
@@ -59,7 +58,7 @@ def engine_spec(config: Config, environ: Mapping[str, str], log_path: Path) -> C
 
 
 def triton_spec(config: Config, environ: Mapping[str, str], run_dir: RunDir, log_path: Path) -> ChildSpec:
-    found, folder = triton.find_tritonserver(), run_dir.path / triton.FOLDER
+    found, folder = triton.find_tritonserver(), run_dir.path / TRITON_FOLDER
     triton.prepare(found, folder, triton.ROOT / "model_repository")
     command = triton.command(found, folder, config, run_dir.shm_prefix)
     env = triton.environment(found, folder, dict(environ))

@@ -77,6 +77,7 @@ class State:
     ports: dict[str, int]  # variable -> port
     log_dir: str
     stop_timeout_s: float
+    scheme: str = "http"  # of the port for clients; https with a certificate
     processes: list[Process] = field(default_factory=list)
 
     @classmethod

@@ -11,6 +11,7 @@ from pathlib import Path
 from engine.errors import ConfigError
 from engine.log import configure
 from engine.settings.config import Config
+from engine.settings.tls import server_context
 from engine.settings.unused import likely_misspelt, settings_without_effect
 from server_scripts import logs, ports
 from server_scripts.health import HealthMonitor
@@ -67,6 +68,7 @@ def prepare(config: Config, run_dir: RunDir) -> None:
     if state := run_dir.read_state():  # its supervisor was killed, as we have the lock
         kill_all(state)
     find_tritonserver()
+    server_context(config)
     if taken := ports.problems(config):
         raise ConfigError("\n".join(taken))
     make_folder("FD_LOG_DIR", config.log_path)
@@ -88,6 +90,7 @@ def new_state(config: Config, model: str, phase: str) -> State:
         ports={name: port for name, (_, port) in ports.ports_of(config).items()},
         log_dir=str(config.log_path),
         stop_timeout_s=stop_timeout_s(config.drain_timeout_s),
+        scheme="https" if config.tls_cert_file else "http",
     )
 
 

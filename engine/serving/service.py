@@ -1,8 +1,9 @@
 """From a client's JSON to a stream of JSON responses: check, tokenize, submit, detokenize, send. No Triton here.
 
-Threads: the caller of `submit` only hands the payload over; `intake` threads parse and tokenize; the engine client's
-thread delivers tokens; `sender` threads turn what has gathered into responses. A response that takes long to send holds
-up its own request only: tokens that arrive meanwhile are merged into its next response.
+Threads: the caller of `submit` only hands the payload over, and answers a probe, which so waits for nobody; `intake`
+threads parse and tokenize; the engine client's thread delivers tokens; `sender` threads turn what has gathered into
+responses. A response that takes long to send holds up its own request only: tokens that arrive meanwhile are merged
+into its next response.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class Service:
         self._is_draining = False  # nothing is taken any more
         self._closing = threading.Event()  # nor does what is open go on
         self._intake = ThreadPoolExecutor(NUM_INTAKE_THREADS, "intake")
+        self._num_unread = 0  # requests that wait for it; under the lock, too
         self._threads = [
             threading.Thread(target=self._send_forever, name=f"sender-{i}", daemon=True)
             for i in range(NUM_SENDER_THREADS)
@@ -85,10 +87,20 @@ class Service:
     def submit(self, payload: bytes, sender: Sender) -> None:
         """Returns at once; whatever happens, `sender` gets exactly one final response."""
         received = time.time()
+        if payload == wire.PROBE_PAYLOAD:
+            self._tell_state(sender)
+            return
         try:
-            self._intake.submit(self._accept, payload, sender, received)
-        except RuntimeError:  # the pool is shut down
-            self._refuse(EngineUnavailable("the server is stopping"), None, sender, received)
+            self._check_size(payload)
+            with self._lock:
+                self._check_room(self._num_unread)
+                self._num_unread += 1
+            try:
+                self._intake.submit(self._accept, payload, sender, received)
+            except RuntimeError:  # the pool is shut down
+                raise EngineUnavailable("the server is stopping") from None
+        except RequestError as error:
+            self._refuse(error, None, sender, received)
 
     def not_ready_reason(self) -> str:
         """Why a request would not be answered now; empty when it would."""
@@ -126,11 +138,13 @@ class Service:
     def _accept(self, payload: bytes, sender: Sender, received: float) -> None:
         req_id = None
         try:
-            self._check_size(payload)
+            with self._lock:
+                self._num_unread -= 1
+            if sender.is_cancelled():
+                raise Cancelled("the client has cancelled the request")
             body = wire.only_object(payload)
             if body.get(wire.PROBE):
-                reason = self.not_ready_reason()
-                sender.send(wire.write_answer(self._state(reason)), True)
+                self._tell_state(sender)
                 return
             req_id = wire.req_id_of(body)
             if self._options.why_not_served:
@@ -178,9 +192,9 @@ class Service:
             text = "The request has {value} bytes, at most MAX_BODY_BYTES({limit}) are taken"
             raise InvalidRequest(text, value=len(payload), limit=limit)
 
-    def _check_room(self) -> None:
-        """Before time goes into tokens that the engine would refuse."""
-        num_waiting = self.num_open - self._options.max_running
+    def _check_room(self, num_unread: int = 0) -> None:
+        """Before time goes into a request that the engine would refuse: into reading it, and into its tokens."""
+        num_waiting = self.num_open + num_unread - self._options.max_running
         if num_waiting >= self._options.max_waiting:
             raise queue_full(num_waiting, self._options.max_waiting)
 
@@ -212,8 +226,14 @@ class Service:
         if reply.is_over:  # cancelled before the engine client knew it
             reply.cancel_all()
 
-    def _state(self, reason: str) -> wire.ModelState:
-        stats = self.client.stats
+    def _tell_state(self, sender: Sender) -> None:
+        try:
+            sender.send(wire.write_answer(self._state()), True)
+        except Exception:
+            log.exception("a probe could not be answered")
+
+    def _state(self) -> wire.ModelState:
+        stats, reason = self.client.stats, self.not_ready_reason()
         return wire.ModelState(
             ready=not reason,
             reason=reason,

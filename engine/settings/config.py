@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from engine.errors import ConfigError
 from engine.settings.machines import Machines, read_machines
@@ -18,6 +19,9 @@ from engine.settings.setting import Setting, given, parse, port, setting
 
 # In the run directory: the supervisor writes why it has given the engine up, the Triton model reads it.
 ENGINE_FAILED_FILE = "engine.failed"
+# There, too: the folder in which tritonserver runs, made anew at every start, and its socket.
+TRITON_FOLDER, TRITON_SOCKET = "llm_server_triton", "grpc:1"
+MAX_SOCKET_PATH = 107  # bytes, of any Unix socket
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class Config:
     health_http_port: int = port(
         8110, "HEALTH_HTTP_PORT", "health over HTTP: `/v2/health/live`, `/v2/health/ready`", "HTTP_PORT"
     )
-    service_grpc_port: int = port(8811, "SERVICE_GRPC_PORT", "Triton's gRPC", "GRPC_PORT")
+    service_grpc_port: int = port(8811, "SERVICE_GRPC_PORT", "requests over Triton's gRPC", "GRPC_PORT")
     metrics_http_port: int = port(8722, "METRICS_HTTP_PORT", "Triton's Prometheus metrics, `/metrics`", "METRICS_PORT")
     inter_proc_port: int = port(
         56666,
@@ -135,17 +139,25 @@ class Config:
 
     # Gateway and answers
     push_mode_http_workers: int = setting(
-        1, "PUSH_MODE_HTTP_WORKERS", "gateway processes on the HTTP port", minimum=1, maximum=64
+        1, "PUSH_MODE_HTTP_WORKERS", "gateway processes on the HTTP and gRPC ports", minimum=1, maximum=64
     )
     disable_streaming: bool = setting(False, "DISABLE_STREAMING", "send every answer in one response")
-    max_body_bytes: int = setting(4 << 20, "MAX_BODY_BYTES", "largest HTTP body", minimum=1024)
+    max_body_bytes: int = setting(
+        4 << 20, "MAX_BODY_BYTES", "longest request: the HTTP body, or the text over gRPC", minimum=1024
+    )
     api_key: str = field(
         default="",
         repr=False,
         metadata={
-            "setting": Setting("API_KEY", "HTTP requests must carry it, health does not; empty: anybody may ask")
+            "setting": Setting(
+                "API_KEY", "HTTP and gRPC requests must carry it, health does not; empty: anybody may ask"
+            )
         },
     )
+    tls_cert_file: str = setting(
+        "", "TLS_CERT_FILE", "certificate chain in PEM for the HTTP and gRPC ports; empty: they are not encrypted"
+    )
+    tls_key_file: str = setting("", "TLS_KEY_FILE", "its private key in PEM, without a password")
     cors_allow_origin: str = setting(
         "*",
         "CORS_ALLOW_ORIGIN",
@@ -209,7 +221,7 @@ class Config:
 
     def _check(self, problems: list[str]) -> None:
         """`problems` is what is wrong already. With one, what holds between settings cannot be told."""
-        of_each = (self._check_http_port, self._check_paths, self._check_key)
+        of_each = (self._check_http_port, self._check_paths, self._check_key, self._check_tls)
         for check in of_each if problems else (lambda: self.machines, self._check_ports, *of_each):
             try:
                 check()
@@ -235,10 +247,16 @@ class Config:
     def _check_paths(self) -> None:
         for env, text in (("MODEL_DIR", self.model_dir), ("EXPORT_CACHE_DIR", self.export_cache_dir)):
             _expanded(env, text)
+        _check_length(self.run_path, self.triton_socket)
 
     def _check_key(self) -> None:
         if not all("!" <= char <= "~" for char in self.api_key):  # a secret: not shown
             raise ConfigError("API_KEY has a character that is no visible ASCII, which no HTTP header can carry")
+
+    def _check_tls(self) -> None:
+        if bool(self.tls_cert_file) != bool(self.tls_key_file):
+            missing = "TLS_KEY_FILE" if self.tls_cert_file else "TLS_CERT_FILE"
+            raise ConfigError(f"{missing} is not set; TLS needs both TLS_CERT_FILE and TLS_KEY_FILE")
 
     @cached_property
     def machines(self) -> Machines:
@@ -259,8 +277,26 @@ class Config:
         return _expanded("RUN_DIR", self.run_dir or f"/tmp/llm-server-{os.getuid()}")
 
     @property
+    def triton_socket(self) -> Path:
+        """Where tritonserver listens, for this user only: in its own folder, with the name that it makes of a port."""
+        return self.run_path / TRITON_FOLDER / TRITON_SOCKET
+
+    @property
+    def triton_target(self) -> str:
+        """The same as gRPC writes it."""
+        return f"unix:{quote(str(self.triton_socket))}"
+
+    @property
     def log_path(self) -> Path:
         return _expanded("FD_LOG_DIR", self.log_dir).absolute()
+
+
+def _check_length(run_path: Path, socket: Path) -> None:
+    num_bytes, limit = len(os.fsencode(run_path)), MAX_SOCKET_PATH - len(os.fsencode(socket.relative_to(run_path))) - 1
+    if num_bytes > limit:
+        raise ConfigError(
+            f"RUN_DIR is {str(run_path)!r}, which has {num_bytes} bytes; sockets in it need a path of at most {limit}"
+        )
 
 
 def _expanded(env: str, text: str) -> Path:

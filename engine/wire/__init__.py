@@ -19,13 +19,22 @@ from engine.wire.answer import (
 )
 from engine.wire.checks import MAX_LOGPROBS, MAX_REQ_ID_LEN, Check, int_in, kind_of, shown
 from engine.wire.fields import FIELDS
-from engine.wire.request import PROBE, GenerationRequest, only_object, parse_request, req_id_of
+from engine.wire.request import (
+    PROBE,
+    PROBE_PAYLOAD,
+    GenerationRequest,
+    check_keys,
+    only_object,
+    parse_request,
+    req_id_of,
+)
 
 __all__ = [
     "FIELDS",
     "MAX_LOGPROBS",
     "MAX_REQ_ID_LEN",
     "PROBE",
+    "PROBE_PAYLOAD",
     "TIMES",
     "UNLIKELY",
     "Answer",
@@ -37,6 +46,7 @@ __all__ = [
     "ModelState",
     "TokenLogprob",
     "Usage",
+    "check_keys",
     "int_in",
     "kind_of",
     "only_object",

@@ -15,6 +15,8 @@ from engine.wire.checks import kind_of, shown
 from engine.wire.fields import FIELDS
 
 PROBE = "probe"  # a request with this key set is answered at once with the ModelState
+PROBE_PAYLOAD = b'[{"probe":true}]'  # so written, it is answered before all that waits to be read
+MAX_KEYS = 1000  # of a request, most of them none of ours
 MAX_UNKNOWN_KEYS = 100  # that are compared with ours
 MAX_MISSPELT_LEN = 40  # characters; a longer key is none of ours, and comparing it takes long
 EXCLUSIVE = ("topp", "infer_seed")
@@ -113,7 +115,7 @@ def only_object(payload: bytes | str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"the request is not valid JSON: {error}") from None
     if isinstance(body, dict):
-        return body
+        return check_keys(body)
     if not isinstance(body, list):
         raise InvalidRequest(f"the request must be a list with one object, it is {kind_of(body)}")
     if len(body) != 1:
@@ -121,7 +123,15 @@ def only_object(payload: bytes | str) -> dict[str, Any]:
         raise InvalidRequest(text, value=len(body), limit=1)
     if not isinstance(body[0], dict):
         raise InvalidRequest(f"the request must be a list with one object, its item is {kind_of(body[0])}")
-    return body[0]
+    return check_keys(body[0])
+
+
+def check_keys(body: dict[str, Any]) -> dict[str, Any]:
+    """The body, before anybody looks at each of its keys. Raises InvalidRequest."""
+    if len(body) > MAX_KEYS:
+        text = "the request has {value} fields, the limit is {limit}"
+        raise InvalidRequest(text, value=len(body), limit=MAX_KEYS)
+    return body
 
 
 def req_id_of(body: dict[str, Any]) -> str | None:

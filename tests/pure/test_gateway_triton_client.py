@@ -19,7 +19,8 @@ from engine.errors import (
     RequestError,
     TimedOut,
 )
-from gateway import triton_client
+from gateway import connections
+from gateway.connections import Connections
 from gateway.triton_client import TritonBackend
 
 PATIENCE_S = 60  # only a test that fails waits that long
@@ -99,7 +100,7 @@ async def serving(servicer, port=0):
 @contextlib.asynccontextmanager
 async def connected(servicer):
     server, port = await serving(servicer)
-    backend = TritonBackend("127.0.0.1", port)
+    backend = TritonBackend(Connections(f"127.0.0.1:{port}"))
     try:
         yield backend
     finally:
@@ -183,7 +184,7 @@ def test_a_silent_model_times_out_and_its_stream_is_cancelled():
 async def connected_to_a_frozen_server():
     """Its kernel accepts connections, it says nothing: no request can be written."""
     with socket.create_server(("127.0.0.1", 0)) as frozen:
-        backend = TritonBackend("127.0.0.1", frozen.getsockname()[1])
+        backend = TritonBackend(Connections(f"127.0.0.1:{frozen.getsockname()[1]}"))
         try:
             yield backend
         finally:
@@ -293,7 +294,7 @@ def test_a_stream_that_ends_without_a_final_response_is_an_error():
 
 def test_nobody_listening_is_engine_unavailable():
     async def scenario():
-        backend = TritonBackend("127.0.0.1", 1)
+        backend = TritonBackend(Connections("127.0.0.1:1"))
         with pytest.raises(EngineUnavailable, match="UNAVAILABLE"):
             await texts_of(backend, {})
         assert not await backend.is_live()
@@ -306,7 +307,7 @@ def test_a_server_that_comes_back_is_used_again():
     async def scenario():
         triton = FakeTriton(*tokens("a"))
         server, port = await serving(triton)
-        backend = TritonBackend("127.0.0.1", port)
+        backend = TritonBackend(Connections(f"127.0.0.1:{port}"))
         assert await texts_of(backend, {}) == ["a"]
         await server.stop(None)
         with pytest.raises(EngineUnavailable):
@@ -355,7 +356,7 @@ def test_a_stream_that_ended_before_it_was_read_loses_nothing():
 
 
 def test_busy_connections_are_joined_by_another(monkeypatch):
-    monkeypatch.setattr(triton_client, "STREAMS_PER_CHANNEL", 2)
+    monkeypatch.setattr(connections, "STREAMS_PER_CHANNEL", 2)
 
     async def scenario():
         triton = FakeTriton(A_DELTA, WAIT)

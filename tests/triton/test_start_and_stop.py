@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from server_scripts import triton
+from engine.settings.config import TRITON_FOLDER
 from server_scripts.run_dir import RunDir
 from tests.server import a_server, is_alive
 
@@ -116,7 +116,7 @@ def test_an_engine_that_cannot_start_fails_the_start_with_its_log(server):
 
 def test_a_supervisor_that_breaks_fails_the_start_and_says_why(server):
     server.run_dir.mkdir(mode=0o700)
-    (server.run_dir / triton.FOLDER).touch()  # where it makes a folder
+    (server.run_dir / TRITON_FOLDER).touch()  # where it makes a folder
     done = server.command("start_server")
     assert done.returncode == 1
     assert re.search(r"failed: .*Not a directory: .*triton", done.stdout)
@@ -128,7 +128,7 @@ def test_without_http_only_grpc_is_served_and_checked(server):
     done = server.command("start_server")
     assert done.returncode == 0, done.stdout
     assert "HTTP " not in done.stdout
-    assert [process.name for process in state_of(server).processes if "gateway" in process.name] == []
+    assert "SERVICE_HTTP_PORT" not in state_of(server).ports
 
 
 def test_a_start_after_a_killed_supervisor_works(server):

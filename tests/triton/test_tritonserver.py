@@ -17,7 +17,7 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2_grpc
 
-from engine.settings.config import Config
+from engine.settings.config import TRITON_FOLDER, Config
 from engine.wire.triton import LENGTH_BYTES, infer_request
 from server_scripts import triton
 from server_scripts.child import ChildSpec
@@ -73,13 +73,17 @@ def phase(server):
 
 
 def probe(server):
-    return EchoProbe(Config(service_host="127.0.0.1", service_grpc_port=server.ports["SERVICE_GRPC_PORT"]))
+    return EchoProbe(config_of(server))
+
+
+def config_of(server):
+    return Config(service_host="127.0.0.1", run_dir=str(server.run_dir))
 
 
 def words(server, text):
     """Every word that came back, in order."""
     request = infer_request({"text": text})
-    with grpc.insecure_channel(server.grpc_url) as channel:
+    with grpc.insecure_channel(config_of(server).triton_target) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         responses = list(stub.ModelStreamInfer(iter([request]), timeout=30))
     outputs = [response.infer_response.raw_output_contents[0][LENGTH_BYTES:] for response in responses[:-1]]
@@ -183,11 +187,11 @@ def main(folder: Path) -> int:
     run_dir = RunDir(config.run_path)
     lock = run_dir.lock()
     found = triton.find_tritonserver()
-    triton.prepare(found, run_dir.path / triton.FOLDER, folder / "repository")
-    command = triton.command(found, run_dir.path / triton.FOLDER, config, run_dir.shm_prefix)
-    env = triton.environment(found, run_dir.path / triton.FOLDER, dict(os.environ))
+    triton.prepare(found, run_dir.path / TRITON_FOLDER, folder / "repository")
+    command = triton.command(found, run_dir.path / TRITON_FOLDER, config, run_dir.shm_prefix)
+    env = triton.environment(found, run_dir.path / TRITON_FOLDER, dict(os.environ))
     supervisor = Supervisor(
-        specs=[ChildSpec(TRITONSERVER, command, env, folder / "triton.log", run_dir.path / triton.FOLDER)],
+        specs=[ChildSpec(TRITONSERVER, command, env, folder / "triton.log", run_dir.path / TRITON_FOLDER)],
         run_dir=run_dir,
         state=new_state(config, "echo", "starting"),
         config=replace(config, start_timeout_s=60.0, drain_timeout_s=5.0),
