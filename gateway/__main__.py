@@ -123,7 +123,11 @@ async def serve_http(config: Config, stop: asyncio.Event) -> None:
 async def serve_grpc(config: Config, stop: asyncio.Event) -> None:
     server = InferenceServer(Connections(config.triton_target), config)
     credentials = grpc.ssl_server_credentials([key_and_chain(config)]) if config.tls_cert_file else None
-    await server.start(f"{in_url(config.service_host)}:{config.service_grpc_port}", credentials)
+    address = f"{in_url(config.service_host)}:{config.service_grpc_port}"
+    try:
+        await server.start(address, credentials)
+    except RuntimeError:  # gRPC does not say why
+        raise OSError(0, "nothing can listen there", address) from None
     await stop.wait()
     await server.drain(config.drain_timeout_s)
 
@@ -152,10 +156,8 @@ def main() -> int:
     try:
         asyncio.run(run(config))
     except OSError as error:
-        log.error("cannot serve on %s:%d: %s", config.service_host, config.service_http_port, error.strerror)
-        return 1
-    except RuntimeError as error:  # gRPC's, with the address
-        log.error("cannot serve gRPC: %s", error)
+        address = error.filename or f"{config.service_host}:{config.service_http_port}"
+        log.error("cannot serve on %s: %s", address, error.strerror)
         return 1
     return 0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import grpc
 
 from engine.errors import EngineUnavailable
+
+log = logging.getLogger(__name__)
 
 SERVICE = "inference.GRPCInferenceService"
 STREAMS_PER_CHANNEL = 64  # HTTP/2 connections are commonly limited to 100 streams; beyond, requests would queue unseen
@@ -86,7 +89,7 @@ class Connections:
 
 
 def failure(error: grpc.aio.AioRpcError) -> str:
-    """What a client may know of it: gRPC's text for one that was not reached has its address."""
-    if error.code() == grpc.StatusCode.UNAVAILABLE:
-        return "the model server does not answer"
-    return f"the model server failed: {error.code().name}: {error.details()}"
+    """What a client may know of it. The rest is for the log: it may have the address of the socket."""
+    log.warning("tritonserver: %s: %s", error.code().name, error.details())
+    is_gone = error.code() == grpc.StatusCode.UNAVAILABLE
+    return "the model server does not answer" if is_gone else f"the model server failed: {error.code().name}"

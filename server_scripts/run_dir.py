@@ -77,8 +77,8 @@ class State:
     ports: dict[str, int]  # variable -> port
     log_dir: str
     stop_timeout_s: float
-    scheme: str = "http"  # of the port for clients; https with a certificate
     processes: list[Process] = field(default_factory=list)
+    scheme: str = "http"  # of the HTTP port; https with a certificate
 
     @classmethod
     def from_json(cls, text: str) -> State:

@@ -51,7 +51,7 @@ def payload_of(request: service_pb2.ModelInferRequest) -> bytes:
         raise Refused(f"expected 1 inputs but got {len(request.inputs)} inputs {OF_MODEL}")
     for output in request.outputs:
         if output.name != OUTPUT:
-            raise Refused(f"unexpected inference output {shown(output.name)} {OF_MODEL}")
+            raise Refused(f"unexpected inference output {_named(output.name)} {OF_MODEL}")
         _check_parameters(output.parameters, {}, f"output '{OUTPUT}'")
     return _text(request.inputs[0], request.raw_input_contents)
 
@@ -66,18 +66,18 @@ def rewritten(request: service_pb2.ModelInferRequest, payload: bytes) -> bytes:
 
 def check_model(name: str, version: str) -> None:
     if name != MODEL:
-        raise Refused(f"Request for unknown model: {shown(name)} is not found")
+        raise Refused(f"Request for unknown model: {_named(name)} is not found")
     if version not in ("", VERSION):
-        raise Refused(f"Request for unknown model: '{MODEL}' version {shown(version)} is not found")
+        raise Refused(f"Request for unknown model: '{MODEL}' version {_named(version)} is not found")
 
 
 def _text(tensor: Any, raw: Any) -> bytes:
     if tensor.name != INPUT:
-        raise Refused(f"unexpected inference input {shown(tensor.name)} {OF_MODEL}")
+        raise Refused(f"unexpected inference input {_named(tensor.name)} {OF_MODEL}")
     what = f"input '{INPUT}'"
     _check_parameters(tensor.parameters, {}, what)
     if tensor.datatype != DATATYPE:
-        given = shown(tensor.datatype)
+        given = _named(tensor.datatype)
         raise Refused(f"inference {what} data-type is {given}, but model '{MODEL}' expects '{DATATYPE}'")
     if list(tensor.shape[:2]) != [1]:
         given = f"{list(tensor.shape[:8])}{'...' * (len(tensor.shape) > 8)}"
@@ -113,7 +113,12 @@ def _check_parameters(given: Mapping[str, Any], known: Mapping[str, str], whose:
     for name, value in given.items():
         if name not in known:
             allowed = f", those of a request are {', '.join(known)}" if known else ""
-            raise Refused(f"the parameter {shown(name)} of {whose} is not supported{allowed}")
+            raise Refused(f"the parameter {_named(name)} of {whose} is not supported{allowed}")
         kinds = (known[name], SEQUENCE_ID) if name == "sequence_id" else (known[name],)
         if value.WhichOneof("parameter_choice") not in kinds:
             raise Refused(f"invalid value type for '{name}' parameter, expected {' or '.join(kinds)}.")
+
+
+def _named(text: str) -> str:
+    """A client's name for something: in Triton's quotes, escaped and short."""
+    return f"'{shown(text).strip(chr(34))}'"

@@ -68,14 +68,15 @@ class InferenceServer(grpc.GenericRpcHandler):
         self._server = grpc.aio.server(options=[*OPTIONS, ("grpc.max_receive_message_length", limit)])
         self._server.add_generic_rpc_handlers((self,))
 
-    async def start(self, address: str, credentials: grpc.ServerCredentials | None = None) -> None:
-        """Raises RuntimeError when it cannot listen there."""
+    async def start(self, address: str, credentials: grpc.ServerCredentials | None = None) -> int:
+        """The port. Raises RuntimeError when it cannot listen there."""
         if credentials:
-            self._server.add_secure_port(address, credentials)
+            port = self._server.add_secure_port(address, credentials)
         else:
-            self._server.add_insecure_port(address)
+            port = self._server.add_insecure_port(address)
         await self._server.start()
         log.info("listening on %s for gRPC", address)
+        return port
 
     async def drain(self, timeout_s: float) -> None:
         """New requests are refused, running ones may end; what runs longer ends with an error."""

@@ -14,7 +14,7 @@ from engine import wire
 from engine.errors import EngineUnavailable, InvalidRequest, RequestError
 from engine.wire.triton import DATATYPE, MODEL, OUTPUT, VERSION, as_string
 from gateway.connections import Connections, failure
-from gateway.inference.request import Refused, parse, payload_of, rewritten
+from gateway.inference.request import MAX_ID_LEN, Refused, parse, payload_of, rewritten
 from gateway.intake import Intake, Room
 from gateway.silence import Silence
 
@@ -61,7 +61,8 @@ class InferStream:
             while self._answers:
                 await asyncio.wait(self._answers)
             if self._unread.was_too_long:
-                raise asyncio.CancelledError  # not even a status would reach it
+                text = f"the client took nothing for {READ_WITHIN_S:g} s, its requests are cancelled"
+                await self.context.abort(grpc.StatusCode.ABORTED, text)
             if self._is_stopping:
                 await self.context.abort(grpc.StatusCode.UNAVAILABLE, STOPPING)
         finally:
@@ -97,30 +98,32 @@ class InferStream:
 
     async def _begin(self, message: bytes) -> None:
         self.num_requests += 1
-        name = ""
+        name, room = "", Room(self.way.intake)
         try:
+            room.grow_to(len(message))
             async with self.way.intake.reading(len(message)):
                 request = parse(message)
                 name = request.id
-                payload = payload_of(request)
-                self._check_size(payload)
-                room = Room(self.way.intake)
-                room.grow_to(len(payload))
-                fresh = rewritten(request, payload)
-        except Refused as error:
-            await self._write(an_error(name[:16], str(error)))
-        except RequestError as error:
-            await self._write(a_failure(name, error))
-        else:
-            answer = asyncio.create_task(self._answer(name, fresh, room))
-            self._answers.add(answer)
-            answer.add_done_callback(self._answers.discard)
+                fresh = self._checked(request)
+        except (Refused, RequestError) as error:
+            room.give_back()
+            await self._write(_refusal(name, error))
+            return
+        except BaseException:
+            room.give_back()
+            raise
+        answer = asyncio.create_task(self._answer(name, fresh, room))
+        self._answers.add(answer)
+        answer.add_done_callback(self._answers.discard)
+        answer.add_done_callback(lambda _: room.give_back())  # also of one that was cancelled before it began
 
-    def _check_size(self, payload: bytes) -> None:
-        limit = self.way.max_body_bytes
+    def _checked(self, request: service_pb2.ModelInferRequest) -> bytes:
+        """What tritonserver gets in its place."""
+        payload, limit = payload_of(request), self.way.max_body_bytes
         if len(payload) > limit:
             text = "The request has {value} bytes, at most MAX_BODY_BYTES({limit}) are taken"
             raise InvalidRequest(text, value=len(payload), limit=limit)
+        return rewritten(request, payload)
 
     async def _answer(self, name: str, request: bytes, room: Room) -> None:
         try:
@@ -139,12 +142,10 @@ class InferStream:
             if not self.context.done():
                 log.exception("a request failed unexpectedly")
                 await self._end(name, error if isinstance(error, RequestError) else RequestError("internal error"))
-        finally:
-            room.give_back()
 
     async def _end(self, name: str, error: RequestError) -> None:
         if not self.context.done():
-            await self._write(a_failure(name, error))
+            await self._write(_failure(name, error))
 
     async def _write(self, message: bytes) -> None:
         """Returns when the client has room for it, so that no more is read than it takes."""
@@ -155,15 +156,16 @@ class InferStream:
             self.num_responses += 1
 
 
-def an_error(name: str, text: str) -> bytes:
-    """Of a request that is none, as Triton has it."""
-    response = service_pb2.ModelStreamInferResponse(error_message=text)
-    response.infer_response.id = name
+def _refusal(name: str, error: Refused | RequestError) -> bytes:
+    """What is none of our requests is told so in Triton's way, the others as the model would."""
+    if isinstance(error, RequestError):
+        return _failure(name, error)
+    response = service_pb2.ModelStreamInferResponse(error_message=str(error))
+    response.infer_response.id = name[:MAX_ID_LEN]
     return response.SerializeToString()
 
 
-def a_failure(name: str, error: RequestError) -> bytes:
-    """As the model would say it."""
+def _failure(name: str, error: RequestError) -> bytes:
     response = service_pb2.ModelStreamInferResponse()
     inference = response.infer_response
     inference.model_name, inference.model_version, inference.id = MODEL, VERSION, name

@@ -15,9 +15,9 @@ from gateway.health import make_health_app
 from tests.pure.gateway_fake import PATIENCE_S, WAIT, FakeBackend, running
 
 
-async def ask(backend, *paths, http=None, timeout_s=PATIENCE_S, times=1):
+async def ask(backend, *paths, ports=(), timeout_s=PATIENCE_S, times=1):
     """-> [(status, body)] of all paths, asked at once; the last of several times."""
-    runner = web.AppRunner(make_health_app(backend, timeout_s, http))
+    runner = web.AppRunner(make_health_app(backend, timeout_s, ports))
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
@@ -79,13 +79,13 @@ def test_the_connections_to_the_model_are_closed_in_the_end():
     assert backend.is_closed
 
 
-def test_live_needs_the_http_port_where_http_is_served():
+def test_live_needs_the_ports_for_clients():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert asyncio.run(ask(FakeBackend(), "live", http=("127.0.0.1", port))) == [(200, "")]
-    [(status, body)] = asyncio.run(ask(FakeBackend(), "live", http=("127.0.0.1", port)))
+        assert asyncio.run(ask(FakeBackend(), "live", ports=[("127.0.0.1", port)])) == [(200, "")]
+    [(status, body)] = asyncio.run(ask(FakeBackend(), "live", ports=[("127.0.0.1", port)]))
     assert (status, body["error_code"]) == (503, 1)
-    assert f"nothing answers on HTTP port {port}" in body["error_msg"]
+    assert f"nothing answers on port {port}" in body["error_msg"]
 
 
 def test_the_service_port_tells_its_health_too():

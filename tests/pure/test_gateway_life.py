@@ -17,6 +17,7 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from engine.settings.config import Config
 from gateway import __main__ as gateway_main
 from gateway import answers
 from gateway.__main__ import listen
@@ -198,10 +199,11 @@ def test_workers_share_a_port():
 
 @contextlib.contextmanager
 def a_process(module, *arguments, **settings):
-    """-> the process and its port. Nobody listens on its gRPC port."""
-    [port] = free_ports(1)
+    """-> the process and its port. There is no tritonserver, unless a test says where."""
+    port, grpc_port = free_ports(2)
     variable = "HEALTH_HTTP_PORT" if module == "gateway.health" else "SERVICE_HTTP_PORT"
-    settings = {"SERVICE_HOST": "127.0.0.1", "SERVICE_GRPC_PORT": "1", "SERVICE_HTTP_PORT": "-1"} | settings
+    ports = {"SERVICE_GRPC_PORT": str(grpc_port), "SERVICE_HTTP_PORT": "-1"}
+    settings = {"SERVICE_HOST": "127.0.0.1", "RUN_DIR": "/nonexistent", **ports, **settings}
     settings |= {variable: str(port)}
     command = [sys.executable, "-m", module, *arguments]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, **settings})
@@ -243,14 +245,16 @@ class AliveServicer(service_pb2_grpc.GRPCInferenceServiceServicer):
         return service_pb2.ServerLiveResponse(live=True)
 
 
-def test_the_health_port_is_live_once_the_http_port_is():
-    [grpc_port, http_port] = free_ports(2)
+def test_the_health_port_is_live_once_tritonserver_and_the_ports_for_clients_are(tmp_path):
+    grpc_port, http_port = free_ports(2)
+    config = Config(run_dir=str(tmp_path))
+    config.triton_socket.parent.mkdir()
     server = grpc.server(ThreadPoolExecutor(1))
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(AliveServicer(), server)
-    server.add_insecure_port(f"127.0.0.1:{grpc_port}")
+    server.add_insecure_port(config.triton_target)
     server.start()
-    ports = {"SERVICE_GRPC_PORT": str(grpc_port), "SERVICE_HTTP_PORT": str(http_port)}
-    with a_process("gateway.health", **ports) as (_, port):
+    ports = {"SERVICE_GRPC_PORT": str(grpc_port), "SERVICE_HTTP_PORT": str(http_port), "RUN_DIR": str(tmp_path)}
+    with a_process("gateway.health", **ports) as (_, port), socket.create_server(("127.0.0.1", grpc_port)):
         assert status_line(port, "/v2/health/live") == b"HTTP/1.1 503 Service Unavailable"
         with socket.create_server(("127.0.0.1", http_port)):
             deadline = time.monotonic() + PATIENCE_S

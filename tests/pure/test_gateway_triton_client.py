@@ -267,7 +267,9 @@ def test_a_failure_of_the_wire_is_raised_as_its_kind(error):
 def test_grpc_errors_have_a_kind_at_any_point(code, kind, before):
     async def scenario():
         async with connected(FakeTriton(*before, code)) as backend:
-            with pytest.raises(kind, match=f"{code.name}: so it goes") as caught:
+            with pytest.raises(
+                kind, match=f"the model server failed: {code.name}$|the model server does not answer"
+            ) as caught:
                 await texts_of(backend, {})
         assert type(caught.value) is kind
 
@@ -295,7 +297,7 @@ def test_a_stream_that_ends_without_a_final_response_is_an_error():
 def test_nobody_listening_is_engine_unavailable():
     async def scenario():
         backend = TritonBackend(Connections("127.0.0.1:1"))
-        with pytest.raises(EngineUnavailable, match="UNAVAILABLE"):
+        with pytest.raises(EngineUnavailable, match="^the model server does not answer$"):  # and no address
             await texts_of(backend, {})
         assert not await backend.is_live()
         await backend.close()
