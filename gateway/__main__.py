@@ -17,7 +17,6 @@ import sys
 
 import grpc
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.log import server_logger
 
 from engine.address import in_url
@@ -25,6 +24,7 @@ from engine.errors import ConfigError
 from engine.log import configure
 from engine.settings.config import Config
 from engine.settings.tls import key_and_chain, server_context
+from gateway.answers import is_news
 from gateway.app import BACKEND, DRAINING, RUNNING, make_app
 from gateway.backend import timeout
 from gateway.connections import Connections
@@ -48,7 +48,7 @@ async def serve(
     tls: ssl.SSLContext | None = None,
 ) -> None:
     """Serves HTTP until `stop` is set, then drains."""
-    server_logger.addFilter(_is_news)
+    server_logger.addFilter(is_news)
     runner = web.AppRunner(
         app,
         handler_cancellation=True,
@@ -73,15 +73,6 @@ async def serve(
     await drain(app, drain_timeout_s)
     await runner.cleanup()  # closes idle connections, cancels what is stuck in a client
     log.info("stopped")
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    """aiohttp logs what is no HTTP with its bytes and a traceback: the one line without them is enough. A client that
-    leaves before it is told to go on (`Expect: 100-continue`) is no error."""
-    error = record.exc_info[1] if record.exc_info else None
-    if isinstance(error, HttpProcessingError):
-        record.exc_info = None
-    return not isinstance(error, ConnectionError)
 
 
 async def drain(app: web.Application, timeout_s: float) -> None:

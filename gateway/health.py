@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from aiohttp import web
+from aiohttp.log import server_logger
 
 from engine.address import connect_host
 from engine.errors import ConfigError, RequestError
@@ -130,10 +131,12 @@ def main() -> None:
     parser.parse_args()
     config = Config.from_env()
 
+    from gateway.answers import is_news
     from gateway.connections import Connections
     from gateway.triton_client import TritonBackend  # app.py needs the checks of this module, not Triton
 
     configure(config.log_level)
+    server_logger.addFilter(is_news)
     host, port = config.service_host, config.health_http_port
     served = [number for number in (config.service_grpc_port, config.service_http_port) if number > 0]
     ports = [(connect_host(host), number) for number in served]
