@@ -1,9 +1,10 @@
-"""The ports for clients under load and under a certificate: bursts on a cold server, many large requests, TLS and keys."""
+"""The ports for clients: bursts on a cold server, many large requests, a certificate and a key."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import resource
 import ssl
@@ -39,7 +40,9 @@ def a_started_server(folder, **env):
 
 async def post(session, server, body):
     """Status and the last line."""
-    async with session.post(f"{server.http_url}/v1/completions", data=json.dumps(body)) as response:
+    async with session.post(
+        f"{server.http_url}/v1/completions", data=io.BytesIO(json.dumps(body).encode())
+    ) as response:
         return response.status, json.loads((await response.read()).splitlines()[-1])
 
 
