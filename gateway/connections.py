@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 
-from engine.errors import EngineUnavailable
+from engine.errors import Cancelled, EngineUnavailable, InvalidRequest, Overloaded, RequestError, TimedOut
+from gateway.backend import ModelLost, ModelUnreachable
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,27 @@ CHANNEL_OPTIONS = [
 class _Connection:
     channel: grpc.aio.Channel
     infer: Any  # request -> call, both as bytes
-    calls: set[Any] = field(default_factory=set)  # the running ones
+    calls: set[Inference] = field(default_factory=set)  # the running ones
+
+
+class Inference:
+    """A request that tritonserver answers with a stream."""
+
+    def __init__(self, call: Any):
+        self.cancel: Callable[[], object] = call.cancel
+        self._call = call
+
+    async def responses(self) -> AsyncGenerator[bytes, None]:
+        """As they are read. Raises ModelUnreachable and ModelLost when there is no tritonserver (any more), another
+        RequestError for its other errors, CancelledError after a `cancel`."""
+        is_taken = False
+        try:
+            await self._call.wait_for_connection()
+            is_taken = True
+            while (response := await self._call.read()) is not grpc.aio.EOF:
+                yield response
+        except grpc.aio.AioRpcError as error:
+            raise _known(error, is_taken) from None
 
 
 class Connections:
@@ -53,16 +74,16 @@ class Connections:
         self.is_closed = False
 
     @contextlib.contextmanager
-    def infer(self, request: bytes) -> Iterator[Any]:
-        """A call whose `read` gives one response after the other; cancelled in the end, if it has not ended."""
+    def infer(self, request: bytes) -> Iterator[Inference]:
+        """Cancelled in the end, if it has not ended."""
         connection = self._least_loaded()
-        call = connection.infer(request)
-        connection.calls.add(call)
+        inference = Inference(connection.infer(request))
+        connection.calls.add(inference)
         try:
-            yield call
+            yield inference
         finally:
-            connection.calls.discard(call)
-            call.cancel()
+            connection.calls.discard(inference)
+            inference.cancel()
 
     async def ask(self, method: str, request: bytes, timeout_s: float) -> bytes:
         """The answer of a method that has one; `method` with its service. Raises AioRpcError."""
@@ -86,6 +107,23 @@ class Connections:
             connection = _Connection(channel, channel.unary_stream(f"/{SERVICE}/ModelStreamInfer"))
             self._connections.append(connection)
         return connection
+
+
+ERRORS: dict[grpc.StatusCode, type[RequestError]] = {
+    grpc.StatusCode.NOT_FOUND: ModelUnreachable,  # the model is not loaded
+    grpc.StatusCode.FAILED_PRECONDITION: ModelUnreachable,
+    grpc.StatusCode.ABORTED: EngineUnavailable,
+    grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.DEADLINE_EXCEEDED: TimedOut,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+}
+
+
+def _known(error: grpc.aio.AioRpcError, is_taken: bool) -> RequestError:
+    if error.code() == grpc.StatusCode.UNAVAILABLE:
+        return (ModelLost if is_taken else ModelUnreachable)(failure(error))
+    return ERRORS.get(error.code(), RequestError)(failure(error))
 
 
 def failure(error: grpc.aio.AioRpcError) -> str:

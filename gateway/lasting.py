@@ -7,8 +7,8 @@ import asyncio
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import AsyncGenerator
-from typing import Any
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, Protocol
 
 from engine.wire import Delta, ModelState, parse_request
 from gateway.backend import Backend, ModelLost, ModelUnreachable
@@ -28,32 +28,18 @@ class LastingBackend:
         self._ready = ready
 
     async def generate(self, body: dict[str, Any], timeout_s: float) -> AsyncGenerator[Delta, None]:
-        known, asked, num_losses = Known(body), body, 0
-        clock = asyncio.get_running_loop().time
-        deadline = clock()
+        known, asked, patience = Known(), body, Patience(self._ready, timeout_s)
         while True:
             try:
                 async with contextlib.aclosing(self._backend.generate(asked, timeout_s)) as answers:
                     async for answer in answers:
-                        num_losses = 0
+                        patience.was_answered()
                         known.add(answer)
                         yield answer
                 return
             except ModelUnreachable as error:
-                if isinstance(error, ModelLost):
-                    log.warning("the model server has lost a request, which will be asked again: %s", error)
-                    num_losses, deadline = num_losses + 1, clock() + timeout_s
-                if not 0 < num_losses <= MAX_LOSSES or clock() >= deadline:
-                    raise
-                await self._until_back(deadline)
-                asked = known.rest()
-
-    async def _until_back(self, deadline: float) -> None:
-        """At most; whoever asks then is told what is wrong."""
-        while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            if (await self._ready()).state or asyncio.get_running_loop().time() >= deadline:
-                return
+                await patience.wait(error)
+                asked = known.rest(body)
 
     async def probe(self) -> ModelState:
         return await self._backend.probe()
@@ -65,26 +51,65 @@ class LastingBackend:
         await self._backend.close()
 
 
-class Known:
-    """What has come of the answers to a request that is in the wire's fields."""
+class Patience:
+    """Of one request, with a model server that it has lost: for how long and how often."""
 
-    def __init__(self, body: dict[str, Any]):
-        self._body = body
+    def __init__(self, ready: Shared, timeout_s: float):
+        self._ready = ready
+        self._timeout_s = timeout_s
+        self._num_losses = 0
+        self._deadline = 0.0
+
+    def was_answered(self) -> None:
+        self._num_losses = 0
+
+    async def wait(self, error: ModelUnreachable) -> None:
+        """Until the model can be asked again, or for the timeout: whoever asks then is told what is wrong. Raises
+        `error` when it is in vain, or when nothing was lost."""
+        clock = asyncio.get_running_loop().time
+        if isinstance(error, ModelLost):
+            log.warning("the model server has lost a request, which will be asked again: %s", error)
+            self._num_losses, self._deadline = self._num_losses + 1, clock() + self._timeout_s
+        if not 0 < self._num_losses <= MAX_LOSSES or clock() >= self._deadline:
+            raise error
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            if (await self._ready()).state or clock() >= self._deadline:
+                return
+
+
+class Gained(Protocol):
+    """What there is to know of a response."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def infer_seed(self) -> int | None: ...
+
+
+class Known:
+    """What has come of the answers to a request."""
+
+    def __init__(self) -> None:
         self._ids: defaultdict[int, list[int]] = defaultdict(list)  # of each answer, those that came here
         self._seed: int | None = None  # of the first answer
 
-    def add(self, answer: Delta) -> None:
+    def add(self, answer: Gained) -> None:
         self._ids[answer.index] += answer.token_ids
         if answer.index == 0:
             self._seed = answer.infer_seed
 
-    def rest(self) -> dict[str, Any]:
-        """The request for what has not come. Raises InvalidRequest if the model would."""
-        request = parse_request(self._body)
+    def rest(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The request for what has not come, in the wire's fields. Raises InvalidRequest if the model would."""
+        request = parse_request(body)
         begins = request.resume_from or (0,) * request.n
         before = request.answer_ids or ((),) * request.n
         came = [self._ids[index] for index in range(request.n)]
-        rest = {**self._body, "resume_from": [begin + len(ids) for begin, ids in zip(begins, came, strict=True)]}
+        rest = {**body, "resume_from": [begin + len(ids) for begin, ids in zip(begins, came, strict=True)]}
         if all(len(ids) >= begin for ids, begin in zip(before, begins, strict=True)):  # else a part is unknown
             known = zip(before, begins, came, strict=True)
             rest["answer_ids"] = [[*ids[:begin], *new] for ids, begin, new in known]

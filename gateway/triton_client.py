@@ -11,32 +11,14 @@ import grpc
 from tritonclient.grpc import service_pb2
 
 from engine import wire
-from engine.errors import (
-    Cancelled,
-    EngineUnavailable,
-    InvalidRequest,
-    Overloaded,
-    RequestError,
-    TimedOut,
-)
+from engine.errors import EngineUnavailable, RequestError, TimedOut
 from engine.wire.triton import infer_request, read_response
-from gateway.backend import timeout
-from gateway.connections import SERVICE, Connections, failure
+from gateway.backend import ModelLost, timeout
+from gateway.connections import SERVICE, Connections, Inference
 from gateway.silence import Silence
 
 PROBE_TIMEOUT_S = 60.0  # whoever probes has a shorter one
 END_TIMEOUT_S = 5.0  # for the end of the stream after the final response
-
-ERRORS: dict[grpc.StatusCode, type[RequestError]] = {
-    grpc.StatusCode.UNAVAILABLE: EngineUnavailable,
-    grpc.StatusCode.NOT_FOUND: EngineUnavailable,  # the model is not loaded
-    grpc.StatusCode.FAILED_PRECONDITION: EngineUnavailable,
-    grpc.StatusCode.ABORTED: EngineUnavailable,
-    grpc.StatusCode.CANCELLED: Cancelled,
-    grpc.StatusCode.DEADLINE_EXCEEDED: TimedOut,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
-    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
-}
 
 
 class TritonBackend:
@@ -49,10 +31,10 @@ class TritonBackend:
         return cast("AsyncGenerator[wire.Delta, None]", self._ask(body, timeout_s))  # a probe alone has other answers
 
     async def _ask(self, body: dict[str, Any], timeout_s: float) -> AsyncGenerator[wire.Answer, None]:
-        with self._connections.infer(infer_request(body).SerializeToString()) as call:
-            async with contextlib.aclosing(self._responses(call, timeout_s)) as responses:
+        with self._connections.infer(infer_request(body).SerializeToString()) as inference:
+            async with contextlib.aclosing(self._in_time(inference, timeout_s)) as responses:
                 async for response in responses:
-                    answer = read_response(response)
+                    answer = _read(response)
                     if isinstance(answer, wire.Failure):
                         await _read_to_end(responses)
                         raise answer.error
@@ -60,18 +42,15 @@ class TritonBackend:
                     if answer.is_end:
                         await _read_to_end(responses)
                         return
-            raise EngineUnavailable("the model ended the stream without a final response")
+            raise ModelLost("the model ended the stream without a final response")
 
-    async def _responses(self, call: Any, timeout_s: float) -> AsyncGenerator[Any, None]:
-        """Triton's responses to one request, gRPC's errors translated."""
-        silence = Silence(call.cancel, timeout_s)  # time in which nobody asks for a response does not count
+    async def _in_time(self, inference: Inference, timeout_s: float) -> AsyncGenerator[bytes, None]:
+        silence = Silence(inference.cancel, timeout_s)  # time in which nobody asks for a response does not count
         try:
-            while (response := await call.read()) is not grpc.aio.EOF:
+            async for response in inference.responses():
                 silence.ends()
-                yield service_pb2.ModelStreamInferResponse.FromString(response)
+                yield response
                 silence.begins()
-        except grpc.aio.AioRpcError as error:
-            raise ERRORS.get(error.code(), RequestError)(failure(error)) from None
         except asyncio.CancelledError:
             if silence.was_too_long:
                 text = "the model sent no response for {limit} s, the request is cancelled"
@@ -97,6 +76,13 @@ class TritonBackend:
 
     async def close(self) -> None:
         await self._connections.close()
+
+
+def _read(response: bytes) -> wire.Answer:
+    try:
+        return read_response(service_pb2.ModelStreamInferResponse.FromString(response))
+    except EngineUnavailable as error:  # in Triton's own words: the model's process has died
+        raise ModelLost(error.text) from None
 
 
 async def _read_to_end(responses: AsyncIterator[Any]) -> None:

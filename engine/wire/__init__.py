@@ -14,6 +14,7 @@ from engine.wire.answer import (
     ModelState,
     TokenLogprob,
     Usage,
+    glance_at,
     read_answer,
     write_answer,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "TokenLogprob",
     "Usage",
     "check_keys",
+    "glance_at",
     "int_in",
     "kind_of",
     "only_object",

@@ -7,6 +7,7 @@ them. Nothing here knows tokenizers, Triton or HTTP.
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, NamedTuple
@@ -185,6 +186,31 @@ def write_answer(answer: Answer) -> bytes:
         fields["error_template"] = answer.error.text  # for who calls fields otherwise
     # The text may quote what a chat template makes of a lone surrogate.
     return ENCODER.encode(fields).encode(errors="replace")
+
+
+@dataclass(frozen=True, slots=True)
+class Glance:
+    index: int
+    is_end: bool
+    token_ids: list[int]
+    infer_seed: int | None
+
+
+# In the order of `fields`. Within a string no quote stands without a backslash.
+GLANCE = re.compile(
+    rb'"index": (\d+), "is_end": (\d), "token_ids": \[([^]]*)\].*?"infer_seed": (\d+|null), ', re.DOTALL
+)
+
+
+def glance_at(response: bytes) -> Glance | None:
+    """The tokens of an answer, wherever in the response it begins: in a tenth of the time that reading it takes. None
+    when there is no answer in it."""
+    found = GLANCE.search(response)
+    if found is None:
+        return None
+    index, is_end, token_ids, seed = found.groups()
+    ids = list(map(int, token_ids.split(b","))) if token_ids else []
+    return Glance(int(index), is_end == b"1", ids, None if seed == b"null" else int(seed))
 
 
 def read_answer(payload: bytes) -> Answer:

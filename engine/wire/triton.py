@@ -23,7 +23,11 @@ ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circ
 
 
 def infer_request(body: dict[str, Any]) -> service_pb2.ModelInferRequest:
-    return request_of(ENCODER.encode([body]).encode("utf-8", "surrogatepass"))
+    return request_of(write_body(body))
+
+
+def write_body(body: dict[str, Any]) -> bytes:
+    return ENCODER.encode([body]).encode("utf-8", "surrogatepass")
 
 
 def request_of(payload: bytes, name: str = "") -> service_pb2.ModelInferRequest:

@@ -18,8 +18,10 @@ from tritonclient.grpc import service_pb2
 
 from engine.settings.config import Config
 from gateway.connections import SERVICE, Connections, failure
+from gateway.health import ANSWER_WITHIN_S, readiness
 from gateway.inference.stream import InferStream, Way
 from gateway.intake import Intake
+from gateway.triton_client import TritonBackend
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +41,7 @@ PASSED_ON: dict[str, type[Message] | None] = {
 UNGUARDED = (HEALTH, f"{SERVICE}/ServerLive", f"{SERVICE}/ServerReady", f"{SERVICE}/ModelReady")
 OPEN_EXTENSIONS = ("model_configuration", "binary_tensor_data", "parameters", "statistics")
 MAX_NAME_LEN = 256
-ANSWER_WITHIN_S = 60.0  # a method that is passed on, unless its client has less patience
+PASS_ON_WITHIN_S = 60.0  # a method that is passed on, unless its client has less patience
 ENVELOPE_BYTES = 64 << 10  # of a message around its text
 MAX_METADATA_BYTES = 16 << 10
 MAX_STREAMS = 1024  # of one connection
@@ -62,7 +64,8 @@ class InferenceServer(grpc.GenericRpcHandler):
     def __init__(self, connections: Connections, config: Config):
         self._connections = connections
         self._key = config.api_key.encode()
-        self._way = Way(connections, Intake.share_of_worker(config), config.max_body_bytes)
+        ready = readiness(TritonBackend(connections), ANSWER_WITHIN_S)
+        self._way = Way(connections, ready, Intake.share_of_worker(config), config.max_body_bytes)
         self._streams: set[InferStream] = set()
         limit = config.max_body_bytes + ENVELOPE_BYTES
         self._server = grpc.aio.server(options=[*OPTIONS, ("grpc.max_receive_message_length", limit)])
@@ -126,7 +129,7 @@ class InferenceServer(grpc.GenericRpcHandler):
 
     def _passing_on(self, method: str) -> Respond:
         async def respond(message: bytes, context: Any) -> bytes:
-            patience_s = min(context.time_remaining() or ANSWER_WITHIN_S, ANSWER_WITHIN_S)
+            patience_s = min(context.time_remaining() or PASS_ON_WITHIN_S, PASS_ON_WITHIN_S)
             try:
                 answer = await self._connections.ask(method, _fresh(PASSED_ON[method], message), patience_s)
             except ValueError as error:

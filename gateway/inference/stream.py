@@ -13,7 +13,9 @@ from tritonclient.grpc import service_pb2
 from engine import wire
 from engine.errors import EngineUnavailable, InvalidRequest, RequestError
 from engine.wire.triton import DATATYPE, MODEL, OUTPUT, VERSION, as_string
-from gateway.connections import Connections, failure
+from gateway.connections import Connections
+from gateway.health import Shared
+from gateway.inference.answer import lasting_responses
 from gateway.inference.request import MAX_ID_LEN, Refused, parse, payload_of, rewritten
 from gateway.intake import Intake, Room
 from gateway.silence import Silence
@@ -30,6 +32,7 @@ class Way:
     """What every stream needs."""
 
     connections: Connections
+    ready: Shared  # whether the model can be asked
     intake: Intake
     max_body_bytes: int
 
@@ -127,20 +130,17 @@ class InferStream:
 
     async def _answer(self, name: str, request: bytes, room: Room) -> None:
         try:
-            with self.way.connections.infer(request) as call:
-                del request
-                while (response := await call.read()) is not grpc.aio.EOF:
-                    room.give_back()
-                    await self._write(response)
-        except grpc.aio.AioRpcError as error:
-            await self._end(name, EngineUnavailable(failure(error)))
+            async for response in lasting_responses(self.way.connections, self.way.ready, request):
+                room.give_back()
+                await self._write(response)
         except asyncio.CancelledError:
             if not self._is_cut:
                 raise
             await self._end(name, EngineUnavailable(STOPPING))
         except Exception as error:
             if not self.context.done():
-                log.exception("a request failed unexpectedly")
+                if not isinstance(error, RequestError):
+                    log.exception("a request failed unexpectedly")
                 await self._end(name, error if isinstance(error, RequestError) else RequestError("internal error"))
 
     async def _end(self, name: str, error: RequestError) -> None:

@@ -9,6 +9,7 @@ import json
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from engine import wire
 from engine.settings.config import Config
 from engine.wire.triton import LENGTH_BYTES, infer_request
 from gateway.connections import Connections
@@ -23,6 +24,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     def __init__(self, *script):
         self.script = script
+        self.scripts = []  # of the first requests, when they differ
         self.requests = []
         self.num_sent = 0
         self.num_cancelled = 0
@@ -32,9 +34,12 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     async def ModelStreamInfer(self, request_iterator, context):  # noqa: N802
         async for request in request_iterator:
+            if wire.PROBE_PAYLOAD in request.raw_input_contents[0]:
+                yield a_response(wire.write_answer(wire.ModelState(ready=True)))
+                return
             self.requests.append(request)
             try:
-                for item in self.script:
+                for item in self.scripts.pop(0) if self.scripts else self.script:
                     if item is WAIT:
                         self.is_waiting.set()
                         await self.go.wait()

@@ -8,6 +8,8 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2
 
+from engine import wire
+from gateway import lasting
 from gateway.connections import SERVICE
 from gateway.inference import stream as stream_module
 from gateway.intake import LARGE_BYTES
@@ -101,11 +103,57 @@ def test_an_idle_stream_waits_for_its_client(tmp_path):
 def test_a_failure_of_tritonserver_is_the_last_answer_and_shows_no_address(tmp_path, code, text, before):
     async def scenario():
         async with serving(tmp_path, FakeTriton(*before, code)) as (_, port), a_client(port) as stub:
-            *_, (name, fields, _) = await answers(stub.ModelStreamInfer(iter([a_request("x")])))
-        assert (name, fields["error_msg"], fields["error_code"]) == ("x", text, 503)
+            *_, (name, fields, _) = await answers(stub.ModelStreamInfer(iter([a_request("x", req_id="r")])))
+        status = 503 if code == grpc.StatusCode.UNAVAILABLE else 500
+        assert (name, fields["error_msg"], fields["error_code"]) == ("x", text, status)
         assert (fields["is_end"], fields["token"]) == (1, "")
 
     run(scenario())
+
+
+def test_a_request_outlives_tritonserver_and_goes_on_after_what_has_come(tmp_path, monkeypatch):
+    monkeypatch.setattr(lasting, "LOOK_EVERY_S", 0.01)
+
+    async def scenario():
+        triton = FakeTriton()
+        lost = [grpc.StatusCode.UNAVAILABLE]
+        triton.scripts = [[a_line("a", [7, 8], 0), *lost], [b"no answer", *lost], [a_line("b", [9], 2, is_last=True)]]
+        async with serving(tmp_path, triton) as (_, port), a_client(port) as stub:
+            asked = a_request("x", req_id='"token_ids": [1]', temperature=1)
+            responses = [each async for each in stub.ModelStreamInfer(iter([asked]))]
+        lines = [each.infer_response.raw_output_contents[0][4:] for each in responses]
+        assert [line for line in lines if line != b"no answer"] == [a_line("a", [7, 8], 0), a_line("b", [9], 2, True)]
+        known = {"resume_from": [2], "answer_ids": [[7, 8]], "infer_seed": 5}
+        assert [body_of(each) for each in triton.requests] == [
+            body_of(asked),
+            {**body_of(asked), **known},
+            {**body_of(asked), **known},
+        ]
+        assert {each.id for each in triton.requests} == {"x"}
+
+    run(scenario())
+
+
+def test_after_the_last_line_nothing_is_asked_again(tmp_path):
+    async def scenario():
+        triton = FakeTriton(a_line("a", [7], 0, is_last=True), grpc.StatusCode.UNAVAILABLE)
+        async with serving(tmp_path, triton) as (_, port), a_client(port) as stub:
+            found = [each async for each in stub.ModelStreamInfer(iter([a_request("x", req_id="r")]))]
+        assert (len(found), len(triton.requests)) == (1, 1)
+
+    run(scenario())
+
+
+def a_line(text, token_ids, send_idx, is_last=False):
+    gained = {"req_id": "r", "token": text, "token_ids": token_ids, "send_idx": send_idx, "infer_seed": 5}
+    gained["usage"] = wire.Usage()
+    last = {"finish_reason": "stop", "tokens_all": "", "tokens_all_ids": [1, 2]}
+    return wire.write_answer(wire.Final(**gained, **last) if is_last else wire.Delta(**gained))
+
+
+def body_of(request):
+    [body] = json.loads(request.raw_input_contents[0][4:])
+    return body
 
 
 def test_no_tritonserver_is_the_same(tmp_path):

@@ -1,4 +1,4 @@
-"""The ports for clients: bursts on a cold server, many large requests, a certificate and a key."""
+"""The ports for clients under load and under a certificate: bursts on a cold server, large requests, TLS and keys."""
 
 from __future__ import annotations
 
