@@ -197,20 +197,20 @@ class Glance:
 
 
 # In the order of `fields`. Within a string no quote stands without a backslash.
-GLANCE = re.compile(
-    rb'"index": (\d+), "is_end": (\d), "token_ids": \[([^]]*)\].*?"infer_seed": (\d+|null), ', re.DOTALL
-)
+GLANCE = re.compile(rb'"index": (\d+), "is_end": (\d), "token_ids": \[([^]]*)\]')
+SEED = re.compile(rb'"infer_seed": (\d+)')
 
 
 def glance_at(response: bytes) -> Glance | None:
-    """The tokens of an answer, wherever in the response it begins: in a tenth of the time that reading it takes. None
+    """The tokens of an answer, wherever in the response it begins: in half the time that reading it takes. None
     when there is no answer in it."""
     found = GLANCE.search(response)
     if found is None:
         return None
-    index, is_end, token_ids, seed = found.groups()
+    index, is_end, token_ids = found.groups()
     ids = list(map(int, token_ids.split(b","))) if token_ids else []
-    return Glance(int(index), is_end == b"1", ids, None if seed == b"null" else int(seed))
+    seed = SEED.search(response, found.end())
+    return Glance(int(index), is_end == b"1", ids, int(seed[1]) if seed else None)
 
 
 def read_answer(payload: bytes) -> Answer:

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from engine import wire
 from engine.errors import EngineUnavailable
 from engine.serving import service as service_module
 from engine.serving.prompt import PromptReader
@@ -307,6 +308,54 @@ def test_a_probe_tells_why_the_model_is_not_ready(service, engine, field, value,
     setattr(engine, field, value)
     state = probe(service)
     assert (state["ready"], state["reason"]) == (False, reason)
+
+
+@pytest.fixture
+def busy_intake(service, monkeypatch):
+    """Every intake thread has a request that takes long; -> what ends that."""
+    gate, entered = threading.Event(), threading.Semaphore(0)
+    read = PromptReader.read
+    monkeypatch.setattr(
+        PromptReader, "read", lambda self, request: (entered.release(), gate.wait(PATIENCE_S), read(self, request))[2]
+    )
+    for number in range(service_module.NUM_INTAKE_THREADS):
+        service.ask([number], f"long {number}")
+        assert entered.acquire(timeout=PATIENCE_S)
+    yield gate
+    gate.set()
+    for number in range(service_module.NUM_INTAKE_THREADS):
+        service.client.give([number], b"a", "length")
+
+
+def test_a_probe_waits_for_no_request_that_is_read(service, busy_intake):
+    sender = FakeSender()
+    service.submit(wire.PROBE_PAYLOAD, sender)
+    assert sender.final["ready"] is True
+    assert not busy_intake.is_set()
+
+
+def test_a_request_whose_client_left_before_it_was_read_is_not_read(service, engine, busy_intake):
+    sender = FakeSender()
+    sender.cancelled = True
+    service.submit(b"[{ no json", sender)
+    busy_intake.set()
+    assert sender.final["error_type"] == "cancelled"
+
+
+def test_what_waits_to_be_read_counts_as_waiting(make, engine, monkeypatch):
+    gate, entered = threading.Event(), threading.Semaphore(0)
+    monkeypatch.setattr(service_module, "NUM_INTAKE_THREADS", 1)
+    service = make(max_running=1, max_waiting=2)
+    monkeypatch.setattr(
+        service_module.wire, "only_object", lambda payload: (entered.release(), gate.wait(PATIENCE_S), {})[2]
+    )
+    first = service.ask([1], "first")
+    assert entered.acquire(timeout=PATIENCE_S)
+    waiting = [service.ask([n], f"waits {n}") for n in range(3)]
+    refused = service.ask([9], "refused")
+    assert (refused.final["error_code"], refused.final["error_type"]) == (429, "overloaded")
+    gate.set()
+    assert {sender.final["error_code"] for sender in (first, *waiting)} == {400}
 
 
 # --- stopping

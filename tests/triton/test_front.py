@@ -17,14 +17,14 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2_grpc
 
-from engine.wire.triton import LENGTH_BYTES, infer_request
+from engine.wire.triton import LENGTH_BYTES, infer_request, request_of
 from tests.server import a_server, running_server
 from tests.triton.test_hostile import pids
 
 ROOT = Path(__file__).resolve().parents[2]
 CERTIFICATES = ROOT / "tests" / "certificates"
 NUM_STREAMS = 2000
-LARGE = {"text": "x" * (4_194_000)}
+LARGE = json.dumps({"req_id": "large", "text": "x" * 4_194_000}).encode()
 KEY = "s3cret-key"
 
 
@@ -39,10 +39,9 @@ def a_started_server(folder, **env):
 
 
 async def post(session, server, body):
-    """Status and the last line."""
-    async with session.post(
-        f"{server.http_url}/v1/completions", data=io.BytesIO(json.dumps(body).encode())
-    ) as response:
+    """Status and the last line. `body` is an object or its text."""
+    data = io.BytesIO(body if isinstance(body, bytes) else json.dumps(body).encode())
+    async with session.post(f"{server.http_url}/v1/completions", data=data) as response:
         return response.status, json.loads((await response.read()).splitlines()[-1])
 
 
@@ -52,9 +51,10 @@ def http_session():
 
 
 async def ask(stub, body):
-    """The objects of a stream over gRPC."""
+    """The objects of a stream over gRPC. `body` is an object or its text."""
+    request = request_of(body) if isinstance(body, bytes) else infer_request(body)
     found = []
-    async for response in stub.ModelStreamInfer(iter([infer_request(body)])):
+    async for response in stub.ModelStreamInfer(iter([request])):
         answer = json.loads(response.infer_response.raw_output_contents[0][LENGTH_BYTES:])
         found += answer if isinstance(answer, list) else [answer]
     return found
@@ -106,9 +106,7 @@ def test_many_large_requests_stop_no_other_stream_and_end_no_process(tmp_path):
         long = {"text": "Tell me a story.", "max_dec_len": 1000, "ignore_eos": True, "temperature": 0}
         async with stubs(server, 121) as found, http_session() as session:
             answers = [asyncio.ensure_future(ask(found[0], long | {"req_id": "others"}))]
-            answers += [
-                asyncio.ensure_future(ask(stub, LARGE | {"req_id": str(n)})) for n, stub in enumerate(found[1:])
-            ]
+            answers += [asyncio.ensure_future(ask(stub, LARGE)) for stub in found[1:]]
             posted = await asyncio.gather(*[post(session, server, LARGE) for _ in range(60)])
             return posted, await asyncio.gather(*answers)
 
