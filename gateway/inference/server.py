@@ -43,15 +43,12 @@ OPEN_EXTENSIONS = ("model_configuration", "binary_tensor_data", "parameters", "s
 MAX_NAME_LEN = 256
 PASS_ON_WITHIN_S = 60.0  # a method that is passed on, unless its client has less patience
 ENVELOPE_BYTES = 64 << 10  # of a message around its text
-MAX_METADATA_BYTES = 16 << 10
 MAX_STREAMS = 1024  # of one connection
 MAX_CONNECTIONS = 4096
 LAST_WORDS_S = 2.0  # for the model's own last words after the drain timeout, and then for ours
 
-OPTIONS = [
+OPTIONS = [  # of metadata gRPC itself takes 16 KiB at most
     ("grpc.max_concurrent_streams", MAX_STREAMS),
-    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
-    ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.server_handshake_timeout_ms", 20_000),
 ]

@@ -16,7 +16,8 @@ from gateway.connections import Connections
 from gateway.inference.server import InferenceServer
 
 PATIENCE_S = 60  # only a test that fails waits that long
-WAIT = object()  # in a script: nothing more comes
+WAIT = object()  # in a script: what follows comes when the test says so
+NEVER = object()  # in a script: nothing more comes
 
 
 class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
@@ -43,6 +44,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
                     if item is WAIT:
                         self.is_waiting.set()
                         await self.go.wait()
+                    elif item is NEVER:
+                        await asyncio.Event().wait()
                     elif isinstance(item, grpc.StatusCode):
                         await context.abort(item, "unix:/run/secret/socket has failed")
                     else:

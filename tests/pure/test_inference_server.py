@@ -1,7 +1,6 @@
 """The gRPC port: streams of several requests, their errors, cancellation, slow readers, keys, limits, the end."""
 
 import asyncio
-import contextlib
 import json
 
 import grpc
@@ -13,7 +12,7 @@ from gateway import lasting
 from gateway.connections import SERVICE
 from gateway.inference import stream as stream_module
 from gateway.intake import LARGE_BYTES
-from tests.pure.inference_fake import PATIENCE_S, WAIT, FakeTriton, a_client, a_request, answers, serving
+from tests.pure.inference_fake import NEVER, PATIENCE_S, WAIT, FakeTriton, a_client, a_request, answers, serving
 
 METHODS = [method.name for method in service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods]
 OPEN = {"ServerLive", "ServerReady", "ServerMetadata", "ModelReady", "ModelMetadata", "ModelConfig", "ModelStatistics"}
@@ -237,7 +236,7 @@ def test_a_text_that_is_too_long_is_refused_before_tritonserver(tmp_path):
 
 def test_large_requests_that_nobody_has_begun_to_answer_are_limited_and_small_ones_are_not(tmp_path):
     async def scenario():
-        triton = FakeTriton(WAIT, b"a", WAIT)
+        triton = FakeTriton(WAIT, b"a", NEVER)
         large = {"text": "x" * (2 * LARGE_BYTES)}
         async with serving(tmp_path, triton) as (front, port), a_client(port) as stub:
             front._way.intake.max_bytes = 5 * LARGE_BYTES
@@ -408,12 +407,11 @@ def test_a_stop_does_not_wait_for_idle_streams(tmp_path):
 
 def test_nothing_is_left_of_a_hundred_clients_that_leave(tmp_path):
     async def scenario():
-        triton = FakeTriton(b"a", WAIT)
+        triton = FakeTriton(NEVER)
         async with serving(tmp_path, triton) as (front, port), a_client(port) as stub:
             calls = [stub.ModelStreamInfer(iter([a_request(text="x" * 2 * LARGE_BYTES)])) for _ in range(100)]
-            for call in calls[:50]:
-                with contextlib.suppress(grpc.aio.AioRpcError):
-                    await call.read()
+            while len(triton.requests) < 50:
+                await asyncio.sleep(0.005)
             for call in calls:
                 call.cancel()
             while front._streams or any(each.calls for each in front._connections._connections):

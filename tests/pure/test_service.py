@@ -330,8 +330,7 @@ def busy_intake(service, monkeypatch):
 def test_a_probe_waits_for_no_request_that_is_read(service, busy_intake):
     sender = FakeSender()
     service.submit(wire.PROBE_PAYLOAD, sender)
-    assert sender.final["ready"] is True
-    assert not busy_intake.is_set()
+    assert sender.is_over and sender.final["ready"] is True
 
 
 def test_a_request_whose_client_left_before_it_was_read_is_not_read(service, engine, busy_intake):
@@ -353,8 +352,9 @@ def test_what_waits_to_be_read_counts_as_waiting(make, engine, monkeypatch):
     assert entered.acquire(timeout=PATIENCE_S)
     waiting = [service.ask([n], f"waits {n}") for n in range(3)]
     refused = service.ask([9], "refused")
-    assert (refused.final["error_code"], refused.final["error_type"]) == (429, "overloaded")
+    is_over = refused.is_over  # at once, not when its turn comes
     gate.set()
+    assert (is_over, refused.final["error_code"], refused.final["error_type"]) == (True, 429, "overloaded")
     assert {sender.final["error_code"] for sender in (first, *waiting)} == {400}
 
 

@@ -122,9 +122,13 @@ def test_many_large_requests_stop_no_other_stream_and_end_no_process(tmp_path):
 
 
 def test_with_a_certificate_and_a_key_both_ports_are_encrypted_and_closed_to_others(tmp_path):
-    pem = CERTIFICATES / "server.pem"
-    env = {"TLS_CERT_FILE": str(pem), "TLS_KEY_FILE": str(CERTIFICATES / "server.key"), "API_KEY": KEY}
-    context = ssl.create_default_context(cafile=pem)
+    env = {
+        "TLS_CERT_FILE": str(CERTIFICATES / "server.pem"),
+        "TLS_KEY_FILE": str(CERTIFICATES / "server.key"),
+        "API_KEY": KEY,
+    }
+    authority = CERTIFICATES / "authority.pem"
+    context = ssl.create_default_context(cafile=authority)
     context.check_hostname = False  # the certificate is for another host
     body = json.dumps({"text": "Hi", "max_dec_len": 2}).encode()
     key = {"Authorization": f"Bearer {KEY}"}
@@ -137,7 +141,7 @@ def test_with_a_certificate_and_a_key_both_ports_are_encrypted_and_closed_to_oth
         with pytest.raises((OSError, urllib.error.URLError)):
             urllib.request.urlopen(f"{server.http_url}/health", timeout=60)
         credentials, name = (
-            grpc.ssl_channel_credentials(pem.read_bytes()),
+            grpc.ssl_channel_credentials(authority.read_bytes()),
             [("grpc.ssl_target_name_override", "llm.example")],
         )
         metadata = [("authorization", f"Bearer {KEY}")]

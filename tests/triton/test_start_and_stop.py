@@ -119,7 +119,7 @@ def test_a_supervisor_that_breaks_fails_the_start_and_says_why(server):
     (server.run_dir / TRITON_FOLDER).touch()  # where it makes a folder
     done = server.command("start_server")
     assert done.returncode == 1
-    assert re.search(r"failed: .*Not a directory: .*triton", done.stdout)
+    assert re.search(r"failed: .*File exists: .*triton", done.stdout)
     assert state_of(server) is None
 
 
