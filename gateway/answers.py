@@ -91,7 +91,7 @@ def refusal(error: RequestError, request: web.Request) -> web.Response:
     several protocols: it gets the errors of all of them in one object."""
     headers = {}
     if isinstance(error, Overloaded) or error.code == 503:
-        headers["Retry-After"] = "1"
+        headers["Retry-After"] = str(error.retry_after_s or 1)
     if isinstance(error, NOT_AGAIN):
         headers["x-should-retry"] = "false"
     if error.code == 401:

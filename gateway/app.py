@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,9 +14,10 @@ from typing import Any
 
 from aiohttp import web
 
+from engine import wire
 from engine.errors import EngineUnavailable, InvalidRequest, RequestError
 from engine.settings.config import Config
-from gateway import answers
+from gateway import answers, keys, metrics
 from gateway.answers import CALL, REQUEST_TIMEOUT
 from gateway.backend import Backend
 from gateway.body import parse_body, read_payload
@@ -48,6 +48,7 @@ CORS = {
     "Access-Control-Max-Age": "86400",
 }
 UNGUARDED = ("/health",)
+MAX_ABORT_BYTES = 8 << 10  # a req_id, however escaped
 CLIENT_LEFT = 499  # in our log only
 STARTED = int(time.time())
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -70,6 +71,8 @@ def make_app(backend: Backend, config: Config, request_timeout_s: float = REQUES
         [
             web.get("/", show_endpoints),
             web.get("/health", show_health),
+            web.get("/metrics", show_metrics),
+            web.post("/v1/abort", abort),
             *[web.get(f"{prefix}/models", list_models) for prefix in ("/v1", BASE)],
             *[web.get(f"{prefix}/models/{{model:.+}}", show_model) for prefix in ("/v1", BASE)],
             *[web.post(path, complete) for path in paths],
@@ -88,7 +91,8 @@ async def complete(request: web.Request) -> web.StreamResponse:
             call.exchange = exchange = _parse(payload, call)
         del payload
         timeout_s = exchange.timeout_s or app[REQUEST_TIMEOUT]
-        running = side_by_side([app[BACKEND].generate(each, timeout_s) for each in exchange.requests])
+        bodies = [wire.with_owner(each, call.owner) for each in exchange.requests]
+        running = side_by_side([app[BACKEND].generate(each, timeout_s) for each in bodies])
         if room.num_bytes:
             running = _giving_back(room, running)
         if exchange.stream:
@@ -113,6 +117,21 @@ async def _giving_back(room: Room, running: answers.Answers) -> answers.Answers:
             yield each
 
 
+async def abort(request: web.Request) -> web.Response:
+    """Whichever worker has the request: the model ends it."""
+    call = request[CALL]
+    call.protocols = [NATIVE]
+    room = Room(request.app[INTAKE])
+    try:
+        body = parse_body(await read_payload(request, MAX_ABORT_BYTES, room))
+    finally:
+        room.give_back()
+    if "req_id" not in body:
+        raise InvalidRequest("`{field}` is missing", field="req_id")
+    req_id = wire.FIELDS["req_id"].check("req_id", body["req_id"])
+    return answers.in_one_piece((await request.app[BACKEND].abort(req_id, call.owner)).fields())
+
+
 def _protocols_of(path: str) -> Sequence[ClientProtocol]:
     """Those that a request may speak. Elsewhere than on their paths, the ones that share theirs."""
     return [each for each in PROTOCOLS if path in each.paths] or [NATIVE, OPENAI]
@@ -128,6 +147,12 @@ async def show_endpoints(request: web.Request) -> web.Response:
 
 async def show_health(request: web.Request) -> web.Response:
     return as_response(await request.app[READY]())
+
+
+async def show_metrics(request: web.Request) -> web.Response:
+    state = await request.app[BACKEND].probe(with_metrics=True)
+    text = metrics.as_text(state.metrics or ())
+    return web.Response(text=text, headers={"Content-Type": metrics.CONTENT_TYPE})
 
 
 async def list_models(request: web.Request) -> web.Response:
@@ -171,12 +196,13 @@ async def accounted(request: web.Request, handler: Handler) -> web.StreamRespons
         running.remove(request)
         resource = request.match_info.route.resource
         log.info(
-            "%s %s %s %.3fs %s %d tokens",
+            "%s %s %s %.3fs %s%s %d tokens",
             request.method if request.method in ("GET", "POST", "HEAD", "OPTIONS") else "OTHER",
             resource.canonical if resource else "-",
             status,
             time.monotonic() - start,
             call.protocols[0].name if len(call.protocols) == 1 else "-",
+            f" {call.owner.name}" if call.owner.name else "",
             call.exchange.num_tokens if call.exchange else 0,
         )
 
@@ -200,20 +226,14 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return answers.refusal(answers.as_known(error), request)
 
 
-class WrongKey(InvalidRequest):
-    kind = "invalid_api_key"
-    code = 401
-
-
 def _check_key(request: web.Request) -> None:
-    key = request.app[CONFIG].api_key
-    if not key or request.path in UNGUARDED:
-        return
-    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    is_right = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), key.encode())
-    if scheme.lower() != "bearer" or not is_right:
-        request[CALL].protocols = [OPENAI]
-        raise WrongKey("the API key is missing or wrong, the header must be `Authorization: Bearer <key>`")
+    owners, call = request.app[CONFIG].owners, request[CALL]
+    if owners and request.path not in UNGUARDED:
+        try:
+            call.owner = keys.owner_of(request.headers.get("Authorization", ""), owners)
+        except keys.WrongKey:
+            call.protocols = [OPENAI]
+            raise
 
 
 def _http_refusal(error: web.HTTPException, request: web.Request) -> web.Response:

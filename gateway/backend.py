@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
 from engine.errors import EngineUnavailable
-from engine.wire import Delta, ModelState
+from engine.wire import Aborted, Delta, ModelState, Owner
 
 if sys.version_info >= (3, 11):
     from asyncio import timeout as timeout
@@ -34,8 +34,12 @@ class Backend(Protocol):
         """
         ...
 
-    async def probe(self) -> ModelState:
+    async def probe(self, with_metrics: bool = False) -> ModelState:
         """Raises a RequestError when the model is unreachable."""
+        ...
+
+    async def abort(self, req_id: str, owner: Owner) -> Aborted:
+        """Ends an open request of this owner, whoever has sent it. Raises a RequestError as above."""
         ...
 
     async def is_live(self) -> bool:

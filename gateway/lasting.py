@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
-from engine.wire import Delta, ModelState, parse_request
+from engine.wire import Aborted, Delta, ModelState, Owner, parse_request
 from gateway.backend import Backend, ModelLost, ModelUnreachable
 from gateway.health import Shared
 
@@ -41,8 +41,11 @@ class LastingBackend:
                 await patience.wait(error)
                 asked = known.rest(body)
 
-    async def probe(self) -> ModelState:
-        return await self._backend.probe()
+    async def probe(self, with_metrics: bool = False) -> ModelState:
+        return await self._backend.probe(with_metrics)
+
+    async def abort(self, req_id: str, owner: Owner) -> Aborted:
+        return await self._backend.abort(req_id, owner)
 
     async def is_live(self) -> bool:
         return await self._backend.is_live()

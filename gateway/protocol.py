@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine.errors import RequestError
-from engine.wire import Delta
+from engine.wire import Delta, Owner
 
 
 class Exchange(Protocol):
@@ -51,6 +51,7 @@ class Call:
     headers: Mapping[str, str] = field(default_factory=dict)  # of the request
     req_id: str | None = None  # for errors, as soon as its protocol has found it
     exchange: Exchange | None = None
+    owner: Owner = Owner()  # of the key that it carries
     late_status: int | None = None  # of a failure after the first byte
 
 

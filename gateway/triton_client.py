@@ -61,11 +61,20 @@ class TritonBackend:
         finally:
             silence.close()
 
-    async def probe(self) -> wire.ModelState:
-        async with contextlib.aclosing(self._ask({wire.PROBE: True}, PROBE_TIMEOUT_S)) as answers:
-            [state] = [answer async for answer in answers]
+    async def probe(self, with_metrics: bool = False) -> wire.ModelState:
+        state = await self._one_answer({wire.PROBE: wire.METRICS if with_metrics else True})
         assert isinstance(state, wire.ModelState)
         return state
+
+    async def abort(self, req_id: str, owner: wire.Owner) -> wire.Aborted:
+        aborted = await self._one_answer(wire.with_owner({wire.ABORT: req_id}, owner))
+        assert isinstance(aborted, wire.Aborted)
+        return aborted
+
+    async def _one_answer(self, body: dict[str, Any]) -> wire.Answer:
+        async with contextlib.aclosing(self._ask(body, PROBE_TIMEOUT_S)) as answers:
+            [answer] = [answer async for answer in answers]
+        return answer
 
     async def is_live(self) -> bool:
         try:

@@ -21,7 +21,7 @@ HEALTHY_AFTER_S = 60.0  # without a crash until the next one counts as the first
 MAX_BACK_OFF_S = 30.0
 HOST_LOST_S = 1.0  # until an engine that has lost another machine starts to wait for it
 START_AGAIN_S = 5.0  # when not even a process could be made
-SECRETS = {"API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}  # the hub's token by both of its names
+SECRETS = {"API_KEY", "API_KEYS", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}  # the hub's token by both of its names
 
 
 @dataclass(frozen=True)

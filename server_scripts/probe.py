@@ -127,7 +127,8 @@ class Probe:
 
     @property
     def _key(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self._config.api_key}"} if self._config.api_key else {}
+        key = self._config.api_key or next(iter(self._config.owners), "")
+        return {"Authorization": f"Bearer {key}"} if key else {}
 
     def connection(self, host: str, port: int) -> http.client.HTTPConnection:
         timeout_s = self._http_timeout_s

@@ -46,7 +46,7 @@ def all_specs(config: Config, graph_dir: Path, served_name: str, run_dir: RunDir
     specs = [engine_spec(config, environ, logs[ENGINE]), triton_spec(config, environ, run_dir, logs[TRITONSERVER])]
     for index in range(config.push_mode_http_workers):
         command = [*python, "gateway", f"--index={index}"]
-        env = {**environ, "API_KEY": config.api_key}
+        env = {**environ, "API_KEY": config.api_key, "API_KEYS": config.api_keys}
         specs.append(ChildSpec(f"{GATEWAY}-{index}", command, env, logs[GATEWAY]))
     specs.append(ChildSpec(HEALTH, [*python, "gateway.health"], environ, logs[HEALTH]))
     return specs

@@ -55,21 +55,33 @@ class EngineClient:
 
     # Called from any thread
 
-    def submit(self, prompt_ids: Sequence[int], answers: Sequence[Submission], salt: str = "") -> None:
-        """One or several answers to one prompt, which is computed once. Raises EngineUnavailable when the engine has
-        been given up or the client is closed."""
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        answers: Sequence[Submission],
+        salt: str = "",
+        standing: tuple[str, int] = ("", 0),
+    ) -> None:
+        """One or several answers to one prompt, which is computed once. `standing`: owner and priority. Raises
+        EngineUnavailable when the engine has been given up or the client is closed."""
         if reason := self.failure():
             raise EngineUnavailable(reason)
         with self._lock:
             if self._closing:
                 raise EngineUnavailable("the server is stopping")
-            entry = self._journal.open(prompt_ids, answers, salt)
+            entry = self._journal.open(prompt_ids, answers, salt, standing)
         self._command(lambda: self._crash_search.add(entry.name))
 
-    def cancel(self, request_id: str) -> None:
-        """Forgets an answer; its listener hears nothing more. Harmless when it has ended."""
+    def cancel(self, request_id: str, is_complete: bool = False) -> None:
+        """Forgets an answer; its listener hears nothing more. Harmless when it has ended. `is_complete`: it has all
+        that it needs, so that nothing was computed in vain."""
         if found := self._journal.forget(request_id):
-            self._command(lambda: self._cancelled(found[0], request_id))
+            self._command(lambda: self._cancelled(found[0], request_id, is_complete))
+
+    def expire(self, request_id: str, error: RequestError) -> None:
+        """Ends an answer with `error` if nothing of it is computed yet, which the engine decides."""
+        fields = (error.kind, error.text, error.cause)
+        self._command(lambda: self._send(messages.EXPIRE, self._epoch, request_id, *fields) if self._epoch else None)
 
     def failure(self) -> str | None:
         """Why the engine will not come back, or None."""
@@ -209,12 +221,12 @@ class EngineClient:
             return True
         entry.submitted = True
         answers = [(each.request_id, messages.pack_sampling(each.sampling), each.token_ids) for each in submissions]
-        self._send(messages.SUBMIT, self._epoch, entry.prompt_ids, answers, entry.replay, entry.salt)
+        self._send(messages.SUBMIT, self._epoch, entry.prompt_ids, answers, entry.replay, entry.salt, entry.standing)
         return True
 
-    def _cancelled(self, entry: Entry, request_id: str) -> None:
+    def _cancelled(self, entry: Entry, request_id: str, is_complete: bool) -> None:
         if self._epoch:
-            self._send(messages.CANCEL, self._epoch, request_id)
+            self._send(messages.CANCEL, self._epoch, request_id, is_complete)
         if not entry.answers:
             self._crash_search.survived(entry.name)
 

@@ -16,8 +16,10 @@ import msgpack
 from engine.core.types import Logprobs, Sampling
 
 PING = "ping"  # client -> engine: []                                       expects a pong; also "I am alive"
-SUBMIT = "submit"  # client -> engine: [epoch, prompt ids, [[request_id, sampling, answer so far], ...], replay, salt]
-CANCEL = "cancel"  # client -> engine: [epoch, request_id]
+# client -> engine: [epoch, prompt ids, [[request_id, sampling, answer so far], ...], replay, salt, [owner, priority]]
+SUBMIT = "submit"
+CANCEL = "cancel"  # client -> engine: [epoch, request_id, whether its answer is complete]
+EXPIRE = "expire"  # client -> engine: [epoch, request_id, error kind, text, cause]  refused with this if it still waits
 PONG = "pong"  # engine -> client: [epoch, stats]; while it starts the stats are {STARTING: why}
 TOKENS = "tokens"  # engine -> client: [epoch, [[request_id, token_ids, logprobs of each, finish_reason], ...]]
 STARTING = "starting"

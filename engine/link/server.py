@@ -19,7 +19,7 @@ import zmq
 from engine.core.loop import Loop
 from engine.core.scheduler import FAILED
 from engine.core.types import Request
-from engine.errors import DuplicateRequest, EngineUnavailable, NoToken, RequestError
+from engine.errors import DuplicateRequest, EngineUnavailable, NoToken, RequestError, error_of
 from engine.link import messages
 
 log = logging.getLogger(__name__)
@@ -130,14 +130,28 @@ class Server:
             self._submit(client, fields[1:])
         elif kind == messages.CANCEL:
             self._client_of.pop(fields[1], None)
-            self.loop.drop(fields[1])
+            self.loop.drop(*fields[1:])
+        elif kind == messages.EXPIRE:
+            self._expire(client, fields[1], error_of(fields[2], fields[3], **fields[4]))
+
+    def _expire(self, client: bytes, request_id: str, error: RequestError) -> None:
+        if self._client_of.get(request_id) == client and not self.loop.has_begun(request_id):
+            del self._client_of[request_id]
+            self.loop.drop(request_id)
+            self._refuse(client, request_id, error)
 
     def _submit(self, client: bytes, submitted: Sequence[Any]) -> None:
         """Answers that have no token yet share the work of their prompt."""
-        prompt_ids, answers, replay, salt = submitted
+        prompt_ids, answers, replay, salt, (owner, priority) = submitted
         requests = [
             Request(
-                request_id, [*prompt_ids, *token_ids], len(prompt_ids), messages.unpack_sampling(sampling), salt=salt
+                request_id,
+                [*prompt_ids, *token_ids],
+                len(prompt_ids),
+                messages.unpack_sampling(sampling),
+                salt=salt,
+                owner=owner,
+                priority=priority,
             )
             for request_id, sampling, token_ids in answers
         ]

@@ -24,6 +24,8 @@ def build_service(config: Config) -> Service:
         max_body_bytes=config.max_body_bytes,
         max_running=config.batch_size,
         max_waiting=config.max_cached_task_num,
+        max_waiting_tokens=config.max_waiting_tokens,
+        queue_timeout_s=config.queue_timeout_s,
         why_not_served=config.machines.why_not_served,
     )
     return Service(tokenizer, reader, client, options)

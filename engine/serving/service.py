@@ -12,6 +12,7 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -25,12 +26,16 @@ from engine.errors import (
     UnknownAnswer,
     as_request_error,
     queue_full,
+    tokens_full,
+    waited_too_long,
 )
 from engine.link.client import EngineClient
 from engine.link.messages import STARTING
+from engine.serving.accounts import Accounts
 from engine.serving.choice import Asked
 from engine.serving.kept import KeptAnswers, check_same
 from engine.serving.latency import Latency
+from engine.serving.metrics import samples
 from engine.serving.prompt import PromptReader
 from engine.serving.reply import Reply, Sender
 from engine.text.tokenizer import Tokenizer
@@ -52,6 +57,8 @@ class ServiceOptions:
     max_body_bytes: int = 4 << 20  # of one request
     max_running: int = 1 << 10  # requests in the engine, and beyond them
     max_waiting: int = 1 << 10
+    max_waiting_tokens: int = 1 << 20  # of their prompts
+    queue_timeout_s: float = 0.0  # from a request's arrival until it begins; 0: it may wait for ever
     why_not_served: str = ""  # of a machine that only holds ranks: what requests are told
 
 
@@ -61,6 +68,7 @@ class Service:
     def __init__(self, tokenizer: Tokenizer, reader: PromptReader, client: EngineClient, options: ServiceOptions):
         self.client = client
         self.latency = Latency()
+        self.accounts = Accounts()
         self._tokenizer = tokenizer
         self._reader = reader
         self._options = options
@@ -144,15 +152,21 @@ class Service:
                 raise Cancelled("the client has cancelled the request")
             body = wire.only_object(payload)
             if body.get(wire.PROBE):
-                self._tell_state(sender)
+                self._tell_state(sender, body[wire.PROBE] == wire.METRICS)
+                return
+            owner = wire.owner_of(body)
+            if wire.ABORT in body:
+                sender.send(wire.write_answer(self._abort(body[wire.ABORT], owner)), True)
                 return
             req_id = wire.req_id_of(body)
             if self._options.why_not_served:
                 raise EngineUnavailable(self._options.why_not_served)
             request = wire.parse_request(body)
             self._check_room()
-            reply = Reply(self._asked(request), sender, received)
-            self._open(reply)
+            if request.resume_from is not None:
+                self._end_before(request)
+            reply = self._enter(owner, lambda: Reply(self._asked(request), sender, received))
+            reply.standing = owner.name, owner.priority + max(request.priority, 0 if owner.name else -100)
         except RequestError as error:
             self._refuse(error, req_id, sender, received)
             return
@@ -167,7 +181,6 @@ class Service:
         the same again."""
         if request.resume_from is None:
             return Asked.now(request, self._reader.read(request), self._tokenizer)
-        self._end_before(request)
         asked = self._kept.take(request)
         if asked is None:
             if any(request.resume_from) and not request.answer_ids and not request.is_repeatable:
@@ -197,6 +210,34 @@ class Service:
         num_waiting = self.num_open + num_unread - self._options.max_running
         if num_waiting >= self._options.max_waiting:
             raise queue_full(num_waiting, self._options.max_waiting)
+        num_tokens = self.client.stats.get("num_waiting_tokens", 0)
+        if num_tokens >= self._options.max_waiting_tokens:
+            raise tokens_full(num_tokens, self._options.max_waiting_tokens)
+
+    def _enter(self, owner: wire.Owner, make: Callable[[], Reply]) -> Reply:
+        """With the request counted as its owner's, until it ends or is refused."""
+        account = self.accounts.of(owner)
+        account.enter(owner)
+        try:
+            reply = make()
+            reply.account = account
+            self._open(reply)
+        except BaseException:
+            account.leave()
+            raise
+        account.charge(len(reply.prompt.token_ids), 0)
+        return reply
+
+    def _abort(self, req_id: object, owner: wire.Owner) -> wire.Aborted:
+        """Who has a key of a name may end their own requests only."""
+        name = wire.FIELDS["req_id"].check(wire.ABORT, req_id)
+        with self._lock:
+            reply = self._replies.get(name)
+        if reply is None or reply.is_over or owner.name not in ("", reply.account.name):
+            return wire.Aborted(name, False)
+        reply.ended(Cancelled("the request was aborted"))
+        reply.cancel_all()
+        return wire.Aborted(name, True)
 
     def _refuse(self, error: RequestError, req_id: str | None, sender: Sender, received: float) -> None:
         log.info("refused: %s", error.kind)  # the text may quote what the client wrote
@@ -220,19 +261,19 @@ class Service:
             submissions = reply.submissions()
             reply.begin()
             if submissions:
-                self.client.submit(reply.prompt.token_ids, submissions, reply.prompt.salt)
+                self.client.submit(reply.prompt.token_ids, submissions, reply.prompt.salt, reply.standing)
         except Exception as error:
             reply.ended(as_request_error(error))
         if reply.is_over:  # cancelled before the engine client knew it
             reply.cancel_all()
 
-    def _tell_state(self, sender: Sender) -> None:
+    def _tell_state(self, sender: Sender, with_metrics: bool = False) -> None:
         try:
-            sender.send(wire.write_answer(self._state()), True)
+            sender.send(wire.write_answer(self._state(with_metrics)), True)
         except Exception:
             log.exception("a probe could not be answered")
 
-    def _state(self) -> wire.ModelState:
+    def _state(self, with_metrics: bool) -> wire.ModelState:
         stats, reason = self.client.stats, self.not_ready_reason()
         return wire.ModelState(
             ready=not reason,
@@ -246,6 +287,7 @@ class Service:
             num_open=self.num_open,
             engine_silent_s=min(self.client.silent_s, 1e9),
             num_restarts=self.client.num_restarts,
+            metrics=[*samples(self, self._options.max_running)] if with_metrics else None,
         )
 
     # Sending
@@ -260,17 +302,21 @@ class Service:
         self._kept.keep(reply.asked)
         with self._lock:
             self._replies.pop(reply.req_id, None)
+        reply.account.charge(0, reply.num_generated)
+        reply.account.leave()
         reply.has_left.set()
 
     def _poll_cancelled(self) -> None:
-        wait = MIN_CANCEL_POLL_S
+        wait, queue_s = MIN_CANCEL_POLL_S, self._options.queue_timeout_s
         while not self._closing.wait(wait):
             started = time.monotonic()
             with self._lock:
                 replies = list(self._replies.values())
             for reply in replies:
-                if reply.end_if_cancelled():
+                if reply.end_if_cancelled() or reply.end_if_late():
                     reply.cancel_all()  # now: the senders may be busy
+                elif queue_s and reply.may_wait_too_long(queue_s):
+                    self.client.expire(reply.first_id, waited_too_long(queue_s))
             # A poll costs a message to Triton for each reply, some 70 us. One that took long on a busy machine must not
             # put off the next for longer still: requests of nobody would run.
             wait = min(max(MIN_CANCEL_POLL_S, (time.monotonic() - started) / CANCEL_POLL_SHARE), MAX_CANCEL_POLL_S)

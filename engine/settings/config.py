@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from engine.errors import ConfigError
+from engine.settings.keys import Owner, is_key, read_keys
 from engine.settings.machines import Machines, read_machines
 from engine.settings.setting import Setting, given, parse, port, setting
 
@@ -107,6 +108,12 @@ class Config:
         "tokens of all waiting prompts together; beyond, new requests are refused",
         minimum=1,
     )
+    queue_timeout_s: float = setting(
+        600.0,
+        "QUEUE_TIMEOUT",
+        "seconds that a request may wait until it begins, from its arrival on; 0: for ever",
+        minimum=0,
+    )
     max_num_batched_tokens: int = setting(
         256,
         "MAX_NUM_BATCHED_TOKENS",
@@ -158,6 +165,9 @@ class Config:
         "", "TLS_CERT_FILE", "certificate chain in PEM for the HTTP and gRPC ports; empty: they are not encrypted"
     )
     tls_key_file: str = setting("", "TLS_KEY_FILE", "its private key in PEM, without a password")
+    api_keys: str = setting(
+        "", "API_KEYS", "a file of keys by name, with limits ([docs/operation.md](operation.md#keys)), beside API_KEY"
+    )
     cors_allow_origin: str = setting(
         "*",
         "CORS_ALLOW_ORIGIN",
@@ -250,13 +260,20 @@ class Config:
         _check_length(self.run_path, self.triton_socket)
 
     def _check_key(self) -> None:
-        if not all("!" <= char <= "~" for char in self.api_key):  # a secret: not shown
+        _ = self.owners
+        if self.api_key and not is_key(self.api_key):  # a secret: not shown
             raise ConfigError("API_KEY has a character that is no visible ASCII, which no HTTP header can carry")
 
     def _check_tls(self) -> None:
         if bool(self.tls_cert_file) != bool(self.tls_key_file):
             missing = "TLS_KEY_FILE" if self.tls_cert_file else "TLS_CERT_FILE"
             raise ConfigError(f"{missing} is not set; TLS needs both TLS_CERT_FILE and TLS_KEY_FILE")
+
+    @cached_property
+    def owners(self) -> dict[str, Owner]:
+        """Who may ask over HTTP, by their keys; empty: anybody."""
+        nobody = {self.api_key: Owner()} if self.api_key else {}
+        return {**(read_keys(str(_expanded("API_KEYS", self.api_keys))) if self.api_keys else {}), **nobody}
 
     @cached_property
     def machines(self) -> Machines:

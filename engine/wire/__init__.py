@@ -7,6 +7,7 @@ engine/wire/triton.py, which needs tritonclient.
 from engine.wire.answer import (
     TIMES,
     UNLIKELY,
+    Aborted,
     Answer,
     Delta,
     Failure,
@@ -20,7 +21,10 @@ from engine.wire.answer import (
 )
 from engine.wire.checks import MAX_LOGPROBS, MAX_REQ_ID_LEN, Check, int_in, kind_of, shown
 from engine.wire.fields import FIELDS
+from engine.wire.owner import OWNER, Owner, owner_of, payload_with_owner, with_owner
 from engine.wire.request import (
+    ABORT,
+    METRICS,
     PROBE,
     PROBE_PAYLOAD,
     GenerationRequest,
@@ -31,13 +35,17 @@ from engine.wire.request import (
 )
 
 __all__ = [
+    "ABORT",
     "FIELDS",
     "MAX_LOGPROBS",
     "MAX_REQ_ID_LEN",
+    "METRICS",
+    "OWNER",
     "PROBE",
     "PROBE_PAYLOAD",
     "TIMES",
     "UNLIKELY",
+    "Aborted",
     "Answer",
     "Check",
     "Delta",
@@ -45,6 +53,7 @@ __all__ = [
     "Final",
     "GenerationRequest",
     "ModelState",
+    "Owner",
     "TokenLogprob",
     "Usage",
     "check_keys",
@@ -52,9 +61,12 @@ __all__ = [
     "int_in",
     "kind_of",
     "only_object",
+    "owner_of",
     "parse_request",
+    "payload_with_owner",
     "read_answer",
     "req_id_of",
     "shown",
+    "with_owner",
     "write_answer",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
 from engine.errors import RequestError, error_of
@@ -149,6 +149,7 @@ class Failure:
             "error_code": self.error.code,
             "error_type": self.error.kind,
             **{f"error_{name}": value for name, value in self.error.cause.items()},
+            **({"retry_after": self.error.retry_after_s} if self.error.retry_after_s else {}),
             "version": VERSION,
             "timestamp": time.time(),
         }
@@ -169,13 +170,26 @@ class ModelState:
     num_open: int = 0
     engine_silent_s: float = 0.0
     num_restarts: int = 0
+    metrics: list[Any] | None = None  # when asked for: of each sample what gateway/metrics.py writes
     is_end: ClassVar[bool] = True
 
     def fields(self) -> dict[str, Any]:
-        return {"is_end": 1, **asdict(self)}
+        return {"is_end": 1, **{f.name: getattr(self, f.name) for f in fields(self)}}
 
 
-Answer = Delta | Failure | ModelState
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """The answer to an abort."""
+
+    req_id: str
+    aborted: bool  # False: there is no such request of this owner, or no more
+    is_end: ClassVar[bool] = True
+
+    def fields(self) -> dict[str, Any]:
+        return {"is_end": 1, "req_id": self.req_id, "aborted": self.aborted}
+
+
+Answer = Delta | Failure | ModelState | Aborted
 
 
 def write_answer(answer: Answer) -> bytes:
@@ -220,6 +234,8 @@ def read_answer(payload: bytes) -> Answer:
     [given] = body
     if "ready" in given:
         return ModelState(**{f.name: given[f.name] for f in fields(ModelState) if f.name in given})
+    if "aborted" in given:
+        return Aborted(given["req_id"], given["aborted"])
     usage = given["usage"]
     of_all = (
         given["req_id"],
@@ -249,5 +265,6 @@ def _logprob(given: dict[str, Any]) -> TokenLogprob:
 
 def _failure(given: dict[str, Any]) -> Failure:
     cause = {name: given[f"error_{name}"] for name in ("field", "value", "limit") if f"error_{name}" in given}
-    error = error_of(given["error_type"], given["error_template"] if cause else given["error_msg"], **cause)
+    text = given["error_template"] if cause else given["error_msg"]
+    error = error_of(given["error_type"], text, given.get("retry_after"), **cause)
     return Failure(error, given["req_id"], given["send_idx"], Usage(**given["usage"]), given["infer_seed"])

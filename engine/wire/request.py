@@ -13,9 +13,12 @@ from typing import Any
 from engine.errors import InvalidRequest, literally
 from engine.wire.checks import kind_of, shown
 from engine.wire.fields import FIELDS
+from engine.wire.owner import OWNER
 
-PROBE = "probe"  # a request with this key set is answered at once with the ModelState
+PROBE = "probe"  # a request with this key set is answered at once with the ModelState, with METRICS also its metrics
 PROBE_PAYLOAD = b'[{"probe":true}]'  # so written, it is answered before all that waits to be read
+METRICS = "metrics"
+ABORT = "abort"  # a request with this key set ends the one with the req_id that it holds, and is answered with Aborted
 MAX_KEYS = 1000  # of a request, most of them none of ours
 MAX_UNKNOWN_KEYS = 100  # that are compared with ours
 MAX_MISSPELT_LEN = 40  # characters; a longer key is none of ours, and comparing it takes long
@@ -24,7 +27,6 @@ ACCEPTED_ONLY = (
     "stream",
     "return_usage",
     "response_type",
-    "timeout",
     "response_timeout",
     "enable_text_truncate",
     "model",
@@ -65,6 +67,8 @@ class GenerationRequest:
     cache_salt: str | None = None  # requests with another one share no cached blocks
     return_all_tokens: bool = False
     benchmark: bool = False
+    timeout: float | None = None  # seconds for the first token; 0: as if not given
+    priority: int = 0  # lower is earlier
     # Of an answer that goes on
     resume_from: tuple[int, ...] | None = None  # tokens that its client has of each answer already
     answer_ids: tuple[tuple[int, ...], ...] = ()  # each answer as far as it is known
@@ -161,7 +165,7 @@ def _misspelt(body: dict[str, Any]) -> list[InvalidRequest]:
     """Unknown keys pass (clients send all sorts), unless they look like a known one that would change the answer."""
     known = [key for name, field in FIELDS.items() for key in (name, *field.aliases)]
     problems = []
-    unknown = sorted(key for key in body.keys() - set(known) - {PROBE} if len(key) <= MAX_MISSPELT_LEN)
+    unknown = sorted(key for key in body.keys() - set(known) - {PROBE, OWNER} if len(key) <= MAX_MISSPELT_LEN)
     for key in unknown[:MAX_UNKNOWN_KEYS]:
         if close := difflib.get_close_matches(key, known, n=1, cutoff=0.85):
             text = "unknown field {value}, did you mean `{field}`?"

@@ -6,7 +6,7 @@ What may change the server or show its inside is not served at all: shared memor
 from __future__ import annotations
 
 import asyncio
-import hmac
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -17,10 +17,12 @@ from google.protobuf.message import DecodeError, Message
 from tritonclient.grpc import service_pb2
 
 from engine.settings.config import Config
+from engine.wire import Owner
 from gateway.connections import SERVICE, Connections, failure
 from gateway.health import ANSWER_WITHIN_S, readiness
 from gateway.inference.stream import InferStream, Way
 from gateway.intake import Intake
+from gateway.keys import WrongKey, owner_of
 from gateway.triton_client import TritonBackend
 
 log = logging.getLogger(__name__)
@@ -60,7 +62,7 @@ class InferenceServer(grpc.GenericRpcHandler):
 
     def __init__(self, connections: Connections, config: Config):
         self._connections = connections
-        self._key = config.api_key.encode()
+        self._owners = config.owners
         ready = readiness(TritonBackend(connections), ANSWER_WITHIN_S)
         self._way = Way(connections, ready, Intake.share_of_worker(config), config.max_body_bytes)
         self._streams: set[InferStream] = set()
@@ -92,7 +94,7 @@ class InferenceServer(grpc.GenericRpcHandler):
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
         """gRPC asks for each call who takes it."""
         method = handler_call_details.method.lstrip("/")
-        if method not in UNGUARDED and not self._has_key(handler_call_details.invocation_metadata):
+        if method not in UNGUARDED and self._owner(handler_call_details.invocation_metadata) is None:
             text = "the API key is missing or wrong, the metadata must have `authorization: Bearer <key>`"
             return _refusing(grpc.StatusCode.UNAUTHENTICATED, text)
         if method == STREAM:
@@ -104,22 +106,27 @@ class InferenceServer(grpc.GenericRpcHandler):
             return grpc.unary_unary_rpc_method_handler(self._passing_on(method))
         return _refusing(grpc.StatusCode.UNIMPLEMENTED, "this server does not have this method")
 
-    def _has_key(self, metadata: Any) -> bool:
+    def _owner(self, metadata: Any) -> Owner | None:
+        """Who asks; None: somebody without a key, where one is needed."""
+        if not self._owners:
+            return Owner()
         given = next((value for name, value in metadata if name == "authorization"), "")
-        scheme, _, key = given.partition(" ") if isinstance(given, str) else ("", "", "")
-        is_right = hmac.compare_digest(key.strip().encode(), self._key)
-        return not self._key or (scheme.lower() == "bearer" and is_right)
+        with contextlib.suppress(WrongKey):
+            return owner_of(given if isinstance(given, str) else "", self._owners)
+        return None
 
     async def _infer(self, _: Any, context: Any) -> None:
-        stream, started = InferStream(self._way, context), time.monotonic()
+        owner = self._owner(context.invocation_metadata()) or Owner()
+        stream, started = InferStream(self._way, context, owner), time.monotonic()
         self._streams.add(stream)
         try:
             await stream.serve()
         finally:
             self._streams.discard(stream)
             log.info(
-                "gRPC stream %.3fs %d requests %d responses",
+                "gRPC stream %.3fs%s %d requests %d responses",
                 time.monotonic() - started,
+                f" {owner.name}" if owner.name else "",
                 stream.num_requests,
                 stream.num_responses,
             )

@@ -41,6 +41,7 @@ class Way:
 class InferStream:
     way: Way
     context: Any  # gRPC's
+    owner: wire.Owner  # of the key that it carries
     num_requests: int = 0
     num_responses: int = 0
     _answers: set[asyncio.Task[None]] = field(default_factory=set)  # the running ones
@@ -126,7 +127,7 @@ class InferStream:
         if len(payload) > limit:
             text = "The request has {value} bytes, at most MAX_BODY_BYTES({limit}) are taken"
             raise InvalidRequest(text, value=len(payload), limit=limit)
-        return rewritten(request, payload)
+        return rewritten(request, wire.payload_with_owner(payload, self.owner))
 
     async def _answer(self, name: str, request: bytes, room: Room) -> None:
         try:

@@ -23,7 +23,7 @@ MAX_CHOICES = 128  # prompts times n
 PASSED_ON = (
     *("temperature", "top_p", "seed", "stop", "logit_bias", "frequency_penalty", "presence_penalty"),
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "bad_words"),
-    *("include_stop_str_in_output", "skip_special_tokens", "chat_template_kwargs", "cache_salt"),
+    *("include_stop_str_in_output", "skip_special_tokens", "chat_template_kwargs", "cache_salt", "priority"),
 )
 CHECKS = {key: field.check for name, field in wire.FIELDS.items() for key in (name, *field.aliases)}
 A_BOOL, A_STRING, AN_OBJECT = CHECKS["stream"], CHECKS["system"], CHECKS["chat_template_kwargs"]
@@ -72,6 +72,9 @@ def parse(body: dict[str, Any], is_chat: bool, default_model: str) -> Completion
         raise InvalidRequest(text, field="prompt", value=len(sources) * n, limit=MAX_CHOICES)
     if n > 1:
         options["n"] = n
+    timeout_s = _checked(body, "timeout", CHECKS["timeout"], None)
+    if timeout_s:
+        options["timeout"] = timeout_s
     answer_id = _answer_id(body, is_chat, len(sources))
     stream_options = _checked(body, "stream_options", AN_OBJECT, {})
     return Completion(
@@ -85,7 +88,7 @@ def parse(body: dict[str, Any], is_chat: bool, default_model: str) -> Completion
         stream=_checked(body, "stream", A_BOOL, False),
         include_usage=_checked(stream_options, "include_usage", A_BOOL, False),
         continuous_usage=_checked(stream_options, "continuous_usage_stats", A_BOOL, False),
-        timeout_s=_checked(body, "timeout", CHECKS["timeout"], None),
+        timeout_s=timeout_s,
         names=_names(body, is_chat),
     )
 

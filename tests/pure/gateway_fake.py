@@ -14,7 +14,7 @@ import openai
 
 from engine.errors import EngineUnavailable, TimedOut
 from engine.settings.config import Config
-from engine.wire import UNLIKELY, Delta, Final, ModelState, TokenLogprob, Usage
+from engine.wire import UNLIKELY, Aborted, Delta, Final, ModelState, Owner, TokenLogprob, Usage
 from gateway.__main__ import listen, serve
 from gateway.app import REQUEST_TIMEOUT_S, make_app
 
@@ -40,6 +40,7 @@ class FakeBackend:
         self.state = ModelState(ready=True, model_len=8192) if state is None else state
         self.bodies: list[dict[str, Any]] = []
         self.num_probes = 0
+        self.aborts: list[tuple[str, str]] = []
         self.waiting = threading.Semaphore(0)  # released when a request reaches WAIT
         self.cancelled = threading.Semaphore(0)  # released when a request is closed before its end
         self._go: asyncio.Event | None = None
@@ -104,7 +105,11 @@ class FakeBackend:
         whole = {"tokens_all_ids": list(range(len(texts))), "tokens_all": "".join(texts)}
         return {"finish_reason": self.finish_reason, "stop_reason": self.stop_reason, **whole}
 
-    async def probe(self) -> ModelState:
+    async def abort(self, req_id: str, owner: Owner) -> Aborted:
+        self.aborts.append((req_id, owner.name))
+        return Aborted(req_id, True)
+
+    async def probe(self, with_metrics: bool = False) -> ModelState:
         self.num_probes += 1
         if isinstance(self.state, Exception):
             raise self.state

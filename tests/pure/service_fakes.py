@@ -72,12 +72,13 @@ class FakeEngine:
         self.reason = None
         self.listeners = {}  # by engine id
         self.prompts = {}  # engine id -> prompt, of all that were ever submitted
-        self.cancelled = []
+        self.cancelled, self.asked_to_expire, self.standings = [], [], []
         self.on_submit = lambda: None
         self._lock = threading.Lock()
 
-    def submit(self, token_ids, submissions, salt=""):
+    def submit(self, token_ids, submissions, salt, standing):
         self.on_submit()
+        self.standings.append(standing)
         if self.reason:
             raise EngineUnavailable(self.reason)
         with self._lock:
@@ -86,10 +87,16 @@ class FakeEngine:
                 self.prompts[each.request_id] = list(token_ids)
                 self.listeners[each.request_id] = each.listener
 
-    def cancel(self, request_id):
+    def cancel(self, request_id, is_complete):
         with self._lock:
             if self.listeners.pop(request_id, None):
                 self.cancelled.append(request_id)
+
+    def expire(self, request_id, error):
+        """As of one that has not begun."""
+        self.asked_to_expire.append(request_id)
+        if listener := self.listeners.pop(request_id, None):
+            listener.ended(error)
 
     def failure(self):
         return self.reason

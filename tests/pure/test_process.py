@@ -50,7 +50,7 @@ def a_raw_client(address):
 
 def a_submission(epoch, request_id, max_new_tokens=500):
     sampling = messages.pack_sampling(Sampling(max_new_tokens, temperature=0))
-    return messages.SUBMIT, epoch, [5], [[request_id, sampling, []]], False, ""
+    return messages.SUBMIT, epoch, [5], [[request_id, sampling, []]], False, "", ("", 0)
 
 
 def test_a_silent_client_loses_its_requests_and_is_told_if_it_was_only_slow(monkeypatch):

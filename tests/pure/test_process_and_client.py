@@ -47,6 +47,55 @@ def test_every_request_gets_its_own_tokens_and_one_end():
         assert is_empty(client)
 
 
+def test_a_request_expires_only_while_nothing_of_it_is_computed():
+    error = Overloaded("waited for {limit} s", limit=2)
+    with connected(SlowExecutor(256, 4, 0.005), batch_size=1, max_dec_len=500) as (_, client):
+        running = submit(client, [5], 200)
+        wait_until(lambda: running.token_ids)
+        waiting, patient = submit(client, [6], 2), submit(client, [7], 2)
+        for listener in (running, waiting):
+            client.expire(listener.request_id, error)
+        client.expire("unknown", error)
+        ended = waiting.wait()
+        assert (type(ended), str(ended), ended.limit) == (Overloaded, "waited for 2 s", 2)
+        assert (running.wait(), patient.wait()) == ("length", "length")
+        assert is_empty(client)
+
+
+def test_the_engine_is_told_where_a_request_stands():
+    with connected(SlowExecutor(256, 4, 0.02), batch_size=1) as (_, client):
+        first = submit(client, [5], 8)
+        wait_until(lambda: first.token_ids)
+        order, listeners = [], {}
+        for name, standing in (("usual", ("", 0)), ("late", ("a", 3)), ("urgent", ("", -1))):
+            listeners[name] = Collector()
+            client.submit([7], [Submission(name, Sampling(1, temperature=0), listeners[name])], standing=standing)
+        for name, listener in listeners.items():
+            listener.ends = Ends(name, order)
+        wait_until(lambda: len(order) == 3)
+    assert order == ["urgent", "usual", "late"]
+
+
+class Ends(list):
+    """Notes in `order` who has ended."""
+
+    def __init__(self, name, order):
+        self._name, self._order = name, order
+
+    def append(self, how):
+        self._order.append(self._name)
+
+
+def test_only_what_was_computed_in_vain_counts_as_such():
+    with connected(SlowExecutor(256, 4, 0.005), max_dec_len=500) as (_, client):
+        for first, is_complete in ((5, True), (6, False)):
+            listener = submit(client, [first], 400)
+            wait_until(lambda listener=listener: len(listener.token_ids) > 3)
+            client.cancel(listener.request_id, is_complete)
+            assert is_empty(client)
+            assert (client.stats["num_wasted_tokens"] > 3) == (not is_complete)
+
+
 def test_sampling_and_logprobs_survive_the_way_there_and_back():
     sampling = Sampling(
         max_new_tokens=3,

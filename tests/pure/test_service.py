@@ -121,6 +121,104 @@ def test_more_requests_than_the_engine_takes_are_refused_before_their_tokens_are
     assert third.final["tokens_all"] == "x"
 
 
+def test_more_waiting_tokens_than_the_engine_takes_are_refused_before_tokens_are_found(make, engine, monkeypatch):
+    service = make(max_waiting_tokens=1000)
+    engine.stats["num_waiting_tokens"] = 1000
+    monkeypatch.setattr(PromptReader, "read", None)
+    final = service.ask().final
+    assert (final["error_code"], final["error_msg"]) == (
+        429,
+        "1000 tokens of prompts are waiting, at most MAX_WAITING_TOKENS(1000) may",
+    )
+
+
+def test_a_request_that_gets_no_token_within_its_timeout_ends_with_504_wherever_it_waits(service, engine):
+    late, patient = service.ask([1], "late", timeout=0.05), service.ask([2], "patient", timeout=0)
+    assert late.final["error_code"] == 504
+    assert late.final["error_msg"] == "the model sent no response for 0.05 s, the request is cancelled"
+    wait_until(lambda: len(engine.cancelled) == 1)
+    begun = service.ask([3], "begun", timeout=0.05)
+    engine.give([3], b"a")
+    time.sleep(0.1)
+    engine.give([3], b"b", "length")
+    assert begun.final["tokens_all"] == "ab"
+    engine.give([2], b"x", "length")
+    assert patient.final["tokens_all"] == "x"
+
+
+def test_a_request_that_has_waited_for_too_long_is_ended_by_the_engine_with_429(make, engine, monkeypatch):
+    service = make(queue_timeout_s=0.05)
+    begun = service.ask([1], "begun")
+    engine.give([1], b"a")
+    final = service.ask([2], "waits").final
+    assert (final["error_code"], final["error_msg"]) == (
+        429,
+        "the request has waited for 0.05 s, which is QUEUE_TIMEOUT",
+    )
+    assert len(engine.asked_to_expire) == 1
+    engine.give([1], b"b", "length")
+    assert begun.final["tokens_all"] == "ab"
+
+
+def an_abort(service, req_id, **owner):
+    sender = FakeSender()
+    service.submit(a_payload(abort=req_id, **({"_owner": owner} if owner else {})), sender)
+    return sender.final
+
+
+def test_an_aborted_request_ends_with_499_and_the_engine_forgets_it(service, engine):
+    running = service.ask([1], "a")
+    engine.give([1], b"x")
+    assert an_abort(service, "a") == {"is_end": 1, "req_id": "a", "aborted": True}
+    assert (running.final["error_code"], running.final["error_msg"]) == (499, "the request was aborted")
+    wait_until(lambda: engine.listeners == {})
+    wait_until(lambda: service.num_open == 0)
+    assert an_abort(service, "a")["aborted"] is False
+    assert an_abort(service, "")["error_code"] == 400
+
+
+def test_who_has_a_key_of_a_name_ends_their_own_requests_only(service, engine):
+    running = service.ask([1], "a", _owner={"name": "alice"})
+    engine.listener_of([1])
+    assert an_abort(service, "a", name="bob")["aborted"] is False
+    assert not running.is_over
+    assert an_abort(service, "a", name="alice")["aborted"] is True
+    assert running.final["error_code"] == 499
+
+
+def test_an_owner_has_no_more_requests_at_once_than_allowed_and_others_are_not_held_up(service, engine):
+    alice = {"name": "alice", "max_requests": 1}
+    first, second = service.ask([1], "1", _owner=alice), None
+    engine.listener_of([1])
+    second, other = service.ask([2], "2", _owner=alice).final, service.ask([3], "3", _owner={"name": "bob"})
+    assert (second["error_code"], second["retry_after"]) == (429, 1)
+    assert second["error_msg"] == "1 requests of alice are open, at most 1 may be"
+    for prompt in ([1], [3]):
+        engine.give(prompt, b"x", "length")
+    assert first.final["tokens_all"] == other.final["tokens_all"] == "x"
+    refused = service.ask([400], "4", _owner=alice).final  # counted as open only while it is looked at
+    assert refused["error_code"] == 400
+    third = service.ask([5], "5", _owner=alice)
+    engine.give([5], b"x", "length")
+    assert third.final["tokens_all"] == "x"
+
+
+def test_where_a_request_stands_is_told_to_the_engine_and_a_key_cannot_be_made_more_urgent(service, engine):
+    for number, (priority, owner) in enumerate([(-3, {}), (-3, {"name": "a", "priority": 1}), (2, {"name": "a"})]):
+        sender = service.ask([number + 1], str(number), priority=priority, **({"_owner": owner} if owner else {}))
+        engine.give([number + 1], b"x", "length")
+        assert sender.final
+    assert engine.standings == [("", -3), ("a", 1), ("a", 2)]
+
+
+def test_metrics_are_told_with_a_probe_that_asks_for_them(service):
+    for probe, has_metrics in ((True, False), ("metrics", True)):
+        sender = FakeSender()
+        service.submit(a_payload(probe=probe), sender)
+        assert bool(sender.final["metrics"]) == has_metrics
+    assert ["llm_requests_running", "gauge", "Requests in the batch", [], 1, ""] in sender.final["metrics"]
+
+
 def test_a_machine_that_only_holds_ranks_refuses_and_names_the_one_that_serves(make, engine):
     why = "this host holds ranks 2 and 3 of the model; requests are served by 10.0.0.1"
     service = make(why_not_served=why)
