@@ -31,6 +31,9 @@ ENGINE_DEFAULTS = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # weights in pages of 2 MiB
 }
 
+# Answers that slow clients have not read wait in tritonserver, which else keeps their memory for good.
+TRITON_DEFAULTS = {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "65536"}
+
 
 def log_paths(config: Config) -> dict[str, Path]:
     return {name: config.log_path / file_name for name, file_name in LOG_NAMES.items()}
@@ -61,5 +64,5 @@ def triton_spec(config: Config, environ: Mapping[str, str], run_dir: RunDir, log
     found, folder = triton.find_tritonserver(), run_dir.path / TRITON_FOLDER
     triton.prepare(found, folder, triton.ROOT / "model_repository")
     command = triton.command(found, folder, config, run_dir.shm_prefix)
-    env = triton.environment(found, folder, dict(environ))
+    env = triton.environment(found, folder, {**TRITON_DEFAULTS, **environ})
     return ChildSpec(TRITONSERVER, command, env, log_path, cwd=folder)

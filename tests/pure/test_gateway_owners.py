@@ -1,14 +1,18 @@
 """Named keys, aborts and metrics at the gateway: what it tells the model, and what it makes of its answers."""
 
+import asyncio
 import json
 import logging
 
+import grpc
 import pytest
 
-from engine.errors import Overloaded
-from engine.wire import ModelState
+from engine import wire
+from engine.errors import InvalidRequest, Overloaded
+from engine.wire import ModelState, Owner
 from server_scripts.probe import Probe
 from tests.pure.gateway_fake import FakeBackend, running
+from tests.pure.inference_fake import PATIENCE_S, FakeTriton, a_client, a_request, answers, serving
 
 CHAT, NATIVE = "/v1/chat/completions", {"text": "hi"}
 OPENAI = {"messages": [{"role": "user", "content": "hi"}], "model": "m"}
@@ -53,6 +57,47 @@ def test_the_probe_of_a_start_has_a_key_of_the_file(path):
     with running(FakeBackend("a"), api_keys=path) as gateway:
         config = Config(service_host="127.0.0.1", service_http_port=gateway.port, api_keys=path)
         assert "result" in Probe(config).http(gateway.port, "POST", CHAT, json.dumps(NATIVE))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        b'[{"text": "hi"}]',
+        b'{"text": "}"} ',
+        b'[{"text": "hi", "_owner": {"name": "root"}}]',
+        b'[{"text": "hi", "\\u005fowner": {"name": "root"}}]',
+        b"[{}]",
+    ],
+)
+def test_over_grpc_nobody_can_say_that_they_are_somebody_else(given):
+    for owner in (Owner("alice", 4, None, 2), Owner()):
+        body = wire.only_object(wire.payload_with_owner(given, owner))
+        assert wire.owner_of(body) == owner
+        assert body.get("text") == wire.only_object(given).get("text")
+
+
+@pytest.mark.parametrize("given", [b"", b"[]", b"{", b"hi", b"\xff"])
+def test_a_text_that_is_no_request_stays_none(given):
+    with pytest.raises(InvalidRequest):
+        wire.only_object(wire.payload_with_owner(given, Owner("alice")))
+
+
+def test_the_model_is_told_whose_request_it_is_over_grpc_too(tmp_path, path, caplog):
+    triton = []
+
+    async def scenario():
+        triton.append(FakeTriton(b"a"))
+        async with serving(tmp_path, triton[0], api_keys=path) as (_, port), a_client(port) as stub:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await answers(stub.ModelStreamInfer(iter([a_request()])))
+            metadata = [("authorization", "Bearer s3cret")]
+            await answers(stub.ModelStreamInfer(iter([a_request()]), metadata=metadata))
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
+    [request] = triton[0].requests
+    assert wire.owner_of(wire.only_object(request.raw_input_contents[0][4:])) == Owner(**ALICE)
+    assert any("gRPC stream" in line and " alice 1 requests" in line for line in caplog.messages)
 
 
 @pytest.mark.parametrize("after", [None, 17])
