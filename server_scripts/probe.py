@@ -24,7 +24,7 @@ from server_scripts.own_tls import certified_name, client_context
 TIMEOUT_S = 10.0
 REQUEST_TIMEOUT_S = 60.0  # for a real request, which may be the first of a large model
 HEALTH_TIMEOUT_S = 4.0
-ENGINE_TIMEOUT_MS = 300
+OPEN_TIMEOUT_S = 2.0
 CHANNEL_OPTIONS = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
 
 
@@ -40,10 +40,10 @@ class Probe:
         self._http_timeout_s = http_timeout_s
         self._host = connect_host(config.service_host)
 
-    def state(self) -> dict[str, Any]:
+    def state(self, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
         """What the model says about itself and the engine, see engine.wire.ModelState."""
         with self._channel(self._config.triton_target, "tritonserver") as channel:
-            return self._infer(channel, {wire.PROBE: True}, TIMEOUT_S).fields()
+            return self._infer(channel, {wire.PROBE: True}, timeout_s).fields()
 
     def check_all_ports(self) -> None:
         """A real request through every enabled port. Raises ProbeError at the first that is not answered."""
@@ -68,24 +68,13 @@ class Probe:
     def check_ready(self) -> None:
         self.http(self._config.health_http_port, "GET", "/v2/health/ready")
 
-    def engine_is_busy(self) -> bool:
-        """Asks the engine itself, past tritonserver, whether it has requests. False also when nobody answers: nothing
-        is going to come of what is open then."""
-        import zmq
-
-        from engine.link import messages
-
-        context = zmq.Context()
+    def num_open(self) -> int:
+        """Requests that the model has not answered to their end; 0 also when it does not say: nothing is going to come
+        of them then."""
         try:
-            dealer = context.socket(zmq.DEALER)
-            dealer.connect(messages.endpoint_to(f"tcp://127.0.0.1:{self._config.inter_proc_port}"))
-            dealer.send(messages.pack(messages.PING))
-            if not dealer.poll(ENGINE_TIMEOUT_MS):
-                return False
-            _, (_, stats) = messages.unpack(dealer.recv())
-            return bool(stats.get("num_running") or stats.get("num_waiting"))
-        finally:
-            context.destroy(linger=0)
+            return int(self.state(OPEN_TIMEOUT_S)["num_open"])
+        except ProbeError:
+            return 0
 
     def _infer(self, channel: Any, body: dict[str, Any], timeout_s: float) -> wire.Answer:
         """The last response of a streamed request. Reads on to the end of the stream: Triton 2.51 keeps the model

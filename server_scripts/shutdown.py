@@ -69,7 +69,7 @@ def _wait_for_triton(supervisor: Supervisor, triton: Sequence[Child], deadline: 
     is waited for while the engine has requests, and a little longer."""
     now = last_busy = time.monotonic()
     while any(child.process for child in triton) and supervisor.num_stop_signals < 2 and now < deadline:
-        if supervisor.monitor.probe.engine_is_busy():
+        if supervisor.monitor.probe.num_open():
             last_busy = now
         if now > last_busy + IDLE_TRITON_S:
             return

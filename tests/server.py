@@ -16,7 +16,7 @@ from pathlib import Path
 from server_scripts.run_dir import Process
 
 ROOT = Path(__file__).resolve().parents[1]
-PORTS = ("HEALTH_HTTP_PORT", "SERVICE_GRPC_PORT", "METRICS_HTTP_PORT", "INTER_PROC_PORT", "SERVICE_HTTP_PORT")
+PORTS = ("HEALTH_HTTP_PORT", "SERVICE_GRPC_PORT", "METRICS_HTTP_PORT", "SERVICE_HTTP_PORT")
 TIMEOUT_S = 300
 _run, _worker, _num_workers = os.getpid(), 0, 1
 if "PYTEST_XDIST_WORKER" in os.environ:  # test workers of one run take turns

@@ -11,6 +11,8 @@ from engine.core.scheduler import Counters, Limits, Scheduler, Update
 from engine.core.types import Executor, Request, Step
 from engine.settings.config import Config
 
+STEP_MARGIN = 3.0  # a step of n tokens takes no longer than n steps of one, times this for contexts that grow
+
 
 @dataclass
 class Stats(Counters):
@@ -26,6 +28,8 @@ class Stats(Counters):
     num_dropped: int = 0
     num_wasted_tokens: int = 0  # computed for answers that were dropped before their end
     step_time_s: float = 0.0
+    step_age_s: float = 0.0  # of the step that runs
+    step_limit_s: float = 0.0  # how long it may take, by those before; 0: nothing is known
 
 
 class Loop:
@@ -44,6 +48,8 @@ class Loop:
         self.scheduler = Scheduler(pool, limits, _drafter(config))
         self._step: Step | None = None  # the one that was launched
         self._launched_at = 0.0
+        self._num_tokens = 0  # that it computes
+        self._slowest_token_s = 0.0  # seconds a token of the slowest step so far
         self._num_steps = self._num_dropped = self._num_wasted_tokens = 0
         self._step_time_s = 0.0
 
@@ -77,11 +83,12 @@ class Loop:
         if batch is None:
             assert self.is_idle, "requests wait and none can be computed"
         else:
-            self._launched_at = time.monotonic()
+            self._num_tokens, self._launched_at = batch.num_tokens, time.monotonic()
             self._step = self.executor.launch(batch)
         return updates
 
     def stats(self) -> dict[str, float]:
+        """May be called while another thread is in `turn`."""
         scheduler = self.scheduler
         stats = Stats(
             **asdict(scheduler.counters),
@@ -95,6 +102,8 @@ class Loop:
             num_dropped=self._num_dropped,
             num_wasted_tokens=self._num_wasted_tokens,
             step_time_s=self._step_time_s,
+            step_age_s=time.monotonic() - self._launched_at if self._step else 0.0,
+            step_limit_s=STEP_MARGIN * self._num_tokens * self._slowest_token_s,
         )
         return asdict(stats)
 
@@ -102,7 +111,9 @@ class Loop:
         assert self._step
         output = self._step.result()
         self._step = None
-        self._step_time_s += time.monotonic() - self._launched_at
+        duration_s = time.monotonic() - self._launched_at
+        self._step_time_s += duration_s
+        self._slowest_token_s = max(self._slowest_token_s, duration_s / self._num_tokens)
         self._num_steps += 1
         updates = self.scheduler.apply(output)
         self._check_when_idle()

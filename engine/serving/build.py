@@ -11,7 +11,7 @@ from engine.text.tokenizer import Tokenizer
 
 def build_service(config: Config) -> Service:
     tokenizer = Tokenizer.load(config.graph_path)
-    client = EngineClient(f"tcp://127.0.0.1:{config.inter_proc_port}", config.run_path / ENGINE_FAILED_FILE)
+    client = EngineClient(f"ipc://{config.engine_socket}", config.run_path / ENGINE_FAILED_FILE)
 
     def cache_size() -> tuple[int, int] | None:
         stats = client.stats

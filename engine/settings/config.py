@@ -18,11 +18,15 @@ from engine.settings.keys import Owner, is_key, read_keys
 from engine.settings.machines import Machines, read_machines
 from engine.settings.setting import Setting, given, parse, port, setting
 
-# In the run directory: the supervisor writes why it has given the engine up, the Triton model reads it.
+# In the run directory. The supervisor writes why it has given the engine up, and that it is going to end the server;
+# the Triton model reads it. The engine notes that it has computed tokens, the supervisor looks when it has ended.
 ENGINE_FAILED_FILE = "engine.failed"
-# There, too: the folder in which tritonserver runs, made anew at every start, and its socket.
+ENGINE_PROGRESS_FILE = "engine.progress"
+STOPPING_FILE = "stopping"  # from when on requests are refused, in seconds of the monotonic clock
+# There, too: the sockets; that of tritonserver in its folder, which is made anew at every start.
+ENGINE_SOCKET = "engine.sock"
 TRITON_FOLDER, TRITON_SOCKET = "llm_server_triton", "grpc:1"
-MAX_SOCKET_PATH = 107  # bytes, of any Unix socket
+MAX_SOCKET_PATH = 107  # bytes, the kernel's sun_path
 
 
 @dataclass(frozen=True)
@@ -33,13 +37,6 @@ class Config:
     )
     service_grpc_port: int = port(8811, "SERVICE_GRPC_PORT", "requests over Triton's gRPC", "GRPC_PORT")
     metrics_http_port: int = port(8722, "METRICS_HTTP_PORT", "Triton's Prometheus metrics, `/metrics`", "METRICS_PORT")
-    inter_proc_port: int = port(
-        56666,
-        "INTER_PROC_PORT",
-        "between the Triton model and the engine, loopback only",
-        "INTER_QUEUE_PORT",
-        "INFER_QUEUE_PORT",
-    )
     service_http_port: int = port(
         9965, "SERVICE_HTTP_PORT", "HTTP requests; -1: gRPC only", "PUSH_MODE_HTTP_PORT", minimum=-1
     )
@@ -182,6 +179,13 @@ class Config:
     drain_timeout_s: float = setting(
         30.0, "DRAIN_TIMEOUT", "seconds a stop waits for running requests", minimum=0, maximum=1_000_000
     )
+    drain_delay_s: float = setting(
+        1.0,
+        "DRAIN_DELAY",
+        "seconds a stop goes on taking requests after readiness has turned off, for those to notice who send them",
+        minimum=0,
+        maximum=3600,
+    )
     check_health_interval_s: float = setting(
         60.0,
         "CHECK_HEALTH_INTERVAL",
@@ -192,7 +196,7 @@ class Config:
         8, "ENGINE_MAX_CRASHES", "crashes of the engine in a row after which requests fail", minimum=1
     )
     run_dir: str = setting(
-        "", "RUN_DIR", "pid files and generated configuration; empty: a folder of this user under /tmp"
+        "", "RUN_DIR", "state, sockets and generated configuration; empty: a folder of this user under /tmp"
     )
     log_dir: str = setting("log", "FD_LOG_DIR", "log files")
     log_max_bytes: int = setting(64 << 20, "FD_LOG_MAX_BYTES", "size at which a log file is rotated", minimum=65536)
@@ -294,8 +298,13 @@ class Config:
         return _expanded("RUN_DIR", self.run_dir or f"/tmp/llm-server-{os.getuid()}")
 
     @property
+    def engine_socket(self) -> Path:
+        """Where the engine listens: RUN_DIR is private to its user."""
+        return self.run_path.absolute() / ENGINE_SOCKET
+
+    @property
     def triton_socket(self) -> Path:
-        """Where tritonserver listens, for this user only: in its own folder, with the name that it makes of a port."""
+        """Where tritonserver listens: in its own folder, with the name that it makes of a port."""
         return self.run_path / TRITON_FOLDER / TRITON_SOCKET
 
     @property

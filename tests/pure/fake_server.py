@@ -53,8 +53,8 @@ class FakeProbe:
         if error := self._answers().get("check_error"):
             raise RuntimeError(error)
 
-    def engine_is_busy(self) -> bool:
-        return False
+    def num_open(self) -> int:
+        return 0
 
 
 @dataclass

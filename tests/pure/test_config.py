@@ -63,8 +63,6 @@ def test_a_variable_sets_its_field(variable, text, field, value):
         ("HTTP_PORT", "health_http_port"),
         ("GRPC_PORT", "service_grpc_port"),
         ("METRICS_PORT", "metrics_http_port"),
-        ("INTER_QUEUE_PORT", "inter_proc_port"),
-        ("INFER_QUEUE_PORT", "inter_proc_port"),
         ("PUSH_MODE_HTTP_PORT", "service_http_port"),
     ],
 )
@@ -142,6 +140,15 @@ def test_paths_are_made_from_the_settings(monkeypatch, tmp_path):
     assert Config(log_dir="log").log_path == Path.cwd() / "log"
 
 
+def test_a_run_directory_too_long_for_a_socket_is_refused_with_the_numbers():
+    folder = "/" + 94 * "x"
+    assert str(Config(run_dir=folder).engine_socket) == f"{folder}/engine.sock"
+    with pytest.raises(
+        ConfigError, match=f"RUN_DIR is '{folder}x': the path of a socket in it has 108 bytes, the limit is 107"
+    ):
+        _ = Config(run_dir=f"{folder}x").engine_socket
+
+
 def test_every_setting_of_the_predecessor_works_or_is_named():
     names = """
         HEALTH_HTTP_PORT HTTP_PORT SERVICE_GRPC_PORT GRPC_PORT METRICS_HTTP_PORT METRICS_PORT INTER_PROC_PORT
@@ -199,7 +206,7 @@ def test_the_table_has_a_row_for_every_setting():
     envs = [setting.env for setting in SETTINGS.values() if not setting.internal]
     assert [re.match(r"\| `(\w+)` \|", row)[1] for row in rows[2:]] == envs
     assert "| `BLOCK_RATIO` | `0.75` |" in rows[2 + envs.index("BLOCK_RATIO")]
-    assert "(old names: `INTER_QUEUE_PORT`, `INFER_QUEUE_PORT`)" in "\n".join(rows)
+    assert "(old name: `PUSH_MODE_HTTP_PORT`)" in "\n".join(rows)
     assert "| `ENABLE_PREFIX_CACHING` | `1` |" in "\n".join(rows)
 
 

@@ -22,7 +22,7 @@ from tests.pure.counting_executor import CountingExecutor, answer
 from tests.pure.engine_helpers import Collector
 
 MAX_STEPS = 10_000
-POISON = -1  # a token id
+POISON = 2**30  # a token id
 
 
 class Crash(Exception):

@@ -51,6 +51,7 @@ def test_the_counters_tell_what_was_done():
         loop.turn()
     stats = loop.stats()
     assert stats.pop("step_time_s") > 0
+    assert stats.pop("step_limit_s") > 0
     assert stats == {
         "num_running": 0,
         "num_waiting": 0,
@@ -67,6 +68,7 @@ def test_the_counters_tell_what_was_done():
         "num_dropped": 0,
         "num_waiting_tokens": 0,
         "num_wasted_tokens": 0,
+        "step_age_s": 0.0,
     }
 
 

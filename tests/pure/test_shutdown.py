@@ -56,7 +56,7 @@ class FakeServer:
         self.clock = clock
         self.notes = {}
         self.children = [FakeChild(self, name, seconds, dies_after) for name, seconds in takes_s.items()]
-        probe = SimpleNamespace(engine_is_busy=lambda: self.clock.now - self._started < busy_s)
+        probe = SimpleNamespace(num_open=lambda: int(self.clock.now - self._started < busy_s))
         self.monitor = SimpleNamespace(stop=lambda: self.note("monitor stopped"), probe=probe)
         self.state = SimpleNamespace(phase=phase)
         self.config = Config(drain_timeout_s=DRAIN_S)
