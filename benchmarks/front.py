@@ -28,7 +28,7 @@ from tritonclient.grpc import service_pb2_grpc
 from benchmarks.bench import cpu_name, free_ports
 from engine.wire.triton import infer_request
 
-PORTS = ("HEALTH_HTTP_PORT", "SERVICE_GRPC_PORT", "METRICS_HTTP_PORT", "INTER_PROC_PORT", "SERVICE_HTTP_PORT")
+PORTS = ("HEALTH_HTTP_PORT", "SERVICE_GRPC_PORT", "METRICS_HTTP_PORT", "SERVICE_HTTP_PORT")
 STREAMS_PER_CHANNEL = 32
 TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 

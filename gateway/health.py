@@ -1,4 +1,5 @@
-"""Whether the server takes requests (live) and whether the model answers them (ready). `python -m gateway.health`.
+"""Whether the server takes requests (live), whether the model answers them (ready), and whether it has ever done so
+(started). `python -m gateway.health`.
 
 /v2/health/live asks tritonserver, and connects to the gRPC port, and to the HTTP port when there is one.
 /v2/health/ready sends a probe through the model, so that a dead process behind a living port shows. Both answer 200
@@ -107,9 +108,16 @@ def as_response(health: Health) -> web.Response:
 def make_health_app(backend: Backend, timeout_s: float, ports: Sequence[tuple[str, int]] = ()) -> web.Application:
     """`ports` take connections while the server is live."""
     ready, live = readiness(backend, timeout_s), liveness(backend, timeout_s, ports)
+    has_started = False
 
     async def answer_ready(_: web.Request) -> web.Response:
         return as_response(await ready())
+
+    async def answer_started(_: web.Request) -> web.Response:
+        nonlocal has_started
+        health = Health() if has_started else await ready()
+        has_started |= not health.error_code
+        return as_response(health)
 
     async def answer_live(_: web.Request) -> web.Response:
         return as_response(await live())
@@ -118,7 +126,8 @@ def make_health_app(backend: Backend, timeout_s: float, ports: Sequence[tuple[st
         await backend.close()
 
     app = web.Application()
-    app.add_routes([web.get("/v2/health/ready", answer_ready), web.get("/v2/health/live", answer_live)])
+    answers = {"ready": answer_ready, "live": answer_live, "started": answer_started}
+    app.add_routes([web.get(f"/v2/health/{name}", answer) for name, answer in answers.items()])
     app.on_cleanup.append(close)
     return app
 

@@ -17,9 +17,10 @@ from pathlib import Path
 from engine.errors import ConfigError, SetupError
 from engine.settings.config import Config
 from server_scripts import logs
-from server_scripts.child import ROOT, dying_with_us, without_secrets
+from server_scripts.child import ROOT, without_secrets
 from server_scripts.run_dir import make_folder
 
+EXEC_CHILD = Path(__file__).with_name("exec_child.py")  # the export ends when this process is killed
 EXPORTER = "server_scripts.model_source"
 EXPORT_LOG = "export.log"
 
@@ -76,7 +77,7 @@ def _download(config: Config, name: str, report: Callable[[str], None]) -> Sourc
 def export_if_needed(config: Config, source: Source, report: Callable[[str], None]) -> Path:
     """The exported model's folder."""
     log_path = config.log_path / EXPORT_LOG
-    command = [*dying_with_us(), sys.executable, "-m", EXPORTER]
+    command = [sys.executable, "-I", "-S", str(EXEC_CHILD), str(os.getpid()), sys.executable, "-m", EXPORTER]
     command += [str(source.path), str(Path(config.export_cache_dir).expanduser()), *filter(None, [source.quant])]
     with log_path.open("wb") as log:
         env = without_secrets(os.environ)

@@ -7,12 +7,14 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from engine.settings.config import TRITON_FOLDER, Config
+from engine.settings.config import ENGINE_PROGRESS_FILE, TRITON_FOLDER, Config
 from server_scripts import triton
 from server_scripts.child import ChildSpec, without_secrets
 from server_scripts.run_dir import RunDir
 
 ENGINE, TRITONSERVER, GATEWAY, HEALTH = "engine", "tritonserver", "gateway", "health"
+
+PRIVATE = [sys.executable, "-I", "-S", str(Path(__file__).with_name("exec_private.py"))]
 
 # File names are the predecessor's, for those who have scripts that read them.
 LOG_NAMES = {
@@ -57,12 +59,20 @@ def all_specs(config: Config, graph_dir: Path, served_name: str, run_dir: RunDir
 
 def engine_spec(config: Config, environ: Mapping[str, str], log_path: Path) -> ChildSpec:
     command = [sys.executable, "-m", "engine.process"]
-    return ChildSpec(ENGINE, command, {**ENGINE_DEFAULTS, **environ}, log_path, max_crashes=config.engine_max_crashes)
+    return ChildSpec(
+        name=ENGINE,
+        command=command,
+        env={**ENGINE_DEFAULTS, **environ},
+        log_path=log_path,
+        max_crashes=config.engine_max_crashes,
+        progress_file=config.run_path / ENGINE_PROGRESS_FILE,
+    )
 
 
 def triton_spec(config: Config, environ: Mapping[str, str], run_dir: RunDir, log_path: Path) -> ChildSpec:
     found, folder = triton.find_tritonserver(), run_dir.path / TRITON_FOLDER
-    triton.prepare(found, folder, triton.ROOT / "model_repository")
-    command = triton.command(found, folder, config, run_dir.shm_prefix)
+    if not folder.is_dir():  # a tritonserver that was taken over lives in it
+        triton.prepare(found, folder, triton.ROOT / "model_repository")
+    command = [*PRIVATE, *triton.command(found, folder, config, run_dir.shm_prefix)]
     env = triton.environment(found, folder, {**TRITON_DEFAULTS, **environ})
     return ChildSpec(TRITONSERVER, command, env, log_path, cwd=folder)

@@ -20,7 +20,7 @@ from engine.settings.config import Config
 from server_scripts.probe import Probe
 from server_scripts.run_dir import Process, RunDir, children_of
 
-PORTS = ("HEALTH_HTTP_PORT", "SERVICE_GRPC_PORT", "METRICS_HTTP_PORT", "INTER_PROC_PORT", "SERVICE_HTTP_PORT")
+PORTS = ("HEALTH_HTTP_PORT", "SERVICE_GRPC_PORT", "METRICS_HTTP_PORT", "SERVICE_HTTP_PORT")
 KINDS = ("engine", "rank", "stub", "tritonserver", "gateway", "health", "supervisor")
 MIN_AGE_S = 2.0  # of a victim: one that has not begun to work tells nothing
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.link.client import EngineClient
 from engine.serving.prompt import PromptReader
 from engine.serving.service import Service, ServiceOptions
-from engine.settings.config import ENGINE_FAILED_FILE, Config
+from engine.settings.config import ENGINE_FAILED_FILE, STOPPING_FILE, Config
 from engine.text.tokenizer import Tokenizer
 
 
@@ -27,5 +27,7 @@ def build_service(config: Config) -> Service:
         max_waiting_tokens=config.max_waiting_tokens,
         queue_timeout_s=config.queue_timeout_s,
         why_not_served=config.machines.why_not_served,
+        stopping_file=config.run_path / STOPPING_FILE,
+        drain_s=config.drain_timeout_s,
     )
     return Service(tokenizer, reader, client, options)

@@ -8,6 +8,7 @@ into its next response.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 from engine import wire
 from engine.errors import (
@@ -43,6 +45,9 @@ from engine.wire import GenerationRequest
 
 log = logging.getLogger(__name__)
 
+MAX_SILENCE_S = 2.0  # of an engine that is ready: it answers four times a second, also while it computes
+MIN_STEP_LIMIT_S = 5.0  # other processes may need the cores, too
+STOPPING = "the server is stopping"
 NUM_INTAKE_THREADS = 2
 NUM_SENDER_THREADS = 4
 MIN_CANCEL_POLL_S, MAX_CANCEL_POLL_S = 0.05, 0.5
@@ -53,13 +58,15 @@ LAST_WORDS_S = 5.0  # at most, for the final responses of requests that a stop h
 @dataclass(frozen=True)
 class ServiceOptions:
     streaming: bool = True  # False: only whole answers leave the server
-    hang_after_s: float = 60.0  # an engine that is silent for longer is not ready
+    hang_after_s: float = 60.0  # of a step, where those before do not say less
     max_body_bytes: int = 4 << 20  # of one request
     max_running: int = 1 << 10  # requests in the engine, and beyond them
     max_waiting: int = 1 << 10
     max_waiting_tokens: int = 1 << 20  # of their prompts
     queue_timeout_s: float = 0.0  # from a request's arrival until it begins; 0: it may wait for ever
     why_not_served: str = ""  # of a machine that only holds ranks: what requests are told
+    stopping_file: Path | None = None  # the supervisor writes when requests are refused from
+    drain_s: float = 30.0  # from then on, until the open ones are ended
 
 
 class Service:
@@ -76,6 +83,7 @@ class Service:
         self._kept = KeptAnswers()
         self._lock = threading.Lock()  # of _replies
         self._ready: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()  # replies with something to send
+        self._refuse_at: float | None = None  # the end of the server is announced
         self._is_draining = False  # nothing is taken any more
         self._closing = threading.Event()  # nor does what is open go on
         self._intake = ThreadPoolExecutor(NUM_INTAKE_THREADS, "intake")
@@ -106,22 +114,26 @@ class Service:
             try:
                 self._intake.submit(self._accept, payload, sender, received)
             except RuntimeError:  # the pool is shut down
-                raise EngineUnavailable("the server is stopping") from None
+                raise EngineUnavailable(STOPPING) from None
         except RequestError as error:
             self._refuse(error, None, sender, received)
 
     def not_ready_reason(self) -> str:
         """Why a request would not be answered now; empty when it would."""
-        if self._is_draining:
-            return "the server is stopping"
+        if self._is_draining or self._refuse_at is not None:
+            return STOPPING
         if failure := self.client.failure():
             return failure
         if self.client.silent_s == float("inf"):
             return "the engine is starting"
         if starting := self.client.stats.get(STARTING):
             return f"the engine is starting: {starting}"
-        if self.client.silent_s > self._options.hang_after_s:
+        if self.client.silent_s > MAX_SILENCE_S:
             return f"the engine has been silent for {self.client.silent_s:.0f} s"
+        age_s, expected_s = self.client.stats.get("step_age_s", 0.0), self.client.stats.get("step_limit_s", 0.0)
+        longest_s = self._options.hang_after_s
+        if age_s > min(max(expected_s, MIN_STEP_LIMIT_S) if expected_s else longest_s, longest_s):
+            return f"the engine has been computing one step for {age_s:.0f} s"
         return ""
 
     def close(self, drain_s: float) -> None:
@@ -159,6 +171,8 @@ class Service:
                 sender.send(wire.write_answer(self._abort(body[wire.ABORT], owner)), True)
                 return
             req_id = wire.req_id_of(body)
+            if self._is_draining:
+                raise EngineUnavailable(STOPPING)
             if self._options.why_not_served:
                 raise EngineUnavailable(self._options.why_not_served)
             request = wire.parse_request(body)
@@ -286,6 +300,7 @@ class Service:
             num_blocks_held=int(stats.get("num_blocks_held", 0)),
             num_open=self.num_open,
             engine_silent_s=min(self.client.silent_s, 1e9),
+            engine_step_s=stats.get("step_age_s", 0.0),
             num_restarts=self.client.num_restarts,
             metrics=[*samples(self, self._options.max_running)] if with_metrics else None,
         )
@@ -312,6 +327,10 @@ class Service:
             started = time.monotonic()
             with self._lock:
                 replies = list(self._replies.values())
+            if self._is_time_up():
+                for reply in replies:
+                    reply.ended(EngineUnavailable(STOPPING))
+                    reply.cancel_all()
             for reply in replies:
                 if reply.end_if_cancelled() or reply.end_if_late():
                     reply.cancel_all()  # now: the senders may be busy
@@ -320,3 +339,14 @@ class Service:
             # A poll costs a message to Triton for each reply, some 70 us. One that took long on a busy machine must not
             # put off the next for longer still: requests of nobody would run.
             wait = min(max(MIN_CANCEL_POLL_S, (time.monotonic() - started) / CANCEL_POLL_SHARE), MAX_CANCEL_POLL_S)
+
+    def _is_time_up(self) -> bool:
+        """Of an announced end of the server: for those who are still open. Triton would end their streams without a
+        final response, and begins to do so before it tells us."""
+        if self._refuse_at is None and self._options.stopping_file:
+            with contextlib.suppress(FileNotFoundError):
+                self._refuse_at = float(self._options.stopping_file.read_text())
+        if self._refuse_at is None:
+            return False
+        self._is_draining |= time.monotonic() >= self._refuse_at
+        return time.monotonic() >= self._refuse_at + self._options.drain_s

@@ -25,7 +25,7 @@ ENGINE_PROGRESS_FILE = "engine.progress"
 STOPPING_FILE = "stopping"  # from when on requests are refused, in seconds of the monotonic clock
 # There, too: the sockets; that of tritonserver in its folder, which is made anew at every start.
 ENGINE_SOCKET = "engine.sock"
-TRITON_FOLDER, TRITON_SOCKET = "llm_server_triton", "grpc:1"
+TRITON_FOLDER, TRITON_SOCKET = "tritonserver", "grpc:1"
 MAX_SOCKET_PATH = 107  # bytes, the kernel's sun_path
 
 
@@ -33,7 +33,10 @@ MAX_SOCKET_PATH = 107  # bytes, the kernel's sun_path
 class Config:
     # Ports
     health_http_port: int = port(
-        8110, "HEALTH_HTTP_PORT", "health over HTTP: `/v2/health/live`, `/v2/health/ready`", "HTTP_PORT"
+        8110,
+        "HEALTH_HTTP_PORT",
+        "health over HTTP: `/v2/health/live`, `/v2/health/ready`, `/v2/health/started`",
+        "HTTP_PORT",
     )
     service_grpc_port: int = port(8811, "SERVICE_GRPC_PORT", "requests over Triton's gRPC", "GRPC_PORT")
     metrics_http_port: int = port(8722, "METRICS_HTTP_PORT", "Triton's Prometheus metrics, `/metrics`", "METRICS_PORT")
@@ -189,7 +192,7 @@ class Config:
     check_health_interval_s: float = setting(
         60.0,
         "CHECK_HEALTH_INTERVAL",
-        "seconds without a step or heartbeat until the engine counts as hanging",
+        "seconds that a step may take until the engine counts as hanging",
         minimum=1,
     )
     engine_max_crashes: int = setting(

@@ -169,6 +169,7 @@ class ModelState:
     num_blocks_held: int = 0
     num_open: int = 0
     engine_silent_s: float = 0.0
+    engine_step_s: float = 0.0  # for how long the step that runs has
     num_restarts: int = 0
     metrics: list[Any] | None = None  # when asked for: of each sample what gateway/metrics.py writes
     is_end: ClassVar[bool] = True

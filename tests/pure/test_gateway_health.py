@@ -102,3 +102,26 @@ def test_the_models_are_listed_while_the_model_is_not_ready():
         status, _, payload = gateway.send("GET", "/v1/models")
     assert status == 200
     assert b'"max_model_len":null' in payload
+
+
+def test_what_was_ready_once_has_started_for_good():
+    backend = FakeBackend(state=ModelState(ready=False, reason="loading"))
+
+    async def three_times():
+        runner = web.AppRunner(make_health_app(backend, PATIENCE_S))
+        await runner.setup()
+        await (site := web.TCPSite(runner, "127.0.0.1", 0)).start()
+        seen = []
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{runner.addresses[0][1]}") as session:
+            for state in (backend.state, ModelState(ready=True), ModelState(ready=False)):
+                backend.state = state
+                for path in ("ready", "started"):
+                    async with session.get(f"/v2/health/{path}") as response:
+                        seen.append(response.status)
+        await site.stop()
+        await runner.cleanup()
+        return seen
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(health, "MAX_AGE_S", 0.0)
+        assert asyncio.run(three_times()) == [503, 503, 200, 200, 503, 200]

@@ -3,6 +3,7 @@
 import fcntl
 import random
 import select
+import signal
 import threading
 import time
 
@@ -126,6 +127,33 @@ def test_a_request_waits_for_an_engine_that_is_not_there_yet():
             assert listener.wait() == "length"
             assert client.silent_s < float("inf")
             assert client.num_restarts == 0
+
+
+class PausedClock:
+    """Of a process that was stopped and goes on: time has passed for it alone."""
+
+    lost_s = 0.0
+
+    def monotonic(self):
+        return time.monotonic() + self.lost_s
+
+
+def test_a_pause_of_the_client_is_no_silence_of_the_engine_but_a_stopped_engine_is_silent(monkeypatch):
+    clock = PausedClock()
+    monkeypatch.setattr(client_module, "time", clock)
+    address = a_free_address()
+    with a_client(address) as client, an_engine_process(address) as engine:
+        wait_until(lambda: client.silent_s < 1)
+        longest = []
+        answer = client._heartbeat
+        monkeypatch.setattr(client, "_heartbeat", lambda: (answer(), longest.append(client.silent_s)))
+        clock.lost_s = 3600
+        wait_until(lambda: len(longest) > 20)
+        assert max(longest) < 2
+        engine.send_signal(signal.SIGSTOP)
+        wait_until(lambda: client.silent_s > 2)
+        engine.send_signal(signal.SIGCONT)
+        wait_until(lambda: client.silent_s < 1)
 
 
 def test_sixteen_streams_survive_kills_of_the_engine():

@@ -399,13 +399,31 @@ def test_a_probe_tells_the_state_without_a_token(service, engine):
     [
         ("reason", "given up", "given up"),
         ("silent_s", float("inf"), "the engine is starting"),
-        ("silent_s", 61.0, "the engine has been silent for 61 s"),
+        ("silent_s", 3.0, "the engine has been silent for 3 s"),
+        ("stats", {"step_age_s": 8.0, "step_limit_s": 7.0}, "the engine has been computing one step for 8 s"),
+        ("stats", {"step_age_s": 8.0, "step_limit_s": 0.1}, "the engine has been computing one step for 8 s"),
+        ("stats", {"step_age_s": 61.0, "step_limit_s": 90.0}, "the engine has been computing one step for 61 s"),
+        ("stats", {"step_age_s": 61.0}, "the engine has been computing one step for 61 s"),
     ],
 )
 def test_a_probe_tells_why_the_model_is_not_ready(service, engine, field, value, reason):
     setattr(engine, field, value)
     state = probe(service)
     assert (state["ready"], state["reason"]) == (False, reason)
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "stats"),
+    [
+        (1.5, {}),
+        (0.1, {"step_age_s": 4.0, "step_limit_s": 0.1}),  # other processes may have had the cores
+        (0.1, {"step_age_s": 30.0, "step_limit_s": 40.0}),  # a long one, as it was to be expected
+        (0.1, {"step_age_s": 50.0, "step_limit_s": 0.0}),  # the first one ever
+    ],
+)
+def test_a_long_step_is_no_reason_not_to_be_ready(service, engine, silent_s, stats):
+    engine.silent_s, engine.stats = silent_s, stats
+    assert probe(service)["ready"]
 
 
 @pytest.fixture
@@ -457,6 +475,25 @@ def test_what_waits_to_be_read_counts_as_waiting(make, engine, monkeypatch):
 
 
 # --- stopping
+
+
+def test_an_announced_end_turns_readiness_off_then_refuses_then_ends_what_is_open(make, engine, tmp_path):
+    path = tmp_path / "stopping"
+    service = make(stopping_file=path, drain_s=1.0)
+    open_one = service.ask([1], "open")
+    engine.listener_of([1])
+    path.write_text(str(time.monotonic() + 1.0))
+    wait_until(lambda: service.not_ready_reason() == "the server is stopping")
+    before = service.ask([2], "before")
+    engine.give([2], b"b", "length")
+    assert before.final["tokens_all"] == "b"
+    wait_until(lambda: time.monotonic() > float(path.read_text()) + 0.3)
+    assert service.ask([3], "after").final["error_msg"] == "the server is stopping"
+    assert not open_one.is_over
+    assert (open_one.final["error_code"], open_one.final["error_msg"]) == (503, "the server is stopping")
+    assert time.monotonic() > float(path.read_text()) + 1.0
+    assert len(engine.cancelled) == 1
+    assert probe(service)["reason"] == "the server is stopping"
 
 
 def test_a_stop_waits_for_open_requests_and_refuses_new_ones(service, engine):

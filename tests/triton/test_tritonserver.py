@@ -23,10 +23,11 @@ from server_scripts import triton
 from server_scripts.child import ChildSpec
 from server_scripts.health import HealthMonitor
 from server_scripts.probe import Probe, ProbeError
-from server_scripts.processes import TRITONSERVER
+from server_scripts.processes import PRIVATE, TRITONSERVER
 from server_scripts.report import Report
 from server_scripts.run_dir import Process, RunDir
 from server_scripts.serve import live, new_state
+from server_scripts.stop import kill_all
 from server_scripts.supervisor import Supervisor
 from tests.server import a_server, is_alive
 
@@ -58,6 +59,7 @@ def echo_server(folder):
             process.wait(TIMEOUT_S)
         finally:
             process.kill()
+            kill_all(RunDir(server.run_dir).read_state())
 
 
 def wait_until(condition, folder, process):
@@ -105,6 +107,13 @@ def test_text_of_any_length_goes_through_the_python_backend(echo):
     assert words(server, "a word or two, \u4f60\u597d") == ["a", "word", "or", "two,", "\u4f60\u597d"]
     long = "x" * 3_000_001
     assert words(server, f"{long} end") == [long, "end"]
+
+
+def test_what_passes_through_shared_memory_is_for_this_user_alone(echo):
+    server, _ = echo
+    assert words(server, "a secret") == ["a", "secret"]
+    assert shared_memory(server)
+    assert [path.stat().st_mode & 0o077 for path in shared_memory(server)] == [0] * len(shared_memory(server))
 
 
 def test_the_stub_runs_this_very_python(echo):
@@ -188,7 +197,7 @@ def main(folder: Path) -> int:
     lock = run_dir.lock()
     found = triton.find_tritonserver()
     triton.prepare(found, run_dir.path / TRITON_FOLDER, folder / "repository")
-    command = triton.command(found, run_dir.path / TRITON_FOLDER, config, run_dir.shm_prefix)
+    command = [*PRIVATE, *triton.command(found, run_dir.path / TRITON_FOLDER, config, run_dir.shm_prefix)]
     env = triton.environment(found, run_dir.path / TRITON_FOLDER, dict(os.environ))
     supervisor = Supervisor(
         specs=[ChildSpec(TRITONSERVER, command, env, folder / "triton.log", run_dir.path / TRITON_FOLDER)],
