@@ -1,10 +1,11 @@
-"""What the way through gRPC costs: streams of tokens through the whole server, and each process's share of a core.
+"""What the way to the clients costs: streams of tokens through the whole server, and the time each process computes.
 
     python -m benchmarks.front --model-dir demo_model --streams 32 256
 
 Every stream is one client that streams an answer over gRPC (`--protocol http`: over HTTP); all begin at once. Figures
-are the medians of --repeats runs after a warm-up: tokens a second, and the time that each process of the server and
-this client have computed, in cores. The last line is JSON.
+are the medians of --repeats runs after a warm-up: tokens and responses a second, and for each process of the server and
+this client the microseconds it has computed for a response, which another load of the machine changes little. The last
+line is JSON.
 """
 
 from __future__ import annotations
@@ -92,8 +93,9 @@ def measure(args: argparse.Namespace, count: int, ports: dict[str, int], run_dir
         before, started = cpu_seconds(run_dir), time.perf_counter()
         num_responses = asyncio.run(over(ports[port], bodies))
         seconds, after = time.perf_counter() - started, cpu_seconds(run_dir)
-        cores = {name: (after[name] - before.get(name, 0.0)) / seconds for name in after}
-        runs.append({"output_tok_s": count * args.answer_len / seconds, "responses": num_responses, **cores})
+        spent = {name: 1e6 * (after[name] - before.get(name, 0.0)) / num_responses for name in after}
+        rates = {"output_tok_s": count * args.answer_len / seconds, "responses_s": num_responses / seconds}
+        runs.append(rates | {f"{name}_us": each for name, each in spent.items()})
     return {"streams": count} | {name: statistics.median(run[name] for run in runs[1:]) for name in runs[0]}
 
 
@@ -116,7 +118,7 @@ def main() -> None:
         try:
             for count in args.streams:
                 rows.append(measure(args, count, ports, Path(folder, "run")))
-                print(", ".join(f"{name} {value:.2f}" for name, value in rows[-1].items()), flush=True)
+                print(", ".join(f"{name} {value:.0f}" for name, value in rows[-1].items()), flush=True)
         finally:
             subprocess.run([sys.executable, "-m", "server_scripts.stop"], env=env, check=True, stdout=sys.stderr)
     print(json.dumps({"hardware": cpu_name(), "protocol": args.protocol, "rows": rows}))

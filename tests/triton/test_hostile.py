@@ -176,7 +176,7 @@ def test_any_bytes_may_come_to_any_port(server, port):
     sent += [RANDOM.randbytes(RANDOM.randrange(1, 2000)) for _ in range(30)]
     for data in sent:
         with socket.create_connection(("127.0.0.1", server.ports[port]), 60) as client:
-            with contextlib.suppress(ConnectionError, TimeoutError):
+            with contextlib.suppress(OSError):  # it may have closed the connection
                 client.sendall(data)
                 client.shutdown(socket.SHUT_WR)
                 client.settimeout(5)
