@@ -119,27 +119,49 @@ def test_stop_server_ends_what_a_killed_supervisor_has_left_and_its_streams_righ
 class GrpcStream:
     """One long request and its answers. It is closed when it has its end, as clients do."""
 
-    def __init__(self, server, number):
+    def __init__(self, server, number, max_dec_len=1000):
         self.answers = []
         self._client = triton_client.InferenceServerClient(server.grpc_url)
         self._client.start_stream(self._note)
-        body = {"text": "Tell me", "req_id": str(number), "max_dec_len": 1000, "min_dec_len": 1000, "ignore_eos": True}
+        body = {"text": "Tell me", "req_id": str(number), "ignore_eos": True, "temperature": 0}
+        body |= {"max_dec_len": max_dec_len, "min_dec_len": max_dec_len}
         tensor = triton_client.InferInput("IN", [1], "BYTES")
         tensor.set_data_from_numpy(np.array([json.dumps([body])], dtype=np.object_))
         self._client.async_stream_infer("model", [tensor])
 
     def _note(self, result, error):
-        answer = {"is_end": 1, "error_msg": str(error)} if error else json.loads(result.as_numpy("OUT")[0])
+        if error:  # the stream's end: its request has had its own
+            return
+        answer = json.loads(result.as_numpy("OUT")[0])
         self.answers.append(answer[0] if isinstance(answer, list) else answer)
 
     def wait_for(self, count):
         wait_until(lambda: len(self.answers) >= count)
 
     def close(self):
-        wait_until(lambda: self.answers[-1]["error_msg"])
+        wait_until(lambda: self.answers[-1]["is_end"])
         self._client.stop_stream()
         self._client.close()
         return self.answers
+
+
+@pytest.mark.parametrize("victim", ["engine", "stub", "tritonserver"])
+def test_a_death_under_open_streams_is_a_pause(server, victim):
+    assert server.command("start_server").returncode == 0
+    expected = Stream(server).answer()
+    over_http, over_grpc = [Stream(server) for _ in range(4)], [GrpcStream(server, n, 600) for n in range(4)]
+    for stream in (*over_http, *over_grpc):
+        stream.wait_for(3)
+    os.kill(server.pid_of(victim), signal.SIGKILL)
+    assert [stream.answer() for stream in over_http] == [expected] * 4
+    for stream in over_grpc:
+        answers = stream.close()
+        assert [answer["error_msg"] for answer in answers] == [""] * len(answers)
+        assert sum((answer["token_ids"] for answer in answers), []) == answers[-1]["tokens_all_ids"] == expected
+        starts = [0, *(answer["send_idx"] + len(answer["token_ids"]) for answer in answers)]
+        assert [answer["send_idx"] for answer in answers] == starts[:-1]
+    for stream in over_http:
+        assert sum((line["token_ids"] for line in stream.lines), []) == expected
 
 
 def wait_until(condition):
