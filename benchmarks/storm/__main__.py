@@ -5,13 +5,14 @@
 An oracle of right answers (greedy and seeded) is made first, without disturbance. Then --clients clients ask for them
 again, each time in a random protocol: some leave in the middle, some read slowly, bad requests are mixed in, and every
 ten seconds there is a burst of more requests than the server takes; bad ones, and of a burst those that are too many,
-count as refused. Who was cut or failed asks again with the same req_id, which is counted. Kinds of processes to --kill
+count as refused. Who was cut or failed asks again with the same req_id for what has not come (`resume_from`, or
+`Last-Event-ID`), which is counted. Kinds of processes to --kill
 and to --stop (SIGSTOP, and SIGCONT a little later): engine, rank, stub, tritonserver, gateway, health, supervisor
 (which is started again, as an init system would).
 
 Exit status 1 when a request was lost or answered wrongly, when something is left behind, when memory has grown by more
-than --max-growth, or when the death of an engine or a rank showed as more than a pause. What the death of the others
-shows is in the table. The last line is JSON.
+than --max-growth, or when the death of another process than a gateway's showed as more than a pause. What each kind of
+death shows is in the table. The last line is JSON.
 """
 
 from __future__ import annotations

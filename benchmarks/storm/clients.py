@@ -21,6 +21,7 @@ from engine.wire.triton import infer_request
 CUT = (aiohttp.ClientError, OSError, grpc.RpcError)
 CHANNEL_OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_reconnect_backoff_ms", 1000)]
 NUM_CHANNELS = 4
+LAST_EVENT_ID = "Last-Event-ID"  # OpenAI's streams, and among the fields that a client keeps
 PROMPTS = ("What is the capital of {}?", "List 3 countries like {}.", "Is {} in Europe?", "Tell me a story of {}.")
 PLACES = "France Italy Japan Kenya Peru Canada Norway India Brazil Egypt Spain Cuba Chile Ghana Nepal Poland".split()
 BAD_BODIES: tuple[dict[str, Any], ...] = (
@@ -79,13 +80,17 @@ class Clients:
             yield native_part(answer | delta | {"is_end": 1})
 
     async def openai_stream(self, fields: dict[str, Any]) -> Parts:
-        async with self._http.post(f"{self._base}/chat/completions", json=as_openai(fields)) as response:
+        headers = {LAST_EVENT_ID: fields.get(LAST_EVENT_ID) or "0", "X-Request-Id": fields["req_id"]}
+        url, event_id = f"{self._base}/chat/completions", ""
+        async with self._http.post(url, json=as_openai(fields), headers=headers) as response:
             if response.status != 200:
                 yield openai_part(json.loads(await response.read()))
                 return
             async for line in response.content:
-                if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
-                    yield openai_part(json.loads(line[6:]))
+                if line.startswith(b"id: "):
+                    event_id = line[4:].decode().strip()
+                elif line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
+                    yield openai_part(json.loads(line[6:]))._replace(event_id=event_id)
 
     async def grpc_stream(self, fields: dict[str, Any]) -> Parts:
         call = next(self._stubs).ModelStreamInfer(iter([infer_request(fields)]))

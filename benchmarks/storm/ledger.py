@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 PAUSE_S = 0.5  # less is not noticed under load
-INVISIBLE = frozenset({"engine", "rank"})  # whose end is promised to be a pause, never an error
+INVISIBLE = frozenset({"engine", "rank", "stub", "tritonserver", "health", "supervisor"})  # their end is a pause only
 TOO_MANY = frozenset({"overloaded", "duplicate_request"})  # no disturbance's fault: of bursts, and of who asks again
 
 
@@ -30,6 +30,7 @@ class Part(NamedTuple):
     send_idx: int | None = None
     finish_reason: str | None = None  # of the last part
     error: str = ""  # its kind; of the last part, too
+    event_id: str = ""  # of a server-sent event
 
 
 @dataclass
@@ -54,6 +55,7 @@ class Attempt:
     is_stream: bool  # if not, it can tell nothing of pauses
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
+    event_id: str = ""  # the last that has come
     outcome: str = ""  # `right`, `wrong`, `error`, `cut`, `left`; empty: open
     error: str = ""
     why_wrong: str = ""
@@ -71,6 +73,7 @@ class Attempt:
 
     def _compare(self, part: Part) -> None:
         right, self.text = self.right, self.text + part.text
+        self.event_id = part.event_id or self.event_id
         if part.token_ids is not None:
             if part.send_idx != len(self.token_ids):
                 self.is_wrong(f"send_idx is {part.send_idx} after {len(self.token_ids)} tokens")
@@ -99,8 +102,11 @@ class Ledger:
         self._open: set[Attempt] = set()
         self._last = ""  # disturbance
 
-    def begin(self, right: Right, now: float, is_stream: bool = True) -> Attempt:
+    def begin(self, right: Right, now: float, is_stream: bool = True, before: Attempt | None = None) -> Attempt:
+        """`before`: the attempt that it goes on after."""
         attempt = Attempt(right, now, is_stream)
+        if before:
+            attempt.token_ids, attempt.text, attempt.event_id = before.token_ids, before.text, before.event_id
         self._open.add(attempt)
         return attempt
 

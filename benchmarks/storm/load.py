@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.storm.clients import BAD_BODIES, CUT, Clients, Parts, a_request
+from benchmarks.storm.clients import BAD_BODIES, CUT, LAST_EVENT_ID, Clients, Parts, a_request
 from benchmarks.storm.ledger import Attempt, Ledger, Part, Right
 
 BATCH_SIZE, MAX_WAITING = 32, 64
@@ -71,8 +71,8 @@ class Load:
     async def _ask(self, manner: Manner) -> None:
         fields, right = self._rng.choice(self._cases)
         fields = self._named(fields)
-        lost_at, tries = time.monotonic() + PATIENCE_S, 1
-        while (attempt := await self._try(manner, fields, right)).outcome in ("error", "cut"):
+        lost_at, tries, attempt = time.monotonic() + PATIENCE_S, 1, None
+        while (attempt := await self._try(manner, fields, right, attempt)).outcome in ("error", "cut"):
             if attempt.error == "overloaded" and not manner.asks_again:
                 return self._ledger.settle("refused", tries)
             if time.monotonic() > lost_at:
@@ -81,8 +81,11 @@ class Load:
             tries += 1
         self._ledger.settle(attempt.outcome, tries, attempt.why_wrong)
 
-    async def _try(self, manner: Manner, fields: dict[str, Any], right: Right) -> Attempt:
-        attempt = self._ledger.begin(right, time.monotonic(), manner.style != "whole")
+    async def _try(self, manner: Manner, fields: dict[str, Any], right: Right, before: Attempt | None) -> Attempt:
+        """Goes on after what the attempt `before` has brought."""
+        attempt = self._ledger.begin(right, time.monotonic(), manner.style != "whole", before)
+        if before:
+            fields = fields | {"resume_from": len(before.token_ids), LAST_EVENT_ID: before.event_id}
         parts, num_parts, outcome = self._clients.styles[manner.style](fields), 0, "cut"
         try:
             while num_parts != manner.leave_after or attempt.outcome:

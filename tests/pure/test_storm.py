@@ -103,13 +103,24 @@ def broken_by(kind, error="", outcome="cut"):
     return ledger.broken_promises()
 
 
-def test_only_the_end_of_an_engine_is_promised_to_be_a_pause():
+def test_only_the_end_of_a_gateway_cuts_a_stream():
     assert broken_by("kill engine", outcome="left") == []
     assert broken_by("kill engine") == ["more than a pause: 1 attempts were cut, errors {}"]
     assert broken_by("stop rank", "internal") == ["more than a pause: 0 attempts were cut, errors {'internal': 1}"]
     assert broken_by("kill engine", "overloaded") == []
     assert broken_by("kill gateway") == []
-    assert broken_by("kill tritonserver", "engine_unavailable") == []
+    assert broken_by("kill tritonserver", "engine_unavailable") != []
+
+
+def test_an_attempt_goes_on_after_the_one_before():
+    ledger = Ledger()
+    first = ledger.begin(RIGHT, 0.0)
+    first.take(Part(RIGHT.text[:1], RIGHT.token_ids[:1], 0, event_id="1"), 1.0)
+    ledger.end(first, 1.0, "cut")
+    again = ledger.begin(RIGHT, 2.0, before=first)
+    assert (again.token_ids, again.event_id) == ([RIGHT.token_ids[0]], "1")
+    again.take(Part(RIGHT.text[1:], RIGHT.token_ids[1:], 1, RIGHT.finish_reason), 3.0)
+    assert ledger.end(again, 3.0, "cut") == "right"
 
 
 def test_what_is_lost_or_wrong_is_broken_whatever_was_killed():
