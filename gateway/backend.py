@@ -18,6 +18,8 @@ else:  # aiohttp needs this package before Python 3.11
 class ModelUnreachable(EngineUnavailable):
     """The model server was not there to take a request."""
 
+    was_there = False  # a moment ago: it is on its way back
+
 
 class ModelLost(ModelUnreachable):
     """It had taken the request, and broke off: it has died, or the connection to it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ from gateway.backend import ModelLost, ModelUnreachable
 log = logging.getLogger(__name__)
 
 SERVICE = "inference.GRPCInferenceService"
+COMING_BACK_S = 30.0  # a tritonserver that was there so recently is being started again
 STREAMS_PER_CHANNEL = 64  # HTTP/2 connections are commonly limited to 100 streams; beyond, requests would queue unseen
 
 CHANNEL_OPTIONS = [
@@ -48,9 +50,10 @@ class _Connection:
 class Inference:
     """A request that tritonserver answers with a stream."""
 
-    def __init__(self, call: Any):
+    def __init__(self, call: Any, way: Connections):
         self.cancel: Callable[[], object] = call.cancel
         self._call = call
+        self._way = way
 
     async def responses(self) -> AsyncGenerator[bytes, None]:
         """As they are read. Raises ModelUnreachable and ModelLost when there is no tritonserver (any more), another
@@ -59,10 +62,14 @@ class Inference:
         try:
             await self._call.wait_for_connection()
             is_taken = True
+            self._way.was_there_at = time.monotonic()
             while (response := await self._call.read()) is not grpc.aio.EOF:
                 yield response
         except grpc.aio.AioRpcError as error:
-            raise _known(error, is_taken) from None
+            known = _known(error, is_taken)
+            if isinstance(known, ModelUnreachable):
+                known.was_there = time.monotonic() - self._way.was_there_at < COMING_BACK_S
+            raise known from None
 
 
 class Connections:
@@ -72,12 +79,13 @@ class Connections:
         self._target = target
         self._connections: list[_Connection] = []
         self.is_closed = False
+        self.was_there_at = -COMING_BACK_S  # tritonserver, when it last took a request
 
     @contextlib.contextmanager
     def infer(self, request: bytes) -> Iterator[Inference]:
         """Cancelled in the end, if it has not ended."""
         connection = self._least_loaded()
-        inference = Inference(connection.infer(request))
+        inference = Inference(connection.infer(request), self)
         connection.calls.add(inference)
         try:
             yield inference

@@ -17,6 +17,7 @@ from gateway.health import Shared
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.25
+COMING_BACK_S = 30.0  # a request that finds no model server waits for one that was there a moment ago
 MAX_LOSSES = 3  # in a row: a request without a new answer for so long may be the one that ends the server
 
 
@@ -73,7 +74,9 @@ class Patience:
         if isinstance(error, ModelLost):
             log.warning("the model server has lost a request, which will be asked again: %s", error)
             self._num_losses, self._deadline = self._num_losses + 1, clock() + self._timeout_s
-        if not 0 < self._num_losses <= MAX_LOSSES or clock() >= self._deadline:
+        elif error.was_there and not self._deadline:
+            self._deadline = clock() + min(self._timeout_s, COMING_BACK_S)
+        if self._num_losses > MAX_LOSSES or clock() >= self._deadline:
             raise error
         while True:
             await asyncio.sleep(LOOK_EVERY_S)

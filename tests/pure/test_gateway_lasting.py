@@ -179,3 +179,14 @@ def test_only_one_prompt_can_be_gone_on_with():
         headers = {"Last-Event-ID": "0", "X-Request-Id": "q"}
         _, _, payload = gateway.send("POST", "/v1/completions", {"prompt": ["a", "b"]}, headers)
     assert json.loads(payload)["error"]["message"] == "with Last-Event-ID the `prompt` must be one, there are 2"
+
+
+def test_a_request_waits_for_a_model_server_that_was_there_a_moment_ago(monkeypatch):
+    monkeypatch.setattr(lasting, "COMING_BACK_S", 0.3)
+    gone = ModelUnreachable("nobody there")
+    gone.was_there = True
+    backend = FakeBackend(gone)
+    backend.scripts = [(gone,), (gone,), ("a",)]
+    with running(backend) as gateway:
+        assert gateway.post(CHAT, {"text": "Hi"})["tokens_all"] == "a"
+        assert gateway.refused(CHAT, {"text": "Hi"})[0] == 503
