@@ -65,6 +65,12 @@ class Config:
         "weights of an export; `auto`: float32 stays, 16-bit becomes bfloat16",
         choices=("auto", "float32", "bfloat16"),
     )
+    quant_type: str = setting(
+        "none",
+        "QUANT_TYPE",
+        "matrices of an export with fewer bits (docs/ops.md); a model name's third part says it, too",
+        choices=("none", "weight_only_int8", "weight_only_int4", "a8w8"),
+    )
     block_size: int = setting(64, "BLOCK_SIZE", "tokens of a KV block, decided at export", minimum=8, maximum=1024)
     mp_num: int = setting(
         1, "MP_NUM", "tensor-parallel ranks of the model on all machines, a process each", minimum=1, maximum=64
