@@ -178,7 +178,8 @@ def test_a_host_that_dies_and_comes_back_is_a_pause(running, expected):
     master, follower = running
     stream = master.stream()
     lines, before = read_lines(stream, 20), num_replays(master)
-    os.kill(follower.server.pid_of("supervisor"), signal.SIGKILL)  # and with it all others
+    for pid in follower.pids():
+        os.kill(pid, signal.SIGKILL)
     wait_until(lambda: master.ready()[0] == 503)
     wait_until(lambda: f"waits for {IPS[1]}" in master.ready()[1])
     assert master.call(f"{master.server.health_url}/v2/health/live")[0] == 200
