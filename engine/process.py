@@ -46,11 +46,15 @@ def make_loop(config: Config, tell: Callable[[str], None]) -> Loop:
     from engine.executors import make_executor
     from engine.executors.memory import allocate_cache, collect_garbage_seldom
     from engine.exporting.manifest import Manifest
+    from engine.text.grammar import MatcherGrammars
+    from engine.text.tokenizer import Tokenizer
 
     executor = make_executor(config.graph_path, config, tell)
     collect_garbage_seldom()
-    num_blocks = allocate_cache(executor, config, Manifest.read(config.graph_path).max_seq_len)
-    return Loop(executor, num_blocks, config)
+    model = Manifest.read(config.graph_path)
+    num_blocks = allocate_cache(executor, config, model.max_seq_len)
+    grammars = MatcherGrammars(lambda: Tokenizer.load(config.graph_path), model.vocab_size)
+    return Loop(executor, num_blocks, config, grammars)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,10 @@ from dataclasses import asdict, dataclass
 
 from engine.core.block_pool import BlockPool
 from engine.core.drafting import NgramDrafter
-from engine.core.scheduler import Counters, Limits, Scheduler, Update
+from engine.core.grammar import Compiling, Grammars
+from engine.core.scheduler import FAILED, Counters, Limits, Scheduler, Update
 from engine.core.types import Executor, Request, Step
+from engine.errors import RequestError
 from engine.settings.config import Config
 
 
@@ -27,13 +29,15 @@ class Stats(Counters):
 
 
 class Loop:
-    """The one owner of scheduler and executor."""
+    """The one owner of scheduler and executor. Without `grammars` no request may want an answer of a given form."""
 
-    def __init__(self, executor: Executor, num_blocks: int, config: Config):
+    def __init__(self, executor: Executor, num_blocks: int, config: Config, grammars: Grammars | None = None):
         self.executor = executor
         pool = BlockPool(num_blocks, executor.block_size, config.enable_prefix_caching)
         limits = Limits(config.batch_size, config.max_step_tokens, config.block_ratio, config.max_cached_task_num)
         self.scheduler = Scheduler(pool, limits, _drafter(config))
+        self._grammars = grammars
+        self._compiling = Compiling()
         self._step: Step | None = None  # the one that was launched
         self._launched_at = 0.0
         self._num_steps = self._num_dropped = 0
@@ -41,15 +45,20 @@ class Loop:
 
     @property
     def is_idle(self) -> bool:
-        return self.scheduler.is_idle
+        return self.scheduler.is_idle and not self._compiling
 
     def add(self, request: Request, replay: bool = False) -> None:
-        """Raises RequestError when the request is refused."""
-        self.scheduler.add(request, replay)
+        """Raises RequestError when the request is refused. One that wants an answer of some form may also be refused by
+        an Update, when that is compiled."""
+        if request.sampling.form:
+            assert self._grammars
+            self._compiling.add(request, replay, self._grammars.begin(request))
+        else:
+            self.scheduler.add(request, replay)
 
     def drop(self, request_id: str) -> None:
         """Harmless when the request has ended."""
-        if self.scheduler.drop(request_id):
+        if self._compiling.drop(request_id) or self.scheduler.drop(request_id):
             self._num_dropped += 1
             self._check_when_idle()
 
@@ -57,20 +66,47 @@ class Loop:
         """Waits for the step that runs, launches the next one, and returns what the first has brought: it can be sent
         while the second runs. Empty when nothing ran."""
         updates = self._collect() if self._step else []
+        if self._compiling:
+            updates += self._take_compiled()
         batch = self.scheduler.next_batch()
         if batch is None:
-            assert self.is_idle, "requests wait and none can be computed"
+            assert self.scheduler.is_idle, "requests wait and none can be computed"
+            if self._compiling:
+                self._compiling.wait()
         else:
             self._launched_at = time.monotonic()
             self._step = self.executor.launch(batch)
+            if batch.has_mask:
+                self._mask(self._step)
         return updates
+
+    def _mask(self, step: Step) -> None:
+        assert self._grammars
+        masks = None
+        try:
+            masks = self._grammars.masks(self.scheduler.choices())
+        finally:
+            step.mask(masks)  # without them, too: its thread must not wait for ever
+
+    def _take_compiled(self) -> list[Update]:
+        """Requests whose form is compiled may run; those that are refused, or that nobody wants any more, are over."""
+        refused = []
+        for compiled in self._compiling.take_ready():
+            try:
+                compiled.enter()
+                self.scheduler.add(compiled.request, compiled.is_replay)
+                for request_id in compiled.dropped:
+                    self.scheduler.drop(request_id)
+            except RequestError as error:
+                refused += [Update(request, (), None, FAILED, error) for request in compiled.wanted]
+        return refused
 
     def stats(self) -> dict[str, float]:
         scheduler = self.scheduler
         stats = Stats(
             **asdict(scheduler.counters),
             num_running=scheduler.num_running,
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting) + len(self._compiling),
             num_blocks=scheduler.pool.num_blocks,
             num_blocks_held=scheduler.pool.num_held,
             block_size=scheduler.pool.block_size,

@@ -5,6 +5,7 @@ engine/wire/triton.py, which needs tritonclient.
 """
 
 from engine.wire.answer import (
+    THOUGHT_END,
     TIMES,
     UNLIKELY,
     Answer,
@@ -19,13 +20,16 @@ from engine.wire.answer import (
 )
 from engine.wire.checks import MAX_LOGPROBS, MAX_REQ_ID_LEN, Check, int_in, kind_of, shown
 from engine.wire.fields import FIELDS
+from engine.wire.forms import FORMS, Form
 from engine.wire.request import PROBE, GenerationRequest, only_object, parse_request, req_id_of
 
 __all__ = [
     "FIELDS",
+    "FORMS",
     "MAX_LOGPROBS",
     "MAX_REQ_ID_LEN",
     "PROBE",
+    "THOUGHT_END",
     "TIMES",
     "UNLIKELY",
     "Answer",
@@ -33,6 +37,7 @@ __all__ = [
     "Delta",
     "Failure",
     "Final",
+    "Form",
     "GenerationRequest",
     "ModelState",
     "TokenLogprob",
