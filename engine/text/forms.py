@@ -4,16 +4,17 @@ a JSON object with one or two grammars. Knows no tokens and compiles nothing."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
-from llguidance import LLMatcher, StructTag
+from llguidance import StructTag, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from engine.errors import InvalidRequest
 from engine.wire.forms import Form
 
 Json = dict[str, Any]
+# Of JSON. Without a bound a model that knows no better writes spaces for ever, which every schema allows.
+SOME_WHITESPACE = {"whitespace_pattern": r"[ \t\r\n]{1,32}"}
 NO_WHITESPACE = {"whitespace_flexible": False}
 # What the model thinks before its answer is free. The answer may begin on another line.
 THOUGHT = r"""start: thought BREAK @answer
@@ -24,23 +25,23 @@ BREAK: /[ \n]{0,4}/"""
 def written(form: Form, any_whitespace: bool = True, thought_end: str = "") -> str:
     """`any_whitespace` is about JSON. With `thought_end` the form begins after that text. Raises InvalidRequest for
     what can be seen without compiling."""
-    answer = KINDS[form.kind](form.value)
-    schema = answer.get("json_schema")
-    if schema is not None and not any_whitespace:
-        answer = {"json_schema": {**schema, "x-guidance": NO_WHITESPACE}}
+    options = SOME_WHITESPACE if any_whitespace else NO_WHITESPACE
+    answer = {
+        "json": lambda: {"json_schema": {**form.value, "x-guidance": options}},
+        "regex": lambda: _regex(form.value),
+        "choice": lambda: _choice(form.value),
+        "grammar": lambda: _grammar(form.value),
+        "structural_tag": lambda: _structural_tag(form.value, options),
+    }[form.kind]()
     if not thought_end:
         return json.dumps({"grammars": [answer]}, ensure_ascii=False)
     thought = {"lark_grammar": THOUGHT % thought_end.replace("/", r"\/")}
     return json.dumps({"grammars": [thought, {"name": "answer", **answer}]}, ensure_ascii=False)
 
 
-def _json(schema: Json) -> Json:
-    return {"json_schema": schema}
-
-
 def _regex(regex: str) -> Json:
-    [grammar] = json.loads(LLMatcher.grammar_from_regex(regex))["grammars"]  # between slashes, its own escaped
-    return {"lark_grammar": grammar["lark_grammar"]}
+    """Digits and letters of `\\d` and `\\w` are those of ASCII, as in JSON schemas."""
+    return {"lark_grammar": f"start: /{regex_to_lark(regex, 'dw')}/"}
 
 
 def _choice(texts: list[str]) -> Json:
@@ -55,25 +56,13 @@ def _grammar(text: str) -> Json:
         raise InvalidRequest(f"the grammar cannot be read: {error}") from None
 
 
-def _structural_tag(tag: Json) -> Json:
+def _structural_tag(tag: Json, options: Json) -> Json:
     """Free text; wherever one of the triggers occurs, one of the structures that begin with it follows."""
     tags = []
     for structure in tag["structures"]:
-        trigger = next((each for each in tag["triggers"] if structure["begin"].startswith(each)), None)
+        begin, schema = structure["begin"], {**structure["schema"], "x-guidance": options}
+        trigger = next((each for each in tag["triggers"] if begin.startswith(each)), None)
         if trigger is None:
-            raise InvalidRequest(f"no trigger begins the structure {json.dumps(structure['begin'])}")
-        tags.append(
-            StructTag(
-                trigger=trigger, begin=structure["begin"], grammar=structure.get("schema") or {}, end=structure["end"]
-            )
-        )
+            raise InvalidRequest(f"no trigger begins the structure {json.dumps(begin)}")
+        tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=structure["end"]))
     return {"lark_grammar": StructTag.to_grammar(tags, assume_special=False)}
-
-
-KINDS: dict[str, Callable[[Any], Json]] = {
-    "json": _json,
-    "regex": _regex,
-    "choice": _choice,
-    "grammar": _grammar,
-    "structural_tag": _structural_tag,
-}

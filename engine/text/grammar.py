@@ -27,6 +27,7 @@ STACK_BYTES = 256 << 20  # the library descends into rules: 6 KB a level, some 1
 LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 QUIET = 0
 MAX_ERROR_LEN = 300
+NO_END = "no text has this form"
 NOTHING: Sequence[int] = ()
 
 
@@ -113,9 +114,8 @@ class MatcherGrammars:
             matchers.append(matcher := Matcher(compiled.deep_copy()))
             known = each.token_ids[each.prompt_len :]
             if known and matcher.num_allowed(known) < len(known):
-                raise InvalidRequest(
-                    "The `{field}` are no answer of the form of `{limit}`", field="answer_ids", limit=field
-                )
+                text = f"The `{{field}}` do not have the form that `{{{field}}}` asks for"
+                raise InvalidRequest(text, field="answer_ids")
             matcher.advance(known)
         return matchers
 
@@ -168,4 +168,5 @@ class _Words:
 
 
 def _brief(matcher: LLMatcher) -> str:
-    return matcher.get_error().partition("\n<state>")[0].strip()[:MAX_ERROR_LEN] or "it has no end"
+    reason = matcher.get_error().partition("\n<")[0].strip()[:MAX_ERROR_LEN]
+    return NO_END if reason.startswith("NoExtension") else reason
