@@ -7,10 +7,11 @@ to requests of the model, from the model's answers to its own objects. Of HTTP a
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine.errors import RequestError
+from engine.settings.config import Config
 from engine.wire import Delta
 
 
@@ -51,6 +52,7 @@ class Call:
     req_id: str | None = None  # for errors, as soon as its protocol has found it
     exchange: Exchange | None = None
     late_status: int | None = None  # of a failure after the first byte
+    config: Config = field(default_factory=Config)  # the server's
 
 
 class ClientProtocol(Protocol):

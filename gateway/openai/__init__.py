@@ -7,6 +7,7 @@ from typing import Any
 
 from engine.errors import InvalidRequest, PromptTooLong, RequestError
 from gateway.openai.answer import OpenAIExchange, as_event
+from gateway.openai.dialect import dialect_of
 from gateway.openai.request import parse
 from gateway.protocol import Call
 
@@ -24,7 +25,7 @@ class OpenAI:
         return True
 
     def parse(self, body: dict[str, Any], call: Call) -> OpenAIExchange:
-        return OpenAIExchange(parse(body, IS_CHAT[call.path], call.model_name))
+        return OpenAIExchange(parse(body, IS_CHAT[call.path], call.model_name, dialect_of(call.config)))
 
     def error(self, error: RequestError, call: Call) -> dict[str, Any]:
         names = call.exchange.names if call.exchange else {}
