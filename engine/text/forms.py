@@ -13,8 +13,8 @@ from engine.errors import InvalidRequest
 from engine.wire.forms import Form
 
 Json = dict[str, Any]
-# Of JSON. Without a bound a model that knows no better writes spaces for ever, which every schema allows.
-SOME_WHITESPACE = {"whitespace_pattern": r"[ \t\r\n]{1,32}"}
+# Of JSON: a space, or a new line and its indentation. A model that knows no better would write spaces for ever.
+SOME_WHITESPACE = {"whitespace_pattern": r" |\r?\n[ \t]{0,24}"}
 NO_WHITESPACE = {"whitespace_flexible": False}
 # What the model thinks before its answer is free. The answer may begin on another line.
 THOUGHT = r"""start: thought BREAK @answer

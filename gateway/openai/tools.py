@@ -13,6 +13,8 @@ from gateway.openai.dialect import FORMATS, CallFormat, Dialect
 
 MAX_TOOLS = 128
 MAX_FORCED_CALLS = 16  # at once
+# Arguments are written as chat templates show them to the model: in one line, a space after `:` and `,`.
+ONE_LINE = {"x-guidance": {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}}
 MODES = ("none", "auto", "required")
 AN_OBJECT, A_STRING, A_BOOL = (wire.FIELDS[name].check for name in ("chat_template_kwargs", "text", "stream"))
 
@@ -45,12 +47,12 @@ class Tools:
 
     def _grammar(self, calls: CallFormat) -> str:
         before, between, after = map(_quoted, calls.forced)
-        most = MAX_FORCED_CALLS - 1 if self.is_parallel else 0
+        more = f"({between} call){{0,{MAX_FORCED_CALLS - 1}}}" if self.is_parallel else ""
         functions = [f"function{index}" for index in range(len(self.forced))]
-        rules = [f"start: {before} call ({between} call){{0,{most}}} {after}", f"call: {' | '.join(functions)}"]
+        rules = [f"start: {before} call {more} {after}", f"call: {' | '.join(functions)}"]
         for rule, function in zip(functions, self.forced, strict=True):
             head = _quoted(f'{{"name": {json.dumps(function["name"])}, "{calls.arguments}": ')
-            rules.append(f'{rule}: {head} %json {json.dumps(_parameters(function))} "}}"')
+            rules.append(f'{rule}: {head} %json {json.dumps({**_parameters(function), **ONE_LINE})} "}}"')
         return "\n".join(rules)
 
 

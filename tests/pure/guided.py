@@ -30,7 +30,7 @@ def a_request(name, field, value, token_ids=(), **sampling):
     options = {"any_whitespace": sampling.pop("any_whitespace", True), "thought_end": sampling.pop("thought_end", "")}
     form = (field, written(FORMS[field](field, value), **options)) if field else ()
     seed = sampling.pop("seed", 0)
-    given = {"max_new_tokens": 400, "temperature": 1.0, "stop_token_ids": STOP_IDS, "form": form, **sampling}
+    given = {"max_new_tokens": 900, "temperature": 1.0, "stop_token_ids": STOP_IDS, "form": form, **sampling}
     requests = [
         Request(f"{name}{'-' * index}", [*PROMPT, *token_ids], len(PROMPT), Sampling(seed=seed + index, **given))
         for index in range(1 + num_forks)

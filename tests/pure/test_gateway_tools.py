@@ -131,6 +131,16 @@ def test_a_call_that_must_be_is_one_whatever_the_model_thinks(tmp_path, name, ch
     assert names == ({"weather", "time"} if choice == "required" else {"weather"})
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_that_must_be_is_the_only_one_if_they_shall_not_be_parallel(tmp_path, name):
+    backend = FakeBackend("{}")
+    ask(backend, {"tool_call_parser": name}, tool_choice="required", parallel_tool_calls=False)
+    guided = Guided(a_tokenizer(tmp_path))
+    for seed in range(8):
+        text = guided.run(a_request(f"{seed}", "guided_grammar", backend.bodies[0]["guided_grammar"], seed=seed))
+        assert len(read(text, calls=FORMATS[name], is_forced=True)[2]) == 1
+
+
 def test_without_a_known_format_calls_can_still_be_forced():
     backend = FakeBackend('{"name": "weather", "parameters": {"city": "Rome"}}')
     choice = ask(backend, {"tool_call_parser": "none"}, tool_choice="required")
