@@ -49,11 +49,13 @@ def make_loop(config: Config, tell: Callable[[str], None]) -> Loop:
     from engine.text.grammar import MatcherGrammars
     from engine.text.tokenizer import Tokenizer
 
+    model = Manifest.read(config.graph_path)
+    grammars = MatcherGrammars(lambda: Tokenizer.load(config.graph_path), model.vocab_size)
+    loading = grammars.load()
     executor = make_executor(config.graph_path, config, tell)
     collect_garbage_seldom()
-    model = Manifest.read(config.graph_path)
     num_blocks = allocate_cache(executor, config, model.max_seq_len)
-    grammars = MatcherGrammars(lambda: Tokenizer.load(config.graph_path), model.vocab_size)
+    loading.result()
     return Loop(executor, num_blocks, config, grammars)
 
 

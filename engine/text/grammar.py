@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
@@ -29,6 +30,7 @@ QUIET = 0
 MAX_ERROR_LEN = 300
 NO_END = "no text has this form"
 NOTHING: Sequence[int] = ()
+T = TypeVar("T")
 
 
 class Matcher:
@@ -64,14 +66,22 @@ class MatcherGrammars:
     def __init__(self, load_tokenizer: Callable[[], Tokenizer], vocab_size: int):
         self._load_tokenizer = load_tokenizer
         self._vocab_size = vocab_size
+        self._thread = ThreadPoolExecutor(1, "grammar")
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # least recently used first
         self._masking = LLExecutor()
-        self._thread = ThreadPoolExecutor(1, "grammar")
+
+    def load(self) -> Future[None]:
+        """What the first request would wait for, and others with it: a vocabulary of 150,000 tokens holds Python's lock
+        for most of a second."""
+        return self._submit(self._load)
 
     def begin(self, request: Request) -> Future[Sequence[Grammar]]:
+        return self._submit(self._begin, request)
+
+    def _submit(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
         stack_bytes = threading.stack_size(STACK_BYTES)  # of the thread, which begins with the first call
         try:
-            return self._thread.submit(self._begin, request)
+            return self._thread.submit(work, *arguments)
         finally:
             threading.stack_size(stack_bytes)
 
@@ -106,6 +116,10 @@ class MatcherGrammars:
 
     # The thread
 
+    def _load(self) -> None:
+        if self._tokenizer.eos_token_ids:  # else no answer can have a form
+            _ = self._words
+
     def _begin(self, request: Request) -> Sequence[Grammar]:
         field, form = request.sampling.form
         compiled = self._compile(field, form)
@@ -138,9 +152,12 @@ class MatcherGrammars:
         return compiled
 
     @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return self._load_tokenizer()
+
+    @cached_property
     def _words(self) -> _Words:
-        """Takes a second for 150,000 tokens."""
-        return _Words(self._load_tokenizer(), self._vocab_size)
+        return _Words(self._tokenizer, self._vocab_size)
 
 
 class _Words:

@@ -9,9 +9,9 @@ import pytest
 
 from engine.core.types import Request, Sampling
 from engine.errors import InvalidRequest
-from engine.text.grammar import Matcher
+from engine.text.grammar import Matcher, MatcherGrammars
 from tests.byte_tokenizer import EOS_ID
-from tests.pure.guided import PROMPT, STOP_IDS, Guided, a_request, a_tokenizer
+from tests.pure.guided import PROMPT, STOP_IDS, VOCAB_SIZE, Guided, a_request, a_tokenizer
 from tests.pure.random_schemas import random_schema
 
 PERSON = {
@@ -98,11 +98,12 @@ def test_a_form_begins_after_what_the_model_thinks(guided, tokenizer):
 
 
 def test_the_answer_ends_with_its_form_and_without_a_step_for_that(guided):
-    request = a_request("a", "guided_choice", ["(x)"])
-    guided.run(request)
-    assert guided.token_ids["a"][-1] in STOP_IDS
+    guided.run(a_request("a", "guided_regex", "[ab]"))
+    assert (len(guided.token_ids["a"]), guided.token_ids["a"][-1]) == (2, STOP_IDS[0])
     assert guided.ends["a"] == "stop"
-    assert guided.model.num_steps == 2  # the prompt with the first token; all others were forced
+    assert guided.model.num_steps == 1
+    guided.run(a_request("b", "guided_choice", ["(x)"]))
+    assert guided.model.num_steps == 1 + 2  # the prompt with the first token; all others were forced
 
 
 def test_at_the_end_of_a_form_that_may_go_on_the_stop_ids_of_the_request_are_allowed(guided, tokenizer):
@@ -293,3 +294,15 @@ def test_sampling_without_a_form_needs_no_grammars(tokenizer):
     guided.run(Request("a", list(PROMPT), len(PROMPT), Sampling(3)))
     assert guided.ends == {"a": "length"}
     assert guided.grammars.futures == []
+
+
+def test_the_vocabulary_can_be_there_before_the_first_request(tokenizer):
+    grammars = MatcherGrammars(lambda: tokenizer, VOCAB_SIZE)
+    grammars.load().result()
+    guided = Guided(tokenizer, grammars=grammars)
+    grammars._load_tokenizer = None
+    assert guided.run(a_request("a", "guided_choice", ["x"])) == "x"
+
+
+def test_a_model_without_an_end_of_sequence_token_starts_all_the_same():
+    MatcherGrammars(lambda: type("Endless", (), {"eos_token_ids": ()}), 9).load().result()
