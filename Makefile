@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --no-warn-script-location --no-input --constraint constraints.txt
+# STORM="--kill engine gateway": more options of benchmarks.storm
+STORM_SECONDS ?= 300
+SOAK_SECONDS ?= 14400
 TRITONSERVER = nvidia-pytriton==0.7.0
 
 # A stamp says that a step is done; it is older than what the step depends on when it has to be done again.
@@ -18,7 +21,7 @@ define check_venv
   { echo "error: $(VENV) exists and is no virtual environment; name another folder: make VENV=..." >&2; exit 1; }
 endef
 
-.PHONY: demo install test quick lint bench clean
+.PHONY: demo install test quick lint bench storm soak clean
 
 demo: install  ## starts the server with the bundled model and asks it three questions
 	@$(BIN)/python -m server_scripts.demo
@@ -28,8 +31,8 @@ install: $(RUNTIME) $(OPS)  ## .venv with start_server and stop_server
 test: quick  ## all tests, those that need nothing first
 	$(BIN)/python -m pytest tests --ignore tests/pure
 
-quick: install $(TESTS)  ## the tests that need no server
-	$(BIN)/python -m pytest tests/pure
+quick: install $(TESTS)  ## the tests that need no server, on all cores
+	$(BIN)/python -m pytest tests/pure --numprocesses logical --maxprocesses 8 --dist worksteal
 
 lint: $(TESTS)  ## style, types, which part may import which
 	$(BIN)/ruff check .
@@ -41,6 +44,12 @@ lint: $(TESTS)  ## style, types, which part may import which
 
 bench: install
 	$(BIN)/python -m benchmarks.bench
+
+storm: install  ## kills engines under load for STORM_SECONDS, and compares every answer
+	$(BIN)/python -m benchmarks.storm --seconds $(STORM_SECONDS) $(STORM)
+
+soak: install  ## the same for hours, in which no process may grow
+	$(BIN)/python -m benchmarks.storm --seconds $(SOAK_SECONDS) --every 60 --stop engine --max-growth 0.02 $(STORM)
 
 clean:
 	$(check_venv)

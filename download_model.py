@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
@@ -56,7 +56,6 @@ class Options:
     mode: str = "master"
     speculate_dir: str | None = None  # where the draft model goes; None: no draft model
     policy: Policy = field(default_factory=Policy)
-    check_config: Callable[[Path], None] | None = None  # raises what prevents that a checkpoint is fetched
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ, **others) -> "Options":
@@ -156,13 +155,24 @@ def _from_hub(repo_id: str, quant: str | None, model_dir: Path, options: Options
             model_dir,
             Record(f"{repo_id} of the hub", quant),
             lambda policy, stop: replace(
-                list_hub(repo_id, options.hub_endpoint, policy, stop), check=options.check_config
+                list_hub(repo_id, options.hub_endpoint, policy, stop), check=_must_be_supported
             ),
             options.policy,
             twins=[other for other in others if other != model_dir],
         )
     except Denied as error:  # the hub lists some models to everyone whose files it does not give to everyone
         raise DownloadError(f"{error}; set HF_TOKEN to a token of an account that may read the model") from None
+
+
+def _must_be_supported(config_json: Path) -> None:
+    """Before the weights of a model arrive that cannot be exported. A mirror's is exported already."""
+    from engine.models.families import read_model  # numpy: not for who only asks for help
+    from engine.models.keys import ModelError, read_json
+
+    try:
+        read_model(read_json(config_json))
+    except ModelError as error:
+        raise DownloadError(f"{error}; nothing else of the model is fetched") from None
 
 
 def _from_mirror(name: str, part: str, target_dir: Path, options: Options) -> int:
@@ -201,11 +211,15 @@ class _Parser(argparse.ArgumentParser):
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = _Parser(prog="download_model.py", description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("-m", "--model_name", default=DEFAULT_MODEL, help="org/model or org/model/quantization (%(default)s)")
-    add("-d", "--dir", default="downloads", help="the model goes to dir/model_name (%(default)s)")
-    add("-n", "--nnodes", type=int, default=1, help="nodes that serve the model together (%(default)s)")
-    add("-M", "--mode", choices=MODES, default="master", help="which node this is, if two (%(default)s)")
-    add("-s", "--speculate_model_path", help="where the draft model goes; only from a mirror")
+    add("-m", "--model_name", default=DEFAULT_MODEL, help="org/model or org/model/quantization; default: %(default)s")
+    add("-d", "--dir", default="downloads", help="the model goes to dir/model_name; default: %(default)s")
+    add("-n", "--nnodes", type=int, default=1, help="nodes that serve the model together; default: %(default)s")
+    add("-M", "--mode", choices=MODES, default="master", help="which node this is, if two; default: %(default)s")
+    add(
+        "-s",
+        "--speculate_model_path",
+        help="where the draft model goes, only from a mirror; default: it is not fetched",
+    )
     return parser.parse_args(argv)
 
 

@@ -122,7 +122,7 @@ def measure_http(graph_dir: Path, streams: list[int], lengths: tuple[int, int], 
     """Starts the real server on free ports, drives it, stops it."""
     prompt_len, answer_len = lengths
     vocab_size = Manifest.read(graph_dir).vocab_size
-    names = ("HEALTH_HTTP_PORT", "SERVICE_GRPC_PORT", "METRICS_HTTP_PORT", "INTER_PROC_PORT", "SERVICE_HTTP_PORT")
+    names = ("HEALTH_HTTP_PORT", "SERVICE_GRPC_PORT", "METRICS_HTTP_PORT", "SERVICE_HTTP_PORT")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         ports = dict(zip(names, free_ports(len(names)), strict=True))

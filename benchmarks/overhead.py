@@ -55,7 +55,8 @@ class NoGraph:
 
 def measure(sampling: dict[str, float], prompt_len: int, num_waiting: int) -> float:
     """Microseconds a row."""
-    config = Config(batch_size=NUM_ROWS, max_num_batched_tokens=1 << 20, max_cached_task_num=1 << 20)
+    unlimited = {"max_num_batched_tokens": 1 << 20, "max_cached_task_num": 1 << 20, "max_waiting_tokens": 1 << 30}
+    config = Config(batch_size=NUM_ROWS, **unlimited)
     loop = Loop(NoGraph(), NUM_ROWS * 32, config)  # type: ignore[arg-type]
     rng = np.random.default_rng(0)
     for index in range(NUM_ROWS + num_waiting):

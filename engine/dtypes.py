@@ -11,6 +11,10 @@ import numpy as np
 WEIGHT_DTYPES = ("float32", "bfloat16")  # of an exported model's matrices and KV cache
 
 
+# Of numbers with 4 bits: how many have a scale of their own, and what the number of them in a row is a multiple of.
+CODES_PER_SCALE, CODES_ALIGNED = 64, 128
+
+
 def held_as(name: str) -> np.dtype:
     """What the ops hold it in."""
     return np.dtype(np.uint16 if name == "bfloat16" else name)

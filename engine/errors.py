@@ -26,6 +26,7 @@ class RequestError(Exception):
     def __init__(self, text: str, *, field: str | None = None, value: Any = None, limit: Any = None):
         super().__init__(text)
         self.text, self.field, self.value, self.limit = text, field, value, limit
+        self.retry_after_s: int | None = None  # for whom it may be different then; None: the client's affair
 
     @property
     def cause(self) -> dict[str, Any]:
@@ -107,14 +108,14 @@ class UnknownAnswer(RequestError):
 
 
 class Overloaded(RequestError):
-    """The waiting queue is full. The same request may succeed later."""
+    """Too much is waiting, or its owner has asked for too much. The same request may succeed later."""
 
     kind = "overloaded"
     code = 429
 
 
 class Cancelled(RequestError):
-    """The client left. Nobody reads this answer, but every request ends exactly once."""
+    """The client left, or somebody has aborted its request."""
 
     kind = "cancelled"
     code = 499
@@ -152,9 +153,20 @@ def queue_full(num_waiting: int, limit: int) -> Overloaded:
     return Overloaded("cached task num ({value}) exceeds the limit ({limit})", value=num_waiting, limit=limit)
 
 
-def error_of(kind: str, text: str, **cause: Any) -> RequestError:
+def tokens_full(num_tokens: int, limit: int) -> Overloaded:
+    text = "{value} tokens of prompts are waiting, at most MAX_WAITING_TOKENS({limit}) may"
+    return Overloaded(text, value=num_tokens, limit=limit)
+
+
+def waited_too_long(limit_s: float) -> Overloaded:
+    return Overloaded("the request has waited for {limit} s, which is QUEUE_TIMEOUT", limit=limit_s)
+
+
+def error_of(kind: str, text: str, retry_after_s: int | None = None, **cause: Any) -> RequestError:
     """The error that crossed a process border with these of its attributes; an unknown kind is an internal error."""
-    return KINDS.get(kind, RequestError)(text, **cause)
+    error = KINDS.get(kind, RequestError)(text, **cause)
+    error.retry_after_s = retry_after_s
+    return error
 
 
 def as_request_error(error: Exception) -> RequestError:

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 log = logging.getLogger(__name__)
 
 
+def unfollowed(path: str, flags: int) -> int:
+    """An opener for `open`: what is written does not go where a symbolic link at `path` leads."""
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "is a symbolic link, which is not followed", path) from None
+        raise
+
+
 @contextlib.contextmanager
 def file_lock(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
     """`on_wait` is called when another has it. On a file system without locks the operator has to see to it."""
-    with path.open("w") as file:
+    with open(path, "w", opener=unfollowed) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

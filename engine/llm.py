@@ -67,12 +67,12 @@ class LLM:
         config = Config.from_env().changed(**settings)
         graph_dir = Path(model_dir)
         if not is_exported(graph_dir):
-            options = ExportOptions(dtype=config.dtype, block_size=config.block_size, num_ranks=config.mp_num)
+            options = ExportOptions(config.dtype, config.quant_type, config.block_size, num_ranks=config.mp_num)
             graph_dir = export_cached(graph_dir, Path(config.export_cache_dir).expanduser(), options)
         self.tokenizer = Tokenizer.load(graph_dir)
         executor = make_executor(graph_dir, config)
         self._num_blocks = allocate_cache(executor, config, Manifest.read(graph_dir).max_seq_len)
-        self._config = replace(config, max_cached_task_num=2**31)  # nobody else is waiting
+        self._config = replace(config, max_cached_task_num=2**31, max_waiting_tokens=2**62)  # nobody else is waiting
         self._grammars = MatcherGrammars(lambda: self.tokenizer, Manifest.read(graph_dir).vocab_size)
         self._loop = Loop(executor, self._num_blocks, self._config, self._grammars)
         self._lock = threading.Lock()  # of the loop: calls from several threads take turns

@@ -6,19 +6,22 @@ process serves on one of them, the master; on the others it holds ranks and answ
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import zmq
 
 from engine.core.loop import Loop
 from engine.errors import ConfigError, HostLost, SetupError
 from engine.executors import LOADING
+from engine.link.messages import Bounds, most_bytes
 from engine.link.server import Server
 from engine.log import configure
-from engine.settings.config import Config
+from engine.settings.config import ENGINE_PROGRESS_FILE, Config
 
 log = logging.getLogger(__name__)
 
@@ -27,21 +30,29 @@ def main() -> int:
     config = Config.from_env()
     configure(config.log_level)
     try:
-        server = Server(f"tcp://127.0.0.1:{config.inter_proc_port}")
+        server = Server(f"ipc://{config.engine_socket}", most_bytes(config))
     except zmq.ZMQError as error:
-        raise ConfigError(f"INTER_PROC_PORT is {config.inter_proc_port}, which cannot be used: {error}") from None
-    with server.starting(LOADING) as tell:
-        loop = make_loop(config, tell)
+        text = f"RUN_DIR is {str(config.run_path)!r}, the engine cannot listen in it: {error.strerror}"
+        raise ConfigError(text) from None
+    server.on_first_tokens = lambda: note_progress(config.run_path / ENGINE_PROGRESS_FILE)
+    server.tell(LOADING)
+    loop, bounds = make_loop(config, server.tell)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.close())
     pool = loop.scheduler.pool
     log.info("ready: %d blocks of %d tokens", pool.num_blocks, pool.block_size)
-    server.run(loop)
+    server.run(loop, bounds)
     log.info("stopped")
     return 0
 
 
-def make_loop(config: Config, tell: Callable[[str], None]) -> Loop:
+def note_progress(path: Path) -> None:
+    """Who ends after this is started again at once."""
+    with contextlib.suppress(OSError):  # a full disk must not end an engine that computes
+        path.touch()
+
+
+def make_loop(config: Config, tell: Callable[[str], None]) -> tuple[Loop, Bounds]:
     # Imported here: a client of this module must not pay for Paddle.
     from engine.executors import make_executor
     from engine.executors.memory import allocate_cache, collect_garbage_seldom
@@ -56,7 +67,7 @@ def make_loop(config: Config, tell: Callable[[str], None]) -> Loop:
     collect_garbage_seldom()
     num_blocks = allocate_cache(executor, config, model.max_seq_len)
     loading.result()
-    return Loop(executor, num_blocks, config, grammars)
+    return Loop(executor, num_blocks, config, grammars), Bounds(model.vocab_size, model.max_seq_len)
 
 
 if __name__ == "__main__":

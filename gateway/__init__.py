@@ -1,4 +1,5 @@
-"""HTTP in front of the model, native protocol and OpenAI's. Of the engine it knows the wire contract and the errors."""
+"""In front of the model: HTTP, with the native protocol and OpenAI's, and Triton's gRPC. Of the engine it knows the
+wire contract and the errors."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""One worker process: listens beside its siblings on one port (SO_REUSEPORT), and drains when told to stop.
+"""One worker process: listens beside its siblings on the HTTP and gRPC ports (SO_REUSEPORT), drains when told to stop.
 
 SIGTERM or SIGINT: stop listening, let running requests go on for the drain timeout, then end them with an error event;
 exit status 0.
@@ -9,36 +9,59 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import resource
 import signal
 import socket
+import ssl
 import sys
 
+import grpc
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.log import server_logger
 
-from engine.address import connect_host
+from engine.address import in_url
 from engine.errors import ConfigError
 from engine.log import configure
 from engine.settings.config import Config
+from engine.settings.tls import key_and_chain, server_context
+from gateway.answers import is_news
 from gateway.app import BACKEND, DRAINING, RUNNING, make_app
 from gateway.backend import timeout
+from gateway.connections import Connections
+from gateway.health import SILENT_CLIENT_S
+from gateway.inference.server import InferenceServer
 from gateway.triton_client import TritonBackend
 
 log = logging.getLogger("gateway")
 
 BACKLOG = 1024
 LAST_WORDS_S = 2.0  # for the error events after the drain timeout
+MAX_HEADERS, MAX_HEADER_BYTES = 64, 8190  # of one request; of each
+NUM_FILES = 1 << 16  # connections and what they need, if the system allows it
 
 
-async def serve(app: web.Application, sock: socket.socket, stop: asyncio.Event, drain_timeout_s: float) -> None:
-    """Serves until `stop` is set, then drains."""
-    server_logger.addFilter(_without_bytes)
+async def serve(
+    app: web.Application,
+    sock: socket.socket,
+    stop: asyncio.Event,
+    drain_timeout_s: float,
+    tls: ssl.SSLContext | None = None,
+) -> None:
+    """Serves HTTP until `stop` is set, then drains."""
+    server_logger.addFilter(is_news)
     runner = web.AppRunner(
-        app, handler_cancellation=True, access_log=None, shutdown_timeout=LAST_WORDS_S, auto_decompress=False
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=LAST_WORDS_S,
+        auto_decompress=False,
+        keepalive_timeout=SILENT_CLIENT_S,
+        max_headers=MAX_HEADERS,
+        max_field_size=MAX_HEADER_BYTES,
+        max_line_size=MAX_HEADER_BYTES,
     )
     await runner.setup()
-    site = web.SockSite(runner, sock, backlog=BACKLOG)
+    site = web.SockSite(runner, sock, backlog=BACKLOG, ssl_context=tls)
     await site.start()
     log.info("listening on %s:%d", *sock.getsockname()[:2])
     await stop.wait()
@@ -50,13 +73,6 @@ async def serve(app: web.Application, sock: socket.socket, stop: asyncio.Event, 
     await drain(app, drain_timeout_s)
     await runner.cleanup()  # closes idle connections, cancels what is stuck in a client
     log.info("stopped")
-
-
-def _without_bytes(record: logging.LogRecord) -> bool:
-    """aiohttp logs what is no HTTP with its bytes and a traceback: the one line without them is enough."""
-    if record.exc_info and isinstance(record.exc_info[1], HttpProcessingError):
-        record.exc_info = None
-    return True
 
 
 async def drain(app: web.Application, timeout_s: float) -> None:
@@ -85,14 +101,38 @@ async def run(config: Config) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    app = make_app(TritonBackend(connect_host(config.service_host), config.service_grpc_port), config)
-    await serve(app, listen(config.service_host, config.service_http_port), stop, config.drain_timeout_s)
+    await asyncio.gather(serve_grpc(config, stop), serve_http(config, stop))
+
+
+async def serve_http(config: Config, stop: asyncio.Event) -> None:
+    if config.service_http_port > 0:
+        app = make_app(TritonBackend(Connections(config.triton_target)), config)
+        sock = listen(config.service_host, config.service_http_port)
+        await serve(app, sock, stop, config.drain_timeout_s, server_context(config))
+
+
+async def serve_grpc(config: Config, stop: asyncio.Event) -> None:
+    server = InferenceServer(Connections(config.triton_target), config)
+    credentials = grpc.ssl_server_credentials([key_and_chain(config)]) if config.tls_cert_file else None
+    address = f"{in_url(config.service_host)}:{config.service_grpc_port}"
+    try:
+        await server.start(address, credentials)
+    except RuntimeError:  # gRPC does not say why
+        raise OSError(0, "nothing can listen there", address) from None
+    await stop.wait()
+    await server.drain(config.drain_timeout_s)
+
+
+def allow_connections() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < NUM_FILES:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(NUM_FILES, hard), hard))
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m gateway",
-        description="Serve HTTP in front of the model. Settings are environment variables: "
+        description="Serve HTTP and gRPC in front of the model. Settings are environment variables: "
         "python -m engine.settings.config",
     )
     parser.add_argument("--index", type=int, default=0, help="which of the workers this is, for the log")
@@ -102,13 +142,13 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     index = parse_arguments().index
     config = Config.from_env()
-    if config.service_http_port < 0:
-        raise ConfigError(f"SERVICE_HTTP_PORT is {config.service_http_port}: there is no HTTP to serve")
     configure(config.log_level, process=f"worker {index}")
+    allow_connections()
     try:
         asyncio.run(run(config))
     except OSError as error:
-        log.error("cannot serve on %s:%d: %s", config.service_host, config.service_http_port, error.strerror)
+        address = error.filename or f"{config.service_host}:{config.service_http_port}"
+        log.error("cannot serve on %s: %s", address, error.strerror)
         return 1
     return 0
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from engine.errors import DuplicateRequest, InvalidRequest, Overloaded, RequestError, TimedOut
 from engine.wire import Delta
@@ -90,7 +91,7 @@ def refusal(error: RequestError, request: web.Request) -> web.Response:
     several protocols: it gets the errors of all of them in one object."""
     headers = {}
     if isinstance(error, Overloaded) or error.code == 503:
-        headers["Retry-After"] = "1"
+        headers["Retry-After"] = str(error.retry_after_s or 1)
     if isinstance(error, NOT_AGAIN):
         headers["x-should-retry"] = "false"
     if error.code == 401:
@@ -100,6 +101,15 @@ def refusal(error: RequestError, request: web.Request) -> web.Response:
     for protocol in call.protocols:
         fields |= protocol.error(error, call)
     return in_one_piece(fields, error.code, headers)
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """A filter: aiohttp logs what is no HTTP with its bytes and a traceback: the one line without them is enough. A
+    client that leaves before it is told to go on (`Expect: 100-continue`) is no error."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError):
+        record.exc_info = None
+    return not isinstance(error, ConnectionError)
 
 
 def as_known(error: Exception) -> RequestError:

@@ -6,7 +6,7 @@ A path has the protocols that name it. Where there are several, the first that s
 from __future__ import annotations
 
 import asyncio
-import hmac
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,17 +14,20 @@ from typing import Any
 
 from aiohttp import web
 
+from engine import wire
 from engine.errors import EngineUnavailable, InvalidRequest, RequestError
 from engine.settings.config import Config
-from gateway import answers
+from gateway import answers, keys, metrics
 from gateway.answers import CALL, REQUEST_TIMEOUT
 from gateway.backend import Backend
-from gateway.body import read_body
+from gateway.body import parse_body, read_payload
 from gateway.choices import side_by_side
 from gateway.health import ANSWER_WITHIN_S, Shared, as_response, readiness
+from gateway.intake import Intake, Room
+from gateway.lasting import LastingBackend
 from gateway.native import Native
 from gateway.openai import BASE, OpenAI
-from gateway.protocol import Call, ClientProtocol
+from gateway.protocol import Call, ClientProtocol, Exchange
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +36,7 @@ PROTOCOLS: Sequence[ClientProtocol] = (NATIVE, OPENAI)
 
 BACKEND = web.AppKey("backend", Backend)
 CONFIG = web.AppKey("config", Config)
+INTAKE = web.AppKey("intake", Intake)
 READY = web.AppKey("ready", Shared)
 RUNNING = web.AppKey("running", list)  # the requests being answered
 DRAINING = web.AppKey("draining", asyncio.Event)
@@ -44,6 +48,7 @@ CORS = {
     "Access-Control-Max-Age": "86400",
 }
 UNGUARDED = ("/health",)
+MAX_ABORT_BYTES = 8 << 10  # a req_id, however escaped
 CLIENT_LEFT = 499  # in our log only
 STARTED = int(time.time())
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -51,10 +56,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 def make_app(backend: Backend, config: Config, request_timeout_s: float = REQUEST_TIMEOUT_S) -> web.Application:
     app = web.Application(middlewares=[accounted, errors_as_json], client_max_size=config.max_body_bytes)
-    app[BACKEND] = backend
+    app[READY] = readiness(backend, ANSWER_WITHIN_S)
+    app[BACKEND] = LastingBackend(backend, app[READY])
     app[CONFIG] = config
     app[REQUEST_TIMEOUT] = request_timeout_s
-    app[READY] = readiness(backend, ANSWER_WITHIN_S)
+    app[INTAKE] = Intake.share_of_worker(config)
     app[RUNNING] = []
     app[DRAINING] = asyncio.Event()
     if config.cors_allow_origin:
@@ -65,6 +71,8 @@ def make_app(backend: Backend, config: Config, request_timeout_s: float = REQUES
         [
             web.get("/", show_endpoints),
             web.get("/health", show_health),
+            web.get("/metrics", show_metrics),
+            web.post("/v1/abort", abort),
             *[web.get(f"{prefix}/models", list_models) for prefix in ("/v1", BASE)],
             *[web.get(f"{prefix}/models/{{model:.+}}", show_model) for prefix in ("/v1", BASE)],
             *[web.post(path, complete) for path in paths],
@@ -76,15 +84,52 @@ def make_app(backend: Backend, config: Config, request_timeout_s: float = REQUES
 async def complete(request: web.Request) -> web.StreamResponse:
     """A request for an answer of the model, whatever its protocol."""
     call, app = request[CALL], request.app
-    body = await read_body(request, app[CONFIG].max_body_bytes)
+    room = Room(app[INTAKE])
+    try:
+        payload = await read_payload(request, app[CONFIG].max_body_bytes, room)
+        async with app[INTAKE].reading(len(payload)):
+            call.exchange = exchange = _parse(payload, call)
+        del payload
+        timeout_s = exchange.timeout_s or app[REQUEST_TIMEOUT]
+        bodies = [wire.with_owner(each, call.owner) for each in exchange.requests]
+        running = side_by_side([app[BACKEND].generate(each, timeout_s) for each in bodies])
+        if room.num_bytes:
+            running = _giving_back(room, running)
+        if exchange.stream:
+            return await answers.stream(request, exchange, running)
+        return await answers.gather(exchange, running)
+    finally:
+        room.give_back()
+
+
+def _parse(payload: bytes, call: Call) -> Exchange:
+    body = parse_body(payload)
     protocol = next(each for each in call.protocols if len(call.protocols) == 1 or each.speaks(body))
     call.protocols = [protocol]
-    call.exchange = exchange = protocol.parse(body, call)
-    timeout_s = exchange.timeout_s or app[REQUEST_TIMEOUT]
-    running = side_by_side([app[BACKEND].generate(each, timeout_s) for each in exchange.requests])
-    if exchange.stream:
-        return await answers.stream(request, exchange, running)
-    return await answers.gather(exchange, running)
+    return protocol.parse(body, call)
+
+
+async def _giving_back(room: Room, running: answers.Answers) -> answers.Answers:
+    """When the model has begun to answer."""
+    async with contextlib.aclosing(running):
+        async for each in running:
+            room.give_back()
+            yield each
+
+
+async def abort(request: web.Request) -> web.Response:
+    """Whichever worker has the request: the model ends it."""
+    call = request[CALL]
+    call.protocols = [NATIVE]
+    room = Room(request.app[INTAKE])
+    try:
+        body = parse_body(await read_payload(request, MAX_ABORT_BYTES, room))
+    finally:
+        room.give_back()
+    if "req_id" not in body:
+        raise InvalidRequest("`{field}` is missing", field="req_id")
+    req_id = wire.FIELDS["req_id"].check("req_id", body["req_id"])
+    return answers.in_one_piece((await request.app[BACKEND].abort(req_id, call.owner)).fields())
 
 
 def _protocols_of(path: str) -> Sequence[ClientProtocol]:
@@ -102,6 +147,12 @@ async def show_endpoints(request: web.Request) -> web.Response:
 
 async def show_health(request: web.Request) -> web.Response:
     return as_response(await request.app[READY]())
+
+
+async def show_metrics(request: web.Request) -> web.Response:
+    state = await request.app[BACKEND].probe(with_metrics=True)
+    text = metrics.as_text(state.metrics or ())
+    return web.Response(text=text, headers={"Content-Type": metrics.CONTENT_TYPE})
 
 
 async def list_models(request: web.Request) -> web.Response:
@@ -133,9 +184,8 @@ def _served_name(app: web.Application) -> str:
 @web.middleware
 async def accounted(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Counts the request as running, and logs its end in one line without a word of the client's."""
-    call = request[CALL] = Call(
-        request.path, _served_name(request.app), _protocols_of(request.path), config=request.app[CONFIG]
-    )
+    protocols, headers = _protocols_of(request.path), request.headers
+    call = request[CALL] = Call(request.path, _served_name(request.app), protocols, headers, config=request.app[CONFIG])
     running = request.app[RUNNING]
     running.append(request)
     start, status = time.monotonic(), CLIENT_LEFT
@@ -147,12 +197,13 @@ async def accounted(request: web.Request, handler: Handler) -> web.StreamRespons
         running.remove(request)
         resource = request.match_info.route.resource
         log.info(
-            "%s %s %s %.3fs %s %d tokens",
+            "%s %s %s %.3fs %s%s %d tokens",
             request.method if request.method in ("GET", "POST", "HEAD", "OPTIONS") else "OTHER",
             resource.canonical if resource else "-",
             status,
             time.monotonic() - start,
             call.protocols[0].name if len(call.protocols) == 1 else "-",
+            f" {call.owner.name}" if call.owner.name else "",
             call.exchange.num_tokens if call.exchange else 0,
         )
 
@@ -176,20 +227,14 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return answers.refusal(answers.as_known(error), request)
 
 
-class WrongKey(InvalidRequest):
-    kind = "invalid_api_key"
-    code = 401
-
-
 def _check_key(request: web.Request) -> None:
-    key = request.app[CONFIG].api_key
-    if not key or request.path in UNGUARDED:
-        return
-    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    is_right = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), key.encode())
-    if scheme.lower() != "bearer" or not is_right:
-        request[CALL].protocols = [OPENAI]
-        raise WrongKey("the API key is missing or wrong, the header must be `Authorization: Bearer <key>`")
+    owners, call = request.app[CONFIG].owners, request[CALL]
+    if owners and request.path not in UNGUARDED:
+        try:
+            call.owner = keys.owner_of(request.headers.get("Authorization", ""), owners)
+        except keys.WrongKey:
+            call.protocols = [OPENAI]
+            raise
 
 
 def _http_refusal(error: web.HTTPException, request: web.Request) -> web.Response:

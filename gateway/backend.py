@@ -6,12 +6,23 @@ import sys
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
-from engine.wire import Delta, ModelState
+from engine.errors import EngineUnavailable
+from engine.wire import Aborted, Delta, ModelState, Owner
 
 if sys.version_info >= (3, 11):
     from asyncio import timeout as timeout
 else:  # aiohttp needs this package before Python 3.11
     from async_timeout import timeout as timeout
+
+
+class ModelUnreachable(EngineUnavailable):
+    """The model server was not there to take a request."""
+
+    was_there = False  # a moment ago: it is on its way back
+
+
+class ModelLost(ModelUnreachable):
+    """It had taken the request, and broke off: it has died, or the connection to it."""
 
 
 class Backend(Protocol):
@@ -20,12 +31,17 @@ class Backend(Protocol):
     def generate(self, body: dict[str, Any], timeout_s: float) -> AsyncGenerator[Delta, None]:
         """The answers to one request, the last one a Final; a failure is raised as a RequestError.
 
-        TimedOut when no answer comes for `timeout_s`. Closing the generator cancels the request.
+        TimedOut when no answer comes for `timeout_s`, ModelUnreachable and ModelLost when none will. Closing the
+        generator cancels the request.
         """
         ...
 
-    async def probe(self) -> ModelState:
+    async def probe(self, with_metrics: bool = False) -> ModelState:
         """Raises a RequestError when the model is unreachable."""
+        ...
+
+    async def abort(self, req_id: str, owner: Owner) -> Aborted:
+        """Ends an open request of this owner, whoever has sent it. Raises a RequestError as above."""
         ...
 
     async def is_live(self) -> bool:

@@ -9,22 +9,35 @@ from typing import Any
 
 from aiohttp import web
 
+from engine import wire
 from engine.errors import InvalidRequest
 from gateway.backend import timeout
+from gateway.intake import Room
 
 BODY_TIMEOUT_S = 60.0  # for all of a body; one whose later chunks are malformed never ends otherwise
 
 
-async def read_body(request: web.Request, limit: int) -> dict[str, Any]:
-    """A length beyond the limit is refused before a byte is read."""
+async def read_payload(request: web.Request, limit: int, room: Room) -> bytes:
+    """A length beyond the limit is refused before a byte is read, and so is one that there is no room for."""
     if (length := request.content_length or 0) > limit:
         raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=length)
+    room.grow_to(length)
+    payload = bytearray()
     try:
         async with timeout(BODY_TIMEOUT_S):
-            payload = await request.read()
+            async for piece in request.content.iter_any():
+                payload += piece
+                if len(payload) > limit:
+                    raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=len(payload))
+                room.grow_to(len(payload))
     except asyncio.TimeoutError:
         raise web.HTTPRequestTimeout(text=f"the request body was not complete within {BODY_TIMEOUT_S:g} s") from None
-    payload = _unpacked(payload, request.headers.get("Content-Encoding", "identity"), limit)
+    unpacked = _unpacked(bytes(payload), request.headers.get("Content-Encoding", "identity"), limit)
+    room.grow_to(len(unpacked))
+    return unpacked
+
+
+def parse_body(payload: bytes) -> dict[str, Any]:
     try:
         body = json.loads(payload)
     except RecursionError:
@@ -33,7 +46,7 @@ async def read_body(request: web.Request, limit: int) -> dict[str, Any]:
         raise InvalidRequest(f"the request is not valid JSON: {error}") from None
     if not isinstance(body, dict):
         raise InvalidRequest(f"the request must be a JSON object, it is {type(body).__name__}")
-    return body
+    return wire.check_keys(body)
 
 
 def _unpacked(payload: bytes, encoding: str, limit: int) -> bytes:

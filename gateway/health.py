@@ -1,8 +1,10 @@
-"""Whether the server takes requests (live) and whether the model answers them (ready). `python -m gateway.health`.
+"""Whether the server takes requests (live), whether the model answers them (ready), and whether it has ever done so
+(started). `python -m gateway.health`.
 
-/v2/health/live asks the server's gRPC port, and the HTTP port when there is one. /v2/health/ready sends a probe through
-the model, so that a dead process behind a living port shows. Both answer 200 with an empty body, else 503 and
-`{"error_code", "error_msg"}`; the codes are the predecessor's: 1 not reachable, 2 not ready, 3 silent.
+/v2/health/live asks tritonserver, and connects to the gRPC port, and to the HTTP port when there is one.
+/v2/health/ready sends a probe through the model, so that a dead process behind a living port shows. Both answer 200
+with an empty body, else 503 and `{"error_code", "error_msg"}`; the codes are the predecessor's: 1 not reachable, 2 not
+ready, 3 silent.
 """
 
 from __future__ import annotations
@@ -12,10 +14,11 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from aiohttp import web
+from aiohttp.log import server_logger
 
 from engine.address import connect_host
 from engine.errors import ConfigError, RequestError
@@ -26,6 +29,9 @@ from gateway.backend import Backend, timeout
 
 NOT_REACHABLE, NOT_READY, SILENT = 1, 2, 3
 ANSWER_WITHIN_S = 3.0  # else the model is taken for silent
+# Without a whole request, since the connection or the last answer: unfinished headers cannot hold it, nor can nobody.
+# Longer than the minute for which proxies keep connections, so that they are the ones who close.
+SILENT_CLIENT_S = 75.0
 MAX_AGE_S = 0.5  # an answer may be this old, so many askers cost the model no more than one
 
 
@@ -78,15 +84,15 @@ def readiness(backend: Backend, timeout_s: float) -> Shared:
     return Shared(check, timeout_s)
 
 
-def liveness(backend: Backend, timeout_s: float, http: tuple[str, int] | None) -> Shared:
+def liveness(backend: Backend, timeout_s: float, ports: Sequence[tuple[str, int]]) -> Shared:
     async def check() -> Health:
         if not await backend.is_live():
-            return Health(NOT_REACHABLE, "the model server does not answer on its gRPC port")
-        if http is not None:
+            return Health(NOT_REACHABLE, "the model server does not answer")
+        for host, port in ports:
             try:
-                _, writer = await asyncio.open_connection(*http)
+                _, writer = await asyncio.open_connection(host, port)
             except OSError as error:
-                return Health(NOT_REACHABLE, f"nothing answers on HTTP port {http[1]}: {error.strerror}")
+                return Health(NOT_REACHABLE, f"nothing answers on port {port}: {error.strerror}")
             writer.close()
         return Health()
 
@@ -99,11 +105,19 @@ def as_response(health: Health) -> web.Response:
     return web.Response()
 
 
-def make_health_app(backend: Backend, timeout_s: float, http: tuple[str, int] | None = None) -> web.Application:
-    ready, live = readiness(backend, timeout_s), liveness(backend, timeout_s, http)
+def make_health_app(backend: Backend, timeout_s: float, ports: Sequence[tuple[str, int]] = ()) -> web.Application:
+    """`ports` take connections while the server is live."""
+    ready, live = readiness(backend, timeout_s), liveness(backend, timeout_s, ports)
+    has_started = False
 
     async def answer_ready(_: web.Request) -> web.Response:
         return as_response(await ready())
+
+    async def answer_started(_: web.Request) -> web.Response:
+        nonlocal has_started
+        health = Health() if has_started else await ready()
+        has_started |= not health.error_code
+        return as_response(health)
 
     async def answer_live(_: web.Request) -> web.Response:
         return as_response(await live())
@@ -112,7 +126,8 @@ def make_health_app(backend: Backend, timeout_s: float, http: tuple[str, int] | 
         await backend.close()
 
     app = web.Application()
-    app.add_routes([web.get("/v2/health/ready", answer_ready), web.get("/v2/health/live", answer_live)])
+    answers = {"ready": answer_ready, "live": answer_live, "started": answer_started}
+    app.add_routes([web.get(f"/v2/health/{name}", answer) for name, answer in answers.items()])
     app.on_cleanup.append(close)
     return app
 
@@ -125,14 +140,19 @@ def main() -> None:
     parser.parse_args()
     config = Config.from_env()
 
+    from gateway.answers import is_news
+    from gateway.connections import Connections
     from gateway.triton_client import TritonBackend  # app.py needs the checks of this module, not Triton
 
     configure(config.log_level)
+    server_logger.addFilter(is_news)
     host, port = config.service_host, config.health_http_port
-    asked = connect_host(host)  # for all ports
-    http = (asked, config.service_http_port) if config.service_http_port > 0 else None
-    app = make_health_app(TritonBackend(asked, config.service_grpc_port), ANSWER_WITHIN_S, http)
-    web.run_app(app, host=host, port=port, access_log=None, print=None, shutdown_timeout=1)
+    served = [number for number in (config.service_grpc_port, config.service_http_port) if number > 0]
+    ports = [(connect_host(host), number) for number in served]
+    app = make_health_app(TritonBackend(Connections(config.triton_target)), ANSWER_WITHIN_S, ports)
+    web.run_app(
+        app, host=host, port=port, access_log=None, print=None, shutdown_timeout=1, keepalive_timeout=SILENT_CLIENT_S
+    )
 
 
 if __name__ == "__main__":

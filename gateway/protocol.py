@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from engine.errors import RequestError
 from engine.settings.config import Config
-from engine.wire import Delta
+from engine.wire import Delta, Owner
 
 
 class Exchange(Protocol):
@@ -49,8 +49,10 @@ class Call:
     path: str
     model_name: str  # the served one
     protocols: Sequence[ClientProtocol]  # that it may speak: one when that is known
+    headers: Mapping[str, str] = field(default_factory=dict)  # of the request
     req_id: str | None = None  # for errors, as soon as its protocol has found it
     exchange: Exchange | None = None
+    owner: Owner = Owner()  # of the key that it carries
     late_status: int | None = None  # of a failure after the first byte
     config: Config = field(default_factory=Config)  # the server's
 

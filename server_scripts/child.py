@@ -6,20 +6,20 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.errors import HostLost
 from server_scripts.run_dir import Process, children_of
 
-EXEC_CHILD = Path(__file__).with_name("exec_child.py")
 ROOT = Path(__file__).resolve().parents[1]
-HEALTHY_AFTER_S = 60.0  # without a crash until the next one counts as the first
+HEALTHY_AFTER_S = 60.0  # without a crash until the next one counts as the first, whatever was computed
 MAX_BACK_OFF_S = 30.0
 HOST_LOST_S = 1.0  # until an engine that has lost another machine starts to wait for it
 START_AGAIN_S = 5.0  # when not even a process could be made
+SECRETS = {"API_KEY", "API_KEYS", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}  # the hub's token by both of its names
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class ChildSpec:
     log_path: Path
     cwd: Path = ROOT
     max_crashes: int | None = None  # in a row; None: it is always started again
+    progress_file: Path | None = None  # it writes that when it has done its work once; None: to answer is enough
 
 
 @dataclass
@@ -38,6 +39,7 @@ class Child:
 
     spec: ChildSpec
     process: Process | None = None  # None: it does not run
+    is_ours: bool = True  # False: an earlier supervisor has started it, so nobody tells us how it ends
     helpers: list[Process] = field(default_factory=list)  # its own, that must live as long as it does
     started_at: float = 0.0
     healthy_since: float | None = None
@@ -47,9 +49,11 @@ class Child:
 
     def start(self) -> None:
         """When the machine has no process left for it, `process` stays None and the next start is due later."""
-        self.helpers = []
+        self.helpers, self.is_ours = [], True
         self.healthy_since = self.restart_at = None
         try:
+            if self.spec.progress_file:
+                self.spec.progress_file.unlink(missing_ok=True)
             started = self._popen()
         except OSError as error:
             self.last_words = f"could not be started: {error}"
@@ -63,21 +67,33 @@ class Child:
         self.spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.spec.log_path.open("ab") as log:
             return subprocess.Popen(
-                [*dying_with_us(), *self.spec.command],
+                self.spec.command,
                 env=self.spec.env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=self.spec.cwd,
                 start_new_session=True,
+                umask=0o077,  # prompts and answers pass through Triton's shared memory, tokens through the sockets
             )
+
+    def take_over(self, processes: Sequence[Process]) -> None:
+        """Those of an earlier supervisor, if it is among them."""
+        self.process = next((each for each in processes if each.name == self.spec.name and each.is_alive), None)
+        if self.process:
+            self.is_ours, self.started_at = False, time.monotonic()
+            self.helpers = [each for each in processes if each.name == self._helper_name]
+
+    @property
+    def _helper_name(self) -> str:
+        return f"{self.spec.name} helper"
 
     def was_running(self, at: float) -> bool:
         return self.process is not None and at > self.started_at
 
     def find_helpers(self) -> None:
         if self.process:
-            found = (Process.of(f"{self.spec.name} helper", pid) for pid in children_of(self.process.pid))
+            found = (Process.of(self._helper_name, pid) for pid in children_of(self.process.pid))
             self.helpers = [process for process in found if process]
 
     def signal(self, number: int) -> None:
@@ -86,33 +102,39 @@ class Child:
             self.process.kill(number)
 
     def kill(self) -> None:
-        """The process and all of its session. Not reaped yet, so the number is still theirs."""
+        """The process and all of its session. Its number is still theirs: it is not reaped yet, or has only just been
+        by somebody else."""
         if self.process:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             for helper in self.helpers:
                 helper.kill()
 
-    def has_ended(self, status: int) -> bool:
-        """Takes note of the exit and of when the next start is due. False: it was no crash, but waits for others."""
+    def has_ended(self, status: int | None) -> bool:
+        """Takes note of the exit and of when the next start is due. `status` is waitpid's, None if nobody knows it.
+        False: it was no crash, but waits for others."""
         now = time.monotonic()
-        if os.WIFEXITED(status) and os.WEXITSTATUS(status) == HostLost.exit_status:
+        if status is not None and os.WIFEXITED(status) and os.WEXITSTATUS(status) == HostLost.exit_status:
             self.process, self.healthy_since, self.restart_at = None, None, now + HOST_LOST_S
             self.last_words = "has lost another machine, and is going to wait for it"
             return False
         is_healthy = self.healthy_since is not None and now - self.healthy_since >= HEALTHY_AFTER_S
-        self.num_crashes = 1 if is_healthy else self.num_crashes + 1
-        self.last_words = describe_exit(status)
+        self.num_crashes = 1 if is_healthy or self._has_progressed() else self.num_crashes + 1
+        self.last_words = "has ended" if status is None else describe_exit(status)
         self.process = None
         self.healthy_since = None
         if self.spec.max_crashes is None or self.num_crashes < self.spec.max_crashes:
             self.restart_at = now + back_off(self.num_crashes)
         return True
 
+    def _has_progressed(self) -> bool:
+        """Since its start. Then the next start is at once: to wait is for what crashes again and again for nothing."""
+        return self.spec.progress_file.exists() if self.spec.progress_file else self.healthy_since is not None
 
-def dying_with_us() -> list[str]:
-    """Put before a command, it ends the command when this process dies."""
-    return [sys.executable, "-I", "-S", str(EXEC_CHILD), str(os.getpid())]
+
+def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
+    """For a process that needs none of them: its environment can be read and ends up in reports of crashes."""
+    return {name: text for name, text in environ.items() if name not in SECRETS}
 
 
 def back_off(num_crashes: int) -> float:

@@ -14,6 +14,7 @@ from pathlib import Path
 from engine.address import connect_host, in_url
 from engine.errors import ConfigError
 from engine.settings.config import Config
+from server_scripts.probe import Probe
 from server_scripts.run_dir import RunDir, State
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,7 +47,7 @@ def main() -> int:
     try:
         for question in QUESTIONS:
             print(f"\n> {question}")
-            for piece in answer(state, question, config.api_key):
+            for piece in answer(state, question, config):
                 print(piece, end="", flush=True)
             print()
     except (OSError, http.client.HTTPException, ValueError) as error:
@@ -76,11 +77,12 @@ def running(run_dir: RunDir) -> State | None:
     return state if state and state.phase == "ready" and state.supervisor.is_alive else None
 
 
-def answer(state: State, question: str, api_key: str = "") -> Iterator[str]:
+def answer(state: State, question: str, config: Config) -> Iterator[str]:
     """The answer as it is generated: the native protocol, a JSON object a line."""
-    connection = http.client.HTTPConnection(connect_host(state.host), state.ports["SERVICE_HTTP_PORT"], timeout=120)
+    host, port = connect_host(state.host), state.ports["SERVICE_HTTP_PORT"]
+    connection = Probe(config).connection(host, port)
     body = {"text": question, "max_dec_len": 128, "temperature": 0, "stream": True}
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
     connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
     response = connection.getresponse()
     if response.status != 200:
@@ -97,7 +99,7 @@ def how_to_go_on(state: State, with_key: bool = False) -> str:
     host = in_url(connect_host(state.host))
     return HOW_TO_GO_ON.format(
         header=' -H "Authorization: Bearer $API_KEY"' if with_key else "",
-        url=f"http://{host}:{state.ports['SERVICE_HTTP_PORT']}",
+        url=f"{state.scheme}://{host}:{state.ports['SERVICE_HTTP_PORT']}",
         grpc=f"{host}:{state.ports['SERVICE_GRPC_PORT']}",
         stop=Path(sys.executable).with_name("stop_server"),
     )

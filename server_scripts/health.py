@@ -18,6 +18,7 @@ ASK_EVERY_S = 5.0
 ASK_EVERY_WHILE_STARTING_S = 0.1
 CHECK_FOR_S = 30.0  # how long the first real requests may fail, as the gateway is still starting
 MAX_SILENT_PROBES = 3
+ENGINE_SILENT_S = 15.0  # it answers four times a second, also while it computes: it is stopped, or has lost its mind
 NEVER_S = 1e8  # the model says so of an engine that it has not met
 
 
@@ -97,11 +98,15 @@ def why_triton_must_end(seen: Observation, triton: Child, config: Config) -> str
 
 def why_engine_must_end(seen: Observation, engine: Child, triton: Child, config: Config) -> str:
     """Empty when it may go on. One that loads has not answered yet and may take its time."""
-    silent_s = _engine_silent_s(seen)
+    silent_s, step_s = _engine_silent_s(seen), float((seen.state or {}).get("engine_step_s", 0))
     if silent_s >= NEVER_S:  # tritonserver is younger than the engine and has not met it
         silent_s = seen.at - triton.started_at
-    limit_s = config.check_health_interval_s if engine.healthy_since else config.start_timeout_s
-    return f"has been silent for {silent_s:.0f} s" if min(silent_s, seen.at - engine.started_at) > limit_s else ""
+    limit_s = ENGINE_SILENT_S if engine.healthy_since else config.start_timeout_s
+    if min(silent_s, seen.at - engine.started_at) > limit_s:
+        return f"has been silent for {silent_s:.0f} s"
+    if min(step_s, seen.at - engine.started_at) > config.check_health_interval_s:
+        return f"has been computing one step for {step_s:.0f} s"
+    return ""
 
 
 def _engine_silent_s(seen: Observation) -> float:

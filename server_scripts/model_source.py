@@ -7,20 +7,22 @@ CACHE [QUANT]` exports into the cache what is not there yet, and writes `step TE
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.dtypes import WEIGHT_DTYPES
 from engine.errors import ConfigError, SetupError
-from engine.models.families import read_model
-from engine.models.keys import ModelError, read_json
+from engine.models.formats import QUANTIZED
 from engine.settings.config import Config
 from server_scripts import logs
-from server_scripts.child import ROOT, dying_with_us
+from server_scripts.child import ROOT, without_secrets
 from server_scripts.run_dir import make_folder
 
+EXEC_CHILD = Path(__file__).with_name("exec_child.py")  # the export ends when this process is killed
 EXPORTER = "server_scripts.model_source"
 EXPORT_LOG = "export.log"
 
@@ -63,30 +65,25 @@ def _download(config: Config, name: str, report: Callable[[str], None]) -> Sourc
     try:
         quant = parse_model_name(name)[1]
         mode = "master" if config.machines.is_master else "slave"
-        options = Options.from_env(check_config=_must_be_known, nnodes=config.mp_nnode, mode=mode)
+        options = Options.from_env(nnodes=config.mp_nnode, mode=mode)
         if options.mirror is None:
-            as_dtype(quant, config)  # raises before gigabytes are fetched
+            as_stored(quant, config)  # raises before gigabytes are fetched
         report(f"fetching {name} into {config.model_dir}")
         done = download(name, Path(config.model_dir).expanduser(), options)
-    except DownloadError as error:
-        raise ModelUnavailable(str(error)) from None
-    except (ModelError, OSError) as error:
+    except (DownloadError, OSError) as error:
         raise ModelUnavailable(f"fetching {name}: {error}") from None
     report(f"{name} is complete, {done.num_fetched} files fetched")
     return Source(done.model_dir.absolute(), config.served_model_name or name, None if done.is_static else quant)
 
 
-def _must_be_known(config_json: Path) -> None:
-    read_model(read_json(config_json))
-
-
 def export_if_needed(config: Config, source: Source, report: Callable[[str], None]) -> Path:
     """The exported model's folder."""
     log_path = config.log_path / EXPORT_LOG
-    command = [*dying_with_us(), sys.executable, "-m", EXPORTER]
+    command = [sys.executable, "-I", "-S", str(EXEC_CHILD), str(os.getpid()), sys.executable, "-m", EXPORTER]
     command += [str(source.path), str(Path(config.export_cache_dir).expanduser()), *filter(None, [source.quant])]
     with log_path.open("wb") as log:
-        exporter = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT)
+        env = without_secrets(os.environ)
+        exporter = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=env)
     assert exporter.stdout
     result = ""
     try:
@@ -107,12 +104,14 @@ def export_if_needed(config: Config, source: Source, report: Callable[[str], Non
     return Path(result)
 
 
-def as_dtype(quant: str | None, config: Config) -> str:
-    """What the third part of a model's name asks the export for."""
+def as_stored(quant: str | None, config: Config) -> tuple[str, str]:
+    """Dtype and quantization of the export: what the third part of a model's name asks for, or the settings do."""
     if quant is None:
-        return config.dtype
-    if quant in ("float32", "bfloat16"):
-        return quant
+        return config.dtype, config.quant_type
+    if quant in WEIGHT_DTYPES:
+        return quant, "none"
+    if quant in QUANTIZED:
+        return config.dtype, quant
     raise ConfigError(f"the name asks for {quant}, exporting as that is not supported yet; leave it out of the name")
 
 
@@ -126,7 +125,7 @@ def export(checkpoint_dir: Path, cache_dir: Path, quant: str | None = None) -> P
     if is_exported(checkpoint_dir, ranks):
         return checkpoint_dir
     make_folder("EXPORT_CACHE_DIR", cache_dir)
-    options = ExportOptions(as_dtype(quant, config), config.block_size, num_ranks=config.mp_num, ranks=ranks)
+    options = ExportOptions(*as_stored(quant, config), config.block_size, num_ranks=config.mp_num, ranks=ranks)
     return export_cached(checkpoint_dir, cache_dir, options, lambda step: print("step", step, flush=True))
 
 

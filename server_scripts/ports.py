@@ -20,7 +20,6 @@ def ports_of(config: Config) -> dict[str, tuple[str, int]]:
         "HEALTH_HTTP_PORT": (host, config.health_http_port),
         "SERVICE_GRPC_PORT": (host, config.service_grpc_port),
         "METRICS_HTTP_PORT": (host, config.metrics_http_port),
-        "INTER_PROC_PORT": ("127.0.0.1", config.inter_proc_port),
     }
     if config.mp_nnode > 1:
         ports["INTER_NODE_PORT"] = (config.machines.ips[config.machines.host], config.inter_node_port)

@@ -18,11 +18,13 @@ from engine import wire
 from engine.address import connect_host, in_url
 from engine.errors import RequestError
 from engine.settings.config import Config
+from engine.settings.tls import key_and_chain
+from server_scripts.own_tls import certified_name, client_context
 
 TIMEOUT_S = 10.0
 REQUEST_TIMEOUT_S = 60.0  # for a real request, which may be the first of a large model
 HEALTH_TIMEOUT_S = 4.0
-ENGINE_TIMEOUT_MS = 300
+OPEN_TIMEOUT_S = 2.0
 CHANNEL_OPTIONS = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
 
 
@@ -38,9 +40,10 @@ class Probe:
         self._http_timeout_s = http_timeout_s
         self._host = connect_host(config.service_host)
 
-    def state(self) -> dict[str, Any]:
+    def state(self, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
         """What the model says about itself and the engine, see engine.wire.ModelState."""
-        return self.infer({wire.PROBE: True}, TIMEOUT_S).fields()
+        with self._channel(self._config.triton_target, "tritonserver") as channel:
+            return self._infer(channel, {wire.PROBE: True}, timeout_s).fields()
 
     def check_all_ports(self) -> None:
         """A real request through every enabled port. Raises ProbeError at the first that is not answered."""
@@ -51,9 +54,11 @@ class Probe:
 
     def _check_requests(self) -> None:
         ask = {"req_id": f"start-{uuid.uuid4()}", "text": "Hi", "apply_chat_template": False, "max_dec_len": 1}
-        answer = self.infer(ask, REQUEST_TIMEOUT_S)
+        port = self._config.service_grpc_port
+        with self._channel(f"{in_url(self._host)}:{port}", f"gRPC port {port}", port) as channel:
+            answer = self._infer(channel, ask, REQUEST_TIMEOUT_S)
         if isinstance(answer, wire.Failure):
-            raise ProbeError(f"gRPC port {self._config.service_grpc_port}: {answer.error}")
+            raise ProbeError(f"gRPC port {port}: {answer.error}")
         if self._config.service_http_port > 0:
             body = json.dumps(ask | {"req_id": f"start-{uuid.uuid4()}"})
             text = self.http(self._config.service_http_port, "POST", "/v1/chat/completions", body)
@@ -63,58 +68,68 @@ class Probe:
     def check_ready(self) -> None:
         self.http(self._config.health_http_port, "GET", "/v2/health/ready")
 
-    def engine_is_busy(self) -> bool:
-        """Asks the engine itself, past tritonserver, whether it has requests. False also when nobody answers: nothing
-        is going to come of what is open then."""
-        import zmq
-
-        from engine.link import messages
-
-        context = zmq.Context()
+    def num_open(self) -> int:
+        """Requests that the model has not answered to their end; 0 also when it does not say: nothing is going to come
+        of them then."""
         try:
-            socket = context.socket(zmq.DEALER)
-            socket.connect(messages.endpoint_to(f"tcp://127.0.0.1:{self._config.inter_proc_port}"))
-            socket.send(messages.pack(messages.PING))
-            if not socket.poll(ENGINE_TIMEOUT_MS):
-                return False
-            _, (_, stats) = messages.unpack(socket.recv())
-            return bool(stats.get("num_running") or stats.get("num_waiting"))
-        finally:
-            context.destroy(linger=0)
+            return int(self.state(OPEN_TIMEOUT_S)["num_open"])
+        except ProbeError:
+            return 0
 
-    def infer(self, body: dict[str, Any], timeout_s: float) -> wire.Answer:
+    def _infer(self, channel: Any, body: dict[str, Any], timeout_s: float) -> wire.Answer:
         """The last response of a streamed request. Reads on to the end of the stream: Triton 2.51 keeps the model
         loaded for a stream that was left before, and its exit would take the whole exit timeout."""
+        from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
+
         from engine.wire.triton import infer_request, read_response
 
         answer: wire.Answer | None = None
-        with self._triton() as stub:
-            for response in stub.ModelStreamInfer(iter([infer_request(body)]), timeout=timeout_s):
-                answer = read_response(response)
+        metadata, requests = [(name.lower(), value) for name, value in self._key.items()], iter([infer_request(body)])
+        responses = GRPCInferenceServiceStub(channel).ModelStreamInfer(requests, timeout=timeout_s, metadata=metadata)
+        for response in responses:
+            answer = read_response(response)
         if answer is None or not answer.is_end:
-            raise ProbeError(f"gRPC port {self._config.service_grpc_port}: the answer had no end")
+            raise ProbeError("the answer had no end")
         return answer
 
     @contextlib.contextmanager
-    def _triton(self) -> Iterator[Any]:
-        """Triton's stub. What goes wrong with it is raised as a ProbeError."""
+    def _channel(self, target: str, name: str, port: int = 0) -> Iterator[Any]:
+        """To one of our own ports, or to tritonserver. What goes wrong is raised as a ProbeError that has `name`."""
         import grpc
-        from tritonclient.grpc import service_pb2_grpc
 
-        port = self._config.service_grpc_port
         try:
-            with grpc.insecure_channel(f"{in_url(self._host)}:{port}", CHANNEL_OPTIONS) as channel:
-                yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
+            if port and self._config.tls_cert_file:
+                _, chain = key_and_chain(self._config)
+                options = [
+                    *CHANNEL_OPTIONS,
+                    ("grpc.ssl_target_name_override", certified_name(self._config, self._host, port)),
+                ]
+                opened = grpc.secure_channel(target, grpc.ssl_channel_credentials(chain), options)
+            else:
+                opened = grpc.insecure_channel(target, CHANNEL_OPTIONS)
+            with opened as channel:
+                yield channel
         except grpc.RpcError as error:
-            raise ProbeError(f"gRPC port {port}: {error.details()}") from None
-        except RequestError as error:
-            raise ProbeError(f"gRPC port {port}: {error}") from None
+            raise ProbeError(f"{name}: {error.details()}") from None
+        except (RequestError, ProbeError, OSError) as error:
+            raise ProbeError(f"{name}: {error}") from None
+
+    @property
+    def _key(self) -> dict[str, str]:
+        key = self._config.api_key or next(iter(self._config.owners), "")
+        return {"Authorization": f"Bearer {key}"} if key else {}
+
+    def connection(self, host: str, port: int) -> http.client.HTTPConnection:
+        timeout_s = self._http_timeout_s
+        if port == self._config.service_http_port and self._config.tls_cert_file:
+            return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=client_context(self._config))
+        return http.client.HTTPConnection(host, port, timeout=timeout_s)  # no proxy, ever
 
     def http(self, port: int, method: str, path: str, body: str | None = None) -> str:
         headers = {"Content-Type": "application/json"} if body else {}
-        if self._config.api_key and port == self._config.service_http_port:
-            headers["Authorization"] = f"Bearer {self._config.api_key}"
-        connection = http.client.HTTPConnection(self._host, port, timeout=self._http_timeout_s)  # no proxy, ever
+        if port == self._config.service_http_port:
+            headers |= self._key
+        connection = self.connection(self._host, port)
         try:
             connection.request(method, path, body, headers)
             response = connection.getresponse()

@@ -7,12 +7,14 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from engine.settings.config import Config
+from engine.settings.config import ENGINE_PROGRESS_FILE, TRITON_FOLDER, Config
 from server_scripts import triton
-from server_scripts.child import ChildSpec
+from server_scripts.child import ChildSpec, without_secrets
 from server_scripts.run_dir import RunDir
 
 ENGINE, TRITONSERVER, GATEWAY, HEALTH = "engine", "tritonserver", "gateway", "health"
+
+PRIVATE = [sys.executable, "-I", "-S", str(Path(__file__).with_name("exec_private.py"))]
 
 # File names are the predecessor's, for those who have scripts that read them.
 LOG_NAMES = {
@@ -31,6 +33,9 @@ ENGINE_DEFAULTS = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # weights in pages of 2 MiB
 }
 
+# Answers that slow clients have not read wait in tritonserver, which else keeps their memory for good.
+TRITON_DEFAULTS = {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "65536"}
+
 
 def log_paths(config: Config) -> dict[str, Path]:
     return {name: config.log_path / file_name for name, file_name in LOG_NAMES.items()}
@@ -38,30 +43,36 @@ def log_paths(config: Config) -> dict[str, Path]:
 
 def all_specs(config: Config, graph_dir: Path, served_name: str, run_dir: RunDir) -> list[ChildSpec]:
     """In the order of their start. Raises TritonError."""
-    environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    environ = {**without_secrets(os.environ), "PYTHONUNBUFFERED": "1"}
     environ |= {"GRAPH_DIR": str(graph_dir), "SERVED_MODEL_NAME": served_name}
     if config.mp_nnode > 1:
         environ["HOST_IP"] = config.machines.ips[config.machines.host]  # also when it has lost its address for a while
-    environ.pop("API_KEY", None)
     logs, python = log_paths(config), [sys.executable, "-m"]
     specs = [engine_spec(config, environ, logs[ENGINE]), triton_spec(config, environ, run_dir, logs[TRITONSERVER])]
-    if config.service_http_port > 0:
-        for index in range(config.push_mode_http_workers):
-            command = [*python, "gateway", f"--index={index}"]
-            env = {**environ, "API_KEY": config.api_key}
-            specs.append(ChildSpec(f"{GATEWAY}-{index}", command, env, logs[GATEWAY]))
+    for index in range(config.push_mode_http_workers):
+        command = [*python, "gateway", f"--index={index}"]
+        env = {**environ, "API_KEY": config.api_key, "API_KEYS": config.api_keys}
+        specs.append(ChildSpec(f"{GATEWAY}-{index}", command, env, logs[GATEWAY]))
     specs.append(ChildSpec(HEALTH, [*python, "gateway.health"], environ, logs[HEALTH]))
     return specs
 
 
 def engine_spec(config: Config, environ: Mapping[str, str], log_path: Path) -> ChildSpec:
     command = [sys.executable, "-m", "engine.process"]
-    return ChildSpec(ENGINE, command, {**ENGINE_DEFAULTS, **environ}, log_path, max_crashes=config.engine_max_crashes)
+    return ChildSpec(
+        name=ENGINE,
+        command=command,
+        env={**ENGINE_DEFAULTS, **environ},
+        log_path=log_path,
+        max_crashes=config.engine_max_crashes,
+        progress_file=config.run_path / ENGINE_PROGRESS_FILE,
+    )
 
 
 def triton_spec(config: Config, environ: Mapping[str, str], run_dir: RunDir, log_path: Path) -> ChildSpec:
-    found, folder = triton.find_tritonserver(), run_dir.path / triton.FOLDER
-    triton.prepare(found, folder, triton.ROOT / "model_repository")
-    command = triton.command(found, folder, config, run_dir.shm_prefix)
-    env = triton.environment(found, folder, dict(environ))
+    found, folder = triton.find_tritonserver(), run_dir.path / TRITON_FOLDER
+    if not folder.is_dir():  # a tritonserver that was taken over lives in it
+        triton.prepare(found, folder, triton.ROOT / "model_repository")
+    command = [*PRIVATE, *triton.command(found, folder, config, run_dir.shm_prefix)]
+    env = triton.environment(found, folder, {**TRITON_DEFAULTS, **environ})
     return ChildSpec(TRITONSERVER, command, env, log_path, cwd=folder)

@@ -15,7 +15,7 @@ from server_scripts.supervisor import StartFailed, Supervisor
 NEWS_EVERY_S = 10.0  # silence would look like a hang
 NUM_LAST_LINES = 15
 ADDRESSES = {
-    "SERVICE_HTTP_PORT": ("HTTP", "http://{host}:{port}/v1/chat/completions"),
+    "SERVICE_HTTP_PORT": ("HTTP", "{scheme}://{host}:{port}/v1/chat/completions"),
     "SERVICE_GRPC_PORT": ("gRPC", "{host}:{port}, Triton model `model`"),
     "HEALTH_HTTP_PORT": ("health", "http://{host}:{port}/v2/health/ready"),
     "METRICS_HTTP_PORT": ("metrics", "http://{host}:{port}/metrics"),
@@ -86,5 +86,5 @@ def summary(state: State) -> str:
     lines = [f"{state.model} is {state.phase}, pid {state.supervisor.pid}, since {time.ctime(state.since)}"]
     for name, (what, form) in ADDRESSES.items():
         if name in state.ports:
-            lines.append(f"{what:<8} {form.format(host=host, port=state.ports[name])}")
+            lines.append(f"{what:<8} {form.format(scheme=state.scheme, host=host, port=state.ports[name])}")
     return "\n".join([*lines, f"{'logs':<8} {state.log_dir}", f"{'stop':<8} stop_server"])

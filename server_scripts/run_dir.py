@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.errors import ConfigError
+from engine.settings.config import STOPPING_FILE
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,13 @@ class Process:
         if self.is_alive:
             with contextlib.suppress(ProcessLookupError):  # it has ended just now
                 os.kill(self.pid, number)
+
+    def kill_session(self) -> None:
+        """With all that it has started, if it leads a session, as every process of the server does."""
+        if self.is_alive:
+            with contextlib.suppress(ProcessLookupError):
+                leads = os.getsid(self.pid) == self.pid
+                (os.killpg if leads else os.kill)(self.pid, signal.SIGKILL)
 
 
 class Stat(NamedTuple):
@@ -78,6 +86,8 @@ class State:
     log_dir: str
     stop_timeout_s: float
     processes: list[Process] = field(default_factory=list)
+    scheme: str = "http"  # of the HTTP port; https with a certificate
+    fingerprint: str = ""  # of settings and model: who has the same may take the processes over
 
     @classmethod
     def from_json(cls, text: str) -> State:
@@ -126,6 +136,7 @@ class RunDir:
     def write(self, name: str, text: str) -> None:
         """All of it or nothing."""
         partial = self.path / f"{name}.partial"
+        partial.touch(0o600)
         partial.write_text(text)
         partial.replace(self.path / name)
 
@@ -147,7 +158,8 @@ class RunDir:
     def clean_up(self) -> None:
         """Forgets a server that has ended."""
         self.remove_shared_memory()
-        (self.path / "state.json").unlink(missing_ok=True)
+        for name in ("state.json", STOPPING_FILE):
+            (self.path / name).unlink(missing_ok=True)
 
     def remove_shared_memory(self) -> None:
         """What a killed tritonserver has left; the prefix is this server's alone."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from engine.errors import ConfigError
 from engine.log import configure
-from engine.settings.config import Config
+from engine.settings.config import TRITON_FOLDER, Config
+from engine.settings.tls import server_context
 from engine.settings.unused import likely_misspelt, settings_without_effect
-from server_scripts import logs, ports
+from server_scripts import logs, ports, takeover
 from server_scripts.health import HealthMonitor
 from server_scripts.model_source import export_if_needed, find_source
 from server_scripts.probe import Probe
@@ -40,67 +43,100 @@ def serve(model_name: str, report: Report, on_ready: Callable[[], None] | None) 
     if lock is None:
         return say_what_runs(run_dir)
     console = None
+    orphans, forsaken = takeover.left_running(run_dir), None
     try:
-        prepare(config, run_dir)
+        prepare(config, run_dir, orphans)
         log_file = log_paths(config)["supervisor"].open("a", buffering=1)
         configure(config.log_level, log_file)
         if on_ready is None:
             console = logs.Console(console_paths(config), report.fd)
             console.start()
             report.fd = log_file.fileno()
-        for sentence in [*likely_misspelt(), *settings_without_effect()]:
-            report(f"note: {sentence}")
-        source = find_source(config, model_name or config.model_name, report)
-        report(f"model {source.path}")
-        graph_dir = export_if_needed(config, source, report)
-        supervisor = a_supervisor(config, run_dir, graph_dir, source.label)
+        supervisor = a_supervisor(config, run_dir, model_name, report, orphans)
+        orphans = None  # they are its own, or have ended
         return live(supervisor, report, on_ready)
+    except Exception:
+        forsaken = orphans  # a start that fails is no reason to end what answers
+        raise
     finally:
-        run_dir.clean_up()
+        if forsaken:
+            run_dir.write_state(forsaken)
+        else:
+            kill_all(orphans)
+            run_dir.clean_up()
         if console:
             report.fd = 1
             console.finish(LAST_WORDS_S)
 
 
-def prepare(config: Config, run_dir: RunDir) -> None:
-    """Checks what can be checked at once. What an earlier server of this run directory has left behind goes."""
-    if state := run_dir.read_state():  # its supervisor was killed, as we have the lock
-        kill_all(state)
+def prepare(config: Config, run_dir: RunDir, orphans: State | None) -> None:
+    """Checks what can be checked at once. What an earlier server of this run directory has left behind goes, but for
+    `orphans`, which may serve on."""
     find_tritonserver()
-    if taken := ports.problems(config):
-        raise ConfigError("\nstart_server: ".join(taken))
+    server_context(config)
     make_folder("FD_LOG_DIR", config.log_path)
+    if orphans:
+        run_dir.write_state(replace(orphans, supervisor=myself()))
+    else:
+        begin_anew(config, run_dir)
+
+
+def begin_anew(config: Config, run_dir: RunDir) -> None:
+    kill_all(run_dir.read_state())
+    if taken := ports.problems(config):
+        raise ConfigError("\n".join(taken))
     for path in log_paths(config).values():
         logs.rotate(path, config.log_backup_count)
     run_dir.clean_up()
+    shutil.rmtree(run_dir.path / TRITON_FOLDER, ignore_errors=True)
     run_dir.write_state(new_state(config, config.model_name or config.model_dir, "preparing"))
 
 
-def new_state(config: Config, model: str, phase: str) -> State:
+def myself() -> Process:
     me = Process.of("supervisor", os.getpid())
     assert me
+    return me
+
+
+def new_state(config: Config, model: str, phase: str) -> State:
     return State(
         phase=phase,
-        supervisor=me,
+        supervisor=myself(),
         since=time.time(),
         model=model,
         host=config.service_host,
         ports={name: port for name, (_, port) in ports.ports_of(config).items()},
         log_dir=str(config.log_path),
-        stop_timeout_s=stop_timeout_s(config.drain_timeout_s),
+        stop_timeout_s=stop_timeout_s(config),
+        scheme="https" if config.tls_cert_file else "http",
     )
 
 
-def a_supervisor(config: Config, run_dir: RunDir, graph_dir: Path, served_name: str) -> Supervisor:
+def a_supervisor(config: Config, run_dir: RunDir, model_name: str, report: Report, orphans: State | None) -> Supervisor:
+    """Of the orphans, if they have the same settings and model."""
+    for sentence in [*likely_misspelt(), *settings_without_effect()]:
+        report(f"note: {sentence}")
+    source = find_source(config, model_name or config.model_name, report)
+    report(f"model {source.path}")
+    graph_dir = export_if_needed(config, source, report)
+    fingerprint = takeover.fingerprint(config, graph_dir, source.label)
+    if orphans and orphans.fingerprint != fingerprint:
+        report("what an earlier start_server has left running has other settings or another model: ending it")
+        orphans = None
+        begin_anew(config, run_dir)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # a server that is still starting is no error
-    return Supervisor(
-        specs=all_specs(config, graph_dir, served_name, run_dir),
+    supervisor = Supervisor(
+        specs=all_specs(config, graph_dir, source.label, run_dir),
         run_dir=run_dir,
-        state=new_state(config, served_name, "starting"),
+        state=replace(new_state(config, source.label, "starting"), fingerprint=fingerprint),
         config=config,
         monitor=HealthMonitor(Probe(config)),
         every_turn=Maintenance(config, run_dir),
     )
+    if orphans:
+        report("taking over what an earlier start_server has left running")
+        supervisor.take_over(orphans.processes)
+    return supervisor
 
 
 def live(supervisor: Supervisor, report: Report, on_ready: Callable[[], None] | None = None) -> int:

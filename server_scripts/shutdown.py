@@ -1,4 +1,8 @@
-"""The end of a server, in order: who takes requests first, the engine when nobody needs it any more."""
+"""The end of a server, in order: readiness, who takes requests, those who answer them, the engine when nobody needs it
+any more.
+
+Tritonserver is asked to end when nothing is open in it: before that it calls off every stream without a final
+response, waits for its exit timeout all the same, and corrupts its heap at the end of that."""
 
 from __future__ import annotations
 
@@ -8,46 +12,56 @@ import signal
 import time
 from collections.abc import Sequence
 
+from engine.settings.config import STOPPING_FILE, Config
 from server_scripts.child import Child
-from server_scripts.processes import ENGINE, TRITONSERVER
+from server_scripts.processes import ENGINE, HEALTH, TRITONSERVER
 from server_scripts.run_dir import Process, children_of
 from server_scripts.supervisor import Supervisor
 
 log = logging.getLogger("supervisor")
 
-HEAD_START_S = 0.5  # of the gateway, before tritonserver refuses new requests
-STOP_MARGIN_S = 10.0  # beyond the drain timeout, for tritonserver to unload
+STOP_MARGIN_S = 10.0  # beyond the drain timeout, for the last answers to reach their clients
 STOP_WHILE_STARTING_S = 5.0  # there are no requests yet
-ASK_ENGINE_EVERY_S = 0.5
+ASK_MODEL_EVERY_S = 0.2
 IDLE_TRITON_S = 5.0  # for its own unloading, which takes two or three
 ENGINE_STOP_S = 10.0
 KILL_S = 5.0
 
 
-def stop_timeout_s(drain_timeout_s: float) -> float:
+def stop_timeout_s(config: Config) -> float:
     """The longest that `shut_down` takes."""
-    return drain_timeout_s + STOP_MARGIN_S + ENGINE_STOP_S + 3 * KILL_S
+    return config.drain_delay_s + config.drain_timeout_s + STOP_MARGIN_S + IDLE_TRITON_S + ENGINE_STOP_S + 3 * KILL_S
 
 
 def shut_down(supervisor: Supervisor) -> None:
-    """Gateway and tritonserver let running requests end for the drain timeout, at the same time."""
-    drain_s = supervisor.config.drain_timeout_s + STOP_MARGIN_S
-    deadline = time.monotonic() + (drain_s if supervisor.state.phase == "ready" else STOP_WHILE_STARTING_S)
+    """Gateway and model let running requests end for the drain timeout, at the same time, then end them."""
+    config, was_ready = supervisor.config, supervisor.state.phase == "ready"
+    refuse_at = time.monotonic() + (config.drain_delay_s if was_ready else 0.0)
+    deadline = refuse_at + (config.drain_timeout_s + STOP_MARGIN_S if was_ready else STOP_WHILE_STARTING_S)
     supervisor.monitor.stop()
     supervisor.set_phase("stopping")
-    engine = [child for child in supervisor.children if child.spec.name == ENGINE]
+    _announce(supervisor, refuse_at)
+    engine = [child for child in supervisor.children if child.spec.name in (ENGINE, HEALTH)]
     triton = [child for child in supervisor.children if child.spec.name == TRITONSERVER]
-    front = [child for child in supervisor.children if child.spec.name not in (ENGINE, TRITONSERVER)]
-    _ask(supervisor, front, time.monotonic() + HEAD_START_S)
-    _ask(supervisor, triton, time.monotonic())
-    _wait(supervisor, front, deadline)
-    _wait_for_triton(supervisor, triton, deadline)
+    front = [child for child in supervisor.children if child.spec.name not in (ENGINE, HEALTH, TRITONSERVER)]
+    _ask(supervisor, front, deadline)
+    _wait_for_answers(supervisor, triton, deadline)
+    _ask(supervisor, triton, min(deadline, time.monotonic()) + IDLE_TRITON_S)
     _kill(supervisor, front + triton)
     _ask(supervisor, engine, time.monotonic() + ENGINE_STOP_S)
     _kill(supervisor, engine)
     _kill_adopted(supervisor)
     supervisor.run_dir.clean_up()
     log.info("stopped")
+
+
+def _announce(supervisor: Supervisor, refuse_at: float) -> None:
+    """The model is not ready from now on, takes requests until then, and ends them the drain timeout later."""
+    try:
+        supervisor.run_dir.write(STOPPING_FILE, str(refuse_at))
+    except OSError as error:
+        log.error("%s could not be written: %s", STOPPING_FILE, error)
+    _wait(supervisor, supervisor.children, refuse_at)
 
 
 def _ask(supervisor: Supervisor, children: Sequence[Child], deadline: float) -> None:
@@ -64,17 +78,12 @@ def _wait(supervisor: Supervisor, children: Sequence[Child], deadline: float) ->
         supervisor.every_turn()
 
 
-def _wait_for_triton(supervisor: Supervisor, triton: Sequence[Child], deadline: float) -> None:
-    """Triton 2.51 may count a request for ever whose client left at its very end, and never unload its model. So it
-    is waited for while the engine has requests, and a little longer."""
-    now = last_busy = time.monotonic()
-    while any(child.process for child in triton) and supervisor.num_stop_signals < 2 and now < deadline:
-        if supervisor.monitor.probe.engine_is_busy():
-            last_busy = now
-        if now > last_busy + IDLE_TRITON_S:
+def _wait_for_answers(supervisor: Supervisor, triton: Sequence[Child], deadline: float) -> None:
+    """Until the model has ended every request; the gateway has waited for its own."""
+    while any(child.process for child in triton) and supervisor.num_stop_signals < 2 and time.monotonic() < deadline:
+        if not supervisor.monitor.probe.num_open():
             return
-        _wait(supervisor, triton, now + ASK_ENGINE_EVERY_S)
-        now = time.monotonic()
+        _wait(supervisor, triton, time.monotonic() + ASK_MODEL_EVERY_S)
 
 
 def _kill(supervisor: Supervisor, children: Sequence[Child]) -> None:

@@ -46,7 +46,8 @@ def main() -> int:
         os.environ.update(absolute_paths(Config.from_env()))  # the server runs in another folder
         return run(given.model_name or "", report) if given.foreground else detach(given.model_name or "", report)
     except ConfigError as error:
-        print(f"start_server: {error}", file=sys.stderr)
+        for line in str(error).splitlines():
+            print(f"start_server: {line}", file=sys.stderr)
         return 2
     except (SetupError, OSError) as error:
         report(f"failed: {error}")
@@ -110,6 +111,8 @@ def let_go(write_fd: int) -> None:
 def absolute_paths(config: Config) -> dict[str, str]:
     paths = {"RUN_DIR": config.run_path, "FD_LOG_DIR": config.log_path, "MODEL_DIR": Path(config.model_dir)}
     paths["EXPORT_CACHE_DIR"] = Path(config.export_cache_dir)
+    files = {"TLS_CERT_FILE": config.tls_cert_file, "TLS_KEY_FILE": config.tls_key_file, "API_KEYS": config.api_keys}
+    paths |= {name: Path(text) for name, text in files.items() if text}
     return {name: str(path.expanduser().absolute()) for name, path in paths.items()}
 
 

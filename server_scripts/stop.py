@@ -14,7 +14,8 @@ import sys
 import time
 
 from engine.errors import ConfigError
-from engine.settings.config import Config
+from engine.settings.config import STOPPING_FILE, Config
+from server_scripts.processes import GATEWAY
 from server_scripts.run_dir import Process, RunDir, State
 
 POLL_S = 0.1
@@ -47,7 +48,10 @@ def main() -> int:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:  # of which argparse would say this function's name
+        seconds = math.nan
     if not (math.isfinite(seconds) and seconds >= 0):
         raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
     return seconds
@@ -72,6 +76,8 @@ def stop(run_dir: RunDir, seconds: float | None) -> int:
             return 0
     else:
         print("stop_server: the supervisor is gone, ending what it has left", flush=True)
+        if state.phase == "ready":
+            drain(run_dir, state, state.stop_timeout_s if seconds is None else seconds)
     left = kill_all(run_dir.read_state() or state)
     run_dir.clean_up()
     if left:
@@ -120,11 +126,24 @@ def wait_for_end(run_dir: RunDir, supervisor: Process, timeout_s: float) -> bool
     return True
 
 
-def kill_all(state: State) -> list[Process]:
-    """Ends the recorded processes that are left, by their recorded pid and start time. Returns those that stay."""
-    left = [process for process in (state.supervisor, *state.processes) if process.is_alive]
+def drain(run_dir: RunDir, state: State, timeout_s: float) -> None:
+    """In place of the supervisor: nothing is taken any more, and running requests may end."""
+    run_dir.write(STOPPING_FILE, str(time.monotonic()))
+    gateways = [process for process in state.processes if process.name.startswith(GATEWAY)]
+    for process in gateways:
+        process.kill(signal.SIGTERM)
+    deadline = time.monotonic() + timeout_s
+    while any(process.is_alive for process in gateways) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+
+
+def kill_all(state: State | None) -> list[Process]:
+    """Ends the recorded processes that are left, by their recorded pid and start time, and what they have started.
+    Returns those that stay."""
+    recorded = (state.supervisor, *state.processes) if state else ()
+    left = [process for process in recorded if process.is_alive and process.pid != os.getpid()]
     for process in left:
-        process.kill()
+        process.kill_session()
     deadline = time.monotonic() + KILL_S
     while any(process.is_alive for process in left) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -1,6 +1,7 @@
 """Keeps the processes of a server alive. Knows processes and answers, not requests.
 
-It is the parent of every process of the server, also of those whose own parent has died, so nothing can get lost.
+It is the parent of every process of the server, also of those whose own parent has died, so nothing can get lost. When
+it dies the others go on, and the next one takes them over, no longer as its children.
 `server_scripts.serve` runs it; `server_scripts.shutdown` ends it.
 """
 
@@ -15,12 +16,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.settings.config import ENGINE_FAILED_FILE, Config
+from engine.settings.config import ENGINE_FAILED_FILE, STOPPING_FILE, Config
 from server_scripts import health
 from server_scripts.child import Child, ChildSpec
 from server_scripts.health import HealthMonitor, Observation
 from server_scripts.processes import ENGINE, TRITONSERVER
-from server_scripts.run_dir import RunDir, State
+from server_scripts.run_dir import Process, RunDir, State
 
 log = logging.getLogger("supervisor")
 
@@ -71,22 +72,31 @@ class Supervisor:
         if select.select(self._signal_pipe[:1], [], [], seconds)[0]:
             os.read(self._signal_pipe[0], 1 << 16)
 
+    def take_over(self, processes: Sequence[Process]) -> None:
+        """What an earlier supervisor has left running. It serves already: what is missing is started as after a crash,
+        and nothing can make this start fail."""
+        for child in self.children:
+            child.take_over(processes)
+        self.state.phase = "ready"
+
     def bring_up(self, tell: Callable[[], None]) -> None:
         """Returns when the server is ready or asked to stop. `tell` is called all the time for those who wait."""
-        started = time.monotonic()
-        (self.run_dir.path / ENGINE_FAILED_FILE).unlink(missing_ok=True)
+        started, is_new = time.monotonic(), self.state.phase != "ready"
+        for name in (ENGINE_FAILED_FILE, STOPPING_FILE):
+            (self.run_dir.path / name).unlink(missing_ok=True)
         for child in self.children:
-            self._start(child)
             if child.process is None:
+                self._start(child)
+            if child.process is None and is_new:
                 raise StartFailed(f"{child.spec.name} {child.last_words}", child)
-        self.set_phase("starting")
+        self.set_phase("starting" if is_new else "ready")
         self.monitor.start()
         while not self.seen.checked and not self.num_stop_signals:
             self.turn(TURN_WHILE_STARTING_S)
             tell()
-            if self.seen.check_error:
+            if is_new and self.seen.check_error:
                 raise StartFailed(f"the model is ready, but a request was not answered: {self.seen.check_error}")
-            if time.monotonic() - started > self.config.start_timeout_s:
+            if is_new and time.monotonic() - started > self.config.start_timeout_s:
                 raise StartFailed(f"not ready after START_TIMEOUT, {self.config.start_timeout_s:g} s")
         if self.seen.checked:
             self.set_phase("ready")
@@ -133,9 +143,16 @@ class Supervisor:
                 child.kill()  # what it has left behind; it is not reaped yet, so its number is nobody else's
             _, status = os.waitpid(pid, 0)
             if child:
-                is_crash = child.has_ended(status)
-                if not self.num_stop_signals and self.state.phase != "stopping":
-                    self._act_on_end(child, is_crash)
+                self._note_end(child, status)
+        for child in self.children:
+            if child.process and not child.is_ours and not child.process.is_alive:
+                child.kill()
+                self._note_end(child, None)
+
+    def _note_end(self, child: Child, status: int | None) -> None:
+        is_crash = child.has_ended(status)
+        if not self.num_stop_signals and self.state.phase != "stopping":
+            self._act_on_end(child, is_crash)
 
     def _act_on_end(self, child: Child, is_crash: bool) -> None:
         log.error("%s %s", child.spec.name, child.last_words)

@@ -12,25 +12,21 @@ import importlib.util
 import math
 import os
 import re
-import secrets
 import shutil
 import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.address import in_url
 from engine.errors import SetupError
-from engine.settings.config import Config
+from engine.settings.config import TRITON_SOCKET, Config
 from server_scripts.interpreter import VERSION, find_libpython, missing_libpython
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGE_BINARY = Path("/opt/tritonserver/bin/tritonserver")
-FOLDER = "llm_server_triton"  # in the run directory, made anew at every start: a name that nobody else takes
 STUB = "triton_python_backend_stub"
 BACKEND_UTILS = "triton_python_backend_utils.py"
 EXIT_MARGIN_S = 5  # beyond the drain timeout, which model.py keeps, for Triton's own unloading
-CLOSED_PROTOCOLS = "shared-memory,model-config,model-repository,trace,logging"  # of gRPC, to all clients
 SHM_BYTES = 16 << 20  # of the python backend's region at start and at each growth; prompts pass through it
 
 
@@ -92,6 +88,7 @@ def prepare(found: Tritonserver, folder: Path, repository: Path) -> None:
     """Makes `folder`/backends with the stub in place, `folder`/lib with this Python's library, and `folder`/models,
     all of links."""
     shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700, parents=True)
     python_backend, lib = folder / "backends" / "python", folder / "lib"
     python_backend.mkdir(parents=True)
     lib.mkdir()
@@ -125,18 +122,15 @@ def environment(found: Tritonserver, folder: Path, environ: dict[str, str]) -> d
     }
 
 
-def listen_addresses(host: str) -> tuple[str, str]:
-    """For gRPC and for metrics: the latter understands numbers only, and each has its own way with IPv6."""
-    if ":" in host:
-        return in_url(host), f"ipv6:{host}"
-    address = socket.gethostbyname(host)
-    return address, address
+def metrics_address(host: str) -> str:
+    """As Triton wants it: it understands numbers only, and has its own way with IPv6."""
+    return f"ipv6:{host}" if ":" in host else socket.gethostbyname(host)
 
 
 def command(found: Tritonserver, folder: Path, config: Config, shm_prefix: str) -> list[str]:
     """To be run in `folder`: the Python backend hands its paths to a shell unquoted, so they are relative to it."""
     region = {"region-prefix-name": shm_prefix, "default-byte-size": SHM_BYTES, "growth-byte-size": SHM_BYTES}
-    grpc_address, metrics_address = listen_addresses(config.service_host)
+    name, _, number = TRITON_SOCKET.partition(":")
     flags = {
         "model-repository": "models",
         "backend-directory": "backends",
@@ -144,12 +138,11 @@ def command(found: Tritonserver, folder: Path, config: Config, shm_prefix: str) 
         "strict-readiness": "true",
         "allow-http": "false",  # it loses events of a stream under load; the gateway serves HTTP
         "allow-grpc": "true",
-        "grpc-address": grpc_address,
-        "grpc-port": config.service_grpc_port,
-        # Nobody is told the key: they would let any client read and write shared memory, unload the model, log more.
-        "grpc-restricted-protocol": f"{CLOSED_PROTOCOLS}:nobody={secrets.token_hex(16)}",
+        # For this user's gateway only: some requests end it, others write into shared memory.
+        "grpc-address": f"unix:{name}",
+        "grpc-port": number,
         "allow-metrics": "true",
-        "metrics-address": metrics_address,
+        "metrics-address": metrics_address(config.service_host),
         "metrics-port": config.metrics_http_port,
         "allow-gpu-metrics": "false",
         "pinned-memory-pool-byte-size": 0,

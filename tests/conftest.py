@@ -1,9 +1,13 @@
 """What every test shares. A test needs what its folder is named after."""
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from engine.exporting.export import ExportOptions, export
+from tests.checkpoints import make_checkpoint
 
 
 def pytest_configure():
@@ -16,3 +20,29 @@ def pytest_collection_modifyitems(items):
         folder = Path(item.path).parent.name
         if folder in ("triton", "cuda"):
             item.add_marker(getattr(pytest.mark, folder))
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory) -> Callable[[str], Path]:
+    """The checkpoint of a family, as tests/golden knows it. Do not write into it."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+
+    def make(family: str) -> Path:
+        directory = folder / family
+        return directory if directory.exists() else make_checkpoint(directory, family)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory, checkpoint) -> Callable[..., Path]:
+    """The exported model of a family, with these options of the export."""
+    folder = tmp_path_factory.mktemp("exported")
+
+    def make(family: str, **options) -> Path:
+        directory = folder / "-".join([family, *map(str, options.values())])
+        if not directory.exists():
+            export(checkpoint(family), directory, ExportOptions(**options))
+        return directory
+
+    return make

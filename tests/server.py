@@ -13,12 +13,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from server_scripts.run_dir import Process
+from server_scripts.run_dir import Process, RunDir, State
 
 ROOT = Path(__file__).resolve().parents[1]
-PORTS = ("HEALTH_HTTP_PORT", "SERVICE_GRPC_PORT", "METRICS_HTTP_PORT", "INTER_PROC_PORT", "SERVICE_HTTP_PORT")
+PORTS = ("HEALTH_HTTP_PORT", "SERVICE_GRPC_PORT", "METRICS_HTTP_PORT", "SERVICE_HTTP_PORT")
 TIMEOUT_S = 300
-_candidates = itertools.count(20000 + os.getpid() * 64 % 10000)  # so that test runs at one time differ
+_run, _worker, _num_workers = os.getpid(), 0, 1
+if "PYTEST_XDIST_WORKER" in os.environ:  # test workers of one run take turns
+    _run, _worker = os.getppid(), int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+    _num_workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+_candidates = itertools.count(20000 + _run * 64 % 10000 + _worker, _num_workers)  # so that runs at one time differ
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,20 @@ def is_alive(pid: int) -> bool:
     """False for one that has ended and was not reaped yet, too."""
     process = Process.of("", pid)
     return process is not None and process.is_alive
+
+
+def state_of(server: RunningServer) -> State | None:
+    return RunDir(server.run_dir).read_state()
+
+
+def pids_of(state: State) -> list[int]:
+    return [state.supervisor.pid, *(process.pid for process in state.processes)]
+
+
+def is_clean(server: RunningServer, state: State) -> bool:
+    """No process, no shared memory, no state."""
+    left = list(Path("/dev/shm").glob(f"{RunDir(server.run_dir).shm_prefix}*"))
+    return not left and state_of(server) is None and not any(map(is_alive, pids_of(state)))
 
 
 def free_ports(count: int) -> list[int]:

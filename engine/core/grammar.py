@@ -60,6 +60,9 @@ class Compiling:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def __contains__(self, request_id: str) -> bool:
+        return any(request_id == wanted.request_id for each in self._waiting for wanted in each.wanted)
+
     def add(self, request: Request, is_replay: bool, grammars: Future[Sequence[Grammar]]) -> None:
         self._waiting.append(Waiting(request, is_replay, grammars))
 

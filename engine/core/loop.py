@@ -13,6 +13,8 @@ from engine.core.types import Executor, Request, Step
 from engine.errors import RequestError
 from engine.settings.config import Config
 
+STEP_MARGIN = 3.0  # a step of n tokens takes no longer than n steps of one, times this for contexts that grow
+
 
 @dataclass
 class Stats(Counters):
@@ -20,12 +22,16 @@ class Stats(Counters):
 
     num_running: int = 0
     num_waiting: int = 0
+    num_waiting_tokens: int = 0  # of their prompts
     num_blocks: int = 0
     num_blocks_held: int = 0
     block_size: int = 0
     num_steps: int = 0
     num_dropped: int = 0
+    num_wasted_tokens: int = 0  # computed for answers that were dropped before their end
     step_time_s: float = 0.0
+    step_age_s: float = 0.0  # of the step that runs
+    step_limit_s: float = 0.0  # how long it may take, by those before; 0: nothing is known
 
 
 class Loop:
@@ -34,13 +40,21 @@ class Loop:
     def __init__(self, executor: Executor, num_blocks: int, config: Config, grammars: Grammars | None = None):
         self.executor = executor
         pool = BlockPool(num_blocks, executor.block_size, config.enable_prefix_caching)
-        limits = Limits(config.batch_size, config.max_step_tokens, config.block_ratio, config.max_cached_task_num)
+        limits = Limits(
+            config.batch_size,
+            config.max_step_tokens,
+            config.block_ratio,
+            config.max_cached_task_num,
+            config.max_waiting_tokens,
+        )
         self.scheduler = Scheduler(pool, limits, _drafter(config))
         self._grammars = grammars
         self._compiling = Compiling()
         self._step: Step | None = None  # the one that was launched
         self._launched_at = 0.0
-        self._num_steps = self._num_dropped = 0
+        self._num_tokens = 0  # that it computes
+        self._slowest_token_s = 0.0  # seconds a token of the slowest step so far
+        self._num_steps = self._num_dropped = self._num_wasted_tokens = 0
         self._step_time_s = 0.0
 
     @property
@@ -56,11 +70,21 @@ class Loop:
         else:
             self.scheduler.add(request, replay)
 
-    def drop(self, request_id: str) -> None:
-        """Harmless when the request has ended."""
+    def drop(self, request_id: str, is_complete: bool = False) -> None:
+        """Harmless when the request has ended. `is_complete`: its answer is, by what only its user knows."""
+        running = self.scheduler.running.get(request_id)
+        num_computed = running.num_computed - running.num_cached if running else 0
         if self._compiling.drop(request_id) or self.scheduler.drop(request_id):
             self._num_dropped += 1
+            self._num_wasted_tokens += 0 if is_complete else num_computed
             self._check_when_idle()
+
+    def has_begun(self, request_id: str) -> bool:
+        """Or has ended. One that had to make room for others has."""
+        if request_id in self._compiling:
+            return False
+        request = self.scheduler.waiting.get(request_id)
+        return request is None or request.num_preemptions > 0 or request.num_new_tokens > 0
 
     def turn(self) -> list[Update]:
         """Waits for the step that runs, launches the next one, and returns what the first has brought: it can be sent
@@ -74,7 +98,7 @@ class Loop:
             if self._compiling:
                 self._compiling.wait()
         else:
-            self._launched_at = time.monotonic()
+            self._num_tokens, self._launched_at = batch.num_tokens, time.monotonic()
             self._step = self.executor.launch(batch)
             if batch.has_mask:
                 self._mask(self._step)
@@ -92,27 +116,33 @@ class Loop:
         """Requests whose form is compiled may run; those that are refused, or that nobody wants any more, are over."""
         refused = []
         for compiled in self._compiling.take_ready():
+            wanted = compiled.wanted
             try:
                 compiled.enter()
                 self.scheduler.add(compiled.request, compiled.is_replay)
                 for request_id in compiled.dropped:
                     self.scheduler.drop(request_id)
             except RequestError as error:
-                refused += [Update(request, (), None, FAILED, error) for request in compiled.wanted]
+                refused += [Update(request, (), None, FAILED, error) for request in wanted]
         return refused
 
     def stats(self) -> dict[str, float]:
+        """May be called while another thread is in `turn`."""
         scheduler = self.scheduler
         stats = Stats(
             **asdict(scheduler.counters),
             num_running=scheduler.num_running,
             num_waiting=len(scheduler.waiting) + len(self._compiling),
+            num_waiting_tokens=scheduler.waiting.num_tokens,
             num_blocks=scheduler.pool.num_blocks,
             num_blocks_held=scheduler.pool.num_held,
             block_size=scheduler.pool.block_size,
             num_steps=self._num_steps,
             num_dropped=self._num_dropped,
+            num_wasted_tokens=self._num_wasted_tokens,
             step_time_s=self._step_time_s,
+            step_age_s=time.monotonic() - self._launched_at if self._step else 0.0,
+            step_limit_s=STEP_MARGIN * self._num_tokens * self._slowest_token_s,
         )
         return asdict(stats)
 
@@ -120,7 +150,9 @@ class Loop:
         assert self._step
         output = self._step.result()
         self._step = None
-        self._step_time_s += time.monotonic() - self._launched_at
+        duration_s = time.monotonic() - self._launched_at
+        self._step_time_s += duration_s
+        self._slowest_token_s = max(self._slowest_token_s, duration_s / self._num_tokens)
         self._num_steps += 1
         updates = self.scheduler.apply(output)
         self._check_when_idle()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import NamedTuple
 
 from engine.core.block_pool import BlockPool, OutOfBlocks
@@ -13,7 +11,8 @@ from engine.core.drafting import Drafter
 from engine.core.grammar import Choice
 from engine.core.holdings import Holdings
 from engine.core.types import NO_TOKEN, Arrival, Batch, Copy, Grammar, Logprobs, Request, Row, State, StepOutput
-from engine.errors import InvalidRequest, RequestError, queue_full
+from engine.core.waiting import Waiting
+from engine.errors import InvalidRequest, RequestError, queue_full, tokens_full
 
 FAILED = "failed"
 RUNNING = State.RUNNING  # looked up once
@@ -28,6 +27,7 @@ class Limits:
     max_batched_tokens: int  # tokens in a step; at least max_batch, so that decodes leave prompts something
     block_ratio: float = 0.75  # share of the blocks that prompts may fill at admission; >= 1 reserves the worst case
     max_waiting: int = 128  # beyond what can start at once
+    max_waiting_tokens: int = 1 << 20  # of the prompts of all that wait; one alone may have more
 
 
 @dataclass
@@ -56,7 +56,7 @@ Launched = tuple[Request, Row, Sequence[Request]]  # whose row it is, and the fo
 
 
 class Scheduler:
-    """First come, first served, with a budget of tokens a step.
+    """A budget of tokens a step. Who begins next is `Waiting`'s to say: first come, first served, among equals.
 
     Running decodes go first, so that a long prompt only slows them down; what is left of the budget goes to prompts
     that have begun, then to waiting requests. A request is admitted with all blocks of its prompt, while prompts leave
@@ -73,7 +73,7 @@ class Scheduler:
         assert limits.max_batched_tokens >= limits.max_batch
         self.pool = pool
         self.limits = limits
-        self.waiting: OrderedDict[str, Request] = OrderedDict()  # a request with forks stands for them all
+        self.waiting = Waiting()  # a request with forks stands for them all
         self.running: dict[str, Request] = {}  # oldest first
         self.counters = Counters()
         self._drafter = drafter
@@ -97,14 +97,12 @@ class Scheduler:
         """Raises InvalidRequest for what could never run and Overloaded when too many wait; a replay was admitted once
         and is never refused for the latter."""
         assert request.token_ids and not request.block_ids
-        num_answers = 1 + len(request.forks)
-        if num_answers > self.limits.max_batch:
-            text = "`{field}` is {value}, at most BATCH_SIZE({limit}) answers run at once"
-            raise InvalidRequest(text, field="n", value=num_answers, limit=self.limits.max_batch)
-        need = self._holdings.most_blocks(request)
-        if need > self.pool.num_blocks:
-            answers = f"{num_answers} answers" if request.forks else "answer"
-            text = f"prompt ({request.prompt_len} tokens) and {answers} (up to {{value}}) need {need} KV blocks of "
+        apart = []  # forks that cannot run beside it: they wait like requests, and find its prompt in the cache
+        while request.forks and not self._could_run(request):
+            apart.append(request.forks.pop())
+        if not self._could_run(request):
+            need = self._holdings.most_blocks(request)
+            text = f"prompt ({request.prompt_len} tokens) and answer (up to {{value}}) need {need} KV blocks of "
             text += f"{self.pool.block_size} tokens, the server has {self.pool.num_blocks}"
             fits_alone = self.pool.blocks_for(request.prompt_len) <= self.pool.num_blocks
             field = "max_dec_len" if fits_alone else None
@@ -112,9 +110,20 @@ class Scheduler:
         num_queued = len(self.waiting) - len(self._free_slots)
         if num_queued >= self.limits.max_waiting and not replay:
             raise queue_full(num_queued, self.limits.max_waiting)
-        self.waiting[request.request_id] = request
+        num_tokens = self.waiting.num_tokens
+        if num_tokens and num_tokens + request.prompt_len > self.limits.max_waiting_tokens and not replay:
+            raise tokens_full(num_tokens, self.limits.max_waiting_tokens)
+        self.waiting.add(request)
         for fork in request.forks:
             self._leader_of[fork.request_id] = request
+        for fork in reversed(apart):
+            self.waiting.add(fork)
+
+    def _could_run(self, request: Request) -> bool:
+        """Alone, with its forks."""
+        return (
+            len(request.forks) < self.limits.max_batch and self._holdings.most_blocks(request) <= self.pool.num_blocks
+        )
 
     def drop(self, request_id: str) -> Request | None:
         """Forgets a request; its blocks come back when no step writes them any more. None if it is not here (any
@@ -196,7 +205,7 @@ class Scheduler:
     def check(self) -> None:
         """All books agree. Between two steps."""
         self._holdings.check(self.running.values())
-        assert not any(request.block_ids for request in self.waiting.values())
+        assert not any(request.block_ids for request in self.waiting)
         holders = [each for request in self.running.values() for each in (request, *request.forks)]
         slots = [each.slot for each in holders] + self._free_slots
         assert sorted(slots) == list(range(self.limits.max_batch))
@@ -257,7 +266,7 @@ class Scheduler:
     def _admit(self) -> Request | None:
         """Moves a waiting request to the running ones, with its blocks: the first, or one soon after it that fits."""
         passed: list[Request] = []
-        for request in islice(self.waiting.values(), LOOK_AHEAD):
+        for request in self.waiting.first(LOOK_AHEAD):
             if len(request.forks) < len(self._free_slots) and self._holdings.take_prompt(
                 request, self.running.values()
             ):
@@ -271,7 +280,7 @@ class Scheduler:
         return None
 
     def _begin(self, request: Request) -> None:
-        del self.waiting[request.request_id]
+        self.waiting.begin(request)
         self.running[request.request_id] = request
         if request.state is State.WAITING:  # or dropped, and only its forks want it
             request.state = RUNNING
@@ -303,8 +312,7 @@ class Scheduler:
         request.num_preemptions += 1
         request.num_passed = MAX_PASSED
         self.counters.num_preemptions += 1
-        self.waiting[request.request_id] = request
-        self.waiting.move_to_end(request.request_id, last=False)
+        self.waiting.put_back(request)
 
     def _join_forks(self, leader: Request) -> None:
         self._holdings.share(leader)
@@ -354,7 +362,7 @@ class Scheduler:
             self._leave(request)
 
     def _leave(self, request: Request) -> None:
-        if self.waiting.pop(request.request_id, None) is None:
+        if not self.waiting.drop(request.request_id):
             del self.running[request.request_id]
             self._holdings.release(request, is_in_flight=self._launched is not None)
             for each in (request, *request.forks):

@@ -73,6 +73,8 @@ class Request:
     sampling: Sampling
     forks: list[Request] = field(default_factory=list)  # more answers to this prompt, until it is computed
     salt: str = ""  # requests with another one never share cached blocks
+    owner: str = ""  # waiting requests of each get equal shares
+    priority: int = 0  # lower is earlier
     grammar: Grammar | None = None  # of `sampling.form`; the loop sets it, as soon as it is compiled
     # The scheduler's
     state: State = State.WAITING

@@ -29,7 +29,7 @@ from engine.download.files import (
     place,
 )
 from engine.download.transfer import Policy, Progress, Stop, Transfer
-from engine.file_lock import file_lock
+from engine.file_lock import file_lock, unfollowed
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,8 @@ class Record:
 
     def save(self, root: Path) -> None:
         draft = partial_of(root / RECORD)
-        draft.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        with open(draft, "w", opener=unfollowed) as file:
+            file.write(json.dumps(asdict(self), indent=1) + "\n")
         draft.replace(root / RECORD)
 
     def note(self, path: str, digest: str, target: Path) -> None:
@@ -101,15 +102,20 @@ def _fill(root: Path, wanted: Record, list_files: ListFiles, policy: Policy, twi
         raise DownloadError(f"{root} holds {old.source}, not {wanted.source}: choose another directory")
     wanted.files = old.files if old is not None else {}
     if old is None or not old.has_everything(root):
-        return _Run(root, wanted, policy, stop, twins).fill(list_files(policy, stop))
+        return _Run(root, wanted, policy, stop, twins).fill(list_files(_few_tries(policy, 3), stop))
     try:
-        listing = list_files(replace(policy, num_tries=min(policy.num_tries, 2)), stop)
+        listing = list_files(_few_tries(policy, 2), stop)
     except Temporary as error:  # a server that is down is no reason not to start what is here
         log.warning("%s; going on with the complete copy in %s", error, root)
         wanted.revision, wanted.is_complete = old.revision, True
         wanted.save(root)
         return 0
     return _Run(root, wanted, policy, stop, twins).fill(listing)
+
+
+def _few_tries(policy: Policy, num_tries: int) -> Policy:
+    """To ask what there is: nothing has arrived yet that would be worth a long wait."""
+    return replace(policy, num_tries=min(policy.num_tries, num_tries))
 
 
 @dataclass

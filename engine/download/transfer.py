@@ -2,6 +2,7 @@
 
 import functools
 import http.client
+import logging
 import os
 import re
 import ssl
@@ -16,6 +17,11 @@ from typing import BinaryIO
 from tqdm import tqdm
 
 from engine.download.files import CHUNK, Corrupt, Denied, DownloadError, RemoteFile, Temporary, chunks_of, new_hash
+from engine.file_lock import unfollowed
+
+log = logging.getLogger(__name__)
+
+MAX_TEXT_BYTES = 16 << 20  # of a list of files: a hundred thousand of them
 
 
 @dataclass(frozen=True)
@@ -78,14 +84,21 @@ def with_retries(attempt: Callable, policy: Policy, stop: Stop, mark: Callable[[
                 tries = "" if num_failures == 1 else f" ({num_failures} tries)"
                 raise type(error)(f"{error}{tries}") from None
             asked_s = min(error.wait_s, policy.max_wait_s)
-        stop.wait(max(asked_s, min(policy.backoff_s * 2 ** (num_failures - 1), policy.max_backoff_s)))
+            pause_s = max(asked_s, min(policy.backoff_s * 2 ** (num_failures - 1), policy.max_backoff_s))
+            log.info("%s; trying again in %g s", error, pause_s)
+        stop.wait(pause_s)
 
 
 def get_text(url: str, policy: Policy, stop: Stop) -> str:
     def attempt() -> str:
         with _open(urllib.request.Request(url), policy.timeout_s) as response:
             try:
-                return response.read().decode("utf-8-sig")  # a list made on Windows may begin with a mark
+                payload = response.read(MAX_TEXT_BYTES + 1)
+                if len(payload) > MAX_TEXT_BYTES:
+                    raise DownloadError(f"is longer than {MAX_TEXT_BYTES} bytes")
+                if response.length:  # of a limited read http.client does not say that it was cut short
+                    raise Temporary(f"the connection was closed after {len(payload)} bytes")
+                return payload.decode("utf-8-sig")  # a list made on Windows may begin with a mark
             except (OSError, http.client.HTTPException) as error:
                 raise Temporary(_reason(error)) from None
             except UnicodeDecodeError:
@@ -108,7 +121,7 @@ class Transfer:
 
         def attempt() -> None:
             try:
-                with partial.open("r+b" if partial.exists() else "w+b") as out:
+                with open(partial, "r+b" if partial.exists() else "w+b", opener=unfollowed) as out:
                     self._fetch_rest(file, out)
             except Corrupt:
                 partial.unlink()

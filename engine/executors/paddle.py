@@ -10,6 +10,7 @@ from pathlib import Path
 
 import paddle
 import paddle.inference
+from paddle.base import libpaddle
 
 from engine.core.types import Batch, Copy, StepOutput
 from engine.executors.cpus import num_cpus
@@ -43,6 +44,7 @@ class PaddleExecutor:
         if membership.num_ranks > 1:
             group.join(membership)
         self._predictor = _load(rank_dir(graph_dir, membership.rank), graph)
+        self._run = _run_unlocked(self._predictor)
         self._caches = _CacheInputs(graph.caches, self._predictor)
         self.block_size, self.block_bytes = model.block_size, self._caches.block_bytes
         self._slots = Slots(
@@ -66,7 +68,7 @@ class PaddleExecutor:
 
     def close(self) -> None:
         self._thread.shutdown()
-        del self._predictor, self._inputs, self._logits, self._caches
+        del self._run, self._predictor, self._inputs, self._logits, self._caches
 
     def _compute(self, batch: Batch, wait_for_mask: Callable[[], Mask]) -> StepOutput:
         self._slots.place(batch)
@@ -75,7 +77,7 @@ class PaddleExecutor:
         for name, array in self._slots.graph_inputs(batch).items():
             self._inputs[name].reshape(array.shape)
             self._inputs[name].copy_from_cpu(array)
-        self._predictor.run()
+        self._run()
         if not self._is_first or not any(row.num_sampled for row in batch.rows):
             return StepOutput([], [])
         return self._slots.sample(batch, self._logits.copy_to_cpu(), wait_for_mask(), cpu.sample)
@@ -113,3 +115,16 @@ def _load(directory: Path, graph: Graph) -> paddle.inference.Predictor:
     config.switch_ir_optim(False)  # the graph is made of fused ops already
     config.disable_glog_info()
     return paddle.inference.create_predictor(config)
+
+
+def _run_unlocked(predictor: paddle.inference.Predictor) -> Callable[[], None]:
+    """`predictor.run` without Python's lock, which Paddle's own keeps for the whole step: meanwhile no token would be
+    sent, no request read and no ping answered. An error of the graph ends the process."""
+    run = ctypes.CDLL(libpaddle.__file__)["_ZN12paddle_infer9Predictor3RunEv"]  # paddle_infer::Predictor::Run()
+    run.argtypes = [ctypes.c_void_p]
+    predictor_pointer = ctypes.c_void_p.from_address(id(predictor) + object.__basicsize__).value  # pybind11's layout
+
+    def call() -> None:
+        run(predictor_pointer)
+
+    return call

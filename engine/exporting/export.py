@@ -21,7 +21,7 @@ from engine.exporting.manifest import CONFIG, DECODER, Graph, Manifest, rank_dir
 from engine.models.checkpoint import Checkpoint
 from engine.models.config import DecoderConfig
 from engine.models.families import read_model
-from engine.models.formats import FORMATS
+from engine.models.formats import FORMATS, QUANTIZED
 from engine.models.keys import ModelError, read_json
 from engine.models.kv_cache import CacheSpec
 from engine.models.layers import STEP_INPUTS
@@ -30,6 +30,7 @@ from engine.models.weights import Shard, found_in, weights_of
 log = logging.getLogger(__name__)
 
 DTYPES = ("auto", *WEIGHT_DTYPES)
+QUANT_TYPES = ("none", *QUANTIZED)
 COPIED_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -46,6 +47,7 @@ class ExportOptions:
     """What is decided at export and is part of the graph."""
 
     dtype: str = "auto"  # of weights and KV cache; auto: float32 stays, bfloat16 and float16 become bfloat16
+    quant_type: str = "none"  # how the matrices of linear layers are stored instead
     block_size: int = 64  # tokens a KV block
     max_seq_len: int | None = None  # None: what the model was made for, or its sliding window if that is less
     num_ranks: int = 1  # each with its own graph
@@ -54,6 +56,8 @@ class ExportOptions:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ModelError(f"dtype is {self.dtype!r}, supported are {', '.join(DTYPES)}")
+        if self.quant_type not in QUANT_TYPES:
+            raise ModelError(f"quant_type is {self.quant_type!r}, supported are {', '.join(QUANT_TYPES)}")
         if self.block_size < 1:
             raise ModelError(f"block_size is {self.block_size}, it must be a positive number of tokens")
         if self.num_ranks < 1:
@@ -74,7 +78,8 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
     model = _untied_where_stored_apart(model, checkpoint, progress)
     dtype = checkpoint.graph_dtype("model.embed_tokens.weight") if options.dtype == "auto" else options.dtype
     ranks = options.ranks or range(options.num_ranks)
-    shards = [Shard(FORMATS[dtype], dtype, options.block_size, rank, options.num_ranks) for rank in ranks]
+    weight_format = FORMATS[dtype if options.quant_type == "none" else options.quant_type]
+    shards = [Shard(weight_format, dtype, options.block_size, rank, options.num_ranks) for rank in ranks]
     ignored = {"lm_head.weight"} if model.tied_embeddings else set()
     checkpoint.check(weights_of(model.network(shards[0])).values(), ignored)
     manifest = _manifest(model, shards[0], _max_seq_len(model, options.max_seq_len, progress))
@@ -84,7 +89,7 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
             from engine.exporting.save import save_rank
         for shard in shards:
             of_rank = f" of rank {shard.rank}" if len(shards) > 1 else ""
-            progress(f"load weights{of_rank} as {dtype}")
+            progress(f"load weights{of_rank} as {weight_format.name}")
             save_rank(rank_dir(partial, shard.rank), model.network(shard), manifest.graph(), checkpoint, progress)
         progress("write manifest.json, config.json and the tokenizer's files")
         _copy_files(checkpoint_dir, partial, progress)

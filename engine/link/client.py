@@ -10,6 +10,7 @@ One thread owns the socket. It calls the listeners, which must not block.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -28,6 +29,7 @@ from engine.link.journal import Entry, Journal, Submission
 log = logging.getLogger(__name__)
 
 PING_INTERVAL_S = 0.25
+MAX_GAP_S = 1.0  # of the time between two looks at the socket, so much at most counts as silence
 MAX_RECEIVED = 50  # messages in a row: an engine that is faster than we are must not keep pings and commands waiting
 
 
@@ -37,6 +39,7 @@ class EngineClient:
     def __init__(self, address: str, failed_file: Path | None = None):
         self.stats: dict[str, Any] = {}  # of the engine, from its last answer
         self.num_restarts = 0  # engine processes seen after the first
+        self.silent_s = math.inf  # since the engine last answered; a pause of this process is no silence of the engine
         self._address = address
         self._failed_file = failed_file
         self._journal = Journal()
@@ -45,7 +48,7 @@ class EngineClient:
         self._pipe = list(os.pipe())  # wakes the thread; empty once closed
         os.set_blocking(self._pipe[1], False)
         self._epoch: str | None = None
-        self._last_answer = 0.0
+        self._last_look = time.monotonic()
         self._last_ping = 0.0
         self._closing = False
         self._broken: str | None = None  # by a bug of ours
@@ -55,21 +58,33 @@ class EngineClient:
 
     # Called from any thread
 
-    def submit(self, prompt_ids: Sequence[int], answers: Sequence[Submission], salt: str = "") -> None:
-        """One or several answers to one prompt, which is computed once. Raises EngineUnavailable when the engine has
-        been given up or the client is closed."""
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        answers: Sequence[Submission],
+        salt: str = "",
+        standing: tuple[str, int] = ("", 0),
+    ) -> None:
+        """One or several answers to one prompt, which is computed once. `standing`: owner and priority. Raises
+        EngineUnavailable when the engine has been given up or the client is closed."""
         if reason := self.failure():
             raise EngineUnavailable(reason)
         with self._lock:
             if self._closing:
                 raise EngineUnavailable("the server is stopping")
-            entry = self._journal.open(prompt_ids, answers, salt)
+            entry = self._journal.open(prompt_ids, answers, salt, standing)
         self._command(lambda: self._crash_search.add(entry.name))
 
-    def cancel(self, request_id: str) -> None:
-        """Forgets an answer; its listener hears nothing more. Harmless when it has ended."""
+    def cancel(self, request_id: str, is_complete: bool = False) -> None:
+        """Forgets an answer; its listener hears nothing more. Harmless when it has ended. `is_complete`: it has all
+        that it needs, so that nothing was computed in vain."""
         if found := self._journal.forget(request_id):
-            self._command(lambda: self._cancelled(found[0], request_id))
+            self._command(lambda: self._cancelled(found[0], request_id, is_complete))
+
+    def expire(self, request_id: str, error: RequestError) -> None:
+        """Ends an answer with `error` if nothing of it is computed yet, which the engine decides."""
+        fields = (error.kind, error.text, error.cause)
+        self._command(lambda: self._send(messages.EXPIRE, self._epoch, request_id, *fields) if self._epoch else None)
 
     def failure(self) -> str | None:
         """Why the engine will not come back, or None."""
@@ -79,11 +94,6 @@ class EngineClient:
             return self._failed_file.read_text().strip() if self._failed_file else None
         except FileNotFoundError:
             return None
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since the engine last answered; infinite before the first time."""
-        return time.monotonic() - self._last_answer if self._last_answer else float("inf")
 
     @property
     def is_searching(self) -> bool:
@@ -128,7 +138,7 @@ class EngineClient:
         self._socket.reconnect_ivl, self._socket.reconnect_ivl_max = 50, 200  # ms
         self._socket.sndhwm = self._socket.rcvhwm = 0  # a full queue would drop tokens or block
         self._socket.immediate = 1  # without an engine nothing queues up for the next one
-        self._socket.connect(messages.endpoint_to(self._address))
+        self._socket.connect(self._address)
 
     def _serve(self) -> None:
         poller = zmq.Poller()
@@ -148,6 +158,8 @@ class EngineClient:
 
     def _heartbeat(self) -> None:
         now = time.monotonic()
+        self.silent_s += min(now - self._last_look, MAX_GAP_S)
+        self._last_look = now
         if now - self._last_ping < PING_INTERVAL_S:
             return
         self._last_ping = now
@@ -161,7 +173,7 @@ class EngineClient:
                 kind, fields = messages.unpack(self._socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return
-            self._last_answer = time.monotonic()
+            self.silent_s = 0.0
             if kind == messages.PONG:
                 self.stats = fields[1]
                 if fields[0] != self._epoch:
@@ -209,12 +221,12 @@ class EngineClient:
             return True
         entry.submitted = True
         answers = [(each.request_id, messages.pack_sampling(each.sampling), each.token_ids) for each in submissions]
-        self._send(messages.SUBMIT, self._epoch, entry.prompt_ids, answers, entry.replay, entry.salt)
+        self._send(messages.SUBMIT, self._epoch, entry.prompt_ids, answers, entry.replay, entry.salt, entry.standing)
         return True
 
-    def _cancelled(self, entry: Entry, request_id: str) -> None:
+    def _cancelled(self, entry: Entry, request_id: str, is_complete: bool) -> None:
         if self._epoch:
-            self._send(messages.CANCEL, self._epoch, request_id)
+            self._send(messages.CANCEL, self._epoch, request_id, is_complete)
         if not entry.answers:
             self._crash_search.survived(entry.name)
 

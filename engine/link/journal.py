@@ -42,6 +42,7 @@ class Entry:
     prompt_ids: Sequence[int]
     answers: dict[str, Submission]
     salt: str = ""  # of the prefix cache
+    standing: tuple[str, int] = ("", 0)  # its owner, and its priority: where it stands among those who wait
     submitted: bool = False  # to the engine process of now
     replay: bool = False
 
@@ -56,9 +57,11 @@ class Journal:
         """Open answers."""
         return len(self._entry_of)
 
-    def open(self, prompt_ids: Sequence[int], submissions: Sequence[Submission], salt: str = "") -> Entry:
+    def open(
+        self, prompt_ids: Sequence[int], submissions: Sequence[Submission], salt: str, standing: tuple[str, int]
+    ) -> Entry:
         answers = {submission.request_id: submission for submission in submissions}
-        entry = Entry(submissions[0].request_id, tuple(prompt_ids), answers, salt)
+        entry = Entry(submissions[0].request_id, tuple(prompt_ids), answers, salt, standing)
         with self._lock:
             assert self._entry_of.keys().isdisjoint(answers), f"{entry.name} is open already"
             self._entries[entry.name] = entry

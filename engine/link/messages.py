@@ -3,53 +3,135 @@
 Every message carries the `epoch` it belongs to, "process/connection": a random name made at the start of the engine
 process, and one of the connection. So what was meant for a process that has died, or sent over a connection that was
 lost, is recognised on both sides.
+
+What the engine reads is checked here, all of it: no message may end the process that answers everybody.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 
-from engine.core.types import Logprobs, Sampling
+from engine.core.types import Logprobs, Request, Sampling
+from engine.errors import RequestError, error_of
+from engine.settings.config import Config
+from engine.wire.checks import MAX_LOGPROBS, MAX_N
 
 PING = "ping"  # client -> engine: []                                       expects a pong; also "I am alive"
-SUBMIT = "submit"  # client -> engine: [epoch, prompt ids, [[request_id, sampling, answer so far], ...], replay, salt]
-CANCEL = "cancel"  # client -> engine: [epoch, request_id]
+# client -> engine: [epoch, prompt ids, [[request_id, sampling, answer so far], ...], replay, salt, [owner, priority]]
+SUBMIT = "submit"
+CANCEL = "cancel"  # client -> engine: [epoch, request_id, whether its answer is complete]
+EXPIRE = "expire"  # client -> engine: [epoch, request_id, error kind, text, cause]  refused with this if it still waits
 PONG = "pong"  # engine -> client: [epoch, stats]; while it starts the stats are {STARTING: why}
 TOKENS = "tokens"  # engine -> client: [epoch, [[request_id, token_ids, logprobs of each, finish_reason], ...]]
 STARTING = "starting"
 REFUSED = "refused"  # engine -> client: [epoch, request_id, error kind, text, cause]
 
+ID_BYTES = 5  # of a token id, at most
+# 64 bad words of 1,024 characters, each with and without a space, a token a byte; a form of MAX_FORM_BYTES, of which
+# every character may be escaped, and what its translation adds; and the rest
+SAMPLING_BYTES = 4 << 20
+MAX_REQUEST_ID_LEN = 64
+MAX_INT = 2**31 - 1
+RANGES = {
+    "max_new_tokens": (1, MAX_INT),
+    "min_new_tokens": (0, MAX_INT),
+    "top_k": (0, MAX_INT),
+    "seed": (0, 2**64 - 1),
+    "num_logprobs": (-1, MAX_LOGPROBS),
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 10.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "presence_penalty": (-2.0, 2.0),
+}
 
-def endpoint_to(address: str) -> str:
-    """For a client of the engine at `address`, tcp://127.0.0.1:PORT. It calls from another address of the loopback:
-    while nobody listens, the kernel would sooner or later give it PORT itself to call from. That connects the socket
-    with itself, and the port is taken when the engine comes."""
-    return address.replace("tcp://", "tcp://127.0.0.2:0;", 1)
+
+class Bounds(NamedTuple):
+    """The model's: beyond them the executor would leave its arrays."""
+
+    vocab_size: int = MAX_INT
+    max_len: int = MAX_INT  # tokens of a request
+
+
+ANY = Bounds()
+
+
+def most_bytes(config: Config) -> int:
+    """Of a message to the engine."""
+    return ID_BYTES * config.max_seq_len + MAX_N * (ID_BYTES * config.max_dec_len + SAMPLING_BYTES)
 
 
 def pack(kind: str, *fields: Any) -> bytes:
     return msgpack.packb((kind, *fields))
 
 
-def unpack(message: bytes) -> tuple[str, list[Any]]:
+def unpack(message: bytes) -> tuple[str, Sequence[Any]]:
     """Raises ValueError for what `pack` has not made."""
-    content = msgpack.unpackb(message, use_list=False)
-    if not isinstance(content, tuple) or not content:
+    try:
+        content = msgpack.unpackb(message, use_list=False)
+    except Exception as error:  # the library raises all sorts
+        raise ValueError(f"the message is no msgpack: {type(error).__name__}") from None
+    if not isinstance(content, tuple) or not content or not isinstance(content[0], str):
         raise ValueError("the message is no array with a kind")
-    kind, *fields = content
-    return kind, fields
+    return content[0], content[1:]
+
+
+def unpack_submission(fields: Sequence[Any], bounds: Bounds) -> tuple[list[Request], bool]:
+    """What is asked for, one request an answer, and whether it is a replay. Raises ValueError."""
+    _, prompt_ids, answers, replay, salt, standing = fields  # a ValueError, too
+    _check(_are_ids(prompt_ids, bounds) and len(prompt_ids) > 0, "prompt")
+    _check(isinstance(answers, tuple) and 0 < len(answers) <= MAX_N, "number of answers")
+    _check(isinstance(replay, bool), "replay")
+    _check(isinstance(salt, str), "salt")
+    _check(isinstance(standing, tuple) and tuple(map(type, standing)) == (str, int), "standing")
+    owner, priority = standing
+    requests = [_unpack_answer(answer, prompt_ids, bounds) for answer in answers]
+    for request in requests:
+        request.salt, request.owner, request.priority = salt, owner, priority
+    _check(len({request.request_id for request in requests}) == len(requests), "ids: one twice")
+    return requests, replay
+
+
+def unpack_cancel(fields: Sequence[Any]) -> tuple[str, bool]:
+    """The request's id, and whether its answer is complete. Raises ValueError."""
+    _check(len(fields) == 3 and _is_request_id(fields[1]) and isinstance(fields[2], bool), "cancellation")
+    return fields[1], fields[2]
+
+
+def unpack_expiry(fields: Sequence[Any]) -> tuple[str, RequestError]:
+    """The request's id, and what it is refused with. Raises ValueError."""
+    _, request_id, kind, text, cause = fields  # a ValueError, too
+    _check(_is_request_id(request_id) and isinstance(kind, str) and isinstance(text, str), "expiry")
+    _check(isinstance(cause, dict) and cause.keys() <= {"field", "value", "limit"}, "cause")
+    return request_id, error_of(kind, text, **cause)
 
 
 def pack_sampling(sampling: Sampling) -> tuple[Any, ...]:
     return astuple(sampling)
 
 
-def unpack_sampling(fields: tuple[Any, ...]) -> Sampling:
-    return Sampling(*fields)
+def unpack_sampling(fields: Any, bounds: Bounds) -> Sampling:
+    """Raises ValueError."""
+    _check(isinstance(fields, tuple) and len(fields) == len(Sampling.__dataclass_fields__), "sampling")
+    sampling = Sampling(*fields)
+    for name, (low, high) in RANGES.items():
+        value = getattr(sampling, name)
+        kinds = (int,) if isinstance(low, int) else (int, float)
+        _check(type(value) in kinds and low <= value <= high, name)
+    _check(_are_ids(sampling.stop_token_ids, bounds), "stop_token_ids")
+    form = sampling.form
+    _check(form == () or (isinstance(form, tuple) and tuple(map(type, form)) == (str, str)), "form")
+    words, biases = sampling.bad_words, sampling.logit_bias
+    _check(isinstance(words, tuple) and all(_are_ids(word, bounds) and word for word in words), "bad_words")
+    pairs = isinstance(biases, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in biases)
+    _check(pairs and _are_ids(tuple(token_id for token_id, _ in biases), bounds), "logit_bias")
+    _check(all(type(bias) in (int, float) and abs(bias) <= 100 for _, bias in biases), "logit_bias")
+    return sampling
 
 
 def pack_logprobs(logprobs: Sequence[Logprobs] | None) -> list[tuple[Any, ...]] | None:
@@ -58,3 +140,29 @@ def pack_logprobs(logprobs: Sequence[Logprobs] | None) -> list[tuple[Any, ...]] 
 
 def unpack_logprobs(fields: Sequence[tuple[Any, ...]] | None) -> list[Logprobs] | None:
     return None if fields is None else [Logprobs(*each) for each in fields]
+
+
+def _unpack_answer(fields: Any, prompt_ids: Sequence[int], bounds: Bounds) -> Request:
+    _check(isinstance(fields, tuple) and len(fields) == 3, "answer")
+    request_id, sampling, token_ids = fields
+    _check(_is_request_id(request_id), "id")
+    _check(_are_ids(token_ids, bounds), "tokens")
+    request = Request(request_id, [*prompt_ids, *token_ids], len(prompt_ids), unpack_sampling(sampling, bounds))
+    _check(request.num_new_tokens < request.sampling.max_new_tokens, "tokens: the answer has ended")
+    _check(request.max_len <= bounds.max_len, "length")
+    return request
+
+
+def _is_request_id(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= MAX_REQUEST_ID_LEN
+
+
+def _are_ids(value: Any, bounds: Bounds) -> bool:
+    if not isinstance(value, tuple) or not value:
+        return value == ()
+    return set(map(type, value)) == {int} and min(value) >= 0 and max(value) < bounds.vocab_size  # in C
+
+
+def _check(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(f"a message with a wrong {what}")

@@ -1,17 +1,17 @@
 """The engine's end of the socket: takes requests, runs the loop, sends back what each step brings.
 
-One thread does everything; a client is whoever sends. A client that is silent for `CLIENT_TIMEOUT_S` has died and its
-requests are dropped; should it come back, it is told.
+One thread does everything, but for a second that takes the socket while a step runs, so that a long step is not taken
+for silence. A client is whoever sends; one that is silent for `CLIENT_TIMEOUT_S` has died and its requests are dropped;
+should it come back, it is told.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
@@ -21,70 +21,63 @@ from engine.core.scheduler import FAILED
 from engine.core.types import Request
 from engine.errors import DuplicateRequest, EngineUnavailable, NoToken, RequestError
 from engine.link import messages
+from engine.link.messages import ANY, Bounds
 
 log = logging.getLogger(__name__)
 
 CLIENT_TIMEOUT_S = 10.0
 MAX_GAP_S = 1.0  # of the time between two looks at the socket, so much at most counts as silence of the clients
 IDLE_WAIT_MS = 200
+PULSE_S = 0.1  # between two looks at the socket while a step runs
 
 
 class Server:
     """Between the socket and the loop, which may come later: pings are answered from the start, and what is submitted
-    waits. `address` is a ZeroMQ endpoint to bind."""
+    waits. `address` is a ZeroMQ endpoint to bind. Raises ZMQError."""
 
-    def __init__(self, address: str):
+    def __init__(self, address: str, max_message_bytes: int = -1):
         self.epoch = uuid.uuid4().hex
+        self.on_first_tokens: Callable[[], None] = lambda: None
         self._loop: Loop | None = None
+        self._bounds = ANY
         self._starting = ""  # what keeps the loop from being there
-        self._waiting: list[tuple[bytes, str, list[Any]]] = []  # messages that came before it
+        self._waiting: list[tuple[bytes, str, Sequence[Any]]] = []  # messages that were read and not handled
         self._client_of: dict[str, bytes] = {}  # request -> who asked
         self._last_seen: dict[bytes, float] = {}  # by _listened_s
         self._listened_s = 0.0  # grows like a clock, but stands still while this process does
         self._last_look = time.monotonic()
+        self._has_sent_tokens = False
         self._closing = False
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.sndhwm = self._socket.rcvhwm = 0  # a full queue would drop tokens
+        self._socket.maxmsgsize = max_message_bytes
         self._socket.bind(address)
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._lock = threading.Lock()  # of the socket and of what was read from it
+        self._is_over = threading.Event()
+        self._pulse = threading.Thread(target=self._listen_in_steps, name="pulse", daemon=True)
+        self._pulse.start()
 
-    @contextlib.contextmanager
-    def starting(self, reason: str) -> Iterator[Callable[[str], None]]:
-        """Until the end of the block a thread answers, with the reason why nothing is computed yet. It is changed by
-        what the block gets."""
+    def tell(self, reason: str) -> None:
+        """Why nothing is computed yet; for pings before `begin`."""
         self._starting = reason
-        is_over = threading.Event()
 
-        def answer() -> None:
-            while not is_over.is_set():
-                self._take_messages(wait=True)
-
-        thread = threading.Thread(target=answer, name="starting", daemon=True)
-        thread.start()
+    def run(self, loop: Loop, bounds: Bounds = ANY) -> None:
         try:
-            yield lambda reason: setattr(self, "_starting", reason)
-        finally:
-            is_over.set()
-            thread.join()
-            self._starting = ""
-
-    def run(self, loop: Loop) -> None:
-        try:
-            self.begin(loop)
+            self.begin(loop, bounds)
             while not self._closing:
                 self.turn()
         finally:
+            self._is_over.set()
+            self._pulse.join()
             loop.executor.close()
             self._context.destroy(linger=0)
 
-    def begin(self, loop: Loop) -> None:
+    def begin(self, loop: Loop, bounds: Bounds = ANY) -> None:
         """From now on there is something that computes."""
-        self._loop = loop
-        waiting, self._waiting = self._waiting, []
-        for message in waiting:
-            self._handle(*message)
+        self._bounds, self._loop = bounds, loop
 
     @property
     def loop(self) -> Loop:
@@ -93,15 +86,27 @@ class Server:
 
     def turn(self) -> None:
         """Messages are read and tokens sent while a step runs; only `Loop.turn` waits for it."""
-        self._take_messages(wait=self.loop.is_idle)
-        self._drop_silent_clients()
-        self._send_updates(self.loop.turn())
+        with self._lock:
+            self._read(wait=self.loop.is_idle and not self._waiting)
+            waiting, self._waiting = self._waiting, []
+            for message in waiting:
+                self._handle(*message)
+            self._drop_silent_clients()
+        updates = self.loop.turn()
+        with self._lock:
+            self._send_updates(updates)
 
     def close(self) -> None:
         """Ends `run` after the current step. May be called from a signal handler."""
         self._closing = True
 
-    def _take_messages(self, wait: bool) -> None:
+    def _listen_in_steps(self) -> None:
+        while not self._is_over.wait(PULSE_S):
+            with self._lock:
+                self._read(wait=False)
+
+    def _read(self, wait: bool) -> None:
+        """Pings are answered, all else waits until the loop can take it."""
         if not self._socket.poll(IDLE_WAIT_MS if wait else 0):
             return
         while True:
@@ -112,35 +117,38 @@ class Server:
             try:
                 kind, fields = messages.unpack(b"".join(parts))
             except ValueError as error:
-                log.warning("a message that is none of ours: %s", error)  # whoever found our port
+                log.warning("ignored: %s", error)
                 continue
             self._last_seen[client] = self._listened_s
             if kind == messages.PING:
                 stats = self._loop.stats() if self._loop else {messages.STARTING: self._starting}
                 self._send(client, messages.PONG, stats)
-            elif not fields or fields[0] != self._epoch_of(client):
-                continue  # meant for the process or the connection before; its client will notice and replay
-            elif self._loop:
-                self._handle(client, kind, fields)
-            else:
+            elif fields and fields[0] == self._epoch_of(client):
                 self._waiting.append((client, kind, fields))
+            # Else it was meant for the process or the connection before; its client will notice and replay.
 
-    def _handle(self, client: bytes, kind: str, fields: list[Any]) -> None:
-        if kind == messages.SUBMIT:
-            self._submit(client, fields[1:])
-        elif kind == messages.CANCEL:
-            self._client_of.pop(fields[1], None)
-            self.loop.drop(fields[1])
+    def _handle(self, client: bytes, kind: str, fields: Sequence[Any]) -> None:
+        try:
+            if kind == messages.SUBMIT:
+                requests, replay = messages.unpack_submission(fields, self._bounds)
+                self._submit(client, requests, replay)
+            elif kind == messages.CANCEL:
+                request_id, is_complete = messages.unpack_cancel(fields)
+                self._client_of.pop(request_id, None)
+                self.loop.drop(request_id, is_complete)
+            elif kind == messages.EXPIRE:
+                self._expire(client, *messages.unpack_expiry(fields))
+        except ValueError as error:
+            log.warning("ignored: %s", error)
 
-    def _submit(self, client: bytes, submitted: Sequence[Any]) -> None:
+    def _expire(self, client: bytes, request_id: str, error: RequestError) -> None:
+        if self._client_of.get(request_id) == client and not self.loop.has_begun(request_id):
+            del self._client_of[request_id]
+            self.loop.drop(request_id)
+            self._refuse(client, request_id, error)
+
+    def _submit(self, client: bytes, requests: Sequence[Request], replay: bool) -> None:
         """Answers that have no token yet share the work of their prompt."""
-        prompt_ids, answers, replay, salt = submitted
-        requests = [
-            Request(
-                request_id, [*prompt_ids, *token_ids], len(prompt_ids), messages.unpack_sampling(sampling), salt=salt
-            )
-            for request_id, sampling, token_ids in answers
-        ]
         fresh = [request for request in requests if request.num_new_tokens == 0]
         if fresh:
             fresh[0].forks = fresh[1:]
@@ -175,6 +183,9 @@ class Server:
                 del self._client_of[request_id]
         for client, updated in by_client.items():
             self._send(client, messages.TOKENS, updated)
+        if by_client and not self._has_sent_tokens:
+            self._has_sent_tokens = True
+            self.on_first_tokens()
 
     def _drop_silent_clients(self) -> None:
         now = time.monotonic()

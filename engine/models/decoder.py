@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.models.config import DecoderConfig
+from engine.models.formats import head_format
 from engine.models.keys import ModelError
 from engine.models.kv_cache import ATTENTION_AXES, CacheSpec
 from engine.models.layers import LOGIT_ROWS, WHERE, Embedding, Head, Linear, Norm, Place, Rotary, Run, Tensor
@@ -117,7 +118,7 @@ class Decoder:
             embedding=embedding,
             layers=tuple(layer(Place(shard, i)) for i in range(config.num_layers)),
             norm=Norm.of(top, "norm", config.hidden_size, config.rms_norm_eps),
-            head=Head.of(embedding, config.tied_embeddings),
+            head=Head.of(embedding, config.tied_embeddings, head_format(shard.format)),
         )
 
     def __call__(self, run: Run) -> tuple[Tensor, ...]:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from engine.dtypes import WEIGHT_DTYPES
+from engine.models.quantize import to_int4, to_int8
 
 
 class Format(Protocol):
@@ -60,5 +61,51 @@ class Dense:
         return ops.linear(x, *stored, bias)
 
 
+@dataclass(frozen=True)
+class Int8:
+    """A byte an element and a scale a row. The activations are rounded to bf16 or, by `linear_a8w8`, to bytes too."""
+
+    name: str
+    op: str
+    read_as = "float32"
+
+    def parameters(self, name: str) -> tuple[str, ...]:
+        return (name, f"{name}_scale")
+
+    def store(self, matrix: np.ndarray) -> tuple[np.ndarray, ...]:
+        return to_int8(matrix)
+
+    def linear(self, ops: Any, x: Any, stored: Sequence[Any], bias: Any | None) -> Any:
+        return getattr(ops, self.op)(x, *stored, bias)
+
+
+@dataclass(frozen=True)
+class Int4:
+    """Half a byte an element and a scale a group of 64 in a row."""
+
+    name: str
+    read_as = "float32"
+
+    def parameters(self, name: str) -> tuple[str, ...]:
+        return (name, f"{name}_scale")
+
+    def store(self, matrix: np.ndarray) -> tuple[np.ndarray, ...]:
+        return to_int4(matrix)
+
+    def linear(self, ops: Any, x: Any, stored: Sequence[Any], bias: Any | None) -> Any:
+        return ops.linear_int4(x, *stored, None, bias)
+
+
 FLOAT32: Format = Dense("float32")
-FORMATS: dict[str, Format] = {name: Dense(name) for name in WEIGHT_DTYPES}
+WEIGHT_ONLY_INT8: Format = Int8("weight_only_int8", "linear_int8")
+QUANTIZED: dict[str, Format] = {
+    "weight_only_int8": WEIGHT_ONLY_INT8,
+    "weight_only_int4": Int4("weight_only_int4"),
+    "a8w8": Int8("a8w8", "linear_a8w8"),
+}
+FORMATS: dict[str, Format] = {name: Dense(name) for name in WEIGHT_DTYPES} | QUANTIZED
+
+
+def head_format(format: Format) -> Format:
+    """Of the matrix that makes the logits: 8 bits where the others have fewer, as errors there are seen at once."""
+    return WEIGHT_ONLY_INT8 if format.name in QUANTIZED else format

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from engine.core.types import NO_TOKEN
-from engine.dtypes import as_f32, from_bf16, to_bf16
+from engine.dtypes import CODES_PER_SCALE, as_f32, from_bf16, to_bf16
 from engine.ops.sampling_rows import SampledRows, SamplingRows
 
 
@@ -83,6 +83,37 @@ def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) ->
     if bias is not None:
         y += bias
     return y.astype(np.float32)
+
+
+def linear_int8(x: np.ndarray, weight: np.ndarray, scale: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+    y = from_bf16(to_bf16(x)).astype(np.float64) @ weight.astype(np.float64).T * scale
+    return (y if bias is None else y + bias).astype(np.float32)
+
+
+def linear_a8w8(x: np.ndarray, weight: np.ndarray, scale: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+    largest = np.abs(x).max(axis=1, initial=0, keepdims=True)  # in float32: a rounding that differs is another number
+    inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
+    with np.errstate(invalid="ignore"):  # infinite times 0
+        codes = np.rint(x * inverse).astype(np.float64)
+        y = codes @ weight.astype(np.float64).T * (largest / np.float32(127)) * scale
+    return (y if bias is None else y + bias).astype(np.float32)
+
+
+def linear_int4(
+    x: np.ndarray,
+    weight: np.ndarray,
+    scale: np.ndarray,
+    zero: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+) -> np.ndarray:
+    return linear(x, int4_values(weight, scale, zero)[:, : x.shape[1]], bias)
+
+
+def int4_values(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray | None = None) -> np.ndarray:
+    """bf16 [N, K'] of two codes a byte, the first in the lower half."""
+    numbers = np.stack([codes & 15, codes >> 4], axis=2).reshape(*scale.shape, CODES_PER_SCALE).astype(np.float32)
+    origin = np.float32(8) if zero is None else from_bf16(zero)[:, :, None]
+    return to_bf16((numbers - origin) * from_bf16(scale)[:, :, None]).reshape(len(codes), -1)
 
 
 def rotary_angles(positions: np.ndarray, inv_freq: np.ndarray, *, attention_scaling: float) -> np.ndarray:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from engine.link.client import EngineClient
 from engine.serving.prompt import PromptReader
 from engine.serving.service import Service, ServiceOptions
-from engine.settings.config import ENGINE_FAILED_FILE, Config
+from engine.settings.config import ENGINE_FAILED_FILE, STOPPING_FILE, Config
 from engine.text.tokenizer import Tokenizer
 
 
 def build_service(config: Config) -> Service:
     tokenizer = Tokenizer.load(config.graph_path)
-    client = EngineClient(f"tcp://127.0.0.1:{config.inter_proc_port}", config.run_path / ENGINE_FAILED_FILE)
+    client = EngineClient(f"ipc://{config.engine_socket}", config.run_path / ENGINE_FAILED_FILE)
 
     def cache_size() -> tuple[int, int] | None:
         stats = client.stats
@@ -24,6 +24,10 @@ def build_service(config: Config) -> Service:
         max_body_bytes=config.max_body_bytes,
         max_running=config.batch_size,
         max_waiting=config.max_cached_task_num,
+        max_waiting_tokens=config.max_waiting_tokens,
+        queue_timeout_s=config.queue_timeout_s,
         why_not_served=config.machines.why_not_served,
+        stopping_file=config.run_path / STOPPING_FILE,
+        drain_s=config.drain_timeout_s,
     )
     return Service(tokenizer, reader, client, options)

@@ -1,7 +1,7 @@
-"""The server's metric families, and how they are told to Triton's Prometheus endpoint.
+"""The server's metric families, for the gateway's page, and how they are told to Triton's Prometheus endpoint.
 
-Triton takes one call a value, each a message between processes, so a thread brings them up to date once a second. The
-histograms are written as their `_bucket`, `_sum` and `_count` counters: Triton can only observe values one by one.
+Triton takes one call a value, each a message between processes, so a thread brings them up to date once a second. To
+it, histograms are told as their `_bucket`, `_sum` and `_count` counters: Triton can only observe values one by one.
 """
 
 from __future__ import annotations
@@ -9,16 +9,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.errors import KINDS
 from engine.serving.latency import BUCKETS_S, Histogram
-from engine.serving.service import Service
+
+if TYPE_CHECKING:
+    from engine.serving.service import Service
 
 log = logging.getLogger(__name__)
 
 UPDATE_INTERVAL_S = 1.0
-COUNTER, GAUGE = "counter", "gauge"
+COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
 
 class Sample(NamedTuple):
@@ -27,12 +29,14 @@ class Sample(NamedTuple):
     doc: str
     labels: tuple[tuple[str, str], ...]
     value: float
+    suffix: str = ""  # of the family's name: _bucket, _sum or _count of a histogram
 
 
 # family, kind, what it is, the engine's counter
 ENGINE_FAMILIES = (
     ("llm_requests_running", GAUGE, "Requests in the batch", "num_running"),
     ("llm_requests_waiting", GAUGE, "Requests the engine has accepted and not begun", "num_waiting"),
+    ("llm_tokens_waiting", GAUGE, "Tokens of the prompts of these", "num_waiting_tokens"),
     ("llm_kv_blocks", GAUGE, "Blocks of the KV cache", "num_blocks"),
     ("llm_kv_blocks_held", GAUGE, "Blocks held by running requests", "num_blocks_held"),
     ("llm_steps_total", COUNTER, "Runs of the graph", "num_steps"),
@@ -41,6 +45,7 @@ ENGINE_FAMILIES = (
     ("llm_prompt_tokens_total", COUNTER, "Prompt tokens of admitted requests", "num_prompt_tokens"),
     ("llm_cached_prompt_tokens_total", COUNTER, "Of these, found in the prefix cache", "num_cached_tokens"),
     ("llm_preemptions_total", COUNTER, "Requests that gave up their blocks", "num_preemptions"),
+    ("llm_wasted_tokens_total", COUNTER, "Tokens computed for answers that nobody waited for", "num_wasted_tokens"),
     ("llm_drafted_tokens_total", COUNTER, "Tokens tried ahead of the model", "num_drafted_tokens"),
     ("llm_accepted_tokens_total", COUNTER, "Of these, the model's own", "num_accepted_tokens"),
 )
@@ -71,6 +76,7 @@ def samples(service: Service, max_batch_size: int) -> Iterator[Sample]:
         yield from _histogram("llm_time_to_first_token_seconds", "Request to first token", latency.time_to_first_token)
         yield from _histogram("llm_inter_token_seconds", "From token to token of a request", latency.inter_token)
         yield from _histogram("llm_request_seconds", "Request to end", latency.request)
+    yield from _of_keys(service)
     yield from _predecessor(stats, max_batch_size)
 
 
@@ -78,9 +84,26 @@ def _histogram(family: str, doc: str, histogram: Histogram) -> Iterator[Sample]:
     total = 0
     for bound, count in zip((*map(str, BUCKETS_S), "+Inf"), histogram.counts, strict=True):
         total += count
-        yield Sample(f"{family}_bucket", COUNTER, doc, (("le", bound),), total)
-    yield Sample(f"{family}_sum", COUNTER, doc, (), histogram.sum_s)
-    yield Sample(f"{family}_count", COUNTER, doc, (), total)
+        yield Sample(family, HISTOGRAM, doc, (("le", bound),), total, "_bucket")
+    yield Sample(family, HISTOGRAM, doc, (), histogram.sum_s, "_sum")
+    yield Sample(family, HISTOGRAM, doc, (), total, "_count")
+
+
+def _of_keys(service: Service) -> Iterator[Sample]:
+    """Families of one value a name: those of a label must come one after the other."""
+    accounts = [(account, (("key", account.name),)) for account in service.accounts.named()]
+    for account, key in accounts:
+        yield Sample("llm_key_requests_open", GAUGE, "Requests accepted and not ended, by key", key, account.num_open)
+    for account, key in accounts:
+        yield Sample("llm_key_requests_total", COUNTER, "Requests let in, by key", key, account.num_requests)
+    for account, key in accounts:
+        yield Sample("llm_key_refused_total", COUNTER, "Requests beyond a key's limits", key, account.num_refused)
+    for account, key in accounts:
+        doc = "Tokens of prompts, by key"
+        yield Sample("llm_key_prompt_tokens_total", COUNTER, doc, key, account.num_prompt_tokens)
+    for account, key in accounts:
+        doc = "Tokens of ended answers, by key"
+        yield Sample("llm_key_generated_tokens_total", COUNTER, doc, key, account.num_generated_tokens)
 
 
 def _predecessor(stats: dict[str, float], max_batch_size: int) -> Iterator[Sample]:
@@ -125,7 +148,8 @@ class MetricsThread:
 
     def update(self) -> None:
         for sample in list(samples(self._service, self._max_batch_size)):
-            self._tell(sample)
+            counter = Sample(sample.family + sample.suffix, COUNTER, *sample[2:])
+            self._tell(counter if sample.kind == HISTOGRAM else sample)
 
     def _tell(self, sample: Sample) -> None:
         key = (sample.family, sample.labels)

@@ -115,9 +115,8 @@ class PromptReader:
         num_bytes = len(text.encode("utf-8", "surrogatepass"))  # the tokenizer refuses lone surrogates
         limit = self.max_seq_len * self.tokenizer.max_token_bytes
         if num_bytes > limit:
-            sentence = (
-                f"The prompt has {{value}} bytes, at most {{limit}} fit the limit MAX_SEQ_LEN({self.max_seq_len})."
-            )
+            name = self._limit("MAX_SEQ_LEN", self.max_seq_len)
+            sentence = f"The prompt has {{value}} bytes, at most {{limit}} fit the limit {name}({self.max_seq_len})."
             raise PromptTooLong(sentence, field=field, value=num_bytes, limit=limit)
 
     def _chat_ids(self, request: GenerationRequest, messages: list[dict]) -> list[int]:
@@ -130,11 +129,13 @@ class PromptReader:
     def _max_new_tokens(self, request: GenerationRequest, prompt_len: int) -> int:
         minimum, maximum = request.min_dec_len or 1, request.max_dec_len
         if prompt_len > self.max_seq_len:
-            text = "Length of input token({value}) exceeds the limit MAX_SEQ_LEN({limit})."
+            name = self._limit("MAX_SEQ_LEN", self.max_seq_len)
+            text = f"Length of input token({{value}}) exceeds the limit {name}({{limit}})."
             raise PromptTooLong(text, field=request.source, value=prompt_len, limit=self.max_seq_len)
         for name, value in (("min_dec_len", minimum), ("max_dec_len", maximum or 1)):
             if value > self.max_dec_len:
-                text = "The parameter {field}({value}) exceeds the limit MAX_DEC_LEN({limit})."
+                limit = self._limit("MAX_DEC_LEN", self.max_dec_len)
+                text = f"The parameter {{field}}({{value}}) exceeds the limit {limit}({{limit}})."
                 raise InvalidRequest(text, field=name, value=value, limit=self.max_dec_len)
         self._check_fits("min_dec_len", prompt_len, minimum)
         if maximum is None:
@@ -144,6 +145,10 @@ class PromptReader:
             raise InvalidRequest(text, field="min_dec_len", value=minimum, limit=maximum)
         self._check_fits("max_dec_len", prompt_len, maximum)
         return maximum
+
+    def _limit(self, setting: str, value: int) -> str:
+        """Whose limit it is: where the model ends, its length or its window, no setting helps."""
+        return setting if value < self.model_len else "of the model"
 
     def _room(self, prompt_len: int, n: int) -> int:
         """The longest that each of `n` answers can be when they run at once. They share the full blocks of the prompt;

@@ -11,8 +11,9 @@ from typing import NamedTuple, Protocol
 
 from engine import wire
 from engine.core.types import Logprobs
-from engine.errors import Cancelled, RequestError, as_request_error
+from engine.errors import Cancelled, RequestError, TimedOut, as_request_error
 from engine.link.journal import Submission
+from engine.serving.accounts import Account
 from engine.serving.choice import Asked, Choice
 from engine.serving.latency import Latency
 
@@ -39,14 +40,19 @@ class Reply:
         self.streaming = not request.return_all_tokens
         self.wake: Callable[[Reply], None] = lambda reply: None  # puts this reply into the senders' queue
         self.leave: Callable[[Reply], None] = lambda reply: None  # called once, before the final response
-        self.cancel: Callable[[str], None] = lambda engine_id: None  # the engine forgets this choice
+        self.cancel: Callable[[str, bool], None] = lambda engine_id, is_complete: None  # the engine forgets this choice
+        self.account = Account("")
+        self.standing = ("", 0)  # owner and priority
         self._request = request
         self._sender = sender
         self._received, self._accepted = received, time.time()
+        self._num_before = sum(choice.answer.num_generated for choice in self.choices)  # of an answer that goes on
+        self._asked_at = received  # when the engine was last asked whether it still waits
         # Shared between threads, under the lock, as is what the choices have gathered
         self._lock = threading.Lock()
         self._arrived: list[Choice] = []  # which of them have
         self._is_known = any(each.known_ids or not each.is_open for each in self.choices)  # something to say at once
+        self._has_begun = self._is_known
         self._error: RequestError | None = None
         self._awake = False  # in the senders' queue, with a sender, or ended
         self._asking = threading.Lock()  # held to ask Triton for a cancellation and to set _ended
@@ -74,7 +80,17 @@ class Reply:
     def cancel_all(self) -> None:
         """Harmless for choices that have ended."""
         for choice in self.choices:
-            self.cancel(self._engine_id(choice))
+            self.cancel(self._engine_id(choice), self._error is None)
+
+    @property
+    def first_id(self) -> str:
+        """Of the choice that the engine takes for all of them while they wait."""
+        return self._engine_id(next((choice for choice in self.choices if choice.is_open), self.choices[0]))
+
+    @property
+    def num_generated(self) -> int:
+        """For this client."""
+        return sum(choice.answer.num_generated for choice in self.choices) - self._num_before
 
     def _engine_id(self, choice: Choice) -> str:
         return f"{self.engine_id}-{choice.index}"
@@ -88,6 +104,7 @@ class Reply:
         with self._lock:
             if self._ended:  # these come too late: whoever goes on with the answer gets them again
                 return
+            self._has_begun = True
             if choice not in self._arrived:
                 self._arrived.append(choice)
             choice.gathered += zip(token_ids, of_each, strict=True)
@@ -115,6 +132,23 @@ class Reply:
                 log.exception("%s: its stream is broken", self.engine_id)
                 error = as_request_error(failure)
         self.ended(error)
+        return True
+
+    def end_if_late(self) -> bool:
+        """True if nothing has come within the request's own `timeout`, and nobody knew."""
+        limit_s = self._request.timeout
+        if not limit_s or self._has_begun or self.is_over or time.time() - self._received < limit_s:
+            return False
+        self.ended(TimedOut("the model sent no response for {limit} s, the request is cancelled", limit=limit_s))
+        return True
+
+    def may_wait_too_long(self, limit_s: float) -> bool:
+        """True, once a second, for one that has not got a token `limit_s` after its arrival: the engine knows whether
+        it waits still."""
+        now = time.time()
+        if self._has_begun or self.is_over or now - self._received < limit_s or now - self._asked_at < 1:
+            return False
+        self._asked_at = now
         return True
 
     def _wake_once(self, worthwhile: bool) -> None:
@@ -172,7 +206,7 @@ class Reply:
         if is_end:
             self._send_final(payload)
             return
-        self.cancel(self._engine_id(choice))  # harmless, unless it was a stop string: the engine knows none
+        self.cancel(self._engine_id(choice), True)  # harmless, unless it was a stop string: the engine knows none
         self._sender.send(payload, False)
         choice.is_told()
 

@@ -11,30 +11,35 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from engine.errors import ConfigError
+from engine.settings.keys import Owner, is_key, read_keys
 from engine.settings.machines import Machines, read_machines
 from engine.settings.setting import Setting, given, parse, port, setting
 
-# In the run directory: the supervisor writes why it has given the engine up, the Triton model reads it.
+# In the run directory. The supervisor writes why it has given the engine up, and that it is going to end the server;
+# the Triton model reads it. The engine notes that it has computed tokens, the supervisor looks when it has ended.
 ENGINE_FAILED_FILE = "engine.failed"
+ENGINE_PROGRESS_FILE = "engine.progress"
+STOPPING_FILE = "stopping"  # from when on requests are refused, in seconds of the monotonic clock
+# There, too: the sockets; that of tritonserver in its folder, which is made anew at every start.
+ENGINE_SOCKET = "engine.sock"
+TRITON_FOLDER, TRITON_SOCKET = "tritonserver", "grpc:1"
+MAX_SOCKET_PATH = 107  # bytes, the kernel's sun_path
 
 
 @dataclass(frozen=True)
 class Config:
     # Ports
     health_http_port: int = port(
-        8110, "HEALTH_HTTP_PORT", "health over HTTP: `/v2/health/live`, `/v2/health/ready`", "HTTP_PORT"
+        8110,
+        "HEALTH_HTTP_PORT",
+        "health over HTTP: `/v2/health/live`, `/v2/health/ready`, `/v2/health/started`",
+        "HTTP_PORT",
     )
-    service_grpc_port: int = port(8811, "SERVICE_GRPC_PORT", "Triton's gRPC", "GRPC_PORT")
+    service_grpc_port: int = port(8811, "SERVICE_GRPC_PORT", "requests over Triton's gRPC", "GRPC_PORT")
     metrics_http_port: int = port(8722, "METRICS_HTTP_PORT", "Triton's Prometheus metrics, `/metrics`", "METRICS_PORT")
-    inter_proc_port: int = port(
-        56666,
-        "INTER_PROC_PORT",
-        "between the Triton model and the engine, loopback only",
-        "INTER_QUEUE_PORT",
-        "INFER_QUEUE_PORT",
-    )
     service_http_port: int = port(
         9965, "SERVICE_HTTP_PORT", "HTTP requests; -1: gRPC only", "PUSH_MODE_HTTP_PORT", minimum=-1
     )
@@ -59,6 +64,12 @@ class Config:
         "DTYPE",
         "weights of an export; `auto`: float32 stays, 16-bit becomes bfloat16",
         choices=("auto", "float32", "bfloat16"),
+    )
+    quant_type: str = setting(
+        "none",
+        "QUANT_TYPE",
+        "matrices of an export with fewer bits (docs/ops.md); a model name's third part says it, too",
+        choices=("none", "weight_only_int8", "weight_only_int4", "a8w8"),
     )
     block_size: int = setting(64, "BLOCK_SIZE", "tokens of a KV block, decided at export", minimum=8, maximum=1024)
     mp_num: int = setting(
@@ -97,6 +108,18 @@ class Config:
     max_cached_task_num: int = setting(
         128, "MAX_CACHED_TASK_NUM", "waiting requests; beyond, new ones are refused", minimum=1
     )
+    max_waiting_tokens: int = setting(
+        1 << 20,
+        "MAX_WAITING_TOKENS",
+        "tokens of all waiting prompts together; beyond, new requests are refused",
+        minimum=1,
+    )
+    queue_timeout_s: float = setting(
+        600.0,
+        "QUEUE_TIMEOUT",
+        "seconds that a request may wait until it begins, from its arrival on; 0: for ever",
+        minimum=0,
+    )
     max_num_batched_tokens: int = setting(
         256,
         "MAX_NUM_BATCHED_TOKENS",
@@ -129,7 +152,7 @@ class Config:
 
     # Gateway and answers
     push_mode_http_workers: int = setting(
-        1, "PUSH_MODE_HTTP_WORKERS", "gateway processes on the HTTP port", minimum=1, maximum=64
+        1, "PUSH_MODE_HTTP_WORKERS", "gateway processes on the HTTP and gRPC ports", minimum=1, maximum=64
     )
     reasoning_parser: str = setting(
         "none",
@@ -150,13 +173,24 @@ class Config:
         "JSON that an answer must be has no whitespace between its parts, unless the request says otherwise",
     )
     disable_streaming: bool = setting(False, "DISABLE_STREAMING", "send every answer in one response")
-    max_body_bytes: int = setting(4 << 20, "MAX_BODY_BYTES", "largest HTTP body", minimum=1024)
+    max_body_bytes: int = setting(
+        4 << 20, "MAX_BODY_BYTES", "longest request: the HTTP body, or the text over gRPC", minimum=1024
+    )
     api_key: str = field(
         default="",
         repr=False,
         metadata={
-            "setting": Setting("API_KEY", "HTTP requests must carry it, health does not; empty: anybody may ask")
+            "setting": Setting(
+                "API_KEY", "HTTP and gRPC requests must carry it, health does not; empty: anybody may ask"
+            )
         },
+    )
+    tls_cert_file: str = setting(
+        "", "TLS_CERT_FILE", "certificate chain in PEM for the HTTP and gRPC ports; empty: they are not encrypted"
+    )
+    tls_key_file: str = setting("", "TLS_KEY_FILE", "its private key in PEM, without a password")
+    api_keys: str = setting(
+        "", "API_KEYS", "a file of keys by name, with limits ([docs/operation.md](operation.md#keys)), beside API_KEY"
     )
     cors_allow_origin: str = setting(
         "*",
@@ -172,17 +206,24 @@ class Config:
     drain_timeout_s: float = setting(
         30.0, "DRAIN_TIMEOUT", "seconds a stop waits for running requests", minimum=0, maximum=1_000_000
     )
+    drain_delay_s: float = setting(
+        1.0,
+        "DRAIN_DELAY",
+        "seconds a stop goes on taking requests after readiness has turned off, for those to notice who send them",
+        minimum=0,
+        maximum=3600,
+    )
     check_health_interval_s: float = setting(
         60.0,
         "CHECK_HEALTH_INTERVAL",
-        "seconds without a step or heartbeat until the engine counts as hanging",
+        "seconds that a step may take until the engine counts as hanging",
         minimum=1,
     )
     engine_max_crashes: int = setting(
         8, "ENGINE_MAX_CRASHES", "crashes of the engine in a row after which requests fail", minimum=1
     )
     run_dir: str = setting(
-        "", "RUN_DIR", "pid files and generated configuration; empty: a folder of this user under /tmp"
+        "", "RUN_DIR", "state, sockets and generated configuration; empty: a folder of this user under /tmp"
     )
     log_dir: str = setting("log", "FD_LOG_DIR", "log files")
     log_max_bytes: int = setting(64 << 20, "FD_LOG_MAX_BYTES", "size at which a log file is rotated", minimum=65536)
@@ -196,14 +237,17 @@ class Config:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Config:
-        """Raises ConfigError that names the variable, its value and what was expected."""
-        values = {}
+        """Raises ConfigError that names each wrong variable, its value and what was expected, a line each."""
+        values, problems = {}, []
         for f in fields(cls):
-            name, text = given(f.metadata["setting"], environ)
-            if text is not None:
-                values[f.name] = parse(name, text, str(f.type), f.metadata["setting"])
+            try:
+                name, text = given(f.metadata["setting"], environ)
+                if text is not None:
+                    values[f.name] = parse(name, text, str(f.type), f.metadata["setting"])
+            except ConfigError as error:
+                problems.append(str(error))
         config = cls(**values)
-        config._check()
+        config._check(problems)
         return config
 
     def changed(self, **settings: Any) -> Config:
@@ -213,11 +257,21 @@ class Config:
             if f.name in settings and not (settings[f.name] is None and f.default is None):
                 values[f.name] = parse(f.name, str(settings[f.name]), str(f.type), f.metadata["setting"])
         config = replace(self, **values)
-        config._check()
+        config._check([])
         return config
 
-    def _check(self) -> None:
-        _ = self.machines
+    def _check(self, problems: list[str]) -> None:
+        """`problems` is what is wrong already. With one, what holds between settings cannot be told."""
+        of_each = (self._check_http_port, self._check_paths, self._check_key, self._check_tls)
+        for check in of_each if problems else (lambda: self.machines, self._check_ports, *of_each):
+            try:
+                check()
+            except ConfigError as error:
+                problems.append(str(error))
+        if problems:
+            raise ConfigError("\n".join(problems))
+
+    def _check_ports(self) -> None:
         ports: dict[int, str] = {}
         for f in fields(self):
             value = getattr(self, f.name)
@@ -226,12 +280,31 @@ class Config:
                 if value in ports:
                     raise ConfigError(f"{env} is {value}, which {ports[value]} has already; every port needs its own")
                 ports[value] = env
-        for env, text in (("MODEL_DIR", self.model_dir), ("EXPORT_CACHE_DIR", self.export_cache_dir)):
-            _expanded(env, text)
-        if not all("!" <= char <= "~" for char in self.api_key):  # a secret: not shown
-            raise ConfigError("API_KEY has a character that is no visible ASCII, which no HTTP header can carry")
+
+    def _check_http_port(self) -> None:
         if self.service_http_port == 0:
             raise ConfigError("SERVICE_HTTP_PORT is 0, it must be a port from 1 to 65535, or -1 for gRPC only")
+
+    def _check_paths(self) -> None:
+        for env, text in (("MODEL_DIR", self.model_dir), ("EXPORT_CACHE_DIR", self.export_cache_dir)):
+            _expanded(env, text)
+        _check_length(self.run_path, self.triton_socket)
+
+    def _check_key(self) -> None:
+        _ = self.owners
+        if self.api_key and not is_key(self.api_key):  # a secret: not shown
+            raise ConfigError("API_KEY has a character that is no visible ASCII, which no HTTP header can carry")
+
+    def _check_tls(self) -> None:
+        if bool(self.tls_cert_file) != bool(self.tls_key_file):
+            missing = "TLS_KEY_FILE" if self.tls_cert_file else "TLS_CERT_FILE"
+            raise ConfigError(f"{missing} is not set; TLS needs both TLS_CERT_FILE and TLS_KEY_FILE")
+
+    @cached_property
+    def owners(self) -> dict[str, Owner]:
+        """Who may ask over HTTP, by their keys; empty: anybody."""
+        nobody = {self.api_key: Owner()} if self.api_key else {}
+        return {**(read_keys(str(_expanded("API_KEYS", self.api_keys))) if self.api_keys else {}), **nobody}
 
     @cached_property
     def machines(self) -> Machines:
@@ -252,8 +325,31 @@ class Config:
         return _expanded("RUN_DIR", self.run_dir or f"/tmp/llm-server-{os.getuid()}")
 
     @property
+    def engine_socket(self) -> Path:
+        """Where the engine listens: RUN_DIR is private to its user."""
+        return self.run_path.absolute() / ENGINE_SOCKET
+
+    @property
+    def triton_socket(self) -> Path:
+        """Where tritonserver listens: in its own folder, with the name that it makes of a port."""
+        return self.run_path / TRITON_FOLDER / TRITON_SOCKET
+
+    @property
+    def triton_target(self) -> str:
+        """The same as gRPC writes it."""
+        return f"unix:{quote(str(self.triton_socket))}"
+
+    @property
     def log_path(self) -> Path:
         return _expanded("FD_LOG_DIR", self.log_dir).absolute()
+
+
+def _check_length(run_path: Path, socket: Path) -> None:
+    num_bytes, limit = len(os.fsencode(run_path)), MAX_SOCKET_PATH - len(os.fsencode(socket.relative_to(run_path))) - 1
+    if num_bytes > limit:
+        raise ConfigError(
+            f"RUN_DIR is {str(run_path)!r}, which has {num_bytes} bytes; sockets in it need a path of at most {limit}"
+        )
 
 
 def _expanded(env: str, text: str) -> Path:

@@ -11,6 +11,9 @@ from engine.settings.config import Config
 
 # Settings of the predecessor, and why each changes nothing here.
 WITHOUT_EFFECT = {
+    **dict.fromkeys(
+        ("INTER_PROC_PORT", "INTER_QUEUE_PORT", "INFER_QUEUE_PORT"), "the engine listens on a Unix socket in RUN_DIR"
+    ),
     "MAX_PREFILL_BATCH": "MAX_NUM_BATCHED_TOKENS limits a step instead",
     "ENC_DEC_BLOCK_NUM": "blocks are taken one by one as a request grows",
     "ENGINE_MAX_NEED_NUM": "requests join at every step",
@@ -56,6 +59,6 @@ def likely_misspelt(environ: Mapping[str, str] = os.environ) -> list[str]:
     }
     sentences = []
     for name in sorted(environ.keys() - set(known.values())):
-        if close := difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.9):
+        if close := difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.88):
             sentences.append(f"{name} is no setting, did you mean {known[close[0]]}?")
     return sentences

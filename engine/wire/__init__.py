@@ -8,6 +8,7 @@ from engine.wire.answer import (
     THOUGHT_END,
     TIMES,
     UNLIKELY,
+    Aborted,
     Answer,
     Delta,
     Failure,
@@ -15,23 +16,40 @@ from engine.wire.answer import (
     ModelState,
     TokenLogprob,
     Usage,
+    glance_at,
     read_answer,
     write_answer,
 )
 from engine.wire.checks import MAX_LOGPROBS, MAX_REQ_ID_LEN, Check, int_in, kind_of, shown
 from engine.wire.fields import FIELDS
 from engine.wire.forms import FORMS, Form
-from engine.wire.request import PROBE, GenerationRequest, only_object, parse_request, req_id_of
+from engine.wire.owner import OWNER, Owner, owner_of, payload_with_owner, with_owner
+from engine.wire.request import (
+    ABORT,
+    METRICS,
+    PROBE,
+    PROBE_PAYLOAD,
+    GenerationRequest,
+    check_keys,
+    only_object,
+    parse_request,
+    req_id_of,
+)
 
 __all__ = [
+    "ABORT",
     "FIELDS",
     "FORMS",
     "MAX_LOGPROBS",
     "MAX_REQ_ID_LEN",
+    "METRICS",
+    "OWNER",
     "PROBE",
     "THOUGHT_END",
+    "PROBE_PAYLOAD",
     "TIMES",
     "UNLIKELY",
+    "Aborted",
     "Answer",
     "Check",
     "Delta",
@@ -40,14 +58,20 @@ __all__ = [
     "Form",
     "GenerationRequest",
     "ModelState",
+    "Owner",
     "TokenLogprob",
     "Usage",
+    "check_keys",
+    "glance_at",
     "int_in",
     "kind_of",
     "only_object",
+    "owner_of",
     "parse_request",
+    "payload_with_owner",
     "read_answer",
     "req_id_of",
     "shown",
+    "with_owner",
     "write_answer",
 ]

@@ -51,6 +51,7 @@ FIELDS: dict[str, Field] = {
     "return_usage": Field((), checks.boolean),
     "response_type": Field((), checks.response_type),
     "timeout": Field((), checks.number_in(0, 1e9)),
+    "priority": Field((), checks.int_in(-100, 100)),
     "response_timeout": Field((), checks.number_in(0, 1e9)),
     "enable_text_truncate": Field((), checks.boolean),  # a prompt is never cut: too long is an error
     "model": Field((), checks.anything),

@@ -14,8 +14,13 @@ from engine.errors import InvalidRequest, literally
 from engine.wire.checks import kind_of, shown
 from engine.wire.fields import FIELDS
 from engine.wire.forms import FORMS, Form
+from engine.wire.owner import OWNER
 
-PROBE = "probe"  # a request with this key set is answered at once with the ModelState
+PROBE = "probe"  # a request with this key set is answered at once with the ModelState, with METRICS also its metrics
+PROBE_PAYLOAD = b'[{"probe":true}]'  # so written, it is answered before all that waits to be read
+METRICS = "metrics"
+ABORT = "abort"  # a request with this key set ends the one with the req_id that it holds, and is answered with Aborted
+MAX_KEYS = 1000  # of a request, most of them none of ours
 MAX_UNKNOWN_KEYS = 100  # that are compared with ours
 MAX_MISSPELT_LEN = 40  # characters; a longer key is none of ours, and comparing it takes long
 EXCLUSIVE = ("topp", "infer_seed")
@@ -23,7 +28,6 @@ ACCEPTED_ONLY = (
     "stream",
     "return_usage",
     "response_type",
-    "timeout",
     "response_timeout",
     "enable_text_truncate",
     "model",
@@ -66,6 +70,8 @@ class GenerationRequest:
     cache_salt: str | None = None  # requests with another one share no cached blocks
     return_all_tokens: bool = False
     benchmark: bool = False
+    timeout: float | None = None  # seconds for the first token; 0: as if not given
+    priority: int = 0  # lower is earlier
     # Of an answer that goes on
     resume_from: tuple[int, ...] | None = None  # tokens that its client has of each answer already
     answer_ids: tuple[tuple[int, ...], ...] = ()  # each answer as far as it is known
@@ -136,7 +142,7 @@ def only_object(payload: bytes | str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"the request is not valid JSON: {error}") from None
     if isinstance(body, dict):
-        return body
+        return check_keys(body)
     if not isinstance(body, list):
         raise InvalidRequest(f"the request must be a list with one object, it is {kind_of(body)}")
     if len(body) != 1:
@@ -144,7 +150,15 @@ def only_object(payload: bytes | str) -> dict[str, Any]:
         raise InvalidRequest(text, value=len(body), limit=1)
     if not isinstance(body[0], dict):
         raise InvalidRequest(f"the request must be a list with one object, its item is {kind_of(body[0])}")
-    return body[0]
+    return check_keys(body[0])
+
+
+def check_keys(body: dict[str, Any]) -> dict[str, Any]:
+    """The body, before anybody looks at each of its keys. Raises InvalidRequest."""
+    if len(body) > MAX_KEYS:
+        text = "the request has {value} fields, the limit is {limit}"
+        raise InvalidRequest(text, value=len(body), limit=MAX_KEYS)
+    return body
 
 
 def req_id_of(body: dict[str, Any]) -> str | None:
@@ -174,7 +188,7 @@ def _misspelt(body: dict[str, Any]) -> list[InvalidRequest]:
     """Unknown keys pass (clients send all sorts), unless they look like a known one that would change the answer."""
     known = [key for name, field in FIELDS.items() for key in (name, *field.aliases)]
     problems = []
-    unknown = sorted(key for key in body.keys() - set(known) - {PROBE} if len(key) <= MAX_MISSPELT_LEN)
+    unknown = sorted(key for key in body.keys() - set(known) - {PROBE, OWNER} if len(key) <= MAX_MISSPELT_LEN)
     for key in unknown[:MAX_UNKNOWN_KEYS]:
         if close := difflib.get_close_matches(key, known, n=1, cutoff=0.85):
             text = "unknown field {value}, did you mean `{field}`?"

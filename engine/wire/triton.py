@@ -13,16 +13,34 @@ from tritonclient.grpc import service_pb2
 from engine import wire
 from engine.errors import EngineUnavailable
 
-MODEL = "model"
+MODEL, VERSION = "model", "1"
+INPUT, OUTPUT, DATATYPE = "IN", "OUT", "BYTES"
 LENGTH_BYTES = 4  # before each string of a tensor, little-endian
 
 
+# Not longer than what the client has written, as its length was checked there.
+ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False)
+
+
 def infer_request(body: dict[str, Any]) -> service_pb2.ModelInferRequest:
-    payload = json.dumps([body]).encode()
-    request = service_pb2.ModelInferRequest(model_name=MODEL)
-    request.inputs.add(name="IN", datatype="BYTES", shape=[1])
-    request.raw_input_contents.append(len(payload).to_bytes(LENGTH_BYTES, "little") + payload)
+    return request_of(write_body(body))
+
+
+def write_body(body: dict[str, Any]) -> bytes:
+    return ENCODER.encode([body]).encode("utf-8", "surrogatepass")
+
+
+def request_of(payload: bytes, name: str = "") -> service_pb2.ModelInferRequest:
+    """`name` comes back with every response."""
+    request = service_pb2.ModelInferRequest(model_name=MODEL, id=name)
+    request.inputs.add(name=INPUT, datatype=DATATYPE, shape=[1])
+    request.raw_input_contents.append(as_string(payload))
     return request
+
+
+def as_string(payload: bytes) -> bytes:
+    """As the one element of a tensor."""
+    return len(payload).to_bytes(LENGTH_BYTES, "little") + payload
 
 
 def read_response(response: service_pb2.ModelStreamInferResponse) -> wire.Answer:

@@ -66,6 +66,11 @@ class OpenAIExchange:
             "model": completion.model,
         }
 
+    def go_on(self, num_tokens: Sequence[int]) -> None:
+        """Of each choice its client has so many tokens."""
+        for choice, count in zip(self._choices, num_tokens, strict=True):
+            choice.has_begun = count > 0
+
     @property
     def num_tokens(self) -> int:
         return sum(choice.usage.completion_tokens for choice in self._choices)

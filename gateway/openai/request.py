@@ -26,7 +26,7 @@ MAX_CHOICES = 128  # prompts times n
 PASSED_ON = (
     *("temperature", "top_p", "seed", "stop", "logit_bias", "frequency_penalty", "presence_penalty"),
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "bad_words"),
-    *("include_stop_str_in_output", "skip_special_tokens", "chat_template_kwargs", "cache_salt"),
+    *("include_stop_str_in_output", "skip_special_tokens", "chat_template_kwargs", "cache_salt", "priority"),
     *(*FORMS, "guided_decoding_disable_any_whitespace"),
 )
 # Of `structured_outputs`, as newer versions of vLLM's clients send it
@@ -88,6 +88,9 @@ def parse(body: dict[str, Any], is_chat: bool, default_model: str, dialect: Dial
         raise InvalidRequest(text, field="prompt", value=len(sources) * n, limit=MAX_CHOICES)
     if n > 1:
         options["n"] = n
+    timeout_s = _checked(body, "timeout", CHECKS["timeout"], None)
+    if timeout_s:
+        options["timeout"] = timeout_s
     answer_id = _answer_id(body, is_chat, len(sources))
     stream_options = _checked(body, "stream_options", AN_OBJECT, {})
     return Completion(
@@ -101,7 +104,7 @@ def parse(body: dict[str, Any], is_chat: bool, default_model: str, dialect: Dial
         stream=_checked(body, "stream", A_BOOL, False),
         include_usage=_checked(stream_options, "include_usage", A_BOOL, False),
         continuous_usage=_checked(stream_options, "continuous_usage_stats", A_BOOL, False),
-        timeout_s=_checked(body, "timeout", CHECKS["timeout"], None),
+        timeout_s=timeout_s,
         names=_names(body, is_chat) | ({"guided_grammar": "tools"} if tools.forced else {}),
         tools=tools,
         thought=dialect.thought if is_chat and _may_think(options) else "never",

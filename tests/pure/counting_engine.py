@@ -55,7 +55,7 @@ if __name__ == "__main__":
     if len(sys.argv) == 1:
         executors.make_executor = make_executor
         memory.allocate_cache = allocate_cache
-        manifest.Manifest.read = lambda graph_dir: SimpleNamespace(max_seq_len=100, vocab_size=100)
+        manifest.Manifest.read = lambda graph_dir: SimpleNamespace(max_seq_len=100, vocab_size=2000)
         Tokenizer.load = lambda graph_dir: SimpleNamespace(eos_token_ids=())
         runpy.run_module("engine.process", run_name="__main__")
     address, step_s, max_steps = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])

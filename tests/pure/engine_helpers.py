@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 import threading
+import uuid
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from engine.link.server import Server
 from engine.settings.config import Config
 from tests.pure.counting_executor import CountingExecutor
 from tests.pure.service_fakes import PATIENCE_S, wait_until
-from tests.server import free_ports
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,9 +50,9 @@ class Collector:
 
 
 @contextmanager
-def a_server(executor=None, address="tcp://127.0.0.1:*", **settings):
+def a_server(executor=None, address=None, max_message_bytes=-1, **settings):
     executor = executor or CountingExecutor(64, 4)
-    server = Server(address)
+    server = Server(address or a_free_address(), max_message_bytes)
     server.begin(Loop(executor, executor.num_blocks, Config(**settings)))
     thread = threading.Thread(target=server.run, args=[server.loop])
     thread.start()
@@ -96,8 +96,8 @@ def is_empty(client):
 
 
 def a_free_address():
-    [port] = free_ports(1)
-    return f"tcp://127.0.0.1:{port}"
+    """Without a file, so that nothing of it stays."""
+    return f"ipc://@llm-server-test-{uuid.uuid4()}"
 
 
 @contextmanager

@@ -37,8 +37,8 @@ def main(name: str, what: str, folder: str) -> None:
         with open(f"{folder}/notes") as notes:
             if notes.read().count(f"{name} started") < 5:
                 sys.exit(os.EX_TEMPFAIL)
-    while True:
-        time.sleep(600)
+    while not os.path.exists(f"{folder}/over"):
+        time.sleep(0.2)
 
 
 if __name__ == "__main__":

@@ -19,12 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.settings.config import Config
+from server_scripts import child
 from server_scripts.child import ChildSpec
 from server_scripts.health import HealthMonitor
 from server_scripts.report import Report
 from server_scripts.run_dir import Process, RunDir, State
 from server_scripts.serve import live
 from server_scripts.supervisor import Supervisor
+from server_scripts.takeover import left_running
 
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = Path(__file__).with_name("fake_child.py")
@@ -52,8 +54,8 @@ class FakeProbe:
         if error := self._answers().get("check_error"):
             raise RuntimeError(error)
 
-    def engine_is_busy(self) -> bool:
-        return False
+    def num_open(self) -> int:
+        return 0
 
 
 @dataclass
@@ -140,13 +142,19 @@ def a_run_dir(folder: Path) -> RunDir:
     return RunDir(folder / "run", folder / "shm")
 
 
+def kill_supervisor(server: FakeServer) -> None:
+    """And no other process."""
+    server.process.kill()
+    server.process.wait()
+
+
 @contextmanager
 def fake_server(folder: Path, children: dict[str, str], **options) -> Iterator[FakeServer]:
     """`children`: name -> what fake_child.py is to do. `options`: fields of Config, and `check_for_s`."""
     answers = folder / "answers.json"
     if not answers.exists():
         answers.write_text(json.dumps(READY))
-    with (folder / "supervisor.log").open("w") as log:
+    with (folder / "supervisor.log").open("a") as log:
         command = [sys.executable, __file__, str(folder), json.dumps(children), json.dumps(options)]
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
         process = subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=ROOT)
@@ -156,11 +164,12 @@ def fake_server(folder: Path, children: dict[str, str], **options) -> Iterator[F
     finally:
         process.kill()
         process.wait()
-        (folder / "over").touch()  # ends what the children have started and nobody has killed
+        (folder / "over").touch()  # ends children, and what they have started, that nobody has killed
 
 
 def main(folder: Path, children: dict[str, str], options: dict) -> int:
     logging.basicConfig(level="INFO", stream=sys.stdout)
+    child.MAX_BACK_OFF_S = child.HOST_LOST_S = 0.1
     timing = {"ask_every_s": 0.05, "check_for_s": options.pop("check_for_s", 30.0)}
     settings = {"start_timeout_s": TIMEOUT_S, "drain_timeout_s": 1.0, "check_health_interval_s": 60.0} | options
     run_dir = a_run_dir(folder)
@@ -173,6 +182,8 @@ def main(folder: Path, children: dict[str, str], options: dict) -> int:
         config=Config(**settings),
         monitor=HealthMonitor(FakeProbe(folder / "answers.json"), **timing),
     )
+    if orphans := left_running(run_dir):
+        supervisor.take_over(orphans.processes)
     status = live(supervisor, Report())
     os.close(lock)
     return status
@@ -185,6 +196,7 @@ def a_spec(name: str, what: str, folder: Path) -> ChildSpec:
         env=dict(os.environ),
         log_path=folder / f"{name}.log",
         max_crashes=3 if name == "engine" else None,
+        progress_file=folder / "progress" if name == "engine" else None,
     )
 
 

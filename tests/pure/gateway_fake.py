@@ -14,7 +14,7 @@ import openai
 
 from engine.errors import EngineUnavailable, TimedOut
 from engine.settings.config import Config
-from engine.wire import UNLIKELY, Delta, Final, ModelState, TokenLogprob, Usage
+from engine.wire import UNLIKELY, Aborted, Delta, Final, ModelState, Owner, TokenLogprob, Usage
 from gateway.__main__ import listen, serve
 from gateway.app import REQUEST_TIMEOUT_S, make_app
 
@@ -34,11 +34,13 @@ class FakeBackend:
     def __init__(self, *script: Any, finish_reason="stop", stop_reason=None, state: Any = None):
         self.script = script
         self.scripts: list[tuple[Any, ...]] = []  # of the first requests, when they differ
+        self.told: dict[str, list[str]] = {}  # of each request, by its req_id
         self.finish_reason = finish_reason
         self.stop_reason = stop_reason
         self.state = ModelState(ready=True, model_len=8192) if state is None else state
         self.bodies: list[dict[str, Any]] = []
         self.num_probes = 0
+        self.aborts: list[tuple[str, str]] = []
         self.waiting = threading.Semaphore(0)  # released when a request reaches WAIT
         self.cancelled = threading.Semaphore(0)  # released when a request is closed before its end
         self._go: asyncio.Event | None = None
@@ -52,7 +54,10 @@ class FakeBackend:
         self.bodies.append(json.loads(json.dumps(body)))
         self._loop = asyncio.get_running_loop()
         self._go = self._go or asyncio.Event()
-        texts: list[str] = []
+        # One that is asked again goes on where its client was.
+        count = body.get("resume_from") or 0
+        texts = self.told.get(body["req_id"], [])[: count[0] if isinstance(count, list) else count]
+        self.told[body["req_id"]] = texts
         n = body.get("n", 1)
         try:
             for item in self.scripts.pop(0) if self.scripts else self.script:
@@ -100,7 +105,11 @@ class FakeBackend:
         whole = {"tokens_all_ids": list(range(len(texts))), "tokens_all": "".join(texts)}
         return {"finish_reason": self.finish_reason, "stop_reason": self.stop_reason, **whole}
 
-    async def probe(self) -> ModelState:
+    async def abort(self, req_id: str, owner: Owner) -> Aborted:
+        self.aborts.append((req_id, owner.name))
+        return Aborted(req_id, True)
+
+    async def probe(self, with_metrics: bool = False) -> ModelState:
         self.num_probes += 1
         if isinstance(self.state, Exception):
             raise self.state

@@ -12,10 +12,12 @@ PATIENCE_S = 60  # only a test that fails waits that long
 
 
 def wait_until(condition):
+    """-> what it came to, which is true."""
     deadline = time.monotonic() + PATIENCE_S
-    while not condition():
+    while not (value := condition()):
         assert time.monotonic() < deadline, "it has not come true"
         time.sleep(0.001)
+    return value
 
 
 class FakeSender:
@@ -70,12 +72,13 @@ class FakeEngine:
         self.reason = None
         self.listeners = {}  # by engine id
         self.prompts = {}  # engine id -> prompt, of all that were ever submitted
-        self.cancelled = []
+        self.cancelled, self.asked_to_expire, self.standings = [], [], []
         self.on_submit = lambda: None
         self._lock = threading.Lock()
 
-    def submit(self, token_ids, submissions, salt=""):
+    def submit(self, token_ids, submissions, salt, standing):
         self.on_submit()
+        self.standings.append(standing)
         if self.reason:
             raise EngineUnavailable(self.reason)
         with self._lock:
@@ -84,10 +87,16 @@ class FakeEngine:
                 self.prompts[each.request_id] = list(token_ids)
                 self.listeners[each.request_id] = each.listener
 
-    def cancel(self, request_id):
+    def cancel(self, request_id, is_complete):
         with self._lock:
             if self.listeners.pop(request_id, None):
                 self.cancelled.append(request_id)
+
+    def expire(self, request_id, error):
+        """As of one that has not begun."""
+        self.asked_to_expire.append(request_id)
+        if listener := self.listeners.pop(request_id, None):
+            listener.ended(error)
 
     def failure(self):
         return self.reason
@@ -99,9 +108,12 @@ class FakeEngine:
 
     def listener_of(self, prompt):
         """Of the open request with this prompt, which may be on its way still."""
-        wait_until(lambda: any(self.prompts[name] == prompt for name in self.listeners))
-        [name] = [name for name in self.listeners if self.prompts[name] == prompt]
-        return name, self.listeners[name]
+
+        def found():  # `list`, as others submit and leave meanwhile
+            return [(name, listener) for name, listener in list(self.listeners.items()) if self.prompts[name] == prompt]
+
+        [the_one] = wait_until(found)
+        return the_one
 
     def give(self, prompt, token_ids, finish_reason=None):
         name, listener = self.listener_of(prompt)

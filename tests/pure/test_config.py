@@ -63,8 +63,6 @@ def test_a_variable_sets_its_field(variable, text, field, value):
         ("HTTP_PORT", "health_http_port"),
         ("GRPC_PORT", "service_grpc_port"),
         ("METRICS_PORT", "metrics_http_port"),
-        ("INTER_QUEUE_PORT", "inter_proc_port"),
-        ("INFER_QUEUE_PORT", "inter_proc_port"),
         ("PUSH_MODE_HTTP_PORT", "service_http_port"),
     ],
 )
@@ -107,6 +105,18 @@ def test_an_old_name_still_works(old, field):
 def test_a_wrong_value_is_refused_with_its_name(environ, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         Config.from_env(environ)
+
+
+def test_every_wrong_variable_is_named_at_once():
+    environ = {"BATCH_SIZE": "many", "BLOCK_RATIO": "x", "SERVICE_HTTP_PORT": "0", "MP_NNODE": "two", "POD_IPS": "::1"}
+    with pytest.raises(ConfigError) as caught:
+        Config.from_env(environ)
+    assert [line.split()[0] for line in str(caught.value).splitlines()] == [
+        "MP_NNODE",
+        "BATCH_SIZE",
+        "BLOCK_RATIO",
+        "SERVICE_HTTP_PORT",
+    ]  # POD_IPS may be right: it depends on MP_NNODE
 
 
 def test_the_api_key_is_never_shown():
@@ -161,6 +171,8 @@ def test_settings_of_the_predecessor_that_do_nothing_are_named():
     ("written", "meant"),
     [
         ("MAX_SEQLEN", "MAX_SEQ_LEN"),
+        ("MAX_SEQ_LENGTH", "MAX_SEQ_LEN"),
+        ("MAX_DEC_LENGTH", "MAX_DEC_LEN"),
         ("BATCHSIZE", "BATCH_SIZE"),
         ("MODEL_NAME", "model_name"),
         ("max_dec_len", "MAX_DEC_LEN"),
@@ -185,7 +197,7 @@ def test_the_table_has_a_row_for_every_setting():
     envs = [setting.env for setting in SETTINGS.values() if not setting.internal]
     assert [re.match(r"\| `(\w+)` \|", row)[1] for row in rows[2:]] == envs
     assert "| `BLOCK_RATIO` | `0.75` |" in rows[2 + envs.index("BLOCK_RATIO")]
-    assert "(old names: `INTER_QUEUE_PORT`, `INFER_QUEUE_PORT`)" in "\n".join(rows)
+    assert "(old name: `PUSH_MODE_HTTP_PORT`)" in "\n".join(rows)
     assert "| `ENABLE_PREFIX_CACHING` | `1` |" in "\n".join(rows)
 
 
@@ -219,3 +231,14 @@ def test_settings_given_by_name_are_taken_as_the_environments():
 def test_settings_given_by_name_are_checked_like_the_environments(changes, message):
     with pytest.raises(ConfigError, match=message):
         Config().changed(**changes)
+
+
+def test_a_run_directory_whose_sockets_would_have_no_name_is_refused():
+    limit = 107 - len("/tritonserver/grpc:1")
+    Config.from_env({"RUN_DIR": "/" + "x" * (limit - 1)})
+    with pytest.raises(ConfigError, match=f"which has {limit + 1} bytes; sockets in it need a path of at most {limit}"):
+        Config.from_env({"RUN_DIR": "/" + "x" * limit})
+
+
+def test_the_socket_of_tritonserver_may_be_in_a_folder_of_any_name():
+    assert Config(run_dir="/a b/(1)").triton_target == "unix:/a%20b/%281%29/tritonserver/grpc%3A1"

@@ -1,11 +1,6 @@
-"""Several ranks as one executor, in processes of their own: the same tokens, and one end for all."""
+"""Several ranks as one executor: which models are refused, and what the first rank tells the others."""
 
-import os
 import shutil
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,36 +10,7 @@ from engine.executors import make_executor
 from engine.executors.ranks import LAUNCH, pack, unpack, unpack_batch
 from engine.models.keys import ModelError
 from engine.settings.config import Config
-from server_scripts.run_dir import children_of
-from tests.pure.service_fakes import PATIENCE_S, wait_until
-from tests.pure.test_company import BLOCK_SIZE, NUM_REQUESTS, random_requests, run
-
-ROOT = Path(__file__).parents[2]
-
-
-def answers_of(graph_dir, requests, **settings):
-    config = Config(max_dec_len=64, batch_size=NUM_REQUESTS, **settings)
-    executor = make_executor(graph_dir, config)
-    try:
-        executor.allocate(400)
-        return run(executor, config, requests)[0]
-    finally:
-        executor.close()
-
-
-def tokens_of(answers):
-    return {index: [token_id for token_id, _ in answer] for index, answer in answers.items()}
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ranks_choose_the_tokens_of_one_and_company_changes_no_bit(exported, num_ranks):
-    requests = random_requests(seed=2)[:8]
-    one = answers_of(exported("qwen2", block_size=BLOCK_SIZE), requests)
-    graph_dir = exported("qwen2", block_size=BLOCK_SIZE, num_ranks=num_ranks)
-    settings = {"mp_num": num_ranks, "cpu_threads": 1}
-    together = answers_of(graph_dir, requests, max_num_batched_tokens=64, **settings)
-    assert tokens_of(together) == tokens_of(one)
-    assert answers_of(graph_dir, requests, max_num_batched_tokens=17, **settings) == together
+from tests.pure.test_company import BLOCK_SIZE
 
 
 def test_a_model_that_was_exported_for_another_number_of_ranks_is_refused(exported):
@@ -60,44 +26,6 @@ def test_a_model_of_which_a_rank_is_missing_is_refused(exported, tmp_path):
         make_executor(broken, Config(mp_num=2))
 
 
-def test_a_rank_that_cannot_start_ends_the_group_and_says_which(exported, tmp_path):
-    broken = shutil.copytree(exported("qwen2", block_size=BLOCK_SIZE, num_ranks=2), tmp_path / "broken")
-    program = broken / "rank_1" / "model.json"
-    program.write_text(program.read_text()[:1000])
-    done = subprocess.run(a_group(broken, 2), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.returncode == 1
-    assert "rank 1 ended with exit status 1" in done.stderr or "a rank has ended before it was ready" in done.stderr
-    assert "rank_process.py" in done.stderr  # its own words
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_rank_that_dies_takes_its_group_with_it(exported, number):
-    """In the middle of a step or idle: the process of the first rank ends, and with it the others."""
-    graph_dir = exported("qwen2", block_size=BLOCK_SIZE, num_ranks=4)
-    first = subprocess.Popen(a_group(graph_dir, 4), cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    try:
-        assert first.stdout.readline() == "ready\n"
-        ranks = children_of(first.pid)
-        assert len(ranks) == 3
-        os.kill(ranks[1], number)
-        assert first.wait(PATIENCE_S) == 1
-        wait_until(lambda: not any(is_alive(pid) for pid in ranks))
-    finally:
-        first.kill()
-        first.communicate()
-
-
-def test_ranks_die_with_the_first_however_it_ends(exported):
-    graph_dir = exported("qwen2", block_size=BLOCK_SIZE, num_ranks=2)
-    first = subprocess.Popen(a_group(graph_dir, 2), cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert first.stdout.readline() == "ready\n"
-    [rank] = children_of(first.pid)
-    os.kill(rank, signal.SIGSTOP)  # it cannot see that its connection ends
-    first.kill()
-    first.communicate()
-    wait_until(lambda: not is_alive(rank))
-
-
 def test_a_batch_is_the_same_after_its_way_to_another_rank():
     sampling = Sampling(5, temperature=0.5, stop_token_ids=(1, 2), bad_words=((3, 4),), logit_bias=((7, 0.5),))
     row = Row(1, 17, [5, 6], [8], 2, [0, 3])
@@ -109,25 +37,3 @@ def test_a_batch_is_the_same_after_its_way_to_another_rank():
     assert sent.arrivals[0].sampling == sampling
     assert [tuple(row.token_ids) for row in sent.rows] == [(5, 6), (1,)]
     assert (sent.copies, sent.has_mask) == ([Copy(1, 2, 3, 4)], True)
-
-
-def a_group(graph_dir, num_ranks):
-    """The command of a process that starts the ranks, says so, and waits."""
-    code = f"""
-import logging, time
-from pathlib import Path
-from engine.executors import make_executor
-from engine.settings.config import Config
-logging.basicConfig()
-executor = make_executor(Path({str(graph_dir)!r}), Config(mp_num={num_ranks}, cpu_threads=1))
-print("ready", flush=True)
-time.sleep(600)
-"""
-    return [sys.executable, "-c", code]
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False

@@ -15,9 +15,9 @@ from gateway.health import make_health_app
 from tests.pure.gateway_fake import PATIENCE_S, WAIT, FakeBackend, running
 
 
-async def ask(backend, *paths, http=None, timeout_s=PATIENCE_S, times=1):
+async def ask(backend, *paths, ports=(), timeout_s=PATIENCE_S, times=1):
     """-> [(status, body)] of all paths, asked at once; the last of several times."""
-    runner = web.AppRunner(make_health_app(backend, timeout_s, http))
+    runner = web.AppRunner(make_health_app(backend, timeout_s, ports))
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
@@ -79,13 +79,13 @@ def test_the_connections_to_the_model_are_closed_in_the_end():
     assert backend.is_closed
 
 
-def test_live_needs_the_http_port_where_http_is_served():
+def test_live_needs_the_ports_for_clients():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert asyncio.run(ask(FakeBackend(), "live", http=("127.0.0.1", port))) == [(200, "")]
-    [(status, body)] = asyncio.run(ask(FakeBackend(), "live", http=("127.0.0.1", port)))
+        assert asyncio.run(ask(FakeBackend(), "live", ports=[("127.0.0.1", port)])) == [(200, "")]
+    [(status, body)] = asyncio.run(ask(FakeBackend(), "live", ports=[("127.0.0.1", port)]))
     assert (status, body["error_code"]) == (503, 1)
-    assert f"nothing answers on HTTP port {port}" in body["error_msg"]
+    assert f"nothing answers on port {port}" in body["error_msg"]
 
 
 def test_the_service_port_tells_its_health_too():
@@ -102,3 +102,26 @@ def test_the_models_are_listed_while_the_model_is_not_ready():
         status, _, payload = gateway.send("GET", "/v1/models")
     assert status == 200
     assert b'"max_model_len":null' in payload
+
+
+def test_what_was_ready_once_has_started_for_good():
+    backend = FakeBackend(state=ModelState(ready=False, reason="loading"))
+
+    async def three_times():
+        runner = web.AppRunner(make_health_app(backend, PATIENCE_S))
+        await runner.setup()
+        await (site := web.TCPSite(runner, "127.0.0.1", 0)).start()
+        seen = []
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{runner.addresses[0][1]}") as session:
+            for state in (backend.state, ModelState(ready=True), ModelState(ready=False)):
+                backend.state = state
+                for path in ("ready", "started"):
+                    async with session.get(f"/v2/health/{path}") as response:
+                        seen.append(response.status)
+        await site.stop()
+        await runner.cleanup()
+        return seen
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(health, "MAX_AGE_S", 0.0)
+        assert asyncio.run(three_times()) == [503, 503, 200, 200, 503, 200]

@@ -281,5 +281,6 @@ def test_the_gateway_knows_of_the_engine_its_contract_its_settings_and_its_error
     imports = {found for source in sources for found in re.findall(r"(?:from|import) (engine[\w.]*)(.*)", source)}
     theirs = {module for module, names in imports if (module, names) != ("engine", " import wire")}
     assert theirs <= {
-        f"engine.{name}" for name in ("address", "errors", "log", "settings.config", "wire", "wire.triton")
+        f"engine.{name}"
+        for name in ("address", "errors", "log", "settings.config", "settings.tls", "wire", "wire.triton")
     }

@@ -10,7 +10,6 @@ import pytest
 
 from engine.settings.config import Config
 from gateway import __main__ as gateway_main
-from gateway.app import CONFIG
 from server_scripts import demo
 from server_scripts.probe import Probe, ProbeError
 from server_scripts.run_dir import Process, State
@@ -76,7 +75,7 @@ def test_the_demo_has_the_key_and_its_examples_name_the_variable(gateway):
     names = "SERVICE_HTTP_PORT", "SERVICE_GRPC_PORT", "HEALTH_HTTP_PORT", "METRICS_HTTP_PORT"
     ports = dict.fromkeys(names, gateway.port)
     state = State("ready", Process("supervisor", 1, 0), 0.0, "m", "127.0.0.1", ports, "log", 1.0)
-    assert "".join(demo.answer(state, "hi", KEY)) == "a"
+    assert "".join(demo.answer(state, "hi", Config(api_key=KEY))) == "a"
     assert 'completions -H "Authorization: Bearer $API_KEY" \\\n' in demo.how_to_go_on(state, with_key=True)
     assert "Authorization" not in demo.how_to_go_on(state)
 
@@ -85,12 +84,10 @@ def test_a_worker_takes_the_key_from_its_environment(monkeypatch):
     monkeypatch.setenv("API_KEY", KEY)
     seen = []
 
-    async def serve(app, sock, stop, drain_timeout_s):
-        seen.append(app[CONFIG])
-        await app[gateway_main.BACKEND].close()
+    async def run(config):
+        seen.append(config)
 
-    monkeypatch.setattr(gateway_main, "serve", serve)
-    monkeypatch.setattr(gateway_main, "listen", lambda host, port: None)
+    monkeypatch.setattr(gateway_main, "run", run)
     monkeypatch.setattr(sys, "argv", ["gateway"])
     monkeypatch.setattr(gateway_main, "configure", lambda level, process: None)
     assert gateway_main.main() == 0

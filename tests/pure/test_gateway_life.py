@@ -17,6 +17,8 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from engine.settings.config import Config
+from gateway import __main__ as gateway_main
 from gateway import answers
 from gateway.__main__ import listen
 from tests.pure.gateway_fake import PATIENCE_S, WAIT, FakeBackend, chunks, events, running
@@ -62,6 +64,46 @@ def test_a_client_that_has_left_before_the_first_byte_is_no_error(caplog):
             backend.go()
             leave(connection)
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+EXPECTING = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\nExpect: 100-continue\r\n\r\n"
+
+
+def test_a_client_that_leaves_before_it_may_send_its_body_is_no_error(caplog):
+    with running(FakeBackend("a")) as gateway:
+        for _ in range(20):
+            connection = gateway.connect()
+            connection.connect()
+            connection.sock.sendall(EXPECTING)
+            leave(connection)
+        assert gateway.post(CHAT, NATIVE)["result"] == "a"
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+def test_a_client_that_closes_its_half_of_the_connection_has_left():
+    """Until an answer is written it cannot be told from one that has closed all of it."""
+    backend, body = FakeBackend(WAIT), json.dumps(NATIVE).encode()
+    with running(backend) as gateway, socket.create_connection(("127.0.0.1", gateway.port)) as client:
+        client.sendall(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (CHAT.encode(), len(body)) + body)
+        assert backend.waiting.acquire(timeout=PATIENCE_S)
+        client.shutdown(socket.SHUT_WR)
+        assert backend.cancelled.acquire(timeout=PATIENCE_S)
+
+
+@pytest.mark.parametrize("begun", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nX-A: "])
+def test_a_connection_without_a_whole_request_is_closed_however_slowly_it_comes(begun, monkeypatch):
+    monkeypatch.setattr(gateway_main, "SILENT_CLIENT_S", 0.2)
+    with running(FakeBackend("a")) as gateway, socket.create_connection(("127.0.0.1", gateway.port)) as client:
+        client.sendall(begun)
+        client.settimeout(0.05)
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(TimeoutError):
+                assert client.recv(1000) == b""
+                return
+            if begun:
+                client.sendall(b"x")
+    raise AssertionError("it is still open")
 
 
 def test_a_client_that_does_not_read_is_taken_for_gone(monkeypatch):
@@ -157,10 +199,11 @@ def test_workers_share_a_port():
 
 @contextlib.contextmanager
 def a_process(module, *arguments, **settings):
-    """-> the process and its port. Nobody listens on its gRPC port."""
-    [port] = free_ports(1)
+    """-> the process and its port. There is no tritonserver, unless a test says where."""
+    port, grpc_port = free_ports(2)
     variable = "HEALTH_HTTP_PORT" if module == "gateway.health" else "SERVICE_HTTP_PORT"
-    settings = {"SERVICE_HOST": "127.0.0.1", "SERVICE_GRPC_PORT": "1", "SERVICE_HTTP_PORT": "-1"} | settings
+    ports = {"SERVICE_GRPC_PORT": str(grpc_port), "SERVICE_HTTP_PORT": "-1"}
+    settings = {"SERVICE_HOST": "127.0.0.1", "RUN_DIR": "/nonexistent", **ports, **settings}
     settings |= {variable: str(port)}
     command = [sys.executable, "-m", module, *arguments]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, **settings})
@@ -202,14 +245,16 @@ class AliveServicer(service_pb2_grpc.GRPCInferenceServiceServicer):
         return service_pb2.ServerLiveResponse(live=True)
 
 
-def test_the_health_port_is_live_once_the_http_port_is():
-    [grpc_port, http_port] = free_ports(2)
+def test_the_health_port_is_live_once_tritonserver_and_the_ports_for_clients_are(tmp_path):
+    grpc_port, http_port = free_ports(2)
+    config = Config(run_dir=str(tmp_path))
+    config.triton_socket.parent.mkdir()
     server = grpc.server(ThreadPoolExecutor(1))
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(AliveServicer(), server)
-    server.add_insecure_port(f"127.0.0.1:{grpc_port}")
+    server.add_insecure_port(config.triton_target)
     server.start()
-    ports = {"SERVICE_GRPC_PORT": str(grpc_port), "SERVICE_HTTP_PORT": str(http_port)}
-    with a_process("gateway.health", **ports) as (_, port):
+    ports = {"SERVICE_GRPC_PORT": str(grpc_port), "SERVICE_HTTP_PORT": str(http_port), "RUN_DIR": str(tmp_path)}
+    with a_process("gateway.health", **ports) as (_, port), socket.create_server(("127.0.0.1", grpc_port)):
         assert status_line(port, "/v2/health/live") == b"HTTP/1.1 503 Service Unavailable"
         with socket.create_server(("127.0.0.1", http_port)):
             deadline = time.monotonic() + PATIENCE_S

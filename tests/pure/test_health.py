@@ -7,6 +7,7 @@ import pytest
 from engine.settings.config import Config
 from server_scripts.child import Child, ChildSpec
 from server_scripts.health import (
+    ENGINE_SILENT_S,
     MAX_SILENT_PROBES,
     HealthMonitor,
     Observation,
@@ -15,7 +16,7 @@ from server_scripts.health import (
     why_triton_must_end,
 )
 
-CONFIG = Config(start_timeout_s=100.0, check_health_interval_s=10.0)
+CONFIG = Config(start_timeout_s=100.0, check_health_interval_s=30.0)
 
 
 def a_child(name, started_at=1000.0, healthy_since=None):
@@ -69,17 +70,26 @@ def test_a_tritonserver_that_loads_may_take_the_time_of_a_start():
 @pytest.mark.parametrize(
     ("silent_s", "started_at", "healthy_since", "must_end"),
     [
-        (10.0, 1000.0, 1005.0, False),
-        (10.5, 1000.0, 1005.0, True),
-        (10.5, 1195.0, 1196.0, False),  # younger than the silence
+        (ENGINE_SILENT_S, 1000.0, 1005.0, False),
+        (ENGINE_SILENT_S + 0.5, 1000.0, 1005.0, True),
+        (ENGINE_SILENT_S + 0.5, 1195.0, 1196.0, False),  # younger than the silence
         (100.0, 1000.0, None, False),  # loads
         (100.5, 1000.0, None, True),
         (1e9, 1000.0, 1005.0, False),  # this tritonserver has not met it, and is 5 s old
     ],
 )
-def test_an_engine_may_be_silent_for_the_interval_or_while_it_loads(silent_s, started_at, healthy_since, must_end):
+def test_an_engine_may_be_silent_for_a_while_or_while_it_loads(silent_s, started_at, healthy_since, must_end):
     engine, triton = a_child("engine", started_at, healthy_since), a_child("tritonserver", started_at=1195.0)
     assert bool(why_engine_must_end(an_answer(1200.0, silent_s), engine, triton, CONFIG)) == must_end
+
+
+@pytest.mark.parametrize(("step_s", "must_end"), [(30.0, False), (30.5, True)])
+def test_a_step_may_take_the_interval(step_s, must_end):
+    engine, triton = a_child("engine", 1000.0, 1005.0), a_child("tritonserver")
+    seen = Observation(at=1200.0, state={"ready": False, "engine_silent_s": 0.1, "engine_step_s": step_s})
+    assert bool(why_engine_must_end(seen, engine, triton, CONFIG)) == must_end
+    younger = a_child("engine", 1180.0, 1190.0)
+    assert why_engine_must_end(seen, younger, triton, CONFIG) == ""  # the step was another engine's
 
 
 class ScriptedProbe:

@@ -22,7 +22,7 @@ from tests.pure.counting_executor import CountingExecutor, answer
 from tests.pure.engine_helpers import Collector
 
 MAX_STEPS = 10_000
-POISON = -1  # a token id
+POISON = 2**30  # a token id
 
 
 class Crash(Exception):
@@ -168,7 +168,7 @@ class World:
         scheduler = self.server.loop.scheduler
         if scheduler.is_idle:
             scheduler.check()
-        leaders = (*scheduler.waiting.values(), *scheduler.running.values())
+        leaders = (*scheduler.waiting, *scheduler.running.values())
         open_ids = {r.request_id for leader in leaders for r in (leader, *leader.forks) if r.state is not State.ENDED}
         assert open_ids == self.server._client_of.keys()
 

@@ -46,10 +46,12 @@ def test_the_counters_tell_what_was_done():
     loop.turn()
     stats = loop.stats()
     assert (stats["num_running"], stats["num_waiting"], stats["num_blocks_held"]) == (2, 1, 4)
+    assert stats["num_waiting_tokens"] == 5
     while not loop.is_idle:
         loop.turn()
     stats = loop.stats()
     assert stats.pop("step_time_s") > 0
+    assert stats.pop("step_limit_s") > 0
     assert stats == {
         "num_running": 0,
         "num_waiting": 0,
@@ -64,6 +66,9 @@ def test_the_counters_tell_what_was_done():
         "num_drafted_tokens": 0,
         "num_accepted_tokens": 0,
         "num_dropped": 0,
+        "num_waiting_tokens": 0,
+        "num_wasted_tokens": 0,
+        "step_age_s": 0.0,
     }
 
 
@@ -78,6 +83,33 @@ def test_dropping_is_counted_once_and_harmless_twice():
     assert loop.turn() == []
     assert loop.is_idle
     assert loop.stats()["num_blocks_held"] == 0
+
+
+def test_tokens_computed_for_nobody_are_counted_but_not_those_of_an_answer_that_is_complete():
+    loop = a_loop(batch_size=3)
+    for first in (10, 20, 30, 40):
+        loop.add(a_request(range(first, first + 5), 9))
+    for _ in range(3):
+        loop.turn()
+    loop.drop("40")  # it waits
+    assert loop.stats()["num_wasted_tokens"] == 0
+    loop.drop("10", is_complete=True)
+    assert loop.stats()["num_wasted_tokens"] == 0
+    loop.drop("20")
+    loop.drop("20")
+    assert loop.stats()["num_wasted_tokens"] == 5 + 1
+
+
+def test_a_request_has_begun_when_it_has_been_given_a_place_and_keeps_that_word():
+    loop = a_loop(batch_size=1)
+    for first in (10, 20):
+        loop.add(a_request([first]))
+    assert [loop.has_begun(name) for name in ("10", "20")] == [False, False]
+    loop.turn()
+    assert [loop.has_begun(name) for name in ("10", "20", "unknown")] == [True, False, True]
+    request = loop.scheduler.running["10"]
+    loop.scheduler._preempt(request)
+    assert loop.has_begun("10")
 
 
 def run(loop):

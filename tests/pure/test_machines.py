@@ -81,7 +81,7 @@ def test_the_port_between_machines_matters_only_to_several():
 
 
 def test_an_address_that_this_machine_has_not_is_a_problem_of_its_variable():
-    names = ("HEALTH_HTTP_PORT", "SERVICE_GRPC_PORT", "METRICS_HTTP_PORT", "INTER_PROC_PORT", "INTER_NODE_PORT")
+    names = ("HEALTH_HTTP_PORT", "SERVICE_GRPC_PORT", "METRICS_HTTP_PORT", "INTER_NODE_PORT")
     free = {name: str(port) for name, port in zip(names, free_ports(len(names)), strict=True)}
     pods = {"POD_IPS": "203.0.113.1,203.0.113.2", "POD_0_IP": "203.0.113.1", "HOST_IP": "203.0.113.2"}
     config = Config.from_env({**TWO, **free, **pods, "SERVICE_HTTP_PORT": "-1"})

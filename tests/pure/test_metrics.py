@@ -5,8 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from engine.serving import metrics
+from engine.serving.accounts import Accounts
 from engine.serving.latency import BUCKETS_S, Histogram, Latency
 from engine.serving.metrics import MetricsThread, samples
+from engine.wire import Owner
 from tests.pure import fake_triton
 from tests.pure.service_fakes import wait_until
 
@@ -15,7 +17,9 @@ from tests.pure.service_fakes import wait_until
 def service():
     stats = {"num_running": 3, "num_waiting": 2, "num_blocks": 8, "num_blocks_held": 6, "block_size": 64}
     stats |= {"num_generated_tokens": 100, "num_preemptions": 1}
-    return SimpleNamespace(client=SimpleNamespace(stats=stats, num_restarts=1), num_open=5, latency=Latency())
+    return SimpleNamespace(
+        client=SimpleNamespace(stats=stats, num_restarts=1), num_open=5, latency=Latency(), accounts=Accounts()
+    )
 
 
 @pytest.fixture
@@ -77,7 +81,7 @@ def test_gauges_rise_and_fall_and_what_has_not_changed_is_not_told_again(thread,
 
 def test_before_the_engine_answers_everything_is_there_and_zero(service):
     service.client.stats = {}
-    values = {(sample.family, sample.labels): sample.value for sample in samples(service, 50)}
+    values = {(sample.family + sample.suffix, sample.labels): sample.value for sample in samples(service, 50)}
     assert values["llm_requests_running", ()] == 0
     assert values["inference_server_metrics", (("available_resource", "available_resource"),)] == 0
     assert values["llm_requests_ended_total", (("reason", "cancelled"),)] == 0
@@ -93,6 +97,20 @@ def test_ends_are_counted_by_their_reason(thread, service):
     assert told("llm_requests_ended_total", reason="prompt_too_long") == 1
     assert told("llm_requests_ended_total", reason="length") == 0
     assert told("llm_request_seconds_count") == 4
+
+
+def test_what_a_key_has_used_is_told_by_its_name_and_nobodys_is_not(thread, service):
+    for name in ("", "alice"):
+        account = service.accounts.of(Owner(name))
+        account.enter(Owner(name))
+        account.charge(7, 0)
+        account.charge(0, 3)
+    thread.update()
+    assert told("llm_key_requests_open", key="alice") == told("llm_key_requests_total", key="alice") == 1
+    assert told("llm_key_prompt_tokens_total", key="alice") == 7
+    assert told("llm_key_generated_tokens_total", key="alice") == 3
+    assert told("llm_key_refused_total", key="alice") == 0
+    assert len(fake_triton.MetricFamily.made["llm_key_requests_open"].metrics) == 1
 
 
 def test_histograms_are_told_as_prometheus_has_them(thread, service):

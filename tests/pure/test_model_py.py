@@ -16,7 +16,7 @@ from engine.settings.config import Config
 from tests.byte_tokenizer import write_tokenizer
 from tests.pure import fake_triton
 from tests.pure.counting_executor import CountingExecutor, answer
-from tests.pure.engine_helpers import a_free_address, a_server
+from tests.pure.engine_helpers import a_server
 from tests.pure.service_fakes import a_payload, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -46,8 +46,6 @@ def graph_dir(tmp_path):
 def model(model_py, graph_dir, monkeypatch):
     """A model that is served by an engine in this process."""
     monkeypatch.setattr(service_module, "MIN_CANCEL_POLL_S", 0.002)
-    address = a_free_address()
-    monkeypatch.setenv("INTER_PROC_PORT", address.rpartition(":")[2])
     monkeypatch.setenv("MODEL_DIR", str(graph_dir))
     monkeypatch.setenv("RUN_DIR", str(graph_dir))
     monkeypatch.setenv("DRAIN_TIMEOUT", "0")
@@ -55,7 +53,7 @@ def model(model_py, graph_dir, monkeypatch):
     model = model_py.TritonPythonModel()
     model.initialize({})
     try:
-        with a_server(CountingExecutor(64, 4), address):
+        with a_server(CountingExecutor(64, 4), f"ipc://{graph_dir}/engine.sock"):
             yield model
     finally:
         model.finalize()
@@ -101,9 +99,8 @@ def test_a_client_that_leaves_is_noticed_and_not_asked_again_after_the_end(model
 
 
 def test_a_stop_ends_what_is_open(model_py, graph_dir, monkeypatch):
-    monkeypatch.setenv("INTER_PROC_PORT", a_free_address().rpartition(":")[2])  # no engine is there
     monkeypatch.setenv("GRAPH_DIR", str(graph_dir))
-    monkeypatch.setenv("RUN_DIR", str(graph_dir))
+    monkeypatch.setenv("RUN_DIR", str(graph_dir))  # no engine is there
     monkeypatch.setenv("DRAIN_TIMEOUT", "0")
     model = model_py.TritonPythonModel()
     model.initialize({})

@@ -23,7 +23,7 @@ def taken():
 
 def a_config(**fields):
     """Of free ports, except those that are given."""
-    names = ("health_http_port", "service_grpc_port", "metrics_http_port", "inter_proc_port")
+    names = ("health_http_port", "service_grpc_port", "metrics_http_port")
     numbers = dict(zip(names, free_ports(len(names)), strict=True))
     return Config(**{**numbers, "service_http_port": -1, "service_host": "127.0.0.1", **fields})
 

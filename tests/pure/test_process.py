@@ -1,6 +1,7 @@
 """The engine's process seen from its socket and from its supervisor."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -14,14 +15,16 @@ import zmq
 
 from engine.core.loop import Loop
 from engine.core.types import Sampling
+from engine.executors import make_executor
+from engine.exporting.manifest import Manifest
 from engine.link import client as client_module
 from engine.link import messages
 from engine.link import server as server_module
-from engine.settings.config import Config
+from engine.settings.config import ENGINE_PROGRESS_FILE, Config
 from tests.pure.counting_engine import SlowExecutor
 from tests.pure.counting_executor import CountingExecutor
 from tests.pure.engine_helpers import ROOT, a_client, a_free_address, a_server, connected, is_empty, submit
-from tests.pure.service_fakes import PATIENCE_S
+from tests.pure.service_fakes import PATIENCE_S, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +53,7 @@ def a_raw_client(address):
 
 def a_submission(epoch, request_id, max_new_tokens=500):
     sampling = messages.pack_sampling(Sampling(max_new_tokens, temperature=0))
-    return messages.SUBMIT, epoch, [5], [[request_id, sampling, []]], False, ""
+    return messages.SUBMIT, epoch, [5], [[request_id, sampling, []]], False, "", ("", 0)
 
 
 def test_a_silent_client_loses_its_requests_and_is_told_if_it_was_only_slow(monkeypatch):
@@ -64,7 +67,7 @@ def test_a_silent_client_loses_its_requests_and_is_told_if_it_was_only_slow(monk
         while (message := hear())[0] == messages.TOKENS:
             pass
         kind, fields = message
-        assert (kind, fields[1:3]) == (messages.REFUSED, ["silent", "engine_unavailable"])
+        assert (kind, fields[1:3]) == (messages.REFUSED, ("silent", "engine_unavailable"))
         assert talking.wait() == "length"
         assert is_empty(client)
 
@@ -74,7 +77,7 @@ def test_an_idle_engine_sleeps_until_it_is_spoken_to(monkeypatch):
     loop = Loop(CountingExecutor(64, 4), 64, Config())
     steps = []
     monkeypatch.setattr(loop, "turn", lambda: steps.append(1) or [])
-    server = server_module.Server("tcp://127.0.0.1:*")
+    server = server_module.Server(a_free_address())
     thread = threading.Thread(target=server.run, args=[loop])
     thread.start()
     with a_raw_client(server.address) as (ask, hear, _):
@@ -130,6 +133,144 @@ def test_a_message_that_is_none_of_ours_harms_nobody(parts):
         assert hear()[0] == messages.PONG
 
 
+ODD = [
+    None,
+    True,
+    -1,
+    2**31,
+    2**63,
+    -(2**63),
+    1.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "word",
+    b"\xff",
+    [],
+    [[]],
+    {},
+    {"a": 1},
+]
+
+
+def oddly(rng, value):
+    """The same with something wrong in it."""
+    if not isinstance(value, list) or not value or rng.random() < 0.1:
+        return rng.choice(ODD)
+    place, changed = rng.randrange(len(value)), list(value)
+    what = rng.random()
+    if what < 0.1:
+        del changed[place]
+    elif what < 0.2:
+        changed.insert(place, rng.choice(ODD))
+    else:
+        changed[place] = oddly(rng, changed[place])
+    return changed
+
+
+def test_no_message_however_odd_ends_the_engine_or_harms_another_request(exported):
+    """Thousands of messages that are nearly right, to an engine with a real model."""
+    config = Config(block_bs=8, batch_size=4, cpu_threads=1)
+    manifest = Manifest.read(exported("qwen2", block_size=16))
+    executor = make_executor(exported("qwen2", block_size=16), config)
+    executor.allocate(40)
+    rng = random.Random(0)
+    bounds = messages.Bounds(manifest.vocab_size, manifest.max_seq_len)
+    server = server_module.Server(a_free_address())
+    thread = threading.Thread(target=server.run, args=[Loop(executor, 40, config), bounds])
+    thread.start()
+    sampling = Sampling(3, stop_token_ids=(1,), bad_words=((2, 3), (4,)), logit_bias=((5, 1.5), (6, -100.0)))
+    try:
+        with a_raw_client(server.address) as (ask, hear, epoch), a_client(server.address) as client:
+            expected = submit(client, [5, 6], 20)
+            assert expected.wait() == "length"
+            for number in range(4000):
+                answers = [
+                    [f"{number}-{index}", list(messages.pack_sampling(sampling)), [7][:index]] for index in (0, 1)
+                ]
+                whole = [messages.SUBMIT, epoch, [5, 6, 7], answers, False, "salt", ["owner", 0]]
+                if number % 8 == 0:
+                    whole = [messages.CANCEL, epoch, f"{number - 3}-0", False]
+                if number % 8 == 1:
+                    whole = [messages.EXPIRE, epoch, f"{number - 3}-0", "timeout", "late", {"limit": 1}]
+                whole = oddly(rng, whole)
+                if not isinstance(whole, list) or whole[1:2] != [epoch]:
+                    whole = [whole, epoch]
+                ask(*whole)
+                if number % 500 == 0:
+                    assert (listener := submit(client, [5, 6], 20)).wait() == "length"
+                    assert listener.token_ids == expected.token_ids
+            assert submit(client, [5, 6], 20).wait() == "length"
+            assert is_empty(client)
+            assert client.num_restarts == 0
+            assert client.stats["num_steps"] > 100  # not all of them were refused
+    finally:
+        server.close()
+        thread.join()
+
+
+def test_ids_that_the_model_does_not_have_and_lengths_beyond_it_are_no_submission():
+    bounds = messages.Bounds(vocab_size=10, max_len=8)
+
+    def submission(prompt, sampling, token_ids=()):
+        _, fields = messages.unpack(
+            messages.pack("", "epoch", prompt, [["a", messages.pack_sampling(sampling), token_ids]], False, "", ["", 0])
+        )
+        return messages.unpack_submission(fields, bounds)
+
+    [request], replay = submission([9, 9], Sampling(7, stop_token_ids=(9,)), [1])
+    assert (request.token_ids, request.prompt_len, replay) == ([9, 9, 1], 2, False)
+    for wrong in (
+        ([9, 10], Sampling(7)),
+        ([], Sampling(7)),
+        ([9, 9], Sampling(8)),
+        ([9], Sampling(1), [1]),
+        ([9], Sampling(2), [10]),
+        ([9], Sampling(2, stop_token_ids=(10,))),
+        ([9], Sampling(2, bad_words=((1, 10),))),
+        ([9], Sampling(2, logit_bias=((10, 1.0),))),
+        ([9], Sampling(2, num_logprobs=21)),
+        ([9], Sampling(2, temperature=float("nan"))),
+    ):
+        with pytest.raises(ValueError, match="a message with a wrong"):
+            submission(*wrong)
+
+
+def test_a_message_larger_than_any_of_ours_is_not_taken():
+    with a_server(max_message_bytes=1000) as server, a_raw_client(server.address) as (ask, hear, epoch):
+        with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+            stranger.linger = 0
+            stranger.connect(server.address)
+            stranger.send(messages.pack(messages.PING, b"x" * 1000))
+            stranger.send(messages.pack(messages.PING))
+            assert not stranger.poll(300)
+        ask(*a_submission(epoch, "a", 2))
+        assert hear()[0] == messages.TOKENS
+
+
+def test_what_a_client_may_send_is_less_than_the_engine_takes():
+    """The longest prompt, every answer nearly complete, and the most that can be asked of its sampling."""
+    config = Config(max_seq_len=3000, max_dec_len=500)
+    id_, words = 2**31 - 2, tuple((2**31 - 2,) * 1025 for _ in range(128))
+    sampling = Sampling(500, stop_token_ids=(id_,) * 1100, bad_words=words, logit_bias=((id_, 99.5),) * 1024)
+    answers = [["x" * 35, messages.pack_sampling(sampling), [id_] * 499] for _ in range(16)]
+    assert len(messages.pack(messages.SUBMIT, "x" * 50, [id_] * 3000, answers, True)) < messages.most_bytes(config)
+
+
+def test_the_engine_answers_while_a_long_step_runs_and_says_for_how_long_it_has():
+    executor = SlowExecutor(64, 4, 0.0)
+    with connected(executor) as (_, client):
+        assert submit(client, [5], 20).wait() == "length"
+        executor.step_s = 2.0
+        listener = submit(client, [5], 1)
+        wait_until(lambda: client.stats["step_age_s"] > 1.0)
+        assert 0 < client.stats["step_limit_s"] < 1.0  # all steps before took no time
+        assert client.silent_s < 1.0
+        assert listener.ends == []
+        assert listener.wait() == "length"
+        wait_until(lambda: client.stats["step_age_s"] == 0)
+
+
 def test_what_was_meant_for_another_engine_process_is_ignored():
     with a_server() as server, a_raw_client(server.address) as (ask, hear, epoch):
         ask(*a_submission("an epoch of the past", "a"))
@@ -144,7 +285,7 @@ def test_an_id_that_is_open_is_refused_and_the_first_goes_on():
         ask(*a_submission(epoch, "a", 20))
         ask(*a_submission(epoch, "a", 20))
         heard = [hear() for _ in range(21)]
-        assert [fields[1:3] for kind, fields in heard if kind == messages.REFUSED] == [["a", "duplicate_request"]]
+        assert [fields[1:3] for kind, fields in heard if kind == messages.REFUSED] == [("a", "duplicate_request")]
         assert [fields[1][0][1] for kind, fields in heard if kind == messages.TOKENS] == [(n,) for n in range(6, 26)]
 
 
@@ -153,8 +294,8 @@ def start():
     """Starts `python -m engine.process` with these variables; ended at the latest with the test."""
     engines = []
 
-    def start(address, **variables):
-        environ = {**os.environ, "INTER_PROC_PORT": address.rpartition(":")[2], **variables}
+    def start(run_dir, **variables):
+        environ = {**os.environ, "RUN_DIR": str(run_dir), **variables}
         command = [sys.executable, "-m", "tests.pure.counting_engine"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         engines.append(subprocess.Popen(command, cwd=ROOT, env=environ, **pipes))
@@ -170,10 +311,9 @@ def start():
     ("number", "variables"),
     [(signal.SIGTERM, {"MODEL_DIR": "/graph"}), (signal.SIGINT, {"MODEL_DIR": "/model", "GRAPH_DIR": "/graph"})],
 )
-def test_a_signal_ends_the_process_in_order(start, number, variables):
-    address = a_free_address()
-    engine = start(address, USE_WARMUP="1", **variables)
-    with a_client(address) as client:
+def test_a_signal_ends_the_process_in_order(start, number, variables, tmp_path):
+    engine = start(tmp_path, USE_WARMUP="1", **variables)
+    with a_client(f"ipc://{tmp_path}/engine.sock") as client:
         assert submit(client, [5], 3).wait() == "length"
         engine.send_signal(number)
         out, err = engine.communicate(timeout=PATIENCE_S)
@@ -181,23 +321,30 @@ def test_a_signal_ends_the_process_in_order(start, number, variables):
     assert out == "reads /graph\nwarms up: True\n"
     assert "ready: 40 blocks of 4 tokens" in err
     assert "stopped" in err.splitlines()[-1]
+    assert (tmp_path / ENGINE_PROGRESS_FILE).exists()
 
 
 @pytest.mark.parametrize(
     ("variables", "message"),
-    [({"BATCH_SIZE": "many"}, "BATCH_SIZE is 'many'"), ({}, "which cannot be used: Address already in use")],
+    [
+        ({"BATCH_SIZE": "many"}, "BATCH_SIZE is 'many'"),
+        ({"RUN_DIR": "/no/such/folder"}, "RUN_DIR is '/no/such/folder', the engine cannot listen in it: No such file"),
+        (
+            {"RUN_DIR": "/tmp/" + 100 * "x"},
+            "sockets in it need a path of at most",
+        ),
+    ],
 )
-def test_a_wrong_setting_ends_the_process_with_one_sentence(start, variables, message):
-    with a_server() as server:
-        engine = start(server.address, **variables)
-        _, err = engine.communicate(timeout=PATIENCE_S)
+def test_a_wrong_setting_ends_the_process_with_one_sentence(start, variables, message, tmp_path):
+    engine = start(tmp_path, **variables)
+    _, err = engine.communicate(timeout=PATIENCE_S)
     assert engine.returncode == 1
     assert message in err.splitlines()[-1]
     assert "Traceback" not in err
 
 
 def test_a_folder_without_a_model_ends_the_process_with_one_sentence(tmp_path):
-    environ = {**os.environ, "MODEL_DIR": str(tmp_path)}
+    environ = {**os.environ, "MODEL_DIR": str(tmp_path), "RUN_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "engine.process"]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, f"{tmp_path}/config.json is missing")

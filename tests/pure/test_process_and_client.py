@@ -3,7 +3,7 @@
 import fcntl
 import random
 import select
-import socket
+import signal
 import threading
 import time
 
@@ -47,6 +47,55 @@ def test_every_request_gets_its_own_tokens_and_one_end():
         assert is_empty(client)
 
 
+def test_a_request_expires_only_while_nothing_of_it_is_computed():
+    error = Overloaded("waited for {limit} s", limit=2)
+    with connected(SlowExecutor(256, 4, 0.005), batch_size=1, max_dec_len=500) as (_, client):
+        running = submit(client, [5], 200)
+        wait_until(lambda: running.token_ids)
+        waiting, patient = submit(client, [6], 2), submit(client, [7], 2)
+        for listener in (running, waiting):
+            client.expire(listener.request_id, error)
+        client.expire("unknown", error)
+        ended = waiting.wait()
+        assert (type(ended), str(ended), ended.limit) == (Overloaded, "waited for 2 s", 2)
+        assert (running.wait(), patient.wait()) == ("length", "length")
+        assert is_empty(client)
+
+
+def test_the_engine_is_told_where_a_request_stands():
+    with connected(SlowExecutor(256, 4, 0.02), batch_size=1) as (_, client):
+        first = submit(client, [5], 8)
+        wait_until(lambda: first.token_ids)
+        order, listeners = [], {}
+        for name, standing in (("usual", ("", 0)), ("late", ("a", 3)), ("urgent", ("", -1))):
+            listeners[name] = Collector()
+            client.submit([7], [Submission(name, Sampling(1, temperature=0), listeners[name])], standing=standing)
+        for name, listener in listeners.items():
+            listener.ends = Ends(name, order)
+        wait_until(lambda: len(order) == 3)
+    assert order == ["urgent", "usual", "late"]
+
+
+class Ends(list):
+    """Notes in `order` who has ended."""
+
+    def __init__(self, name, order):
+        self._name, self._order = name, order
+
+    def append(self, how):
+        self._order.append(self._name)
+
+
+def test_only_what_was_computed_in_vain_counts_as_such():
+    with connected(SlowExecutor(256, 4, 0.005), max_dec_len=500) as (_, client):
+        for first, is_complete in ((5, True), (6, False)):
+            listener = submit(client, [first], 400)
+            wait_until(lambda listener=listener: len(listener.token_ids) > 3)
+            client.cancel(listener.request_id, is_complete)
+            assert is_empty(client)
+            assert (client.stats["num_wasted_tokens"] > 3) == (not is_complete)
+
+
 def test_sampling_and_logprobs_survive_the_way_there_and_back():
     sampling = Sampling(
         max_new_tokens=3,
@@ -60,10 +109,8 @@ def test_sampling_and_logprobs_survive_the_way_there_and_back():
         logit_bias=((5, -1.5),),
         num_logprobs=2,
     )
-    assert (
-        messages.unpack_sampling(messages.unpack(messages.pack("x", messages.pack_sampling(sampling)))[1][0])
-        == sampling
-    )
+    _, [fields] = messages.unpack(messages.pack("x", messages.pack_sampling(sampling)))
+    assert messages.unpack_sampling(fields, messages.Bounds()) == sampling
     with connected() as (_, client):
         listener = submit(client, [5], 2, num_logprobs=2)
         listener.wait()
@@ -80,6 +127,33 @@ def test_a_request_waits_for_an_engine_that_is_not_there_yet():
             assert listener.wait() == "length"
             assert client.silent_s < float("inf")
             assert client.num_restarts == 0
+
+
+class PausedClock:
+    """Of a process that was stopped and goes on: time has passed for it alone."""
+
+    lost_s = 0.0
+
+    def monotonic(self):
+        return time.monotonic() + self.lost_s
+
+
+def test_a_pause_of_the_client_is_no_silence_of_the_engine_but_a_stopped_engine_is_silent(monkeypatch):
+    clock = PausedClock()
+    monkeypatch.setattr(client_module, "time", clock)
+    address = a_free_address()
+    with a_client(address) as client, an_engine_process(address) as engine:
+        wait_until(lambda: client.silent_s < 1)
+        longest = []
+        answer = client._heartbeat
+        monkeypatch.setattr(client, "_heartbeat", lambda: (answer(), longest.append(client.silent_s)))
+        clock.lost_s = 3600
+        wait_until(lambda: len(longest) > 20)
+        assert max(longest) < 2
+        engine.send_signal(signal.SIGSTOP)
+        wait_until(lambda: client.silent_s > 2)
+        engine.send_signal(signal.SIGCONT)
+        wait_until(lambda: client.silent_s < 1)
 
 
 def test_sixteen_streams_survive_kills_of_the_engine():
@@ -122,9 +196,8 @@ def test_streams_survive_lost_connections_to_a_living_engine():
     with connected(SlowExecutor(200, 4, 0.0005)) as (server, client):
 
         def lose_connection():
-            endpoint = messages.endpoint_to(server.address)
-            client._socket.disconnect(endpoint)
-            client._socket.connect(endpoint)
+            client._socket.disconnect(server.address)
+            client._socket.connect(server.address)
 
         listeners = [submit(client, [n], 100, seed=n, temperature=n % 2) for n in range(6)]
         for least in (5, 20, 50):
@@ -287,12 +360,3 @@ def test_a_listener_that_fails_ends_everybody_and_hides_nothing():
         assert "the way to the engine is broken" in client.failure()
         with pytest.raises(EngineUnavailable, match="broken"):
             submit(client, [6])
-
-
-def test_a_client_without_an_engine_is_never_connected_with_itself():
-    """Its own end is never the engine's address, whichever port the kernel picks."""
-    with socket.create_server(("127.0.0.1", 0)) as engine, a_client(f"tcp://127.0.0.1:{engine.getsockname()[1]}"):
-        engine.settimeout(20)
-        connection, (host, _) = engine.accept()
-        connection.close()
-        assert host != "127.0.0.1"

@@ -36,9 +36,15 @@ def test_the_api_key_is_in_the_environment_of_the_gateway_alone_and_on_no_comman
     assert {name for name, spec in specs.items() if "s3cret" in spec.env.values()} == {"gateway-0"}
 
 
-def test_without_http_there_is_no_gateway_but_health(tmp_path, monkeypatch):
+def test_the_token_of_the_hub_is_in_nobodys_environment(tmp_path, monkeypatch):
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.setenv(name, "s3cret")
+    assert not any("s3cret" in spec.env.values() for spec in all_specs(tmp_path, monkeypatch, Config()).values())
+
+
+def test_without_http_the_gateway_is_there_for_grpc(tmp_path, monkeypatch):
     specs = all_specs(tmp_path, monkeypatch, Config(service_http_port=-1))
-    assert set(specs) == {"engine", "health"}
+    assert set(specs) == {"engine", "gateway-0", "health"}
 
 
 def test_what_the_caller_has_set_for_the_engine_stays(tmp_path, monkeypatch):

@@ -184,6 +184,14 @@ def test_a_prompt_may_fill_the_model_but_for_one_token(reader):
     assert type(refusal(reader, input_ids=[1] * 100)) is PromptTooLong
 
 
+def test_the_models_own_length_is_not_blamed_on_a_setting(reader):
+    reader = replace(reader, model_len=16, max_seq_len=16, max_dec_len=16)
+    assert str(refusal(reader, input_ids=[1] * 17)) == "Length of input token(17) exceeds the limit of the model(16)."
+    too_long = refusal(reader, input_ids=[1], max_dec_len=17)
+    assert str(too_long) == "The parameter max_dec_len(17) exceeds the limit of the model(16)."
+    assert "fit the limit of the model(16)" in str(refusal(reader, text="x" * 10_000))
+
+
 @pytest.mark.parametrize(
     ("cache_size", "n", "max_new_tokens"),
     [

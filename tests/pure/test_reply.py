@@ -42,7 +42,7 @@ def make(tokenizer):
         reply.calls, reply.cancelled = [], []
         reply.wake = lambda reply: reply.calls.append("wake")
         reply.leave = lambda reply: reply.calls.append("leave")
-        reply.cancel = lambda engine_id: reply.cancelled.append(engine_id.removeprefix(f"{reply.engine_id}-"))
+        reply.cancel = lambda name, is_complete: reply.cancelled.append(name.removeprefix(f"{reply.engine_id}-"))
         return reply
 
     return make

@@ -155,6 +155,7 @@ def test_only_so_much_is_kept(service, monkeypatch):
 @pytest.mark.parametrize("is_open", [False, True])
 def test_only_who_knows_the_request_goes_on_with_its_answer(service, is_open):
     first = ask(service) if is_open else leave_after(service, 5)
+    wait_until(lambda: first.sent)
     error = ask(service, resume_from=0, input_ids=[3, 4]).final
     assert (error["error_code"], error["error_type"]) == (409, "duplicate_request")
     if is_open:

@@ -137,6 +137,39 @@ def test_too_many_waiting_requests_are_refused_but_never_a_replay():
     assert len(run(scheduler)) == 6
 
 
+def test_too_many_waiting_tokens_are_refused_but_one_request_may_always_wait():
+    scheduler = a_scheduler(max_batch=2, max_waiting_tokens=20)
+    scheduler.add(a_request(fill(21, 100)))
+    with pytest.raises(Overloaded, match=r"21 tokens of prompts are waiting, at most MAX_WAITING_TOKENS\(20\) may"):
+        scheduler.add(a_request([15]))
+    scheduler.add(a_request([15]), replay=True)
+    step(scheduler, an_executor(scheduler))
+    scheduler.add(a_request([16]))  # the long one has begun
+    assert scheduler.waiting.num_tokens == 2
+
+
+def test_answers_that_do_not_fit_beside_the_others_wait_like_requests():
+    scheduler = a_scheduler(num_blocks=16, block_size=4, max_batch=2)
+    executor = an_executor(scheduler)
+    first, *forks = (a_request(fill(8, 50), 2, request_id=str(index)) for index in range(5))
+    first.forks = forks
+    scheduler.add(first)
+    assert [each.request_id for each in scheduler.waiting] == ["0", "2", "3", "4"]
+    scheduler.drop("3")
+    assert sorted(run(scheduler, executor)) == [(name, "length") for name in "0124"]
+    assert all(each.token_ids[8:] == [58, 59] for each in (first, *forks) if each.request_id != "3")
+    assert executor.batches[0] == [("50", 8)]
+    assert executor.batches[2] == [("50", 4), ("50", 4)]  # the first block of the prompt is in the cache
+
+
+def test_answers_that_the_cache_cannot_hold_together_wait_for_each_other():
+    scheduler = a_scheduler(num_blocks=4, block_size=4, max_batch=4)
+    first, *forks = (a_request([5], 13, request_id=str(index)) for index in range(3))
+    first.forks = forks
+    scheduler.add(first)
+    assert sorted(run(scheduler)) == [(name, "length") for name in "012"]
+
+
 def test_requests_that_can_start_at_once_do_not_count_as_waiting_ones():
     scheduler = a_scheduler(max_batch=2, max_waiting=1)
     scheduler.add(a_request([10]))
@@ -181,7 +214,7 @@ def test_the_youngest_gives_way_and_waits_at_the_head():
         scheduler.add(request)
     while not scheduler.counters.num_preemptions:
         step(scheduler, executor)
-    assert list(scheduler.waiting.values()) == [young, waiting]
+    assert list(scheduler.waiting) == [young, waiting]
     assert list(scheduler.running.values()) == [old]
     run(scheduler, executor)
     assert young.token_ids == [20, 21, 22, 23, 24, 25]

@@ -8,7 +8,6 @@ import pytest
 from engine.core.block_pool import BlockPool
 from engine.core.scheduler import Limits, Scheduler
 from engine.core.types import Request, Sampling
-from engine.errors import InvalidRequest
 from tests.pure.counting_executor import CountingExecutor, answer
 
 NUM_REQUESTS = 24
@@ -36,6 +35,7 @@ class World:
     drafting: bool = False
     requests: dict[str, Request] = field(default_factory=dict)
     forks: set[str] = field(default_factory=set)
+    num_apart: int = 0  # forks that did not fit beside their leader
     ended: list[str] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
@@ -63,14 +63,9 @@ class World:
             whole = answer(prompt, request.sampling)
             request.token_ids += whole[: rng.randrange(len(whole))]
         num_forks = rng.choice([0, 0, 0, 1, 2, 5]) if request.num_new_tokens == 0 else 0
-        request.forks = [self.make(prompt, room) for _ in range(min(num_forks, self.limits.max_batch - 1))]
-        try:
-            self.scheduler.add(request, replay=request.num_new_tokens > 0)
-        except InvalidRequest:  # all together do not fit
-            for fork in request.forks:
-                del self.requests[fork.request_id]
-            request.forks.clear()
-            self.scheduler.add(request)
+        request.forks = [self.make(prompt, room) for _ in range(num_forks)]
+        self.scheduler.add(request, replay=request.num_new_tokens > 0)
+        self.num_apart += num_forks - len(request.forks)
         self.forks.update(fork.request_id for fork in request.forks)
 
     def make(self, prompt, room):
@@ -82,7 +77,8 @@ class World:
             seed=rng.randrange(3),
             stop_token_ids=(prompt[-1] + rng.randint(1, 40), rng.randrange(1009)),
         )
-        request = Request(str(len(self.requests)), list(prompt), len(prompt), sampling)
+        standing = {"owner": rng.choice("ab"), "priority": rng.choice([0, 0, 1])}
+        request = Request(str(len(self.requests)), list(prompt), len(prompt), sampling, **standing)
         self.requests[request.request_id] = request
         return request
 
@@ -158,7 +154,7 @@ def live(world, drops):
 @pytest.mark.parametrize("caching", [True, False], ids=["cache", "no cache"])
 @pytest.mark.parametrize("block_ratio", [0.01, 0.3, 0.75, 0.99, 1, 2])
 def test_every_request_ends_once_with_its_own_tokens(block_ratio, caching, drafting):
-    num_preemptions = num_cached = num_accepted = num_forks = 0
+    num_preemptions = num_cached = num_accepted = num_forks = num_apart = 0
     for seed in range(40):
         world = World(random.Random(seed), block_ratio, caching, drafting)
         live(world, drops=0.05 if seed % 2 else 0)
@@ -166,11 +162,13 @@ def test_every_request_ends_once_with_its_own_tokens(block_ratio, caching, draft
         num_cached += world.scheduler.counters.num_cached_tokens
         num_accepted += world.scheduler.counters.num_accepted_tokens
         num_forks += len(world.forks)
+        num_apart += world.num_apart
     # With the worst case reserved nobody gives way, nor with one request at a time; else it must have been met.
     assert (num_preemptions > 0) == (0.01 < block_ratio < 1)
     assert (num_cached > 0) == caching
     assert (num_accepted > 0) == drafting
     assert num_forks > 100
+    assert num_apart > 100
 
 
 def test_nobody_starves_behind_requests_that_arrive_for_ever():

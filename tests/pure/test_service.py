@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from engine import wire
 from engine.errors import EngineUnavailable
 from engine.serving import service as service_module
 from engine.serving.prompt import PromptReader
@@ -118,6 +119,104 @@ def test_more_requests_than_the_engine_takes_are_refused_before_their_tokens_are
     third = service.ask([3])
     engine.give([3], b"x", "length")
     assert third.final["tokens_all"] == "x"
+
+
+def test_more_waiting_tokens_than_the_engine_takes_are_refused_before_tokens_are_found(make, engine, monkeypatch):
+    service = make(max_waiting_tokens=1000)
+    engine.stats["num_waiting_tokens"] = 1000
+    monkeypatch.setattr(PromptReader, "read", None)
+    final = service.ask().final
+    assert (final["error_code"], final["error_msg"]) == (
+        429,
+        "1000 tokens of prompts are waiting, at most MAX_WAITING_TOKENS(1000) may",
+    )
+
+
+def test_a_request_that_gets_no_token_within_its_timeout_ends_with_504_wherever_it_waits(service, engine):
+    late, patient = service.ask([1], "late", timeout=0.05), service.ask([2], "patient", timeout=0)
+    assert late.final["error_code"] == 504
+    assert late.final["error_msg"] == "the model sent no response for 0.05 s, the request is cancelled"
+    wait_until(lambda: len(engine.cancelled) == 1)
+    begun = service.ask([3], "begun", timeout=0.05)
+    engine.give([3], b"a")
+    time.sleep(0.1)
+    engine.give([3], b"b", "length")
+    assert begun.final["tokens_all"] == "ab"
+    engine.give([2], b"x", "length")
+    assert patient.final["tokens_all"] == "x"
+
+
+def test_a_request_that_has_waited_for_too_long_is_ended_by_the_engine_with_429(make, engine, monkeypatch):
+    service = make(queue_timeout_s=0.05)
+    begun = service.ask([1], "begun")
+    engine.give([1], b"a")
+    final = service.ask([2], "waits").final
+    assert (final["error_code"], final["error_msg"]) == (
+        429,
+        "the request has waited for 0.05 s, which is QUEUE_TIMEOUT",
+    )
+    assert len(engine.asked_to_expire) == 1
+    engine.give([1], b"b", "length")
+    assert begun.final["tokens_all"] == "ab"
+
+
+def an_abort(service, req_id, **owner):
+    sender = FakeSender()
+    service.submit(a_payload(abort=req_id, **({"_owner": owner} if owner else {})), sender)
+    return sender.final
+
+
+def test_an_aborted_request_ends_with_499_and_the_engine_forgets_it(service, engine):
+    running = service.ask([1], "a")
+    engine.give([1], b"x")
+    assert an_abort(service, "a") == {"is_end": 1, "req_id": "a", "aborted": True}
+    assert (running.final["error_code"], running.final["error_msg"]) == (499, "the request was aborted")
+    wait_until(lambda: engine.listeners == {})
+    wait_until(lambda: service.num_open == 0)
+    assert an_abort(service, "a")["aborted"] is False
+    assert an_abort(service, "")["error_code"] == 400
+
+
+def test_who_has_a_key_of_a_name_ends_their_own_requests_only(service, engine):
+    running = service.ask([1], "a", _owner={"name": "alice"})
+    engine.listener_of([1])
+    assert an_abort(service, "a", name="bob")["aborted"] is False
+    assert not running.is_over
+    assert an_abort(service, "a", name="alice")["aborted"] is True
+    assert running.final["error_code"] == 499
+
+
+def test_an_owner_has_no_more_requests_at_once_than_allowed_and_others_are_not_held_up(service, engine):
+    alice = {"name": "alice", "max_requests": 1}
+    first, second = service.ask([1], "1", _owner=alice), None
+    engine.listener_of([1])
+    second, other = service.ask([2], "2", _owner=alice).final, service.ask([3], "3", _owner={"name": "bob"})
+    assert (second["error_code"], second["retry_after"]) == (429, 1)
+    assert second["error_msg"] == "1 requests of alice are open, at most 1 may be"
+    for prompt in ([1], [3]):
+        engine.give(prompt, b"x", "length")
+    assert first.final["tokens_all"] == other.final["tokens_all"] == "x"
+    refused = service.ask([400], "4", _owner=alice).final  # counted as open only while it is looked at
+    assert refused["error_code"] == 400
+    third = service.ask([5], "5", _owner=alice)
+    engine.give([5], b"x", "length")
+    assert third.final["tokens_all"] == "x"
+
+
+def test_where_a_request_stands_is_told_to_the_engine_and_a_key_cannot_be_made_more_urgent(service, engine):
+    for number, (priority, owner) in enumerate([(-3, {}), (-3, {"name": "a", "priority": 1}), (2, {"name": "a"})]):
+        sender = service.ask([number + 1], str(number), priority=priority, **({"_owner": owner} if owner else {}))
+        engine.give([number + 1], b"x", "length")
+        assert sender.final
+    assert engine.standings == [("", -3), ("a", 1), ("a", 2)]
+
+
+def test_metrics_are_told_with_a_probe_that_asks_for_them(service):
+    for probe, has_metrics in ((True, False), ("metrics", True)):
+        sender = FakeSender()
+        service.submit(a_payload(probe=probe), sender)
+        assert bool(sender.final["metrics"]) == has_metrics
+    assert ["llm_requests_running", "gauge", "Requests in the batch", [], 1, ""] in sender.final["metrics"]
 
 
 def test_a_machine_that_only_holds_ranks_refuses_and_names_the_one_that_serves(make, engine):
@@ -251,7 +350,7 @@ def test_a_stream_that_breaks_ends_its_request_alone(service, engine, fails_at):
     engine.give([2], b"c", "length")
     assert other.final["tokens_all"] == "c"
     assert sender.misuses == []
-    assert engine.cancelled == ([] if fails_at == "final" else [name])
+    wait_until(lambda: engine.cancelled == ([] if fails_at == "final" else [name]))
 
 
 @pytest.mark.parametrize(("options", "fields"), [({"streaming": False}, {}), ({}, {"return_all_tokens": True})])
@@ -300,7 +399,11 @@ def test_a_probe_tells_the_state_without_a_token(service, engine):
     [
         ("reason", "given up", "given up"),
         ("silent_s", float("inf"), "the engine is starting"),
-        ("silent_s", 61.0, "the engine has been silent for 61 s"),
+        ("silent_s", 3.0, "the engine has been silent for 3 s"),
+        ("stats", {"step_age_s": 8.0, "step_limit_s": 7.0}, "the engine has been computing one step for 8 s"),
+        ("stats", {"step_age_s": 8.0, "step_limit_s": 0.1}, "the engine has been computing one step for 8 s"),
+        ("stats", {"step_age_s": 61.0, "step_limit_s": 90.0}, "the engine has been computing one step for 61 s"),
+        ("stats", {"step_age_s": 61.0}, "the engine has been computing one step for 61 s"),
     ],
 )
 def test_a_probe_tells_why_the_model_is_not_ready(service, engine, field, value, reason):
@@ -309,7 +412,88 @@ def test_a_probe_tells_why_the_model_is_not_ready(service, engine, field, value,
     assert (state["ready"], state["reason"]) == (False, reason)
 
 
+@pytest.mark.parametrize(
+    ("silent_s", "stats"),
+    [
+        (1.5, {}),
+        (0.1, {"step_age_s": 4.0, "step_limit_s": 0.1}),  # other processes may have had the cores
+        (0.1, {"step_age_s": 30.0, "step_limit_s": 40.0}),  # a long one, as it was to be expected
+        (0.1, {"step_age_s": 50.0, "step_limit_s": 0.0}),  # the first one ever
+    ],
+)
+def test_a_long_step_is_no_reason_not_to_be_ready(service, engine, silent_s, stats):
+    engine.silent_s, engine.stats = silent_s, stats
+    assert probe(service)["ready"]
+
+
+@pytest.fixture
+def busy_intake(service, monkeypatch):
+    """Every intake thread has a request that takes long; -> what ends that."""
+    gate, entered = threading.Event(), threading.Semaphore(0)
+    read = PromptReader.read
+    monkeypatch.setattr(
+        PromptReader, "read", lambda self, request: (entered.release(), gate.wait(PATIENCE_S), read(self, request))[2]
+    )
+    for number in range(service_module.NUM_INTAKE_THREADS):
+        service.ask([number], f"long {number}")
+        assert entered.acquire(timeout=PATIENCE_S)
+    yield gate
+    gate.set()
+    for number in range(service_module.NUM_INTAKE_THREADS):
+        service.client.give([number], b"a", "length")
+
+
+def test_a_probe_waits_for_no_request_that_is_read(service, busy_intake):
+    sender = FakeSender()
+    service.submit(wire.PROBE_PAYLOAD, sender)
+    assert sender.is_over and sender.final["ready"] is True
+
+
+def test_a_request_whose_client_left_before_it_was_read_is_not_read(service, engine, busy_intake):
+    sender = FakeSender()
+    sender.cancelled = True
+    service.submit(b"[{ no json", sender)
+    busy_intake.set()
+    assert sender.final["error_type"] == "cancelled"
+
+
+def test_what_waits_to_be_read_counts_as_waiting(make, engine, monkeypatch):
+    gate, entered = threading.Event(), threading.Semaphore(0)
+    monkeypatch.setattr(service_module, "NUM_INTAKE_THREADS", 1)
+    service = make(max_running=1, max_waiting=2)
+    monkeypatch.setattr(
+        service_module.wire, "only_object", lambda payload: (entered.release(), gate.wait(PATIENCE_S), {})[2]
+    )
+    first = service.ask([1], "first")
+    assert entered.acquire(timeout=PATIENCE_S)
+    waiting = [service.ask([n], f"waits {n}") for n in range(3)]
+    refused = service.ask([9], "refused")
+    is_over = refused.is_over  # at once, not when its turn comes
+    gate.set()
+    assert (is_over, refused.final["error_code"], refused.final["error_type"]) == (True, 429, "overloaded")
+    assert {sender.final["error_code"] for sender in (first, *waiting)} == {400}
+
+
 # --- stopping
+
+
+def test_an_announced_end_turns_readiness_off_then_refuses_then_ends_what_is_open(make, engine, tmp_path):
+    path = tmp_path / "stopping"
+    service = make(stopping_file=path, drain_s=1.0)
+    open_one = service.ask([1], "open")
+    engine.listener_of([1])
+    path.write_text(str(time.monotonic() + 1.0))
+    wait_until(lambda: service.not_ready_reason() == "the server is stopping")
+    before = service.ask([2], "before")
+    engine.give([2], b"b", "length")
+    assert before.final["tokens_all"] == "b"
+    wait_until(lambda: time.monotonic() > float(path.read_text()) + 0.3)
+    assert service.ask([3], "after").final["error_msg"] == "the server is stopping"
+    assert not open_one.is_over
+    assert (open_one.final["error_code"], open_one.final["error_msg"]) == (503, "the server is stopping")
+    assert time.monotonic() > float(path.read_text()) + 1.0
+    assert len(engine.cancelled) == 1
+    assert probe(service)["reason"] == "the server is stopping"
 
 
 def test_a_stop_waits_for_open_requests_and_refuses_new_ones(service, engine):

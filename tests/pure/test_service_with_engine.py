@@ -153,11 +153,10 @@ def test_a_stop_string_ends_one_answer_in_the_engine_too_and_the_other_goes_on(s
     assert service.latency.num_ended == {"stop": 1, "length": 1}
 
 
-def test_more_answers_than_run_at_once_are_refused_by_the_name_of_the_field(service, address):
+def test_of_more_answers_than_run_at_once_some_wait(service, address):
     with an_engine_process(address):
-        final = ask_several(service, 1, [5], 4, 13).final
-    assert (final["error_type"], final["error_field"], final["error_value"]) == ("invalid_request", "n", 13)
-    assert final["error_msg"] == "`n` is 13, at most BATCH_SIZE(12) answers run at once"
+        answers = answers_of(ask_several(service, 1, [5], 4, 13))
+    assert answers == [answer([5], Sampling(4, temperature=1, seed=1 + index)) for index in range(13)]
 
 
 def test_prompts_are_cached_for_those_with_the_same_salt(service, address):

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.settings.config import Config
+from engine.settings.config import STOPPING_FILE, Config
 from server_scripts import shutdown
-from server_scripts.shutdown import ENGINE_STOP_S, HEAD_START_S, IDLE_TRITON_S, STOP_MARGIN_S, STOP_WHILE_STARTING_S
+from server_scripts.shutdown import ENGINE_STOP_S, IDLE_TRITON_S, STOP_MARGIN_S, STOP_WHILE_STARTING_S
 
-DRAIN_S = 30.0
+DELAY_S, DRAIN_S = 1.0, 30.0
 NEVER = math.inf
 
 
@@ -56,11 +56,13 @@ class FakeServer:
         self.clock = clock
         self.notes = {}
         self.children = [FakeChild(self, name, seconds, dies_after) for name, seconds in takes_s.items()]
-        probe = SimpleNamespace(engine_is_busy=lambda: self.clock.now - self._started < busy_s)
+        probe = SimpleNamespace(num_open=lambda: int(self.clock.now - self._started < busy_s))
         self.monitor = SimpleNamespace(stop=lambda: self.note("monitor stopped"), probe=probe)
         self.state = SimpleNamespace(phase=phase)
-        self.config = Config(drain_timeout_s=DRAIN_S)
-        self.run_dir = SimpleNamespace(clean_up=lambda: self.note("cleaned up"))
+        self.config = Config(drain_timeout_s=DRAIN_S, drain_delay_s=DELAY_S)
+        self.announced = {}
+        clean_up = lambda: self.note("cleaned up")  # noqa: E731
+        self.run_dir = SimpleNamespace(clean_up=clean_up, write=self.announced.__setitem__)
         self.sleep = clock.sleep
         self.every_turn = lambda: None
         self.insists_at = NEVER
@@ -97,6 +99,9 @@ def stop(monkeypatch):
         shutdown.shut_down(server)
         assert server.state.phase == "stopping"
         assert list(server.notes)[0] == "monitor stopped"
+        [(name, refuse_at)] = server.announced.items()
+        assert name == STOPPING_FILE
+        server.notes["announced"] = float(refuse_at) - server._started
         return server.notes
 
     return stop
@@ -108,38 +113,41 @@ def killed(notes):
 
 def test_each_is_asked_when_nobody_needs_it_any_more(stop):
     notes = stop()
-    assert notes["gateway-0 asked"] == notes["health asked"] == 0
-    assert notes["gateway-0 ended"] <= notes["tritonserver asked"] < HEAD_START_S
-    assert notes["tritonserver ended"] <= notes["engine asked"] < notes["tritonserver ended"] + 0.2
+    assert notes["gateway-0 ended"] <= notes["tritonserver asked"] < DELAY_S + 0.3
+    assert notes["tritonserver ended"] <= notes["engine asked"] == notes["health asked"]
+    assert notes["engine asked"] < notes["tritonserver ended"] + 0.2
     assert notes["engine ended"] <= notes["cleaned up"] < notes["engine ended"] + 0.2
     assert killed(notes) == set()
 
 
-def test_gateway_and_tritonserver_drain_at_the_same_time(stop):
-    notes = stop(gateway=DRAIN_S, tritonserver=DRAIN_S, busy_s=DRAIN_S)
-    assert notes["tritonserver asked"] == pytest.approx(HEAD_START_S, abs=0.1)
-    assert notes["engine asked"] == pytest.approx(DRAIN_S + HEAD_START_S, abs=0.7)
+def test_readiness_turns_off_before_anything_is_refused(stop):
+    """What is announced is when requests are refused from; the model is not ready from the moment it is announced."""
+    notes = stop()
+    assert notes["announced"] == DELAY_S
+    assert notes["gateway-0 asked"] == pytest.approx(DELAY_S, abs=0.1)
+
+
+@pytest.mark.parametrize("busy_s", [12.0, DRAIN_S + 5.0])
+def test_tritonserver_is_asked_when_nothing_is_open_in_it(stop, busy_s):
+    notes = stop(gateway=10.0, busy_s=busy_s)
+    assert notes["gateway-0 ended"] == pytest.approx(DELAY_S + 10.0, abs=0.1)
+    assert notes["tritonserver asked"] == pytest.approx(busy_s, abs=0.3)
     assert killed(notes) == set()
 
 
 def test_a_gateway_that_does_not_end_is_killed_when_the_time_is_over(stop):
-    notes = stop(gateway=NEVER)
-    assert notes["gateway-0 killed"] == pytest.approx(DRAIN_S + STOP_MARGIN_S, abs=0.1)
+    notes = stop(gateway=NEVER, tritonserver=2.0)
+    assert notes["gateway-0 killed"] == pytest.approx(DELAY_S + DRAIN_S + STOP_MARGIN_S + 2.0, abs=0.2)
     assert killed(notes) == {"gateway-0"}
 
 
 @pytest.mark.parametrize(
-    ("busy_s", "killed_at"),
-    [(0.0, HEAD_START_S + IDLE_TRITON_S), (12.0, 12 + IDLE_TRITON_S), (NEVER, DRAIN_S + STOP_MARGIN_S)],
+    ("busy_s", "asked_at"), [(0.0, DELAY_S), (12.0, 12.0), (NEVER, DELAY_S + DRAIN_S + STOP_MARGIN_S)]
 )
-def test_tritonserver_is_waited_for_while_the_engine_has_requests_and_a_little_longer(stop, busy_s, killed_at):
+def test_a_tritonserver_that_does_not_end_is_killed(stop, busy_s, asked_at):
     notes = stop(tritonserver=NEVER, busy_s=busy_s)
-    assert notes["tritonserver killed"] == pytest.approx(killed_at, abs=1.0)
+    assert notes["tritonserver killed"] == pytest.approx(asked_at + IDLE_TRITON_S, abs=0.5)
     assert killed(notes) == {"tritonserver"}
-
-
-def test_an_engine_with_requests_of_nobody_is_not_waited_for(stop):
-    assert stop(busy_s=NEVER)["cleaned up"] < 5
 
 
 def test_an_engine_that_does_not_end_is_killed(stop):
@@ -149,17 +157,18 @@ def test_an_engine_that_does_not_end_is_killed(stop):
 
 def test_a_server_that_was_still_starting_has_nothing_to_drain(stop):
     notes = stop(gateway=NEVER, tritonserver=NEVER, busy_s=NEVER, phase="starting")
-    assert notes["tritonserver killed"] == pytest.approx(STOP_WHILE_STARTING_S, abs=0.1)
+    assert notes["announced"] == 0
+    assert notes["tritonserver killed"] == pytest.approx(STOP_WHILE_STARTING_S + IDLE_TRITON_S, abs=0.2)
 
 
 @pytest.mark.parametrize("insists_at", [0.0, 7.0])
 def test_a_second_signal_kills_what_is_still_there(stop, insists_at):
     notes = stop(gateway=NEVER, tritonserver=NEVER, engine=NEVER, busy_s=NEVER, insists_at=insists_at)
-    assert killed(notes) == {"gateway-0", "tritonserver", "engine"} | ({"health"} if insists_at == 0 else set())
+    assert killed(notes) == {"gateway-0", "tritonserver", "engine", "health"}
     assert notes["cleaned up"] == pytest.approx(insists_at, abs=0.2)
 
 
 def test_not_even_what_cannot_be_killed_makes_it_longer_than_stop_server_waits(stop):
     stubborn = {"gateway": NEVER, "tritonserver": NEVER, "engine": NEVER, "dies_after": NEVER}
     notes = stop(**stubborn, busy_s=NEVER, adopted=[4711])
-    assert notes["cleaned up"] == pytest.approx(shutdown.stop_timeout_s(DRAIN_S), abs=1)
+    assert notes["cleaned up"] == pytest.approx(shutdown.stop_timeout_s(Config(drain_timeout_s=DRAIN_S)), abs=1)

@@ -15,9 +15,9 @@ from engine.settings.config import Config
 from server_scripts import stop as stop_module
 from server_scripts.model_source import Source, export_if_needed
 from server_scripts.run_dir import Process, RunDir, State, read_stat
-from tests.pure.fake_server import fake_server
+from tests.pure.fake_server import fake_server, kill_supervisor
 from tests.pure.model_server import Fault, ModelServer
-from tests.server import a_server
+from tests.server import a_server, is_alive
 
 ALL = {"engine": "", "tritonserver": "with helper", "gateway-0": "", "health": ""}
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +39,10 @@ def test_a_wrong_setting_is_one_line_and_status_2(server):
     done = server.command("start_server")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "start_server: BATCH_SIZE is 'many', it must be a whole number\n"
+    server.env["BLOCK_RATIO"] = "x"
+    assert (
+        server.command("start_server").stderr == done.stderr + "start_server: BLOCK_RATIO is 'x', it must be a number\n"
+    )
 
 
 @pytest.mark.parametrize("name", ["MODEL_DIR", "EXPORT_CACHE_DIR", "RUN_DIR", "FD_LOG_DIR"])
@@ -110,10 +114,10 @@ def test_a_name_that_is_no_name_says_so(server):
 def test_a_quantization_that_is_not_built_is_refused_before_anything_is_fetched(server):
     with ModelServer() as hub:
         server.env["HF_ENDPOINT"] = hub.url
-        done = server.command("start_server", "org/model/weight_only_int8")
+        done = server.command("start_server", "org/model/a8w8_fp8")
         assert hub.requests == []
     assert done.returncode == 2
-    assert "the name asks for weight_only_int8, exporting as that is not supported yet" in done.stderr
+    assert "the name asks for a8w8_fp8, exporting as that is not supported yet" in done.stderr
 
 
 def test_an_architecture_that_is_not_built_is_refused_before_its_weights_are_fetched(server):
@@ -168,16 +172,16 @@ def test_stop_insists_after_the_given_seconds(tmp_path):
 def test_stop_refuses_what_is_no_time_to_wait(tmp_path, seconds):
     done = stop(tmp_path, seconds)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("stop_server: error: argument seconds: ")
+    assert done.stderr.splitlines()[-1] == f"stop_server: error: argument seconds: {seconds!r} is no number of seconds"
 
 
 def test_an_interrupted_stop_is_one_line_and_the_server_goes_on_ending(tmp_path):
     command = [sys.executable, "-m", "server_scripts.stop"]
     env = {**os.environ, "RUN_DIR": str(tmp_path / "run")}
-    with fake_server(tmp_path, ALL | {"gateway-0": "stubborn"}, drain_timeout_s=600) as server:
+    with fake_server(tmp_path, ALL | {"gateway-0": "stubborn", "gateway-1": ""}, drain_timeout_s=600) as server:
         server.wait_until_ready()
         with subprocess.Popen(command, env=env, cwd=ROOT, stdout=-1, stderr=-1, text=True) as stopping:
-            server.wait_until(lambda: "tritonserver ended" in server.notes)
+            server.wait_until(lambda: "gateway-1 ended" in server.notes)
             stopping.send_signal(signal.SIGINT)
             _, said = stopping.communicate(timeout=20)
         assert stopping.returncode == 130
@@ -185,15 +189,18 @@ def test_an_interrupted_stop_is_one_line_and_the_server_goes_on_ending(tmp_path)
         assert server.state.phase == "stopping"
 
 
-def test_stop_cleans_up_after_a_supervisor_that_was_killed(tmp_path, capsys):
-    with fake_server(tmp_path, ALL) as server:
+def test_stop_ends_what_a_supervisor_that_was_killed_has_left_and_lets_requests_end(tmp_path, capsys):
+    with fake_server(tmp_path, ALL | {"engine": "with helper"}) as server:
         server.wait_until_ready()
         shm = tmp_path / "shm" / f"{server.run_dir.shm_prefix}left"
         shm.touch()
-        server.process.kill()
-        server.process.wait()
+        processes, helper = server.state.processes, server.noted_pid("engine")
+        kill_supervisor(server)
+        assert all(process.is_alive for process in processes)
         assert stop_module.stop(server.run_dir, None) == 0
         assert "the supervisor is gone" in capsys.readouterr().out
+        assert [line for line in server.notes if line.endswith("ended")] == ["gateway-0 ended"]  # it was asked
+        server.wait_until(lambda: not any(process.is_alive for process in processes) and not is_alive(helper))
         assert not shm.exists()
         assert server.state is None
 

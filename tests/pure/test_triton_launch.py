@@ -97,9 +97,9 @@ def test_the_command_carries_the_settings(image, tmp_path):
     command = triton.command(found, tmp_path, config, "prefix_")
     assert command[0] == str(found.binary)
     for flag in (
+        "--grpc-address=unix:grpc",
         "--grpc-port=1",
         "--metrics-port=2",
-        "--grpc-address=127.0.0.1",
         "--exit-timeout-secs=13",
         "--allow-http=false",
         "--model-repository=models",
@@ -109,13 +109,8 @@ def test_the_command_carries_the_settings(image, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("host", "grpc", "metrics"),
-    [
-        ("0.0.0.0", "0.0.0.0", "0.0.0.0"),
-        ("localhost", "127.0.0.1", "127.0.0.1"),
-        ("::", "[::]", "ipv6:::"),
-        ("::1", "[::1]", "ipv6:::1"),
-    ],
+    ("host", "metrics"),
+    [("0.0.0.0", "0.0.0.0"), ("localhost", "127.0.0.1"), ("::", "ipv6:::"), ("::1", "ipv6:::1")],
 )
-def test_the_address_is_given_as_tritonserver_wants_it(host, grpc, metrics):
-    assert triton.listen_addresses(host) == (grpc, metrics)
+def test_the_address_is_given_as_tritonserver_wants_it(host, metrics):
+    assert triton.metrics_address(host) == metrics

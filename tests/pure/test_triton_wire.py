@@ -50,3 +50,12 @@ def test_an_answer_is_read_in_both_forms(is_raw):
 def test_what_is_no_answer_says_that_the_model_is_not_there(response, reason):
     with pytest.raises(EngineUnavailable, match=reason):
         read_response(response)
+
+
+def test_a_request_is_no_longer_than_its_client_has_written_it():
+    """Its length is limited there: what is no ASCII, and a surrogate without its other half, are not escaped."""
+    body = {"text": "\u4f60\ud800", "input_ids": [1, 2, 3]}
+    [content] = infer_request(body).raw_input_contents
+    assert len(content) == len(json.dumps([body], ensure_ascii=False, separators=(",", ":"))) + 4 + 2 + 2
+    assert json.loads(content[4:]) == [body]
+    assert infer_request({wire.PROBE: True}).raw_input_contents[0][4:] == wire.PROBE_PAYLOAD

@@ -282,6 +282,13 @@ def test_of_very_many_unknown_fields_only_the_first_are_compared():
     assert parsed(**fields, field_x=1, max_token=5) == parsed()
 
 
+@pytest.mark.parametrize("payload", ["{%s}", "[{%s}]"])
+def test_a_request_of_very_many_fields_is_refused_at_once(payload):
+    fields = ",".join(f'"field{n}":1' for n in range(1001))
+    with pytest.raises(InvalidRequest, match="the request has 1001 fields, the limit is 1000"):
+        wire.only_object(payload % fields)
+
+
 def test_an_unknown_field_that_is_longer_than_any_of_ours_is_not_compared(monkeypatch):
     monkeypatch.setattr(difflib, "get_close_matches", None)
     assert parsed(**{"max_tokens" * 5: 1}) == parsed()

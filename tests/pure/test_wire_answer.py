@@ -152,3 +152,19 @@ def test_what_a_client_wrote_stays_as_it_is_in_an_errors_words():
     assert str(InvalidRequest("{field} {0} {")) == "{field} {0} {"
     blamed = ChatTemplateError("refused: {field} {0} {").blaming("messages")
     assert (type(blamed), str(blamed), blamed.field) == (ChatTemplateError, "refused: {field} {0} {", "messages")
+
+
+@pytest.mark.parametrize("req_id", ["r", '"index": 3, "is_end": 1, "token_ids": [9], "infer_seed": 4, ', "é\\"])
+@pytest.mark.parametrize(("ids", "seed", "cls"), [([1, 22], 5, wire.Delta), ([], 2**64 - 1, wire.Final)])
+def test_a_glance_sees_what_reading_sees(req_id, ids, seed, cls):
+    last = {"finish_reason": "stop", "tokens_all": '"token_ids": [8]', "tokens_all_ids": [1, 22]}
+    last = last if cls is wire.Final else {}
+    answer = cls(req_id=req_id, token=req_id, token_ids=ids, send_idx=0, usage=wire.Usage(), infer_seed=seed, **last)
+    seen = wire.glance_at(b"\x12\xff" + wire.write_answer(answer) + b"\x00")
+    assert (seen.index, seen.is_end, seen.token_ids, seen.infer_seed) == (0, answer.is_end, ids, seed)
+
+
+def test_a_glance_sees_the_end_of_a_failure_and_nothing_in_what_is_no_answer():
+    seen = wire.glance_at(wire.write_answer(wire.Failure(InvalidRequest("no"), "r")))
+    assert (seen.is_end, seen.token_ids, seen.infer_seed) == (True, [], None)
+    assert wire.glance_at(wire.write_answer(wire.ModelState(ready=True))) is None

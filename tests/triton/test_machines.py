@@ -30,9 +30,13 @@ for line in answer:
     print(line.decode(), end="", flush=True)
 """
 ASK_GRPC = """
+import grpc
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 from engine.settings.config import Config
-from server_scripts.probe import Probe
-print(Probe(Config.from_env()).infer({"text": "Hello", "req_id": "1"}, 60).error)
+from engine.wire.triton import infer_request, read_response
+request = infer_request({"req_id": "a", "text": "Hi"})
+with grpc.insecure_channel(f"127.0.0.1:{Config.from_env().service_grpc_port}") as channel:
+    print([read_response(each).error for each in GRPCInferenceServiceStub(channel).ModelStreamInfer(iter([request]))])
 """
 
 

@@ -124,11 +124,12 @@ def test_the_demo_model_answers_at_least_48_of_its_50_questions(client):
         assert sum(pool.map(is_right, questions)) >= 48
 
 
-def test_native_streaming_brings_the_answer_token_by_token(server):
+def test_native_streaming_brings_the_answer_as_it_is_generated(server):
+    """Tokens that come while others are sent are merged, so of the number of parts only its order is promised."""
     lines = stream_lines(server, {"text": "Hello, how are you?", "req_id": "s1", "max_dec_len": 64, "stream": True,
                                   "temperature": 0})  # fmt: skip
     *deltas, last = lines
-    assert len(deltas) >= 3
+    assert len(deltas) >= 1
     assert all(line["error_code"] == 0 and line["error_msg"] == "" and line["req_id"] == "s1" for line in lines)
     assert [line["is_end"] for line in lines] == [0] * len(deltas) + [1]
     assert "".join(line["token"] for line in lines) == last["tokens_all"] != ""
@@ -429,23 +430,30 @@ def test_grpc_errors_are_bare_objects(server):
         assert (line["req_id"], line["error_msg"], line["error_code"]) == ("e2", "", 0)
 
 
-@pytest.mark.parametrize(
-    "ask",
-    [
-        lambda client: client.get_system_shared_memory_status(),
-        lambda client: client.register_system_shared_memory("mine", "/llm_server", 64),
-        lambda client: client.update_log_settings({"log_verbose_level": 9}),
-        lambda client: client.update_trace_settings(settings={"trace_level": ["TIMESTAMPS"]}),
-        lambda client: client.unload_model("model"),
-        lambda client: client.get_model_config("model"),
-    ],
-    ids=["shared memory", "a region", "logging", "trace", "repository", "config"],
-)
-def test_what_would_change_the_server_is_closed_to_every_grpc_client(server, ask):
-    with triton.InferenceServerClient(f"127.0.0.1:{server.ports['SERVICE_GRPC_PORT']}") as client:
-        with pytest.raises(triton_errors.InferenceServerException, match="This protocol is restricted"):
-            ask(client)
-        assert client.is_server_live()
+def test_tritonclient_finds_what_is_open_and_is_told_of_what_is_not(server):
+    with triton.InferenceServerClient(server.grpc_url) as client:
+        assert client.is_server_live() and client.is_server_ready() and client.is_model_ready("model")
+        assert client.get_server_metadata().name == "triton"
+        assert client.get_model_metadata("model").inputs[0].name == "IN"
+        assert client.get_model_config("model").config.model_transaction_policy.decoupled
+        assert client.get_inference_statistics("model").model_stats[0].inference_stats.success.count
+        with pytest.raises(triton_errors.InferenceServerException, match="unknown model: 'other' is not found"):
+            client.get_model_metadata("other")
+        with pytest.raises(triton_errors.InferenceServerException, match="decoupled transaction policy"):
+            client.infer("model", grpc_request({"req_id": "x", "text": "Hi"}))
+        with pytest.raises(triton_errors.InferenceServerException, match="does not have this method"):
+            client.register_system_shared_memory("mine", "/llm_server", 64)
+
+
+def test_one_grpc_stream_may_have_many_requests_at_once(server):
+    with GrpcStream(server) as stream:
+        for name in range(20):
+            stream.ask({"req_id": f"many-{name}", "text": f"What is {name} plus 5?", "max_dec_len": 12})
+        ended = []
+        while len(ended) < 20:
+            [answer] = stream.next()
+            ended += [answer["req_id"]] * answer["is_end"]
+        assert sorted(ended) == sorted(f"many-{name}" for name in range(20))
 
 
 def test_a_full_queue_is_an_error_and_every_accepted_request_is_answered(tmp_path):
@@ -470,8 +478,8 @@ def test_without_an_http_port_grpc_is_served_alone(tmp_path):
         stream.ask({"text": "What is the capital of Italy?", "req_id": "only", "max_dec_len": 64, "temperature": 0})
         (answer,) = stream.next()  # in one piece, as DISABLE_STREAMING says
         assert answer["is_end"] == 1 and "Rome" in answer["tokens_all"]
-        with pytest.raises(LookupError):
-            server.pid_of("gateway-0")
+        with pytest.raises(ConnectionRefusedError):
+            get(server.ports["SERVICE_HTTP_PORT"], "/health")
 
 
 # --- operators --------------------------------------------------------------------------------------------------

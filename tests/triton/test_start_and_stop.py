@@ -15,9 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from server_scripts import triton
-from server_scripts.run_dir import RunDir
-from tests.server import a_server, is_alive
+from engine.settings.config import TRITON_FOLDER
+from tests.server import a_server, is_clean, state_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 60.0
@@ -49,20 +48,6 @@ def wait_until(condition, out):
     while not condition():
         assert time.monotonic() < deadline, Path(out.name).read_text()
         time.sleep(0.02)
-
-
-def state_of(server):
-    return RunDir(server.run_dir).read_state()
-
-
-def pids_of(state):
-    return [state.supervisor.pid, *(process.pid for process in state.processes)]
-
-
-def is_clean(server, state):
-    """No process, no shared memory, no state."""
-    left = list(Path("/dev/shm").glob(f"{RunDir(server.run_dir).shm_prefix}*"))
-    return not left and state_of(server) is None and not any(map(is_alive, pids_of(state)))
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -116,10 +101,10 @@ def test_an_engine_that_cannot_start_fails_the_start_with_its_log(server):
 
 def test_a_supervisor_that_breaks_fails_the_start_and_says_why(server):
     server.run_dir.mkdir(mode=0o700)
-    (server.run_dir / triton.FOLDER).touch()  # where it makes a folder
+    (server.run_dir / TRITON_FOLDER).touch()  # where it makes a folder
     done = server.command("start_server")
     assert done.returncode == 1
-    assert re.search(r"failed: .*Not a directory: .*triton", done.stdout)
+    assert re.search(r"failed: .*File exists: .*triton", done.stdout)
     assert state_of(server) is None
 
 
@@ -128,14 +113,7 @@ def test_without_http_only_grpc_is_served_and_checked(server):
     done = server.command("start_server")
     assert done.returncode == 0, done.stdout
     assert "HTTP " not in done.stdout
-    assert [process.name for process in state_of(server).processes if "gateway" in process.name] == []
-
-
-def test_a_start_after_a_killed_supervisor_works(server):
-    assert server.command("start_server").returncode == 0
-    os.kill(server.pid_of("supervisor"), signal.SIGKILL)
-    done = server.command("start_server")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert "SERVICE_HTTP_PORT" not in state_of(server).ports
 
 
 def test_the_foreground_ends_with_0_and_copies_the_logs(server):

@@ -17,16 +17,17 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2_grpc
 
-from engine.settings.config import Config
+from engine.settings.config import TRITON_FOLDER, Config
 from engine.wire.triton import LENGTH_BYTES, infer_request
 from server_scripts import triton
 from server_scripts.child import ChildSpec
 from server_scripts.health import HealthMonitor
 from server_scripts.probe import Probe, ProbeError
-from server_scripts.processes import TRITONSERVER
+from server_scripts.processes import PRIVATE, TRITONSERVER
 from server_scripts.report import Report
 from server_scripts.run_dir import Process, RunDir
 from server_scripts.serve import live, new_state
+from server_scripts.stop import kill_all
 from server_scripts.supervisor import Supervisor
 from tests.server import a_server, is_alive
 
@@ -58,6 +59,7 @@ def echo_server(folder):
             process.wait(TIMEOUT_S)
         finally:
             process.kill()
+            kill_all(RunDir(server.run_dir).read_state())
 
 
 def wait_until(condition, folder, process):
@@ -73,13 +75,17 @@ def phase(server):
 
 
 def probe(server):
-    return EchoProbe(Config(service_host="127.0.0.1", service_grpc_port=server.ports["SERVICE_GRPC_PORT"]))
+    return EchoProbe(config_of(server))
+
+
+def config_of(server):
+    return Config(service_host="127.0.0.1", run_dir=str(server.run_dir))
 
 
 def words(server, text):
     """Every word that came back, in order."""
     request = infer_request({"text": text})
-    with grpc.insecure_channel(server.grpc_url) as channel:
+    with grpc.insecure_channel(config_of(server).triton_target) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         responses = list(stub.ModelStreamInfer(iter([request]), timeout=30))
     outputs = [response.infer_response.raw_output_contents[0][LENGTH_BYTES:] for response in responses[:-1]]
@@ -101,6 +107,13 @@ def test_text_of_any_length_goes_through_the_python_backend(echo):
     assert words(server, "a word or two, \u4f60\u597d") == ["a", "word", "or", "two,", "\u4f60\u597d"]
     long = "x" * 3_000_001
     assert words(server, f"{long} end") == [long, "end"]
+
+
+def test_what_passes_through_shared_memory_is_for_this_user_alone(echo):
+    server, _ = echo
+    assert words(server, "a secret") == ["a", "secret"]
+    assert shared_memory(server)
+    assert [path.stat().st_mode & 0o077 for path in shared_memory(server)] == [0] * len(shared_memory(server))
 
 
 def test_the_stub_runs_this_very_python(echo):
@@ -183,11 +196,11 @@ def main(folder: Path) -> int:
     run_dir = RunDir(config.run_path)
     lock = run_dir.lock()
     found = triton.find_tritonserver()
-    triton.prepare(found, run_dir.path / triton.FOLDER, folder / "repository")
-    command = triton.command(found, run_dir.path / triton.FOLDER, config, run_dir.shm_prefix)
-    env = triton.environment(found, run_dir.path / triton.FOLDER, dict(os.environ))
+    triton.prepare(found, run_dir.path / TRITON_FOLDER, folder / "repository")
+    command = [*PRIVATE, *triton.command(found, run_dir.path / TRITON_FOLDER, config, run_dir.shm_prefix)]
+    env = triton.environment(found, run_dir.path / TRITON_FOLDER, dict(os.environ))
     supervisor = Supervisor(
-        specs=[ChildSpec(TRITONSERVER, command, env, folder / "triton.log", run_dir.path / triton.FOLDER)],
+        specs=[ChildSpec(TRITONSERVER, command, env, folder / "triton.log", run_dir.path / TRITON_FOLDER)],
         run_dir=run_dir,
         state=new_state(config, "echo", "starting"),
         config=replace(config, start_timeout_s=60.0, drain_timeout_s=5.0),

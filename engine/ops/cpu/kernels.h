@@ -28,6 +28,17 @@ struct LlmAttention {
   int32_t cache_bf16;
 };
 
+// A linear layer whose weight is stored with 8 or 4 bits an element. K: x's width; K' is K, rounded up to 128.
+struct LlmQuantizedLinear {
+  const float* x;      // [T, K]
+  const void* weight;  // int8 [N, K], or uint8 [N, K' / 2]: two codes a byte
+  const void* scale;   // float32 [N], or bf16 [N, K' / 64]
+  const void* zero;    // with two codes a byte: as scale, or null
+  const float* bias;   // [N], or null
+  float* y;            // [T, N]
+  int64_t rows, width, num_out;
+};
+
 struct LlmKernels {
   const char* isa;
   void (*embedding)(const LlmEmbedding* args);
@@ -39,6 +50,9 @@ struct LlmKernels {
                     int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, float epsilon);
   void (*linear)(const float* x, const void* weight, int weight_bf16, const float* bias, float* y,
                  int64_t rows, int64_t width, int64_t num_out);  // bias may be null
+  void (*linear_int8)(const LlmQuantizedLinear* args);
+  void (*linear_int4)(const LlmQuantizedLinear* args);
+  void (*linear_a8w8)(const LlmQuantizedLinear* args);
   void (*rotary_angles)(const int32_t* positions, const float* inv_freq, float* y, int64_t rows, int64_t half,
                         float scaling);
   void (*paged_attention)(const LlmAttention* args);

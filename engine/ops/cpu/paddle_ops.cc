@@ -170,6 +170,70 @@ Shapes linear_shape(const Shape& x, const Shape& weight, const paddle::optional<
 }
 Types linear_type(const DataType&, const DataType&, const paddle::optional<DataType>&) { return kF32; }
 
+// ---- linear_int8, linear_a8w8, linear_int4 ----
+
+using Kernel = void (*)(const LlmQuantizedLinear* args);
+struct Weight {
+  const Tensor &codes, &scale;
+  const OptionalTensor& zero;
+};
+
+Tensors quantized(const char* op, Kernel kernel, const Tensor& x, const Weight& weight, const OptionalTensor& bias) {
+  const int64_t rows = x.shape()[0], num_out = weight.codes.shape()[0];
+  if (bias) need(op, "bias", *bias, {num_out}, kF32);
+  Tensor y = empty({rows, num_out});
+  LlmQuantizedLinear args = {};
+  args.x = x.data<float>();
+  args.weight = weight.codes.data();
+  args.scale = weight.scale.data();
+  args.zero = weight.zero ? weight.zero->data() : nullptr;
+  args.bias = bias ? bias->data<float>() : nullptr;
+  args.y = y.data<float>();
+  args.rows = rows;
+  args.width = x.shape()[1];
+  args.num_out = num_out;
+  kernel(&args);
+  return {y};
+}
+
+Tensors of_bytes(const char* op, Kernel kernel, const Tensor& x, const Weight& weight, const OptionalTensor& bias) {
+  need(op, "x", x, {-1, -1}, kF32);
+  need(op, "weight", weight.codes, {-1, x.shape()[1]}, {DataType::INT8});
+  need(op, "scale", weight.scale, {weight.codes.shape()[0]}, kF32);
+  return quantized(op, kernel, x, weight, bias);
+}
+Tensors linear_int8(const Tensor& x, const Tensor& weight, const Tensor& scale, const OptionalTensor& bias) {
+  return of_bytes("linear_int8", kernels().linear_int8, x, {weight, scale, {}}, bias);
+}
+Tensors linear_a8w8(const Tensor& x, const Tensor& weight, const Tensor& scale, const OptionalTensor& bias) {
+  return of_bytes("linear_a8w8", kernels().linear_a8w8, x, {weight, scale, {}}, bias);
+}
+Shapes linear_of_bytes_shape(const Shape& x, const Shape& weight, const Shape&, const paddle::optional<Shape>&) {
+  return {{x[0], weight[0]}};
+}
+Types linear_of_bytes_type(const DataType&, const DataType&, const DataType&, const paddle::optional<DataType>&) {
+  return kF32;
+}
+
+Tensors linear_int4(const Tensor& x, const Tensor& weight, const Tensor& scale, const OptionalTensor& zero,
+                    const OptionalTensor& bias) {
+  const char* op = "linear_int4";
+  need(op, "x", x, {-1, -1}, kF32);
+  const int64_t width = (x.shape()[1] + 127) / 128 * 128, num_out = weight.shape()[0];
+  need(op, "weight", weight, {-1, width / 2}, {DataType::UINT8});
+  need(op, "scale", scale, {num_out, width / 64}, {DataType::BFLOAT16});
+  if (zero) need(op, "zero", *zero, {num_out, width / 64}, {DataType::BFLOAT16});
+  return quantized(op, kernels().linear_int4, x, {weight, scale, zero}, bias);
+}
+Shapes linear_int4_shape(const Shape& x, const Shape& weight, const Shape&, const paddle::optional<Shape>&,
+                         const paddle::optional<Shape>&) {
+  return {{x[0], weight[0]}};
+}
+Types linear_int4_type(const DataType&, const DataType&, const DataType&, const paddle::optional<DataType>&,
+                       const paddle::optional<DataType>&) {
+  return kF32;
+}
+
 // ---- rotary_angles ----
 
 Tensors rotary_angles(const Tensor& positions, const Tensor& inv_freq, float attention_scaling) {
@@ -335,6 +399,27 @@ PD_BUILD_OP(llm_linear)
     .SetKernelFn(PD_KERNEL(linear))
     .SetInferShapeFn(PD_INFER_SHAPE(linear_shape))
     .SetInferDtypeFn(PD_INFER_DTYPE(linear_type));
+
+PD_BUILD_OP(llm_linear_int8)
+    .Inputs({"x", "weight", "scale", paddle::Optional("bias")})
+    .Outputs({"y"})
+    .SetKernelFn(PD_KERNEL(linear_int8))
+    .SetInferShapeFn(PD_INFER_SHAPE(linear_of_bytes_shape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(linear_of_bytes_type));
+
+PD_BUILD_OP(llm_linear_a8w8)
+    .Inputs({"x", "weight", "scale", paddle::Optional("bias")})
+    .Outputs({"y"})
+    .SetKernelFn(PD_KERNEL(linear_a8w8))
+    .SetInferShapeFn(PD_INFER_SHAPE(linear_of_bytes_shape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(linear_of_bytes_type));
+
+PD_BUILD_OP(llm_linear_int4)
+    .Inputs({"x", "weight", "scale", paddle::Optional("zero"), paddle::Optional("bias")})
+    .Outputs({"y"})
+    .SetKernelFn(PD_KERNEL(linear_int4))
+    .SetInferShapeFn(PD_INFER_SHAPE(linear_int4_shape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(linear_int4_type));
 
 PD_BUILD_OP(llm_rotary_angles)
     .Inputs({"positions", "inv_freq"})

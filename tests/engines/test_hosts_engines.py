@@ -30,16 +30,21 @@ class Engines:
 
     def __init__(self, folder, graph_dirs, num_ranks):
         self._folder, self._graph_dirs = folder, graph_dirs
-        *self._ports, node_port = free_ports(3)
+        [node_port] = free_ports(1)
         self._env = {"MP_NNODE": "2", "MP_NUM": str(num_ranks), "POD_IPS": "127.0.0.1,127.0.0.2", "CPU_THREADS": "1"}
         self._env |= {"POD_0_IP": "127.0.0.1", "INTER_NODE_PORT": str(node_port), "BLOCK_BS": "8"}
         self.processes = {}
 
     def address(self, host=0):
-        return f"tcp://127.0.0.1:{self._ports[host]}"
+        return f"ipc://{self._run_dir(host)}/engine.sock"
+
+    def _run_dir(self, host):
+        folder = self._folder / f"run{host}"
+        folder.mkdir(exist_ok=True)
+        return folder
 
     def start(self, host, **env):
-        settings = {"HOST_IP": f"127.0.0.{host + 1}", "INTER_PROC_PORT": str(self._ports[host])}
+        settings = {"HOST_IP": f"127.0.0.{host + 1}", "RUN_DIR": str(self._run_dir(host))}
         settings |= {"GRAPH_DIR": str(self._graph_dirs[host]), **env}
         with (self._folder / f"{host}.log").open("a") as log:
             command = [sys.executable, "-m", "engine.process"]
@@ -111,8 +116,11 @@ def both_running(engines):
         yield client
 
 
-@pytest.mark.parametrize("engines", [2, 4], indirect=True, ids=["one rank each", "two ranks each"])
-@pytest.mark.parametrize("first", [0, 1], ids=["master first", "follower first"])
+@pytest.mark.parametrize(
+    ("engines", "first"),
+    [pytest.param(2, 0, id="one rank each, master first"), pytest.param(4, 1, id="two ranks each, follower first")],
+    indirect=["engines"],
+)
 def test_two_hosts_choose_the_tokens_of_one_whoever_is_there_first(engines, first, expected):
     with a_client(engines.address()) as client, a_client(engines.address(1)) as follower:
         listeners = ask_all(client)  # they wait

@@ -1,0 +1,130 @@
+"""A storm over the real server: many clients, random kills and stops of its processes, and an oracle. `make storm`, or
+
+    python -m benchmarks.storm --seconds 300 --kill engine --stop engine --every 10
+
+An oracle of right answers (greedy and seeded) is made first, without disturbance. Then --clients clients ask for them
+again, each time in a random protocol: some leave in the middle, some read slowly, bad requests are mixed in, and every
+ten seconds there is a burst of more requests than the server takes; bad ones, and of a burst those that are too many,
+count as refused. Who was cut or failed asks again with the same req_id for what has not come (`resume_from`, or
+`Last-Event-ID`), which is counted. Kinds of processes to --kill
+and to --stop (SIGSTOP, and SIGCONT a little later): engine, rank, stub, tritonserver, gateway, health, supervisor
+(which is started again, as an init system would).
+
+Exit status 1 when a request was lost or answered wrongly, when something is left behind, when memory has grown by more
+than --max-growth, or when the death of another process than a gateway's showed as more than a pause. What each kind of
+death shows is in the table. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import multiprocessing
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from benchmarks.storm.clients import Clients
+from benchmarks.storm.ledger import Ledger
+from benchmarks.storm.load import BATCH_SIZE, MAX_WAITING, Load
+from benchmarks.storm.server import KINDS, Server
+from benchmarks.storm.watch import growth, watch
+
+DEMO_MODEL = Path(__file__).resolve().parents[2] / "demo_model"
+
+
+async def storm(server: Server, ledger: Ledger, args: argparse.Namespace) -> Any:
+    """-> what was seen of the server meanwhile."""
+    clients = Clients(server.ports["SERVICE_HTTP_PORT"], server.ports["SERVICE_GRPC_PORT"])
+    load = Load(clients, ledger, random.Random(args.seed))
+    await load.make_cases(args.answers)
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    spawn.Process(target=watch, args=(server, theirs), daemon=True).start()
+    until = time.monotonic() + args.seconds
+    victims = [("kill", kind) for kind in args.kill] + [("stop", kind) for kind in args.stop]
+    asking = [load.client(until, args.leave) for _ in range(args.clients)]
+    await asyncio.gather(load.bursts(until), server.disturb(ledger, victims, args.every, until), *asking)
+    ours.send("enough")
+    await clients.close()
+    return ours.recv()
+
+
+def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """-> the report, and which promises were broken."""
+    ledger = Ledger()
+    settings = {"MODEL_DIR": str(args.model), "BATCH_SIZE": str(BATCH_SIZE), "MAX_CACHED_TASK_NUM": str(MAX_WAITING)}
+    settings |= {"PUSH_MODE_HTTP_WORKERS": "2", "ENGINE_MAX_CRASHES": "1000", "MP_NUM": str(args.mp_num)}
+    with tempfile.TemporaryDirectory(prefix="storm-") as folder:
+        server = Server(Path(folder), settings)
+        server.start()
+        try:
+            before = server.footprint()
+            samples, answered_ms, num_not_ready = asyncio.run(storm(server, ledger, args))
+            idle = server.wait_until_idle()
+            after = server.footprint()
+        finally:
+            server.stop()
+        stopped = server.footprint()
+    held = {"blocks": idle["num_blocks_held"], "requests": idle["num_open"]}
+    memory = {kind: growth(sizes) for kind, sizes in samples.items()}
+    broken = ledger.broken_promises() + [f"{count} {what} are still held" for what, count in held.items() if count]
+    stays = {"files": before["files"]}  # generated configuration
+    broken += [f"left behind: {dict(more)}" for more in (after - before, stopped - Counter(stays)) if more]
+    broken += [f"{kind} has grown by {grown:.1%}" for kind, (_, _, grown) in memory.items() if grown > args.max_growth]
+    quantiles = statistics.quantiles(answered_ms, n=100)
+    ready = {"asked": len(answered_ms), "not": num_not_ready, "p50_ms": quantiles[49], "p99_ms": quantiles[98]}
+    left = {"before": before, "after": after, "stopped": stopped}
+    return {**ledger.report(), "held": held, "left": left, "memory_mb": memory, "ready": ready}, broken
+
+
+def print_table(report: dict[str, Any]) -> None:
+    for name in ("requests", "attempts", "errors", "held"):
+        print(f"{name:10}" + ", ".join(f"{what} {count}" for what, count in sorted(report[name].items())))
+    print("\ndisturbance        times   open   paused   longest s   error   cut   refused after it")
+    for kind, effect in sorted(report["effects"].items()):
+        print(
+            f"{kind:18}{effect['times']:6}{effect['open']:7}{effect['paused']:9}{effect['longest_s']:12.1f}"
+            f"{effect['error']:8}{effect['cut']:6}{effect['refused']:19}"
+        )
+    print("\n           processes   files in RUN_DIR   in /dev/shm")
+    for when, left in report["left"].items():
+        print(f"{when:11}{left['processes']:9}{left['files']:19}{left['shm']:14}")
+    print("\nmemory, MB    3rd quarter   4th   growth")
+    for kind, (before, after, grown) in report["memory_mb"].items():
+        print(f"{kind:14}{before:11.0f}{after:6.0f}{grown:9.1%}")
+    ready = report["ready"]
+    print(f"\nGET ready  asked {ready['asked']}, not ready {ready['not']}, p50 {ready['p50_ms']:.1f} ms, ", end="")
+    print(f"p99 {ready['p99_ms']:.1f} ms")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--kill", nargs="*", default=["engine"], choices=KINDS, metavar="KIND")
+    parser.add_argument("--stop", nargs="*", default=[], choices=KINDS, metavar="KIND")
+    parser.add_argument("--every", type=float, default=10, help="seconds between two of these, about")
+    parser.add_argument("--leave", type=float, default=0.15, help="share of the requests whose clients leave")
+    parser.add_argument("--answers", type=int, default=200, help="of the oracle")
+    parser.add_argument("--max-growth", type=float, default=math.inf, help="of memory in the last quarter: 0.02 is 2%%")
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL)
+    parser.add_argument("--mp-num", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0, help="of the requests")
+    report, broken = run(parser.parse_args())
+    print_table(report)
+    for promise in broken:
+        print(f"BROKEN: {promise}")
+    print(json.dumps(report | {"broken": broken}))
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""Clients of the storm: one request in each protocol, as the parts that its client sees.
+
+A generator that ends without a last part, or raises one of CUT, is a connection that was cut.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import aiohttp
+import grpc
+from tritonclient.grpc import service_pb2_grpc
+
+from benchmarks.storm.ledger import Part
+from engine.wire.triton import infer_request
+
+CUT = (aiohttp.ClientError, OSError, grpc.RpcError)
+CHANNEL_OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_reconnect_backoff_ms", 1000)]
+NUM_CHANNELS = 4
+LAST_EVENT_ID = "Last-Event-ID"  # OpenAI's streams, and among the fields that a client keeps
+PROMPTS = ("What is the capital of {}?", "List 3 countries like {}.", "Is {} in Europe?", "Tell me a story of {}.")
+PLACES = "France Italy Japan Kenya Peru Canada Norway India Brazil Egypt Spain Cuba Chile Ghana Nepal Poland".split()
+BAD_BODIES: tuple[dict[str, Any], ...] = (
+    {"text": ""}, {"text": 3}, {"text": "hi", "max_dec_len": 0}, {"text": "hi", "topp": 1.5}, {"input_ids": [10**7]},
+    {"text": "hi", "max_declen": 5}, {"text": "word " * 9000}, {"messages": [{"role": "user"}], "req_id": "x"},
+)  # fmt: skip
+
+Parts = AsyncGenerator[Part, None]
+
+
+def a_request(rng: random.Random) -> dict[str, Any]:
+    """Native fields; greedy or seeded, some short and some long."""
+    return {
+        "text": rng.choice(PROMPTS).format(rng.choice(PLACES)),
+        "temperature": rng.choice([0, 1]),
+        "topp": 0.9,
+        "infer_seed": rng.randrange(2**31),
+        "max_dec_len": rng.choice([8, 60, 120, 250]),
+        "ignore_eos": rng.random() < 0.5,
+        "penalty_score": rng.choice([1.0, 1.1]),
+    }
+
+
+class Clients:
+    """One of each protocol, of the server on these ports. Made where an event loop runs."""
+
+    def __init__(self, http_port: int, grpc_port: int):
+        self._base = f"http://127.0.0.1:{http_port}/v1"
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None), read_bufsize=2**13
+        )
+        target = f"127.0.0.1:{grpc_port}"
+        self._channels = [grpc.aio.insecure_channel(target, CHANNEL_OPTIONS) for _ in range(NUM_CHANNELS)]
+        self._stubs = itertools.cycle(map(service_pb2_grpc.GRPCInferenceServiceStub, self._channels))
+        self.styles = {
+            "native stream": self.native_stream,
+            "OpenAI stream": self.openai_stream,
+            "gRPC stream": self.grpc_stream,
+            "whole": self.whole,
+        }
+
+    async def close(self) -> None:
+        await self._http.close()
+        for channel in self._channels:
+            await channel.close()
+
+    async def native_stream(self, fields: dict[str, Any]) -> Parts:
+        async with self._http.post(f"{self._base}/completions", json=fields | {"stream": True}) as response:
+            async for line in response.content:
+                yield native_part(json.loads(line))
+
+    async def whole(self, fields: dict[str, Any]) -> Parts:
+        async with self._http.post(f"{self._base}/chat/completions", json=fields) as response:
+            answer = json.loads(await response.read())
+            delta = {"token": answer.get("tokens_all"), "token_ids": answer.get("tokens_all_ids"), "send_idx": 0}
+            yield native_part(answer | delta | {"is_end": 1})
+
+    async def openai_stream(self, fields: dict[str, Any]) -> Parts:
+        headers = {LAST_EVENT_ID: fields.get(LAST_EVENT_ID) or "0", "X-Request-Id": fields["req_id"]}
+        url, event_id = f"{self._base}/chat/completions", ""
+        async with self._http.post(url, json=as_openai(fields), headers=headers) as response:
+            if response.status != 200:
+                yield openai_part(json.loads(await response.read()))
+                return
+            async for line in response.content:
+                if line.startswith(b"id: "):
+                    event_id = line[4:].decode().strip()
+                elif line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
+                    yield openai_part(json.loads(line[6:]))._replace(event_id=event_id)
+
+    async def grpc_stream(self, fields: dict[str, Any]) -> Parts:
+        call = next(self._stubs).ModelStreamInfer(iter([infer_request(fields)]))
+        try:
+            async for response in call:
+                if response.error_message:  # Triton's own words: the process of its model has died
+                    yield Part(error="engine_unavailable")
+                    return
+                answer = json.loads(response.infer_response.raw_output_contents[0][4:])
+                yield native_part(answer[0] if isinstance(answer, list) else answer)
+        finally:
+            call.cancel()
+
+
+def native_part(answer: dict[str, Any]) -> Part:
+    if answer["error_code"]:
+        return Part(error=answer["error_type"])
+    finish_reason = answer["finish_reason"] if answer["is_end"] else None
+    return Part(answer["token"], tuple(answer["token_ids"]), answer["send_idx"], finish_reason)
+
+
+def as_openai(fields: dict[str, Any]) -> dict[str, Any]:
+    body = {"model": "default", "messages": [{"role": "user", "content": fields["text"]}], "stream": True}
+    body |= {name: fields[name] for name in ("temperature", "ignore_eos")}
+    body |= {"top_p": fields["topp"], "seed": fields["infer_seed"], "max_tokens": fields["max_dec_len"]}
+    return body | {"repetition_penalty": fields["penalty_score"], "request_id": fields["req_id"]}
+
+
+def openai_part(chunk: dict[str, Any]) -> Part:
+    if error := chunk.get("error"):
+        return Part(error=error["code"] or error["type"])
+    [choice] = chunk["choices"]
+    return Part(choice["delta"].get("content") or "", finish_reason=choice["finish_reason"])

@@ -1,0 +1,120 @@
+"""Those who ask. What comes of it is in the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.storm.clients import BAD_BODIES, CUT, LAST_EVENT_ID, Clients, Parts, a_request
+from benchmarks.storm.ledger import Attempt, Ledger, Part, Right
+
+BATCH_SIZE, MAX_WAITING = 32, 64
+BURST_EVERY_S, BURST = 10.0, BATCH_SIZE + MAX_WAITING + 50  # more than the server takes
+BAD, SLOW = 0.03, 0.05  # shares of the requests
+SLOW_S = 0.05  # between two parts
+PATIENCE_S = 90.0  # without a part, or without an answer however often it was asked for: lost
+REFUSALS = ("invalid_request", "prompt_too_long")
+NOBODY = (*CUT, asyncio.TimeoutError, StopAsyncIteration)
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a client asks."""
+
+    style: str  # of Clients.styles
+    leave_after: int | None = None  # parts
+    pause_s: float = 0.0  # after each part
+    asks_again: bool = True  # when there were too many
+
+
+class Load:
+    def __init__(self, clients: Clients, ledger: Ledger, rng: random.Random):
+        self._clients, self._ledger, self._rng = clients, ledger, rng
+        self._cases: list[tuple[dict[str, Any], Right]] = []
+        self._num_asked = 0
+
+    async def make_cases(self, count: int) -> None:
+        """The oracle: requests and their answers while nothing disturbs."""
+        at_once = asyncio.Semaphore(BATCH_SIZE)
+
+        async def answer(fields: dict[str, Any]) -> tuple[dict[str, Any], Right]:
+            async with at_once:
+                [part] = [part async for part in self._clients.whole(self._named(fields))]
+            assert not part.error, part
+            return fields, Right(part.token_ids or (), part.text, part.finish_reason or "")
+
+        self._cases = await asyncio.gather(*(answer(a_request(self._rng)) for _ in range(count)))
+
+    def _named(self, fields: dict[str, Any]) -> dict[str, Any]:
+        self._num_asked += 1
+        return fields | {"req_id": f"storm-{self._num_asked}"}
+
+    async def client(self, until: float, leave: float) -> None:
+        """Asks one request after the other; `leave`: the share that it does not wait for."""
+        while time.monotonic() < until:
+            if self._rng.random() < BAD:
+                await self._ask_badly()
+                continue
+            style = self._rng.choice(list(self._clients.styles))
+            leaves = style != "whole" and self._rng.random() < leave
+            pause_s = SLOW_S if self._rng.random() < SLOW else 0.0
+            await self._ask(Manner(style, self._rng.randrange(1, 20) if leaves else None, pause_s))
+
+    async def bursts(self, until: float) -> None:
+        while time.monotonic() + BURST_EVERY_S < until:
+            await asyncio.sleep(BURST_EVERY_S)
+            await asyncio.gather(*(self._ask(Manner("whole", asks_again=False)) for _ in range(BURST)))
+
+    async def _ask(self, manner: Manner) -> None:
+        fields, right = self._rng.choice(self._cases)
+        fields = self._named(fields)
+        lost_at, tries, attempt = time.monotonic() + PATIENCE_S, 1, None
+        while (attempt := await self._try(manner, fields, right, attempt)).outcome in ("error", "cut"):
+            if attempt.error == "overloaded" and not manner.asks_again:
+                return self._ledger.settle("refused", tries)
+            if time.monotonic() > lost_at:
+                return self._ledger.settle("lost", tries)
+            await asyncio.sleep(self._rng.uniform(0.2, 1.0))
+            tries += 1
+        self._ledger.settle(attempt.outcome, tries, attempt.why_wrong)
+
+    async def _try(self, manner: Manner, fields: dict[str, Any], right: Right, before: Attempt | None) -> Attempt:
+        """Goes on after what the attempt `before` has brought."""
+        attempt = self._ledger.begin(right, time.monotonic(), manner.style != "whole", before)
+        if before:
+            fields = fields | {"resume_from": len(before.token_ids), LAST_EVENT_ID: before.event_id}
+        parts, num_parts, outcome = self._clients.styles[manner.style](fields), 0, "cut"
+        try:
+            while num_parts != manner.leave_after or attempt.outcome:
+                attempt.take(await _next(parts), time.monotonic())
+                num_parts += 1
+                await asyncio.sleep(manner.pause_s)
+            outcome = "left"
+        except NOBODY:
+            pass  # as it should be if the end had come
+        except (ValueError, LookupError, TypeError) as error:
+            attempt.is_wrong(f"unreadable: {error!r}")
+        finally:
+            await parts.aclose()
+        self._ledger.end(attempt, time.monotonic(), outcome)
+        return attempt
+
+    async def _ask_badly(self) -> None:
+        parts = self._clients.native_stream(self._rng.choice(BAD_BODIES))
+        try:
+            error = (await _next(parts)).error
+        except NOBODY:
+            return
+        finally:
+            await parts.aclose()
+        if error in REFUSALS:
+            self._ledger.settle("refused")
+        elif error not in ("overloaded", "engine_unavailable"):  # asked before it was looked at
+            self._ledger.settle("wrong", why=f"a bad request got {error or 'an answer'}")
+
+
+async def _next(parts: Parts) -> Part:
+    return await asyncio.wait_for(anext(parts), PATIENCE_S)

@@ -1,0 +1,64 @@
+"""The file of API keys: a JSON object of names, each with its key and its limits.
+
+{"alice": {"key": "a long secret", "max_requests": 8, "tokens_per_minute": 60000, "priority": 0}}
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import ConfigError
+
+NAME = re.compile("[A-Za-z0-9_.@-]{1,64}")  # it is a label of metrics and a word of the log
+LIMITS = {"max_requests": (1, 1 << 20), "tokens_per_minute": (1, 1 << 40), "priority": (-100, 100)}
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Whose request it is, and what they may ask for."""
+
+    name: str = ""  # nobody's in particular
+    max_requests: int | None = None  # at once
+    tokens_per_minute: int | None = None  # of prompts and answers
+    priority: int = 0  # that their requests begin with; lower is earlier
+
+
+def read_keys(path: str) -> dict[str, Owner]:
+    """Owners by their keys. Raises ConfigError; it never shows a key."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            given = json.load(file)
+    except OSError as error:
+        raise ConfigError(f"API_KEYS is {path!r}, which cannot be read: {error.strerror}") from None
+    except ValueError:  # its text may quote the file
+        raise ConfigError(f"API_KEYS is {path!r}, which is not valid JSON") from None
+    if not isinstance(given, dict) or not given:
+        raise ConfigError(f"API_KEYS is {path!r}, which must hold an object with a name or more")
+    owners: dict[str, Owner] = {}
+    for name, fields in given.items():
+        if not NAME.fullmatch(name):
+            raise ConfigError(f"API_KEYS: {name!r} is no name of up to 64 letters, digits and _ . @ -")
+        if not isinstance(fields, dict):
+            raise ConfigError(f"API_KEYS: {name} must have an object with a `key`")
+        key = fields.pop("key", None)
+        if not isinstance(key, str) or not is_key(key) or key in owners:
+            raise ConfigError(f"API_KEYS: the key of {name} must be a text of visible ASCII that nobody else has")
+        owners[key] = Owner(name, **{limit: _limit(name, limit, value) for limit, value in fields.items()})
+    return owners
+
+
+def is_key(text: str) -> bool:
+    """It can be carried by an HTTP header."""
+    return text != "" and all("!" <= char <= "~" for char in text)
+
+
+def _limit(name: str, limit: str, value: Any) -> int:
+    if limit not in LIMITS:
+        raise ConfigError(f"API_KEYS: {name} has {limit!r}, there are key, {', '.join(LIMITS)}")
+    low, high = LIMITS[limit]
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(f"API_KEYS: {limit} of {name} is {value!r}, it must be a whole number from {low} to {high}")
+    return value

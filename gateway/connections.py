@@ -1,0 +1,141 @@
+"""The way to tritonserver: long-lived connections with a limited number of streams each. Passes bytes on, reads none.
+
+The stubs of tritonclient would run a thread a stream and buffer without a limit. Here a response is read from the
+connection only when the one who asked for it wants it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from engine.errors import Cancelled, EngineUnavailable, InvalidRequest, Overloaded, RequestError, TimedOut
+from gateway.backend import ModelLost, ModelUnreachable
+
+log = logging.getLogger(__name__)
+
+SERVICE = "inference.GRPCInferenceService"
+COMING_BACK_S = 30.0  # a tritonserver that was there so recently is being started again
+STREAMS_PER_CHANNEL = 64  # HTTP/2 connections are commonly limited to 100 streams; beyond, requests would queue unseen
+
+CHANNEL_OPTIONS = [
+    ("grpc.use_local_subchannel_pool", 1),  # else all channels would share one connection
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.enable_retries", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),  # Triton is restarted by its supervisor: be there when it is back
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.min_reconnect_backoff_ms", 20_000),  # no pause but the time that an attempt may take on a busy machine
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.default_authority", "localhost"),  # else the path of the socket, escaped
+    # No keepalive pings: the peer is on this host, where a death shows at once, and Triton answers pings more frequent
+    # than one in five minutes by closing the connection.
+]
+
+
+@dataclass(eq=False)
+class _Connection:
+    channel: grpc.aio.Channel
+    infer: Any  # request -> call, both as bytes
+    calls: set[Inference] = field(default_factory=set)  # the running ones
+
+
+class Inference:
+    """A request that tritonserver answers with a stream."""
+
+    def __init__(self, call: Any, way: Connections):
+        self.cancel: Callable[[], object] = call.cancel
+        self._call = call
+        self._way = way
+
+    async def responses(self) -> AsyncGenerator[bytes, None]:
+        """As they are read. Raises ModelUnreachable and ModelLost when there is no tritonserver (any more), another
+        RequestError for its other errors, CancelledError after a `cancel`."""
+        is_taken = False
+        try:
+            await self._call.wait_for_connection()
+            is_taken = True
+            self._way.was_there_at = time.monotonic()
+            while (response := await self._call.read()) is not grpc.aio.EOF:
+                yield response
+        except grpc.aio.AioRpcError as error:
+            known = _known(error, is_taken)
+            if isinstance(known, ModelUnreachable):
+                known.was_there = time.monotonic() - self._way.was_there_at < COMING_BACK_S
+            raise known from None
+
+
+class Connections:
+    """Belongs to the event loop it is first used in. `target` is an address as gRPC writes it."""
+
+    def __init__(self, target: str):
+        self._target = target
+        self._connections: list[_Connection] = []
+        self.is_closed = False
+        self.was_there_at = -COMING_BACK_S  # tritonserver, when it last took a request
+
+    @contextlib.contextmanager
+    def infer(self, request: bytes) -> Iterator[Inference]:
+        """Cancelled in the end, if it has not ended."""
+        connection = self._least_loaded()
+        inference = Inference(connection.infer(request), self)
+        connection.calls.add(inference)
+        try:
+            yield inference
+        finally:
+            connection.calls.discard(inference)
+            inference.cancel()
+
+    async def ask(self, method: str, request: bytes, timeout_s: float) -> bytes:
+        """The answer of a method that has one; `method` with its service. Raises AioRpcError."""
+        ask = self._least_loaded().channel.unary_unary(f"/{method}")
+        return await ask(request, timeout=timeout_s)
+
+    async def close(self) -> None:
+        self.is_closed = True
+        for connection in self._connections:
+            for call in connection.calls:
+                call.cancel()
+        await asyncio.gather(*[connection.channel.close() for connection in self._connections])
+
+    def _least_loaded(self) -> _Connection:
+        """The connection with the fewest running calls, a new one when all are busy."""
+        if self.is_closed:
+            raise EngineUnavailable("the gateway is stopping")
+        connection = min(self._connections, key=lambda each: len(each.calls), default=None)
+        if connection is None or len(connection.calls) >= STREAMS_PER_CHANNEL:
+            channel = grpc.aio.insecure_channel(self._target, options=CHANNEL_OPTIONS)
+            connection = _Connection(channel, channel.unary_stream(f"/{SERVICE}/ModelStreamInfer"))
+            self._connections.append(connection)
+        return connection
+
+
+ERRORS: dict[grpc.StatusCode, type[RequestError]] = {
+    grpc.StatusCode.NOT_FOUND: ModelUnreachable,  # the model is not loaded
+    grpc.StatusCode.FAILED_PRECONDITION: ModelUnreachable,
+    grpc.StatusCode.ABORTED: EngineUnavailable,
+    grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.DEADLINE_EXCEEDED: TimedOut,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+}
+
+
+def _known(error: grpc.aio.AioRpcError, is_taken: bool) -> RequestError:
+    if error.code() == grpc.StatusCode.UNAVAILABLE:
+        return (ModelLost if is_taken else ModelUnreachable)(failure(error))
+    return ERRORS.get(error.code(), RequestError)(failure(error))
+
+
+def failure(error: grpc.aio.AioRpcError) -> str:
+    """What a client may know of it. The rest is for the log: it may have the address of the socket."""
+    log.warning("tritonserver: %s: %s", error.code().name, error.details())
+    is_gone = error.code() == grpc.StatusCode.UNAVAILABLE
+    return "the model server does not answer" if is_gone else f"the model server failed: {error.code().name}"

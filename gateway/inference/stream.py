@@ -1,0 +1,176 @@
+"""One client's stream of inference requests: each is a call of its own to tritonserver, all share the way back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2
+
+from engine import wire
+from engine.errors import EngineUnavailable, InvalidRequest, RequestError
+from engine.wire.triton import DATATYPE, MODEL, OUTPUT, VERSION, as_string
+from gateway.connections import Connections
+from gateway.health import Shared
+from gateway.inference.answer import lasting_responses
+from gateway.inference.request import MAX_ID_LEN, Refused, parse, payload_of, rewritten
+from gateway.intake import Intake, Room
+from gateway.silence import Silence
+
+log = logging.getLogger(__name__)
+
+MAX_OPEN = 256  # requests of one stream; further ones are read when some have ended
+READ_WITHIN_S = 300.0  # a client that takes nothing for so long is taken for gone
+STOPPING = "the server is stopping"
+
+
+@dataclass(eq=False)
+class Way:
+    """What every stream needs."""
+
+    connections: Connections
+    ready: Shared  # whether the model can be asked
+    intake: Intake
+    max_body_bytes: int
+
+
+@dataclass(eq=False)
+class InferStream:
+    way: Way
+    context: Any  # gRPC's
+    owner: wire.Owner  # of the key that it carries
+    num_requests: int = 0
+    num_responses: int = 0
+    _answers: set[asyncio.Task[None]] = field(default_factory=set)  # the running ones
+    _is_stopping: bool = False
+    _is_cut: bool = False  # what is open ends with an error
+
+    def __post_init__(self) -> None:
+        self._writing = asyncio.Lock()  # gRPC takes one message at a time
+        self._leave: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._unread = Silence(self._give_up, READ_WITHIN_S)
+
+    async def serve(self) -> None:
+        """Returns when the client has said all it wants to and has all its answers. When it leaves, this is cancelled,
+        and with it every request."""
+        self._unread.ends()
+        try:
+            while (message := await self._next()) is not grpc.aio.EOF:
+                await self._begin(message)
+                while len(self._answers) >= MAX_OPEN:
+                    await asyncio.wait(self._answers, return_when=asyncio.FIRST_COMPLETED)
+            while self._answers:
+                await asyncio.wait(self._answers)
+            if self._unread.was_too_long:
+                text = f"the client took nothing for {READ_WITHIN_S:g} s, its requests are cancelled"
+                await self.context.abort(grpc.StatusCode.ABORTED, text)
+            if self._is_stopping:
+                await self.context.abort(grpc.StatusCode.UNAVAILABLE, STOPPING)
+        finally:
+            self._unread.close()
+            for answer in self._answers:
+                answer.cancel()
+
+    def stop(self) -> None:
+        """Takes no more requests; ends when those that it has are answered."""
+        self._is_stopping = True
+        if not self._leave.done():
+            self._leave.set_result(None)
+
+    def cut(self) -> None:
+        """Ends every request with an error, now."""
+        self._is_cut = True
+        for answer in self._answers:
+            answer.cancel()
+
+    def _give_up(self) -> None:
+        self.stop()
+        for answer in self._answers:
+            answer.cancel()
+
+    async def _next(self) -> Any:
+        """The next message, EOF after the last one or when the stream is to end."""
+        if self._is_stopping:
+            return grpc.aio.EOF
+        read = asyncio.ensure_future(self.context.read())
+        read.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may end when we are gone
+        await asyncio.wait({read, self._leave}, return_when=asyncio.FIRST_COMPLETED)
+        return read.result() if read.done() else grpc.aio.EOF
+
+    async def _begin(self, message: bytes) -> None:
+        self.num_requests += 1
+        name, room = "", Room(self.way.intake)
+        try:
+            room.grow_to(len(message))
+            async with self.way.intake.reading(len(message)):
+                request = parse(message)
+                name = request.id
+                fresh = self._checked(request)
+        except (Refused, RequestError) as error:
+            room.give_back()
+            await self._write(_refusal(name, error))
+            return
+        except BaseException:
+            room.give_back()
+            raise
+        answer = asyncio.create_task(self._answer(name, fresh, room))
+        self._answers.add(answer)
+        answer.add_done_callback(self._answers.discard)
+        answer.add_done_callback(lambda _: room.give_back())  # also of one that was cancelled before it began
+
+    def _checked(self, request: service_pb2.ModelInferRequest) -> bytes:
+        """What tritonserver gets in its place."""
+        payload, limit = payload_of(request), self.way.max_body_bytes
+        if len(payload) > limit:
+            text = "The request has {value} bytes, at most MAX_BODY_BYTES({limit}) are taken"
+            raise InvalidRequest(text, value=len(payload), limit=limit)
+        return rewritten(request, wire.payload_with_owner(payload, self.owner))
+
+    async def _answer(self, name: str, request: bytes, room: Room) -> None:
+        try:
+            async for response in lasting_responses(self.way.connections, self.way.ready, request):
+                room.give_back()
+                await self._write(response)
+        except asyncio.CancelledError:
+            if not self._is_cut:
+                raise
+            await self._end(name, EngineUnavailable(STOPPING))
+        except Exception as error:
+            if not self.context.done():
+                if not isinstance(error, RequestError):
+                    log.exception("a request failed unexpectedly")
+                await self._end(name, error if isinstance(error, RequestError) else RequestError("internal error"))
+
+    async def _end(self, name: str, error: RequestError) -> None:
+        if not self.context.done():
+            await self._write(_failure(name, error))
+
+    async def _write(self, message: bytes) -> None:
+        """Returns when the client has room for it, so that no more is read than it takes."""
+        async with self._writing:
+            self._unread.begins()
+            await self.context.write(message)
+            self._unread.ends()
+            self.num_responses += 1
+
+
+def _refusal(name: str, error: Refused | RequestError) -> bytes:
+    """What is none of our requests is told so in Triton's way, the others as the model would."""
+    if isinstance(error, RequestError):
+        return _failure(name, error)
+    response = service_pb2.ModelStreamInferResponse(error_message=str(error))
+    response.infer_response.id = name[:MAX_ID_LEN]
+    return response.SerializeToString()
+
+
+def _failure(name: str, error: RequestError) -> bytes:
+    response = service_pb2.ModelStreamInferResponse()
+    inference = response.infer_response
+    inference.model_name, inference.model_version, inference.id = MODEL, VERSION, name
+    inference.parameters["triton_final_response"].bool_param = True
+    inference.outputs.add(name=OUTPUT, datatype=DATATYPE, shape=[1])
+    inference.raw_output_contents.append(as_string(wire.write_answer(wire.Failure(error))))
+    return response.SerializeToString()

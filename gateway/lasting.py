@@ -1,0 +1,124 @@
+"""Requests outlive the model server: one whose stream breaks is asked again when the server is back, and goes on after
+what has come. Knows the wire's fields, not how the model is reached."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, Protocol
+
+from engine.wire import Aborted, Delta, ModelState, Owner, parse_request
+from gateway.backend import Backend, ModelLost, ModelUnreachable
+from gateway.health import Shared
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.25
+COMING_BACK_S = 30.0  # a request that finds no model server waits for one that was there a moment ago
+MAX_LOSSES = 3  # in a row: a request without a new answer for so long may be the one that ends the server
+
+
+class LastingBackend:
+    """A `gateway.backend.Backend` around another. `ready` says whether the model can be asked."""
+
+    def __init__(self, backend: Backend, ready: Shared):
+        self._backend = backend
+        self._ready = ready
+
+    async def generate(self, body: dict[str, Any], timeout_s: float) -> AsyncGenerator[Delta, None]:
+        known, asked, patience = Known(), body, Patience(self._ready, timeout_s)
+        while True:
+            try:
+                async with contextlib.aclosing(self._backend.generate(asked, timeout_s)) as answers:
+                    async for answer in answers:
+                        patience.was_answered()
+                        known.add(answer)
+                        yield answer
+                return
+            except ModelUnreachable as error:
+                await patience.wait(error)
+                asked = known.rest(body)
+
+    async def probe(self, with_metrics: bool = False) -> ModelState:
+        return await self._backend.probe(with_metrics)
+
+    async def abort(self, req_id: str, owner: Owner) -> Aborted:
+        return await self._backend.abort(req_id, owner)
+
+    async def is_live(self) -> bool:
+        return await self._backend.is_live()
+
+    async def close(self) -> None:
+        await self._backend.close()
+
+
+class Patience:
+    """Of one request, with a model server that it has lost: for how long and how often."""
+
+    def __init__(self, ready: Shared, timeout_s: float):
+        self._ready = ready
+        self._timeout_s = timeout_s
+        self._num_losses = 0
+        self._deadline = 0.0
+
+    def was_answered(self) -> None:
+        self._num_losses = 0
+
+    async def wait(self, error: ModelUnreachable) -> None:
+        """Until the model can be asked again, or for the timeout: whoever asks then is told what is wrong. Raises
+        `error` when it is in vain, or when nothing was lost."""
+        clock = asyncio.get_running_loop().time
+        if isinstance(error, ModelLost):
+            log.warning("the model server has lost a request, which will be asked again: %s", error)
+            self._num_losses, self._deadline = self._num_losses + 1, clock() + self._timeout_s
+        elif error.was_there and not self._deadline:
+            self._deadline = clock() + min(self._timeout_s, COMING_BACK_S)
+        if self._num_losses > MAX_LOSSES or clock() >= self._deadline:
+            raise error
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            if (await self._ready()).state or clock() >= self._deadline:
+                return
+
+
+class Gained(Protocol):
+    """What there is to know of a response."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def infer_seed(self) -> int | None: ...
+
+
+class Known:
+    """What has come of the answers to a request."""
+
+    def __init__(self) -> None:
+        self._ids: defaultdict[int, list[int]] = defaultdict(list)  # of each answer, those that came here
+        self._seed: int | None = None  # of the first answer
+
+    def add(self, answer: Gained) -> None:
+        self._ids[answer.index] += answer.token_ids
+        if answer.index == 0:
+            self._seed = answer.infer_seed
+
+    def rest(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The request for what has not come, in the wire's fields. Raises InvalidRequest if the model would."""
+        request = parse_request(body)
+        begins = request.resume_from or (0,) * request.n
+        before = request.answer_ids or ((),) * request.n
+        came = [self._ids[index] for index in range(request.n)]
+        rest = {**body, "resume_from": [begin + len(ids) for begin, ids in zip(begins, came, strict=True)]}
+        if all(len(ids) >= begin for ids, begin in zip(before, begins, strict=True)):  # else a part is unknown
+            known = zip(before, begins, came, strict=True)
+            rest["answer_ids"] = [[*ids[:begin], *new] for ids, begin, new in known]
+        if request.infer_seed is None and self._seed is not None:
+            rest["infer_seed"] = self._seed
+        return rest

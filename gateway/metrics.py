@@ -1,0 +1,25 @@
+"""The model's metrics as Prometheus' text. All of them are counted behind the gateway, where there is one of each: it
+makes no difference which of several workers answers a scrape. So the gateway has no counters of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def as_text(samples: Iterable[Any]) -> str:
+    """`samples` are those of engine/serving/metrics.py, in whose order the samples of a family follow each other."""
+    lines, last = [], None
+    for family, kind, doc, labels, value, suffix in samples:
+        if family != last:
+            lines += [f"# HELP {family} {doc}", f"# TYPE {family} {kind}"]
+            last = family
+        named = ",".join(f'{name}="{_escaped(text)}"' for name, text in labels)
+        lines.append(f"{family}{suffix}{{{named}}} {value}" if named else f"{family}{suffix} {value}")
+    return "\n".join([*lines, ""])
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

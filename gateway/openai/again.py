@@ -1,0 +1,62 @@
+"""A stream that can be gone on with after a lost connection, as server-sent events have it. With the header
+`Last-Event-ID` every event has an id, the number of tokens of each choice so far; a request with the last id that its
+client has seen goes on after it. The header `X-Request-Id` names the request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.errors import InvalidRequest
+from engine.wire import Delta, shown
+from gateway.openai.answer import OpenAIExchange
+from gateway.openai.dialect import dialect_of
+from gateway.openai.request import parse
+from gateway.protocol import Call
+
+LAST_EVENT_ID, REQUEST_ID = "Last-Event-ID", "X-Request-Id"
+
+
+class NumberedExchange(OpenAIExchange):
+    """Its events have ids."""
+
+    def __init__(self, *args: Any, num_tokens: list[int]):
+        super().__init__(*args)
+        self.go_on(num_tokens)
+        self._num_tokens = num_tokens
+
+    def event(self, index: int, answer: Delta) -> bytes:
+        self._num_tokens[answer.index] = answer.send_idx + len(answer.token_ids)
+        events = super().event(index, answer)
+        begin = events.rfind(b"\n\n", 0, -2) + 2 if events.count(b"\n\n") > 1 else 0  # of the last one
+        name = b"id: %s\n" % ",".join(map(str, self._num_tokens)).encode()
+        return events[:begin] + name + events[begin:] if events else events
+
+
+def parse_again(body: dict[str, Any], is_chat: bool, call: Call) -> OpenAIExchange:
+    """Raises InvalidRequest. An id of 0, or none, begins."""
+    if call.headers.get(REQUEST_ID):
+        body = {**body, "request_id": call.headers[REQUEST_ID]}
+    elif not body.get("request_id"):
+        raise InvalidRequest(f"with {LAST_EVENT_ID} the header `{{field}}` must name the request", field=REQUEST_ID)
+    completion = parse(body, is_chat, call.model_name, dialect_of(call.config))
+    if completion.tools.calls or completion.thought != "never":
+        text = "`{field}` cannot be kept where tools or thoughts are told apart: that needs the beginning of the answer"
+        raise InvalidRequest(text, field=LAST_EVENT_ID)
+    if len(completion.requests) > 1:
+        text = f"with {LAST_EVENT_ID} the `{{field}}` must be one, there are {{value}}"
+        raise InvalidRequest(text, field="prompt", value=len(completion.requests), limit=1)
+    num_tokens = _counts(call.headers[LAST_EVENT_ID], completion.n)
+    if not completion.stream:
+        num_tokens = [0] * completion.n
+    completion.requests[0]["resume_from"] = list(num_tokens)
+    return NumberedExchange(completion, num_tokens=num_tokens)
+
+
+def _counts(event_id: str, n: int) -> list[int]:
+    if event_id.strip() in ("", "0"):
+        return [0] * n
+    counts = event_id.split(",")
+    if len(counts) != n or not all(count.isascii() and count.isdigit() and len(count) < 10 for count in counts):
+        text = f"the header `{{field}}` is {{value}}, expected the id of an event, with n={n} that is {n} numbers"
+        raise InvalidRequest(text, field=LAST_EVENT_ID, value=shown(event_id))
+    return [int(count) for count in counts]

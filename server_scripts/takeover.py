@@ -1,0 +1,27 @@
+"""What a supervisor that was killed has left running, and whether another one may take it over. Ends nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from dataclasses import astuple
+from pathlib import Path
+
+from engine.exporting.manifest import CONFIG, MANIFEST
+from engine.settings.config import Config
+from server_scripts.child import ROOT
+from server_scripts.run_dir import RunDir, State
+
+
+def left_running(run_dir: RunDir) -> State | None:
+    """Of a server that was ready; what was only starting is not worth keeping. To be asked by who has the lock."""
+    state = run_dir.read_state()
+    is_left = state and state.phase == "ready" and any(process.is_alive for process in state.processes)
+    return state if is_left else None
+
+
+def fingerprint(config: Config, graph_dir: Path, served_name: str) -> str:
+    """Equal where a start would make the same processes. It tells nothing of the settings, some of which are secret."""
+    made_of = (astuple(config), str(graph_dir), served_name, sys.executable, str(ROOT))
+    model = b"".join((graph_dir / name).read_bytes() for name in (MANIFEST, CONFIG))
+    return hashlib.sha256(repr(made_of).encode() + model).hexdigest()

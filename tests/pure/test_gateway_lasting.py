@@ -1,0 +1,192 @@
+"""A model server that dies under open requests: they are asked again when it is back, and go on after what has come."""
+
+import json
+import threading
+
+import pytest
+
+from engine.errors import EngineUnavailable
+from engine.wire import ModelState
+from gateway import lasting
+from gateway.backend import ModelLost, ModelUnreachable
+from tests.pure.gateway_fake import FakeBackend, openai_client, running
+
+CHAT = "/v1/chat/completions"
+LOST, GONE = ModelLost("the model server has gone"), ModelUnreachable("nobody there")
+A_CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch):
+    monkeypatch.setattr(lasting, "LOOK_EVERY_S", 0.01)
+
+
+def lines_of(gateway, path, body):
+    return [json.loads(line) for line in gateway.stream(path, body)]
+
+
+def a_backend(*scripts):
+    backend = FakeBackend()
+    backend.scripts = list(scripts)
+    return backend
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_native_answer_goes_on_where_the_model_server_died(stream):
+    backend = a_backend(("a", "b", LOST), ("c", LOST), ("d",))
+    with running(backend) as gateway:
+        lines = lines_of(gateway, CHAT, {"text": "Hi", "req_id": "r", "stream": True}) if stream else None
+        last = lines[-1] if stream else gateway.post(CHAT, {"text": "Hi", "req_id": "r"})
+    assert last["tokens_all"] == "abcd"
+    if stream:
+        assert [(line["token"], line["send_idx"]) for line in lines] == [*zip("abcd", range(4), strict=True), ("", 4)]
+    first = {"text": "Hi", "req_id": "r", "stream": stream} if stream else {"text": "Hi", "req_id": "r"}
+    assert backend.bodies == [
+        first,
+        {**first, "resume_from": [2], "answer_ids": [[0, 1]], "infer_seed": 3},
+        {**first, "resume_from": [3], "answer_ids": [[0, 1, 2]], "infer_seed": 3},
+    ]
+
+
+def test_openais_stream_goes_on_too():
+    backend = a_backend(("a", LOST), ("b", "c"))
+    with running(backend) as gateway, openai_client(gateway) as client:
+        chunks = list(client.chat.completions.create(**A_CHAT, n=2, seed=7, stream=True))
+    texts = ["".join(c.choices[0].delta.content or "" for c in chunks if c.choices[0].index == i) for i in range(2)]
+    assert texts == ["abc", "abc"]
+    assert backend.bodies[1]["resume_from"] == [1, 1]
+    assert "infer_seed" not in backend.bodies[1]  # the client's own is there
+
+
+def test_a_client_that_goes_on_itself_is_asked_for_with_what_is_known_here():
+    backend = a_backend(("c", LOST), ("d",), ("c", LOST), ("d",))
+    backend.told = {"r": ["a", "b"], "s": ["a", "b"]}
+    with running(backend) as gateway:
+        for req_id, known in (("r", {}), ("s", {"answer_ids": [0, 1, 9]})):
+            lines = lines_of(gateway, CHAT, {"text": "Hi", "req_id": req_id, "resume_from": 2, "stream": True, **known})
+            assert lines[-1]["tokens_all"] == "abcd"
+    assert (backend.bodies[1]["resume_from"], backend.bodies[3]["resume_from"]) == ([3], [3])
+    assert "answer_ids" not in backend.bodies[1]
+    assert backend.bodies[3]["answer_ids"] == [[0, 1, 2]]
+
+
+def test_it_waits_until_the_model_server_is_back():
+    backend = a_backend(("a", LOST), (GONE,), ("b",))
+    with running(backend) as gateway:
+        backend.state = GONE
+        back = threading.Timer(0.3, lambda: setattr(backend, "state", ModelState(ready=True)))
+        back.start()
+        assert gateway.post(CHAT, {"text": "Hi"})["tokens_all"] == "ab"
+        back.join()
+    assert backend.num_probes >= 2
+
+
+def test_a_model_server_that_does_not_come_back_is_waited_for_as_long_as_for_an_answer():
+    backend = FakeBackend(GONE)
+    backend.scripts = [("a", LOST)]
+    with running(backend) as gateway:
+        backend.state = GONE
+        status, error = gateway.refused(CHAT, {"text": "Hi", "timeout": 0.2})
+    assert (status, error["error_msg"]) == (503, "nobody there")
+
+
+def test_a_request_that_was_never_taken_is_refused_at_once():
+    backend = FakeBackend(GONE)
+    with running(backend) as gateway:
+        assert gateway.refused(CHAT, {"text": "Hi"})[0] == 503
+    assert len(backend.bodies) == 1
+
+
+def test_what_the_model_refuses_the_second_time_is_refused():
+    backend = a_backend(("a", LOST), (EngineUnavailable("the engine has crashed too often"),))
+    with running(backend) as gateway:
+        assert gateway.refused(CHAT, {"text": "Hi"})[1]["error_msg"] == "the engine has crashed too often"
+
+
+def test_a_request_that_ends_every_model_server_is_given_up():
+    backend = FakeBackend(LOST)
+    with running(backend) as gateway:
+        status, error = gateway.refused(CHAT, {"text": "Hi"})
+    assert (status, error["error_msg"]) == (503, "the model server has gone")
+    assert len(backend.bodies) == 1 + lasting.MAX_LOSSES
+
+
+# --- OpenAI's clients that ask again themselves ---
+
+
+def numbered(gateway, last, request_id="q", **fields):
+    """The events of a stream, each with its id."""
+    headers = {"Last-Event-ID": last, "X-Request-Id": request_id}
+    status, _, payload = gateway.send("POST", CHAT, {**A_CHAT, "stream": True, **fields}, headers)
+    assert status == 200, payload
+    events = [event.split("\n") for event in payload.decode().split("\n\n")[:-1]]
+    return [(event[0].removeprefix("id: ") if len(event) == 2 else None, event[-1]) for event in events]
+
+
+def text_of(events, index=0):
+    chunks = [json.loads(data[6:])["choices"][0] for _, data in events if data != "data: [DONE]"]
+    return "".join(chunk["delta"].get("content") or "" for chunk in chunks if chunk["index"] == index)
+
+
+def test_the_id_of_an_event_says_where_a_lost_stream_goes_on():
+    backend = a_backend(("a", "b", "data: \n\n"), ("b", "data: \n\n"))
+    with running(backend) as gateway:
+        whole = numbered(gateway, "0")
+        assert [event_id for event_id, _ in whole] == [None, "1", "2", "3", None, "3"]
+        assert text_of(whole) == "abdata: \n\n"
+        rest = numbered(gateway, "1")
+    assert text_of(rest) == "bdata: \n\n"
+    assert '"role"' not in rest[0][1]
+    assert [body["resume_from"] for body in backend.bodies] == [[0], [1]]
+    assert {body["req_id"] for body in backend.bodies} == {"q"}
+
+
+def test_the_id_has_a_number_for_each_of_several_answers():
+    backend = a_backend(("a", "b"), ("b",))
+    with running(backend) as gateway:
+        assert [event_id for event_id, _ in numbered(gateway, "0,0", n=2)][:4] == [None, "1,0", None, "1,1"]
+        assert text_of(numbered(gateway, "1,1", n=2), 1) == "b"
+    assert backend.bodies[1]["resume_from"] == [1, 1]
+
+
+def test_an_answer_in_one_piece_comes_again_whole():
+    backend = a_backend(("a", "b"), ("a", "b"))
+    with running(backend) as gateway:
+        for last in ("0", "1"):
+            headers = {"Last-Event-ID": last, "X-Request-Id": "q"}
+            status, _, payload = gateway.send("POST", CHAT, A_CHAT, headers)
+            assert (status, json.loads(payload)["choices"][0]["message"]["content"]) == (200, "ab")
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields", "text"),
+    [
+        ({"Last-Event-ID": "0"}, {}, "with Last-Event-ID the header `X-Request-Id` must name the request"),
+        ({"Last-Event-ID": "x", "X-Request-Id": "q"}, {}, 'the header `Last-Event-ID` is "x", expected the id of an'),
+        ({"Last-Event-ID": "1", "X-Request-Id": "q"}, {"n": 2}, "with n=2 that is 2 numbers"),
+        ({"Last-Event-ID": "1", "X-Request-Id": "q" * 300}, {}, "`request_id` has 300 characters, the limit"),
+    ],
+)
+def test_an_id_that_is_none_is_refused_by_name(headers, fields, text):
+    with running(FakeBackend("a")) as gateway:
+        status, _, payload = gateway.send("POST", CHAT, {**A_CHAT, **fields}, headers)
+    assert status == 400
+    assert text in json.loads(payload)["error"]["message"]
+
+
+def test_only_one_prompt_can_be_gone_on_with():
+    with running(FakeBackend("a")) as gateway:
+        headers = {"Last-Event-ID": "0", "X-Request-Id": "q"}
+        _, _, payload = gateway.send("POST", "/v1/completions", {"prompt": ["a", "b"]}, headers)
+    assert json.loads(payload)["error"]["message"] == "with Last-Event-ID the `prompt` must be one, there are 2"
+
+
+def test_a_request_waits_for_a_model_server_that_was_there_a_moment_ago(monkeypatch):
+    monkeypatch.setattr(lasting, "COMING_BACK_S", 0.3)
+    gone = ModelUnreachable("nobody there")
+    gone.was_there = True
+    backend = FakeBackend(gone)
+    backend.scripts = [(gone,), (gone,), ("a",)]
+    with running(backend) as gateway:
+        assert gateway.post(CHAT, {"text": "Hi"})["tokens_all"] == "a"
+        assert gateway.refused(CHAT, {"text": "Hi"})[0] == 503

@@ -1,0 +1,73 @@
+"""What a client's inference request may have: everything else is refused with a sentence, and nothing of it passes."""
+
+import pytest
+from tritonclient.grpc import service_pb2
+
+from engine.wire.triton import infer_request
+from gateway.inference import request as request_module
+from gateway.inference.request import Refused, parse, payload_of, rewritten
+from tests.hostile_requests import REFUSED, TEXT, changed, contents, parameter
+
+
+def refusal(request):
+    with pytest.raises(Refused) as caught:
+        payload_of(parse(request.SerializeToString()))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_request_that_is_none_is_refused_with_a_short_sentence(name):
+    change, text = REFUSED[name]
+    said = refusal(changed(change))
+    assert text in said
+    assert len(said) < 400
+
+
+@pytest.mark.parametrize("message", [b"\xff", b"\x0a\x05abc", b"\x2a\xff\xff\xff\xff\x0f"])
+def test_bytes_that_are_no_message_are_refused(message):
+    with pytest.raises(Refused, match="the message is no ModelInferRequest"):
+        parse(message)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda request: None,
+        lambda request: setattr(request, "model_version", "1"),
+        lambda request: contents(request, bytes_contents=[TEXT]),
+        lambda request: request.outputs.add(name="OUT"),
+        lambda request: parameter(request, "sequence_id", string_param="a"),
+        lambda request: parameter(request, "sequence_id", int64_param=7),
+        lambda request: parameter(request, "priority", int64_param=7),
+        lambda request: parameter(request, "timeout", int64_param=7),
+    ],
+)
+def test_all_forms_of_a_request_come_to_tritonserver_as_the_same(change):
+    request = changed(change)
+    payload = payload_of(request)
+    assert payload == TEXT
+    assert rewritten(request, payload) == infer_request({"text": "hi"}).SerializeToString()
+
+
+def test_the_id_and_the_wish_for_an_empty_end_are_kept():
+    request = changed(lambda request: parameter(request, "triton_enable_empty_final_response", bool_param=True))
+    request.id = "an id"
+    fresh = service_pb2.ModelInferRequest.FromString(rewritten(request, payload_of(request)))
+    assert fresh.id == "an id"
+    assert fresh.parameters["triton_enable_empty_final_response"].bool_param
+    assert len(fresh.parameters) == 1
+
+
+def test_fields_that_nobody_knows_do_not_pass():
+    unknown = b"\x9a\x06\x03abc"  # field 99
+    request = parse(infer_request({"text": "hi"}).SerializeToString() + unknown)
+    assert unknown not in rewritten(request, payload_of(request))
+
+
+def test_every_parameter_that_tritonclient_sends_is_known(monkeypatch):
+    from tritonclient.grpc._utils import _get_inference_request
+
+    sent = _get_inference_request(
+        "model", [], "", "", None, 7, True, True, 1, 1, {}
+    ).parameters  # sequence, priority, timeout
+    assert set(sent) | {"triton_enable_empty_final_response"} == set(request_module.PARAMETERS)

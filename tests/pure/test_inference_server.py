@@ -1,0 +1,421 @@
+"""The gRPC port: streams of several requests, their errors, cancellation, slow readers, keys, limits, the end."""
+
+import asyncio
+import json
+
+import grpc
+import pytest
+from tritonclient.grpc import service_pb2
+
+from engine import wire
+from gateway import lasting
+from gateway.connections import SERVICE
+from gateway.inference import stream as stream_module
+from gateway.intake import LARGE_BYTES
+from tests.pure.inference_fake import NEVER, PATIENCE_S, WAIT, FakeTriton, a_client, a_request, answers, serving
+
+METHODS = [method.name for method in service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods]
+OPEN = {"ServerLive", "ServerReady", "ServerMetadata", "ModelReady", "ModelMetadata", "ModelConfig", "ModelStatistics"}
+
+
+def run(scenario):
+    asyncio.run(asyncio.wait_for(scenario, PATIENCE_S))
+
+
+def test_an_answer_is_passed_on_as_it_is_and_the_request_is_written_anew(tmp_path):
+    async def scenario():
+        triton = FakeTriton(b"\xff any", b"bytes")
+        async with serving(tmp_path, triton) as (_, port), a_client(port) as stub:
+            request = a_request("an id")
+            responses = [each async for each in stub.ModelStreamInfer(iter([request]))]
+        assert [each.infer_response.raw_output_contents[0][4:] for each in responses] == [b"\xff any", b"bytes"]
+        assert [each.infer_response.id for each in responses] == ["an id"] * 2
+        assert triton.requests == [request]
+
+    run(scenario())
+
+
+def test_a_stream_may_have_several_requests_and_one_that_is_none_spoils_no_other(tmp_path):
+    async def scenario():
+        async with serving(tmp_path, FakeTriton(b"a", b"b")) as (_, port), a_client(port) as stub:
+            wrong = a_request("wrong")
+            wrong.model_name = "other"
+            found = await answers(stub.ModelStreamInfer(iter([a_request("1"), wrong, a_request("2")])))
+        for name in "12":
+            assert [each[1] for each in found if each[0] == name] == ["a", "b"]
+        assert [each for each in found if each[2]] == [("wrong", "", "Request for unknown model: 'other' is not found")]
+        assert len(found) == 5
+
+    run(scenario())
+
+
+def test_a_client_that_leaves_cancels_all_its_requests(tmp_path):
+    async def scenario():
+        triton = FakeTriton(WAIT)
+        async with serving(tmp_path, triton) as (_, port), a_client(port) as stub:
+            call = stub.ModelStreamInfer()
+            for name in "abc":
+                await call.write(a_request(name))
+            while len(triton.requests) < 3:
+                await asyncio.sleep(0.005)
+            call.cancel()
+            while triton.num_cancelled < 3:
+                await asyncio.sleep(0.005)
+
+    run(scenario())
+
+
+def test_a_deadline_of_the_client_cancels_its_request(tmp_path):
+    async def scenario():
+        triton = FakeTriton(WAIT)
+        async with serving(tmp_path, triton) as (_, port), a_client(port) as stub:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await answers(stub.ModelStreamInfer(iter([a_request()]), timeout=0.2))
+            assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+            await triton.is_cancelled.wait()
+
+    run(scenario())
+
+
+def test_an_idle_stream_waits_for_its_client(tmp_path):
+    async def scenario():
+        async with serving(tmp_path, FakeTriton(b"a")) as (_, port), a_client(port) as stub:
+            call = stub.ModelStreamInfer()
+            await asyncio.sleep(0.1)
+            await call.write(a_request())
+            assert (await call.read()).infer_response.raw_output_contents[0][4:] == b"a"
+            await call.done_writing()
+            assert await call.read() is grpc.aio.EOF
+            assert await call.code() == grpc.StatusCode.OK
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, "the model server does not answer"),
+        (grpc.StatusCode.INTERNAL, "the model server failed: INTERNAL"),
+    ],
+)
+@pytest.mark.parametrize("before", [[], [b"a"]])
+def test_a_failure_of_tritonserver_is_the_last_answer_and_shows_no_address(tmp_path, code, text, before):
+    async def scenario():
+        async with serving(tmp_path, FakeTriton(*before, code)) as (_, port), a_client(port) as stub:
+            *_, (name, fields, _) = await answers(stub.ModelStreamInfer(iter([a_request("x", req_id="r")])))
+        status = 503 if code == grpc.StatusCode.UNAVAILABLE else 500
+        assert (name, fields["error_msg"], fields["error_code"]) == ("x", text, status)
+        assert (fields["is_end"], fields["token"]) == (1, "")
+
+    run(scenario())
+
+
+def test_a_request_outlives_tritonserver_and_goes_on_after_what_has_come(tmp_path, monkeypatch):
+    monkeypatch.setattr(lasting, "LOOK_EVERY_S", 0.01)
+
+    async def scenario():
+        triton = FakeTriton()
+        lost = [grpc.StatusCode.UNAVAILABLE]
+        triton.scripts = [[a_line("a", [7, 8], 0), *lost], [b"no answer", *lost], [a_line("b", [9], 2, is_last=True)]]
+        async with serving(tmp_path, triton) as (_, port), a_client(port) as stub:
+            asked = a_request("x", req_id='"token_ids": [1]', temperature=1)
+            responses = [each async for each in stub.ModelStreamInfer(iter([asked]))]
+        lines = [each.infer_response.raw_output_contents[0][4:] for each in responses]
+        assert [line for line in lines if line != b"no answer"] == [a_line("a", [7, 8], 0), a_line("b", [9], 2, True)]
+        known = {"resume_from": [2], "answer_ids": [[7, 8]], "infer_seed": 5}
+        assert [body_of(each) for each in triton.requests] == [
+            body_of(asked),
+            {**body_of(asked), **known},
+            {**body_of(asked), **known},
+        ]
+        assert {each.id for each in triton.requests} == {"x"}
+
+    run(scenario())
+
+
+def test_after_the_last_line_nothing_is_asked_again(tmp_path):
+    async def scenario():
+        triton = FakeTriton(a_line("a", [7], 0, is_last=True), grpc.StatusCode.UNAVAILABLE)
+        async with serving(tmp_path, triton) as (_, port), a_client(port) as stub:
+            found = [each async for each in stub.ModelStreamInfer(iter([a_request("x", req_id="r")]))]
+        assert (len(found), len(triton.requests)) == (1, 1)
+
+    run(scenario())
+
+
+def a_line(text, token_ids, send_idx, is_last=False):
+    gained = {"req_id": "r", "token": text, "token_ids": token_ids, "send_idx": send_idx, "infer_seed": 5}
+    gained["usage"] = wire.Usage()
+    last = {"finish_reason": "stop", "tokens_all": "", "tokens_all_ids": [1, 2]}
+    return wire.write_answer(wire.Final(**gained, **last) if is_last else wire.Delta(**gained))
+
+
+def body_of(request):
+    [body] = json.loads(request.raw_input_contents[0][4:])
+    return body
+
+
+def test_no_tritonserver_is_the_same(tmp_path):
+    async def scenario():
+        async with serving(tmp_path, FakeTriton()) as (front, port), a_client(port) as stub:
+            front._connections._target = f"unix:{tmp_path}/nobody"
+            [(_, fields, _)] = await answers(stub.ModelStreamInfer(iter([a_request()])))
+            assert fields["error_msg"] == "the model server does not answer"
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.ServerLive(service_pb2.ServerLiveRequest())
+            assert caught.value.details() == "the model server does not answer"
+
+    run(scenario())
+
+
+def test_a_defect_of_ours_ends_the_request_and_says_nothing_of_itself(tmp_path, monkeypatch):
+    async def scenario():
+        async with serving(tmp_path, FakeTriton(b"a")) as (front, port), a_client(port) as stub:
+            monkeypatch.setattr(front._connections, "infer", lambda request: 1 // 0)
+            [(_, fields, _)] = await answers(stub.ModelStreamInfer(iter([a_request()])))
+        assert (fields["error_msg"], fields["error_code"]) == ("internal error", 500)
+
+    run(scenario())
+
+
+# --- limits -----------------------------------------------------------------------------------------------------
+
+
+def test_a_slow_reader_holds_tritonserver_back_and_loses_nothing(tmp_path):
+    """32 MB of answers: for the one who reads nothing some windows' worth is made at most."""
+
+    async def scenario():
+        triton = FakeTriton(*[b"x" * 2**15] * 1024)
+        async with serving(tmp_path, triton) as (_, port), a_client(port) as stub:
+            call = stub.ModelStreamInfer(iter([a_request()]))
+            await call.read()
+            num_before = -1
+            while triton.num_sent != num_before:  # until it no longer moves
+                num_before = triton.num_sent
+                await asyncio.sleep(0.05)
+            assert num_before < 700
+            num_read = 1
+            while await call.read() is not grpc.aio.EOF:
+                num_read += 1
+            assert num_read == 1024
+
+    run(scenario())
+
+
+def test_a_client_that_takes_nothing_for_long_is_taken_for_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(stream_module, "READ_WITHIN_S", 0.1)
+
+    async def scenario():
+        triton = FakeTriton(*[b"x" * 2**15] * 2048)
+        async with serving(tmp_path, triton) as (front, port), a_client(port) as stub:
+            call = stub.ModelStreamInfer(iter([a_request()]))
+            await call.read()
+            await triton.is_cancelled.wait()
+            with pytest.raises(grpc.aio.AioRpcError, match="the client took nothing for 0.1 s"):
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+
+    run(scenario())
+
+
+def test_a_text_that_is_too_long_is_refused_before_tritonserver(tmp_path):
+    async def scenario():
+        triton = FakeTriton(b"a")
+        async with serving(tmp_path, triton, max_body_bytes=2000) as (_, port), a_client(port) as stub:
+            [(_, fields, _)] = await answers(stub.ModelStreamInfer(iter([a_request("x", text="x" * 2000)])))
+            assert fields["error_msg"] == "The request has 2013 bytes, at most MAX_BODY_BYTES(2000) are taken"
+            assert (fields["error_code"], fields["is_end"]) == (400, 1)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await answers(stub.ModelStreamInfer(iter([a_request(text="x" * 10**6)])))
+            assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert await answers(stub.ModelStreamInfer(iter([a_request()]))) == [("", "a", "")]
+        assert len(triton.requests) == 1
+
+    run(scenario())
+
+
+def test_large_requests_that_nobody_has_begun_to_answer_are_limited_and_small_ones_are_not(tmp_path):
+    async def scenario():
+        triton = FakeTriton(WAIT, b"a", NEVER)
+        large = {"text": "x" * (2 * LARGE_BYTES)}
+        async with serving(tmp_path, triton) as (front, port), a_client(port) as stub:
+            front._way.intake.max_bytes = 5 * LARGE_BYTES
+            call = stub.ModelStreamInfer()
+            for name in "123":
+                await call.write(a_request(name, **large))
+            refusal = json.loads((await call.read()).infer_response.raw_output_contents[0][4:])
+            assert (refusal["error_code"], refusal["error_type"]) == (429, "overloaded")
+            await call.write(a_request("small"))
+            while len(triton.requests) < 3:
+                await asyncio.sleep(0.005)
+            assert {each.id for each in triton.requests} == {"1", "2", "small"}
+            triton.go.set()
+            for _ in range(3):
+                await call.read()
+            assert front._way.intake.num_bytes == 0  # they are answered now, if not to the end
+            call.cancel()
+
+    run(scenario())
+
+
+def test_metadata_that_is_too_large_is_refused(tmp_path):
+    async def scenario():
+        async with serving(tmp_path, FakeTriton(b"a")) as (_, port), a_client(port) as stub:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await answers(stub.ModelStreamInfer(iter([a_request()]), metadata=[("x", "y" * 20_000)]))
+            assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert await answers(stub.ModelStreamInfer(iter([a_request()]))) == [("", "a", "")]
+
+    run(scenario())
+
+
+def test_a_stream_has_so_many_requests_at_once_and_reads_on_when_one_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(stream_module, "MAX_OPEN", 2)
+
+    async def scenario():
+        triton = FakeTriton(WAIT, b"a")
+        async with serving(tmp_path, triton) as (_, port), a_client(port) as stub:
+            asked = asyncio.ensure_future(answers(stub.ModelStreamInfer(iter([a_request(name) for name in "1234"]))))
+            await triton.is_waiting.wait()
+            await asyncio.sleep(0.1)
+            assert len(triton.requests) == 2
+            triton.go.set()
+            assert len(await asked) == 4
+
+    run(scenario())
+
+
+# --- methods and keys -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in OPEN | {"ModelStreamInfer"}])
+def test_what_is_not_for_clients_is_not_served_whatever_they_send(tmp_path, method):
+    async def scenario():
+        async with serving(tmp_path, FakeTriton()) as (_, port):
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                for message in (b"", b"\xff" * 50, b"\x0a\x03abc"):
+                    with pytest.raises(grpc.aio.AioRpcError) as caught:
+                        await channel.unary_unary(f"/{SERVICE}/{method}")(message)
+                    assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+    run(scenario())
+
+
+def test_what_is_for_clients_is_passed_on_with_name_and_version_alone(tmp_path):
+    async def scenario():
+        triton = FakeTriton()
+        async with serving(tmp_path, triton) as (_, port), a_client(port) as stub:
+            request = service_pb2.ModelMetadataRequest(name="model", version="1")
+            unknown = request.FromString(request.SerializeToString() + b"\x9a\x06\x03abc")
+            assert (await stub.ModelMetadata(unknown)).name == "model"
+            assert triton.requests == [request]
+            for name, code, text in (
+                ("x", grpc.StatusCode.NOT_FOUND, "unknown model: 'x'"),
+                ("x" * 257, grpc.StatusCode.INVALID_ARGUMENT, "257 characters, the limit is 256"),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await stub.ModelMetadata(service_pb2.ModelMetadataRequest(name=name))
+                assert (caught.value.code(), text in caught.value.details()) == (code, True)
+            metadata = await stub.ServerMetadata(service_pb2.ServerMetadataRequest())
+            assert (metadata.name, list(metadata.extensions)) == ("triton", ["statistics"])
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("given", [None, "", "Bearer", "Bearer x", "Basic key", "key", "Bearer key2"])
+def test_without_the_key_only_health_is_answered(tmp_path, given):
+    async def scenario():
+        triton = FakeTriton(b"a")
+        async with serving(tmp_path, triton, api_key="key") as (_, port), a_client(port) as stub:
+            metadata = [] if given is None else [("authorization", given)]
+            call = stub.ModelStreamInfer(metadata=metadata)  # says nothing: it is refused all the same
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+            assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+            with pytest.raises(grpc.aio.AioRpcError, match="authorization: Bearer"):
+                await stub.ServerMetadata(service_pb2.ServerMetadataRequest(), metadata=metadata)
+            assert (await stub.ServerLive(service_pb2.ServerLiveRequest(), metadata=metadata)).live
+        assert triton.requests == []
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("given", ["Bearer key", "bearer  key "])
+def test_with_the_key_requests_are_answered_and_it_goes_no_further(tmp_path, given):
+    async def scenario():
+        async with serving(tmp_path, FakeTriton(b"a"), api_key="key") as (_, port), a_client(port) as stub:
+            responses = stub.ModelStreamInfer(iter([a_request()]), metadata=[("authorization", given)])
+            assert await answers(responses) == [("", "a", "")]
+
+    run(scenario())
+
+
+# --- the end ----------------------------------------------------------------------------------------------------
+
+
+def test_a_stop_lets_running_requests_end_and_refuses_new_ones(tmp_path):
+    async def scenario():
+        triton = FakeTriton(b"a", WAIT, b"b")
+        async with serving(tmp_path, triton) as (front, port), a_client(port) as stub:
+            call = stub.ModelStreamInfer()  # its client may have more to ask
+            await call.write(a_request())
+            await call.read()
+            draining = asyncio.ensure_future(front.drain(PATIENCE_S))
+            await asyncio.sleep(0.05)
+            async with a_client(port) as late:
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await answers(late.ModelStreamInfer(iter([a_request()])))
+            triton.go.set()
+            assert (await call.read()).infer_response.raw_output_contents[0][4:] == b"b"
+            with pytest.raises(grpc.aio.AioRpcError, match="the server is stopping"):
+                await call.read()
+            await draining
+
+    run(scenario())
+
+
+def test_what_runs_longer_than_the_drain_timeout_ends_with_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("gateway.inference.server.LAST_WORDS_S", 0.1)
+
+    async def scenario():
+        async with serving(tmp_path, FakeTriton(b"a", WAIT)) as (front, port), a_client(port) as stub:
+            call = stub.ModelStreamInfer(iter([a_request("x")]))
+            await call.read()
+            draining = asyncio.ensure_future(front.drain(0.05))
+            response = (await call.read()).infer_response
+            fields = json.loads(response.raw_output_contents[0][4:])
+            assert (response.id, fields["is_end"], fields["error_type"]) == ("x", 1, "engine_unavailable")
+            assert fields["error_msg"] == "the server is stopping"
+            await draining
+
+    run(scenario())
+
+
+def test_a_stop_does_not_wait_for_idle_streams(tmp_path):
+    async def scenario():
+        async with serving(tmp_path, FakeTriton()) as (front, port), a_client(port) as stub:
+            call = stub.ModelStreamInfer()
+            await call.wait_for_connection()
+            while not front._streams:
+                await asyncio.sleep(0.005)
+            await front.drain(10 * PATIENCE_S)
+            with pytest.raises(grpc.aio.AioRpcError, match="the server is stopping"):
+                await call.read()
+
+    run(scenario())
+
+
+def test_nothing_is_left_of_a_hundred_clients_that_leave(tmp_path):
+    async def scenario():
+        triton = FakeTriton(NEVER)
+        async with serving(tmp_path, triton) as (front, port), a_client(port) as stub:
+            calls = [stub.ModelStreamInfer(iter([a_request(text="x" * 2 * LARGE_BYTES)])) for _ in range(100)]
+            while len(triton.requests) < 50:
+                await asyncio.sleep(0.005)
+            for call in calls:
+                call.cancel()
+            while front._streams or any(each.calls for each in front._connections._connections):
+                await asyncio.sleep(0.005)
+            assert front._way.intake.num_bytes == 0
+
+    run(scenario())

@@ -1,0 +1,110 @@
+"""What a worker takes in at once: large bodies have room or are refused, and none keeps the others waiting for long."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+
+import pytest
+
+from engine.errors import Overloaded
+from engine.settings.config import Config
+from gateway import app
+from gateway.intake import LARGE_BYTES, OPEN_BYTES, Intake, Room
+from tests.pure.gateway_fake import PATIENCE_S, WAIT, FakeBackend, running
+
+CHAT = "/v1/chat/completions"
+LARGE = {"text": "x" * 3 * LARGE_BYTES}
+
+
+def test_large_requests_share_what_there_is_and_small_ones_need_none():
+    intake = Intake(5 * LARGE_BYTES)
+    first, second, small = Room(intake), Room(intake), Room(intake)
+    first.grow_to(2 * LARGE_BYTES)
+    first.grow_to(3 * LARGE_BYTES)
+    with pytest.raises(Overloaded, match=f"have {3 * LARGE_BYTES} bytes, with this one more than {5 * LARGE_BYTES}"):
+        second.grow_to(3 * LARGE_BYTES)
+    second.grow_to(2 * LARGE_BYTES)
+    small.grow_to(LARGE_BYTES)
+    assert intake.num_bytes == 5 * LARGE_BYTES
+    for room in (first, first, second, small):
+        room.give_back()
+    assert intake.num_bytes == 0
+
+
+def test_workers_share_and_each_has_room_for_the_largest_request():
+    assert Intake.share_of_worker(Config(push_mode_http_workers=4)).max_bytes == OPEN_BYTES // 4
+    assert Intake.share_of_worker(Config(push_mode_http_workers=4, max_body_bytes=1 << 30)).max_bytes == 1 << 30
+
+
+def test_large_requests_are_read_one_after_the_other_and_leave_others_their_time():
+    async def scenario():
+        intake, num_turns = Intake(1 << 30), 0
+
+        async def others():
+            nonlocal num_turns
+            while True:
+                await asyncio.sleep(0)
+                num_turns += 1
+
+        async def read():
+            async with intake.reading(LARGE_BYTES + 1):
+                before = num_turns
+                time.sleep(0.01)  # as a parser does
+            return num_turns - before
+
+        task = asyncio.create_task(others())
+        turns = await asyncio.gather(*[read() for _ in range(5)])
+        task.cancel()
+        assert min(turns) > 5
+
+    asyncio.run(scenario())
+
+
+@pytest.fixture
+def small_intake(monkeypatch):
+    intake = Intake(4 * LARGE_BYTES)
+    monkeypatch.setattr(app.Intake, "share_of_worker", lambda config: intake)
+    return intake
+
+
+@pytest.mark.parametrize("framing", [f"Content-Length: {3 * LARGE_BYTES}", "Transfer-Encoding: chunked"])
+def test_a_body_that_there_is_no_room_for_is_a_429_before_it_is_read(small_intake, framing):
+    backend = FakeBackend(WAIT)
+    with running(backend) as gateway, contextlib.closing(gateway.connect()) as connection:
+        connection.request("POST", CHAT, json.dumps(LARGE))
+        assert backend.waiting.acquire(timeout=PATIENCE_S)
+        with socket.create_connection(("127.0.0.1", gateway.port), PATIENCE_S) as other:
+            other.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\n{framing}\r\n\r\n".encode())
+            if "chunked" in framing:  # enough to be too much, and no end
+                other.sendall(f"{3 * LARGE_BYTES:x}\r\n".encode() + b" " * 2 * LARGE_BYTES)
+            head = other.recv(1 << 16)
+        assert head.startswith(b"HTTP/1.1 429 ") and b"Retry-After: 1" in head
+        backend.go()
+        assert connection.getresponse().status == 200
+        assert gateway.send("POST", CHAT, LARGE)[0] == 200
+        assert small_intake.num_bytes == 0
+
+
+def test_there_is_room_again_when_the_model_has_begun_to_answer(small_intake):
+    backend = FakeBackend("a", WAIT)
+    with running(backend) as gateway, contextlib.closing(gateway.connect()) as connection:
+        connection.request("POST", CHAT, json.dumps({**LARGE, "stream": True}))
+        assert backend.waiting.acquire(timeout=PATIENCE_S)
+        assert small_intake.num_bytes == 0
+        backend.go()
+        connection.getresponse().read()
+
+
+@pytest.mark.parametrize("body", [b"{" * 3 * LARGE_BYTES, json.dumps({"x" * 3 * LARGE_BYTES: 1, "topp": 9}).encode()])
+def test_a_refused_body_leaves_its_room(small_intake, body):
+    with running(FakeBackend("a")) as gateway:
+        gateway.send("POST", CHAT, body)
+        assert small_intake.num_bytes == 0
+
+
+def test_a_request_of_very_many_fields_is_refused_before_anybody_looks_at_them():
+    with running(FakeBackend("a")) as gateway:
+        status, fields = gateway.refused(CHAT, {f"field{n}": n for n in range(1001)})
+    assert (status, fields["error_msg"]) == (400, "the request has 1001 fields, the limit is 1000")

@@ -1,0 +1,134 @@
+"""Keys, priorities, aborts and metrics through a real server with two gateway workers."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import re
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.server import running_server
+
+ROOT = Path(__file__).resolve().parents[2]
+KEYS = {
+    "alice": {"key": "alices", "max_requests": 2},
+    "bob": {"key": "bobs", "tokens_per_minute": 60},
+}
+LONG = {"text": "Count.", "max_dec_len": 400, "min_dec_len": 400, "temperature": 1, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("admission")
+    (folder / "keys.json").write_text(json.dumps(KEYS))
+    env = {"MODEL_DIR": str(ROOT / "demo_model"), "BATCH_SIZE": "1", "PUSH_MODE_HTTP_WORKERS": "2"}
+    env |= {"API_KEYS": str(folder / "keys.json"), "API_KEY": "operators", "QUEUE_TIMEOUT": "100"}
+    with running_server(folder, env) as running:
+        yield running
+
+
+def ask(server, path, body=None, key="operators"):
+    """Status, headers and text, over a connection of its own: whichever worker takes it."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.ports["SERVICE_HTTP_PORT"], timeout=120)
+    with contextlib.closing(connection):
+        payload = None if body is None else json.dumps(body)
+        connection.request("GET" if body is None else "POST", path, payload, {"Authorization": f"Bearer {key}"})
+        response = connection.getresponse()
+        return response.status, response.headers, response.read().decode()
+
+
+def metric(server, name):
+    found = re.search(rf"^{re.escape(name)} (\S+)$", ask(server, "/metrics")[2], re.M)
+    return float(found[1]) if found else 0.0
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def in_the_background(server, body, key):
+    """What `ask` returns, in a list, once it has."""
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(ask(server, "/v1/completions", body, key)))
+    thread.start()
+    try:
+        yield answers
+    finally:
+        thread.join()
+
+
+def test_an_abort_reaches_the_request_whichever_worker_has_it(server):
+    for number in range(8):  # over both workers, with high probability
+        body = {**LONG, "req_id": f"long {number}"}
+        with in_the_background(server, body, "alices") as answers:
+            wait_until(lambda: metric(server, 'llm_key_requests_open{key="alice"}') == 1)
+            aborts = [ask(server, "/v1/abort", {"req_id": body["req_id"]}, key) for key in ("bobs", "alices")]
+        assert [json.loads(text)["aborted"] for _, _, text in aborts] == [False, True]
+        [(status, _, text)] = answers
+        assert (status, json.loads(text)["error_msg"]) == (499, "the request was aborted")
+    wait_until(lambda: metric(server, "llm_requests_running") == 0)
+    assert metric(server, "llm_wasted_tokens_total") > 0
+
+
+def test_a_key_has_no_more_requests_open_than_its_limit_over_all_workers(server):
+    bodies = [{**LONG, "req_id": f"open {number}", "max_dec_len": 400} for number in range(2)]
+    with in_the_background(server, bodies[0], "alices"), in_the_background(server, bodies[1], "alices"):
+        wait_until(lambda: metric(server, 'llm_key_requests_open{key="alice"}') == 2)
+        refused = [ask(server, "/v1/completions", {**LONG, "max_dec_len": 1}, "alices") for _ in range(6)]
+        for body in bodies:
+            ask(server, "/v1/abort", {"req_id": body["req_id"]})
+    assert {(status, headers["Retry-After"]) for status, headers, _ in refused} == {(429, "1")}
+    assert metric(server, 'llm_key_refused_total{key="alice"}') == 6
+
+
+def test_a_key_that_has_used_its_tokens_is_told_when_there_are_more(server):
+    body = {**LONG, "min_dec_len": 90, "max_dec_len": 90}
+    assert ask(server, "/v1/completions", body, "bobs")[0] == 200
+    status, headers, text = ask(server, "/v1/completions", body, "bobs")
+    assert (status, json.loads(text)["error_type"]) == (429, "overloaded")
+    assert 20 <= int(headers["Retry-After"]) <= 60
+    assert metric(server, 'llm_key_generated_tokens_total{key="bob"}') == 90
+
+
+def test_who_is_urgent_does_not_wait_for_those_who_are_not(server):
+    """With one place in the batch."""
+    ends = []
+
+    def end(name, priority):
+        body = {**LONG, "req_id": name, "min_dec_len": 40, "max_dec_len": 40, "priority": priority}
+        assert ask(server, "/v1/completions", body)[0] == 200
+        ends.append(name)
+
+    with in_the_background(server, {**LONG, "req_id": "first"}, "operators"):
+        wait_until(lambda: metric(server, "llm_requests_running") == 1)
+        threads = []
+        for number, (name, priority) in enumerate([("usual", 0), ("late", 5), ("urgent", -5)], 1):
+            threads.append(threading.Thread(target=end, args=(name, priority)))
+            threads[-1].start()
+            wait_until(lambda number=number: metric(server, "llm_requests_waiting") == number)
+        ask(server, "/v1/abort", {"req_id": "first"})
+        for thread in threads:
+            thread.join()
+    assert ends == ["urgent", "usual", "late"]
+
+
+def test_the_gateways_page_has_histograms_of_prometheus(server):
+    status, headers, page = ask(server, "/metrics")
+    assert (status, headers.get_content_type()) == (200, "text/plain")
+    assert "# TYPE llm_request_seconds histogram\n" in page
+    assert metric(server, 'llm_request_seconds_bucket{le="+Inf"}') == metric(server, "llm_request_seconds_count") > 0
+
+
+def test_the_log_says_whose_requests_they_were_and_no_log_has_a_key(server):
+    text = "".join(path.read_text() for path in server.log_dir.rglob("*") if path.is_file())
+    assert " native alice " in text and " native bob " in text
+    assert not re.search(r"\b(alices|bobs|operators)\b", text)

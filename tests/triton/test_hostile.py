@@ -1,0 +1,184 @@
+"""Nothing that a client sends ends a process, stops an answer of others, or is answered with what is inside."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import socket
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from engine.wire.triton import LENGTH_BYTES, infer_request, request_of
+from gateway.connections import SERVICE
+from tests.hostile_requests import REFUSED, changed
+from tests.server import running_server
+
+ROOT = Path(__file__).resolve().parents[2]
+METHODS = [method.name for method in service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods]
+PROCESSES = ("supervisor", "engine", "tritonserver", "stub", "gateway-0", "health")
+INSIDE = ("/dev/shm", "llm_server_", "unix:", "ipv4:", "Traceback", str(ROOT), ".sock")
+MEGABYTES_4 = 4 << 20
+RANDOM = random.Random(6)
+MESSAGES = [b"", b"\x00", b"\xff" * 64, b"\x0a\x03abc", b"\x2a\x00" * 1000, *[RANDOM.randbytes(n) for n in (1, 7, 300)]]
+# Texts where a request should be.
+TEXTS = {
+    "nothing": b"",
+    "no JSON": b"\xff\xfe{",
+    "a number of a megabyte": b"9" * (1 << 20),
+    "a deep list": b"[" * 100_000,
+    "a deep object": b'[{"text":' * 100_000,
+    "a deep value": b'[{"req_id":"x","text":"x","metadata":' + b"[" * 900 + b"]" * 900 + b"}]",
+    "300,000 fields": json.dumps([{f"field{n}": n for n in range(240_000)}]).encode(),
+    "many that look like ours": json.dumps([{f"max_dec_le{n:x}": n for n in range(999)}]).encode(),
+    "no numbers": b'[{"req_id":"x","text":"x","temperature":NaN,"topp":Infinity}]',
+    "half a character": b'[{"req_id":"x","text":"\\ud800"}]',
+    "a name with a null": b'[{"req_id":"\\u0000","text":"x","max_dec_len":0}]',
+    "4 MB of text": b'[{"req_id":"x","text":"' + b"x" * (MEGABYTES_4 - 30) + b'"}]',
+    "4 MB of numbers": b'[{"req_id":"x","input_ids":[' + b"1," * (MEGABYTES_4 // 2 - 20) + b"1]}]",
+    "4 MB of turns": b'[{"req_id":"x","messages":[' + b"{}," * (MEGABYTES_4 // 3 - 20) + b"{}]}]",
+    "more than may be": b" " * (MEGABYTES_4 + 1),
+    "60 MB": b" " * (60 << 20),
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    env = {"MODEL_DIR": str(ROOT / "demo_model")}
+    with running_server(tmp_path_factory.mktemp("hostile"), env) as running:
+        deadline = time.monotonic() + 60  # the supervisor notes the stub a moment later
+        while not pids(running):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield running
+        for path in running.log_dir.iterdir():
+            assert "Traceback" not in path.read_text(errors="replace"), path
+
+
+@pytest.fixture(autouse=True)
+def unharmed(server):
+    """After every test the same processes run, and answer."""
+    before = pids(server)
+    yield
+    with a_stub(server) as stub:
+        request = infer_request({"req_id": f"after-{time.monotonic_ns()}", "text": "Hi", "max_dec_len": 2})
+        *_, last = stub.ModelStreamInfer(iter([request]), timeout=120)
+    payload = last.infer_response.raw_output_contents[0][LENGTH_BYTES:]
+    assert json.loads(payload)[0]["is_end"] == 1
+    assert pids(server) == before != []
+
+
+def pids(server):
+    try:
+        return [server.pid_of(name) for name in PROCESSES]
+    except LookupError:
+        return []
+
+
+@contextlib.contextmanager
+def a_channel(server):
+    with grpc.insecure_channel(server.grpc_url, [("grpc.max_send_message_length", -1)]) as channel:
+        yield channel
+
+
+@contextlib.contextmanager
+def a_stub(server):
+    with a_channel(server) as channel:
+        yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
+
+
+def said(ask):
+    """All that came back, as one text with nothing of the inside in it."""
+    try:
+        text = "".join(map(str, ask()))
+    except grpc.RpcError as error:
+        text = f"{error.code()} {error.details()}"
+    assert text, "there was no answer"
+    assert [word for word in INSIDE if word in text] == []
+    return text
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_request_that_is_none_is_refused(server, name):
+    change, text = REFUSED[name]
+    with a_stub(server) as stub:
+        answer = said(lambda: stub.ModelStreamInfer(iter([changed(change)]), timeout=60))
+    assert text in answer.replace("\\'", "'")
+
+
+@pytest.mark.parametrize("method", [f"{SERVICE}/{name}" for name in METHODS] + ["grpc.health.v1.Health/Check", "x/y"])
+def test_any_method_may_get_any_bytes(server, method):
+    with a_channel(server) as channel:
+        for message in MESSAGES:
+            said(lambda: [f"answer {channel.unary_unary(f'/{method}')(message, timeout=60)!r}"])  # noqa: B023
+
+
+def test_any_bytes_may_be_an_inference_request(server):
+    valid = infer_request({"req_id": "x", "text": "Hi", "max_dec_len": 1}).SerializeToString()
+    with a_channel(server) as channel:
+        stream = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")
+        for _ in range(200):
+            message = bytearray(valid)
+            for _ in range(RANDOM.randint(1, 4)):
+                message[RANDOM.randrange(len(message))] = RANDOM.randrange(256)
+            cut = bytes(message[: RANDOM.choice((len(message), RANDOM.randrange(len(message))))])
+            said(lambda: ["answers", *stream(iter([cut]), timeout=60)])  # noqa: B023
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_any_text_may_be_a_request(server, name):
+    with a_stub(server) as stub:
+        text = said(lambda: stub.ModelStreamInfer(iter([request_of(TEXTS[name], "an id")]), timeout=120))
+    assert "error_code" in text or "RESOURCE_EXHAUSTED" in text or "is_end" in text
+    with socket.create_connection(("127.0.0.1", server.ports["SERVICE_HTTP_PORT"]), 120) as client:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        head += f"Content-Length: {len(TEXTS[name])}\r\n\r\n"
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has been refused by its length
+            client.sendall(head.encode() + TEXTS[name])
+        with contextlib.suppress(ConnectionResetError):
+            answer = b"".join(iter(lambda: client.recv(1 << 16), b""))
+            assert answer.startswith((b"HTTP/1.1 4", b"HTTP/1.1 200"))
+
+
+def test_streams_that_are_left_half_way_hold_nothing(server):
+    def requests(count):
+        for n in range(count):
+            yield infer_request({"req_id": f"half-{count}-{n}", "text": "Tell me a story.", "ignore_eos": True})
+        time.sleep(0.2)  # and then nothing more
+
+    with a_stub(server) as stub:
+        calls = [stub.ModelStreamInfer(requests(n % 4)) for n in range(64)]
+        for call in calls[::2]:
+            with contextlib.suppress(StopIteration):
+                next(call)
+        for call in calls:
+            call.cancel()
+        deadline = time.monotonic() + 60
+        while True:
+            probe = infer_request({"probe": True})
+            [response] = stub.ModelStreamInfer(iter([probe]), timeout=60)
+            [state] = json.loads(response.infer_response.raw_output_contents[0][LENGTH_BYTES:])
+            if not (state["num_open"] or state["num_running"] or state["num_blocks_held"]):
+                break
+            assert time.monotonic() < deadline, state
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize("port", ["SERVICE_GRPC_PORT", "SERVICE_HTTP_PORT", "HEALTH_HTTP_PORT", "METRICS_HTTP_PORT"])
+def test_any_bytes_may_come_to_any_port(server, port):
+    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+    sent = [b"\x00" * 100, b"\x16\x03\x01\x02\x00", preface + RANDOM.randbytes(500), b"GET / HTTP/9.9\r\n\r\n"]
+    sent += [b"POST / HTTP/1.1\r\nHost: x\r\n" + b"X: y\r\n" * 5000 + b"\r\n", b"GET /" + b"x" * 100_000]
+    sent += [RANDOM.randbytes(RANDOM.randrange(1, 2000)) for _ in range(30)]
+    for data in sent:
+        with socket.create_connection(("127.0.0.1", server.ports[port]), 60) as client:
+            with contextlib.suppress(OSError):  # it may have closed the connection
+                client.sendall(data)
+                client.shutdown(socket.SHUT_WR)
+                client.settimeout(5)
+                answer = client.recv(1 << 16)
+                assert [word for word in INSIDE if word.encode() in answer] == []

@@ -1,0 +1,211 @@
+"""What outlives what, for real: streams the supervisor, the engine its silence, everybody's secrets the other users."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton_client
+
+from server_scripts.health import ENGINE_SILENT_S
+from server_scripts.run_dir import RunDir
+from tests.server import ROOT, a_server, is_clean, pids_of, state_of
+
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture
+def server(tmp_path):
+    """Not running yet; stopped in the end, should it run."""
+    server = a_server(tmp_path, {"MODEL_DIR": str(ROOT / "demo_model")})
+    yield server
+    assert server.command("stop_server", "5").returncode == 0
+
+
+def test_files_and_sockets_are_for_this_user_alone(server):
+    assert server.command("start_server").returncode == 0
+    made = [*Path("/dev/shm").glob(f"{RunDir(server.run_dir).shm_prefix}*"), server.run_dir]
+    made += [path for path in server.run_dir.iterdir() if not path.is_dir()]
+    assert {"engine.sock", "state.json"} <= {path.name for path in made}
+    assert {path.name: path.stat().st_mode & 0o077 for path in made} == dict.fromkeys([path.name for path in made], 0)
+
+
+class Stream(threading.Thread):
+    """A long answer over HTTP, read in the background."""
+
+    def __init__(self, server, max_dec_len=600):
+        super().__init__()
+        self.lines = []
+        body = {"text": "Tell me", "temperature": 0, "ignore_eos": True, "stream": True, "req_id": str(id(self))}
+        body |= {"max_dec_len": max_dec_len, "min_dec_len": max_dec_len}
+        self._request = urllib.request.Request(f"{server.http_url}/v1/chat/completions", json.dumps(body).encode())
+        self.start()
+
+    def run(self):
+        with urllib.request.urlopen(self._request, timeout=120) as response:
+            for line in response:
+                self.lines.append(json.loads(line))
+
+    def wait_for(self, count):
+        wait_until(lambda: len(self.lines) >= count)
+
+    def answer(self):
+        self.join(120)
+        assert not self.is_alive()
+        assert self.lines[-1]["is_end"] == 1 and not self.lines[-1]["error_msg"]
+        return self.lines[-1]["tokens_all_ids"]
+
+
+def test_a_killed_supervisor_cuts_no_stream_and_the_next_start_takes_all_over(server):
+    assert server.command("start_server").returncode == 0
+    expected = Stream(server).answer()
+    before = pids_of(state_of(server))[1:]
+    stream = Stream(server)
+    stream.wait_for(5)
+    os.kill(server.pid_of("supervisor"), signal.SIGKILL)
+    count = len(stream.lines)
+    stream.wait_for(count + 5)
+    done = server.command("start_server")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "taking over what an earlier start_server has left running" in done.stdout
+    assert pids_of(state_of(server))[1:] == before
+    assert stream.answer() == expected
+
+    stream = Stream(server)
+    stream.wait_for(5)
+    os.kill(server.pid_of("engine"), signal.SIGKILL)  # it is no child of the one that restarts it
+    assert stream.answer() == expected
+    stream, state = Stream(server, 300), state_of(server)
+    stream.wait_for(5)
+    assert server.command("stop_server").returncode == 0
+    stream.answer()
+    assert is_clean(server, state)
+
+
+def test_a_start_with_other_settings_ends_what_a_killed_supervisor_has_left(server):
+    assert server.command("start_server").returncode == 0
+    before = state_of(server)
+    os.kill(before.supervisor.pid, signal.SIGKILL)
+    refused = server.command("start_server", "no-name")
+    assert refused.returncode == 1, refused.stdout
+    assert all(process.is_alive for process in before.processes)  # it was no reason to end what answers
+    server.env["BATCH_SIZE"] = "7"
+    done = server.command("start_server")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "has other settings or another model: ending it" in done.stdout
+    assert not any(process.is_alive for process in before.processes)
+
+
+def test_stop_server_ends_what_a_killed_supervisor_has_left_and_its_streams_rightly(server):
+    assert server.command("start_server").returncode == 0
+    state = state_of(server)
+    stream = Stream(server, 300)
+    stream.wait_for(5)
+    os.kill(state.supervisor.pid, signal.SIGKILL)
+    assert server.command("stop_server").returncode == 0
+    stream.answer()
+    assert is_clean(server, state)
+
+
+class GrpcStream:
+    """One long request and its answers. It is closed when it has its end, as clients do."""
+
+    def __init__(self, server, number, max_dec_len=1000):
+        self.answers = []
+        self._client = triton_client.InferenceServerClient(server.grpc_url)
+        self._client.start_stream(self._note)
+        body = {"text": "Tell me", "req_id": str(number), "ignore_eos": True, "temperature": 0}
+        body |= {"max_dec_len": max_dec_len, "min_dec_len": max_dec_len}
+        tensor = triton_client.InferInput("IN", [1], "BYTES")
+        tensor.set_data_from_numpy(np.array([json.dumps([body])], dtype=np.object_))
+        self._client.async_stream_infer("model", [tensor])
+
+    def _note(self, result, error):
+        if error:  # the stream's end: its request has had its own
+            return
+        answer = json.loads(result.as_numpy("OUT")[0])
+        self.answers.append(answer[0] if isinstance(answer, list) else answer)
+
+    def wait_for(self, count):
+        wait_until(lambda: len(self.answers) >= count)
+
+    def close(self):
+        wait_until(lambda: self.answers[-1]["is_end"])
+        self._client.stop_stream()
+        self._client.close()
+        return self.answers
+
+
+@pytest.mark.parametrize("victim", ["engine", "stub", "tritonserver"])
+def test_a_death_under_open_streams_is_a_pause(server, victim):
+    assert server.command("start_server").returncode == 0
+    expected = Stream(server).answer()
+    over_http, over_grpc = [Stream(server) for _ in range(4)], [GrpcStream(server, n, 600) for n in range(4)]
+    for stream in (*over_http, *over_grpc):
+        stream.wait_for(3)
+    os.kill(server.pid_of(victim), signal.SIGKILL)
+    assert [stream.answer() for stream in over_http] == [expected] * 4
+    for stream in over_grpc:
+        answers = stream.close()
+        assert [answer["error_msg"] for answer in answers] == [""] * len(answers)
+        assert sum((answer["token_ids"] for answer in answers), []) == answers[-1]["tokens_all_ids"] == expected
+        starts = [0, *(answer["send_idx"] + len(answer["token_ids"]) for answer in answers)]
+        assert [answer["send_idx"] for answer in answers] == starts[:-1]
+    for stream in over_http:
+        assert sum((line["token_ids"] for line in stream.lines), []) == expected
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_stop_with_many_streams_gives_each_its_one_end_and_tritonserver_ends_by_itself(server):
+    server.env.update({"DRAIN_TIMEOUT": "2", "BATCH_SIZE": "16", "MAX_DEC_LEN": "1000"})
+    assert server.command("start_server").returncode == 0
+    streams = [GrpcStream(server, number) for number in range(16)]
+    for stream in streams:
+        stream.wait_for(2)
+    os.kill(server.pid_of("supervisor"), signal.SIGTERM)
+    for stream in streams:
+        *deltas, last = stream.close()
+        assert last["error_msg"] == "the server is stopping"
+        assert not any(delta["is_end"] or delta["error_msg"] for delta in deltas)
+    wait_until(lambda: state_of(server) is None)
+    assert "successfully unloaded 'model'" in (server.log_dir / "server.log").read_text()
+    assert "has not ended in time" not in (server.log_dir / "console.log").read_text()
+
+
+def status_of(server, what):
+    connection = http.client.HTTPConnection("127.0.0.1", server.ports["HEALTH_HTTP_PORT"], timeout=20)
+    with contextlib.closing(connection):
+        connection.request("GET", f"/v2/health/{what}")
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+
+
+def test_a_stopped_engine_is_not_ready_long_before_it_is_ended_and_ready_when_it_goes_on(server):
+    assert server.command("start_server").returncode == 0
+    assert [status_of(server, what)[0] for what in ("live", "ready", "started")] == [200, 200, 200]
+    engine = server.pid_of("engine")
+    os.kill(engine, signal.SIGSTOP)
+    stopped_at = time.monotonic()
+    while status_of(server, "ready")[0] == 200:
+        assert time.monotonic() - stopped_at < ENGINE_SILENT_S / 2
+        time.sleep(0.05)
+    assert "the engine has been silent for" in status_of(server, "ready")[1]
+    assert [status_of(server, what)[0] for what in ("live", "started")] == [200, 200]
+    os.kill(engine, signal.SIGCONT)
+    wait_until(lambda: status_of(server, "ready")[0] == 200)
+    assert server.pid_of("engine") == engine
