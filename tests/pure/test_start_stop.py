@@ -70,7 +70,7 @@ def test_what_a_library_prints_during_an_export_is_no_step(server, tmp_path, mon
 @pytest.mark.parametrize(("variable", "status"), [("RUN_DIR", 2), ("FD_LOG_DIR", 2), ("EXPORT_CACHE_DIR", 1)])
 def test_a_folder_that_cannot_be_made_is_named_by_its_variable(server, tmp_path, variable, status):
     (tmp_path / "file").touch()
-    server.env[variable] = str(tmp_path / "file" / "deep" / "folder")
+    server.env[variable] = str(tmp_path / "file" / "a" / "b")
     server.env["MODEL_DIR"] = str(ROOT / "demo_model")
     done = server.command("start_server")
     assert done.returncode == status
