@@ -184,7 +184,8 @@ def _served_name(app: web.Application) -> str:
 @web.middleware
 async def accounted(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Counts the request as running, and logs its end in one line without a word of the client's."""
-    call = request[CALL] = Call(request.path, _served_name(request.app), _protocols_of(request.path), request.headers)
+    protocols, headers = _protocols_of(request.path), request.headers
+    call = request[CALL] = Call(request.path, _served_name(request.app), protocols, headers, config=request.app[CONFIG])
     running = request.app[RUNNING]
     running.append(request)
     start, status = time.monotonic(), CLIENT_LEFT

@@ -154,6 +154,24 @@ class Config:
     push_mode_http_workers: int = setting(
         1, "PUSH_MODE_HTTP_WORKERS", "gateway processes on the HTTP and gRPC ports", minimum=1, maximum=64
     )
+    reasoning_parser: str = setting(
+        "none",
+        "REASONING_PARSER",
+        "what the model thinks before it answers is told apart in OpenAI's answers, and the form of an answer begins "
+        "after it: the kind of model",
+        choices=("none", "deepseek_r1", "qwen3"),
+    )
+    tool_call_parser: str = setting(
+        "auto",
+        "TOOL_CALL_PARSER",
+        "how the model writes calls of tools; `auto`: as its chat template does",
+        choices=("auto", "none", "hermes", "llama3_json", "mistral"),
+    )
+    guided_decoding_disable_any_whitespace: bool = setting(
+        False,
+        "GUIDED_DECODING_DISABLE_ANY_WHITESPACE",
+        "JSON that an answer must be has no whitespace between its parts, unless the request says otherwise",
+    )
     disable_streaming: bool = setting(False, "DISABLE_STREAMING", "send every answer in one response")
     max_body_bytes: int = setting(
         4 << 20, "MAX_BODY_BYTES", "longest request: the HTTP body, or the text over gRPC", minimum=1024

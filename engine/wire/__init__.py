@@ -5,6 +5,7 @@ engine/wire/triton.py, which needs tritonclient.
 """
 
 from engine.wire.answer import (
+    THOUGHT_END,
     TIMES,
     UNLIKELY,
     Aborted,
@@ -21,6 +22,7 @@ from engine.wire.answer import (
 )
 from engine.wire.checks import MAX_LOGPROBS, MAX_REQ_ID_LEN, Check, int_in, kind_of, shown
 from engine.wire.fields import FIELDS
+from engine.wire.forms import FORMS, Form
 from engine.wire.owner import OWNER, Owner, owner_of, payload_with_owner, with_owner
 from engine.wire.request import (
     ABORT,
@@ -37,11 +39,13 @@ from engine.wire.request import (
 __all__ = [
     "ABORT",
     "FIELDS",
+    "FORMS",
     "MAX_LOGPROBS",
     "MAX_REQ_ID_LEN",
     "METRICS",
     "OWNER",
     "PROBE",
+    "THOUGHT_END",
     "PROBE_PAYLOAD",
     "TIMES",
     "UNLIKELY",
@@ -51,6 +55,7 @@ __all__ = [
     "Delta",
     "Failure",
     "Final",
+    "Form",
     "GenerationRequest",
     "ModelState",
     "Owner",
