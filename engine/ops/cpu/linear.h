@@ -49,8 +49,8 @@ template <int M, int N, class X>
 inline void add_to_outputs(const LinearArgs<X>& a, int64_t t, int64_t n, const Chunk& chunk,
                            const Totals<M, N, X>& totals) {
   static_assert(N <= W, "a row's outputs are one vector");
-  const vec scale = a.scale ? load_first(a.scale + n, N) : set1(1.0f);
-  const vec bias = a.bias ? load_first(a.bias + n, N) : set1(0.0f);
+  const vec scale = a.scale ? load_few<N>(a.scale + n) : set1(1.0f);
+  const vec bias = a.bias ? load_few<N>(a.bias + n) : set1(0.0f);
   auto each = [&](auto result) {
     float* y = a.y + t * a.num_out + n;
 #pragma GCC unroll 8
@@ -70,8 +70,8 @@ inline void add_to_outputs(const LinearArgs<X>& a, int64_t t, int64_t n, const C
   };
   if (chunk.num_chunks == 1) return each([&](vec sum, const float*, int i) { return finish(sum, i); });
   if (chunk.index == 0) return each([](vec sum, const float*, int) { return sum; });
-  if (!chunk.is_last()) return each([](vec sum, const float* y, int) { return load_first(y, N) + sum; });
-  each([&](vec sum, const float* y, int i) { return finish(load_first(y, N) + sum, i); });
+  if (!chunk.is_last()) return each([](vec sum, const float* y, int) { return load_few<N>(y) + sum; });
+  each([&](vec sum, const float* y, int i) { return finish(load_few<N>(y) + sum, i); });
 }
 
 // One chunk of M rows of x from t on times N rows of the weight, n the first output.

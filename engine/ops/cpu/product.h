@@ -46,6 +46,16 @@ inline void round_row(const float* x, float* rounded, int64_t cols) {
 }
 #endif
 
+// The first N lanes as in memory, in the narrowest vectors that hold them: a wide one would lie across two cache lines.
+template <int N>
+inline vec load_few(const float* p) {
+#ifdef __AVX512F__
+  if (N <= 4) return _mm512_castps128_ps512(_mm_maskz_loadu_ps((1 << N) - 1, p));
+  return _mm512_castps256_ps512(_mm256_maskz_loadu_ps((1 << N) - 1, p));
+#else
+  return load_first(p, N);
+#endif
+}
 // What M rows of N vectors add up to, in the order of sum(), which for whole numbers is any.
 template <int M, int N, class X>
 struct Totals {
