@@ -1,9 +1,9 @@
 """What fewer bits cost: `python -m benchmarks.accuracy [CHECKPOINT]`, the bundled model if none is given.
 
 For every way to store the weights: how far the distribution of the next token is from that of float32 (the KL
-divergence in nats, on average and at its 99th percentile), how often the likeliest token is another one, the perplexity,
-all of the bundled questions with their answers, and how many of the 50 are answered word for word. Any other checkpoint
-reads random tokens. The last line of the output is JSON.
+divergence in nats, on average and at its 99th percentile), how often the likeliest token is another one, and the
+perplexity, all of the bundled questions with their answers; how many of the 50 are answered word for word. Any other
+checkpoint reads random tokens. The last line of the output is JSON.
 """
 
 from __future__ import annotations

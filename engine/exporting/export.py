@@ -21,10 +21,11 @@ from engine.exporting.manifest import CONFIG, DECODER, Graph, Manifest, rank_dir
 from engine.models.checkpoint import Checkpoint
 from engine.models.config import DecoderConfig
 from engine.models.families import read_model
-from engine.models.formats import FORMATS, QUANTIZED
+from engine.models.formats import FORMATS, QUANTIZED, Format, with_zero
 from engine.models.keys import ModelError, read_json
 from engine.models.kv_cache import CacheSpec
 from engine.models.layers import STEP_INPUTS
+from engine.models.quantization import Quantization, read_quantization
 from engine.models.weights import Shard, found_in, weights_of
 
 log = logging.getLogger(__name__)
@@ -74,11 +75,12 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
     refuse_static_graph(checkpoint_dir)
     keys = read_json(checkpoint_dir / CONFIG)
     model = read_model(keys)
-    checkpoint = Checkpoint(checkpoint_dir)
+    quantization = read_quantization(keys)
+    checkpoint = Checkpoint(checkpoint_dir, quantization)
     model = _untied_where_stored_apart(model, checkpoint, progress)
     dtype = checkpoint.graph_dtype("model.embed_tokens.weight") if options.dtype == "auto" else options.dtype
     ranks = options.ranks or range(options.num_ranks)
-    weight_format = FORMATS[dtype if options.quant_type == "none" else options.quant_type]
+    weight_format = _weight_format(dtype, options.quant_type, quantization)
     shards = [Shard(weight_format, dtype, options.block_size, rank, options.num_ranks) for rank in ranks]
     ignored = {"lm_head.weight"} if model.tied_embeddings else set()
     checkpoint.check(weights_of(model.network(shards[0])).values(), ignored)
@@ -97,6 +99,19 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
         (partial / CONFIG).write_text(json.dumps(keys | added, indent=2) + "\n")
         manifest.write(partial)
     progress(f"{out_dir} is ready")
+
+
+def _weight_format(dtype: str, quant_type: str, quantization: Quantization | None) -> Format:
+    """What is asked for, or what a quantized checkpoint has."""
+    if quantization is None:
+        return FORMATS[dtype if quant_type == "none" else quant_type]
+    if quant_type not in ("none", quantization.format):
+        raise ModelError(
+            f"quant_type is {quant_type!r}, the checkpoint is quantized by {quantization.method} and exported as"
+            f" {quantization.format}"
+        )
+    made = FORMATS[quantization.format]
+    return with_zero(made) if quantization.has_zero else made
 
 
 def _copy_files(checkpoint_dir: Path, out_dir: Path, progress: OnProgress) -> None:

@@ -1,4 +1,5 @@
-"""From a matrix of weights to codes of 8 or 4 bits and their scales, as `linear_int8` and `linear_int4` read them.
+"""From a matrix of weights, or from codes that somebody else has made of it, to codes of 8 or 4 bits and their scales,
+as `linear_int8` and `linear_int4` read them.
 
 Plain numpy, rows by rows so that little memory is needed beside the result. Knows no files and no graph.
 """
@@ -6,6 +7,7 @@ Plain numpy, rows by rows so that little memory is needed beside the result. Kno
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,6 +16,57 @@ from engine.dtypes import CODES_ALIGNED, CODES_PER_SCALE, from_bf16, to_bf16
 AT_ONCE = 1 << 22  # elements
 LARGEST_INT8, SMALLEST_INT4 = 127, -8
 SCALES_TRIED = np.linspace(0.8, 1.0, 9, dtype=np.float32)  # of int4: cutting off what is far out may be worth it
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A matrix [N, K] that was quantized before: (code - zero) * scale. Of 8 bits: int8, without zero, one scale a row.
+    Of 4: 0 .. 15, zero 8 where none is given, a scale for each of a row's groups of equal size."""
+
+    codes: np.ndarray
+    scale: np.ndarray  # f32 [N, groups]
+    zero: np.ndarray | None = None  # [N, groups]
+
+    def __post_init__(self) -> None:
+        if self.codes.shape[1] % self.scale.shape[1]:
+            raise ValueError(
+                f"a row has {self.codes.shape[1]} codes in {self.scale.shape[1]} groups of different sizes"
+            )
+
+    def values(self) -> np.ndarray:
+        zero = np.float32(0 if self.codes.dtype == np.int8 else 8) if self.zero is None else self._each(self.zero)
+        return (self.codes.astype(np.float32) - zero) * self._each(self.scale)
+
+    def _each(self, of_groups: np.ndarray) -> np.ndarray:
+        """For every element that of its group."""
+        size = -(-self.codes.shape[1] // of_groups.shape[1])
+        return np.repeat(of_groups.astype(np.float32), size, axis=1)[:, : self.codes.shape[1]]
+
+    def part(self, rows: slice, columns: slice) -> Codes:
+        """Of 4 bits it has a scale for 64 columns, which begin at a multiple of that, unless a row has one scale."""
+        codes = self.codes[rows, columns]
+        if codes.dtype == np.int8 or self.scale.shape[1] == 1:
+            return Codes(codes, self.scale[rows], None if self.zero is None else self.zero[rows])
+        if columns.start % CODES_PER_SCALE:
+            raise ValueError(f"columns from {columns.start} on do not begin a group of {CODES_PER_SCALE}")
+        some = slice(columns.start, columns.stop, CODES_PER_SCALE)
+        zero = None if self.zero is None else self._each(self.zero)[rows, some]
+        return Codes(codes, self._each(self.scale)[rows, some], zero)
+
+    def as_int4(self, has_zero: bool) -> tuple[np.ndarray, ...]:
+        """The parameters of `linear_int4`."""
+        packed = pack_int4(self.codes)
+        num_groups = 2 * packed.shape[1] // CODES_PER_SCALE
+        zero = np.full_like(self.scale, 8) if self.zero is None else self.zero.astype(np.float32)
+        made = [packed]
+        for of_groups in (self.scale, zero)[: 1 + has_zero]:
+            one = of_groups.shape[1] == 1
+            made.append(
+                to_bf16(
+                    np.pad(of_groups, ((0, 0), (0, num_groups - of_groups.shape[1])), "edge" if one else "constant")
+                )
+            )
+        return tuple(made)
 
 
 def to_int8(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
