@@ -67,7 +67,13 @@ class LLM:
         config = Config.from_env().changed(**settings)
         graph_dir = Path(model_dir)
         if not is_exported(graph_dir):
-            options = ExportOptions(config.dtype, config.quant_type, config.block_size, num_ranks=config.mp_num)
+            options = ExportOptions(
+                config.dtype,
+                config.quant_type,
+                config.block_size,
+                num_ranks=config.mp_num,
+                int8_cache=config.use_cache_kv_int8,
+            )
             graph_dir = export_cached(graph_dir, Path(config.export_cache_dir).expanduser(), options)
         self.tokenizer = Tokenizer.load(graph_dir)
         executor = make_executor(graph_dir, config)

@@ -105,13 +105,14 @@ def export_if_needed(config: Config, source: Source, report: Callable[[str], Non
 
 
 def as_stored(quant: str | None, config: Config) -> tuple[str, str]:
-    """Dtype and quantization of the export: what the third part of a model's name asks for, or the settings do."""
+    """Dtype and quantization of the export: what the third part of a model's name asks for, or the settings do. A name
+    that ends in c8 asks for a KV cache of 8 bits, too."""
     if quant is None:
         return config.dtype, config.quant_type
     if quant in WEIGHT_DTYPES:
         return quant, "none"
-    if quant in QUANTIZED:
-        return config.dtype, quant
+    if quant.removesuffix("c8") in QUANTIZED:
+        return config.dtype, quant.removesuffix("c8")
     raise ConfigError(f"the name asks for {quant}, exporting as that is not supported yet; leave it out of the name")
 
 
@@ -125,7 +126,11 @@ def export(checkpoint_dir: Path, cache_dir: Path, quant: str | None = None) -> P
     if is_exported(checkpoint_dir, ranks):
         return checkpoint_dir
     make_folder("EXPORT_CACHE_DIR", cache_dir)
-    options = ExportOptions(*as_stored(quant, config), config.block_size, num_ranks=config.mp_num, ranks=ranks)
+    int8_cache = config.use_cache_kv_int8 or (quant or "").endswith("c8")
+    dtype, quant_type = as_stored(quant, config)
+    options = ExportOptions(
+        dtype, quant_type, config.block_size, num_ranks=config.mp_num, ranks=ranks, int8_cache=int8_cache
+    )
     return export_cached(checkpoint_dir, cache_dir, options, lambda step: print("step", step, flush=True))
 
 

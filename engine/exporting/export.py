@@ -53,6 +53,7 @@ class ExportOptions:
     max_seq_len: int | None = None  # None: what the model was made for, or its sliding window if that is less
     num_ranks: int = 1  # each with its own graph
     ranks: tuple[int, ...] = ()  # that are written, those of one machine; none: all
+    int8_cache: bool = False  # keys and values as int8 instead
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -81,7 +82,8 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
     dtype = checkpoint.graph_dtype("model.embed_tokens.weight") if options.dtype == "auto" else options.dtype
     ranks = options.ranks or range(options.num_ranks)
     weight_format = _weight_format(dtype, options.quant_type, quantization)
-    shards = [Shard(weight_format, dtype, options.block_size, rank, options.num_ranks) for rank in ranks]
+    first = Shard(weight_format, dtype, options.block_size, 0, options.num_ranks, options.int8_cache)
+    shards = [replace(first, rank=rank) for rank in ranks]
     ignored = {"lm_head.weight"} if model.tied_embeddings else set()
     checkpoint.check(weights_of(model.network(shards[0])).values(), ignored)
     manifest = _manifest(model, shards[0], _max_seq_len(model, options.max_seq_len, progress))
@@ -95,7 +97,7 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
             save_rank(rank_dir(partial, shard.rank), model.network(shard), manifest.graph(), checkpoint, progress)
         progress("write manifest.json, config.json and the tokenizer's files")
         _copy_files(checkpoint_dir, partial, progress)
-        added = manifest.config_keys() | {"infer_model_checkpoint": checkpoint.digest()}
+        added = manifest.config_keys() | {"infer_model_dtype": dtype, "infer_model_checkpoint": checkpoint.digest()}
         (partial / CONFIG).write_text(json.dumps(keys | added, indent=2) + "\n")
         manifest.write(partial)
     progress(f"{out_dir} is ready")

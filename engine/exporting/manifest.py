@@ -70,9 +70,8 @@ class Manifest:
         return {
             "infer_model_block_size": self.block_size,
             "infer_model_max_seq_len": self.max_seq_len,
-            "infer_model_dtype": self.graph().caches[0].dtype,
             "infer_model_quant_type": self.weight_format if self.weight_format in QUANTIZED else None,
-            "infer_model_cachekv_int8_type": None,
+            "infer_model_cachekv_int8_type": "dynamic" if self.graph().caches[0].dtype == "int8" else None,
             "infer_model_num_ranks": self.num_ranks,
             VERSION_KEY: GRAPH_VERSION,
         }

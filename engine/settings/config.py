@@ -81,7 +81,7 @@ class Config:
     pod_ips: str = setting("", "POD_IPS", "with several machines: their addresses, `10.0.0.1,10.0.0.2`")
     pod_0_ip: str = setting("", "POD_0_IP", "the one of POD_IPS that serves; empty: the first")
     host_ip: str = setting("", "HOST_IP", "the one of POD_IPS that this machine is; empty: the one that it has")
-    use_cache_kv_int8: int = setting(0, "USE_CACHE_KV_INT8", "int8 KV cache; not supported yet", minimum=0, maximum=0)
+    use_cache_kv_int8: bool = setting(False, "USE_CACHE_KV_INT8", "KV cache of an export with 8 bits a number")
 
     # Capacity
     max_seq_len: int = setting(

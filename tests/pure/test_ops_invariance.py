@@ -70,7 +70,7 @@ def test_other_rows_are_independent(isa):
     assert_rows_are_independent(lambda x: ops.head_norm(x, q_weight, k_weight, **heads), random(150, 384))
 
 
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "int8"])
 @pytest.mark.parametrize(
     ("num_heads", "head_dim", "block_size"), [(4, 16, 8), (14, 64, 64), (2, 24, 16)], ids=["small", "usual", "odd"]
 )

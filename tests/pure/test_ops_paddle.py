@@ -73,7 +73,7 @@ def test_residual_is_changed_in_place(ops):
     assert np.array_equal(same.numpy(), residual)
 
 
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "int8"])
 def test_cache_is_changed_in_place(ops, dtype):
     batch = PagedBatch([0, 5], [9, 1], dtype=dtype)
     cache = tensor(batch.kv_cache)

@@ -1,4 +1,4 @@
-"""Exports with matrices of 8 and 4 bits: what is stored, and that every way to run them computes the same."""
+"""Exports with matrices of 8 and 4 bits, or a cache of 8: what is stored, and that all ways to run them agree."""
 
 import json
 from functools import partial
@@ -16,6 +16,7 @@ from engine.models.keys import ModelError
 from engine.ops import cpu, reference
 from engine.ops.reference import int4_values
 from engine.settings.config import Config
+from server_scripts.model_source import as_stored
 from tests.paged_model import PagedModel
 from tests.pure.test_models import golden
 from tests.pure.test_ranks import answers_of_ranks
@@ -101,9 +102,9 @@ def test_an_export_says_how_its_weights_are_stored(quant_type, exported):
 
 
 def test_the_command_quantizes(a_checkpoint, tmp_path):
-    assert (
-        main([str(a_checkpoint), str(tmp_path / "out"), "--quant-type", "weight_only_int8", "--dtype", "bfloat16"]) == 0
-    )
+    options = ["--quant-type", "weight_only_int8", "--dtype", "bfloat16", "--int8-cache"]
+    assert main([str(a_checkpoint), str(tmp_path / "out"), *options]) == 0
+    assert Manifest.read(tmp_path / "out").graph().caches[0].dtype == "int8"
     assert Manifest.read(tmp_path / "out").weight_format == "weight_only_int8"
     assert load(tmp_path / "out")[1]["embed_tokens.weight"].dtype == np.uint16
 
@@ -117,3 +118,52 @@ def test_an_unknown_quantization_is_refused_with_the_list_of_the_known(a_checkpo
 def test_the_setting_knows_what_the_export_does():
     [choices] = [f.metadata["setting"].choices for f in Config.__dataclass_fields__.values() if f.name == "quant_type"]
     assert choices == QUANT_TYPES
+
+
+# ---- a KV cache of 8 bits ----
+
+
+@pytest.fixture(scope="module")
+def int8_cache(exported):
+    return exported("qwen2", int8_cache=True)
+
+
+def test_a_cache_of_bytes_has_a_scale_for_each_key_and_value(int8_cache):
+    model = Manifest.read(int8_cache)
+    assert model.weight_format == "float32"
+    assert {(cache.dtype, cache.shape) for cache in model.graph().caches} == {("int8", (-1, 2, 2, 64, 16 + 2))}
+    keys = json.loads((int8_cache / "config.json").read_text())
+    assert (keys["infer_model_cachekv_int8_type"], keys["infer_model_dtype"]) == ("dynamic", "float32")
+
+
+def test_a_cache_of_bytes_keeps_logits_near_those_of_transformers(int8_cache):
+    expected = golden("qwen2")
+    prompt, wanted = expected["prompt_200"].tolist(), expected["logits_200"][-20:]
+    model = PagedModel.of(int8_cache, cpu)
+    assert 0 < error_of(model.prefill(prompt, chunk=50, num_logits=len(wanted)), wanted) < 0.03
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_chunks_change_no_bit_with_a_cache_of_bytes(int8_cache, chunk):
+    prompt = list(range(3, 133))
+    together = logits_of(PagedModel.of(int8_cache, cpu), prompt, num_logits=1)
+    np.testing.assert_array_equal(logits_of(PagedModel.of(int8_cache, cpu), prompt, chunk, 1)[-1], together[-1])
+
+
+def test_a_cache_of_bytes_is_the_same_in_paddle(int8_cache):
+    prompt = golden("qwen2")["prompt_65"].tolist()
+    of_kernels = logits_of(PagedModel.of(int8_cache, cpu), prompt)
+    np.testing.assert_array_equal(logits_of(PagedModel.through_paddle(int8_cache), prompt), of_kernels)
+
+
+@pytest.mark.parametrize(
+    ("quant", "stored"),
+    [
+        (None, ("auto", "none")),
+        ("bfloat16", ("bfloat16", "none")),
+        ("weight_only_int4", ("auto", "weight_only_int4")),
+        ("a8w8c8", ("auto", "a8w8")),
+    ],
+)
+def test_the_third_part_of_a_name_says_how_weights_are_stored(quant, stored):
+    assert as_stored(quant, Config()) == stored

@@ -36,7 +36,9 @@ void any_linear_int4(const LlmQuantizedLinear* args) { linear_int4(*args); }
 void any_linear_a8w8(const LlmQuantizedLinear* args) { linear_a8w8(*args); }
 
 void any_paged_attention(const LlmAttention* args) {
-  if (args->cache_bf16)
+  if (args->cache_bits == 8)
+    paged_attention(AttentionArgs<int8_t>{*args});
+  else if (args->cache_bits == 16)
     paged_attention(AttentionArgs<uint16_t>{*args});
   else
     paged_attention(AttentionArgs<float>{*args});

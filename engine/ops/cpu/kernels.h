@@ -18,14 +18,14 @@ struct LlmEmbedding {
 struct LlmAttention {
   const float* qkv;             // [T, (Hq + 2 Hkv) D]
   const float* cos_sin;         // [T, R]
-  void* kv_cache;               // [num_blocks, 2, Hkv, block_size, D], float32 or bf16
+  void* kv_cache;               // [num_blocks, 2, Hkv, block_size, D], float32 or bf16; D + 2 bytes
   const int32_t* query_starts;  // [B + 1]
   const int32_t* context_lens;  // [B]
   const int32_t* block_tables;  // [B, max_blocks]
   float* out;                   // [T, Hq D]
   int64_t num_requests, num_heads, num_kv_heads, head_dim, rotary_dim, block_size, max_blocks;
   float scale;
-  int32_t cache_bf16;
+  int32_t cache_bits;  // 32, 16, or 8: a row ends in its scale, a bf16
 };
 
 // A linear layer whose weight is stored with 8 or 4 bits an element. K: x's width; K' is K, rounded up to 128.

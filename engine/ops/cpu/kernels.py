@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import numpy as np
 
-from engine.dtypes import CODES_ALIGNED, CODES_PER_SCALE
+from engine.dtypes import CODES_ALIGNED, CODES_PER_SCALE, scale_bytes
 from engine.ops.cpu.library import Attention, Embedding, QuantizedLinear, Sampling
 from engine.ops.sampling_rows import SampledRows, SamplingRows
 
@@ -165,8 +165,8 @@ class CpuOps:
         self, qkv, cos_sin, kv_cache, query_starts, context_lens, block_tables, *, num_heads, num_kv_heads, scale
     ):
         op = "paged_attention"
-        kv_cache_at = need(op, "kv_cache", kv_cache, (None, 2, num_kv_heads, None, None), F32, BF16)
-        block_size, head_dim = kv_cache.shape[3:]
+        kv_cache_at = need(op, "kv_cache", kv_cache, (None, 2, num_kv_heads, None, None), F32, BF16, I8)
+        block_size, head_dim = kv_cache.shape[3], kv_cache.shape[4] - scale_bytes(kv_cache.dtype)
         qkv_at = need(op, "qkv", qkv, (None, (num_heads + 2 * num_kv_heads) * head_dim), F32)
         cos_sin_at = need(op, "cos_sin", cos_sin, (len(qkv), None), F32)
         context_lens_at = need(op, "context_lens", context_lens, (None,), I32)
@@ -181,8 +181,8 @@ class CpuOps:
         out = np.empty((len(qkv), num_heads * head_dim), F32)
         addresses = (qkv_at, cos_sin_at, kv_cache_at, query_starts_at, context_lens_at, block_tables_at)
         sizes = (len(context_lens), num_heads, num_kv_heads, head_dim, cos_sin.shape[1], block_size)
-        is_bf16 = kv_cache.dtype == BF16
-        args = Attention(*addresses, out.ctypes.data, *sizes, block_tables.shape[1], scale, is_bf16)
+        num_bits = 8 * kv_cache.itemsize
+        args = Attention(*addresses, out.ctypes.data, *sizes, block_tables.shape[1], scale, num_bits)
         self.kernels.paged_attention(ctypes.addressof(args))
         return out, kv_cache
 

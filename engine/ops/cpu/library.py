@@ -59,7 +59,7 @@ class Attention(ctypes.Structure):
         *((name, c_void_p) for name in _pointers),
         *((name, c_int64) for name in _sizes),
         ("scale", c_float),
-        ("cache_bf16", c_int32),
+        ("cache_bits", c_int32),
     ]
 
 

@@ -269,8 +269,10 @@ Tensors paged_attention(const Tensor& qkv, const Tensor& cos_sin, const Tensor& 
                         const Tensor& query_starts, const Tensor& context_lens, const Tensor& block_tables,
                         int num_heads, int num_kv_heads, float scale) {
   const char* op = "paged_attention";
-  need(op, "kv_cache", kv_cache, {-1, 2, num_kv_heads, -1, -1}, kWeight);
-  const int64_t block_size = kv_cache.shape()[3], head_dim = kv_cache.shape()[4];
+  need(op, "kv_cache", kv_cache, {-1, 2, num_kv_heads, -1, -1},
+       {DataType::FLOAT32, DataType::BFLOAT16, DataType::INT8});
+  const bool is_int8 = kv_cache.dtype() == DataType::INT8;  // a row ends in the two bytes of its scale
+  const int64_t block_size = kv_cache.shape()[3], head_dim = kv_cache.shape()[4] - (is_int8 ? 2 : 0);
   need(op, "qkv", qkv, {-1, (num_heads + 2 * num_kv_heads) * head_dim}, kF32);
   const int64_t num_tokens = qkv.shape()[0];
   need(op, "cos_sin", cos_sin, {num_tokens, -1}, kF32);
@@ -300,14 +302,15 @@ Tensors paged_attention(const Tensor& qkv, const Tensor& cos_sin, const Tensor& 
   args.block_size = block_size;
   args.max_blocks = block_tables.shape()[1];
   args.scale = scale;
-  args.cache_bf16 = is_bf16(kv_cache);
+  args.cache_bits = is_int8 ? 8 : is_bf16(kv_cache) ? 16 : 32;
   check_batch(args, num_tokens, kv_cache.shape()[0]);
   kernels().paged_attention(&args);
   return {out};
 }
 Shapes paged_attention_shape(const Shape& qkv, const Shape&, const Shape& kv_cache, const Shape&, const Shape&,
-                             const Shape&, const int& num_heads, const int&, const float&) {
-  return {{qkv[0], kv_cache[4] < 0 ? -1 : num_heads * kv_cache[4]}, kv_cache};
+                             const Shape&, const int& num_heads, const int& num_kv_heads, const float&) {
+  const int64_t heads = num_heads + 2 * num_kv_heads;
+  return {{qkv[0], qkv[1] < 0 ? -1 : num_heads * (qkv[1] / heads)}, kv_cache};
 }
 Types paged_attention_type(const DataType& qkv, const DataType&, const DataType& kv_cache, const DataType&,
                            const DataType&, const DataType&) {
