@@ -8,8 +8,9 @@ import pytest
 from engine import wire
 from engine.errors import EngineUnavailable
 from engine.serving import service as service_module
+from engine.serving.options import ServiceOptions
 from engine.serving.prompt import PromptReader
-from engine.serving.service import Service, ServiceOptions
+from engine.serving.service import Service
 from engine.text.tokenizer import Tokenizer
 from tests.byte_tokenizer import EOS_ID, write_tokenizer
 from tests.pure.service_fakes import PATIENCE_S, FakeEngine, FakeSender, a_payload, wait_until
