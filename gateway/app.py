@@ -10,36 +10,28 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
 from aiohttp import web
 
 from engine import wire
 from engine.errors import EngineUnavailable, InvalidRequest, RequestError
 from engine.settings.config import Config
-from gateway import answers, keys, metrics
+from gateway import answers, facts, keys
 from gateway.answers import CALL, REQUEST_TIMEOUT
 from gateway.backend import Backend
 from gateway.body import parse_body, read_payload
 from gateway.choices import side_by_side
-from gateway.health import ANSWER_WITHIN_S, Shared, as_response, readiness
+from gateway.health import ANSWER_WITHIN_S, readiness
 from gateway.intake import Intake, Room
 from gateway.lasting import LastingBackend
-from gateway.native import Native
-from gateway.openai import BASE, OpenAI
+from gateway.openai import BASE
+from gateway.parts import BACKEND, CONFIG, DRAINING, INTAKE, NATIVE, OPENAI, READY, RUNNING, served_name
 from gateway.protocol import Call, ClientProtocol, Exchange
 
 log = logging.getLogger(__name__)
 
-NATIVE, OPENAI = Native(), OpenAI()
 PROTOCOLS: Sequence[ClientProtocol] = (NATIVE, OPENAI)
 
-BACKEND = web.AppKey("backend", Backend)
-CONFIG = web.AppKey("config", Config)
-INTAKE = web.AppKey("intake", Intake)
-READY = web.AppKey("ready", Shared)
-RUNNING = web.AppKey("running", list)  # the requests being answered
-DRAINING = web.AppKey("draining", asyncio.Event)
 REQUEST_TIMEOUT_S = 300.0  # without a new answer of the model, unless a request says otherwise
 
 CORS = {
@@ -50,7 +42,6 @@ CORS = {
 UNGUARDED = ("/health",)
 MAX_ABORT_BYTES = 8 << 10  # a req_id, however escaped
 CLIENT_LEFT = 499  # in our log only
-STARTED = int(time.time())
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -69,12 +60,12 @@ def make_app(backend: Backend, config: Config, request_timeout_s: float = REQUES
     paths = dict.fromkeys(path for protocol in PROTOCOLS for path in protocol.paths)
     app.add_routes(
         [
-            web.get("/", show_endpoints),
-            web.get("/health", show_health),
-            web.get("/metrics", show_metrics),
+            web.get("/", facts.show_endpoints),
+            web.get("/health", facts.show_health),
+            web.get("/metrics", facts.show_metrics),
             web.post("/v1/abort", abort),
-            *[web.get(f"{prefix}/models", list_models) for prefix in ("/v1", BASE)],
-            *[web.get(f"{prefix}/models/{{model:.+}}", show_model) for prefix in ("/v1", BASE)],
+            *[web.get(f"{prefix}/models", facts.list_models) for prefix in ("/v1", BASE)],
+            *[web.get(f"{prefix}/models/{{model:.+}}", facts.show_model) for prefix in ("/v1", BASE)],
             *[web.post(path, complete) for path in paths],
         ]
     )
@@ -137,47 +128,6 @@ def _protocols_of(path: str) -> Sequence[ClientProtocol]:
     return [each for each in PROTOCOLS if path in each.paths] or [NATIVE, OPENAI]
 
 
-# --- facts ------------------------------------------------------------------------------------------------------
-
-
-async def show_endpoints(request: web.Request) -> web.Response:
-    paths = {route.resource.canonical for route in request.app.router.routes() if route.resource is not None}
-    return answers.in_one_piece({"model": _served_name(request.app), "endpoints": sorted(paths)})
-
-
-async def show_health(request: web.Request) -> web.Response:
-    return as_response(await request.app[READY]())
-
-
-async def show_metrics(request: web.Request) -> web.Response:
-    state = await request.app[BACKEND].probe(with_metrics=True)
-    text = metrics.as_text(state.metrics or ())
-    return web.Response(text=text, headers={"Content-Type": metrics.CONTENT_TYPE})
-
-
-async def list_models(request: web.Request) -> web.Response:
-    return answers.in_one_piece({"object": "list", "data": [await _model(request.app)]})
-
-
-async def show_model(request: web.Request) -> web.Response:
-    request[CALL].protocols = [OPENAI]
-    model = await _model(request.app)
-    if request.match_info["model"] != model["id"]:
-        raise web.HTTPNotFound(text=f"the served model is `{model['id']}`")
-    return answers.in_one_piece(model)
-
-
-async def _model(app: web.Application) -> dict[str, Any]:
-    name = _served_name(app)
-    state = (await app[READY]()).state
-    model = {"id": name, "object": "model", "created": STARTED, "owned_by": "paddle", "root": name}
-    return {**model, "max_model_len": state.model_len if state else None}
-
-
-def _served_name(app: web.Application) -> str:
-    return app[CONFIG].served_model_name or "default"
-
-
 # --- around every request ---------------------------------------------------------------------------------------
 
 
@@ -185,7 +135,7 @@ def _served_name(app: web.Application) -> str:
 async def accounted(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Counts the request as running, and logs its end in one line without a word of the client's."""
     protocols, headers = _protocols_of(request.path), request.headers
-    call = request[CALL] = Call(request.path, _served_name(request.app), protocols, headers, config=request.app[CONFIG])
+    call = request[CALL] = Call(request.path, served_name(request.app), protocols, headers, config=request.app[CONFIG])
     running = request.app[RUNNING]
     running.append(request)
     start, status = time.monotonic(), CLIENT_LEFT

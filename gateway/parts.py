@@ -1,0 +1,27 @@
+"""What one worker's HTTP application is made of, by the keys under which aiohttp keeps it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+
+from engine.settings.config import Config
+from gateway.backend import Backend
+from gateway.health import Shared
+from gateway.intake import Intake
+from gateway.native import Native
+from gateway.openai import OpenAI
+
+NATIVE, OPENAI = Native(), OpenAI()
+
+BACKEND = web.AppKey("backend", Backend)
+CONFIG = web.AppKey("config", Config)
+INTAKE = web.AppKey("intake", Intake)
+READY = web.AppKey("ready", Shared)
+RUNNING = web.AppKey("running", list)  # the requests being answered
+DRAINING = web.AppKey("draining", asyncio.Event)
+
+
+def served_name(app: web.Application) -> str:
+    return app[CONFIG].served_model_name or "default"
