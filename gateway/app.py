@@ -16,6 +16,7 @@ from aiohttp import web
 from engine import wire
 from engine.errors import EngineUnavailable, InvalidRequest, RequestError
 from engine.settings.config import Config
+from engine.settings.served import ServedModel
 from gateway import answers, facts, keys
 from gateway.answers import CALL, REQUEST_TIMEOUT
 from gateway.backend import Backend
@@ -25,7 +26,7 @@ from gateway.health import ANSWER_WITHIN_S, readiness
 from gateway.intake import Intake, Room
 from gateway.lasting import LastingBackend
 from gateway.openai import BASE
-from gateway.parts import BACKEND, CONFIG, DRAINING, INTAKE, NATIVE, OPENAI, READY, RUNNING, served_name
+from gateway.parts import BACKEND, CONFIG, DRAINING, INTAKE, NATIVE, OPENAI, READY, RUNNING, SERVED, served_name
 from gateway.protocol import Call, ClientProtocol, Exchange
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def make_app(backend: Backend, config: Config, request_timeout_s: float = REQUEST_TIMEOUT_S) -> web.Application:
     app = web.Application(middlewares=[accounted, errors_as_json], client_max_size=config.max_body_bytes)
     app[READY] = readiness(backend, ANSWER_WITHIN_S)
-    app[BACKEND] = LastingBackend(backend, app[READY])
+    app[SERVED] = ServedModel(config.run_path)
+    app[BACKEND] = LastingBackend(backend, app[READY], app[SERVED])
     app[CONFIG] = config
     app[REQUEST_TIMEOUT] = request_timeout_s
     app[INTAKE] = Intake.share_of_worker(config)

@@ -7,6 +7,7 @@ import asyncio
 from aiohttp import web
 
 from engine.settings.config import Config
+from engine.settings.served import ServedModel
 from gateway.backend import Backend
 from gateway.health import Shared
 from gateway.intake import Intake
@@ -19,9 +20,10 @@ BACKEND = web.AppKey("backend", Backend)
 CONFIG = web.AppKey("config", Config)
 INTAKE = web.AppKey("intake", Intake)
 READY = web.AppKey("ready", Shared)
+SERVED = web.AppKey("served", ServedModel)
 RUNNING = web.AppKey("running", list)  # the requests being answered
 DRAINING = web.AppKey("draining", asyncio.Event)
 
 
 def served_name(app: web.Application) -> str:
-    return app[CONFIG].served_model_name or "default"
+    return app[SERVED].now().name or app[CONFIG].served_model_name or "default"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.settings.config import STOPPING_FILE, Config
+from engine.settings.served import ServedModel
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class ServiceOptions:
     why_not_served: str = ""  # of a machine that only holds ranks: what requests are told
     stopping_file: Path | None = None  # the supervisor writes when requests are refused from
     drain_s: float = 30.0  # from then on, until the open ones are ended
+    is_first_model: bool = True  # of this run directory: no client can have a part of another's answer
 
     @classmethod
     def of(cls, config: Config) -> ServiceOptions:
@@ -34,4 +36,5 @@ class ServiceOptions:
             why_not_served=config.machines.why_not_served,
             stopping_file=config.run_path / STOPPING_FILE,
             drain_s=config.drain_timeout_s,
+            is_first_model=not ServedModel(config.run_path).now().id,
         )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 
+from engine.errors import EngineUnavailable
 from engine.link.client import EngineClient
 from engine.link.messages import STARTING
 from engine.serving.options import ServiceOptions
+from engine.settings.stopping import Stopping
 
 MAX_SILENCE_S = 2.0  # of an engine that is ready: it answers four times a second, also while it computes
 MIN_STEP_LIMIT_S = 5.0  # other processes may need the cores, too
-STOPPING = "the server is stopping"
 
 
 class Readiness:
@@ -21,12 +22,12 @@ class Readiness:
         self.is_draining = False  # nothing is taken any more
         self._client = client
         self._options = options
-        self._refuse_at: float | None = None  # the end of the server is announced
+        self._end: Stopping | None = None  # that is announced
 
     def why_not(self) -> str:
         """Empty when a request would be answered."""
-        if self.is_draining or self._refuse_at is not None:
-            return STOPPING
+        if self.is_draining or self._end:
+            return self.stopping.text
         if failure := self._client.failure():
             return failure
         if self._client.silent_s == float("inf"):
@@ -41,13 +42,19 @@ class Readiness:
             return f"the engine has been computing one step for {age_s:.0f} s"
         return ""
 
+    @property
+    def stopping(self) -> EngineUnavailable:
+        """What is told to those who are refused or ended by it."""
+        return EngineUnavailable(self._end.why if self._end else Stopping.why)
+
     def is_time_up(self) -> bool:
-        """Of an announced end of the server: for those who are still open. Triton would end their streams without a
-        final response, and begins to do so before it tells us. To be asked all the time."""
-        if self._refuse_at is None and self._options.stopping_file:
+        """Of an announced end: for those who are still open. Triton would end their streams without a final response,
+        and begins to do so before it tells us. To be asked all the time."""
+        if self._end is None and self._options.stopping_file:
             with contextlib.suppress(FileNotFoundError):
-                self._refuse_at = float(self._options.stopping_file.read_text())
-        if self._refuse_at is None:
+                self._end = Stopping.of(self._options.stopping_file.read_text())
+        if self._end is None:
             return False
-        self.is_draining |= time.monotonic() >= self._refuse_at
-        return time.monotonic() >= self._refuse_at + self._options.drain_s
+        now, refuse_at, end_at = time.monotonic(), self._end.refuse_at, self._end.end_at
+        self.is_draining |= now >= refuse_at
+        return now >= (refuse_at + self._options.drain_s if end_at is None else end_at)

@@ -14,20 +14,24 @@ LEAVE_WITHIN_S = 5.0  # the reply to the connection before
 
 
 class Resumption:
-    def __init__(self, tokenizer: Tokenizer, reader: PromptReader, replies: OpenReplies, kept: KeptAnswers):
+    """`is_first_model`: what is computed once more is what was computed, whoever computed it."""
+
+    def __init__(self, tokenizer: Tokenizer, reader: PromptReader, replies: OpenReplies, is_first_model: bool):
+        self.kept = KeptAnswers()
+        self._is_first_model = is_first_model
         self._tokenizer = tokenizer
         self._reader = reader
         self._replies = replies
-        self._kept = kept
 
     def asked(self, request: GenerationRequest) -> Asked:
         """With what is known of its answer. Raises UnknownAnswer when the client has a part of one that would not be
         the same again."""
         if request.resume_from is None:
             return Asked.now(request, self._reader.read(request), self._tokenizer)
-        asked = self._kept.take(request)
+        asked = self.kept.take(request)
         if asked is None:
-            if any(request.resume_from) and not request.answer_ids and not request.is_repeatable:
+            is_same = bool(request.answer_ids) or (request.is_repeatable and self._is_first_model)
+            if any(request.resume_from) and not is_same:
                 text = "The answer to {field} {value} is not known any more: ask again without `{resume_from}`"
                 raise UnknownAnswer(text, field="req_id", value=shown(request.req_id))
             asked = Asked.now(request, self._reader.read(request), self._tokenizer)

@@ -18,12 +18,11 @@ from engine import wire
 from engine.errors import Cancelled, EngineUnavailable, RequestError, as_request_error, waited_too_long
 from engine.link.client import EngineClient
 from engine.serving.admission import Admission
-from engine.serving.kept import KeptAnswers
 from engine.serving.latency import Latency
 from engine.serving.open_replies import OpenReplies
 from engine.serving.options import ServiceOptions
 from engine.serving.prompt import PromptReader
-from engine.serving.readiness import STOPPING, Readiness
+from engine.serving.readiness import Readiness
 from engine.serving.reply import Reply, Sender
 from engine.serving.resumption import Resumption
 from engine.serving.state import state_of
@@ -48,10 +47,9 @@ class Service:
         self._reader = reader
         self._options = options
         self._replies = OpenReplies()
-        self._kept = KeptAnswers()
         self._admission = Admission(client, self._replies, options)
         self.accounts = self._admission.accounts
-        self._resumption = Resumption(tokenizer, reader, self._replies, self._kept)
+        self._resumption = Resumption(tokenizer, reader, self._replies, options.is_first_model)
         self._readiness = Readiness(client, options)
         self._ready: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()  # replies with something to send
         self._closing = threading.Event()  # what is open does not go on
@@ -79,7 +77,7 @@ class Service:
             try:
                 self._intake.submit(self._accept, payload, sender, received)
             except RuntimeError:  # the pool is shut down
-                raise EngineUnavailable(STOPPING) from None
+                raise self._readiness.stopping from None
         except RequestError as error:
             self._refuse(error, None, sender, received)
 
@@ -134,7 +132,7 @@ class Service:
 
     def _check_open(self) -> None:
         if self._readiness.is_draining:
-            raise EngineUnavailable(STOPPING)
+            raise self._readiness.stopping
         if self._options.why_not_served:
             raise EngineUnavailable(self._options.why_not_served)
 
@@ -198,7 +196,7 @@ class Service:
     def _forget(self, reply: Reply) -> None:
         """Just before its final response, so that a client may use its req_id again as soon as it has that."""
         reply.cancel_all()  # no-op unless it ends early, at a stop string or a cancellation
-        self._kept.keep(reply.asked)
+        self._resumption.kept.keep(reply.asked)
         self._replies.remove(reply)
         reply.account.charge(0, reply.num_generated)
         reply.account.leave()
@@ -211,7 +209,7 @@ class Service:
             replies = self._replies.all()
             if self._readiness.is_time_up():
                 for reply in replies:
-                    reply.ended(EngineUnavailable(STOPPING))
+                    reply.ended(self._readiness.stopping)
                     reply.cancel_all()
             for reply in replies:
                 if reply.end_if_cancelled() or reply.end_if_late():

@@ -22,7 +22,7 @@ from engine.settings.setting import Setting, given, parse, port, setting
 # the Triton model reads it. The engine notes that it has computed tokens, the supervisor looks when it has ended.
 ENGINE_FAILED_FILE = "engine.failed"
 ENGINE_PROGRESS_FILE = "engine.progress"
-STOPPING_FILE = "stopping"  # from when on requests are refused, in seconds of the monotonic clock
+STOPPING_FILE = "stopping"  # engine.settings.stopping
 # There, too: the sockets; that of tritonserver in its folder, which is made anew at every start.
 ENGINE_SOCKET = "engine.sock"
 TRITON_FOLDER, TRITON_SOCKET = "triton", "grpc:1"
