@@ -25,7 +25,7 @@ ENGINE_PROGRESS_FILE = "engine.progress"
 STOPPING_FILE = "stopping"  # engine.settings.stopping
 # There, too: the sockets; that of tritonserver in its folder, which is made anew at every start.
 ENGINE_SOCKET = "engine.sock"
-TRITON_FOLDER, TRITON_SOCKET = "triton", "grpc:1"
+TRITON_FOLDER, TRITON_SOCKET = ".triton", "grpc:1"
 MAX_SOCKET_PATH = 107  # bytes, the kernel's sun_path
 
 
