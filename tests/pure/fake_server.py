@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.settings.config import Config
-from server_scripts import child
+from server_scripts import child, swap
 from server_scripts.child import ChildSpec
 from server_scripts.health import HealthMonitor
+from server_scripts.probe import ProbeError
 from server_scripts.report import Report
 from server_scripts.run_dir import Process, RunDir, State
 from server_scripts.serve import live
@@ -30,7 +31,7 @@ from server_scripts.takeover import left_running
 
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = Path(__file__).with_name("fake_child.py")
-READY = {"state": {"ready": True, "engine_silent_s": 0.0}}
+READY = {"state": {"ready": True, "engine_silent_s": 0.0, "num_open": 0}}
 TIMEOUT_S = 60.0
 
 
@@ -43,15 +44,19 @@ class FakeProbe:
     def _answers(self) -> dict:
         return json.loads(self._path.read_text())
 
-    def state(self) -> dict:
+    def state(self, timeout_s: float = 0.0) -> dict:
         with (self._path.parent / "asked").open("a") as file:
             file.write("!")
         if (state := self._answers().get("state")) is None:
-            raise RuntimeError("no answer from the model")
+            raise ProbeError("no answer from the model")
         return state
 
     def check_all_ports(self) -> None:
         if error := self._answers().get("check_error"):
+            raise RuntimeError(error)
+
+    def check_model(self) -> None:
+        if error := self._answers().get("model_error"):
             raise RuntimeError(error)
 
     def num_open(self) -> int:
@@ -175,6 +180,11 @@ def main(folder: Path, children: dict[str, str], options: dict) -> int:
     run_dir = a_run_dir(folder)
     lock = run_dir.lock()
     me = Process.of("supervisor", os.getpid())
+    swap.STOP_MARGIN_S = 0.5
+    # In place of a model's folder, what its engine is to do.
+    swap.all_specs = lambda config, graph_dir, label, run_dir: [
+        a_spec(name, graph_dir.name if name == "engine" else what, folder) for name, what in children.items()
+    ]
     supervisor = Supervisor(
         specs=[a_spec(name, what, folder) for name, what in children.items()],
         run_dir=run_dir,

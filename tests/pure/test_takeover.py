@@ -70,7 +70,9 @@ def test_a_supervisor_that_has_taken_over_may_be_killed_again(tmp_path):
         assert all(map(is_alive, before.values()))
 
 
-@pytest.mark.parametrize(("phase", "is_left"), [("ready", True), ("starting", False), ("stopping", False)])
+@pytest.mark.parametrize(
+    ("phase", "is_left"), [("ready", True), ("starting", False), ("changing", False), ("stopping", False)]
+)
 def test_only_what_was_ready_and_lives_is_worth_taking_over(tmp_path, phase, is_left):
     run_dir = a_run_dir(tmp_path)
     me = Process.of("engine", os.getpid())

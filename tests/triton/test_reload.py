@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -178,5 +179,6 @@ def test_what_was_begun_by_the_old_model_is_not_gone_on_with_by_the_new(server, 
     assert reloaded(server, make_checkpoint(tmp_path / "third", "mistral")).returncode == 0
     with pytest.raises(urllib.error.HTTPError) as refused:
         over_http(server, {**a_body("Hello", "begun"), "resume_from": 10})
-    assert refused.value.code == 404
+    with refused.value as answer:
+        assert answer.code == 404
     assert over_http(server, {**a_body("Hello", "begun"), "resume_from": 0})[-1]["tokens_all_ids"] != whole
