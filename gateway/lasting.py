@@ -43,7 +43,7 @@ class LastingBackend:
                         known.add(answer)
                         yield answer
                 return
-            except ModelUnreachable as error:
+            except EngineUnavailable as error:
                 await patience.wait(error, known)
                 asked = known.rest(body)
 
@@ -89,11 +89,17 @@ class Patience:
             await asyncio.sleep(LOOK_EVERY_S)
         self._model_id = served.id
 
-    async def wait(self, error: ModelUnreachable, known: Known) -> None:
+    def is_between_models(self, known: Known) -> bool:
+        """Too late for the one, too early for the other."""
+        return not known and self._served.now().is_changing
+
+    async def wait(self, error: EngineUnavailable, known: Known) -> None:
         """Until the model can be asked again, or for the timeout: whoever asks then is told what is wrong. Raises
         `error` when it is in vain, or when nothing was lost."""
-        if not known and self._served.now().is_changing:
-            return  # it has come too late for the one, and too early for the other
+        if self.is_between_models(known):
+            return
+        if not isinstance(error, ModelUnreachable):
+            raise error
         clock = asyncio.get_running_loop().time
         if isinstance(error, ModelLost):
             log.warning("the model server has lost a request, which will be asked again: %s", error)

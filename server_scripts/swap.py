@@ -81,7 +81,11 @@ def what_is_wanted(run_dir: RunDir) -> Wanted | None:
 def release(run_dir: RunDir) -> None:
     """Nobody waits any more, whichever model there is."""
     if (served := ServedModel(run_dir.path).now()).is_changing:
-        run_dir.write(SERVED_FILE, Served(served.id, served.name).text())
+        try:
+            run_dir.write(SERVED_FILE, Served(served.id, served.name).text())
+        except OSError as error:
+            log.error("%s could not be written: %s", SERVED_FILE, error)
+            (run_dir.path / SERVED_FILE).unlink()
 
 
 def change_model(supervisor: Supervisor, wanted: Wanted) -> None:
@@ -93,18 +97,17 @@ def change_model(supervisor: Supervisor, wanted: Wanted) -> None:
         said.lines.append(text)
         said.write(run_dir)
 
-    old_specs = [child.spec for child in supervisor.children]
+    old_specs, is_changed = [child.spec for child in supervisor.children], False
     old = Model(ServedModel(run_dir.path).now().id, state.model, state.fingerprint, old_specs)
     try:
         specs = all_specs(supervisor.config, Path(wanted.graph_dir), wanted.label, run_dir)
         new = Model(uuid.uuid4().hex, wanted.label, wanted.fingerprint, specs)
         is_changed = drain(supervisor, old, report) and replace(supervisor, old, new, report)
-        said.status = 0 if is_changed else 1
-    except (SetupError, OSError) as error:
+    except (SetupError, OSError) as error:  # of what is done before anything has ended
         report(f"failed: {error}")
     finally:
         release(run_dir)
-        said.status = said.status or (1 if said.status is None else 0)
+        said.status = 0 if is_changed else 1
         said.write(run_dir)
 
 
@@ -112,9 +115,9 @@ def drain(supervisor: Supervisor, old: Model, report: Callable[[str], None]) -> 
     """Who asks from now on waits. True when nothing is open any more, False when the server is asked to stop."""
     run_dir, drain_s = supervisor.run_dir, supervisor.config.drain_timeout_s
     end_at = time.monotonic() + drain_s
-    supervisor.set_phase("changing")  # it is nothing that another supervisor could take over
     run_dir.write(SERVED_FILE, Served(old.id, old.label, is_changing=True).text())
     run_dir.write(STOPPING_FILE, Stopping(end_at, WHY, end_at).text())
+    supervisor.set_phase("changing")  # it is nothing that another supervisor could take over
     report(f"new requests wait, open ones may end, for at most {drain_s:g} s")
     num_idle = 0
     while num_idle < NUM_IDLE and time.monotonic() < end_at + STOP_MARGIN_S and not supervisor.num_stop_signals:
@@ -123,16 +126,21 @@ def drain(supervisor: Supervisor, old: Model, report: Callable[[str], None]) -> 
             num_idle = 0 if supervisor.monitor.probe.state(OPEN_TIMEOUT_S)["num_open"] else num_idle + 1
         except ProbeError:
             num_idle = 0
-    return not supervisor.num_stop_signals
+    if supervisor.num_stop_signals:
+        supervisor.set_phase("ready")  # there are requests, which the stop waits for
+        return False
+    return True
 
 
 def replace(supervisor: Supervisor, old: Model, new: Model, report: Callable[[str], None]) -> bool:
     """False when the new model did not become ready: then it is the old one again, or the server is asked to stop."""
     report(f"ending {old.label}")
     end_model(supervisor)
-    install(supervisor, new)
     progress = StartProgress(supervisor, report)
     try:
+        # Now, so that who has a part of the old model's answer can never take it for the new one's.
+        supervisor.run_dir.write(SERVED_FILE, Served(new.id, new.label, is_changing=True).text())
+        install(supervisor, new)
         supervisor.bring_up(progress)
         if supervisor.num_stop_signals:
             return False
@@ -140,10 +148,12 @@ def replace(supervisor: Supervisor, old: Model, new: Model, report: Callable[[st
         return True
     except StartFailed as failure:
         progress.failed(failure)
+    except OSError as error:
+        report(f"failed: {error}")
     report(f"going back to {old.label}")
     end_model(supervisor)
     install(supervisor, old)
-    come_back(supervisor)
+    come_back(supervisor, old)
     if supervisor.seen.checked:
         report(f"{old.label} is ready again")
     return False
@@ -168,13 +178,14 @@ def install(supervisor: Supervisor, model: Model) -> None:
         else:
             child.spec = spec
     supervisor.state.model, supervisor.state.fingerprint = model.label, model.fingerprint
-    supervisor.run_dir.write(SERVED_FILE, Served(model.id, model.label, is_changing=True).text())
     probe = supervisor.monitor.probe
     supervisor.watch_with(supervisor.monitor.again(probe.check_model))  # the ports make a real request wait
 
 
-def come_back(supervisor: Supervisor) -> None:
+def come_back(supervisor: Supervisor, old: Model) -> None:
     """As after a crash: what ends is started again. Nobody waits longer than for a start."""
+    with contextlib.suppress(OSError):  # who has a part of an answer then is told that it cannot be gone on with
+        supervisor.run_dir.write(SERVED_FILE, Served(old.id, old.label, is_changing=True).text())
     supervisor.set_phase("changing")
     supervisor.start_all()
     deadline = time.monotonic() + supervisor.config.start_timeout_s

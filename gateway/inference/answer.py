@@ -17,6 +17,7 @@ from gateway.inference.request import payload_of, rewritten
 from gateway.lasting import Known, Patience
 
 PATIENCE_S = 300.0  # for a tritonserver that has died, and its engine
+UNAVAILABLE = b'"error_type": "engine_unavailable"'  # a text in it would have its quotes escaped
 ERROR_MESSAGE = b"\x0a"  # a response begins so when it is Triton's own word: tag 1, a text
 
 
@@ -33,6 +34,8 @@ async def lasting_responses(
                 async for response in inference.responses():
                     if response.startswith(ERROR_MESSAGE):
                         raise ModelLost("the process of the model has died")
+                    if UNAVAILABLE in response and patience.is_between_models(known):
+                        raise ModelUnreachable("the model has ended it before it was begun")
                     if glance := wire.glance_at(response):
                         patience.was_answered()
                         known.add(glance)

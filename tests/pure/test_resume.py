@@ -25,14 +25,19 @@ EXPECTED = answer(PROMPT, Sampling(ANSWER_LEN, temperature=0, seed=1))
 
 
 @pytest.fixture
-def service(tmp_path, monkeypatch):
+def options():
+    return ServiceOptions()
+
+
+@pytest.fixture
+def service(tmp_path, monkeypatch, options):
     monkeypatch.setattr(client_module, "PING_INTERVAL_S", 0.01)
     monkeypatch.setattr(service_module, "MIN_CANCEL_POLL_S", 0.002)
     write_tokenizer(tmp_path)
     tokenizer = Tokenizer.load(tmp_path)
     reader = PromptReader(tokenizer, vocab_size=2**31 - 1, model_len=160, max_seq_len=80, max_dec_len=120)
     address = a_free_address()
-    service = Service(tokenizer, reader, EngineClient(address), ServiceOptions())
+    service = Service(tokenizer, reader, EngineClient(address), options)
     with an_engine_process(address, step_s=0.002):
         yield service
         service.close(drain_s=0)
@@ -137,6 +142,18 @@ def test_an_answer_that_is_not_known_and_would_be_another_is_refused(service):
     error = ask(service, "b", resume_from=1, infer_seed=None, temperature=1).final
     assert (error["error_code"], error["error_type"]) == (404, "unknown_answer")
     assert error["error_msg"] == 'The answer to req_id "b" is not known any more: ask again without `resume_from`'
+
+
+@pytest.mark.parametrize("options", [ServiceOptions(is_first_model=False)])
+def test_where_there_was_another_model_nobody_goes_on_with_an_answer_of_which_only_the_length_is_told(service):
+    assert ask(service, resume_from=10).final["error_type"] == "unknown_answer"
+    known = ask(service, resume_from=10, answer_ids=EXPECTED[:10])
+    assert known.final["tokens_all_ids"] == EXPECTED
+    whole = ask(service, "b", resume_from=0)
+    assert whole.final["tokens_all_ids"] == EXPECTED
+    again = ask(service, "b", resume_from=10)  # it is kept, so it is of this model
+    assert again.final["tokens_all_ids"] == EXPECTED
+    assert token_ids_of(again) == EXPECTED[10:]
 
 
 def test_after_a_while_an_answer_is_forgotten(service, monkeypatch):

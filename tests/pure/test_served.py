@@ -6,14 +6,18 @@ import time
 
 import pytest
 
+from engine.errors import EngineUnavailable
 from engine.settings.served import SERVED_FILE, Served, ServedModel
+from engine.wire import Failure, write_answer
 from gateway import lasting
 from gateway.backend import ModelLost, ModelUnreachable
+from server_scripts.swap import WHY
 from tests.pure.gateway_fake import WAIT, FakeBackend, openai_client, running
 from tests.pure.inference_fake import a_client, a_request, a_response, answers, serving
 
 CHAT = "/v1/chat/completions"
 LOST, GONE = ModelLost("the model server has gone"), ModelUnreachable("nobody there")
+ENDED = EngineUnavailable(WHY)  # the old model has not begun it within the drain timeout
 ASKED = {"text": "Hi", "req_id": "r"}
 
 
@@ -70,7 +74,7 @@ def test_a_new_request_waits_until_the_model_has_changed(tmp_path, write):
             assert [model.id for model in client.models.list()] == ["new"]
 
 
-@pytest.mark.parametrize("error", [LOST, GONE])
+@pytest.mark.parametrize("error", [LOST, GONE, ENDED])
 def test_one_that_came_between_the_models_is_asked_of_the_next(tmp_path, write, error):
     backend = FakeBackend("a", WAIT)
     backend.scripts = [(WAIT, error), ("a", "b")]
@@ -115,10 +119,12 @@ def test_an_answer_that_was_begun_goes_on_with_its_own_model_or_not_at_all(tmp_p
 
 
 class Triton:
-    """Answers every request with one token."""
+    """Answers every request with one token, but the first so many with an error, as the model is changed just then."""
 
-    def __init__(self):
+    def __init__(self, write, num_ended=0):
         self.num_requests = 0
+        self._write = write
+        self._num_ended = num_ended
 
     def __getattr__(self, name):  # of the service's other methods none is asked
         if name[0].isupper():
@@ -128,20 +134,25 @@ class Triton:
     async def ModelStreamInfer(self, requests, context):  # noqa: N802
         async for request in requests:
             self.num_requests += 1
-            yield a_response(b'[{"is_end": 1, "token_ids": [1], "send_idx": 0}]', request.id)
+            answer = b'[{"index": 0, "is_end": 1, "token_ids": [1]}]'
+            if self.num_requests <= self._num_ended:
+                self._write("", "old", is_changing=True)
+                answer = write_answer(Failure(ENDED))
+            yield a_response(answer, request.id)
 
 
-def test_over_grpc_new_requests_wait_too(tmp_path, write):
-    triton = Triton()
-    write("", "old", is_changing=True)
+@pytest.mark.parametrize("num_ended", [0, 1])
+def test_over_grpc_new_requests_wait_and_what_the_old_model_has_not_begun_is_the_new_ones(tmp_path, write, num_ended):
+    triton = Triton(write, num_ended)
+    write("", "old", is_changing=not num_ended)
 
     async def ask():
         async with serving(tmp_path, triton) as (_, port), a_client(port) as client:
-            asking = asyncio.ensure_future(answers(client.ModelStreamInfer(iter([a_request("r")]))))
+            asking = asyncio.ensure_future(answers(client.ModelStreamInfer(iter([a_request("r", req_id="r")]))))
             await asyncio.sleep(0.3)
-            assert not asking.done() and triton.num_requests == 0
+            assert not asking.done() and triton.num_requests == num_ended
             write("new id", "new")
             return await asyncio.wait_for(asking, 60)
 
-    [(_, _, error)] = asyncio.run(ask())
-    assert not error and triton.num_requests == 1
+    [(_, [answer], error)] = asyncio.run(ask())
+    assert (answer["token_ids"], error, triton.num_requests) == ([1], "", num_ended + 1)

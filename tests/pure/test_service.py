@@ -498,6 +498,19 @@ def test_an_announced_end_turns_readiness_off_then_refuses_then_ends_what_is_ope
     assert probe(service)["reason"] == "the server is stopping"
 
 
+def test_an_announced_end_may_say_why_and_when_what_is_open_is_ended(make, engine, tmp_path):
+    path, end_at = tmp_path / "stopping", time.monotonic() + 0.5
+    service = make(stopping_file=path, drain_s=PATIENCE_S)
+    path.write_text(Stopping(end_at, "another model comes", end_at).text())
+    wait_until(lambda: service.not_ready_reason() == "another model comes")
+    open_one, short_one = service.ask([1], "open"), service.ask([2], "short")
+    engine.give([2], b"b", "length")
+    assert short_one.final["tokens_all"] == "b"
+    assert open_one.final["error_msg"] == "another model comes"
+    assert time.monotonic() > end_at
+    assert service.ask([3], "late").final["error_msg"] == "another model comes"
+
+
 def test_a_stop_waits_for_open_requests_and_refuses_new_ones(service, engine):
     open_one = service.ask([1], "open")
     engine.listener_of([1])
