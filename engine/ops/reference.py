@@ -175,7 +175,7 @@ def paged_attention(  # noqa: PLR0913 - the inputs of the catalogue, in its orde
             kv_cache[block, :, :, position % block_size] = key[row], value[row]
         for position, row in enumerate(rows, context_len):
             seen = block_tables[b, : position // block_size + 1]
-            out[row] = _attend(query[row] * scale, kv_cache[seen], position + 1)
+            out[row] = _attend(query[row] * np.float32(scale), kv_cache[seen], position + 1)
     return out.reshape(len(qkv), num_heads * head_dim), kv_cache
 
 
@@ -194,15 +194,21 @@ def from_cached_int8(rows: np.ndarray) -> np.ndarray:
 
 
 def _attend(query: np.ndarray, blocks: np.ndarray, num_positions: int) -> np.ndarray:
-    """One token: query [Hq, D] over the first positions of blocks [n, 2, Hkv, block_size, D]."""
+    """One token: query [Hq, D] over the first positions of blocks [n, 2, Hkv, block_size, D], block by block."""
+    rounded = (lambda x: from_bf16(to_bf16(x.astype(np.float32)))) if blocks.dtype == np.uint16 else (lambda x: x)
     numbers = from_cached_int8(blocks) if blocks.dtype == np.int8 else as_f32(blocks)
-    wide = np.moveaxis(numbers, 0, 2).astype(np.float64)  # [2, Hkv, n, block_size, D]
-    keys, values = wide.reshape(*wide.shape[:2], -1, wide.shape[-1])[:, :, :num_positions]
-    grouped = query.reshape(len(keys), -1, query.shape[-1])  # [Hkv, heads a group, D]
-    scores = np.einsum("hgd,hpd->hgp", grouped, keys)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
-    return np.einsum("hgp,hpd->hgd", weights, values).reshape(query.shape)
+    grouped = rounded(query).reshape(numbers.shape[2], -1, query.shape[-1])  # [Hkv, heads a group, D]
+    largest = np.full((*grouped.shape[:2], 1), -np.inf)
+    total, out = np.zeros_like(largest), np.zeros(grouped.shape)
+    block_size = numbers.shape[3]
+    for i, (keys, values) in enumerate(numbers.astype(np.float64)):
+        count = min(block_size, num_positions - i * block_size)
+        scores = np.einsum("hgd,hpd->hgp", grouped, keys[:, :count])
+        before, largest = largest, np.maximum(largest, scores.max(axis=-1, keepdims=True))
+        weights, keep = rounded(np.exp(scores - largest)), np.exp(before - largest)
+        total = total * keep + weights.sum(axis=-1, keepdims=True)
+        out = out * keep + np.einsum("hgp,hpd->hgd", weights, values[:, :count])
+    return (out / total).reshape(query.shape)
 
 
 def swiglu(gate_up: np.ndarray) -> np.ndarray:

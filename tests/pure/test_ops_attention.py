@@ -31,8 +31,12 @@ def test_paged_attention_matches_reference(isa, batch):
     expected_cache, cache = batch.kv_cache.copy(), batch.kv_cache.copy()
     expected = batch.run(reference, expected_cache)
     found = batch.run(cpu.load(isa), cache)
-    assert np.abs(found - expected).max() < 3e-6
-    if batch.dtype == "bf16":  # a rotated key may fall on the other side of a rounding border
+    error = np.abs(found - expected)
+    if batch.dtype == "bf16":  # what is rounded may fall on the other side of a border
+        assert error.max() < 2e-3 and error.mean() < 1e-4
+    else:
+        assert error.max() < 3e-6
+    if batch.dtype == "bf16":
         cache, expected_cache = from_bf16(cache), from_bf16(expected_cache)
         assert np.mean(cache != expected_cache) < 1e-3
         assert np.allclose(cache, expected_cache, rtol=2**-7)
@@ -44,10 +48,11 @@ def test_paged_attention_matches_reference(isa, batch):
         assert np.allclose(cache, expected_cache, rtol=1e-6, atol=1e-6)
 
 
-def test_positions_beyond_a_token_are_never_read(isa):
+@pytest.mark.parametrize(("dtype", "nan"), [("f32", np.nan), ("bf16", 0x7FC0), ("int8", -1)])
+def test_positions_beyond_a_token_are_never_read(isa, dtype, nan):
     """A block is handed on as it is: whatever an earlier owner left must not reach the answer."""
-    batch = PagedBatch([0, 13], [11, 1], num_heads=6)
-    clean, dirty = np.zeros_like(batch.kv_cache), np.full_like(batch.kv_cache, np.nan)
+    batch = PagedBatch([0, 13], [11, 1], num_heads=6, dtype=dtype)
+    clean, dirty = np.zeros_like(batch.kv_cache), np.full_like(batch.kv_cache, nan)
     for position in range(13):
         block = batch.block_tables[1, position // 8]
         dirty[block, :, :, position % 8] = clean[block, :, :, position % 8]

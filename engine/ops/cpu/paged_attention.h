@@ -70,6 +70,30 @@ inline vec load_cached(const int8_t* row, int64_t d, int n, int64_t dim) {
   return load_n(row + d, n) * widen(scale);
 }
 
+// What queries and weights are multiplied as: with a bf16 cache they are rounded to bf16, and where there are products of
+// pairs of these, keys and values lie in pairs, too, each pair in the place of a float32.
+template <class Cache>
+struct Factor {
+  static constexpr bool is_rounded = sizeof(Cache) == 2;
+  using type = float;
+};
+inline vec add_product(const float* a, int64_t k, vec b, vec sums) { return fma(set1(a[k]), b, sums); }
+inline int64_t num_products(const float*, int64_t depth) { return depth; }
+
+#ifdef __AVX512BF16__
+template <>
+struct Factor<uint16_t> {
+  static constexpr bool is_rounded = true;
+  using type = uint16_t;
+};
+inline vec add_product(const uint16_t* a, int64_t k, vec b, vec sums) {
+  int32_t pair;
+  memcpy(&pair, a + 2 * k, sizeof pair);
+  return dot_bf16((bf16_vec)_mm512_set1_epi32(pair), (bf16_vec)b, sums);
+}
+inline int64_t num_products(const uint16_t*, int64_t depth) { return depth / 2; }
+#endif
+
 template <class Cache>
 void write_token(const AttentionArgs<Cache>& a, int64_t request, int64_t t, float* rotated) {
   const int64_t position = a.context_lens[request] + t - a.query_starts[request];
@@ -103,29 +127,34 @@ struct Ahead {
 
 // c[i, :] = c[i, :] * keep[i] + sum_k a[i, k] * b[k, :] for M rows and V vectors; keep null: c starts at 0.
 // The sum runs over k in order, whatever M and V are.
-template <int M, int V>
-inline void sum_tile(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c,
+template <int M, int V, class A>
+inline void sum_tile(const A* a, int64_t a_stride, const float* b, int64_t b_stride, float* c,
                      int64_t c_stride, int64_t depth, const float* keep, Ahead& ahead) {
   vec sums[M][V] = {};
   if (keep)
     for (int i = 0; i < M; i++)
       for (int v = 0; v < V; v++) sums[i][v] = load(c + i * c_stride + v * W) * keep[i];
-  for (int64_t k = 0; k < depth; k++) {
-    ahead.step();
+  const int64_t count = num_products(a, depth);
+  auto add = [&](int64_t k, int_vec wanted) {
     vec columns[V];
 #pragma GCC unroll 8
-    for (int v = 0; v < V; v++) columns[v] = load(b + k * b_stride + v * W);
+    for (int v = 0; v < V; v++) columns[v] = (vec)((int_vec)load(b + k * b_stride + v * W) & wanted);
 #pragma GCC unroll 8
     for (int i = 0; i < M; i++)
 #pragma GCC unroll 8
-      for (int v = 0; v < V; v++) sums[i][v] = fma(set1(a[i * a_stride + k]), columns[v], sums[i][v]);
+      for (int v = 0; v < V; v++) sums[i][v] = add_product(a + i * a_stride, k, columns[v], sums[i][v]);
+  };
+  for (int64_t k = 0; k < count; k++) {
+    ahead.step();
+    add(k, ~int_vec());
   }
+  if (sizeof(A) == 2 && depth % 2) add(count, int_vec() + 0xffff);  // one without the other: it may be anything
   for (int i = 0; i < M; i++)
     for (int v = 0; v < V; v++) store(c + i * c_stride + v * W, sums[i][v]);
 }
 
-template <int M>
-inline void sum_strip(const float* a, int64_t a_stride, const float* b, float* c, int64_t width,
+template <int M, class A>
+inline void sum_strip(const A* a, int64_t a_stride, const float* b, float* c, int64_t width,
                       int64_t depth, const float* keep, Ahead& ahead) {
   int64_t j = 0;
   for (; j + kSumVecs * W <= width; j += kSumVecs * W)
@@ -134,7 +163,8 @@ inline void sum_strip(const float* a, int64_t a_stride, const float* b, float* c
 }
 
 // As sum_tile for any number of rows; b and c have `width` columns, a multiple of W.
-inline void sum_rows(const float* a, int64_t a_stride, const float* b, float* c, int64_t width, int64_t depth,
+template <class A>
+inline void sum_rows(const A* a, int64_t a_stride, const float* b, float* c, int64_t width, int64_t depth,
                      const float* keep, int64_t rows, Ahead& ahead) {
   int64_t i = 0;
   auto strip = [&](auto rows_at_once) {
@@ -149,12 +179,16 @@ inline void sum_rows(const float* a, int64_t a_stride, const float* b, float* c,
 }
 
 // The rows of one task: `count` query tokens times the heads that share one key/value head.
+template <class Factor>
 struct AttentionRows {
   int64_t key_width, value_width;  // block_size and head_dim, rounded up to W
   float *keys, *values;            // one block: [D, key_width] and [block_size, value_width]
-  float *query, *weights, *sums;   // [rows, D], [rows, key_width], [rows, value_width]
+  Factor *query, *factors;         // [rows, D]; [rows, key_width], the weights as they are multiplied
+  float *weights, *sums;           // [rows, key_width], [rows, value_width]
   float *largest, *total, *keep;   // [rows]: of the online softmax; `keep` rescales what came before
 };
+template <class Cache>
+using RowsOf = AttentionRows<typename Factor<Cache>::type>;
 
 // One block of a request's keys and values; the first `count` rows are written.
 template <class Cache>
@@ -166,7 +200,7 @@ struct Block {
 
 // keys[d, i] = K[i, d] for W positions i from `first` on; those at `count` and beyond are zero.
 template <class Cache>
-inline void turn_keys(const Cache* from, const AttentionRows& r, int64_t first, int64_t count, int64_t dim,
+inline void turn_keys(const Cache* from, const AttentionRows<float>& r, int64_t first, int64_t count, int64_t dim,
                       int64_t width) {
   for (int64_t d = 0; d < dim; d += W) {
     const int n = static_cast<int>(min(W, dim - d));
@@ -179,9 +213,9 @@ inline void turn_keys(const Cache* from, const AttentionRows& r, int64_t first, 
   }
 }
 
-// Pairs of bf16 are turned as if they were one float, then parted.
-inline void turn_keys(const uint16_t* from, const AttentionRows& r, int64_t first, int64_t count, int64_t dim,
-                      int64_t) {
+// Pairs of bf16 are turned as if they were one float; put(d, pairs) gets those of K[.., d] and K[.., d + 1].
+template <class Put>
+inline void turn_pairs(const uint16_t* from, int64_t first, int64_t count, int64_t dim, Put put) {
   for (int64_t d = 0; d < dim; d += 2 * W) {
     const int n = static_cast<int>(min(W, (dim - d) / 2));
     vec square[W];
@@ -191,25 +225,71 @@ inline void turn_keys(const uint16_t* from, const AttentionRows& r, int64_t firs
       square[j] = first + j < count ? load_n(pairs, n) : set1(0.0f);
     }
     transpose(square);
-    for (int j = 0; j < n; j++) {
-      float* to = r.keys + (d + 2 * j) * r.key_width + first;
-      store(to, (vec)((int_vec)square[j] << 16));
-      store(to + r.key_width, (vec)((int_vec)square[j] & static_cast<int32_t>(0xffff0000)));
-    }
+    for (int j = 0; j < n; j++) put(d + 2 * j, square[j]);
   }
 }
+inline void turn_keys(const uint16_t* from, const AttentionRows<float>& r, int64_t first, int64_t count, int64_t dim,
+                      int64_t) {
+  turn_pairs(from, first, count, dim, [&](int64_t d, vec pairs) {
+    float* to = r.keys + d * r.key_width + first;
+    store(to, (vec)((int_vec)pairs << 16));
+    store(to + r.key_width, (vec)((int_vec)pairs & static_cast<int32_t>(0xffff0000)));
+  });
+}
+#ifdef __AVX512BF16__
+inline void turn_keys(const uint16_t* from, const AttentionRows<uint16_t>& r, int64_t first, int64_t count,
+                      int64_t dim, int64_t) {
+  turn_pairs(from, first, count, dim,
+             [&](int64_t d, vec pairs) { store(r.keys + d / 2 * r.key_width + first, pairs); });
+}
+#endif
 
 // values[i, d] = V[i, d]
 template <class Cache>
-inline void widen_values(const Cache* from, const AttentionRows& r, int64_t count, int64_t dim, int64_t width) {
+inline void widen_values(const Cache* from, const AttentionRows<float>& r, int64_t count, int64_t dim, int64_t width) {
   for (int64_t i = 0; i < count; i++)
     for_lanes(dim, [&](int64_t d, int n) {
       store(r.values + i * r.value_width + d, load_cached(from + i * width, d, n, dim));
     });
 }
 
+#ifdef __AVX512BF16__
+// values[i / 2, d] = the pair V[i, d], V[i + 1, d]
+inline void widen_values(const uint16_t* from, const AttentionRows<uint16_t>& r, int64_t count, int64_t dim, int64_t) {
+  for (int64_t i = 0; i < count; i += 2)
+    for_lanes(dim, [&](int64_t d, int n) {
+      const vec second = i + 1 < count ? load_n(from + (i + 1) * dim + d, n) : set1(0.0f);
+      const __m512i first = _mm512_srli_epi32((__m512i)load_n(from + i * dim + d, n), 16);
+      store(r.values + i / 2 * r.value_width + d, (vec)_mm512_or_si512(first, (__m512i)second));
+    });
+}
+template <class Cache>
+inline vec store_weights(uint16_t* to, vec exact) {  // which are no denormal numbers
+  const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(exact);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), rounded);
+  return widen(rounded);
+}
+inline void store_query(const float* from, uint16_t* to, int64_t dim, bool) {
+  for_lanes(dim, [=](int64_t d, int n) { store_bf16(to + d, load_n(from + d, n), n); });
+}
+#endif
+// Returns them as they are multiplied.
+template <class Cache>
+inline vec store_weights(float* to, vec exact) {
+  const vec weights = Factor<Cache>::is_rounded ? round_to_bf16(exact) : exact;
+  store(to, weights);
+  return weights;
+}
+inline void store_query(const float* from, float* to, int64_t dim, bool is_rounded) {
+  for_lanes(dim, [=](int64_t d, int n) {
+    const vec exact = load_n(from + d, n);
+    store_n(to + d, is_rounded ? round_to_bf16(exact) : exact, n);
+  });
+}
+
 // One row of the online softmax: scores -> weights over the block's first `count` positions.
-inline void soften(const AttentionRows& r, int64_t row, int64_t count) {
+template <class Cache>
+inline void soften(const RowsOf<Cache>& r, int64_t row, int64_t count) {
   float* weights = r.weights + row * r.key_width;
   vec block_largest = set1(-INFINITY);
   for_lanes(count, [&](int64_t i, int n) {
@@ -219,11 +299,10 @@ inline void soften(const AttentionRows& r, int64_t row, int64_t count) {
   const float now = block_max > before ? block_max : before;
   vec total = set1(0.0f);
   for_lanes(count, [&](int64_t i, int n) {
-    const vec weight = keep_first(exp(load(weights + i) - now), n, set1(0.0f));
-    store(weights + i, weight);
-    total += weight;
+    const vec exact = keep_first(exp<false>(load(weights + i) - now), n, set1(0.0f));
+    total += store_weights<Cache>(r.factors + row * r.key_width + i, exact);
   });
-  r.keep[row] = exp(set1(before - now))[0];
+  r.keep[row] = exp<false>(set1(before - now))[0];
   r.largest[row] = now;
   r.total[row] = r.total[row] * r.keep[row] + sum(total);
 }
@@ -231,7 +310,7 @@ inline void soften(const AttentionRows& r, int64_t row, int64_t count) {
 // Adds the part of the block that begins at position `start` to every row that sees it.
 // Row j * group + g is head g of query token j, which has position `first_position` + j.
 template <class Cache>
-inline void add_block(const AttentionArgs<Cache>& a, const AttentionRows& r, const Block<Cache>& block,
+inline void add_block(const AttentionArgs<Cache>& a, const RowsOf<Cache>& r, const Block<Cache>& block,
                       int64_t first_position, int64_t num_tokens) {
   const int64_t group = a.group(), dim = a.head_dim;
   const int64_t seen_from = block.start > first_position ? block.start - first_position : 0;
@@ -244,29 +323,33 @@ inline void add_block(const AttentionArgs<Cache>& a, const AttentionRows& r, con
   for (int64_t j = seen_from; j < num_tokens;) {
     const int64_t count = min(a.block_size, first_position + j + 1 - block.start);
     const int64_t alike = count == a.block_size ? num_tokens - j : 1;  // tokens that see as much of it
-    for (int64_t i = j * group; i < (j + alike) * group; i++) soften(r, i, count);
-    sum_rows(r.weights + j * group * r.key_width, r.key_width, r.values, r.sums + j * group * r.value_width,
+    for (int64_t i = j * group; i < (j + alike) * group; i++) soften<Cache>(r, i, count);
+    sum_rows(r.factors + j * group * r.key_width, r.key_width, r.values, r.sums + j * group * r.value_width,
              r.value_width, count, r.keep + j * group, alike * group, next_values);
     j += alike;
   }
 }
 
 template <class Cache>
-AttentionRows carve_scratch(const AttentionArgs<Cache>& a, int64_t rows) {
-  AttentionRows r;
+RowsOf<Cache> carve_scratch(const AttentionArgs<Cache>& a, int64_t rows) {
+  RowsOf<Cache> r;
   r.key_width = round_up(a.block_size, W);
   r.value_width = round_up(a.head_dim, W);
   const int64_t padded = round_up(rows, 16);
   const int64_t sizes[] = {a.head_dim * r.key_width, a.block_size * r.value_width, rows * a.head_dim,
-                           rows * r.key_width,       rows * r.value_width,         padded, padded, padded};
-  float** parts[] = {&r.keys, &r.values, &r.query, &r.weights, &r.sums, &r.largest, &r.total, &r.keep};
+                           rows * r.key_width,       rows * r.key_width,           rows * r.value_width,
+                           padded,                   padded,                       padded};
+  float *query, *factors;
+  float** parts[] = {&r.keys, &r.values, &query, &factors, &r.weights, &r.sums, &r.largest, &r.total, &r.keep};
   int64_t total = 0;
   for (const int64_t size : sizes) total += round_up(size, 16);
   auto* memory = static_cast<float*>(llm_scratch(1, sizeof(float) * static_cast<size_t>(total)));
-  for (int i = 0; i < 8; i++) {
+  for (int i = 0; i < 9; i++) {
     *parts[i] = memory;
     memory += round_up(sizes[i], 16);
   }
+  r.query = reinterpret_cast<typename Factor<Cache>::type*>(query);
+  r.factors = reinterpret_cast<typename Factor<Cache>::type*>(factors);
   return r;
 }
 
@@ -275,11 +358,12 @@ template <class Cache>
 void attend(const AttentionArgs<Cache>& a, int64_t request, int64_t first, int64_t count, int64_t kv_head) {
   const int64_t group = a.group(), rows = count * group, dim = a.head_dim;
   const int64_t head = kv_head * group, start = a.query_starts[request];
-  const AttentionRows r = carve_scratch(a, rows);
+  const RowsOf<Cache> r = carve_scratch(a, rows);
   for (int64_t i = 0; i < rows; i++) {
     const int64_t t = start + first + i / group;
-    rotate(a.qkv + t * a.qkv_width() + (head + i % group) * dim, a.angles(t), r.query + i * dim, dim,
-           a.rotary_dim, a.scale);
+    float* rotated = r.sums + i * r.value_width;
+    rotate(a.qkv + t * a.qkv_width() + (head + i % group) * dim, a.angles(t), rotated, dim, a.rotary_dim, a.scale);
+    store_query(rotated, r.query + i * dim, dim, Factor<Cache>::is_rounded);
     r.largest[i] = -INFINITY;
     r.total[i] = 0.0f;
   }

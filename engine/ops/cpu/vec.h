@@ -73,8 +73,10 @@ inline float widen(uint16_t bf16) {
 }
 
 // exp(x), relative error < 2e-7; 0 below -87.3, infinite above 88.3. Every lane is computed alike.
+template <bool kIsPositive = true>  // false: it is known that x <= 0
 inline vec exp(vec x) {
-  vec clamped = x > 88.3f ? set1(88.3f) : x;
+  vec clamped = x;
+  if (kIsPositive) clamped = x > 88.3f ? set1(88.3f) : x;
   clamped = clamped < -87.3f ? set1(-87.3f) : clamped;
   const vec magic = set1(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
   const vec shifted = fma(clamped, set1(1.44269504f), magic);
@@ -89,7 +91,8 @@ inline vec exp(vec x) {
   y = fma(y, r, set1(5.00000000e-1f));
   y = fma(y, r * r, r) + 1.0f;
   const vec scaled = (vec)((int_vec)y + ((int_vec)shifted << 23));
-  const vec not_large = x > 88.3f ? set1(INFINITY) : scaled;
+  vec not_large = scaled;
+  if (kIsPositive) not_large = x > 88.3f ? set1(INFINITY) : scaled;
   return x < -87.3f ? set1(0.0f) : not_large;
 }
 
