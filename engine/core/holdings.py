@@ -83,7 +83,7 @@ class Holdings:
 
     def publish(self, request: Request) -> None:
         """Makes the blocks that have become full findable."""
-        count = request.num_computed // self.pool.block_size
+        count = min(request.num_computed, len(request.token_ids)) // self.pool.block_size  # a token may be pending
         if count > request.num_published and self.pool.caching:
             keys = self._keys(request, count)
             for index in range(request.num_published, count):
@@ -101,7 +101,7 @@ class Holdings:
         request.has_shared_tail = False
 
     def settle(self) -> None:
-        """The step has ended."""
+        """A step has ended. One that was launched meanwhile may still write these blocks, but before any later one."""
         for blocks in self._retired:
             self.pool.give_back(blocks)
         self._retired.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import asdict, dataclass
 
 from engine.core.block_pool import BlockPool
@@ -34,8 +35,8 @@ class Loop:
         pool = BlockPool(num_blocks, executor.block_size, config.enable_prefix_caching)
         limits = Limits(config.batch_size, config.max_step_tokens, config.block_ratio, config.max_cached_task_num)
         self.scheduler = Scheduler(pool, limits, _drafter(config))
-        self._step: Step | None = None  # the one that was launched
-        self._launched_at = 0.0
+        self._steps: deque[tuple[Step, float]] = deque()  # those that were launched, and when
+        self._collected_at = 0.0
         self._num_steps = self._num_dropped = 0
         self._step_time_s = 0.0
 
@@ -55,14 +56,12 @@ class Loop:
 
     def turn(self) -> list[Update]:
         """Waits for the step that runs, launches the next one, and returns what the first has brought: it can be sent
-        while the second runs. Empty when nothing ran."""
-        updates = self._collect() if self._step else []
-        batch = self.scheduler.next_batch()
-        if batch is None:
+        while the second runs. Empty when nothing ran. Where the executor can, launches first and waits then."""
+        if self._steps and self.executor.runs_ahead and self.scheduler.may_run_ahead():
+            self._launch()
+        updates = self._collect() if self._steps else []
+        if not self._steps and not self._launch():
             assert self.is_idle, "requests wait and none can be computed"
-        else:
-            self._launched_at = time.monotonic()
-            self._step = self.executor.launch(batch)
         return updates
 
     def stats(self) -> dict[str, float]:
@@ -80,11 +79,17 @@ class Loop:
         )
         return asdict(stats)
 
+    def _launch(self) -> bool:
+        batch = self.scheduler.next_batch()
+        if batch is not None:
+            self._steps.append((self.executor.launch(batch), time.monotonic()))
+        return batch is not None
+
     def _collect(self) -> list[Update]:
-        assert self._step
-        output = self._step.result()
-        self._step = None
-        self._step_time_s += time.monotonic() - self._launched_at
+        step, launched_at = self._steps.popleft()
+        output = step.result()
+        began, self._collected_at = max(launched_at, self._collected_at), time.monotonic()
+        self._step_time_s += self._collected_at - began
         self._num_steps += 1
         updates = self.scheduler.apply(output)
         self._check_when_idle()

@@ -53,7 +53,18 @@ class Config:
     export_cache_dir: str = setting(
         "~/.cache/llm-server/exported", "EXPORT_CACHE_DIR", "where checkpoints are exported to, once each"
     )
-    device: str = setting("cpu", "DEVICE", "what runs the graph", choices=("cpu",))
+    device: str = setting(
+        "auto",
+        "DEVICE",
+        "what runs the graph; `auto`: a GPU if torch is installed and sees one",
+        choices=("auto", "cpu", "gpu"),
+    )
+    load_format: str = setting(
+        "auto",
+        "LOAD_FORMAT",
+        "`dummy`: export from config.json alone, with random weights drawn on the GPU",
+        choices=("auto", "dummy"),
+    )
     dtype: str = setting(
         "auto",
         "DTYPE",
@@ -90,9 +101,25 @@ class Config:
     kv_cache_memory_fraction: float = setting(
         0.5,
         "KV_CACHE_MEMORY_FRACTION",
-        "with BLOCK_BS unset: share of the free memory for KV blocks",
+        "with BLOCK_BS unset: share of the free memory for KV blocks, on the CPU",
         minimum=0.01,
         maximum=0.95,
+    )
+    gpu_memory_utilization: float = setting(
+        0.9,
+        "GPU_MEMORY_UTILIZATION",
+        "with BLOCK_BS unset: share of the GPU's memory for weights, steps and KV blocks together",
+        minimum=0.01,
+        maximum=0.99,
+    )
+    num_gpu_blocks_override: int | None = setting(
+        None, "NUM_GPU_BLOCKS_OVERRIDE", "KV blocks on a GPU, whatever the rules above say", minimum=1
+    )
+    use_cudagraph: bool = setting(True, "USE_CUDAGRAPH", "record decode steps on a GPU once and replay them")
+    cudagraph_capture_sizes: str = setting(
+        "1,2,4,8,16,24,32,48,64,96,128,160,192,224,256",
+        "CUDAGRAPH_CAPTURE_SIZES",
+        "batch sizes that are recorded, up to BATCH_SIZE; a batch takes the next larger one",
     )
     max_cached_task_num: int = setting(
         128, "MAX_CACHED_TASK_NUM", "waiting requests; beyond, new ones are refused", minimum=1
@@ -210,6 +237,12 @@ class Config:
                 ports[value] = env
         for env, text in (("MODEL_DIR", self.model_dir), ("EXPORT_CACHE_DIR", self.export_cache_dir)):
             _expanded(env, text)
+        sizes = self.cudagraph_capture_sizes.split(",")
+        if not all(size.strip().isdecimal() and int(size) for size in sizes):
+            raise ConfigError(
+                f"CUDAGRAPH_CAPTURE_SIZES is {self.cudagraph_capture_sizes!r}, it must be whole numbers from 1 with"
+                " commas between them"
+            )
         if not all("!" <= char <= "~" for char in self.api_key):  # a secret: not shown
             raise ConfigError("API_KEY has a character that is no visible ASCII, which no HTTP header can carry")
         if self.service_http_port == 0:

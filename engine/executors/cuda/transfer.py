@@ -1,0 +1,68 @@
+"""Arrays between host and device: all that a step needs in one copy, what it gives in another. Knows no model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+DTYPES = {
+    "int32": torch.int32,
+    "uint32": torch.int32,
+    "float32": torch.float32,
+    "int64": torch.int64,
+    "uint64": torch.int64,
+}
+IN_FLIGHT = 2  # steps at most that were launched and are not known to have ended
+
+
+class Uploads:
+    """Packs arrays into one of `IN_FLIGHT` pinned buffers, which take turns, and copies that to the device."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._hosts = [self._host(0) for _ in range(IN_FLIGHT)]
+        self._turn = 0
+
+    def send(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+        """By name; unsigned numbers as the signed ones with the same bits. The arrays may change afterwards."""
+        places, size = {}, 0
+        for name, array in arrays.items():
+            places[name] = size
+            size += -(-array.nbytes // 8) * 8  # all begin where one of 8 bytes may begin
+        self._turn = (self._turn + 1) % IN_FLIGHT
+        if len(self._hosts[self._turn]) < size:
+            self._hosts[self._turn] = self._host(2 * size)
+        host = self._hosts[self._turn]
+        view = host.numpy()
+        for name, array in arrays.items():
+            view[places[name] : places[name] + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        sent = host[:size].to(self._device, non_blocking=True, copy=True)
+        return {
+            name: sent[places[name] : places[name] + array.nbytes].view(DTYPES[array.dtype.name]).view(array.shape)
+            for name, array in arrays.items()
+        }
+
+    def _host(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+
+
+class Download:
+    """Tensors that are on their way to the host."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]):
+        is_gpu = any(tensor.is_cuda for tensor in tensors.values())
+        self._hosts = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_gpu).copy_(tensor, non_blocking=True)
+            for name, tensor in tensors.items()
+        }
+        self._done = torch.cuda.Event() if is_gpu else None
+        if self._done:
+            self._done.record()
+
+    def wait(self) -> dict[str, np.ndarray]:
+        if self._done:
+            self._done.synchronize()
+        return {name: host.numpy() for name, host in self._hosts.items()}

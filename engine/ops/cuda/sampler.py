@@ -1,0 +1,312 @@
+"""Chooses a token for each row of logits, as "Sampling" in docs/ops.md defines it, on the device and without sorting.
+
+What min_p, top_k and top_p keep of a row is everything above a threshold, and of what equals it the first few ids. The
+threshold is found by bisection over the bits of the logits, which order as integers do: each step counts and weighs what
+lies above in one pass over the row.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.ops.sampling_rows import SampledRows, SamplingRows
+
+BLOCK = 4096  # logits of a row at a time
+ENTRIES = 256  # of biases and of what was seen
+
+
+def sample(logits: Tensor, rows: SamplingRows, *, has_changes: bool = True, max_logprobs: int | None = None) -> SampledRows:
+    """logits f32 [S, V], which are changed; the fields of `rows` are tensors on the same device, as are those of the
+    result. `has_changes`: some row has a mask, biases or penalties. `max_logprobs`: the largest `num_logprobs`."""
+    num_rows, vocab = logits.shape
+    if max_logprobs is None:
+        max_logprobs = int(rows.num_logprobs.max()) if num_rows else -1
+    own = logits.clone() if has_changes and max_logprobs >= 0 else logits
+    if num_rows and has_changes:
+        _change(logits, rows)
+    token_ids = logits.new_empty(num_rows, dtype=torch.int32)
+    block = min(BLOCK, triton.next_power_of_2(vocab))
+    if num_rows:
+        _choose[(num_rows,)](
+            logits, rows.temperature, rows.top_p, rows.top_k, rows.min_p, rows.seed, rows.counter, token_ids, vocab,
+            block, num_warps=8,
+        )  # fmt: skip
+    width = max(0, max_logprobs)
+    results = SampledRows(
+        token_ids,
+        logits.new_full((num_rows,), float("nan")),
+        token_ids.new_full((num_rows, width), -1),
+        logits.new_full((num_rows, width), -float("inf")),
+    )
+    if num_rows and max_logprobs >= 0:
+        _report[(num_rows,)](
+            own, token_ids, rows.num_logprobs, results.logprobs, results.top_ids, results.top_logprobs, vocab, width,
+            block, num_warps=8,
+        )  # fmt: skip
+    return results
+
+
+def _change(logits: Tensor, rows: SamplingRows) -> None:
+    num_rows, vocab = logits.shape
+    if rows.mask is not None:
+        _mask[(num_rows, triton.cdiv(vocab, BLOCK))](logits, rows.mask, vocab, BLOCK)
+    if len(rows.bias_ids):
+        _bias[(num_rows,)](logits, rows.bias_starts, rows.bias_ids, rows.bias, vocab, ENTRIES)
+    if len(rows.seen_ids):
+        _penalize[(num_rows,)](
+            logits, rows.seen_starts, rows.seen_ends, rows.seen_ids, rows.seen_counts, rows.repetition_penalty,
+            rows.frequency_penalty, rows.presence_penalty, vocab, ENTRIES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _mask(logits, mask, vocab, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    words = tl.load(mask + row * ((vocab + 31) // 32) + ids // 32, mask=ids < vocab, other=-1)
+    is_banned = ((words >> (ids % 32)) & 1) == 0
+    tl.store(logits + row * vocab + ids, -float("inf"), mask=(ids < vocab) & is_banned)
+
+
+@triton.jit
+def _bias(logits, starts, ids, bias, vocab, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    end = tl.load(starts + row + 1)
+    for start in range(tl.load(starts + row), end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        token_ids = tl.load(ids + at, mask=at < end, other=0)
+        # Atomic: the same token may have a bias and a ban.
+        tl.atomic_add(logits + row * vocab + token_ids, tl.load(bias + at, mask=at < end, other=0), mask=at < end)
+
+
+@triton.jit
+def _penalize(logits, starts, ends, ids, counts, repetitions, frequencies, presences, vocab, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    repetition, frequency, presence = (
+        tl.load(repetitions + row),
+        tl.load(frequencies + row),
+        tl.load(presences + row),
+    )
+    end = tl.load(ends + row)
+    for start in range(tl.load(starts + row), end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        token_ids = tl.load(ids + at, mask=at < end, other=-1)
+        is_in = (token_ids >= 0) & (token_ids < vocab)  # NO_TOKEN may be among them
+        count = tl.load(counts + at, mask=is_in, other=0)
+        x = tl.load(logits + row * vocab + token_ids, mask=is_in, other=0)
+        x = tl.where(x > 0, x / repetition, x * repetition)
+        x = tl.where(count > 0, x - frequency * count.to(tl.float32) - presence, x)
+        tl.store(logits + row * vocab + token_ids, x, mask=is_in)
+
+
+@triton.jit
+def _key(x):
+    """An integer that orders as the float does."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _load(x, start, vocab, BLOCK: tl.constexpr):
+    """Logits from `start` on, and their ids; what is no number counts as banned."""
+    ids = start + tl.arange(0, BLOCK)
+    values = tl.load(x + ids, mask=ids < vocab, other=-float("inf"))
+    return ids, tl.where(values == values, values, -float("inf"))
+
+
+@triton.jit
+def _weights(values, largest, temperature, min_p):
+    """Relative to the likeliest token's; 0 for what min_p leaves out."""
+    weights = tl.exp((values - largest) / temperature)
+    return tl.where(weights >= min_p, weights, 0.0)
+
+
+@triton.jit
+def _above(x, vocab, bound, largest, temperature, min_p, BLOCK: tl.constexpr):
+    """How many keys of weight are at least `bound`, and their weight."""
+    count = 0
+    weight = tl.zeros([], tl.float64)
+    for start in range(0, vocab, BLOCK):
+        _, values = _load(x, start, vocab, BLOCK)
+        weights = _weights(values, largest, temperature, min_p)
+        is_in = (_key(values) >= bound) & (weights > 0)
+        count += tl.sum(is_in.to(tl.int32), 0)
+        weight += tl.sum(tl.where(is_in, weights, 0.0).to(tl.float64), 0)
+    return count, weight
+
+
+@triton.jit
+def _choose(
+    logits, temperatures, top_ps, top_ks, min_ps, seeds, counters, token_ids, vocab, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    x = logits + row * vocab
+    largest = -float("inf")
+    token_id = vocab
+    for start in range(0, vocab, BLOCK):
+        ids, values = _load(x, start, vocab, BLOCK)
+        here = tl.max(values, 0)
+        first = tl.min(tl.where(values == here, ids, vocab), 0)
+        token_id = tl.where(here > largest, first, token_id)
+        largest = tl.maximum(here, largest)
+    temperature = tl.load(temperatures + row)
+    if largest == -float("inf"):
+        token_id = -1
+    elif temperature > 0:
+        token_id = _draw(
+            x, vocab, largest, temperature, tl.load(top_ps + row), tl.load(top_ks + row), tl.load(min_ps + row),
+            _uniform(tl.load(seeds + row), tl.load(counters + row)), BLOCK,
+        )  # fmt: skip
+    tl.store(token_ids + row, token_id)
+
+
+@triton.jit
+def _draw(x, vocab, largest, temperature, top_p, top_k, min_p, uniform, BLOCK: tl.constexpr):
+    # exp(-104) is 0: nothing below has weight.
+    bottom = _key(largest - 104 * temperature).to(tl.int64)
+    low = bottom
+    spare = vocab  # how many are kept of what equals `low`
+    count, weight = _above(x, vocab, low, largest, temperature, min_p, BLOCK)
+    if (top_k > 0) & (top_k < count):
+        low, spare = _bisect(x, vocab, low, count, weight, top_k, -1.0, largest, temperature, min_p, BLOCK)
+        count, weight = _above(x, vocab, low + 1, largest, temperature, min_p, BLOCK)
+        equal, weight_of_equal = _above(x, vocab, low, largest, temperature, min_p, BLOCK)
+        spare = tl.minimum(spare, equal - count)
+        weight += (weight_of_equal - weight) / tl.maximum(equal - count, 1) * spare
+        count += spare
+    if top_p < 1:
+        share = top_p.to(tl.float64) * weight
+        old_low, old_spare = low, spare
+        low, spare = _bisect(x, vocab, low, count, weight, 0, share, largest, temperature, min_p, BLOCK)
+        spare = tl.where(low == old_low, tl.minimum(spare, old_spare), spare)
+    last_equal = _nth_equal(x, vocab, low, spare, BLOCK)
+    return _pick(x, vocab, low, last_equal, largest, temperature, min_p, uniform, BLOCK)
+
+
+@triton.jit
+def _bisect(
+    x, vocab, low, count_of_low, weight_of_low, top_k, share, largest, temperature, min_p, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The highest key at or above which are `top_k` tokens (with `share` < 0), or the weight `share`; and how many of
+    those that equal it are needed for that. What is at or above `low` is enough."""
+    high = _key(largest).to(tl.int64) + 1
+    count_of_high = 0
+    weight_of_high = tl.zeros([], tl.float64)
+    # With one token between them, every key between them gives the same set.
+    while (high - low > 1) & (count_of_low - count_of_high > 1):
+        middle = (low + high) // 2
+        count, weight = _above(x, vocab, middle, largest, temperature, min_p, BLOCK)
+        is_enough = tl.where(share < 0, count >= top_k, weight >= share)
+        low = tl.where(is_enough, middle, low)
+        count_of_low = tl.where(is_enough, count, count_of_low)
+        weight_of_low = tl.where(is_enough, weight, weight_of_low)
+        high = tl.where(is_enough, high, middle)
+        count_of_high = tl.where(is_enough, count_of_high, count)
+        weight_of_high = tl.where(is_enough, weight_of_high, weight)
+    num_equal = tl.maximum(count_of_low - count_of_high, 1)
+    each = (weight_of_low - weight_of_high) / num_equal
+    by_weight = tl.ceil(((share - weight_of_high) / each).to(tl.float32)).to(tl.int32)
+    needed = tl.where(share < 0, top_k - count_of_high, by_weight)
+    return low, tl.minimum(tl.maximum(needed, 1), num_equal)
+
+
+@triton.jit
+def _nth_equal(x, vocab, key, n, BLOCK: tl.constexpr):
+    """The id of the n-th logit with this key; `vocab` if there are not more than n."""
+    found = vocab
+    total = 0
+    for start in range(0, vocab, BLOCK):
+        ids, values = _load(x, start, vocab, BLOCK)
+        is_equal = ((_key(values) == key) & (ids < vocab)).to(tl.int32)
+        rank = total + tl.cumsum(is_equal, 0)
+        found = tl.minimum(found, tl.min(tl.where((is_equal == 1) & (rank == n), ids, vocab), 0))
+        total += tl.sum(is_equal, 0)
+    return found
+
+
+@triton.jit
+def _kept(x, start, vocab, low, last_equal, largest, temperature, min_p, BLOCK: tl.constexpr):
+    ids, values = _load(x, start, vocab, BLOCK)
+    keys = _key(values)
+    is_kept = (keys > low) | ((keys == low) & (ids <= last_equal))
+    return ids, tl.where(is_kept, _weights(values, largest, temperature, min_p), 0.0).to(tl.float64)
+
+
+@triton.jit
+def _pick(x, vocab, low, last_equal, largest, temperature, min_p, uniform, BLOCK: tl.constexpr):
+    """The first kept token, by id, with which the running sum of weights exceeds the uniform number's share of all."""
+    total = tl.zeros([], tl.float64)
+    for start in range(0, vocab, BLOCK):
+        _, weights = _kept(x, start, vocab, low, last_equal, largest, temperature, min_p, BLOCK)
+        total += tl.sum(weights, 0)
+    target = uniform * total
+    running = tl.zeros([], tl.float64)
+    token_id = 0
+    is_found = 0
+    start = 0
+    while (start < vocab) & (is_found == 0):
+        ids, weights = _kept(x, start, vocab, low, last_equal, largest, temperature, min_p, BLOCK)
+        here = tl.sum(weights, 0)
+        last = tl.max(tl.where(weights > 0, ids, -1), 0)
+        if running + here > target:
+            sums = running + tl.cumsum(weights, 0)
+            first = tl.min(tl.where((sums > target) & (weights > 0), ids, vocab), 0)
+            token_id = tl.minimum(first, last)  # rounding may leave none
+            is_found = 1
+        else:
+            token_id = tl.maximum(token_id, last)
+        running += here
+        start += BLOCK
+    return token_id
+
+
+@triton.jit
+def _uniform(seed, counter):
+    """53 bits of Philox4x32-10 (Salmon et al., 2011) in [0, 1)."""
+    low, high = (counter & 0xFFFFFFFF).to(tl.uint32), (counter >> 32).to(tl.uint32)
+    first, second, _, _ = tl.philox(seed, low, high, 0, 0)
+    bits = ((first.to(tl.uint64) << 32) | second.to(tl.uint64)) >> 11
+    return bits.to(tl.float64) * (1.0 / 9007199254740992)
+
+
+@triton.jit
+def _report(
+    logits, token_ids, num_wanted, logprobs, top_ids, top_logprobs, vocab, width, BLOCK: tl.constexpr
+):  # fmt: skip
+    """log_softmax of the model's own logits: of the chosen token and of the likeliest, lowest id first on a tie."""
+    row = tl.program_id(0).to(tl.int64)
+    count = tl.load(num_wanted + row)
+    if count >= 0:
+        x = logits + row * vocab
+        largest = -float("inf")
+        for start in range(0, vocab, BLOCK):
+            _, values = _load(x, start, vocab, BLOCK)
+            largest = tl.maximum(largest, tl.max(values, 0))
+        total = tl.zeros([], tl.float64)
+        for start in range(0, vocab, BLOCK):
+            _, values = _load(x, start, vocab, BLOCK)
+            total += tl.sum(tl.exp(values - largest).to(tl.float64), 0)
+        log_total = largest.to(tl.float64) + tl.log(total)
+        token_id = tl.load(token_ids + row)
+        chosen = tl.load(x + tl.maximum(token_id, 0)).to(tl.float64) - log_total
+        tl.store(logprobs + row, tl.where(token_id >= 0, chosen, -float("inf")))
+        before = float("inf")
+        before_id = -1
+        for place in range(0, tl.minimum(count, vocab)):
+            best = -float("inf")
+            best_id = -1
+            for start in range(0, vocab, BLOCK):
+                ids, values = _load(x, start, vocab, BLOCK)
+                is_next = (values < before) | ((values == before) & (ids > before_id))
+                values = tl.where(is_next & (ids < vocab), values, -float("inf"))
+                here = tl.max(values, 0)
+                first = tl.min(tl.where((values == here) & is_next, ids, vocab), 0)
+                best_id = tl.where(here > best, first, best_id)
+                best = tl.maximum(here, best)
+            tl.store(top_ids + row * width + place, best_id)
+            tl.store(top_logprobs + row * width + place, best.to(tl.float64) - log_total)
+            before = best
+            before_id = best_id
