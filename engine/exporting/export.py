@@ -30,6 +30,7 @@ from engine.models.weights import Shard, found_in, weights_of
 log = logging.getLogger(__name__)
 
 DTYPES = ("auto", *WEIGHT_DTYPES)
+TABLE = "model.embed_tokens.weight"
 COPIED_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -50,6 +51,7 @@ class ExportOptions:
     max_seq_len: int | None = None  # None: what the model was made for, or its sliding window if that is less
     num_ranks: int = 1  # each with its own graph
     ranks: tuple[int, ...] = ()  # that are written, those of one machine; none: all
+    load_format: str = "auto"  # dummy: the graph alone, made from config.json; for measuring
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -70,14 +72,20 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
     refuse_static_graph(checkpoint_dir)
     keys = read_json(checkpoint_dir / CONFIG)
     model = read_model(keys)
-    checkpoint = Checkpoint(checkpoint_dir)
-    model = _untied_where_stored_apart(model, checkpoint, progress)
-    dtype = checkpoint.graph_dtype("model.embed_tokens.weight") if options.dtype == "auto" else options.dtype
+    checkpoint = None if options.load_format == "dummy" else Checkpoint(checkpoint_dir)
+    dtype = options.dtype
+    if checkpoint:
+        model = _untied_where_stored_apart(model, checkpoint, progress)
+        dtype = checkpoint.graph_dtype(TABLE) if dtype == "auto" else dtype
+    elif dtype == "auto":
+        dtype = "bfloat16"
     ranks = options.ranks or range(options.num_ranks)
     shards = [Shard(FORMATS[dtype], dtype, options.block_size, rank, options.num_ranks) for rank in ranks]
-    ignored = {"lm_head.weight"} if model.tied_embeddings else set()
-    checkpoint.check(weights_of(model.network(shards[0])).values(), ignored)
-    manifest = _manifest(model, shards[0], _max_seq_len(model, options.max_seq_len, progress))
+    if checkpoint:
+        ignored = {"lm_head.weight"} if model.tied_embeddings else set()
+        checkpoint.check(weights_of(model.network(shards[0])).values(), ignored)
+    parameters = "model.pdiparams" if checkpoint else ""
+    manifest = _manifest(model, shards[0], _max_seq_len(model, options.max_seq_len, progress), parameters)
     with _complete_or_absent(out_dir) as partial:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "No ccache found")  # Paddle's own, at import
@@ -88,7 +96,7 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
             save_rank(rank_dir(partial, shard.rank), model.network(shard), manifest.graph(), checkpoint, progress)
         progress("write manifest.json, config.json and the tokenizer's files")
         _copy_files(checkpoint_dir, partial, progress)
-        added = manifest.config_keys() | {"infer_model_checkpoint": checkpoint.digest()}
+        added = manifest.config_keys() | {"infer_model_checkpoint": checkpoint.digest() if checkpoint else "none"}
         (partial / CONFIG).write_text(json.dumps(keys | added, indent=2) + "\n")
         manifest.write(partial)
     progress(f"{out_dir} is ready")
@@ -102,19 +110,19 @@ def _copy_files(checkpoint_dir: Path, out_dir: Path, progress: OnProgress) -> No
         progress(f"{checkpoint_dir} has no tokenizer.json: the graph can be run, but not served")
 
 
-def _manifest(model: DecoderConfig, shard: Shard, max_seq_len: int) -> Manifest:
+def _manifest(model: DecoderConfig, shard: Shard, max_seq_len: int, parameters: str) -> Manifest:
     network = model.network(shard)
     caches = tuple(found_in(network, CacheSpec))
-    graph = Graph(DECODER, "model.json", "model.pdiparams", STEP_INPUTS, network.outputs, caches)
+    graph = Graph(DECODER, "model.json", parameters, STEP_INPUTS, network.outputs, caches)
     return Manifest(model.vocab_size, max_seq_len, shard.block_size, shard.num_ranks, shard.format.name, (graph,))
 
 
 def _untied_where_stored_apart(model: DecoderConfig, checkpoint: Checkpoint, progress: OnProgress) -> DecoderConfig:
     """As transformers has it: where config.json ties what the checkpoint holds as two, the checkpoint is right."""
-    table, head = "model.embed_tokens.weight", "lm_head.weight"
-    if not model.tied_embeddings or head not in checkpoint or checkpoint.are_equal(table, head):
+    head = "lm_head.weight"
+    if not model.tied_embeddings or head not in checkpoint or checkpoint.are_equal(TABLE, head):
         return model
-    progress(f"config.json: tie_word_embeddings is true, but {head} is not {table}: it is used as it is stored")
+    progress(f"config.json: tie_word_embeddings is true, but {head} is not {TABLE}: it is used as it is stored")
     return replace(model, tied_embeddings=False)
 
 

@@ -11,7 +11,7 @@ from engine.ops import reference  # noqa: E402
 from engine.ops.cuda.sampler import sample  # noqa: E402
 from engine.ops.sampling_rows import SampledRows, SamplingRows  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
-from tests.pure.test_ops_sampling import CASES, a_mask, some_logits, some_rows, with_pairs  # noqa: E402
+from tests.sampling_cases import CASES, a_mask, some_logits, some_rows, with_pairs  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
 VOCABS = [1, 31, 70, 5003] if IS_INTERPRETED else [1, 31, 70, 5003, 128256]

@@ -7,8 +7,8 @@ sums are float32. Grids follow from shapes alone, never from values: every call 
 
 from engine.ops.cuda.attention import head_norm, paged_attention
 from engine.ops.cuda.linear import gather_rows, linear
-from engine.ops.cuda.pointwise import embedding, last_tokens_in, rotary_angles, swiglu
 from engine.ops.cuda.norms import add_rms_norm, rms_norm
+from engine.ops.cuda.pointwise import embedding, last_tokens_in, rotary_angles, swiglu
 
 __all__ = [
     "add_rms_norm",

@@ -18,7 +18,9 @@ BLOCK = 4096  # logits of a row at a time
 ENTRIES = 256  # of biases and of what was seen
 
 
-def sample(logits: Tensor, rows: SamplingRows, *, has_changes: bool = True, max_logprobs: int | None = None) -> SampledRows:
+def sample(
+    logits: Tensor, rows: SamplingRows, *, has_changes: bool = True, max_logprobs: int | None = None
+) -> SampledRows:
     """logits f32 [S, V], which are changed; the fields of `rows` are tensors on the same device, as are those of the
     result. `has_changes`: some row has a mask, biases or penalties. `max_logprobs`: the largest `num_logprobs`."""
     num_rows, vocab = logits.shape
