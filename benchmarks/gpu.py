@@ -2,10 +2,10 @@
 
     python -m benchmarks.gpu MODEL_DIR --decode 1 8 64 256 --prefill 1x8192 64x128
 
-MODEL_DIR is an exported model, with weights or without (LOAD_FORMAT=dummy). Decode is the steady state: so many requests,
-each with a context of --context tokens, all in every step. The limit is the time to read all weights and the cache once at
-the speed at which this GPU sums up numbers. Busy is the share of the time in which a kernel runs, by torch's profiler, whose
-longest kernels are shown with --kernels. The last line of the output is JSON.
+MODEL_DIR is an exported model, with weights or without (LOAD_FORMAT=dummy). Decode is the steady state: so many
+requests, each with a context of --context tokens, all in every step. The limit is the time to read all weights and the
+cache once at the speed at which this GPU sums up numbers. Busy is the share of the time in which a kernel runs, by
+torch's profiler, whose longest kernels are shown with --kernels. The last line of the output is JSON.
 """
 
 from __future__ import annotations

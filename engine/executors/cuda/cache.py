@@ -20,7 +20,8 @@ class Caches:
             assert spec.axes[0] == BLOCK, "the kernels expect a block in one piece"
             if spec.block_size < MIN_BLOCK_SIZE or spec.block_size & (spec.block_size - 1):
                 raise ConfigError(
-                    f"BLOCK_SIZE was {spec.block_size} at export, on a GPU it must be a power of two from {MIN_BLOCK_SIZE}"
+                    f"BLOCK_SIZE was {spec.block_size} at export, on a GPU it must be a power of two,"
+                    f" {MIN_BLOCK_SIZE} at least"
                 )
         self._specs, self._device = specs, device
         self._num_blocks = 0

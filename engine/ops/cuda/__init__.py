@@ -1,8 +1,8 @@
 """The ops of `docs/ops.md` on NVIDIA GPUs: the functions of `engine.ops.reference` on torch's tensors.
 
 Matrix products are torch's (cuBLASLt), all else is kernels in the Triton language, which the interpreter of that
-language (TRITON_INTERPRET=1) also runs on the CPU. Activations have the type of the embedding table, float32 or bfloat16;
-sums are float32. Grids follow from shapes alone, never from values: every call can be part of a CUDA graph.
+language (TRITON_INTERPRET=1) also runs on the CPU. Activations have the type of the embedding table, float32 or
+bfloat16; sums are float32. Grids follow from shapes alone, never from values: every call can be part of a CUDA graph.
 """
 
 from engine.ops.cuda.attention import head_norm, paged_attention

@@ -1,5 +1,5 @@
-"""Paged attention: rotation and cache write in one kernel, attention in a second, and where a request's blocks are shared
-out to several programs (split-KV), their sums in a third.
+"""Paged attention: rotation and cache write in one kernel, attention in a second, and where a request's blocks are
+shared out to several programs (split-KV), their sums in a third.
 
 A program of the second kernel has up to ROWS rows: the query heads of one key/value head for TOKENS tokens of one
 request. Which request is found in `query_starts`, so that the grid follows from shapes alone. It goes through the
@@ -36,14 +36,14 @@ class HeadNorm:
     epsilon: float
 
 
-def head_norm(  # noqa: PLR0913 - the inputs of the catalogue, in its order
+def head_norm(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, *, num_heads: int, num_kv_heads: int, epsilon: float
 ) -> HeadNorm:
     """Is done by the op that its output goes to in every graph, `paged_attention`, which reads these heads anyway."""
     return HeadNorm(qkv, q_weight, k_weight, epsilon)
 
 
-def paged_attention(  # noqa: PLR0913 - the inputs of the catalogue, in its order
+def paged_attention(
     qkv: Tensor | HeadNorm,
     cos_sin: Tensor,
     kv_cache: Tensor,

@@ -22,7 +22,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, epsilon: float)
     return y, residual
 
 
-def _launch(x: Tensor, residual: Tensor, weight: Tensor, y: Tensor, epsilon: float, *, has_residual: bool) -> None:  # noqa: PLR0913
+def _launch(x: Tensor, residual: Tensor, weight: Tensor, y: Tensor, epsilon: float, *, has_residual: bool) -> None:
     num_rows, width = x.shape
     if num_rows:
         block = triton.next_power_of_2(width)

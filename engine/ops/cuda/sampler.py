@@ -1,8 +1,8 @@
 """Chooses a token for each row of logits, as "Sampling" in docs/ops.md defines it, on the device and without sorting.
 
 What min_p, top_k and top_p keep of a row is everything above a threshold, and of what equals it the first few ids. The
-threshold is found by bisection over the bits of the logits, which order as integers do: each step counts and weighs what
-lies above in one pass over the row.
+threshold is found by bisection over the bits of the logits, which order as integers do: each step counts and weighs
+what lies above in one pass over the row.
 """
 
 from __future__ import annotations
