@@ -66,7 +66,12 @@ class LLM:
         config = Config.from_env().changed(**settings)
         graph_dir = Path(model_dir)
         if not is_exported(graph_dir):
-            options = ExportOptions(dtype=config.dtype, block_size=config.block_size, num_ranks=config.mp_num)
+            options = ExportOptions(
+                dtype=config.dtype,
+                block_size=config.block_size,
+                num_ranks=config.mp_num,
+                load_format=config.load_format,
+            )
             graph_dir = export_cached(graph_dir, Path(config.export_cache_dir).expanduser(), options)
         self.tokenizer = Tokenizer.load(graph_dir)
         executor = make_executor(graph_dir, config)

@@ -126,7 +126,9 @@ def export(checkpoint_dir: Path, cache_dir: Path, quant: str | None = None) -> P
     if is_exported(checkpoint_dir, ranks):
         return checkpoint_dir
     make_folder("EXPORT_CACHE_DIR", cache_dir)
-    options = ExportOptions(as_dtype(quant, config), config.block_size, num_ranks=config.mp_num, ranks=ranks)
+    options = ExportOptions(
+        as_dtype(quant, config), config.block_size, num_ranks=config.mp_num, ranks=ranks, load_format=config.load_format
+    )
     return export_cached(checkpoint_dir, cache_dir, options, lambda step: print("step", step, flush=True))
 
 

@@ -35,6 +35,8 @@ def make_executor(graph_dir: Path, config: Config, tell: Callable[[str], None] =
         raise ConfigError(f"MP_NUM is {manifest.num_ranks}; with DEVICE=gpu a model has one rank, or set DEVICE=cpu")
     if manifest.num_ranks != config.mp_num:
         raise ConfigError(f"MP_NUM is {config.mp_num}, but {graph_dir} was exported for {manifest.num_ranks} ranks")
+    if config.device != GPU and not manifest.graph().parameters:
+        raise ConfigError(f"{graph_dir} was exported without weights (LOAD_FORMAT=dummy); only DEVICE=gpu draws some")
     if missing := manifest.missing_files(graph_dir, machines.ranks):
         raise ModelError(f"{graph_dir}: {missing[0]} is missing; export the model again from its checkpoint")
     if machines.num_hosts == 1:

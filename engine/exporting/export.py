@@ -30,6 +30,7 @@ from engine.models.weights import Shard, found_in, weights_of
 log = logging.getLogger(__name__)
 
 DTYPES = ("auto", *WEIGHT_DTYPES)
+LOAD_FORMATS = ("auto", "dummy")
 TABLE = "model.embed_tokens.weight"
 COPIED_FILES = (
     "tokenizer.json",
@@ -51,11 +52,13 @@ class ExportOptions:
     max_seq_len: int | None = None  # None: what the model was made for, or its sliding window if that is less
     num_ranks: int = 1  # each with its own graph
     ranks: tuple[int, ...] = ()  # that are written, those of one machine; none: all
-    load_format: str = "auto"  # dummy: the graph alone, made from config.json; for measuring
+    load_format: str = "auto"  # dummy: the graph alone, made from config.json; whoever runs it draws the weights
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ModelError(f"dtype is {self.dtype!r}, supported are {', '.join(DTYPES)}")
+        if self.load_format not in LOAD_FORMATS:
+            raise ModelError(f"load_format is {self.load_format!r}, supported are {', '.join(LOAD_FORMATS)}")
         if self.block_size < 1:
             raise ModelError(f"block_size is {self.block_size}, it must be a positive number of tokens")
         if self.num_ranks < 1:

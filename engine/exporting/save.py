@@ -79,7 +79,8 @@ def _imagined(network: Decoder) -> dict[str, EagerParamBase]:
     for name, weight in weights_of(network).items():
         untouched = np.empty(weight.shape, np.dtype(weight.format.read_as))
         stored |= dict(zip(weight.format.parameters(name), weight.format.store(untouched), strict=True))
-    tensors = {name: paddle.empty(array.shape, str(array.dtype)) for name, array in stored.items()}
+    dtypes = {name: array.dtype.name for name, array in stored.items()}
+    tensors = {name: paddle.empty(stored[name].shape, dtype) for name, dtype in dtypes.items()}  # type: ignore[arg-type]
     return {name: EagerParamBase.from_tensor(each, name=name, trainable=False) for name, each in tensors.items()}
 
 

@@ -6,33 +6,26 @@ step finds it: that one can be launched before the host knows the token (`Row.to
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine import graph as graphs
 from engine.core.types import PENDING, Batch, StepOutput
-from engine.errors import ConfigError
-from engine.executors.cuda import weights
 from engine.executors.cuda.cache import Caches
 from engine.executors.cuda.decode_graphs import DecodeGraphs
-from engine.executors.cuda.program import Program
+from engine.executors.cuda.load import load_program
 from engine.executors.cuda.transfer import Download, Uploads
 from engine.executors.slots import Choices, Slots
-from engine.exporting.manifest import Manifest, rank_dir
-from engine.models.constants import constants_of
+from engine.exporting.manifest import Manifest
 from engine.ops import cuda
 from engine.ops.cuda.sampler import sample
 from engine.ops.sampling_rows import SampledRows, SamplingRows
 from engine.settings.config import Config
-
-log = logging.getLogger(__name__)
 
 
 class CudaExecutor:
@@ -41,18 +34,18 @@ class CudaExecutor:
     runs_ahead = True
 
     def __init__(self, graph_dir: Path, config: Config, device: str = "cuda"):
-        self._device = torch.device(device)
-        self._config = config
         model = Manifest.read(graph_dir)
-        self._program = _load(graph_dir, model, self._device)
+        max_blocks = -(-model.max_seq_len // model.block_size)
+        self._device = torch.device(device)
+        self._utilization = config.gpu_memory_utilization
+        self._logits_bytes = 4 * config.batch_size * model.vocab_size  # of the largest batch
+        self._program = load_program(graph_dir, model, self._device)
         self._caches = Caches(model.graph().caches, self._device)
-        self.block_size, self.block_bytes = model.block_size, self._caches.block_bytes
-        max_blocks = -(-model.max_seq_len // self.block_size)
-        self._slots = Slots(config.batch_size, max_blocks, self.block_size, model.vocab_size)
-        self._last_tokens = torch.zeros(config.batch_size, dtype=torch.int32, device=self._device)
-        self._uploads = Uploads(self._device)
         self._graphs = DecodeGraphs(config, max_blocks, self._device)
-        self._vocab_size = model.vocab_size
+        self._uploads = Uploads(self._device)
+        self._slots = Slots(config.batch_size, max_blocks, model.block_size, model.vocab_size)
+        self._last_tokens = torch.zeros(config.batch_size, dtype=torch.int32, device=self._device)  # by slot
+        self.block_size, self.block_bytes = model.block_size, self._caches.block_bytes
 
     def free_bytes(self) -> int:
         """GPU_MEMORY_UTILIZATION of the device, less what everything but the cache has needed so far."""
@@ -61,90 +54,94 @@ class CudaExecutor:
         free, total = torch.cuda.mem_get_info(self._device)
         foreign = total - free - torch.cuda.memory_reserved(self._device)  # the context, the captured graphs, others
         own = torch.cuda.max_memory_allocated(self._device) - self._caches.num_bytes
-        logits = 2 * self._config.batch_size * self._vocab_size * 4  # of the largest step, and a copy
-        return max(0, int(total * self._config.gpu_memory_utilization) - foreign - own - logits)
+        return max(0, int(total * self._utilization) - foreign - own - 2 * self._logits_bytes)
 
     def allocate(self, num_blocks: int) -> None:
         self._graphs.clear()
         self._caches.allocate(num_blocks)
-        self._graphs.capture(self._decode, self._caches.nobodys_block)
+        self._graphs.capture(self._compute, self._caches.nobodys_block)
 
     def launch(self, batch: Batch) -> CudaStep:
         self._slots.place(batch)
         for copy in batch.copies:
             self._caches.copy(copy)
-        return CudaStep(self, batch)
+        choices = Choices.of(batch)
+        rows = self._slots.sampling_rows(choices)
+        self._slots.expect(choices)
+        step = CudaStep(self, batch, choices, rows)
+        if not choices.slots:
+            step.download = Download({}, self._device)
+        elif not batch.has_mask:
+            step.choose()
+        return step
 
     def close(self) -> None:
         self._graphs.clear()
         self._caches.clear()
         del self._program
 
-    # What a step is made of
+    # For the steps
 
-    def run(self, batch: Batch, choices: Choices, rows: SamplingRows) -> tuple[Tensor, dict[str, Tensor]]:
-        """Begins the graph of a step: its logits, and all that was sent for it."""
+    def begin(self, batch: Batch, choices: Choices, rows: SamplingRows) -> tuple[Tensor, dict[str, Tensor]]:
+        """Begins the graph: its logits, of each row that is wanted, and all that was sent up for the step."""
         inputs = self._slots.graph_inputs(batch)
         _mark_pending(batch, inputs)
-        is_decode = len(inputs["token_ids"]) == len(batch.rows) == len(choices.slots)
-        size = self._graphs.size_for(len(batch.rows)) if is_decode else None
+        num_rows = len(batch.rows)
+        is_decode = len(inputs["token_ids"]) == num_rows == len(choices.slots)
+        size = self._graphs.size_for(num_rows) if is_decode else None
         if size is not None:
             inputs = self._graphs.padded(inputs, size)
         sampling = {name: value for name, value in vars(rows).items() if value is not None}
         sent = self._uploads.send(inputs | sampling | {"slots": np.array(choices.slots, np.int64)})
         if size is not None:
-            return self._graphs.replay(sent, size)[: len(batch.rows)], sent
-        return self._decode(sent), sent
+            return self._graphs.replay(sent, size)[:num_rows], sent
+        return self._compute(sent), sent
 
-    def choose(self, logits: Tensor, choices: Choices, rows: SamplingRows, sent: Mapping[str, Tensor]) -> Download:
-        """Begins to choose tokens. Logits are of every row that is wanted, in the order of `choices`."""
-        if choices.logit_rows is not None:
-            logits = logits[torch.tensor(choices.logit_rows, device=self._device)]
-        on_device = SamplingRows(**{field.name: sent.get(field.name) for field in fields(SamplingRows)})
+    def choose(self, logits: Tensor, rows: SamplingRows, sent: Mapping[str, Tensor]) -> Download:
+        """Begins to choose tokens. `logits`: of each choice; `rows`: what was sent, as the host has it."""
+        if rows.mask is not None:
+            sent = {**sent, **self._uploads.send({"mask": rows.mask})}
+        values: dict[str, Any] = {field.name: sent.get(field.name) for field in fields(SamplingRows)}
         has_changes = rows.mask is not None or len(rows.bias_ids) > 0 or len(rows.seen_ids) > 0
         most = int(rows.num_logprobs.max())
-        sampled = sample(logits, on_device, has_changes=has_changes, max_logprobs=most)
+        sampled = sample(logits, SamplingRows(**values), has_changes=has_changes, max_logprobs=most)
         self._last_tokens.index_copy_(0, sent["slots"], sampled.token_ids)
-        wanted = vars(sampled) if most >= 0 else {"token_ids": sampled.token_ids}
-        return Download(wanted)
+        return Download(vars(sampled) if most >= 0 else {"token_ids": sampled.token_ids}, self._device)
 
-    def _decode(self, inputs: Mapping[str, Tensor]) -> Tensor:
+    def accept(self, batch: Batch, rows: SamplingRows, sampled: SampledRows) -> StepOutput:
+        return self._slots.accept(batch, rows, sampled)
+
+    def _compute(self, inputs: Mapping[str, Tensor]) -> Tensor:
         token_ids = cuda.last_tokens_in(inputs["token_ids"], self._last_tokens)
         return self._program({**inputs, **self._caches.tensors, "token_ids": token_ids})
 
 
 class CudaStep:
-    """A step that was launched. Its tokens are chosen as soon as its masks are there, if it has any."""
+    """A step that was launched. Its tokens are chosen when its masks are there, if it has any."""
 
-    def __init__(self, executor: CudaExecutor, batch: Batch):
-        self._executor, self._batch = executor, batch
-        self._slots = executor._slots
-        self._choices = Choices.of(batch)
-        self._download: Download | None = None
-        self._rows = self._slots.sampling_rows(self._choices)
-        self._slots.expect(self._choices)
-        self._logits, self._sent = executor.run(batch, self._choices, self._rows)
-        if self._choices.slots and not batch.has_mask:
-            self._choose()
+    def __init__(self, executor: CudaExecutor, batch: Batch, choices: Choices, rows: SamplingRows):
+        self._executor, self._batch, self._rows = executor, batch, rows
+        self._logits, self._sent = executor.begin(batch, choices, rows)
+        if choices.logit_rows is not None:
+            self._logits = self._logits[choices.logit_rows]
+        self.download: Download | None = None
 
     def mask(self, bits: np.ndarray) -> None:
         self._rows.mask = bits
-        self._sent |= self._executor._uploads.send({"mask": bits})
-        self._choose()
+        self.choose()
+
+    def choose(self) -> None:
+        self.download = self._executor.choose(self._logits, self._rows, self._sent)
 
     def result(self) -> StepOutput:
-        if self._download is None:
-            if self._executor._device.type == "cuda":
-                torch.cuda.synchronize()
+        assert self.download, "the step waits for its mask"
+        arrays = self.download.wait()
+        if not arrays:
             return StepOutput([], [])
-        found = self._download.wait()
-        sampled = SampledRows.empty(len(self._choices.slots), 0)
-        for name, array in found.items():
+        sampled = SampledRows.empty(len(self._logits), 0)
+        for name, array in arrays.items():
             setattr(sampled, name, array)
-        return self._slots.accept(self._batch, self._rows, sampled)
-
-    def _choose(self) -> None:
-        self._download = self._executor.choose(self._logits, self._choices, self._rows, self._sent)
+        return self._executor.accept(self._batch, self._rows, sampled)
 
 
 def _mark_pending(batch: Batch, inputs: dict[str, np.ndarray]) -> None:
@@ -154,23 +151,3 @@ def _mark_pending(batch: Batch, inputs: dict[str, np.ndarray]) -> None:
         slots = np.array([row.slot for row in batch.rows], np.int32)
         slot_of_token = np.repeat(slots, np.diff(inputs["query_starts"]))
         inputs["token_ids"] = np.where(is_pending, -2 - slot_of_token, inputs["token_ids"])
-
-
-def _load(graph_dir: Path, model: Manifest, device: torch.device) -> Program:
-    started = time.monotonic()
-    files, directory = model.graph(), rank_dir(graph_dir)
-    graph = graphs.read_graph(directory / files.program, files.outputs)
-    size = weights.num_bytes(graph)
-    try:
-        if files.parameters:
-            params = weights.load(graph, graphs.read_params(directory / files.parameters, graph), device)
-        else:
-            params = weights.draw(graph, constants_of(graph_dir), device)
-    except torch.cuda.OutOfMemoryError:
-        free, total = (number / 2**30 for number in torch.cuda.mem_get_info(device))
-        raise ConfigError(
-            f"the weights need {size / 2**30:.1f} GiB, the GPU has {total:.1f} GiB, of which {free:.1f} are free"
-        ) from None
-    seconds = time.monotonic() - started
-    log.info("%.1f GB of weights on the device in %.1f s", size / 1e9, seconds)
-    return Program(graph, params)

@@ -29,7 +29,7 @@ class Program:
         self._params = {value.id: params[name] for name, value in graph.parameters.items()}
         self._inputs = {name: value.id for name, value in graph.inputs.items()}
         self._output = graph.outputs[OUTPUT].id
-        self._calls = _calls(graph, self._output, self._params.keys())
+        self._calls = _calls(graph, self._output, set(self._params))
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """f32 [S, V]. The caches among the inputs are updated."""

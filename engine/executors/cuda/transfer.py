@@ -50,10 +50,10 @@ class Uploads:
 
 
 class Download:
-    """Tensors that are on their way to the host."""
+    """Tensors that are on their way to the host. Even of none, `wait` waits for all that was begun before."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]):
-        is_gpu = any(tensor.is_cuda for tensor in tensors.values())
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device):
+        is_gpu = device.type == "cuda"
         self._hosts = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_gpu).copy_(tensor, non_blocking=True)
             for name, tensor in tensors.items()

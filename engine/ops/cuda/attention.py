@@ -84,8 +84,7 @@ def _place_all(
     qkv: Tensor | HeadNorm, cos_sin: Tensor, kv_cache: Tensor, where: tuple[Tensor, ...], num_heads: int
 ) -> Tensor:
     """Writes rotated keys, and values, into the cache; returns the rotated queries [T, Hq D]."""
-    norm = qkv if isinstance(qkv, HeadNorm) else None
-    heads = norm.qkv if norm else qkv
+    norm, heads = (qkv, qkv.qkv) if isinstance(qkv, HeadNorm) else (None, qkv)
     num_kv_heads, block_size, head_dim = kv_cache.shape[2:]
     query = heads.new_empty(len(heads), num_heads * head_dim)
     grid = len(heads), triton.cdiv(num_heads + 2 * num_kv_heads, HEADS)

@@ -210,7 +210,9 @@ def _bisect(
         weight_of_high = tl.where(is_enough, weight_of_high, weight)
     num_equal = tl.maximum(count_of_low - count_of_high, 1)
     each = (weight_of_low - weight_of_high) / num_equal
-    by_weight = tl.ceil(((share - weight_of_high) / each).to(tl.float32)).to(tl.int32)
+    wanted = tl.minimum((share - weight_of_high) / each, 1e9)
+    by_weight = wanted.to(tl.int32)  # rounded up
+    by_weight += (by_weight < wanted).to(tl.int32)
     needed = tl.where(share < 0, top_k - count_of_high, by_weight)
     return low, tl.minimum(tl.maximum(needed, 1), num_equal)
 
@@ -283,7 +285,7 @@ def _report(
     count = tl.load(num_wanted + row)
     if count >= 0:
         x = logits + row * vocab
-        largest = -float("inf")
+        largest = tl.full([], -float("inf"), tl.float32)
         for start in range(0, vocab, BLOCK):
             _, values = _load(x, start, vocab, BLOCK)
             largest = tl.maximum(largest, tl.max(values, 0))
@@ -298,7 +300,7 @@ def _report(
         before = float("inf")
         before_id = -1
         for place in range(0, tl.minimum(count, vocab)):
-            best = -float("inf")
+            best = tl.full([], -float("inf"), tl.float32)
             best_id = -1
             for start in range(0, vocab, BLOCK):
                 ids, values = _load(x, start, vocab, BLOCK)
