@@ -57,7 +57,7 @@ class Bench:
             loop.add(Request(str(number), ids, prompt_len, Sampling(**fields)))
         return loop
 
-    def prefill(self, num_requests: int, prompt_len: int) -> float:
+    def prefill(self, num_requests: int, prompt_len: int, kernels: int) -> float:
         """Prompt tokens a second until each request has its first token."""
         rates = []
         for _ in range(4):
@@ -66,6 +66,11 @@ class Bench:
             started = time.perf_counter()
             run_to_end(loop)
             rates.append(num_requests * prompt_len / (time.perf_counter() - started))
+        if kernels:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                run_to_end(self.begin(num_requests, prompt_len, 1))
+                torch.cuda.synchronize()
+            busy_share(profile, 1, kernels)
         return statistics.median(rates[1:])
 
     def decode(self, num_requests: int, context: int, kernels: int, **sampling: Any) -> dict[str, float]:
@@ -93,7 +98,7 @@ class Bench:
             "tok_s": num_tokens / seconds,
             "step_ms": 1e3 * seconds / STEPS,
             "limit_ms": 1e3 * read / self.bandwidth,
-            "busy": busy_share(profile, kernels),
+            "busy": busy_share(profile, TRACED, kernels),
         }
 
 
@@ -116,7 +121,7 @@ def bandwidth() -> float:
     return numbers.nbytes / min(times)
 
 
-def busy_share(profile: torch.profiler.profile, num_shown: int) -> float:
+def busy_share(profile: torch.profiler.profile, num_steps: int, num_shown: int) -> float:
     """Of the time from the first kernel to the last; prints the kernels that take longest."""
     spans = [
         (event.time_range.start, event.time_range.end, event.name)
@@ -132,7 +137,7 @@ def busy_share(profile: torch.profiler.profile, num_shown: int) -> float:
         reached = max(reached, end)
     for name, microseconds in spent.most_common(num_shown):
         count = sum(1 for span in spans if span[2] == name)
-        print(f"    {microseconds / TRACED:9.1f} us a step, {count / TRACED:6.1f} calls  {name[:90]}")
+        print(f"    {microseconds / num_steps:9.1f} us a step, {count / num_steps:6.1f} calls  {name[:90]}")
     return busy / (last - first)
 
 
@@ -159,8 +164,9 @@ def main() -> None:
             print(f"decode {count} {name}", flush=True)
             rows[f"decode {count} {name}".strip()] = bench.decode(count, args.context, args.kernels, **sampling)
     for case in args.prefill:
+        print(f"prefill {case}", flush=True)
         count, length = map(int, case.split("x"))
-        rows[f"prefill {case}"] = {"tok_s": bench.prefill(count, length)}
+        rows[f"prefill {case}"] = {"tok_s": bench.prefill(count, length, args.kernels)}
     print(f"\n{torch.cuda.get_device_name()}, {bench.bandwidth / 1e12:.2f} TB/s, ready in {ready:.1f} s")
     print("case                     tok/s    step ms   limit ms   of the limit   busy")
     for name, row in rows.items():

@@ -80,7 +80,7 @@ def _imagined(network: Decoder) -> dict[str, EagerParamBase]:
         untouched = np.empty(weight.shape, np.dtype(weight.format.read_as))
         stored |= dict(zip(weight.format.parameters(name), weight.format.store(untouched), strict=True))
     dtypes = {name: array.dtype.name for name, array in stored.items()}
-    tensors = {name: paddle.empty(stored[name].shape, dtype) for name, dtype in dtypes.items()}  # type: ignore[arg-type]
+    tensors = {name: paddle.empty(stored[name].shape, dtype) for name, dtype in dtypes.items()}
     return {name: EagerParamBase.from_tensor(each, name=name, trainable=False) for name, each in tensors.items()}
 
 

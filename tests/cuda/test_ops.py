@@ -10,6 +10,7 @@ from engine.ops import cuda, reference  # noqa: E402
 from tests.cuda.arrays import Ops, array, tensor  # noqa: E402
 from tests.pure.paged_batch import PagedBatch  # noqa: E402
 
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # the interpreter tells of it
 BF16_STEP = 2**-7  # the relative distance of neighbours, at most
 
 
@@ -62,7 +63,6 @@ def test_rotary_angles_are_exact_far_out(ops, rng):
     assert_close(ops.rotary_angles(positions, inv_freq, attention_scaling=1.25), expected, 5e-7)
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered")  # the interpreter tells of it
 @pytest.mark.parametrize("width", [1, 33, 2050])
 def test_swiglu(ops, rng, width):
     x = 4 * floats(rng, 5, 2 * width)
@@ -70,11 +70,28 @@ def test_swiglu(ops, rng, width):
     assert_close(ops.swiglu(x), reference.swiglu(x))
 
 
-def test_linear_and_gather_rows(ops, rng):
-    x, weight, bias = floats(rng, 5, 70), floats(rng, 33, 70), floats(rng, 33)
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 16, 17])
+@pytest.mark.parametrize("width", [70, 1500])
+def test_linear(ops, rng, num_rows, width):
+    x, weight, bias = floats(rng, num_rows, width), floats(rng, 34, width), floats(rng, 34)
     assert_close(ops.linear(x, weight), reference.linear(x, weight), 1e-5)
     assert_close(ops.linear(x, weight, bias), reference.linear(x, weight, bias), 1e-5)
-    rows = np.array([4, 0, 0], np.int32)
+    assert_close(ops.logits(x, weight), reference.linear(x, weight), 1e-5)
+    for each in (bias, None):
+        assert_close(ops.gated_linear(x, weight, each), reference.swiglu(reference.linear(x, weight, each)), 1e-5)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 16, 17])
+def test_bf16_logits_are_not_rounded(device, rng, num_rows):
+    if device.type != "cuda":
+        pytest.skip("the interpreter does not know bf16")
+    x, weight = (from_bf16(to_bf16(floats(rng, n, 1500))) for n in (num_rows, 33))
+    found = cuda.logits(*(tensor(each, device, torch.bfloat16) for each in (x, weight)))
+    assert_close(array(found), reference.linear(x, weight), 1e-5)
+
+
+def test_gather_rows(ops, rng):
+    x, rows = floats(rng, 5, 70), np.array([4, 0, 0], np.int32)
     assert np.array_equal(ops.gather_rows(x, rows), x[rows])
 
 

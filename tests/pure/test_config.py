@@ -84,7 +84,7 @@ def test_an_old_name_still_works(old, field):
         ({"BLOCK_RATIO": "nan"}, "BLOCK_RATIO is 'nan', it must be a finite number"),
         ({"BLOCK_BS": "inf"}, "BLOCK_BS is 'inf', it must be a finite number"),
         ({"USE_WARMUP": "yes"}, "USE_WARMUP is 'yes', it must be 0 or 1"),
-        ({"DEVICE": "tpu"}, "DEVICE is 'tpu', it must be one of: cpu"),
+        ({"DEVICE": "tpu"}, "DEVICE is 'tpu', it must be one of: auto, cpu, gpu"),
         (
             {"MP_NUM": "65"},
             "MP_NUM is 65, it must be at least 1 and at most 64 (tensor-parallel ranks of the model on all machines",

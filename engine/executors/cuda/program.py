@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -10,7 +11,6 @@ from torch import Tensor
 
 from engine.graph import Graph, GraphError, Node
 from engine.ops import cuda
-from engine.ops.cuda.linear import logits
 
 OUTPUT = "logits"
 
@@ -44,9 +44,10 @@ class Program:
 
 
 def _calls(graph: Graph, output: int, kept: set[int]) -> list[Call]:
-    last_use = {value.id: node for node in graph.nodes for value in node.inputs if value is not None}
+    nodes = _fused(graph.nodes)
+    last_use = {value.id: node for node in nodes for value in node.inputs if value is not None}
     calls = []
-    for node in graph.nodes:
+    for node in nodes:
         inputs = tuple(None if value is None else value.id for value in node.inputs)
         last = {number for number in inputs if number is not None and last_use[number] is node}
         outputs = tuple(value.id for value in node.outputs)
@@ -54,9 +55,23 @@ def _calls(graph: Graph, output: int, kept: set[int]) -> list[Call]:
     return calls
 
 
+def _fused(nodes: Sequence[Node]) -> list[Node]:
+    """`linear` and the `swiglu` of its output as one."""
+    uses = Counter(value.id for node in nodes for value in node.inputs if value is not None)
+    made_by = {node.outputs[0].id: node for node in nodes}
+    fused: list[Node] = []
+    for node in nodes:
+        before = made_by.get(node.inputs[0].id) if node.op == "swiglu" and node.inputs[0] else None
+        if before and before.op == "linear" and uses[before.outputs[0].id] == 1:
+            fused.remove(before)
+            node = Node("gated_linear", before.inputs, node.outputs, {})
+        fused.append(node)
+    return fused
+
+
 def _op(node: Node, output: int) -> Callable:
     if node.op == "linear" and node.outputs[0].id == output:
-        return lambda x, weight, bias: logits(x, weight)
+        return lambda x, weight, bias: cuda.logits(x, weight)
     op = getattr(cuda, node.op, None)
     if op is None:
         raise GraphError(f"the graph has the op {node.op}, which is not built for GPUs")

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.ops.cuda.launch import PDL, begin_next, wait_for_inputs
+
 MIN_ROWS = 16  # of a matrix product
 PREFILL_ROWS = 128
 MAX_TILE = 64  # positions
@@ -72,11 +74,11 @@ def paged_attention(
         query, kv_cache, *where, out if splits == 1 else partial, num_requests, block_tables.shape[1],
         scale * math.log2(math.e), num_kv_heads, group, head_dim, max(16, triton.next_power_of_2(head_dim)), block_size,
         min(block_size, MAX_TILE), rows, tokens, one_each, splits, num_warps=4 if one_each else 8,
-        num_stages=3 if one_each else 2,
+        num_stages=3 if one_each else 2, **PDL,
     )  # fmt: skip
     if splits > 1:
         padded = triton.next_power_of_2(head_dim), triton.next_power_of_2(splits)
-        _combine[(num_tokens, num_heads)](partial, out, num_heads, splits, head_dim, *padded, num_warps=2)
+        _combine[(num_tokens, num_heads)](partial, out, num_heads, splits, head_dim, *padded, num_warps=2, **PDL)
     return out, kv_cache
 
 
@@ -92,7 +94,7 @@ def _place_all(
     _place[grid](
         heads, cos_sin, kv_cache, *where, query, *weights, norm.epsilon if norm else 0.0, len(where[1]),
         where[2].shape[1], norm is not None, len(heads) == len(where[1]), num_heads, num_kv_heads, head_dim,
-        triton.next_power_of_2(head_dim), cos_sin.shape[1], block_size, HEADS,
+        triton.next_power_of_2(head_dim), cos_sin.shape[1], block_size, HEADS, **PDL,
     )  # fmt: skip
     return query
 
@@ -136,6 +138,8 @@ def _place(
     HEADS: tl.constexpr,
 ):  # fmt: skip
     """One token, HEADS of its Hq + 2 Hkv heads."""
+    begin_next()
+    wait_for_inputs()
     token = tl.program_id(0)
     if ONE_EACH:
         request = token
@@ -185,6 +189,8 @@ def _attend(
     SPLITS: tl.constexpr,
 ):  # fmt: skip
     """`scale` has the factor log2(e): powers are of two."""
+    begin_next()
+    wait_for_inputs()
     kv_head, split = tl.program_id(1), tl.program_id(2)
     if ONE_EACH:
         request = tl.program_id(0)
@@ -281,6 +287,8 @@ def _combine(
     PADDED_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One head of one token: the sums of its splits, each with the largest score and the total weight it goes with."""
+    begin_next()
+    wait_for_inputs()
     head = tl.program_id(0).to(tl.int64) * num_heads + tl.program_id(1)
     split = tl.arange(0, PADDED_SPLITS)
     d = tl.arange(0, PADDED_DIM)

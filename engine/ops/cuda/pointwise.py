@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.ops.cuda.launch import PDL, begin_next, wait_for_inputs
+
 BLOCK = 1024  # elements a program
 
 
@@ -15,7 +17,7 @@ def embedding(token_ids: Tensor, table: Tensor, *, first_id: int) -> Tensor:
     out = table.new_empty(len(token_ids), table.shape[1])
     if len(token_ids):
         grid = len(token_ids), triton.cdiv(table.shape[1], BLOCK)
-        _embedding[grid](token_ids, table, out, first_id, *table.shape, BLOCK)
+        _embedding[grid](token_ids, table, out, first_id, *table.shape, BLOCK, **PDL)
     return out
 
 
@@ -25,7 +27,7 @@ def rotary_angles(positions: Tensor, inv_freq: Tensor, *, attention_scaling: flo
     out = inv_freq.new_empty(len(positions), 2 * half)
     if len(positions):
         block = triton.next_power_of_2(half)
-        _rotary_angles[(len(positions),)](positions, inv_freq, out, half, attention_scaling, block, num_warps=1)
+        _rotary_angles[(len(positions),)](positions, inv_freq, out, half, attention_scaling, block, num_warps=1, **PDL)
     return out
 
 
@@ -34,7 +36,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     num_rows, width = len(gate_up), gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, width)
     if num_rows:
-        _swiglu[(num_rows, triton.cdiv(width, BLOCK))](gate_up, out, width, BLOCK)
+        _swiglu[(num_rows, triton.cdiv(width, BLOCK))](gate_up, out, width, BLOCK, **PDL)
     return out
 
 
@@ -43,12 +45,14 @@ def last_tokens_in(token_ids: Tensor, last_tokens: Tensor) -> Tensor:
     out = torch.empty_like(token_ids)
     block = min(triton.next_power_of_2(len(token_ids)), BLOCK)
     grid = (triton.cdiv(len(token_ids), block),)
-    _last_tokens_in[grid](token_ids, last_tokens, out, len(token_ids), block, num_warps=1)
+    _last_tokens_in[grid](token_ids, last_tokens, out, len(token_ids), block, num_warps=1, **PDL)
     return out
 
 
 @triton.jit
 def _embedding(token_ids, table, out, first_id, num_ids, width, BLOCK: tl.constexpr):
+    begin_next()
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     token_id = tl.load(token_ids + row).to(tl.int64) - first_id
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -60,6 +64,8 @@ def _embedding(token_ids, table, out, first_id, num_ids, width, BLOCK: tl.conste
 
 @triton.jit
 def _rotary_angles(positions, inv_freq, out, half, attention_scaling, BLOCK: tl.constexpr):
+    begin_next()
+    wait_for_inputs()
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     is_in = columns < half
@@ -71,6 +77,8 @@ def _rotary_angles(positions, inv_freq, out, half, attention_scaling, BLOCK: tl.
 
 @triton.jit
 def _swiglu(gate_up, out, width, BLOCK: tl.constexpr):
+    begin_next()
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_in = columns < width
@@ -81,6 +89,8 @@ def _swiglu(gate_up, out, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _last_tokens_in(token_ids, last_tokens, out, count, BLOCK: tl.constexpr):
+    begin_next()
+    wait_for_inputs()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ids = tl.load(token_ids + at, mask=at < count, other=0)
     chosen = tl.load(last_tokens - 2 - ids, mask=(at < count) & (ids < -1), other=0)

@@ -1,8 +1,8 @@
 """Chooses a token for each row of logits, as "Sampling" in docs/ops.md defines it, on the device and without sorting.
 
 What min_p, top_k and top_p keep of a row is everything above a threshold, and of what equals it the first few ids. The
-threshold is found by bisection over the bits of the logits, which order as integers do: each step counts and weighs
-what lies above in one pass over the row.
+threshold is found by bisection: each step counts and weighs what lies above in one pass over the row, until so few are
+left that they fit into registers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from engine.ops.sampling_rows import SampledRows, SamplingRows
 
-BLOCK = 4096  # logits of a row at a time
+BLOCK = 16384  # logits of a row at a time
+SMALL = 4096  # that are left between the bounds of the bisection
 ENTRIES = 256  # of biases and of what was seen
 
 
@@ -31,10 +32,12 @@ def sample(
         _change(logits, rows)
     token_ids = logits.new_empty(num_rows, dtype=torch.int32)
     block = min(BLOCK, triton.next_power_of_2(vocab))
+    warps = max(4, block // 512)
     if num_rows:
+        scratch = logits.new_empty(num_rows, SMALL)
         _choose[(num_rows,)](
-            logits, rows.temperature, rows.top_p, rows.top_k, rows.min_p, rows.seed, rows.counter, token_ids, vocab,
-            block, num_warps=8,
+            logits, rows.temperature, rows.top_p, rows.top_k, rows.min_p, rows.seed, rows.counter, scratch, token_ids,
+            vocab, block, SMALL, num_warps=warps,
         )  # fmt: skip
     width = max(0, max_logprobs)
     results = SampledRows(
@@ -46,7 +49,7 @@ def sample(
     if num_rows and max_logprobs >= 0:
         _report[(num_rows,)](
             own, token_ids, rows.num_logprobs, results.logprobs, results.top_ids, results.top_logprobs, vocab, width,
-            block, num_warps=8,
+            block, num_warps=warps,
         )  # fmt: skip
     return results
 
@@ -105,13 +108,6 @@ def _penalize(logits, starts, ends, ids, counts, repetitions, frequencies, prese
 
 
 @triton.jit
-def _key(x):
-    """An integer that orders as the float does."""
-    bits = x.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
 def _load(x, start, vocab, BLOCK: tl.constexpr):
     """Logits from `start` on, and their ids; what is no number counts as banned."""
     ids = start + tl.arange(0, BLOCK)
@@ -128,25 +124,32 @@ def _weights(values, largest, temperature, min_p):
 
 @triton.jit
 def _above(x, vocab, bound, largest, temperature, min_p, BLOCK: tl.constexpr):
-    """How many keys of weight are at least `bound`, and their weight."""
+    """How many tokens of weight have a logit of at least `bound`, and their weight."""
     count = 0
     weight = tl.zeros([], tl.float64)
     for start in range(0, vocab, BLOCK):
         _, values = _load(x, start, vocab, BLOCK)
-        weights = _weights(values, largest, temperature, min_p)
-        is_in = (_key(values) >= bound) & (weights > 0)
-        count += tl.sum(is_in.to(tl.int32), 0)
-        weight += tl.sum(tl.where(is_in, weights, 0.0).to(tl.float64), 0)
+        here, weight_here = _sum_above(values, bound, largest, temperature, min_p)
+        count += here
+        weight += weight_here
     return count, weight
 
 
 @triton.jit
+def _sum_above(values, bound, largest, temperature, min_p):
+    weights = _weights(values, largest, temperature, min_p)
+    is_in = (values >= bound) & (weights > 0)
+    return tl.sum(is_in.to(tl.int32), 0), tl.sum(tl.where(is_in, weights, 0.0).to(tl.float64), 0)
+
+
+@triton.jit
 def _choose(
-    logits, temperatures, top_ps, top_ks, min_ps, seeds, counters, token_ids, vocab, BLOCK: tl.constexpr
+    logits, temperatures, top_ps, top_ks, min_ps, seeds, counters, scratch, token_ids, vocab,
+    BLOCK: tl.constexpr, SMALL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     x = logits + row * vocab
-    largest = -float("inf")
+    largest = tl.full([], -float("inf"), tl.float32)
     token_id = vocab
     for start in range(0, vocab, BLOCK):
         ids, values = _load(x, start, vocab, BLOCK)
@@ -159,47 +162,54 @@ def _choose(
         token_id = -1
     elif temperature > 0:
         token_id = _draw(
-            x, vocab, largest, temperature, tl.load(top_ps + row), tl.load(top_ks + row), tl.load(min_ps + row),
-            _uniform(tl.load(seeds + row), tl.load(counters + row)), BLOCK,
+            x, scratch + row * SMALL, vocab, largest, temperature, tl.load(top_ps + row), tl.load(top_ks + row),
+            tl.load(min_ps + row), _uniform(tl.load(seeds + row), tl.load(counters + row)), BLOCK, SMALL,
         )  # fmt: skip
     tl.store(token_ids + row, token_id)
 
 
 @triton.jit
-def _draw(x, vocab, largest, temperature, top_p, top_k, min_p, uniform, BLOCK: tl.constexpr):
-    # exp(-104) is 0: nothing below has weight.
-    bottom = _key(largest - 104 * temperature).to(tl.int64)
-    low = bottom
-    spare = vocab  # how many are kept of what equals `low`
-    count, weight = _above(x, vocab, low, largest, temperature, min_p, BLOCK)
-    if (top_k > 0) & (top_k < count):
-        low, spare = _bisect(x, vocab, low, count, weight, top_k, -1.0, largest, temperature, min_p, BLOCK)
-        count, weight = _above(x, vocab, low + 1, largest, temperature, min_p, BLOCK)
-        equal, weight_of_equal = _above(x, vocab, low, largest, temperature, min_p, BLOCK)
-        spare = tl.minimum(spare, equal - count)
-        weight += (weight_of_equal - weight) / tl.maximum(equal - count, 1) * spare
-        count += spare
-    if top_p < 1:
-        share = top_p.to(tl.float64) * weight
-        old_low, old_spare = low, spare
-        low, spare = _bisect(x, vocab, low, count, weight, 0, share, largest, temperature, min_p, BLOCK)
-        spare = tl.where(low == old_low, tl.minimum(spare, old_spare), spare)
-    last_equal = _nth_equal(x, vocab, low, spare, BLOCK)
+def _draw(
+    x, scratch, vocab, largest, temperature, top_p, top_k, min_p, uniform, BLOCK: tl.constexpr, SMALL: tl.constexpr
+):  # fmt: skip
+    low = largest - 104 * temperature  # exp(-104) is 0: nothing below has weight
+    last_equal = vocab
+    if (top_k > 0) | (top_p < 1):
+        count, weight = _above(x, vocab, low, largest, temperature, min_p, BLOCK)
+        spare = 0
+        is_cut = False  # of what equals `low` only the first `spare` are kept
+        if (top_k > 0) & (top_k < count):
+            low, spare, count, weight, is_cut = _threshold(
+                x, scratch, vocab, low, count, weight, top_k, -1.0, largest, temperature, min_p, BLOCK, SMALL
+            )
+        if top_p < 1:
+            share = top_p.to(tl.float64) * weight
+            low, spare, count, weight, is_cut_here = _threshold(
+                x, scratch, vocab, low, count, weight, 0, share, largest, temperature, min_p, BLOCK, SMALL
+            )
+            is_cut = is_cut | is_cut_here
+        if is_cut:
+            last_equal = _nth_equal(x, vocab, low, spare, BLOCK)
     return _pick(x, vocab, low, last_equal, largest, temperature, min_p, uniform, BLOCK)
 
 
 @triton.jit
-def _bisect(
-    x, vocab, low, count_of_low, weight_of_low, top_k, share, largest, temperature, min_p, BLOCK: tl.constexpr
+def _threshold(
+    x, scratch, vocab, low, count_of_low, weight_of_low, top_k, share, largest, temperature, min_p,
+    BLOCK: tl.constexpr, SMALL: tl.constexpr,
 ):  # fmt: skip
-    """The highest key at or above which are `top_k` tokens (with `share` < 0), or the weight `share`; and how many of
-    those that equal it are needed for that. What is at or above `low` is enough."""
-    high = _key(largest).to(tl.int64) + 1
+    """The highest bound with `top_k` tokens at or above it (where `share` < 0), or with the weight `share`; how many of
+    those that equal it are needed for that; count and weight with these; whether that leaves out others that equal it.
+    What is at or above `low` is enough.
+
+    Bisection over the row until SMALL tokens are left between the bounds; these are gathered, and it goes on with them.
+    With one token between the bounds it does not matter where between them the bound is.
+    """
+    high = largest + tl.abs(largest) * 1e-6 + 1e-30
     count_of_high = 0
     weight_of_high = tl.zeros([], tl.float64)
-    # With one token between them, every key between them gives the same set.
-    while (high - low > 1) & (count_of_low - count_of_high > 1):
-        middle = (low + high) // 2
+    middle = low + (high - low) / 2
+    while (count_of_low - count_of_high > SMALL) & (low < middle) & (middle < high):
         count, weight = _above(x, vocab, middle, largest, temperature, min_p, BLOCK)
         is_enough = tl.where(share < 0, count >= top_k, weight >= share)
         low = tl.where(is_enough, middle, low)
@@ -208,23 +218,60 @@ def _bisect(
         high = tl.where(is_enough, high, middle)
         count_of_high = tl.where(is_enough, count_of_high, count)
         weight_of_high = tl.where(is_enough, weight_of_high, weight)
+        middle = low + (high - low) / 2
+    values = _gather(x, scratch, vocab, low, high, largest, temperature, min_p, BLOCK, SMALL)
+    base = count_of_high
+    base_weight = weight_of_high
+    while (count_of_low - count_of_high > 1) & (low < middle) & (middle < high):
+        count, weight = _sum_above(values, middle, largest, temperature, min_p)
+        count += base
+        weight += base_weight
+        is_enough = tl.where(share < 0, count >= top_k, weight >= share)
+        low = tl.where(is_enough, middle, low)
+        count_of_low = tl.where(is_enough, count, count_of_low)
+        weight_of_low = tl.where(is_enough, weight, weight_of_low)
+        high = tl.where(is_enough, high, middle)
+        count_of_high = tl.where(is_enough, count_of_high, count)
+        weight_of_high = tl.where(is_enough, weight_of_high, weight)
+        middle = low + (high - low) / 2
     num_equal = tl.maximum(count_of_low - count_of_high, 1)
     each = (weight_of_low - weight_of_high) / num_equal
     wanted = tl.minimum((share - weight_of_high) / each, 1e9)
     by_weight = wanted.to(tl.int32)  # rounded up
     by_weight += (by_weight < wanted).to(tl.int32)
     needed = tl.where(share < 0, top_k - count_of_high, by_weight)
-    return low, tl.minimum(tl.maximum(needed, 1), num_equal)
+    needed = tl.minimum(tl.maximum(needed, 1), num_equal)
+    return low, needed, count_of_high + needed, weight_of_high + needed * each, needed < num_equal
 
 
 @triton.jit
-def _nth_equal(x, vocab, key, n, BLOCK: tl.constexpr):
-    """The id of the n-th logit with this key; `vocab` if there are not more than n."""
+def _gather(
+    x, scratch, vocab, low, high, largest, temperature, min_p, BLOCK: tl.constexpr, SMALL: tl.constexpr
+):  # fmt: skip
+    """The logits of weight from `low` to below `high`, SMALL at most; -inf where there are fewer."""
+    total = 0
+    for start in range(0, vocab, BLOCK):
+        _, values = _load(x, start, vocab, BLOCK)
+        has_weight = _weights(values, largest, temperature, min_p) > 0
+        is_in = ((values >= low) & (values < high) & has_weight).to(tl.int32)
+        place = total + tl.cumsum(is_in, 0) - 1
+        tl.store(scratch + place, values, mask=(is_in == 1) & (place < SMALL))
+        total += tl.sum(is_in, 0)
+    tl.debug_barrier()
+    at = tl.arange(0, SMALL)
+    values = tl.load(scratch + at, mask=at < total, other=-float("inf"))
+    tl.debug_barrier()  # before somebody else gathers
+    return values
+
+
+@triton.jit
+def _nth_equal(x, vocab, value, n, BLOCK: tl.constexpr):
+    """The id of the n-th logit with this value; `vocab` if there are fewer."""
     found = vocab
     total = 0
     for start in range(0, vocab, BLOCK):
         ids, values = _load(x, start, vocab, BLOCK)
-        is_equal = ((_key(values) == key) & (ids < vocab)).to(tl.int32)
+        is_equal = ((values == value) & (ids < vocab)).to(tl.int32)
         rank = total + tl.cumsum(is_equal, 0)
         found = tl.minimum(found, tl.min(tl.where((is_equal == 1) & (rank == n), ids, vocab), 0))
         total += tl.sum(is_equal, 0)
@@ -234,8 +281,7 @@ def _nth_equal(x, vocab, key, n, BLOCK: tl.constexpr):
 @triton.jit
 def _kept(x, start, vocab, low, last_equal, largest, temperature, min_p, BLOCK: tl.constexpr):
     ids, values = _load(x, start, vocab, BLOCK)
-    keys = _key(values)
-    is_kept = (keys > low) | ((keys == low) & (ids <= last_equal))
+    is_kept = (values > low) | ((values == low) & (ids <= last_equal))
     return ids, tl.where(is_kept, _weights(values, largest, temperature, min_p), 0.0).to(tl.float64)
 
 
