@@ -18,7 +18,7 @@ define check_venv
   { echo "error: $(VENV) exists and is no virtual environment; name another folder: make VENV=..." >&2; exit 1; }
 endef
 
-.PHONY: demo install test quick lint bench clean
+.PHONY: demo install install-cuda test quick test-gpu lint bench bench-gpu clean
 
 demo: install  ## starts the server with the bundled model and asks it three questions
 	@$(BIN)/python -m server_scripts.demo
@@ -31,6 +31,12 @@ test: quick  ## all tests, those that need nothing first
 quick: install $(TESTS)  ## the tests that need no server
 	$(BIN)/python -m pytest tests/pure
 
+install-cuda: $(RUNTIME)  ## torch, for DEVICE=gpu
+	$(PIP) --no-build-isolation --editable .[cuda]
+
+test-gpu: install-cuda $(TESTS)  ## the tests that need an NVIDIA GPU; skipped with the reason where there is none
+	$(BIN)/python -m pytest tests/cuda
+
 lint: $(TESTS)  ## style, types, which part may import which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -41,6 +47,10 @@ lint: $(TESTS)  ## style, types, which part may import which
 
 bench: install
 	$(BIN)/python -m benchmarks.bench
+
+SHAPE = llama-3-8b
+bench-gpu: test-gpu  ## the engine on one GPU, random weights; make bench-gpu SHAPE=qwen2.5-0.5b
+	$(BIN)/python -m benchmarks.gpu $(SHAPE) --sampled
 
 clean:
 	$(check_venv)

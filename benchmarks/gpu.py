@@ -1,11 +1,11 @@
 """How fast is the engine on one GPU: `make bench-gpu`, or
 
-    python -m benchmarks.gpu MODEL_DIR --decode 1 8 64 256 --prefill 1x8192 64x128
+    python -m benchmarks.gpu llama-3-8b --decode 1 8 64 256 --prefill 1x8192 64x128
 
-MODEL_DIR is an exported model, with weights or without (LOAD_FORMAT=dummy). Decode is the steady state: so many
-requests, each with a context of --context tokens, all in every step. The limit is the time to read all weights and the
-cache once at the speed at which this GPU sums up numbers. Busy is the share of the time in which a kernel runs, by
-torch's profiler, whose longest kernels are shown with --kernels. The last line of the output is JSON.
+The model is an exported one, or a shape, which is exported without weights first (LOAD_FORMAT=dummy). Decode is the
+steady state: so many requests, each with a context of --context tokens, all in every step. The limit is the time to read
+all weights and the cache once at the speed at which this GPU sums up numbers. Busy is the share of the time in which a
+kernel runs, by torch's profiler, whose longest kernels are shown with --kernels. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.random_checkpoint import SHAPES
 from engine import graph as graphs
 from engine.core.loop import Loop
 from engine.core.types import Request, Sampling
 from engine.executors import make_executor
 from engine.executors.cuda.weights import num_bytes
 from engine.executors.memory import allocate_cache, collect_garbage_seldom
+from engine.exporting.export import ExportOptions, export
 from engine.exporting.manifest import Manifest, rank_dir
 from engine.settings.config import Config
 
 WARM_UP, STEPS, TRACED = 6, 48, 16
+MAX_SEQ_LEN = 16384
 
 
 class Bench:
@@ -102,6 +105,18 @@ class Bench:
         }
 
 
+def exported(model: str) -> Path:
+    """In build/bench, where a shape is kept once it has been exported."""
+    if model not in SHAPES:
+        return Path(model)
+    folder, out = Path("build/bench") / f"{model}-shape", Path("build/bench") / f"{model}-dummy"
+    if not out.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(SHAPES[model]))
+        export(folder, out, ExportOptions(max_seq_len=MAX_SEQ_LEN, load_format="dummy"), progress=print)
+    return out
+
+
 def run_to_end(loop: Loop) -> None:
     while not loop.is_idle:
         loop.turn()
@@ -143,7 +158,7 @@ def busy_share(profile: torch.profiler.profile, num_steps: int, num_shown: int) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model_dir", type=Path)
+    parser.add_argument("model", help=f"an exported model's folder, or one of {', '.join(SHAPES)}")
     parser.add_argument("--decode", nargs="*", type=int, default=[1, 8, 64, 256])
     parser.add_argument("--prefill", nargs="*", default=["1x8192", "64x128"])
     parser.add_argument("--context", type=int, default=1024)
@@ -153,7 +168,7 @@ def main() -> None:
     settings: dict[str, Any] = {"batch_size": max([*args.decode, 64]), "max_num_batched_tokens": 8192}
     settings |= {"enable_prefix_caching": False, "device": "gpu", "block_ratio": 2.0, "max_cached_task_num": 10000}
     started = time.perf_counter()
-    bench = Bench(args.model_dir, Config(**settings))
+    bench = Bench(exported(args.model), Config(**settings))
     ready = time.perf_counter() - started
     rows: dict[str, Any] = {"ready_s": ready, "bandwidth": bench.bandwidth}
     samplings: dict[str, dict[str, Any]] = {"": {}}

@@ -44,9 +44,11 @@ def main() -> int:
 def make_loop(config: Config, tell: Callable[[str], None]) -> Loop:
     # Imported here: a client of this module must not pay for Paddle.
     from engine.executors import make_executor
+    from engine.executors.device import with_device
     from engine.executors.memory import allocate_cache, collect_garbage_seldom
     from engine.exporting.manifest import Manifest
 
+    config = with_device(config)
     executor = make_executor(config.graph_path, config, tell)
     collect_garbage_seldom()
     num_blocks = allocate_cache(executor, config, Manifest.read(config.graph_path).max_seq_len)

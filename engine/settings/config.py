@@ -124,10 +124,11 @@ class Config:
     max_cached_task_num: int = setting(
         128, "MAX_CACHED_TASK_NUM", "waiting requests; beyond, new ones are refused", minimum=1
     )
-    max_num_batched_tokens: int = setting(
-        256,
+    max_num_batched_tokens: int | None = setting(
+        None,
         "MAX_NUM_BATCHED_TOKENS",
-        "tokens of one step, or twice BATCH_SIZE if more; longer prompts are prefilled in chunks beside decodes",
+        "tokens of one step, or twice BATCH_SIZE if more; longer prompts are prefilled in chunks beside decodes;"
+        " unset: 256 on the CPU, 8192 on a GPU",
         minimum=1,
     )
     enable_prefix_caching: bool = setting(
@@ -256,7 +257,8 @@ class Config:
     @property
     def max_step_tokens(self) -> int:
         """MAX_NUM_BATCHED_TOKENS, but enough that prompts go on beside a full batch of decodes."""
-        return max(self.max_num_batched_tokens, 2 * self.batch_size)
+        on_device = 8192 if self.device == "gpu" else 256
+        return max(self.max_num_batched_tokens or on_device, 2 * self.batch_size)
 
     @property
     def graph_path(self) -> Path:

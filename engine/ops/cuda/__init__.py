@@ -6,9 +6,9 @@ bfloat16; sums are float32. Grids follow from shapes alone, never from values: e
 """
 
 from engine.ops.cuda.attention import head_norm, paged_attention
-from engine.ops.cuda.linear import gated_linear, gather_rows, linear, logits
 from engine.ops.cuda.norms import add_rms_norm, rms_norm
 from engine.ops.cuda.pointwise import embedding, last_tokens_in, rotary_angles, swiglu
+from engine.ops.cuda.products import gated_linear, gather_rows, linear, logits
 
 __all__ = [
     "add_rms_norm",

@@ -21,8 +21,9 @@ from torch import Tensor
 from engine.ops.cuda.launch import PDL, begin_next, wait_for_inputs
 
 MIN_ROWS = 16  # of a matrix product
-PREFILL_ROWS = 128
+PREFILL_ROWS = 64
 MAX_TILE = 64  # positions
+DECODE, PREFILL = (2, 3), (4, 2)  # warps of a program, tiles that are read ahead
 HEADS = 8  # that a program of `_place` writes
 PROGRAMS_PER_SM = 4  # of the decode kernel, that run at once
 MAX_SPLITS = 32
@@ -70,11 +71,12 @@ def paged_attention(
     splits = _num_splits(num_tiles * num_kv_heads, block_tables.shape[1]) if one_each else 1
     partial = query.new_empty(num_tokens, num_heads, splits, head_dim + 2, dtype=torch.float32) if splits > 1 else out
     grid = num_tiles, num_kv_heads, splits
+    warps, stages = DECODE if one_each else PREFILL
     _attend[grid](
         query, kv_cache, *where, out if splits == 1 else partial, num_requests, block_tables.shape[1],
         scale * math.log2(math.e), num_kv_heads, group, head_dim, max(16, triton.next_power_of_2(head_dim)), block_size,
-        min(block_size, MAX_TILE), rows, tokens, one_each, splits, num_warps=4 if one_each else 8,
-        num_stages=3 if one_each else 2, **PDL,
+        min(block_size, MAX_TILE), rows, tokens, one_each, splits, num_warps=warps,
+        num_stages=stages, **PDL,
     )  # fmt: skip
     if splits > 1:
         padded = triton.next_power_of_2(head_dim), triton.next_power_of_2(splits)
@@ -268,12 +270,12 @@ def _tile(
     else:
         keys = tl.load(base + at, mask=(d < HEAD_DIM)[None, :], other=0)
         values = tl.load(base + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM + at, mask=(d < HEAD_DIM)[None, :], other=0)
-    scores = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="ieee") * scale
+    scores = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="ieee")
     if IS_EDGE:
         scores = tl.where(seen[None, :] <= position[:, None], scores, -float("inf"))
-    largest = tl.maximum(m, tl.max(scores, 1))
+    largest = tl.maximum(m, tl.max(scores, 1) * scale)
     floor = tl.where(largest == -float("inf"), 0.0, largest)  # of a row that has seen nothing yet
-    weights = tl.exp2(scores - floor[:, None])
+    weights = tl.exp2(scores * scale - floor[:, None])
     factor = tl.exp2(m - floor)
     total = total * factor + tl.sum(weights, 1)
     sums = sums * factor[:, None]

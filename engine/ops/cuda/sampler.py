@@ -118,7 +118,7 @@ def _load(x, start, vocab, BLOCK: tl.constexpr):
 @triton.jit
 def _weights(values, largest, temperature, min_p):
     """Relative to the likeliest token's; 0 for what min_p leaves out."""
-    weights = tl.exp((values - largest) / temperature)
+    weights = tl.exp((values - largest) * (1 / temperature))
     return tl.where(weights >= min_p, weights, 0.0)
 
 
@@ -139,7 +139,7 @@ def _above(x, vocab, bound, largest, temperature, min_p, BLOCK: tl.constexpr):
 def _sum_above(values, bound, largest, temperature, min_p):
     weights = _weights(values, largest, temperature, min_p)
     is_in = (values >= bound) & (weights > 0)
-    return tl.sum(is_in.to(tl.int32), 0), tl.sum(tl.where(is_in, weights, 0.0).to(tl.float64), 0)
+    return tl.sum(is_in.to(tl.int32), 0), tl.sum(tl.where(is_in, weights, 0.0), 0).to(tl.float64)
 
 
 @triton.jit
@@ -282,7 +282,7 @@ def _nth_equal(x, vocab, value, n, BLOCK: tl.constexpr):
 def _kept(x, start, vocab, low, last_equal, largest, temperature, min_p, BLOCK: tl.constexpr):
     ids, values = _load(x, start, vocab, BLOCK)
     is_kept = (values > low) | ((values == low) & (ids <= last_equal))
-    return ids, tl.where(is_kept, _weights(values, largest, temperature, min_p), 0.0).to(tl.float64)
+    return ids, tl.where(is_kept, _weights(values, largest, temperature, min_p), 0.0)
 
 
 @triton.jit
@@ -291,7 +291,7 @@ def _pick(x, vocab, low, last_equal, largest, temperature, min_p, uniform, BLOCK
     total = tl.zeros([], tl.float64)
     for start in range(0, vocab, BLOCK):
         _, weights = _kept(x, start, vocab, low, last_equal, largest, temperature, min_p, BLOCK)
-        total += tl.sum(weights, 0)
+        total += tl.sum(weights, 0).to(tl.float64)
     target = uniform * total
     running = tl.zeros([], tl.float64)
     token_id = 0
@@ -299,10 +299,10 @@ def _pick(x, vocab, low, last_equal, largest, temperature, min_p, uniform, BLOCK
     start = 0
     while (start < vocab) & (is_found == 0):
         ids, weights = _kept(x, start, vocab, low, last_equal, largest, temperature, min_p, BLOCK)
-        here = tl.sum(weights, 0)
+        here = tl.sum(weights, 0).to(tl.float64)
         last = tl.max(tl.where(weights > 0, ids, -1), 0)
         if running + here > target:
-            sums = running + tl.cumsum(weights, 0)
+            sums = running + tl.cumsum(weights.to(tl.float64), 0)
             first = tl.min(tl.where((sums > target) & (weights > 0), ids, vocab), 0)
             token_id = tl.minimum(first, last)  # rounding may leave none
             is_found = 1
