@@ -3,15 +3,17 @@
     python -m benchmarks.gpu llama-3-8b --decode 1 8 64 256 --prefill 1x8192 64x128
 
 The model is an exported one, or a shape, which is exported without weights first (LOAD_FORMAT=dummy). Decode is the
-steady state: so many requests, each with a context of --context tokens, all in every step. The limit is the time to read
-all weights and the cache once at the speed at which this GPU sums up numbers. Busy is the share of the time in which a
-kernel runs, by torch's profiler, whose longest kernels are shown with --kernels. The last line of the output is JSON.
+steady state: so many requests, each with a context of --context tokens, all in every step. The limit is the time to
+read all weights and the cache once at the speed at which this GPU sums up numbers. Busy is the share of the time in
+which a kernel runs, by torch's profiler, whose longest kernels are shown with --kernels. The last line of the output is
+JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import statistics
 import time
 from collections import Counter
@@ -167,6 +169,7 @@ def main() -> None:
     args = parser.parse_args()
     settings: dict[str, Any] = {"batch_size": max([*args.decode, 64]), "max_num_batched_tokens": 8192}
     settings |= {"enable_prefix_caching": False, "device": "gpu", "block_ratio": 2.0, "max_cached_task_num": 10000}
+    logging.basicConfig(level="INFO", format="%(relativeCreated)d ms %(message)s")
     started = time.perf_counter()
     bench = Bench(exported(args.model), Config(**settings))
     ready = time.perf_counter() - started

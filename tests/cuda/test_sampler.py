@@ -1,15 +1,15 @@
 """The sampler of the GPU chooses what the definition chooses from the same logits."""
 
-from dataclasses import fields
-
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cuda]")
 
+from engine.executors.cuda.sampling import fields_to_send  # noqa: E402
+from engine.executors.cuda.transfer import Uploads  # noqa: E402
 from engine.ops import reference  # noqa: E402
 from engine.ops.cuda.sampler import sample  # noqa: E402
-from engine.ops.sampling_rows import SampledRows, SamplingRows  # noqa: E402
+from engine.ops.sampling_rows import SampledRows  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
 from tests.sampling_cases import CASES, a_mask, some_logits, some_rows, with_pairs  # noqa: E402
 
@@ -17,26 +17,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:i
 VOCABS = [1, 31, 70, 5003] if IS_INTERPRETED else [1, 31, 70, 5003, 128256]
 
 
-def on(device, rows):
-    """u64 and u32 as the signed types with the same bits, which torch has more ops for."""
-    signed = {np.dtype(np.uint64): np.int64, np.dtype(np.uint32): np.int32}
-    values = {field.name: getattr(rows, field.name) for field in fields(rows)}
-    return SamplingRows(
-        **{
-            name: None
-            if value is None
-            else torch.from_numpy(value.view(signed.get(value.dtype, value.dtype))).to(device)
-            for name, value in values.items()
-        }
-    )
-
-
 def run(device, logits, rows) -> SampledRows:
-    found = sample(torch.from_numpy(logits.copy()).to(device), on(device, rows))
-    return SampledRows(*(getattr(found, field.name).cpu().numpy() for field in fields(found)))
+    mask = {} if rows.mask is None else {"mask": rows.mask}
+    sent = Uploads(device).send(fields_to_send(rows) | mask)
+    most = int(rows.num_logprobs.max())
+    found = SampledRows.empty(len(logits), max(most, 0))
+    for name, tensor in sample(torch.from_numpy(logits.copy()).to(device), sent, most).items():
+        setattr(found, name, tensor.cpu().numpy())
+    return found
 
 
-@pytest.mark.parametrize("logprobs", [-1, 0, 5])
+@pytest.mark.parametrize("logprobs", [-1, 5] if IS_INTERPRETED else [-1, 0, 5])
 @pytest.mark.parametrize("case", CASES)
 def test_the_kernel_picks_what_the_definition_picks(device, case, logprobs):
     rows, logits = CASES[case], some_logits()
@@ -89,5 +80,14 @@ def test_a_bias_and_a_ban_of_one_token_add_up_and_what_no_row_asked_for_stays(de
     assert run(device, some_logits(1), rows).token_ids.tolist() == [6]
 
 
-def test_no_rows_are_fine(device):
-    assert run(device, some_logits(0), some_rows(0)).token_ids.shape == (0,)
+def test_entries_of_other_slots_stay_here():
+    rows = with_pairs(some_rows(2, presence_penalty=1.0), seen=[(5, 1), (7, 2)])
+    rows.seen_ends[0] = rows.seen_starts[0]
+    sent = fields_to_send(rows)
+    assert {name: sent[name].tolist() for name in sent if "seen" in name} == {
+        "seen_starts": [0, 0],
+        "seen_ends": [0, 2],
+        "seen_ids": [5, 7],
+        "seen_counts": [1, 2],
+    }
+    assert "presence_penalty" not in fields_to_send(some_rows(2))

@@ -7,9 +7,7 @@ step finds it: that one can be launched before the host knows the token (`Row.to
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +17,7 @@ from engine.core.types import PENDING, Batch, StepOutput
 from engine.executors.cuda.cache import Caches
 from engine.executors.cuda.decode_graphs import DecodeGraphs
 from engine.executors.cuda.load import load_program
+from engine.executors.cuda.sampling import fields_to_send
 from engine.executors.cuda.transfer import Download, Uploads
 from engine.executors.slots import Choices, Slots
 from engine.exporting.manifest import Manifest
@@ -91,8 +90,8 @@ class CudaExecutor:
         size = self._graphs.size_for(num_rows) if is_decode else None
         if size is not None:
             inputs = self._graphs.padded(inputs, size)
-        sampling = {name: value for name, value in vars(rows).items() if value is not None}
-        sent = self._uploads.send(inputs | sampling | {"slots": np.array(choices.slots, np.int64)})
+        slots = {"slots": np.array(choices.slots, np.int64)} | fields_to_send(rows) if choices.slots else {}
+        sent = self._uploads.send(inputs | slots)
         if size is not None:
             return self._graphs.replay(sent, size)[:num_rows], sent
         return self._compute(sent), sent
@@ -101,12 +100,9 @@ class CudaExecutor:
         """Begins to choose tokens. `logits`: of each choice; `rows`: what was sent, as the host has it."""
         if rows.mask is not None:
             sent = {**sent, **self._uploads.send({"mask": rows.mask})}
-        values: dict[str, Any] = {field.name: sent.get(field.name) for field in fields(SamplingRows)}
-        has_changes = rows.mask is not None or len(rows.bias_ids) > 0 or len(rows.seen_ids) > 0
-        most = int(rows.num_logprobs.max())
-        sampled = sample(logits, SamplingRows(**values), has_changes=has_changes, max_logprobs=most)
-        self._last_tokens.index_copy_(0, sent["slots"], sampled.token_ids)
-        return Download(vars(sampled) if most >= 0 else {"token_ids": sampled.token_ids}, self._device)
+        sampled = sample(logits, sent, int(rows.num_logprobs.max()))
+        self._last_tokens.index_copy_(0, sent["slots"], sampled["token_ids"])
+        return Download(sampled, self._device)
 
     def accept(self, batch: Batch, rows: SamplingRows, sampled: SampledRows) -> StepOutput:
         return self._slots.accept(batch, rows, sampled)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
-DTYPES = {
-    "int32": torch.int32,
-    "uint32": torch.int32,
-    "float32": torch.float32,
-    "int64": torch.int64,
-    "uint64": torch.int64,
-}
+# Unsigned numbers arrive as the signed ones with the same bits. Those of 8 bytes first, so that all lie where they may.
+DTYPES = (
+    (torch.int64, (np.dtype(np.int64), np.dtype(np.uint64))),
+    (torch.float32, (np.dtype(np.float32),)),
+    (torch.int32, (np.dtype(np.int32), np.dtype(np.uint32))),
+)
 IN_FLIGHT = 2  # steps at most that were launched and are not known to have ended
 
 
@@ -27,23 +27,24 @@ class Uploads:
         self._turn = 0
 
     def send(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-        """By name; unsigned numbers as the signed ones with the same bits. The arrays may change afterwards."""
-        places, size = {}, 0
-        for name, array in arrays.items():
-            places[name] = size
-            size += -(-array.nbytes // 8) * 8  # all begin where one of 8 bytes may begin
+        """By name. The arrays may change afterwards."""
+        groups = [[name for name in arrays if arrays[name].dtype in kinds] for _, kinds in DTYPES]
+        parts = [np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8) for name in chain(*groups)]
+        size = sum([part.nbytes for part in parts])
         self._turn = (self._turn + 1) % IN_FLIGHT
         if len(self._hosts[self._turn]) < size:
             self._hosts[self._turn] = self._host(2 * size)
-        host = self._hosts[self._turn]
-        view = host.numpy()
-        for name, array in arrays.items():
-            view[places[name] : places[name] + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        sent = host[:size].to(self._device, non_blocking=True, copy=True)
-        return {
-            name: sent[places[name] : places[name] + array.nbytes].view(DTYPES[array.dtype.name]).view(array.shape)
-            for name, array in arrays.items()
-        }
+        host = self._hosts[self._turn][:size]
+        np.concatenate(parts, out=host.numpy())
+        rest = host.to(self._device, non_blocking=True, copy=True)
+        sent: dict[str, Tensor] = {}
+        for (dtype, _), names in zip(DTYPES, groups, strict=True):
+            sizes = [arrays[name].size for name in names]
+            end = sum(sizes) * dtype.itemsize
+            for name, tensor in zip(names, rest[:end].view(dtype).split(sizes), strict=True):
+                sent[name] = tensor if arrays[name].ndim == 1 else tensor.view(arrays[name].shape)
+            rest = rest[end:]
+        return sent
 
     def _host(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")

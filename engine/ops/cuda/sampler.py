@@ -7,64 +7,56 @@ left that they fit into registers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.sampling_rows import SampledRows, SamplingRows
-
 BLOCK = 16384  # logits of a row at a time
 SMALL = 4096  # that are left between the bounds of the bisection
 ENTRIES = 256  # of biases and of what was seen
+CHANGES = ("mask", "bias_ids", "seen_ids")  # fields that change logits, with those that go with them
 
 
-def sample(
-    logits: Tensor, rows: SamplingRows, *, has_changes: bool = True, max_logprobs: int | None = None
-) -> SampledRows:
-    """logits f32 [S, V], which are changed; the fields of `rows` are tensors on the same device, as are those of the
-    result. `has_changes`: some row has a mask, biases or penalties. `max_logprobs`: the largest `num_logprobs`."""
+def sample(logits: Tensor, rows: Mapping[str, Tensor], max_logprobs: int) -> dict[str, Tensor]:
+    """The fields of SampledRows by name; without log-probabilities where nobody wants any: `max_logprobs` is the
+    largest of `num_logprobs`, or -1.
+
+    `logits`: f32 [S, V], S at least 1, which are changed. `rows`: the fields of SamplingRows on the same device; what
+    changes logits only where it does something.
+    """
     num_rows, vocab = logits.shape
-    if max_logprobs is None:
-        max_logprobs = int(rows.num_logprobs.max()) if num_rows else -1
-    own = logits.clone() if has_changes and max_logprobs >= 0 else logits
-    if num_rows and has_changes:
-        _change(logits, rows)
-    token_ids = logits.new_empty(num_rows, dtype=torch.int32)
+    own = logits.clone() if max_logprobs >= 0 and not rows.keys().isdisjoint(CHANGES) else logits
+    _change(logits, rows)
     block = min(BLOCK, triton.next_power_of_2(vocab))
     warps = max(4, block // 512)
-    if num_rows:
-        scratch = logits.new_empty(num_rows, SMALL)
-        _choose[(num_rows,)](
-            logits, rows.temperature, rows.top_p, rows.top_k, rows.min_p, rows.seed, rows.counter, scratch, token_ids,
-            vocab, block, SMALL, num_warps=warps,
-        )  # fmt: skip
-    width = max(0, max_logprobs)
-    results = SampledRows(
-        token_ids,
-        logits.new_full((num_rows,), float("nan")),
-        token_ids.new_full((num_rows, width), -1),
-        logits.new_full((num_rows, width), -float("inf")),
+    token_ids = logits.new_empty(num_rows, dtype=torch.int32)
+    draws = [rows[name] for name in ("temperature", "top_p", "top_k", "min_p", "seed", "counter")]
+    scratch = logits.new_empty(num_rows, SMALL)
+    _choose[(num_rows,)](logits, *draws, scratch, token_ids, vocab, block, SMALL, num_warps=warps)
+    if max_logprobs < 0:
+        return {"token_ids": token_ids}
+    logprobs = logits.new_full((num_rows,), float("nan"))
+    top_ids = token_ids.new_full((num_rows, max_logprobs), -1)
+    top = logits.new_full((num_rows, max_logprobs), -float("inf"))
+    _report[(num_rows,)](
+        own, token_ids, rows["num_logprobs"], logprobs, top_ids, top, vocab, max_logprobs, block, num_warps=warps
     )
-    if num_rows and max_logprobs >= 0:
-        _report[(num_rows,)](
-            own, token_ids, rows.num_logprobs, results.logprobs, results.top_ids, results.top_logprobs, vocab, width,
-            block, num_warps=warps,
-        )  # fmt: skip
-    return results
+    return {"token_ids": token_ids, "logprobs": logprobs, "top_ids": top_ids, "top_logprobs": top}
 
 
-def _change(logits: Tensor, rows: SamplingRows) -> None:
+def _change(logits: Tensor, rows: Mapping[str, Tensor]) -> None:
     num_rows, vocab = logits.shape
-    if rows.mask is not None:
-        _mask[(num_rows, triton.cdiv(vocab, BLOCK))](logits, rows.mask, vocab, BLOCK)
-    if len(rows.bias_ids):
-        _bias[(num_rows,)](logits, rows.bias_starts, rows.bias_ids, rows.bias, vocab, ENTRIES)
-    if len(rows.seen_ids):
-        _penalize[(num_rows,)](
-            logits, rows.seen_starts, rows.seen_ends, rows.seen_ids, rows.seen_counts, rows.repetition_penalty,
-            rows.frequency_penalty, rows.presence_penalty, vocab, ENTRIES,
-        )  # fmt: skip
+    if "mask" in rows:
+        _mask[(num_rows, triton.cdiv(vocab, BLOCK))](logits, rows["mask"], vocab, BLOCK)
+    if "bias_ids" in rows:
+        _bias[(num_rows,)](logits, rows["bias_starts"], rows["bias_ids"], rows["bias"], vocab, ENTRIES)
+    if "seen_ids" in rows:
+        seen = [rows[name] for name in ("seen_starts", "seen_ends", "seen_ids", "seen_counts")]
+        penalties = [rows[name] for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")]
+        _penalize[(num_rows,)](logits, *seen, *penalties, vocab, ENTRIES)
 
 
 @triton.jit
