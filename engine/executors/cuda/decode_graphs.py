@@ -49,10 +49,11 @@ class DecodeGraphs:
 
     def padded(self, inputs: dict[str, np.ndarray], size: int) -> dict[str, np.ndarray]:
         """What such a step has to be told."""
-        missing = size - len(inputs["token_ids"])
-        tables = np.pad(inputs["block_tables"], ((0, missing), (0, 0)), constant_values=self._nobodys_block)
+        num_rows, width = inputs["block_tables"].shape
+        tables = np.full((size, width), self._nobodys_block, np.int32)
+        tables[:num_rows] = inputs["block_tables"]
         ids_and_lens = np.zeros((2, size), np.int32)
-        ids_and_lens[:, : size - missing] = inputs["token_ids"], inputs["context_lens"]
+        ids_and_lens[:, :num_rows] = inputs["token_ids"], inputs["context_lens"]
         return {"ids_and_lens": ids_and_lens, "block_tables": tables}
 
     def replay(self, sent: Mapping[str, Tensor], size: int) -> Tensor:

@@ -10,11 +10,7 @@ import torch
 from torch import Tensor
 
 # Unsigned numbers arrive as the signed ones with the same bits. Those of 8 bytes first, so that all lie where they may.
-DTYPES = (
-    (torch.int64, (np.dtype(np.int64), np.dtype(np.uint64))),
-    (torch.float32, (np.dtype(np.float32),)),
-    (torch.int32, (np.dtype(np.int32), np.dtype(np.uint32))),
-)
+DTYPES = {torch.int64: ("int64", "uint64"), torch.float32: ("float32",), torch.int32: ("int32", "uint32")}
 IN_FLIGHT = 2  # steps at most that were launched and are not known to have ended
 
 
@@ -28,7 +24,8 @@ class Uploads:
 
     def send(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
         """By name. The arrays may change afterwards."""
-        groups = [[name for name in arrays if arrays[name].dtype in kinds] for _, kinds in DTYPES]
+        dtypes = {name: array.dtype.name for name, array in arrays.items()}
+        groups = [[name for name, dtype in dtypes.items() if dtype in those] for those in DTYPES.values()]
         parts = [np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8) for name in chain(*groups)]
         size = sum([part.nbytes for part in parts])
         self._turn = (self._turn + 1) % IN_FLIGHT
@@ -38,7 +35,7 @@ class Uploads:
         np.concatenate(parts, out=host.numpy())
         rest = host.to(self._device, non_blocking=True, copy=True)
         sent: dict[str, Tensor] = {}
-        for (dtype, _), names in zip(DTYPES, groups, strict=True):
+        for dtype, names in zip(DTYPES, groups, strict=True):
             sizes = [arrays[name].size for name in names]
             end = sum(sizes) * dtype.itemsize
             for name, tensor in zip(names, rest[:end].view(dtype).split(sizes), strict=True):
