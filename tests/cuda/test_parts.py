@@ -13,8 +13,15 @@ from engine.dtypes import from_bf16, to_bf16  # noqa: E402
 from engine.errors import ConfigError  # noqa: E402
 from engine.executors.cuda import weights  # noqa: E402
 from engine.executors.cuda.cache import Caches  # noqa: E402
-from engine.executors.cuda.decode_graphs import capture_sizes  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
+from engine.executors.cuda.step_graphs import (  # noqa: E402
+    NAMES,
+    Shape,
+    StepGraphs,
+    decode_shapes,
+    empty_step,
+    prompt_shapes,
+)
 from engine.executors.cuda.transfer import IN_FLIGHT, Download, Uploads  # noqa: E402
 from engine.executors.memory import allocate_cache  # noqa: E402
 from engine.models.constants import constants_of  # noqa: E402
@@ -70,7 +77,77 @@ def test_what_is_sent_arrives_with_its_shape_and_type(device):
     [("1,2,4,8", 4, [1, 2, 4]), ("8,1", 5, [1, 5]), ("1,2", 9, [1, 2]), ("16", 3, [3]), ("2,2", 2, [2])],
 )
 def test_the_sizes_that_are_captured_cover_the_largest_batch_where_the_setting_does(text, most, sizes):
-    assert capture_sizes(text, most) == sizes
+    assert decode_shapes(text, most) == [(size, size, size) for size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "max_tokens", "shapes"),
+    [
+        (8, 130, [(64, 9, 9), (128, 9, 9)]),
+        (63, 64, [(64, 65, 64)]),  # 64 requests with 64 tokens would be a decode step
+        (100, 8192, [(64, 101, 64), (128, 101, 101), (256, 101, 101), (512, 101, 101)]),
+        (2, 10, []),
+    ],
+)
+def test_steps_with_prompts_have_a_request_to_spare(batch_size, max_tokens, shapes):
+    assert prompt_shapes(batch_size, max_tokens) == shapes
+
+
+STEPS = {
+    "decode": ([(0, 17, 1), (2, 64, 1), (1, 3, 1)], (4, 4, 4)),
+    "a prompt": ([(1, 0, 30)], (64, 6, 6)),
+    "mixed": ([(0, 17, 1), (2, 64, 1), (1, 0, 30)], (64, 6, 6)),
+    "drafts": ([(0, 17, 3), (2, 64, 1)], (64, 6, 6)),
+}
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_a_step_that_is_filled_up_gives_the_same_logits(exported, device, case):
+    """And writes the same keys and values. Tables are longer than this step needs, and dirty."""
+    rows, shape = STEPS[case]
+    executor = CudaExecutor(exported("qwen2"), SETTINGS, device.type)
+    executor.allocate(9)
+    caches = executor._caches
+    generator = torch.Generator(device).manual_seed(0)
+    for tensor in caches.tensors.values():
+        tensor.normal_(generator=generator)
+    before = {name: tensor.clone() for name, tensor in caches.tensors.items()}
+    inputs = step_inputs(rows)
+    graphs = StepGraphs(SETTINGS, 4, device)
+    graphs.nobodys_block = caches.nobodys_block
+    padded = graphs.padded(inputs, Shape(*shape))
+    sizes = [len(empty_step(Shape(*shape))[name]) for name in NAMES]
+    numbers = dict(zip(NAMES, torch.from_numpy(padded["numbers"]).to(device).split(sizes), strict=True))
+    tables = torch.full((shape[1], 40), caches.nobodys_block, dtype=torch.int32, device=device)
+    tables[:, : padded["block_tables"].shape[1]] = torch.from_numpy(padded["block_tables"]).to(device)
+    found = executor._compute({**numbers, "block_tables": tables})[: len(inputs["logit_rows"])].clone()
+    written = {name: tensor.clone() for name, tensor in caches.tensors.items()}
+    for name, tensor in caches.tensors.items():
+        tensor.copy_(before[name])
+    expected = executor._compute({name: torch.from_numpy(each).to(device) for name, each in inputs.items()})
+    assert torch.allclose(found, expected, atol=1e-4)
+    for name, tensor in caches.tensors.items():
+        assert torch.allclose(written[name][:-1], tensor[:-1], atol=1e-5)
+
+
+def step_inputs(rows):
+    """Of (request, context, tokens); the last token of each gives logits, of several after a context each."""
+    rng = np.random.default_rng(0)
+    counts = np.array([count for _, _, count in rows])
+    starts = np.cumsum([0, *counts])
+    wanted = [
+        np.arange(end - (count if context else 1), end)
+        for (_, context, count), end in zip(rows, starts[1:], strict=True)
+    ]
+    arrays = {
+        "token_ids": rng.integers(0, 300, counts.sum()),
+        "positions": np.concatenate([np.arange(context, context + count) for _, context, count in rows]),
+        "query_starts": starts,
+        "context_lens": np.array([context for _, context, _ in rows]),
+        "block_tables": np.arange(9).reshape(3, 3)[[request for request, _, _ in rows]],
+        "logit_rows": np.concatenate(wanted),
+    }
+    return {name: array.astype(np.int32) for name, array in arrays.items()}
 
 
 @pytest.mark.parametrize(("block_size", "is_taken"), [(8, False), (48, False), (16, True), (64, True), (256, True)])

@@ -38,21 +38,11 @@ class Caches:
         return self._num_blocks
 
     def allocate(self, num_blocks: int) -> None:
-        self.clear()
         self._num_blocks = num_blocks
-        try:
-            self.tensors = {
-                spec.name: torch.empty(
-                    spec.shape_of(num_blocks + 1), dtype=getattr(torch, spec.dtype), device=self._device
-                )
-                for spec in self._specs
-            }
-        except torch.cuda.OutOfMemoryError:
-            raise ConfigError(
-                f"{num_blocks} KV blocks need {num_blocks * self.block_bytes / 2**30:.1f} GiB, the GPU has"
-                f" {torch.cuda.mem_get_info(self._device)[0] / 2**30:.1f} GiB free: lower GPU_MEMORY_UTILIZATION"
-                " or NUM_GPU_BLOCKS_OVERRIDE"
-            ) from None
+        self.tensors = {
+            spec.name: torch.empty(spec.shape_of(num_blocks + 1), dtype=getattr(torch, spec.dtype), device=self._device)
+            for spec in self._specs
+        }
 
     def copy(self, copy: Copy) -> None:
         for tensor in self.tensors.values():

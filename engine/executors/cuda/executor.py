@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from engine.core.types import PENDING, Batch, StepOutput
+from engine.errors import ConfigError
 from engine.executors.cuda.cache import Caches
-from engine.executors.cuda.decode_graphs import DecodeGraphs
 from engine.executors.cuda.load import load_program
 from engine.executors.cuda.sampling import fields_to_send
+from engine.executors.cuda.step_graphs import StepGraphs
 from engine.executors.cuda.transfer import Download, Uploads
 from engine.executors.slots import Choices, Slots
 from engine.exporting.manifest import Manifest
@@ -40,7 +41,7 @@ class CudaExecutor:
         self._logits_bytes = 4 * config.batch_size * model.vocab_size  # of the largest batch
         self._program = load_program(graph_dir, model, self._device)
         self._caches = Caches(model.graph().caches, self._device)
-        self._graphs = DecodeGraphs(config, max_blocks, self._device)
+        self._graphs = StepGraphs(config, max_blocks, self._device)
         self._uploads = Uploads(self._device)
         self._slots = Slots(config.batch_size, max_blocks, model.block_size, model.vocab_size)
         self._last_tokens = torch.zeros(config.batch_size, dtype=torch.int32, device=self._device)  # by slot
@@ -57,8 +58,17 @@ class CudaExecutor:
 
     def allocate(self, num_blocks: int) -> None:
         self._graphs.clear()
-        self._caches.allocate(num_blocks)
-        self._graphs.capture(self._compute, self._caches.nobodys_block)
+        self._caches.clear()
+        try:
+            self._caches.allocate(num_blocks)
+            self._graphs.capture(self._compute, self._caches.nobodys_block)
+        except torch.cuda.OutOfMemoryError:
+            free, total = (number / 2**30 for number in torch.cuda.mem_get_info(self._device))
+            raise ConfigError(
+                f"{num_blocks} KV blocks ({num_blocks * self.block_bytes / 2**30:.1f} GiB) and the CUDA graphs do not"
+                f" fit into the {total:.1f} GiB of the GPU, {free:.1f} GiB are left: lower GPU_MEMORY_UTILIZATION or"
+                " NUM_GPU_BLOCKS_OVERRIDE, or list fewer CUDAGRAPH_CAPTURE_SIZES"
+            ) from None
 
     def launch(self, batch: Batch) -> CudaStep:
         self._slots.place(batch)
@@ -85,16 +95,12 @@ class CudaExecutor:
         """Begins the graph: its logits, of each row that is wanted, and all that was sent up for the step."""
         inputs = self._slots.graph_inputs(batch)
         _mark_pending(batch, inputs)
-        num_rows = len(batch.rows)
-        is_decode = len(inputs["token_ids"]) == num_rows == len(choices.slots)
-        size = self._graphs.size_for(num_rows) if is_decode else None
-        if size is not None:
-            inputs = self._graphs.padded(inputs, size)
+        num_logits, shape = len(inputs["logit_rows"]), self._graphs.shape_for(inputs)
+        if shape:
+            inputs = self._graphs.padded(inputs, shape)
         slots = {"slots": np.array(choices.slots, np.int64)} | fields_to_send(rows) if choices.slots else {}
         sent = self._uploads.send(inputs | slots)
-        if size is not None:
-            return self._graphs.replay(sent, size)[:num_rows], sent
-        return self._compute(sent), sent
+        return self._graphs.replay(sent, shape)[:num_logits] if shape else self._compute(sent), sent
 
     def choose(self, logits: Tensor, rows: SamplingRows, sent: Mapping[str, Tensor]) -> Download:
         """Begins to choose tokens. `logits`: of each choice; `rows`: what was sent, as the host has it."""

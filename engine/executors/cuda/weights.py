@@ -34,7 +34,7 @@ def load(graph: Graph, params: Mapping[str, np.ndarray], device: torch.device) -
 
 def draw(graph: Graph, constants: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
     """Random matrices, norms of ones; `constants` are what they are."""
-    torch.manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     tensors = {}
     for name, value in graph.parameters.items():
         if name in constants:
@@ -42,7 +42,7 @@ def draw(graph: Graph, constants: Mapping[str, np.ndarray], device: torch.device
         elif len(value.shape) == 1:
             tensors[name] = torch.full(value.shape, float("norm" in name), device=device)
         else:
-            tensors[name] = _empty(value, device).normal_(0, DRAWN_WIDTH)
+            tensors[name] = _empty(value, device).normal_(0, DRAWN_WIDTH, generator=generator)
     return _as_the_ops_want_them(graph, tensors)
 
 

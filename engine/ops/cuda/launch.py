@@ -5,11 +5,13 @@ Every kernel calls `begin_next` first and, on every path, `wait_for_inputs` befo
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-IS_USED = tl.constexpr(not triton.knobs.runtime.interpret)
+NEEDED = (9, 0)  # compute capability
+IS_USED = tl.constexpr(torch.cuda.is_available() and torch.cuda.get_device_capability() >= NEEDED)
 PDL = {"launch_pdl": True} if IS_USED else {}  # keywords of a launch
 
 
