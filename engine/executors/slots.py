@@ -100,7 +100,7 @@ class Slots:
 
     def sampling_rows(self, choices: Choices, mask: np.ndarray | None = None) -> SamplingRows:
         rows = SamplingRows.greedy(len(choices.slots))
-        slots = np.array(choices.slots, np.int64)
+        slots = np.array(choices.slots)
         for name in PER_SLOT:
             setattr(rows, name, getattr(self._rows, name)[slots])
         rows.counter += [len(tail) for tail in choices.tails]
@@ -118,7 +118,7 @@ class Slots:
     def expect(self, choices: Choices) -> None:
         """Counts the one token that a step brings each slot at least: the next step may be launched before it is
         known, and when it is, its slot may be somebody else's."""
-        self._rows.counter[np.array(choices.slots, np.int64)] += 1
+        self._rows.counter[np.array(choices.slots)] += 1
 
     def accept(self, batch: Batch, rows: SamplingRows, sampled: SampledRows) -> StepOutput:
         """Of every row the tokens up to the first that its draft had otherwise."""

@@ -53,6 +53,13 @@ def test_the_tokens_are_those_of_transformers(exported, device, family, use_cuda
     assert found == [tokens[:count] for _, tokens in cases.values()]
 
 
+def test_a_prompt_alone_is_read_in_steps_that_choose_nothing(exported, device):
+    [(prompt, tokens)] = golden("qwen2", [130]).values()
+    loop = a_loop(exported("qwen2"), device, max_num_batched_tokens=48)
+    assert generate(loop, [prompt], max_new_tokens=3) == [tokens[:3]]
+    assert loop.stats()["num_steps"] == 3 + 2
+
+
 MIXED = [
     {"temperature": 0.9, "seed": 7, "num_logprobs": 3},
     {"temperature": 0.7, "top_p": 0.8, "seed": 8, "repetition_penalty": 1.3, "num_logprobs": 0},

@@ -75,12 +75,14 @@ class CudaExecutor:
         for copy in batch.copies:
             self._caches.copy(copy)
         choices = Choices.of(batch)
+        if not choices.slots:
+            step = CudaStep(self, batch, choices, SamplingRows.greedy(0))
+            step.download = Download({}, self._device)
+            return step
         rows = self._slots.sampling_rows(choices)
         self._slots.expect(choices)
         step = CudaStep(self, batch, choices, rows)
-        if not choices.slots:
-            step.download = Download({}, self._device)
-        elif not batch.has_mask:
+        if not batch.has_mask:
             step.choose()
         return step
 
