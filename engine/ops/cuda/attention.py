@@ -21,9 +21,10 @@ from torch import Tensor
 from engine.ops.cuda.launch import PDL, begin_next, wait_for_inputs
 
 MIN_ROWS = 16  # of a matrix product
-PREFILL_ROWS = 64
+PREFILL_ROWS = 128
 MAX_TILE = 64  # positions
-DECODE, PREFILL = (2, 3), (4, 2)  # warps of a program, tiles that are read ahead
+DECODE = {"num_warps": 2, "num_stages": 3}  # of a program; stages: tiles that are read ahead
+PREFILL = {"num_warps": 8, "num_stages": 2, "maxnreg": 128}  # with 128 registers two of them run on an SM
 HEADS = 8  # that a program of `_place` writes
 PROGRAMS_PER_SM = 4  # of the decode kernel, that run at once
 MAX_SPLITS = 32
@@ -71,12 +72,11 @@ def paged_attention(
     splits = _num_splits(num_tiles * num_kv_heads, block_tables.shape[1]) if one_each else 1
     partial = query.new_empty(num_tokens, num_heads, splits, head_dim + 2, dtype=torch.float32) if splits > 1 else out
     grid = num_tiles, num_kv_heads, splits
-    warps, stages = DECODE if one_each else PREFILL
     _attend[grid](
         query, kv_cache, *where, out if splits == 1 else partial, num_requests, block_tables.shape[1],
         scale * math.log2(math.e), num_kv_heads, group, head_dim, max(16, triton.next_power_of_2(head_dim)), block_size,
-        min(block_size, MAX_TILE), rows, tokens, one_each, splits, num_warps=warps,
-        num_stages=stages, **PDL,
+        min(block_size, MAX_TILE), rows, tokens, one_each, splits,
+        **(DECODE if one_each else PREFILL), **PDL,
     )  # fmt: skip
     if splits > 1:
         padded = triton.next_power_of_2(head_dim), triton.next_power_of_2(splits)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 16384  # logits of a row at a time
+BLOCK, LOGITS_PER_WARP = 8192, 512  # logits of a row at a time
 SMALL = 4096  # that are left between the bounds of the bisection
 ENTRIES = 256  # of biases and of what was seen
 CHANGES = ("mask", "bias_ids", "seen_ids")  # fields that change logits, with those that go with them
@@ -31,7 +31,7 @@ def sample(logits: Tensor, rows: Mapping[str, Tensor], max_logprobs: int) -> dic
     own = logits.clone() if max_logprobs >= 0 and not rows.keys().isdisjoint(CHANGES) else logits
     _change(logits, rows)
     block = min(BLOCK, triton.next_power_of_2(vocab))
-    warps = max(4, block // 512)
+    warps = max(4, block // LOGITS_PER_WARP)
     token_ids = logits.new_empty(num_rows, dtype=torch.int32)
     draws = [rows[name] for name in ("temperature", "top_p", "top_k", "min_p", "seed", "counter")]
     scratch = logits.new_empty(num_rows, SMALL)
@@ -117,21 +117,21 @@ def _weights(values, largest, temperature, min_p):
 @triton.jit
 def _above(x, vocab, bound, largest, temperature, min_p, BLOCK: tl.constexpr):
     """How many tokens of weight have a logit of at least `bound`, and their weight."""
-    count = 0
-    weight = tl.zeros([], tl.float64)
+    counts = tl.zeros([BLOCK], tl.int32)
+    sums = tl.zeros([BLOCK], tl.float64)
     for start in range(0, vocab, BLOCK):
         _, values = _load(x, start, vocab, BLOCK)
-        here, weight_here = _sum_above(values, bound, largest, temperature, min_p)
-        count += here
-        weight += weight_here
-    return count, weight
+        is_in, weights = _weights_above(values, bound, largest, temperature, min_p)
+        counts += is_in
+        sums += weights
+    return tl.sum(counts, 0), tl.sum(sums, 0)
 
 
 @triton.jit
-def _sum_above(values, bound, largest, temperature, min_p):
+def _weights_above(values, bound, largest, temperature, min_p):
     weights = _weights(values, largest, temperature, min_p)
     is_in = (values >= bound) & (weights > 0)
-    return tl.sum(is_in.to(tl.int32), 0), tl.sum(tl.where(is_in, weights, 0.0), 0).to(tl.float64)
+    return is_in.to(tl.int32), tl.where(is_in, weights, 0.0).to(tl.float64)
 
 
 @triton.jit
@@ -141,14 +141,14 @@ def _choose(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     x = logits + row * vocab
-    largest = tl.full([], -float("inf"), tl.float32)
-    token_id = vocab
+    most = tl.full([BLOCK], -float("inf"), tl.float32)
+    most_ids = tl.zeros([BLOCK], tl.int32)
     for start in range(0, vocab, BLOCK):
         ids, values = _load(x, start, vocab, BLOCK)
-        here = tl.max(values, 0)
-        first = tl.min(tl.where(values == here, ids, vocab), 0)
-        token_id = tl.where(here > largest, first, token_id)
-        largest = tl.maximum(here, largest)
+        most_ids = tl.where(values > most, ids, most_ids)
+        most = tl.maximum(values, most)
+    largest = tl.max(most, 0)
+    token_id = tl.min(tl.where(most == largest, most_ids, vocab), 0)
     temperature = tl.load(temperatures + row)
     if largest == -float("inf"):
         token_id = -1
@@ -215,9 +215,9 @@ def _threshold(
     base = count_of_high
     base_weight = weight_of_high
     while (count_of_low - count_of_high > 1) & (low < middle) & (middle < high):
-        count, weight = _sum_above(values, middle, largest, temperature, min_p)
-        count += base
-        weight += base_weight
+        is_in, weights = _weights_above(values, middle, largest, temperature, min_p)
+        count = base + tl.sum(is_in, 0)
+        weight = base_weight + tl.sum(weights, 0)
         is_enough = tl.where(share < 0, count >= top_k, weight >= share)
         low = tl.where(is_enough, middle, low)
         count_of_low = tl.where(is_enough, count, count_of_low)
@@ -274,27 +274,27 @@ def _nth_equal(x, vocab, value, n, BLOCK: tl.constexpr):
 def _kept(x, start, vocab, low, last_equal, largest, temperature, min_p, BLOCK: tl.constexpr):
     ids, values = _load(x, start, vocab, BLOCK)
     is_kept = (values > low) | ((values == low) & (ids <= last_equal))
-    return ids, tl.where(is_kept, _weights(values, largest, temperature, min_p), 0.0)
+    return ids, tl.where(is_kept, _weights(values, largest, temperature, min_p), 0.0).to(tl.float64)
 
 
 @triton.jit
 def _pick(x, vocab, low, last_equal, largest, temperature, min_p, uniform, BLOCK: tl.constexpr):
     """The first kept token, by id, with which the running sum of weights exceeds the uniform number's share of all."""
-    total = tl.zeros([], tl.float64)
+    sums = tl.zeros([BLOCK], tl.float64)
     for start in range(0, vocab, BLOCK):
         _, weights = _kept(x, start, vocab, low, last_equal, largest, temperature, min_p, BLOCK)
-        total += tl.sum(weights, 0).to(tl.float64)
-    target = uniform * total
+        sums += weights
+    target = uniform * tl.sum(sums, 0)
     running = tl.zeros([], tl.float64)
     token_id = 0
     is_found = 0
     start = 0
     while (start < vocab) & (is_found == 0):
         ids, weights = _kept(x, start, vocab, low, last_equal, largest, temperature, min_p, BLOCK)
-        here = tl.sum(weights, 0).to(tl.float64)
+        here = tl.sum(weights, 0)
         last = tl.max(tl.where(weights > 0, ids, -1), 0)
         if running + here > target:
-            sums = running + tl.cumsum(weights.to(tl.float64), 0)
+            sums = running + tl.cumsum(weights, 0)
             first = tl.min(tl.where((sums > target) & (weights > 0), ids, vocab), 0)
             token_id = tl.minimum(first, last)  # rounding may leave none
             is_found = 1
