@@ -32,6 +32,7 @@ quick: install $(TESTS)  ## the tests that need no server
 	$(BIN)/python -m pytest tests/pure
 
 install-cuda: $(RUNTIME)  ## torch, for DEVICE=gpu
+	@command -v nvidia-smi >/dev/null || { echo "error: no nvidia-smi on the PATH: this machine has no NVIDIA GPU" >&2; exit 1; }
 	$(PIP) --no-build-isolation --editable .[cuda]
 
 test-gpu: install-cuda $(TESTS)  ## the tests that need an NVIDIA GPU; skipped with the reason where there is none

@@ -1,14 +1,18 @@
 """What the tests of the GPU share. They need one, or TRITON_INTERPRET=1, which runs the kernels on the CPU, slowly."""
 
+from __future__ import annotations
+
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cuda]")
+from engine.exporting.export import ExportOptions, export
+from tests.checkpoints import make_checkpoint
 
-from engine.exporting.export import ExportOptions, export  # noqa: E402
-from tests.checkpoints import make_checkpoint  # noqa: E402
+if TYPE_CHECKING:
+    import torch  # every module here skips itself where it is missing
 
 ROOT = Path(__file__).parents[2]
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -16,6 +20,8 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
+    import torch
+
     if torch.cuda.is_available():
         return torch.device("cuda")
     if not IS_INTERPRETED:
