@@ -21,7 +21,7 @@ define check_venv
   { echo "error: $(VENV) exists and is no virtual environment; name another folder: make VENV=..." >&2; exit 1; }
 endef
 
-.PHONY: demo install test quick lint bench storm soak clean
+.PHONY: demo install install-cuda test quick test-gpu lint bench bench-gpu storm soak clean
 
 demo: install  ## starts the server with the bundled model and asks it three questions
 	@$(BIN)/python -m server_scripts.demo
@@ -33,6 +33,13 @@ test: quick  ## all tests, those that need nothing first
 
 quick: install $(TESTS)  ## the tests that need no server, on all cores
 	$(BIN)/python -m pytest tests/pure --numprocesses logical --maxprocesses 8 --dist worksteal
+
+install-cuda: $(RUNTIME)  ## torch, for DEVICE=gpu
+	@command -v nvidia-smi >/dev/null || { echo "error: no nvidia-smi on the PATH: this machine has no NVIDIA GPU" >&2; exit 1; }
+	$(PIP) --no-build-isolation --editable .[cuda]
+
+test-gpu: install-cuda $(TESTS)  ## the tests that need an NVIDIA GPU; skipped with the reason where there is none
+	$(BIN)/python -m pytest tests/cuda
 
 lint: $(TESTS)  ## style, types, which part may import which
 	$(BIN)/ruff check .
@@ -50,6 +57,10 @@ storm: install  ## kills engines under load for STORM_SECONDS, and compares ever
 
 soak: install  ## the same for hours, in which no process may grow
 	$(BIN)/python -m benchmarks.storm --seconds $(SOAK_SECONDS) --every 60 --stop engine --max-growth 0.02 $(STORM)
+
+SHAPE = llama-3-8b
+bench-gpu: test-gpu  ## the engine on one GPU, random weights; make bench-gpu SHAPE=qwen2.5-0.5b
+	$(BIN)/python -m benchmarks.gpu $(SHAPE) --sampled
 
 clean:
 	$(check_venv)

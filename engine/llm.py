@@ -16,6 +16,7 @@ from engine.core.scheduler import FAILED, Update
 from engine.core.types import Logprobs, Request
 from engine.errors import InvalidRequest, NoToken
 from engine.executors import make_executor
+from engine.executors.device import with_device
 from engine.executors.memory import allocate_cache
 from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions
@@ -64,7 +65,7 @@ class LLM:
     are given by their field names, `LLM(path, batch_size=8)`, and checked like those: raises ConfigError."""
 
     def __init__(self, model_dir: str | Path, **settings: Any):
-        config = Config.from_env().changed(**settings)
+        config = with_device(Config.from_env().changed(**settings))
         graph_dir = Path(model_dir)
         if not is_exported(graph_dir):
             options = ExportOptions(
@@ -73,6 +74,7 @@ class LLM:
                 config.block_size,
                 num_ranks=config.mp_num,
                 int8_cache=config.use_cache_kv_int8,
+                load_format=config.load_format,
             )
             graph_dir = export_cached(graph_dir, Path(config.export_cache_dir).expanduser(), options)
         self.tokenizer = Tokenizer.load(graph_dir)

@@ -127,9 +127,13 @@ def export(checkpoint_dir: Path, cache_dir: Path, quant: str | None = None) -> P
         return checkpoint_dir
     make_folder("EXPORT_CACHE_DIR", cache_dir)
     int8_cache = config.use_cache_kv_int8 or (quant or "").endswith("c8")
-    dtype, quant_type = as_stored(quant, config)
     options = ExportOptions(
-        dtype, quant_type, config.block_size, num_ranks=config.mp_num, ranks=ranks, int8_cache=int8_cache
+        *as_stored(quant, config),
+        config.block_size,
+        num_ranks=config.mp_num,
+        ranks=ranks,
+        int8_cache=int8_cache,
+        load_format=config.load_format,
     )
     return export_cached(checkpoint_dir, cache_dir, options, lambda step: print("step", step, flush=True))
 

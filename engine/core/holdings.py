@@ -101,7 +101,7 @@ class Holdings:
         request.has_shared_tail = False
 
     def settle(self) -> None:
-        """The step has ended."""
+        """A step has ended. One that was launched meanwhile may still write these blocks, but before any later one."""
         for blocks in self._retired:
             self.pool.give_back(blocks)
         self._retired.clear()

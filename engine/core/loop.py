@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from engine.core.block_pool import BlockPool
 from engine.core.drafting import NgramDrafter
@@ -34,6 +36,12 @@ class Stats(Counters):
     step_limit_s: float = 0.0  # how long it may take, by those before; 0: nothing is known
 
 
+class Launched(NamedTuple):
+    step: Step
+    num_tokens: int
+    at: float
+
+
 class Loop:
     """The one owner of scheduler and executor. Without `grammars` no request may want an answer of a given form."""
 
@@ -50,9 +58,8 @@ class Loop:
         self.scheduler = Scheduler(pool, limits, _drafter(config))
         self._grammars = grammars
         self._compiling = Compiling()
-        self._step: Step | None = None  # the one that was launched
-        self._launched_at = 0.0
-        self._num_tokens = 0  # that it computes
+        self._steps: deque[Launched] = deque()  # those that were launched
+        self._collected_at = 0.0
         self._slowest_token_s = 0.0  # seconds a token of the slowest step so far
         self._num_steps = self._num_dropped = self._num_wasted_tokens = 0
         self._step_time_s = 0.0
@@ -88,20 +95,16 @@ class Loop:
 
     def turn(self) -> list[Update]:
         """Waits for the step that runs, launches the next one, and returns what the first has brought: it can be sent
-        while the second runs. Empty when nothing ran."""
-        updates = self._collect() if self._step else []
+        while the second runs. Empty when nothing ran. Where the executor can, launches first and waits then."""
+        if self._steps and self.executor.runs_ahead and self.scheduler.may_run_ahead():
+            self._launch()
+        updates = self._collect() if self._steps else []
         if self._compiling:
             updates += self._take_compiled()
-        batch = self.scheduler.next_batch()
-        if batch is None:
+        if not self._steps and not self._launch():
             assert self.scheduler.is_idle, "requests wait and none can be computed"
             if self._compiling:
                 self._compiling.wait()
-        else:
-            self._num_tokens, self._launched_at = batch.num_tokens, time.monotonic()
-            self._step = self.executor.launch(batch)
-            if batch.has_mask:
-                self._mask(self._step)
         return updates
 
     def _mask(self, step: Step) -> None:
@@ -128,6 +131,7 @@ class Loop:
 
     def stats(self) -> dict[str, float]:
         """May be called while another thread is in `turn`."""
+        steps = tuple(self._steps)
         scheduler = self.scheduler
         stats = Stats(
             **asdict(scheduler.counters),
@@ -141,18 +145,27 @@ class Loop:
             num_dropped=self._num_dropped,
             num_wasted_tokens=self._num_wasted_tokens,
             step_time_s=self._step_time_s,
-            step_age_s=time.monotonic() - self._launched_at if self._step else 0.0,
-            step_limit_s=STEP_MARGIN * self._num_tokens * self._slowest_token_s,
+            step_age_s=time.monotonic() - max(steps[0].at, self._collected_at) if steps else 0.0,
+            step_limit_s=STEP_MARGIN * steps[0].num_tokens * self._slowest_token_s if steps else 0.0,
         )
         return asdict(stats)
 
+    def _launch(self) -> bool:
+        batch = self.scheduler.next_batch()
+        if batch is not None:
+            step = self.executor.launch(batch)
+            self._steps.append(Launched(step, batch.num_tokens, time.monotonic()))
+            if batch.has_mask:
+                self._mask(step)
+        return batch is not None
+
     def _collect(self) -> list[Update]:
-        assert self._step
-        output = self._step.result()
-        self._step = None
-        duration_s = time.monotonic() - self._launched_at
+        step, num_tokens, launched_at = self._steps.popleft()
+        output = step.result()
+        began, self._collected_at = max(launched_at, self._collected_at), time.monotonic()
+        duration_s = self._collected_at - began
         self._step_time_s += duration_s
-        self._slowest_token_s = max(self._slowest_token_s, duration_s / self._num_tokens)
+        self._slowest_token_s = max(self._slowest_token_s, duration_s / num_tokens)
         self._num_steps += 1
         updates = self.scheduler.apply(output)
         self._check_when_idle()

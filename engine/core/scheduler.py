@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,7 +11,19 @@ from engine.core.block_pool import BlockPool, OutOfBlocks
 from engine.core.drafting import Drafter
 from engine.core.grammar import Choice
 from engine.core.holdings import Holdings
-from engine.core.types import NO_TOKEN, Arrival, Batch, Copy, Grammar, Logprobs, Request, Row, State, StepOutput
+from engine.core.types import (
+    NO_TOKEN,
+    PENDING,
+    Arrival,
+    Batch,
+    Copy,
+    Grammar,
+    Logprobs,
+    Request,
+    Row,
+    State,
+    StepOutput,
+)
 from engine.core.waiting import Waiting
 from engine.errors import InvalidRequest, RequestError, queue_full, tokens_full
 
@@ -66,7 +79,9 @@ class Scheduler:
 
     A request with forks computes the prompt for all of them: with its first token they join, holding the same blocks.
 
-    `next_batch` and `apply` take turns; `add` and `drop` may come in between, while the step runs.
+    `next_batch` and `apply` take turns; `add` and `drop` may come in between, while the step runs. Where
+    `may_run_ahead` allows it, `next_batch` may come once more before the `apply` of the step before: the tokens of that
+    one are then PENDING. What it computes for a request that turns out to have ended is for nobody.
     """
 
     def __init__(self, pool: BlockPool, limits: Limits, drafter: Drafter | None = None):
@@ -80,14 +95,14 @@ class Scheduler:
         self._holdings = Holdings(pool, limits.block_ratio)
         self._leader_of: dict[str, Request] = {}  # forks whose prompt is not computed yet
         self._free_slots = list(range(limits.max_batch - 1, -1, -1))
-        self._launched: list[Launched] | None = None
+        self._launched: deque[list[Launched]] = deque()  # steps that were not applied yet
         self._arrivals: list[Arrival] = []  # for the next batch, as are the copies
         self._copies: list[Copy] = []
 
     @property
     def is_idle(self) -> bool:
         """Nothing to compute and nothing being computed."""
-        return not self.waiting and not self.running and self._launched is None
+        return not self.waiting and not self.running and not self._launched
 
     @property
     def num_running(self) -> int:
@@ -144,20 +159,31 @@ class Scheduler:
         request.state = State.ENDED
         return request
 
+    def may_run_ahead(self) -> bool:
+        """Whether the next step can be picked while one runs: no token of it depends on one that is not known, and
+        nobody has to be preempted."""
+        if self._drafter or len(self._launched) != 1:
+            return False
+        running = self.running.values()
+        if any(request.reads_answer for request in (*running, *self.waiting.first(LOOK_AHEAD))):
+            return False
+        return sum([request.num_computed >= request.room for request in running]) <= self.pool.num_available
+
     def next_batch(self) -> Batch | None:
         """None when there is nothing to compute."""
-        assert self._launched is None, "the step before has not been applied"
+        assert not self._launched or self.may_run_ahead(), "the step before has not been applied"
         launched: list[Launched] = []
         in_prompt = self._schedule_decodes(launched)
         budget = self.limits.max_batched_tokens - sum(len(row.token_ids) for _, row, _ in launched)
         for request in in_prompt:
-            if budget > 0 and request.slot >= 0:  # else it has been preempted
+            # Else it has been preempted, or has only to be joined by its forks.
+            if budget > 0 and request.slot >= 0 and request.num_computed < len(request.token_ids):
                 budget -= self._launch_prompt(launched, request, budget)
         while budget > 0 and (admitted := self._admit()):
             budget -= self._launch_prompt(launched, admitted, budget)
         if not launched:
             return None
-        self._launched = launched
+        self._launched.append(launched)
         has_mask = any(request.grammar and row.num_sampled for request, row, _ in launched)
         batch = Batch([row for _, row, _ in launched], self._arrivals, self._copies, has_mask)
         self._arrivals, self._copies = [], []
@@ -166,7 +192,7 @@ class Scheduler:
     def choices(self) -> list[Choice]:
         """Of the step that was launched, in the order of its output."""
         choices = []
-        for request, row, forks in self._launched or ():
+        for request, row, forks in self._launched[-1]:
             if row.num_sampled:
                 choices.append(Choice(request, row.token_ids[len(row.token_ids) - row.num_sampled + 1 :]))
                 choices += map(Choice, forks)
@@ -174,8 +200,7 @@ class Scheduler:
 
     def apply(self, output: StepOutput) -> list[Update]:
         """Enters what the step brought. Finished requests have given their blocks back on return."""
-        assert self._launched is not None
-        launched, self._launched = self._launched, None
+        launched = self._launched.popleft()
         self._holdings.settle()
         updates: list[Update] = []
         sampled = zip(output.token_ids, output.logprobs, strict=True)
@@ -185,7 +210,7 @@ class Scheduler:
             of_forks = [next(sampled) for _ in forks] if forks else ()
             if request.slot < 0:  # dropped meanwhile
                 continue
-            request.num_computed = row.start + len(row.token_ids) - row.num_sampled + len(token_ids)
+            request.num_computed -= row.num_sampled - len(token_ids)  # drafts that were wrong
             update = self._append(request, token_ids, logprobs) if token_ids else None
             if request.num_computed >= (request.num_published + 1) * block_size:
                 self._holdings.publish(request)
@@ -222,11 +247,16 @@ class Scheduler:
             if len(request.token_ids) - start > 1 or request.forks:
                 in_prompt.append(request)
                 continue
+            if start == len(request.token_ids):  # the token before is still being chosen
+                if request.num_new_tokens + 1 >= request.sampling.max_new_tokens:
+                    continue  # and is the last
+                token_ids = [PENDING]
             if start >= request.room and (request.slot < 0 or not self._has_room(request)):
                 continue  # preempted, in this very loop
             if spare > 0 and (self._drafter or request.grammar):
                 token_ids += self._drafts(request, spare)
                 spare -= len(token_ids) - 1
+            request.num_computed = start + len(token_ids)
             new = self._new_blocks(request) if len(request.block_ids) > request.num_placed else ()
             row = make(Row, (request.slot, start, token_ids, new, len(token_ids), ()))
             launched.append((request, row, ()))
@@ -237,7 +267,8 @@ class Scheduler:
         size."""
         start = request.num_computed
         token_ids = request.token_ids[start : start + budget]
-        is_last = start + len(token_ids) == len(request.token_ids)
+        request.num_computed = start + len(token_ids)
+        is_last = request.num_computed == len(request.token_ids)
         forks = tuple(request.forks) if is_last else ()
         slots = [fork.slot for fork in forks]
         row = Row(request.slot, start, token_ids, self._new_blocks(request), int(is_last), slots)
@@ -267,6 +298,8 @@ class Scheduler:
         """Moves a waiting request to the running ones, with its blocks: the first, or one soon after it that fits."""
         passed: list[Request] = []
         for request in self.waiting.first(LOOK_AHEAD):
+            if self._launched and request.reads_answer:  # its slot may be that of one which a step still computes
+                return None
             if len(request.forks) < len(self._free_slots) and self._holdings.take_prompt(
                 request, self.running.values()
             ):
@@ -364,7 +397,7 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         if not self.waiting.drop(request.request_id):
             del self.running[request.request_id]
-            self._holdings.release(request, is_in_flight=self._launched is not None)
+            self._holdings.release(request, is_in_flight=bool(self._launched))
             for each in (request, *request.forks):
                 self._give_up_slot(each)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 from engine.errors import RequestError
 
 NO_TOKEN = -1  # the model's logits are no numbers, or bans and masks left nothing
+PENDING = -2  # in a row: the token that the step before chooses for its slot, which is not known yet
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,12 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
     num_logprobs: int = -1  # -1: none, 0: the chosen token's, k: and the k likeliest
     form: tuple[str, ...] = ()  # that the answer must have: the field that says so, and engine.text.forms' word for it
+
+    @property
+    def reads_answer(self) -> bool:
+        """Whether the next token depends on those before by more than their number and the logits."""
+        has_penalty = self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+        return has_penalty or bool(self.form) or any(len(word) > 1 for word in self.bad_words)
 
 
 class Grammar(Protocol):
@@ -81,7 +89,7 @@ class Request:
     slot: int = -1  # its place in the batch while it runs
     block_ids: list[int] = field(default_factory=list)  # position // block_size -> block
     keys: list[bytes] = field(default_factory=list)  # names of its leading full blocks, as many as were needed so far
-    num_computed: int = 0  # leading tokens whose keys and values are in the blocks
+    num_computed: int = 0  # leading tokens whose keys and values are in the blocks once all launched steps have run
     num_published: int = 0  # leading full blocks that the prefix cache has been told of
     num_placed: int = 0  # leading blocks that the executor has been told of
     has_shared_tail: bool = False  # its last block may have other holders: to be copied before it is written
@@ -89,6 +97,11 @@ class Request:
     num_cached: int = 0  # tokens that the prefix cache held at the last admission
     num_passed: int = 0  # requests that went before it although they came later
     num_preemptions: int = 0
+
+    @cached_property
+    def reads_answer(self) -> bool:
+        """Its next token cannot be chosen before the last one is known, even by an executor that keeps that one."""
+        return self.sampling.reads_answer
 
     @property
     def num_new_tokens(self) -> int:
@@ -188,6 +201,7 @@ class Executor(Protocol):
 
     block_size: int  # tokens of a block, decided at export
     block_bytes: int  # of a block of the KV cache in all layers
+    runs_ahead: bool  # a step may be launched while the one before runs, with PENDING tokens
 
     def free_bytes(self) -> int:
         """Memory for the KV cache, beside what the steps so far have needed; of the rank that has least."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from engine.core.types import Executor
 from engine.errors import ConfigError
+from engine.executors.device import GPU, with_device
 from engine.exporting.manifest import Manifest
 from engine.models.keys import ModelError
 from engine.settings.config import Config
@@ -28,9 +29,14 @@ def make_executor(graph_dir: Path, config: Config, tell: Callable[[str], None] =
     With several machines it waits for them and tells for which. On those that are not the master it does not return:
     their ranks do what the master's executor says.
     """
+    config = with_device(config)
     manifest, machines = Manifest.read(graph_dir), config.machines
+    if config.device == GPU and manifest.num_ranks > 1:
+        raise ConfigError(f"MP_NUM is {manifest.num_ranks}; with DEVICE=gpu a model has one rank, or set DEVICE=cpu")
     if manifest.num_ranks != config.mp_num:
         raise ConfigError(f"MP_NUM is {config.mp_num}, but {graph_dir} was exported for {manifest.num_ranks} ranks")
+    if config.device != GPU and not manifest.graph().parameters:
+        raise ConfigError(f"{graph_dir} was exported without weights (LOAD_FORMAT=dummy); only DEVICE=gpu draws some")
     if missing := manifest.missing_files(graph_dir, machines.ranks):
         raise ModelError(f"{graph_dir}: {missing[0]} is missing; export the model again from its checkpoint")
     if machines.num_hosts == 1:
@@ -60,6 +66,10 @@ def make_host(graph_dir: Path, config: Config, peers: Sequence[socket] = ()) -> 
 
 def make_rank(graph_dir: Path, config: Config, membership: Membership | None = None) -> Executor:
     """One rank of the model, in this process; without `membership` there is no other."""
+    if config.device == GPU:
+        from engine.executors.cuda.executor import CudaExecutor  # torch, too
+
+        return CudaExecutor(graph_dir, config)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "No ccache found")  # Paddle's own, at import
         from engine.executors.paddle import PaddleExecutor  # Paddle takes a second to import

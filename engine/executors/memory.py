@@ -9,6 +9,7 @@ from pathlib import Path
 
 from engine.core.types import Arrival, Batch, Executor, Row, Sampling
 from engine.errors import ConfigError
+from engine.executors.device import GPU, with_device
 from engine.settings.config import Config
 
 # Of cgroup 2 and 1: limit, usage, and in memory.stat what of it are cached files: these make room when it is needed.
@@ -41,6 +42,7 @@ def collect_garbage_seldom() -> None:
 def allocate_cache(executor: Executor, config: Config, model_len: int) -> int:
     """Makes the KV cache as large as settings and memory allow, after the longest step has been tried on a small one.
     Returns its number of blocks. Raises ConfigError when there is no room."""
+    config = with_device(config)
     num_tokens = min(config.max_step_tokens, model_len)
     run_longest_step(executor, config, model_len, -(-num_tokens // executor.block_size))
     count = num_blocks(config, model_len, executor.block_size, executor.block_bytes, executor.free_bytes())
@@ -61,20 +63,27 @@ def run_longest_step(executor: Executor, config: Config, model_len: int, num_blo
 
 
 def num_blocks(config: Config, model_len: int, block_size: int, block_bytes: int, free_bytes: int) -> int:
-    """Blocks of the pool. With BLOCK_BS: BLOCK_BS times the blocks of the longest request. Without: what the share
-    KV_CACHE_MEMORY_FRACTION of `free_bytes` holds, but no more than BATCH_SIZE of the longest requests can use."""
+    """Blocks of the pool. With NUM_GPU_BLOCKS_OVERRIDE so many, with BLOCK_BS that times the blocks of the longest
+    request. Without: what `free_bytes` holds, on the CPU the share KV_CACHE_MEMORY_FRACTION of them, but no more than
+    BATCH_SIZE of the longest requests can use."""
     per_request = -(-max(config.max_dec_len, model_len) // block_size)
-    if config.block_bs is not None:
+    is_gpu, fitting = config.device == GPU, free_bytes // block_bytes
+    if is_gpu and config.num_gpu_blocks_override:
+        count, origin = config.num_gpu_blocks_override, f"NUM_GPU_BLOCKS_OVERRIDE is {config.num_gpu_blocks_override}"
+        most = float(fitting)
+    elif config.block_bs is not None:
         count, origin = int(config.block_bs * per_request), f"BLOCK_BS is {config.block_bs:g}"
-        if count * block_bytes > free_bytes:
-            most = int(100 * free_bytes / block_bytes / per_request) / 100
-            raise ConfigError(
-                f"{origin}: {count} blocks need {count * block_bytes / 2**30:.1f} GiB, "
-                f"{free_bytes / 2**30:.1f} GiB are free; at most {most:g} fits"
-            )
+        most = int(100 * free_bytes / block_bytes / per_request) / 100
     else:
-        fitting = int(free_bytes * config.kv_cache_memory_fraction / block_bytes)
-        count, origin = min(fitting, config.batch_size * per_request), "by free memory"
+        share = 1 if is_gpu else config.kv_cache_memory_fraction
+        count = min(int(fitting * share), config.batch_size * per_request)
+        origin = f"GPU_MEMORY_UTILIZATION is {config.gpu_memory_utilization:g}" if is_gpu else "by free memory"
+        most = float(count)
+    if count > fitting:
+        raise ConfigError(
+            f"{origin}: {count} blocks need {count * block_bytes / 2**30:.1f} GiB, "
+            f"{free_bytes / 2**30:.1f} GiB are free; at most {most:g} fits"
+        )
     if count < 1:
         raise ConfigError(f"the KV cache would have no block ({origin}); the longest request needs {per_request}")
     return count

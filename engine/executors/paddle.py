@@ -32,6 +32,8 @@ class PaddleExecutor:
     """One rank of `graph_dir` on the CPU. Steps run in a thread of their own, so that tokens are sent and requests are
     read meanwhile. The first rank alone chooses tokens."""
 
+    runs_ahead = False
+
     def __init__(self, graph_dir: Path, config: Config, membership: Membership | None = None):
         cpu.load()  # before anything else: CPU_ISA may be wrong
         model = Manifest.read(graph_dir)

@@ -43,6 +43,7 @@ class RanksExecutor:
 
     def __init__(self, first: Executor, others: Sequence[Connection]):
         self.block_size, self.block_bytes = first.block_size, first.block_bytes
+        self.runs_ahead = first.runs_ahead
         self._first = first
         self._others = others
 

@@ -24,6 +24,8 @@ MAX_BLOCKS = 256  # of one request
 class ReferenceExecutor:
     """`ops` is any module with the functions of engine.ops.reference."""
 
+    runs_ahead = False
+
     def __init__(self, graph_dir: Path, ops: ModuleType = reference):
         self._graph, self._params = graph.load(graph_dir)
         self._ops = ops

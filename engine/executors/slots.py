@@ -94,7 +94,9 @@ class Slots:
             return StepOutput([], [])
         if choices.logit_rows is not None:
             logits = logits[choices.logit_rows]
-        return self.accept(batch, sample(logits, self.sampling_rows(choices, mask)))
+        rows = self.sampling_rows(choices, mask)
+        self.expect(choices)
+        return self.accept(batch, rows, sample(logits, rows))
 
     def sampling_rows(self, choices: Choices, mask: np.ndarray | None = None) -> SamplingRows:
         rows = SamplingRows.greedy(len(choices.slots))
@@ -113,7 +115,12 @@ class Slots:
             rows.bias_starts, rows.bias_ids, rows.bias = joined(bias, np.float32)
         return rows
 
-    def accept(self, batch: Batch, sampled: SampledRows) -> StepOutput:
+    def expect(self, choices: Choices) -> None:
+        """Counts the one token that a step brings each slot at least: the next step may be launched before it is
+        known, and when it is, its slot may be somebody else's."""
+        self._rows.counter[np.array(choices.slots)] += 1
+
+    def accept(self, batch: Batch, rows: SamplingRows, sampled: SampledRows) -> StepOutput:
         """Of every row the tokens up to the first that its draft had otherwise."""
         chosen = sampled.token_ids.tolist()
         slots: list[int] = []
@@ -135,7 +142,7 @@ class Slots:
                 token_ids.append([chosen[at]])
                 at += 1
         self._remember(slots, token_ids)
-        return StepOutput(token_ids, self._logprobs(batch, slots, token_ids, sampled))
+        return StepOutput(token_ids, _logprobs_of(batch, token_ids, rows, sampled))
 
     def _arrive(self, arrival: Arrival) -> None:
         slot, token_ids, prompt_len, sampling = arrival
@@ -158,7 +165,8 @@ class Slots:
             self._biases[slot] = Bias(sampling, token_ids[prompt_len:])
 
     def _remember(self, slots: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
-        self._rows.counter[np.array(slots)] += [len(each) for each in token_ids]  # every slot is there once
+        if max(map(len, token_ids)) > 1:
+            self._rows.counter[np.array(slots)] += [len(each) - 1 for each in token_ids]  # every slot is there once
         if self._seen.places:
             self._seen.add(slots, token_ids)
         if self._biases:
@@ -166,19 +174,20 @@ class Slots:
                 if slot in self._biases:
                     self._biases[slot].answer += each
 
-    def _logprobs(
-        self, batch: Batch, slots: Sequence[int], token_ids: Sequence[Sequence[int]], sampled: SampledRows
-    ) -> list[list[Logprobs] | None]:
-        """Of every token that was accepted."""
-        wanted = self._rows.num_logprobs[np.array(slots)].tolist()
-        if max(wanted) < 0:
-            return [None] * len(slots)
-        widths = [width for row in batch.rows if row.num_sampled for width in (row.num_sampled, *[1] * len(row.forks))]
-        starts = [0, *accumulate(widths)]
-        return [
-            None if count < 0 else _logprobs(sampled, range(start, start + len(ids)), count)
-            for start, ids, count in zip(starts, token_ids, wanted, strict=False)
-        ]
+
+def _logprobs_of(
+    batch: Batch, token_ids: Sequence[Sequence[int]], rows: SamplingRows, sampled: SampledRows
+) -> list[list[Logprobs] | None]:
+    """Of every token that was accepted."""
+    if rows.num_logprobs.max() < 0:
+        return [None] * len(token_ids)
+    widths = [width for row in batch.rows if row.num_sampled for width in (row.num_sampled, *[1] * len(row.forks))]
+    starts = [0, *accumulate(widths)]
+    wanted = rows.num_logprobs.tolist()
+    return [
+        None if wanted[start] < 0 else _logprobs(sampled, range(start, start + len(ids)), wanted[start])
+        for start, ids in zip(starts, token_ids, strict=False)
+    ]
 
 
 def _logprobs(sampled: SampledRows, places: Sequence[int], count: int) -> list[Logprobs]:

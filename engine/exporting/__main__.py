@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from engine.errors import SetupError
-from engine.exporting.export import DTYPES, QUANT_TYPES, ExportOptions, export
+from engine.exporting.export import DTYPES, LOAD_FORMATS, QUANT_TYPES, ExportOptions, export
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -22,6 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--max-seq-len", type=int, help="tokens of prompt and answer (what the model is exact for)")
     parser.add_argument("--num-ranks", type=int, default=1, help="tensor-parallel ranks (%(default)s)")
     parser.add_argument("--ranks", type=int, nargs="+", default=(), help="that are written, those of one machine (all)")
+    parser.add_argument("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: without weights")
     given = parser.parse_args(arguments)
     start = time.monotonic()
 
@@ -30,7 +31,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         sizes = (given.block_size, given.max_seq_len, given.num_ranks)
-        options = ExportOptions(given.dtype, given.quant_type, *sizes, tuple(given.ranks), given.int8_cache)
+        options = ExportOptions(
+            given.dtype, given.quant_type, *sizes, tuple(given.ranks), given.int8_cache, given.load_format
+        )
         export(given.checkpoint_dir, given.out_dir, options, progress)
     except (SetupError, OSError) as error:
         print(f"export failed: {error}", file=sys.stderr)  # noqa: T201

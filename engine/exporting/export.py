@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 DTYPES = ("auto", *WEIGHT_DTYPES)
 QUANT_TYPES = ("none", *QUANTIZED)
+LOAD_FORMATS = ("auto", "dummy")
+TABLE = "model.embed_tokens.weight"
 COPIED_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -54,12 +56,15 @@ class ExportOptions:
     num_ranks: int = 1  # each with its own graph
     ranks: tuple[int, ...] = ()  # that are written, those of one machine; none: all
     int8_cache: bool = False  # keys and values as int8 instead
+    load_format: str = "auto"  # dummy: the graph alone, made from config.json; whoever runs it draws the weights
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ModelError(f"dtype is {self.dtype!r}, supported are {', '.join(DTYPES)}")
         if self.quant_type not in QUANT_TYPES:
             raise ModelError(f"quant_type is {self.quant_type!r}, supported are {', '.join(QUANT_TYPES)}")
+        if self.load_format not in LOAD_FORMATS:
+            raise ModelError(f"load_format is {self.load_format!r}, supported are {', '.join(LOAD_FORMATS)}")
         if self.block_size < 1:
             raise ModelError(f"block_size is {self.block_size}, it must be a positive number of tokens")
         if self.num_ranks < 1:
@@ -77,16 +82,22 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
     keys = read_json(checkpoint_dir / CONFIG)
     model = read_model(keys)
     quantization = read_quantization(keys)
-    checkpoint = Checkpoint(checkpoint_dir, quantization)
-    model = _untied_where_stored_apart(model, checkpoint, progress)
-    dtype = checkpoint.graph_dtype("model.embed_tokens.weight") if options.dtype == "auto" else options.dtype
+    checkpoint = None if options.load_format == "dummy" else Checkpoint(checkpoint_dir, quantization)
+    dtype = options.dtype
+    if checkpoint:
+        model = _untied_where_stored_apart(model, checkpoint, progress)
+        dtype = checkpoint.graph_dtype(TABLE) if dtype == "auto" else dtype
+    elif dtype == "auto":
+        dtype = "bfloat16"
     ranks = options.ranks or range(options.num_ranks)
     weight_format = _weight_format(dtype, options.quant_type, quantization)
     first = Shard(weight_format, dtype, options.block_size, 0, options.num_ranks, options.int8_cache)
     shards = [replace(first, rank=rank) for rank in ranks]
-    ignored = {"lm_head.weight"} if model.tied_embeddings else set()
-    checkpoint.check(weights_of(model.network(shards[0])).values(), ignored)
-    manifest = _manifest(model, shards[0], _max_seq_len(model, options.max_seq_len, progress))
+    if checkpoint:
+        ignored = {"lm_head.weight"} if model.tied_embeddings else set()
+        checkpoint.check(weights_of(model.network(shards[0])).values(), ignored)
+    parameters = "model.pdiparams" if checkpoint else ""
+    manifest = _manifest(model, shards[0], _max_seq_len(model, options.max_seq_len, progress), parameters)
     with _complete_or_absent(out_dir) as partial:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "No ccache found")  # Paddle's own, at import
@@ -97,7 +108,8 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
             save_rank(rank_dir(partial, shard.rank), model.network(shard), manifest.graph(), checkpoint, progress)
         progress("write manifest.json, config.json and the tokenizer's files")
         _copy_files(checkpoint_dir, partial, progress)
-        added = manifest.config_keys() | {"infer_model_dtype": dtype, "infer_model_checkpoint": checkpoint.digest()}
+        digest = checkpoint.digest() if checkpoint else "none"
+        added = manifest.config_keys() | {"infer_model_dtype": dtype, "infer_model_checkpoint": digest}
         (partial / CONFIG).write_text(json.dumps(keys | added, indent=2) + "\n")
         manifest.write(partial)
     progress(f"{out_dir} is ready")
@@ -124,19 +136,19 @@ def _copy_files(checkpoint_dir: Path, out_dir: Path, progress: OnProgress) -> No
         progress(f"{checkpoint_dir} has no tokenizer.json: the graph can be run, but not served")
 
 
-def _manifest(model: DecoderConfig, shard: Shard, max_seq_len: int) -> Manifest:
+def _manifest(model: DecoderConfig, shard: Shard, max_seq_len: int, parameters: str) -> Manifest:
     network = model.network(shard)
     caches = tuple(found_in(network, CacheSpec))
-    graph = Graph(DECODER, "model.json", "model.pdiparams", STEP_INPUTS, network.outputs, caches)
+    graph = Graph(DECODER, "model.json", parameters, STEP_INPUTS, network.outputs, caches)
     return Manifest(model.vocab_size, max_seq_len, shard.block_size, shard.num_ranks, shard.format.name, (graph,))
 
 
 def _untied_where_stored_apart(model: DecoderConfig, checkpoint: Checkpoint, progress: OnProgress) -> DecoderConfig:
     """As transformers has it: where config.json ties what the checkpoint holds as two, the checkpoint is right."""
-    table, head = "model.embed_tokens.weight", "lm_head.weight"
-    if not model.tied_embeddings or head not in checkpoint or checkpoint.are_equal(table, head):
+    head = "lm_head.weight"
+    if not model.tied_embeddings or head not in checkpoint or checkpoint.are_equal(TABLE, head):
         return model
-    progress(f"config.json: tie_word_embeddings is true, but {head} is not {table}: it is used as it is stored")
+    progress(f"config.json: tie_word_embeddings is true, but {head} is not {TABLE}: it is used as it is stored")
     return replace(model, tied_embeddings=False)
 
 

@@ -27,7 +27,7 @@ class Graph:
 
     name: str
     program: str  # file in the rank's folder
-    parameters: str
+    parameters: str  # empty: there are none, they are drawn when the graph is loaded
     inputs: tuple[str, ...]  # but for the caches
     outputs: tuple[str, ...]  # in the program's order
     caches: tuple[CacheSpec, ...]
@@ -84,7 +84,7 @@ class Manifest:
 
     def missing_files(self, directory: Path, ranks: Collection[int] = ()) -> list[Path]:
         """Relative to `directory`; of these ranks, or of all."""
-        names = [name for graph in self.graphs for name in (graph.program, graph.parameters)]
+        names = [name for graph in self.graphs for name in (graph.program, graph.parameters) if name]
         paths = [rank_dir(directory, rank) / name for rank in ranks or range(self.num_ranks) for name in names]
         return [path.relative_to(directory) for path in paths if not path.is_file()]
 

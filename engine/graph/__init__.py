@@ -18,4 +18,6 @@ def load(model_dir: Path, rank: int = 0, name: str = DECODER) -> tuple[Graph, di
     """A graph of one rank and its parameters by name, memory-mapped."""
     files, directory = Manifest.read(model_dir).graph(name), rank_dir(model_dir, rank)
     graph = read_graph(directory / files.program, files.outputs)
+    if not files.parameters:
+        raise GraphError(f"{model_dir} was exported without weights (LOAD_FORMAT=dummy); only DEVICE=gpu draws some")
     return graph, read_params(directory / files.parameters, graph)

@@ -58,7 +58,18 @@ class Config:
     export_cache_dir: str = setting(
         "~/.cache/llm-server/exported", "EXPORT_CACHE_DIR", "where checkpoints are exported to, once each"
     )
-    device: str = setting("cpu", "DEVICE", "what runs the graph", choices=("cpu",))
+    device: str = setting(
+        "auto",
+        "DEVICE",
+        "what runs the graph; `auto`: a GPU if torch is installed and sees one",
+        choices=("auto", "cpu", "gpu"),
+    )
+    load_format: str = setting(
+        "auto",
+        "LOAD_FORMAT",
+        "`dummy`: export from config.json alone, with random weights drawn on the GPU",
+        choices=("auto", "dummy"),
+    )
     dtype: str = setting(
         "auto",
         "DTYPE",
@@ -101,9 +112,25 @@ class Config:
     kv_cache_memory_fraction: float = setting(
         0.5,
         "KV_CACHE_MEMORY_FRACTION",
-        "with BLOCK_BS unset: share of the free memory for KV blocks",
+        "with BLOCK_BS unset: share of the free memory for KV blocks, on the CPU",
         minimum=0.01,
         maximum=0.95,
+    )
+    gpu_memory_utilization: float = setting(
+        0.9,
+        "GPU_MEMORY_UTILIZATION",
+        "with BLOCK_BS unset: share of the GPU's memory for weights, steps and KV blocks together",
+        minimum=0.01,
+        maximum=0.99,
+    )
+    num_gpu_blocks_override: int | None = setting(
+        None, "NUM_GPU_BLOCKS_OVERRIDE", "KV blocks on a GPU, whatever the rules above say", minimum=1
+    )
+    use_cudagraph: bool = setting(True, "USE_CUDAGRAPH", "record decode steps on a GPU once and replay them")
+    cudagraph_capture_sizes: str = setting(
+        "1,2,4,8,16,24,32,48,64,96,128,160,192,224,256",
+        "CUDAGRAPH_CAPTURE_SIZES",
+        "batch sizes that are recorded, up to BATCH_SIZE; a batch takes the next larger one",
     )
     max_cached_task_num: int = setting(
         128, "MAX_CACHED_TASK_NUM", "waiting requests; beyond, new ones are refused", minimum=1
@@ -120,10 +147,11 @@ class Config:
         "seconds that a request may wait until it begins, from its arrival on; 0: for ever",
         minimum=0,
     )
-    max_num_batched_tokens: int = setting(
-        256,
+    max_num_batched_tokens: int | None = setting(
+        None,
         "MAX_NUM_BATCHED_TOKENS",
-        "tokens of one step, or twice BATCH_SIZE if more; longer prompts are prefilled in chunks beside decodes",
+        "tokens of one step, or twice BATCH_SIZE if more; longer prompts are prefilled in chunks beside decodes;"
+        " unset: 256 on the CPU, 8192 on a GPU",
         minimum=1,
     )
     enable_prefix_caching: bool = setting(
@@ -262,7 +290,13 @@ class Config:
 
     def _check(self, problems: list[str]) -> None:
         """`problems` is what is wrong already. With one, what holds between settings cannot be told."""
-        of_each = (self._check_http_port, self._check_paths, self._check_key, self._check_tls)
+        of_each = (
+            self._check_http_port,
+            self._check_paths,
+            self._check_key,
+            self._check_tls,
+            self._check_capture_sizes,
+        )
         for check in of_each if problems else (lambda: self.machines, self._check_ports, *of_each):
             try:
                 check()
@@ -300,6 +334,14 @@ class Config:
             missing = "TLS_KEY_FILE" if self.tls_cert_file else "TLS_CERT_FILE"
             raise ConfigError(f"{missing} is not set; TLS needs both TLS_CERT_FILE and TLS_KEY_FILE")
 
+    def _check_capture_sizes(self) -> None:
+        sizes = self.cudagraph_capture_sizes.split(",")
+        if not all(size.strip().isdecimal() and int(size) for size in sizes):
+            raise ConfigError(
+                f"CUDAGRAPH_CAPTURE_SIZES is {self.cudagraph_capture_sizes!r}, it must be whole numbers from 1 with"
+                " commas between them"
+            )
+
     @cached_property
     def owners(self) -> dict[str, Owner]:
         """Who may ask over HTTP, by their keys; empty: anybody."""
@@ -314,7 +356,8 @@ class Config:
     @property
     def max_step_tokens(self) -> int:
         """MAX_NUM_BATCHED_TOKENS, but enough that prompts go on beside a full batch of decodes."""
-        return max(self.max_num_batched_tokens, 2 * self.batch_size)
+        on_device = 8192 if self.device == "gpu" else 256
+        return max(self.max_num_batched_tokens or on_device, 2 * self.batch_size)
 
     @property
     def graph_path(self) -> Path:

@@ -55,9 +55,11 @@ def parse(name: str, text: str, kind: str, setting: Setting) -> Any:
             raise ConfigError(f"{name} is {text!r}, it must be 0 or 1")
         return text.lower() in ("1", "true")
     try:
-        value = int(text) if kind == "int" else float(text)
+        value = int(text) if kind.startswith("int") else float(text)
     except ValueError:
-        raise ConfigError(f"{name} is {text!r}, it must be a {'whole ' if kind == 'int' else ''}number") from None
+        raise ConfigError(
+            f"{name} is {text!r}, it must be a {'whole ' if kind.startswith('int') else ''}number"
+        ) from None
     if not math.isfinite(value):
         raise ConfigError(f"{name} is {text!r}, it must be a finite number")
     low, high = setting.minimum, setting.maximum

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from engine.core.types import Batch, Logprobs, Row, Sampling, StepOutput
+from engine.core.types import PENDING, Batch, Logprobs, Row, Sampling, StepOutput
 
 
 def next_token(last: int, index: int, sampling: Sampling) -> int:
@@ -67,6 +67,7 @@ class CountingExecutor:
     checks that the rows find the right names in the blocks of their slots."""
 
     block_bytes = 1
+    runs_ahead = False
 
     def __init__(self, num_blocks: int = 16, block_size: int = 4):
         self.num_blocks = num_blocks
@@ -97,9 +98,10 @@ class CountingExecutor:
             self.slots[copy.slot].block_ids[copy.place] = copy.target
         self.batches.append([(str(self.slots[row.slot].token_ids[0]), len(row.token_ids)) for row in batch.rows])
         holders = Counter(block for row in batch.rows for block in self.slots[row.slot].block_ids)
-        for row in batch.rows:
+        rows = [row._replace(token_ids=self._known(row)) for row in batch.rows]
+        for row in rows:
             self._write(row, holders)
-        for row in batch.rows:
+        for row in rows:
             self._attend(row)
         return CountingStep(self, self._choose(batch))
 
@@ -121,6 +123,10 @@ class CountingExecutor:
                 slots += [row.slot, *row.forks]
         logprobs = [logprobs_of(ids, self.slots[slot]) for ids, slot in zip(token_ids, slots, strict=True)]
         return StepOutput(token_ids, logprobs)
+
+    def _known(self, row: Row) -> Sequence[int]:
+        """The step before has chosen a PENDING token at its launch."""
+        return self.slots[row.slot].token_ids[-1:] if list(row.token_ids) == [PENDING] else row.token_ids
 
     def _write(self, row: Row, holders: Counter[int]) -> None:
         assert row.token_ids

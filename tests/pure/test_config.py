@@ -82,7 +82,13 @@ def test_an_old_name_still_works(old, field):
         ({"BLOCK_RATIO": "nan"}, "BLOCK_RATIO is 'nan', it must be a finite number"),
         ({"BLOCK_BS": "inf"}, "BLOCK_BS is 'inf', it must be a finite number"),
         ({"USE_WARMUP": "yes"}, "USE_WARMUP is 'yes', it must be 0 or 1"),
-        ({"DEVICE": "tpu"}, "DEVICE is 'tpu', it must be one of: cpu"),
+        (
+            {"CUDAGRAPH_CAPTURE_SIZES": "1,two"},
+            "CUDAGRAPH_CAPTURE_SIZES is '1,two', it must be whole numbers from 1 with commas between them",
+        ),
+        ({"NUM_GPU_BLOCKS_OVERRIDE": "1.5"}, "NUM_GPU_BLOCKS_OVERRIDE is '1.5', it must be a whole number"),
+        ({"CUDAGRAPH_CAPTURE_SIZES": "0"}, "CUDAGRAPH_CAPTURE_SIZES is '0', it must be whole numbers from 1"),
+        ({"DEVICE": "tpu"}, "DEVICE is 'tpu', it must be one of: auto, cpu, gpu"),
         (
             {"MP_NUM": "65"},
             "MP_NUM is 65, it must be at least 1 and at most 64 (tensor-parallel ranks of the model on all machines",
@@ -129,6 +135,7 @@ def test_the_api_key_is_never_shown():
 
 def test_a_step_holds_at_least_two_tokens_a_request():
     assert Config().max_step_tokens == 256
+    assert Config(device="gpu").max_step_tokens == 8192
     assert Config(batch_size=200).max_step_tokens == 400
     assert Config(batch_size=20, max_num_batched_tokens=10).max_step_tokens == 40
 
@@ -156,6 +163,7 @@ def test_every_setting_of_the_predecessor_works_or_is_named():
         INFERENCE_MSG_QUEUE_ID
     """.split()
     working = {name for setting in SETTINGS.values() for name in (setting.env, *setting.old)}
+    working.add("CUDA_VISIBLE_DEVICES")  # torch reads it
     assert set(names) - working - WITHOUT_EFFECT.keys() == set()
 
 

@@ -1,6 +1,7 @@
 """From a checkpoint directory to a served one: layout, dtypes, errors, all or nothing, the cache."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from engine.dtypes import as_f32, from_bf16
 from engine.exporting.__main__ import main
 from engine.exporting.export import ExportOptions, export
 from engine.exporting.manifest import GRAPH_VERSION, Manifest, is_exported
-from engine.graph import load
+from engine.graph import GraphError, load, read_graph
 from engine.models.checkpoint import Checkpoint
 from engine.models.keys import ModelError
 from tests.checkpoints import COMMON, FAMILIES, make_checkpoint, random_tensors, write_shards, write_tensors
@@ -274,3 +275,18 @@ def test_the_command_line_shows_its_steps_with_times(a_checkpoint, tmp_path, no_
 def test_the_command_line_gives_the_reason_of_a_failure(tmp_path, capsys):
     assert main([str(tmp_path), str(tmp_path / "out")]) == 1
     assert capsys.readouterr().err == f"export failed: {tmp_path / 'config.json'} is missing\n"
+
+
+def test_a_dummy_export_is_the_same_graph_without_weights(exported, tmp_path):
+    """Made from config.json alone."""
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", "qwen2")
+    (checkpoint / "model.safetensors").unlink()
+    export(checkpoint, tmp_path / "dummy", ExportOptions("float32", load_format="dummy"))
+    model, whole = Manifest.read(tmp_path / "dummy"), Manifest.read(exported("qwen2"))
+    assert replace(model.graph(), parameters="model.pdiparams") == whole.graph()
+    assert is_exported(tmp_path / "dummy")
+    [path] = (tmp_path / "dummy/rank_0").iterdir()
+    found, expected = (read_graph(each, ("logits",)) for each in (path, exported("qwen2") / "rank_0/model.json"))
+    assert found == expected
+    with pytest.raises(GraphError, match="was exported without weights"):
+        load(tmp_path / "dummy")

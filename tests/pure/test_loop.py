@@ -138,6 +138,31 @@ def test_the_next_step_is_launched_before_the_tokens_of_the_one_before_are_hande
     assert (loop.executor.num_running, loop.is_idle) == (0, True)
 
 
+def test_an_executor_that_runs_ahead_always_has_a_step_more():
+    loop = a_loop()
+    loop.executor.runs_ahead = True
+    loop.add(a_request([10], 4))
+    turns = []
+    while not loop.is_idle:
+        tokens = [update.token_ids for update in loop.turn()]
+        turns.append((tokens, loop.executor.num_running))
+    assert turns == [([], 1), ([[11]], 1), ([[12]], 1), ([[13]], 1), ([[14]], 0)]
+    assert len(loop.executor.batches) == 4  # none for what lies beyond the end
+
+
+def test_a_stop_id_ends_an_answer_whose_next_step_runs_already():
+    loop = a_loop()
+    loop.executor.runs_ahead = True
+    loop.add(Request("a", [10], 1, Sampling(9, temperature=0, stop_token_ids=(12,))))
+    loop.add(a_request([20], 4))
+    ends = {}
+    while not loop.is_idle:
+        ends |= {update.request.request_id: update.finish_reason for update in loop.turn()}
+    assert ends == {"a": "stop", "20": "length"}
+    assert [len(rows) for rows in loop.executor.batches] == [2, 2, 2, 1]
+    assert loop.stats()["num_generated_tokens"] == 6
+
+
 def test_the_settings_limit_the_schedule():
     loop = a_loop(batch_size=2, max_num_batched_tokens=5, max_cached_task_num=1, block_ratio=1.0)
     for first in (10, 20, 30):

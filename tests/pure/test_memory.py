@@ -55,6 +55,38 @@ def test_a_pool_without_a_block_is_refused(settings, message):
         blocks(**settings)
 
 
+ON_GPU = {"device": "gpu", "gpu_memory_utilization": 0.8}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, 200),  # the executor has taken the share already
+        ({"batch_size": 4}, 64),
+        ({"block_bs": 2.5}, 40),
+        ({"num_gpu_blocks_override": 150, "block_bs": 2.5}, 150),
+    ],
+)
+def test_on_a_gpu_all_that_its_share_of_memory_leaves_is_taken(settings, expected):
+    assert blocks(free_bytes=200 * 1024, **ON_GPU, **settings) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_gpu_blocks_override": 41}, "NUM_GPU_BLOCKS_OVERRIDE is 41: 41 blocks need 0.3 GiB, .* at most 39 fits"),
+        ({"free_bytes": 0}, r"would have no block \(GPU_MEMORY_UTILIZATION is 0.8\); the longest request needs 16"),
+    ],
+)
+def test_what_does_not_fit_on_a_gpu_names_its_setting(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        blocks(**{"block_bytes": 8 * 2**20, "free_bytes": 39.9 * 8 * 2**20, **ON_GPU, **settings})
+
+
+def test_a_setting_for_gpus_changes_nothing_on_the_cpu():
+    assert blocks(free_bytes=200 * 1024, num_gpu_blocks_override=7) == 100
+
+
 def write(root, **files):
     for name, content in files.items():
         path = root / name.replace("__", "/").replace("_DOT_", ".")

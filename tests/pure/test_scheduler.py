@@ -4,7 +4,7 @@ import pytest
 
 from engine.core.block_pool import BlockPool
 from engine.core.scheduler import Limits, Scheduler
-from engine.core.types import Request, Sampling
+from engine.core.types import PENDING, Request, Sampling
 from engine.errors import InvalidRequest, Overloaded
 from tests.pure.counting_executor import CountingExecutor, answer
 
@@ -292,3 +292,63 @@ def test_a_request_that_comes_back_is_no_merit_of_the_cache():
 def test_a_budget_below_the_batch_is_a_bug():
     with pytest.raises(AssertionError):
         a_scheduler(max_batch=4, max_batched_tokens=3)
+
+
+# --- a step that is picked while the one before runs
+
+
+def launch_ahead(scheduler, executor):
+    """The two steps' outputs."""
+    first = executor.launch(scheduler.next_batch()).result()
+    assert scheduler.may_run_ahead()
+    return first, executor.launch(scheduler.next_batch()).result()
+
+
+def test_the_tokens_of_a_step_ahead_are_pending_and_those_beyond_the_end_are_left_out():
+    scheduler = a_scheduler()
+    executor = an_executor(scheduler)
+    short, long = a_request([5], 1), a_request([10], 3)
+    scheduler.add(short)
+    scheduler.add(long)
+    executor.launch(scheduler.next_batch())
+    assert [(row.start, row.token_ids) for row in scheduler.next_batch().rows] == [(1, [PENDING])]
+
+
+def test_a_step_ahead_takes_nobody_in_who_must_know_the_last_token():
+    scheduler = a_scheduler(max_batch=8, max_batched_tokens=8)
+    executor = an_executor(scheduler)
+    scheduler.add(a_request([10], 9))
+    first = executor.launch(scheduler.next_batch()).result()
+    for number in range(20, 60, 10):
+        scheduler.add(a_request([number], 9))
+    scheduler.add(a_request([60], 9, frequency_penalty=1.0))
+    assert scheduler.may_run_ahead()  # the first ones that wait could go
+    second = executor.launch(scheduler.next_batch()).result()
+    assert sorted(scheduler.running) == ["10", "20", "30", "40", "50"]
+    scheduler.apply(first)
+    assert not scheduler.may_run_ahead()
+    scheduler.apply(second)
+    assert len(scheduler.next_batch().rows) == 6
+
+
+def test_nothing_is_picked_ahead_where_somebody_would_have_to_give_way():
+    scheduler = a_scheduler(num_blocks=3, block_ratio=0.9)
+    executor = an_executor(scheduler)
+    scheduler.add(a_request([10, 11, 12], 9))
+    scheduler.add(a_request([20, 21, 22], 9))
+    outputs = launch_ahead(scheduler, executor)
+    scheduler.apply(outputs[0])
+    assert scheduler.pool.num_available == 1  # both need one for their next token
+    assert not scheduler.may_run_ahead()
+
+
+def test_drafts_need_tokens_that_are_known():
+    class Drafter:
+        def propose(self, request, limit):
+            return []
+
+    pool = BlockPool(16, 4)
+    scheduler = Scheduler(pool, Limits(4, 16), Drafter())
+    scheduler.add(a_request([10], 9))
+    scheduler.next_batch()
+    assert not scheduler.may_run_ahead()

@@ -7,7 +7,7 @@ import pytest
 
 from engine.core.block_pool import BlockPool
 from engine.core.scheduler import Limits, Scheduler
-from engine.core.types import Request, Sampling
+from engine.core.types import PENDING, Request, Sampling, StepOutput
 from tests.pure.counting_executor import CountingExecutor, answer
 
 NUM_REQUESTS = 24
@@ -33,12 +33,15 @@ class World:
     block_ratio: float
     caching: bool
     drafting: bool = False
+    ahead: bool = False  # steps are launched before the one before is applied, where that is allowed
     requests: dict[str, Request] = field(default_factory=dict)
     forks: set[str] = field(default_factory=set)
     num_apart: int = 0  # forks that did not fit beside their leader
     ended: list[str] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
+    outputs: list[StepOutput] = field(default_factory=list)  # of steps that were launched and not applied
+    num_ahead: int = 0
     next_start: dict[tuple[str, int], int] = field(default_factory=dict)  # by request and number of preemptions
 
     def __post_init__(self):
@@ -75,6 +78,7 @@ class World:
             min_new_tokens=rng.choice([0, 0, 3]),
             temperature=rng.choice([0.0, 0.8]),
             seed=rng.randrange(3),
+            presence_penalty=rng.choice([0, 0, 0, 0.5]),  # its tokens are never pending
             stop_token_ids=(prompt[-1] + rng.randint(1, 40), rng.randrange(1009)),
         )
         standing = {"owner": rng.choice("ab"), "priority": rng.choice([0, 0, 1])}
@@ -91,35 +95,49 @@ class World:
 
     def step(self, drops):
         scheduler = self.scheduler
-        batch = scheduler.next_batch()
-        if batch is None:
+        if not self.outputs and not self.launch():
             assert scheduler.is_idle
             return
-        self.check_batch(batch)
-        oldest = next(iter(scheduler.running.values()))
-        before = oldest.num_computed
-        output = self.executor.launch(batch).result()
-        if self.rng.random() < drops:  # while the step runs
+        if self.ahead and scheduler.may_run_ahead():
+            self.num_ahead += self.launch()
+        if self.rng.random() < drops:  # while steps run
             self.drop_one()
-        for update in scheduler.apply(output):
+        self.apply()
+        if not self.outputs:
+            scheduler.check()
+
+    def launch(self):
+        before = {name: request.num_computed for name, request in self.scheduler.running.items()}
+        batch = self.scheduler.next_batch()
+        if batch is None:
+            return False
+        self.check_batch(batch)
+        oldest = next(iter(self.scheduler.running.values()))
+        is_stuck = oldest.num_computed == before.get(oldest.request_id)
+        assert self.outputs or not is_stuck, "the oldest request did not get on"
+        self.outputs.append(self.executor.launch(batch).result())
+        return True
+
+    def apply(self):
+        for update in self.scheduler.apply(self.outputs.pop(0)):
             assert self.requests[update.request.request_id] is update.request
             assert update.request.request_id not in self.dropped
             if update.finish_reason:
                 self.ended.append(update.request.request_id)
                 self.reasons[update.request.request_id] = update.finish_reason
-        is_stuck = oldest.num_computed == before and oldest.request_id in scheduler.running
-        assert not is_stuck, "the oldest request did not get on"
-        scheduler.check()
 
     def check_batch(self, batch):
         assert 0 < batch.num_tokens <= self.limits.max_batched_tokens
         assert len(batch.rows) <= len(self.scheduler.running) <= self.limits.max_batch
+        assert not self.outputs or not any(each.reads_answer for each in self.scheduler.running.values())
         by_slot = {request.slot: request for request in self.scheduler.running.values()}
         assert len({row.slot for row in batch.rows}) == len(batch.rows)
         for row in batch.rows:
             request, num_drafts = by_slot[row.slot], max(0, row.num_sampled - 1)
             end = row.start + len(row.token_ids) - num_drafts
-            assert row.start < end <= len(request.token_ids)
+            is_pending = row.token_ids[0] == PENDING
+            assert row.start < end <= len(request.token_ids) + is_pending
+            assert not is_pending or self.outputs
             admission = request.request_id, request.num_preemptions
             begins = (
                 request.num_cached if request.num_preemptions or request.request_id not in self.forks else row.start
@@ -150,25 +168,27 @@ def live(world, drops):
     world.check_end()
 
 
-@pytest.mark.parametrize("drafting", [False, True], ids=["one token", "drafts"])
+@pytest.mark.parametrize("how", ["one token", "drafts", "ahead"])
 @pytest.mark.parametrize("caching", [True, False], ids=["cache", "no cache"])
 @pytest.mark.parametrize("block_ratio", [0.01, 0.3, 0.75, 0.99, 1, 2])
-def test_every_request_ends_once_with_its_own_tokens(block_ratio, caching, drafting):
-    num_preemptions = num_cached = num_accepted = num_forks = num_apart = 0
+def test_every_request_ends_once_with_its_own_tokens(block_ratio, caching, how):
+    num_preemptions = num_cached = num_accepted = num_forks = num_apart = num_ahead = 0
     for seed in range(40):
-        world = World(random.Random(seed), block_ratio, caching, drafting)
+        world = World(random.Random(seed), block_ratio, caching, how == "drafts", how == "ahead")
         live(world, drops=0.05 if seed % 2 else 0)
         num_preemptions += world.scheduler.counters.num_preemptions
         num_cached += world.scheduler.counters.num_cached_tokens
         num_accepted += world.scheduler.counters.num_accepted_tokens
         num_forks += len(world.forks)
         num_apart += world.num_apart
+        num_ahead += world.num_ahead
     # With the worst case reserved nobody gives way, nor with one request at a time; else it must have been met.
     assert (num_preemptions > 0) == (0.01 < block_ratio < 1)
     assert (num_cached > 0) == caching
-    assert (num_accepted > 0) == drafting
+    assert (num_accepted > 0) == (how == "drafts")
     assert num_forks > 100
     assert num_apart > 100
+    assert (num_ahead > 1000) == (how == "ahead")
 
 
 def test_nobody_starves_behind_requests_that_arrive_for_ever():

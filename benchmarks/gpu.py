@@ -1,0 +1,202 @@
+"""How fast is the engine on one GPU: `make bench-gpu`, or
+
+    python -m benchmarks.gpu llama-3-8b --decode 1 8 64 256 --prefill 1x8192 64x128
+
+The model is an exported one, or a shape, which is exported without weights first (LOAD_FORMAT=dummy). Decode is the
+steady state: so many requests, each with a context of --context tokens, all in every step. The limit is the time to
+read all weights and the cache once at the speed at which this GPU sums up numbers. Busy is the share of the time in
+which a kernel runs, by torch's profiler, whose longest kernels are shown with --kernels. The last line of the output is
+JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.random_checkpoint import SHAPES
+from engine import graph as graphs
+from engine.core.loop import Loop
+from engine.core.types import Request, Sampling
+from engine.executors import make_executor
+from engine.executors.cuda.weights import num_bytes
+from engine.executors.memory import allocate_cache, collect_garbage_seldom
+from engine.exporting.export import ExportOptions, export
+from engine.exporting.manifest import Manifest, rank_dir
+from engine.settings.config import Config
+
+WARM_UP, STEPS, TRACED = 6, 48, 16
+MAX_SEQ_LEN = 16384
+
+
+class Bench:
+    def __init__(self, model_dir: Path, config: Config):
+        self.model = Manifest.read(model_dir)
+        files, directory = self.model.graph(), rank_dir(model_dir)
+        graph = graphs.read_graph(directory / files.program, files.outputs)
+        is_tied = not any("lm_head" in name for name in graph.parameters)
+        table = next(value for name, value in graph.parameters.items() if "embed_tokens" in name)
+        unread = 0 if is_tied else 2 * table.shape[0] * table.shape[1]
+        self.weight_bytes = num_bytes(graph) - unread
+        self.executor, self.config = make_executor(model_dir, config), config
+        collect_garbage_seldom()
+        self.num_blocks = allocate_cache(self.executor, config, self.model.max_seq_len)
+        self.token_bytes = self.executor.block_bytes / self.executor.block_size
+        self.bandwidth = bandwidth()
+
+    def begin(self, num_requests: int, prompt_len: int, answer_len: int, **sampling: Any) -> Loop:
+        rng = np.random.default_rng(0)
+        loop = Loop(self.executor, self.num_blocks, self.config)
+        fields = {"max_new_tokens": answer_len, "temperature": 0, **sampling}
+        for number in range(num_requests):
+            ids = rng.integers(100, self.model.vocab_size - 1000, prompt_len).tolist()
+            loop.add(Request(str(number), ids, prompt_len, Sampling(**fields)))
+        return loop
+
+    def prefill(self, num_requests: int, prompt_len: int, kernels: int) -> float:
+        """Prompt tokens a second until each request has its first token."""
+        rates = []
+        for _ in range(4):
+            loop = self.begin(num_requests, prompt_len, 1)
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            run_to_end(loop)
+            rates.append(num_requests * prompt_len / (time.perf_counter() - started))
+        if kernels:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                run_to_end(self.begin(num_requests, prompt_len, 1))
+                torch.cuda.synchronize()
+            busy_share(profile, 1, kernels)
+        return statistics.median(rates[1:])
+
+    def decode(self, num_requests: int, context: int, kernels: int, **sampling: Any) -> dict[str, float]:
+        steps = WARM_UP + STEPS + TRACED + 8
+        most = -(-num_requests * (context + steps) // self.config.max_step_tokens) + steps
+        loop = self.begin(num_requests, context, most + steps, **sampling)
+        seen: set[Request] = set()
+        while len(seen) < num_requests:
+            seen.update(update.request for update in loop.turn())
+        for _ in range(WARM_UP):
+            loop.turn()
+        started = time.perf_counter()
+        num_tokens = sum(len(update.token_ids) for _ in range(STEPS) for update in loop.turn())
+        seconds = time.perf_counter() - started
+        length = statistics.mean(len(request.token_ids) for request in seen) - STEPS / 2
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(TRACED):
+                loop.turn()
+            torch.cuda.synchronize()
+        for number in range(num_requests):
+            loop.drop(str(number))
+        run_to_end(loop)
+        read = self.weight_bytes + num_requests * length * self.token_bytes
+        return {
+            "tok_s": num_tokens / seconds,
+            "step_ms": 1e3 * seconds / STEPS,
+            "limit_ms": 1e3 * read / self.bandwidth,
+            "busy": busy_share(profile, TRACED, kernels),
+        }
+
+
+def exported(model: str) -> Path:
+    """In build/bench, where a shape is kept once it has been exported."""
+    if model not in SHAPES:
+        return Path(model)
+    folder, out = Path("build/bench") / f"{model}-shape", Path("build/bench") / f"{model}-dummy"
+    if not out.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(SHAPES[model]))
+        export(folder, out, ExportOptions(max_seq_len=MAX_SEQ_LEN, load_format="dummy"), progress=print)
+    return out
+
+
+def run_to_end(loop: Loop) -> None:
+    while not loop.is_idle:
+        loop.turn()
+
+
+def bandwidth() -> float:
+    """Bytes a second of a sum over 4 GB."""
+    numbers = torch.zeros(1 << 31, dtype=torch.bfloat16, device="cuda")
+    times = []
+    for _ in range(6):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        numbers.sum()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return numbers.nbytes / min(times)
+
+
+def busy_share(profile: torch.profiler.profile, num_steps: int, num_shown: int) -> float:
+    """Of the time from the first kernel to the last; prints the kernels that take longest."""
+    spans = [
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    spent: Counter[str] = Counter()
+    busy, reached = 0.0, min(start for start, _, _ in spans)
+    first, last = reached, max(end for _, end, _ in spans)
+    for start, end, name in sorted(spans):
+        spent[name] += end - start
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    for name, microseconds in spent.most_common(num_shown):
+        count = sum(1 for span in spans if span[2] == name)
+        print(f"    {microseconds / num_steps:9.1f} us a step, {count / num_steps:6.1f} calls  {name[:90]}")
+    return busy / (last - first)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help=f"an exported model's folder, or one of {', '.join(SHAPES)}")
+    parser.add_argument("--decode", nargs="*", type=int, default=[1, 8, 64, 256])
+    parser.add_argument("--prefill", nargs="*", default=["1x8192", "64x128"])
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--sampled", action="store_true", help="also with temperature and top_p")
+    parser.add_argument("--kernels", type=int, default=0, help="that are shown of each case")
+    args = parser.parse_args()
+    settings: dict[str, Any] = {"batch_size": max([*args.decode, 64]), "max_num_batched_tokens": 8192}
+    settings |= {"enable_prefix_caching": False, "device": "gpu", "block_ratio": 2.0, "max_cached_task_num": 10000}
+    logging.basicConfig(level="INFO", format="%(relativeCreated)d ms %(message)s")
+    started = time.perf_counter()
+    bench = Bench(exported(args.model), Config(**settings))
+    ready = time.perf_counter() - started
+    rows: dict[str, Any] = {"ready_s": ready, "bandwidth": bench.bandwidth}
+    samplings: dict[str, dict[str, Any]] = {"": {}}
+    if args.sampled:
+        samplings["sampled"] = {"temperature": 0.8, "top_p": 0.9}
+    for name, sampling in samplings.items():
+        for count in args.decode:
+            print(f"decode {count} {name}", flush=True)
+            rows[f"decode {count} {name}".strip()] = bench.decode(count, args.context, args.kernels, **sampling)
+    for case in args.prefill:
+        print(f"prefill {case}", flush=True)
+        count, length = map(int, case.split("x"))
+        rows[f"prefill {case}"] = {"tok_s": bench.prefill(count, length, args.kernels)}
+    print(f"\n{torch.cuda.get_device_name()}, {bench.bandwidth / 1e12:.2f} TB/s, ready in {ready:.1f} s")
+    print("case                     tok/s    step ms   limit ms   of the limit   busy")
+    for name, row in rows.items():
+        if isinstance(row, dict) and "step_ms" in row:
+            share = row["limit_ms"] / row["step_ms"]
+            print(
+                f"{name:18}{row['tok_s']:12.0f}{row['step_ms']:11.2f}{row['limit_ms']:11.2f}{share:15.0%}{row['busy']:7.1%}"
+            )
+        elif isinstance(row, dict):
+            print(f"{name:18}{row['tok_s']:12.0f}")
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

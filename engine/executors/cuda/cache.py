@@ -1,0 +1,56 @@
+"""The KV caches of all layers on the device, and one block more than asked for, which is nobody's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from engine.core.types import Copy
+from engine.errors import ConfigError
+from engine.models.kv_cache import BLOCK, CacheSpec
+
+MIN_BLOCK_SIZE = 16  # positions; the kernels read a power of two at a time
+
+
+class Caches:
+    def __init__(self, specs: Sequence[CacheSpec], device: torch.device):
+        for spec in specs:
+            assert spec.axes[0] == BLOCK, "the kernels expect a block in one piece"
+            if spec.dtype == "int8":
+                raise ConfigError("the model was exported with USE_CACHE_KV_INT8, which a GPU does not run yet")
+            if spec.block_size < MIN_BLOCK_SIZE or spec.block_size & (spec.block_size - 1):
+                raise ConfigError(
+                    f"BLOCK_SIZE was {spec.block_size} at export, on a GPU it must be a power of two,"
+                    f" {MIN_BLOCK_SIZE} at least"
+                )
+        self._specs, self._device = specs, device
+        self._num_blocks = 0
+        self.tensors: Mapping[str, Tensor] = {}
+        self.block_bytes = sum(spec.block_bytes for spec in specs)
+
+    @property
+    def num_bytes(self) -> int:
+        return (self._num_blocks + 1) * self.block_bytes if self.tensors else 0
+
+    @property
+    def nobodys_block(self) -> int:
+        """Where rows write that only fill up a batch."""
+        return self._num_blocks
+
+    def allocate(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self.tensors = {
+            spec.name: torch.empty(spec.shape_of(num_blocks + 1), dtype=getattr(torch, spec.dtype), device=self._device)
+            for spec in self._specs
+        }
+
+    def copy(self, copy: Copy) -> None:
+        for tensor in self.tensors.values():
+            tensor[copy.target] = tensor[copy.source]
+
+    def clear(self) -> None:
+        self.tensors = {}
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()

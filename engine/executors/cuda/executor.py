@@ -1,0 +1,157 @@
+"""One GPU as an executor: what a step needs goes up in one copy, the graph runs, tokens are chosen on the device.
+
+`launch` returns while all that is still to come. The token that a step chooses stays on the device, too, where the next
+step finds it: that one can be launched before the host knows the token (`Row.token_ids` is then PENDING).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.core.types import PENDING, Batch, StepOutput
+from engine.errors import ConfigError
+from engine.executors.cuda.cache import Caches
+from engine.executors.cuda.load import load_program
+from engine.executors.cuda.sampling import fields_to_send
+from engine.executors.cuda.step_graphs import StepGraphs
+from engine.executors.cuda.transfer import Download, Uploads
+from engine.executors.slots import Choices, Slots
+from engine.exporting.manifest import Manifest
+from engine.ops import cuda
+from engine.ops.cuda.sampler import sample
+from engine.ops.sampling_rows import SampledRows, SamplingRows
+from engine.settings.config import Config
+
+
+class CudaExecutor:
+    """`device`: the GPU that torch calls the current one; with the Triton language's interpreter also the CPU."""
+
+    runs_ahead = True
+
+    def __init__(self, graph_dir: Path, config: Config, device: str = "cuda"):
+        model = Manifest.read(graph_dir)
+        max_blocks = -(-model.max_seq_len // model.block_size)
+        self._device = torch.device(device)
+        self._utilization = config.gpu_memory_utilization
+        self._logits_bytes = 4 * config.batch_size * model.vocab_size  # of the largest batch
+        self._program = load_program(graph_dir, model, self._device)
+        self._caches = Caches(model.graph().caches, self._device)
+        self._graphs = StepGraphs(config, max_blocks, self._device)
+        self._uploads = Uploads(self._device)
+        self._slots = Slots(config.batch_size, max_blocks, model.block_size, model.vocab_size)
+        self._last_tokens = torch.zeros(config.batch_size, dtype=torch.int32, device=self._device)  # by slot
+        self.block_size, self.block_bytes = model.block_size, self._caches.block_bytes
+
+    def free_bytes(self) -> int:
+        """GPU_MEMORY_UTILIZATION of the device, less what everything but the cache has needed so far."""
+        if self._device.type != "cuda":
+            return 1 << 30
+        free, total = torch.cuda.mem_get_info(self._device)
+        foreign = total - free - torch.cuda.memory_reserved(self._device)  # the context, the captured graphs, others
+        own = torch.cuda.max_memory_allocated(self._device) - self._caches.num_bytes
+        return max(0, int(total * self._utilization) - foreign - own - 2 * self._logits_bytes)
+
+    def allocate(self, num_blocks: int) -> None:
+        self._graphs.clear()
+        self._caches.clear()
+        try:
+            self._caches.allocate(num_blocks)
+            self._graphs.capture(self._compute, self._caches.nobodys_block)
+        except torch.cuda.OutOfMemoryError:
+            free, total = (number / 2**30 for number in torch.cuda.mem_get_info(self._device))
+            raise ConfigError(
+                f"{num_blocks} KV blocks ({num_blocks * self.block_bytes / 2**30:.1f} GiB) and the CUDA graphs do not"
+                f" fit into the {total:.1f} GiB of the GPU, {free:.1f} GiB are left: lower GPU_MEMORY_UTILIZATION or"
+                " NUM_GPU_BLOCKS_OVERRIDE, or list fewer CUDAGRAPH_CAPTURE_SIZES"
+            ) from None
+
+    def launch(self, batch: Batch) -> CudaStep:
+        self._slots.place(batch)
+        for copy in batch.copies:
+            self._caches.copy(copy)
+        choices = Choices.of(batch)
+        if not choices.slots:
+            step = CudaStep(self, batch, choices, SamplingRows.greedy(0))
+            step.download = Download({}, self._device)
+            return step
+        rows = self._slots.sampling_rows(choices)
+        self._slots.expect(choices)
+        step = CudaStep(self, batch, choices, rows)
+        if not batch.has_mask:
+            step.choose()
+        return step
+
+    def close(self) -> None:
+        self._graphs.clear()
+        self._caches.clear()
+        del self._program
+
+    # For the steps
+
+    def begin(self, batch: Batch, choices: Choices, rows: SamplingRows) -> tuple[Tensor, dict[str, Tensor]]:
+        """Begins the graph: its logits, of each row that is wanted, and all that was sent up for the step."""
+        inputs = self._slots.graph_inputs(batch)
+        _mark_pending(batch, inputs)
+        num_logits, shape = len(inputs["logit_rows"]), self._graphs.shape_for(inputs)
+        if shape:
+            inputs = self._graphs.padded(inputs, shape)
+        slots = {"slots": np.array(choices.slots, np.int64)} | fields_to_send(rows) if choices.slots else {}
+        sent = self._uploads.send(inputs | slots)
+        return self._graphs.replay(sent, shape)[:num_logits] if shape else self._compute(sent), sent
+
+    def choose(self, logits: Tensor, rows: SamplingRows, sent: Mapping[str, Tensor]) -> Download:
+        """Begins to choose tokens. `logits`: of each choice; `rows`: what was sent, as the host has it."""
+        if rows.mask is not None:
+            sent = {**sent, **self._uploads.send({"mask": rows.mask})}
+        sampled = sample(logits, sent, int(rows.num_logprobs.max()))
+        self._last_tokens.index_copy_(0, sent["slots"], sampled["token_ids"])
+        return Download(sampled, self._device)
+
+    def accept(self, batch: Batch, rows: SamplingRows, sampled: SampledRows) -> StepOutput:
+        return self._slots.accept(batch, rows, sampled)
+
+    def _compute(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        token_ids = cuda.last_tokens_in(inputs["token_ids"], self._last_tokens)
+        return self._program({**inputs, **self._caches.tensors, "token_ids": token_ids})
+
+
+class CudaStep:
+    """A step that was launched. Its tokens are chosen when its masks are there, if it has any."""
+
+    def __init__(self, executor: CudaExecutor, batch: Batch, choices: Choices, rows: SamplingRows):
+        self._executor, self._batch, self._rows = executor, batch, rows
+        self._logits, self._sent = executor.begin(batch, choices, rows)
+        if choices.logit_rows is not None:
+            self._logits = self._logits[choices.logit_rows]
+        self.download: Download | None = None
+
+    def mask(self, bits: np.ndarray) -> None:
+        self._rows.mask = bits
+        self.choose()
+
+    def choose(self) -> None:
+        self.download = self._executor.choose(self._logits, self._rows, self._sent)
+
+    def result(self) -> StepOutput:
+        assert self.download, "the step waits for its mask"
+        arrays = self.download.wait()
+        if not arrays:
+            return StepOutput([], [])
+        sampled = SampledRows.empty(len(self._logits), 0)
+        for name, array in arrays.items():
+            setattr(sampled, name, array)
+        return self._executor.accept(self._batch, self._rows, sampled)
+
+
+def _mark_pending(batch: Batch, inputs: dict[str, np.ndarray]) -> None:
+    """-2 - slot stands for the token that was chosen last for a slot (`cuda.last_tokens_in`)."""
+    is_pending = inputs["token_ids"] == PENDING
+    if is_pending.any():
+        slots = np.array([row.slot for row in batch.rows], np.int32)
+        slot_of_token = np.repeat(slots, np.diff(inputs["query_starts"]))
+        inputs["token_ids"] = np.where(is_pending, -2 - slot_of_token, inputs["token_ids"])

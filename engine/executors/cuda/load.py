@@ -1,0 +1,39 @@
+"""From an exported model's files to a program whose parameters are on the device."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import torch
+
+from engine import graph as graphs
+from engine.errors import ConfigError
+from engine.executors.cuda import weights
+from engine.executors.cuda.program import Program
+from engine.exporting.manifest import Manifest, rank_dir
+from engine.models.constants import constants_of
+
+log = logging.getLogger(__name__)
+
+
+def load_program(graph_dir: Path, model: Manifest, device: torch.device) -> Program:
+    """Raises ConfigError where the weights are too large for the device."""
+    started = time.monotonic()
+    files, directory = model.graph(), rank_dir(graph_dir)
+    graph = graphs.read_graph(directory / files.program, files.outputs)
+    size = weights.num_bytes(graph)
+    try:
+        if files.parameters:
+            params = weights.load(graph, graphs.read_params(directory / files.parameters, graph), device)
+        else:
+            params = weights.draw(graph, constants_of(graph_dir), device)
+    except torch.cuda.OutOfMemoryError:
+        free, total = (number / 2**30 for number in torch.cuda.mem_get_info(device))
+        raise ConfigError(
+            f"the weights need {size / 2**30:.1f} GiB, the GPU has {total:.1f} GiB and none left after"
+            f" {total - free:.1f} GiB"
+        ) from None
+    log.info("%.1f GB of weights on the device in %.1f s", size / 1e9, time.monotonic() - started)
+    return Program(graph, params)

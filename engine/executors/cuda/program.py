@@ -1,0 +1,78 @@
+"""An exported graph as a list of calls of engine.ops.cuda. Knows no batches and no cache."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from engine.graph import Graph, GraphError, Node
+from engine.ops import cuda
+
+OUTPUT = "logits"
+
+
+class Call(NamedTuple):
+    run: Callable[..., Tensor | tuple[Tensor, ...]]
+    inputs: tuple[int | None, ...]  # values by their number
+    outputs: tuple[int, ...]
+    last: tuple[int, ...]  # inputs that no later call needs
+
+
+class Program:
+    """`params` are on the device that the inputs will be on."""
+
+    def __init__(self, graph: Graph, params: Mapping[str, Tensor]):
+        self._params = {value.id: params[name] for name, value in graph.parameters.items()}
+        self._inputs = {name: value.id for name, value in graph.inputs.items()}
+        self._output = graph.outputs[OUTPUT].id
+        self._calls = _calls(graph, self._output, set(self._params))
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """f32 [S, V]. The caches among the inputs are updated."""
+        values = self._params | {number: inputs[name] for name, number in self._inputs.items()}
+        for run, given, outputs, last in self._calls:
+            results = run(*[None if number is None else values[number] for number in given])
+            for number in last:
+                del values[number]
+            for number, result in zip(outputs, results if isinstance(results, tuple) else (results,), strict=True):
+                values[number] = result
+        return values[self._output]
+
+
+def _calls(graph: Graph, output: int, kept: set[int]) -> list[Call]:
+    nodes = _fused(graph.nodes)
+    last_use = {value.id: node for node in nodes for value in node.inputs if value is not None}
+    calls = []
+    for node in nodes:
+        inputs = tuple(None if value is None else value.id for value in node.inputs)
+        last = {number for number in inputs if number is not None and last_use[number] is node}
+        outputs = tuple(value.id for value in node.outputs)
+        calls.append(Call(_op(node, output), inputs, outputs, tuple(last - kept)))
+    return calls
+
+
+def _fused(nodes: Sequence[Node]) -> list[Node]:
+    """`linear` and the `swiglu` of its output as one."""
+    uses = Counter(value.id for node in nodes for value in node.inputs if value is not None)
+    made_by = {node.outputs[0].id: node for node in nodes}
+    fused: list[Node] = []
+    for node in nodes:
+        before = made_by.get(node.inputs[0].id) if node.op == "swiglu" and node.inputs[0] else None
+        if before and before.op == "linear" and uses[before.outputs[0].id] == 1:
+            fused.remove(before)
+            node = Node("gated_linear", before.inputs, node.outputs, {})
+        fused.append(node)
+    return fused
+
+
+def _op(node: Node, output: int) -> Callable:
+    if node.op == "linear" and node.outputs[0].id == output:
+        return lambda x, weight, bias: cuda.logits(x, weight)
+    op = getattr(cuda, node.op, None)
+    if op is None:
+        raise GraphError(f"the graph has the op {node.op}, which is not built for GPUs")
+    return partial(op, **node.attributes) if node.attributes else op

@@ -1,0 +1,28 @@
+"""What of a step's sampling rows is sent to the device: no field that does nothing, no entries of other slots."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine.ops.sampling_rows import SamplingRows
+
+ALWAYS = ("temperature", "top_p", "top_k", "min_p", "seed", "counter")
+SEEN = ("seen_ids", "seen_counts")
+BIASES = ("bias_starts", "bias_ids", "bias")
+PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+
+
+def fields_to_send(rows: SamplingRows) -> dict[str, np.ndarray]:
+    """By name, for `engine.ops.cuda.sampler.sample`; but for the mask, which comes later."""
+    names = [*ALWAYS, *(BIASES if len(rows.bias_ids) else ())]
+    if rows.num_logprobs.max() >= 0:
+        names.append("num_logprobs")
+    fields = {name: getattr(rows, name) for name in names}
+    lengths = rows.seen_ends - rows.seen_starts
+    if lengths.any():
+        ends = np.cumsum(lengths, dtype=np.int32)
+        parts = [slice(start, end) for start, end in zip(rows.seen_starts, rows.seen_ends, strict=True)]
+        fields |= {name: getattr(rows, name) for name in PENALTIES}
+        fields |= {"seen_starts": ends - lengths, "seen_ends": ends}
+        fields |= {name: np.concatenate([getattr(rows, name)[part] for part in parts]) for name in SEEN}
+    return fields

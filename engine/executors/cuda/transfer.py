@@ -1,0 +1,66 @@
+"""Arrays between host and device: all that a step needs in one copy, what it gives in another. Knows no model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Unsigned numbers arrive as the signed ones with the same bits. Those of 8 bytes first, so that all lie where they may.
+DTYPES = {torch.int64: ("int64", "uint64"), torch.float32: ("float32",), torch.int32: ("int32", "uint32")}
+IN_FLIGHT = 2  # steps at most that were launched and are not known to have ended
+
+
+class Uploads:
+    """Packs arrays into one of `IN_FLIGHT` pinned buffers, which take turns, and copies that to the device."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._hosts = [self._host(0) for _ in range(IN_FLIGHT)]
+        self._turn = 0
+
+    def send(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+        """By name. The arrays may change afterwards."""
+        dtypes = {name: array.dtype.name for name, array in arrays.items()}
+        groups = [[name for name, dtype in dtypes.items() if dtype in those] for those in DTYPES.values()]
+        parts = [np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8) for name in chain(*groups)]
+        size = sum([part.nbytes for part in parts])
+        self._turn = (self._turn + 1) % IN_FLIGHT
+        if len(self._hosts[self._turn]) < size:
+            self._hosts[self._turn] = self._host(2 * size)
+        host = self._hosts[self._turn][:size]
+        np.concatenate(parts, out=host.numpy())
+        rest = host.to(self._device, non_blocking=True, copy=True)
+        sent: dict[str, Tensor] = {}
+        for dtype, names in zip(DTYPES, groups, strict=True):
+            sizes = [arrays[name].size for name in names]
+            end = sum(sizes) * dtype.itemsize
+            for name, tensor in zip(names, rest[:end].view(dtype).split(sizes), strict=True):
+                sent[name] = tensor if arrays[name].ndim == 1 else tensor.view(arrays[name].shape)
+            rest = rest[end:]
+        return sent
+
+    def _host(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+
+
+class Download:
+    """Tensors that are on their way to the host. Even of none, `wait` waits for all that was begun before."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device):
+        is_gpu = device.type == "cuda"
+        self._hosts = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_gpu).copy_(tensor, non_blocking=True)
+            for name, tensor in tensors.items()
+        }
+        self._done = torch.cuda.Event() if is_gpu else None
+        if self._done:
+            self._done.record()
+
+    def wait(self) -> dict[str, np.ndarray]:
+        if self._done:
+            self._done.synchronize()
+        return {name: host.numpy() for name, host in self._hosts.items()}

@@ -1,0 +1,94 @@
+"""The parameters of a graph on the device: copied from the mapped file, or drawn there where there is none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.graph import Graph, Value
+
+CHUNK = 16 << 20  # bytes on their way at a time, of each reader
+NUM_READERS = 4  # a disk is faster when it is asked for several things
+DRAWN_WIDTH = 0.02  # standard deviation
+
+
+def load(graph: Graph, params: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+    """`params`: the mapped file's, by name. Each byte is read once, through pinned memory where the device is a GPU."""
+    tensors = {name: _empty(value, device) for name, value in graph.parameters.items()}
+    copy = _Copy(device)
+    pieces = [
+        (tensors[name].view(torch.uint8).view(-1)[start : start + CHUNK], array[start : start + CHUNK])
+        for name, array in ((name, _bytes(params[name])) for name in tensors)
+        for start in range(0, len(array), CHUNK)
+    ]
+    with ThreadPoolExecutor(NUM_READERS) as readers:
+        list(readers.map(copy, *zip(*pieces, strict=True)))
+    return _as_the_ops_want_them(graph, tensors)
+
+
+def draw(graph: Graph, constants: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+    """Random matrices, norms of ones; `constants` are what they are."""
+    generator = torch.Generator(device).manual_seed(0)
+    tensors = {}
+    for name, value in graph.parameters.items():
+        if name in constants:
+            tensors[name] = torch.from_numpy(constants[name]).to(device)
+        elif len(value.shape) == 1:
+            tensors[name] = torch.full(value.shape, float("norm" in name), device=device)
+        else:
+            tensors[name] = _empty(value, device).normal_(0, DRAWN_WIDTH, generator=generator)
+    return _as_the_ops_want_them(graph, tensors)
+
+
+def num_bytes(graph: Graph) -> int:
+    return sum(math.prod(value.shape) * _dtype(value).itemsize for value in graph.parameters.values())
+
+
+class _Copy:
+    """Bytes to the device. Each call has a pinned buffer and a stream of its own while it runs."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._free: SimpleQueue[tuple[Tensor, torch.cuda.Stream | None]] = SimpleQueue()
+        is_gpu = device.type == "cuda"
+        for _ in range(NUM_READERS):
+            buffer = torch.empty(CHUNK, dtype=torch.uint8, pin_memory=is_gpu)
+            self._free.put((buffer, torch.cuda.Stream(device) if is_gpu else None))
+
+    def __call__(self, target: Tensor, source: np.ndarray) -> None:
+        buffer, stream = self._free.get()
+        buffer.numpy()[: len(source)] = source
+        with torch.cuda.stream(stream):  # does nothing without one
+            target.copy_(buffer[: len(source)], non_blocking=True)
+        if stream:
+            stream.synchronize()
+        self._free.put((buffer, stream))
+
+
+def _as_the_ops_want_them(graph: Graph, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """torch adds a bias of the product's own type."""
+    names = {value.id: name for name, value in graph.parameters.items()}
+    for node in graph.nodes:
+        if node.op == "linear" and (bias := node.inputs[2]):
+            weight = node.inputs[1]
+            assert weight
+            tensors[names[bias.id]] = tensors[names[bias.id]].to(_dtype(weight))
+    return tensors
+
+
+def _empty(value: Value, device: torch.device) -> Tensor:
+    return torch.empty(value.shape, dtype=_dtype(value), device=device)
+
+
+def _dtype(value: Value) -> torch.dtype:
+    return getattr(torch, value.dtype)
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return array.reshape(-1).view(np.uint8)

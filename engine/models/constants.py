@@ -1,0 +1,18 @@
+"""The parameters of a graph that follow from config.json alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from engine.models.families import read_model
+from engine.models.formats import FLOAT32
+from engine.models.keys import read_json
+from engine.models.weights import Constant, Shard, found_in
+
+
+def constants_of(model_dir: Path) -> dict[str, np.ndarray]:
+    """By name, of a checkpoint or an exported model; the same on every rank."""
+    network = read_model(read_json(model_dir / "config.json")).network(Shard(FLOAT32, "float32", 1))
+    return {constant.name: constant.values for constant in found_in(network, Constant)}

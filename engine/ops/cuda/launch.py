@@ -1,0 +1,28 @@
+"""Programmatic dependent launch: a kernel may begin while the one before it ends, up to where it needs what that makes.
+
+Every kernel calls `begin_next` first and, on every path, `wait_for_inputs` before it touches what others read or write.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+NEEDED = (9, 0)  # compute capability
+CAN_BE = not triton.knobs.runtime.interpret and torch.cuda.is_available()
+IS_USED = tl.constexpr(CAN_BE and torch.cuda.get_device_capability() >= NEEDED)
+PDL = {"launch_pdl": True} if IS_USED else {}  # keywords of a launch
+
+
+@triton.jit
+def begin_next():
+    if IS_USED:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_inputs():
+    if IS_USED:
+        gdc_wait()

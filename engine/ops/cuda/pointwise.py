@@ -1,0 +1,97 @@
+"""What a step computes element by element: rows of the embedding table, rotary angles, the gate of the MLP."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.ops.cuda.launch import PDL, begin_next, wait_for_inputs
+
+BLOCK = 1024  # elements a program
+
+
+def embedding(token_ids: Tensor, table: Tensor, *, first_id: int) -> Tensor:
+    """Row `token_ids[t] - first_id` of the table [V, H]; zeros for an id that it does not hold. [T, H]"""
+    out = table.new_empty(len(token_ids), table.shape[1])
+    if len(token_ids):
+        grid = len(token_ids), triton.cdiv(table.shape[1], BLOCK)
+        _embedding[grid](token_ids, table, out, first_id, *table.shape, BLOCK, **PDL)
+    return out
+
+
+def rotary_angles(positions: Tensor, inv_freq: Tensor, *, attention_scaling: float) -> Tensor:
+    """f32 [T, R]: the cosines of the R/2 angles of each position, then their sines."""
+    half = len(inv_freq)
+    out = inv_freq.new_empty(len(positions), 2 * half)
+    if len(positions):
+        block = triton.next_power_of_2(half)
+        _rotary_angles[(len(positions),)](positions, inv_freq, out, half, attention_scaling, block, num_warps=1, **PDL)
+    return out
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up, gate the first half of each row; [T, 2 F] -> [T, F]."""
+    num_rows, width = len(gate_up), gate_up.shape[1] // 2
+    out = gate_up.new_empty(num_rows, width)
+    if num_rows:
+        _swiglu[(num_rows, triton.cdiv(width, BLOCK))](gate_up, out, width, BLOCK, **PDL)
+    return out
+
+
+def last_tokens_in(token_ids: Tensor, last_tokens: Tensor) -> Tensor:
+    """`token_ids` where those below -1 are replaced: -2 - slot stands for the last token that was chosen for a slot."""
+    out = torch.empty_like(token_ids)
+    block = min(triton.next_power_of_2(len(token_ids)), BLOCK)
+    grid = (triton.cdiv(len(token_ids), block),)
+    _last_tokens_in[grid](token_ids, last_tokens, out, len(token_ids), block, num_warps=1, **PDL)
+    return out
+
+
+@triton.jit
+def _embedding(token_ids, table, out, first_id, num_ids, width, BLOCK: tl.constexpr):
+    begin_next()
+    wait_for_inputs()
+    row = tl.program_id(0).to(tl.int64)
+    token_id = tl.load(token_ids + row).to(tl.int64) - first_id
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_in = columns < width
+    num_here = tl.where((token_id >= 0) & (token_id < num_ids), width, 0)
+    values = tl.load(table + token_id * width + columns, mask=columns < num_here, other=0)
+    tl.store(out + row * width + columns, values, mask=is_in)
+
+
+@triton.jit
+def _rotary_angles(positions, inv_freq, out, half, attention_scaling, BLOCK: tl.constexpr):
+    begin_next()
+    wait_for_inputs()
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    is_in = columns < half
+    angles = tl.load(positions + row).to(tl.float32) * tl.load(inv_freq + columns, mask=is_in, other=0)
+    at = out + row * 2 * half + columns
+    tl.store(at, tl.cos(angles) * attention_scaling, mask=is_in)
+    tl.store(at + half, tl.sin(angles) * attention_scaling, mask=is_in)
+
+
+@triton.jit
+def _swiglu(gate_up, out, width, BLOCK: tl.constexpr):
+    begin_next()
+    wait_for_inputs()
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_in = columns < width
+    gate = tl.load(gate_up + row * 2 * width + columns, mask=is_in, other=0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + columns, mask=is_in, other=0).to(tl.float32)
+    tl.store(out + row * width + columns, gate / (1 + tl.exp(-gate)) * up, mask=is_in)
+
+
+@triton.jit
+def _last_tokens_in(token_ids, last_tokens, out, count, BLOCK: tl.constexpr):
+    begin_next()
+    wait_for_inputs()
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ids = tl.load(token_ids + at, mask=at < count, other=0)
+    chosen = tl.load(last_tokens - 2 - ids, mask=(at < count) & (ids < -1), other=0)
+    tl.store(out + at, tl.where(ids < -1, chosen, ids), mask=at < count)

@@ -1,0 +1,93 @@
+"""Matrix products. One row goes through a kernel of our own, which reads the weights as fast as they come; more go
+through torch (cuBLASLt), which such kernels only equal."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from engine.ops.cuda.launch import PDL, begin_next, wait_for_inputs
+from engine.ops.cuda.pointwise import swiglu
+
+WIDE = 10240  # columns: so many programs that each does best with few rows of weights
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, K] times weight [N, K]: [T, N] in the type of x, which is the weight's."""
+    if len(x) == 1:
+        return _one_row(x, weight, bias, x.new_empty(1, len(weight)))
+    return functional.linear(x, weight, bias)
+
+
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear`, then `swiglu`: [T, K], [2 F, K] -> [T, F]."""
+    if len(x) == 1:
+        return _one_row(x, weight, bias, x.new_empty(1, len(weight) // 2), is_gated=True)
+    return swiglu(functional.linear(x, weight, bias))
+
+
+def logits(x: Tensor, weight: Tensor) -> Tensor:
+    """`linear` for the last one of a graph: its sums stay float32. [S, K], [V, K] -> f32 [S, V]."""
+    if len(x) == 1:
+        return _one_row(x, weight, None, x.new_empty(1, len(weight), dtype=torch.float32))
+    if x.dtype == torch.float32:
+        return functional.linear(x, weight)
+    return torch.mm(x, weight.t(), out_dtype=torch.float32)
+
+
+def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
+    return x.index_select(0, rows)
+
+
+def _one_row(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, is_gated: bool = False) -> Tensor:
+    columns, width = out.shape[1], x.shape[1]
+    block_n, block_k = (2, 2048) if columns >= WIDE else (8, 1024 if columns <= 4096 else 512)
+    _multiply[(triton.cdiv(columns, block_n),)](
+        x, weight, x if bias is None else bias, out, columns, width, bias is not None, is_gated, block_n, block_k,
+        num_warps=4, **PDL,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _multiply(
+    x, weight, bias, out, columns, width, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N outputs. Gated: of the gate, and as many of what it is for, whose rows of weights follow all of the
+    gate's."""
+    begin_next()
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    rows = weight + n.to(tl.int64)[:, None] * width + k[None, :]
+    up_rows = rows + tl.cast(columns, tl.int64) * width if IS_GATED else rows
+    is_row = (n < columns)[:, None]
+    sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    up_sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    # Weights are read a round ahead, the first before the inputs are there.
+    mask = is_row & (k < width)[None, :]
+    ahead = tl.load(rows, mask=mask, other=0)
+    up_ahead = tl.load(up_rows, mask=mask, other=0) if IS_GATED else ahead
+    wait_for_inputs()
+    for start in range(0, width, BLOCK_K):
+        matrix, up = ahead, up_ahead
+        values = tl.load(x + start + k, mask=start + k < width, other=0).to(tl.float32)[None, :]
+        following = start + BLOCK_K
+        mask = is_row & (following + k < width)[None, :]
+        ahead = tl.load(rows + following, mask=mask, other=0)
+        sums += matrix.to(tl.float32) * values
+        if IS_GATED:
+            up_ahead = tl.load(up_rows + following, mask=mask, other=0)
+            up_sums += up.to(tl.float32) * values
+    y = tl.sum(sums, 1)
+    if HAS_BIAS:
+        y += tl.load(bias + n, mask=n < columns, other=0).to(tl.float32)
+    if IS_GATED:
+        up_y = tl.sum(up_sums, 1)
+        if HAS_BIAS:
+            up_y += tl.load(bias + columns + n, mask=n < columns, other=0).to(tl.float32)
+        y = y / (1 + tl.exp(-y)) * up_y
+    tl.store(out + n, y, mask=n < columns)

@@ -1,0 +1,178 @@
+"""Every op of the catalogue on the GPU against its definition in numpy, on sizes that divide nothing."""
+
+import re
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cuda]")
+
+from engine.dtypes import from_bf16, to_bf16  # noqa: E402
+from engine.ops import cuda, reference  # noqa: E402
+from tests.cuda.arrays import Ops, array, tensor  # noqa: E402
+from tests.cuda.conftest import IS_INTERPRETED, ROOT  # noqa: E402
+from tests.pure.paged_batch import PagedBatch  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # the interpreter tells of it
+BF16_STEP = 2**-7  # the relative distance of neighbours, at most
+
+
+@pytest.fixture(scope="module")
+def ops(device):
+    return Ops(device)
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)
+
+
+def floats(rng, *shape):
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def assert_close(found, expected, tolerance=2e-6):
+    assert found.shape == expected.shape
+    assert np.abs(found - expected).max(initial=0) <= tolerance * max(1, np.abs(expected).max(initial=0))
+
+
+def test_every_op_of_the_catalogue_is_here_but_those_of_ranks():
+    rows = re.findall(r"^\| `(\w+)` \| `", (ROOT / "docs/ops.md").read_text(), re.M)
+    assert {"embedding", "paged_attention", "all_reduce"} <= set(rows)
+    assert {op for op in rows if not hasattr(cuda, op)} == {"all_reduce", "all_gather"}
+
+
+@pytest.mark.parametrize("width", [1, 70, 4097])
+@pytest.mark.parametrize("num_rows", [0, 1, 7])
+def test_norms(ops, rng, num_rows, width):
+    x, residual, weight = floats(rng, num_rows, width), floats(rng, num_rows, width), floats(rng, width)
+    expected = reference.rms_norm(x, weight, epsilon=1e-5)
+    assert_close(ops.rms_norm(x, weight, epsilon=1e-5), expected)
+    of_ops, of_reference = residual.copy(), residual.copy()
+    expected, _ = reference.add_rms_norm(x, of_reference, weight, epsilon=1e-5)
+    found, _ = ops.add_rms_norm(x, of_ops, weight, epsilon=1e-5)
+    assert_close(found, expected)
+    assert np.array_equal(of_ops, of_reference)
+
+
+@pytest.mark.parametrize("first_id", [0, 5])
+def test_embedding_gives_zeros_for_ids_of_others(ops, rng, first_id):
+    ids = np.array([0, 5, 12, 21, 22, 30, 4], np.int32)
+    table = floats(rng, 17, 1030)
+    for each in (table, to_bf16(table)):
+        found = ops.embedding(ids, each, first_id=first_id)
+        found = from_bf16(found) if each.dtype == np.uint16 else found
+        assert np.array_equal(found, reference.embedding(ids, each, first_id=first_id))
+
+
+def test_rotary_angles_are_exact_far_out(ops, rng):
+    positions = np.array([0, 1, 77, 4095, 131071, 1000003], np.int32)
+    inv_freq = (1e6 ** -(np.arange(0, 48, 2) / 48)).astype(np.float32)
+    expected = reference.rotary_angles(positions, inv_freq, attention_scaling=1.25)
+    assert_close(ops.rotary_angles(positions, inv_freq, attention_scaling=1.25), expected, 5e-7)
+
+
+@pytest.mark.parametrize("width", [1, 33, 2050])
+def test_swiglu(ops, rng, width):
+    x = 4 * floats(rng, 5, 2 * width)
+    x[0, 0], x[1, 0] = -200, 200  # where exp overflows
+    assert_close(ops.swiglu(x), reference.swiglu(x))
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 3])
+@pytest.mark.parametrize("width", [70, 1500])
+def test_linear(ops, rng, num_rows, width):
+    x, weight, bias = floats(rng, num_rows, width), floats(rng, 34, width), floats(rng, 34)
+    assert_close(ops.linear(x, weight), reference.linear(x, weight), 1e-5)
+    assert_close(ops.linear(x, weight, bias), reference.linear(x, weight, bias), 1e-5)
+    assert_close(ops.logits(x, weight), reference.linear(x, weight), 1e-5)
+    for columns in (40,) if IS_INTERPRETED else (5000, 10300):  # which are shared out to programs in other ways
+        wide = floats(rng, columns, 70)
+        assert_close(ops.linear(x[:, :70], wide), reference.linear(x[:, :70], wide), 1e-5)
+    for each in (bias, None):
+        assert_close(ops.gated_linear(x, weight, each), reference.swiglu(reference.linear(x, weight, each)), 1e-5)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_bf16_logits_are_not_rounded(device, rng, num_rows):
+    if device.type != "cuda":
+        pytest.skip("the interpreter does not know bf16")
+    x, weight = (from_bf16(to_bf16(floats(rng, n, 1500))) for n in (num_rows, 33))
+    found = cuda.logits(*(tensor(each, device, torch.bfloat16) for each in (x, weight)))
+    assert_close(array(found), reference.linear(x, weight), 1e-5)
+
+
+def test_gather_rows(ops, rng):
+    x, rows = floats(rng, 5, 70), np.array([4, 0, 0], np.int32)
+    assert np.array_equal(ops.gather_rows(x, rows), x[rows])
+
+
+def test_a_negative_id_stands_for_the_last_token_of_a_slot(device):
+    ids = torch.tensor([7, -2, -5, 0, -1] + [-4] * 1100, dtype=torch.int32, device=device)
+    last = torch.tensor([30, 31, 32, 33], dtype=torch.int32, device=device)
+    assert array(cuda.last_tokens_in(ids, last)).tolist() == [7, 30, 33, 0, -1] + [32] * 1100
+
+
+SMALL = {"block_size": 16}
+BATCHES = [
+    pytest.param(PagedBatch([0], [1], **SMALL), id="first token"),
+    pytest.param(PagedBatch([0, 3, 16, 40], [1, 1, 1, 1], **SMALL), id="decode"),
+    pytest.param(PagedBatch([0, 3, 16], [19, 1, 8], **SMALL), id="mixed"),
+    pytest.param(PagedBatch([7, 200], [1, 1], num_heads=14, head_dim=64, rotary_dim=64, block_size=64), id="split"),
+    pytest.param(PagedBatch([70], [150], num_heads=14, head_dim=64, rotary_dim=64, block_size=64), id="prefill"),
+    pytest.param(PagedBatch([5, 0, 9], [3, 9, 40], head_dim=10, rotary_dim=4, **SMALL), id="odd sizes"),
+    pytest.param(PagedBatch([5], [30], num_heads=3, num_kv_heads=3, head_dim=80, rotary_dim=32, **SMALL), id="mha"),
+    pytest.param(PagedBatch([90], [9], num_heads=80, num_kv_heads=1, head_dim=24, rotary_dim=24, **SMALL), id="mqa"),
+    pytest.param(PagedBatch([300], [7], head_dim=128, block_size=256), id="large blocks"),
+]
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_paged_attention(ops, batch):
+    expected_cache, cache = batch.kv_cache.copy(), batch.kv_cache.copy()
+    expected, found = batch.run(reference, expected_cache), batch.run(ops, cache)
+    assert_close(found, expected, 3e-6)
+    assert np.allclose(cache, expected_cache, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("counts", [[11, 1], [1, 1]], ids=["prefill", "decode"])
+def test_positions_beyond_a_token_are_never_read(ops, counts):
+    """A block is handed on as it is: whatever an earlier owner left must not reach the answer."""
+    batch = PagedBatch([0, 13], counts, num_heads=6, **SMALL)
+    clean, dirty = np.zeros_like(batch.kv_cache), np.full_like(batch.kv_cache, np.nan)
+    for position in range(13):
+        dirty[batch.block_tables[1, position // 16], :, :, position % 16] = 0
+    assert np.array_equal(batch.run(ops, dirty), batch.run(ops, clean))
+
+
+@pytest.mark.parametrize("counts", [[5, 1, 20], [1, 1, 1]], ids=["prefill", "decode"])
+def test_head_norm_is_a_part_of_the_attention(device, rng, counts):
+    batch = PagedBatch([3, 17, 0], counts, head_dim=24, rotary_dim=24, **SMALL)
+    q_weight, k_weight = floats(rng, 24), floats(rng, 24)
+    sizes = {"num_heads": 4, "num_kv_heads": 2}
+    rest = (batch.query_starts, batch.context_lens, batch.block_tables)
+    cache = batch.kv_cache.copy()
+    normed = reference.head_norm(batch.qkv, q_weight, k_weight, **sizes, epsilon=1e-6)
+    expected, _ = reference.paged_attention(normed, batch.cos_sin, cache, *rest, **sizes, scale=0.2)
+    qkv, q_weight, k_weight, cos_sin, kv_cache, *rest = (
+        tensor(each, device) for each in (batch.qkv, q_weight, k_weight, batch.cos_sin, batch.kv_cache, *rest)
+    )
+    normed = cuda.head_norm(qkv, q_weight, k_weight, **sizes, epsilon=1e-6)
+    found, _ = cuda.paged_attention(normed, cos_sin, kv_cache, *rest, **sizes, scale=0.2)
+    assert_close(array(found), expected)
+    assert_close(array(kv_cache), cache)
+
+
+@pytest.mark.parametrize("batch", [BATCHES[1].values[0], BATCHES[2].values[0], BATCHES[3].values[0]])
+def test_bf16_attention_is_as_good_as_bf16_is(device, batch):
+    """Against the definition on the same rounded inputs."""
+    if device.type != "cuda":
+        pytest.skip("the interpreter does not know bf16")
+    inputs = [from_bf16(to_bf16(batch.qkv)), batch.cos_sin, to_bf16(batch.kv_cache)]
+    inputs += [batch.query_starts, batch.context_lens, batch.block_tables]
+    sizes = {"num_heads": batch.num_heads, "num_kv_heads": batch.num_kv_heads, "scale": batch.head_dim**-0.5}
+    qkv, *rest = (tensor(each, device) for each in inputs)
+    found, _ = cuda.paged_attention(qkv.to(torch.bfloat16), *rest, **sizes)
+    expected, _ = reference.paged_attention(*inputs, **sizes)
+    found = from_bf16(array(found))
+    assert np.linalg.norm(found - expected) < BF16_STEP * np.linalg.norm(expected)

@@ -1,0 +1,179 @@
+"""Weights, transfers, graphs and memory of the GPU's executor, one by one."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cuda]")
+
+from engine import graph as graphs  # noqa: E402
+from engine.core.types import Copy  # noqa: E402
+from engine.dtypes import from_bf16, to_bf16  # noqa: E402
+from engine.errors import ConfigError  # noqa: E402
+from engine.executors.cuda import weights  # noqa: E402
+from engine.executors.cuda.cache import Caches  # noqa: E402
+from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
+from engine.executors.cuda.step_graphs import (  # noqa: E402
+    NAMES,
+    Shape,
+    StepGraphs,
+    decode_shapes,
+    empty_step,
+    prompt_shapes,
+)
+from engine.executors.cuda.transfer import IN_FLIGHT, Download, Uploads  # noqa: E402
+from engine.executors.memory import allocate_cache  # noqa: E402
+from engine.models.constants import constants_of  # noqa: E402
+from engine.models.kv_cache import ATTENTION_AXES, CacheSpec  # noqa: E402
+from tests.cuda.arrays import array  # noqa: E402
+from tests.cuda.test_executor import SETTINGS  # noqa: E402
+
+
+@pytest.mark.parametrize("chunk", [1000, 1 << 20])
+def test_weights_arrive_as_they_are_and_biases_in_the_type_of_their_matrix(exported, device, monkeypatch, chunk):
+    monkeypatch.setattr(weights, "CHUNK", chunk)
+    graph, params = graphs.load(exported("qwen2", "bfloat16"))
+    found = weights.load(graph, params, device)
+    for name, expected in params.items():
+        if "bias" in name:
+            assert found[name].dtype == torch.bfloat16
+            assert np.array_equal(array(found[name]), to_bf16(expected))
+        else:
+            assert np.array_equal(array(found[name]), expected)
+
+
+def test_drawn_weights_have_the_shapes_of_the_graph_and_the_constants_of_the_model(exported, device):
+    graph, params = graphs.load(exported("llama3", "bfloat16"))
+    drawn = weights.draw(graph, constants_of(exported("llama3", "bfloat16")), device)
+    assert {name: tuple(each.shape) for name, each in drawn.items()} == {n: v.shape for n, v in params.items()}
+    assert np.array_equal(array(drawn["inv_freq"]), params["inv_freq"])
+    assert (array(drawn["norm.weight"]) == 1).all()
+    matrix = from_bf16(array(drawn["layers.0.down_proj.weight"]))
+    assert 0.01 < matrix.std() < 0.03
+    assert weights.num_bytes(graph) == sum(each.nbytes for each in params.values())
+
+
+def test_what_is_sent_arrives_with_its_shape_and_type(device):
+    uploads = Uploads(device)
+    sent = []
+    for turn in range(3 * IN_FLIGHT):
+        arrays = {
+            "ids": np.arange(turn, dtype=np.int32),
+            "table": np.arange(6 * turn, dtype=np.int32).reshape(turn, 6)[:, ::2],
+            "seeds": np.array([2**64 - 1, turn], np.uint64),
+            "floats": np.full(3, turn / 2, np.float32),
+        }
+        tensors = uploads.send(arrays)
+        sent.append((arrays, Download(tensors, device)))
+    for arrays, download in sent:
+        for name, found in download.wait().items():
+            assert found.shape == arrays[name].shape
+            assert np.array_equal(found.view(arrays[name].dtype), arrays[name])
+
+
+@pytest.mark.parametrize(
+    ("text", "most", "sizes"),
+    [("1,2,4,8", 4, [1, 2, 4]), ("8,1", 5, [1, 5]), ("1,2", 9, [1, 2]), ("16", 3, [3]), ("2,2", 2, [2])],
+)
+def test_the_sizes_that_are_captured_cover_the_largest_batch_where_the_setting_does(text, most, sizes):
+    assert decode_shapes(text, most) == [(size, size, size) for size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "max_tokens", "shapes"),
+    [
+        (8, 130, [(64, 9, 9), (128, 9, 9)]),
+        (63, 64, [(64, 65, 64)]),  # 64 requests with 64 tokens would be a decode step
+        (100, 8192, [(64, 101, 64), (128, 101, 101), (256, 101, 101), (512, 101, 101)]),
+        (2, 10, []),
+    ],
+)
+def test_steps_with_prompts_have_a_request_to_spare(batch_size, max_tokens, shapes):
+    assert prompt_shapes(batch_size, max_tokens) == shapes
+
+
+STEPS = {
+    "decode": ([(0, 17, 1), (2, 64, 1), (1, 3, 1)], (4, 4, 4)),
+    "a prompt": ([(1, 0, 30)], (64, 6, 6)),
+    "mixed": ([(0, 17, 1), (2, 64, 1), (1, 0, 30)], (64, 6, 6)),
+    "drafts": ([(0, 17, 3), (2, 64, 1)], (64, 6, 6)),
+}
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_a_step_that_is_filled_up_gives_the_same_logits(exported, device, case):
+    """And writes the same keys and values. Tables are longer than this step needs, and dirty."""
+    rows, shape = STEPS[case]
+    executor = CudaExecutor(exported("qwen2"), SETTINGS, device.type)
+    executor.allocate(9)
+    caches = executor._caches
+    generator = torch.Generator(device).manual_seed(0)
+    for tensor in caches.tensors.values():
+        tensor.normal_(generator=generator)
+    before = {name: tensor.clone() for name, tensor in caches.tensors.items()}
+    inputs = step_inputs(rows)
+    graphs = StepGraphs(SETTINGS, 4, device)
+    graphs.nobodys_block = caches.nobodys_block
+    padded = graphs.padded(inputs, Shape(*shape))
+    sizes = [len(empty_step(Shape(*shape))[name]) for name in NAMES]
+    numbers = dict(zip(NAMES, torch.from_numpy(padded["numbers"]).to(device).split(sizes), strict=True))
+    tables = torch.full((shape[1], 40), caches.nobodys_block, dtype=torch.int32, device=device)
+    tables[:, : padded["block_tables"].shape[1]] = torch.from_numpy(padded["block_tables"]).to(device)
+    found = executor._compute({**numbers, "block_tables": tables})[: len(inputs["logit_rows"])].clone()
+    written = {name: tensor.clone() for name, tensor in caches.tensors.items()}
+    for name, tensor in caches.tensors.items():
+        tensor.copy_(before[name])
+    expected = executor._compute({name: torch.from_numpy(each).to(device) for name, each in inputs.items()})
+    assert torch.allclose(found, expected, atol=1e-4)
+    for name, tensor in caches.tensors.items():
+        assert torch.allclose(written[name][:-1], tensor[:-1], atol=1e-5)
+
+
+def step_inputs(rows):
+    """Of (request, context, tokens); the last token of each gives logits, of several after a context each."""
+    rng = np.random.default_rng(0)
+    counts = np.array([count for _, _, count in rows])
+    starts = np.cumsum([0, *counts])
+    wanted = [
+        np.arange(end - (count if context else 1), end)
+        for (_, context, count), end in zip(rows, starts[1:], strict=True)
+    ]
+    arrays = {
+        "token_ids": rng.integers(0, 300, counts.sum()),
+        "positions": np.concatenate([np.arange(context, context + count) for _, context, count in rows]),
+        "query_starts": starts,
+        "context_lens": np.array([context for _, context, _ in rows]),
+        "block_tables": np.arange(9).reshape(3, 3)[[request for request, _, _ in rows]],
+        "logit_rows": np.concatenate(wanted),
+    }
+    return {name: array.astype(np.int32) for name, array in arrays.items()}
+
+
+@pytest.mark.parametrize(("block_size", "is_taken"), [(8, False), (48, False), (16, True), (64, True), (256, True)])
+def test_block_sizes_that_the_kernels_cannot_read_are_refused(device, block_size, is_taken):
+    spec = CacheSpec("kv_cache_0", "float32", (-1, 2, 2, block_size, 16), ATTENTION_AXES)
+    if is_taken:
+        Caches([spec], device)
+    else:
+        with pytest.raises(ConfigError, match=f"BLOCK_SIZE was {block_size} at export, .* a power of two, 16 at least"):
+            Caches([spec], device)
+
+
+def test_a_block_is_copied_in_every_layer(device):
+    specs = [CacheSpec(f"kv_cache_{n}", "float32", (-1, 2, 1, 16, 4), ATTENTION_AXES) for n in range(2)]
+    caches = Caches(specs, device)
+    caches.allocate(3)
+    for number, tensor in enumerate(caches.tensors.values()):
+        tensor.copy_(torch.arange(4, device=device).view(4, 1, 1, 1, 1) + 10 * number)
+    caches.copy(Copy(0, 0, source=1, target=2))
+    blocks = [tensor[:, 0, 0, 0, 0].tolist() for tensor in caches.tensors.values()]
+    assert blocks == [[0, 1, 1, 3], [10, 11, 11, 13]]  # the last one is nobody's
+
+
+def test_more_blocks_than_fit_are_refused_by_the_name_of_the_setting(exported, device, monkeypatch):
+    monkeypatch.setattr("engine.executors.memory.with_device", lambda config: config)
+    config = dataclasses.replace(SETTINGS, device="gpu", block_bs=None, num_gpu_blocks_override=10**8)
+    executor = CudaExecutor(exported("qwen2"), config, device.type)
+    with pytest.raises(ConfigError, match="NUM_GPU_BLOCKS_OVERRIDE is 100000000: 100000000 blocks need .* are free"):
+        allocate_cache(executor, config, 512)
