@@ -25,10 +25,11 @@ from engine.log import configure
 from engine.settings.config import Config
 from engine.settings.tls import key_and_chain, server_context
 from gateway.answers import is_news
-from gateway.app import BACKEND, DRAINING, RUNNING, make_app
+from gateway.app import make_app
 from gateway.backend import timeout
 from gateway.connections import Connections
 from gateway.health import SILENT_CLIENT_S
+from gateway.held import BACKEND, DRAINING, RUNNING
 from gateway.inference.server import InferenceServer
 from gateway.triton_client import TritonBackend
 

@@ -10,23 +10,24 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
 from aiohttp import web
 
 from engine import wire
 from engine.errors import EngineUnavailable, InvalidRequest, RequestError
 from engine.settings.config import Config
-from gateway import answers, keys, metrics
+from gateway import answers, facts, keys, questions
 from gateway.answers import CALL, REQUEST_TIMEOUT
 from gateway.backend import Backend
 from gateway.body import parse_body, read_payload
 from gateway.choices import side_by_side
-from gateway.health import ANSWER_WITHIN_S, Shared, as_response, readiness
+from gateway.document import as_document
+from gateway.health import ANSWER_WITHIN_S, readiness
+from gateway.held import BACKEND, CONFIG, DOCUMENT, DRAINING, INTAKE, READY, RUNNING, served_name
 from gateway.intake import Intake, Room
 from gateway.lasting import LastingBackend
 from gateway.native import Native
-from gateway.openai import BASE, OpenAI
+from gateway.openai import OpenAI
 from gateway.protocol import Call, ClientProtocol, Exchange
 
 log = logging.getLogger(__name__)
@@ -34,12 +35,6 @@ log = logging.getLogger(__name__)
 NATIVE, OPENAI = Native(), OpenAI()
 PROTOCOLS: Sequence[ClientProtocol] = (NATIVE, OPENAI)
 
-BACKEND = web.AppKey("backend", Backend)
-CONFIG = web.AppKey("config", Config)
-INTAKE = web.AppKey("intake", Intake)
-READY = web.AppKey("ready", Shared)
-RUNNING = web.AppKey("running", list)  # the requests being answered
-DRAINING = web.AppKey("draining", asyncio.Event)
 REQUEST_TIMEOUT_S = 300.0  # without a new answer of the model, unless a request says otherwise
 
 CORS = {
@@ -47,10 +42,8 @@ CORS = {
     "Access-Control-Allow-Headers": "*, Authorization, Content-Type",
     "Access-Control-Max-Age": "86400",
 }
-UNGUARDED = ("/health",)
-MAX_ABORT_BYTES = 8 << 10  # a req_id, however escaped
+UNGUARDED = ("/health", "/version", "/openapi.json", "/docs")  # a browser sends no key; they say nothing of the model
 CLIENT_LEFT = 499  # in our log only
-STARTED = int(time.time())
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -69,15 +62,12 @@ def make_app(backend: Backend, config: Config, request_timeout_s: float = REQUES
     paths = dict.fromkeys(path for protocol in PROTOCOLS for path in protocol.paths)
     app.add_routes(
         [
-            web.get("/", show_endpoints),
-            web.get("/health", show_health),
-            web.get("/metrics", show_metrics),
-            web.post("/v1/abort", abort),
-            *[web.get(f"{prefix}/models", list_models) for prefix in ("/v1", BASE)],
-            *[web.get(f"{prefix}/models/{{model:.+}}", show_model) for prefix in ("/v1", BASE)],
+            *[web.get(path, show) for path, show in facts.ROUTES.items()],
+            *[web.post(path, ask) for path, ask in questions.ROUTES.items()],
             *[web.post(path, complete) for path in paths],
         ]
     )
+    app[DOCUMENT] = as_document(app, PROTOCOLS, UNGUARDED)
     return app
 
 
@@ -117,65 +107,9 @@ async def _giving_back(room: Room, running: answers.Answers) -> answers.Answers:
             yield each
 
 
-async def abort(request: web.Request) -> web.Response:
-    """Whichever worker has the request: the model ends it."""
-    call = request[CALL]
-    call.protocols = [NATIVE]
-    room = Room(request.app[INTAKE])
-    try:
-        body = parse_body(await read_payload(request, MAX_ABORT_BYTES, room))
-    finally:
-        room.give_back()
-    if "req_id" not in body:
-        raise InvalidRequest("`{field}` is missing", field="req_id")
-    req_id = wire.FIELDS["req_id"].check("req_id", body["req_id"])
-    return answers.in_one_piece((await request.app[BACKEND].abort(req_id, call.owner)).fields())
-
-
 def _protocols_of(path: str) -> Sequence[ClientProtocol]:
     """Those that a request may speak. Elsewhere than on their paths, the ones that share theirs."""
     return [each for each in PROTOCOLS if path in each.paths] or [NATIVE, OPENAI]
-
-
-# --- facts ------------------------------------------------------------------------------------------------------
-
-
-async def show_endpoints(request: web.Request) -> web.Response:
-    paths = {route.resource.canonical for route in request.app.router.routes() if route.resource is not None}
-    return answers.in_one_piece({"model": _served_name(request.app), "endpoints": sorted(paths)})
-
-
-async def show_health(request: web.Request) -> web.Response:
-    return as_response(await request.app[READY]())
-
-
-async def show_metrics(request: web.Request) -> web.Response:
-    state = await request.app[BACKEND].probe(with_metrics=True)
-    text = metrics.as_text(state.metrics or ())
-    return web.Response(text=text, headers={"Content-Type": metrics.CONTENT_TYPE})
-
-
-async def list_models(request: web.Request) -> web.Response:
-    return answers.in_one_piece({"object": "list", "data": [await _model(request.app)]})
-
-
-async def show_model(request: web.Request) -> web.Response:
-    request[CALL].protocols = [OPENAI]
-    model = await _model(request.app)
-    if request.match_info["model"] != model["id"]:
-        raise web.HTTPNotFound(text=f"the served model is `{model['id']}`")
-    return answers.in_one_piece(model)
-
-
-async def _model(app: web.Application) -> dict[str, Any]:
-    name = _served_name(app)
-    state = (await app[READY]()).state
-    model = {"id": name, "object": "model", "created": STARTED, "owned_by": "paddle", "root": name}
-    return {**model, "max_model_len": state.model_len if state else None}
-
-
-def _served_name(app: web.Application) -> str:
-    return app[CONFIG].served_model_name or "default"
 
 
 # --- around every request ---------------------------------------------------------------------------------------
@@ -184,7 +118,7 @@ def _served_name(app: web.Application) -> str:
 @web.middleware
 async def accounted(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Counts the request as running, and logs its end in one line without a word of the client's."""
-    call = request[CALL] = Call(request.path, _served_name(request.app), _protocols_of(request.path), request.headers)
+    call = request[CALL] = Call(request.path, served_name(request.app), _protocols_of(request.path), request.headers)
     running = request.app[RUNNING]
     running.append(request)
     start, status = time.monotonic(), CLIENT_LEFT

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
-from engine.wire import Aborted, Delta, ModelState, Owner, parse_request
+from engine.wire import Aborted, Delta, Detokenized, ModelState, Owner, Tokenized, parse_request
 from gateway.backend import Backend, ModelLost, ModelUnreachable
 from gateway.health import Shared
 
@@ -47,6 +47,9 @@ class LastingBackend:
 
     async def abort(self, req_id: str, owner: Owner) -> Aborted:
         return await self._backend.abort(req_id, owner)
+
+    async def about_tokens(self, question: dict[str, Any]) -> Tokenized | Detokenized:
+        return await self._backend.about_tokens(question)
 
     async def is_live(self) -> bool:
         return await self._backend.is_live()

@@ -40,6 +40,7 @@ from engine.serving.latency import Latency
 from engine.serving.metrics import samples
 from engine.serving.prompt import PromptReader
 from engine.serving.reply import Reply, Sender
+from engine.serving.tokens import answer_about_tokens
 from engine.text.tokenizer import Tokenizer
 from engine.wire import GenerationRequest
 
@@ -169,6 +170,9 @@ class Service:
             owner = wire.owner_of(body)
             if wire.ABORT in body:
                 sender.send(wire.write_answer(self._abort(body[wire.ABORT], owner)), True)
+                return
+            if answer := answer_about_tokens(body, self._reader):
+                sender.send(wire.write_answer(answer), True)
                 return
             req_id = wire.req_id_of(body)
             if self._is_draining:

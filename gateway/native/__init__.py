@@ -22,6 +22,12 @@ class Native:
     paths: Collection[str] = ("/v1/chat/completions", "/v1/completions")
     content_type = "application/x-ndjson"
 
+    def fields(self, path: str) -> dict[str, Any]:
+        return wire.described()
+
+    def example(self, path: str) -> dict[str, Any]:
+        return {"text": "Hello, how are you?", "max_dec_len": 64}
+
     def speaks(self, body: dict[str, Any]) -> bool:
         return is_native(body)
 

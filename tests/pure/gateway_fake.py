@@ -14,7 +14,20 @@ import openai
 
 from engine.errors import EngineUnavailable, TimedOut
 from engine.settings.config import Config
-from engine.wire import UNLIKELY, Aborted, Delta, Final, ModelState, Owner, TokenLogprob, Usage
+from engine.wire import (
+    DETOKENIZE,
+    TOKENIZE,
+    UNLIKELY,
+    Aborted,
+    Delta,
+    Detokenized,
+    Final,
+    ModelState,
+    Owner,
+    Tokenized,
+    TokenLogprob,
+    Usage,
+)
 from gateway.__main__ import listen, serve
 from gateway.app import REQUEST_TIMEOUT_S, make_app
 
@@ -108,6 +121,13 @@ class FakeBackend:
     async def abort(self, req_id: str, owner: Owner) -> Aborted:
         self.aborts.append((req_id, owner.name))
         return Aborted(req_id, True)
+
+    async def about_tokens(self, question: dict[str, Any]) -> Tokenized | Detokenized:
+        """Of a text, its code points are its tokens."""
+        self.bodies.append(json.loads(json.dumps(question)))
+        if TOKENIZE in question:
+            return Tokenized([ord(each) for each in question[TOKENIZE].get("prompt") or ""], 8192)
+        return Detokenized("".join(map(chr, question[DETOKENIZE]["tokens"])))
 
     async def probe(self, with_metrics: bool = False) -> ModelState:
         self.num_probes += 1
