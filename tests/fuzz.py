@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, settings
@@ -11,11 +13,18 @@ from hypothesis import strategies as st
 from engine import wire
 from gateway.openai.request import PASSED_ON, REFUSED
 
-# A run is the same each time; HYPOTHESIS_PROFILE is for who wants to search for longer.
-settings.register_profile(
-    "same", derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck), max_examples=300
-)
-settings.register_profile("long", parent=settings.get_profile("same"), derandomize=False, max_examples=20_000)
+# A run is the same each time; FUZZ=long is for who wants to search.
+ANY = list(HealthCheck)
+settings.register_profile("same", derandomize=True, deadline=None, database=None, suppress_health_check=ANY)
+settings.register_profile("long", derandomize=False, deadline=None, suppress_health_check=ANY)
+PROFILE = settings.get_profile(os.environ.get("FUZZ", "same"))
+INSIDE = ("/dev/shm", "llm_server_", "unix:", "ipv4:", "Traceback", str(Path(__file__).resolve().parents[1]), ".sock")
+
+
+def examples(count: int) -> settings:
+    """How many a test looks at; a hundred times as many when searching."""
+    return settings(PROFILE, max_examples=count * (100 if "FUZZ" in os.environ else 1))
+
 
 LIMITS = (0, 1, 16, 20, 64, 100, 128, 256, 1000, 1024, 2**31, 2**53, 2**63, 2**64, 10**30)
 whole = st.integers() | st.builds(lambda n, d, s: s * (n + d), st.sampled_from(LIMITS), st.integers(-1, 1), st.just(-1))

@@ -185,8 +185,8 @@ class Service:
                 self._end_before(request)
             reply = self._enter(owner, lambda: Reply(self._asked(request), sender, received))
             reply.standing = owner.name, owner.priority + max(request.priority, 0 if owner.name else -100)
-        except RequestError as error:
-            self._refuse(error, req_id, sender, received)
+        except (RequestError, RecursionError) as error:
+            self._refuse(as_request_error(error), req_id, sender, received)
             return
         except Exception as error:  # a bug of ours must not leave a client waiting
             log.exception("a request could not be accepted")

@@ -16,7 +16,9 @@ from engine.errors import EngineUnavailable, TimedOut
 from engine.settings.config import Config
 from engine.wire import (
     DETOKENIZE,
+    DETOKENIZE_FIELDS,
     TOKENIZE,
+    TOKENIZE_FIELDS,
     UNLIKELY,
     Aborted,
     Delta,
@@ -27,6 +29,7 @@ from engine.wire import (
     Tokenized,
     TokenLogprob,
     Usage,
+    checked,
 )
 from gateway.__main__ import listen, serve
 from gateway.app import REQUEST_TIMEOUT_S, make_app
@@ -126,8 +129,10 @@ class FakeBackend:
         """Of a text, its code points are its tokens."""
         self.bodies.append(json.loads(json.dumps(question)))
         if TOKENIZE in question:
-            return Tokenized([ord(each) for each in question[TOKENIZE].get("prompt") or ""], 8192)
-        return Detokenized("".join(map(chr, question[DETOKENIZE]["tokens"])))
+            text = checked(question[TOKENIZE], TOKENIZE_FIELDS).get("prompt", "")
+            return Tokenized([ord(each) for each in text], 8192)
+        tokens = checked(question[DETOKENIZE], DETOKENIZE_FIELDS).get("tokens", ())
+        return Detokenized("".join(chr(each % 128) for each in tokens))
 
     async def probe(self, with_metrics: bool = False) -> ModelState:
         self.num_probes += 1

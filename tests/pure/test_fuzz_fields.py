@@ -4,7 +4,7 @@ import json
 
 import jsonschema
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine import wire
@@ -20,9 +20,8 @@ from gateway.native.request import parse as parse_native
 from gateway.openai.request import parse as parse_openai
 from gateway.protocol import Call
 from tests.byte_tokenizer import write_tokenizer
-from tests.fuzz import any_json, bodies, payload_of
+from tests.fuzz import any_json, bodies, examples, payload_of
 
-SAME = settings.get_profile("same")
 # JSON Schema takes 5.0 for an integer, the checks do not.
 TYPES = jsonschema.Draft202012Validator.TYPE_CHECKER.redefine(
     "integer", lambda _, value: isinstance(value, int) and not isinstance(value, bool)
@@ -57,7 +56,7 @@ def is_encodable(value):
     return True
 
 
-@settings(SAME, max_examples=2000)
+@examples(1500)
 @given(name=st.sampled_from(list(wire.FIELDS)), value=any_json.filter(is_encodable))
 def test_a_field_takes_what_its_schema_does(name, value):
     check = wire.FIELDS[name].check
@@ -72,7 +71,7 @@ def test_a_field_takes_what_its_schema_does(name, value):
         assert is_valid
 
 
-@settings(SAME)
+@examples(200)
 @given(body=bodies("text", "req_id", "messages"))
 def test_any_object_is_a_request_or_refused(reader, body):
     request = outcome(wire.parse_request, body)
@@ -80,7 +79,7 @@ def test_any_object_is_a_request_or_refused(reader, body):
         outcome(reader.read, request)
 
 
-@settings(SAME)
+@examples(200)
 @given(body=bodies("text", "req_id", "messages"))
 def test_any_object_may_ask_about_tokens(reader, body):
     for key in (wire.TOKENIZE, wire.DETOKENIZE):
@@ -90,7 +89,7 @@ def test_any_object_may_ask_about_tokens(reader, body):
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-@settings(SAME)
+@examples(200)
 @given(body=bodies("text", "prompt", "messages", "req_id"))
 def test_any_object_may_come_to_the_gateway(path, body):
     body = json.loads(payload_of(body))
@@ -103,7 +102,7 @@ def test_any_object_may_come_to_the_gateway(path, body):
         wire.parse_request(json.loads(json.dumps(each)))  # nothing that the gateway has taken is refused by the model
 
 
-@settings(SAME)
+@examples(200)
 @given(payload=st.binary() | any_json.map(payload_of) | st.text().map(str.encode))
 @example(b"9" * 5000)
 @example(b"[" * 100_000)
