@@ -60,7 +60,7 @@ def _exchange(path: str, speaking: Sequence[ClientProtocol], schemas: Json) -> J
         exchange = protocol.parse(example, Call(path, "default", [protocol]))
         exchange.gather(0, AN_ANSWER)
         name = f"{protocol.name}{path.replace('/', '.')}"
-        requests.append(_named(schemas, f"{name}.request", _object(protocol.fields(path))))
+        requests.append(_named(schemas, f"{name}.request", _object(protocol.fields(path), protocol.needs(path))))
         answers.append(_named(schemas, f"{name}.answer", _shape(exchange.whole())))
         examples[protocol.name] = {"value": example}
         streams[protocol.content_type] = {"schema": {"type": "string", "description": "with `stream`"}}
@@ -79,7 +79,7 @@ def _plain(path: str) -> Json:
     operation: Json = {"responses": {"200": _response("the answer", content)}}
     if path in questions.FIELDS:
         asked = {name: schema_of(field.check) for name, field in questions.FIELDS[path].items()}
-        body = {"application/json": {"schema": _object(asked)}}
+        body = {"application/json": {"schema": _object(asked, questions.NEEDS[path])}}
         operation["requestBody"] = {"required": True, "content": body}
     return operation
 
@@ -111,8 +111,11 @@ def _named(schemas: Json, name: str, schema: Json) -> Json:
     return {"$ref": f"#/components/schemas/{known}"}
 
 
-def _object(fields: Mapping[str, Json]) -> Json:
-    return {"type": "object", "properties": {name: _or_null(schema) for name, schema in fields.items()}}
+def _object(fields: Mapping[str, Json], needs: Collection[str]) -> Json:
+    """With any of what it needs."""
+    properties = {name: _or_null(schema) for name, schema in fields.items()}
+    any_of = [{"required": [name], "properties": {name: fields[name]}} for name in needs]
+    return {"type": "object", "properties": properties, "anyOf": any_of}
 
 
 def _or_null(schema: Json) -> Json:

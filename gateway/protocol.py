@@ -64,6 +64,10 @@ class ClientProtocol(Protocol):
         """What a request may have, as JSON Schema by name: for the document at /openapi.json."""
         ...
 
+    def needs(self, path: str) -> Collection[str]:
+        """Of these fields a request must have one."""
+        ...
+
     def example(self, path: str) -> dict[str, Any]:
         """A body of one of its requests."""
         ...

@@ -73,6 +73,7 @@ FIELDS = {
     "/tokenize": wire.TOKENIZE_FIELDS,
     "/detokenize": wire.DETOKENIZE_FIELDS,
 }
+NEEDS = {"/v1/abort": ("req_id",), "/tokenize": ("prompt", "messages"), "/detokenize": ("tokens",)}
 SAMPLES = {
     "/v1/abort": wire.Aborted("1", True).fields(),
     "/tokenize": _without_end(wire.Tokenized([1], 8192).fields()),

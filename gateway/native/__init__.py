@@ -25,6 +25,9 @@ class Native:
     def fields(self, path: str) -> dict[str, Any]:
         return wire.described()
 
+    def needs(self, path: str) -> Collection[str]:
+        return ("text", "input_ids", "messages")
+
     def example(self, path: str) -> dict[str, Any]:
         return {"text": "Hello, how are you?", "max_dec_len": 64}
 

@@ -25,6 +25,9 @@ class OpenAI:
     def fields(self, path: str) -> dict[str, Any]:
         return fields(IS_CHAT[path])
 
+    def needs(self, path: str) -> Collection[str]:
+        return ("messages",) if IS_CHAT[path] else ("prompt",)
+
     def example(self, path: str) -> dict[str, Any]:
         text = "What is the capital of France?"
         prompt = {"messages": [{"role": "user", "content": text}]} if IS_CHAT[path] else {"prompt": text}

@@ -172,3 +172,44 @@ def test_tokens_are_asked_of_the_model_and_answered_in_vllms_words():
         chat = {"messages": [{"role": "developer", "content": "x"}]}
         gateway.post("/tokenize", chat)
     assert backend.bodies[2] == {"tokenize": {"messages": [{"role": "system", "content": "x"}]}}
+
+
+NATIVE_KEYS = {"req_id", "error_msg", "error_code", "error_type", "version", "timestamp", "result"}
+HEADERS = {409: "x-should-retry", 429: "Retry-After", 503: "Retry-After", 504: "x-should-retry"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_of_the_model_has_the_shape_of_the_protocol_that_asked(kind):
+    error = KINDS[kind]("so it is", field="topp")
+    with running(FakeBackend(error)) as gateway:
+        for body, shape in (({"text": "x"}, NATIVE_KEYS), ({"prompt": "x"}, {"error"})):
+            status, headers, payload = gateway.send("POST", COMPLETIONS, body)
+            told = json.loads(payload)
+            assert status == error.code
+            assert shape <= set(told) and ("error" in told) == (shape == {"error"})
+            if "error" in told:
+                assert set(told["error"]) == {"message", "type", "param", "code"}
+                assert told["error"]["param"] == "top_p"
+            else:
+                assert (told["error_code"], told["error_type"], told["error_msg"]) == (status, kind, "so it is")
+            given = {"x-should-retry", "Retry-After"} & set(headers)
+            assert given == ({HEADERS[status]} if status in HEADERS else set())
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("GET", "/none", None, 404),
+        ("PUT", CHAT, b"{}", 405),
+        ("POST", CHAT, b"{", 400),
+        ("POST", CHAT, b"[1]", 400),
+        ("POST", COMPLETIONS, b"x" * 200, 413),
+    ],
+)
+def test_an_error_of_nobody_in_particular_has_both_shapes(method, path, body, status):
+    with running(FakeBackend(), max_body_bytes=100) as gateway:
+        code, _, payload = gateway.send(method, path, body)
+    told = json.loads(payload)
+    assert code == status
+    assert {*NATIVE_KEYS, "error"} <= set(told)
+    assert (told["error_code"], told["error_msg"]) == (status, told["error"]["message"])

@@ -48,6 +48,9 @@ class Telegrams:
     def fields(self, path):
         return {"telegram": {"type": "string"}}
 
+    def needs(self, path):
+        return ("telegram",)
+
     def example(self, path):
         return {"telegram": "hello"}
 
