@@ -32,7 +32,7 @@ from engine.core.types import Request, Sampling
 from engine.executors import make_executor
 from engine.executors.memory import allocate_cache, collect_garbage_seldom
 from engine.exporting.cache import export_cached
-from engine.exporting.export import ExportOptions
+from engine.exporting.export import QUANT_TYPES, ExportOptions
 from engine.exporting.manifest import Manifest
 from engine.settings.config import Config
 from server_scripts.processes import ENGINE_DEFAULTS
@@ -187,6 +187,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=["1x128x64", "8x128x64", "32x128x64"])
     parser.add_argument("--streams", nargs="*", type=int, default=[1, 8, 32])
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--quant-type", default="none", choices=QUANT_TYPES, help="of the weights")
     parser.add_argument("--mp-num", type=int, default=1, help="tensor-parallel ranks, offline")
     parser.add_argument(
         "--cpu-threads", type=int, default=0, help="of each rank, offline; 0: as many as there are cores"
@@ -195,11 +196,22 @@ def main() -> None:
     args = parser.parse_args()
     cases = [tuple(int(number) for number in case.split("x")) for case in args.cases]
     checkpoint = make_checkpoint(args.shape, args.work_dir / args.shape)
-    graph_dir = export_cached(checkpoint, args.work_dir / "exported", ExportOptions(num_ranks=args.mp_num))
+    options = ExportOptions(quant_type=args.quant_type, num_ranks=args.mp_num)
+    graph_dir = export_cached(checkpoint, args.work_dir / "exported", options)
     offline = measure_offline(graph_dir, cases, args.repeats, mp_num=args.mp_num, cpu_threads=args.cpu_threads)
     http = measure_http(graph_dir, args.streams, cases[0][1:], args.repeats) if args.streams else []
     print_tables(offline, http)
-    print(json.dumps({"hardware": cpu_name(), "shape": args.shape, "offline": offline, "http": http}))
+    print(
+        json.dumps(
+            {
+                "hardware": cpu_name(),
+                "shape": args.shape,
+                "quant_type": args.quant_type,
+                "offline": offline,
+                "http": http,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -20,11 +20,12 @@ import numpy as np
 
 from engine.dtypes import to_bf16
 from engine.ops import build, cpu
-from engine.ops.cpu.library import Attention
+from engine.ops.cpu.library import Attention, QuantizedLinear
 from engine.ops.sampling_rows import SamplingRows
 
 HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 896, 4864, 24, 14, 2, 64, 151936
 LINEARS = {"qkv": (1152, HIDDEN), "o": (HIDDEN, HIDDEN), "gate_up": (2 * FFN, HIDDEN), "down": (HIDDEN, FFN)}
+OPS = ("linear", "linear_int8", "linear_a8w8", "linear_int4")
 RNG = np.random.default_rng(0)
 
 
@@ -58,27 +59,38 @@ def measured_limits(threads: int) -> tuple[float, float]:
 
 
 @functools.cache
-def weights_of(name: str) -> list[np.ndarray]:
-    """As many layers as it takes to leave no weight in a cache."""
+def weights_of(name: str, op: str) -> list[tuple[np.ndarray, np.ndarray | None]]:
+    """With their scales; as many layers as it takes to leave no weight in a cache."""
     num_out, width = LINEARS.get(name, (VOCAB, HIDDEN))
     copies = 1 if name == "logits" else LAYERS
-    bits = to_bf16(random_f32(num_out, width))
-    return [bits.copy() for _ in range(copies)]
+    if op == "linear":
+        bits = to_bf16(random_f32(num_out, width))
+        return [(bits.copy(), None) for _ in range(copies)]
+    codes = RNG.integers(-128, 128, (num_out, width if op != "linear_int4" else width // 2), np.int8)
+    scale = to_bf16(random_f32(num_out, width // 64)) if op == "linear_int4" else random_f32(num_out)
+    return [(codes.copy(), scale.copy()) for _ in range(copies)]
 
 
-def bench_linear(name: str, tokens: int, limits: tuple[float, float]) -> dict:
-    weights, linear = weights_of(name), cpu.load().kernels.linear
-    num_out, width = weights[0].shape
+def bench_linear(name: str, op: str, tokens: int, limits: tuple[float, float]) -> dict:
+    """Limit: the reading of the weight, or products and sums; of bytes in half the time of bf16."""
+    kernels, (num_out, width) = cpu.load().kernels, LINEARS.get(name, (VOCAB, HIDDEN))
     x, y = random_f32(tokens, width), np.zeros((tokens, num_out), np.float32)
+    sizes, x_at, y_at = (tokens, width, num_out), x.ctypes.data, y.ctypes.data
+    weights = weights_of(name, op)
 
     def run():  # without the wrapper: fresh memory for the outputs would be part of the time
-        for weight in weights:
-            linear(x.ctypes.data, weight.ctypes.data, True, None, y.ctypes.data, tokens, width, num_out)
+        for weight, scale in weights:
+            if scale is None:
+                kernels.linear(x_at, weight.ctypes.data, True, None, y_at, *sizes)
+            else:
+                args = QuantizedLinear(x_at, weight.ctypes.data, scale.ctypes.data, None, None, y_at, *sizes)
+                getattr(kernels, op)(ctypes.addressof(args))
 
     each = seconds(run, 3 if tokens >= 128 else 7) / len(weights)
-    flops, num_bytes = 2 * tokens * num_out * width, 2 * num_out * width
-    best = max(flops / limits[0] if limits[0] else 0, num_bytes / limits[1])
-    return row(f"linear {name} T={tokens}", each, best, f"{flops / each / 1e9:.0f} GFLOP/s")
+    flops, num_bytes = 2 * tokens * num_out * width, sum(a.nbytes for a in weights[0] if a is not None)
+    peak = limits[0] * (2 if op == "linear_a8w8" else 1)
+    best = max(flops / peak if peak else 0, num_bytes / limits[1])
+    return row(f"{op} {name} T={tokens}", each, best, f"{flops / each / 1e9:.0f} GFLOP/s")
 
 
 def bench_attention(requests: int, tokens: int, context: int, limits: tuple[float, float]) -> dict:
@@ -93,7 +105,7 @@ def bench_attention(requests: int, tokens: int, context: int, limits: tuple[floa
     def run():
         for cache in caches:
             arrays = (array.ctypes.data for array in (qkv, angles, cache, starts, lens, tables, out))
-            args = Attention(*arrays, requests, HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM, 64, blocks, 0.125, True)
+            args = Attention(*arrays, requests, HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM, 64, blocks, 0.125, 16)
             cpu.load().kernels.paged_attention(ctypes.addressof(args))
 
     each = seconds(run, 5) / len(caches)
@@ -134,11 +146,13 @@ def main() -> None:
     print(f"{'':<40} {'measured':>14} {'limit':>14}   ratio")
 
     def cases():
-        for tokens in (1, 2, 4, 8, 32, 128, 1024):
-            for name in LINEARS:
-                yield f"linear {name} T={tokens}", functools.partial(bench_linear, name, tokens)
-        for tokens in (1, 8, 32):
-            yield f"linear logits T={tokens}", functools.partial(bench_linear, "logits", tokens)
+        for op in OPS:
+            weights_of.cache_clear()
+            for tokens in (1, 2, 4, 8, 32, 128, 1024):
+                for name in LINEARS:
+                    yield f"{op} {name} T={tokens}", functools.partial(bench_linear, name, op, tokens)
+            for tokens in (1, 8, 32):
+                yield f"{op} logits T={tokens}", functools.partial(bench_linear, "logits", op, tokens)
         for shape in ((1, 1, 128), (1, 1, 1024), (32, 1, 128), (32, 1, 1024), (1, 128, 0), (1, 1024, 0), (4, 512, 0)):
             yield "attention", functools.partial(bench_attention, *shape)
         for tokens in (1, 32, 1024):

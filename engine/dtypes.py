@@ -11,6 +11,15 @@ import numpy as np
 WEIGHT_DTYPES = ("float32", "bfloat16")  # of an exported model's matrices and KV cache
 
 
+# Of numbers with 4 bits: how many have a scale of their own, and what the number of them in a row is a multiple of.
+CODES_PER_SCALE, CODES_ALIGNED = 64, 128
+
+
+def scale_bytes(cache_dtype: np.dtype | str) -> int:
+    """At the end of a key or value in a cache of this type: of the scale of its int8 numbers, in bf16."""
+    return 2 if np.dtype(held_as(str(cache_dtype))) == np.int8 else 0
+
+
 def held_as(name: str) -> np.dtype:
     """What the ops hold it in."""
     return np.dtype(np.uint16 if name == "bfloat16" else name)

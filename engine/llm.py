@@ -23,6 +23,7 @@ from engine.exporting.manifest import Manifest, is_exported
 from engine.serving.answer import OpenAnswer
 from engine.serving.prompt import PromptReader
 from engine.settings.config import Config
+from engine.text.grammar import MatcherGrammars
 from engine.text.tokenizer import Tokenizer
 from engine.wire import parse_request
 from engine.wire.fields import FIELDS
@@ -66,13 +67,20 @@ class LLM:
         config = Config.from_env().changed(**settings)
         graph_dir = Path(model_dir)
         if not is_exported(graph_dir):
-            options = ExportOptions(dtype=config.dtype, block_size=config.block_size, num_ranks=config.mp_num)
+            options = ExportOptions(
+                config.dtype,
+                config.quant_type,
+                config.block_size,
+                num_ranks=config.mp_num,
+                int8_cache=config.use_cache_kv_int8,
+            )
             graph_dir = export_cached(graph_dir, Path(config.export_cache_dir).expanduser(), options)
         self.tokenizer = Tokenizer.load(graph_dir)
         executor = make_executor(graph_dir, config)
         self._num_blocks = allocate_cache(executor, config, Manifest.read(graph_dir).max_seq_len)
         self._config = replace(config, max_cached_task_num=2**31, max_waiting_tokens=2**62)  # nobody else is waiting
-        self._loop = Loop(executor, self._num_blocks, self._config)
+        self._grammars = MatcherGrammars(lambda: self.tokenizer, Manifest.read(graph_dir).vocab_size)
+        self._loop = Loop(executor, self._num_blocks, self._config, self._grammars)
         self._lock = threading.Lock()  # of the loop: calls from several threads take turns
         cache_size = (self._num_blocks, executor.block_size)
         self._reader = PromptReader.load(config, graph_dir, self.tokenizer, lambda: cache_size)
@@ -99,7 +107,7 @@ class LLM:
             except BaseException:
                 # Refused, or interrupted at any line of the scheduler's books: the next call begins with new ones.
                 executor = self._loop.executor
-                self._loop = Loop(executor, self._num_blocks, self._config)
+                self._loop = Loop(executor, self._num_blocks, self._config, self._grammars)
                 raise
         return [item.finished() for item in opened]
 
@@ -147,7 +155,7 @@ class LLM:
     def _advance(self, item: _Open, update: Update) -> int:
         """The number of answers that these tokens have ended."""
         if update.finish_reason == FAILED:
-            raise NoToken
+            raise update.error or NoToken()
         logprobs: Sequence[Logprobs | None] = update.logprobs or [None] * len(update.token_ids)
         item.answer.push(list(zip(update.token_ids, logprobs, strict=True)), update.finish_reason)
         if item.answer.finish_reason and not update.finish_reason:  # a stop string

@@ -57,12 +57,17 @@ def make_loop(config: Config, tell: Callable[[str], None]) -> tuple[Loop, Bounds
     from engine.executors import make_executor
     from engine.executors.memory import allocate_cache, collect_garbage_seldom
     from engine.exporting.manifest import Manifest
+    from engine.text.grammar import MatcherGrammars
+    from engine.text.tokenizer import Tokenizer
 
+    model = Manifest.read(config.graph_path)
+    grammars = MatcherGrammars(lambda: Tokenizer.load(config.graph_path), model.vocab_size)
+    loading = grammars.load()
     executor = make_executor(config.graph_path, config, tell)
     collect_garbage_seldom()
-    model = Manifest.read(config.graph_path)
     num_blocks = allocate_cache(executor, config, model.max_seq_len)
-    return Loop(executor, num_blocks, config), Bounds(model.vocab_size, model.max_seq_len)
+    loading.result()
+    return Loop(executor, num_blocks, config, grammars), Bounds(model.vocab_size, model.max_seq_len)
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ from gateway.app import make_app
 from gateway.backend import timeout
 from gateway.connections import Connections
 from gateway.health import SILENT_CLIENT_S
-from gateway.held import BACKEND, DRAINING, RUNNING
 from gateway.inference.server import InferenceServer
+from gateway.parts import BACKEND, DRAINING, RUNNING
 from gateway.triton_client import TritonBackend
 
 log = logging.getLogger("gateway")

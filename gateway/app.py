@@ -16,6 +16,7 @@ from aiohttp import web
 from engine import wire
 from engine.errors import EngineUnavailable, InvalidRequest, RequestError
 from engine.settings.config import Config
+from engine.settings.served import ServedModel
 from gateway import answers, facts, keys, questions
 from gateway.answers import CALL, REQUEST_TIMEOUT
 from gateway.backend import Backend
@@ -23,16 +24,25 @@ from gateway.body import parse_body, read_payload
 from gateway.choices import side_by_side
 from gateway.document import as_document
 from gateway.health import ANSWER_WITHIN_S, readiness
-from gateway.held import BACKEND, CONFIG, DOCUMENT, DRAINING, INTAKE, READY, RUNNING, served_name
 from gateway.intake import Intake, Room
 from gateway.lasting import LastingBackend
-from gateway.native import Native
-from gateway.openai import OpenAI
+from gateway.parts import (
+    BACKEND,
+    CONFIG,
+    DOCUMENT,
+    DRAINING,
+    INTAKE,
+    NATIVE,
+    OPENAI,
+    READY,
+    RUNNING,
+    SERVED,
+    served_name,
+)
 from gateway.protocol import Call, ClientProtocol, Exchange
 
 log = logging.getLogger(__name__)
 
-NATIVE, OPENAI = Native(), OpenAI()
 PROTOCOLS: Sequence[ClientProtocol] = (NATIVE, OPENAI)
 
 REQUEST_TIMEOUT_S = 300.0  # without a new answer of the model, unless a request says otherwise
@@ -50,7 +60,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def make_app(backend: Backend, config: Config, request_timeout_s: float = REQUEST_TIMEOUT_S) -> web.Application:
     app = web.Application(middlewares=[accounted, errors_as_json], client_max_size=config.max_body_bytes)
     app[READY] = readiness(backend, ANSWER_WITHIN_S)
-    app[BACKEND] = LastingBackend(backend, app[READY])
+    app[SERVED] = ServedModel(config.run_path)
+    app[BACKEND] = LastingBackend(backend, app[READY], app[SERVED])
     app[CONFIG] = config
     app[REQUEST_TIMEOUT] = request_timeout_s
     app[INTAKE] = Intake.share_of_worker(config)
@@ -118,7 +129,8 @@ def _protocols_of(path: str) -> Sequence[ClientProtocol]:
 @web.middleware
 async def accounted(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Counts the request as running, and logs its end in one line without a word of the client's."""
-    call = request[CALL] = Call(request.path, served_name(request.app), _protocols_of(request.path), request.headers)
+    protocols, headers = _protocols_of(request.path), request.headers
+    call = request[CALL] = Call(request.path, served_name(request.app), protocols, headers, config=request.app[CONFIG])
     running = request.app[RUNNING]
     running.append(request)
     start, status = time.monotonic(), CLIENT_LEFT

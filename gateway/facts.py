@@ -11,9 +11,9 @@ from engine import __version__
 from gateway import metrics
 from gateway.answers import CALL, in_one_piece
 from gateway.health import as_response
-from gateway.held import BACKEND, DOCUMENT, READY, served_name
-from gateway.openai import BASE, OpenAI
+from gateway.openai import BASE
 from gateway.page import as_page
+from gateway.parts import BACKEND, DOCUMENT, OPENAI, READY, served_name
 
 STARTED = int(time.time())
 
@@ -59,7 +59,7 @@ async def list_models(request: web.Request) -> web.Response:
 
 async def show_model(request: web.Request) -> web.Response:
     """The served model if that is its name."""
-    request[CALL].protocols = [OpenAI()]
+    request[CALL].protocols = [OPENAI]
     model = await _model(request.app)
     if request.match_info["model"] != model["id"]:
         raise web.HTTPNotFound(text=f"the served model is `{model['id']}`")

@@ -1,5 +1,6 @@
 """Requests outlive the model server: one whose stream breaks is asked again when the server is back, and goes on after
-what has come. Knows the wire's fields, not how the model is reached."""
+what has come. While the model is changed for another, new ones wait; of two models nobody gets one answer. Knows the
+wire's fields, not how the model is reached."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
+from engine.errors import EngineUnavailable
+from engine.settings.served import ServedModel
 from engine.wire import Aborted, Delta, Detokenized, ModelState, Owner, Tokenized, parse_request
 from gateway.backend import Backend, ModelLost, ModelUnreachable
 from gateway.health import Shared
@@ -22,15 +25,17 @@ MAX_LOSSES = 3  # in a row: a request without a new answer for so long may be th
 
 
 class LastingBackend:
-    """A `gateway.backend.Backend` around another. `ready` says whether the model can be asked."""
+    """A `gateway.backend.Backend` around another. `ready` says whether the model can be asked, `served` which it is."""
 
-    def __init__(self, backend: Backend, ready: Shared):
+    def __init__(self, backend: Backend, ready: Shared, served: ServedModel):
         self._backend = backend
         self._ready = ready
+        self._served = served
 
     async def generate(self, body: dict[str, Any], timeout_s: float) -> AsyncGenerator[Delta, None]:
-        known, asked, patience = Known(), body, Patience(self._ready, timeout_s)
+        known, asked, patience = Known(), body, Patience(self._ready, self._served, timeout_s)
         while True:
+            await patience.wait_for_turn(known)
             try:
                 async with contextlib.aclosing(self._backend.generate(asked, timeout_s)) as answers:
                     async for answer in answers:
@@ -39,7 +44,7 @@ class LastingBackend:
                         yield answer
                 return
             except ModelUnreachable as error:
-                await patience.wait(error)
+                await patience.wait(error, known)
                 asked = known.rest(body)
 
     async def probe(self, with_metrics: bool = False) -> ModelState:
@@ -61,8 +66,10 @@ class LastingBackend:
 class Patience:
     """Of one request, with a model server that it has lost: for how long and how often."""
 
-    def __init__(self, ready: Shared, timeout_s: float):
+    def __init__(self, ready: Shared, served: ServedModel, timeout_s: float):
         self._ready = ready
+        self._served = served
+        self._model_id = ""  # of the one that is asked
         self._timeout_s = timeout_s
         self._num_losses = 0
         self._deadline = 0.0
@@ -70,9 +77,26 @@ class Patience:
     def was_answered(self) -> None:
         self._num_losses = 0
 
-    async def wait(self, error: ModelUnreachable) -> None:
+    async def wait_for_turn(self, known: Known) -> None:
+        """Before the model is asked: new requests wait for the next model while the one of now ends what it has begun,
+        which only itself can go on with. Raises EngineUnavailable."""
+        if known:
+            if self._served.now().id != self._model_id:
+                raise EngineUnavailable("the model was changed for another before the answer had its end")
+            return
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._timeout_s
+        while (served := self._served.now()).is_changing:
+            if clock() >= deadline:
+                raise EngineUnavailable("the model is being changed for another, which takes long")
+            await asyncio.sleep(LOOK_EVERY_S)
+        self._model_id = served.id
+
+    async def wait(self, error: ModelUnreachable, known: Known) -> None:
         """Until the model can be asked again, or for the timeout: whoever asks then is told what is wrong. Raises
         `error` when it is in vain, or when nothing was lost."""
+        if not known and self._served.now().is_changing:
+            return  # it has come too late for the one, and too early for the other
         clock = asyncio.get_running_loop().time
         if isinstance(error, ModelLost):
             log.warning("the model server has lost a request, which will be asked again: %s", error)
@@ -106,6 +130,9 @@ class Known:
     def __init__(self) -> None:
         self._ids: defaultdict[int, list[int]] = defaultdict(list)  # of each answer, those that came here
         self._seed: int | None = None  # of the first answer
+
+    def __bool__(self) -> bool:
+        return any(self._ids.values())
 
     def add(self, answer: Gained) -> None:
         self._ids[answer.index] += answer.token_ids

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine.errors import RequestError
+from engine.settings.config import Config
 from engine.wire import Delta, Owner
 
 
@@ -53,6 +54,7 @@ class Call:
     exchange: Exchange | None = None
     owner: Owner = Owner()  # of the key that it carries
     late_status: int | None = None  # of a failure after the first byte
+    config: Config = field(default_factory=Config)  # the server's
 
 
 class ClientProtocol(Protocol):

@@ -12,11 +12,9 @@ from engine import wire
 from engine.errors import InvalidRequest
 from gateway.answers import CALL, in_one_piece
 from gateway.body import parse_body, read_payload
-from gateway.held import BACKEND, CONFIG, INTAKE
 from gateway.intake import Room
-from gateway.native import Native
-from gateway.openai import OpenAI
 from gateway.openai.request import chat_source
+from gateway.parts import BACKEND, CONFIG, INTAKE, NATIVE, OPENAI
 
 MAX_ABORT_BYTES = 8 << 10  # a req_id, however escaped
 
@@ -24,7 +22,7 @@ MAX_ABORT_BYTES = 8 << 10  # a req_id, however escaped
 async def abort(request: web.Request) -> web.Response:
     """Ends the open request with this `req_id`, whichever worker has it."""
     call = request[CALL]
-    call.protocols = [Native()]
+    call.protocols = [NATIVE]
     async with _body(request, MAX_ABORT_BYTES) as body:
         if "req_id" not in body:
             raise InvalidRequest("`{field}` is missing", field="req_id")
@@ -43,7 +41,7 @@ async def detokenize(request: web.Request) -> web.Response:
 
 
 async def _about_tokens(request: web.Request, kind: str) -> web.Response:
-    request[CALL].protocols = [OpenAI()]
+    request[CALL].protocols = [OPENAI]
     async with _body(request, request.app[CONFIG].max_body_bytes) as body:
         if kind == wire.TOKENIZE and body.get("messages") is not None:
             body |= chat_source(body)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,20 +31,32 @@ class Observation:
     state: dict[str, Any] | None = None  # what the model says; None: it did not answer
     error: str = ""  # why not
     num_failures: int = 0  # times in a row
-    checked: bool = False  # a real request came back through every port
+    checked: bool = False  # a real request came back through every port, or from the model that others wait for
     check_error: str = ""  # why that did not happen, after trying for long enough
 
 
 class HealthMonitor:
     """`latest` is replaced as a whole, so it may be read from any thread."""
 
-    def __init__(self, probe: Probe, ask_every_s: float = ASK_EVERY_S, check_for_s: float = CHECK_FOR_S):
+    def __init__(
+        self,
+        probe: Probe,
+        ask_every_s: float = ASK_EVERY_S,
+        check_for_s: float = CHECK_FOR_S,
+        check: Callable[[], None] | None = None,
+    ):
+        """`check` sends a real request; None: one to every port."""
         self.latest = Observation()
         self.probe = probe
+        self._check_now = check or probe.check_all_ports
         self._ask_every_s = ask_every_s
         self._check_for_s = check_for_s
         self._check_until: float | None = None
         self._stop = threading.Event()
+
+    def again(self, check: Callable[[], None]) -> HealthMonitor:
+        """One that has seen nothing yet."""
+        return HealthMonitor(self.probe, self._ask_every_s, self._check_for_s, check)
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="health", daemon=True).start()
@@ -69,7 +82,7 @@ class HealthMonitor:
     def _check(self, seen: Observation) -> Observation:
         self._check_until = self._check_until or time.monotonic() + self._check_for_s
         try:
-            self.probe.check_all_ports()
+            self._check_now()
             return replace(seen, checked=True)
         except Exception as error:
             return replace(seen, check_error=str(error) if time.monotonic() > self._check_until else "")

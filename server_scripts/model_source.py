@@ -14,7 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.dtypes import WEIGHT_DTYPES
 from engine.errors import ConfigError, SetupError
+from engine.models.formats import QUANTIZED
 from engine.settings.config import Config
 from server_scripts import logs
 from server_scripts.child import ROOT, without_secrets
@@ -65,7 +67,7 @@ def _download(config: Config, name: str, report: Callable[[str], None]) -> Sourc
         mode = "master" if config.machines.is_master else "slave"
         options = Options.from_env(nnodes=config.mp_nnode, mode=mode)
         if options.mirror is None:
-            as_dtype(quant, config)  # raises before gigabytes are fetched
+            as_stored(quant, config)  # raises before gigabytes are fetched
         report(f"fetching {name} into {config.model_dir}")
         done = download(name, Path(config.model_dir).expanduser(), options)
     except (DownloadError, OSError) as error:
@@ -102,12 +104,15 @@ def export_if_needed(config: Config, source: Source, report: Callable[[str], Non
     return Path(result)
 
 
-def as_dtype(quant: str | None, config: Config) -> str:
-    """What the third part of a model's name asks the export for."""
+def as_stored(quant: str | None, config: Config) -> tuple[str, str]:
+    """Dtype and quantization of the export: what the third part of a model's name asks for, or the settings do. A name
+    that ends in c8 asks for a KV cache of 8 bits, too."""
     if quant is None:
-        return config.dtype
-    if quant in ("float32", "bfloat16"):
-        return quant
+        return config.dtype, config.quant_type
+    if quant in WEIGHT_DTYPES:
+        return quant, "none"
+    if quant.removesuffix("c8") in QUANTIZED:
+        return config.dtype, quant.removesuffix("c8")
     raise ConfigError(f"the name asks for {quant}, exporting as that is not supported yet; leave it out of the name")
 
 
@@ -121,7 +126,11 @@ def export(checkpoint_dir: Path, cache_dir: Path, quant: str | None = None) -> P
     if is_exported(checkpoint_dir, ranks):
         return checkpoint_dir
     make_folder("EXPORT_CACHE_DIR", cache_dir)
-    options = ExportOptions(as_dtype(quant, config), config.block_size, num_ranks=config.mp_num, ranks=ranks)
+    int8_cache = config.use_cache_kv_int8 or (quant or "").endswith("c8")
+    dtype, quant_type = as_stored(quant, config)
+    options = ExportOptions(
+        dtype, quant_type, config.block_size, num_ranks=config.mp_num, ranks=ranks, int8_cache=int8_cache
+    )
     return export_cached(checkpoint_dir, cache_dir, options, lambda step: print("step", step, flush=True))
 
 

@@ -52,18 +52,25 @@ class Probe:
         self.check_ready()
         self.http(self._config.metrics_http_port, "GET", "/metrics")
 
+    def check_model(self) -> None:
+        """The same past the gateway, which makes requests wait while the model is changed."""
+        self._check_request(self._config.triton_target, "tritonserver")
+        self.check_ready()
+
     def _check_requests(self) -> None:
-        ask = {"req_id": f"start-{uuid.uuid4()}", "text": "Hi", "apply_chat_template": False, "max_dec_len": 1}
         port = self._config.service_grpc_port
-        with self._channel(f"{in_url(self._host)}:{port}", f"gRPC port {port}", port) as channel:
-            answer = self._infer(channel, ask, REQUEST_TIMEOUT_S)
-        if isinstance(answer, wire.Failure):
-            raise ProbeError(f"gRPC port {port}: {answer.error}")
+        self._check_request(f"{in_url(self._host)}:{port}", f"gRPC port {port}", port)
         if self._config.service_http_port > 0:
-            body = json.dumps(ask | {"req_id": f"start-{uuid.uuid4()}"})
+            body = json.dumps(_a_request())
             text = self.http(self._config.service_http_port, "POST", "/v1/chat/completions", body)
             if json.loads(text).get("error_code"):
                 raise ProbeError(f"HTTP port {self._config.service_http_port}: {text[:500]}")
+
+    def _check_request(self, target: str, name: str, port: int = 0) -> None:
+        with self._channel(target, name, port) as channel:
+            answer = self._infer(channel, _a_request(), REQUEST_TIMEOUT_S)
+        if isinstance(answer, wire.Failure):
+            raise ProbeError(f"{name}: {answer.error}")
 
     def check_ready(self) -> None:
         self.http(self._config.health_http_port, "GET", "/v2/health/ready")
@@ -141,6 +148,10 @@ class Probe:
         if response.status != 200:
             raise ProbeError(f"port {port}: {method} {path} was answered with {response.status}: {text[:500]}")
         return text
+
+
+def _a_request() -> dict[str, Any]:
+    return {"req_id": f"start-{uuid.uuid4()}", "text": "Hi", "apply_chat_template": False, "max_dec_len": 1}
 
 
 def main() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 
 from engine.address import connect_host, in_url
 from server_scripts import logs
@@ -41,7 +42,7 @@ class Report:
 class StartProgress:
     """Called at every turn of the start; speaks when there is news, or has been none for a while."""
 
-    def __init__(self, supervisor: Supervisor, report: Report):
+    def __init__(self, supervisor: Supervisor, report: Callable[[str], None]):
         self._supervisor = supervisor
         self._report = report
         self._text = ""
@@ -74,7 +75,7 @@ class StartProgress:
             return "starting the engine and tritonserver", named(TRITONSERVER)
         if not seen.state.get("ready"):
             return f"tritonserver is up, {seen.state.get('reason') or 'its model is not ready'}", named(ENGINE)
-        return "the engine is ready, sending a request to every port", named(ENGINE)
+        return "the engine is ready, sending real requests", named(ENGINE)
 
     def _last_lines(self, child: Child | None, num_lines: int) -> list[str]:
         return logs.tail(child.spec.log_path, num_lines) if child else []

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from engine.errors import ConfigError
 from engine.settings.config import STOPPING_FILE
+from engine.settings.served import SERVED_FILE
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def children_of(pid: int) -> list[int]:
 class State:
     """What the state file says about the server that holds the lock."""
 
-    phase: str  # preparing, starting, ready, stopping
+    phase: str  # preparing, starting, ready, stopping; while the model is changed: changing, ending the model
     supervisor: Process
     since: float  # seconds since the epoch
     model: str
@@ -88,6 +89,7 @@ class State:
     processes: list[Process] = field(default_factory=list)
     scheme: str = "http"  # of the HTTP port; https with a certificate
     fingerprint: str = ""  # of settings and model: who has the same may take the processes over
+    settings: dict[str, str] = field(default_factory=dict)  # of each a fingerprint
 
     @classmethod
     def from_json(cls, text: str) -> State:
@@ -158,7 +160,7 @@ class RunDir:
     def clean_up(self) -> None:
         """Forgets a server that has ended."""
         self.remove_shared_memory()
-        for name in ("state.json", STOPPING_FILE):
+        for name in ("state.json", STOPPING_FILE, SERVED_FILE):
             (self.path / name).unlink(missing_ok=True)
 
     def remove_shared_memory(self) -> None:

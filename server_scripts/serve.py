@@ -24,7 +24,8 @@ from server_scripts.report import Report, StartProgress, summary
 from server_scripts.run_dir import Process, RunDir, State, make_folder
 from server_scripts.shutdown import shut_down, stop_timeout_s
 from server_scripts.stop import kill_all
-from server_scripts.supervisor import StartFailed, Supervisor
+from server_scripts.supervisor import TURN_S, StartFailed, Supervisor
+from server_scripts.swap import change_model, release, what_is_wanted
 from server_scripts.triton import find_tritonserver
 
 log = logging.getLogger("supervisor")
@@ -109,6 +110,7 @@ def new_state(config: Config, model: str, phase: str) -> State:
         log_dir=str(config.log_path),
         stop_timeout_s=stop_timeout_s(config),
         scheme="https" if config.tls_cert_file else "http",
+        settings=takeover.prints(config),
     )
 
 
@@ -136,6 +138,7 @@ def a_supervisor(config: Config, run_dir: RunDir, model_name: str, report: Repor
     if orphans:
         report("taking over what an earlier start_server has left running")
         supervisor.take_over(orphans.processes)
+        release(run_dir)
     return supervisor
 
 
@@ -150,7 +153,7 @@ def live(supervisor: Supervisor, report: Report, on_ready: Callable[[], None] | 
             report("\n".join(filter(None, [summary(supervisor.state), supervisor.config.machines.why_not_served])))
             if on_ready:
                 on_ready()
-            supervisor.watch()
+            watch(supervisor)
     except StartFailed as failure:
         log.error("start failed: %s", failure)
         progress.failed(failure)
@@ -160,6 +163,14 @@ def live(supervisor: Supervisor, report: Report, on_ready: Callable[[], None] | 
     if not is_ready:
         report("interrupted, nothing is left running")
     return 0
+
+
+def watch(supervisor: Supervisor) -> None:
+    """Until a stop signal."""
+    while not supervisor.num_stop_signals:
+        supervisor.turn(TURN_S)
+        if wanted := what_is_wanted(supervisor.run_dir):
+            change_model(supervisor, wanted)
 
 
 class Maintenance:

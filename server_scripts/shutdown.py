@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 
 from engine.settings.config import STOPPING_FILE, Config
+from engine.settings.stopping import Stopping
 from server_scripts.child import Child
 from server_scripts.processes import ENGINE, HEALTH, TRITONSERVER
 from server_scripts.run_dir import Process, children_of
@@ -44,12 +45,12 @@ def shut_down(supervisor: Supervisor) -> None:
     engine = [child for child in supervisor.children if child.spec.name in (ENGINE, HEALTH)]
     triton = [child for child in supervisor.children if child.spec.name == TRITONSERVER]
     front = [child for child in supervisor.children if child.spec.name not in (ENGINE, HEALTH, TRITONSERVER)]
-    _ask(supervisor, front, deadline)
+    ask_to_end(supervisor, front, deadline)
     _wait_for_answers(supervisor, triton, deadline)
-    _ask(supervisor, triton, min(deadline, time.monotonic()) + IDLE_TRITON_S)
-    _kill(supervisor, front + triton)
-    _ask(supervisor, engine, time.monotonic() + ENGINE_STOP_S)
-    _kill(supervisor, engine)
+    ask_to_end(supervisor, triton, min(deadline, time.monotonic()) + IDLE_TRITON_S)
+    kill_late(supervisor, front + triton)
+    ask_to_end(supervisor, engine, time.monotonic() + ENGINE_STOP_S)
+    kill_late(supervisor, engine)
     _kill_adopted(supervisor)
     supervisor.run_dir.clean_up()
     log.info("stopped")
@@ -58,13 +59,13 @@ def shut_down(supervisor: Supervisor) -> None:
 def _announce(supervisor: Supervisor, refuse_at: float) -> None:
     """The model is not ready from now on, takes requests until then, and ends them the drain timeout later."""
     try:
-        supervisor.run_dir.write(STOPPING_FILE, str(refuse_at))
+        supervisor.run_dir.write(STOPPING_FILE, Stopping(refuse_at).text())
     except OSError as error:
         log.error("%s could not be written: %s", STOPPING_FILE, error)
     _wait(supervisor, supervisor.children, refuse_at)
 
 
-def _ask(supervisor: Supervisor, children: Sequence[Child], deadline: float) -> None:
+def ask_to_end(supervisor: Supervisor, children: Sequence[Child], deadline: float) -> None:
     for child in children:
         child.signal(signal.SIGTERM)
     _wait(supervisor, children, deadline)
@@ -86,7 +87,7 @@ def _wait_for_answers(supervisor: Supervisor, triton: Sequence[Child], deadline:
         _wait(supervisor, triton, time.monotonic() + ASK_MODEL_EVERY_S)
 
 
-def _kill(supervisor: Supervisor, children: Sequence[Child]) -> None:
+def kill_late(supervisor: Supervisor, children: Sequence[Child]) -> None:
     late = [child for child in children if child.process]
     deadline = time.monotonic() + KILL_S
     for child in late:

@@ -1,4 +1,5 @@
-"""`start_server [model_name] [--foreground]`: exit status 0 when the server answers a request through every port.
+"""`start_server [model_name] [--foreground | --reload]`: exit status 0 when the server answers a request through every
+port, with --reload when the one that runs has changed to the model.
 
 1: it will not, or a server runs already; 2: a setting is wrong; 128 + n: ended by signal n. Settings are environment
 variables, see `python -m engine.settings.config`.
@@ -42,9 +43,10 @@ def main() -> int:
     report = Report()
     if "OMPI_COMM_WORLD_SIZE" in os.environ:  # mpirun binds what it starts to one core, as if it did the computing
         os.sched_setaffinity(0, range(os.cpu_count() or 1))  # less what a container may not use
+    mode = change if given.reload else run if given.foreground else detach
     try:
         os.environ.update(absolute_paths(Config.from_env()))  # the server runs in another folder
-        return run(given.model_name or "", report) if given.foreground else detach(given.model_name or "", report)
+        return mode(given.model_name or "", report)
     except ConfigError as error:
         for line in str(error).splitlines():
             print(f"start_server: {line}", file=sys.stderr)
@@ -53,7 +55,8 @@ def main() -> int:
         report(f"failed: {error}")
         return 1
     except Interrupted as interrupted:
-        report("interrupted, nothing is left running")
+        goes_on = "what was asked of the server goes on" if given.reload else "nothing is left running"
+        report(f"interrupted, {goes_on}")
         os._exit(128 + interrupted.number)  # at a usual exit threads that wait for a model's server are waited for
 
 
@@ -63,6 +66,14 @@ def run(model_name: str, report: Report, on_ready: Callable[[], None] | None = N
 
     os.chdir(ROOT)
     return serve(model_name, report, on_ready)
+
+
+def change(model_name: str, report: Report) -> int:
+    """The model of the server that runs."""
+    from server_scripts.reload import reload
+
+    os.chdir(ROOT)
+    return reload(model_name, report)
 
 
 def detach(model_name: str, report: Report) -> int:
@@ -127,7 +138,9 @@ def parse_arguments() -> argparse.Namespace:
         prog="start_server", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model_name", nargs="?", help="model to fetch into MODEL_DIR; default: MODEL_DIR is the model")
-    parser.add_argument("--foreground", action="store_true", help="stay, and stop the server when asked to end")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--foreground", action="store_true", help="stay, and stop the server when asked to end")
+    how.add_argument("--reload", action="store_true", help="have the running server change to this model")
     return parser.parse_args()
 
 

@@ -15,6 +15,7 @@ import time
 
 from engine.errors import ConfigError
 from engine.settings.config import STOPPING_FILE, Config
+from engine.settings.stopping import Stopping
 from server_scripts.processes import GATEWAY
 from server_scripts.run_dir import Process, RunDir, State
 
@@ -128,7 +129,7 @@ def wait_for_end(run_dir: RunDir, supervisor: Process, timeout_s: float) -> bool
 
 def drain(run_dir: RunDir, state: State, timeout_s: float) -> None:
     """In place of the supervisor: nothing is taken any more, and running requests may end."""
-    run_dir.write(STOPPING_FILE, str(time.monotonic()))
+    run_dir.write(STOPPING_FILE, Stopping(time.monotonic()).text())
     gateways = [process for process in state.processes if process.name.startswith(GATEWAY)]
     for process in gateways:
         process.kill(signal.SIGTERM)

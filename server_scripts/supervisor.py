@@ -82,15 +82,10 @@ class Supervisor:
     def bring_up(self, tell: Callable[[], None]) -> None:
         """Returns when the server is ready or asked to stop. `tell` is called all the time for those who wait."""
         started, is_new = time.monotonic(), self.state.phase != "ready"
-        for name in (ENGINE_FAILED_FILE, STOPPING_FILE):
-            (self.run_dir.path / name).unlink(missing_ok=True)
-        for child in self.children:
-            if child.process is None:
-                self._start(child)
-            if child.process is None and is_new:
-                raise StartFailed(f"{child.spec.name} {child.last_words}", child)
+        self.start_all()
+        if is_new and (missing := next((child for child in self.children if child.process is None), None)):
+            raise StartFailed(f"{missing.spec.name} {missing.last_words}", missing)
         self.set_phase("starting" if is_new else "ready")
-        self.monitor.start()
         while not self.seen.checked and not self.num_stop_signals:
             self.turn(TURN_WHILE_STARTING_S)
             tell()
@@ -103,10 +98,18 @@ class Supervisor:
             if self.run_dir.read_state() != self.state:  # stop_server reads it there
                 raise StartFailed(f"the state file in {self.run_dir.path} could not be written, see console.log")
 
-    def watch(self) -> None:
-        """Until a stop signal."""
-        while not self.num_stop_signals:
-            self.turn(TURN_S)
+    def watch_with(self, monitor: HealthMonitor) -> None:
+        """From now on, as if nothing had been seen."""
+        self.monitor, self.seen = monitor, Observation()
+
+    def start_all(self) -> None:
+        """What does not run yet."""
+        for name in (ENGINE_FAILED_FILE, STOPPING_FILE):
+            (self.run_dir.path / name).unlink(missing_ok=True)
+        for child in self.children:
+            if child.process is None:
+                self._start(child)
+        self.monitor.start()
 
     def turn(self, sleep_s: float) -> None:
         """Sleeps until there is news, then does once all that is due."""
@@ -151,7 +154,7 @@ class Supervisor:
 
     def _note_end(self, child: Child, status: int | None) -> None:
         is_crash = child.has_ended(status)
-        if not self.num_stop_signals and self.state.phase != "stopping":
+        if not self.num_stop_signals and self.state.phase not in ("stopping", "ending the model"):
             self._act_on_end(child, is_crash)
 
     def _act_on_end(self, child: Child, is_crash: bool) -> None:

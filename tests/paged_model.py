@@ -102,6 +102,6 @@ def make_caches(specs: Iterable[CacheSpec], num_blocks: int) -> dict[str, np.nda
     """Full of NaN: what was not written must not be read."""
     caches = {}
     for spec in specs:
-        nan = 0x7FC0 if spec.dtype == "bfloat16" else np.nan
+        nan = {"bfloat16": 0x7FC0, "int8": -1}.get(spec.dtype, np.nan)  # two bytes of -1 are a scale that is none
         caches[spec.name] = np.full(spec.shape_of(num_blocks), nan, held_as(spec.dtype))
     return caches

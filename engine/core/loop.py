@@ -7,8 +7,10 @@ from dataclasses import asdict, dataclass
 
 from engine.core.block_pool import BlockPool
 from engine.core.drafting import NgramDrafter
-from engine.core.scheduler import Counters, Limits, Scheduler, Update
+from engine.core.grammar import Compiling, Grammars
+from engine.core.scheduler import FAILED, Counters, Limits, Scheduler, Update
 from engine.core.types import Executor, Request, Step
+from engine.errors import RequestError
 from engine.settings.config import Config
 
 STEP_MARGIN = 3.0  # a step of n tokens takes no longer than n steps of one, times this for contexts that grow
@@ -33,9 +35,9 @@ class Stats(Counters):
 
 
 class Loop:
-    """The one owner of scheduler and executor."""
+    """The one owner of scheduler and executor. Without `grammars` no request may want an answer of a given form."""
 
-    def __init__(self, executor: Executor, num_blocks: int, config: Config):
+    def __init__(self, executor: Executor, num_blocks: int, config: Config, grammars: Grammars | None = None):
         self.executor = executor
         pool = BlockPool(num_blocks, executor.block_size, config.enable_prefix_caching)
         limits = Limits(
@@ -46,6 +48,8 @@ class Loop:
             config.max_waiting_tokens,
         )
         self.scheduler = Scheduler(pool, limits, _drafter(config))
+        self._grammars = grammars
+        self._compiling = Compiling()
         self._step: Step | None = None  # the one that was launched
         self._launched_at = 0.0
         self._num_tokens = 0  # that it computes
@@ -55,23 +59,30 @@ class Loop:
 
     @property
     def is_idle(self) -> bool:
-        return self.scheduler.is_idle
+        return self.scheduler.is_idle and not self._compiling
 
     def add(self, request: Request, replay: bool = False) -> None:
-        """Raises RequestError when the request is refused."""
-        self.scheduler.add(request, replay)
+        """Raises RequestError when the request is refused. One that wants an answer of some form may also be refused by
+        an Update, when that is compiled."""
+        if request.sampling.form:
+            assert self._grammars
+            self._compiling.add(request, replay, self._grammars.begin(request))
+        else:
+            self.scheduler.add(request, replay)
 
     def drop(self, request_id: str, is_complete: bool = False) -> None:
         """Harmless when the request has ended. `is_complete`: its answer is, by what only its user knows."""
         running = self.scheduler.running.get(request_id)
         num_computed = running.num_computed - running.num_cached if running else 0
-        if self.scheduler.drop(request_id):
+        if self._compiling.drop(request_id) or self.scheduler.drop(request_id):
             self._num_dropped += 1
             self._num_wasted_tokens += 0 if is_complete else num_computed
             self._check_when_idle()
 
     def has_begun(self, request_id: str) -> bool:
         """Or has ended. One that had to make room for others has."""
+        if request_id in self._compiling:
+            return False
         request = self.scheduler.waiting.get(request_id)
         return request is None or request.num_preemptions > 0 or request.num_new_tokens > 0
 
@@ -79,13 +90,41 @@ class Loop:
         """Waits for the step that runs, launches the next one, and returns what the first has brought: it can be sent
         while the second runs. Empty when nothing ran."""
         updates = self._collect() if self._step else []
+        if self._compiling:
+            updates += self._take_compiled()
         batch = self.scheduler.next_batch()
         if batch is None:
-            assert self.is_idle, "requests wait and none can be computed"
+            assert self.scheduler.is_idle, "requests wait and none can be computed"
+            if self._compiling:
+                self._compiling.wait()
         else:
             self._num_tokens, self._launched_at = batch.num_tokens, time.monotonic()
             self._step = self.executor.launch(batch)
+            if batch.has_mask:
+                self._mask(self._step)
         return updates
+
+    def _mask(self, step: Step) -> None:
+        assert self._grammars
+        masks = None
+        try:
+            masks = self._grammars.masks(self.scheduler.choices())
+        finally:
+            step.mask(masks)  # without them, too: its thread must not wait for ever
+
+    def _take_compiled(self) -> list[Update]:
+        """Requests whose form is compiled may run; those that are refused, or that nobody wants any more, are over."""
+        refused = []
+        for compiled in self._compiling.take_ready():
+            wanted = compiled.wanted
+            try:
+                compiled.enter()
+                self.scheduler.add(compiled.request, compiled.is_replay)
+                for request_id in compiled.dropped:
+                    self.scheduler.drop(request_id)
+            except RequestError as error:
+                refused += [Update(request, (), None, FAILED, error) for request in wanted]
+        return refused
 
     def stats(self) -> dict[str, float]:
         """May be called while another thread is in `turn`."""
@@ -93,7 +132,7 @@ class Loop:
         stats = Stats(
             **asdict(scheduler.counters),
             num_running=scheduler.num_running,
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting) + len(self._compiling),
             num_waiting_tokens=scheduler.waiting.num_tokens,
             num_blocks=scheduler.pool.num_blocks,
             num_blocks_held=scheduler.pool.num_held,

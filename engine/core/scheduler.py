@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 from engine.core.block_pool import BlockPool, OutOfBlocks
 from engine.core.drafting import Drafter
+from engine.core.grammar import Choice
 from engine.core.holdings import Holdings
-from engine.core.types import NO_TOKEN, Arrival, Batch, Copy, Logprobs, Request, Row, State, StepOutput
+from engine.core.types import NO_TOKEN, Arrival, Batch, Copy, Grammar, Logprobs, Request, Row, State, StepOutput
 from engine.core.waiting import Waiting
-from engine.errors import InvalidRequest, queue_full, tokens_full
+from engine.errors import InvalidRequest, RequestError, queue_full, tokens_full
 
 FAILED = "failed"
 RUNNING = State.RUNNING  # looked up once
@@ -48,6 +49,7 @@ class Update(NamedTuple):
     token_ids: Sequence[int]
     logprobs: Sequence[Logprobs] | None
     finish_reason: str | None
+    error: RequestError | None = None  # of one that FAILED
 
 
 Launched = tuple[Request, Row, Sequence[Request]]  # whose row it is, and the forks that choose a token with it
@@ -156,9 +158,19 @@ class Scheduler:
         if not launched:
             return None
         self._launched = launched
-        batch = Batch([row for _, row, _ in launched], self._arrivals, self._copies)
+        has_mask = any(request.grammar and row.num_sampled for request, row, _ in launched)
+        batch = Batch([row for _, row, _ in launched], self._arrivals, self._copies, has_mask)
         self._arrivals, self._copies = [], []
         return batch
+
+    def choices(self) -> list[Choice]:
+        """Of the step that was launched, in the order of its output."""
+        choices = []
+        for request, row, forks in self._launched or ():
+            if row.num_sampled:
+                choices.append(Choice(request, row.token_ids[len(row.token_ids) - row.num_sampled + 1 :]))
+                choices += map(Choice, forks)
+        return choices
 
     def apply(self, output: StepOutput) -> list[Update]:
         """Enters what the step brought. Finished requests have given their blocks back on return."""
@@ -212,7 +224,7 @@ class Scheduler:
                 continue
             if start >= request.room and (request.slot < 0 or not self._has_room(request)):
                 continue  # preempted, in this very loop
-            if self._drafter and spare > 0:
+            if spare > 0 and (self._drafter or request.grammar):
                 token_ids += self._drafts(request, spare)
                 spare -= len(token_ids) - 1
             new = self._new_blocks(request) if len(request.block_ids) > request.num_placed else ()
@@ -238,9 +250,15 @@ class Scheduler:
         return request.block_ids[placed:]
 
     def _drafts(self, request: Request, spare: int) -> Sequence[int]:
-        assert self._drafter
+        """What its form forces it to say, or what the drafter guesses and its form allows."""
         limit = min(spare, request.sampling.max_new_tokens - request.num_new_tokens - 1)
-        drafts = self._drafter.propose(request, limit) if limit > 0 else ()
+        if limit <= 0:
+            return ()
+        drafts = request.grammar.forced()[:limit] if request.grammar else ()
+        if not drafts and self._drafter:
+            drafts = self._drafter.propose(request, limit)
+            if request.grammar:
+                drafts = drafts[: request.grammar.num_allowed(drafts)]
         return drafts[: self._holdings.stretch(request, len(drafts), len(self.running))] if drafts else ()
 
     # Who runs
@@ -305,16 +323,33 @@ class Scheduler:
         leader.forks = []
 
     def _append(self, request: Request, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None) -> Update:
+        update = self._enter(request, token_ids, logprobs)
+        return update if request.grammar is None else self._guided(request, request.grammar, update)
+
+    def _enter(self, request: Request, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None) -> Update:
         if token_ids[0] == NO_TOKEN:
             return Update(request, (), None, FAILED)
         if len(token_ids) == 1:
-            return make(Update, (request, token_ids, logprobs, request.append(token_ids[0])))
+            return make(Update, (request, token_ids, logprobs, request.append(token_ids[0]), None))
         for count, token_id in enumerate(token_ids, 1):
             if finish_reason := request.append(token_id):
                 if count < len(token_ids):  # what follows was drafted well, but is beyond the end
                     token_ids, logprobs = token_ids[:count], logprobs and logprobs[:count]
                 return Update(request, token_ids, logprobs, finish_reason)
         return Update(request, token_ids, logprobs, None)
+
+    def _guided(self, request: Request, grammar: Grammar, update: Update) -> Update:
+        """Its grammar follows. Where nothing may come any more the answer ends, without a step for the stop id."""
+        _, token_ids, logprobs, finish_reason, _ = update
+        if finish_reason is None:
+            grammar.advance(token_ids)
+        if grammar.error:
+            return Update(request, (), None, FAILED, grammar.error)
+        if finish_reason or not grammar.is_complete:
+            return update
+        stop_id = request.sampling.stop_token_ids[0]
+        finish_reason = request.append(stop_id)
+        return Update(request, [*token_ids, stop_id], logprobs and [*logprobs, Logprobs(0.0)], finish_reason)
 
     def _tell(self, request: Request, update: Update | None, updates: list[Update]) -> None:
         if request.state is RUNNING:

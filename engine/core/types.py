@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
+from engine.errors import RequestError
+
 NO_TOKEN = -1  # the model's logits are no numbers, or bans and masks left nothing
 
 
@@ -28,6 +30,31 @@ class Sampling:
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not appear
     logit_bias: tuple[tuple[int, float], ...] = ()
     num_logprobs: int = -1  # -1: none, 0: the chosen token's, k: and the k likeliest
+    form: tuple[str, ...] = ()  # that the answer must have: the field that says so, and engine.text.forms' word for it
+
+
+class Grammar(Protocol):
+    """What one answer of a given form may still become. What cannot be followed any more has an `error`; nothing else
+    of it means anything then."""
+
+    error: RequestError | None
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing may follow."""
+        ...
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """The answer has gained these."""
+        ...
+
+    def forced(self) -> Sequence[int]:
+        """What follows whatever the model says: in the place of each of these only it is allowed."""
+        ...
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of these, from the first on, may follow."""
+        ...
 
 
 class State(Enum):
@@ -48,6 +75,7 @@ class Request:
     salt: str = ""  # requests with another one never share cached blocks
     owner: str = ""  # waiting requests of each get equal shares
     priority: int = 0  # lower is earlier
+    grammar: Grammar | None = None  # of `sampling.form`; the loop sets it, as soon as it is compiled
     # The scheduler's
     state: State = State.WAITING
     slot: int = -1  # its place in the batch while it runs

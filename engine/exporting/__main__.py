@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from engine.errors import SetupError
-from engine.exporting.export import DTYPES, ExportOptions, export
+from engine.exporting.export import DTYPES, QUANT_TYPES, ExportOptions, export
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -16,6 +16,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("checkpoint_dir", type=Path)
     parser.add_argument("out_dir", type=Path)
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of weights and KV cache (%(default)s)")
+    parser.add_argument("--quant-type", choices=QUANT_TYPES, default="none", help="of the weights (%(default)s)")
+    parser.add_argument("--int8-cache", action="store_true", help="keys and values of 8 bits")
     parser.add_argument("--block-size", type=int, default=64, help="tokens a KV block (%(default)s)")
     parser.add_argument("--max-seq-len", type=int, help="tokens of prompt and answer (what the model is exact for)")
     parser.add_argument("--num-ranks", type=int, default=1, help="tensor-parallel ranks (%(default)s)")
@@ -27,7 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"[{time.monotonic() - start:6.1f} s] {step}", flush=True)  # noqa: T201
 
     try:
-        options = ExportOptions(given.dtype, given.block_size, given.max_seq_len, given.num_ranks, tuple(given.ranks))
+        sizes = (given.block_size, given.max_seq_len, given.num_ranks)
+        options = ExportOptions(given.dtype, given.quant_type, *sizes, tuple(given.ranks), given.int8_cache)
         export(given.checkpoint_dir, given.out_dir, options, progress)
     except (SetupError, OSError) as error:
         print(f"export failed: {error}", file=sys.stderr)  # noqa: T201

@@ -21,15 +21,17 @@ from engine.exporting.manifest import CONFIG, DECODER, Graph, Manifest, rank_dir
 from engine.models.checkpoint import Checkpoint
 from engine.models.config import DecoderConfig
 from engine.models.families import read_model
-from engine.models.formats import FORMATS
+from engine.models.formats import FORMATS, QUANTIZED, Format, with_zero
 from engine.models.keys import ModelError, read_json
 from engine.models.kv_cache import CacheSpec
 from engine.models.layers import STEP_INPUTS
+from engine.models.quantization import Quantization, read_quantization
 from engine.models.weights import Shard, found_in, weights_of
 
 log = logging.getLogger(__name__)
 
 DTYPES = ("auto", *WEIGHT_DTYPES)
+QUANT_TYPES = ("none", *QUANTIZED)
 COPIED_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -46,14 +48,18 @@ class ExportOptions:
     """What is decided at export and is part of the graph."""
 
     dtype: str = "auto"  # of weights and KV cache; auto: float32 stays, bfloat16 and float16 become bfloat16
+    quant_type: str = "none"  # how the matrices of linear layers are stored instead
     block_size: int = 64  # tokens a KV block
     max_seq_len: int | None = None  # None: what the model was made for, or its sliding window if that is less
     num_ranks: int = 1  # each with its own graph
     ranks: tuple[int, ...] = ()  # that are written, those of one machine; none: all
+    int8_cache: bool = False  # keys and values as int8 instead
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ModelError(f"dtype is {self.dtype!r}, supported are {', '.join(DTYPES)}")
+        if self.quant_type not in QUANT_TYPES:
+            raise ModelError(f"quant_type is {self.quant_type!r}, supported are {', '.join(QUANT_TYPES)}")
         if self.block_size < 1:
             raise ModelError(f"block_size is {self.block_size}, it must be a positive number of tokens")
         if self.num_ranks < 1:
@@ -70,11 +76,14 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
     refuse_static_graph(checkpoint_dir)
     keys = read_json(checkpoint_dir / CONFIG)
     model = read_model(keys)
-    checkpoint = Checkpoint(checkpoint_dir)
+    quantization = read_quantization(keys)
+    checkpoint = Checkpoint(checkpoint_dir, quantization)
     model = _untied_where_stored_apart(model, checkpoint, progress)
     dtype = checkpoint.graph_dtype("model.embed_tokens.weight") if options.dtype == "auto" else options.dtype
     ranks = options.ranks or range(options.num_ranks)
-    shards = [Shard(FORMATS[dtype], dtype, options.block_size, rank, options.num_ranks) for rank in ranks]
+    weight_format = _weight_format(dtype, options.quant_type, quantization)
+    first = Shard(weight_format, dtype, options.block_size, 0, options.num_ranks, options.int8_cache)
+    shards = [replace(first, rank=rank) for rank in ranks]
     ignored = {"lm_head.weight"} if model.tied_embeddings else set()
     checkpoint.check(weights_of(model.network(shards[0])).values(), ignored)
     manifest = _manifest(model, shards[0], _max_seq_len(model, options.max_seq_len, progress))
@@ -84,14 +93,27 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
             from engine.exporting.save import save_rank
         for shard in shards:
             of_rank = f" of rank {shard.rank}" if len(shards) > 1 else ""
-            progress(f"load weights{of_rank} as {dtype}")
+            progress(f"load weights{of_rank} as {weight_format.name}")
             save_rank(rank_dir(partial, shard.rank), model.network(shard), manifest.graph(), checkpoint, progress)
         progress("write manifest.json, config.json and the tokenizer's files")
         _copy_files(checkpoint_dir, partial, progress)
-        added = manifest.config_keys() | {"infer_model_checkpoint": checkpoint.digest()}
+        added = manifest.config_keys() | {"infer_model_dtype": dtype, "infer_model_checkpoint": checkpoint.digest()}
         (partial / CONFIG).write_text(json.dumps(keys | added, indent=2) + "\n")
         manifest.write(partial)
     progress(f"{out_dir} is ready")
+
+
+def _weight_format(dtype: str, quant_type: str, quantization: Quantization | None) -> Format:
+    """What is asked for, or what a quantized checkpoint has."""
+    if quantization is None:
+        return FORMATS[dtype if quant_type == "none" else quant_type]
+    if quant_type not in ("none", quantization.format):
+        raise ModelError(
+            f"quant_type is {quant_type!r}, the checkpoint is quantized by {quantization.method} and exported as"
+            f" {quantization.format}"
+        )
+    made = FORMATS[quantization.format]
+    return with_zero(made) if quantization.has_zero else made
 
 
 def _copy_files(checkpoint_dir: Path, out_dir: Path, progress: OnProgress) -> None:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from engine.models.formats import QUANTIZED
 from engine.models.keys import ModelError, read_json
 from engine.models.kv_cache import CacheSpec
 
@@ -69,8 +70,8 @@ class Manifest:
         return {
             "infer_model_block_size": self.block_size,
             "infer_model_max_seq_len": self.max_seq_len,
-            "infer_model_dtype": self.weight_format,
-            "infer_model_cachekv_int8_type": None,
+            "infer_model_quant_type": self.weight_format if self.weight_format in QUANTIZED else None,
+            "infer_model_cachekv_int8_type": "dynamic" if self.graph().caches[0].dtype == "int8" else None,
             "infer_model_num_ranks": self.num_ranks,
             VERSION_KEY: GRAPH_VERSION,
         }

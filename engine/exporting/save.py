@@ -61,7 +61,7 @@ def _load(network: Decoder, checkpoint: Checkpoint, progress: Callable[[str], No
         if time.monotonic() > reported + REPORT_EVERY_S:
             reported = time.monotonic()
             progress(f"load weights, {count} of {len(weights)} tensors")
-        stored = weight.format.store(checkpoint.read(weight))
+        stored = checkpoint.stored(weight)
         for stored_name, array in zip(weight.format.parameters(name), stored, strict=True):
             params[stored_name] = _parameter(stored_name, array)
     return params

@@ -31,9 +31,9 @@ STARTING = "starting"
 REFUSED = "refused"  # engine -> client: [epoch, request_id, error kind, text, cause]
 
 ID_BYTES = 5  # of a token id, at most
-SAMPLING_BYTES = (
-    3 << 20
-)  # 64 bad words of 1,024 characters, each with and without a space, a token a byte; and the rest
+# 64 bad words of 1,024 characters, each with and without a space, a token a byte; a form of MAX_FORM_BYTES, of which
+# every character may be escaped, and what its translation adds; and the rest
+SAMPLING_BYTES = 4 << 20
 MAX_REQUEST_ID_LEN = 64
 MAX_INT = 2**31 - 1
 RANGES = {
@@ -124,6 +124,8 @@ def unpack_sampling(fields: Any, bounds: Bounds) -> Sampling:
         kinds = (int,) if isinstance(low, int) else (int, float)
         _check(type(value) in kinds and low <= value <= high, name)
     _check(_are_ids(sampling.stop_token_ids, bounds), "stop_token_ids")
+    form = sampling.form
+    _check(form == () or (isinstance(form, tuple) and tuple(map(type, form)) == (str, str)), "form")
     words, biases = sampling.bad_words, sampling.logit_bias
     _check(isinstance(words, tuple) and all(_are_ids(word, bounds) and word for word in words), "bad_words")
     pairs = isinstance(biases, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in biases)

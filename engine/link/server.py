@@ -174,7 +174,7 @@ class Server:
         for update in updates:
             request_id = update.request.request_id
             if update.finish_reason == FAILED:
-                self._refuse(self._client_of.pop(request_id), request_id, NoToken())
+                self._refuse(self._client_of.pop(request_id), request_id, update.error or NoToken())
                 continue
             logprobs = update.logprobs and messages.pack_logprobs(update.logprobs)
             fields = (request_id, update.token_ids, logprobs, update.finish_reason)

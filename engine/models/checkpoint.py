@@ -11,7 +11,9 @@ import ml_dtypes  # noqa: F401 - lets numpy, and with it safetensors, know bfloa
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from engine.models.formats import Format
 from engine.models.keys import ModelError, read_json
+from engine.models.quantization import Quantization
 from engine.models.weights import Part, Share, Weight
 
 DTYPES = ("F32", "F16", "BF16")  # as safetensors spells them
@@ -19,9 +21,10 @@ READ_AT_ONCE = 1 << 20  # elements; bounds what reading needs beside the tensor 
 
 
 class Checkpoint:
-    """The tensors of a checkpoint directory by name."""
+    """The tensors of a checkpoint directory by name, and in which of them a linear layer lies if it is quantized."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, quantization: Quantization | None = None):
+        self._quantization = quantization
         self._tensors: dict[str, Any] = {}  # safetensors' handles, which read what is asked of them
         for path in weight_files(directory):
             self._tensors |= _open(path)
@@ -55,13 +58,53 @@ class Checkpoint:
         A tensor nobody asked for is a part of the model that would be left out without a word.
         """
         parts = [part for weight in weights for part in weight.parts]
+        read = set(ignored)
         for part in parts:
-            self._check(part)
-        unread = self._tensors.keys() - {part.tensor for part in parts} - set(ignored)
+            if codes := self._codes_of(part.tensor):
+                read |= set(codes.values())
+            else:
+                self._check(part)
+                read.add(part.tensor)
+        unread = self._tensors.keys() - read
         left = sorted(name for name in unread if not name.endswith("rotary_emb.inv_freq"))
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             raise ModelError(f"the checkpoint has tensor {left[0]}{more}, for which this model type has no place")
+
+    def stored(self, weight: Weight) -> tuple[np.ndarray, ...]:
+        """The arrays that a rank's graph has of a weight, in its format."""
+        if not any(self._codes_of(part.tensor) for part in weight.parts):
+            return weight.format.store(self.read(weight))
+        parts = [self._stored(part, weight.format) for part in weight.parts]
+        return tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+
+    def _stored(self, part: Part, format: Format) -> tuple[np.ndarray, ...]:
+        names = self._codes_of(part.tensor)
+        if not names or self._quantization is None:
+            return format.store(self.read(Weight(part.tensor, (part,), format)))
+        try:
+            codes = self._quantization.read({end: self._tensors[name][:] for end, name in names.items()})
+            if codes.codes.shape != part.shape:
+                raise ModelError(f"has codes for {codes.codes.shape}, config.json asks for {part.shape}")
+            rows, columns = part.axes
+            stored = format.adopt(codes.part(slice(rows.start, rows.stop), slice(columns.start, columns.stop)))
+        except (ModelError, ValueError) as error:
+            raise ModelError(f"tensor {next(iter(names.values()))}: {error}") from None
+        wanted = format.store(np.zeros(part.rank_shape, np.float32))  # with the zeros that fill up the last share
+        return tuple(_filled_up(array, zeros) for array, zeros in zip(stored, wanted, strict=True))
+
+    def _codes_of(self, tensor: str) -> dict[str, str]:
+        """By their ends the names of the tensors that hold a quantized one; none if it is not."""
+        if self._quantization is None:
+            return {}
+        names = {end: f"{tensor.removesuffix('weight')}{end}" for end in self._quantization.ends}
+        first = next(iter(names.values()))
+        if first not in self._tensors or self._tensors[first].get_dtype() in DTYPES:
+            return {}
+        for name in names.values():
+            self._find(name)
+        more = {end: f"{tensor.removesuffix('weight')}{end}" for end in self._quantization.optional}
+        return names | {end: name for end, name in more.items() if name in self._tensors}
 
     def read(self, weight: Weight) -> np.ndarray:
         """What a rank holds of a weight, rounded to nearest (ties to even) to the dtype its format reads."""
@@ -110,6 +153,11 @@ def weight_files(directory: Path) -> list[Path]:
     if not paths:
         raise ModelError(f"{index_path} names no files: weight_map is missing or empty")
     return paths
+
+
+def _filled_up(array: np.ndarray, zeros: np.ndarray) -> np.ndarray:
+    zeros[tuple(slice(size) for size in array.shape)] = array
+    return zeros
 
 
 def _open(path: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine.models.keys import ModelError, an_object, number, whole_number
+from engine.models.quantization import read_quantization
 from engine.models.rope import Rope, read_rope
 from engine.models.weights import Shard
 
@@ -91,12 +92,7 @@ def sliding_window(keys: Mapping[str, Any], by_default: bool) -> int | None:
 
 
 def _refuse_what_is_not_built(keys: Mapping[str, Any]) -> None:
-    if keys.get("quantization_config") is not None:
-        method = an_object(keys, "quantization_config").get("quant_method", "unknown")
-        raise ModelError(
-            f"config.json: quantization_config is present (quant_method {method!r}),"
-            " supported are checkpoints with float32, bfloat16 or float16 weights"
-        )
+    read_quantization(keys)
     activation = keys.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ModelError(f"config.json: hidden_act is {activation!r}, supported is 'silu'")

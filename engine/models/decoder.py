@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from engine.dtypes import scale_bytes
 from engine.models.config import DecoderConfig
+from engine.models.formats import head_format
 from engine.models.keys import ModelError
 from engine.models.kv_cache import ATTENTION_AXES, CacheSpec
 from engine.models.layers import LOGIT_ROWS, WHERE, Embedding, Head, Linear, Norm, Place, Rotary, Run, Tensor
@@ -24,6 +26,7 @@ class Attention:
     o_proj: Linear
     cache: CacheSpec
     num_heads: int  # of this rank
+    head_dim: int
 
     @classmethod
     def of(
@@ -34,26 +37,26 @@ class Attention:
         queries, keys = heads.each(head_dim), kv_heads.each(head_dim)
         qkv = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
         norms = ("self_attn.q_norm", "self_attn.k_norm") if head_norms else ()
-        cache_shape = (-1, 2, kv_heads.size, shard.block_size, head_dim)
+        cache_shape = (-1, 2, kv_heads.size, shard.block_size, head_dim + scale_bytes(shard.cache_dtype))
         return cls(
             qkv_proj=Linear.columns(place, "qkv_proj", qkv, config.hidden_size, qkv_bias),
             head_norms=tuple(Norm.of(place, name, head_dim, config.rms_norm_eps) for name in norms),
             o_proj=Linear.rows(place, "self_attn.o_proj", config.hidden_size, queries, o_bias),
-            cache=CacheSpec(f"kv_cache_{place.layer}", shard.dtype, cache_shape, ATTENTION_AXES),
+            cache=CacheSpec(f"kv_cache_{place.layer}", shard.cache_dtype, cache_shape, ATTENTION_AXES),
             num_heads=heads.size,
+            head_dim=head_dim,
         )
 
     def __call__(self, run: Run, x: Tensor, cos_sin: Tensor) -> Tensor:
         """All but the output projection, which not every row needs."""
-        num_kv_heads, _, head_dim = self.cache.shape[2:]
-        heads = {"num_heads": self.num_heads, "num_kv_heads": num_kv_heads}
+        heads = {"num_heads": self.num_heads, "num_kv_heads": self.cache.shape[2]}
         qkv = self.qkv_proj(run, x)
         if self.head_norms:
             weights = [run.params[norm.weight.name] for norm in self.head_norms]
             qkv = run.ops.head_norm(qkv, *weights, **heads, epsilon=self.head_norms[0].epsilon)
         where = [run.inputs[name] for name in WHERE]
         cache = run.inputs[self.cache.name]
-        out, _ = run.ops.paged_attention(qkv, cos_sin, cache, *where, **heads, scale=head_dim**-0.5)
+        out, _ = run.ops.paged_attention(qkv, cos_sin, cache, *where, **heads, scale=self.head_dim**-0.5)
         return out
 
 
@@ -117,7 +120,7 @@ class Decoder:
             embedding=embedding,
             layers=tuple(layer(Place(shard, i)) for i in range(config.num_layers)),
             norm=Norm.of(top, "norm", config.hidden_size, config.rms_norm_eps),
-            head=Head.of(embedding, config.tied_embeddings),
+            head=Head.of(embedding, config.tied_embeddings, head_format(shard.format)),
         )
 
     def __call__(self, run: Run) -> tuple[Tensor, ...]:

@@ -6,12 +6,13 @@ To add one: a class like `Dense` and its line in FORMATS.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from engine.dtypes import WEIGHT_DTYPES
+from engine.dtypes import WEIGHT_DTYPES, to_bf16
+from engine.models.quantize import Codes, to_int4, to_int8
 
 
 class Format(Protocol):
@@ -35,6 +36,10 @@ class Format(Protocol):
         """Their values, of a rank's share of the matrix."""
         ...
 
+    def adopt(self, codes: Codes) -> tuple[np.ndarray, ...]:
+        """Their values, of a matrix that the checkpoint has quantized."""
+        ...
+
     def linear(self, ops: Any, x: Any, stored: Sequence[Any], bias: Any | None) -> Any:
         """x [T, K] times the matrix: [T, N]."""
         ...
@@ -56,9 +61,75 @@ class Dense:
     def store(self, matrix: np.ndarray) -> tuple[np.ndarray, ...]:
         return (matrix,)
 
+    def adopt(self, codes: Codes) -> tuple[np.ndarray, ...]:
+        return (codes.values().astype(self.name),)
+
     def linear(self, ops: Any, x: Any, stored: Sequence[Any], bias: Any | None) -> Any:
         return ops.linear(x, *stored, bias)
 
 
+@dataclass(frozen=True)
+class Int8:
+    """A byte an element and a scale a row. The activations are rounded to bf16 or, by `linear_a8w8`, to bytes too."""
+
+    name: str
+    op: str
+    read_as = "float32"
+
+    def parameters(self, name: str) -> tuple[str, ...]:
+        return (name, f"{name}_scale")
+
+    def store(self, matrix: np.ndarray) -> tuple[np.ndarray, ...]:
+        return to_int8(matrix)
+
+    def adopt(self, codes: Codes) -> tuple[np.ndarray, ...]:
+        if codes.codes.dtype == np.int8:
+            return codes.codes, codes.scale[:, 0]
+        return to_int8(codes.values())
+
+    def linear(self, ops: Any, x: Any, stored: Sequence[Any], bias: Any | None) -> Any:
+        return getattr(ops, self.op)(x, *stored, bias)
+
+
+@dataclass(frozen=True)
+class Int4:
+    """Half a byte an element and a scale a group of 64 in a row, and the group's zero where a checkpoint has one."""
+
+    name: str
+    has_zero: bool = False
+    read_as = "float32"
+
+    def parameters(self, name: str) -> tuple[str, ...]:
+        return (name, f"{name}_scale", f"{name}_zero")[: 2 + self.has_zero]
+
+    def store(self, matrix: np.ndarray) -> tuple[np.ndarray, ...]:
+        codes, scale = to_int4(matrix)
+        return (codes, scale, to_bf16(np.full(scale.shape, 8, np.float32)))[: 2 + self.has_zero]
+
+    def adopt(self, codes: Codes) -> tuple[np.ndarray, ...]:
+        if codes.codes.dtype == np.uint8:
+            return codes.as_int4(self.has_zero)
+        return self.store(codes.values())
+
+    def linear(self, ops: Any, x: Any, stored: Sequence[Any], bias: Any | None) -> Any:
+        weight, scale, *zero = stored
+        return ops.linear_int4(x, weight, scale, zero[0] if zero else None, bias)
+
+
 FLOAT32: Format = Dense("float32")
-FORMATS: dict[str, Format] = {name: Dense(name) for name in WEIGHT_DTYPES}
+WEIGHT_ONLY_INT8: Format = Int8("weight_only_int8", "linear_int8")
+QUANTIZED: dict[str, Format] = {
+    "weight_only_int8": WEIGHT_ONLY_INT8,
+    "weight_only_int4": Int4("weight_only_int4"),
+    "a8w8": Int8("a8w8", "linear_a8w8"),
+}
+FORMATS: dict[str, Format] = {name: Dense(name) for name in WEIGHT_DTYPES} | QUANTIZED
+
+
+def with_zero(format: Format) -> Format:
+    return replace(format, has_zero=True) if isinstance(format, Int4) else format
+
+
+def head_format(format: Format) -> Format:
+    """Of the matrix that makes the logits: 8 bits where the others have fewer, as errors there are seen at once."""
+    return WEIGHT_ONLY_INT8 if format.name in QUANTIZED else format

@@ -124,11 +124,14 @@ class Head:
     num_ranks: int
 
     @classmethod
-    def of(cls, embedding: Embedding, tied: bool) -> Head:
-        """`tied`: with the embedding's table; else with one of the same shape and share."""
-        axes = embedding.table.parts[0].axes
-        own = Weight("lm_head.weight", (Part("lm_head.weight", axes),), embedding.table.format)
-        return cls(embedding.table if tied else own, embedding.ids.count, embedding.num_ranks)
+    def of(cls, embedding: Embedding, tied: bool, format: Format) -> Head:
+        """`tied`: with the numbers of the embedding's table, else with those of one of the same shape and share.
+        A format that the embedding does not have is stored apart."""
+        [of_table] = embedding.table.parts
+        if tied and format == embedding.table.format:
+            return cls(embedding.table, embedding.ids.count, embedding.num_ranks)
+        part = of_table if tied else Part("lm_head.weight", of_table.axes)
+        return cls(Weight("lm_head.weight", (part,), format), embedding.ids.count, embedding.num_ranks)
 
     def __call__(self, run: Run, x: Tensor) -> Tensor:
         logits = self.table.format.linear(run.ops, x, run.stored(self.table), None)

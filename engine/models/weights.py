@@ -39,10 +39,15 @@ class Shard:
     """How the network of one rank is made."""
 
     format: Format  # of the matrices of linear layers
-    dtype: str  # of tables and KV cache
+    dtype: str  # of tables
     block_size: int
     rank: int = 0
     num_ranks: int = 1
+    has_int8_cache: bool = False
+
+    @property
+    def cache_dtype(self) -> str:
+        return "int8" if self.has_int8_cache else self.dtype
 
     def share(self, count: int) -> Share:
         """Equal shares, one rank after another. What `count` lacks to be divisible is missing at the end."""

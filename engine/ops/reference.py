@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from engine.core.types import NO_TOKEN
-from engine.dtypes import as_f32, from_bf16, to_bf16
+from engine.dtypes import CODES_PER_SCALE, as_f32, from_bf16, scale_bytes, to_bf16
 from engine.ops.sampling_rows import SampledRows, SamplingRows
 
 
@@ -85,6 +85,37 @@ def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) ->
     return y.astype(np.float32)
 
 
+def linear_int8(x: np.ndarray, weight: np.ndarray, scale: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+    y = from_bf16(to_bf16(x)).astype(np.float64) @ weight.astype(np.float64).T * scale
+    return (y if bias is None else y + bias).astype(np.float32)
+
+
+def linear_a8w8(x: np.ndarray, weight: np.ndarray, scale: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+    largest = np.abs(x).max(axis=1, initial=0, keepdims=True)  # in float32: a rounding that differs is another number
+    inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
+    with np.errstate(invalid="ignore"):  # infinite times 0
+        codes = np.rint(x * inverse).astype(np.float64)
+        y = codes @ weight.astype(np.float64).T * (largest / np.float32(127)) * scale
+    return (y if bias is None else y + bias).astype(np.float32)
+
+
+def linear_int4(
+    x: np.ndarray,
+    weight: np.ndarray,
+    scale: np.ndarray,
+    zero: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+) -> np.ndarray:
+    return linear(x, int4_values(weight, scale, zero)[:, : x.shape[1]], bias)
+
+
+def int4_values(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray | None = None) -> np.ndarray:
+    """bf16 [N, K'] of two codes a byte, the first in the lower half."""
+    numbers = np.stack([codes & 15, codes >> 4], axis=2).reshape(*scale.shape, CODES_PER_SCALE).astype(np.float32)
+    origin = np.float32(8) if zero is None else from_bf16(zero)[:, :, None]
+    return to_bf16((numbers - origin) * from_bf16(scale)[:, :, None]).reshape(len(codes), -1)
+
+
 def rotary_angles(positions: np.ndarray, inv_freq: np.ndarray, *, attention_scaling: float) -> np.ndarray:
     angle = (positions.astype(np.float32)[:, None] * inv_freq).astype(np.float64)  # the product is float32
     return (np.concatenate([np.cos(angle), np.sin(angle)], axis=1) * attention_scaling).astype(np.float32)
@@ -126,13 +157,15 @@ def paged_attention(  # noqa: PLR0913 - the inputs of the catalogue, in its orde
     num_kv_heads: int,
     scale: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    block_size, head_dim = kv_cache.shape[3:]
+    block_size, head_dim = kv_cache.shape[3], kv_cache.shape[4] - scale_bytes(kv_cache.dtype)
     heads = qkv.reshape(len(qkv), num_heads + 2 * num_kv_heads, head_dim)
     query = rotate(heads[:, :num_heads], cos_sin)
     key = rotate(heads[:, num_heads : num_heads + num_kv_heads], cos_sin)
     value = heads[:, num_heads + num_kv_heads :]
     if kv_cache.dtype == np.uint16:
         key, value = to_bf16(key), to_bf16(value)
+    if kv_cache.dtype == np.int8:
+        key, value = to_cached_int8(key), to_cached_int8(value)
 
     out = np.empty_like(query)
     for b, context_len in enumerate(context_lens):
@@ -146,9 +179,24 @@ def paged_attention(  # noqa: PLR0913 - the inputs of the catalogue, in its orde
     return out.reshape(len(qkv), num_heads * head_dim), kv_cache
 
 
+def to_cached_int8(rows: np.ndarray) -> np.ndarray:
+    """[..., D] as D codes and the two bytes of a bf16 scale."""
+    largest = np.abs(rows).max(axis=-1, keepdims=True)  # in float32: a rounding that differs is another number
+    bits = to_bf16(largest / np.float32(127))
+    scale = from_bf16(bits)
+    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
+    codes = np.clip(np.rint(rows * inverse), -127, 127).astype(np.int8)
+    return np.concatenate([codes, bits.view(np.int8)], axis=-1)
+
+
+def from_cached_int8(rows: np.ndarray) -> np.ndarray:
+    return rows[..., :-2] * from_bf16(np.ascontiguousarray(rows[..., -2:]).view(np.uint16))
+
+
 def _attend(query: np.ndarray, blocks: np.ndarray, num_positions: int) -> np.ndarray:
     """One token: query [Hq, D] over the first positions of blocks [n, 2, Hkv, block_size, D]."""
-    wide = np.moveaxis(as_f32(blocks), 0, 2).astype(np.float64)  # [2, Hkv, n, block_size, D]
+    numbers = from_cached_int8(blocks) if blocks.dtype == np.int8 else as_f32(blocks)
+    wide = np.moveaxis(numbers, 0, 2).astype(np.float64)  # [2, Hkv, n, block_size, D]
     keys, values = wide.reshape(*wide.shape[:2], -1, wide.shape[-1])[:, :, :num_positions]
     grouped = query.reshape(len(keys), -1, query.shape[-1])  # [Hkv, heads a group, D]
     scores = np.einsum("hgd,hpd->hgp", grouped, keys)

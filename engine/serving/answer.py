@@ -55,7 +55,7 @@ class OpenAnswer:
 
 def _text_options(request: GenerationRequest) -> TextOptions:
     return TextOptions(
-        is_continuation=request.text is not None and not request.apply_chat_template,
+        is_continuation=request.is_continuation,
         stop=request.stop_sequences,
         include_stop=request.include_stop_str_in_output,
         skip_special_tokens=request.skip_special_tokens,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from engine.link.client import EngineClient
+from engine.serving.options import ServiceOptions
 from engine.serving.prompt import PromptReader
-from engine.serving.service import Service, ServiceOptions
-from engine.settings.config import ENGINE_FAILED_FILE, STOPPING_FILE, Config
+from engine.serving.service import Service
+from engine.settings.config import ENGINE_FAILED_FILE, Config
 from engine.text.tokenizer import Tokenizer
 
 
@@ -18,16 +19,4 @@ def build_service(config: Config) -> Service:
         return (stats["num_blocks"], stats["block_size"]) if "num_blocks" in stats else None
 
     reader = PromptReader.load(config, config.graph_path, tokenizer, cache_size)
-    options = ServiceOptions(
-        streaming=not config.disable_streaming,
-        hang_after_s=config.check_health_interval_s,
-        max_body_bytes=config.max_body_bytes,
-        max_running=config.batch_size,
-        max_waiting=config.max_cached_task_num,
-        max_waiting_tokens=config.max_waiting_tokens,
-        queue_timeout_s=config.queue_timeout_s,
-        why_not_served=config.machines.why_not_served,
-        stopping_file=config.run_path / STOPPING_FILE,
-        drain_s=config.drain_timeout_s,
-    )
-    return Service(tokenizer, reader, client, options)
+    return Service(tokenizer, reader, client, ServiceOptions.of(config))

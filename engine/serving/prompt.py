@@ -11,9 +11,11 @@ from engine.core.types import Sampling
 from engine.errors import InvalidRequest, PromptTooLong
 from engine.exporting.manifest import Manifest
 from engine.settings.config import Config
+from engine.text.forms import written
 from engine.text.tokenizer import Tokenizer
-from engine.wire import GenerationRequest, shown
+from engine.wire import THOUGHT_END, GenerationRequest, shown
 
+MAX_CLOSING_TOKENS = 8  # that a prompt may close a thought with
 CacheSize = Callable[[], tuple[int, int] | None]
 
 
@@ -40,6 +42,8 @@ class PromptReader:
     max_seq_len: int
     max_dec_len: int
     cache_size: CacheSize = lambda: None
+    any_whitespace: bool = True  # in JSON that an answer must be
+    is_thinking_apart: bool = False  # the form of an answer begins after what the model thinks
 
     @classmethod
     def load(
@@ -54,6 +58,8 @@ class PromptReader:
             max_seq_len=min(config.max_seq_len, model.max_seq_len),
             max_dec_len=min(config.max_dec_len, model.max_seq_len),
             cache_size=cache_size,
+            any_whitespace=not config.guided_decoding_disable_any_whitespace,
+            is_thinking_apart=config.reasoning_parser != "none",
         )
 
     def read(self, request: GenerationRequest) -> Prompt:
@@ -84,6 +90,7 @@ class PromptReader:
             bad_words=self._bad_words(request),
             logit_bias=request.logit_bias,
             num_logprobs=request.logprobs,
+            form=self._form(request, token_ids),
         )
         self._check_something_is_left(sampling)
         for answer in request.answer_ids:
@@ -163,6 +170,28 @@ class PromptReader:
         if not request.ignore_eos:
             stop_ids += tuple(token_id for token_id in self.tokenizer.eos_token_ids if token_id < self.vocab_size)
         return tuple(dict.fromkeys(stop_ids))
+
+    def _form(self, request: GenerationRequest, prompt_ids: list[int]) -> tuple[str, ...]:
+        if request.form is None:
+            return ()
+        if not self.tokenizer.eos_token_ids or not self._stop_ids(request):
+            text = "The `{field}` needs an end-of-sequence token, which the model lacks or `{ignore_eos}` forbids"
+            raise InvalidRequest(text, field=request.form.field)
+        is_compact = request.guided_decoding_disable_any_whitespace
+        any_whitespace = self.any_whitespace if is_compact is None else not is_compact
+        thought_end = THOUGHT_END if self._will_think(request, prompt_ids) else ""
+        try:
+            text = written(request.form, any_whitespace=any_whitespace, thought_end=thought_end)
+        except InvalidRequest as error:
+            raise error.blaming(request.form.field) from None
+        return request.form.field, text
+
+    def _will_think(self, request: GenerationRequest, prompt_ids: list[int]) -> bool:
+        """Before it answers. The end of the prompt says whether the chat template leaves that out."""
+        if not self.is_thinking_apart or request.is_continuation:
+            return False
+        end = self.tokenizer.decode(prompt_ids[-MAX_CLOSING_TOKENS:], skip_special_tokens=False)
+        return not end.rstrip().endswith(THOUGHT_END)
 
     def _check_something_is_left(self, sampling: Sampling) -> None:
         banned = {word[-1] for word in sampling.bad_words}

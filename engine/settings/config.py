@@ -22,10 +22,10 @@ from engine.settings.setting import Setting, given, parse, port, setting
 # the Triton model reads it. The engine notes that it has computed tokens, the supervisor looks when it has ended.
 ENGINE_FAILED_FILE = "engine.failed"
 ENGINE_PROGRESS_FILE = "engine.progress"
-STOPPING_FILE = "stopping"  # from when on requests are refused, in seconds of the monotonic clock
+STOPPING_FILE = "stopping"  # engine.settings.stopping
 # There, too: the sockets; that of tritonserver in its folder, which is made anew at every start.
 ENGINE_SOCKET = "engine.sock"
-TRITON_FOLDER, TRITON_SOCKET = "tritonserver", "grpc:1"
+TRITON_FOLDER, TRITON_SOCKET = ".triton", "grpc:1"
 MAX_SOCKET_PATH = 107  # bytes, the kernel's sun_path
 
 
@@ -65,6 +65,12 @@ class Config:
         "weights of an export; `auto`: float32 stays, 16-bit becomes bfloat16",
         choices=("auto", "float32", "bfloat16"),
     )
+    quant_type: str = setting(
+        "none",
+        "QUANT_TYPE",
+        "matrices of an export with fewer bits (docs/ops.md); a model name's third part says it, too",
+        choices=("none", "weight_only_int8", "weight_only_int4", "a8w8"),
+    )
     block_size: int = setting(64, "BLOCK_SIZE", "tokens of a KV block, decided at export", minimum=8, maximum=1024)
     mp_num: int = setting(
         1, "MP_NUM", "tensor-parallel ranks of the model on all machines, a process each", minimum=1, maximum=64
@@ -75,7 +81,7 @@ class Config:
     pod_ips: str = setting("", "POD_IPS", "with several machines: their addresses, `10.0.0.1,10.0.0.2`")
     pod_0_ip: str = setting("", "POD_0_IP", "the one of POD_IPS that serves; empty: the first")
     host_ip: str = setting("", "HOST_IP", "the one of POD_IPS that this machine is; empty: the one that it has")
-    use_cache_kv_int8: int = setting(0, "USE_CACHE_KV_INT8", "int8 KV cache; not supported yet", minimum=0, maximum=0)
+    use_cache_kv_int8: bool = setting(False, "USE_CACHE_KV_INT8", "KV cache of an export with 8 bits a number")
 
     # Capacity
     max_seq_len: int = setting(
@@ -147,6 +153,24 @@ class Config:
     # Gateway and answers
     push_mode_http_workers: int = setting(
         1, "PUSH_MODE_HTTP_WORKERS", "gateway processes on the HTTP and gRPC ports", minimum=1, maximum=64
+    )
+    reasoning_parser: str = setting(
+        "none",
+        "REASONING_PARSER",
+        "what the model thinks before it answers is told apart in OpenAI's answers, and the form of an answer begins "
+        "after it: the kind of model",
+        choices=("none", "deepseek_r1", "qwen3"),
+    )
+    tool_call_parser: str = setting(
+        "auto",
+        "TOOL_CALL_PARSER",
+        "how the model writes calls of tools; `auto`: as its chat template does",
+        choices=("auto", "none", "hermes", "llama3_json", "mistral"),
+    )
+    guided_decoding_disable_any_whitespace: bool = setting(
+        False,
+        "GUIDED_DECODING_DISABLE_ANY_WHITESPACE",
+        "JSON that an answer must be has no whitespace between its parts, unless the request says otherwise",
     )
     disable_streaming: bool = setting(False, "DISABLE_STREAMING", "send every answer in one response")
     max_body_bytes: int = setting(

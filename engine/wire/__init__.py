@@ -5,6 +5,7 @@ engine/wire/triton.py, which needs tritonclient.
 """
 
 from engine.wire.answer import (
+    THOUGHT_END,
     TIMES,
     UNLIKELY,
     Aborted,
@@ -21,6 +22,7 @@ from engine.wire.answer import (
 )
 from engine.wire.checks import MAX_LOGPROBS, MAX_REQ_ID_LEN, Check, int_in, json_object, kind_of, shown
 from engine.wire.fields import FIELDS
+from engine.wire.forms import FORMS, Form
 from engine.wire.meanings import MEANINGS, described
 from engine.wire.owner import OWNER, Owner, owner_of, payload_with_owner, with_owner
 from engine.wire.request import (
@@ -45,12 +47,14 @@ __all__ = [
     "DETOKENIZE",
     "DETOKENIZE_FIELDS",
     "FIELDS",
+    "FORMS",
     "MAX_LOGPROBS",
     "MAX_REQ_ID_LEN",
     "MEANINGS",
     "METRICS",
     "OWNER",
     "PROBE",
+    "THOUGHT_END",
     "PROBE_PAYLOAD",
     "QUESTIONS",
     "TIMES",
@@ -64,6 +68,7 @@ __all__ = [
     "Detokenized",
     "Failure",
     "Final",
+    "Form",
     "GenerationRequest",
     "ModelState",
     "Owner",

@@ -53,7 +53,7 @@ def refusal(key: str, rest: str, value: Any = None, limit: Any = None) -> Invali
     return InvalidRequest(f"The `{{field}}` {rest}", field=key, value=value, limit=limit)
 
 
-def _within(key: str, place: str, check: Check, value: Any) -> Any:
+def within(key: str, place: str, check: Check, value: Any) -> Any:
     """Checks a part of what `key` holds: its errors blame the field and say where in it."""
     try:
         return check(key, value)
@@ -226,8 +226,8 @@ def messages(key: str, value: Any) -> list[dict[str, Any]]:
             raise InvalidRequest(text, field=key, value=brief(item))
         if item.get("content") is None and not item.get("tool_calls"):
             raise InvalidRequest("The item in {field} must include `content`", field=key)
-        _within(key, "[].role", filled_string, item.get("role", "user"))
-        _within(key, "[].content", _content, item.get("content", ""))
+        within(key, "[].role", filled_string, item.get("role", "user"))
+        within(key, "[].content", _content, item.get("content", ""))
     return [{"role": "user", **item} for item in value]
 
 
@@ -236,7 +236,7 @@ def _content(key: str, value: Any) -> None:
         for part in value:
             if not isinstance(part, dict) or part.get("type") != "text":
                 raise refusal(key, "may hold parts of type `text` only, {value} is none", brief(part))
-            _within(key, "[].text", string, part.get("text"))
+            within(key, "[].text", string, part.get("text"))
     elif value is not None:
         string(key, value)
 
@@ -253,7 +253,7 @@ def logit_bias(key: str, value: Any) -> tuple[tuple[int, float], ...]:
     for token_id, bias in _at_most(MAX_TOKEN_IDS, key, value).items():
         if not TOKEN_ID.fullmatch(token_id) or int(token_id) >= 2**31:
             raise refusal(key, "must have token ids as keys, {value} is none", shown(token_id))
-        _within(key, f".{token_id}", number_in(-100, 100), bias)
+        within(key, f".{token_id}", number_in(-100, 100), bias)
     return tuple((int(token_id), float(bias)) for token_id, bias in value.items())
 
 

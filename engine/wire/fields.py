@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from engine.wire import checks
+from engine.wire import checks, forms
 
 
 class Field(NamedTuple):
@@ -40,6 +40,8 @@ FIELDS: dict[str, Field] = {
     "bad_words_token_ids": Field((), checks.few_ids),
     "logit_bias": Field((), checks.logit_bias),
     "logprobs": Field((), checks.logprobs),
+    **{name: Field((), check) for name, check in forms.FORMS.items()},
+    "guided_decoding_disable_any_whitespace": Field((), checks.boolean),
     "cache_salt": Field((), checks.short_name),
     "resume_from": Field((), checks.counts),
     "answer_ids": Field((), checks.answer_ids),

@@ -42,6 +42,23 @@ MEANINGS = {
     "bad_words_token_ids": "a token id or a list of up to 1024 that must not appear",
     "logit_bias": "up to 1024 token ids (as texts) with a bias of -100 to 100 each",
     "logprobs": "-1: none; 0 or `true`: of each token; 1 to 20: also of as many of the likeliest",
+    "guided_json": (
+        "a JSON schema, as an object or a text: [the answer](#answers-of-a-given-form) is JSON that it allows"
+    ),
+    "guided_regex": "a regular expression that the whole answer matches",
+    "guided_choice": "a list of up to 4096 texts: the answer is one of them",
+    "guided_grammar": "a grammar, Lark's or EBNF: the answer follows it",
+    "structural_tag": (
+        "`structures`, a list of `begin`, `schema` and `end`, and `triggers`: in free text, where a trigger "
+        "occurs, one of the structures that begin so follows"
+    ),
+    "response_format": (
+        "OpenAI's: `type` is `text`, `json_object` (any object), `json_schema` with `json_schema.schema`, or "
+        "`structural_tag`"
+    ),
+    "guided_decoding_disable_any_whitespace": (
+        "JSON without whitespace between its parts; default: `GUIDED_DECODING_DISABLE_ANY_WHITESPACE`"
+    ),
     "cache_salt": (
         "a text of up to 256 characters: cached prompts are shared only with requests that give the same, so that "
         "nobody learns from the time of an answer what others have asked"

@@ -13,6 +13,7 @@ from typing import Any
 from engine.errors import InvalidRequest, literally
 from engine.wire.checks import kind_of, shown
 from engine.wire.fields import FIELDS
+from engine.wire.forms import FORMS, Form
 from engine.wire.owner import OWNER
 
 PROBE = "probe"  # a request with this key set is answered at once with the ModelState, with METRICS also its metrics
@@ -66,6 +67,8 @@ class GenerationRequest:
     bad_words_token_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int = -1  # -1: none, 0: of the chosen token, k: and of the k likeliest
+    form: Form | None = None  # that the answer must have: one of FORMS
+    guided_decoding_disable_any_whitespace: bool | None = None  # in JSON; None: the server's setting
     cache_salt: str | None = None  # requests with another one share no cached blocks
     return_all_tokens: bool = False
     benchmark: bool = False
@@ -79,6 +82,11 @@ class GenerationRequest:
     def is_repeatable(self) -> bool:
         """Whether the same request has the same answer once more."""
         return self.infer_seed is not None or self.temperature == 0 or self.top_k == 1
+
+    @property
+    def is_continuation(self) -> bool:
+        """The answer goes on with the text of the prompt."""
+        return self.text is not None and not self.apply_chat_template
 
     @property
     def source(self) -> str:
@@ -106,12 +114,27 @@ def parse_request(body: dict[str, Any]) -> GenerationRequest:
     if all(body.get(name) is None for name in ("text", "input_ids", "messages")):
         text = "The input parameters should contain either `{field}`, `{input_ids}` or `{messages}`"
         problems.append(InvalidRequest(text, field="text"))
-    problems += _misspelt(body) + _of_other_count(values)
+    problems += _misspelt(body) + _of_other_count(values) + _take_form(values)
     if problems:
         raise problems[0] if len(problems) == 1 else _all_of(problems)
     for name in ACCEPTED_ONLY:
         values.pop(name, None)
     return GenerationRequest(**values)
+
+
+def _take_form(values: dict[str, Any]) -> list[InvalidRequest]:
+    """Whichever field it was asked for in, it is the request's `form`."""
+    forms = [form for name in FORMS if (form := values.pop(name, None))]
+    if len(forms) > 1:
+        names = str(tuple(form.field for form in forms))
+        return [InvalidRequest("Only one of {value} should be set", field=forms[0].field, value=names)]
+    if not forms:
+        return []
+    [values["form"]] = forms
+    if "min_dec_len" in values:
+        text = f"The `{{field}}` cannot be kept where the form of the answer, `{{{forms[0].field}}}`, says when it ends"
+        return [InvalidRequest(text, field="min_dec_len", value=values["min_dec_len"])]
+    return []
 
 
 def only_object(payload: bytes | str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from tritonclient.grpc import service_pb2
 
 from engine import wire
+from engine.settings.served import ServedModel
 from engine.wire.triton import write_body
 from gateway.backend import ModelLost, ModelUnreachable
 from gateway.connections import Connections
@@ -19,11 +20,14 @@ PATIENCE_S = 300.0  # for a tritonserver that has died, and its engine
 ERROR_MESSAGE = b"\x0a"  # a response begins so when it is Triton's own word: tag 1, a text
 
 
-async def lasting_responses(connections: Connections, ready: Shared, request: bytes) -> AsyncGenerator[bytes, None]:
+async def lasting_responses(
+    connections: Connections, ready: Shared, served: ServedModel, request: bytes
+) -> AsyncGenerator[bytes, None]:
     """`request` is asked again for what has not come. Closing the generator cancels it. Raises RequestError."""
-    known, patience, asked = Known(), Patience(ready, PATIENCE_S), request
+    known, patience, asked = Known(), Patience(ready, served, PATIENCE_S), request
     is_over = False
     while not is_over:
+        await patience.wait_for_turn(known)
         try:
             with connections.infer(asked) as inference:
                 async for response in inference.responses():
@@ -37,7 +41,7 @@ async def lasting_responses(connections: Connections, ready: Shared, request: by
             return
         except ModelUnreachable as error:
             if not is_over:
-                await patience.wait(error)
+                await patience.wait(error, known)
                 asked = _rest(request, known)
 
 

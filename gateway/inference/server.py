@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError, Message
 from tritonclient.grpc import service_pb2
 
 from engine.settings.config import Config
+from engine.settings.served import ServedModel
 from engine.wire import Owner
 from gateway.connections import SERVICE, Connections, failure
 from gateway.health import ANSWER_WITHIN_S, readiness
@@ -64,7 +65,8 @@ class InferenceServer(grpc.GenericRpcHandler):
         self._connections = connections
         self._owners = config.owners
         ready = readiness(TritonBackend(connections), ANSWER_WITHIN_S)
-        self._way = Way(connections, ready, Intake.share_of_worker(config), config.max_body_bytes)
+        served, intake = ServedModel(config.run_path), Intake.share_of_worker(config)
+        self._way = Way(connections, ready, served, intake, config.max_body_bytes)
         self._streams: set[InferStream] = set()
         limit = config.max_body_bytes + ENVELOPE_BYTES
         self._server = grpc.aio.server(options=[*OPTIONS, ("grpc.max_receive_message_length", limit)])

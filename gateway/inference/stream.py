@@ -12,6 +12,7 @@ from tritonclient.grpc import service_pb2
 
 from engine import wire
 from engine.errors import EngineUnavailable, InvalidRequest, RequestError
+from engine.settings.served import ServedModel
 from engine.wire.triton import DATATYPE, MODEL, OUTPUT, VERSION, as_string
 from gateway.connections import Connections
 from gateway.health import Shared
@@ -33,6 +34,7 @@ class Way:
 
     connections: Connections
     ready: Shared  # whether the model can be asked
+    served: ServedModel  # which it is
     intake: Intake
     max_body_bytes: int
 
@@ -131,7 +133,8 @@ class InferStream:
 
     async def _answer(self, name: str, request: bytes, room: Room) -> None:
         try:
-            async for response in lasting_responses(self.way.connections, self.way.ready, request):
+            way = self.way
+            async for response in lasting_responses(way.connections, way.ready, way.served, request):
                 room.give_back()
                 await self._write(response)
         except asyncio.CancelledError:

@@ -8,6 +8,7 @@ from typing import Any
 from engine.errors import InvalidRequest, PromptTooLong, RequestError
 from gateway.openai.again import LAST_EVENT_ID, parse_again
 from gateway.openai.answer import OpenAIExchange, as_event
+from gateway.openai.dialect import dialect_of
 from gateway.openai.fields import fields
 from gateway.openai.request import parse
 from gateway.protocol import Call
@@ -39,7 +40,7 @@ class OpenAI:
     def parse(self, body: dict[str, Any], call: Call) -> OpenAIExchange:
         if LAST_EVENT_ID in call.headers:
             return parse_again(body, IS_CHAT[call.path], call)
-        return OpenAIExchange(parse(body, IS_CHAT[call.path], call.model_name))
+        return OpenAIExchange(parse(body, IS_CHAT[call.path], call.model_name, dialect_of(call.config)))
 
     def error(self, error: RequestError, call: Call) -> dict[str, Any]:
         names = call.exchange.names if call.exchange else {}

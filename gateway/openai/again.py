@@ -9,6 +9,7 @@ from typing import Any
 from engine.errors import InvalidRequest
 from engine.wire import Delta, shown
 from gateway.openai.answer import OpenAIExchange
+from gateway.openai.dialect import dialect_of
 from gateway.openai.request import parse
 from gateway.protocol import Call
 
@@ -37,7 +38,10 @@ def parse_again(body: dict[str, Any], is_chat: bool, call: Call) -> OpenAIExchan
         body = {**body, "request_id": call.headers[REQUEST_ID]}
     elif not body.get("request_id"):
         raise InvalidRequest(f"with {LAST_EVENT_ID} the header `{{field}}` must name the request", field=REQUEST_ID)
-    completion = parse(body, is_chat, call.model_name)
+    completion = parse(body, is_chat, call.model_name, dialect_of(call.config))
+    if completion.tools.calls or completion.thought != "never":
+        text = "`{field}` cannot be kept where tools or thoughts are told apart: that needs the beginning of the answer"
+        raise InvalidRequest(text, field=LAST_EVENT_ID)
     if len(completion.requests) > 1:
         text = f"with {LAST_EVENT_ID} the `{{field}}` must be one, there are {{value}}"
         raise InvalidRequest(text, field="prompt", value=len(completion.requests), limit=1)

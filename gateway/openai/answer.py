@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from engine.wire import Delta, Final, TokenLogprob, Usage
 from gateway.as_json import dump
 from gateway.openai.logprobs import Alignment, of_chat, of_completion
+from gateway.openai.reader import CALL, CONTENT, Part, Reader
 from gateway.openai.request import Completion
 
 DONE = b"data: [DONE]\n\n"
@@ -24,7 +26,9 @@ class Choice:
     """One choice as it grows."""
 
     index: int
+    reader: Reader
     texts: list[str] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)  # of a chat
     logprobs: list[TokenLogprob] = field(default_factory=list)
     aligned: Alignment = field(default_factory=Alignment)
     usage: Usage = Usage()
@@ -32,11 +36,16 @@ class Choice:
     stop_reason: str | None = None
     has_begun: bool = False
 
-    def take(self, answer: Delta) -> None:
+    def take(self, answer: Delta) -> list[Part]:
+        """What it has gained."""
         self.usage = answer.usage
-        if isinstance(answer, Final):
-            self.finish_reason = answer.finish_reason
-            self.stop_reason = answer.stop_reason
+        if not isinstance(answer, Final):
+            return self.reader.push(answer.token)
+        parts = self.reader.push(answer.token, is_end=True)
+        has_calls = self.reader.num_calls and answer.finish_reason == "stop"
+        self.finish_reason = "tool_calls" if has_calls else answer.finish_reason
+        self.stop_reason = answer.stop_reason
+        return parts
 
 
 class OpenAIExchange:
@@ -48,7 +57,8 @@ class OpenAIExchange:
         self.stream = completion.stream
         self.timeout_s = completion.timeout_s
         self._completion = completion
-        self._choices = [Choice(index) for index in range(len(completion.requests) * completion.n)]
+        num_choices = len(completion.requests) * completion.n
+        self._choices = [Choice(index, completion.reader()) for index in range(num_choices)]
         self._head = {
             "id": completion.answer_id,
             "object": "",
@@ -91,7 +101,7 @@ class OpenAIExchange:
 
     def _chunks(self, choice: Choice, answer: Delta) -> list[dict[str, Any]]:
         """What one answer adds to its choice: none while its text is held back, two with the role."""
-        choice.take(answer)
+        parts = choice.take(answer)
         index, text = choice.index, answer.token
         chunks: list[dict[str, Any]] = []
         if not choice.has_begun:
@@ -102,8 +112,9 @@ class OpenAIExchange:
             else:
                 text = self._echo(choice) + text
         logprobs = self._logprobs(choice, answer.token, answer.logprobs or ())
-        if text or logprobs or choice.finish_reason:
-            content = {"delta": {"content": text}} if self._completion.is_chat else {"text": text}
+        gained = self._message(parts, choice) if self._completion.is_chat else {"text": text}
+        if any(gained.values()) or logprobs or choice.finish_reason:
+            content = {"delta": gained} if self._completion.is_chat else gained
             chunk = {"index": index, **content, "logprobs": logprobs, "finish_reason": choice.finish_reason}
             if choice.finish_reason:
                 chunk["stop_reason"] = choice.stop_reason
@@ -121,7 +132,7 @@ class OpenAIExchange:
 
     def gather(self, index: int, answer: Delta) -> None:
         choice = self._choice(index, answer)
-        choice.take(answer)
+        choice.parts += choice.take(answer)
         choice.texts.append(answer.token)
         choice.logprobs += answer.logprobs or ()
 
@@ -131,11 +142,15 @@ class OpenAIExchange:
         return {**self._head, "object": kind, "choices": choices, "usage": self._usage()}
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        text = self._echo(choice) + "".join(choice.texts)
         if self._completion.is_chat:
-            content: dict[str, Any] = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            message = {"role": "assistant", "content": "", "refusal": None, **self._message(choice.parts, choice)}
+            for call in message.get("tool_calls", ()):
+                del call["index"]
+            if "tool_calls" in message:
+                message["content"] = message["content"] or None
+            content: dict[str, Any] = {"message": message}
         else:
-            content = {"text": text}
+            content = {"text": self._echo(choice) + "".join(choice.texts)}
         return {
             "index": choice.index,
             **content,
@@ -143,6 +158,35 @@ class OpenAIExchange:
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
+
+    def _message(self, parts: Sequence[Part], choice: Choice) -> dict[str, Any]:
+        """What these parts are in a message, or in its delta."""
+        message: dict[str, Any] = {}
+        calls: dict[int, dict[str, Any]] = {}
+        for part in parts:
+            if part.kind != CALL:
+                message[part.kind] = message.get(part.kind, "") + part.text
+            elif part.name is not None:
+                function = {"name": part.name, "arguments": part.text}
+                calls[part.call_index] = {
+                    "index": part.call_index,
+                    "id": self._call_id(),
+                    "type": "function",
+                    "function": function,
+                }
+            else:
+                call = calls.setdefault(part.call_index, {"index": part.call_index, "function": {"arguments": ""}})
+                call["function"]["arguments"] += part.text
+        if wanted := [call for index, call in calls.items() if index == 0 or self._completion.tools.is_parallel]:
+            message["tool_calls"] = wanted
+        if not message and not choice.reader.num_calls:
+            message[CONTENT] = ""
+        return message
+
+    def _call_id(self) -> str:
+        calls = self._completion.tools.calls
+        assert calls
+        return ("" if calls.call_id_len < 10 else "call_") + uuid.uuid4().hex[: calls.call_id_len]
 
     # --- logprobs ---
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.wire import MEANINGS, Check, described, schema_of
-from gateway.openai.request import A_BOOL, A_STRING, BEST_OF, CHECKS, NUM_TOP, PASSED_ON
+from gateway.openai.request import A_BOOL, A_STRING, AN_OBJECT, BEST_OF, CHECKS, NUM_TOP, PASSED_ON
 
 Json = dict[str, Any]
 A_TEXT: Json = {"type": "string", "minLength": 1}
@@ -26,6 +26,7 @@ OF_BOTH: dict[str, Json] = {
     "best_of": _field(BEST_OF, "not above `n`"),
     "stream": _field(A_BOOL, "server-sent events that end with `[DONE]` instead of one object", default=False),
     "stream_options": {"type": "object", "properties": OPTIONS, "description": "of a stream"},
+    "structured_outputs": _field(AN_OBJECT, "vLLM's: one of `json`, `regex`, `choice`, `grammar` and so on"),
     "request_id": _field(CHECKS["req_id"], "the `id` of the answer; random if not given"),
     "timeout": _field(CHECKS["timeout"], MEANINGS["timeout"]),
 }
@@ -33,6 +34,9 @@ OF_CHAT: dict[str, Json] = {
     "messages": _field(CHECKS["messages"], MEANINGS["messages"]),
     "logprobs": _field(A_BOOL, "of each token of the answer", default=False),
     "top_logprobs": _field(NUM_TOP, "with `logprobs`, also of as many of the likeliest"),
+    "tools": {"type": "array", "items": {"type": "object"}, "description": "functions that the model may call"},
+    "tool_choice": {"type": ["string", "object"], "description": "`none`, `auto`, `required` or the function to call"},
+    "parallel_tool_calls": _field(A_BOOL, "whether there may be several calls in one answer", default=True),
 }
 OF_COMPLETION: dict[str, Json] = {
     "prompt": {

@@ -13,7 +13,10 @@ from typing import Any
 
 from engine import wire
 from engine.errors import InvalidRequest
-from engine.wire import MAX_LOGPROBS, MAX_REQ_ID_LEN, Check, int_in
+from engine.wire import FORMS, MAX_LOGPROBS, MAX_REQ_ID_LEN, Check, int_in
+from gateway.openai.dialect import PLAIN, Dialect
+from gateway.openai.reader import Reader
+from gateway.openai.tools import Tools, read_tools, with_parsed_arguments
 
 # Native name -> OpenAI's, of a prompt and what goes with it below
 NAMES = {name: field.aliases[-1] for name, field in wire.FIELDS.items() if field.aliases} | {"req_id": "request_id"}
@@ -24,17 +27,22 @@ PASSED_ON = (
     *("temperature", "top_p", "seed", "stop", "logit_bias", "frequency_penalty", "presence_penalty"),
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "bad_words"),
     *("include_stop_str_in_output", "skip_special_tokens", "chat_template_kwargs", "cache_salt", "priority"),
+    *(*FORMS, "guided_decoding_disable_any_whitespace"),
 )
+# Of `structured_outputs`, as newer versions of vLLM's clients send it
+STRUCTURED = {name: f"guided_{name}" for name in ("json", "regex", "choice", "grammar")} | {
+    "structural_tag": "structural_tag",
+    "disable_any_whitespace": "guided_decoding_disable_any_whitespace",
+}
+AS_GIVEN = {"logit_bias", *FORMS}  # the checked ones are no JSON
 CHECKS = {key: field.check for name, field in wire.FIELDS.items() for key in (name, *field.aliases)}
 A_BOOL, A_STRING, AN_OBJECT = CHECKS["stream"], CHECKS["system"], CHECKS["chat_template_kwargs"]
 BEST_OF, NUM_TOP = int_in(1, 1000), int_in(0, MAX_LOGPROBS)
 # field -> the values, besides null, false and the empty ones, that ask for nothing special
 REFUSED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("tools", "functions", "audio", "web_search_options", "suffix", "prompt_embeds"), ()),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), ()),
+    **dict.fromkeys(("functions", "audio", "web_search_options", "suffix", "prompt_embeds"), ()),
     **dict.fromkeys(("json_schema", "regex", "ebnf", "use_beam_search", "continue_final_message"), ()),
     **dict.fromkeys(("chat_template", "documents", "truncate_prompt_tokens"), ()),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "length_penalty": (1,),
 }
@@ -56,17 +64,25 @@ class Completion:
     continuous_usage: bool
     timeout_s: float | None
     names: Mapping[str, str]  # of the model's fields -> as the client calls them
+    tools: Tools = Tools()
+    thought: str = "never"  # see Reader
+
+    def reader(self) -> Reader:
+        return Reader(self.thought, self.tools.calls, bool(self.tools.forced))
 
 
-def parse(body: dict[str, Any], is_chat: bool, default_model: str) -> Completion:
+def parse(body: dict[str, Any], is_chat: bool, default_model: str, dialect: Dialect = PLAIN) -> Completion:
     """Raises InvalidRequest for the first field that is wrong, by the client's name of it."""
     body = {key: value for key, value in body.items() if value is not None}
-    _refuse(body)
+    _refuse(body, is_chat)
+    _spread(body)
     n = _checked(body, "n", CHECKS["n"], 1)
     if (best_of := _checked(body, "best_of", BEST_OF, n)) > n:
         text = "`{field}` above `n` is not supported: {value} > {limit}"
         raise InvalidRequest(text, field="best_of", value=best_of, limit=n)
     options = _options(body, is_chat)
+    tools = read_tools(body, dialect) if is_chat else Tools()
+    options |= tools.fields(options)
     sources, echoes = ([chat_source(body)], [""]) if is_chat else _prompt_sources(body)
     if len(sources) * n > MAX_CHOICES:
         text = f"{len(sources)} {{field}}s times n={n} exceed the limit of {{limit}}"
@@ -90,7 +106,9 @@ def parse(body: dict[str, Any], is_chat: bool, default_model: str) -> Completion
         include_usage=_checked(stream_options, "include_usage", A_BOOL, False),
         continuous_usage=_checked(stream_options, "continuous_usage_stats", A_BOOL, False),
         timeout_s=timeout_s,
-        names=_names(body, is_chat),
+        names=_names(body, is_chat) | ({"guided_grammar": "tools"} if tools.forced else {}),
+        tools=tools,
+        thought=dialect.thought if is_chat and _may_think(options) else "never",
     )
 
 
@@ -100,8 +118,25 @@ def _names(body: dict[str, Any], is_chat: bool) -> dict[str, str]:
     return names | {"max_dec_len": "max_completion_tokens"} if "max_completion_tokens" in body else names
 
 
-def _refuse(body: dict[str, Any]) -> None:
-    for name, harmless in REFUSED.items():
+def _may_think(options: dict[str, Any]) -> bool:
+    return options.get("chat_template_kwargs", {}).get("enable_thinking", True) is not False
+
+
+def _spread(body: dict[str, Any]) -> None:
+    """`structured_outputs` into the fields that say the same."""
+    for name, value in _checked(body, "structured_outputs", AN_OBJECT, {}).items():
+        if name == "json_object":
+            name, value = "response_format", {"type": "json_object"} if value else None
+        elif name not in STRUCTURED:
+            text = "`{field}` has {value}, known are {limit}"
+            limit = ["json_object", *STRUCTURED]
+            raise InvalidRequest(text, field="structured_outputs", value=wire.shown(name), limit=limit)
+        if value is not None:
+            body[STRUCTURED.get(name, name)] = value
+
+
+def _refuse(body: dict[str, Any], is_chat: bool) -> None:
+    for name, harmless in (REFUSED if is_chat else {**REFUSED, "tools": ()}).items():
         value = body.get(name)
         if value and value not in harmless:
             raise InvalidRequest("`{field}` is not supported, it is {value}", field=name, value=wire.shown(value))
@@ -112,14 +147,14 @@ def _options(body: dict[str, Any], is_chat: bool) -> dict[str, Any]:
     options = {"temperature": 1.0, "top_p": 1.0}  # OpenAI's defaults, not the native ones
     for name in PASSED_ON:
         if name in body and not (name == "min_tokens" and body[name] == 0):
-            options[name] = _checked(body, name, CHECKS[name])
+            checked = _checked(body, name, CHECKS[name])
+            if checked is not None:
+                options[name] = body[name] if name in AS_GIVEN else checked
     for name in ("max_tokens", "max_completion_tokens"):  # the later one wins, as it does at OpenAI
         if name in body:
             options["max_tokens"] = _checked(body, name, CHECKS["max_tokens"])
     if (logprobs := _chat_logprobs(body) if is_chat else _logprobs(body)) is not None:
         options["logprobs"] = logprobs
-    if "logit_bias" in options:
-        options["logit_bias"] = body["logit_bias"]  # the checked one is no longer an object
     return options
 
 
@@ -141,6 +176,7 @@ def chat_source(body: dict[str, Any]) -> dict[str, Any]:
     if "messages" not in body:
         raise InvalidRequest("`{field}` is missing", field="messages")
     messages = _checked(body, "messages", CHECKS["messages"])
+    messages = [with_parsed_arguments(each) for each in messages]
     return {"messages": [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]}
 
 

@@ -17,6 +17,7 @@ from engine.executors import memory
 from engine.exporting import manifest
 from engine.link.server import Server
 from engine.settings.config import Config
+from engine.text.tokenizer import Tokenizer
 from tests.pure.counting_executor import CountingExecutor
 
 POISON = 666
@@ -55,6 +56,7 @@ if __name__ == "__main__":
         executors.make_executor = make_executor
         memory.allocate_cache = allocate_cache
         manifest.Manifest.read = lambda graph_dir: SimpleNamespace(max_seq_len=100, vocab_size=2000)
+        Tokenizer.load = lambda graph_dir: SimpleNamespace(eos_token_ids=())
         runpy.run_module("engine.process", run_name="__main__")
     address, step_s, max_steps = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
     config = Config(batch_size=12, max_num_batched_tokens=32)

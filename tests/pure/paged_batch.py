@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.dtypes import to_bf16
+from engine.ops.reference import to_cached_int8
 
 
 @dataclass
@@ -37,7 +38,7 @@ class PagedBatch:
         self.cos_sin = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
         cache = (num_blocks, 2, self.num_kv_heads, self.block_size, self.head_dim)
         cache = rng.standard_normal(cache).astype(np.float32)
-        self.kv_cache = to_bf16(cache) if self.dtype == "bf16" else cache
+        self.kv_cache = {"f32": np.array, "bf16": to_bf16, "int8": to_cached_int8}[self.dtype](cache)
 
     def run(self, ops, kv_cache: np.ndarray) -> np.ndarray:
         return self.run_part(ops, kv_cache, {b: (0, n) for b, n in enumerate(self.count)})

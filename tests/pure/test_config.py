@@ -234,11 +234,11 @@ def test_settings_given_by_name_are_checked_like_the_environments(changes, messa
 
 
 def test_a_run_directory_whose_sockets_would_have_no_name_is_refused():
-    limit = 107 - len("/tritonserver/grpc:1")
+    limit = 107 - len("/.triton/grpc:1")
     Config.from_env({"RUN_DIR": "/" + "x" * (limit - 1)})
     with pytest.raises(ConfigError, match=f"which has {limit + 1} bytes; sockets in it need a path of at most {limit}"):
         Config.from_env({"RUN_DIR": "/" + "x" * limit})
 
 
 def test_the_socket_of_tritonserver_may_be_in_a_folder_of_any_name():
-    assert Config(run_dir="/a b/(1)").triton_target == "unix:/a%20b/%281%29/tritonserver/grpc%3A1"
+    assert Config(run_dir="/a b/(1)").triton_target == "unix:/a%20b/%281%29/.triton/grpc%3A1"

@@ -30,6 +30,7 @@ def test_an_export_has_everything_a_server_needs(exported, checkpoint):
         "infer_model_block_size": 16,
         "infer_model_max_seq_len": 500,
         "infer_model_dtype": "float32",
+        "infer_model_quant_type": None,
         "infer_model_cachekv_int8_type": None,
         "infer_model_num_ranks": 1,
         "infer_model_graph_version": GRAPH_VERSION,

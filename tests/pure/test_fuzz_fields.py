@@ -66,7 +66,7 @@ def test_a_field_takes_what_its_schema_does(name, value):
     except InvalidRequest as error:
         assert error.field == name
         assert name in str(error)
-        assert not is_valid, str(error)
+        assert not is_valid or name in wire.FORMS, str(error)  # of these more must be right than a schema can say
     else:
         assert is_valid
 

@@ -282,5 +282,7 @@ def test_the_gateway_knows_of_the_engine_its_contract_its_settings_and_its_error
     theirs = {module for module, names in imports if (module, names) != ("engine", " import wire")}
     assert theirs <= {
         f"engine.{name}"
-        for name in ("address", "errors", "log", "settings.config", "settings.tls", "wire", "wire.triton")
+        for name in (
+            *("address", "errors", "log", "settings.config", "settings.served", "settings.tls", "wire", "wire.triton"),
+        )
     }

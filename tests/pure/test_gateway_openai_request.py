@@ -1,5 +1,7 @@
 """OpenAI's requests: what of them reaches the model, what is refused, and how."""
 
+import json
+
 import openai
 import pytest
 
@@ -21,6 +23,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Hello, who are you"}]
 A_CHAT = {"model": "default", "messages": MESSAGES}
 AGAIN, NOT_AGAIN = {"retry-after": "1"}, {"x-should-retry": "false"}
+A_TOOL = {"type": "function", "function": {"name": "f"}}
 A_COMPLETION = {"model": "default", "prompt": "Hello, how are you?"}
 
 
@@ -128,7 +131,18 @@ def test_any_model_name_is_taken_and_none_is_the_served_one():
     ("path", "fields", "param"),
     [
         (CHAT, {"tools": [{"type": "function"}]}, "tools"),
-        (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {"tools": [A_TOOL]}, "tools"),
+        (CHAT, {"tools": [A_TOOL], "tool_choice": "never"}, "tool_choice"),
+        (CHAT, {"tools": [A_TOOL], "tool_choice": {"function": {"name": "other"}}}, "tool_choice"),
+        (CHAT, {"tools": [A_TOOL] * 129, "tool_choice": "required"}, "tools"),
+        (CHAT, {"tools": [A_TOOL], "tool_choice": "required", "guided_regex": "a"}, "guided_regex"),
+        (CHAT, {"tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"response_format": {"type": "yaml"}}, "response_format"),
+        (CHAT, {"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        (CHAT, {"guided_json": "{"}, "guided_json"),
+        (CHAT, {"guided_choice": []}, "guided_choice"),
+        (CHAT, {"structured_outputs": {"xml": 1}}, "structured_outputs"),
+        (COMPLETIONS, {"tools": [A_TOOL]}, "tools"),
         (CHAT, {"audio": {"voice": "x"}}, "audio"),
         (CHAT, {"modalities": ["text", "audio"]}, "modalities"),
         (CHAT, {"n": 17}, "n"),
@@ -172,6 +186,28 @@ def test_what_cannot_be_done_is_refused_by_name(path, fields, param):
     assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, "invalid_request")
     assert param in error["message"]
     assert backend.bodies == []
+
+
+def test_what_an_answer_must_look_like_reaches_the_model_as_it_was_given():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for form in (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}},
+        {"response_format": {"type": "json_object"}},
+        {"guided_json": schema, "guided_decoding_disable_any_whitespace": True},
+        {"guided_json": json.dumps(schema)},
+        {"guided_regex": "a+"},
+        {"guided_choice": ["a", "b"]},
+        {"guided_grammar": 'root ::= "a"'},
+    ):
+        assert {**sent({**A_CHAT, **form}), **form} == sent({**A_CHAT, **form})
+        assert {**sent({**A_COMPLETION, **form}, COMPLETIONS), **form} == sent({**A_COMPLETION, **form}, COMPLETIONS)
+
+
+def test_structured_outputs_are_the_fields_that_say_the_same():
+    asked = {"structured_outputs": {"regex": "a+", "json": None, "disable_any_whitespace": True}}
+    sent_on = sent({**A_CHAT, **asked})
+    assert (sent_on["guided_regex"], sent_on["guided_decoding_disable_any_whitespace"]) == ("a+", True)
+    assert sent({**A_CHAT, "structured_outputs": {"json_object": True}})["response_format"] == {"type": "json_object"}
 
 
 def wrong(text, field, **cause):

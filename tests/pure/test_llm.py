@@ -183,3 +183,9 @@ def test_a_wrong_setting_is_refused_with_its_keyword_and_its_limit(tmp_path):
         LLM(tmp_path, batch_size=0)
     with pytest.raises(TypeError, match="batchsize"):
         LLM(tmp_path, batchsize=8)
+
+
+def test_a_prompt_whose_form_cannot_be_compiled_is_refused_and_the_next_call_works(llm):
+    with pytest.raises(InvalidRequest, match="The `guided_regex` cannot be compiled"):
+        llm.generate(["a", {"text": "b", "guided_regex": "(", **GREEDY}], GREEDY, progress=False)
+    assert [answer.text for answer in llm.generate(["a"], GREEDY, progress=False)] == ["bcd"]

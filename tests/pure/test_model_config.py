@@ -37,7 +37,11 @@ def test_every_tensor_of_a_family_has_its_place_and_shape(family):
         ("llama", {"num_key_value_heads": 3}, "num_attention_heads is 4, it must be a multiple"),
         ("llama", {"head_dim": 15}, "head_dim is 15, rotary positions need an even one"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu', supported is 'silu'"),
-        ("llama", {"quantization_config": {"quant_method": "gptq"}}, r"quantization_config is present \(quant_method"),
+        (
+            "llama",
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantization_config.quant_method is 'fp8', supported",
+        ),
         ("llama", {"quantization_config": "gptq"}, "quantization_config is 'gptq', it must be an object"),
         ("qwen2", {"is_causal": False}, "is_causal is False, supported is True"),
         ("llama", {"num_local_experts": 8}, "num_local_experts is 8, mixtures of experts are not supported"),

@@ -64,17 +64,55 @@ def test_head_norm_matches_reference(isa, rows, heads, kv_heads, dim):
     assert_close(cpu.load(isa).head_norm(*arrays, **attributes), reference.head_norm(*arrays, **attributes), 1e-6)
 
 
+ODD = [(0, 8, 3), (1, 1, 1), (1, 96, 50), (2, 31, 7), (3, 33, 13), (4, 64, 24), (7, 1030, 29), (65, 200, 301)]
+IN_CHUNKS = [(1, 1281, 50), (9, 2600, 31), (13, 5000, 25)]  # of K
+odd_shapes = pytest.mark.parametrize(("rows", "width", "num_out"), ODD + IN_CHUNKS)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
-@pytest.mark.parametrize(
-    ("rows", "width", "num_out"),
-    [(0, 8, 3), (1, 1, 1), (1, 96, 50), (2, 31, 7), (3, 33, 13), (4, 64, 24), (7, 1030, 29), (65, 200, 301)],
-)
+@odd_shapes
 def test_linear_matches_reference(isa, rows, width, num_out, dtype, bias):  # noqa: PLR0913 - a table
     x, weight = random(rows, width), random(num_out, width, seed=1)
     weight = to_bf16(weight) if dtype == "bf16" else weight
     given = random(num_out, seed=2) if bias else None
     assert_close(cpu.load(isa).linear(x, weight, given), reference.linear(x, weight, given), 1e-6)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("op", ["linear_int8", "linear_a8w8", "linear_int4", "linear_int4 with zeros"])
+@odd_shapes
+def test_linear_of_few_bits_matches_reference(isa, rows, width, num_out, op, bias):  # noqa: PLR0913 - a table
+    x = random(rows, width) * random(rows, 1, seed=5)  # rows of different size
+    inputs = (x, *weight_inputs(op, num_out, width), random(num_out, seed=2) if bias else None)
+    name = op.split()[0]
+    assert_close(getattr(cpu.load(isa), name)(*inputs), getattr(reference, name)(*inputs), 1e-6)
+
+
+def weight_inputs(op, num_out, width):
+    """Codes of all values, scales that differ, zeros or none."""
+    rng = np.random.default_rng(width)
+    if op in ("linear_int8", "linear_a8w8"):
+        return rng.integers(-128, 128, (num_out, width), np.int8), rng.random(num_out, np.float32) * 0.02
+    groups = (num_out, -(-width // 128) * 2)
+    codes, scale = rng.integers(0, 256, (num_out, groups[1] * 32), np.uint8), to_bf16(random(*groups, scale=0.2))
+    return codes, scale, to_bf16(rng.integers(0, 17, groups).astype(np.float32)) if "zeros" in op else None
+
+
+def test_bytes_of_activations_are_rounded_to_nearest_even(isa):
+    """127 / 254 is half a step: with a weight that is 1 at one place every code is seen."""
+    halves = np.array([[254, 1, 3, 5, -1, -3, 253, -253, 0, 2]], np.float32)
+    codes = cpu.load(isa).linear_a8w8(halves, np.eye(10, dtype=np.int8), np.full(10, 0.5, np.float32))
+    assert codes.tolist() == [[127, 0, 2, 2, 0, -2, 126, -126, 0, 1]]
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+def test_bytes_of_a_row_that_is_not_finite_give_nan_and_zeros_give_zeros(isa, number):
+    x, weight = random(3, 40), np.ones((5, 40), np.int8)
+    x[1, 7], x[2] = number, 0
+    for ops in (cpu.load(isa), reference):
+        found = ops.linear_a8w8(x, weight, np.ones(5, np.float32))
+        assert np.isnan(found[1]).all() and np.isfinite(found[0]).all() and not found[2].any()
 
 
 @pytest.mark.parametrize(("rows", "half"), [(1, 1), (5, 7), (300, 32)])

@@ -29,6 +29,22 @@ def i32(*values):
             lambda: cpu.linear(f32(2, 8), f32(3, 8).astype(np.float64)),
             "linear: weight is float64, needs float32 or uint16",
         ),
+        (
+            lambda: cpu.linear_int8(f32(2, 8), f32(3, 8), f32(3)),
+            "linear_int8: weight is float32, needs int8",
+        ),
+        (
+            lambda: cpu.linear_a8w8(f32(2, 8), np.zeros((3, 8), np.int8), f32(1)),
+            "linear_a8w8: scale has shape (1,), needs (3,)",
+        ),
+        (
+            lambda: cpu.linear_int4(f32(2, 130), np.zeros((3, 65), np.uint8), f32(3, 2)),
+            "linear_int4: weight has shape (3, 65), needs (any, 128)",
+        ),
+        (
+            lambda: cpu.linear_int4(f32(2, 130), np.zeros((3, 128), np.uint8), f32(3, 4)),
+            "linear_int4: scale is float32, needs uint16",
+        ),
         (lambda: cpu.linear(f32(8, 2).T, f32(3, 8)), "linear: x must be dense and row-major"),
         (
             lambda: cpu.embedding(i32(1, -5), f32(5, 2), first_id=0),

@@ -6,6 +6,7 @@ import pytest
 from engine.dtypes import to_bf16
 from engine.ops import cpu
 from tests.pure.paged_batch import PagedBatch
+from tests.pure.test_ops_cpu import weight_inputs
 
 pytestmark = pytest.mark.parametrize("isa", cpu.available_isas())
 RNG = np.random.default_rng(0)
@@ -45,6 +46,14 @@ def test_linear_rows_are_independent(isa, dtype, width, num_out):
     assert_rows_are_independent(lambda x: ops.linear(x, weight, bias), random(150, width))
 
 
+@pytest.mark.parametrize("op", ["linear_int8", "linear_a8w8", "linear_int4", "linear_int4 with zeros"])
+@pytest.mark.parametrize(("width", "num_out"), [(130, 100), (896, 64), (70, 700), (5000, 19)])
+def test_linear_rows_of_few_bits_are_independent(isa, op, width, num_out):
+    """Few rows read the codes as they are stored, many make bf16 of them first."""
+    function, weight = getattr(cpu.load(isa), op.split()[0]), weight_inputs(op, num_out, width)
+    assert_rows_are_independent(lambda x: function(x, *weight, random(num_out)), random(150, width))
+
+
 def test_linear_does_not_depend_on_threads(isa, num_threads):
     x, weight = random(70, 300), to_bf16(random(900, 300))
     found = cpu.load(isa).linear(x, weight)
@@ -61,7 +70,7 @@ def test_other_rows_are_independent(isa):
     assert_rows_are_independent(lambda x: ops.head_norm(x, q_weight, k_weight, **heads), random(150, 384))
 
 
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "int8"])
 @pytest.mark.parametrize(
     ("num_heads", "head_dim", "block_size"), [(4, 16, 8), (14, 64, 64), (2, 24, 16)], ids=["small", "usual", "odd"]
 )

@@ -23,6 +23,8 @@ def random(*shape):
 
 
 def tensor(array):
+    if array is None:
+        return None
     if array.dtype == np.uint16:
         return paddle.to_tensor(array.view(np.int16)).view("bfloat16")
     return paddle.to_tensor(array)
@@ -32,6 +34,10 @@ def i32(*values):
     return np.array(values, np.int32)
 
 
+BYTES, CODES = (
+    np.arange(84, dtype=np.int8).reshape(7, 12),
+    np.arange(7 * 64, dtype=np.int32).astype(np.uint8).reshape(7, 64),
+)
 CALLS = {
     "embedding": ((i32(3, 0, 3, 9), to_bf16(random(5, 12))), {"first_id": 2}),
     "all_reduce": ((random(5, 12),), {}),
@@ -41,6 +47,10 @@ CALLS = {
     "head_norm": ((random(5, 64), random(8), random(8)), {"num_heads": 4, "num_kv_heads": 2, "epsilon": 1e-5}),
     "linear": ((random(5, 12), random(7, 12), random(7)), {}),
     "linear bf16": ((random(5, 12), to_bf16(random(7, 12))), {}),
+    "linear_int8": ((random(5, 12), BYTES, random(7), random(7)), {}),
+    "linear_a8w8": ((random(5, 12), BYTES, random(7)), {}),
+    "linear_int4": ((random(5, 12), CODES, to_bf16(random(7, 2)), to_bf16(random(7, 2) + 8), random(7)), {}),
+    "linear_int4 without zero": ((random(5, 12), CODES, to_bf16(random(7, 2)), None, random(7)), {}),
     "rotary_angles": ((i32(0, 5, 70), random(4)), {"attention_scaling": 1.2}),
     "swiglu": ((random(5, 12),), {}),
 }
@@ -63,7 +73,7 @@ def test_residual_is_changed_in_place(ops):
     assert np.array_equal(same.numpy(), residual)
 
 
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "int8"])
 def test_cache_is_changed_in_place(ops, dtype):
     batch = PagedBatch([0, 5], [9, 1], dtype=dtype)
     cache = tensor(batch.kv_cache)

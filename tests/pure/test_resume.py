@@ -10,8 +10,9 @@ from engine.link import client as client_module
 from engine.link.client import EngineClient
 from engine.serving import kept as kept_module
 from engine.serving import service as service_module
+from engine.serving.options import ServiceOptions
 from engine.serving.prompt import PromptReader
-from engine.serving.service import Service, ServiceOptions
+from engine.serving.service import Service
 from engine.text.tokenizer import Tokenizer
 from tests.byte_tokenizer import write_tokenizer
 from tests.pure.counting_executor import answer

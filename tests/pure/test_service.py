@@ -8,8 +8,10 @@ import pytest
 from engine import wire
 from engine.errors import EngineUnavailable
 from engine.serving import service as service_module
+from engine.serving.options import ServiceOptions
 from engine.serving.prompt import PromptReader
-from engine.serving.service import Service, ServiceOptions
+from engine.serving.service import Service
+from engine.settings.stopping import Stopping
 from engine.text.tokenizer import Tokenizer
 from tests.byte_tokenizer import EOS_ID, write_tokenizer
 from tests.pure.service_fakes import PATIENCE_S, FakeEngine, FakeSender, a_payload, wait_until
@@ -482,16 +484,16 @@ def test_an_announced_end_turns_readiness_off_then_refuses_then_ends_what_is_ope
     service = make(stopping_file=path, drain_s=1.0)
     open_one = service.ask([1], "open")
     engine.listener_of([1])
-    path.write_text(str(time.monotonic() + 1.0))
+    path.write_text(Stopping(time.monotonic() + 1.0).text())
     wait_until(lambda: service.not_ready_reason() == "the server is stopping")
     before = service.ask([2], "before")
     engine.give([2], b"b", "length")
     assert before.final["tokens_all"] == "b"
-    wait_until(lambda: time.monotonic() > float(path.read_text()) + 0.3)
+    wait_until(lambda: time.monotonic() > Stopping.of(path.read_text()).refuse_at + 0.3)
     assert service.ask([3], "after").final["error_msg"] == "the server is stopping"
     assert not open_one.is_over
     assert (open_one.final["error_code"], open_one.final["error_msg"]) == (503, "the server is stopping")
-    assert time.monotonic() > float(path.read_text()) + 1.0
+    assert time.monotonic() > Stopping.of(path.read_text()).refuse_at + 1.0
     assert len(engine.cancelled) == 1
     assert probe(service)["reason"] == "the server is stopping"
 

@@ -3,7 +3,6 @@
 import itertools
 import random
 import time
-from dataclasses import replace
 
 import pytest
 
@@ -11,8 +10,9 @@ from engine.core.types import Sampling
 from engine.link import client as client_module
 from engine.link.client import EngineClient
 from engine.serving import service as service_module
+from engine.serving.options import ServiceOptions
 from engine.serving.prompt import PromptReader
-from engine.serving.service import Service, ServiceOptions
+from engine.serving.service import Service
 from engine.text.tokenizer import Tokenizer
 from tests.byte_tokenizer import write_tokenizer
 from tests.pure.counting_executor import CountingExecutor, answer
@@ -28,10 +28,15 @@ def address(monkeypatch):
 
 
 @pytest.fixture
-def service(tmp_path, address):
+def limits():
+    return {"model_len": 160, "max_seq_len": 80, "max_dec_len": 120}
+
+
+@pytest.fixture
+def service(tmp_path, address, limits):
     write_tokenizer(tmp_path)
     tokenizer = Tokenizer.load(tmp_path)
-    reader = PromptReader(tokenizer, vocab_size=2**31 - 1, model_len=160, max_seq_len=80, max_dec_len=120)
+    reader = PromptReader(tokenizer, vocab_size=2**31 - 1, **limits)
     service = Service(tokenizer, reader, EngineClient(address), ServiceOptions())
     yield service
     service.close(drain_s=0)
@@ -99,9 +104,8 @@ def answers_of(sender):
     return [answers[index] for index in sorted(answers)]
 
 
+@pytest.mark.parametrize("limits", [{"model_len": 2000, "max_seq_len": 1100, "max_dec_len": 120}])
 def test_eight_answers_are_those_of_their_seeds_and_their_prompt_is_computed_once(service, address):
-    reader = replace(service._reader, model_len=2000, max_seq_len=1100)
-    service._reader = reader
     with a_server(CountingExecutor(40, 64), address, batch_size=8, enable_prefix_caching=False) as server:
         sender = ask_several(service, 7, list(range(1000)), 20, 8)
         assert answers_of(sender) == sender.expected

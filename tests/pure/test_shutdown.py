@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine.settings.config import STOPPING_FILE, Config
+from engine.settings.stopping import Stopping
 from server_scripts import shutdown
 from server_scripts.shutdown import ENGINE_STOP_S, IDLE_TRITON_S, STOP_MARGIN_S, STOP_WHILE_STARTING_S
 
@@ -99,9 +100,9 @@ def stop(monkeypatch):
         shutdown.shut_down(server)
         assert server.state.phase == "stopping"
         assert list(server.notes)[0] == "monitor stopped"
-        [(name, refuse_at)] = server.announced.items()
+        [(name, text)] = server.announced.items()
         assert name == STOPPING_FILE
-        server.notes["announced"] = float(refuse_at) - server._started
+        server.notes["announced"] = Stopping.of(text).refuse_at - server._started
         return server.notes
 
     return stop

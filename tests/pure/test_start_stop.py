@@ -70,7 +70,7 @@ def test_what_a_library_prints_during_an_export_is_no_step(server, tmp_path, mon
 @pytest.mark.parametrize(("variable", "status"), [("RUN_DIR", 2), ("FD_LOG_DIR", 2), ("EXPORT_CACHE_DIR", 1)])
 def test_a_folder_that_cannot_be_made_is_named_by_its_variable(server, tmp_path, variable, status):
     (tmp_path / "file").touch()
-    server.env[variable] = str(tmp_path / "file" / "deep" / "folder")
+    server.env[variable] = str(tmp_path / "file" / "a" / "b")
     server.env["MODEL_DIR"] = str(ROOT / "demo_model")
     done = server.command("start_server")
     assert done.returncode == status
@@ -114,10 +114,10 @@ def test_a_name_that_is_no_name_says_so(server):
 def test_a_quantization_that_is_not_built_is_refused_before_anything_is_fetched(server):
     with ModelServer() as hub:
         server.env["HF_ENDPOINT"] = hub.url
-        done = server.command("start_server", "org/model/weight_only_int8")
+        done = server.command("start_server", "org/model/a8w8_fp8")
         assert hub.requests == []
     assert done.returncode == 2
-    assert "the name asks for weight_only_int8, exporting as that is not supported yet" in done.stderr
+    assert "the name asks for a8w8_fp8, exporting as that is not supported yet" in done.stderr
 
 
 def test_an_architecture_that_is_not_built_is_refused_before_its_weights_are_fetched(server):

@@ -18,7 +18,7 @@ from engine.settings.config import Config
 from engine.text.tokenizer import Tokenizer
 from gateway.app import make_app
 from gateway.connections import SERVICE
-from gateway.held import DOCUMENT
+from gateway.parts import DOCUMENT
 from tests.fuzz import INSIDE, bodies, examples, payload_of
 from tests.hostile_requests import odd_messages
 from tests.server import running_server

@@ -30,9 +30,13 @@ for line in answer:
     print(line.decode(), end="", flush=True)
 """
 ASK_GRPC = """
+import grpc
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 from engine.settings.config import Config
-from server_scripts.probe import Probe
-print(Probe(Config.from_env()).infer({"text": "Hello", "req_id": "1"}, 60).error)
+from engine.wire.triton import infer_request, read_response
+request = infer_request({"req_id": "a", "text": "Hi"})
+with grpc.insecure_channel(f"127.0.0.1:{Config.from_env().service_grpc_port}") as channel:
+    print([read_response(each).error for each in GRPCInferenceServiceStub(channel).ModelStreamInfer(iter([request]))])
 """
 
 
@@ -174,7 +178,8 @@ def test_a_host_that_dies_and_comes_back_is_a_pause(running, expected):
     master, follower = running
     stream = master.stream()
     lines, before = read_lines(stream, 20), num_replays(master)
-    os.kill(follower.server.pid_of("supervisor"), signal.SIGKILL)  # and with it all others
+    for pid in follower.pids():
+        os.kill(pid, signal.SIGKILL)
     wait_until(lambda: master.ready()[0] == 503)
     wait_until(lambda: f"waits for {IPS[1]}" in master.ready()[1])
     assert master.call(f"{master.server.health_url}/v2/health/live")[0] == 200

@@ -381,7 +381,7 @@ BAD_BODIES = [
     ({"input_ids": []}, 400, "`input_ids`"),
     ({"messages": [], "req_id": "x"}, 400, "`messages`"),
     ({"messages": [{"role": "user"}], "req_id": "x"}, 400, "content"),
-    ({"text": "word " * 9000, "max_dec_len": 5}, 400, "MAX_SEQ_LEN"),
+    ({"text": "word " * 9000, "max_dec_len": 5}, 400, "the model(4096)"),
     ({"text": "hi", "stop_sequences": [""]}, 400, "`stop_sequences`"),
     ({"text": "hi", "logit_bias": {"x": 1}}, 400, "`logit_bias`"),
     ({"text": "hi", "stream": "yes"}, 400, "`stream`"),

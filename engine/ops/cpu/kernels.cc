@@ -7,6 +7,7 @@
 #include "head_norm.h"
 #include "linear.h"
 #include "paged_attention.h"
+#include "quantized_linear.h"
 #include "rms_norm.h"
 #include "rotary_angles.h"
 #include "sampling_passes.h"
@@ -30,8 +31,14 @@ void any_linear(const float* x, const void* weight, int weight_bf16, const float
     linear(x, static_cast<const float*>(weight), bias, y, rows, width, num_out);
 }
 
+void any_linear_int8(const LlmQuantizedLinear* args) { linear_int8(*args); }
+void any_linear_int4(const LlmQuantizedLinear* args) { linear_int4(*args); }
+void any_linear_a8w8(const LlmQuantizedLinear* args) { linear_a8w8(*args); }
+
 void any_paged_attention(const LlmAttention* args) {
-  if (args->cache_bf16)
+  if (args->cache_bits == 8)
+    paged_attention(AttentionArgs<int8_t>{*args});
+  else if (args->cache_bits == 16)
     paged_attention(AttentionArgs<uint16_t>{*args});
   else
     paged_attention(AttentionArgs<float>{*args});
@@ -54,6 +61,9 @@ const LlmKernels JOIN(llm_kernels_, LLM_ISA) = {
     LLM_ISA::add_rms_norm,
     LLM_ISA::head_norm,
     LLM_ISA::any_linear,
+    LLM_ISA::any_linear_int8,
+    LLM_ISA::any_linear_int4,
+    LLM_ISA::any_linear_a8w8,
     LLM_ISA::rotary_angles,
     LLM_ISA::any_paged_attention,
     LLM_ISA::swiglu,

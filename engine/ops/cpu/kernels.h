@@ -18,14 +18,25 @@ struct LlmEmbedding {
 struct LlmAttention {
   const float* qkv;             // [T, (Hq + 2 Hkv) D]
   const float* cos_sin;         // [T, R]
-  void* kv_cache;               // [num_blocks, 2, Hkv, block_size, D], float32 or bf16
+  void* kv_cache;               // [num_blocks, 2, Hkv, block_size, D], float32 or bf16; D + 2 bytes
   const int32_t* query_starts;  // [B + 1]
   const int32_t* context_lens;  // [B]
   const int32_t* block_tables;  // [B, max_blocks]
   float* out;                   // [T, Hq D]
   int64_t num_requests, num_heads, num_kv_heads, head_dim, rotary_dim, block_size, max_blocks;
   float scale;
-  int32_t cache_bf16;
+  int32_t cache_bits;  // 32, 16, or 8: a row ends in its scale, a bf16
+};
+
+// A linear layer whose weight is stored with 8 or 4 bits an element. K: x's width; K' is K, rounded up to 128.
+struct LlmQuantizedLinear {
+  const float* x;      // [T, K]
+  const void* weight;  // int8 [N, K], or uint8 [N, K' / 2]: two codes a byte
+  const void* scale;   // float32 [N], or bf16 [N, K' / 64]
+  const void* zero;    // with two codes a byte: as scale, or null
+  const float* bias;   // [N], or null
+  float* y;            // [T, N]
+  int64_t rows, width, num_out;
 };
 
 struct LlmKernels {
@@ -39,6 +50,9 @@ struct LlmKernels {
                     int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, float epsilon);
   void (*linear)(const float* x, const void* weight, int weight_bf16, const float* bias, float* y,
                  int64_t rows, int64_t width, int64_t num_out);  // bias may be null
+  void (*linear_int8)(const LlmQuantizedLinear* args);
+  void (*linear_int4)(const LlmQuantizedLinear* args);
+  void (*linear_a8w8)(const LlmQuantizedLinear* args);
   void (*rotary_angles)(const int32_t* positions, const float* inv_freq, float* y, int64_t rows, int64_t half,
                         float scaling);
   void (*paged_attention)(const LlmAttention* args);

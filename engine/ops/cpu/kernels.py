@@ -7,10 +7,12 @@ from dataclasses import fields
 
 import numpy as np
 
-from engine.ops.cpu.library import Attention, Embedding, Sampling
+from engine.dtypes import CODES_ALIGNED, CODES_PER_SCALE, scale_bytes
+from engine.ops.cpu.library import Attention, Embedding, QuantizedLinear, Sampling
 from engine.ops.sampling_rows import SampledRows, SamplingRows
 
 F32, BF16, I32 = np.dtype(np.float32), np.dtype(np.uint16), np.dtype(np.int32)
+I8, U8 = np.dtype(np.int8), np.dtype(np.uint8)
 NO_END = 2**31  # of ids whose rows other ranks may hold
 
 
@@ -122,6 +124,35 @@ class CpuOps:
         self.kernels.linear(x_at, weight_at, is_bf16, bias_at, y.ctypes.data, *x.shape, len(weight))
         return y
 
+    def linear_int8(self, x, weight, scale, bias=None):
+        return self._linear_of_bytes("linear_int8", (x, weight, scale, bias))
+
+    def linear_a8w8(self, x, weight, scale, bias=None):
+        return self._linear_of_bytes("linear_a8w8", (x, weight, scale, bias))
+
+    def _linear_of_bytes(self, op, inputs):
+        x, weight, scale, bias = inputs
+        x_at = need(op, "x", x, (None, None), F32)
+        weight_at = need(op, "weight", weight, (None, x.shape[1]), I8)
+        scale_at = need(op, "scale", scale, (len(weight),), F32)
+        bias_at = None if bias is None else need(op, "bias", bias, (len(weight),), F32)
+        y = np.empty((len(x), len(weight)), F32)
+        args = QuantizedLinear(x_at, weight_at, scale_at, None, bias_at, y.ctypes.data, *x.shape, len(weight))
+        getattr(self.kernels, op)(ctypes.addressof(args))
+        return y
+
+    def linear_int4(self, x, weight, scale, zero=None, bias=None):  # noqa: PLR0913 - the inputs of the catalogue
+        op, width = "linear_int4", -(-x.shape[1] // CODES_ALIGNED) * CODES_ALIGNED
+        x_at = need(op, "x", x, (None, None), F32)
+        weight_at = need(op, "weight", weight, (None, width // 2), U8)
+        scale_at = need(op, "scale", scale, (len(weight), width // CODES_PER_SCALE), BF16)
+        zero_at = None if zero is None else need(op, "zero", zero, scale.shape, BF16)
+        bias_at = None if bias is None else need(op, "bias", bias, (len(weight),), F32)
+        y = np.empty((len(x), len(weight)), F32)
+        args = QuantizedLinear(x_at, weight_at, scale_at, zero_at, bias_at, y.ctypes.data, *x.shape, len(weight))
+        self.kernels.linear_int4(ctypes.addressof(args))
+        return y
+
     def rotary_angles(self, positions, inv_freq, *, attention_scaling):
         positions_at = need("rotary_angles", "positions", positions, (None,), I32)
         inv_freq_at = need("rotary_angles", "inv_freq", inv_freq, (None,), F32)
@@ -134,8 +165,8 @@ class CpuOps:
         self, qkv, cos_sin, kv_cache, query_starts, context_lens, block_tables, *, num_heads, num_kv_heads, scale
     ):
         op = "paged_attention"
-        kv_cache_at = need(op, "kv_cache", kv_cache, (None, 2, num_kv_heads, None, None), F32, BF16)
-        block_size, head_dim = kv_cache.shape[3:]
+        kv_cache_at = need(op, "kv_cache", kv_cache, (None, 2, num_kv_heads, None, None), F32, BF16, I8)
+        block_size, head_dim = kv_cache.shape[3], kv_cache.shape[4] - scale_bytes(kv_cache.dtype)
         qkv_at = need(op, "qkv", qkv, (None, (num_heads + 2 * num_kv_heads) * head_dim), F32)
         cos_sin_at = need(op, "cos_sin", cos_sin, (len(qkv), None), F32)
         context_lens_at = need(op, "context_lens", context_lens, (None,), I32)
@@ -150,8 +181,8 @@ class CpuOps:
         out = np.empty((len(qkv), num_heads * head_dim), F32)
         addresses = (qkv_at, cos_sin_at, kv_cache_at, query_starts_at, context_lens_at, block_tables_at)
         sizes = (len(context_lens), num_heads, num_kv_heads, head_dim, cos_sin.shape[1], block_size)
-        is_bf16 = kv_cache.dtype == BF16
-        args = Attention(*addresses, out.ctypes.data, *sizes, block_tables.shape[1], scale, is_bf16)
+        num_bits = 8 * kv_cache.itemsize
+        args = Attention(*addresses, out.ctypes.data, *sizes, block_tables.shape[1], scale, num_bits)
         self.kernels.paged_attention(ctypes.addressof(args))
         return out, kv_cache
 

@@ -27,6 +27,7 @@ class Kernels(ctypes.Structure):
         ("add_rms_norm", _function(c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float)),
         ("head_norm", _function(*[c_void_p] * 4, *[c_int64] * 4, c_float)),
         ("linear", _function(c_void_p, c_void_p, c_int, c_void_p, c_void_p, *[c_int64] * 3)),
+        *((f"linear_{kind}", _function(c_void_p)) for kind in ("int8", "int4", "a8w8")),
         ("rotary_angles", _function(c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float)),
         ("paged_attention", _function(c_void_p)),
         ("swiglu", _function(c_void_p, c_void_p, c_int64, c_int64)),
@@ -58,7 +59,16 @@ class Attention(ctypes.Structure):
         *((name, c_void_p) for name in _pointers),
         *((name, c_int64) for name in _sizes),
         ("scale", c_float),
-        ("cache_bf16", c_int32),
+        ("cache_bits", c_int32),
+    ]
+
+
+class QuantizedLinear(ctypes.Structure):
+    """`LlmQuantizedLinear` of kernels.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "weight", "scale", "zero", "bias", "y")),
+        *((name, c_int64) for name in ("rows", "width", "num_out")),
     ]
 
 

@@ -1,137 +1,176 @@
 // y[t, n] = sum_k x[t, k] * weight[n, k] + bias[n]
 #pragma once
+#include "kernels.h"
+#include "linear_weights.h"
 #include "parallel.h"
-#include "vec.h"
 
 namespace LLM_ISA {
 
-// One output is one vector of partial sums along K, added up at the end: the same operations in the same
-// order whatever tile it was computed in, so a token's result does not depend on its neighbours.
-template <class X, class Weight>
-struct Dot {
-  static constexpr int step = W;
-  using lanes = vec;
-  static vec add(vec x, vec weight, vec sums) { return fma(x, weight, sums); }
-  template <class T>
-  static vec load_step(const T* p) { return load(p); }
-  template <class T>
-  static vec load_tail(const T* p, int n) { return load_first(p, n); }
-};
+// Along K a row is cut into chunks. In each, one output is one vector of partial sums that is added up at its end;
+// then come the chunks, in their order. These are the same operations in the same order whatever tile an output was
+// computed in, so a token's result does not depend on its neighbours.
+constexpr int64_t kChunk = 1280;  // so that as many rows as a tile has, of x and of the weight, fit into the L1 cache
 
-#ifdef __AVX512BF16__
-using bf16_x = uint16_t;
-template <>
-struct Dot<uint16_t, uint16_t> {
-  static constexpr int step = 2 * W;
-  using lanes = bf16_vec;
-  static vec add(bf16_vec x, bf16_vec weight, vec sums) { return dot_bf16(x, weight, sums); }
-  static bf16_vec load_step(const uint16_t* p) { return load_bf16(p); }
-  static bf16_vec load_tail(const uint16_t* p, int n) { return load_bf16_first(p, n); }
-};
-inline void round_row(const float* x, uint16_t* rounded, int64_t cols) {
-  for_lanes(cols, [=](int64_t k, int n) { store_bf16(rounded + k, load_n(x + k, n), n); });
+inline int64_t chunk_size(int64_t width) {
+  const int64_t count = (width + kChunk - 1) / kChunk;
+  return count > 1 ? round_up((width + count - 1) / count, kCodesAligned) : width;
 }
-#else
-using bf16_x = float;  // rounded to bf16, kept as float32
-inline void round_row(const float* x, float* rounded, int64_t cols) {
-  for_lanes(cols, [=](int64_t k, int n) {
-    uint16_t bits[W];
-    store_bf16(bits, load_n(x + k, n), n);
-    store_n(rounded + k, load_n(bits, n), n);
-  });
-}
-#endif
 
-// A tile holds kTileSums vectors in registers: up to kTileRows rows of x by as many of the weight as fit.
-#ifdef __AVX512F__
-constexpr int kTileRows = 8, kTileSums = 24;
-#else
-constexpr int kTileRows = 4, kTileSums = 12;
-#endif
+inline int64_t num_chunks_of(int64_t width) { return (width + chunk_size(width) - 1) / chunk_size(width); }
+
 constexpr int64_t kPanelBytes = 64 << 10;  // weight rows that stay in the L2 cache while all rows of x pass
 
-template <class X, class Weight>
+template <class X>
 struct LinearArgs {
   const X* x;
-  const Weight* weight;
-  const float* bias;  // or null
+  int64_t rows, width, num_out;  // T, K (of x and of the weight as they lie in memory), N
+  const float *scale, *bias;     // [N] each, or null
   float* y;
-  int64_t rows, width, num_out;  // T, K, N
+  // Of whole numbers: [T] scales, and for each row and chunk what its sums are too large by.
+  const float* x_scale = nullptr;
+  const int32_t* excess = nullptr;
 };
 
-// Rows t .. t_end of x times rows n .. n_end of the weight, and how far behind them in memory lies the weight
-// that is wanted next: it is fetched while this one is multiplied, or every panel would begin with a wait.
+// Rows t .. t_end of x times rows n .. n_end of the weight, and where the rows lie that are wanted next (or null): they
+// are fetched while these are multiplied, or every panel would begin with a wait.
 struct Panel {
-  int64_t t, t_end, n, n_end, ahead;
+  int64_t t, t_end, n, n_end;
+  const char* next;
+  int64_t row_bytes;
 };
 
+struct Chunk {
+  int64_t start, count, index, num_chunks;
+  bool is_last() const { return index == num_chunks - 1; }
+};
+
+// What becomes of outputs (t .. t + M, n .. n + N) after a chunk's sums.
+template <int M, int N, class X>
+inline void add_to_outputs(const LinearArgs<X>& a, int64_t t, int64_t n, const Chunk& chunk,
+                           const Totals<M, N, X>& totals) {
+  static_assert(N <= W, "a row's outputs are one vector");
+  const vec scale = a.scale ? load_few<N>(a.scale + n) : set1(1.0f);
+  const vec bias = a.bias ? load_few<N>(a.bias + n) : set1(0.0f);
+  auto each = [&](auto result) {
+    float* y = a.y + t * a.num_out + n;
+#pragma GCC unroll 8
+    for (int i = 0; i < M; i++, y += a.num_out) {
+      vec total;
+      if constexpr (Dot<X>::is_whole)
+        total = as_floats(totals.row(i) - a.excess[(t + i) * chunk.num_chunks + chunk.index]);
+      else
+        total = totals.row(i);
+      total = result(total, y, i);
+      __builtin_memcpy(y, &total, sizeof(float) * N);
+    }
+  };
+  auto finish = [&](vec total, int i) {
+    if constexpr (Dot<X>::is_whole) total *= a.x_scale[t + i];
+    return a.scale ? total * scale + bias : total + bias;
+  };
+  if (chunk.num_chunks == 1) return each([&](vec sum, const float*, int i) { return finish(sum, i); });
+  if (chunk.index == 0) return each([](vec sum, const float*, int) { return sum; });
+  if (!chunk.is_last()) return each([](vec sum, const float* y, int) { return load_few<N>(y) + sum; });
+  each([&](vec sum, const float* y, int i) { return finish(load_few<N>(y) + sum, i); });
+}
+
+// One chunk of M rows of x from t on times N rows of the weight, n the first output.
 template <int M, int N, bool kFetch, class X, class Weight>
-inline void tile(const LinearArgs<X, Weight>& a, int64_t t, int64_t n, int64_t ahead) {
-  using D = Dot<X, Weight>;
-  const X* x = a.x + t * a.width;
-  const Weight* weight = a.weight + n * a.width;
-  vec sums[M][N] = {};
-  auto add_step = [&](auto load) {
+inline void tile(const LinearArgs<X>& a, const Weight& weight, const Panel& p, int64_t t, int64_t n,
+                 const Chunk& chunk) {
+  using D = Dot<X>;
+  constexpr int kSteps = Weight::steps;
+  constexpr int64_t kBlock = kSteps * D::step;
+  constexpr uint64_t kPerLine = 512 / Weight::bits;  // elements of a cache line
+  const X* x = a.x + t * a.width + chunk.start;
+  const char* next = kFetch ? p.next + (n - p.n) * p.row_bytes + chunk.start * Weight::bits / 8 : nullptr;
+  typename Weight::Row rows[N];
+#pragma GCC unroll 8
+  for (int j = 0; j < N; j++) rows[j] = weight.row(n + j, chunk.start);
+  typename D::sum_lanes sums[M * N] = {};
+  auto multiply = [&](auto take, auto read) {
     typename D::lanes columns[N];
 #pragma GCC unroll 8
-    for (int j = 0; j < N; j++) columns[j] = load(weight + j * a.width);
+    for (int j = 0; j < N; j++) columns[j] = take(rows[j]);
 #pragma GCC unroll 8
     for (int i = 0; i < M; i++) {
-      const typename D::lanes row = load(x + i * a.width);
+      const typename D::lanes row = read(x + i * a.width);
 #pragma GCC unroll 8
-      for (int j = 0; j < N; j++) sums[i][j] = D::add(row, columns[j], sums[i][j]);
+      for (int j = 0; j < N; j++) sums[i * N + j] = D::add(row, columns[j], sums[i * N + j]);
     }
   };
   int64_t k = 0;
-  for (; k + D::step <= a.width; k += D::step) {
-    if (kFetch)
+  for (; k + kBlock <= chunk.count; k += kBlock) {
+    if (kFetch && static_cast<uint64_t>(k) % kPerLine < kBlock)
 #pragma GCC unroll 8
-      for (int j = 0; j < N; j++) prefetch(weight + j * a.width + k + ahead);
-    add_step([=](auto* p) { return D::load_step(p + k); });
+      for (int j = 0; j < N; j++) prefetch(next + j * p.row_bytes + k * Weight::bits / 8);
+#pragma GCC unroll 8
+    for (int j = 0; j < N; j++) rows[j].open(k);
+#pragma GCC unroll 8
+    for (int s = 0; s < kSteps; s++)
+      multiply([=](const auto& row) { return row.take(k, s); }, [=](auto* p) { return D::read(p + k + s * D::step); });
   }
-  if (const int left = static_cast<int>(a.width - k))
-    add_step([=](auto* p) { return D::load_tail(p + k, left); });
-#pragma GCC unroll 8
-  for (int i = 0; i < M; i++)
-#pragma GCC unroll 8
-    for (int j = 0; j < N; j++)
-      a.y[(t + i) * a.num_out + n + j] = sum(sums[i][j]) + (a.bias ? a.bias[n + j] : 0.0f);
+  if constexpr (!Weight::is_aligned)
+    if (const int left = static_cast<int>(chunk.count - k))
+      multiply([=](const auto& row) { return row.take_first(k, left); },
+               [=](auto* p) { return D::read_first(p + k, left); });
+  add_to_outputs<M, N>(a, t, n, chunk, Totals<M, N, X>(sums));
 }
 
-// One pass of M rows of x over a panel. Of `num_passes`, each fetches its share of what comes next.
+// One pass of M rows of x over the panel in one chunk. Of `num_passes`, each fetches its share of what comes next.
 template <int M, class X, class Weight>
-inline void pass(const LinearArgs<X, Weight>& a, const Panel& p, int64_t t, int64_t num_passes) {
-  constexpr int N = kTileSums / (M < 4 ? 4 : M);
+inline void pass(const LinearArgs<X>& a, const Weight& weight, const Panel& p, int64_t t, int64_t num_passes,
+                 const Chunk& chunk) {
+  constexpr int N = Weight::columns(M);
   int64_t n = p.n, turn = (t - p.t) / kTileRows;
   for (; n + N <= p.n_end; n += N) {
-    if (p.ahead && turn == 0)
-      tile<M, N, true>(a, t, n, p.ahead);
+    if (turn == 0 && p.next)
+      tile<M, N, true>(a, weight, p, t, n, chunk);
     else
-      tile<M, N, false>(a, t, n, 0);
+      tile<M, N, false>(a, weight, p, t, n, chunk);
     turn = (turn == 0 ? num_passes : turn) - 1;
   }
-  for (; n < p.n_end; n++) tile<M, 1, false>(a, t, n, 0);
+  for (; n < p.n_end; n++) tile<M, 1, false>(a, weight, p, t, n, chunk);
 }
 
 template <class X, class Weight>
-inline void multiply(const LinearArgs<X, Weight>& a, const Panel& p) {
+inline void multiply_chunk(const LinearArgs<X>& a, const Weight& weight, const Panel& p, const Chunk& chunk) {
   const int64_t num_passes = (p.t_end - p.t + kTileRows - 1) / kTileRows;
   int64_t t = p.t;
-  for (; t + kTileRows <= p.t_end; t += kTileRows) pass<kTileRows>(a, p, t, num_passes);
+  for (; t + kTileRows <= p.t_end; t += kTileRows) pass<kTileRows>(a, weight, p, t, num_passes, chunk);
   switch (p.t_end - t) {
-    case 1: return pass<1>(a, p, t, num_passes);
-    case 2: return pass<2>(a, p, t, num_passes);
-    case 3: return pass<3>(a, p, t, num_passes);
-    case 4: return pass<4>(a, p, t, num_passes);
-    case 5: return pass<5>(a, p, t, num_passes);
-    case 6: return pass<6>(a, p, t, num_passes);
-    case 7: return pass<7>(a, p, t, num_passes);
+    case 1: return pass<1>(a, weight, p, t, num_passes, chunk);
+    case 2: return pass<2>(a, weight, p, t, num_passes, chunk);
+    case 3: return pass<3>(a, weight, p, t, num_passes, chunk);
+    case 4: return pass<4>(a, weight, p, t, num_passes, chunk);
+    case 5: return pass<5>(a, weight, p, t, num_passes, chunk);
+    case 6: return pass<6>(a, weight, p, t, num_passes, chunk);
+    case 7: return pass<7>(a, weight, p, t, num_passes, chunk);
+  }
+}
+
+// Few rows read a weight as it is stored. For more, a chunk of the panel is first made into what x is multiplied with.
+template <class X, class Weight>
+void multiply(const LinearArgs<X>& a, const Weight& weight, const Panel& p) {
+  const int64_t size = chunk_size(a.width), num_chunks = num_chunks_of(a.width);
+  for (int64_t index = 0; index < num_chunks; index++) {
+    const int64_t start = index * size;
+    const Chunk chunk = {start, min(size, a.width - start), index, num_chunks};
+    if (p.t_end - p.t <= Weight::direct_rows) {
+      multiply_chunk(a, weight, p, chunk);
+    } else if constexpr (Weight::direct_rows < kAnyRows) {
+      const int64_t stride = round_up(chunk.count, kCodesAligned);
+      const auto bytes = sizeof(X) * static_cast<size_t>((p.n_end - p.n) * stride);
+      auto* panel = static_cast<X*>(llm_scratch(3, bytes));
+      for (int64_t n = p.n; n < p.n_end; n++) unpack(weight, weight.row(n, start), chunk.count, panel + (n - p.n) * stride);
+      multiply_chunk(a, Unpacked<X, Weight>{{panel, stride, p.n, start}}, p, chunk);
+    }
   }
 }
 
 template <class X, class Weight>
-void multiply(const LinearArgs<X, Weight>& a) {
-  const int64_t row_bytes = a.width * static_cast<int64_t>(sizeof(Weight));
+void multiply(const LinearArgs<X>& a, const Weight& weight) {
+  const int64_t row_bytes = a.width * static_cast<int64_t>(sizeof(X));
   const int64_t cols = round_up(kPanelBytes / row_bytes + 1, kTileSums);
   const int64_t num_panels = (a.num_out + cols - 1) / cols;
   const int64_t wanted = 4 * llm_num_threads();  // pieces, so that nobody waits long for the last
@@ -146,23 +185,30 @@ void multiply(const LinearArgs<X, Weight>& a) {
     auto take = [&] { return __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED); };
     for (int64_t i = take(), next; i < count; i = next) {
       next = take();
-      const int64_t n = i / cuts * cols, t = i % cuts * rows;
-      const int64_t ahead = next < count ? (next / cuts - i / cuts) * cols * a.width : 0;
-      multiply(a, Panel{t, min(a.rows, t + rows), n, min(a.num_out, n + cols), ahead});
+      const int64_t n = i / cuts * cols, t = i % cuts * rows, next_n = next / cuts * cols;
+      const char* address = next < count && next_n != n ? weight.address(next_n) : nullptr;
+      multiply(a, weight, Panel{t, min(a.rows, t + rows), n, min(a.num_out, n + cols), address,
+                                a.width * Weight::bits / 8});
     }
   }
 }
 
 inline void linear(const float* x, const float* weight, const float* bias, float* y, int64_t rows,
                    int64_t width, int64_t num_out) {
-  multiply(LinearArgs<float, float>{x, weight, bias, y, rows, width, num_out});
+  multiply(LinearArgs<float>{x, rows, width, num_out, nullptr, bias, y}, Stored<float, float>{weight, width});
+}
+
+inline bf16_x* rounded_rows(const float* x, int64_t rows, int64_t width) {
+  auto* rounded = static_cast<bf16_x*>(llm_scratch(0, sizeof(bf16_x) * static_cast<size_t>(rows * width)));
+  parallel_rows(rows, width, [=](int64_t t) { round_row(x + t * width, rounded + t * width, width); });
+  return rounded;
 }
 
 inline void linear(const float* x, const uint16_t* weight, const float* bias, float* y, int64_t rows,
                    int64_t width, int64_t num_out) {
-  auto* rounded = static_cast<bf16_x*>(llm_scratch(0, sizeof(bf16_x) * static_cast<size_t>(rows * width)));
-  parallel_rows(rows, width, [=](int64_t t) { round_row(x + t * width, rounded + t * width, width); });
-  multiply(LinearArgs<bf16_x, uint16_t>{rounded, weight, bias, y, rows, width, num_out});
+  const bf16_x* rounded = rounded_rows(x, rows, width);
+  multiply(LinearArgs<bf16_x>{rounded, rows, width, num_out, nullptr, bias, y},
+           Stored<bf16_x, uint16_t>{weight, width});
 }
 
 }  // namespace LLM_ISA

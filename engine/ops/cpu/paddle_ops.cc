@@ -170,6 +170,70 @@ Shapes linear_shape(const Shape& x, const Shape& weight, const paddle::optional<
 }
 Types linear_type(const DataType&, const DataType&, const paddle::optional<DataType>&) { return kF32; }
 
+// ---- linear_int8, linear_a8w8, linear_int4 ----
+
+using Kernel = void (*)(const LlmQuantizedLinear* args);
+struct Weight {
+  const Tensor &codes, &scale;
+  const OptionalTensor& zero;
+};
+
+Tensors quantized(const char* op, Kernel kernel, const Tensor& x, const Weight& weight, const OptionalTensor& bias) {
+  const int64_t rows = x.shape()[0], num_out = weight.codes.shape()[0];
+  if (bias) need(op, "bias", *bias, {num_out}, kF32);
+  Tensor y = empty({rows, num_out});
+  LlmQuantizedLinear args = {};
+  args.x = x.data<float>();
+  args.weight = weight.codes.data();
+  args.scale = weight.scale.data();
+  args.zero = weight.zero ? weight.zero->data() : nullptr;
+  args.bias = bias ? bias->data<float>() : nullptr;
+  args.y = y.data<float>();
+  args.rows = rows;
+  args.width = x.shape()[1];
+  args.num_out = num_out;
+  kernel(&args);
+  return {y};
+}
+
+Tensors of_bytes(const char* op, Kernel kernel, const Tensor& x, const Weight& weight, const OptionalTensor& bias) {
+  need(op, "x", x, {-1, -1}, kF32);
+  need(op, "weight", weight.codes, {-1, x.shape()[1]}, {DataType::INT8});
+  need(op, "scale", weight.scale, {weight.codes.shape()[0]}, kF32);
+  return quantized(op, kernel, x, weight, bias);
+}
+Tensors linear_int8(const Tensor& x, const Tensor& weight, const Tensor& scale, const OptionalTensor& bias) {
+  return of_bytes("linear_int8", kernels().linear_int8, x, {weight, scale, {}}, bias);
+}
+Tensors linear_a8w8(const Tensor& x, const Tensor& weight, const Tensor& scale, const OptionalTensor& bias) {
+  return of_bytes("linear_a8w8", kernels().linear_a8w8, x, {weight, scale, {}}, bias);
+}
+Shapes linear_of_bytes_shape(const Shape& x, const Shape& weight, const Shape&, const paddle::optional<Shape>&) {
+  return {{x[0], weight[0]}};
+}
+Types linear_of_bytes_type(const DataType&, const DataType&, const DataType&, const paddle::optional<DataType>&) {
+  return kF32;
+}
+
+Tensors linear_int4(const Tensor& x, const Tensor& weight, const Tensor& scale, const OptionalTensor& zero,
+                    const OptionalTensor& bias) {
+  const char* op = "linear_int4";
+  need(op, "x", x, {-1, -1}, kF32);
+  const int64_t width = (x.shape()[1] + 127) / 128 * 128, num_out = weight.shape()[0];
+  need(op, "weight", weight, {-1, width / 2}, {DataType::UINT8});
+  need(op, "scale", scale, {num_out, width / 64}, {DataType::BFLOAT16});
+  if (zero) need(op, "zero", *zero, {num_out, width / 64}, {DataType::BFLOAT16});
+  return quantized(op, kernels().linear_int4, x, {weight, scale, zero}, bias);
+}
+Shapes linear_int4_shape(const Shape& x, const Shape& weight, const Shape&, const paddle::optional<Shape>&,
+                         const paddle::optional<Shape>&) {
+  return {{x[0], weight[0]}};
+}
+Types linear_int4_type(const DataType&, const DataType&, const DataType&, const paddle::optional<DataType>&,
+                       const paddle::optional<DataType>&) {
+  return kF32;
+}
+
 // ---- rotary_angles ----
 
 Tensors rotary_angles(const Tensor& positions, const Tensor& inv_freq, float attention_scaling) {
@@ -205,8 +269,10 @@ Tensors paged_attention(const Tensor& qkv, const Tensor& cos_sin, const Tensor& 
                         const Tensor& query_starts, const Tensor& context_lens, const Tensor& block_tables,
                         int num_heads, int num_kv_heads, float scale) {
   const char* op = "paged_attention";
-  need(op, "kv_cache", kv_cache, {-1, 2, num_kv_heads, -1, -1}, kWeight);
-  const int64_t block_size = kv_cache.shape()[3], head_dim = kv_cache.shape()[4];
+  need(op, "kv_cache", kv_cache, {-1, 2, num_kv_heads, -1, -1},
+       {DataType::FLOAT32, DataType::BFLOAT16, DataType::INT8});
+  const bool is_int8 = kv_cache.dtype() == DataType::INT8;  // a row ends in the two bytes of its scale
+  const int64_t block_size = kv_cache.shape()[3], head_dim = kv_cache.shape()[4] - (is_int8 ? 2 : 0);
   need(op, "qkv", qkv, {-1, (num_heads + 2 * num_kv_heads) * head_dim}, kF32);
   const int64_t num_tokens = qkv.shape()[0];
   need(op, "cos_sin", cos_sin, {num_tokens, -1}, kF32);
@@ -236,14 +302,15 @@ Tensors paged_attention(const Tensor& qkv, const Tensor& cos_sin, const Tensor& 
   args.block_size = block_size;
   args.max_blocks = block_tables.shape()[1];
   args.scale = scale;
-  args.cache_bf16 = is_bf16(kv_cache);
+  args.cache_bits = is_int8 ? 8 : is_bf16(kv_cache) ? 16 : 32;
   check_batch(args, num_tokens, kv_cache.shape()[0]);
   kernels().paged_attention(&args);
   return {out};
 }
 Shapes paged_attention_shape(const Shape& qkv, const Shape&, const Shape& kv_cache, const Shape&, const Shape&,
-                             const Shape&, const int& num_heads, const int&, const float&) {
-  return {{qkv[0], kv_cache[4] < 0 ? -1 : num_heads * kv_cache[4]}, kv_cache};
+                             const Shape&, const int& num_heads, const int& num_kv_heads, const float&) {
+  const int64_t heads = num_heads + 2 * num_kv_heads;
+  return {{qkv[0], qkv[1] < 0 ? -1 : num_heads * (qkv[1] / heads)}, kv_cache};
 }
 Types paged_attention_type(const DataType& qkv, const DataType&, const DataType& kv_cache, const DataType&,
                            const DataType&, const DataType&) {
@@ -335,6 +402,27 @@ PD_BUILD_OP(llm_linear)
     .SetKernelFn(PD_KERNEL(linear))
     .SetInferShapeFn(PD_INFER_SHAPE(linear_shape))
     .SetInferDtypeFn(PD_INFER_DTYPE(linear_type));
+
+PD_BUILD_OP(llm_linear_int8)
+    .Inputs({"x", "weight", "scale", paddle::Optional("bias")})
+    .Outputs({"y"})
+    .SetKernelFn(PD_KERNEL(linear_int8))
+    .SetInferShapeFn(PD_INFER_SHAPE(linear_of_bytes_shape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(linear_of_bytes_type));
+
+PD_BUILD_OP(llm_linear_a8w8)
+    .Inputs({"x", "weight", "scale", paddle::Optional("bias")})
+    .Outputs({"y"})
+    .SetKernelFn(PD_KERNEL(linear_a8w8))
+    .SetInferShapeFn(PD_INFER_SHAPE(linear_of_bytes_shape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(linear_of_bytes_type));
+
+PD_BUILD_OP(llm_linear_int4)
+    .Inputs({"x", "weight", "scale", paddle::Optional("zero"), paddle::Optional("bias")})
+    .Outputs({"y"})
+    .SetKernelFn(PD_KERNEL(linear_int4))
+    .SetInferShapeFn(PD_INFER_SHAPE(linear_int4_shape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(linear_int4_type));
 
 PD_BUILD_OP(llm_rotary_angles)
     .Inputs({"positions", "inv_freq"})

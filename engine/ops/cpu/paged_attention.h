@@ -13,12 +13,14 @@ namespace LLM_ISA {
 template <class Cache>
 struct AttentionArgs : LlmAttention {
   int64_t group() const { return num_heads / num_kv_heads; }
+  // Of a cached key or value: that of bytes ends in the two of its scale, a bf16.
+  int64_t row_width() const { return head_dim + (sizeof(Cache) == 1 ? 2 : 0); }
   int64_t qkv_width() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
   const float* angles(int64_t t) const { return cos_sin + t * rotary_dim; }
   // Row 0 of one head's keys (part 0) or values (part 1) in the block that holds a request's position.
   Cache* cached(int part, int64_t request, int64_t position, int64_t kv_head) const {
     const int64_t block = block_tables[request * max_blocks + position / block_size];
-    return static_cast<Cache*>(kv_cache) + ((block * 2 + part) * num_kv_heads + kv_head) * block_size * head_dim;
+    return static_cast<Cache*>(kv_cache) + ((block * 2 + part) * num_kv_heads + kv_head) * block_size * row_width();
   }
 };
 
@@ -41,10 +43,37 @@ inline void store_row(uint16_t* to, const float* from, int64_t size) {
   for_lanes(size, [=](int64_t i, int n) { store_bf16(to + i, load_n(from + i, n), n); });
 }
 
+// code = round(x / scale), scale = max |x| / 127; a row that is not finite gets a scale that is not
+inline void store_row(int8_t* to, const float* from, int64_t size) {
+  vec most = set1(0.0f), poison = set1(0.0f);
+  for_lanes(size, [&](int64_t i, int n) {
+    const vec v = load_n(from + i, n);
+    most = max(v, max(-v, most));
+    poison += v * 0.0f;
+  });
+  uint16_t scale;
+  store_bf16(&scale, set1(largest(most) / 127.0f + sum(poison)), 1);
+  memcpy(to + size, &scale, sizeof scale);
+  const float inverse = widen(scale) > 0 ? 1.0f / widen(scale) : 0.0f, magic = 12582912.0f;  // rounds, as in bytes.h
+  for_lanes(size, [=](int64_t i, int n) {
+    const int_vec whole = (int_vec)(load_n(from + i, n) * inverse + magic) - 0x4b400000;
+    for (int j = 0; j < n; j++) to[i + j] = static_cast<int8_t>(whole[j] > 127 ? 127 : whole[j] < -127 ? -127 : whole[j]);
+  });
+}
+
+// Lanes d .. d + n of a cached row.
+inline vec load_cached(const float* row, int64_t d, int n, int64_t) { return load_n(row + d, n); }
+inline vec load_cached(const uint16_t* row, int64_t d, int n, int64_t) { return load_n(row + d, n); }
+inline vec load_cached(const int8_t* row, int64_t d, int n, int64_t dim) {
+  uint16_t scale;
+  memcpy(&scale, row + dim, sizeof scale);
+  return load_n(row + d, n) * widen(scale);
+}
+
 template <class Cache>
 void write_token(const AttentionArgs<Cache>& a, int64_t request, int64_t t, float* rotated) {
   const int64_t position = a.context_lens[request] + t - a.query_starts[request];
-  const int64_t at = position % a.block_size * a.head_dim;
+  const int64_t at = position % a.block_size * a.row_width();
   const float* keys = a.qkv + t * a.qkv_width() + a.num_heads * a.head_dim;
   const float* values = keys + a.num_kv_heads * a.head_dim;
   for (int64_t h = 0; h < a.num_kv_heads; h++) {
@@ -136,20 +165,23 @@ struct Block {
 };
 
 // keys[d, i] = K[i, d] for W positions i from `first` on; those at `count` and beyond are zero.
-inline void turn_keys(const float* from, const AttentionRows& r, int64_t first, int64_t count, int64_t dim) {
+template <class Cache>
+inline void turn_keys(const Cache* from, const AttentionRows& r, int64_t first, int64_t count, int64_t dim,
+                      int64_t width) {
   for (int64_t d = 0; d < dim; d += W) {
     const int n = static_cast<int>(min(W, dim - d));
     vec square[W];
 #pragma GCC unroll 16
     for (int j = 0; j < W; j++)
-      square[j] = first + j < count ? load_n(from + (first + j) * dim + d, n) : set1(0.0f);
+      square[j] = first + j < count ? load_cached(from + (first + j) * width, d, n, dim) : set1(0.0f);
     transpose(square);
     for (int j = 0; j < n; j++) store(r.keys + (d + j) * r.key_width + first, square[j]);
   }
 }
 
 // Pairs of bf16 are turned as if they were one float, then parted.
-inline void turn_keys(const uint16_t* from, const AttentionRows& r, int64_t first, int64_t count, int64_t dim) {
+inline void turn_keys(const uint16_t* from, const AttentionRows& r, int64_t first, int64_t count, int64_t dim,
+                      int64_t) {
   for (int64_t d = 0; d < dim; d += 2 * W) {
     const int n = static_cast<int>(min(W, (dim - d) / 2));
     vec square[W];
@@ -169,10 +201,10 @@ inline void turn_keys(const uint16_t* from, const AttentionRows& r, int64_t firs
 
 // values[i, d] = V[i, d]
 template <class Cache>
-inline void widen_values(const Cache* from, const AttentionRows& r, int64_t count, int64_t dim) {
+inline void widen_values(const Cache* from, const AttentionRows& r, int64_t count, int64_t dim, int64_t width) {
   for (int64_t i = 0; i < count; i++)
     for_lanes(dim, [&](int64_t d, int n) {
-      store(r.values + i * r.value_width + d, load_n(from + i * dim + d, n));
+      store(r.values + i * r.value_width + d, load_cached(from + i * width, d, n, dim));
     });
 }
 
@@ -205,10 +237,10 @@ inline void add_block(const AttentionArgs<Cache>& a, const AttentionRows& r, con
   const int64_t seen_from = block.start > first_position ? block.start - first_position : 0;
   const int64_t row = seen_from * group, rows = num_tokens * group;
   Ahead next_keys = block.next_keys, next_values = block.next_values;
-  for (int64_t i = 0; i < block.count; i += W) turn_keys(block.keys, r, i, block.count, dim);
+  for (int64_t i = 0; i < block.count; i += W) turn_keys(block.keys, r, i, block.count, dim, a.row_width());
   sum_rows(r.query + row * dim, dim, r.keys, r.weights + row * r.key_width, r.key_width, dim, nullptr, rows - row,
            next_keys);
-  widen_values(block.values, r, block.count, dim);
+  widen_values(block.values, r, block.count, dim, a.row_width());
   for (int64_t j = seen_from; j < num_tokens;) {
     const int64_t count = min(a.block_size, first_position + j + 1 - block.start);
     const int64_t alike = count == a.block_size ? num_tokens - j : 1;  // tokens that see as much of it
@@ -256,7 +288,7 @@ void attend(const AttentionArgs<Cache>& a, int64_t request, int64_t first, int64
   auto ahead = [&](int part, int64_t at) {
     if (at >= end) return Ahead{nullptr, nullptr};
     const auto* from = reinterpret_cast<const char*>(a.cached(part, request, at, kv_head));
-    return Ahead{from, from + static_cast<int64_t>(sizeof(Cache)) * min(a.block_size, end - at) * dim};
+    return Ahead{from, from + static_cast<int64_t>(sizeof(Cache)) * min(a.block_size, end - at) * a.row_width()};
   };
   for (int64_t at = 0, next = a.block_size; at < end; at = next, next += a.block_size) {
     const Block<Cache> block = {a.cached(0, request, at, kv_head), a.cached(1, request, at, kv_head), at,

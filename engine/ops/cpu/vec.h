@@ -19,6 +19,16 @@ typedef int32_t int_vec __attribute__((vector_size(4 * W)));
 inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
 
+inline vec as_floats(int_vec v) {
+  typedef float float_vec __attribute__((vector_size(4 * W)));
+  return (vec)__builtin_convertvector(v, float_vec);
+}
+inline int32_t sum(int_vec v) {
+  int32_t total = 0;
+  for (int i = 0; i < W; i++) total += v[i];
+  return total;
+}
+
 template <int N>
 struct Count {  // a number the compiler knows
   static constexpr int value = N;
@@ -46,12 +56,20 @@ inline vec keep_first(vec v, int n, vec other) {
 
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }  // into the L2 cache
 
-// To bf16, to nearest, ties to even; a NaN stays a NaN.
-inline void store_bf16(uint16_t* p, vec v, int n) {
+// To bf16, to nearest, ties to even; a NaN stays a NaN. The lower halves are left as they come.
+inline vec round_upper_halves(vec v) {
   const int_vec bits = (int_vec)v;
   const int_vec odd = (bits >> 16) & 1;
-  const int_vec rounded = v == v ? bits + 0x7fff + odd : bits | 0x400000;
-  store_upper_halves(p, (vec)rounded, n);
+  return (vec)(v == v ? bits + 0x7fff + odd : bits | 0x400000);
+}
+inline vec round_to_bf16(vec v) { return (vec)((int_vec)round_upper_halves(v) & static_cast<int32_t>(0xffff0000)); }
+inline void store_bf16(uint16_t* p, vec v, int n) { store_upper_halves(p, round_upper_halves(v), n); }
+
+inline float widen(uint16_t bf16) {
+  const uint32_t bits = static_cast<uint32_t>(bf16) << 16;
+  float x;
+  __builtin_memcpy(&x, &bits, sizeof x);
+  return x;
 }
 
 // exp(x), relative error < 2e-7; 0 below -87.3, infinite above 88.3. Every lane is computed alike.

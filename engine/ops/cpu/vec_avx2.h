@@ -34,6 +34,15 @@ inline vec load_first(const uint16_t* p, int n) {
   return load(bits);
 }
 
+inline vec load(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+inline vec load_first(const int8_t* p, int n) {
+  int8_t bytes[W] = {};
+  memcpy(bytes, p, static_cast<size_t>(n));
+  return load(bytes);
+}
+
 // Adds the lanes: halves first, then quarters, eighths.
 inline float sum(vec v) {
   __m128 q = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));

@@ -30,6 +30,9 @@ inline vec load(const uint16_t* p) {
 inline vec load_first(const uint16_t* p, int n) {
   return widen(_mm256_maskz_loadu_epi16(first_lanes(n), p));
 }
+inline vec widen(__m128i bytes) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)); }
+inline vec load(const int8_t* p) { return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline vec load_first(const int8_t* p, int n) { return widen(_mm_maskz_loadu_epi8(first_lanes(n), p)); }
 
 // Adds the lanes: halves first, then quarters, eighths, sixteenths.
 inline float sum(vec v) {
@@ -37,6 +40,26 @@ inline float sum(vec v) {
   __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
   q = _mm_add_ps(q, _mm_movehl_ps(q, q));
   return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
+}
+
+// sum(v[i]) for each of 16: the same additions, done for many at once.
+template <class Add>
+inline __m512 sum_each(const __m512* v, Add add) {
+  __m512 halves[8], quarters[4], eighths[2];
+  auto at = [=](int i) { return v[i % 4 * 4 + i / 4]; };  // comes out as the transpose of how it went in
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++)
+    halves[i] = add(_mm512_shuffle_f32x4(at(2 * i), at(2 * i + 1), 0x44),
+                    _mm512_shuffle_f32x4(at(2 * i), at(2 * i + 1), 0xee));
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++)
+    quarters[i] = add(_mm512_shuffle_f32x4(halves[2 * i], halves[2 * i + 1], 0x88),
+                      _mm512_shuffle_f32x4(halves[2 * i], halves[2 * i + 1], 0xdd));
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++)
+    eighths[i] = add(_mm512_shuffle_ps(quarters[2 * i], quarters[2 * i + 1], 0x44),
+                     _mm512_shuffle_ps(quarters[2 * i], quarters[2 * i + 1], 0xee));
+  return add(_mm512_shuffle_ps(eighths[0], eighths[1], 0x88), _mm512_shuffle_ps(eighths[0], eighths[1], 0xdd));
 }
 
 inline float largest(vec v) { return _mm512_reduce_max_ps(v); }
@@ -90,6 +113,11 @@ using bf16_vec = __m512bh;  // 32 lanes
 inline bf16_vec load_bf16(const uint16_t* p) { return (__m512bh)_mm512_loadu_si512(p); }
 inline bf16_vec load_bf16_first(const uint16_t* p, int n) {
   return (__m512bh)_mm512_maskz_loadu_epi16((1u << n) - 1, p);  // 0 <= n < 32
+}
+inline bf16_vec load_bf16(const int8_t* p) { return _mm512_cvtne2ps_pbh(load(p + 16), load(p)); }
+inline bf16_vec load_bf16_first(const int8_t* p, int n) {
+  const vec upper = n > 16 ? load_first(p + 16, n - 16) : _mm512_setzero_ps();
+  return _mm512_cvtne2ps_pbh(upper, n < 16 ? load_first(p, n) : load(p));
 }
 inline vec dot_bf16(bf16_vec a, bf16_vec b, vec c) { return _mm512_dpbf16_ps(c, a, b); }
 #endif

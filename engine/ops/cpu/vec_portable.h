@@ -39,6 +39,18 @@ inline vec load_first(const uint16_t* p, int n) {
   return load(bits);
 }
 
+inline vec load(const int8_t* p) {
+  typedef int8_t bytes __attribute__((vector_size(4)));
+  bytes b;
+  memcpy(&b, p, sizeof b);
+  return __builtin_convertvector(b, vec);
+}
+inline vec load_first(const int8_t* p, int n) {
+  int8_t bytes[W] = {};
+  memcpy(bytes, p, static_cast<size_t>(n));
+  return load(bytes);
+}
+
 // Adds the lanes: halves first, then quarters.
 inline float sum(vec v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 

@@ -1,4 +1,4 @@
-"""What one worker's application holds, by these keys."""
+"""What one worker's HTTP application is made of, by the keys under which aiohttp keeps it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,24 @@ from typing import Any
 from aiohttp import web
 
 from engine.settings.config import Config
+from engine.settings.served import ServedModel
 from gateway.backend import Backend
 from gateway.health import Shared
 from gateway.intake import Intake
+from gateway.native import Native
+from gateway.openai import OpenAI
+
+NATIVE, OPENAI = Native(), OpenAI()
 
 BACKEND = web.AppKey("backend", Backend)
 CONFIG = web.AppKey("config", Config)
 INTAKE = web.AppKey("intake", Intake)
 READY = web.AppKey("ready", Shared)
+SERVED = web.AppKey("served", ServedModel)
 RUNNING = web.AppKey("running", list)  # the requests being answered
 DRAINING = web.AppKey("draining", asyncio.Event)
 DOCUMENT = web.AppKey("document", dict[str, Any])  # OpenAPI's
 
 
 def served_name(app: web.Application) -> str:
-    return app[CONFIG].served_model_name or "default"
+    return app[SERVED].now().name or app[CONFIG].served_model_name or "default"

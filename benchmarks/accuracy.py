@@ -1,0 +1,120 @@
+"""What fewer bits cost: `python -m benchmarks.accuracy [CHECKPOINT]`, the bundled model if none is given.
+
+For every way to store the weights: how far the distribution of the next token is from that of float32 (the KL
+divergence in nats, on average and at its 99th percentile), how often the likeliest token is another one, and the
+perplexity, all of the bundled questions with their answers; how many of the 50 are answered word for word. Any other
+checkpoint reads random tokens. The last line of the output is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.random_checkpoint import DEMO_MODEL
+from engine.dtypes import held_as
+from engine.exporting.export import QUANT_TYPES, ExportOptions, export
+from engine.exporting.manifest import Manifest
+from engine.graph import load
+from engine.graph.run import run_graph
+from engine.llm import LLM
+from engine.ops import cpu
+from engine.text.tokenizer import Tokenizer
+
+EXPORTS = {"float32": ExportOptions("float32"), "bfloat16": ExportOptions("bfloat16")}
+EXPORTS |= {name: ExportOptions("bfloat16", name) for name in QUANT_TYPES[1:]}
+QUESTIONS: list[dict[str, str]] = json.loads((DEMO_MODEL / "questions.json").read_text())
+Tokens = list[int]
+
+
+def bundled_texts(tokenizer: Tokenizer) -> list[Tokens]:
+    chats = [
+        tokenizer.render_chat([{"role": "user", "content": entry["question"]}]) + entry["answer"] for entry in QUESTIONS
+    ]
+    return [tokenizer.encode(chat) for chat in chats]
+
+
+def random_texts(vocab_size: int) -> list[Tokens]:
+    return np.random.default_rng(0).integers(3, vocab_size, (4, 128)).tolist()
+
+
+def logprobs(graph_dir: Path, texts: list[Tokens]) -> Iterator[np.ndarray]:
+    """Of every token that could follow, after each token of a text."""
+    graph, params = load(graph_dir)
+    model = Manifest.read(graph_dir)
+    for token_ids in texts:
+        count = len(token_ids)
+        num_blocks = -(-count // model.block_size)
+        everything = np.arange(count, dtype=np.int32)
+        step = {
+            "token_ids": np.array(token_ids, np.int32),
+            "positions": everything,
+            "query_starts": np.array([0, count], np.int32),
+            "context_lens": np.zeros(1, np.int32),
+            "block_tables": np.arange(num_blocks, dtype=np.int32)[None],
+            "logit_rows": everything,
+        }
+        caches = {c.name: np.zeros(c.shape_of(num_blocks), held_as(c.dtype)) for c in model.graph().caches}
+        logits = run_graph(graph, params, step | caches, cpu)["logits"].astype(np.float64)
+        logits -= logits.max(axis=1, keepdims=True)
+        yield logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+
+
+def compare(exact: list[np.ndarray], found: list[np.ndarray]) -> dict[str, float]:
+    divergence = np.concatenate([(np.exp(p) * (p - q)).sum(axis=1) for p, q in zip(exact, found, strict=True)])
+    changed = np.concatenate([p.argmax(axis=1) != q.argmax(axis=1) for p, q in zip(exact, found, strict=True)])
+    return {
+        "kl_mean": float(divergence.mean()),
+        "kl_p99": float(np.percentile(divergence, 99)),
+        "changed": float(changed.mean()),
+    }
+
+
+def perplexity(texts: list[Tokens], found: list[np.ndarray]) -> float:
+    of_tokens = [q[np.arange(len(ids) - 1), ids[1:]] for ids, q in zip(texts, found, strict=True)]
+    return float(np.exp(-np.concatenate(of_tokens).mean()))
+
+
+def num_right(graph_dir: Path) -> int:
+    messages = [{"messages": [{"role": "user", "content": entry["question"]}]} for entry in QUESTIONS]
+    answers = LLM(graph_dir).generate(messages, {"max_dec_len": 640, "temperature": 0}, progress=False)
+    return sum(answer.text == entry["answer"] for answer, entry in zip(answers, QUESTIONS, strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, nargs="?", default=DEMO_MODEL)
+    checkpoint = parser.parse_args().checkpoint
+    is_bundled = checkpoint.resolve() == DEMO_MODEL
+    exact, rows = [], []
+    print("weights              KL mean     KL p99   other token   perplexity   right")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, options in EXPORTS.items():
+            graph_dir = Path(folder) / name
+            export(checkpoint, graph_dir, options, lambda step: None)
+            vocab_size = Manifest.read(graph_dir).vocab_size
+            texts = bundled_texts(Tokenizer.load(graph_dir)) if is_bundled else random_texts(vocab_size)
+            found = list(logprobs(graph_dir, texts))
+            exact = exact or found
+            row = {
+                "weights": name,
+                **compare(exact, found),
+                "perplexity": perplexity(texts, found),
+            }
+            row |= {"right": num_right(graph_dir)} if is_bundled else {}
+            rows.append(row)
+            print(
+                f"{name:18}{row['kl_mean']:10.6f}{row['kl_p99']:11.6f}{row['changed']:14.2%}"
+                f"{row['perplexity']:13.3f}{row.get('right', '-'):>8}",
+                flush=True,
+            )
+    print(json.dumps({"checkpoint": checkpoint.name, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

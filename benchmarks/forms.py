@@ -1,0 +1,118 @@
+"""What answers of a given form cost the steps of a large vocabulary: masks, grammars, compiling.
+
+    python -m benchmarks.forms
+
+32 answers to one schema and 151,936 made-up words; tokens are chosen at random among those allowed. CPU time, so that a
+busy machine says the same: milliseconds a step of 32. Masks are made while the step runs, the rest before it. The last
+line is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import time
+
+import numpy as np
+
+from engine.core.grammar import Choice
+from engine.core.types import Request, Sampling
+from engine.text.forms import written
+from engine.text.grammar import MatcherGrammars
+from engine.wire.forms import FORMS
+
+NUM_ROWS, NUM_STEPS, VOCAB_SIZE = 32, 200, 151_936
+EOS_ID = VOCAB_SIZE - 1
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 20}},
+        "address": {
+            "type": "object",
+            "properties": {"street": {"type": "string"}, "zip": {"type": "string", "pattern": "^[0-9]{5}$"}},
+            "required": ["street", "zip"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["name", "age", "tags", "address"],
+    "additionalProperties": False,
+}
+
+
+class Words:
+    """Bytes, words with and without a space before them, Chinese, numbers, the signs of JSON in all combinations."""
+
+    eos_token_ids = (EOS_ID,)
+    special_ids = frozenset(eos_token_ids)
+
+    def __init__(self) -> None:
+        rng = random.Random(1)
+        words = dict.fromkeys(bytes([byte]) for byte in range(256))
+        signs = ['"', '":', '",', '"}', "[", "]", "{", "}", ",", ":", "\n", " ", "0", "1", "//", "()"]
+        makers = [
+            lambda: rng.choice(["", " "]) + "".join(rng.choices("etaoinshrdlucmfwyp", k=rng.randint(2, 10))),
+            lambda: "".join(chr(0x4E00 + rng.randrange(6000)) for _ in range(rng.randint(1, 3))),
+            lambda: "".join(rng.choices(signs, k=rng.randint(1, 4))),
+            lambda: str(rng.randrange(1000)) + rng.choice(["", "a", ".", " "]),
+        ]
+        while len(words) < EOS_ID:
+            words[rng.choices(makers, [65, 25, 7, 3])[0]().encode()] = None
+        self._words = [*words, b"<end>"]
+        self._ids = {word: token_id for token_id, word in enumerate(self._words)}
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._words[token_id]
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The longest word each time."""
+        data, token_ids = text.encode(), []
+        while data:
+            size = next(size for size in range(12, 0, -1) if data[:size] in self._ids)
+            token_ids.append(self._ids[data[:size]])
+            data = data[size:]
+        return token_ids
+
+
+def main() -> None:
+    words = Words()
+    grammars = MatcherGrammars(lambda: words, VOCAB_SIZE)  # type: ignore[arg-type,return-value]
+    form = ("guided_json", written(FORMS["guided_json"]("guided_json", SCHEMA), any_whitespace=False))
+    requests, compiled_s = [], []
+    for index in range(NUM_ROWS):
+        request = Request(str(index), [1], 1, Sampling(1000, stop_token_ids=(EOS_ID,), form=form))
+        started = time.perf_counter()
+        [request.grammar] = grammars.begin(request).result()
+        compiled_s.append(time.perf_counter() - started)
+        requests.append(request)
+    choices = [Choice(request) for request in requests]
+    rng = np.random.default_rng(0)
+    masks_s, advance_s = [], []
+    for _ in range(NUM_STEPS):
+        started = time.process_time()
+        masks = grammars.masks(choices)
+        masks_s.append(time.process_time() - started)
+        allowed = [np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")) for row in masks]
+        chosen = [int(rng.choice(token_ids)) for token_ids in allowed]
+        started = time.process_time()
+        for request, token_id in zip(requests, chosen, strict=True):
+            if token_id != EOS_ID:
+                request.grammar.advance([token_id])
+                request.grammar.forced()
+        advance_s.append(time.process_time() - started)
+    figures = {
+        "vocabulary and first schema, ms": 1e3 * compiled_s[0],
+        "the same schema again, ms": 1e3 * statistics.median(compiled_s[1:]),
+        "masks a step, ms": 1e3 * statistics.mean(masks_s),
+        "masks a step, median, ms": 1e3 * statistics.median(masks_s),
+        "tokens and what they force a step, ms": 1e3 * statistics.mean(advance_s),
+    }
+    for name, value in figures.items():
+        print(f"{name:40}{value:9.2f}")
+    print(json.dumps({"rows": NUM_ROWS, "vocabulary": VOCAB_SIZE, **figures}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""What a checkpoint's quantization_config says, and the tensors in which its linear layers are stored.
+
+Read as they are: compressed-tensors (8 bits a weight, with or without 8 bits an activation; 4 bits in groups), GPTQ and
+AWQ (4 bits). Every other variant is refused in a sentence. Knows neither files nor ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine.dtypes import CODES_PER_SCALE
+from engine.models.keys import ModelError, an_object
+from engine.models.quantize import Codes
+
+KEY = "quantization_config"
+Tensors = Mapping[str, np.ndarray]  # of one layer, by the ends of their names
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How the linear layers of a checkpoint are stored, those at least that have such tensors."""
+
+    method: str  # for people
+    format: str  # of engine.models.formats
+    has_zero: bool
+    group_size: int  # -1: a row
+    ends: tuple[str, ...]  # of the tensors' names, the first for the codes: `<layer>.qweight`
+    read: Callable[[Tensors], Codes]
+    optional: tuple[str, ...] = ()
+
+
+def read_quantization(keys: Mapping[str, Any]) -> Quantization | None:
+    """None: the checkpoint has plain numbers. Raises ModelError for what is not supported."""
+    config = an_object(keys, KEY)
+    if not config:
+        return None
+    method = config.get("quant_method", "unknown")
+    if method not in METHODS:
+        raise ModelError(
+            f"config.json: {KEY}.quant_method is {method!r}, supported are {', '.join(METHODS)}, and plain weights"
+        )
+    quantization = METHODS[method](config)
+    size = quantization.group_size
+    if size != -1 and (size < 1 or size % CODES_PER_SCALE):
+        raise ModelError(
+            f"config.json: {KEY}: the group size is {size}, supported are multiples of {CODES_PER_SCALE}, -1"
+        )
+    return quantization
+
+
+def _gptq(config: Mapping[str, Any]) -> Quantization:
+    _need(config, "gptq", bits=(4,), checkpoint_format=("gptq", "gptq_v2", None))
+    zero_offset = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
+
+    def read(tensors: Tensors) -> Codes:
+        scale = _floats(tensors["scales"])
+        codes, zero = unpack(tensors["qweight"], axis=0), unpack(tensors["qzeros"], axis=1) + np.uint8(zero_offset)
+        if "g_idx" in tensors and not np.array_equal(
+            tensors["g_idx"], np.arange(len(codes)) // (len(codes) // len(scale))
+        ):
+            raise ModelError("its groups are not in the order of the inputs (desc_act), which is not supported")
+        return Codes(codes.T, scale.T, zero.T)
+
+    size = config.get("group_size", 128)
+    ends = ("qweight", "qzeros", "scales")
+    return Quantization("gptq", "weight_only_int4", not config.get("sym", True), size, ends, read, ("g_idx",))
+
+
+def _awq(config: Mapping[str, Any]) -> Quantization:
+    _need(config, "awq", bits=(4,), version=("gemm", "GEMM", None))
+
+    def read(tensors: Tensors) -> Codes:
+        codes, zero = (_in_order_of_awq(unpack(tensors[end], axis=1)) for end in ("qweight", "qzeros"))
+        return Codes(codes.T, _floats(tensors["scales"]).T, zero.T)
+
+    size = config.get("group_size", 128)
+    return Quantization("awq", "weight_only_int4", True, size, ("qweight", "qzeros", "scales"), read)
+
+
+def _compressed_tensors(config: Mapping[str, Any]) -> Quantization:
+    groups = list(an_object(config, "config_groups").values())
+    if len(groups) != 1 or config.get("kv_cache_scheme") is not None or config.get("sparsity_config"):
+        what = "one group in config_groups, no kv_cache_scheme and no sparsity_config are supported"
+        raise ModelError(f"config.json: {KEY}: {what}")
+    weights, inputs = an_object(groups[0], "weights"), an_object(groups[0], "input_activations")
+    strategy, size = weights.get("strategy"), weights.get("group_size") or -1
+    _need(
+        weights,
+        "compressed-tensors weights",
+        type=("int",),
+        num_bits=(4, 8),
+        actorder=(None, False, "weight", "static"),
+    )
+    if weights["num_bits"] == 8:
+        _need(weights, "compressed-tensors weights of 8 bits", strategy=("channel",), symmetric=(True,))
+    elif inputs or strategy not in ("group", "channel"):
+        raise ModelError(
+            f"config.json: {KEY}: weights of 4 bits by {strategy!r} with inputs {dict(inputs)} are not supported"
+        )
+    if inputs:
+        _need(
+            inputs,
+            "compressed-tensors input_activations",
+            type=("int",),
+            num_bits=(8,),
+            dynamic=(True,),
+            strategy=("token",),
+            symmetric=(True,),
+        )
+        return Quantization("compressed-tensors", "a8w8", False, -1, ("weight", "weight_scale"), _as_stored)
+    if config.get("format") == "int-quantized":
+        return Quantization("compressed-tensors", "weight_only_int8", False, -1, ("weight", "weight_scale"), _as_stored)
+    _need(config, "compressed-tensors", format=("pack-quantized",))
+    bits, ends = weights["num_bits"], ("weight_packed", "weight_scale", "weight_shape")
+
+    def read(tensors: Tensors) -> Codes:
+        rows, width = (int(size) for size in tensors["weight_shape"])
+        codes, zero = unpack(tensors["weight_packed"], axis=1, bits=bits)[:, :width], tensors.get("weight_zero_point")
+        if bits == 8:
+            return Codes((codes.astype(np.int16) - 128).astype(np.int8), _floats(tensors["weight_scale"]))
+        if zero is not None:
+            zero = unpack(zero, axis=0)[:rows] if zero.dtype == np.int32 else (zero + 8).astype(np.uint8)
+        return Codes(codes, _floats(tensors["weight_scale"]), zero)
+
+    form = "weight_only_int8" if bits == 8 else "weight_only_int4"
+    has_zero = not weights.get("symmetric", True)
+    return Quantization("compressed-tensors", form, has_zero, size, ends, read, ("weight_zero_point", "weight_g_idx"))
+
+
+METHODS = {"compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq}
+
+
+def unpack(words: np.ndarray, axis: int, bits: int = 4) -> np.ndarray:
+    """The unsigned numbers in int32 words, the lowest bits first, along an axis."""
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    numbers = words.view(np.uint32)[..., None] >> shifts & np.uint32((1 << bits) - 1)
+    shape = [size * (len(shifts) if i == axis else 1) for i, size in enumerate(words.shape)]
+    return np.moveaxis(numbers, -1, axis + 1).reshape(shape).astype(np.uint8)
+
+
+def _in_order_of_awq(numbers: np.ndarray) -> np.ndarray:
+    """Number i of a word belongs to column 0, 2, 4, 6, 1, 3, 5, 7 of its eight."""
+    eights = numbers.reshape(len(numbers), -1, 8)
+    return eights[..., np.argsort([0, 2, 4, 6, 1, 3, 5, 7])].reshape(numbers.shape)
+
+
+def _as_stored(tensors: Tensors) -> Codes:
+    return Codes(tensors["weight"], _floats(tensors["weight_scale"]).reshape(-1, 1))
+
+
+def _floats(scale: np.ndarray) -> np.ndarray:
+    return scale.astype(np.float32)
+
+
+def _need(config: Mapping[str, Any], what: str, **supported: tuple[Any, ...]) -> None:
+    for name, values in supported.items():
+        if config.get(name) not in values:
+            listed = ", ".join(repr(value) for value in values if value is not None)
+            raise ModelError(f"config.json: {KEY}: {name} of {what} is {config.get(name)!r}, supported is {listed}")

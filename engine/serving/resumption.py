@@ -1,0 +1,47 @@
+"""Who has a part of an answer goes on after it: with what is open or kept of it, or with the same answer once more."""
+
+from __future__ import annotations
+
+from engine.errors import Cancelled, UnknownAnswer
+from engine.serving.choice import Asked
+from engine.serving.kept import KeptAnswers, check_same
+from engine.serving.open_replies import OpenReplies
+from engine.serving.prompt import PromptReader
+from engine.text.tokenizer import Tokenizer
+from engine.wire import GenerationRequest, shown
+
+LEAVE_WITHIN_S = 5.0  # the reply to the connection before
+
+
+class Resumption:
+    """`is_first_model`: what is computed once more is what was computed, whoever computed it."""
+
+    def __init__(self, tokenizer: Tokenizer, reader: PromptReader, replies: OpenReplies, is_first_model: bool):
+        self.kept = KeptAnswers()
+        self._is_first_model = is_first_model
+        self._tokenizer = tokenizer
+        self._reader = reader
+        self._replies = replies
+
+    def asked(self, request: GenerationRequest) -> Asked:
+        """With what is known of its answer. Raises UnknownAnswer when the client has a part of one that would not be
+        the same again."""
+        if request.resume_from is None:
+            return Asked.now(request, self._reader.read(request), self._tokenizer)
+        asked = self.kept.take(request)
+        if asked is None:
+            is_same = bool(request.answer_ids) or (request.is_repeatable and self._is_first_model)
+            if any(request.resume_from) and not is_same:
+                text = "The answer to {field} {value} is not known any more: ask again without `{resume_from}`"
+                raise UnknownAnswer(text, field="req_id", value=shown(request.req_id))
+            asked = Asked.now(request, self._reader.read(request), self._tokenizer)
+        asked.go_on(request)
+        return asked
+
+    def end_before(self, request: GenerationRequest) -> None:
+        """Its client asks again: it has lost a connection of which nobody has told us yet."""
+        before = self._replies.get(request.req_id)
+        if before is not None:
+            check_same(before.asked, request)
+            before.ended(Cancelled("the answer goes on over another connection"))
+            before.has_left.wait(LEAVE_WITHIN_S)

@@ -1,0 +1,32 @@
+"""What probes are told: the model's limits, the engine's numbers, and whether a request would be answered."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine import wire
+from engine.serving.metrics import samples
+
+if TYPE_CHECKING:
+    from engine.serving.prompt import PromptReader
+    from engine.serving.service import Service
+
+
+def state_of(service: Service, reader: PromptReader, max_running: int, with_metrics: bool) -> wire.ModelState:
+    client, reason = service.client, service.not_ready_reason()
+    stats = client.stats
+    return wire.ModelState(
+        ready=not reason,
+        reason=reason,
+        model_len=reader.model_len,
+        max_seq_len=reader.max_seq_len,
+        max_dec_len=reader.max_dec_len,
+        num_running=int(stats.get("num_running", 0)),
+        num_waiting=int(stats.get("num_waiting", 0)),
+        num_blocks_held=int(stats.get("num_blocks_held", 0)),
+        num_open=service.num_open,
+        engine_silent_s=min(client.silent_s, 1e9),
+        engine_step_s=stats.get("step_age_s", 0.0),
+        num_restarts=client.num_restarts,
+        metrics=[*samples(service, max_running)] if with_metrics else None,
+    )

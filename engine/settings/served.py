@@ -1,0 +1,39 @@
+"""Which model is served, in a file of the run directory that is there once the model was changed under running
+processes. The supervisor writes it; the gateway and the Triton model read it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+SERVED_FILE = "served.json"
+
+
+@dataclass(frozen=True)
+class Served:
+    id: str = ""  # never two models have the same; empty: the one of the start
+    name: str = ""  # for /v1/models; empty: as the settings say
+    is_changing: bool = False  # new requests wait, so that the open ones can end
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+
+class ServedModel:
+    """Reads the file when it has changed, so it may be asked for every request."""
+
+    def __init__(self, run_path: Path):
+        self._path = run_path / SERVED_FILE
+        self._version: tuple[int, int] | None = None
+        self._served = Served()
+
+    def now(self) -> Served:
+        try:
+            found = self._path.stat()
+            version = found.st_mtime_ns, found.st_ino
+            if version != self._version:
+                self._served, self._version = Served(**json.loads(self._path.read_text())), version
+        except FileNotFoundError:
+            self._served, self._version = Served(), None
+        return self._served

@@ -1,0 +1,68 @@
+"""What a request wants of the form of its answer, written in the language of the library that checks it (llguidance):
+a JSON object with one or two grammars. Knows no tokens and compiles nothing."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from llguidance import StructTag, regex_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
+
+from engine.errors import InvalidRequest
+from engine.wire.forms import Form
+
+Json = dict[str, Any]
+# Of JSON: a space, or a new line and its indentation. A model that knows no better would write spaces for ever.
+SOME_WHITESPACE = {"whitespace_pattern": r" |\r?\n[ \t]{0,24}"}
+NO_WHITESPACE = {"whitespace_flexible": False}
+# What the model thinks before its answer is free. The answer may begin on another line.
+THOUGHT = r"""start: thought BREAK @answer
+thought[lazy]: /(.|\n)*%s/
+BREAK: /[ \n]{0,4}/"""
+
+
+def written(form: Form, any_whitespace: bool = True, thought_end: str = "") -> str:
+    """`any_whitespace` is about JSON. With `thought_end` the form begins after that text. Raises InvalidRequest for
+    what can be seen without compiling."""
+    options = SOME_WHITESPACE if any_whitespace else NO_WHITESPACE
+    answer = {
+        "json": lambda: {"json_schema": {**form.value, "x-guidance": options}},
+        "regex": lambda: _regex(form.value),
+        "choice": lambda: _choice(form.value),
+        "grammar": lambda: _grammar(form.value),
+        "structural_tag": lambda: _structural_tag(form.value, options),
+    }[form.kind]()
+    if not thought_end:
+        return json.dumps({"grammars": [answer]}, ensure_ascii=False)
+    thought = {"lark_grammar": THOUGHT % thought_end.replace("/", r"\/")}
+    return json.dumps({"grammars": [thought, {"name": "answer", **answer}]}, ensure_ascii=False)
+
+
+def _regex(regex: str) -> Json:
+    """Digits and letters of `\\d` and `\\w` are those of ASCII, as in JSON schemas."""
+    return {"lark_grammar": f"start: /{regex_to_lark(regex, 'dw')}/"}
+
+
+def _choice(texts: list[str]) -> Json:
+    return {"lark_grammar": "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)}
+
+
+def _grammar(text: str) -> Json:
+    """Lark as it is, EBNF of llama.cpp's kind translated."""
+    try:
+        return {"lark_grammar": any_to_lark(text)}
+    except Exception as error:  # the library raises all sorts
+        raise InvalidRequest(f"the grammar cannot be read: {error}") from None
+
+
+def _structural_tag(tag: Json, options: Json) -> Json:
+    """Free text; wherever one of the triggers occurs, one of the structures that begin with it follows."""
+    tags = []
+    for structure in tag["structures"]:
+        begin, schema = structure["begin"], {**structure["schema"], "x-guidance": options}
+        trigger = next((each for each in tag["triggers"] if begin.startswith(each)), None)
+        if trigger is None:
+            raise InvalidRequest(f"no trigger begins the structure {json.dumps(begin)}")
+        tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=structure["end"]))
+    return {"lark_grammar": StructTag.to_grammar(tags, assume_special=False)}

@@ -1,0 +1,75 @@
+"""How the served model writes what is not the answer itself: calls of tools, and what it thinks before it answers. By
+the settings, or by the chat template beside the model. Knows no requests."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.settings.config import Config
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """Calls are JSON objects with a name and arguments; a format is what is around them."""
+
+    begin: str  # text before calls
+    end: str  # and after them
+    bare: str = ""  # what an answer begins with that has calls and no `begin`
+    filler: str = ""  # may be between, besides whitespace
+    arguments: str = "arguments"  # its key, where calls are forced
+    forced: tuple[str, str, str] = ("", "", "")  # written before all calls, between two, and after them
+    call_id_len: int = 24
+    has_special_token: bool = True  # `begin` is one: it has no text unless that is asked for
+
+
+FORMATS = {
+    "hermes": CallFormat(
+        begin="<tool_call>",
+        end="</tool_call>",
+        forced=("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
+        has_special_token=False,
+    ),
+    "llama3_json": CallFormat("<|python_tag|>", "", "{", ";,", "parameters", forced=("", "; ", "")),
+    "mistral": CallFormat(
+        "[TOOL_CALLS]", "]", "", "[,", forced=("[", ", ", "]"), call_id_len=9
+    ),  # so its template wants
+}
+# What a chat template has that tells the model of tools in this format
+SIGNS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3_json": '"parameters": '}
+THOUGHTS = {"none": "never", "qwen3": "may", "deepseek_r1": "does"}
+
+
+@dataclass(frozen=True)
+class Dialect:
+    calls: CallFormat | None = None  # None: the model writes none
+    thought: str = "never"  # before an answer; "may": if the answer begins so, "does": whether it says so or not
+
+
+PLAIN = Dialect()
+
+
+@functools.lru_cache(maxsize=8)
+def dialect_of(config: Config) -> Dialect:
+    name = config.tool_call_parser
+    if name == "auto":
+        template = _chat_template(config.graph_path)
+        name = next((name for name, sign in SIGNS.items() if "tools" in template and sign in template), "none")
+    return Dialect(FORMATS.get(name), THOUGHTS[config.reasoning_parser])
+
+
+def _chat_template(directory: Path) -> str:
+    """Of all there are, with escapes as they are written in JSON or not."""
+    try:
+        return (directory / "chat_template.jinja").read_text(encoding="utf-8")
+    except OSError:
+        pass
+    try:
+        template = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
+    except (OSError, ValueError):
+        return ""
+    if isinstance(template, list):
+        return "".join(each.get("template", "") for each in template)
+    return template if isinstance(template, str) else ""

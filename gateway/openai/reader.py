@@ -1,0 +1,171 @@
+"""Tells apart, while it comes, what an answer holds: what the model has thought, its words, its calls of tools. How the
+text is cut does not matter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from engine.wire import THOUGHT_END
+from gateway.openai.call_reader import CallReader
+from gateway.openai.dialect import CallFormat
+
+THOUGHT_BEGIN = "<think>"
+CONTENT, REASONING, CALL = "content", "reasoning_content", "call"
+WHITESPACE = " \t\r\n"
+
+
+class Part(NamedTuple):
+    kind: str
+    text: str  # of a call: what is new of its arguments
+    call_index: int = 0
+    name: str | None = None  # of a call that begins
+
+
+class Reader:
+    """`thought`: "may" come first, "does", or "never". With `calls` the answer may have some; `is_forced`: it has
+    nothing else. What looked like a call and is none becomes content, as it stands."""
+
+    def __init__(self, thought: str = "never", calls: CallFormat | None = None, is_forced: bool = False):
+        self.num_calls = 0
+        self._format = calls
+        self._is_forced = is_forced
+        self._is_thought_sure = thought == "does"
+        self._rest = ""  # not decided yet
+        self._held = ""  # may belong to a call
+        self._is_end = False
+        self._call: CallReader | None = None
+        self._is_named = False  # and its client knows
+        self._has_read_call = False  # since the last beginning of calls
+        self._parts: list[Part] = []
+        # Each works on _rest and says whether there may be more to do.
+        self._state: Callable[[], bool] = self._begin_answer if thought == "never" else self._begin
+
+    def push(self, text: str, is_end: bool = False) -> list[Part]:
+        self._rest += text
+        self._is_end = is_end
+        while self._state():
+            pass
+        parts, self._parts = self._parts, []
+        return parts
+
+    def _tell(self, kind: str, text: str) -> None:
+        if text:
+            self._parts.append(Part(kind, text))
+
+    def _may_become(self, marker: str) -> bool:
+        return not self._is_end and len(self._rest) < len(marker) and marker.startswith(self._rest)
+
+    # States
+
+    def _begin(self) -> bool:
+        rest = self._rest.lstrip()
+        if THOUGHT_BEGIN.startswith(rest) and rest != THOUGHT_BEGIN and not self._is_end:
+            return False
+        if rest.startswith(THOUGHT_BEGIN):
+            self._rest, self._state = rest[len(THOUGHT_BEGIN) :], self._begin_thought
+        else:
+            self._state = self._begin_thought if self._is_thought_sure else self._begin_answer
+        return True
+
+    def _begin_thought(self) -> bool:
+        return self._skip_lines(self._thought)
+
+    def _thought(self) -> bool:
+        return self._words(REASONING, THOUGHT_END, self._after_thought)
+
+    def _after_thought(self) -> bool:
+        self._held = ""
+        return self._skip_lines(self._begin_answer)
+
+    def _skip_lines(self, then: Callable[[], bool]) -> bool:
+        self._rest = self._rest.lstrip("\n")
+        if self._rest or self._is_end:
+            self._state = then
+            return True
+        return False
+
+    def _begin_answer(self) -> bool:
+        bare, start = self._format.bare if self._format else "", self._rest.lstrip()
+        if bare and not start and not self._is_end:
+            return False
+        has_calls = self._is_forced or (bare and start.startswith(bare))
+        self._state = self._calls if has_calls else self._answer
+        return True
+
+    def _answer(self) -> bool:
+        return self._words(CONTENT, self._format.begin if self._format else "", self._calls)
+
+    def _words(self, kind: str, marker: str, then: Callable[[], bool]) -> bool:
+        """Up to the marker, without the space before it."""
+        at = self._rest.find(marker) if marker else -1
+        if at >= 0:
+            words = self._rest[:at].rstrip()
+            self._held, self._rest = self._rest[len(words) : at] + marker, self._rest[at + len(marker) :]
+            self._has_read_call, self._state = False, then
+        else:
+            words = _certain(self._rest, marker) if marker and not self._is_end else self._rest
+            self._rest = self._rest[len(words) :]
+        self._tell(kind, words)
+        return at >= 0
+
+    def _calls(self) -> bool:
+        assert self._format
+        rest = self._rest.lstrip(WHITESPACE + self._format.filler)
+        self._take(len(self._rest) - len(rest))
+        if rest.startswith("{"):
+            self._call, self._is_named, self._state = CallReader(), False, self._in_call
+            return True
+        for marker in filter(None, (self._format.begin, self._format.end)):
+            if rest.startswith(marker):
+                self._has_read_call &= marker != self._format.begin
+                self._take(len(marker))
+                return True
+            if rest and self._may_become(marker):
+                return False
+        if rest:
+            self._state = self._answer
+        if rest or self._is_end:
+            self._let_go()
+        return bool(rest)
+
+    def _take(self, count: int) -> None:
+        """What is around calls. After one it is of no interest."""
+        if not self._has_read_call:
+            self._held += self._rest[:count]
+        self._rest = self._rest[count:]
+
+    def _let_go(self) -> None:
+        self._tell(CONTENT, self._held)
+        self._held = ""
+
+    def _in_call(self) -> bool:
+        call = self._call
+        assert call
+        num_read = call.push(self._rest)
+        self._held, self._rest = self._held + self._rest[:num_read], self._rest[num_read:]
+        if call.has_failed or (call.name is None and self._is_end):
+            self._let_go()
+            self._state = self._answer
+            return True
+        if call.name is not None:
+            self._tell_call(call, call.name)
+        if call.is_done:
+            self._has_read_call, self._state = True, self._calls
+        return call.is_done
+
+    def _tell_call(self, call: CallReader, name: str) -> None:
+        self._held = ""
+        if not self._is_named:
+            self._is_named, self.num_calls = True, self.num_calls + 1
+            self._parts.append(Part(CALL, "", self.num_calls - 1, name))
+        if arguments := call.take_arguments():
+            self._parts.append(Part(CALL, arguments, self.num_calls - 1))
+
+
+def _certain(text: str, marker: str) -> str:
+    """Without what may be the beginning of the marker, and the space before it."""
+    for length in range(min(len(marker) - 1, len(text)), 0, -1):
+        if text.endswith(marker[:length]):
+            return text[:-length].rstrip()
+    return text.rstrip()

@@ -1,0 +1,132 @@
+"""What a chat says of tools: checked, for the chat template, and as the form of an answer that must be a call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine import wire
+from engine.errors import InvalidRequest
+from gateway.openai.dialect import FORMATS, CallFormat, Dialect
+
+MAX_TOOLS = 128
+MAX_FORCED_CALLS = 16  # at once
+# Arguments are written as chat templates show them to the model: in one line, a space after `:` and `,`.
+ONE_LINE = {"x-guidance": {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}}
+MODES = ("none", "auto", "required")
+AN_OBJECT, A_STRING, A_BOOL = (wire.FIELDS[name].check for name in ("chat_template_kwargs", "text", "stream"))
+
+
+@dataclass(frozen=True)
+class Tools:
+    """Of one chat. Without `calls` its answers are words only."""
+
+    tools: Sequence[Mapping[str, Any]] = ()  # for the template
+    calls: CallFormat | None = None
+    forced: Sequence[Mapping[str, Any]] = ()  # functions of which one or several must be called
+    is_parallel: bool = True
+
+    def fields(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Of the model's request, beside its other `options`."""
+        if not self.tools:
+            return {}
+        assert self.calls
+        kwargs = {**options.get("chat_template_kwargs", {}), "tools": self.tools}
+        fields: dict[str, Any] = {"chat_template_kwargs": kwargs}
+        if self.calls.has_special_token:
+            fields["skip_special_tokens"] = options.get("skip_special_tokens", False)
+        if self.forced:
+            if forms := [name for name in wire.FORMS if name in options]:
+                raise InvalidRequest(
+                    "`{field}` cannot be kept beside a `tool_choice` that forces a call", field=forms[0]
+                )
+            fields["guided_grammar"] = self._grammar(self.calls)
+        return fields
+
+    def _grammar(self, calls: CallFormat) -> str:
+        before, between, after = map(_quoted, calls.forced)
+        more = f"({between} call){{0,{MAX_FORCED_CALLS - 1}}}" if self.is_parallel else ""
+        functions = [f"function{index}" for index in range(len(self.forced))]
+        rules = [f"start: {before} call {more} {after}", f"call: {' | '.join(functions)}"]
+        for rule, function in zip(functions, self.forced, strict=True):
+            head = _quoted(f'{{"name": {json.dumps(function["name"])}, "{calls.arguments}": ')
+            rules.append(f'{rule}: {head} %json {json.dumps({**_parameters(function), **ONE_LINE})} "}}"')
+        return "\n".join(rules)
+
+
+def read_tools(body: Mapping[str, Any], dialect: Dialect) -> Tools:
+    """Raises InvalidRequest."""
+    given = body.get("tools")
+    if not given:
+        for name in ("tool_choice", "parallel_tool_calls"):
+            if name in body and body[name] not in ("none", "auto", False, True):
+                raise InvalidRequest("`{field}` needs `tools`", field=name, value=wire.shown(body[name]))
+        return Tools()
+    tools = _checked_tools(given)
+    choice = body.get("tool_choice", "auto")
+    is_parallel = A_BOOL("parallel_tool_calls", body.get("parallel_tool_calls", True))
+    if choice == "none":
+        return Tools()
+    forced = _forced(choice, [tool["function"] for tool in tools])
+    calls = dialect.calls or (FORMATS["llama3_json"] if forced else None)
+    if calls is None:
+        text = (
+            "`{field}` are not known to the chat template of this model: only a `tool_choice` that forces a call works"
+        )
+        raise InvalidRequest(f"{text}, or TOOL_CALL_PARSER says how the model writes them", field="tools")
+    return Tools(tools, calls, forced, is_parallel)
+
+
+def _checked_tools(given: Any) -> list[dict[str, Any]]:
+    if not isinstance(given, list):
+        raise InvalidRequest("`{field}` must be a list, it is {value}", field="tools", value=wire.kind_of(given))
+    if len(given) > MAX_TOOLS:
+        text = "`{field}` has {value} items, the limit is {limit}"
+        raise InvalidRequest(text, field="tools", value=len(given), limit=MAX_TOOLS)
+    for tool in given:
+        if AN_OBJECT("tools", tool).get("type") != "function":
+            raise InvalidRequest("`{field}` may have the type `function` only", field="tools", value=wire.shown(tool))
+        function = AN_OBJECT("tools", tool.get("function"))
+        A_STRING("tools", function.get("name"))
+        wire.FORMS["guided_json"]("tools", _parameters(function))
+    return given
+
+
+def _forced(choice: Any, functions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    if choice == "required":
+        return functions
+    if choice == "auto":
+        return []
+    name = choice.get("function", {}).get("name") if isinstance(choice, dict) else None
+    if named := [function for function in functions if function["name"] == name]:
+        return named
+    text = "`{field}` must be one of {limit} or name one of the `tools`, it is {value}"
+    raise InvalidRequest(text, field="tool_choice", value=wire.shown(choice), limit=list(MODES))
+
+
+def _parameters(function: Mapping[str, Any]) -> Any:
+    return function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Of calls in the history: clients send arguments as a text, chat templates want the object."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "content": message.get("content") or "", "tool_calls": [_parsed(call) for call in calls]}
+
+
+def _parsed(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"] or "{}")}}
+    except ValueError:
+        return call

@@ -1,0 +1,184 @@
+"""The model is changed under a server that runs on: who asks waits in the gateway, what has begun ends, then the engine
+and tritonserver are started anew. `server_scripts.reload` asks for it.
+
+What the old model has begun is ended by it or with an error, so no answer has tokens of both. A new model that does not
+become ready is ended, and the old one comes back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from engine.errors import SetupError
+from engine.settings.config import STOPPING_FILE
+from engine.settings.served import SERVED_FILE, Served, ServedModel
+from engine.settings.stopping import Stopping
+from server_scripts.child import Child, ChildSpec
+from server_scripts.probe import OPEN_TIMEOUT_S, ProbeError
+from server_scripts.processes import ENGINE, TRITONSERVER, all_specs
+from server_scripts.report import StartProgress
+from server_scripts.run_dir import RunDir
+from server_scripts.shutdown import ENGINE_STOP_S, STOP_MARGIN_S, ask_to_end, kill_late
+from server_scripts.supervisor import TURN_WHILE_STARTING_S, StartFailed, Supervisor
+
+log = logging.getLogger("supervisor")
+
+WANTED_FILE, SAID_FILE = "reload.wanted", "reload.said"
+ASK_EVERY_S = 0.2
+NUM_IDLE = 2  # looks at the model in a row that find nothing open: a request may be on its way to it
+WHY = "the model is being changed for another, which waits for open answers for DRAIN_TIMEOUT at most"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """An exported model that the server is to change to. `id` is of who asks."""
+
+    id: str
+    graph_dir: str
+    label: str
+    fingerprint: str
+
+
+@dataclass
+class Said:
+    """To who asks: what happens, and in the end the exit status. That it cannot be written ends no server."""
+
+    id: str
+    lines: list[str] = field(default_factory=list)
+    status: int | None = None
+
+    def write(self, run_dir: RunDir) -> None:
+        with contextlib.suppress(OSError):
+            run_dir.write(SAID_FILE, json.dumps(asdict(self)))
+
+
+@dataclass(frozen=True)
+class Model:
+    id: str
+    label: str
+    fingerprint: str
+    specs: Sequence[ChildSpec]  # of all children
+
+
+def what_is_wanted(run_dir: RunDir) -> Wanted | None:
+    """Once."""
+    path = run_dir.path / WANTED_FILE
+    try:
+        wanted = Wanted(**json.loads(path.read_text()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+    path.unlink()
+    return wanted
+
+
+def release(run_dir: RunDir) -> None:
+    """Nobody waits any more, whichever model there is."""
+    if (served := ServedModel(run_dir.path).now()).is_changing:
+        run_dir.write(SERVED_FILE, Served(served.id, served.name).text())
+
+
+def change_model(supervisor: Supervisor, wanted: Wanted) -> None:
+    """Returns when the server goes on, with the new model or the old one, or is asked to stop."""
+    run_dir, state, said = supervisor.run_dir, supervisor.state, Said(wanted.id)
+
+    def report(text: str) -> None:
+        log.info("changing the model: %s", text)
+        said.lines.append(text)
+        said.write(run_dir)
+
+    old_specs = [child.spec for child in supervisor.children]
+    old = Model(ServedModel(run_dir.path).now().id, state.model, state.fingerprint, old_specs)
+    try:
+        specs = all_specs(supervisor.config, Path(wanted.graph_dir), wanted.label, run_dir)
+        new = Model(uuid.uuid4().hex, wanted.label, wanted.fingerprint, specs)
+        is_changed = drain(supervisor, old, report) and replace(supervisor, old, new, report)
+        said.status = 0 if is_changed else 1
+    except (SetupError, OSError) as error:
+        report(f"failed: {error}")
+    finally:
+        release(run_dir)
+        said.status = said.status or (1 if said.status is None else 0)
+        said.write(run_dir)
+
+
+def drain(supervisor: Supervisor, old: Model, report: Callable[[str], None]) -> bool:
+    """Who asks from now on waits. True when nothing is open any more, False when the server is asked to stop."""
+    run_dir, drain_s = supervisor.run_dir, supervisor.config.drain_timeout_s
+    end_at = time.monotonic() + drain_s
+    supervisor.set_phase("changing")  # it is nothing that another supervisor could take over
+    run_dir.write(SERVED_FILE, Served(old.id, old.label, is_changing=True).text())
+    run_dir.write(STOPPING_FILE, Stopping(end_at, WHY, end_at).text())
+    report(f"new requests wait, open ones may end, for at most {drain_s:g} s")
+    num_idle = 0
+    while num_idle < NUM_IDLE and time.monotonic() < end_at + STOP_MARGIN_S and not supervisor.num_stop_signals:
+        supervisor.turn(ASK_EVERY_S)
+        try:
+            num_idle = 0 if supervisor.monitor.probe.state(OPEN_TIMEOUT_S)["num_open"] else num_idle + 1
+        except ProbeError:
+            num_idle = 0
+    return not supervisor.num_stop_signals
+
+
+def replace(supervisor: Supervisor, old: Model, new: Model, report: Callable[[str], None]) -> bool:
+    """False when the new model did not become ready: then it is the old one again, or the server is asked to stop."""
+    report(f"ending {old.label}")
+    end_model(supervisor)
+    install(supervisor, new)
+    progress = StartProgress(supervisor, report)
+    try:
+        supervisor.bring_up(progress)
+        if supervisor.num_stop_signals:
+            return False
+        report(f"{new.label} is ready")
+        return True
+    except StartFailed as failure:
+        progress.failed(failure)
+    report(f"going back to {old.label}")
+    end_model(supervisor)
+    install(supervisor, old)
+    come_back(supervisor)
+    if supervisor.seen.checked:
+        report(f"{old.label} is ready again")
+    return False
+
+
+def end_model(supervisor: Supervisor) -> None:
+    """The processes that know the model, which nobody asks any more."""
+    supervisor.monitor.stop()
+    supervisor.set_phase("ending the model")
+    children = [child for child in supervisor.children if child.spec.name in (ENGINE, TRITONSERVER)]
+    ask_to_end(supervisor, children, time.monotonic() + ENGINE_STOP_S)
+    kill_late(supervisor, children)
+    supervisor.run_dir.remove_shared_memory()
+
+
+def install(supervisor: Supervisor, model: Model) -> None:
+    """As if the server had been started with it; gateways that run go on."""
+    for index, spec in enumerate(model.specs):
+        child = supervisor.children[index]
+        if spec.name in (ENGINE, TRITONSERVER):
+            supervisor.children[index] = Child(spec)
+        else:
+            child.spec = spec
+    supervisor.state.model, supervisor.state.fingerprint = model.label, model.fingerprint
+    supervisor.run_dir.write(SERVED_FILE, Served(model.id, model.label, is_changing=True).text())
+    probe = supervisor.monitor.probe
+    supervisor.watch_with(supervisor.monitor.again(probe.check_model))  # the ports make a real request wait
+
+
+def come_back(supervisor: Supervisor) -> None:
+    """As after a crash: what ends is started again. Nobody waits longer than for a start."""
+    supervisor.set_phase("changing")
+    supervisor.start_all()
+    deadline = time.monotonic() + supervisor.config.start_timeout_s
+    while not (supervisor.seen.checked or supervisor.num_stop_signals) and time.monotonic() < deadline:
+        supervisor.turn(TURN_WHILE_STARTING_S)
+    if not supervisor.num_stop_signals:
+        supervisor.set_phase("ready")

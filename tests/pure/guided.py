@@ -1,0 +1,75 @@
+"""Answers of a given form from a model of random opinions."""
+
+from __future__ import annotations
+
+import json
+
+from engine.core.loop import Loop
+from engine.core.types import Request, Sampling
+from engine.settings.config import Config
+from engine.text.forms import written
+from engine.text.grammar import MatcherGrammars
+from engine.text.tokenizer import Tokenizer
+from engine.wire.forms import FORMS
+from tests.byte_tokenizer import EOS_ID, write_tokenizer
+from tests.pure.random_model import RandomModel
+
+PROMPT = [72, 101, 108]
+VOCAB_SIZE = EOS_ID + 10  # more than the tokenizer has
+STOP_IDS = (EOS_ID, EOS_ID - 2)
+
+
+def a_tokenizer(tmp_path):
+    write_tokenizer(tmp_path)
+    return Tokenizer.load(tmp_path)
+
+
+def a_request(name, field, value, token_ids=(), **sampling):
+    """One more answer for each of `forks`."""
+    num_forks = sampling.pop("forks", 0)
+    options = {"any_whitespace": sampling.pop("any_whitespace", True), "thought_end": sampling.pop("thought_end", "")}
+    form = (field, written(FORMS[field](field, value), **options)) if field else ()
+    seed = sampling.pop("seed", 0)
+    given = {"max_new_tokens": 900, "temperature": 1.0, "stop_token_ids": STOP_IDS, "form": form, **sampling}
+    requests = [
+        Request(f"{name}{'-' * index}", [*PROMPT, *token_ids], len(PROMPT), Sampling(seed=seed + index, **given))
+        for index in range(1 + num_forks)
+    ]
+    requests[0].forks = requests[1:]
+    return requests[0]
+
+
+class Guided:
+    """A loop over a random model, and what has come out of it."""
+
+    def __init__(self, tokenizer, num_blocks=4096, grammars=None, **settings):
+        self.tokenizer = tokenizer
+        likely = [token_id for text in '"}],:0' for token_id in tokenizer.encode(text)]
+        self.model = RandomModel(VOCAB_SIZE, tuple(likely))
+        self.grammars = grammars or MatcherGrammars(lambda: tokenizer, VOCAB_SIZE)
+        self.loop = Loop(
+            self.model, num_blocks, Config(**{"batch_size": 32, "max_cached_task_num": 1000, **settings}), self.grammars
+        )
+        self.token_ids, self.ends, self.errors = {}, {}, {}
+
+    def turn(self):
+        for request, token_ids, _, finish_reason, error in self.loop.turn():
+            self.token_ids.setdefault(request.request_id, []).extend(token_ids)
+            if finish_reason:
+                self.ends[request.request_id], self.errors[request.request_id] = finish_reason, error
+
+    def run(self, *requests):
+        """The text of the last."""
+        for request in requests:
+            self.loop.add(request)
+        while not self.loop.is_idle:
+            self.turn()
+        return self.text(requests[-1].request_id) if requests else ""
+
+    def text(self, name):
+        token_ids = self.token_ids[name]
+        return self.tokenizer.decode(token_ids[:-1] if self.ends[name] == "stop" else token_ids, False)
+
+    def json(self, name):
+        assert self.ends[name] == "stop", self.errors[name]
+        return json.loads(self.text(name))

@@ -1,0 +1,153 @@
+"""The form of an answer, from the fields of a request to what the engine is asked for."""
+
+import json
+
+import pytest
+
+from engine.errors import InvalidRequest
+from engine.serving.prompt import PromptReader
+from engine.wire import parse_request
+from engine.wire.forms import Form
+from tests.byte_tokenizer import EOS_ID
+from tests.pure.guided import a_tokenizer
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TAG = {"structures": [{"begin": "<n>", "schema": {"type": "null"}, "end": "</n>"}], "triggers": ["<n"]}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return a_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def parsed(**fields):
+    return parse_request({"req_id": "a", "text": "hi", **fields})
+
+
+def refusal(**fields):
+    with pytest.raises(InvalidRequest) as caught:
+        parsed(**fields)
+    return caught.value
+
+
+def asked(tokenizer, options=None, **fields):
+    """The field and the form that the engine gets."""
+    reader = PromptReader(tokenizer, 330, 200, 100, 100, **(options or {}))
+    return reader.read(parsed(**fields)).sampling.form
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "kind", "given"),
+    [
+        ("guided_json", SCHEMA, "json", SCHEMA),
+        ("guided_json", json.dumps(SCHEMA), "json", SCHEMA),
+        ("guided_regex", "a+", "regex", "a+"),
+        ("guided_choice", ["a", "b"], "choice", ["a", "b"]),
+        ("guided_grammar", 'root ::= "a"', "grammar", 'root ::= "a"'),
+        ("structural_tag", TAG, "structural_tag", TAG),
+        ("structural_tag", json.dumps(TAG), "structural_tag", TAG),
+        ("response_format", {"type": "structural_tag", **TAG}, "structural_tag", TAG),
+        ("response_format", {"type": "json_object"}, "json", {"type": "object"}),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": SCHEMA}}, "json", SCHEMA),
+    ],
+)
+def test_every_field_that_asks_for_a_form(field, value, kind, given):
+    assert parsed(**{field: value}).form == Form(field, kind, given)
+
+
+def test_free_text_is_no_form():
+    assert parsed(response_format={"type": "text"}).form is None
+    assert parsed(response_format={"type": "text"}, guided_regex="a").form == Form("guided_regex", "regex", "a")
+
+
+def nested(depth):
+    return {"items": nested(depth - 1)} if depth > 1 else {"type": "null"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("guided_json", [1], "`guided_json` must be an object, it is a list"),
+        ("guided_json", "{", "`guided_json` is a text that is no JSON"),
+        ("guided_json", "[" * 100_000, "`guided_json` is a text that is no JSON"),
+        ("guided_json", "3", "`guided_json` must be an object, it is a number"),
+        ("guided_json", nested(100), "`guided_json` is nested 101 deep, the limit is 100"),
+        ("guided_json", {"const": "x" * 131072}, "`guided_json` has 131085 bytes, the limit is 131072"),
+        ("guided_regex", "x" * 131071, "`guided_regex` has 131073 bytes, the limit is 131072"),
+        ("guided_regex", "", "`guided_regex` in input parameters cannot be empty"),
+        ("guided_choice", "a", "`guided_choice` must be a list of strings, it is a string"),
+        ("guided_choice", [], "`guided_choice` must be a list of strings"),
+        ("guided_choice", ["a", 1], "`guided_choice[]` in input parameters must be a string, it is a number"),
+        ("guided_choice", ["a"] * 4097, "`guided_choice` has 4097 items, the limit is 4096"),
+        ("guided_grammar", 5, "`guided_grammar` in input parameters must be a string"),
+        ("structural_tag", {"structures": []}, "`structural_tag` must have a list of `structures`, it is []"),
+        ("structural_tag", {**TAG, "triggers": None}, "`structural_tag` must have a list of `triggers`, it is null"),
+        ("structural_tag", {**TAG, "structures": [{"begin": ""}]}, "`structural_tag.structures[].begin` in input"),
+        ("response_format", {"type": "yaml"}, "`response_format` must have a `type` of `text`, `json_object`, `json"),
+        ("response_format", {"type": "json_schema"}, "`response_format.json_schema` must be an object, it is null"),
+    ],
+)
+def test_a_wrong_form_is_refused_by_name(field, value, says):
+    error = refusal(**{field: value})
+    assert says in str(error)
+    assert error.field == field
+
+
+def test_the_longest_and_the_deepest_form_are_taken():
+    assert parsed(guided_regex="x" * 131070).form
+    assert parsed(guided_json=nested(99)).form
+
+
+def test_what_cannot_be_together_is_refused():
+    assert str(refusal(guided_json=SCHEMA, guided_regex="a")) == (
+        "Only one of ('guided_json', 'guided_regex') should be set"
+    )
+    error = refusal(guided_json=SCHEMA, min_dec_len=3)
+    assert (error.field, error.value) == ("min_dec_len", 3)
+    assert "cannot be kept where the form of the answer, `guided_json`, says when it ends" in str(error)
+
+
+def test_a_form_needs_a_token_that_ends_the_answer(tokenizer):
+    with pytest.raises(InvalidRequest, match="`guided_regex` needs an end-of-sequence token") as caught:
+        asked(tokenizer, guided_regex="a", ignore_eos=True)
+    assert caught.value.field == "guided_regex"
+    assert asked(tokenizer, guided_regex="a", ignore_eos=True, eos_token_ids=[EOS_ID])
+
+
+def test_what_is_seen_without_compiling_blames_the_field(tokenizer):
+    with pytest.raises(InvalidRequest, match="the grammar cannot be read: Rule 'b' not found") as caught:
+        asked(tokenizer, guided_grammar="root ::= b")
+    assert caught.value.field == "guided_grammar"
+    with pytest.raises(InvalidRequest, match='no trigger begins the structure "<n>"') as caught:
+        asked(tokenizer, structural_tag={**TAG, "triggers": ["<m"]})
+    assert caught.value.field == "structural_tag"
+
+
+def test_the_setting_forbids_whitespace_unless_the_request_says_otherwise(tokenizer):
+    def options(settings, **fields):
+        field, form = asked(tokenizer, settings, guided_json=SCHEMA, **fields)
+        assert field == "guided_json"
+        [grammar] = json.loads(form)["grammars"]
+        return grammar["json_schema"]["x-guidance"]
+
+    compact, loose = options({"any_whitespace": False}), options({})
+    assert compact == {"whitespace_flexible": False}
+    assert "whitespace_pattern" in loose
+    assert options({"any_whitespace": False}, guided_decoding_disable_any_whitespace=False) == loose
+    assert options({}, guided_decoding_disable_any_whitespace=True) == compact
+
+
+def test_a_form_waits_for_the_end_of_a_thought_where_there_will_be_one(tokenizer):
+    apart = {"is_thinking_apart": True}
+
+    def waits(options, **fields):
+        return "thought" in asked(tokenizer, options, guided_regex="a", **fields)[1]
+
+    assert waits(apart)
+    assert not waits({})
+    assert not waits(apart, apply_chat_template=False)
+    closed = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<think>\n\n</think>\n\n"}]
+    kept = {"chat_template_kwargs": {"add_generation_prompt": False}}
+    assert waits(apart, text=None, messages=closed, **kept)  # the turn has been closed, too
+    closing = tokenizer.encode("<think>\n\n</think>\n\n")
+    assert not waits(apart, input_ids=[1, *closing])

@@ -1,0 +1,208 @@
+"""Tools and thoughts over OpenAI's chat completions, with the unmodified client."""
+
+import json
+
+import pytest
+
+from engine.errors import InvalidRequest
+from engine.settings.config import Config
+from gateway.openai.dialect import FORMATS, PLAIN, dialect_of
+from tests.pure.gateway_fake import FakeBackend, openai_client, running
+from tests.pure.guided import Guided, a_request, a_tokenizer
+from tests.pure.test_openai_reader import read
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "The weather in Paris and in Rome?"}]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 8}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+TIME = {"type": "function", "function": {"name": "time"}}
+ASKED = {"model": "default", "messages": MESSAGES, "tools": [WEATHER, TIME]}
+CALLS = ["Let me", " see.\n<tool", '_call>\n{"name": "weather", "argu', 'ments": {"city": "Pa', 'ris"}}\n</tool_call>']
+CALLS += ['\n<tool_call>\n{"name": "time", "arguments": {}}\n', "</tool_call>"]
+
+
+def ask(backend, settings=None, **fields):
+    with running(backend, **{"tool_call_parser": "hermes", **(settings or {})}) as gateway:
+        with openai_client(gateway) as client:
+            answer = client.chat.completions.create(**{**ASKED, **fields})
+            return list(answer) if fields.get("stream") else answer.choices[0]
+
+
+def pairs(calls):
+    return [(call.function.name, call.function.arguments) for call in calls]
+
+
+def test_calls_come_whole():
+    backend = FakeBackend(*CALLS)
+    choice = ask(backend)
+    assert pairs(choice.message.tool_calls) == [("weather", '{"city": "Paris"}'), ("time", "{}")]
+    assert (choice.message.content, choice.finish_reason) == ("Let me see.", "tool_calls")
+    assert len({call.id for call in choice.message.tool_calls}) == 2
+    assert all(call.type == "function" and call.id.startswith("call_") for call in choice.message.tool_calls)
+    [body] = backend.bodies
+    assert body["chat_template_kwargs"] == {"tools": [WEATHER, TIME]}
+    assert "guided_grammar" not in body
+
+
+def test_calls_come_in_deltas():
+    chunks = [chunk.choices[0] for chunk in ask(FakeBackend(*CALLS), stream=True)]
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == "Let me see."
+    deltas = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+    assert [(call.index, call.function.name) for call in deltas if call.id] == [(0, "weather"), (1, "time")]
+    arguments = ["".join(call.function.arguments for call in deltas if call.index == index) for index in (0, 1)]
+    assert arguments == ['{"city": "Paris"}', "{}"]
+    assert len([call for call in deltas if call.index == 0]) > 1  # not held back until they are whole
+    assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["tool_calls"]
+
+
+def test_the_clients_own_helper_understands_the_stream():
+    with running(FakeBackend(*CALLS), tool_call_parser="hermes") as gateway, openai_client(gateway) as client:
+        with client.chat.completions.stream(**ASKED) as stream:
+            for _ in stream:
+                pass
+            message = stream.get_final_completion().choices[0].message
+    assert pairs(message.tool_calls) == [("weather", '{"city": "Paris"}'), ("time", "{}")]
+
+
+def test_one_call_only_when_they_shall_not_be_parallel():
+    assert pairs(ask(FakeBackend(*CALLS), parallel_tool_calls=False).message.tool_calls) == [
+        ("weather", '{"city": "Paris"}')
+    ]
+
+
+def test_an_answer_without_calls_is_as_usual():
+    choice = ask(FakeBackend("Hello", " there <tool"))
+    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (
+        "Hello there <tool",
+        None,
+        "stop",
+    )
+
+
+def test_an_answer_that_was_cut_short_says_so():
+    choice = ask(FakeBackend(*CALLS[:4], finish_reason="length"))
+    assert (pairs(choice.message.tool_calls), choice.finish_reason) == ([("weather", '{"city": "Pa')], "length")
+
+
+def test_without_tools_or_with_none_to_be_chosen_calls_are_words():
+    for fields in ({"tools": []}, {"tool_choice": "none"}):
+        backend = FakeBackend(*CALLS)
+        choice = ask(backend, **fields)
+        assert (choice.message.content, choice.message.tool_calls) == ("".join(CALLS), None)
+        assert "chat_template_kwargs" not in backend.bodies[0]
+
+
+def test_arguments_in_the_history_are_objects_to_the_template():
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    history = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "sunny"}]
+    backend = FakeBackend("ok")
+    ask(backend, messages=[*MESSAGES, *history])
+    sent = backend.bodies[0]["messages"][1]
+    assert (sent["content"], sent["tool_calls"][0]["function"]["arguments"]) == ("", {"city": "Rome"})
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_call_that_must_be_is_one_whatever_the_model_thinks(tmp_path, name, choice):
+    """What reaches the model is a form in its own format; what has that form is read as calls."""
+    backend = FakeBackend("{}")
+    ask(backend, {"tool_call_parser": name}, tool_choice=choice)
+    guided = Guided(a_tokenizer(tmp_path))
+    names = set()
+    for seed in range(8):
+        grammar = backend.bodies[0]["guided_grammar"]
+        text = guided.run(a_request(f"{seed}", "guided_grammar", grammar, seed=seed, temperature=5.0))
+        content, _, calls = read(text, calls=FORMATS[name], is_forced=True)
+        assert content == ""
+        assert calls
+        for function, arguments in calls:
+            assert set(json.loads(arguments)) == ({"city"} if function == "weather" else set())
+            names.add(function)
+    assert names == ({"weather", "time"} if choice == "required" else {"weather"})
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_that_must_be_is_the_only_one_if_they_shall_not_be_parallel(tmp_path, name):
+    backend = FakeBackend("{}")
+    ask(backend, {"tool_call_parser": name}, tool_choice="required", parallel_tool_calls=False)
+    guided = Guided(a_tokenizer(tmp_path))
+    for seed in range(8):
+        text = guided.run(a_request(f"{seed}", "guided_grammar", backend.bodies[0]["guided_grammar"], seed=seed))
+        assert len(read(text, calls=FORMATS[name], is_forced=True)[2]) == 1
+
+
+def test_without_a_known_format_calls_can_still_be_forced():
+    backend = FakeBackend('{"name": "weather", "parameters": {"city": "Rome"}}')
+    choice = ask(backend, {"tool_call_parser": "none"}, tool_choice="required")
+    assert pairs(choice.message.tool_calls) == [("weather", '{"city": "Rome"}')]
+    assert "weather" in backend.bodies[0]["guided_grammar"]
+
+
+def test_an_error_in_the_form_of_a_forced_call_blames_the_tools():
+    with running(FakeBackend(InvalidRequest("The `{field}` is", field="guided_grammar"))) as gateway:
+        status, answer = gateway.refused(CHAT, {**ASKED, "tool_choice": "required"})
+    assert (status, answer["error"]["param"], answer["error"]["message"]) == (400, "tools", "The `tools` is")
+
+
+# Thoughts
+
+THOUGHT = ["<thi", "nk>\nParis is", " in France.\n</", "think>\n\nPar", "is."]
+
+
+@pytest.mark.parametrize(
+    ("parser", "script"), [("qwen3", THOUGHT), ("deepseek_r1", ["Paris is in France.\n</", *THOUGHT[3:]])]
+)
+def test_thoughts_are_told_apart(parser, script):
+    choice = ask(FakeBackend(*script), {"reasoning_parser": parser}, tools=[])
+    assert (choice.message.reasoning_content, choice.message.content) == ("Paris is in France.", "Paris.")
+    chunks = ask(FakeBackend(*script), {"reasoning_parser": parser}, tools=[], stream=True)
+    deltas = [chunk.choices[0].delta.to_dict() for chunk in chunks]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Paris is in France."
+    assert "".join(delta.get("content", "") for delta in deltas) == "Paris."
+
+
+def test_without_a_parser_or_a_thought_all_is_content():
+    assert ask(FakeBackend(*THOUGHT), tools=[]).message.content == "".join(THOUGHT)
+    no_thoughts = {"chat_template_kwargs": {"enable_thinking": False}}
+    script = ["It is", " Paris."]
+    choice = ask(FakeBackend(*script), {"reasoning_parser": "deepseek_r1"}, tools=[], extra_body=no_thoughts)
+    assert choice.message.content == "It is Paris."
+
+
+# What the model's files say
+
+TEMPLATES = {
+    "hermes": "{% if tools %}<tools>{{ tools }}</tools> answer in <tool_call></tool_call>{% endif %}",
+    "mistral": "{% if tools %}[AVAILABLE_TOOLS]{{ tools }}{% endif %}{{ '[TOOL_CALLS]' }}",
+    "llama3_json": '{% if tools %}{{ \'Respond in the format {"name": function name, "parameters": \' }}{% endif %}',
+    "none": "{{ messages }}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json", "a list"])
+def test_the_chat_template_says_how_calls_are_written(tmp_path, name, place):
+    template = TEMPLATES[name]
+    if place.endswith(".jinja"):
+        (tmp_path / place).write_text(template)
+    else:
+        listed = [{"name": "default", "template": ""}, {"name": "tool_use", "template": template}]
+        config = {"chat_template": listed if place == "a list" else template}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert dialect_of(Config(model_dir=str(tmp_path))).calls == FORMATS.get(name)
+
+
+def test_without_files_or_with_others_there_is_no_dialect(tmp_path):
+    assert dialect_of(Config(model_dir=str(tmp_path))) == PLAIN
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    assert dialect_of(Config(model_dir=str(tmp_path), max_seq_len=9)) == PLAIN

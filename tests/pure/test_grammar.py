@@ -1,0 +1,308 @@
+"""Answers of a given form: what a model of random opinions says, with the real sampler and the real grammars."""
+
+import re
+import time
+from concurrent.futures import Future
+
+import jsonschema
+import pytest
+
+from engine.core.types import Request, Sampling
+from engine.errors import InvalidRequest
+from engine.text.grammar import Matcher, MatcherGrammars
+from tests.byte_tokenizer import EOS_ID
+from tests.pure.guided import PROMPT, STOP_IDS, VOCAB_SIZE, Guided, a_request, a_tokenizer
+from tests.pure.random_schemas import random_schema
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return a_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def guided(tokenizer):
+    return Guided(tokenizer)
+
+
+@pytest.mark.parametrize("method", ["none", "ngram"])
+def test_every_answer_to_two_hundred_schemas_is_valid(tokenizer, method):
+    guided = Guided(tokenizer, speculate_method=method)
+    schemas = {str(seed): random_schema(seed) for seed in range(200)}
+    guided.run(*(a_request(name, "guided_json", schema, seed=int(name)) for name, schema in schemas.items()))
+    checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+    for name, schema in schemas.items():
+        jsonschema.validate(guided.json(name), schema, format_checker=checker)
+    assert sum("$ref" in schema for schema in schemas.values()) == 40
+
+
+def test_json_without_whitespace_when_that_is_wished(guided):
+    text = guided.run(a_request("a", "guided_json", PERSON, any_whitespace=False))
+    assert re.fullmatch(r'\{"name":"[^"]*","age":\d+\}', text)
+
+
+def test_whitespace_between_parts_of_json_has_an_end(guided, tokenizer):
+    spaces = tuple((token_id, 100.0) for token_id in tokenizer.encode(" \n"))
+    texts = {
+        guided.run(a_request(f"{seed}", "guided_json", {"type": "array", "maxItems": 0}, seed=seed, logit_bias=spaces))
+        for seed in range(9)
+    }
+    assert texts == {"[ ]", "[\n" + " " * 24 + "]"}
+
+
+@pytest.mark.parametrize("regex", [r"[a-f]{3}-\d+", r"^(ab|c/d)+$", r"(\w+ ){2}\w{1,3}", "é|ü|😀{2}"])
+def test_an_answer_to_a_regular_expression_matches_it(guided, regex):
+    for seed in range(5):
+        text = guided.run(a_request(f"{seed}", "guided_regex", regex, seed=seed))
+        assert guided.ends[str(seed)] == "stop"
+        assert re.fullmatch(regex, text, re.ASCII)
+
+
+def test_an_answer_to_a_choice_is_one_of_it(guided):
+    choices = ["yes", "no", 'a "quote"\n', "\\", "yes and no", "<|im_end|>"]
+    texts = {guided.run(a_request(str(seed), "guided_choice", choices, seed=seed)) for seed in range(40)}
+    assert len(texts) > 3
+    assert texts <= set(choices)
+
+
+@pytest.mark.parametrize("grammar", ['root ::= "(" root ")" | [0-9]', 'start: "(" start ")" | /[0-9]/'])
+def test_an_answer_to_a_grammar_follows_it(guided, grammar):
+    text = guided.run(a_request("a", "guided_grammar", grammar))
+    assert re.fullmatch(r"\(*[0-9]\)*", text)
+    assert text.count("(") == text.count(")")
+
+
+def test_structures_are_kept_in_free_text(guided, tokenizer):
+    tag = {"triggers": ["<"], "structures": [{"begin": "<n>", "schema": {"type": "integer"}, "end": "</n>"}]}
+    likely = tuple((token_id, 3.0) for token_id in tokenizer.encode("<"))
+    guided.run(a_request("a", "structural_tag", tag, logit_bias=likely, max_new_tokens=300))
+    structures = re.findall("<[^>]*>[^<]*<[^>]*>", guided.text("a"))
+    assert len(structures) > 1
+    assert all(re.fullmatch(r"<n>\s*-?\d+\s*</n>", each) for each in structures)
+
+
+def test_a_form_begins_after_what_the_model_thinks(guided, tokenizer):
+    over = tokenizer.encode("hm {</think>\n")
+    text = guided.run(a_request("a", "guided_json", PERSON, token_ids=over, thought_end="</think>"))
+    jsonschema.validate(guided.json("a"), PERSON)
+    free = guided.run(a_request("b", "guided_json", PERSON, thought_end="</think>", max_new_tokens=5))
+    assert not free.lstrip().startswith("{")
+    assert text.lstrip().startswith("{")
+
+
+def test_the_answer_ends_with_its_form_and_without_a_step_for_that(guided):
+    guided.run(a_request("a", "guided_regex", "[ab]"))
+    assert (len(guided.token_ids["a"]), guided.token_ids["a"][-1]) == (2, STOP_IDS[0])
+    assert guided.ends["a"] == "stop"
+    assert guided.model.num_steps == 1
+    guided.run(a_request("b", "guided_choice", ["(x)"]))
+    assert guided.model.num_steps == 1 + 2  # the prompt with the first token; all others were forced
+
+
+def test_at_the_end_of_a_form_that_may_go_on_the_stop_ids_of_the_request_are_allowed(guided, tokenizer):
+    [own] = tokenizer.encode("!")
+    bias = ((own, 100.0), *((each, 50.0) for each in STOP_IDS))
+    guided.run(a_request("a", "guided_regex", "[ab]{3}[ab]*", stop_token_ids=(own,), logit_bias=bias))
+    assert (guided.ends["a"], len(guided.token_ids["a"]), guided.token_ids["a"][-1]) == ("stop", 4, own)
+    guided.run(a_request("b", "guided_regex", "[ab]{3}[ab]*", logit_bias=bias))
+    assert (len(guided.token_ids["b"]), guided.token_ids["b"][-1] in STOP_IDS) == (4, True)
+
+
+def test_what_is_forced_is_what_would_be_chosen_anyway(tokenizer, monkeypatch):
+    schemas = {str(seed): random_schema(seed) for seed in range(60)}
+
+    def answers(**settings):
+        guided = Guided(tokenizer, **settings)
+        guided.run(*(a_request(name, "guided_json", schema, seed=int(name)) for name, schema in schemas.items()))
+        return {name: guided.text(name) for name in schemas}, guided.loop.stats()
+
+    with_forced, stats = answers()
+    assert 0 < stats["num_accepted_tokens"] == stats["num_drafted_tokens"]
+    assert answers(speculate_method="ngram")[0] == with_forced
+    monkeypatch.setattr(Matcher, "forced", lambda self: ())
+    without, stats = answers()
+    assert without == with_forced
+    assert stats["num_drafted_tokens"] == 0
+
+
+def test_an_answer_goes_on_from_its_tokens_at_any_place(guided):
+    """As after a crash, or with `answer_ids`."""
+    guided.run(a_request("whole", "guided_json", PERSON, seed=3))
+    *whole, stop_id = guided.token_ids["whole"]
+    assert stop_id in STOP_IDS
+    for count in range(len(whole) + 1):
+        guided.run(a_request(f"{count}", "guided_json", PERSON, seed=3, token_ids=whole[:count]))
+        assert whole[:count] + guided.token_ids[f"{count}"][:-1] == whole
+
+
+def test_an_answer_that_began_otherwise_is_refused(guided):
+    guided.run(a_request("a", "guided_choice", ["yes"], token_ids=[5]))
+    assert isinstance(guided.errors["a"], InvalidRequest)
+    assert str(guided.errors["a"]) == "The `answer_ids` do not have the form that `guided_choice` asks for"
+
+
+def test_preempted_answers_are_the_same(tokenizer):
+    def answers(num_blocks):
+        guided = Guided(tokenizer, num_blocks)
+        schema = {"type": "array", "items": PERSON, "minItems": 3, "maxItems": 5}
+        guided.run(*(a_request(f"{seed}", "guided_json", schema, seed=seed, max_new_tokens=150) for seed in range(12)))
+        return {name: guided.text(name) for name in guided.ends}, guided.loop.stats()["num_preemptions"]
+
+    alone, num_preemptions = answers(4096)
+    assert num_preemptions == 0
+    cramped, num_preemptions = answers(20)
+    assert num_preemptions > 0
+    assert cramped == alone
+
+
+def test_several_answers_to_one_prompt_have_each_a_form_of_their_own(guided):
+    request = a_request("a", "guided_json", PERSON, seed=5, forks=2)
+    guided.run(request)
+    texts = [guided.text(name) for name in ("a", "a-", "a--")]
+    for index, text in enumerate(texts):
+        assert guided.run(a_request(f"alone {index}", "guided_json", PERSON, seed=5 + index)) == text
+    assert len(set(texts)) == 3
+
+
+def test_free_answers_beside_guided_ones_are_as_without_them(guided, tokenizer):
+    guided.run(a_request("a", None, None, max_new_tokens=40))
+    alone = guided.token_ids["a"]
+    other = Guided(tokenizer)
+    other.run(a_request("a", None, None, max_new_tokens=40), a_request("b", "guided_json", PERSON))
+    assert other.token_ids["a"] == alone
+    assert other.model.num_masked < other.model.num_steps
+
+
+# What is hostile
+
+HOSTILE = {
+    "wide": ("guided_json", {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(2000)}}),
+    "a product": ("guided_json", {"type": "integer", "multipleOf": 99991, "minimum": 3, "maximum": 10**15}),
+    "never ends": ("guided_json", {"$ref": "#"}),
+    "no type": ("guided_json", {"type": "objekt"}),
+    "all of any": (
+        "guided_json",
+        {"allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {}}} for j in range(4)]} for i in range(12)]},
+    ),
+    "look-ahead": ("guided_regex", "a(?=b)"),
+    "not closed": ("guided_regex", "(a{1,1000}){1,1000"),
+    "deep": ("guided_regex", "(" * 5000 + "a" + ")" * 5000),
+    "unknown rule": ("guided_grammar", "start: b"),
+    "open brackets": ("guided_grammar", "start: " + "(" * 20000 + '"a"' + ")" * 20000),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_form_ends_its_own_request_only(guided, name):
+    started = time.monotonic()
+    guided.run(a_request("bad", *HOSTILE[name]), a_request("good", "guided_json", PERSON))
+    assert time.monotonic() - started < 20
+    assert isinstance(guided.errors["bad"], InvalidRequest), guided.text("bad")
+    assert len(str(guided.errors["bad"])) < 500
+    jsonschema.validate(guided.json("good"), PERSON)
+    guided.loop.scheduler.check()
+
+
+@pytest.mark.parametrize("name", ["T", "r"])
+def test_ten_thousand_rules_one_below_the_other_are_survived(guided, name):
+    """The library descends into them: the thread has the stack for it."""
+    rules = [f"{name}{i}: {name}{i + 1}" for i in range(8000)]
+    text = guided.run(a_request("a", "guided_grammar", "\n".join([f"start: {name}0", *rules, f'{name}8000: "a"'])))
+    assert text == "a"
+
+
+def test_a_form_is_compiled_once_and_the_least_used_one_forgotten(guided, monkeypatch):
+    monkeypatch.setattr("engine.text.grammar.MAX_CACHED", 300)
+    for name in ("a", "b"):
+        guided.run(a_request(name, "guided_choice", ["x" * 200]))
+    assert len(guided.grammars._compiled) == 1
+    guided.run(a_request("c", "guided_choice", ["y" * 200]))
+    [kept] = guided.grammars._compiled
+    assert "yyy" in kept
+
+
+class SlowGrammars:
+    """Compiled when the test says so."""
+
+    def __init__(self):
+        self.futures = []
+
+    def begin(self, request):
+        self.futures.append(Future())
+        return self.futures[-1]
+
+
+def test_while_a_form_is_compiled_others_go_on(tokenizer):
+    grammars = SlowGrammars()
+    guided = Guided(tokenizer, grammars=grammars)
+    guided.loop.add(a_request("slow", "guided_choice", ["a"]))
+    guided.loop.add(a_request("free", None, None, max_new_tokens=3))
+    while "free" not in guided.ends:
+        guided.turn()
+    assert not guided.loop.is_idle
+    assert guided.loop.stats()["num_waiting"] == 1
+    guided.turn()  # with nothing to do, it returns soon
+    grammars.futures[0].set_exception(InvalidRequest("no"))
+    guided.run()
+    assert str(guided.errors["slow"]) == "no"
+
+
+def test_who_leaves_while_the_form_is_compiled_is_forgotten(tokenizer):
+    grammars = SlowGrammars()
+    guided = Guided(tokenizer, grammars=grammars)
+    guided.loop.add(a_request("a", "guided_choice", ["a"], forks=1))
+    guided.loop.drop("a")
+    guided.loop.drop("a-")
+    guided.loop.drop("a-")
+    assert guided.loop.stats()["num_dropped"] == 2
+    grammars.futures[0].set_exception(InvalidRequest("no"))
+    guided.run()
+    assert guided.ends == {}
+
+
+def test_of_several_answers_the_first_may_be_left_while_the_form_is_compiled(guided):
+    guided.loop.add(a_request("a", "guided_choice", ["x"], forks=1))
+    guided.loop.drop("a")
+    guided.run()
+    assert guided.ends == {"a-": "stop"}
+
+
+def test_a_step_does_not_wait_for_masks_that_fail(guided, monkeypatch):
+    monkeypatch.setattr(guided.grammars, "masks", lambda choices: 1 / 0)
+    masks = []
+    monkeypatch.setattr("tests.pure.random_model.StepWhenAsked.mask", lambda self, bits: masks.append(bits))
+    with pytest.raises(ZeroDivisionError):
+        guided.run(a_request("a", "guided_choice", ["x"]))
+    assert masks == [None]
+
+
+def test_special_tokens_are_no_text(guided):
+    """The end-of-sequence token is not how `<|im_end|>` is written."""
+    assert guided.run(a_request("a", "guided_choice", ["<|im_end|>"])) == "<|im_end|>"
+    assert EOS_ID not in guided.token_ids["a"][:-1]
+
+
+def test_sampling_without_a_form_needs_no_grammars(tokenizer):
+    guided = Guided(tokenizer, grammars=SlowGrammars())
+    guided.run(Request("a", list(PROMPT), len(PROMPT), Sampling(3)))
+    assert guided.ends == {"a": "length"}
+    assert guided.grammars.futures == []
+
+
+def test_the_vocabulary_can_be_there_before_the_first_request(tokenizer):
+    grammars = MatcherGrammars(lambda: tokenizer, VOCAB_SIZE)
+    grammars.load().result()
+    guided = Guided(tokenizer, grammars=grammars)
+    grammars._load_tokenizer = None
+    assert guided.run(a_request("a", "guided_choice", ["x"])) == "x"
+
+
+def test_a_model_without_an_end_of_sequence_token_starts_all_the_same():
+    MatcherGrammars(lambda: type("Endless", (), {"eos_token_ids": ()}), 9).load().result()

@@ -1,0 +1,144 @@
+"""Answers of a given form from real executors, with one rank and with two, and over crashes of the engine."""
+
+import json
+import threading
+
+import jsonschema
+import pytest
+
+from engine.core.loop import Loop
+from engine.core.types import Request, Sampling
+from engine.errors import InvalidRequest
+from engine.executors import make_executor
+from engine.link.journal import Submission
+from engine.link.server import Server
+from engine.settings.config import Config
+from engine.text.forms import written
+from engine.text.grammar import MatcherGrammars
+from engine.wire.forms import FORMS
+from tests.byte_tokenizer import EOS_ID
+from tests.pure.engine_helpers import Collector, a_client, a_free_address
+from tests.pure.guided import PROMPT, VOCAB_SIZE, Guided, a_request, a_tokenizer
+from tests.pure.random_model import RandomModel
+from tests.pure.random_schemas import random_schema
+from tests.pure.service_fakes import wait_until
+
+SCHEMA = {
+    "type": "array",
+    "items": {"enum": ["one", "two", {"three": [3, None]}, 4]},
+    "minItems": 6,
+    "maxItems": 9,
+}
+
+
+class Bytes:
+    """A tokenizer for the vocabulary of the small checkpoints: a token a byte."""
+
+    eos_token_ids = (299,)
+    special_ids = frozenset(eos_token_ids)
+
+    def token_bytes(self, token_id):
+        return bytes([token_id]) if token_id < 256 else b""
+
+    def encode(self, text, add_special_tokens):
+        return list(text.encode())
+
+
+def answers_of(graph_dir, **settings):
+    config = Config(max_dec_len=256, batch_size=8, **settings)
+    executor = make_executor(graph_dir, config)
+    form = ("guided_json", written(FORMS["guided_json"]("guided_json", SCHEMA), any_whitespace=False))
+    try:
+        executor.allocate(100)
+        loop = Loop(executor, 100, config, MatcherGrammars(Bytes, 300))
+        for seed in range(6):
+            sampling = Sampling(256, temperature=float(seed % 2), seed=seed, stop_token_ids=(299,), form=form)
+            loop.add(Request(str(seed), [seed + 7, 20], 2, sampling))
+        loop.add(Request("free", [9, 20], 2, Sampling(100)))
+        answers = {}
+        while not loop.is_idle:
+            for update in loop.turn():
+                answers.setdefault(update.request.request_id, []).extend(update.token_ids)
+        return answers, loop.stats()
+    finally:
+        executor.close()
+
+
+def test_ranks_and_drafts_change_no_token_of_an_answer_that_has_a_form(exported):
+    one, stats = answers_of(exported("qwen2", block_size=16))
+    assert stats["num_accepted_tokens"] > 0
+    for seed in range(6):
+        jsonschema.validate(json.loads(bytes(one[str(seed)][:-1])), SCHEMA)
+    assert answers_of(exported("qwen2", block_size=16), speculate_method="ngram")[0] == one
+    two = exported("qwen2", block_size=16, num_ranks=2)
+    assert answers_of(two, mp_num=2, cpu_threads=1)[0] == one
+
+
+class Slow(RandomModel):
+    """One step each time the test says so."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.may_step = threading.Semaphore(0)
+
+    def launch(self, batch):
+        self.may_step.acquire()
+        return super().launch(batch)
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    return a_tokenizer(tmp_path)
+
+
+class Engine:
+    """A server over a random model, in a thread."""
+
+    def __init__(self, address, tokenizer):
+        likely = [token_id for text in '"}],:0' for token_id in tokenizer.encode(text)]
+        self.model = Slow(VOCAB_SIZE, tuple(likely))
+        self.server = Server(address)
+        self.server.begin(Loop(self.model, 400, Config(), MatcherGrammars(lambda: tokenizer, VOCAB_SIZE)))
+        self._thread = threading.Thread(target=self.server.run, args=[self.server.loop])
+        self._thread.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.server.close()
+        self.model.may_step.release(1000)
+        self._thread.join()
+
+
+def test_an_answer_goes_on_in_its_form_after_a_crash(tokenizer):
+    schema = random_schema(3)
+    whole = Guided(tokenizer)
+    request = a_request("a", "guided_json", {"type": "array", "items": schema, "minItems": 3}, seed=8)
+    whole.run(request)
+    expected = whole.token_ids["a"]
+    assert len(expected) > 20
+    address, listener = a_free_address(), Collector()
+    with a_client(address) as client:
+        client.submit(PROMPT, [Submission("a", request.sampling, listener)])
+        for _ in range(3):
+            before = len(listener.token_ids)
+            with Engine(address, tokenizer) as engine:
+                wait_until(lambda e=engine, b=before: e.model.may_step.release() or len(listener.token_ids) > b)
+                engine.server._send_updates = lambda updates: None  # what it computes from now on is lost
+            assert not listener.ends
+        with Engine(address, tokenizer) as engine:
+            wait_until(lambda: engine.model.may_step.release() or listener.ends)
+        assert listener.wait() == "stop"
+        assert listener.token_ids[:-1] == expected[:-1]
+        assert client.num_restarts == 3
+
+
+def test_a_form_that_cannot_be_compiled_is_refused_over_the_socket(tokenizer):
+    address, listener = a_free_address(), Collector()
+    form = ("guided_regex", written(FORMS["guided_regex"]("guided_regex", "(")))
+    with a_client(address) as client, Engine(address, tokenizer):
+        client.submit(PROMPT, [Submission("a", Sampling(9, stop_token_ids=(EOS_ID,), form=form), listener)])
+        error = listener.wait()
+    assert isinstance(error, InvalidRequest)
+    assert (error.field, str(error)[:38]) == ("guided_regex", "The `guided_regex` cannot be compiled:")

@@ -1,0 +1,133 @@
+"""Thoughts, words and calls of tools, told apart in texts that are cut at every place."""
+
+import itertools
+import json
+
+import pytest
+
+from gateway.openai.dialect import FORMATS
+from gateway.openai.reader import CALL, CONTENT, REASONING, Reader
+
+HERMES, LLAMA, MISTRAL = (FORMATS[name] for name in ("hermes", "llama3_json", "mistral"))
+
+
+def a_call(name="f", arguments='{"a": 1}', key="arguments"):
+    return f'{{"name": "{name}", "{key}": {arguments}}}'
+
+
+def read(text, cuts=(), **options):
+    """Content, reasoning, and calls as pairs of name and arguments."""
+    reader = Reader(**options)
+    places = [0, *cuts, len(text)]
+    parts = [part for start, end in itertools.pairwise(places) for part in reader.push(text[start:end])]
+    parts += reader.push("", is_end=True)
+    calls = {}
+    for part in parts:
+        if part.kind == CALL:
+            name, arguments = calls.get(part.call_index, (part.name, ""))
+            calls[part.call_index] = name, arguments + part.text
+    assert reader.num_calls == len(calls)
+    assert list(calls) == list(range(len(calls)))
+    return (
+        "".join(part.text for part in parts if part.kind == CONTENT),
+        "".join(part.text for part in parts if part.kind == REASONING),
+        list(calls.values()),
+    )
+
+
+NESTED = '{"a": {"b": "}]\\"{", "c": [1, {"d": null}]}, "e": "</tool_call>"}'
+CASES = {
+    "plain words": ("Hello <b> {x}", {}, ("Hello <b> {x}", "", [])),
+    "words where calls might be": ("Hello < there\n", {"calls": HERMES}, ("Hello < there\n", "", [])),
+    "one call": (
+        f"<tool_call>\n{a_call()}\n</tool_call>",
+        {"calls": HERMES},
+        ("", "", [("f", '{"a": 1}')]),
+    ),
+    "words around two calls": (
+        f"Let me see.\n\n<tool_call>\n{a_call()}\n</tool_call>\n<tool_call>{a_call('g', NESTED)}</tool_call>\nDone. ",
+        {"calls": HERMES},
+        ("Let me see.Done. ", "", [("f", '{"a": 1}'), ("g", NESTED)]),
+    ),
+    "arguments first, another key, a text": (
+        '<tool_call>{"id": 3, "arguments": "{\\"x\\": 1}", "name": "f"}</tool_call>',
+        {"calls": HERMES},
+        ("", "", [("f", '{"x": 1}')]),
+    ),
+    "an object of arguments first": (
+        '<tool_call>{"arguments": {"x": {}} , "name" : "f"}',
+        {"calls": HERMES},
+        ("", "", [("f", '{"x": {}}')]),
+    ),
+    "no arguments": ('<tool_call>{"name": "f"}</tool_call>', {"calls": HERMES}, ("", "", [("f", "{}")])),
+    "null": ('<tool_call>{"name": "f", "arguments": null}', {"calls": HERMES}, ("", "", [("f", "{}")])),
+    "an object that is no call": (
+        'x <tool_call>\n{"nome": "f"}\n</tool_call> y',
+        {"calls": HERMES},
+        ('x <tool_call>\n{"nome": "f"}\n</tool_call> y', "", []),
+    ),
+    "a name that is none": (
+        '<tool_call>{"name": 3}</tool_call>',
+        {"calls": HERMES},
+        ('<tool_call>{"name": 3}</tool_call>', "", []),
+    ),
+    "no object": (" <tool_call>\nhm</tool_call>", {"calls": HERMES}, (" <tool_call>\nhm</tool_call>", "", [])),
+    "cut short in the name": ('a <tool_call>{"name": "f', {"calls": HERMES}, ('a <tool_call>{"name": "f', "", [])),
+    "cut short after the mark": ("a\n<tool_call>\n", {"calls": HERMES}, ("a\n<tool_call>\n", "", [])),
+    "cut short in the arguments": (
+        '<tool_call>{"name": "f", "arguments": {"a": "b',
+        {"calls": HERMES},
+        ("", "", [("f", '{"a": "b')]),
+    ),
+    "llama": (a_call(key="parameters"), {"calls": LLAMA}, ("", "", [("f", '{"a": 1}')])),
+    "llama, two and a word": (
+        f"<|python_tag|>{a_call(key='parameters')}; {a_call('g', '{}', 'parameters')} ok",
+        {"calls": LLAMA},
+        ("ok", "", [("f", '{"a": 1}'), ("g", "{}")]),
+    ),
+    "llama, JSON that is no call": (' {"a": [1]}\n', {"calls": LLAMA}, (' {"a": [1]}\n', "", [])),
+    "llama, JSON after words": (f"So: {a_call()}", {"calls": LLAMA}, (f"So: {a_call()}", "", [])),
+    "mistral": (
+        f"[TOOL_CALLS] [{a_call()}, {a_call('g')}]",
+        {"calls": MISTRAL},
+        ("", "", [("f", '{"a": 1}'), ("g", '{"a": 1}')]),
+    ),
+    "mistral, forced": (f"[{a_call()}]", {"calls": MISTRAL, "is_forced": True}, ("", "", [("f", '{"a": 1}')])),
+    "mistral, words with brackets": ("a [1] [b", {"calls": MISTRAL}, ("a [1] [b", "", [])),
+    "a thought": ("<think>\nhm <b\n</think>\n\nYes.", {"thought": "may"}, ("Yes.", "hm <b", [])),
+    "no thought": ("<thin air>", {"thought": "may"}, ("<thin air>", "", [])),
+    "a thought that does not say so": ("hm</think>Yes. </think>", {"thought": "does"}, ("Yes. </think>", "hm", [])),
+    "only thoughts": ("<think>hm </th", {"thought": "does"}, ("", "hm </th", [])),
+    "an empty thought": ("<think>\n\n</think>\n\nYes", {"thought": "may"}, ("Yes", "", [])),
+    "a thought and a call": (
+        f"<think>\n<tool_call>?\n</think>\n\n<tool_call>\n{a_call()}\n</tool_call>",
+        {"thought": "may", "calls": HERMES},
+        ("", "<tool_call>?", [("f", '{"a": 1}')]),
+    ),
+    "nothing": ("", {"thought": "may", "calls": LLAMA}, ("", "", [])),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_however_a_text_is_cut_its_parts_are_the_same(name):
+    text, options, expected = CASES[name]
+    assert read(text, **options) == expected
+    assert read(text, range(1, len(text)), **options) == expected
+    for place in range(1, len(text)):
+        assert read(text, [place], **options) == expected
+
+
+def test_words_and_arguments_do_not_wait_for_the_end():
+    reader = Reader("never", HERMES)
+    assert [part.text for part in reader.push("Let me")] == ["Let me"]
+    assert [part.text for part in reader.push(" see <to")] == [" see"]
+    assert reader.push('ol_call>{"name": "f"') == []
+    assert reader.push(', "arguments": {"a": "lo') == [(CALL, "", 0, "f"), (CALL, '{"a": "lo', 0, None)]
+    assert reader.push("ng") == [(CALL, "ng", 0, None)]
+
+
+def test_arguments_are_what_the_model_wrote():
+    for arguments in ({"a": "é\n\\"}, {}, {"deep": [[{"x": {}}]]}, {"q": '"}'}):
+        for text in (json.dumps(arguments), json.dumps(arguments, indent=2, ensure_ascii=False)):
+            [(_, read_arguments)] = read(f"<tool_call>{a_call(arguments=text)}</tool_call>", calls=HERMES)[2]
+            assert read_arguments == text

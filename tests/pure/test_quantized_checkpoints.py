@@ -1,0 +1,149 @@
+"""Checkpoints that others have quantized are exported with their own numbers, or refused in a sentence."""
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from engine.dtypes import from_bf16, to_bf16
+from engine.exporting.export import ExportOptions, export
+from engine.exporting.manifest import Manifest
+from engine.graph import load
+from engine.models.keys import ModelError
+from engine.models.quantization import read_quantization, unpack
+from engine.ops import cpu
+from engine.ops.reference import int4_values
+from tests.paged_model import PagedModel
+from tests.pure.test_quantized_models import error_of
+from tests.quantized_checkpoints import BY_TOKEN, GPTQ, KINDS, change_tensors, compressed, make_quantized, pack
+
+PROMPT = list(range(5, 70))
+MATRICES = [f"layers.{layer}.{name}_proj.weight" for layer in (0, 1) for name in ("qkv", "o", "gate_up", "down")]
+
+
+def numbers_of(params: dict[str, np.ndarray], name: str) -> np.ndarray:
+    codes, scale = params[name], params[f"{name}_scale"]
+    if codes.dtype == np.int8:
+        return codes * scale[:, None]
+    return from_bf16(int4_values(codes, scale, params.get(f"{name}_zero")))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_rank_has_the_numbers_of_the_checkpoint(kind, num_ranks, tmp_path):
+    for name, checkpoint in zip(("quantized", "plain"), make_quantized(tmp_path, kind), strict=True):
+        export(checkpoint, tmp_path / f"{name} graph", ExportOptions("float32", num_ranks=num_ranks))
+    assert Manifest.read(tmp_path / "quantized graph").weight_format == KINDS[kind][2]
+    for rank in range(num_ranks):
+        found, wanted = (load(tmp_path / f"{name} graph", rank)[1] for name in ("quantized", "plain"))
+        for name in MATRICES:
+            numbers = numbers_of(found, name)[:, : wanted[name].shape[1]]
+            np.testing.assert_allclose(numbers, wanted[name], rtol=2**-7, atol=1e-7, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantized_checkpoint_computes_what_its_numbers_do(kind, tmp_path):
+    logits = []
+    for name, checkpoint in zip(("quantized", "plain"), make_quantized(tmp_path, kind), strict=True):
+        export(checkpoint, tmp_path / f"{name} graph", ExportOptions("float32"))
+        logits.append(PagedModel.of(tmp_path / f"{name} graph", cpu).prefill(PROMPT, chunk=1000, num_logits=1))
+    assert error_of(*logits) < 0.04
+
+
+def test_a_layer_that_is_left_out_of_the_quantization_is_quantized_here(tmp_path):
+    quantized, plain = make_quantized(tmp_path, "awq")
+    layer = "model.layers.0.self_attn.k_proj."
+    wanted = load_file(plain / "model.safetensors")[f"{layer}weight"]
+
+    def leave_out(tensors):
+        for end in ("qweight", "qzeros", "scales"):
+            del tensors[layer + end]
+        tensors[f"{layer}weight"] = wanted
+
+    change_tensors(quantized, leave_out)
+    export(quantized, tmp_path / "out", ExportOptions("float32"))
+    found = numbers_of(load(tmp_path / "out")[1], "layers.0.qkv_proj.weight")[256:384]
+    assert 0 < np.square(found - wanted).mean() < 0.02 * np.square(wanted).mean()
+
+
+def test_groups_in_another_order_are_refused_with_the_tensor(tmp_path):
+    quantized, _ = make_quantized(tmp_path, "gptq")
+    name = "model.layers.1.mlp.down_proj.g_idx"
+    change_tensors(quantized, lambda tensors: tensors.update({name: tensors[name][::-1].copy()}))
+    message = r"down_proj.qweight: its groups are not in the order of the inputs \(desc_act\)"
+    with pytest.raises(ModelError, match=message):
+        export(quantized, tmp_path / "out", ExportOptions())
+
+
+def test_ranks_that_would_cut_a_group_are_refused(tmp_path):
+    quantized, _ = make_quantized(tmp_path, "awq")
+    with pytest.raises(ModelError, match="columns from 96 on do not begin a group of 64"):
+        export(quantized, tmp_path / "out", ExportOptions(num_ranks=4, ranks=(1,)))  # 384 inputs of down_proj
+
+
+def test_another_quantization_than_the_checkpoint_has_is_refused(tmp_path):
+    quantized, _ = make_quantized(tmp_path, "gptq")
+    message = "quant_type is 'a8w8', the checkpoint is quantized by gptq and exported as weight_only_int4"
+    with pytest.raises(ModelError, match=message):
+        export(quantized, tmp_path / "out", ExportOptions(quant_type="a8w8"))
+    export(quantized, tmp_path / "out", ExportOptions(quant_type="weight_only_int4"))
+
+
+def test_a_missing_tensor_is_named(tmp_path):
+    quantized, _ = make_quantized(tmp_path, "gptq")
+    change_tensors(quantized, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.scales"))
+    with pytest.raises(ModelError, match="tensor model.layers.1.mlp.up_proj.scales is missing"):
+        export(quantized, tmp_path / "out", ExportOptions())
+
+
+def test_codes_of_another_size_are_refused(tmp_path):
+    quantized, _ = make_quantized(tmp_path, "w8a8")
+    name = "model.layers.0.mlp.up_proj.weight"
+    change_tensors(quantized, lambda tensors: tensors.update({name: tensors[name][:-1]}))
+    with pytest.raises(
+        ModelError, match=r"up_proj.weight: has codes for \(383, 256\), config.json asks for \(384, 256\)"
+    ):
+        export(quantized, tmp_path / "out", ExportOptions())
+
+
+FP8 = compressed(8, "float-quantized")
+FP8["config_groups"]["group_0"]["weights"]["type"] = "float"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"quant_method": "bitsandbytes"},
+            "quant_method is 'bitsandbytes', supported are compressed-tensors, gptq, awq",
+        ),
+        ({**GPTQ, "bits": 8}, "bits of gptq is 8, supported is 4"),
+        ({**GPTQ, "group_size": 32}, "the group size is 32, supported are multiples of 64"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format of gptq is 'marlin'"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version of awq is 'gemv'"),
+        (FP8, "type of compressed-tensors weights is 'float', supported is 'int'"),
+        (
+            compressed(8, "int-quantized", inputs=BY_TOKEN | {"dynamic": False}),
+            "dynamic of .* is False, supported is True",
+        ),
+        (compressed(8, "int-quantized", symmetric=False), "symmetric of .* is False, supported is True"),
+        (compressed(4, "pack-quantized", inputs=BY_TOKEN), "weights of 4 bits by 'group' with inputs"),
+        (compressed(4, "marlin-24"), "format of compressed-tensors is 'marlin-24', supported is 'pack-quantized'"),
+        (compressed(8, "int-quantized") | {"kv_cache_scheme": {"num_bits": 8}}, "no kv_cache_scheme"),
+    ],
+)
+def test_what_is_not_built_is_refused_in_a_sentence(config, message):
+    with pytest.raises(ModelError, match=message):
+        read_quantization({"quantization_config": config})
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_numbers_come_out_of_words_as_they_went_in(axis, bits):
+    numbers = np.random.default_rng(0).integers(0, 1 << bits, (16, 24), np.uint8)
+    assert np.array_equal(unpack(pack(numbers, axis, bits), axis, bits), numbers)
+
+
+def test_scales_are_rounded_to_bf16():
+    """What float16 has more of bits than that is less than what a code of 4 bits leaves open."""
+    scale = np.float32(np.float16(0.01234))
+    assert abs(from_bf16(to_bf16(scale[None]))[0] - scale) < scale * 2**-8

@@ -1,0 +1,116 @@
+"""Small checkpoints as others quantize them: the tensors of GPTQ, AWQ and compressed-tensors, made with numpy alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from tests.checkpoints import make_checkpoint
+
+Tensors = dict[str, np.ndarray]
+GROUP = 128
+SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+def pack(numbers: np.ndarray, axis: int, bits: int = 4, order: list[int] | None = None) -> np.ndarray:
+    """Into int32 words, the first in the lowest bits, or in another order."""
+    per_word = 32 // bits
+    words = np.moveaxis(numbers, axis, -1).astype(np.uint32)
+    words = words.reshape(*words.shape[:-1], -1, per_word)[..., order or range(per_word)]
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    return np.ascontiguousarray(np.moveaxis(np.bitwise_or.reduce(words << shifts, axis=-1), -1, axis).view(np.int32))
+
+
+def gptq(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> Tensors:
+    g_idx = np.arange(codes.shape[1], dtype=np.int32) // GROUP
+    zeros = pack(zero.T - 1, axis=1)
+    return {"qweight": pack(codes.T, 0), "qzeros": zeros, "scales": half(scale.T), "g_idx": g_idx}
+
+
+def awq(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> Tensors:
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    packed = (pack(numbers.T, 1, order=order) for numbers in (codes, zero))
+    return dict(zip(("qweight", "qzeros"), packed, strict=True)) | {"scales": half(scale.T)}
+
+
+def w4a16(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> Tensors:
+    shape = np.array(codes.shape, np.int64)
+    packed = {"weight_packed": pack(codes, 1), "weight_scale": scale, "weight_shape": shape}
+    return packed if (zero == 8).all() else packed | {"weight_zero_point": pack(zero, 0)}
+
+
+def w8a16(codes: np.ndarray, scale: np.ndarray, _: np.ndarray) -> Tensors:
+    packed = pack(codes.astype(np.int16) + 128, 1, bits=8)
+    return {"weight_packed": packed, "weight_scale": scale, "weight_shape": np.array(codes.shape, np.int64)}
+
+
+def w8a8(codes: np.ndarray, scale: np.ndarray, _: np.ndarray) -> Tensors:
+    return {"weight": codes, "weight_scale": scale}
+
+
+def half(scale: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(scale.astype(np.float16))
+
+
+def compressed(bits: int, format: str, symmetric: bool = True, inputs: dict | None = None) -> dict:
+    how = {"strategy": "group", "group_size": GROUP} if bits == 4 else {"strategy": "channel", "group_size": None}
+    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, **how}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}, "ignore": []}
+
+
+BY_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False}
+# What config.json says, who writes the tensors, and as what it is exported.
+KINDS: dict[str, tuple[dict, Callable[..., Tensors], str]] = {
+    "gptq": ({**GPTQ, "sym": True}, gptq, "weight_only_int4"),
+    "gptq with zeros": ({**GPTQ, "sym": False}, gptq, "weight_only_int4"),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq, "weight_only_int4"),
+    "w4a16": (compressed(4, "pack-quantized"), w4a16, "weight_only_int4"),
+    "w4a16 with zeros": (compressed(4, "pack-quantized", symmetric=False), w4a16, "weight_only_int4"),
+    "w8a16": (compressed(8, "pack-quantized"), w8a16, "weight_only_int8"),
+    "w8a8": (compressed(8, "int-quantized", inputs=BY_TOKEN), w8a8, "a8w8"),
+}
+
+
+def random_codes(kind: str, matrix: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes, scales and zeros that make numbers of the size of the matrix's."""
+    rng = np.random.default_rng(seed)
+    groups = (len(matrix), matrix.shape[1] // GROUP if KINDS[kind][2] == "weight_only_int4" else 1)
+    size = (matrix.std() * rng.uniform(0.5, 1.5, groups)).astype(np.float16).astype(np.float32)
+    if groups[1] == 1:
+        return rng.integers(-127, 128, matrix.shape, np.int8), size / np.float32(64), np.zeros(groups, np.uint8)
+    zero = rng.integers(5, 11, groups, np.uint8) if "zeros" in kind or kind == "awq" else np.full(groups, 8, np.uint8)
+    return rng.integers(0, 16, matrix.shape, np.uint8), size / np.float32(4), zero
+
+
+def values_of(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
+    each = codes.shape[1] // scale.shape[1]
+    return ((codes - np.repeat(zero, each, 1).astype(np.float32)) * np.repeat(scale, each, 1)).astype(np.float32)
+
+
+def make_quantized(directory: Path, kind: str) -> tuple[Path, Path]:
+    """A quantized checkpoint, and one with the same numbers as float32."""
+    config, write, _ = KINDS[kind]
+    plain = make_checkpoint(directory / "plain", "qwen2", **SIZES)
+    quantized = make_checkpoint(directory / "quantized", "qwen2", **SIZES, quantization_config=config)
+    numbers, stored = load_file(plain / "model.safetensors"), {}
+    for seed, (name, tensor) in enumerate(sorted(numbers.items())):
+        if not name.endswith("_proj.weight"):
+            stored[name] = tensor
+            continue
+        codes = random_codes(kind, tensor, seed)
+        numbers[name] = values_of(*codes)
+        stored |= {name.removesuffix("weight") + end: array for end, array in write(*codes).items()}
+    save_file(numbers, plain / "model.safetensors")
+    save_file(stored, quantized / "model.safetensors")
+    return quantized, plain
+
+
+def change_tensors(checkpoint: Path, change: Callable[[Tensors], object]) -> None:
+    tensors = load_file(checkpoint / "model.safetensors")
+    change(tensors)
+    save_file(tensors, checkpoint / "model.safetensors")

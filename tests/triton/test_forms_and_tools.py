@@ -1,0 +1,172 @@
+"""Answers of a given form, tools and thoughts from the whole server: OpenAI's client, the native protocol, gRPC."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import jsonschema
+import openai
+import pydantic
+import pytest
+
+from tests.server import running_server
+from tests.triton.test_server import CHAT, ROOT, GrpcStream, facts, post, stream_lines, wait_until_idle
+
+CAPITAL = {
+    "type": "object",
+    "properties": {
+        "country": {"type": "string", "maxLength": 20},
+        "capital": {"enum": ["London", "Paris", "Rome"]},
+        "population": {"type": "integer", "minimum": 0, "maximum": 99999},
+    },
+    "required": ["country", "capital", "population"],
+    "additionalProperties": False,
+}
+WEATHER = {
+    "name": "weather",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 10}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+TOOLS = [{"type": "function", "function": WEATHER}]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    env = {"MODEL_DIR": str(ROOT / "demo_model"), "BATCH_SIZE": "16", "SPECULATE_METHOD": "ngram"}
+    env["TOOL_CALL_PARSER"] = "hermes"
+    with running_server(tmp_path_factory.mktemp("server"), env) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.http_url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def chat(client, **fields):
+    return client.chat.completions.create(**{"model": "demo", "messages": CHAT, "max_tokens": 200, **fields})
+
+
+def test_an_answer_to_a_schema_is_valid_streamed_or_not(client):
+    wanted = {"type": "json_schema", "json_schema": {"name": "capital", "schema": CAPITAL, "strict": True}}
+    for seed in range(4):
+        whole = chat(client, response_format=wanted, seed=seed)
+        jsonschema.validate(json.loads(whole.choices[0].message.content), CAPITAL)
+        chunks = chat(client, response_format=wanted, seed=seed, stream=True)
+        streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        assert streamed == whole.choices[0].message.content
+        assert whole.choices[0].finish_reason == "stop"
+
+
+class Capital(pydantic.BaseModel):
+    capital: str = pydantic.Field(max_length=12)
+    is_large: bool
+
+
+def test_the_clients_own_parser_gets_its_object(client):
+    answer = client.chat.completions.parse(model="demo", messages=CHAT, response_format=Capital, max_tokens=200)
+    assert isinstance(answer.choices[0].message.parsed, Capital)
+
+
+def test_the_native_protocol_has_every_kind_of_form(server):
+    for form, regex in (
+        ({"guided_choice": ["Paris", "London"]}, "Paris|London"),
+        ({"guided_regex": "[A-Z][a-z]{2,9}!"}, "[A-Z][a-z]{2,9}!"),
+        ({"guided_grammar": 'root ::= "(" root ")" | [0-9]'}, r"\(*[0-9]\)*"),
+        ({"response_format": {"type": "json_object"}}, r"\{(.|\n)*"),
+    ):
+        status, answer = post(
+            server, "/v1/chat/completions", {"messages": CHAT, "req_id": "f", "max_dec_len": 60, **form}
+        )
+        assert status == 200
+        assert re.fullmatch(regex, answer["result"]), answer["result"]
+
+
+def test_grpc_has_the_same_forms_with_several_answers(server):
+    with GrpcStream(server) as stream:
+        stream.ask({"text": "A capital?", "req_id": "g", "guided_choice": ["Paris", "Rome"], "n": 3, "max_dec_len": 9})
+        texts = {}
+        while len(texts) < 3:
+            [answer] = stream.next()
+            if answer.get("finish_reason"):
+                texts[answer["index"]] = answer["tokens_all"], answer["finish_reason"]
+        assert set(texts.values()) <= {("Paris", "stop"), ("Rome", "stop")}
+
+
+HOSTILE = {
+    "guided_json": {"allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {}}} for j in range(4)]} for i in range(12)]},
+    "guided_regex": "a(?=b)",
+    "guided_grammar": "start: " + "(" * 20000,
+}
+
+
+def test_a_hostile_form_gets_a_400_and_others_their_answers(server):
+    good = {"messages": CHAT, "guided_choice": ["Paris", "London"], "max_dec_len": 9}
+    with ThreadPoolExecutor(12) as pool:
+        answers = [pool.submit(post, server, "/v1/chat/completions", {**good, "req_id": f"good {i}"}) for i in range(8)]
+        for field, form in HOSTILE.items():
+            body = {"messages": CHAT, "req_id": field, field: form}
+            status, answer = post(server, "/v1/chat/completions", body)
+            assert (status, answer["error_type"]) == (400, "invalid_request")
+            assert f"`{field}`" in answer["error_msg"]
+        assert {answer.result()[1]["result"] for answer in answers} <= {"Paris", "London"}
+    wait_until_idle(server)
+
+
+def test_an_answer_of_a_form_is_the_same_when_the_engine_is_killed_in_its_middle(server):
+    items = {
+        "type": "array",
+        "items": {"type": "string", "minLength": 3, "maxLength": 9},
+        "minItems": 90,
+        "maxItems": 90,
+    }
+    body = {
+        "text": "Words",
+        "infer_seed": 5,
+        "guided_decoding_disable_any_whitespace": True,
+        "max_dec_len": 1000,
+        "stream": True,
+        "guided_json": items,
+    }
+    expected = stream_lines(server, {**body, "req_id": "before"})[-1]["tokens_all"]
+    jsonschema.validate(json.loads(expected), items)
+    restarts = facts(server)["num_restarts"]
+    request = urllib.request.Request(
+        f"{server.http_url}/v1/chat/completions", json.dumps({**body, "req_id": "killed"}).encode()
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        for index, line in enumerate(response):  # noqa: B007 - the last one is looked at
+            if index == 2:
+                os.kill(server.pid_of("engine"), signal.SIGKILL)
+    assert json.loads(line)["tokens_all"] == expected
+    assert facts(server)["num_restarts"] == restarts + 1
+
+
+def test_a_tool_that_must_be_called_is_called(client):
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        [answer] = chat(client, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False).choices
+        [call] = answer.message.tool_calls
+        assert (call.function.name, answer.finish_reason, answer.message.content) == ("weather", "tool_calls", None)
+        jsonschema.validate(json.loads(call.function.arguments), WEATHER["parameters"])
+
+
+def test_a_call_that_must_be_comes_in_deltas(client):
+    chunks = list(chat(client, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, stream=True))
+    deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert deltas[0].function.name == "weather"
+    jsonschema.validate(json.loads("".join(call.function.arguments for call in deltas)), WEATHER["parameters"])
+
+
+def test_tools_that_may_be_called_leave_words_as_they_are(client):
+    [answer] = chat(client, tools=TOOLS, temperature=0).choices
+    assert ("Paris" in answer.message.content, answer.message.tool_calls) == (True, None)
