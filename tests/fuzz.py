@@ -45,14 +45,19 @@ lists |= st.builds(lambda each, n, d: [each] * (n + d), plain, st.sampled_from((
 biases = st.dictionaries(st.from_regex("[0-9]{1,11}", fullmatch=True) | texts, numbers, max_size=4)
 function = st.fixed_dictionaries({}, optional={"name": texts | nested, "parameters": nested})
 kinds = st.sampled_from(("json_object", "json_schema", "structural_tag", "function", "text"))
+modes = st.sampled_from(("none", "auto", "required"))
+choices = st.fixed_dictionaries({}, optional={"type": kinds, "function": function | plain})
 tools = st.lists(st.fixed_dictionaries({"type": kinds}, optional={"function": function | nested}), max_size=3)
 forms = st.fixed_dictionaries(
     {"type": kinds}, optional={"json_schema": nested, "structures": nested, "triggers": lists}
 )
-any_json = nested | lists | biases | tools | forms | forms.map(json.dumps)
+any_json = nested | lists | biases | tools | choices | forms | forms.map(json.dumps)
 
 # Enough of a request that what is beside it is looked at.
-GOOD: dict[str, Any] = {"text": "Hi", "prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}], "req_id": "1"}
+GOOD: dict[str, Any] = {
+    **{"text": "Hi", "prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}], "req_id": "1"},
+    **{"tools": [{"type": "function", "function": {"name": "f"}}], "stream": True},
+}
 NAMES = {key for name, field in wire.FIELDS.items() for key in (name, *field.aliases)} | {*PASSED_ON, *REFUSED, *GOOD}
 NAMES |= {"max_completion_tokens", "stream_options", "best_of", "request_id", "echo", "top_logprobs"}
 NAMES |= {"tools", "tool_choice", "parallel_tool_calls", "structured_outputs", *wire.QUESTIONS, wire.OWNER}

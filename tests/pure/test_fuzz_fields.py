@@ -20,7 +20,7 @@ from gateway.native.request import parse as parse_native
 from gateway.openai.request import parse as parse_openai
 from gateway.protocol import Call
 from tests.byte_tokenizer import write_tokenizer
-from tests.fuzz import any_json, bodies, examples, payload_of
+from tests.fuzz import GOOD, any_json, bodies, choices, examples, modes, payload_of, plain, tools
 
 # JSON Schema takes 5.0 for an integer, the checks do not.
 TYPES = jsonschema.Draft202012Validator.TYPE_CHECKER.redefine(
@@ -90,7 +90,7 @@ def test_any_object_may_ask_about_tokens(reader, body):
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @examples(200)
-@given(body=bodies("text", "prompt", "messages", "req_id"))
+@given(body=bodies("text", "prompt", "messages", "req_id", "tools", "stream"))
 def test_any_object_may_come_to_the_gateway(path, body):
     body = json.loads(payload_of(body))
     is_chat = path.startswith("/v1/chat")
@@ -100,6 +100,13 @@ def test_any_object_may_come_to_the_gateway(path, body):
     completion = outcome(parse_openai, body, is_chat, "default")
     for each in completion.requests if completion else ():
         wire.parse_request(json.loads(json.dumps(each)))  # nothing that the gateway has taken is refused by the model
+
+
+@examples(200)
+@given(given=st.just(GOOD["tools"]) | tools, choice=choices | any_json | modes, parallel=plain)
+def test_any_tools_may_be_offered_and_chosen(given, choice, parallel):
+    fields = {"tools": given, "tool_choice": choice, "parallel_tool_calls": parallel}
+    outcome(parse_openai, {"messages": GOOD["messages"], **fields}, True, "default")
 
 
 @examples(200)

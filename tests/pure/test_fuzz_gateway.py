@@ -13,7 +13,11 @@ from tests.pure.gateway_fake import FakeBackend, running
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/chat/completions/completions")
 QUESTIONS = ("/v1/abort", "/tokenize", "/detokenize")
-payloads = bodies("text", "prompt", "messages", "req_id").map(payload_of) | any_json.map(payload_of) | st.binary()
+payloads = (
+    bodies("text", "prompt", "messages", "req_id", "tools", "stream").map(payload_of)
+    | any_json.map(payload_of)
+    | st.binary()
+)
 # What a client may write beside a body; a line break would begin another header
 lines = st.text(st.characters(min_codepoint=32, max_codepoint=255, blacklist_characters="\x7f"), max_size=30)
 NAMES = ("Last-Event-ID", "X-Request-Id", "Content-Encoding", "Content-Type", "Authorization", "Accept", "Origin")

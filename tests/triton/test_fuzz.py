@@ -86,7 +86,7 @@ def test_requests_made_from_the_document_are_answered_as_it_says(server, session
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
 def test_any_body_is_answered_or_refused(server, session, path):
     @examples(60)
-    @given(body=bodies("text", "prompt", "messages"))
+    @given(body=bodies("text", "prompt", "messages", "tools", "stream"))
     def ask(body):
         check(session.post(f"{server.http_url}{path}", data=payload_of(body), timeout=60))
 
