@@ -71,6 +71,17 @@ def test_a_field_takes_what_its_schema_does(name, value):
         assert is_valid
 
 
+BOUNDED = [name for name, field in wire.FIELDS.items() if "maximum" in schema_of(field.check)]
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_the_bounds_of_a_schema_are_those_of_its_check(name):
+    check = wire.FIELDS[name].check
+    low, high = schema_of(check)["minimum"], schema_of(check)["maximum"]
+    assert outcome(check, name, low) is not None and outcome(check, name, high) is not None
+    assert outcome(check, name, low - 1) is None and outcome(check, name, high + 1) is None
+
+
 @examples(200)
 @given(body=bodies("text", "req_id", "messages"))
 def test_any_object_is_a_request_or_refused(reader, body):
