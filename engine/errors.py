@@ -171,6 +171,8 @@ def error_of(kind: str, text: str, retry_after_s: int | None = None, **cause: An
 
 def as_request_error(error: Exception) -> RequestError:
     """What the client is told about `error`. Of a bug of ours only its type: the log has the rest."""
+    if isinstance(error, RecursionError):  # JSON may be read that is too deep to be compared or written
+        return InvalidRequest("the request is nested too deeply")
     return error if isinstance(error, RequestError) else RequestError(f"internal error: {type(error).__name__}")
 
 

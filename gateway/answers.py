@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from engine.errors import DuplicateRequest, InvalidRequest, Overloaded, RequestError, TimedOut
+from engine.errors import DuplicateRequest, Overloaded, RequestError, TimedOut, as_request_error
 from engine.wire import Delta
 from gateway.as_json import dump
 from gateway.backend import timeout
@@ -114,9 +114,7 @@ def is_news(record: logging.LogRecord) -> bool:
 
 def as_known(error: Exception) -> RequestError:
     """Anything but a RequestError is a bug of ours: its text is for our log only."""
-    if isinstance(error, RequestError):
-        return error
-    if isinstance(error, RecursionError):
-        return InvalidRequest("the request is nested too deeply")
+    if isinstance(error, (RequestError, RecursionError)):
+        return as_request_error(error)
     log.error("a request failed unexpectedly", exc_info=error)
     return RequestError("internal error of the gateway")

@@ -17,16 +17,28 @@ from engine import wire
 from engine.errors import EngineUnavailable, InvalidRequest, RequestError
 from engine.settings.config import Config
 from engine.settings.served import ServedModel
-from gateway import answers, facts, keys
+from gateway import answers, facts, keys, questions
 from gateway.answers import CALL, REQUEST_TIMEOUT
 from gateway.backend import Backend
 from gateway.body import parse_body, read_payload
 from gateway.choices import side_by_side
+from gateway.document import as_document
 from gateway.health import ANSWER_WITHIN_S, readiness
 from gateway.intake import Intake, Room
 from gateway.lasting import LastingBackend
-from gateway.openai import BASE
-from gateway.parts import BACKEND, CONFIG, DRAINING, INTAKE, NATIVE, OPENAI, READY, RUNNING, SERVED, served_name
+from gateway.parts import (
+    BACKEND,
+    CONFIG,
+    DOCUMENT,
+    DRAINING,
+    INTAKE,
+    NATIVE,
+    OPENAI,
+    READY,
+    RUNNING,
+    SERVED,
+    served_name,
+)
 from gateway.protocol import Call, ClientProtocol, Exchange
 
 log = logging.getLogger(__name__)
@@ -40,8 +52,7 @@ CORS = {
     "Access-Control-Allow-Headers": "*, Authorization, Content-Type",
     "Access-Control-Max-Age": "86400",
 }
-UNGUARDED = ("/health",)
-MAX_ABORT_BYTES = 8 << 10  # a req_id, however escaped
+UNGUARDED = ("/health", "/version", "/openapi.json", "/docs")  # a browser sends no key; they say nothing of the model
 CLIENT_LEFT = 499  # in our log only
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -62,15 +73,12 @@ def make_app(backend: Backend, config: Config, request_timeout_s: float = REQUES
     paths = dict.fromkeys(path for protocol in PROTOCOLS for path in protocol.paths)
     app.add_routes(
         [
-            web.get("/", facts.show_endpoints),
-            web.get("/health", facts.show_health),
-            web.get("/metrics", facts.show_metrics),
-            web.post("/v1/abort", abort),
-            *[web.get(f"{prefix}/models", facts.list_models) for prefix in ("/v1", BASE)],
-            *[web.get(f"{prefix}/models/{{model:.+}}", facts.show_model) for prefix in ("/v1", BASE)],
+            *[web.get(path, show) for path, show in facts.ROUTES.items()],
+            *[web.post(path, ask) for path, ask in questions.ROUTES.items()],
             *[web.post(path, complete) for path in paths],
         ]
     )
+    app[DOCUMENT] = as_document(app, PROTOCOLS, UNGUARDED)
     return app
 
 
@@ -108,21 +116,6 @@ async def _giving_back(room: Room, running: answers.Answers) -> answers.Answers:
         async for each in running:
             room.give_back()
             yield each
-
-
-async def abort(request: web.Request) -> web.Response:
-    """Whichever worker has the request: the model ends it."""
-    call = request[CALL]
-    call.protocols = [NATIVE]
-    room = Room(request.app[INTAKE])
-    try:
-        body = parse_body(await read_payload(request, MAX_ABORT_BYTES, room))
-    finally:
-        room.give_back()
-    if "req_id" not in body:
-        raise InvalidRequest("`{field}` is missing", field="req_id")
-    req_id = wire.FIELDS["req_id"].check("req_id", body["req_id"])
-    return answers.in_one_piece((await request.app[BACKEND].abort(req_id, call.owner)).fields())
 
 
 def _protocols_of(path: str) -> Sequence[ClientProtocol]:

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
 from engine.errors import EngineUnavailable
-from engine.wire import Aborted, Delta, ModelState, Owner
+from engine.wire import Aborted, Delta, Detokenized, ModelState, Owner, Tokenized
 
 if sys.version_info >= (3, 11):
     from asyncio import timeout as timeout
@@ -42,6 +42,10 @@ class Backend(Protocol):
 
     async def abort(self, req_id: str, owner: Owner) -> Aborted:
         """Ends an open request of this owner, whoever has sent it. Raises a RequestError as above."""
+        ...
+
+    async def about_tokens(self, question: dict[str, Any]) -> Tokenized | Detokenized:
+        """`question` has the key TOKENIZE or DETOKENIZE. Raises a RequestError."""
         ...
 
     async def is_live(self) -> bool:

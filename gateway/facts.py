@@ -1,4 +1,4 @@
-"""The routes that tell what there is: endpoints, health, metrics, models."""
+"""What the service port tells without an answer of the model. SAMPLES shows to the document what."""
 
 from __future__ import annotations
 
@@ -7,43 +7,95 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway import answers, metrics
-from gateway.answers import CALL
+from engine import __version__
+from gateway import metrics
+from gateway.answers import CALL, in_one_piece
 from gateway.health import as_response
-from gateway.parts import BACKEND, OPENAI, READY, served_name
+from gateway.openai import BASE
+from gateway.page import as_page
+from gateway.parts import BACKEND, DOCUMENT, OPENAI, READY, served_name
 
 STARTED = int(time.time())
 
 
 async def show_endpoints(request: web.Request) -> web.Response:
+    """The model's name and these paths."""
     paths = {route.resource.canonical for route in request.app.router.routes() if route.resource is not None}
-    return answers.in_one_piece({"model": served_name(request.app), "endpoints": sorted(paths)})
+    return in_one_piece(_endpoints(served_name(request.app), paths))
 
 
 async def show_health(request: web.Request) -> web.Response:
+    """Whether the model answers."""
     return as_response(await request.app[READY]())
 
 
 async def show_metrics(request: web.Request) -> web.Response:
+    """Prometheus metrics of this server."""
     state = await request.app[BACKEND].probe(with_metrics=True)
     text = metrics.as_text(state.metrics or ())
     return web.Response(text=text, headers={"Content-Type": metrics.CONTENT_TYPE})
 
 
+async def show_version(_: web.Request) -> web.Response:
+    """The server's version."""
+    return in_one_piece(SAMPLES["/version"])
+
+
+async def show_document(request: web.Request) -> web.Response:
+    """This document."""
+    return in_one_piece(request.app[DOCUMENT])
+
+
+async def show_page(request: web.Request) -> web.Response:
+    """The same document as a page."""
+    headers = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
+    return web.Response(text=as_page(request.app[DOCUMENT]), content_type="text/html", headers=headers)
+
+
 async def list_models(request: web.Request) -> web.Response:
-    return answers.in_one_piece({"object": "list", "data": [await _model(request.app)]})
+    """The served model, as a list."""
+    return in_one_piece({"object": "list", "data": [await _model(request.app)]})
 
 
 async def show_model(request: web.Request) -> web.Response:
+    """The served model if that is its name."""
     request[CALL].protocols = [OPENAI]
     model = await _model(request.app)
     if request.match_info["model"] != model["id"]:
         raise web.HTTPNotFound(text=f"the served model is `{model['id']}`")
-    return answers.in_one_piece(model)
+    return in_one_piece(model)
 
 
 async def _model(app: web.Application) -> dict[str, Any]:
-    name = served_name(app)
     state = (await app[READY]()).state
+    return _model_fields(served_name(app), state.model_len if state else None)
+
+
+def _model_fields(name: str, model_len: int | None) -> dict[str, Any]:
     model = {"id": name, "object": "model", "created": STARTED, "owned_by": "paddle", "root": name}
-    return {**model, "max_model_len": state.model_len if state else None}
+    return {**model, "max_model_len": model_len}
+
+
+def _endpoints(name: str, paths: set[str]) -> dict[str, Any]:
+    return {"model": name, "endpoints": sorted(paths)}
+
+
+ROUTES = {
+    "/": show_endpoints,
+    "/health": show_health,
+    "/metrics": show_metrics,
+    "/version": show_version,
+    "/openapi.json": show_document,
+    "/docs": show_page,
+    **{f"{prefix}/models": list_models for prefix in ("/v1", BASE)},
+    **{f"{prefix}/models/{{model:.+}}": show_model for prefix in ("/v1", BASE)},
+}
+A_MODEL = _model_fields("default", None)
+SAMPLES: dict[str, Any] = {
+    "/": _endpoints("default", {"/"}),
+    "/version": {"version": __version__},
+    "/openapi.json": {},
+    **{f"{prefix}/models": {"object": "list", "data": [A_MODEL]} for prefix in ("/v1", BASE)},
+    **{f"{prefix}/models/{{model}}": A_MODEL for prefix in ("/v1", BASE)},
+}
+TEXTS = {"/metrics": metrics.CONTENT_TYPE.partition(";")[0], "/docs": "text/html"}

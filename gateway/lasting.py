@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from engine.errors import EngineUnavailable
 from engine.settings.served import ServedModel
-from engine.wire import Aborted, Delta, ModelState, Owner, parse_request
+from engine.wire import Aborted, Delta, Detokenized, ModelState, Owner, Tokenized, parse_request
 from gateway.backend import Backend, ModelLost, ModelUnreachable
 from gateway.health import Shared
 
@@ -52,6 +52,9 @@ class LastingBackend:
 
     async def abort(self, req_id: str, owner: Owner) -> Aborted:
         return await self._backend.abort(req_id, owner)
+
+    async def about_tokens(self, question: dict[str, Any]) -> Tokenized | Detokenized:
+        return await self._backend.about_tokens(question)
 
     async def is_live(self) -> bool:
         return await self._backend.is_live()

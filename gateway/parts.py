@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from aiohttp import web
 
@@ -23,6 +24,7 @@ READY = web.AppKey("ready", Shared)
 SERVED = web.AppKey("served", ServedModel)
 RUNNING = web.AppKey("running", list)  # the requests being answered
 DRAINING = web.AppKey("draining", asyncio.Event)
+DOCUMENT = web.AppKey("document", dict[str, Any])  # OpenAPI's
 
 
 def served_name(app: web.Application) -> str:

@@ -62,6 +62,18 @@ class ClientProtocol(Protocol):
     paths: Collection[str]  # where its requests are posted; a path may have several protocols
     content_type: str  # of a stream
 
+    def fields(self, path: str) -> Mapping[str, dict[str, Any]]:
+        """What a request may have, as JSON Schema by name: for the document at /openapi.json."""
+        ...
+
+    def needs(self, path: str) -> Collection[str]:
+        """Of these fields a request must have one."""
+        ...
+
+    def example(self, path: str) -> dict[str, Any]:
+        """A body of one of its requests."""
+        ...
+
     def speaks(self, body: dict[str, Any]) -> bool:
         """Whether a body is one of its requests; the first in app.PROTOCOLS that says so has it."""
         ...

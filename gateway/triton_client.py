@@ -71,6 +71,11 @@ class TritonBackend:
         assert isinstance(aborted, wire.Aborted)
         return aborted
 
+    async def about_tokens(self, question: dict[str, Any]) -> wire.Tokenized | wire.Detokenized:
+        told = await self._one_answer(question)
+        assert isinstance(told, (wire.Tokenized, wire.Detokenized))
+        return told
+
     async def _one_answer(self, body: dict[str, Any]) -> wire.Answer:
         async with contextlib.aclosing(self._ask(body, PROBE_TIMEOUT_S)) as answers:
             [answer] = [answer async for answer in answers]

@@ -1,10 +1,12 @@
-"""Inference requests that must not reach tritonserver, and what their clients are told: `REFUSED`. Add yours here."""
+"""Inference requests that must not reach tritonserver, and what their clients are told: `REFUSED`. Add yours here.
+`odd_messages` makes others, of which most must not either."""
 
 from __future__ import annotations
 
+from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
-from engine.wire.triton import as_string, infer_request
+from engine.wire.triton import as_string, infer_request, request_of
 
 TEXT = b'[{"text":"hi"}]'
 MAX_ID_LEN = 256
@@ -96,3 +98,61 @@ REFUSED = {
         "invalid value type for 'timeout' parameter, expected int64_param.",
     ),
 }
+
+# --- valid protobuf, odd otherwise: for hypothesis ---
+
+names = st.sampled_from(("", "IN", "OUT", "model", "1", "timeout", "classification", "shared_memory_region")) | st.text(
+    st.characters(blacklist_categories=("Cs",)), max_size=300
+)
+int64 = st.integers(-(2**63), 2**63 - 1)
+values = st.one_of(
+    st.builds(lambda each: {"bool_param": each}, st.booleans()),
+    st.builds(lambda each: {"int64_param": each}, int64),
+    st.builds(lambda each: {"string_param": each}, names),
+    st.builds(lambda each: {"double_param": each}, st.floats()),
+    st.builds(lambda each: {"uint64_param": each}, st.integers(0, 2**64 - 1)),
+    st.just({}),
+)
+CHANGES = (
+    *[st.tuples(st.just(kind), names) for kind in ("model_name", "model_version", "id", "input", "datatype", "output")],
+    *[st.tuples(st.just(kind), names, values) for kind in ("parameter", "input parameter", "output parameter")],
+    st.tuples(st.just("shape"), st.lists(int64, max_size=3)),
+    st.tuples(st.just("raw"), st.lists(st.binary(max_size=20) | st.just(as_string(TEXT)), max_size=3)),
+    st.tuples(st.just("contents"), st.binary(max_size=20), st.lists(int64, max_size=2)),
+    st.tuples(st.just("bytes"), st.binary(max_size=20)),  # behind the message: fields that nobody knows, or none
+    st.tuples(st.just("twice")),  # two messages behind each other are one
+)
+
+
+def _change(request, kind, *given):
+    if kind in ("model_name", "model_version", "id"):
+        setattr(request, kind, *given)
+    elif kind == "input":
+        request.inputs[0].name = given[0]
+    elif kind == "datatype":
+        request.inputs[0].datatype = given[0]
+    elif kind == "output":
+        request.outputs.add(name=given[0])
+    elif kind == "shape":
+        request.inputs[0].shape[:] = given[0]
+    elif kind == "raw":
+        request.raw_input_contents[:] = given[0]
+    elif kind == "contents":
+        request.inputs[0].contents.CopyFrom(
+            service_pb2.InferTensorContents(bytes_contents=[given[0]], int64_contents=given[1])
+        )
+    elif kind.endswith("parameter"):
+        owners = {"parameter": request, "input parameter": request.inputs[0]}
+        parameter(owners.get(kind) or request.outputs.add(name="OUT"), given[0], **given[1])
+
+
+@st.composite
+def odd_messages(draw, body=TEXT):
+    """The bytes of a request after one to three changes."""
+    request = request_of(body)
+    tail = b""
+    for kind, *given in draw(st.lists(st.one_of(*CHANGES), min_size=1, max_size=3)):
+        tail += given[0] if kind == "bytes" else request.SerializeToString() if kind == "twice" else b""
+        if kind not in ("bytes", "twice"):
+            _change(request, kind, *given)
+    return request.SerializeToString() + tail

@@ -70,11 +70,11 @@ class PromptReader:
             raise (error if error.field else error.blaming(request.source)) from None
         if not token_ids:
             raise InvalidRequest("The prompt has no tokens", field=request.source)
-        self._check_ids(request.source, token_ids)
+        self.check_ids(request.source, token_ids)
         max_new_tokens = self._max_new_tokens(request, len(token_ids))
-        self._check_ids("eos_token_ids", request.eos_token_ids)
-        self._check_ids("bad_words_token_ids", request.bad_words_token_ids)
-        self._check_ids("logit_bias", [token_id for token_id, _ in request.logit_bias])
+        self.check_ids("eos_token_ids", request.eos_token_ids)
+        self.check_ids("bad_words_token_ids", request.bad_words_token_ids)
+        self.check_ids("logit_bias", [token_id for token_id, _ in request.logit_bias])
         sampling = Sampling(
             max_new_tokens=max_new_tokens,
             min_new_tokens=request.min_dec_len or 0,
@@ -94,7 +94,7 @@ class PromptReader:
         )
         self._check_something_is_left(sampling)
         for answer in request.answer_ids:
-            self._check_ids("answer_ids", answer)
+            self.check_ids("answer_ids", answer)
             if len(answer) > max_new_tokens:
                 text = "The `{field}` has {value} tokens, the answer at most {limit}"
                 raise InvalidRequest(text, field="answer_ids", value=len(answer), limit=max_new_tokens)
@@ -107,10 +107,10 @@ class PromptReader:
             return self._chat_ids(request, request.messages or [])
         if self.tokenizer.has_chat_template and request.apply_chat_template:
             return self._chat_ids(request, [{"role": "user", "content": request.text}])
-        self._check_size("text", request.text)
+        self.check_size("text", request.text)
         return self.tokenizer.encode(request.text)
 
-    def _check_size(self, field: str, text: str) -> None:
+    def check_size(self, field: str, text: str) -> None:
         """Refuses what is too long whatever its tokens are, before time goes into finding them."""
         num_bytes = len(text.encode("utf-8", "surrogatepass"))  # the tokenizer refuses lone surrogates
         limit = self.max_seq_len * self.tokenizer.max_token_bytes
@@ -123,7 +123,7 @@ class PromptReader:
         if request.system:
             messages = [{"role": "system", "content": request.system}, *messages]
         text = self.tokenizer.render_chat(messages, **(request.chat_template_kwargs or {}))
-        self._check_size(request.source, text)
+        self.check_size(request.source, text)
         return self.tokenizer.encode(text, add_special_tokens=False)  # the template has written them
 
     def _max_new_tokens(self, request: GenerationRequest, prompt_len: int) -> int:
@@ -201,7 +201,7 @@ class PromptReader:
             others = "`{bad_words_token_ids}` and, with `{min_dec_len}`, `{eos_token_ids}`"
             raise InvalidRequest(f"The `{{field}}`, {others} may ban every token", field="bad_words")
 
-    def _check_ids(self, name: str, token_ids: list[int] | tuple[int, ...]) -> None:
+    def check_ids(self, name: str, token_ids: list[int] | tuple[int, ...]) -> None:
         if token_ids and max(token_ids) >= self.vocab_size:
             text = "The `{field}` holds {value}, the vocabulary has {limit} tokens"
             raise InvalidRequest(text, field=name, value=max(token_ids), limit=self.vocab_size)

@@ -26,6 +26,7 @@ from engine.serving.readiness import Readiness
 from engine.serving.reply import Reply, Sender
 from engine.serving.resumption import Resumption
 from engine.serving.state import state_of
+from engine.serving.tokens import answer_about_tokens
 from engine.text.tokenizer import Tokenizer
 from engine.wire import GenerationRequest
 
@@ -118,11 +119,14 @@ class Service:
             if wire.ABORT in body:
                 sender.send(wire.write_answer(self._abort(body[wire.ABORT], owner)), True)
                 return
+            if answer := answer_about_tokens(body, self._reader):
+                sender.send(wire.write_answer(answer), True)
+                return
             req_id = wire.req_id_of(body)
             self._check_open()
             reply = self._let_in(wire.parse_request(body), owner, sender, received)
-        except RequestError as error:
-            self._refuse(error, req_id, sender, received)
+        except (RequestError, RecursionError) as error:
+            self._refuse(as_request_error(error), req_id, sender, received)
             return
         except Exception as error:  # a bug of ours must not leave a client waiting
             log.exception("a request could not be accepted")

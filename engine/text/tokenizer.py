@@ -103,6 +103,10 @@ class Tokenizer:
         """The token as it stands inside a text, its space included."""
         return self.token_table[token_id].removeprefix(self.token_table.rules.separator)
 
+    def token_name(self, token_id: int) -> str:
+        """As the vocabulary writes it."""
+        return self._backend.id_to_token(token_id) or ""
+
     def token_text(self, token_id: int) -> str:
         return self.token_bytes(token_id).decode("utf-8", "replace")
 

@@ -20,39 +20,52 @@ from engine.wire.answer import (
     read_answer,
     write_answer,
 )
-from engine.wire.checks import MAX_LOGPROBS, MAX_REQ_ID_LEN, Check, int_in, kind_of, shown
+from engine.wire.checks import MAX_LOGPROBS, MAX_REQ_ID_LEN, Check, int_in, json_object, kind_of, shown
 from engine.wire.fields import FIELDS
 from engine.wire.forms import FORMS, Form
+from engine.wire.meanings import MEANINGS, described
 from engine.wire.owner import OWNER, Owner, owner_of, payload_with_owner, with_owner
 from engine.wire.request import (
     ABORT,
+    DETOKENIZE,
     METRICS,
     PROBE,
     PROBE_PAYLOAD,
+    QUESTIONS,
+    TOKENIZE,
     GenerationRequest,
     check_keys,
     only_object,
     parse_request,
     req_id_of,
 )
+from engine.wire.schema import schema_of
+from engine.wire.tokens import DETOKENIZE_FIELDS, TOKENIZE_FIELDS, Detokenized, Tokenized, checked
 
 __all__ = [
     "ABORT",
+    "DETOKENIZE",
+    "DETOKENIZE_FIELDS",
     "FIELDS",
     "FORMS",
     "MAX_LOGPROBS",
     "MAX_REQ_ID_LEN",
+    "MEANINGS",
     "METRICS",
     "OWNER",
     "PROBE",
     "THOUGHT_END",
     "PROBE_PAYLOAD",
+    "QUESTIONS",
     "TIMES",
+    "TOKENIZE",
+    "TOKENIZE_FIELDS",
     "UNLIKELY",
     "Aborted",
     "Answer",
     "Check",
     "Delta",
+    "Detokenized",
     "Failure",
     "Final",
     "Form",
@@ -60,10 +73,14 @@ __all__ = [
     "ModelState",
     "Owner",
     "TokenLogprob",
+    "Tokenized",
     "Usage",
     "check_keys",
+    "checked",
+    "described",
     "glance_at",
     "int_in",
+    "json_object",
     "kind_of",
     "only_object",
     "owner_of",
@@ -71,6 +88,7 @@ __all__ = [
     "payload_with_owner",
     "read_answer",
     "req_id_of",
+    "schema_of",
     "shown",
     "with_owner",
     "write_answer",

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
 from engine.errors import RequestError, error_of
+from engine.wire.tokens import Detokenized, Tokenized
 
 UNLIKELY = -9999.0  # in JSON, which has no infinity; OpenAI writes the same
 THOUGHT_END = "</think>"  # what models that think write before their answer
@@ -191,7 +192,7 @@ class Aborted:
         return {"is_end": 1, "req_id": self.req_id, "aborted": self.aborted}
 
 
-Answer = Delta | Failure | ModelState | Aborted
+Answer = Delta | Failure | ModelState | Aborted | Tokenized | Detokenized
 
 
 def write_answer(answer: Answer) -> bytes:
@@ -238,6 +239,10 @@ def read_answer(payload: bytes) -> Answer:
         return ModelState(**{f.name: given[f.name] for f in fields(ModelState) if f.name in given})
     if "aborted" in given:
         return Aborted(given["req_id"], given["aborted"])
+    if "count" in given:
+        return Tokenized(given["tokens"], given["max_model_len"], given["token_strs"])
+    if "prompt" in given:
+        return Detokenized(given["prompt"])
     usage = given["usage"]
     of_all = (
         given["req_id"],

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
 from typing import Any
 
 from engine.errors import InvalidRequest
+from engine.wire.schema import ID, IDS, MESSAGE, Check, holds
 
 MAX_STOP_SEQUENCES = 64  # and bad words
 MAX_STOP_LEN = 1024  # characters
@@ -19,7 +19,7 @@ MAX_REQ_ID_LEN = 256
 MAX_N = 16  # answers to one prompt
 TOKEN_ID = re.compile("[0-9]{1,10}")
 
-Check = Callable[[str, Any], Any]  # (the key the client used, its value) -> the value; raises InvalidRequest
+SHORT_STRING = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LEN}
 
 
 def shown(value: Any) -> str:
@@ -61,6 +61,7 @@ def within(key: str, place: str, check: Check, value: Any) -> Any:
         raise InvalidRequest(error.text.replace("{field}", "{field}" + place), **error.cause) from None
 
 
+@holds(type="string")
 def string(key: str, value: Any) -> str:
     if not isinstance(value, str):
         raise refusal(key, "in input parameters must be a string, it is {value}", kind_of(value))
@@ -71,16 +72,19 @@ def string(key: str, value: Any) -> str:
     return value
 
 
+@holds(type="string", minLength=1)
 def filled_string(key: str, value: Any) -> str:
     if not string(key, value):
         raise refusal(key, "in input parameters cannot be empty")
     return value
 
 
+@holds(type=["string", "integer"], minLength=1, maxLength=MAX_REQ_ID_LEN)
 def req_id(key: str, value: Any) -> str:
     return short_name(key, str(value) if _is_int(value) else value)
 
 
+@holds(type="string", minLength=1, maxLength=MAX_REQ_ID_LEN)
 def short_name(key: str, value: Any) -> str:
     text = filled_string(key, value)
     if len(text) > MAX_REQ_ID_LEN:
@@ -88,12 +92,14 @@ def short_name(key: str, value: Any) -> str:
     return text
 
 
+@holds(type="boolean")
 def boolean(key: str, value: Any) -> bool:
     if not isinstance(value, bool) and value not in (0, 1):
         raise refusal(key, "must be a boolean, it is {value}", brief(value))
     return bool(value)
 
 
+@holds(type="integer", minimum=1)
 def positive_int(key: str, value: Any) -> int:
     if not _is_int(value) or value < 1:
         raise refusal(key, "must be an integer and greater than 0, it is {value}", brief(value))
@@ -101,6 +107,7 @@ def positive_int(key: str, value: Any) -> int:
 
 
 def int_in(low: int, high: int) -> Check:
+    @holds(type="integer", minimum=low, maximum=high)
     def check(key: str, value: Any) -> int:
         if not _is_int(value) or not low <= value <= high:
             raise refusal(key, "must be an integer in {limit}, it is {value}", brief(value), [low, high])
@@ -110,6 +117,7 @@ def int_in(low: int, high: int) -> Check:
 
 
 def number_in(low: float, high: float) -> Check:
+    @holds(type="number", minimum=low, maximum=high)
     def check(key: str, value: Any) -> float:
         if not _is_number(value) or not low <= value <= high:
             raise refusal(key, "must be in {limit}, it is {value}", brief(value), [low, high])
@@ -118,12 +126,14 @@ def number_in(low: float, high: float) -> Check:
     return check
 
 
+@holds(type="number", minimum=0, maximum=100)
 def temperature(key: str, value: Any) -> float:
     if not _is_number(value) or not 0 <= value <= 100:
         raise refusal(key, "must be >= 0 and at most 100, it is {value}", brief(value), [0, 100])
     return float(value)
 
 
+@holds(type="number", minimum=0.01, maximum=10)
 def penalty(key: str, value: Any) -> float:
     if not _is_number(value) or not 0.01 <= value <= 10:  # below, it is 0 for some device
         rest = "must be greater than 0 (at least 0.01) and at most 10, it is {value}"
@@ -131,12 +141,14 @@ def penalty(key: str, value: Any) -> float:
     return float(value)
 
 
+@holds(type="integer", minimum=-1)
 def top_k(key: str, value: Any) -> int:
     if not _is_int(value) or value < -1:
         raise refusal(key, "must be an integer, -1 or 0 for all tokens, it is {value}", brief(value))
     return min(max(value, 0), 2**31 - 1)
 
 
+@holds(type=["boolean", "integer"], minimum=-1, maximum=MAX_LOGPROBS)
 def logprobs(key: str, value: Any) -> int:
     if isinstance(value, bool):
         return 0 if value else -1
@@ -151,6 +163,7 @@ def _filled_list(key: str, value: Any) -> list[Any]:
     return value
 
 
+@holds(**IDS, minItems=1)
 def ids(key: str, value: Any) -> list[int]:
     _filled_list(key, value)
     if set(map(type, value)) != {int} or min(value) < 0 or max(value) >= 2**31:  # in C: half the time of a loop
@@ -159,6 +172,7 @@ def ids(key: str, value: Any) -> list[int]:
     return value
 
 
+@holds(anyOf=[ID, {**IDS, "maxItems": MAX_TOKEN_IDS}])
 def few_ids(key: str, value: Any) -> tuple[int, ...]:
     """Every one of them costs time in every step."""
     if value == []:
@@ -167,6 +181,7 @@ def few_ids(key: str, value: Any) -> tuple[int, ...]:
     return _at_most(MAX_TOKEN_IDS, key, token_ids)
 
 
+@holds(anyOf=[ID, {**IDS, "minItems": 1, "maxItems": MAX_N}])
 def counts(key: str, value: Any) -> tuple[int, ...]:
     """Of tokens, one a choice; of a single choice a bare number."""
     items = [value] if _is_int(value) else _at_most(MAX_N, key, _filled_list(key, value))
@@ -175,6 +190,7 @@ def counts(key: str, value: Any) -> tuple[int, ...]:
     return tuple(items)
 
 
+@holds(anyOf=[IDS, {"type": "array", "items": IDS, "maxItems": MAX_N}])
 def answer_ids(key: str, value: Any) -> tuple[tuple[int, ...], ...]:
     """Token ids of each choice; of a single choice a bare list."""
     items = _at_most(MAX_N, key, value) if value and isinstance(value, list) and isinstance(value[0], list) else [value]
@@ -187,6 +203,7 @@ def _at_most(limit: int, key: str, items: Any) -> Any:
     return items
 
 
+@holds(anyOf=[SHORT_STRING, {"type": "array", "items": SHORT_STRING, "maxItems": MAX_STOP_SEQUENCES}])
 def strings(key: str, value: Any) -> tuple[str, ...]:
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, list):
@@ -201,6 +218,7 @@ def _short_string(key: str, value: Any) -> str:
     return text
 
 
+@holds(type="array", items=MESSAGE, minItems=1, maxItems=MAX_MESSAGES)
 def messages(key: str, value: Any) -> list[dict[str, Any]]:
     for item in _at_most(MAX_MESSAGES, key, _filled_list(key, value)):
         if not isinstance(item, dict):
@@ -223,6 +241,12 @@ def _content(key: str, value: Any) -> None:
         string(key, value)
 
 
+@holds(
+    type="object",
+    propertyNames={"pattern": "^[0-9]{1,9}$"},
+    additionalProperties={"type": "number", "minimum": -100, "maximum": 100},
+    maxProperties=MAX_TOKEN_IDS,
+)
 def logit_bias(key: str, value: Any) -> tuple[tuple[int, float], ...]:
     if not isinstance(value, dict):
         raise refusal(key, "must be an object of token id and bias, it is {value}", kind_of(value))
@@ -233,12 +257,14 @@ def logit_bias(key: str, value: Any) -> tuple[tuple[int, float], ...]:
     return tuple((int(token_id), float(bias)) for token_id, bias in value.items())
 
 
+@holds(type="object")
 def json_object(key: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise refusal(key, "must be an object, it is {value}", kind_of(value))
     return value
 
 
+@holds(enum=["fastdeploy", "openai"])
 def response_type(key: str, value: Any) -> str:
     if value not in ("fastdeploy", "openai"):
         raise refusal(key, "must be either `fastdeploy` or `openai`.", brief(value))

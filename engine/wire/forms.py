@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from engine.errors import InvalidRequest
 from engine.wire.checks import Check, brief, filled_string, json_object, kind_of, refusal, shown, string, within
+from engine.wire.schema import holds
 
 MAX_FORM_BYTES = 128 << 10  # as JSON
 MAX_NESTING = 100  # of a schema
@@ -22,6 +23,7 @@ class Form(NamedTuple):
     value: Any
 
 
+@holds(type=["object", "string"])
 def json_schema(key: str, value: Any) -> Form:
     schema = _object_or_text(key, value)
     _check_size(key, schema)
@@ -30,14 +32,17 @@ def json_schema(key: str, value: Any) -> Form:
     return Form(key, "json", schema)
 
 
+@holds(type="string", minLength=1)
 def regex(key: str, value: Any) -> Form:
     return Form(key, "regex", _check_size(key, filled_string(key, value)))
 
 
+@holds(type="string", minLength=1)
 def grammar(key: str, value: Any) -> Form:
     return Form(key, "grammar", _check_size(key, filled_string(key, value)))
 
 
+@holds(type="array", items={"type": "string", "minLength": 1}, minItems=1, maxItems=MAX_CHOICES)
 def choice(key: str, value: Any) -> Form:
     if not isinstance(value, list) or not value:
         raise refusal(key, "must be a list of strings, it is {value}", kind_of(value))
@@ -48,6 +53,7 @@ def choice(key: str, value: Any) -> Form:
     return Form(key, "choice", _check_size(key, value))
 
 
+@holds(type=["object", "string"])
 def structural_tag(key: str, value: Any) -> Form:
     """`structures`, each with `begin`, `end` and a `schema` of what is between, and `triggers` that begin them."""
     tag = _object_or_text(key, value)
@@ -61,6 +67,7 @@ def structural_tag(key: str, value: Any) -> Form:
     return Form(key, "structural_tag", {"structures": structures, "triggers": tag["triggers"]})
 
 
+@holds(type="object")
 def response_format(key: str, value: Any) -> Form | None:
     """OpenAI's. None: free text."""
     kind = json_object(key, value).get("type")

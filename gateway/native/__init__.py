@@ -22,6 +22,15 @@ class Native:
     paths: Collection[str] = ("/v1/chat/completions", "/v1/completions")
     content_type = "application/x-ndjson"
 
+    def fields(self, path: str) -> dict[str, Any]:
+        return wire.described()
+
+    def needs(self, path: str) -> Collection[str]:
+        return ("text", "input_ids", "messages")
+
+    def example(self, path: str) -> dict[str, Any]:
+        return {"text": "Hello, how are you?", "max_dec_len": 64}
+
     def speaks(self, body: dict[str, Any]) -> bool:
         return is_native(body)
 

@@ -28,10 +28,10 @@ def is_native(body: dict[str, Any]) -> bool:
 def parse(body: dict[str, Any], call: Call) -> NativeExchange:
     """Raises InvalidRequest for the fields that act in the gateway, which are under the same rules as the model's."""
     received = str(time.time())
-    body = {key: value for key, value in body.items() if key not in (wire.PROBE, wire.ABORT)}
+    body = {key: value for key, value in body.items() if key not in wire.QUESTIONS}
     if body.get("req_id") is None:
         body["req_id"] = str(uuid.uuid4())
-    call.req_id = body["req_id"]
+    call.req_id = wire.req_id_of(body)  # not what is none: it may be anything, and as deep as JSON can be
     return NativeExchange(
         requests=[body],
         stream=_checked(body, "stream") or False,

@@ -9,6 +9,7 @@ from engine.errors import InvalidRequest, PromptTooLong, RequestError
 from gateway.openai.again import LAST_EVENT_ID, parse_again
 from gateway.openai.answer import OpenAIExchange, as_event
 from gateway.openai.dialect import dialect_of
+from gateway.openai.fields import fields
 from gateway.openai.request import parse
 from gateway.protocol import Call
 
@@ -21,6 +22,17 @@ class OpenAI:
     name = "openai"
     paths: Collection[str] = IS_CHAT
     content_type = "text/event-stream"
+
+    def fields(self, path: str) -> dict[str, Any]:
+        return fields(IS_CHAT[path])
+
+    def needs(self, path: str) -> Collection[str]:
+        return ("messages",) if IS_CHAT[path] else ("prompt",)
+
+    def example(self, path: str) -> dict[str, Any]:
+        text = "What is the capital of France?"
+        prompt = {"messages": [{"role": "user", "content": text}]} if IS_CHAT[path] else {"prompt": text}
+        return {"model": "default", **prompt, "max_tokens": 64}
 
     def speaks(self, body: dict[str, Any]) -> bool:
         return True

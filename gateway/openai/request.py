@@ -37,6 +37,7 @@ STRUCTURED = {name: f"guided_{name}" for name in ("json", "regex", "choice", "gr
 AS_GIVEN = {"logit_bias", *FORMS}  # the checked ones are no JSON
 CHECKS = {key: field.check for name, field in wire.FIELDS.items() for key in (name, *field.aliases)}
 A_BOOL, A_STRING, AN_OBJECT = CHECKS["stream"], CHECKS["system"], CHECKS["chat_template_kwargs"]
+BEST_OF, NUM_TOP = int_in(1, 1000), int_in(0, MAX_LOGPROBS)
 # field -> the values, besides null, false and the empty ones, that ask for nothing special
 REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("functions", "audio", "web_search_options", "suffix", "prompt_embeds"), ()),
@@ -76,13 +77,13 @@ def parse(body: dict[str, Any], is_chat: bool, default_model: str, dialect: Dial
     _refuse(body, is_chat)
     _spread(body)
     n = _checked(body, "n", CHECKS["n"], 1)
-    if (best_of := _checked(body, "best_of", int_in(1, 1000), n)) > n:
+    if (best_of := _checked(body, "best_of", BEST_OF, n)) > n:
         text = "`{field}` above `n` is not supported: {value} > {limit}"
         raise InvalidRequest(text, field="best_of", value=best_of, limit=n)
     options = _options(body, is_chat)
     tools = read_tools(body, dialect) if is_chat else Tools()
     options |= tools.fields(options)
-    sources, echoes = ([_chat_source(body)], [""]) if is_chat else _prompt_sources(body)
+    sources, echoes = ([chat_source(body)], [""]) if is_chat else _prompt_sources(body)
     if len(sources) * n > MAX_CHOICES:
         text = f"{len(sources)} {{field}}s times n={n} exceed the limit of {{limit}}"
         raise InvalidRequest(text, field="prompt", value=len(sources) * n, limit=MAX_CHOICES)
@@ -159,7 +160,7 @@ def _options(body: dict[str, Any], is_chat: bool) -> dict[str, Any]:
 
 def _chat_logprobs(body: dict[str, Any]) -> int | None:
     wanted = _checked(body, "logprobs", A_BOOL, False)
-    num_top = _checked(body, "top_logprobs", int_in(0, MAX_LOGPROBS), 0)
+    num_top = _checked(body, "top_logprobs", NUM_TOP, 0)
     if num_top and not wanted:
         raise InvalidRequest("`{field}` needs `logprobs` to be true", field="top_logprobs", value=num_top)
     return num_top if wanted else None
@@ -168,10 +169,10 @@ def _chat_logprobs(body: dict[str, Any]) -> int | None:
 def _logprobs(body: dict[str, Any]) -> int | None:
     if body.get("logprobs", False) is False:
         return None
-    return _checked(body, "logprobs", int_in(0, MAX_LOGPROBS))
+    return _checked(body, "logprobs", NUM_TOP)
 
 
-def _chat_source(body: dict[str, Any]) -> dict[str, Any]:
+def chat_source(body: dict[str, Any]) -> dict[str, Any]:
     if "messages" not in body:
         raise InvalidRequest("`{field}` is missing", field="messages")
     messages = _checked(body, "messages", CHECKS["messages"])

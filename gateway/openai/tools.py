@@ -99,7 +99,8 @@ def _forced(choice: Any, functions: list[dict[str, Any]]) -> list[dict[str, Any]
         return functions
     if choice == "auto":
         return []
-    name = choice.get("function", {}).get("name") if isinstance(choice, dict) else None
+    wanted = choice.get("function") if isinstance(choice, dict) else None
+    name = wanted.get("name") if isinstance(wanted, dict) else None
     if named := [function for function in functions if function["name"] == name]:
         return named
     text = "`{field}` must be one of {limit} or name one of the `tools`, it is {value}"

@@ -14,7 +14,23 @@ import openai
 
 from engine.errors import EngineUnavailable, TimedOut
 from engine.settings.config import Config
-from engine.wire import UNLIKELY, Aborted, Delta, Final, ModelState, Owner, TokenLogprob, Usage
+from engine.wire import (
+    DETOKENIZE,
+    DETOKENIZE_FIELDS,
+    TOKENIZE,
+    TOKENIZE_FIELDS,
+    UNLIKELY,
+    Aborted,
+    Delta,
+    Detokenized,
+    Final,
+    ModelState,
+    Owner,
+    Tokenized,
+    TokenLogprob,
+    Usage,
+    checked,
+)
 from gateway.__main__ import listen, serve
 from gateway.app import REQUEST_TIMEOUT_S, make_app
 
@@ -108,6 +124,15 @@ class FakeBackend:
     async def abort(self, req_id: str, owner: Owner) -> Aborted:
         self.aborts.append((req_id, owner.name))
         return Aborted(req_id, True)
+
+    async def about_tokens(self, question: dict[str, Any]) -> Tokenized | Detokenized:
+        """Of a text, its code points are its tokens."""
+        self.bodies.append(json.loads(json.dumps(question)))
+        if TOKENIZE in question:
+            text = checked(question[TOKENIZE], TOKENIZE_FIELDS).get("prompt", "")
+            return Tokenized([ord(each) for each in text], 8192)
+        tokens = checked(question[DETOKENIZE], DETOKENIZE_FIELDS).get("tokens", ())
+        return Detokenized("".join(chr(each % 128) for each in tokens))
 
     async def probe(self, with_metrics: bool = False) -> ModelState:
         self.num_probes += 1

@@ -17,8 +17,7 @@ from engine.serving.accounts import Accounts
 from engine.serving.latency import Latency
 from engine.settings import config
 from engine.settings import unused as unused_settings
-from engine.wire import Owner
-from engine.wire import fields as wire_fields
+from engine.wire import Owner, checks
 from gateway.app import make_app
 from gateway.health import make_health_app
 from gateway.openai.request import PASSED_ON, REFUSED
@@ -145,12 +144,17 @@ def test_the_settings_without_effect_are_not_settings():
 # --- docs/api.md ----------------------------------------------------------------------------------------------------
 
 
+def plain_names(cell):
+    """Without the aliases."""
+    return code_words(cell.partition("(")[0])
+
+
 def field_rows():
     """Name -> (aliases, default); the last row has several fields that do nothing."""
     rows = {}
     for names, default, _ in table("docs/api.md", "field and aliases"):
-        plain, _, aliases = names.partition("(")
-        for name in code_words(plain):
+        aliases = names.partition("(")[2]
+        for name in plain_names(names):
             assert name not in rows
             rows[name] = (tuple(code_words(aliases)), json.loads(default.strip("`") or "null"))
     return rows
@@ -169,9 +173,15 @@ def test_the_table_of_fields_has_their_defaults():
     assert documented == defaults | acts_in_gateway
 
 
+def test_the_table_of_fields_says_what_the_document_does():
+    rows = {name: cells[2] for cells in table("docs/api.md", "field and aliases") for name in plain_names(cells[0])}
+    assert rows == wire.MEANINGS
+
+
 def test_the_table_of_fields_has_every_limit():
     page = text_of("docs/api.md").partition("## Request fields")[2].partition("## Native answers")[0]
-    limits = {name: value for name, value in vars(wire_fields).items() if name.startswith("MAX_")}
+    limits = {name: value for name, value in vars(checks).items() if name.startswith("MAX_")}
+    assert len(limits) > 5
     assert {name for name, value in limits.items() if not re.search(rf"\b{value}\b", page)} == set()
 
 

@@ -45,6 +45,15 @@ class Telegrams:
     paths = (OWN, SHARED)
     content_type = "text/plain"
 
+    def fields(self, path):
+        return {"telegram": {"type": "string"}}
+
+    def needs(self, path):
+        return ("telegram",)
+
+    def example(self, path):
+        return {"telegram": "hello"}
+
     def speaks(self, body):
         return "telegram" in body
 

@@ -1,12 +1,15 @@
 """What a client's inference request may have: everything else is refused with a sentence, and nothing of it passes."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
-from engine.wire.triton import infer_request
+from engine.wire.triton import infer_request, request_of
 from gateway.inference import request as request_module
 from gateway.inference.request import Refused, parse, payload_of, rewritten
-from tests.hostile_requests import REFUSED, TEXT, changed, contents, parameter
+from tests.fuzz import examples
+from tests.hostile_requests import REFUSED, TEXT, changed, contents, odd_messages, parameter
 
 
 def refusal(request):
@@ -62,6 +65,21 @@ def test_fields_that_nobody_knows_do_not_pass():
     unknown = b"\x9a\x06\x03abc"  # field 99
     request = parse(infer_request({"text": "hi"}).SerializeToString() + unknown)
     assert unknown not in rewritten(request, payload_of(request))
+
+
+@examples(500)
+@given(message=odd_messages() | st.binary())
+def test_what_is_odd_is_refused_or_comes_to_tritonserver_as_nothing_but_its_text(message):
+    try:
+        request = parse(message)
+        payload = payload_of(request)
+    except Refused as error:
+        assert 0 < len(str(error)) < 500
+        return
+    fresh = service_pb2.ModelInferRequest.FromString(rewritten(request, payload))
+    assert set(fresh.parameters) <= {"triton_enable_empty_final_response"}
+    fresh.ClearField("parameters")
+    assert fresh == request_of(payload, request.id)
 
 
 def test_every_parameter_that_tritonclient_sends_is_known(monkeypatch):

@@ -15,13 +15,13 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from engine.wire.triton import LENGTH_BYTES, infer_request, request_of
 from gateway.connections import SERVICE
+from tests.fuzz import INSIDE
 from tests.hostile_requests import REFUSED, changed
 from tests.server import running_server
 
 ROOT = Path(__file__).resolve().parents[2]
 METHODS = [method.name for method in service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods]
 PROCESSES = ("supervisor", "engine", "tritonserver", "stub", "gateway-0", "health")
-INSIDE = ("/dev/shm", "llm_server_", "unix:", "ipv4:", "Traceback", str(ROOT), ".sock")
 MEGABYTES_4 = 4 << 20
 RANDOM = random.Random(6)
 MESSAGES = [b"", b"\x00", b"\xff" * 64, b"\x0a\x03abc", b"\x2a\x00" * 1000, *[RANDOM.randbytes(n) for n in (1, 7, 300)]]

@@ -1,0 +1,46 @@
+"""Questions about the model's tokens, which need no engine: of what tokens a prompt is, what text tokens are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine import wire
+from engine.errors import InvalidRequest
+from engine.serving.prompt import PromptReader
+
+
+def answer_about_tokens(body: dict[str, Any], reader: PromptReader) -> wire.Tokenized | wire.Detokenized | None:
+    """None when the request asks something else. Raises InvalidRequest."""
+    for key, answer in ((wire.TOKENIZE, _tokenize), (wire.DETOKENIZE, _detokenize)):
+        if key in body:
+            return answer(wire.json_object(key, body[key]), reader)
+    return None
+
+
+def _tokenize(question: dict[str, Any], reader: PromptReader) -> wire.Tokenized:
+    given = wire.checked(question, wire.TOKENIZE_FIELDS)
+    if ("prompt" in given) == ("messages" in given):
+        raise InvalidRequest("Exactly one of `{field}` and `messages` must be set", field="prompt")
+    source = "prompt" if "prompt" in given else "messages"
+    try:
+        text = given["prompt"] if source == "prompt" else _rendered(given, reader)
+    except InvalidRequest as error:  # the chat template's knows no field
+        raise error.blaming(source) from None
+    reader.check_size(source, text)
+    # A chat template writes special tokens itself.
+    token_ids = reader.tokenizer.encode(text, given.get("add_special_tokens", source == "prompt"))
+    names = [reader.tokenizer.token_name(each) for each in token_ids] if given.get("return_token_strs") else None
+    return wire.Tokenized(token_ids, reader.model_len, names)
+
+
+def _rendered(given: dict[str, Any], reader: PromptReader) -> str:
+    variables = {name: given[name] for name in ("add_generation_prompt", "tools") if name in given}
+    return reader.tokenizer.render_chat(given["messages"], **{**given.get("chat_template_kwargs", {}), **variables})
+
+
+def _detokenize(question: dict[str, Any], reader: PromptReader) -> wire.Detokenized:
+    given = wire.checked(question, wire.DETOKENIZE_FIELDS)
+    if "tokens" not in given:
+        raise InvalidRequest("`{field}` is missing", field="tokens")
+    reader.check_ids("tokens", given["tokens"])
+    return wire.Detokenized(reader.tokenizer.decode(given["tokens"], skip_special_tokens=False))

@@ -1,0 +1,97 @@
+"""What each field of a request means, in the words of docs/api.md: for the document that the gateway serves."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import MISSING, fields
+
+from engine.wire.fields import FIELDS
+from engine.wire.request import GenerationRequest
+from engine.wire.schema import Json, schema_of
+
+NO_EFFECT = "accepted without effect; a prompt is never cut"
+
+MEANINGS = {
+    "text": "the prompt: a user turn where the model has a chat template, else continued as it stands",
+    "input_ids": "the prompt as token ids",
+    "messages": "the prompt as up to 10000 turns with `role` and `content` (a text, or a list of parts of type `text`)",
+    "system": "a system message before the others",
+    "apply_chat_template": "of `text`: `false` continues it as it stands",
+    "chat_template_kwargs": "an object of variables for the chat template",
+    "req_id": "a name of up to 256 characters, unique among open requests; needed over gRPC, random over HTTP",
+    "max_dec_len": "longest answer in tokens, up to `MAX_DEC_LEN`; default: that, or what is left of the context",
+    "min_dec_len": "shortest answer in tokens; ids that end it cannot be chosen before",
+    "temperature": "0 to 100; 0: always the likeliest token",
+    "topp": "0 to 1: choose from the likeliest tokens that have this probability together",
+    "top_k": "choose from the likeliest k tokens; 0 or -1: from all",
+    "min_p": "0 to 1: choose from tokens with at least this share of the likeliest one's probability",
+    "penalty_score": "0.01 to 10, for tokens of prompt and answer; above 1: fewer repetitions",
+    "frequency_score": "-2 to 2, times the occurrences in the answer",
+    "presence_score": "-2 to 2, for tokens that are in the answer",
+    "n": "1 to 16 answers to the prompt, which is computed once; those that do not fit beside the others wait",
+    "infer_seed": (
+        "whole number of 64 bits, random if not given: the same seed gives the same answer; of `n` answers the "
+        "second has the seed after it, and so on"
+    ),
+    "stop_sequences": "a text or a list of up to 64, each of up to 1024 characters: the answer ends before it",
+    "include_stop_str_in_output": "the answer ends after the stop text instead",
+    "eos_token_ids": "a token id or a list of up to 1024 that end the answer, beside the model's own",
+    "ignore_eos": "the model's own end-of-sequence tokens do not end the answer",
+    "skip_special_tokens": "leave special tokens out of the text",
+    "bad_words": "a text or a list of up to 64 that must not appear",
+    "bad_words_token_ids": "a token id or a list of up to 1024 that must not appear",
+    "logit_bias": "up to 1024 token ids (as texts) with a bias of -100 to 100 each",
+    "logprobs": "-1: none; 0 or `true`: of each token; 1 to 20: also of as many of the likeliest",
+    "guided_json": (
+        "a JSON schema, as an object or a text: [the answer](#answers-of-a-given-form) is JSON that it allows"
+    ),
+    "guided_regex": "a regular expression that the whole answer matches",
+    "guided_choice": "a list of up to 4096 texts: the answer is one of them",
+    "guided_grammar": "a grammar, Lark's or EBNF: the answer follows it",
+    "structural_tag": (
+        "`structures`, a list of `begin`, `schema` and `end`, and `triggers`: in free text, where a trigger "
+        "occurs, one of the structures that begin so follows"
+    ),
+    "response_format": (
+        "OpenAI's: `type` is `text`, `json_object` (any object), `json_schema` with `json_schema.schema`, or "
+        "`structural_tag`"
+    ),
+    "guided_decoding_disable_any_whitespace": (
+        "JSON without whitespace between its parts; default: `GUIDED_DECODING_DISABLE_ANY_WHITESPACE`"
+    ),
+    "cache_salt": (
+        "a text of up to 256 characters: cached prompts are shared only with requests that give the same, so that "
+        "nobody learns from the time of an answer what others have asked"
+    ),
+    "resume_from": (
+        "the request was asked before, and so many tokens of its answer have come: [it goes on after them](#after-"
+        "a-lost-connection); with `n` a list"
+    ),
+    "answer_ids": "the token ids of the answer as far as it is known, with `n` a list of lists: it goes on after them",
+    "return_all_tokens": "one response at the end (of each of `n` answers) instead of a stream",
+    "stream": "HTTP only: lines as they come instead of one object",
+    "return_usage": "HTTP only, without `stream`: add `usage`",
+    "timeout": (
+        "seconds from the request's arrival to its first token, waiting included; over HTTP also between "
+        "responses; 0: the default, which gRPC does not have"
+    ),
+    "priority": "-100 to 100, lower is earlier, see [Who begins next](#who-begins-next)",
+    "benchmark": "add time stamps to the answer",
+    **dict.fromkeys(("model", "response_type", "response_timeout", "enable_text_truncate"), NO_EFFECT),
+}
+
+
+def described() -> dict[str, Json]:
+    """Each name that a field has in a native request, with what it holds and means as JSON Schema."""
+    defaults = {f.name: f.default for f in fields(GenerationRequest) if f.default not in (None, (), MISSING)}
+    found: dict[str, Json] = {}
+    for name, field in FIELDS.items():
+        default = {"default": defaults[name]} if name in defaults else {}
+        schema = {**schema_of(field.check), "description": plain(MEANINGS.get(name, "")), **default}
+        found |= {each: schema if each == name else {**schema, "x-alias-of": name} for each in (name, *field.aliases)}
+    return found
+
+
+def plain(text: str) -> str:
+    """Without the links of a page that is not there."""
+    return re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", text)

@@ -1,0 +1,64 @@
+"""Questions about a model's tokens: what they hold, and their answers, in vLLM's words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from engine.wire import checks
+from engine.wire.fields import Field
+from engine.wire.schema import IDS, holds
+
+
+def _objects(key: str, value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise checks.refusal(key, "must be a list of objects, it is {value}", checks.kind_of(value))
+    return value
+
+
+@holds(**IDS)
+def _any_ids(key: str, value: Any) -> list[int]:
+    return [] if value == [] else checks.ids(key, value)
+
+
+TOKENIZE_FIELDS = {
+    "prompt": Field((), checks.string),
+    "messages": Field((), checks.messages),
+    "add_special_tokens": Field((), checks.boolean),
+    "add_generation_prompt": Field((), checks.boolean),
+    "tools": Field((), holds(type="array", items={"type": "object"})(_objects)),
+    "chat_template_kwargs": Field((), checks.json_object),
+    "return_token_strs": Field((), checks.boolean),
+}
+DETOKENIZE_FIELDS = {"tokens": Field((), _any_ids)}
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """The answer to TOKENIZE."""
+
+    tokens: list[int]
+    max_model_len: int
+    token_strs: list[str] | None = None  # None: not asked for
+    is_end: ClassVar[bool] = True
+
+    def fields(self) -> dict[str, Any]:
+        told = {"count": len(self.tokens), "max_model_len": self.max_model_len, "tokens": self.tokens}
+        return {"is_end": 1, **told, "token_strs": self.token_strs}
+
+
+@dataclass(frozen=True, slots=True)
+class Detokenized:
+    """The answer to DETOKENIZE."""
+
+    prompt: str
+    is_end: ClassVar[bool] = True
+
+    def fields(self) -> dict[str, Any]:
+        return {"is_end": 1, "prompt": self.prompt}
+
+
+def checked(question: Mapping[str, Any], fields: Mapping[str, Field]) -> dict[str, Any]:
+    """The fields that are given. Raises InvalidRequest. Others do nothing."""
+    return {name: fields[name].check(name, question[name]) for name in fields if question.get(name) is not None}

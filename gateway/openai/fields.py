@@ -1,0 +1,56 @@
+"""What a request of OpenAI's may have, as JSON Schema: the fields that are passed on, and those of request.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.wire import MEANINGS, Check, described, schema_of
+from gateway.openai.request import A_BOOL, A_STRING, AN_OBJECT, BEST_OF, CHECKS, NUM_TOP, PASSED_ON
+
+Json = dict[str, Any]
+A_TEXT: Json = {"type": "string", "minLength": 1}
+IDS = schema_of(CHECKS["input_ids"])
+LISTS: list[Json] = [{"type": "array", "items": each, "minItems": 1} for each in (A_TEXT, IDS)]
+OPTIONS = {name: {"type": ["boolean", "null"]} for name in ("include_usage", "continuous_usage_stats")}
+
+
+def _field(check: Check, meaning: str, **more: Any) -> Json:
+    return {**schema_of(check), "description": meaning, **more}
+
+
+OF_BOTH: dict[str, Json] = {
+    "model": _field(A_STRING, "any is accepted, and named in the answer"),
+    "max_tokens": _field(CHECKS["max_tokens"], "longest answer in tokens"),
+    "max_completion_tokens": _field(CHECKS["max_tokens"], "another name of `max_tokens`; this one wins"),
+    "n": _field(CHECKS["n"], MEANINGS["n"], default=1),
+    "best_of": _field(BEST_OF, "not above `n`"),
+    "stream": _field(A_BOOL, "server-sent events that end with `[DONE]` instead of one object", default=False),
+    "stream_options": {"type": "object", "properties": OPTIONS, "description": "of a stream"},
+    "structured_outputs": _field(AN_OBJECT, "vLLM's: one of `json`, `regex`, `choice`, `grammar` and so on"),
+    "request_id": _field(CHECKS["req_id"], "the `id` of the answer; random if not given"),
+    "timeout": _field(CHECKS["timeout"], MEANINGS["timeout"]),
+}
+OF_CHAT: dict[str, Json] = {
+    "messages": _field(CHECKS["messages"], MEANINGS["messages"]),
+    "logprobs": _field(A_BOOL, "of each token of the answer", default=False),
+    "top_logprobs": _field(NUM_TOP, "with `logprobs`, also of as many of the likeliest"),
+    "tools": {"type": "array", "items": {"type": "object"}, "description": "functions that the model may call"},
+    "tool_choice": {"type": ["string", "object"], "description": "`none`, `auto`, `required` or the function to call"},
+    "parallel_tool_calls": _field(A_BOOL, "whether there may be several calls in one answer", default=True),
+}
+OF_COMPLETION: dict[str, Json] = {
+    "prompt": {
+        "anyOf": [A_TEXT, IDS, *LISTS],
+        "description": "a text or a list of token ids, or a list of either; continued as it stands",
+    },
+    "echo": _field(A_BOOL, "the answer begins with the prompt, which is a text", default=False),
+    "logprobs": _field(NUM_TOP, "of each token, and of as many of the likeliest in its place"),
+}
+
+
+def fields(is_chat: bool) -> dict[str, Json]:
+    native, defaults = described(), {"temperature": {"default": 1}, "top_p": {"default": 1}}  # OpenAI's
+    passed_on = {name: {**native[name], **defaults.get(name, {})} for name in PASSED_ON}
+    for each in passed_on.values():
+        each.pop("x-alias-of", None)  # here it is the name
+    return {**(OF_CHAT if is_chat else OF_COMPLETION), **OF_BOTH, **passed_on}

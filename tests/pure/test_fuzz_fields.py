@@ -1,0 +1,134 @@
+"""Any JSON may be a field or a request: it is taken, or refused with a sentence, as the document says."""
+
+import json
+
+import jsonschema
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from engine import wire
+from engine.errors import InvalidRequest, RequestError
+from engine.serving.prompt import PromptReader
+from engine.serving.tokens import answer_about_tokens
+from engine.text.tokenizer import Tokenizer
+from engine.wire import checks, schema_of
+from gateway.as_json import dump
+from gateway.body import parse_body
+from gateway.native.request import is_native
+from gateway.native.request import parse as parse_native
+from gateway.openai.request import parse as parse_openai
+from gateway.protocol import Call
+from tests.byte_tokenizer import write_tokenizer
+from tests.fuzz import GOOD, any_json, bodies, choices, examples, modes, payload_of, plain, tools
+
+# JSON Schema takes 5.0 for an integer, the checks do not.
+TYPES = jsonschema.Draft202012Validator.TYPE_CHECKER.redefine(
+    "integer", lambda _, value: isinstance(value, int) and not isinstance(value, bool)
+)
+Validator = jsonschema.validators.extend(jsonschema.Draft202012Validator, type_checker=TYPES)
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    tokenizer = Tokenizer.load(folder)
+    return PromptReader(tokenizer, tokenizer.vocab_size, model_len=64, max_seq_len=48, max_dec_len=32)
+
+
+def outcome(ask, *arguments):
+    """What it came to, None if it was refused; any other error is the test's."""
+    try:
+        return ask(*arguments)
+    except RequestError as error:
+        assert str(error) and len(str(error)) < 20_000
+        dump(wire.Failure(error).fields())
+        wire.write_answer(wire.Failure(error))
+        return None
+
+
+def is_encodable(value):
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:
+        return False
+    return True
+
+
+@examples(1500)
+@given(name=st.sampled_from(list(wire.FIELDS)), value=any_json.filter(is_encodable))
+def test_a_field_takes_what_its_schema_does(name, value):
+    check = wire.FIELDS[name].check
+    is_valid = Validator(schema_of(check)).is_valid(value) or (check is checks.boolean and value in (0, 1))
+    try:
+        check(name, value)
+    except InvalidRequest as error:
+        assert error.field == name
+        assert name in str(error)
+        assert not is_valid or name in wire.FORMS, str(error)  # of these more must be right than a schema can say
+    else:
+        assert is_valid
+
+
+BOUNDED = [name for name, field in wire.FIELDS.items() if "maximum" in schema_of(field.check)]
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_the_bounds_of_a_schema_are_those_of_its_check(name):
+    check = wire.FIELDS[name].check
+    low, high = schema_of(check)["minimum"], schema_of(check)["maximum"]
+    assert outcome(check, name, low) is not None and outcome(check, name, high) is not None
+    assert outcome(check, name, low - 1) is None and outcome(check, name, high + 1) is None
+
+
+@examples(200)
+@given(body=bodies("text", "req_id", "messages"))
+def test_any_object_is_a_request_or_refused(reader, body):
+    request = outcome(wire.parse_request, body)
+    if request is not None:
+        outcome(reader.read, request)
+
+
+@examples(200)
+@given(body=bodies("text", "req_id", "messages"))
+def test_any_object_may_ask_about_tokens(reader, body):
+    for key in (wire.TOKENIZE, wire.DETOKENIZE):
+        outcome(answer_about_tokens, {key: body}, reader)
+    outcome(answer_about_tokens, body, reader)
+    outcome(wire.owner_of, body)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@examples(200)
+@given(body=bodies("text", "prompt", "messages", "req_id", "tools", "stream"))
+def test_any_object_may_come_to_the_gateway(path, body):
+    body = json.loads(payload_of(body))
+    is_chat = path.startswith("/v1/chat")
+    if is_native(body):
+        outcome(parse_native, body, Call(path, "default", []))
+        return
+    completion = outcome(parse_openai, body, is_chat, "default")
+    for each in completion.requests if completion else ():
+        wire.parse_request(json.loads(json.dumps(each)))  # nothing that the gateway has taken is refused by the model
+
+
+@examples(200)
+@given(given=st.just(GOOD["tools"]) | tools, choice=choices | any_json | modes, parallel=plain)
+def test_any_tools_may_be_offered_and_chosen(given, choice, parallel):
+    fields = {"tools": given, "tool_choice": choice, "parallel_tool_calls": parallel}
+    outcome(parse_openai, {"messages": GOOD["messages"], **fields}, True, "default")
+
+
+@examples(200)
+@given(payload=st.binary() | any_json.map(payload_of) | st.text().map(str.encode))
+@example(b"9" * 5000)
+@example(b"[" * 100_000)
+@example(b'{"a":1}}')
+@example("[{}]".encode("utf-16"))
+def test_any_bytes_may_be_a_body(payload):
+    outcome(parse_body, payload)
+    outcome(wire.only_object, payload)
+    told = wire.payload_with_owner(payload, wire.Owner("a"))
+    body = outcome(wire.only_object, told)
+    assert body is None or body[wire.OWNER]["name"] == "a"

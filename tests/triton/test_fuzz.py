@@ -1,0 +1,121 @@
+"""What is made from our own document, or nearly so, sent to a real server: no 500, no dead process, no traceback in a
+log, nothing of the inside in an answer."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import requests
+import schemathesis
+from hypothesis import given
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi import checks
+
+from engine.settings.config import Config
+from engine.text.tokenizer import Tokenizer
+from gateway.app import make_app
+from gateway.connections import SERVICE
+from gateway.parts import DOCUMENT
+from tests.fuzz import INSIDE, bodies, examples, payload_of
+from tests.hostile_requests import odd_messages
+from tests.server import running_server
+from tests.triton.test_hostile import a_channel, pids, said
+
+ROOT = Path(__file__).resolve().parents[2]
+MAX_DEC_LEN = 8  # so that whatever is asked is answered soon
+PATHS = json.loads(json.dumps(make_app(None, Config())[DOCUMENT]))["paths"]
+YES, NO = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
+MODES = {"get": [YES], "post": [YES, NO]}  # there is nothing in a GET that could be wrong
+OPERATIONS = [(method, path, mode) for path, methods in PATHS.items() for method in methods for mode in MODES[method]]
+CHECKS = [checks.status_code_conformance, checks.content_type_conformance, checks.response_schema_conformance]
+NEEDED = ("text", "messages", "prompt", "req_id", "tokens")
+ODD = b'[{"text":"Hi","req_id":"odd"}]'
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    env = {"MODEL_DIR": str(ROOT / "demo_model"), "MAX_DEC_LEN": str(MAX_DEC_LEN)}
+    with running_server(tmp_path_factory.mktemp("fuzz"), env) as running:
+        deadline = time.monotonic() + 60  # the supervisor notes the stub a moment later
+        while not (before := pids(running)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield running
+        assert pids(running) == before
+        for path in running.log_dir.iterdir():
+            assert "Traceback" not in path.read_text(errors="replace"), path
+
+
+@pytest.fixture(scope="module")
+def session():
+    with requests.Session() as session:
+        yield session
+
+
+def check(response):
+    assert response.status_code != 500, response.text
+    assert [word for word in INSIDE if word in response.text] == []
+
+
+def few(body):
+    """What it needs and some of what it may have: of all, something is beyond what this model has."""
+    return {name: value for index, (name, value) in enumerate(body.items()) if name in NEEDED or index < 4}
+
+
+@pytest.mark.parametrize(("method", "path", "mode"), OPERATIONS)
+def test_requests_made_from_the_document_are_answered_as_it_says(server, session, method, path, mode):
+    """In one mode they are as it says, in the other they are nearly so."""
+    document = session.get(f"{server.http_url}/openapi.json", timeout=60).json()
+    operation = schemathesis.openapi.from_dict(document)[path][method]
+
+    @examples(20 if method == "post" else 5)
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def ask(case):
+        if mode == YES and isinstance(case.body, dict):
+            case.body = few(case.body)
+        response = case.call(base_url=server.http_url, session=session, timeout=60)
+        case.validate_response(response, checks=CHECKS)
+        check(response)
+
+    ask()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
+def test_any_body_is_answered_or_refused(server, session, path):
+    @examples(60)
+    @given(body=bodies("text", "prompt", "messages", "tools", "stream"))
+    def ask(body):
+        check(session.post(f"{server.http_url}{path}", data=payload_of(body), timeout=60))
+
+    ask()
+
+
+def test_any_odd_message_is_answered_or_refused(server):
+    with a_channel(server) as channel:
+        stream = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")
+
+        @examples(150)
+        @given(message=odd_messages(ODD))
+        def ask(message):
+            said(lambda: ["answers", *stream(iter([message, message]), timeout=60)])
+
+        ask()
+
+
+def test_tokens_over_http_are_those_of_the_model(server, session):
+    tokenizer = Tokenizer.load(ROOT / "demo_model")
+    for text in ("What is the capital of France?", "", "ä\u2028 <|x|>"):
+        told = session.post(f"{server.http_url}/tokenize", json={"prompt": text}, timeout=60).json()
+        assert told["tokens"] == tokenizer.encode(text)
+        back = session.post(f"{server.http_url}/detokenize", json={"tokens": told["tokens"]}, timeout=60).json()
+        assert back == {"prompt": tokenizer.decode(told["tokens"], skip_special_tokens=False)}
+
+
+def test_a_chat_is_counted_as_it_is_asked(server, session):
+    chat = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    counted = session.post(f"{server.http_url}/tokenize", json=chat, timeout=60).json()["count"]
+    asked = session.post(f"{server.http_url}/v1/chat/completions", json={**chat, "max_tokens": 1}, timeout=60).json()
+    assert asked["usage"]["prompt_tokens"] == counted
