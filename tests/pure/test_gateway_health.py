@@ -11,7 +11,7 @@ from aiohttp import web
 from engine.errors import EngineUnavailable
 from engine.wire import ModelState
 from gateway import health
-from gateway.health import make_health_app
+from gateway.health import make_health_app, readiness
 from tests.pure.gateway_fake import PATIENCE_S, WAIT, FakeBackend, running
 
 
@@ -72,6 +72,25 @@ def test_an_answer_is_good_for_a_while_and_no_longer(monkeypatch, max_age_s, num
     backend = FakeBackend()
     assert asyncio.run(ask(backend, "ready", times=3)) == [(200, "")]
     assert backend.num_probes == num_probes
+
+
+def test_who_asks_often_waits_for_no_probe_and_is_told_nothing_old(monkeypatch):
+    monkeypatch.setattr(health, "MAX_AGE_S", 1.0)
+    backend = FakeBackend()
+
+    async def ask_often():
+        shared = readiness(backend, PATIENCE_S)
+        await shared()
+        await asyncio.sleep(0.6)
+        backend.state = WAIT  # the model is busy
+        for _ in range(3):
+            assert (await asyncio.wait_for(shared(), 0.1)).error_code == 0
+        assert backend.num_probes == 2  # the next one is on its way
+        await asyncio.sleep(0.5)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(shared(), 0.1)
+
+    asyncio.run(ask_often())
 
 
 def test_the_connections_to_the_model_are_closed_in_the_end():
