@@ -44,6 +44,7 @@ def test_engine_and_tritonserver_are_started_anew_and_the_others_go_on(tmp_path)
         before, served = pids_of(server), ServedModel(server.run_dir.path)
         status, lines = reloaded(server)
         assert (status, lines[-1]) == (0, "a good model is ready")
+        assert "ERROR" not in server.log  # an end that is wanted is no crash
         assert not is_alive(before["engine"]) and not is_alive(before["tritonserver"])
         assert {name for name, pid in pids_of(server).items() if before.get(name) == pid} == {"gateway-0", "health"}
         state, first = server.state, served.now()
@@ -116,6 +117,8 @@ def test_a_stop_in_the_middle_ends_all_and_tells_who_waits(tmp_path, phase):
         assert follow(server.run_dir, supervisor, "me", lambda line: None) == 1
         server.answer(**READY)
         assert server.process.wait(TIMEOUT_S) == 0
+        num_ready = 2 if phase == "draining" else 1  # the stop waits for what is open then
+        assert server.log.count("INFO:supervisor:ready") == num_ready
         assert not any(map(is_alive, pids.values()))
         assert not (server.run_dir.path / SERVED_FILE).exists()
 
