@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
 
 from engine.core.block_pool import BlockPool
 from engine.core.drafting import NgramDrafter
@@ -36,12 +35,6 @@ class Stats(Counters):
     step_limit_s: float = 0.0  # how long it may take, by those before; 0: nothing is known
 
 
-class Launched(NamedTuple):
-    step: Step
-    num_tokens: int
-    at: float
-
-
 class Loop:
     """The one owner of scheduler and executor. Without `grammars` no request may want an answer of a given form."""
 
@@ -58,8 +51,8 @@ class Loop:
         self.scheduler = Scheduler(pool, limits, _drafter(config))
         self._grammars = grammars
         self._compiling = Compiling()
-        self._steps: deque[Launched] = deque()  # those that were launched
-        self._collected_at = 0.0
+        self._steps: deque[tuple[Step, int]] = deque()  # those that were launched, and their tokens
+        self._running = (0, 0.0)  # tokens of the first of them, or of the last one that ran, and when it began
         self._slowest_token_s = 0.0  # seconds a token of the slowest step so far
         self._num_steps = self._num_dropped = self._num_wasted_tokens = 0
         self._step_time_s = 0.0
@@ -131,8 +124,7 @@ class Loop:
 
     def stats(self) -> dict[str, float]:
         """May be called while another thread is in `turn`."""
-        steps = tuple(self._steps)
-        scheduler = self.scheduler
+        scheduler, (num_tokens, began) = self.scheduler, self._running
         stats = Stats(
             **asdict(scheduler.counters),
             num_running=scheduler.num_running,
@@ -145,25 +137,32 @@ class Loop:
             num_dropped=self._num_dropped,
             num_wasted_tokens=self._num_wasted_tokens,
             step_time_s=self._step_time_s,
-            step_age_s=time.monotonic() - max(steps[0].at, self._collected_at) if steps else 0.0,
-            step_limit_s=STEP_MARGIN * steps[0].num_tokens * self._slowest_token_s if steps else 0.0,
+            step_age_s=time.monotonic() - began if self._steps else 0.0,
+            step_limit_s=STEP_MARGIN * num_tokens * self._slowest_token_s,
         )
         return asdict(stats)
 
     def _launch(self) -> bool:
         batch = self.scheduler.next_batch()
-        if batch is not None:
-            step = self.executor.launch(batch)
-            self._steps.append(Launched(step, batch.num_tokens, time.monotonic()))
-            if batch.has_mask:
-                self._mask(step)
-        return batch is not None
+        if batch is None:
+            return False
+        launched_at = time.monotonic()
+        step = self.executor.launch(batch)
+        if not self._steps:
+            self._running = batch.num_tokens, launched_at
+        self._steps.append((step, batch.num_tokens))
+        if batch.has_mask:
+            self._mask(step)
+        return True
 
     def _collect(self) -> list[Update]:
-        step, num_tokens, launched_at = self._steps.popleft()
+        step, num_tokens = self._steps[0]
         output = step.result()
-        began, self._collected_at = max(launched_at, self._collected_at), time.monotonic()
-        duration_s = self._collected_at - began
+        self._steps.popleft()
+        now = time.monotonic()
+        duration_s = now - self._running[1]
+        if self._steps:
+            self._running = self._steps[0][1], now
         self._step_time_s += duration_s
         self._slowest_token_s = max(self._slowest_token_s, duration_s / num_tokens)
         self._num_steps += 1

@@ -21,7 +21,7 @@ from engine.exporting.manifest import CONFIG, DECODER, Graph, Manifest, rank_dir
 from engine.models.checkpoint import Checkpoint
 from engine.models.config import DecoderConfig
 from engine.models.families import read_model
-from engine.models.formats import FORMATS, QUANTIZED, Format, with_zero
+from engine.models.formats import FORMATS, QUANTIZED, Dense, Format, with_zero
 from engine.models.keys import ModelError, read_json
 from engine.models.kv_cache import CacheSpec
 from engine.models.layers import STEP_INPUTS
@@ -61,10 +61,10 @@ class ExportOptions:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ModelError(f"dtype is {self.dtype!r}, supported are {', '.join(DTYPES)}")
-        if self.quant_type not in QUANT_TYPES:
-            raise ModelError(f"quant_type is {self.quant_type!r}, supported are {', '.join(QUANT_TYPES)}")
         if self.load_format not in LOAD_FORMATS:
             raise ModelError(f"load_format is {self.load_format!r}, supported are {', '.join(LOAD_FORMATS)}")
+        if self.quant_type not in QUANT_TYPES:
+            raise ModelError(f"quant_type is {self.quant_type!r}, supported are {', '.join(QUANT_TYPES)}")
         if self.block_size < 1:
             raise ModelError(f"block_size is {self.block_size}, it must be a positive number of tokens")
         if self.num_ranks < 1:
@@ -91,6 +91,8 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
         dtype = "bfloat16"
     ranks = options.ranks or range(options.num_ranks)
     weight_format = _weight_format(dtype, options.quant_type, quantization)
+    if checkpoint is None and not isinstance(weight_format, Dense):
+        raise ModelError(f"load_format is 'dummy', which has no weights to quantize as {weight_format.name}")
     first = Shard(weight_format, dtype, options.block_size, 0, options.num_ranks, options.int8_cache)
     shards = [replace(first, rank=rank) for rank in ranks]
     if checkpoint:

@@ -93,6 +93,8 @@ def test_steps_with_prompts_have_a_request_to_spare(batch_size, max_tokens, shap
     assert prompt_shapes(batch_size, max_tokens) == shapes
 
 
+# What fills a step up is never written, so it may be anything.
+with_garbage = pytest.mark.filterwarnings("ignore:.*encountered in")
 STEPS = {
     "decode": ([(0, 17, 1), (2, 64, 1), (1, 3, 1)], (4, 4, 4)),
     "a prompt": ([(1, 0, 30)], (64, 6, 6)),
@@ -101,6 +103,7 @@ STEPS = {
 }
 
 
+@with_garbage
 @pytest.mark.parametrize("case", STEPS)
 def test_a_step_that_is_filled_up_gives_the_same_logits(exported, device, case):
     """And writes the same keys and values. Tables are longer than this step needs, and dirty."""
@@ -158,6 +161,12 @@ def test_block_sizes_that_the_kernels_cannot_read_are_refused(device, block_size
     else:
         with pytest.raises(ConfigError, match=f"BLOCK_SIZE was {block_size} at export, .* a power of two, 16 at least"):
             Caches([spec], device)
+
+
+def test_a_cache_of_int8_is_refused(device):
+    spec = CacheSpec("kv_cache_0", "int8", (-1, 2, 2, 64, 16), ATTENTION_AXES)
+    with pytest.raises(ConfigError, match="exported with USE_CACHE_KV_INT8, which a GPU does not run yet"):
+        Caches([spec], device)
 
 
 def test_a_block_is_copied_in_every_layer(device):

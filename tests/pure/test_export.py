@@ -290,3 +290,11 @@ def test_a_dummy_export_is_the_same_graph_without_weights(exported, tmp_path):
     assert found == expected
     with pytest.raises(GraphError, match="was exported without weights"):
         load(tmp_path / "dummy")
+
+
+def test_a_dummy_export_has_nothing_to_quantize(a_checkpoint, tmp_path):
+    options = ExportOptions(quant_type="weight_only_int8", load_format="dummy")
+    with pytest.raises(
+        ModelError, match="load_format is 'dummy', which has no weights to quantize as weight_only_int8"
+    ):
+        export(a_checkpoint, tmp_path / "out", options)
