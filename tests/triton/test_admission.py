@@ -27,6 +27,7 @@ def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("admission")
     (folder / "keys.json").write_text(json.dumps(KEYS))
     env = {"MODEL_DIR": str(ROOT / "demo_model"), "BATCH_SIZE": "1", "PUSH_MODE_HTTP_WORKERS": "2"}
+    env["MAX_DEC_LEN"] = "4000"
     env |= {"API_KEYS": str(folder / "keys.json"), "API_KEY": "operators", "QUEUE_TIMEOUT": "100"}
     with running_server(folder, env) as running:
         yield running
@@ -108,7 +109,8 @@ def test_who_is_urgent_does_not_wait_for_those_who_are_not(server):
         assert ask(server, "/v1/completions", body)[0] == 200
         ends.append(name)
 
-    with in_the_background(server, {**LONG, "req_id": "first"}, "operators"):
+    first = {**LONG, "req_id": "first", "min_dec_len": 3500, "max_dec_len": 3500}  # until all others wait
+    with in_the_background(server, first, "operators"):
         wait_until(lambda: metric(server, "llm_requests_running") == 1)
         threads = []
         for number, (name, priority) in enumerate([("usual", 0), ("late", 5), ("urgent", -5)], 1):
