@@ -15,10 +15,13 @@ else:  # aiohttp needs this package before Python 3.11
     from async_timeout import timeout as timeout
 
 
+COMING_BACK_S = 30.0  # as long a model server may be gone before nobody waits for it
+
+
 class ModelUnreachable(EngineUnavailable):
     """The model server was not there to take a request."""
 
-    was_there = False  # a moment ago: it is on its way back
+    was_there = False  # within COMING_BACK_S: it is being started again
 
 
 class ModelLost(ModelUnreachable):

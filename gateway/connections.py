@@ -17,12 +17,11 @@ from typing import Any
 import grpc
 
 from engine.errors import Cancelled, EngineUnavailable, InvalidRequest, Overloaded, RequestError, TimedOut
-from gateway.backend import ModelLost, ModelUnreachable
+from gateway.backend import COMING_BACK_S, ModelLost, ModelUnreachable
 
 log = logging.getLogger(__name__)
 
 SERVICE = "inference.GRPCInferenceService"
-COMING_BACK_S = 30.0  # a tritonserver that was there so recently is being started again
 STREAMS_PER_CHANNEL = 64  # HTTP/2 connections are commonly limited to 100 streams; beyond, requests would queue unseen
 
 CHANNEL_OPTIONS = [

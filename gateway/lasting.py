@@ -14,13 +14,12 @@ from typing import Any, Protocol
 from engine.errors import EngineUnavailable
 from engine.settings.served import ServedModel
 from engine.wire import Aborted, Delta, Detokenized, ModelState, Owner, Tokenized, parse_request
-from gateway.backend import Backend, ModelLost, ModelUnreachable
+from gateway.backend import COMING_BACK_S, Backend, ModelLost, ModelUnreachable
 from gateway.health import Shared
 
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.25
-COMING_BACK_S = 30.0  # a request that finds no model server waits for one that was there a moment ago
 MAX_LOSSES = 3  # in a row: a request without a new answer for so long may be the one that ends the server
 
 

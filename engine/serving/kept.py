@@ -12,7 +12,7 @@ from engine.serving.choice import Asked
 from engine.wire import GenerationRequest, shown
 
 KEPT_S = 60.0
-MAX_TOKENS = 1 << 18  # of all that is kept: some 100 bytes each, with logprobs some kilobytes
+MAX_TOKENS = 1 << 19  # of all prompts and answers that are kept: some 100 bytes each, with logprobs some kilobytes
 
 
 class KeptAnswers:
@@ -27,7 +27,8 @@ class KeptAnswers:
         return len(self._kept)
 
     def keep(self, asked: Asked) -> None:
-        size = asked.num_tokens * (1 + 20 * (asked.prompt.sampling.num_logprobs >= 0))
+        has_logprobs = asked.prompt.sampling.num_logprobs >= 0
+        size = len(asked.prompt.token_ids) + asked.num_tokens * (1 + 20 * has_logprobs)
         with self._lock:
             self._remove(asked.request.req_id)
             self._kept[asked.request.req_id] = (time.monotonic(), size, asked)

@@ -163,11 +163,20 @@ def test_after_a_while_an_answer_is_forgotten(service, monkeypatch):
 
 
 def test_only_so_much_is_kept(service, monkeypatch):
-    monkeypatch.setattr(kept_module, "MAX_TOKENS", 2 * ANSWER_LEN)
+    monkeypatch.setattr(kept_module, "MAX_TOKENS", 2 * (len(PROMPT) + ANSWER_LEN))
     for req_id in "abc":
         assert ask(service, req_id, infer_seed=None, temperature=1).final["finish_reason"]
     again = {req_id: ask(service, req_id, infer_seed=None, temperature=1, resume_from=1) for req_id in "abc"}
     assert {req_id: sender.final["error_code"] for req_id, sender in again.items()} == {"a": 404, "b": 0, "c": 0}
+
+
+def test_a_long_prompt_counts_too(service, monkeypatch):
+    monkeypatch.setattr(kept_module, "MAX_TOKENS", 2 * (len(PROMPT) + ANSWER_LEN))
+    long = {"input_ids": list(range(3, 75)), "infer_seed": None, "temperature": 1}
+    for req_id in "ab":
+        assert ask(service, req_id, **long).final["finish_reason"]
+    again = {req_id: ask(service, req_id, **long, resume_from=1) for req_id in "ab"}
+    assert {req_id: sender.final["error_code"] for req_id, sender in again.items()} == {"a": 404, "b": 404}
 
 
 @pytest.mark.parametrize("is_open", [False, True])
