@@ -48,12 +48,18 @@ PASS_ON_WITHIN_S = 60.0  # a method that is passed on, unless its client has les
 ENVELOPE_BYTES = 64 << 10  # of a message around its text
 MAX_STREAMS = 1024  # of one connection
 MAX_CONNECTIONS = 4096
+MAX_UNSEEN = 16384  # streams that have come and that the event loop has not got to yet
+UNSEEN_FOR_S = 300
 LAST_WORDS_S = 2.0  # for the model's own last words after the drain timeout, and then for ours
 
 OPTIONS = [  # of metadata gRPC itself takes 16 KiB at most
     ("grpc.max_concurrent_streams", MAX_STREAMS),
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.server_handshake_timeout_ms", 20_000),
+    # Beyond these gRPC itself ends a stream as CANCELLED: one in a thousand of a burst, by its own limits.
+    ("grpc.server.max_pending_requests", MAX_UNSEEN),
+    ("grpc.server.max_pending_requests_hard_limit", MAX_UNSEEN),
+    ("grpc.server_max_unrequested_time_in_server", UNSEEN_FOR_S),
 ]
 Respond = Callable[[bytes, Any], Awaitable[bytes]]
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import grpc
 import pytest
@@ -297,6 +298,23 @@ def test_what_is_not_for_clients_is_not_served_whatever_they_send(tmp_path, meth
                     with pytest.raises(grpc.aio.AioRpcError) as caught:
                         await channel.unary_unary(f"/{SERVICE}/{method}")(message)
                     assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+    run(scenario())
+
+
+def test_thousands_that_come_while_the_server_is_busy_wait_for_it(tmp_path):
+    """gRPC on its own would cancel a few from the 1,000th on, and all from the 3,000th."""
+
+    async def scenario():
+        async with serving(tmp_path, FakeTriton()) as (_, port):
+            options = [("grpc.use_local_subchannel_pool", 1)]
+            channels = [grpc.insecure_channel(f"127.0.0.1:{port}", options) for _ in range(4)]
+            calls = [channels[n % 4].unary_unary("/a/Method").future(b"") for n in range(3500)]
+            time.sleep(1)  # the event loop gets to none of them
+            codes = await asyncio.to_thread(lambda: {call.code() for call in calls})
+            for channel in channels:
+                channel.close()
+        assert codes == {grpc.StatusCode.UNIMPLEMENTED}
 
     run(scenario())
 
