@@ -26,14 +26,15 @@ class Admission:
         self._num_unread = 0  # requests that wait for a thread to read them
         self._lock = threading.Lock()
 
-    def take(self, payload: bytes) -> None:
-        """Counts it as unread, until `was_read`. Raises RequestError."""
+    def take(self, payload: bytes, is_urgent: bool = False) -> None:
+        """Counts it as unread, until `was_read`; a full server takes what is urgent. Raises RequestError."""
         limit = self._options.max_body_bytes
         if len(payload) > limit:
             text = "The request has {value} bytes, at most MAX_BODY_BYTES({limit}) are taken"
             raise InvalidRequest(text, value=len(payload), limit=limit)
         with self._lock:
-            self.check_room(self._num_unread)
+            if not is_urgent:
+                self.check_room(self._num_unread)
             self._num_unread += 1
 
     def was_read(self) -> None:

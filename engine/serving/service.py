@@ -1,9 +1,9 @@
 """From a client's JSON to a stream of JSON responses: check, tokenize, submit, detokenize, send. No Triton here.
 
 Threads: the caller of `submit` only hands the payload over, and answers a probe, which so waits for nobody; `intake`
-threads parse and tokenize; the engine client's thread delivers tokens; `sender` threads turn what has gathered into
-responses. A response that takes long to send holds up its own request only: tokens that arrive meanwhile are merged
-into its next response.
+threads parse and tokenize, one more takes what may be urgent; the engine client's thread delivers tokens; `sender`
+threads turn what has gathered into responses. A response that takes long to send holds up its own request only: tokens
+that arrive meanwhile are merged into its next response.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class Service:
         self._ready: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()  # replies with something to send
         self._closing = threading.Event()  # what is open does not go on
         self._intake = ThreadPoolExecutor(NUM_INTAKE_THREADS, "intake")
+        self._urgent = ThreadPoolExecutor(1, "urgent")
         self._threads = [
             threading.Thread(target=self._send_forever, name=f"sender-{i}", daemon=True)
             for i in range(NUM_SENDER_THREADS)
@@ -74,9 +75,10 @@ class Service:
             self._tell_state(sender)
             return
         try:
-            self._admission.take(payload)
+            is_urgent = wire.may_be_urgent(payload)
+            self._admission.take(payload, is_urgent)
             try:
-                self._intake.submit(self._accept, payload, sender, received)
+                (self._urgent if is_urgent else self._intake).submit(self._accept, payload, sender, received)
             except RuntimeError:  # the pool is shut down
                 raise self._readiness.stopping from None
         except RequestError as error:
@@ -89,7 +91,8 @@ class Service:
     def close(self, drain_s: float) -> None:
         """Refuses new requests, waits up to `drain_s` seconds for the open ones, then ends them with an error."""
         deadline = time.monotonic() + drain_s
-        self._intake.shutdown(wait=True)
+        for pool in (self._intake, self._urgent):
+            pool.shutdown(wait=True)
         self._readiness.is_draining = True
         while self._replies and time.monotonic() < deadline:
             time.sleep(0.02)

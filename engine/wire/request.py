@@ -20,6 +20,7 @@ PROBE = "probe"  # a request with this key set is answered at once with the Mode
 PROBE_PAYLOAD = b'[{"probe":true}]'  # so written, it is answered before all that waits to be read
 METRICS = "metrics"
 ABORT = "abort"  # a request with this key set ends the one with the req_id that it holds, and is answered with Aborted
+MAX_URGENT_BYTES = 16 << 10  # of a probe or an abort: a req_id, however escaped
 TOKENIZE, DETOKENIZE = "tokenize", "detokenize"  # one with this key is answered with Tokenized or Detokenized
 QUESTIONS = (PROBE, ABORT, TOKENIZE, DETOKENIZE)  # none of them asks for an answer of the model's
 MAX_KEYS = 1000  # of a request, most of them none of ours
@@ -34,6 +35,11 @@ ACCEPTED_ONLY = (
     "enable_text_truncate",
     "model",
 )
+
+
+def may_be_urgent(payload: bytes) -> bool:
+    """Whether it may be a probe or an abort, which wait for no other request; only reading it tells."""
+    return len(payload) <= MAX_URGENT_BYTES and any(b'"%s"' % key.encode() in payload for key in (PROBE, ABORT))
 
 
 @dataclass(frozen=True)

@@ -451,6 +451,16 @@ def test_a_probe_waits_for_no_request_that_is_read(service, busy_intake):
     assert sender.is_over and sender.final["ready"] is True
 
 
+def test_an_abort_waits_for_no_request_that_is_read_and_is_taken_in_by_a_full_server(service, engine, busy_intake):
+    engine.stats["num_waiting_tokens"] = 1 << 40
+    assert an_abort(service, "nobody's")["aborted"] is False
+    engine.stats["num_waiting_tokens"] = 0
+    sender = FakeSender()
+    service.submit(a_payload(text='so much of "abort"' + " more" * wire.request.MAX_URGENT_BYTES), sender)
+    assert not sender.is_over  # a long text waits for its turn, whatever it speaks of
+    sender.cancelled = True
+
+
 def test_a_request_whose_client_left_before_it_was_read_is_not_read(service, engine, busy_intake):
     sender = FakeSender()
     sender.cancelled = True
