@@ -127,8 +127,12 @@ ERRORS: dict[grpc.StatusCode, type[RequestError]] = {
 }
 
 
+# A connection that breaks while a request is written is told as INTERNAL by gRPC itself; tritonserver says neither.
+BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+
+
 def _known(error: grpc.aio.AioRpcError, is_taken: bool) -> RequestError:
-    if error.code() == grpc.StatusCode.UNAVAILABLE:
+    if error.code() in BROKEN:
         return (ModelLost if is_taken else ModelUnreachable)(failure(error))
     return ERRORS.get(error.code(), RequestError)(failure(error))
 
@@ -136,5 +140,8 @@ def _known(error: grpc.aio.AioRpcError, is_taken: bool) -> RequestError:
 def failure(error: grpc.aio.AioRpcError) -> str:
     """What a client may know of it. The rest is for the log: it may have the address of the socket."""
     log.warning("tritonserver: %s: %s", error.code().name, error.details())
-    is_gone = error.code() == grpc.StatusCode.UNAVAILABLE
-    return "the model server does not answer" if is_gone else f"the model server failed: {error.code().name}"
+    return (
+        "the model server does not answer"
+        if error.code() in BROKEN
+        else f"the model server failed: {error.code().name}"
+    )

@@ -261,7 +261,8 @@ def test_a_failure_of_the_wire_is_raised_as_its_kind(error):
         (grpc.StatusCode.DEADLINE_EXCEEDED, TimedOut),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, Overloaded),
         (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequest),
-        (grpc.StatusCode.INTERNAL, RequestError),
+        (grpc.StatusCode.INTERNAL, ModelLost),
+        (grpc.StatusCode.DATA_LOSS, RequestError),
     ],
 )
 @pytest.mark.parametrize("before", [[], [A_DELTA]])

@@ -93,18 +93,17 @@ def test_an_idle_stream_waits_for_its_client(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("code", "text"),
+    ("code", "text", "status"),
     [
-        (grpc.StatusCode.UNAVAILABLE, "the model server does not answer"),
-        (grpc.StatusCode.INTERNAL, "the model server failed: INTERNAL"),
+        (grpc.StatusCode.UNAVAILABLE, "the model server does not answer", 503),
+        (grpc.StatusCode.DATA_LOSS, "the model server failed: DATA_LOSS", 500),
     ],
 )
 @pytest.mark.parametrize("before", [[], [b"a"]])
-def test_a_failure_of_tritonserver_is_the_last_answer_and_shows_no_address(tmp_path, code, text, before):
+def test_a_failure_of_tritonserver_is_the_last_answer_and_shows_no_address(tmp_path, code, text, status, before):
     async def scenario():
         async with serving(tmp_path, FakeTriton(*before, code)) as (_, port), a_client(port) as stub:
             *_, (name, fields, _) = await answers(stub.ModelStreamInfer(iter([a_request("x", req_id="r")])))
-        status = 503 if code == grpc.StatusCode.UNAVAILABLE else 500
         assert (name, fields["error_msg"], fields["error_code"]) == ("x", text, status)
         assert (fields["is_end"], fields["token"]) == (1, "")
 
@@ -116,8 +115,11 @@ def test_a_request_outlives_tritonserver_and_goes_on_after_what_has_come(tmp_pat
 
     async def scenario():
         triton = FakeTriton()
-        lost = [grpc.StatusCode.UNAVAILABLE]
-        triton.scripts = [[a_line("a", [7, 8], 0), *lost], [b"no answer", *lost], [a_line("b", [9], 2, is_last=True)]]
+        triton.scripts = [
+            [a_line("a", [7, 8], 0), grpc.StatusCode.UNAVAILABLE],
+            [b"no answer", grpc.StatusCode.INTERNAL],
+            [a_line("b", [9], 2, is_last=True)],
+        ]
         async with serving(tmp_path, triton) as (_, port), a_client(port) as stub:
             asked = a_request("x", req_id='"token_ids": [1]', temperature=1)
             responses = [each async for each in stub.ModelStreamInfer(iter([asked]))]
