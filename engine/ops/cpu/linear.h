@@ -168,10 +168,24 @@ void multiply(const LinearArgs<X>& a, const Weight& weight, const Panel& p) {
   }
 }
 
+struct Pieces {
+  int64_t first, end;
+};
+
+// A share of those that nobody has taken; the last ones come one by one, so that nobody waits long.
+inline Pieces take_pieces(int64_t* taken, int64_t count, int threads) {
+  int64_t first = __atomic_load_n(taken, __ATOMIC_RELAXED), end;
+  do end = first + 1 + (count - first) / (4 * threads);
+  while (!__atomic_compare_exchange_n(taken, &first, end, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+  return {first, end};
+}
+
 template <class X, class Weight>
 void multiply(const LinearArgs<X>& a, const Weight& weight) {
   const int64_t row_bytes = a.width * static_cast<int64_t>(sizeof(X));
-  const int64_t cols = round_up(kPanelBytes / row_bytes + 1, kTileSums);
+  // A panel that is passed once need not stay in a cache, and its rows are best read from end to end.
+  const bool is_read_once = a.rows <= kTileRows && num_chunks_of(a.width) > 1;
+  const int64_t cols = is_read_once ? Weight::columns(a.rows) : round_up(kPanelBytes / row_bytes + 1, kTileSums);
   const int64_t num_panels = (a.num_out + cols - 1) / cols;
   const int64_t wanted = 4 * llm_num_threads();  // pieces, so that nobody waits long for the last
   const int64_t cuts = num_panels >= wanted ? 1 : min(wanted / num_panels + 1, a.rows / 64 + 1);
@@ -181,14 +195,19 @@ void multiply(const LinearArgs<X>& a, const Weight& weight) {
   int64_t taken = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    // Whoever is free takes the next piece, and knows it one piece ahead.
-    auto take = [&] { return __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED); };
-    for (int64_t i = take(), next; i < count; i = next) {
-      next = take();
-      const int64_t n = i / cuts * cols, t = i % cuts * rows, next_n = next / cuts * cols;
-      const char* address = next < count && next_n != n ? weight.address(next_n) : nullptr;
-      multiply(a, weight, Panel{t, min(a.rows, t + rows), n, min(a.num_out, n + cols), address,
-                                a.width * Weight::bits / 8});
+    // Whoever is free takes the next pieces, many at first, as memory is read faster on and on; and knows what comes
+    // after each of them.
+    Pieces mine = take_pieces(&taken, count, threads);
+    while (mine.first < count) {
+      const Pieces then = take_pieces(&taken, count, threads);
+      for (int64_t i = mine.first; i < mine.end; i++) {
+        const int64_t next = i + 1 < mine.end ? i + 1 : then.first;
+        const int64_t n = i / cuts * cols, t = i % cuts * rows, next_n = next / cuts * cols;
+        const char* address = next < count && next_n != n ? weight.address(next_n) : nullptr;
+        multiply(a, weight, Panel{t, min(a.rows, t + rows), n, min(a.num_out, n + cols), address,
+                                  a.width * Weight::bits / 8});
+      }
+      mine = then;
     }
   }
 }

@@ -25,7 +25,7 @@ struct Stored {
   static constexpr int bits = 8 * sizeof(T);
   static constexpr bool is_aligned = false;             // a row may end within a block
   static constexpr int64_t direct_rows = kDirectRows;   // of x, up to which it is read as it is stored
-  static constexpr int columns(int rows) { return kTileSums / (rows < 4 ? 4 : rows); }  // of a tile
+  static constexpr int columns(int64_t rows) { return kTileSums / (rows < 4 ? 4 : static_cast<int>(rows)); }  // of a tile
 
   struct Row {
     const T* p;
@@ -53,7 +53,7 @@ struct Packed {
   static constexpr int bits = 4;
   static constexpr bool is_aligned = true;
   static constexpr int64_t direct_rows = kTileRows / 2;
-  static constexpr int columns(int rows) { return kTileSums / (rows < 3 ? 4 : 6); }  // registers hold codes as well
+  static constexpr int columns(int64_t rows) { return kTileSums / (rows < 3 ? 4 : 6); }  // registers hold codes as well
 
   struct Row {
     const uint8_t* codes;
