@@ -27,10 +27,8 @@ LOG_NAMES = {
 
 # What the caller's environment does not set already; docs/ops.md says what was measured.
 ENGINE_DEFAULTS = {
-    "GLOG_minloglevel": "2",  # Paddle tells of every pass it applies
     "OMP_WAIT_POLICY": "passive",  # threads without work look for it for some microseconds, then sleep
     "GOMP_SPINCOUNT": "1000",
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # weights in pages of 2 MiB
 }
 
 # Answers that slow clients have not read wait in tritonserver, which else keeps their memory for good.

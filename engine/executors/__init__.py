@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from socket import socket
@@ -70,8 +69,6 @@ def make_rank(graph_dir: Path, config: Config, membership: Membership | None = N
         from engine.executors.cuda.executor import CudaExecutor  # torch, too
 
         return CudaExecutor(graph_dir, config)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "No ccache found")  # Paddle's own, at import
-        from engine.executors.paddle import PaddleExecutor  # Paddle takes a second to import
+    from engine.executors.cpu.executor import CpuExecutor
 
-    return PaddleExecutor(graph_dir, config, membership)
+    return CpuExecutor(graph_dir, config, membership)

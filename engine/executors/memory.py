@@ -1,9 +1,7 @@
-"""The engine's memory: how many KV blocks fit beside the longest step, and what malloc does with it. Does not know what
-a block is made of."""
+"""The engine's memory: how many KV blocks fit beside the longest step. Does not know what a block is made of."""
 
 from __future__ import annotations
 
-import ctypes
 import gc
 from pathlib import Path
 
@@ -17,18 +15,6 @@ CGROUP_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
 )
-
-
-M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of malloc.h
-
-
-def keep_freed_memory() -> None:
-    """From now on malloc keeps what this process frees. Otherwise every step gets its activations from the kernel
-    anew, page by page and filled with zeros: 13 % of the time of a prefill of 32 x 128 tokens."""
-    c_library = ctypes.CDLL(None)
-    c_library.mallopt(M_ARENA_MAX, 1)  # a thread's own heap is small and gives back what is freed
-    c_library.mallopt(M_MMAP_MAX, 0)
-    c_library.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def collect_garbage_seldom() -> None:

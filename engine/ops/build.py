@@ -142,7 +142,7 @@ def sources(into: Path) -> dict[Path, list[str]]:
     for isa, flags in reversed(ISA_FLAGS.items()):
         if is_x86 or isa == "portable":
             objects[into / f"{isa}.o"] = [str(SOURCES / "kernels.cc"), *flags, f"-DLLM_ISA={isa}"]
-    for name in ("runtime", "sampler", "candidates", "segment", "peers", "group"):
+    for name in ("runtime", "program", "sampler", "candidates", "segment", "peers", "group"):
         objects[into / f"{name}.o"] = [str(SOURCES / f"{name}.cc"), *(["-DLLM_X86"] if is_x86 else [])]
     return objects
 

@@ -47,8 +47,7 @@ def test_a_rank_that_cannot_start_ends_the_group_and_says_which(exported, tmp_pa
     program.write_text(program.read_text()[:1000])
     done = subprocess.run(a_group(broken, 2), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 1
-    assert "rank 1 ended with exit status 1" in done.stderr or "a rank has ended before it was ready" in done.stderr
-    assert "rank_process.py" in done.stderr  # its own words
+    assert f"rank 1: {program} is cut off or not JSON" in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])

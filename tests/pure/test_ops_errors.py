@@ -99,11 +99,11 @@ def test_an_unknown_instruction_set_is_refused(monkeypatch):
 
 
 def test_the_engine_names_an_unknown_instruction_set_before_it_loads_the_graph(monkeypatch, tmp_path):
-    from engine.executors.paddle import PaddleExecutor
+    from engine.executors.cpu.executor import CpuExecutor
 
     monkeypatch.setenv("CPU_ISA", "avx1024")
     with pytest.raises(SetupError, match=r"^CPU_ISA is 'avx1024': there is no such"):
-        PaddleExecutor(tmp_path, Config())
+        CpuExecutor(tmp_path, Config())
 
 
 def test_a_thread_count_below_one_is_refused():

@@ -8,7 +8,7 @@ from dataclasses import fields
 import numpy as np
 
 from engine.dtypes import CODES_ALIGNED, CODES_PER_SCALE, scale_bytes
-from engine.ops.cpu.library import Attention, Embedding, QuantizedLinear, Sampling
+from engine.ops.cpu.library import Attention, Call, Counts, Embedding, QuantizedLinear, Sampling
 from engine.ops.sampling_rows import SampledRows, SamplingRows
 
 F32, BF16, I32 = np.dtype(np.float32), np.dtype(np.uint16), np.dtype(np.int32)
@@ -54,6 +54,11 @@ class CpuOps:
     def __init__(self, lib: ctypes.CDLL, table):
         self._lib, self._table, self.kernels = lib, table, table.contents
         self.isa: str = self.kernels.isa.decode()
+
+    def run(self, calls: ctypes.Array[Call], counts: Counts) -> None:
+        """One after the other, without Python's lock. Raises GroupError."""
+        if trouble := self._lib.llm_run(self._table, calls, len(calls), counts):
+            raise GroupError(trouble.decode())
 
     def embedding(self, token_ids, table, *, first_id):
         token_ids_at = need("embedding", "token_ids", token_ids, (None,), I32)

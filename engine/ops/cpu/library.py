@@ -81,6 +81,24 @@ class Sampling(ctypes.Structure):
     ]
 
 
+class Call(ctypes.Structure):
+    """`LlmCall` of program.h."""
+
+    _fields_ = [
+        ("op", c_int32),
+        ("of_logits", c_int32),
+        ("at", c_void_p * 7),
+        ("size", c_int64 * 6),
+        ("number", c_float),
+    ]
+
+
+class Counts(ctypes.Structure):
+    """`LlmCounts` of program.h."""
+
+    _fields_ = [(name, c_int64) for name in ("tokens", "logits", "requests", "max_blocks")]
+
+
 @functools.cache
 def c_library() -> ctypes.CDLL:
     # OpenMP reads these when it is loaded. Threads that spin for long while they wait cost whole steps as soon as
@@ -94,6 +112,7 @@ def c_library() -> ctypes.CDLL:
     lib.llm_set_num_threads.argtypes, lib.llm_set_num_threads.restype = [c_int], None
     lib.llm_sample.argtypes = [POINTER(Kernels), c_void_p, c_int64, c_int64, POINTER(Sampling)]
     lib.llm_sample.restype = None
+    lib.llm_run.argtypes, lib.llm_run.restype = [POINTER(Kernels), c_void_p, c_int64, POINTER(Counts)], c_char_p
     lib.llm_all_reduce.argtypes, lib.llm_all_reduce.restype = [c_void_p, c_void_p, c_int64], c_char_p
     lib.llm_all_gather.argtypes, lib.llm_all_gather.restype = [c_void_p, c_void_p, *[c_int64] * 3], c_char_p
     lib.llm_join.argtypes, lib.llm_join.restype = [c_void_p], c_char_p

@@ -1,0 +1,82 @@
+"""One rank of an exported graph on the CPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from engine import graph
+from engine.core.types import Batch, Copy, StepOutput
+from engine.executors.cpu.program import Program, allocated
+from engine.executors.cpus import num_cpus
+from engine.executors.memory import free_memory_bytes
+from engine.executors.slots import Slots
+from engine.executors.step import Mask, StepInThread
+from engine.exporting.manifest import Manifest
+from engine.models.kv_cache import BLOCK
+from engine.ops import cpu
+from engine.ops.cpu import group
+from engine.ops.cpu.group import Membership
+from engine.settings.config import Config
+
+log = logging.getLogger(__name__)
+
+
+class CpuExecutor:
+    """Steps run in a thread of their own, so that tokens are sent and requests are read meanwhile. The first rank alone
+    chooses tokens."""
+
+    runs_ahead = False
+
+    def __init__(self, graph_dir: Path, config: Config, membership: Membership | None = None):
+        cpu.load()  # before anything else: CPU_ISA may be wrong
+        model = Manifest.read(graph_dir)
+        membership = membership or Membership.alone()
+        self._is_first = membership.rank == 0
+        self._num_sharing = membership.ranks_per_host
+        cpu.set_num_threads(config.cpu_threads or max(1, num_cpus() // self._num_sharing))
+        if membership.num_ranks > 1:
+            group.join(membership)
+        self._specs = model.graph().caches
+        assert all(spec.axes[0] == BLOCK for spec in self._specs), "a block must lie in one piece to be copied"
+        self.block_size, self.block_bytes = model.block_size, sum(spec.block_bytes for spec in self._specs)
+        self._program = Program(*graph.load(graph_dir, membership.rank))
+        self._caches: dict[str, np.ndarray] = {}
+        self._slots = Slots(
+            config.batch_size, -(-model.max_seq_len // self.block_size), self.block_size, model.vocab_size
+        )
+        self._thread = ThreadPoolExecutor(1, "step")
+        log.info("graph loaded, %d threads, %s", cpu.num_threads(), cpu.cpu_isa())
+
+    def free_bytes(self) -> int:
+        return free_memory_bytes() // self._num_sharing
+
+    def allocate(self, num_blocks: int) -> None:
+        self._caches.clear()
+        self._program.set_caches({})  # or the old ones would live beside the new
+        self._caches = {spec.name: allocated(spec.shape_of(num_blocks), spec.dtype) for spec in self._specs}
+        self._program.set_caches(self._caches)
+
+    def launch(self, batch: Batch) -> StepInThread:
+        return StepInThread(self._thread, batch, self._compute)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        del self._program, self._caches
+
+    def _compute(self, batch: Batch, wait_for_mask: Callable[[], Mask]) -> StepOutput:
+        self._slots.place(batch)
+        for copy in batch.copies:
+            self._copy(copy)
+        outputs = self._program.run(self._slots.graph_inputs(batch))
+        if not self._is_first or not any(row.num_sampled for row in batch.rows):
+            return StepOutput([], [])
+        return self._slots.sample(batch, outputs["logits"], wait_for_mask(), cpu.sample)
+
+    def _copy(self, copy: Copy) -> None:
+        for cache in self._caches.values():
+            cache[copy.target] = cache[copy.source]

@@ -1,0 +1,176 @@
+"""An exported graph as the list of calls that `llm_run` makes: every value has its place in memory before the first
+step, so that between two kernels there is nothing to do. Knows no batches."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import mmap
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from engine.dtypes import held_as, scale_bytes
+from engine.graph import Graph, GraphError, Node, Value
+from engine.ops import cpu
+from engine.ops.cpu.library import Call, Counts
+
+OF_LOGITS, ROWS_OF = "logit_rows", {"gather_rows": 1}  # which input an op's rows are those of, the first otherwise
+NUMBERS = ("epsilon", "scale", "attention_scaling")  # attributes that are no whole numbers; no op has two of them
+ALIGNMENT = 64  # bytes: of a cache line
+
+
+class Program:
+    """Takes a copy of the parameters: what is mapped from a file is neither aligned nor in large pages."""
+
+    def __init__(self, graph: Graph, params: Mapping[str, np.ndarray]):
+        self._graph = graph
+        self._root = _roots(graph)
+        self._of_logits = _values_of_logits(graph)
+        self._params = {value.id: array for value, array in _copied(graph, params)}
+        self._caches: dict[int, np.ndarray] = {}
+        self._room = dict.fromkeys(graph.inputs, 0)  # elements of each input, and rows of everything else
+        self._arrays: dict[int, np.ndarray] = {}
+        self._calls = (Call * 0)()
+        self._kernels = cpu.load()
+
+    def set_caches(self, caches: Mapping[str, np.ndarray]) -> None:
+        """By the names of the graph's inputs; updated by every step. Nothing: lets go of those that are there."""
+        self._caches = {self._graph.inputs[name].id: array for name, array in caches.items()}
+        self._arrays.clear()
+        if caches:
+            self._bind()
+
+    def run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The graph's outputs by name, valid until the next call. `inputs`: its own but for the caches, i32. Raises
+        GroupError."""
+        if any(array.size > self._room[name] for name, array in inputs.items()):
+            for name, array in inputs.items():
+                self._room[name] = max(self._room[name], array.size)
+            self._bind()
+        for name, array in inputs.items():
+            self._arrays[self._graph.inputs[name].id][: array.size] = array.ravel()
+        tables, num_logits = inputs["block_tables"], len(inputs[OF_LOGITS])
+        counts = Counts(len(inputs["token_ids"]), num_logits, *tables.shape)
+        self._kernels.run(self._calls, counts)
+        return {name: self._arrays[value.id][:num_logits] for name, value in self._graph.outputs.items()}
+
+    def _bind(self) -> None:
+        """Gives every value its memory: where it is read for the last time, another one's begins."""
+        graph, arrays = self._graph, dict(self._params | self._caches)
+        arrays |= {value.id: np.empty(self._room[name], np.int32) for name, value in self._inputs()}
+        last_use = {self._root[v.id]: node for node in graph.nodes for v in (*node.inputs, *node.outputs) if v}
+        kept = arrays.keys() | {self._root[value.id] for value in graph.outputs.values()}
+        free: defaultdict[tuple[int, ...], list[np.ndarray]] = defaultdict(list)
+        calls = []
+        for node in graph.nodes:
+            for value in node.outputs:
+                if (root := self._root[value.id]) not in arrays:
+                    shape = self._shape(value)
+                    arrays[root] = free[shape].pop() if free[shape] else _aligned(shape)
+                arrays[value.id] = arrays[root]
+            calls.append(self._call(node, arrays))
+            for root in {self._root[value.id] for value in (*node.inputs, *node.outputs) if value}:
+                if last_use[root] is node and root not in kept:
+                    free[arrays[root].shape].append(arrays[root])
+        self._arrays, self._calls = arrays, (Call * len(calls))(*calls)
+
+    def _inputs(self) -> list[tuple[str, Value]]:
+        return [(name, value) for name, value in self._graph.inputs.items() if value.id not in self._caches]
+
+    def _shape(self, value: Value) -> tuple[int, int]:
+        if value.dtype != "float32" or len(value.shape) != 2 or value.shape[1] < 0:
+            raise GraphError(f"{value} is nothing that a step can make here")
+        return self._room[OF_LOGITS if value.id in self._of_logits else "token_ids"], value.shape[1]
+
+    def _call(self, node: Node, arrays: Mapping[int, np.ndarray]) -> Call:
+        if node.op not in SIZES:
+            raise GraphError(f"the graph has the op {node.op}, which is not built for CPUs")
+        made = node.outputs[:-1] if node.updated else node.outputs
+        at = [arrays[value.id].ctypes.data if value else None for value in (*node.inputs, *made)]
+        sizes = SIZES[node.op](*[value and arrays[value.id] for value in node.inputs], **node.attributes)
+        number = next((float(node.attributes[name]) for name in NUMBERS if name in node.attributes), 0.0)
+        call = Call(list(SIZES).index(node.op), node.outputs[0].id in self._of_logits)
+        call.at[: len(at)], call.size[: len(sizes)], call.number = at, sizes, number
+        return call
+
+
+def _linear(x: np.ndarray, weight: np.ndarray, *_: np.ndarray | None) -> tuple[int, ...]:
+    return x.shape[1], len(weight), weight.dtype == np.uint16
+
+
+def _attention(_: np.ndarray, angles: np.ndarray, cache: np.ndarray, *__: np.ndarray, **given: int) -> tuple[int, ...]:
+    head_dim = cache.shape[4] - scale_bytes(cache.dtype)
+    return given["num_heads"], given["num_kv_heads"], head_dim, angles.shape[1], cache.shape[3], 8 * cache.itemsize
+
+
+# The ops in the order of LlmOp, and what `llm_run` is told of their inputs and attributes.
+SIZES: dict[str, Callable[..., tuple[int, ...]]] = {
+    "embedding": lambda ids, table, *, first_id: (table.shape[1], len(table), first_id, table.dtype == np.uint16),
+    "gather_rows": lambda x, rows: (x.shape[1],),
+    "rms_norm": lambda x, weight, *, epsilon: (x.shape[1],),
+    "add_rms_norm": lambda x, residual, weight, *, epsilon: (x.shape[1],),
+    "head_norm": lambda qkv, q, k, *, num_heads, num_kv_heads, epsilon: (num_heads, num_kv_heads, q.size),
+    "linear": _linear,
+    "linear_int8": _linear,
+    "linear_a8w8": _linear,
+    "linear_int4": _linear,
+    "rotary_angles": lambda positions, inv_freq, *, attention_scaling: (len(inv_freq),),
+    "paged_attention": _attention,
+    "swiglu": lambda gate_up: (gate_up.shape[1] // 2,),
+    "all_reduce": lambda x: (x.shape[1],),
+    "all_gather": lambda x, *, num_ranks, width: (x.shape[1], width),
+}
+
+
+def _roots(graph: Graph) -> dict[int, int]:
+    """Of each value the one in whose memory it lies: an op that updates an input makes no other."""
+    values = (*graph.inputs.values(), *graph.parameters.values())
+    roots = {value.id: value.id for value in values}
+    for node in graph.nodes:
+        roots |= {value.id: value.id for value in node.outputs}
+        if node.updated:
+            roots[node.outputs[-1].id] = roots[node.updated.id]
+    return roots
+
+
+def _values_of_logits(graph: Graph) -> set[int]:
+    """Those with a row for each of the logits that are wanted; the others have one for each token."""
+    found = {graph.inputs[OF_LOGITS].id}
+    for node in graph.nodes:
+        rows = node.inputs[ROWS_OF.get(node.op, 0)]
+        if rows and rows.id in found:
+            found |= {value.id for value in node.outputs}
+    return found
+
+
+def _copied(graph: Graph, params: Mapping[str, np.ndarray]) -> list[tuple[Value, np.ndarray]]:
+    sizes = [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in params.values()]
+    memory, start, copies = large_pages(sum(sizes)), 0, []
+    for (name, array), size in zip(params.items(), sizes, strict=True):
+        copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+        np.copyto(copy, array)
+        copies.append((graph.parameters[name], copy))
+        start += size
+    return copies
+
+
+def large_pages(num_bytes: int) -> np.ndarray:
+    """u8 zeros that take no memory before they are written to; in pages of 2 MiB where the system has them."""
+    memory = mmap.mmap(-1, max(1, num_bytes))
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
+
+
+def _aligned(shape: tuple[int, ...]) -> np.ndarray:
+    num_bytes = math.prod(shape) * ctypes.sizeof(ctypes.c_float)
+    return large_pages(num_bytes)[:num_bytes].view(np.float32).reshape(shape)
+
+
+def allocated(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Zeros of one of `engine.dtypes`, in memory that is not taken before it is touched."""
+    kind = held_as(dtype)
+    return large_pages(math.prod(shape) * kind.itemsize).view(kind)[: math.prod(shape)].reshape(shape)

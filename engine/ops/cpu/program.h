@@ -1,0 +1,31 @@
+// A graph as a list of calls of the kernels, which a step makes from the first to the last. Plain C, as kernels.h.
+#pragma once
+#include <cstdint>
+
+#include "kernels.h"
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// The ops of docs/ops.md by their names there.
+enum LlmOp : int32_t {
+  kEmbedding, kGatherRows, kRmsNorm, kAddRmsNorm, kHeadNorm, kLinear, kLinearInt8, kLinearA8w8, kLinearInt4,
+  kRotaryAngles, kPagedAttention, kSwiglu, kAllReduce, kAllGather,
+};
+
+struct LlmCall {
+  int32_t op;         // an LlmOp
+  int32_t of_logits;  // its rows are those of which logits are wanted, otherwise the tokens of the step
+  void* at[7];        // its inputs, then its output, in the catalogue's order; null: not given
+  int64_t size[6];    // what the kernel needs to know of them, see program.cc
+  float number;       // its attribute that is no whole number
+};
+
+struct LlmCounts {
+  int64_t tokens, logits, requests, max_blocks;  // T, S, B, and the width of block_tables
+};
+
+// Returns null, or what went wrong between the ranks.
+const char* llm_run(const LlmKernels* kernels, const LlmCall* calls, int64_t num_calls, const LlmCounts* counts);
+}
+#pragma GCC visibility pop
