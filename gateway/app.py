@@ -40,6 +40,7 @@ from gateway.parts import (
     served_name,
 )
 from gateway.protocol import Call, ClientProtocol, Exchange
+from gateway.web import is_for_people
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,8 @@ CORS = {
     "Access-Control-Allow-Headers": "*, Authorization, Content-Type",
     "Access-Control-Max-Age": "86400",
 }
-UNGUARDED = ("/health", "/version", "/openapi.json", "/docs")  # a browser sends no key; they say nothing of the model
+# A browser sends no key; they say nothing of the model.
+UNGUARDED = ("/health", "/version", "/openapi.json", "/docs", "/page/{file}")
 CLIENT_LEFT = 499  # in our log only
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -173,8 +175,9 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
 
 
 def _check_key(request: web.Request) -> None:
-    owners, call = request.app[CONFIG].owners, request[CALL]
-    if owners and request.path not in UNGUARDED:
+    owners, call, resource = request.app[CONFIG].owners, request[CALL], request.match_info.route.resource
+    is_open = is_for_people(request) or (resource is not None and resource.canonical in UNGUARDED)
+    if owners and not is_open:
         try:
             call.owner = keys.owner_of(request.headers.get("Authorization", ""), owners)
         except keys.WrongKey:

@@ -3,6 +3,7 @@ the kinds of errors, and answers that the code itself writes for the shapes of t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -37,8 +38,9 @@ def as_document(app: web.Application, protocols: Sequence[ClientProtocol], ungua
         operation = _exchange(path, speaking, schemas) if speaking else _plain(path)
         operation["responses"] |= _errors(path, route.method, path in unguarded)
         operation["summary"] = str(route.handler.__doc__).partition("\n")[0]
-        if "{model}" in path:
-            operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+        if named := re.findall(r"\{(\w+)\}", path):
+            in_path = {"in": "path", "required": True, "schema": {"type": "string"}}
+            operation["parameters"] = [{"name": name, **in_path} for name in named]
         if path in unguarded:
             operation["security"] = [{}]
         paths.setdefault(path, {})[route.method.lower()] = operation

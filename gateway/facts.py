@@ -8,18 +8,22 @@ from typing import Any
 from aiohttp import web
 
 from engine import __version__
+from engine.wire import ModelState
 from gateway import metrics
 from gateway.answers import CALL, in_one_piece
 from gateway.health import as_response
 from gateway.openai import BASE
 from gateway.page import as_page
 from gateway.parts import BACKEND, DOCUMENT, OPENAI, READY, served_name
+from gateway.web import is_for_people, page, show_file
 
 STARTED = int(time.time())
 
 
-async def show_endpoints(request: web.Request) -> web.Response:
-    """The model's name and these paths."""
+async def show_root(request: web.Request) -> web.Response:
+    """A page for people, with a chat and a live view; for programs the model's name and these paths."""
+    if is_for_people(request):
+        return page(request)
     paths = {route.resource.canonical for route in request.app.router.routes() if route.resource is not None}
     return in_one_piece(_endpoints(served_name(request.app), paths))
 
@@ -34,6 +38,11 @@ async def show_metrics(request: web.Request) -> web.Response:
     state = await request.app[BACKEND].probe(with_metrics=True)
     text = metrics.as_text(state.metrics or ())
     return web.Response(text=text, headers={"Content-Type": metrics.CONTENT_TYPE})
+
+
+async def show_status(request: web.Request) -> web.Response:
+    """What the server does now, its metrics, and the last requests without their words."""
+    return in_one_piece(_status(served_name(request.app), await request.app[BACKEND].probe(with_metrics=True)))
 
 
 async def show_version(_: web.Request) -> web.Response:
@@ -76,14 +85,22 @@ def _model_fields(name: str, model_len: int | None) -> dict[str, Any]:
     return {**model, "max_model_len": model_len}
 
 
+def _status(name: str, state: ModelState) -> dict[str, Any]:
+    told = {"model": name, "ready": state.ready, "reason": state.reason, "model_len": state.model_len}
+    numbers = {family + suffix: value for family, _, _, labels, value, suffix in state.metrics or () if not labels}
+    return {**told, "metrics": numbers, "last_requests": state.last_requests or []}
+
+
 def _endpoints(name: str, paths: set[str]) -> dict[str, Any]:
     return {"model": name, "endpoints": sorted(paths)}
 
 
 ROUTES = {
-    "/": show_endpoints,
+    "/": show_root,
+    "/page/{file}": show_file,
     "/health": show_health,
     "/metrics": show_metrics,
+    "/status": show_status,
     "/version": show_version,
     "/openapi.json": show_document,
     "/docs": show_page,
@@ -94,8 +111,9 @@ A_MODEL = _model_fields("default", None)
 SAMPLES: dict[str, Any] = {
     "/": _endpoints("default", {"/"}),
     "/version": {"version": __version__},
+    "/status": _status("default", ModelState(ready=True)),
     "/openapi.json": {},
     **{f"{prefix}/models": {"object": "list", "data": [A_MODEL]} for prefix in ("/v1", BASE)},
     **{f"{prefix}/models/{{model}}": A_MODEL for prefix in ("/v1", BASE)},
 }
-TEXTS = {"/metrics": metrics.CONTENT_TYPE.partition(";")[0], "/docs": "text/html"}
+TEXTS = {"/metrics": metrics.CONTENT_TYPE.partition(";")[0], "/docs": "text/html", "/page/{file}": "*/*"}

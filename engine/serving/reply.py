@@ -15,7 +15,7 @@ from engine.errors import Cancelled, RequestError, TimedOut, as_request_error
 from engine.link.journal import Submission
 from engine.serving.accounts import Account
 from engine.serving.choice import Asked, Choice
-from engine.serving.latency import Latency
+from engine.serving.latency import Ended, Latency
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ class Reply:
                 error = as_request_error(failure)
         if error and not self._ended:
             try:
-                latency.ended(error.kind, time.time() - self._received)
+                latency.ended(self._end(error.kind, self.choices))
                 self._send_final(wire.write_answer(self._failure(error)))
             except Exception:
                 log.exception("%s: the final response could not be sent", self.engine_id)
@@ -202,13 +202,25 @@ class Reply:
     def _finish(self, choice: Choice, reason: str, latency: Latency) -> None:
         is_end = all(each.is_over or each is choice for each in self.choices)
         payload = self._news(choice, is_end)
-        latency.ended(reason, time.time() - self._received)
+        latency.ended(self._end(reason, [choice]))
         if is_end:
             self._send_final(payload)
             return
         self.cancel(self._engine_id(choice), True)  # harmless, unless it was a stop string: the engine knows none
         self._sender.send(payload, False)
         choice.is_told()
+
+    def _end(self, reason: str, choices: Sequence[Choice]) -> Ended:
+        """Of one choice, or of all that have failed together."""
+        began = [each.first_token for each in choices if each.first_token]
+        return Ended(
+            reason,
+            time.time() - self._received,
+            min(began) - self._received if began else None,
+            len(self.prompt.token_ids),
+            sum(each.answer.num_generated for each in choices),
+            self.account.name,
+        )
 
     def _send_final(self, payload: bytes) -> None:
         with self._asking, self._lock:

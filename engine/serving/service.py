@@ -18,7 +18,7 @@ from engine import wire
 from engine.errors import Cancelled, EngineUnavailable, RequestError, as_request_error, waited_too_long
 from engine.link.client import EngineClient
 from engine.serving.admission import Admission
-from engine.serving.latency import Latency
+from engine.serving.latency import Ended, Latency
 from engine.serving.open_replies import OpenReplies
 from engine.serving.options import ServiceOptions
 from engine.serving.prompt import PromptReader
@@ -170,7 +170,7 @@ class Service:
 
     def _refuse(self, error: RequestError, req_id: str | None, sender: Sender, received: float) -> None:
         log.info("refused: %s", error.kind)  # the text may quote what the client wrote
-        self.latency.ended(error.kind, time.time() - received)
+        self.latency.ended(Ended(error.kind, time.time() - received))
         try:
             sender.send(wire.write_answer(wire.Failure(error, req_id)), True)
         except Exception:

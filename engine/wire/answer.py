@@ -174,6 +174,7 @@ class ModelState:
     engine_step_s: float = 0.0  # for how long the step that runs has
     num_restarts: int = 0
     metrics: list[Any] | None = None  # when asked for: of each sample what gateway/metrics.py writes
+    last_requests: list[Any] | None = None  # the same: what has ended, the latest first, without its words
     is_end: ClassVar[bool] = True
 
     def fields(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import pytest
 
 from engine.serving import metrics
 from engine.serving.accounts import Accounts
-from engine.serving.latency import BUCKETS_S, Histogram, Latency
+from engine.serving.latency import BUCKETS_S, Ended, Histogram, Latency
 from engine.serving.metrics import MetricsThread, samples
 from engine.wire import Owner
 from tests.pure import fake_triton
@@ -90,7 +90,7 @@ def test_before_the_engine_answers_everything_is_there_and_zero(service):
 
 def test_ends_are_counted_by_their_reason(thread, service):
     for reason in ("stop", "stop", "cancelled", "prompt_too_long"):
-        service.latency.ended(reason, 0.2)
+        service.latency.ended(Ended(reason, 0.2))
     thread.update()
     assert told("llm_requests_ended_total", reason="stop") == 2
     assert told("llm_requests_ended_total", reason="cancelled") == 1
@@ -115,7 +115,7 @@ def test_what_a_key_has_used_is_told_by_its_name_and_nobodys_is_not(thread, serv
 
 def test_histograms_are_told_as_prometheus_has_them(thread, service):
     for seconds in (0.001, 0.2, 0.25, 1000):
-        service.latency.ended("stop", seconds)
+        service.latency.ended(Ended("stop", seconds))
     thread.update()
     assert told("llm_request_seconds_bucket", le="0.001") == 1
     assert told("llm_request_seconds_bucket", le="0.1") == 1
