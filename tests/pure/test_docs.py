@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from engine import wire
 from engine.errors import RequestError
@@ -234,6 +235,27 @@ def test_the_table_of_metrics_has_every_family_with_its_labels():
 
 def test_every_reason_of_an_end_is_named():
     assert set(metrics.END_REASONS) - set(code_words(text_of("docs/metrics.md"))) == set()
+
+
+def test_the_board_and_the_alerts_ask_for_metrics_that_there_are():
+    board, alerts = json.loads(text_of("docs/grafana.json")), yaml.safe_load(text_of("docs/alerts.yml"))
+    asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    rules = [rule for group in alerts["groups"] for rule in group["rules"]]
+    assert len(asked) > 20 and len(rules) > 5
+    assert [rule["alert"] for rule in rules if not {"expr", "labels", "annotations"} <= set(rule)] == []
+    known = {}  # name -> its labels
+    for (family, kind), labels in families().items():
+        suffixes = ("_bucket", "_sum", "_count") if kind == "histogram" else ("",)
+        known |= {family + suffix: labels for suffix in suffixes}
+    for expression in asked + [rule["expr"] for rule in rules]:
+        names = re.findall(r"\b(?:llm|nv|inference)_\w+", expression)
+        assert names and [name for name in names if name not in known] == [], expression
+        labels = set(re.findall(r"(\w+)=~?\"", expression)) | {
+            label for by in re.findall(r"by \(([\w, ]+)\)", expression) for label in by.split(", ")
+        }
+        assert labels <= {"instance"}.union(*(known[name] for name in names)), expression
+        reasons = [each for text in re.findall(r'reason=~?"([\w|]+)"', expression) for each in text.split("|")]
+        assert set(reasons) <= set(metrics.END_REASONS), expression
 
 
 # --- docs/operation.md ----------------------------------------------------------------------------------------------
