@@ -1,8 +1,7 @@
 """`start_server [model_name] [--foreground | --reload]`: exit status 0 when the server answers a request through every
 port, with --reload when the one that runs has changed to the model.
 
-1: it will not, or a server runs already; 2: a setting is wrong; 128 + n: ended by signal n. Settings are environment
-variables, see `python -m engine.settings.config`.
+1: it will not, or a server runs already; 2: a setting is wrong; 128 + n: ended by signal n.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from typing import NoReturn
 from engine.errors import ConfigError, SetupError
 from engine.settings.config import Config
 from server_scripts.child import ROOT, describe_exit
+from server_scripts.options import Parser
 from server_scripts.processes import log_paths
 from server_scripts.report import Report
 
@@ -134,14 +134,13 @@ def _interrupt(number: int, _frame: object) -> NoReturn:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="start_server", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Settings among them are in the environment then."""
+    parser = Parser("start_server [model_name] [--foreground | --reload] [settings]", str(__doc__))
     parser.add_argument("model_name", nargs="?", help="model to fetch into MODEL_DIR; default: MODEL_DIR is the model")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--foreground", action="store_true", help="stay, and stop the server when asked to end")
     how.add_argument("--reload", action="store_true", help="have the running server change to this model")
-    return parser.parse_args()
+    return parser.parse_into(os.environ)
 
 
 if __name__ == "__main__":
