@@ -14,6 +14,7 @@ import signal
 import socket
 import ssl
 import sys
+from collections.abc import Sequence
 
 import grpc
 from aiohttp import web
@@ -43,7 +44,7 @@ NUM_FILES = 1 << 16  # connections and what they need, if the system allows it
 
 async def serve(
     app: web.Application,
-    sock: socket.socket,
+    socks: Sequence[socket.socket],
     stop: asyncio.Event,
     drain_timeout_s: float,
     tls: ssl.SSLContext | None = None,
@@ -62,15 +63,18 @@ async def serve(
         max_line_size=MAX_HEADER_BYTES,
     )
     await runner.setup()
-    site = web.SockSite(runner, sock, backlog=BACKLOG, ssl_context=tls)
-    await site.start()
-    log.info("listening on %s:%d", *sock.getsockname()[:2])
+    sites = [web.SockSite(runner, sock, backlog=BACKLOG, ssl_context=tls) for sock in socks]
+    for site, sock in zip(sites, socks, strict=True):
+        await site.start()
+        log.info("listening on %s:%d", *sock.getsockname()[:2])
     await stop.wait()
-    asyncio.get_running_loop().remove_reader(sock)
+    for sock in socks:
+        asyncio.get_running_loop().remove_reader(sock)
     await asyncio.sleep(
         0
     )  # asyncio forgets connections that it has accepted, but not yet begun, when the server closes
-    await site.stop()
+    for site in sites:
+        await site.stop()
     await drain(app, drain_timeout_s)
     await runner.cleanup()  # closes idle connections, cancels what is stuck in a client
     log.info("stopped")
@@ -106,10 +110,10 @@ async def run(config: Config) -> None:
 
 
 async def serve_http(config: Config, stop: asyncio.Event) -> None:
-    if config.service_http_port > 0:
+    if config.http_ports:
         app = make_app(TritonBackend(Connections(config.triton_target)), config)
-        sock = listen(config.service_host, config.service_http_port)
-        await serve(app, sock, stop, config.drain_timeout_s, server_context(config))
+        socks = [listen(config.service_host, number) for number in config.http_ports]
+        await serve(app, socks, stop, config.drain_timeout_s, server_context(config))
 
 
 async def serve_grpc(config: Config, stop: asyncio.Event) -> None:

@@ -37,14 +37,17 @@ from gateway.parts import (
     READY,
     RUNNING,
     SERVED,
+    TRITON,
     served_name,
 )
 from gateway.protocol import Call, ClientProtocol, Exchange
+from gateway.triton import ROOT
+from gateway.triton import facts as triton
 from gateway.web import is_for_people
 
 log = logging.getLogger(__name__)
 
-PROTOCOLS: Sequence[ClientProtocol] = (NATIVE, OPENAI)
+PROTOCOLS: Sequence[ClientProtocol] = (NATIVE, OPENAI, TRITON)
 
 REQUEST_TIMEOUT_S = 300.0  # without a new answer of the model, unless a request says otherwise
 
@@ -54,7 +57,7 @@ CORS = {
     "Access-Control-Max-Age": "86400",
 }
 # A browser sends no key; they say nothing of the model.
-UNGUARDED = ("/health", "/version", "/openapi.json", "/docs", "/page/{file}")
+UNGUARDED = ("/health", "/version", "/openapi.json", "/docs", "/page/{file}", "/v2/health/live", "/v2/health/ready")
 CLIENT_LEFT = 499  # in our log only
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -75,9 +78,10 @@ def make_app(backend: Backend, config: Config, request_timeout_s: float = REQUES
     paths = dict.fromkeys(path for protocol in PROTOCOLS for path in protocol.paths)
     app.add_routes(
         [
-            *[web.get(path, show) for path, show in facts.ROUTES.items()],
+            *[web.get(path, show) for path, show in {**facts.ROUTES, **triton.ROUTES}.items()],
             *[web.post(path, ask) for path, ask in questions.ROUTES.items()],
             *[web.post(path, complete) for path in paths],
+            web.post(f"{ROOT}/infer", triton.refuse_infer),
         ]
     )
     app[DOCUMENT] = as_document(app, PROTOCOLS, UNGUARDED)

@@ -15,6 +15,7 @@ from engine.wire import Final, Usage, schema_of
 from gateway import facts, questions
 from gateway.keys import WrongKey
 from gateway.protocol import Call, ClientProtocol
+from gateway.triton import facts as triton
 
 Json = dict[str, Any]
 
@@ -73,7 +74,7 @@ def _exchange(path: str, speaking: Sequence[ClientProtocol], schemas: Json) -> J
 
 def _plain(path: str) -> Json:
     """Any other path: `facts` and `questions` know what is asked and told there."""
-    samples, content = {**facts.SAMPLES, **questions.SAMPLES}, {}
+    samples, content = {**facts.SAMPLES, **triton.SAMPLES, **questions.SAMPLES}, {}
     if path in samples:
         content = {"application/json": {"schema": _shape(samples[path])}}
     elif path in facts.TEXTS:

@@ -156,7 +156,7 @@ def main() -> None:
     configure(config.log_level)
     server_logger.addFilter(is_news)
     host, port = config.service_host, config.health_http_port
-    served = [number for number in (config.service_grpc_port, config.service_http_port) if number > 0]
+    served = [config.service_grpc_port, *config.http_ports]
     ports = [(connect_host(host), number) for number in served]
     app = make_health_app(TritonBackend(Connections(config.triton_target)), ANSWER_WITHIN_S, ports)
     web.run_app(

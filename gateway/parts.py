@@ -14,8 +14,9 @@ from gateway.health import Shared
 from gateway.intake import Intake
 from gateway.native import Native
 from gateway.openai import OpenAI
+from gateway.triton import Triton
 
-NATIVE, OPENAI = Native(), OpenAI()
+NATIVE, OPENAI, TRITON = Native(), OpenAI(), Triton()
 
 BACKEND = web.AppKey("backend", Backend)
 CONFIG = web.AppKey("config", Config)

@@ -25,6 +25,8 @@ def ports_of(config: Config) -> dict[str, tuple[str, int]]:
         ports["INTER_NODE_PORT"] = (config.machines.ips[config.machines.host], config.inter_node_port)
     if config.service_http_port > 0:
         ports["SERVICE_HTTP_PORT"] = (host, config.service_http_port)
+    if config.triton_http_port > 0:
+        ports["TRITON_HTTP_PORT"] = (host, config.triton_http_port)
     return ports
 
 

@@ -17,6 +17,7 @@ NEWS_EVERY_S = 10.0  # silence would look like a hang
 NUM_LAST_LINES = 15
 ADDRESSES = {
     "SERVICE_HTTP_PORT": ("HTTP", "{scheme}://{host}:{port}/v1/chat/completions"),
+    "TRITON_HTTP_PORT": ("Triton", "{scheme}://{host}:{port}/v2/models/model"),
     "SERVICE_GRPC_PORT": ("gRPC", "{host}:{port}, Triton model `model`"),
     "HEALTH_HTTP_PORT": ("health", "http://{host}:{port}/v2/health/ready"),
     "METRICS_HTTP_PORT": ("metrics", "http://{host}:{port}/metrics"),

@@ -43,6 +43,12 @@ class Config:
     service_http_port: int = port(
         9965, "SERVICE_HTTP_PORT", "HTTP requests; -1: gRPC only", "PUSH_MODE_HTTP_PORT", minimum=-1
     )
+    triton_http_port: int = port(
+        -1,
+        "TRITON_HTTP_PORT",
+        "a port, such as Triton's 8000, for what SERVICE_HTTP_PORT has, `/v2` among it; -1: none",
+        minimum=-1,
+    )
     inter_node_port: int = port(56667, "INTER_NODE_PORT", "between the engines of several machines, on HOST_IP")
     service_host: str = setting("0.0.0.0", "SERVICE_HOST", "address the gRPC, HTTP, health and metrics ports listen on")
 
@@ -316,8 +322,9 @@ class Config:
                 ports[value] = env
 
     def _check_http_port(self) -> None:
-        if self.service_http_port == 0:
-            raise ConfigError("SERVICE_HTTP_PORT is 0, it must be a port from 1 to 65535, or -1 for gRPC only")
+        for env, number in (("SERVICE_HTTP_PORT", self.service_http_port), ("TRITON_HTTP_PORT", self.triton_http_port)):
+            if number == 0:
+                raise ConfigError(f"{env} is 0, it must be a port from 1 to 65535, or -1 for none")
 
     def _check_paths(self) -> None:
         for env, text in (("MODEL_DIR", self.model_dir), ("EXPORT_CACHE_DIR", self.export_cache_dir)):
@@ -352,6 +359,11 @@ class Config:
     def machines(self) -> Machines:
         texts = {"POD_IPS": self.pod_ips, "POD_0_IP": self.pod_0_ip, "HOST_IP": self.host_ip}
         return read_machines(self.mp_nnode, self.mp_num, texts)
+
+    @property
+    def http_ports(self) -> list[int]:
+        """On which the gateway serves HTTP."""
+        return [number for number in (self.service_http_port, self.triton_http_port) if number > 0]
 
     @property
     def max_step_tokens(self) -> int:

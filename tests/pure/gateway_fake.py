@@ -219,7 +219,7 @@ def running(backend: FakeBackend, request_timeout_s: float = REQUEST_TIMEOUT_S, 
 
     def work() -> None:
         app = make_app(backend, config, request_timeout_s)
-        loop.run_until_complete(serve(app, sock, stop, config.drain_timeout_s))
+        loop.run_until_complete(serve(app, [sock], stop, config.drain_timeout_s))
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
 

@@ -97,7 +97,7 @@ def test_an_old_name_still_works(old, field):
         ({"DRAIN_TIMEOUT": "1e10"}, "DRAIN_TIMEOUT is 1e10, it must be at least 0 and at most 1e+06"),  # Triton's limit
         ({"HTTP_PORT": "x"}, "HTTP_PORT is 'x', it must be a whole number"),  # the name that was used
         ({"METRICS_HTTP_PORT": "70000"}, "METRICS_HTTP_PORT is 70000, it must be at least 1 and at most 65535"),
-        ({"SERVICE_HTTP_PORT": "0"}, "SERVICE_HTTP_PORT is 0, it must be a port from 1 to 65535, or -1 for gRPC only"),
+        ({"SERVICE_HTTP_PORT": "0"}, "SERVICE_HTTP_PORT is 0, it must be a port from 1 to 65535, or -1 for none"),
         (
             {"HEALTH_HTTP_PORT": "1", "HTTP_PORT": "2"},
             "HEALTH_HTTP_PORT is '1' and HTTP_PORT, its old name, is '2'; set only one",

@@ -22,9 +22,10 @@ import numpy as np
 import openai
 import pytest
 import tritonclient.grpc as triton
+import tritonclient.http as triton_http
 import tritonclient.utils as triton_errors
 
-from tests.server import running_server
+from tests.server import free_ports, running_server
 
 ROOT = Path(__file__).resolve().parents[2]
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
@@ -33,6 +34,7 @@ CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     env = {"MODEL_DIR": str(ROOT / "demo_model"), "BATCH_SIZE": "32", "MAX_CACHED_TASK_NUM": "200"}
+    env["TRITON_HTTP_PORT"] = str(free_ports(1)[0])
     with running_server(tmp_path_factory.mktemp("server"), env) as running:
         yield running
 
@@ -107,6 +109,24 @@ def wait_until_idle(server, seconds=60):
 
 
 # --- the main job -----------------------------------------------------------------------------------------------
+
+
+def test_tritons_http_client_finds_its_port_and_the_health_port_ready(server):
+    port = server.env["TRITON_HTTP_PORT"]
+    for address in (f"127.0.0.1:{port}", server.health_url.partition("//")[2]):
+        with triton_http.InferenceServerClient(address) as client:
+            assert client.is_server_live() and client.is_server_ready()
+    with triton_http.InferenceServerClient(f"127.0.0.1:{port}") as client:
+        assert client.is_model_ready("model")
+        told = client.get_model_metadata("model")
+    with GrpcStream(server) as stream:
+        assert told == stream.client.get_model_metadata("model", as_json=True) | {
+            name: [{**tensor, "shape": [1]} for tensor in told[name]] for name in ("inputs", "outputs")
+        }  # protobuf writes numbers of 64 bits as texts
+    body = json.dumps({"IN": json.dumps({"messages": CHAT, "temperature": 0})}).encode()
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/models/model/generate", body) as response:
+        [answer] = json.loads(json.loads(response.read())["OUT"])
+    assert "Paris" in answer["tokens_all"] and answer["is_end"] == 1
 
 
 def test_the_demo_model_answers_at_least_48_of_its_50_questions(client):

@@ -1,0 +1,74 @@
+"""Triton's generate extension over HTTP: the native request is the text of the input `IN`, an answer that of `OUT`.
+
+`infer` cannot serve a model that answers with a stream, in Triton neither; `generate` and `generate_stream` are what
+its users have instead. The facts that `tritonclient.http` asks for are in facts.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from engine import wire
+from engine.errors import InvalidRequest, RequestError
+from engine.wire.triton import INPUT, MODEL, OUTPUT, VERSION
+from gateway.as_json import dump
+from gateway.native.answer import NativeExchange
+from gateway.native.request import parse
+from gateway.protocol import Call
+
+ROOT = f"/v2/models/{MODEL}"
+
+
+class GenerateExchange(NativeExchange):
+    """As the native one, in Triton's envelope."""
+
+    def event(self, index: int, answer: wire.Delta) -> bytes:
+        self.last[answer.index] = answer
+        return b"data: " + dump(_enveloped(wire.write_answer(answer))) + b"\n\n"
+
+    def whole(self) -> dict[str, Any]:
+        """The list has an object for each of several answers."""
+        return _enveloped(dump([last.fields() for _, last in sorted(self.last.items())]))
+
+
+class Triton:
+    name = "triton"
+    paths: Collection[str] = (f"{ROOT}/generate", f"{ROOT}/generate_stream")
+    content_type = "text/event-stream"
+
+    def fields(self, path: str) -> dict[str, Any]:
+        return {
+            INPUT: {"type": "string", "description": "a native request as JSON, an object or a list with one"},
+            "id": {"type": "string", "description": "does nothing"},
+        }
+
+    def needs(self, path: str) -> Collection[str]:
+        return (INPUT,)
+
+    def example(self, path: str) -> dict[str, Any]:
+        return {INPUT: '{"text": "Hello, how are you?", "max_dec_len": 64}'}
+
+    def speaks(self, body: dict[str, Any]) -> bool:
+        return INPUT in body
+
+    def parse(self, body: dict[str, Any], call: Call) -> GenerateExchange:
+        if unknown := body.keys() - {INPUT, "id"}:
+            raise InvalidRequest(f"unexpected input {wire.shown(min(unknown))}, the model has the input {INPUT}")
+        text = body.get(INPUT)
+        if not isinstance(text, str):
+            raise InvalidRequest(f"{INPUT} must be a text with the request as JSON, it is {wire.kind_of(text)}")
+        asked = wire.only_object(text)
+        stream = call.path.endswith("_stream")
+        native = parse(asked if stream else {**asked, "return_all_tokens": True}, call)
+        return GenerateExchange(native.requests, stream, native.timeout_s, False, None)
+
+    def error(self, error: RequestError, call: Call) -> dict[str, Any]:
+        return {"error": str(error)}
+
+    def error_event(self, error: RequestError, call: Call) -> bytes:
+        return b"data: " + dump(self.error(error, call)) + b"\n\n"
+
+
+def _enveloped(payload: bytes) -> dict[str, Any]:
+    return {"model_name": MODEL, "model_version": VERSION, OUTPUT: payload.decode()}

@@ -1,0 +1,72 @@
+"""Triton's HTTP protocol on the HTTP port: what tritonclient.http asks, and the generate extension."""
+
+import json
+
+import pytest
+import tritonclient.http as triton
+from tritonclient.utils import InferenceServerException
+
+from engine.errors import EngineUnavailable, Overloaded
+from tests.pure.gateway_fake import FakeBackend, events, running
+
+GENERATE = "/v2/models/model/generate"
+IN = json.dumps([{"text": "hi", "max_dec_len": 5}])
+
+
+def test_tritons_own_client_learns_what_there_is_and_that_infer_is_not():
+    with running(FakeBackend("a")) as gateway, triton.InferenceServerClient(f"127.0.0.1:{gateway.port}") as client:
+        assert client.is_server_live() and client.is_server_ready() and client.is_model_ready("model")
+        assert client.get_server_metadata()["name"] == "triton"
+        metadata = client.get_model_metadata("model")
+        assert metadata["inputs"] == [{"name": "IN", "datatype": "BYTES", "shape": [1]}]
+        assert metadata["outputs"] == [{"name": "OUT", "datatype": "BYTES", "shape": [1]}]
+        assert not client.is_model_ready("other")
+        with pytest.raises(InferenceServerException, match="unknown model: 'other' is not found"):
+            client.get_model_metadata("other")
+        tensor = triton.InferInput("IN", [1], "BYTES")
+        with pytest.raises(InferenceServerException, match="decoupled transaction policy; POST .*/generate"):
+            client.infer("model", [tensor])
+    with running(FakeBackend(state=EngineUnavailable("down"))) as gateway:
+        with triton.InferenceServerClient(f"127.0.0.1:{gateway.port}") as client:
+            assert not client.is_server_live() and not client.is_server_ready() and not client.is_model_ready("model")
+
+
+def test_generate_answers_once_and_generate_stream_as_it_comes():
+    backend = FakeBackend("a", "b")
+    with running(backend) as gateway:
+        for body in ({"IN": IN}, {"IN": json.dumps({"text": "hi", "n": 2, "req_id": "1"}), "id": "x"}):
+            whole = gateway.post(GENERATE, body)
+            answers = json.loads(whole.pop("OUT"))
+            assert whole == {"model_name": "model", "model_version": "1"}
+            assert [each["tokens_all"] for each in answers] == ["ab"] * len(answers)
+        told = events(gateway.stream(f"{GENERATE}_stream", {"IN": IN}))
+    assert len(answers) == 2
+    assert [json.loads(each["OUT"])[0]["token"] for each in told] == ["a", "b", ""]
+    assert [body.get("return_all_tokens") for body in backend.bodies] == [True, True, None]
+    assert backend.bodies[1]["req_id"] == "1"
+
+
+def test_what_is_wrong_is_said_in_tritons_shape():
+    backend = FakeBackend(Overloaded("full"))
+    backend.scripts = [("a", EngineUnavailable("gone"))]
+    with running(backend) as gateway:
+        told = events(gateway.stream(f"{GENERATE}_stream", {"IN": IN}))
+        assert told[-1] == {"error": "gone"}
+        assert gateway.refused(GENERATE, {"IN": IN}) == (429, {"error": "full"})
+        for body, text in (
+            ({}, "IN must be a text with the request as JSON, it is null"),
+            ({"IN": {"text": "x"}}, "IN must be a text"),
+            ({"IN": IN, "temperature": 0}, 'unexpected input "temperature", the model has the input IN'),
+            ({"IN": "{"}, "the request is not valid JSON"),
+            ({"IN": "[]"}, "query num 0 should be 1"),
+            ({"IN": '{"text": "x", "timeout": -1}'}, "timeout"),
+        ):
+            code, error = gateway.refused(GENERATE, body)
+            assert (code, set(error)) == (400, {"error"}) and text in error["error"], error
+
+
+def test_health_needs_no_key_and_the_rest_does():
+    with running(FakeBackend("a"), api_key="secret") as gateway:
+        assert gateway.send("GET", "/v2/health/ready")[0] == gateway.send("GET", "/v2/health/live")[0] == 200
+        assert gateway.send("GET", "/v2")[0] == gateway.send("POST", GENERATE, {"IN": IN})[0] == 401
+        assert gateway.send("POST", GENERATE, {"IN": IN}, {"Authorization": "Bearer secret"})[0] == 200
