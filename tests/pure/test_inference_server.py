@@ -100,7 +100,9 @@ def test_an_idle_stream_waits_for_its_client(tmp_path):
     ],
 )
 @pytest.mark.parametrize("before", [[], [b"a"]])
-def test_a_failure_of_tritonserver_is_the_last_answer_and_shows_no_address(tmp_path, code, text, status, before):
+def test_a_failure_of_tritonserver_is_the_last_answer_and_shows_no_address(tmp_path, monkeypatch, code, text, status, before):
+    monkeypatch.setattr(lasting, "COMING_BACK_S", 1)  # of a server that has been there
+
     async def scenario():
         async with serving(tmp_path, FakeTriton(*before, code)) as (_, port), a_client(port) as stub:
             *_, (name, fields, _) = await answers(stub.ModelStreamInfer(iter([a_request("x", req_id="r")])))
