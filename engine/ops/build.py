@@ -29,6 +29,7 @@ from engine.file_lock import file_lock
 SOURCES = Path(__file__).parent / "cpu"
 KERNELS = "libllm_ops.so"
 PADDLE_OPS = "libllm_paddle_ops.so"
+WARNINGS = "warnings"  # what the compiler said; it lies beside the libraries with the objects, for the tests
 PARTIAL = "ops.partial-"  # followed by anything: a build that is going on, or was killed
 UNUSED_AFTER_S = 30 * 24 * 3600
 
@@ -44,7 +45,7 @@ ISA_FLAGS = {
 }
 # No contraction: a*b + c must round alike in every loop the compiler makes of it.
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=off"]
-FLAGS += ["-fno-math-errno", "-Wall", "-Wextra"]  # errors in the tests: a newer compiler may know new warnings
+FLAGS += ["-fno-math-errno", "-Wall", "-Wextra"]  # errors in the tests: a newer compiler may know new ones
 
 Report = Callable[[str], None]
 
@@ -108,13 +109,14 @@ def _build(folder: Path, report: Report) -> None:
         objects = sources(Path(made))
         report(f"compiling {len(objects)} files of the CPU ops, {min(jobs, len(objects))} at a time")
 
-        def compile_one(item: tuple[Path, list[str]]) -> None:
+        def compile_one(item: tuple[Path, list[str]]) -> str:
             begun = time.monotonic()
-            _run([*compiler(), *FLAGS, *item[1], "-c", "-o", str(item[0])])
+            said = _run([*compiler(), *FLAGS, *item[1], "-c", "-o", str(item[0])])
             report(f"  {item[0].stem:<20} {time.monotonic() - begun:5.1f} s")
+            return said
 
         with ThreadPoolExecutor(jobs) as pool:
-            list(pool.map(compile_one, objects.items()))
+            (Path(made) / WARNINGS).write_text("".join(pool.map(compile_one, objects.items())))
         _link(Path(made), list(objects))
         os.chmod(made, 0o755)  # a temporary folder is private, this one is for all users
         os.rename(made, folder)
@@ -156,15 +158,13 @@ def _link(folder: Path, objects: list[Path]) -> None:
         needs = [f"-L{folder}", f"-l:{KERNELS}", f"-L{core}", "-Wl,--no-as-needed", "-l:libpaddle.so"]
         search = ["-Wl,-rpath,$ORIGIN", "-Wl,--allow-shlib-undefined"]
         _run([*link, "-o", str(folder / PADDLE_OPS), str(folder / "paddle_ops.o"), *needs, *search])
-    for path in objects:
-        path.unlink()
 
 
 def _run(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise BuildError(f"{shlex.join(command)}\nfailed with exit status {done.returncode}:\n{done.stderr}")
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 def main() -> int:

@@ -5,34 +5,30 @@ import shutil
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from engine.ops import build
+from engine.ops import build, cpu
+
+# What an optimizer believes of code that is right differs from one version to the next.
+BELIEFS = ("uninitialized]", "-Warray-bounds]", "-Wstringop-overflow=]", "-Wstringop-overread]")
 
 
-def test_sources_compile_without_a_warning(tmp_path):
-    commands = [
-        [*build.compiler(), *build.FLAGS, *arguments, "-Werror", "-fsyntax-only"]
-        for arguments in build.sources(tmp_path).values()
-    ]
-    with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(lambda command: subprocess.run(command, capture_output=True, text=True), commands))
-    assert [done.stderr for done in results if done.returncode] == []
+def test_sources_compile_without_a_warning():
+    said = build.library().with_name(build.WARNINGS).read_text().splitlines()
+    assert [line for line in said if "warning:" in line and not line.endswith(BELIEFS)] == []
 
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
-def test_kernels_share_no_code_between_instruction_sets(tmp_path):
+def test_kernels_share_no_code_between_instruction_sets():
     """A template of the standard library would be linked once, perhaps for instructions a machine lacks."""
-    sources = build.sources(tmp_path)
-    isa = "avx2" if tmp_path / "avx2.o" in sources else "portable"
-    made = tmp_path / f"{isa}.o"
-    subprocess.run([*build.compiler(), *build.FLAGS, *sources[made], "-c", "-o", str(made)], check=True)
-    listing = subprocess.run(["nm", "-C", str(made)], check=True, capture_output=True, text=True).stdout
-    shared = [line for line in listing.splitlines() if " W " in line]
-    assert shared
-    assert [line for line in shared if f"{isa}::" not in line] == []
+    folder = build.library().parent
+    for isa in cpu.available_isas():
+        command = ["nm", "-C", str(folder / f"{isa}.o")]
+        listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        shared = [line for line in listing.splitlines() if " W " in line]
+        assert shared
+        assert [line for line in shared if f"{isa}::" not in line] == []
 
 
 def test_a_missing_compiler_is_named(tmp_path):
