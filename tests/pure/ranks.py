@@ -49,7 +49,8 @@ class Processes:
     """Runs body(rank) on every rank, each a process that has joined. `body` is a function of a module."""
 
     def __init__(self, num_ranks: int, body: Callable[[int], object], num_hosts: int = 1, connect=socket.socketpair):
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, "pytest"])  # imported once, not by each rank
         self.segment_fds = [group.create_segment(num_ranks, num_hosts) for _ in range(num_hosts)]
         links = {pair: connect() for pair in combinations(range(num_hosts), 2)}
         self.processes, self._results = [], []
