@@ -19,13 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.settings.config import Config
-from server_scripts import child, swap
+from server_scripts import child, serve, swap
 from server_scripts.child import ChildSpec
 from server_scripts.health import HealthMonitor
 from server_scripts.probe import ProbeError
 from server_scripts.report import Report
 from server_scripts.run_dir import Process, RunDir, State
-from server_scripts.serve import live
 from server_scripts.supervisor import Supervisor
 from server_scripts.takeover import left_running
 
@@ -176,11 +175,13 @@ def main(folder: Path, children: dict[str, str], options: dict) -> int:
     logging.basicConfig(level="INFO", stream=sys.stdout)
     child.MAX_BACK_OFF_S = child.HOST_LOST_S = 0.1
     timing = {"ask_every_s": 0.05, "check_for_s": options.pop("check_for_s", 30.0)}
-    settings = {"start_timeout_s": TIMEOUT_S, "drain_timeout_s": 1.0, "check_health_interval_s": 60.0} | options
+    settings = {"drain_delay_s": 0.0, "drain_timeout_s": 1.0, "check_health_interval_s": 60.0}
+    settings |= {"start_timeout_s": TIMEOUT_S} | options
     run_dir = a_run_dir(folder)
     lock = run_dir.lock()
     me = Process.of("supervisor", os.getpid())
     swap.STOP_MARGIN_S = 0.5
+    serve.TURN_S = 0.05  # its tests wait for what the next turn notes
     # In place of a model's folder, what its engine is to do.
     swap.all_specs = lambda config, graph_dir, label, run_dir: [
         a_spec(name, graph_dir.name if name == "engine" else what, folder) for name, what in children.items()
@@ -194,7 +195,7 @@ def main(folder: Path, children: dict[str, str], options: dict) -> int:
     )
     if orphans := left_running(run_dir):
         supervisor.take_over(orphans.processes)
-    status = live(supervisor, Report())
+    status = serve.live(supervisor, Report())
     os.close(lock)
     return status
 
