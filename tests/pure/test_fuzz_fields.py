@@ -56,7 +56,7 @@ def is_encodable(value):
     return True
 
 
-@examples(1500)
+@examples(500)
 @given(name=st.sampled_from(list(wire.FIELDS)), value=any_json.filter(is_encodable))
 def test_a_field_takes_what_its_schema_does(name, value):
     check = wire.FIELDS[name].check
@@ -82,7 +82,7 @@ def test_the_bounds_of_a_schema_are_those_of_its_check(name):
     assert outcome(check, name, low - 1) is None and outcome(check, name, high + 1) is None
 
 
-@examples(200)
+@examples(100)
 @given(body=bodies("text", "req_id", "messages"))
 def test_any_object_is_a_request_or_refused(reader, body):
     request = outcome(wire.parse_request, body)
@@ -90,7 +90,7 @@ def test_any_object_is_a_request_or_refused(reader, body):
         outcome(reader.read, request)
 
 
-@examples(200)
+@examples(100)
 @given(body=bodies("text", "req_id", "messages"))
 def test_any_object_may_ask_about_tokens(reader, body):
     for key in (wire.TOKENIZE, wire.DETOKENIZE):
@@ -100,7 +100,7 @@ def test_any_object_may_ask_about_tokens(reader, body):
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-@examples(200)
+@examples(100)
 @given(body=bodies("text", "prompt", "messages", "req_id", "tools", "stream"))
 def test_any_object_may_come_to_the_gateway(path, body):
     body = json.loads(payload_of(body))
@@ -113,14 +113,14 @@ def test_any_object_may_come_to_the_gateway(path, body):
         wire.parse_request(json.loads(json.dumps(each)))  # nothing that the gateway has taken is refused by the model
 
 
-@examples(200)
+@examples(100)
 @given(given=st.just(GOOD["tools"]) | tools, choice=choices | any_json | modes, parallel=plain)
 def test_any_tools_may_be_offered_and_chosen(given, choice, parallel):
     fields = {"tools": given, "tool_choice": choice, "parallel_tool_calls": parallel}
     outcome(parse_openai, {"messages": GOOD["messages"], **fields}, True, "default")
 
 
-@examples(200)
+@examples(100)
 @given(payload=st.binary() | any_json.map(payload_of) | st.text().map(str.encode))
 @example(b"9" * 5000)
 @example(b"[" * 100_000)

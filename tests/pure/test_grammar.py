@@ -32,15 +32,15 @@ def guided(tokenizer):
     return Guided(tokenizer)
 
 
-@pytest.mark.parametrize("method", ["none", "ngram"])
-def test_every_answer_to_two_hundred_schemas_is_valid(tokenizer, method):
+@pytest.mark.parametrize(("method", "first"), [("none", 0), ("ngram", 100)])
+def test_every_answer_to_a_hundred_schemas_is_valid(tokenizer, method, first):
     guided = Guided(tokenizer, speculate_method=method)
-    schemas = {str(seed): random_schema(seed) for seed in range(200)}
+    schemas = {str(seed): random_schema(seed) for seed in range(first, first + 100)}
     guided.run(*(a_request(name, "guided_json", schema, seed=int(name)) for name, schema in schemas.items()))
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
     for name, schema in schemas.items():
         jsonschema.validate(guided.json(name), schema, format_checker=checker)
-    assert sum("$ref" in schema for schema in schemas.values()) == 40
+    assert sum("$ref" in schema for schema in schemas.values()) == 20
 
 
 def test_json_without_whitespace_when_that_is_wished(guided):

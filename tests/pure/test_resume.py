@@ -1,12 +1,11 @@
 """A client that has lost its connection asks again and goes on where it was: with the service, its journal and an
-engine process, whose counting executor gives every prompt an answer of its own."""
-
-import time
+engine, whose counting executor gives every prompt an answer of its own."""
 
 import pytest
 
 from engine.core.types import Sampling
 from engine.link import client as client_module
+from engine.link import server as server_module
 from engine.link.client import EngineClient
 from engine.serving import kept as kept_module
 from engine.serving import service as service_module
@@ -15,8 +14,9 @@ from engine.serving.prompt import PromptReader
 from engine.serving.service import Service
 from engine.text.tokenizer import Tokenizer
 from tests.byte_tokenizer import write_tokenizer
+from tests.pure.counting_engine import SlowExecutor
 from tests.pure.counting_executor import answer
-from tests.pure.engine_helpers import a_free_address, an_engine_process
+from tests.pure.engine_helpers import a_server, is_empty
 from tests.pure.service_fakes import FakeSender, a_payload, wait_until
 
 ANSWER_LEN = 60
@@ -32,13 +32,13 @@ def options():
 @pytest.fixture
 def service(tmp_path, monkeypatch, options):
     monkeypatch.setattr(client_module, "PING_INTERVAL_S", 0.01)
+    monkeypatch.setattr(server_module, "IDLE_WAIT_MS", 5)
     monkeypatch.setattr(service_module, "MIN_CANCEL_POLL_S", 0.002)
     write_tokenizer(tmp_path)
     tokenizer = Tokenizer.load(tmp_path)
     reader = PromptReader(tokenizer, vocab_size=2**31 - 1, model_len=160, max_seq_len=80, max_dec_len=120)
-    address = a_free_address()
-    service = Service(tokenizer, reader, EngineClient(address), options)
-    with an_engine_process(address, step_s=0.002):
+    with a_server(SlowExecutor(40, 4, step_s=0.002), batch_size=12, max_num_batched_tokens=32) as server:
+        service = Service(tokenizer, reader, EngineClient(server.address), options)
         yield service
         service.close(drain_s=0)
 
@@ -68,10 +68,8 @@ def leave_after(service, num_tokens, **fields):
 
 
 def num_generated(service):
-    seen = -1
-    while seen != (seen := service.client.stats.get("num_generated_tokens", 0)):
-        time.sleep(0.1)
-    return seen
+    assert is_empty(service.client)
+    return service.client.stats["num_generated_tokens"]
 
 
 @pytest.mark.parametrize("has", [None, 0, 7])

@@ -281,8 +281,7 @@ def test_stop_kills_what_is_recorded_and_spares_a_recycled_pid(tmp_path):
             other.kill()
 
 
-@pytest.mark.parametrize("is_nohup", [False, True])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("number", "is_nohup"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
 def test_a_signal_while_a_model_is_fetched_leaves_nothing(server, number, is_nohup):
     with socket.socket() as hub:  # accepts and never answers
         hub.bind(("127.0.0.1", 0))
