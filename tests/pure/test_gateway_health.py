@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
@@ -75,18 +76,20 @@ def test_an_answer_is_good_for_a_while_and_no_longer(monkeypatch, max_age_s, num
 
 
 def test_who_asks_often_waits_for_no_probe_and_is_told_nothing_old(monkeypatch):
-    monkeypatch.setattr(health, "MAX_AGE_S", 1.0)
+    now_s = [100.0]
+    monkeypatch.setattr(health, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     backend = FakeBackend()
 
     async def ask_often():
         shared = readiness(backend, PATIENCE_S)
         await shared()
-        await asyncio.sleep(0.6)
+        now_s[0] += 0.6 * health.MAX_AGE_S
         backend.state = WAIT  # the model is busy
         for _ in range(3):
-            assert (await asyncio.wait_for(shared(), 0.1)).error_code == 0
+            assert (await asyncio.wait_for(shared(), PATIENCE_S)).error_code == 0
+            await asyncio.sleep(0)
         assert backend.num_probes == 2  # the next one is on its way
-        await asyncio.sleep(0.5)
+        now_s[0] += 0.5 * health.MAX_AGE_S
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(shared(), 0.1)
 

@@ -151,7 +151,7 @@ def test_a_pause_of_the_client_is_no_silence_of_the_engine_but_a_stopped_engine_
         wait_until(lambda: len(longest) > 20)
         assert max(longest) < 2
         engine.send_signal(signal.SIGSTOP)
-        wait_until(lambda: client.silent_s > 2)
+        wait_until(lambda: client.silent_s > 1.2)
         engine.send_signal(signal.SIGCONT)
         wait_until(lambda: client.silent_s < 1)
 

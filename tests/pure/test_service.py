@@ -2,11 +2,13 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from engine import wire
 from engine.errors import EngineUnavailable
+from engine.serving import readiness as readiness_module
 from engine.serving import service as service_module
 from engine.serving.options import ServiceOptions
 from engine.serving.prompt import PromptReader
@@ -489,21 +491,24 @@ def test_what_waits_to_be_read_counts_as_waiting(make, engine, monkeypatch):
 # --- stopping
 
 
-def test_an_announced_end_turns_readiness_off_then_refuses_then_ends_what_is_open(make, engine, tmp_path):
-    path = tmp_path / "stopping"
+def test_an_announced_end_turns_readiness_off_then_refuses_then_ends_what_is_open(make, engine, tmp_path, monkeypatch):
+    path, now_s = tmp_path / "stopping", [100.0]
+    monkeypatch.setattr(readiness_module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     service = make(stopping_file=path, drain_s=1.0)
     open_one = service.ask([1], "open")
     engine.listener_of([1])
-    path.write_text(Stopping(time.monotonic() + 1.0).text())
+    path.write_text(Stopping(refuse_at=110.0).text())
     wait_until(lambda: service.not_ready_reason() == "the server is stopping")
     before = service.ask([2], "before")
     engine.give([2], b"b", "length")
     assert before.final["tokens_all"] == "b"
-    wait_until(lambda: time.monotonic() > Stopping.of(path.read_text()).refuse_at + 0.3)
+    now_s[0] = 110.9
+    wait_until(lambda: service._readiness.is_draining)
     assert service.ask([3], "after").final["error_msg"] == "the server is stopping"
+    time.sleep(0.02)  # it is asked all the time whether the time is up
     assert not open_one.is_over
+    now_s[0] = 111.0
     assert (open_one.final["error_code"], open_one.final["error_msg"]) == (503, "the server is stopping")
-    assert time.monotonic() > Stopping.of(path.read_text()).refuse_at + 1.0
     assert len(engine.cancelled) == 1
     assert probe(service)["reason"] == "the server is stopping"
 
