@@ -69,22 +69,20 @@ IN_CHUNKS = [(1, 1281, 50), (9, 2600, 31), (13, 5000, 25)]  # of K
 odd_shapes = pytest.mark.parametrize(("rows", "width", "num_out"), ODD + IN_CHUNKS)
 
 
-@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @odd_shapes
-def test_linear_matches_reference(isa, rows, width, num_out, dtype, bias):  # noqa: PLR0913 - a table
+def test_linear_matches_reference(isa, rows, width, num_out, dtype):
     x, weight = random(rows, width), random(num_out, width, seed=1)
     weight = to_bf16(weight) if dtype == "bf16" else weight
-    given = random(num_out, seed=2) if bias else None
+    given = random(num_out, seed=2) if num_out % 2 else None
     assert_close(cpu.load(isa).linear(x, weight, given), reference.linear(x, weight, given), 1e-6)
 
 
-@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("op", ["linear_int8", "linear_a8w8", "linear_int4", "linear_int4 with zeros"])
 @odd_shapes
-def test_linear_of_few_bits_matches_reference(isa, rows, width, num_out, op, bias):  # noqa: PLR0913 - a table
+def test_linear_of_few_bits_matches_reference(isa, rows, width, num_out, op):
     x = random(rows, width) * random(rows, 1, seed=5)  # rows of different size
-    inputs = (x, *weight_inputs(op, num_out, width), random(num_out, seed=2) if bias else None)
+    inputs = (x, *weight_inputs(op, num_out, width), random(num_out, seed=2) if num_out % 2 else None)
     name = op.split()[0]
     assert_close(getattr(cpu.load(isa), name)(*inputs), getattr(reference, name)(*inputs), 1e-6)
 
