@@ -20,13 +20,23 @@ from gateway.native.request import parse as parse_native
 from gateway.openai.request import parse as parse_openai
 from gateway.protocol import Call
 from tests.byte_tokenizer import write_tokenizer
-from tests.fuzz import GOOD, any_json, bodies, choices, examples, modes, payload_of, plain, tools
+from tests.fuzz import GOOD, LIMITS, any_json, bodies, choices, examples, modes, payload_of, plain, tools
 
 # JSON Schema takes 5.0 for an integer, the checks do not.
 TYPES = jsonschema.Draft202012Validator.TYPE_CHECKER.redefine(
     "integer", lambda _, value: isinstance(value, int) and not isinstance(value, bool)
 )
 Validator = jsonschema.validators.extend(jsonschema.Draft202012Validator, type_checker=TYPES)
+VALIDATORS = {name: Validator(schema_of(field.check)) for name, field in wire.FIELDS.items()}
+NEAR = [n + d for n in LIMITS for d in (-1, 0, 1)]
+SCALARS = [None, True, False, 0.009, 0.01, 0.5, 1.0, 1.5, 2.0, 100.5, *NEAR, *(-n for n in NEAR), "", "a", "1", "text"]
+SCALARS += ["a" * (n + d) for n in (64, 256, 1024) for d in (-1, 0, 1)]
+BORDERS = [*SCALARS, [], {}, [[]], [{}], *([each] for each in SCALARS), *([[each]] for each in SCALARS)]
+BORDERS += [[each] * (n + d) for each in (1, "a", [1]) for n in (16, 64, 1024) for d in (-1, 0, 1)]
+BORDERS += [{key: each} for key in ("1", "", "-1", "a", "9" * 9, "9" * 11) for each in (None, True, "a", 0.5, 1)]
+BORDERS += [{"1": sign * n} for sign in (-1, 1) for n in NEAR]
+BORDERS += [{str(n): 1 for n in range(1024 + d)} for d in (-1, 0, 1)]
+BORDERS += [[{"role": role, "content": text}] for role in (None, "", "user", 1) for text in (None, "", "Hi", 1, ["Hi"])]
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +66,9 @@ def is_encodable(value):
     return True
 
 
-@examples(500)
-@given(name=st.sampled_from(list(wire.FIELDS)), value=any_json.filter(is_encodable))
-def test_a_field_takes_what_its_schema_does(name, value):
+def assert_as_its_schema_says(name, value):
     check = wire.FIELDS[name].check
-    is_valid = Validator(schema_of(check)).is_valid(value) or (check is checks.boolean and value in (0, 1))
+    is_valid = VALIDATORS[name].is_valid(value) or (check is checks.boolean and value in (0, 1))
     try:
         check(name, value)
     except InvalidRequest as error:
@@ -68,7 +76,20 @@ def test_a_field_takes_what_its_schema_does(name, value):
         assert name in str(error)
         assert not is_valid or name in wire.FORMS, str(error)  # of these more must be right than a schema can say
     else:
-        assert is_valid
+        assert is_valid, value
+
+
+@examples(200)
+@given(name=st.sampled_from(list(wire.FIELDS)), value=any_json.filter(is_encodable))
+def test_a_field_takes_what_its_schema_does(name, value):
+    assert_as_its_schema_says(name, value)
+
+
+@pytest.mark.parametrize("name", wire.FIELDS)
+def test_a_field_takes_of_what_is_at_a_border_what_its_schema_does(name):
+    """Chance does not bring each of these to each field."""
+    for value in BORDERS:
+        assert_as_its_schema_says(name, value)
 
 
 BOUNDED = [name for name, field in wire.FIELDS.items() if "maximum" in schema_of(field.check)]
