@@ -98,19 +98,21 @@ def a_server(folder: Path, env: Mapping[str, str]) -> RunningServer:
     """One that does not run yet."""
     ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
     settings = {name: str(port) for name, port in ports.items()}
-    settings |= {"RUN_DIR": str(folder / "run"), "FD_LOG_DIR": str(folder / "log"), "START_TIMEOUT": "120"}
+    settings |= {"RUN_DIR": str(folder / "run"), "FD_LOG_DIR": str(folder / "log"), "START_TIMEOUT": "240"}
+    settings |= {"DRAIN_DELAY": "0"}  # nobody balances load between servers here
     settings |= {"SERVICE_HOST": "127.0.0.1", "EXPORT_CACHE_DIR": str(ROOT / "build" / "exported-by-tests"), **env}
     return RunningServer({**os.environ, **settings}, ports, folder / "run", folder / "log")
 
 
 @contextmanager
-def running_server(folder: Path, env: Mapping[str, str]) -> Iterator[RunningServer]:
-    """Started, ready, and stopped in the end with everything that belongs to it."""
+def running_server(folder: Path, env: Mapping[str, str], stop_within: str = "0") -> Iterator[RunningServer]:
+    """Started, ready, and stopped in the end with everything that belongs to it: at once, as an orderly end takes
+    seconds and has tests of its own."""
     server = a_server(folder, env)
     started = server.command("start_server")
     assert started.returncode == 0, started.stdout + started.stderr
     try:
         yield server
     finally:
-        stopped = server.command("stop_server", "20")
+        stopped = server.command("stop_server", stop_within)
         assert stopped.returncode == 0, stopped.stdout + stopped.stderr

@@ -147,7 +147,6 @@ def test_a_follower_that_is_killed_ends_the_master_and_with_another_one_everythi
         assert answers_of(listeners) == expected
 
 
-@pytest.mark.parametrize("engines", [4], indirect=True)
 def test_a_master_that_is_killed_ends_the_follower_and_everything_goes_on(engines, expected):
     with both_running(engines) as client:
         listeners = ask_all(client)

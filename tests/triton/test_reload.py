@@ -17,9 +17,15 @@ from engine.exporting.export import ExportOptions, export
 from tests.checkpoints import make_checkpoint
 from tests.server import running_server, state_of
 
+one_rank, two_ranks = pytest.param("1", id="one rank"), pytest.param("2", id="two ranks")
 PROMPTS = ("Hello", "Tell me", "A", "Why is the sky blue?")
 NUM_TOKENS = 150
 TIMEOUT_S = 120
+
+
+def on(*ranks):
+    """Servers with so many; a server is for all of its tests."""
+    return pytest.mark.parametrize("server", ranks, indirect=True, scope="module")
 
 
 def a_body(prompt, req_id):
@@ -118,7 +124,7 @@ def reloaded(server, model_dir):
     return server.command("start_server", "--reload")
 
 
-@pytest.fixture(scope="module", params=["1", "2"], ids=["one rank", "two ranks"])
+@pytest.fixture(scope="module")
 def server(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("server")
     settings = {"MP_NUM": request.param, "BLOCK_BS": "16", "DRAIN_TIMEOUT": "60", "CPU_THREADS": "1"}
@@ -126,6 +132,7 @@ def server(tmp_path_factory, request):
         yield running
 
 
+@on(one_rank, two_ranks)
 def test_under_load_the_model_changes_and_every_answer_is_the_old_ones_or_the_new_ones(server, tmp_path):
     old = answers_of(server)
     before = state_of(server)
@@ -145,11 +152,11 @@ def test_under_load_the_model_changes_and_every_answer_is_the_old_ones_or_the_ne
     assert {name for name in pids[0] if pids[0][name] == pids[1][name]} == {"gateway-0", "health"}
 
 
+@on(one_rank)
 def test_a_model_that_does_not_become_ready_leaves_the_one_before(server, tmp_path):
     """Exported, so that it is found out by the engine alone."""
-    old, served = answers_of(server), models(server)
-    broken, ranks = tmp_path / "broken", int(server.env["MP_NUM"])
-    export(make_checkpoint(tmp_path / "checkpoint", "qwen2"), broken, ExportOptions(num_ranks=ranks))
+    old, served, broken = answers_of(server), models(server), tmp_path / "broken"
+    export(make_checkpoint(tmp_path / "checkpoint", "qwen2"), broken, ExportOptions())
     [weights, *_] = sorted(broken.rglob("*.pdiparams"))
     weights.write_bytes(weights.read_bytes()[:1000])
     with Load(server) as load:
@@ -163,6 +170,7 @@ def test_a_model_that_does_not_become_ready_leaves_the_one_before(server, tmp_pa
     assert (models(server), state_of(server).phase, answers_of(server)) == (served, "ready", old)
 
 
+@on(one_rank)
 def test_a_checkpoint_that_cannot_be_exported_changes_nothing_at_all(server, tmp_path):
     before = state_of(server)
     broken = make_checkpoint(tmp_path / "broken", "qwen2")
@@ -174,6 +182,7 @@ def test_a_checkpoint_that_cannot_be_exported_changes_nothing_at_all(server, tmp
     assert "which is no folder" in reloaded(server, Path(broken)).stdout
 
 
+@on(one_rank)
 def test_what_was_begun_by_the_old_model_is_not_gone_on_with_by_the_new(server, tmp_path):
     whole = over_http(server, a_body("Hello", "begun"))[-1]["tokens_all_ids"]
     assert reloaded(server, make_checkpoint(tmp_path / "third", "mistral")).returncode == 0

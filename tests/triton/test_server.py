@@ -25,7 +25,7 @@ import tritonclient.grpc as triton
 import tritonclient.http as triton_http
 import tritonclient.utils as triton_errors
 
-from tests.server import free_ports, running_server
+from tests.server import free_ports, running_server, state_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
@@ -327,7 +327,7 @@ def long_answers(server, count, seed=0, length=96):
 
 
 def test_a_killed_engine_costs_a_pause_and_not_a_token(server):
-    bodies = long_answers(server, 16, length=400)
+    bodies = long_answers(server, 16, length=250)
 
     def tokens(body):
         *_, last = stream_lines(server, body | {"req_id": body["req_id"] + str(time.monotonic_ns())})
@@ -500,6 +500,8 @@ def test_without_an_http_port_grpc_is_served_alone(tmp_path):
         assert answer["is_end"] == 1 and "Rome" in answer["tokens_all"]
         with pytest.raises(ConnectionRefusedError):
             get(server.ports["SERVICE_HTTP_PORT"], "/health")
+        assert "SERVICE_HTTP_PORT" not in state_of(server).ports
+        assert "HTTP " not in server.command("start_server").stdout  # it says what runs
 
 
 # --- operators --------------------------------------------------------------------------------------------------

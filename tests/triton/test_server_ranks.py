@@ -21,7 +21,7 @@ NUM_STREAMS = 8
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     env = {"MODEL_DIR": str(ROOT / "demo_model"), "MP_NUM": "2", "CPU_THREADS": "1", "CHECK_HEALTH_INTERVAL": "3"}
-    with running_server(tmp_path_factory.mktemp("ranks"), env) as running:
+    with running_server(tmp_path_factory.mktemp("ranks"), env, stop_within="20") as running:
         yield running
 
 

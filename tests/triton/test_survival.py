@@ -18,7 +18,7 @@ import tritonclient.grpc as triton_client
 
 from server_scripts.health import ENGINE_SILENT_S
 from server_scripts.run_dir import RunDir
-from tests.server import ROOT, a_server, is_clean, pids_of, state_of
+from tests.server import ROOT, a_server, is_clean, pids_of, running_server, state_of
 
 TIMEOUT_S = 60.0
 
@@ -28,13 +28,19 @@ def server(tmp_path):
     """Not running yet; stopped in the end, should it run."""
     server = a_server(tmp_path, {"MODEL_DIR": str(ROOT / "demo_model")})
     yield server
-    assert server.command("stop_server", "5").returncode == 0
+    assert server.command("stop_server", "0").returncode == 0
 
 
-def test_files_and_sockets_are_for_this_user_alone(server):
-    assert server.command("start_server").returncode == 0
-    made = [*Path("/dev/shm").glob(f"{RunDir(server.run_dir).shm_prefix}*"), server.run_dir]
-    made += [path for path in server.run_dir.iterdir() if not path.is_dir()]
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    """For tests after which it runs on."""
+    with running_server(tmp_path_factory.mktemp("running"), {"MODEL_DIR": str(ROOT / "demo_model")}) as server:
+        yield server
+
+
+def test_files_and_sockets_are_for_this_user_alone(running):
+    made = [*Path("/dev/shm").glob(f"{RunDir(running.run_dir).shm_prefix}*"), running.run_dir]
+    made += [path for path in running.run_dir.iterdir() if not path.is_dir()]
     assert {"engine.sock", "state.json"} <= {path.name for path in made}
     assert {path.name: path.stat().st_mode & 0o077 for path in made} == dict.fromkeys([path.name for path in made], 0)
 
@@ -91,7 +97,7 @@ def test_a_killed_supervisor_cuts_no_stream_and_the_next_start_takes_all_over(se
     assert is_clean(server, state)
 
 
-def test_a_start_with_other_settings_ends_what_a_killed_supervisor_has_left(server):
+def test_a_start_with_other_settings_or_a_stop_ends_what_a_killed_supervisor_has_left(server):
     assert server.command("start_server").returncode == 0
     before = state_of(server)
     os.kill(before.supervisor.pid, signal.SIGKILL)
@@ -104,15 +110,11 @@ def test_a_start_with_other_settings_ends_what_a_killed_supervisor_has_left(serv
     assert "has other settings or another model: ending it" in done.stdout
     assert not any(process.is_alive for process in before.processes)
 
-
-def test_stop_server_ends_what_a_killed_supervisor_has_left_and_its_streams_rightly(server):
-    assert server.command("start_server").returncode == 0
-    state = state_of(server)
-    stream = Stream(server, 300)
+    state, stream = state_of(server), Stream(server, 300)
     stream.wait_for(5)
     os.kill(state.supervisor.pid, signal.SIGKILL)
     assert server.command("stop_server").returncode == 0
-    stream.answer()
+    stream.answer()  # to its end
     assert is_clean(server, state)
 
 
@@ -146,13 +148,12 @@ class GrpcStream:
 
 
 @pytest.mark.parametrize("victim", ["engine", "stub", "tritonserver"])
-def test_a_death_under_open_streams_is_a_pause(server, victim):
-    assert server.command("start_server").returncode == 0
-    expected = Stream(server).answer()
-    over_http, over_grpc = [Stream(server) for _ in range(4)], [GrpcStream(server, n, 600) for n in range(4)]
+def test_a_death_under_open_streams_is_a_pause(running, victim):
+    expected = Stream(running).answer()
+    over_http, over_grpc = [Stream(running) for _ in range(4)], [GrpcStream(running, n, 600) for n in range(4)]
     for stream in (*over_http, *over_grpc):
         stream.wait_for(3)
-    os.kill(server.pid_of(victim), signal.SIGKILL)
+    os.kill(running.pid_of(victim), signal.SIGKILL)
     assert [stream.answer() for stream in over_http] == [expected] * 4
     for stream in over_grpc:
         answers = stream.close()
@@ -195,17 +196,16 @@ def status_of(server, what):
         return response.status, response.read().decode()
 
 
-def test_a_stopped_engine_is_not_ready_long_before_it_is_ended_and_ready_when_it_goes_on(server):
-    assert server.command("start_server").returncode == 0
-    assert [status_of(server, what)[0] for what in ("live", "ready", "started")] == [200, 200, 200]
-    engine = server.pid_of("engine")
+def test_a_stopped_engine_is_not_ready_long_before_it_is_ended_and_ready_when_it_goes_on(running):
+    assert [status_of(running, what)[0] for what in ("live", "ready", "started")] == [200, 200, 200]
+    engine = running.pid_of("engine")
     os.kill(engine, signal.SIGSTOP)
     stopped_at = time.monotonic()
-    while status_of(server, "ready")[0] == 200:
+    while status_of(running, "ready")[0] == 200:
         assert time.monotonic() - stopped_at < ENGINE_SILENT_S / 2
         time.sleep(0.05)
-    assert "the engine has been silent for" in status_of(server, "ready")[1]
-    assert [status_of(server, what)[0] for what in ("live", "started")] == [200, 200]
+    assert "the engine has been silent for" in status_of(running, "ready")[1]
+    assert [status_of(running, what)[0] for what in ("live", "started")] == [200, 200]
     os.kill(engine, signal.SIGCONT)
-    wait_until(lambda: status_of(server, "ready")[0] == 200)
-    assert server.pid_of("engine") == engine
+    wait_until(lambda: status_of(running, "ready")[0] == 200)
+    assert running.pid_of("engine") == engine
