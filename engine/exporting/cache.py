@@ -14,6 +14,7 @@ from engine.exporting.export import COPIED_FILES, ExportOptions, OnProgress, exp
 from engine.exporting.manifest import CONFIG, GRAPH_VERSION, is_exported, refuse_static_graph
 from engine.file_lock import file_lock
 from engine.models.checkpoint import weight_files
+from engine.models.paddlenlp import rank_files
 from engine.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,9 @@ def _remove_left_overs(cache_dir: Path, name: str) -> None:
 
 def _identity(checkpoint_dir: Path, options: ExportOptions) -> str:
     """Changes when the export would. Reads no weights: sizes and times stand for the content."""
-    paths = [checkpoint_dir / CONFIG, *(() if options.load_format == "dummy" else weight_files(checkpoint_dir))]
+    paths = [checkpoint_dir / CONFIG]
+    if options.load_format != "dummy":
+        paths += rank_files(checkpoint_dir) or weight_files(checkpoint_dir)
     paths += [path for name in COPIED_FILES if (path := checkpoint_dir / name).exists()]
     files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     return hashlib.sha256(json.dumps([GRAPH_VERSION, asdict(options), files]).encode()).hexdigest()[:16]

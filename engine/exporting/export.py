@@ -1,4 +1,4 @@
-"""Turns a Hugging Face checkpoint into the static graph that executors run.
+"""Turns a Hugging Face checkpoint, or the static graph of another program, into the one that executors run.
 
 The result (its layout: manifest.py) appears under its name complete or not at all. Paddle is imported only when
 there is something to export.
@@ -15,16 +15,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from engine.dtypes import WEIGHT_DTYPES
 from engine.exporting.manifest import CONFIG, DECODER, Graph, Manifest, rank_dir, refuse_static_graph
-from engine.models.checkpoint import Checkpoint
+from engine.models.checkpoint import Checkpoint, open_tensors
 from engine.models.config import DecoderConfig
 from engine.models.families import read_model
 from engine.models.formats import FORMATS, QUANTIZED, Dense, Format, with_zero
-from engine.models.keys import ModelError, read_json
+from engine.models.keys import ModelError, read_json, whole_number
 from engine.models.kv_cache import CacheSpec
 from engine.models.layers import STEP_INPUTS
+from engine.models.paddlenlp import rank_files, read_export
 from engine.models.quantization import Quantization, read_quantization
 from engine.models.weights import Shard, found_in, weights_of
 
@@ -79,10 +81,8 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
         raise FileExistsError(f"{out_dir} exists and is not an empty folder")
     progress(f"read {checkpoint_dir}")
     refuse_static_graph(checkpoint_dir)
-    keys = read_json(checkpoint_dir / CONFIG)
+    keys, checkpoint = _open(checkpoint_dir, options.load_format)
     model = read_model(keys)
-    quantization = read_quantization(keys)
-    checkpoint = None if options.load_format == "dummy" else Checkpoint(checkpoint_dir, quantization)
     dtype = options.dtype
     if checkpoint:
         model = _untied_where_stored_apart(model, checkpoint, progress)
@@ -90,16 +90,20 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
     elif dtype == "auto":
         dtype = "bfloat16"
     ranks = options.ranks or range(options.num_ranks)
-    weight_format = _weight_format(dtype, options.quant_type, quantization)
+    weight_format = _weight_format(dtype, options.quant_type, checkpoint.quantization if checkpoint else None)
     if checkpoint is None and not isinstance(weight_format, Dense):
         raise ModelError(f"load_format is 'dummy', which has no weights to quantize as {weight_format.name}")
-    first = Shard(weight_format, dtype, options.block_size, 0, options.num_ranks, options.int8_cache)
+    int8_cache = options.int8_cache or keys.get("infer_model_cachekv_int8_type") is not None
+    first = Shard(weight_format, dtype, options.block_size, 0, options.num_ranks, int8_cache)
     shards = [replace(first, rank=rank) for rank in ranks]
     if checkpoint:
         ignored = {"lm_head.weight"} if model.tied_embeddings else set()
         checkpoint.check(weights_of(model.network(shards[0])).values(), ignored)
     parameters = "model.pdiparams" if checkpoint else ""
-    manifest = _manifest(model, shards[0], _max_seq_len(model, options.max_seq_len, progress), parameters)
+    max_seq_len = _max_seq_len(model, options.max_seq_len, progress)
+    if options.max_seq_len is None:
+        max_seq_len = min(max_seq_len, whole_number(keys, "infer_model_max_seq_len", max_seq_len))
+    manifest = _manifest(model, shards[0], max_seq_len, parameters)
     with _complete_or_absent(out_dir) as partial:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "No ccache found")  # Paddle's own, at import
@@ -115,6 +119,17 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
         (partial / CONFIG).write_text(json.dumps(keys | added, indent=2) + "\n")
         manifest.write(partial)
     progress(f"{out_dir} is ready")
+
+
+def _open(directory: Path, load_format: str) -> tuple[dict[str, Any], Checkpoint | None]:
+    """config.json, and the weights unless they are to be drawn later."""
+    if load_format == "dummy":
+        return read_json(directory / CONFIG), None
+    if rank_files(directory):
+        return read_export(directory)
+    keys = read_json(directory / CONFIG)
+    quantization = read_quantization(keys)
+    return keys, Checkpoint(open_tensors(directory), quantization)
 
 
 def _weight_format(dtype: str, quant_type: str, quantization: Quantization | None) -> Format:

@@ -102,7 +102,7 @@ def is_exported(directory: Path, ranks: Collection[int] = ()) -> bool:
 
 
 def refuse_static_graph(directory: Path, ranks: Collection[int] = ()) -> None:
-    """Raises ModelError where a checkpoint is expected and `directory` is a static graph, ours or another's."""
+    """Raises ModelError where something to export is expected and `directory` is a static graph of this server."""
     if _version(directory) is None:
         return
     if missing := Manifest.read(directory).missing_files(directory, ranks):
@@ -111,26 +111,9 @@ def refuse_static_graph(directory: Path, ranks: Collection[int] = ()) -> None:
 
 
 def _version(directory: Path) -> Any:
-    """Of an exported model of this server, with or without a manifest. None: it is none. Refuses those of others."""
+    """Of an exported model of this server, with or without a manifest. None: it is none."""
     manifest = read_json(directory / MANIFEST) if (directory / MANIFEST).exists() else {}
-    version = manifest["version"] if "version" in manifest else _config(directory).get(VERSION_KEY)
-    if version is None and _has_foreign_graph(directory):
-        raise ModelError(
-            f"{directory} is a static graph of another program, which cannot be served here;"
-            " a Hugging Face checkpoint is needed"
-        )
-    return version
-
-
-def _config(directory: Path) -> dict[str, Any]:
-    path = directory / CONFIG
-    return {} if not path.exists() and _has_foreign_graph(directory) else read_json(path)
-
-
-def _has_foreign_graph(directory: Path) -> bool:
-    """Paddle's files, and no weights of a checkpoint beside them."""
-    patterns = ("*.pdmodel", "*.pdiparams", "rank_*/")
-    return not any(directory.glob("*.safetensors")) and any(any(directory.glob(pattern)) for pattern in patterns)
+    return manifest["version"] if "version" in manifest else read_json(directory / CONFIG).get(VERSION_KEY)
 
 
 def _read(kind: Any, value: Any, key: str) -> Any:

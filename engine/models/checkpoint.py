@@ -1,11 +1,11 @@
-"""Reads the tensors of a Hugging Face checkpoint piece by piece, as numpy's arrays. Knows no model."""
+"""Reads the tensors of a checkpoint piece by piece, as numpy's arrays, and finds them in safetensors files. Knows no
+model."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes  # noqa: F401 - lets numpy, and with it safetensors, know bfloat16
 import numpy as np
@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from engine.models.formats import Format
 from engine.models.keys import ModelError, read_json
 from engine.models.quantization import Quantization
+from engine.models.stored import Stored
 from engine.models.weights import Part, Share, Weight
 
 DTYPES = ("F32", "F16", "BF16")  # as safetensors spells them
@@ -21,13 +22,11 @@ READ_AT_ONCE = 1 << 20  # elements; bounds what reading needs beside the tensor 
 
 
 class Checkpoint:
-    """The tensors of a checkpoint directory by name, and in which of them a linear layer lies if it is quantized."""
+    """The tensors of a checkpoint by name, and in which of them a linear layer lies if it is quantized."""
 
-    def __init__(self, directory: Path, quantization: Quantization | None = None):
-        self._quantization = quantization
-        self._tensors: dict[str, Any] = {}  # safetensors' handles, which read what is asked of them
-        for path in weight_files(directory):
-            self._tensors |= _open(path)
+    def __init__(self, tensors: Mapping[str, Stored], quantization: Quantization | None = None):
+        self.quantization = quantization
+        self._tensors = tensors
 
     def __contains__(self, tensor: str) -> bool:
         return tensor in self._tensors
@@ -80,10 +79,10 @@ class Checkpoint:
 
     def _stored(self, part: Part, format: Format) -> tuple[np.ndarray, ...]:
         names = self._codes_of(part.tensor)
-        if not names or self._quantization is None:
+        if not names or self.quantization is None:
             return format.store(self.read(Weight(part.tensor, (part,), format)))
         try:
-            codes = self._quantization.read({end: self._tensors[name][:] for end, name in names.items()})
+            codes = self.quantization.read({end: self._tensors[name][:] for end, name in names.items()})
             if codes.codes.shape != part.shape:
                 raise ModelError(f"has codes for {codes.codes.shape}, config.json asks for {part.shape}")
             rows, columns = part.axes
@@ -95,15 +94,15 @@ class Checkpoint:
 
     def _codes_of(self, tensor: str) -> dict[str, str]:
         """By their ends the names of the tensors that hold a quantized one; none if it is not."""
-        if self._quantization is None:
+        if self.quantization is None:
             return {}
-        names = {end: f"{tensor.removesuffix('weight')}{end}" for end in self._quantization.ends}
+        names = {end: f"{tensor.removesuffix('weight')}{end}" for end in self.quantization.ends}
         first = next(iter(names.values()))
         if first not in self._tensors or self._tensors[first].get_dtype() in DTYPES:
             return {}
         for name in names.values():
             self._find(name)
-        more = {end: f"{tensor.removesuffix('weight')}{end}" for end in self._quantization.optional}
+        more = {end: f"{tensor.removesuffix('weight')}{end}" for end in self.quantization.optional}
         return names | {end: name for end, name in more.items() if name in self._tensors}
 
     def read(self, weight: Weight) -> np.ndarray:
@@ -133,10 +132,18 @@ class Checkpoint:
         if dtype not in DTYPES:
             raise ModelError(f"tensor {part.tensor} has dtype {dtype}, supported are {', '.join(DTYPES)}")
 
-    def _find(self, tensor: str) -> Any:
+    def _find(self, tensor: str) -> Stored:
         if tensor not in self._tensors:
             raise ModelError(f"tensor {tensor} is missing in the checkpoint")
         return self._tensors[tensor]
+
+
+def open_tensors(directory: Path) -> dict[str, Stored]:
+    """By name, those of all its files."""
+    tensors: dict[str, Stored] = {}
+    for path in weight_files(directory):
+        tensors |= _open(path)
+    return tensors
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -160,7 +167,7 @@ def _filled_up(array: np.ndarray, zeros: np.ndarray) -> np.ndarray:
     return zeros
 
 
-def _open(path: Path) -> dict[str, Any]:
+def _open(path: Path) -> dict[str, Stored]:
     try:
         file = safe_open(path, "numpy")
         return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping

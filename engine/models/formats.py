@@ -83,7 +83,7 @@ class Int8:
         return to_int8(matrix)
 
     def adopt(self, codes: Codes) -> tuple[np.ndarray, ...]:
-        if codes.codes.dtype == np.int8:
+        if codes.codes.dtype == np.int8 and codes.scale.shape[1] == 1:
             return codes.codes, codes.scale[:, 0]
         return to_int8(codes.values())
 

@@ -1,7 +1,8 @@
 """What a checkpoint's quantization_config says, and the tensors in which its linear layers are stored.
 
 Read as they are: compressed-tensors (8 bits a weight, with or without 8 bits an activation; 4 bits in groups), GPTQ and
-AWQ (4 bits). Every other variant is refused in a sentence. Knows neither files nor ranks.
+AWQ (4 bits). Every other variant is refused in a sentence. Knows
+neither files nor ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Quantization:
 
 
 def read_quantization(keys: Mapping[str, Any]) -> Quantization | None:
-    """None: the checkpoint has plain numbers. Raises ModelError for what is not supported."""
+    """None: its numbers are plain. Raises ModelError for what is not supported."""
     config = an_object(keys, KEY)
     if not config:
         return None
@@ -111,9 +112,9 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantization:
             strategy=("token",),
             symmetric=(True,),
         )
-        return Quantization("compressed-tensors", "a8w8", False, -1, ("weight", "weight_scale"), _as_stored)
+        return Quantization("compressed-tensors", "a8w8", False, -1, ("weight", "weight_scale"), as_stored)
     if config.get("format") == "int-quantized":
-        return Quantization("compressed-tensors", "weight_only_int8", False, -1, ("weight", "weight_scale"), _as_stored)
+        return Quantization("compressed-tensors", "weight_only_int8", False, -1, ("weight", "weight_scale"), as_stored)
     _need(config, "compressed-tensors", format=("pack-quantized",))
     bits, ends = weights["num_bits"], ("weight_packed", "weight_scale", "weight_shape")
 
@@ -148,8 +149,9 @@ def _in_order_of_awq(numbers: np.ndarray) -> np.ndarray:
     return eights[..., np.argsort([0, 2, 4, 6, 1, 3, 5, 7])].reshape(numbers.shape)
 
 
-def _as_stored(tensors: Tensors) -> Codes:
-    return Codes(tensors["weight"], _floats(tensors["weight_scale"]).reshape(-1, 1))
+def as_stored(tensors: Tensors) -> Codes:
+    scale = _floats(tensors["weight_scale"])
+    return Codes(tensors["weight"], scale if scale.ndim == 2 else scale.reshape(-1, 1))
 
 
 def _floats(scale: np.ndarray) -> np.ndarray:

@@ -20,8 +20,8 @@ SCALES_TRIED = np.linspace(0.8, 1.0, 9, dtype=np.float32)  # of int4: cutting of
 
 @dataclass(frozen=True)
 class Codes:
-    """A matrix [N, K] that was quantized before: (code - zero) * scale. Of 8 bits: int8, without zero, one scale a row.
-    Of 4: 0 .. 15, zero 8 where none is given, a scale for each of a row's groups of equal size."""
+    """A matrix [N, K] that was quantized before: (code - zero) * scale, one for each of a row's equal groups.
+    Of 8 bits: int8, without zero. Of 4: 0 .. 15, zero 8 where none is given."""
 
     codes: np.ndarray
     scale: np.ndarray  # f32 [N, groups]
@@ -43,10 +43,16 @@ class Codes:
         return np.repeat(of_groups.astype(np.float32), size, axis=1)[:, : self.codes.shape[1]]
 
     def part(self, rows: slice, columns: slice) -> Codes:
-        """Of 4 bits it has a scale for 64 columns, which begin at a multiple of that, unless a row has one scale."""
-        codes = self.codes[rows, columns]
-        if codes.dtype == np.int8 or self.scale.shape[1] == 1:
-            return Codes(codes, self.scale[rows], None if self.zero is None else self.zero[rows])
+        """Columns of several groups have a scale each if they are of 8 bits, else one for 64, at a multiple of which
+        they begin."""
+        codes, num_groups = self.codes[rows, columns], self.scale.shape[1]
+        size = self.codes.shape[1] // num_groups
+        group = min(columns.start // size, num_groups - 1)
+        if columns.stop <= (group + 1) * size:
+            one = slice(group, group + 1)
+            return Codes(codes, self.scale[rows, one], None if self.zero is None else self.zero[rows, one])
+        if codes.dtype == np.int8:
+            return Codes(codes, self._each(self.scale)[rows, columns])
         if columns.start % CODES_PER_SCALE:
             raise ValueError(f"columns from {columns.start} on do not begin a group of {CODES_PER_SCALE}")
         some = slice(columns.start, columns.stop, CODES_PER_SCALE)

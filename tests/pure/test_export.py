@@ -12,7 +12,7 @@ from engine.exporting.__main__ import main
 from engine.exporting.export import ExportOptions, export
 from engine.exporting.manifest import GRAPH_VERSION, Manifest, is_exported
 from engine.graph import GraphError, load, read_graph
-from engine.models.checkpoint import Checkpoint
+from engine.models.checkpoint import Checkpoint, open_tensors
 from engine.models.keys import ModelError
 from tests.checkpoints import COMMON, FAMILIES, make_checkpoint, random_tensors, write_shards, write_tensors
 
@@ -35,7 +35,7 @@ def test_an_export_has_everything_a_server_needs(exported, checkpoint):
         "infer_model_cachekv_int8_type": None,
         "infer_model_num_ranks": 1,
         "infer_model_graph_version": GRAPH_VERSION,
-        "infer_model_checkpoint": Checkpoint(checkpoint("qwen2")).digest(),
+        "infer_model_checkpoint": Checkpoint(open_tensors(checkpoint("qwen2"))).digest(),
     }
     assert keys == {**original, **added}
     model = Manifest.read(directory)

@@ -133,13 +133,12 @@ def test_a_graph_of_a_newer_version_is_refused_whatever_its_manifest_holds(use, 
 @pytest.mark.parametrize(
     "files", [["model.pdmodel", "model.pdiparams"], ["rank_0/model.pdiparams"], ["model.json", "model.pdiparams"]]
 )
-@pytest.mark.parametrize("with_config", [True, False])
-def test_a_graph_of_another_program_is_called_one(files, with_config, use, tmp_path):
-    path = write_model(tmp_path / "model", {"infer_model_max_seq_len": 64}, files)
-    if not with_config:
-        (path / "config.json").unlink()
-    with pytest.raises(ModelError, match="model is a static graph of another program.* checkpoint is needed"):
-        use(path)
+def test_a_graph_of_another_program_is_called_one(files, tmp_path):
+    path = write_model(tmp_path / "model", {"model_type": "gpt2"}, files)
+    with pytest.raises(ModelError, match="model is not an exported model: it has no manifest.json"):
+        Manifest.read(path)
+    with pytest.raises(ModelError, match="model is a static graph of another program: its model_type is 'gpt2'"):
+        export(path, tmp_path / "out", ExportOptions())
 
 
 @pytest.mark.parametrize("start", [export, export_cached])

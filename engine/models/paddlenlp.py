@@ -1,0 +1,229 @@
+"""Reads a static graph that PaddleNLP has exported as if it were the checkpoint it was made from.
+
+Of its programs only the names of parameters are needed: the graph that is served is made anew. Dense Llama and Qwen2
+in bf16, fp16, weight_only_int8 and weight_only_int4, of one rank or several; every other kind is refused in a sentence.
+The scales of a static int8 KV cache are left out, as ours has one for each key and value.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.models.checkpoint import Checkpoint
+from engine.models.keys import ModelError, read_json, whole_number
+from engine.models.quantization import KEY, Quantization, as_stored
+from engine.models.stored import Joined, Stored
+from engine.paddle_files import PaddleFileError, read_params, read_program
+
+MODEL_TYPES = ("llama", "qwen2")
+QUANT_TYPES = (None, "", "none", "weight_only_int8", "weight_only_int4")
+KINDS = "Llama or Qwen2 in bf16, fp16, weight_only_int8 or weight_only_int4"
+OLDEST_ARCH = 75  # of a GPU: the layout of quantized matrices is one from there on
+OF_LAYER = re.compile(r"fuse(llama|qwen2)\.(\d+)\.(\w+?)(_weight|_weight_scale|_bias|)")
+NOT_NEEDED = re.compile(r"fuse\w+\.\d+\.cache_[kv](_out)?_scale")
+LAYER = {  # the checkpoint's tensors in each, and the axis of a matrix [N, K] that ranks share
+    "ln_scale": (("input_layernorm",), None),
+    "ffn_ln_scale": (("post_attention_layernorm",), None),
+    "qkv": (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), 0),
+    "out_proj": (("self_attn.o_proj",), 1),
+    "ffn1": (("mlp.gate_proj", "mlp.up_proj"), 0),
+    "ffn2": (("mlp.down_proj",), 1),
+}
+# Where in its 16 or 32 neighbours an element of a row lies, which the kernels unpack several at a time.
+PLACES = {
+    8: np.array([2 * r if r < 8 else 2 * (r - 8) + 1 for r in range(16)]),
+    4: np.array([r % 8 // 2 * 8 + r % 2 * 4 + r // 8 for r in range(32)]),
+}
+TILE = 64  # elements of a row before those of the next one, of the 2 or 4 rows that are interleaved
+
+Params = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A quantized matrix [N, K] in the layout of CUDA kernels."""
+
+    stored: np.ndarray  # its bytes
+    bits: int
+    shape: tuple[int, int]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """8 bits: signed. 4: 0 .. 15, of which 8 stands for zero."""
+        return np.dtype(np.int8 if self.bits == 8 else np.uint8)
+
+    @property
+    def interleaved(self) -> int:
+        """Rows."""
+        return 16 // self.bits
+
+    def rows(self, start: int, stop: int) -> Packed:
+        if start % self.interleaved or stop % self.interleaved:
+            raise ModelError(f"rows {start} to {stop} cut those that are interleaved, {self.interleaved} at a time")
+        row_bytes = self.shape[1] * self.bits // 8
+        return replace(
+            self, stored=self.stored[start * row_bytes : stop * row_bytes], shape=(stop - start, self.shape[1])
+        )
+
+    def __getitem__(self, key: tuple[slice, slice]) -> np.ndarray:
+        start, stop = key[0].start, key[0].stop
+        first = start - start % self.interleaved
+        some = self.rows(first, min(stop + -stop % self.interleaved, self.shape[0]))
+        return some._plain()[start - first : stop - first, key[1]]
+
+    def _plain(self) -> np.ndarray:
+        numbers = self.stored ^ 0x80 if self.bits == 8 else np.stack([self.stored & 15, self.stored >> 4], axis=1)
+        tiles = numbers.reshape(-1, self.shape[1] // TILE, self.interleaved, TILE).swapaxes(1, 2)
+        places = PLACES[self.bits]
+        mixed = tiles.reshape(self.shape[0], self.shape[1] // len(places), len(places))
+        return mixed[..., places].reshape(self.shape).view(self.dtype)
+
+
+def rank_files(directory: Path) -> list[Path]:
+    """The parameters of each rank, in their order; none where there is no static graph, or a checkpoint beside it."""
+    if any(directory.glob("*.safetensors")):
+        return []
+    ranks = {int(path.name[5:]): path for path in directory.glob("rank_*") if path.name[5:].isdecimal()}
+    folders = [ranks[rank] for rank in sorted(ranks)] or [directory]
+    return [path for folder in folders for path in sorted(folder.glob("*.pdiparams"))]
+
+
+def program_of(parameters: Path) -> Path:
+    """The program that they belong to, as Paddle 3 or Paddle 2 has saved it."""
+    for suffix in (".json", ".pdmodel"):
+        if (path := parameters.with_suffix(suffix)).exists():
+            return path
+    raise ModelError(f"{parameters} has neither {parameters.stem}.json nor {parameters.stem}.pdmodel beside it")
+
+
+def read_export(directory: Path) -> tuple[dict[str, Any], Checkpoint]:
+    """Its config.json, and its weights by their names in a checkpoint."""
+    keys = read_json(directory / "config.json")
+    _refuse(directory, keys)
+    files = rank_files(directory)
+    wanted = keys.get("tensor_parallel_degree")
+    if isinstance(wanted, int) and wanted > 1 and wanted != len(files):
+        raise ModelError(
+            f"{directory} has the files of {len(files)} ranks, its config.json speaks of {wanted}; all are needed"
+        )
+    try:
+        ranks = [_read_rank(path) for path in files]
+    except PaddleFileError as error:
+        raise ModelError(str(error)) from None
+    if any(rank.keys() != ranks[0].keys() for rank in ranks):
+        raise ModelError(f"{directory}: its ranks have different parameters")
+    tensors: dict[str, Stored] = {}
+    for name in ranks[0]:
+        try:
+            found = _as_in_checkpoint(name, ranks, keys)
+            if twice := found.keys() & tensors.keys():
+                raise ModelError(f"it is a second {twice.pop()}")
+            tensors |= found
+        except ModelError as error:
+            raise ModelError(f"{directory}: parameter {name}: {error}") from None
+    keys = {key: value for key, value in keys.items() if key != KEY}
+    keys["tie_word_embeddings"] = "lm_head.weight" not in tensors
+    return keys, Checkpoint(tensors, _quantization(directory, tensors))
+
+
+def _refuse(directory: Path, keys: Mapping[str, Any]) -> None:
+    """What is not built, by what config.json says."""
+    model_type, quant_type = keys.get("model_type"), keys.get("quant_type")
+    what = f"{directory} is a static graph of another program"
+    if model_type not in MODEL_TYPES:
+        raise ModelError(
+            f"{what}: its model_type is {model_type!r}, supported are PaddleNLP's {', '.join(MODEL_TYPES)}"
+        )
+    if quant_type not in QUANT_TYPES:
+        supported = ", ".join(filter(None, QUANT_TYPES))
+        raise ModelError(f"{what}: its quant_type is {quant_type!r}, supported are {supported}")
+    if keys.get("use_fake_parameter"):
+        raise ModelError(f"{what}: use_fake_parameter is set in its config.json, its scales stand for none")
+
+
+def _read_rank(path: Path) -> dict[str, np.ndarray]:
+    program_path = program_of(path)
+    program = read_program(program_path)
+    for arch in (given["arch"] for op, given in program.ops if op == "weight_only_linear" and "arch" in given):
+        if arch < OLDEST_ARCH:
+            what = f"its weights are laid out for GPUs of arch {arch}, supported are {OLDEST_ARCH} and above"
+            raise ModelError(f"{program_path}: {what}")
+    if b"pre_caches_0" in program_path.read_bytes():
+        raise ModelError(
+            f"{program_path} begins with a prefix that lies outside of it (pre_caches), which is not supported"
+        )
+    return read_params(path, program.parameters)
+
+
+def _as_in_checkpoint(name: str, ranks: list[dict[str, np.ndarray]], keys: Mapping[str, Any]) -> dict[str, Stored]:
+    """The tensors of a checkpoint that are in a parameter. Names of those outside of the layers end in any number."""
+    arrays = [rank[name] for rank in ranks]
+    if NOT_NEEDED.fullmatch(name):
+        return {}
+    if name.endswith(".w_0") and arrays[0].ndim == 1:
+        return {"model.norm.weight": Joined((arrays[0],))}
+    if name.endswith(".w_0") and ("embedding" in name or "lm_head" in name):
+        is_head = "lm_head" in name
+        tables = [array.T if is_head else array for array in arrays]
+        shared = tables if len(tables[0]) < whole_number(keys, "vocab_size") else tables[:1]
+        return {"lm_head.weight" if is_head else "model.embed_tokens.weight": Joined(tuple(shared))}
+    found = OF_LAYER.fullmatch(name)
+    if not found or found[3] not in LAYER:
+        raise ModelError(f"it is not one of those of a {KINDS}")
+    layer, leaf, end = found[2], found[3], found[4].lstrip("_") or "weight"
+    matrices = [rank[name][:, None] if end == "weight_scale" else _matrix(name, rank, leaf) for rank in ranks]
+    return dict(_of_layer(f"model.layers.{layer}.", leaf, end, matrices, keys))
+
+
+def _of_layer(
+    prefix: str, leaf: str, end: str, matrices: list[Any], keys: Mapping[str, Any]
+) -> Iterator[tuple[str, Stored]]:
+    names, axis = LAYER[leaf]
+    if axis is None:
+        yield f"{prefix}{names[0]}.{end}", Joined((matrices[0],))
+        return
+    heads = whole_number(keys, "num_attention_heads")
+    kv_heads = whole_number(keys, "num_key_value_heads", heads)
+    shares = (heads, kv_heads, kv_heads) if leaf == "qkv" else (1,) * len(names)
+    each, rest = divmod(matrices[0].shape[0], sum(shares))
+    if rest:
+        raise ModelError(f"{matrices[0].shape[0]} rows cannot be {len(names)} matrices in the ratio of {shares}")
+    start = 0
+    for name, share in zip(names, shares, strict=True):
+        stop = start + share * each
+        of_ranks = tuple(m.rows(start, stop) if isinstance(m, Packed) else m[start:stop] for m in matrices)
+        yield f"{prefix}{name}.{end}", Joined(of_ranks, axis)
+        start = stop
+
+
+def _matrix(name: str, params: Params, leaf: str) -> Any:
+    """[N, K] with a row for each output; what is no matrix as it is."""
+    array = params[name]
+    if array.ndim != 2:
+        return array
+    if array.dtype != np.int8:
+        return array if leaf == "qkv" else array.T
+    scale = params.get(f"{name}_scale")
+    if scale is None:
+        raise ModelError(f"it has 8-bit numbers without scales, which is not how a {KINDS} is stored")
+    bits = 8 if len(scale) == len(array) else 4
+    rows, columns = shape = (len(array) * 8 // bits, array.shape[1])
+    if scale.shape != (rows,) or columns % TILE or rows % (16 // bits):
+        raise ModelError(f"{array.shape} of bytes and {scale.shape} of scales are no matrix of 8 or 4 bits by channel")
+    return Packed(np.ascontiguousarray(array).view(np.uint8).reshape(-1), bits, shape)
+
+
+def _quantization(directory: Path, tensors: Mapping[str, Stored]) -> Quantization | None:
+    formats = {tensor.get_dtype() for tensor in tensors.values()} & {"I8", "U8"}
+    if not formats:
+        return None
+    if len(formats) > 1:
+        raise ModelError(f"{directory} has matrices of 8 and of 4 bits, all of one kind are supported")
+    name = "weight_only_int8" if formats == {"I8"} else "weight_only_int4"
+    return Quantization("PaddleNLP", name, False, -1, ("weight", "weight_scale"), as_stored)

@@ -1,0 +1,174 @@
+"""What PaddleNLP has exported is served as the checkpoint that it was made of would be, or refused in a sentence."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from engine.dtypes import from_bf16
+from engine.exporting.cache import export_cached
+from engine.exporting.export import ExportOptions, export
+from engine.exporting.manifest import Manifest
+from engine.graph import load
+from engine.models.keys import ModelError
+from engine.models.paddlenlp import Packed
+from engine.ops.reference import int4_values
+from server_scripts import model_source
+from tests.checkpoints import make_checkpoint
+from tests.paddlenlp_exports import SIZES, make_export
+
+INT8, INT4 = "weight_only_int8", "weight_only_int4"
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {
+        "llama": make_checkpoint(folder / "llama", "llama", num_hidden_layers=11, torch_dtype="float16"),
+        "qwen2": make_checkpoint(folder / "qwen2", "qwen2", **SIZES, torch_dtype="float16"),
+        "odd": make_checkpoint(folder / "odd", "qwen2_untied", **SIZES, vocab_size=321, torch_dtype="bfloat16"),
+    }
+
+
+@pytest.fixture(scope="module")
+def an_export(checkpoints, tmp_path_factory):
+    """Do not write into it."""
+    return make_export(checkpoints["qwen2"], tmp_path_factory.mktemp("exports") / "int8", 2, INT8)
+
+
+def params_of(directory, num_ranks=1):
+    return [load(directory, rank)[1] for rank in range(num_ranks)]
+
+
+def graph_of(source, out, **options):
+    export(source, out, ExportOptions(**options), lambda step: None)
+    return out
+
+
+def numbers_of(params, name):
+    codes, scale = params[name], params[f"{name}_scale"]
+    return codes * scale[:, None] if codes.dtype == np.int8 else from_bf16(int4_values(codes, scale))
+
+
+@pytest.mark.parametrize(
+    ("family", "theirs", "ours", "how"),
+    [
+        ("llama", 1, 1, {}),  # its layer 10 comes before its layer 2
+        ("qwen2", 2, 1, {"suffix": ".pdmodel"}),
+        ("odd", 2, 4, {"dtype": "bfloat16"}),  # a vocabulary that ranks cannot share
+    ],
+)
+def test_every_number_of_the_checkpoint_is_found_again(family, theirs, ours, how, checkpoints, tmp_path):  # noqa: PLR0913
+    exported = make_export(checkpoints[family], tmp_path / "theirs", theirs, **how)
+    found = params_of(graph_of(exported, tmp_path / "found", num_ranks=ours), ours)
+    wanted = params_of(graph_of(checkpoints[family], tmp_path / "wanted", num_ranks=ours), ours)
+    for of_rank, expected in zip(found, wanted, strict=True):
+        assert of_rank.keys() == expected.keys()
+        for name, array in expected.items():
+            np.testing.assert_array_equal(of_rank[name], array, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("quant", "theirs", "ours", "how"),
+    [
+        (INT8, 1, 1, {"arch": 75}),
+        (INT8, 2, 2, {"arch": 80, "suffix": ".pdmodel"}),
+        (INT8, 2, 4, {"arch": 90}),
+        (INT8, 4, 2, {"arch": 90}),
+        (INT4, 1, 1, {"arch": 75}),
+        (INT4, 2, 1, {"arch": 90}),
+        (INT4, 2, 2, {"arch": 86}),
+    ],
+)
+def test_codes_are_those_that_paddle_made(quant, theirs, ours, how, checkpoints, tmp_path):  # noqa: PLR0913
+    """No code is further from its number than half a step, and the steps are theirs: nothing was quantized again, but
+    where one row has the scales of two of their ranks."""
+    exported = make_export(checkpoints["qwen2"], tmp_path / "theirs", theirs, quant, **how)
+    graph = graph_of(exported, tmp_path / "found", num_ranks=ours)
+    assert Manifest.read(graph).weight_format == quant
+    plain = graph_of(checkpoints["qwen2"], tmp_path / "wanted", num_ranks=ours, dtype="float32")
+    for of_rank, wanted in zip(params_of(graph, ours), params_of(plain, ours), strict=True):
+        for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"):
+            name = f"layers.1.{name}.weight"
+            numbers = numbers_of(of_rank, name)[:, : wanted[name].shape[1]]
+            step = np.abs(wanted[name]).max(axis=1, keepdims=True) / (127 if quant == INT8 else 7)
+            off = 0.56 + (0.5 if quant == INT8 and theirs > ours else 0)  # their scales are float16, ours of int4 bf16
+            off *= 2 if ours > theirs else 1  # a share of a row may have a smaller step than the row
+            assert (np.abs(numbers - wanted[name]) <= off * step).all(), name
+            if ours == theirs:
+                largest = np.abs(numbers).max(axis=1, keepdims=True)
+                np.testing.assert_allclose(largest, np.abs(wanted[name]).max(axis=1, keepdims=True), rtol=0.01)
+
+
+def test_the_cache_has_what_start_server_asks_for_and_makes_it_once(checkpoints, tmp_path, monkeypatch):
+    exported = make_export(checkpoints["qwen2"], tmp_path / "theirs", static_cache=True)
+    graph = model_source.export(exported, tmp_path / "cache")
+    model = Manifest.read(graph)
+    assert (model.max_seq_len, model.graph().caches[0].dtype) == (512, "int8")
+    assert json.loads((graph / "config.json").read_text())["tie_word_embeddings"] is True
+    monkeypatch.setattr("engine.exporting.cache.export", None)
+    assert export_cached(exported, tmp_path / "cache", ExportOptions()) == graph
+
+
+def test_rows_can_be_read_from_any_to_any():
+    packed = Packed(np.arange(2 * 64 * 8 // 2, dtype=np.uint16).astype(np.uint8), 4, (8, 128))
+    whole = packed[slice(0, 8), slice(0, 128)]
+    np.testing.assert_array_equal(packed[slice(3, 7), slice(5, 9)], whole[3:7, 5:9])
+    with pytest.raises(ModelError, match="rows 2 to 8 cut those that are interleaved, 4 at a time"):
+        packed.rows(2, 8)
+
+
+def set_keys(**keys):
+    def change(directory):
+        path = directory / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+
+    return change
+
+
+def in_programs(old, new, ranks=(0, 1)):
+    def change(directory):
+        for rank in ranks:
+            path = directory / f"rank_{rank}/model.json"
+            path.write_text(path.read_text().replace(old, new))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (set_keys(model_type="mixtral"), "its model_type is 'mixtral', supported are PaddleNLP's llama, qwen2"),
+        (
+            set_keys(quant_type="a8w8"),
+            "its quant_type is 'a8w8', supported are none, weight_only_int8, weight_only_int4",
+        ),
+        (set_keys(use_fake_parameter=True), "use_fake_parameter is set"),
+        (set_keys(num_attention_heads=9), r"qkv_bias: 256 rows cannot be 3 matrices in the ratio of \(9, 4, 4\)"),
+        (lambda d: shutil.rmtree(d / "rank_1"), "has the files of 1 ranks, its config.json speaks of 2"),
+        (lambda d: (d / "rank_1/model.json").unlink(), "model.pdiparams has neither model.json nor model.pdmodel"),
+        (lambda d: (d / "rank_1/model.json").write_text("{}"), "model.json is not a program that Paddle has saved"),
+        (lambda d: (d / "config.json").unlink(), "config.json is missing"),
+        (
+            in_programs('"D": 80', '"D": 70', [1]),
+            "rank_1/model.json: .* for GPUs of arch 70, supported are 75 and above",
+        ),
+        (in_programs('"x"', '"pre_caches_0"', [1]), "begins with a prefix that lies outside of it"),
+        (in_programs("ffn2_weight", "gate_weight", [1]), "its ranks have different parameters"),
+        (in_programs("fuseqwen2.1.ln_scale", "zzz_1.w_0"), "it is a second model.norm.weight"),
+        (
+            in_programs("fuseqwen2.1.ln_scale", "fuseqwen2.1.linear_shift"),
+            "linear_shift: it is not one of those of a Llama",
+        ),
+        (
+            in_programs("out_proj_weight_scale", "out_proj_wide_scale"),
+            "out_proj_weight: it has 8-bit numbers without scales",
+        ),
+    ],
+)
+def test_what_is_not_built_is_refused_in_a_sentence(change, message, an_export, tmp_path):
+    directory = shutil.copytree(an_export, tmp_path / "theirs")
+    change(directory)
+    with pytest.raises(ModelError, match=message):
+        export(directory, tmp_path / "out", ExportOptions())
