@@ -1,10 +1,12 @@
-"""Small checkpoints as others quantize them: the tensors of GPTQ, AWQ and compressed-tensors, made with numpy alone."""
+"""Small checkpoints as others quantize them: the tensors of GPTQ, AWQ, compressed-tensors and of 8-bit floats, made
+with numpy alone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
@@ -105,6 +107,50 @@ def make_quantized(directory: Path, kind: str) -> tuple[Path, Path]:
         codes = random_codes(kind, tensor, seed)
         numbers[name] = values_of(*codes)
         stored |= {name.removesuffix("weight") + end: array for end, array in write(*codes).items()}
+    save_file(numbers, plain / "model.safetensors")
+    save_file(stored, quantized / "model.safetensors")
+    return quantized, plain
+
+
+def floats(strategy: str, **how) -> dict:
+    """compressed-tensors of 8-bit floats."""
+    config = compressed(8, "float-quantized")
+    weights = config["config_groups"]["group_0"]["weights"]
+    config["config_groups"]["group_0"]["weights"] = {**weights, "type": "float", "strategy": strategy, **how}
+    return config
+
+
+# What config.json says, the end of the scales' names, and how many rows and columns share one; 0: all.
+FP8_KINDS: dict[str, tuple[dict, str, tuple[int, int]]] = {
+    "a tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, "_scale", (0, 0)),
+    "a row": ({"quant_method": "fbgemm_fp8"}, "_scale", (1, 0)),
+    "a block": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "_scale_inv", (128, 128)),
+    "compressed rows": (floats("channel"), "_scale", (1, 0)),
+    "compressed blocks": (floats("block", block_structure=[128, 128]), "_scale", (128, 128)),
+}
+
+
+def make_fp8(
+    directory: Path, kind: str, change: Callable[[Tensors], object] = lambda stored: None
+) -> tuple[Path, Path]:
+    """A checkpoint of 8-bit floats, none of whose sides is a multiple of 128, and one with the same numbers."""
+    config, end, sides = FP8_KINDS[kind]
+    sizes = {"hidden_size": 264, "intermediate_size": 300, "num_attention_heads": 6, "num_key_value_heads": 2}
+    plain = make_checkpoint(directory / "plain", "qwen2", **sizes)
+    quantized = make_checkpoint(directory / "quantized", "qwen2", **sizes, quantization_config=config)
+    numbers, stored = load_file(plain / "model.safetensors"), {}
+    for name, tensor in numbers.items():
+        stored[name] = tensor
+        if name.endswith("_proj.weight"):
+            rows, columns = (np.arange(size) // (side or size) for size, side in zip(tensor.shape, sides, strict=True))
+            shape = (rows[-1] + 1, columns[-1] + 1)
+            scale = np.random.default_rng(len(stored)).uniform(0.001, 0.01, shape).astype(np.float32)
+            each = scale[rows[:, None], columns]
+            stored[name] = (tensor / each).clip(-448, 448).astype(ml_dtypes.float8_e4m3fn)
+            numbers[name] = stored[name].astype(np.float32) * each
+            stored[f"{name}{end}"] = scale.reshape(()) if kind == "a tensor" else scale
+            stored[f"{name.removesuffix('.weight')}.input_scale"] = np.ones(1, np.float32)
+    change(stored)
     save_file(numbers, plain / "model.safetensors")
     save_file(stored, quantized / "model.safetensors")
     return quantized, plain

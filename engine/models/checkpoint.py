@@ -12,6 +12,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from engine.models.formats import Format
+from engine.models.fp8 import fp8_bytes, with_fp8
 from engine.models.keys import ModelError, read_json
 from engine.models.quantization import Quantization
 from engine.models.stored import Stored
@@ -139,11 +140,11 @@ class Checkpoint:
 
 
 def open_tensors(directory: Path) -> dict[str, Stored]:
-    """By name, those of all its files."""
+    """By name, those of all its files; 8-bit floats as the numbers they stand for."""
     tensors: dict[str, Stored] = {}
     for path in weight_files(directory):
         tensors |= _open(path)
-    return tensors
+    return with_fp8(tensors)
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -170,7 +171,8 @@ def _filled_up(array: np.ndarray, zeros: np.ndarray) -> np.ndarray:
 def _open(path: Path) -> dict[str, Stored]:
     try:
         file = safe_open(path, "numpy")
-        return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        handles = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        return handles | fp8_bytes(path)
     except SafetensorError as error:
         size = path.stat().st_size
         raise ModelError(f"{path} ({size} bytes) is cut off or no safetensors file: {error}") from None

@@ -1,7 +1,7 @@
 """What a checkpoint's quantization_config says, and the tensors in which its linear layers are stored.
 
 Read as they are: compressed-tensors (8 bits a weight, with or without 8 bits an activation; 4 bits in groups), GPTQ and
-AWQ (4 bits). Every other variant is refused in a sentence. Knows
+AWQ (4 bits). 8-bit floats are read as plain numbers (fp8.py). Every other variant is refused in a sentence. Knows
 neither files nor ranks.
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from engine.dtypes import CODES_PER_SCALE
+from engine.models.fp8 import BLOCK
 from engine.models.keys import ModelError, an_object
 from engine.models.quantize import Codes
 
@@ -35,7 +36,7 @@ class Quantization:
 
 
 def read_quantization(keys: Mapping[str, Any]) -> Quantization | None:
-    """None: its numbers are plain. Raises ModelError for what is not supported."""
+    """None: its numbers are plain, or fp8.py makes them so. Raises ModelError for what is not supported."""
     config = an_object(keys, KEY)
     if not config:
         return None
@@ -45,6 +46,8 @@ def read_quantization(keys: Mapping[str, Any]) -> Quantization | None:
             f"config.json: {KEY}.quant_method is {method!r}, supported are {', '.join(METHODS)}, and plain weights"
         )
     quantization = METHODS[method](config)
+    if quantization is None:
+        return None
     size = quantization.group_size
     if size != -1 and (size < 1 or size % CODES_PER_SCALE):
         raise ModelError(
@@ -82,13 +85,28 @@ def _awq(config: Mapping[str, Any]) -> Quantization:
     return Quantization("awq", "weight_only_int4", True, size, ("qweight", "qzeros", "scales"), read)
 
 
-def _compressed_tensors(config: Mapping[str, Any]) -> Quantization:
+def _fp8(config: Mapping[str, Any]) -> None:
+    """Activations have their whole width here, so how they were to be rounded does not matter."""
+    _need(config, "fp8", fmt=("e4m3", None), weight_block_size=([BLOCK, BLOCK], None))
+
+
+def _compressed_tensors(config: Mapping[str, Any]) -> Quantization | None:
     groups = list(an_object(config, "config_groups").values())
     if len(groups) != 1 or config.get("kv_cache_scheme") is not None or config.get("sparsity_config"):
         what = "one group in config_groups, no kv_cache_scheme and no sparsity_config are supported"
         raise ModelError(f"config.json: {KEY}: {what}")
     weights, inputs = an_object(groups[0], "weights"), an_object(groups[0], "input_activations")
     strategy, size = weights.get("strategy"), weights.get("group_size") or -1
+    if weights.get("type") == "float":
+        blocks = (f"{BLOCK}x{BLOCK}", [BLOCK, BLOCK], None)
+        _need(
+            weights,
+            "compressed-tensors weights of floats",
+            num_bits=(8,),
+            strategy=("tensor", "channel", "block"),
+            block_structure=blocks,
+        )
+        return None
     _need(
         weights,
         "compressed-tensors weights",
@@ -132,7 +150,13 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantization:
     return Quantization("compressed-tensors", form, has_zero, size, ends, read, ("weight_zero_point", "weight_g_idx"))
 
 
-METHODS = {"compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq}
+METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization | None]] = {
+    "compressed-tensors": _compressed_tensors,
+    "gptq": _gptq,
+    "awq": _awq,
+    "fp8": _fp8,
+    "fbgemm_fp8": _fp8,
+}
 
 
 def unpack(words: np.ndarray, axis: int, bits: int = 4) -> np.ndarray:

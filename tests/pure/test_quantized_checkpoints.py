@@ -14,7 +14,18 @@ from engine.ops import cpu
 from engine.ops.reference import int4_values
 from tests.paged_model import PagedModel
 from tests.pure.test_quantized_models import error_of
-from tests.quantized_checkpoints import BY_TOKEN, GPTQ, KINDS, change_tensors, compressed, make_quantized, pack
+from tests.quantized_checkpoints import (
+    BY_TOKEN,
+    FP8_KINDS,
+    GPTQ,
+    KINDS,
+    change_tensors,
+    compressed,
+    floats,
+    make_fp8,
+    make_quantized,
+    pack,
+)
 
 PROMPT = list(range(5, 70))
 MATRICES = [f"layers.{layer}.{name}_proj.weight" for layer in (0, 1) for name in ("qkv", "o", "gate_up", "down")]
@@ -99,8 +110,34 @@ def test_codes_of_another_size_are_refused(tmp_path):
         export(quantized, tmp_path / "out", ExportOptions())
 
 
-FP8 = compressed(8, "float-quantized")
-FP8["config_groups"]["group_0"]["weights"]["type"] = "float"
+@pytest.mark.parametrize("kind", FP8_KINDS)
+def test_floats_of_eight_bits_are_the_numbers_that_they_stand_for(kind, tmp_path):
+    """Stored as bfloat16 unless less is asked for: nothing is lost but what that rounds."""
+    quantized, plain = make_fp8(tmp_path, kind)
+    for options in (ExportOptions("bfloat16", num_ranks=2), ExportOptions("float32", "a8w8")):
+        for name, checkpoint in (("found", quantized), ("wanted", plain)):
+            export(checkpoint, tmp_path / options.dtype / name, options)
+        for rank in range(options.num_ranks):
+            found, wanted = (load(tmp_path / options.dtype / name, rank)[1] for name in ("found", "wanted"))
+            for name in wanted:
+                np.testing.assert_array_equal(found[name], wanted[name], err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t, name: t.pop(f"{name}_scale_inv"), "up_proj.weight has 8-bit floats, but no .*up_proj.weight_scale"),
+        (
+            lambda t, name: t.update({f"{name}_scale_inv": np.ones((3, 2), np.float32)}),
+            r"has scales of shape \(3, 2\), supported are one, one a row and one for 128 x 128",
+        ),
+    ],
+)
+def test_floats_of_eight_bits_without_their_scales_are_refused(change, message, tmp_path):
+    name = "model.layers.1.mlp.up_proj.weight"
+    quantized, _ = make_fp8(tmp_path, "a block", lambda tensors: change(tensors, name))
+    with pytest.raises(ModelError, match=message):
+        export(quantized, tmp_path / "out", ExportOptions())
 
 
 @pytest.mark.parametrize(
@@ -108,13 +145,18 @@ FP8["config_groups"]["group_0"]["weights"]["type"] = "float"
     [
         (
             {"quant_method": "bitsandbytes"},
-            "quant_method is 'bitsandbytes', supported are compressed-tensors, gptq, awq",
+            "quant_method is 'bitsandbytes', supported are compressed-tensors, gptq, awq, fp8, fbgemm_fp8",
         ),
         ({**GPTQ, "bits": 8}, "bits of gptq is 8, supported is 4"),
         ({**GPTQ, "group_size": 32}, "the group size is 32, supported are multiples of 64"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format of gptq is 'marlin'"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version of awq is 'gemv'"),
-        (FP8, "type of compressed-tensors weights is 'float', supported is 'int'"),
+        (floats("group"), "strategy of compressed-tensors weights of floats is 'group', supported is 'tensor'"),
+        (floats("tensor", num_bits=4), "num_bits of compressed-tensors weights of floats is 4, supported is 8"),
+        (
+            {"quant_method": "fp8", "weight_block_size": [64, 64]},
+            r"weight_block_size of fp8 is \[64, 64\], supported is",
+        ),
         (
             compressed(8, "int-quantized", inputs=BY_TOKEN | {"dynamic": False}),
             "dynamic of .* is False, supported is True",
