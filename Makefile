@@ -21,7 +21,7 @@ define check_venv
   { echo "error: $(VENV) exists and is no virtual environment; name another folder: make VENV=..." >&2; exit 1; }
 endef
 
-.PHONY: demo install install-cuda test quick test-gpu lint bench bench-gpu storm soak clean
+.PHONY: demo install install-cuda test quick test-gpu sanitize lint bench bench-gpu storm soak clean
 
 demo: install  ## starts the server with the bundled model and asks it three questions
 	@$(BIN)/python -m server_scripts.demo
@@ -40,6 +40,15 @@ install-cuda: $(RUNTIME)  ## torch, for DEVICE=gpu
 
 test-gpu: install-cuda $(TESTS)  ## the tests that need an NVIDIA GPU; skipped with the reason where there is none
 	$(BIN)/python -m pytest tests/cuda
+
+# After the flags of engine/ops/build.py, so that these win. Checks as calls, as otherwise compiling takes ten times as long.
+SANITIZERS = -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=undefined --param asan-instrumentation-with-call-threshold=0
+SANITIZED = ENGINE_BUILD_DIR=build/sanitized CXX="sh -c 'exec g++ \"\$$@\" $(SANITIZERS)' g++"
+RUNTIMES = $(foreach name,libasan.so libubsan.so,$(shell g++ -print-file-name=$(name)))
+sanitize: install $(TESTS)  ## the CPU ops against numpy, compiled with AddressSanitizer and UBSan: g++ alone has it all
+	$(SANITIZED) $(BIN)/python -m engine.ops.build
+	$(SANITIZED) LD_PRELOAD="$(RUNTIMES)" ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -p no:cacheprovider \
+	  $(addprefix tests/pure/test_ops_,cpu.py attention.py sampling.py invariance.py errors.py group.py paddle.py)
 
 lint: $(TESTS)  ## style, types, which part may import which
 	$(BIN)/ruff check .
