@@ -132,6 +132,9 @@ class PromptReader:
             name = self._limit("MAX_SEQ_LEN", self.max_seq_len)
             text = f"Length of input token({{value}}) exceeds the limit {name}({{limit}})."
             raise PromptTooLong(text, field=request.source, value=prompt_len, limit=self.max_seq_len)
+        longest = min(self.model_len - prompt_len, self.max_dec_len, self._room(prompt_len, request.n))
+        if maximum is not None and request.cut_max_dec_len:
+            maximum = min(maximum, max(minimum, longest))
         for name, value in (("min_dec_len", minimum), ("max_dec_len", maximum or 1)):
             if value > self.max_dec_len:
                 limit = self._limit("MAX_DEC_LEN", self.max_dec_len)
@@ -139,7 +142,7 @@ class PromptReader:
                 raise InvalidRequest(text, field=name, value=value, limit=self.max_dec_len)
         self._check_fits("min_dec_len", prompt_len, minimum)
         if maximum is None:
-            return max(minimum, min(self.model_len - prompt_len, self.max_dec_len, self._room(prompt_len, request.n)))
+            return max(minimum, longest)
         if minimum > maximum:
             text = "The parameter {field}({value}) exceeds {max_dec_len}({limit})."
             raise InvalidRequest(text, field="min_dec_len", value=minimum, limit=maximum)
@@ -177,9 +180,12 @@ class PromptReader:
         if not self.tokenizer.eos_token_ids or not self._stop_ids(request):
             text = "The `{field}` needs an end-of-sequence token, which the model lacks or `{ignore_eos}` forbids"
             raise InvalidRequest(text, field=request.form.field)
+        if request.form.kind == "token_ids":
+            self.check_ids(request.form.field, request.form.value)
         is_compact = request.guided_decoding_disable_any_whitespace
         any_whitespace = self.any_whitespace if is_compact is None else not is_compact
-        thought_end = THOUGHT_END if self._will_think(request, prompt_ids) else ""
+        is_later = request.form.kind != "token_ids" and self._will_think(request, prompt_ids)
+        thought_end = THOUGHT_END if is_later else ""
         try:
             text = written(request.form, any_whitespace=any_whitespace, thought_end=thought_end)
         except InvalidRequest as error:

@@ -34,7 +34,8 @@ def _tokenize(question: dict[str, Any], reader: PromptReader) -> wire.Tokenized:
 
 
 def _rendered(given: dict[str, Any], reader: PromptReader) -> str:
-    variables = {name: given[name] for name in ("add_generation_prompt", "tools") if name in given}
+    own = ("add_generation_prompt", "continue_final_message", "tools")
+    variables = {name: given[name] for name in own if name in given}
     return reader.tokenizer.render_chat(given["messages"], **{**given.get("chat_template_kwargs", {}), **variables})
 
 

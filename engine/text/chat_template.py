@@ -43,6 +43,15 @@ class ChatTemplate:
         except Exception as error:  # a template is a program that somebody else wrote: it may raise anything
             raise ChatTemplateError(f"the chat template refused the messages: {_reason(error)}") from error
 
+    def render_open(self, messages: Sequence[Json], variables: Json) -> str:
+        """Up to the end of the last message's content."""
+        content = str(_with_plain_content(messages[-1]).get("content") or "") if messages else ""
+        text = self.render(messages, variables)
+        for end in (content, content.strip()):  # some templates leave out the space around it
+            if end.strip() and end in text:
+                return text[: text.rindex(end) + len(end)]
+        raise ChatTemplateError("the last message has no content that the answer could go on with")
+
     def _pick(self, has_tools: bool) -> jinja2.Template:
         name = "tool_use" if has_tools and "tool_use" in self._templates else "default"
         if name not in self._templates:

@@ -16,6 +16,7 @@ Json = dict[str, Any]
 # Of JSON: a space, or a new line and its indentation. A model that knows no better would write spaces for ever.
 SOME_WHITESPACE = {"whitespace_pattern": r" |\r?\n[ \t]{0,24}"}
 NO_WHITESPACE = {"whitespace_flexible": False}
+UNENDING = 10**6  # tokens; no answer is as long
 # What the model thinks before its answer is free. The answer may begin on another line.
 THOUGHT = r"""start: thought BREAK @answer
 thought[lazy]: /(.|\n)*%s/
@@ -31,6 +32,7 @@ def written(form: Form, any_whitespace: bool = True, thought_end: str = "") -> s
         "regex": lambda: _regex(form.value),
         "choice": lambda: _choice(form.value),
         "grammar": lambda: _grammar(form.value),
+        "token_ids": lambda: _token_ids(form.value),
         "structural_tag": lambda: _structural_tag(form.value, options),
     }[form.kind]()
     if not thought_end:
@@ -54,6 +56,11 @@ def _grammar(text: str) -> Json:
         return {"lark_grammar": any_to_lark(text)}
     except Exception as error:  # the library raises all sorts
         raise InvalidRequest(f"the grammar cannot be read: {error}") from None
+
+
+def _token_ids(token_ids: list[int]) -> Json:
+    """Never complete, so that an end of the answer must be one of them."""
+    return {"lark_grammar": f"start: <[{','.join(map(str, token_ids))}]>{{{UNENDING}}}"}
 
 
 def _structural_tag(tag: Json, options: Json) -> Json:

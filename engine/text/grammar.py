@@ -101,7 +101,8 @@ class MatcherGrammars:
             self._masking.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
         for request, grammar, row, drafts in guided:
             grammar.note_error()
-            if self._words.eos_ids.symmetric_difference(request.sampling.stop_token_ids):
+            says_which = request.sampling.form[0] == "allowed_token_ids"  # may end it, too
+            if not says_which and self._words.eos_ids.symmetric_difference(request.sampling.stop_token_ids):
                 self._let_end(bits[row : row + 1 + len(drafts)], request.sampling.stop_token_ids)
         return bits
 

@@ -93,10 +93,13 @@ class Tokenizer:
         tokens, so that `encode` must add none.
 
         `variables` are for the template: add_generation_prompt=False leaves out the beginning of the answer;
-        tools and documents are known to many templates.
+        tools and documents are known to many templates. With continue_final_message the text ends where the last
+        message does, so that the answer goes on with it.
         """
         if self._template is None:
             raise ChatTemplateError("This model does not support chat_template.")
+        if variables.pop("continue_final_message", False):
+            return self._template.render_open(messages, {**variables, "add_generation_prompt": False})
         return self._template.render(messages, {"add_generation_prompt": True, **variables})
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -21,6 +21,7 @@ FIELDS: dict[str, Field] = {
     "apply_chat_template": Field((), checks.boolean),
     "chat_template_kwargs": Field((), checks.json_object),
     "max_dec_len": Field(("seq_len", "max_tokens"), checks.positive_int),
+    "cut_max_dec_len": Field((), checks.boolean),
     "min_dec_len": Field(("min_tokens",), checks.positive_int),
     "topp": Field(("top_p",), checks.number_in(0, 1)),
     "top_k": Field((), checks.top_k),

@@ -1,5 +1,5 @@
 """The form that an answer must have, as a request asks for it: a JSON schema, a regular expression, a choice, a
-grammar, tags in free text. What of it can be seen without compiling is checked here, its size among them."""
+grammar, tokens of a list, tags in free text. What of it can be seen without compiling is checked here, its size too."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import json
 from typing import Any, NamedTuple
 
 from engine.errors import InvalidRequest
+from engine.wire import checks
 from engine.wire.checks import Check, brief, filled_string, json_object, kind_of, refusal, shown, string, within
-from engine.wire.schema import holds
+from engine.wire.schema import ID, holds
 
 MAX_FORM_BYTES = 128 << 10  # as JSON
 MAX_NESTING = 100  # of a schema
@@ -19,7 +20,7 @@ Json = dict[str, Any]
 
 class Form(NamedTuple):
     field: str  # that asks for it
-    kind: str  # json, regex, choice, grammar, structural_tag
+    kind: str  # json, regex, choice, grammar, token_ids, structural_tag
     value: Any
 
 
@@ -51,6 +52,16 @@ def choice(key: str, value: Any) -> Form:
     for item in value:
         within(key, "[]", filled_string, item)
     return Form(key, "choice", _check_size(key, value))
+
+
+@holds(type="array", items=ID, minItems=2, maxItems=checks.MAX_TOKEN_IDS)
+def token_ids(key: str, value: Any) -> Form:
+    if not isinstance(value, list):
+        raise refusal(key, "must be a list of token ids, it is {value}", kind_of(value))
+    token_ids = sorted(set(checks.few_ids(key, value)))
+    if len(token_ids) < 2:
+        raise refusal(key, "must hold at least {limit} token ids to choose from, it has {value}", len(token_ids), 2)
+    return Form(key, "token_ids", token_ids)
 
 
 @holds(type=["object", "string"])
@@ -89,6 +100,7 @@ FORMS: dict[str, Check] = {
     "guided_regex": regex,
     "guided_choice": choice,
     "guided_grammar": grammar,
+    "allowed_token_ids": token_ids,
     "structural_tag": structural_tag,
     "response_format": response_format,
 }

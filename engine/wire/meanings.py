@@ -20,6 +20,7 @@ MEANINGS = {
     "chat_template_kwargs": "an object of variables for the chat template",
     "req_id": "a name of up to 256 characters, unique among open requests; needed over gRPC, random over HTTP",
     "max_dec_len": "longest answer in tokens, up to `MAX_DEC_LEN`; default: that, or what is left of the context",
+    "cut_max_dec_len": "a `max_dec_len` for which there is no room means the longest that there is room for",
     "min_dec_len": "shortest answer in tokens; ids that end it cannot be chosen before",
     "temperature": "0 to 100; 0: always the likeliest token",
     "topp": "0 to 1: choose from the likeliest tokens that have this probability together",
@@ -48,6 +49,7 @@ MEANINGS = {
     "guided_regex": "a regular expression that the whole answer matches",
     "guided_choice": "a list of up to 4096 texts: the answer is one of them",
     "guided_grammar": "a grammar, Lark's or EBNF: the answer follows it",
+    "allowed_token_ids": "a list of 2 to 1024 token ids: the answer has no others, and ends only by one of them",
     "structural_tag": (
         "`structures`, a list of `begin`, `schema` and `end`, and `triggers`: in free text, where a trigger "
         "occurs, one of the structures that begin so follows"

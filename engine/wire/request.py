@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ QUESTIONS = (PROBE, ABORT, TOKENIZE, DETOKENIZE)  # none of them asks for an ans
 MAX_KEYS = 1000  # of a request, most of them none of ours
 MAX_UNKNOWN_KEYS = 100  # that are compared with ours
 MAX_MISSPELT_LEN = 40  # characters; a longer key is none of ours, and comparing it takes long
+NAMES = [key for name, field in FIELDS.items() for key in (name, *field.aliases)]
 EXCLUSIVE = ("topp", "infer_seed")
 ACCEPTED_ONLY = (
     "stream",
@@ -54,6 +56,7 @@ class GenerationRequest:
     apply_chat_template: bool = True  # of `text`; false continues the text as it stands
     chat_template_kwargs: dict[str, Any] | None = None
     max_dec_len: int | None = None
+    cut_max_dec_len: bool = False  # where it is more than there is room for; else that is an error
     min_dec_len: int | None = None
     topp: float = 0.7
     top_k: int = 0
@@ -92,7 +95,9 @@ class GenerationRequest:
     @property
     def is_continuation(self) -> bool:
         """The answer goes on with the text of the prompt."""
-        return self.text is not None and not self.apply_chat_template
+        if self.text is not None and not self.apply_chat_template:
+            return True
+        return bool((self.chat_template_kwargs or {}).get("continue_final_message"))
 
     @property
     def source(self) -> str:
@@ -120,7 +125,7 @@ def parse_request(body: dict[str, Any]) -> GenerationRequest:
     if all(body.get(name) is None for name in ("text", "input_ids", "messages")):
         text = "The input parameters should contain either `{field}`, `{input_ids}` or `{messages}`"
         problems.append(InvalidRequest(text, field="text"))
-    problems += _misspelt(body) + _of_other_count(values) + _take_form(values)
+    problems += misspelt(body, NAMES, (PROBE, OWNER)) + _of_other_count(values) + _take_form(values)
     if problems:
         raise problems[0] if len(problems) == 1 else _all_of(problems)
     for name in ACCEPTED_ONLY:
@@ -192,11 +197,11 @@ def _of_other_count(values: dict[str, Any]) -> list[InvalidRequest]:
     ]
 
 
-def _misspelt(body: dict[str, Any]) -> list[InvalidRequest]:
-    """Unknown keys pass (clients send all sorts), unless they look like a known one that would change the answer."""
-    known = [key for name, field in FIELDS.items() for key in (name, *field.aliases)]
+def misspelt(body: Mapping[str, Any], known: Collection[str], others: Collection[str] = ()) -> list[InvalidRequest]:
+    """Unknown keys pass (clients send all sorts), unless they look like a known one that would change the answer;
+    `others` are known to do nothing."""
     problems = []
-    unknown = sorted(key for key in body.keys() - set(known) - {PROBE, OWNER} if len(key) <= MAX_MISSPELT_LEN)
+    unknown = sorted(key for key in body.keys() - set(known) - set(others) if len(key) <= MAX_MISSPELT_LEN)
     for key in unknown[:MAX_UNKNOWN_KEYS]:
         if close := difflib.get_close_matches(key, known, n=1, cutoff=0.85):
             text = "unknown field {value}, did you mean `{field}`?"

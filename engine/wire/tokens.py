@@ -27,6 +27,7 @@ TOKENIZE_FIELDS = {
     "messages": Field((), checks.messages),
     "add_special_tokens": Field((), checks.boolean),
     "add_generation_prompt": Field((), checks.boolean),
+    "continue_final_message": Field((), checks.boolean),
     "tools": Field((), holds(type="array", items={"type": "object"})(_objects)),
     "chat_template_kwargs": Field((), checks.json_object),
     "return_token_strs": Field((), checks.boolean),

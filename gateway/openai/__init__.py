@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from engine.errors import InvalidRequest, PromptTooLong, RequestError
@@ -10,6 +10,7 @@ from gateway.openai.again import LAST_EVENT_ID, parse_again
 from gateway.openai.answer import OpenAIExchange, as_event
 from gateway.openai.dialect import dialect_of
 from gateway.openai.fields import fields
+from gateway.openai.refusals import check_spelling
 from gateway.openai.request import parse
 from gateway.protocol import Call
 
@@ -38,22 +39,27 @@ class OpenAI:
         return True
 
     def parse(self, body: dict[str, Any], call: Call) -> OpenAIExchange:
+        check_spelling(body, self.fields(call.path))
         if LAST_EVENT_ID in call.headers:
             return parse_again(body, IS_CHAT[call.path], call)
         return OpenAIExchange(parse(body, IS_CHAT[call.path], call.model_name, dialect_of(call.config)))
 
     def error(self, error: RequestError, call: Call) -> dict[str, Any]:
-        names = call.exchange.names if call.exchange else {}
-        param = names.get(error.field, error.field) if error.field else None
-        if param is None and isinstance(error, InvalidRequest):
-            param = names.get("text")  # the model's refusals are about the prompt: all else was checked here
-        fields = {
-            "message": error.worded(names),
-            "type": TYPES.get(error.code, "invalid_request_error" if error.code < 500 else "server_error"),
-            "param": param,
-            "code": "context_length_exceeded" if isinstance(error, PromptTooLong) else error.kind,
-        }
-        return {"error": fields}
+        return as_fields(error, call.exchange.names if call.exchange else {})
 
     def error_event(self, error: RequestError, call: Call) -> bytes:
         return as_event(self.error(error, call))
+
+
+def as_fields(error: RequestError, names: Mapping[str, str]) -> dict[str, Any]:
+    """The object of a refusal."""
+    param = names.get(error.field, error.field) if error.field else None
+    if param is None and isinstance(error, InvalidRequest):
+        param = names.get("text")  # the model's refusals are about the prompt: all else was checked here
+    fields = {
+        "message": error.worded(names),
+        "type": TYPES.get(error.code, "invalid_request_error" if error.code < 500 else "server_error"),
+        "param": param,
+        "code": "context_length_exceeded" if isinstance(error, PromptTooLong) else error.kind,
+    }
+    return {"error": fields}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from engine.wire import MEANINGS, Check, described, schema_of
@@ -37,6 +38,10 @@ OF_CHAT: dict[str, Json] = {
     "tools": {"type": "array", "items": {"type": "object"}, "description": "functions that the model may call"},
     "tool_choice": {"type": ["string", "object"], "description": "`none`, `auto`, `required` or the function to call"},
     "parallel_tool_calls": _field(A_BOOL, "whether there may be several calls in one answer", default=True),
+    "include_reasoning": _field(A_BOOL, "whether what the model thinks is told", default=True),
+    "reasoning_effort": _field(A_STRING, "for the chat template; `none`: no thoughts where it can leave them out"),
+    "add_generation_prompt": _field(A_BOOL, "whether the template writes the beginning of an answer", default=True),
+    "continue_final_message": _field(A_BOOL, "the answer goes on with the last message", default=False),
 }
 OF_COMPLETION: dict[str, Json] = {
     "prompt": {
@@ -48,6 +53,7 @@ OF_COMPLETION: dict[str, Json] = {
 }
 
 
+@functools.cache
 def fields(is_chat: bool) -> dict[str, Json]:
     native, defaults = described(), {"temperature": {"default": 1}, "top_p": {"default": 1}}  # OpenAI's
     passed_on = {name: {**native[name], **defaults.get(name, {})} for name in PASSED_ON}

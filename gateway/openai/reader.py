@@ -26,10 +26,17 @@ class Reader:
     """`thought`: "may" come first, "does", or "never". With `calls` the answer may have some; `is_forced`: it has
     nothing else. What looked like a call and is none becomes content, as it stands."""
 
-    def __init__(self, thought: str = "never", calls: CallFormat | None = None, is_forced: bool = False):
+    def __init__(
+        self,
+        thought: str = "never",
+        calls: CallFormat | None = None,
+        is_forced: bool = False,
+        tells_thoughts: bool = True,
+    ):
         self.num_calls = 0
         self._format = calls
         self._is_forced = is_forced
+        self._tells_thoughts = tells_thoughts
         self._is_thought_sure = thought == "does"
         self._rest = ""  # not decided yet
         self._held = ""  # may belong to a call
@@ -50,7 +57,7 @@ class Reader:
         return parts
 
     def _tell(self, kind: str, text: str) -> None:
-        if text:
+        if text and (kind != REASONING or self._tells_thoughts):
             self._parts.append(Part(kind, text))
 
     def _may_become(self, marker: str) -> bool:

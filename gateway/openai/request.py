@@ -1,7 +1,7 @@
 """From OpenAI's request to the model's: one native request a prompt. Knows nothing of HTTP, answers or streams.
 
 OpenAI's names are aliases in the wire contract, so most fields pass under their own name and keep it in messages.
-What would change the answer and cannot be done is refused by name; anything else that is unknown is ignored.
+What would change the answer and cannot be done is in refusals.py; anything else that is unknown is ignored.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from engine.errors import InvalidRequest
 from engine.wire import FORMS, MAX_LOGPROBS, MAX_REQ_ID_LEN, Check, int_in
 from gateway.openai.dialect import PLAIN, Dialect
 from gateway.openai.reader import Reader
+from gateway.openai.refusals import NAMES, refuse
 from gateway.openai.tools import Tools, read_tools, with_parsed_arguments
 
-# Native name -> OpenAI's, of a prompt and what goes with it below
-NAMES = {name: field.aliases[-1] for name, field in wire.FIELDS.items() if field.aliases} | {"req_id": "request_id"}
 MAX_CHOICES = 128  # prompts times n
 
 # OpenAI's fields and those that clients of vLLM and SGLang send
@@ -34,18 +33,11 @@ STRUCTURED = {name: f"guided_{name}" for name in ("json", "regex", "choice", "gr
     "structural_tag": "structural_tag",
     "disable_any_whitespace": "guided_decoding_disable_any_whitespace",
 }
+TEMPLATE_FLAGS = ("add_generation_prompt", "continue_final_message")  # of a chat
 AS_GIVEN = {"logit_bias", *FORMS}  # the checked ones are no JSON
 CHECKS = {key: field.check for name, field in wire.FIELDS.items() for key in (name, *field.aliases)}
 A_BOOL, A_STRING, AN_OBJECT = CHECKS["stream"], CHECKS["system"], CHECKS["chat_template_kwargs"]
 BEST_OF, NUM_TOP = int_in(1, 1000), int_in(0, MAX_LOGPROBS)
-# field -> the values, besides null, false and the empty ones, that ask for nothing special
-REFUSED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("functions", "audio", "web_search_options", "suffix", "prompt_embeds"), ()),
-    **dict.fromkeys(("json_schema", "regex", "ebnf", "use_beam_search", "continue_final_message"), ()),
-    **dict.fromkeys(("chat_template", "documents", "truncate_prompt_tokens"), ()),
-    "modalities": (["text"],),
-    "length_penalty": (1,),
-}
 
 
 @dataclass(frozen=True)
@@ -66,15 +58,16 @@ class Completion:
     names: Mapping[str, str]  # of the model's fields -> as the client calls them
     tools: Tools = Tools()
     thought: str = "never"  # see Reader
+    tells_thoughts: bool = True
 
     def reader(self) -> Reader:
-        return Reader(self.thought, self.tools.calls, bool(self.tools.forced))
+        return Reader(self.thought, self.tools.calls, bool(self.tools.forced), self.tells_thoughts)
 
 
 def parse(body: dict[str, Any], is_chat: bool, default_model: str, dialect: Dialect = PLAIN) -> Completion:
     """Raises InvalidRequest for the first field that is wrong, by the client's name of it."""
     body = {key: value for key, value in body.items() if value is not None}
-    _refuse(body, is_chat)
+    refuse(body, is_chat)
     _spread(body)
     n = _checked(body, "n", CHECKS["n"], 1)
     if (best_of := _checked(body, "best_of", BEST_OF, n)) > n:
@@ -93,7 +86,10 @@ def parse(body: dict[str, Any], is_chat: bool, default_model: str, dialect: Dial
     if timeout_s:
         options["timeout"] = timeout_s
     answer_id = _answer_id(body, is_chat, len(sources))
+    stream = _checked(body, "stream", A_BOOL, False)
     stream_options = _checked(body, "stream_options", AN_OBJECT, {})
+    if stream_options and not stream:
+        raise InvalidRequest("`{field}` needs `stream` to be true", field="stream_options", value=True)
     return Completion(
         answer_id=answer_id,
         model=_model(body, default_model),
@@ -102,13 +98,14 @@ def parse(body: dict[str, Any], is_chat: bool, default_model: str, dialect: Dial
         echoes=echoes,
         n=n,
         with_logprobs="logprobs" in options,
-        stream=_checked(body, "stream", A_BOOL, False),
+        stream=stream,
         include_usage=_checked(stream_options, "include_usage", A_BOOL, False),
         continuous_usage=_checked(stream_options, "continuous_usage_stats", A_BOOL, False),
         timeout_s=timeout_s,
         names=_names(body, is_chat) | ({"guided_grammar": "tools"} if tools.forced else {}),
         tools=tools,
         thought=dialect.thought if is_chat and _may_think(options) else "never",
+        tells_thoughts=_checked(body, "include_reasoning", A_BOOL, True),
     )
 
 
@@ -119,7 +116,8 @@ def _names(body: dict[str, Any], is_chat: bool) -> dict[str, str]:
 
 
 def _may_think(options: dict[str, Any]) -> bool:
-    return options.get("chat_template_kwargs", {}).get("enable_thinking", True) is not False
+    variables = options.get("chat_template_kwargs", {})
+    return variables.get("enable_thinking", True) is not False and not variables.get("continue_final_message")
 
 
 def _spread(body: dict[str, Any]) -> None:
@@ -135,16 +133,9 @@ def _spread(body: dict[str, Any]) -> None:
             body[STRUCTURED.get(name, name)] = value
 
 
-def _refuse(body: dict[str, Any], is_chat: bool) -> None:
-    for name, harmless in (REFUSED if is_chat else {**REFUSED, "tools": ()}).items():
-        value = body.get(name)
-        if value and value not in harmless:
-            raise InvalidRequest("`{field}` is not supported, it is {value}", field=name, value=wire.shown(value))
-
-
 def _options(body: dict[str, Any], is_chat: bool) -> dict[str, Any]:
     """What all prompts share, in the wire's fields. Values are kept as they are, zeros too."""
-    options = {"temperature": 1.0, "top_p": 1.0}  # OpenAI's defaults, not the native ones
+    options: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0}  # OpenAI's defaults, not the native ones
     for name in PASSED_ON:
         if name in body and not (name == "min_tokens" and body[name] == 0):
             checked = _checked(body, name, CHECKS[name])
@@ -153,9 +144,27 @@ def _options(body: dict[str, Any], is_chat: bool) -> dict[str, Any]:
     for name in ("max_tokens", "max_completion_tokens"):  # the later one wins, as it does at OpenAI
         if name in body:
             options["max_tokens"] = _checked(body, name, CHECKS["max_tokens"])
+    if is_chat and (variables := _template_variables(body)):
+        options["chat_template_kwargs"] = variables
     if (logprobs := _chat_logprobs(body) if is_chat else _logprobs(body)) is not None:
         options["logprobs"] = logprobs
     return options
+
+
+def _template_variables(body: dict[str, Any]) -> dict[str, Any]:
+    """What the chat template is told, some of which has fields of its own."""
+    variables = dict(_checked(body, "chat_template_kwargs", AN_OBJECT, {}))
+    for name in TEMPLATE_FLAGS:
+        if name in body:
+            variables[name] = A_BOOL(name, body[name])
+    if variables.get("add_generation_prompt") and variables.get("continue_final_message"):
+        text = "`{field}` and `add_generation_prompt` cannot both be true"
+        raise InvalidRequest(text, field="continue_final_message", value=True)
+    if "reasoning_effort" in body:
+        effort = variables["reasoning_effort"] = _checked(body, "reasoning_effort", A_STRING)
+        if effort == "none":
+            variables.setdefault("enable_thinking", False)
+    return variables
 
 
 def _chat_logprobs(body: dict[str, Any]) -> int | None:

@@ -21,7 +21,8 @@ from engine.settings import unused as unused_settings
 from engine.wire import Owner, checks
 from gateway.app import make_app
 from gateway.health import make_health_app
-from gateway.openai.request import PASSED_ON, REFUSED
+from gateway.openai.refusals import REFUSED
+from gateway.openai.request import PASSED_ON
 from server_scripts.processes import ENGINE_DEFAULTS, LOG_NAMES
 
 ROOT = Path(__file__).resolve().parents[2]

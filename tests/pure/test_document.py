@@ -12,12 +12,12 @@ from engine import __version__, wire
 from engine.errors import KINDS, InvalidRequest, Overloaded
 from engine.settings.config import Config
 from gateway.app import make_app
-from gateway.openai.request import PASSED_ON
+from gateway.openai.request import PASSED_ON, TEMPLATE_FLAGS
 from gateway.parts import DOCUMENT
 from tests.pure.gateway_fake import FakeBackend, running
 
 ROOT = Path(__file__).parents[2]
-OF_TOOLS = {"tools", "tool_choice", "parallel_tool_calls"}
+OF_CHATS = {"tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "include_reasoning", *TEMPLATE_FLAGS}
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
@@ -54,13 +54,13 @@ def test_every_native_field_is_in_it_with_its_aliases_what_it_holds_and_means(do
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_every_field_of_openai_that_is_passed_on_or_acts_in_the_gateway_is_in_it(document, path):
     source = "".join((ROOT / "gateway/openai" / name).read_text() for name in ("request.py", "tools.py"))
-    acting = set(re.findall(r'(?:_checked\(body, |body\.get\()"(\w+)"', source)) | {
+    acting = {*TEMPLATE_FLAGS, *re.findall(r'(?:_checked\(body, |body\.get\()"(\w+)"', source)} | {
         "max_tokens",
         "max_completion_tokens",
     }
     assert len(acting) > 8
     told = set(schema_of(document, path, "openai")["properties"])
-    elsewhere = {"top_logprobs", "messages", *OF_TOOLS} if path == COMPLETIONS else {"echo", "prompt"}
+    elsewhere = {"top_logprobs", "messages", *OF_CHATS} if path == COMPLETIONS else {"echo", "prompt"}
     assert told == ({*acting, *PASSED_ON, "prompt"} - elsewhere)
     options = re.findall(r'_checked\(stream_options, "(\w+)"', source)
     assert set(schema_of(document, path, "openai")["properties"]["stream_options"]["properties"]) == set(options)

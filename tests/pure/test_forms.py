@@ -44,6 +44,7 @@ def asked(tokenizer, options=None, **fields):
         ("guided_regex", "a+", "regex", "a+"),
         ("guided_choice", ["a", "b"], "choice", ["a", "b"]),
         ("guided_grammar", 'root ::= "a"', "grammar", 'root ::= "a"'),
+        ("allowed_token_ids", [7, 3, 7], "token_ids", [3, 7]),
         ("structural_tag", TAG, "structural_tag", TAG),
         ("structural_tag", json.dumps(TAG), "structural_tag", TAG),
         ("response_format", {"type": "structural_tag", **TAG}, "structural_tag", TAG),
@@ -80,6 +81,10 @@ def nested(depth):
         ("guided_choice", ["a", 1], "`guided_choice[]` in input parameters must be a string, it is a number"),
         ("guided_choice", ["a"] * 4097, "`guided_choice` has 4097 items, the limit is 4096"),
         ("guided_grammar", 5, "`guided_grammar` in input parameters must be a string"),
+        ("allowed_token_ids", [7, 7], "`allowed_token_ids` must hold at least 2 token ids to choose from, it has 1"),
+        ("allowed_token_ids", 5, "`allowed_token_ids` must be a list of token ids, it is a number"),
+        ("allowed_token_ids", [-1], "`allowed_token_ids` must hold token ids, -1 is none"),
+        ("allowed_token_ids", [1] * 1025, "`allowed_token_ids` has 1025 items, the limit is 1024"),
         ("structural_tag", {"structures": []}, "`structural_tag` must have a list of `structures`, it is []"),
         ("structural_tag", {**TAG, "triggers": None}, "`structural_tag` must have a list of `triggers`, it is null"),
         ("structural_tag", {**TAG, "structures": [{"begin": ""}]}, "`structural_tag.structures[].begin` in input"),
@@ -112,6 +117,11 @@ def test_a_form_needs_a_token_that_ends_the_answer(tokenizer):
         asked(tokenizer, guided_regex="a", ignore_eos=True)
     assert caught.value.field == "guided_regex"
     assert asked(tokenizer, guided_regex="a", ignore_eos=True, eos_token_ids=[EOS_ID])
+
+
+def test_tokens_that_the_model_does_not_have_cannot_be_the_only_ones(tokenizer):
+    with pytest.raises(InvalidRequest, match="`allowed_token_ids` holds 100000, the vocabulary has"):
+        asked(tokenizer, {}, allowed_token_ids=[1, 100_000])
 
 
 def test_what_is_seen_without_compiling_blames_the_field(tokenizer):

@@ -96,6 +96,14 @@ def test_logprobs_that_are_not_wanted_do_not_forbid_an_echo():
     assert sent({**A_COMPLETION, "logprobs": False, "echo": True}, COMPLETIONS)["text"] == A_COMPLETION["prompt"]
 
 
+def test_what_the_chat_template_is_told_has_fields_of_its_own():
+    kwargs = sent({**A_CHAT, "add_generation_prompt": False, "reasoning_effort": "high"})["chat_template_kwargs"]
+    assert kwargs == {"add_generation_prompt": False, "reasoning_effort": "high"}
+    asked = {"continue_final_message": True, "reasoning_effort": "none", "chat_template_kwargs": {"x": 1}}
+    kwargs = sent({**A_CHAT, **asked})["chat_template_kwargs"]
+    assert kwargs == {"x": 1, "continue_final_message": True, "reasoning_effort": "none", "enable_thinking": False}
+
+
 def test_developers_are_systems_to_the_template():
     body = sent({"messages": [{"role": "developer", "content": "be short"}]})
     assert body["messages"] == [{"role": "system", "content": "be short"}]
@@ -114,6 +122,12 @@ def test_what_is_harmless_is_ignored():
         "suffix": "",
         "best_of": 1,
         "something": "else",
+        "function_call": "auto",
+        "verbosity": "medium",
+        "include_reasoning": True,
+        "add_special_tokens": False,
+        "prompt_cache_key": "k",
+        "stream_options": {},
     }
     assert sent({**A_CHAT, **harmless}) == {"messages": MESSAGES, "temperature": 1.0, "top_p": 1.0}
 
@@ -144,6 +158,23 @@ def test_any_model_name_is_taken_and_none_is_the_served_one():
         (CHAT, {"structured_outputs": {"xml": 1}}, "structured_outputs"),
         (COMPLETIONS, {"tools": [A_TOOL]}, "tools"),
         (CHAT, {"audio": {"voice": "x"}}, "audio"),
+        (CHAT, {"temprature": 1}, "temperature"),
+        (COMPLETIONS, {"max_token": 1}, "max_tokens"),
+        (COMPLETIONS, {"max_dec_len": 1}, "max_tokens"),
+        (CHAT, {"logits_processors": ["x"]}, "logits_processors"),
+        (CHAT, {"min_characters": 5}, "min_characters"),
+        (CHAT, {"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        (CHAT, {"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
+        (CHAT, {"continue_final_message": 7}, "continue_final_message"),
+        (CHAT, {"echo": True}, "echo"),
+        (CHAT, {"verbosity": "low"}, "verbosity"),
+        (CHAT, {"separate_reasoning": False}, "separate_reasoning"),
+        (COMPLETIONS, {"add_special_tokens": False}, "add_special_tokens"),
+        (COMPLETIONS, {"top_logprobs": 3}, "top_logprobs"),
+        (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),
+        (CHAT, {"seed": 2**64}, "seed"),
+        (CHAT, {"allowed_token_ids": []}, "allowed_token_ids"),
+        (CHAT, {"logit_bias": {"a": 1}}, "logit_bias"),
         (CHAT, {"modalities": ["text", "audio"]}, "modalities"),
         (CHAT, {"n": 17}, "n"),
         (CHAT, {"n": True}, "n"),
@@ -319,7 +350,7 @@ def test_a_refusal_of_the_model_keeps_its_status(stream, error, kind, names, hea
 def test_a_field_is_the_native_protocols_alone_unless_openais_requests_may_have_it():
     native = """req_id max_dec_len min_dec_len seq_len topp penalty_score frequency_score presence_score infer_seed
         eos_token_ids stop_sequences return_all_tokens return_usage benchmark system response_type response_timeout
-        enable_text_truncate bad_words_token_ids apply_chat_template resume_from answer_ids"""
+        enable_text_truncate bad_words_token_ids apply_chat_template resume_from answer_ids cut_max_dec_len"""
     assert set(native.split()) == NATIVE_ONLY
     with running(FakeBackend("a")) as gateway:
         for name in NATIVE_ONLY:

@@ -65,6 +65,15 @@ def test_calls_come_in_deltas():
     assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["tool_calls"]
 
 
+def test_thoughts_are_left_out_when_they_are_not_wanted():
+    script = ("<think>Hm", "</think>\n", "Sunny.")
+    for asked, thought in ((True, "Hm"), (False, None)):
+        choice = ask(
+            FakeBackend(*script), {"reasoning_parser": "qwen3"}, tools=[], extra_body={"include_reasoning": asked}
+        )
+        assert (choice.message.content, getattr(choice.message, "reasoning_content", None)) == ("Sunny.", thought)
+
+
 def test_the_clients_own_helper_understands_the_stream():
     with running(FakeBackend(*CALLS), tool_call_parser="hermes") as gateway, openai_client(gateway) as client:
         with client.chat.completions.stream(**ASKED) as stream:

@@ -79,6 +79,15 @@ def test_an_answer_to_a_grammar_follows_it(guided, grammar):
     assert text.count("(") == text.count(")")
 
 
+def test_an_answer_of_some_tokens_has_no_other_and_ends_only_by_one_of_them(guided):
+    without, with_end = [65, 70, 71], [65, EOS_ID]
+    guided.run(a_request("a", "allowed_token_ids", without, max_new_tokens=200))
+    assert (set(guided.token_ids["a"]), len(guided.token_ids["a"]), guided.ends["a"]) == ({*without}, 200, "length")
+    guided.run(a_request("b", "allowed_token_ids", with_end))
+    *words, end = guided.token_ids["b"]
+    assert (set(words) <= {65}, end, guided.ends["b"]) == (True, EOS_ID, "stop")  # not the other of STOP_IDS
+
+
 def test_structures_are_kept_in_free_text(guided, tokenizer):
     tag = {"triggers": ["<"], "structures": [{"begin": "<n>", "schema": {"type": "integer"}, "end": "</n>"}]}
     likely = tuple((token_id, 3.0) for token_id in tokenizer.encode("<"))

@@ -109,6 +109,21 @@ def test_variables_reach_the_chat_template(reader):
     assert with_start[: len(without)] == without != with_start
 
 
+def test_an_answer_goes_on_with_the_last_message_when_that_is_wished(reader, tokenizer):
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "the er"}]
+    going_on = a_request(messages=chat, chat_template_kwargs={"continue_final_message": True})
+    text = tokenizer.decode(reader.read(going_on).token_ids, skip_special_tokens=False)
+    assert tokenizer.render_chat(chat, add_generation_prompt=False).startswith(text) and text.endswith("the er")
+    assert going_on.is_continuation  # so its first space is kept, and there are no thoughts first
+    assert str(
+        refusal(
+            reader,
+            messages=[*chat[:1], {**chat[1], "content": " "}],
+            chat_template_kwargs={"continue_final_message": True},
+        )
+    ).startswith("the last message has no content")
+
+
 def test_a_prompt_without_tokens_is_refused(tokenizer, reader):
     silent = Tokenizer(tokenizer._backend, {}, {"default": "{# nothing #}"})
     assert str(refusal(replace(reader, tokenizer=silent), text="hi")) == "The prompt has no tokens"
@@ -176,6 +191,16 @@ def test_a_length_that_does_not_fit_is_refused_never_cut(reader, prompt_len, fie
     error = refusal(reader, input_ids=[1] * prompt_len, **fields)
     assert str(error) == message
     assert (type(error) is PromptTooLong) == ("nput t" in message or "Length" in message)
+
+
+def test_a_length_that_may_be_cut_is_as_long_as_there_is_room(reader):
+    def length(prompt_len, **fields):
+        return sampling_of(reader, input_ids=[1] * prompt_len, cut_max_dec_len=True, **fields).max_new_tokens
+
+    assert [length(10, max_dec_len=10**6), length(70, max_dec_len=10**6), length(10, max_dec_len=5)] == [50, 30, 5]
+    assert length(10, max_dec_len=4, min_dec_len=4) == 4
+    with pytest.raises(InvalidRequest, match="min_dec_len"):
+        length(10, max_dec_len=4, min_dec_len=5)
 
 
 def test_a_prompt_may_fill_the_model_but_for_one_token(reader):

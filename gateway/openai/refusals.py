@@ -1,0 +1,59 @@
+"""What a request of OpenAI's may ask for that would change its answer and is not done here: it is refused by name. So
+is a name that looks like a misspelling of one that acts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from engine import wire
+from engine.errors import InvalidRequest
+
+# field -> the values, besides null, false and the empty ones, that ask for nothing special
+REFUSED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("functions", "audio", "web_search_options", "suffix", "prompt_embeds"), ()),
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "use_beam_search"), ()),
+    **dict.fromkeys(("chat_template", "documents", "truncate_prompt_tokens", "max_new_tokens", "min_characters"), ()),
+    **dict.fromkeys(
+        ("logits_processors", "logits_processors_args", "custom_logit_processor", "mm_processor_kwargs"), ()
+    ),
+    **dict.fromkeys(("stop_regex", "no_stop_trim", "lora_path", "kv_transfer_params", "vllm_xargs"), ()),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "length_penalty": (1,),
+    "verbosity": ("medium",),
+}
+OF_CHATS = ("echo", "add_special_tokens")  # refused there
+OF_COMPLETIONS = ("tools", "top_logprobs", "reasoning_effort", "add_generation_prompt", "continue_final_message")
+NOT_FALSE = ("separate_reasoning",)  # what is refused is to ask for less
+# Native name -> OpenAI's
+NAMES = {name: field.aliases[-1] for name, field in wire.FIELDS.items() if field.aliases} | {"req_id": "request_id"}
+# Names that clients send which do nothing: none of them is a misspelling
+IGNORED = (
+    *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    *("prediction", "moderation", "spaces_between_special_tokens", "stream_reasoning"),
+)
+
+
+def refuse(body: dict[str, Any], is_chat: bool) -> None:
+    """`body` has no nulls. Raises InvalidRequest."""
+    for name, harmless in {**REFUSED, **dict.fromkeys(OF_CHATS if is_chat else OF_COMPLETIONS, ())}.items():
+        value = body.get(name)
+        if value and value not in harmless:
+            raise InvalidRequest("`{field}` is not supported, it is {value}", field=name, value=wire.shown(value))
+    special = () if is_chat else ("add_special_tokens",)
+    for name in (*NOT_FALSE, *special):
+        if body.get(name) is False:
+            raise InvalidRequest("`{field}` cannot be false", field=name, value=False)
+
+
+def check_spelling(
+    body: dict[str, Any], known: Collection[str], others: Collection[str] = (), called: Mapping[str, str] = NAMES
+) -> None:
+    """`known` are the fields of a path that act, `called` are names that they have elsewhere. Raises InvalidRequest."""
+    given = {name: value for name, value in body.items() if value is not None}
+    for name in sorted(called.keys() & given.keys() - set(known)):
+        text = f"`{name}` is another protocol's, here it is `{{field}}`"
+        raise InvalidRequest(text, field=called[name], value=wire.shown(given[name]))
+    for problem in wire.misspelt(given, known, {*others, *IGNORED, *REFUSED, *OF_CHATS, *OF_COMPLETIONS, *NOT_FALSE}):
+        raise problem
