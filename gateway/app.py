@@ -27,6 +27,7 @@ from gateway.health import ANSWER_WITHIN_S, readiness
 from gateway.intake import Intake, Room
 from gateway.lasting import LastingBackend
 from gateway.parts import (
+    ANTHROPIC,
     BACKEND,
     CONFIG,
     DOCUMENT,
@@ -35,6 +36,7 @@ from gateway.parts import (
     NATIVE,
     OPENAI,
     READY,
+    RESPONSES,
     RUNNING,
     SERVED,
     TRITON,
@@ -47,7 +49,7 @@ from gateway.web import is_for_people
 
 log = logging.getLogger(__name__)
 
-PROTOCOLS: Sequence[ClientProtocol] = (NATIVE, OPENAI, TRITON)
+PROTOCOLS: Sequence[ClientProtocol] = (NATIVE, OPENAI, RESPONSES, ANTHROPIC, TRITON)
 
 REQUEST_TIMEOUT_S = 300.0  # without a new answer of the model, unless a request says otherwise
 
@@ -126,7 +128,7 @@ async def _giving_back(room: Room, running: answers.Answers) -> answers.Answers:
 
 def _protocols_of(path: str) -> Sequence[ClientProtocol]:
     """Those that a request may speak. Elsewhere than on their paths, the ones that share theirs."""
-    return [each for each in PROTOCOLS if path in each.paths] or [NATIVE, OPENAI]
+    return [each for each in PROTOCOLS if path in each.paths] or questions.PROTOCOLS.get(path) or [NATIVE, OPENAI]
 
 
 # --- around every request ---------------------------------------------------------------------------------------
@@ -183,9 +185,11 @@ def _check_key(request: web.Request) -> None:
     is_open = is_for_people(request) or (resource is not None and resource.canonical in UNGUARDED)
     if owners and not is_open:
         try:
-            call.owner = keys.owner_of(request.headers.get("Authorization", ""), owners)
+            bare = request.headers.get("x-api-key")  # of Anthropic's clients
+            given = request.headers.get("Authorization", f"Bearer {bare}" if bare else "")
+            call.owner = keys.owner_of(given, owners)
         except keys.WrongKey:
-            call.protocols = [OPENAI]
+            call.protocols = [OPENAI] if OPENAI in call.protocols else call.protocols
             raise
 
 

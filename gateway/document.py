@@ -11,7 +11,7 @@ from aiohttp import web
 
 from engine import __version__
 from engine.errors import KINDS, RequestError
-from engine.wire import Final, Usage, schema_of
+from engine.wire import Final, Usage
 from gateway import facts, questions
 from gateway.keys import WrongKey
 from gateway.protocol import Call, ClientProtocol
@@ -63,10 +63,13 @@ def _exchange(path: str, speaking: Sequence[ClientProtocol], schemas: Json) -> J
         exchange = protocol.parse(example, Call(path, "default", [protocol]))
         exchange.gather(0, AN_ANSWER)
         name = f"{protocol.name}{path.replace('/', '.')}"
-        requests.append(_named(schemas, f"{name}.request", _object(protocol.fields(path), protocol.needs(path))))
-        answers.append(_named(schemas, f"{name}.answer", _shape(exchange.whole())))
+        request, answer = _object(protocol.fields(path), protocol.needs(path)), _shape(exchange.whole())
+        for field in answer["properties"].keys() & request["properties"].keys():  # it repeats what was asked
+            answer["properties"][field] = request["properties"][field]
+        requests.append(_named(schemas, f"{name}.request", request))
+        answers.append(_named(schemas, f"{name}.answer", answer))
         examples[protocol.name] = {"value": example}
-        streams[protocol.content_type] = {"schema": {"type": "string", "description": "with `stream`"}}
+        streams[protocol.content_type] = {"schema": {"description": "with `stream`"}}  # of each event, say some readers
     body = {"application/json": {"schema": {"anyOf": requests}, "examples": examples}}
     content = {"application/json": {"schema": {"anyOf": answers}}, **streams}
     return {"requestBody": {"required": True, "content": body}, "responses": {"200": _response("the answer", content)}}
@@ -81,8 +84,7 @@ def _plain(path: str) -> Json:
         content = {facts.TEXTS[path]: {"schema": {"type": "string"}}}
     operation: Json = {"responses": {"200": _response("the answer", content)}}
     if path in questions.FIELDS:
-        asked = {name: schema_of(field.check) for name, field in questions.FIELDS[path].items()}
-        body = {"application/json": {"schema": _object(asked, questions.NEEDS[path])}}
+        body = {"application/json": {"schema": _object(questions.FIELDS[path], questions.NEEDS[path])}}
         operation["requestBody"] = {"required": True, "content": body}
     return operation
 

@@ -9,14 +9,16 @@ from aiohttp import web
 
 from engine.settings.config import Config
 from engine.settings.served import ServedModel
+from gateway.anthropic import Anthropic
 from gateway.backend import Backend
 from gateway.health import Shared
 from gateway.intake import Intake
 from gateway.native import Native
 from gateway.openai import OpenAI
+from gateway.responses import Responses
 from gateway.triton import Triton
 
-NATIVE, OPENAI, TRITON = Native(), OpenAI(), Triton()
+NATIVE, OPENAI, RESPONSES, ANTHROPIC, TRITON = Native(), OpenAI(), Responses(), Anthropic(), Triton()
 
 BACKEND = web.AppKey("backend", Backend)
 CONFIG = web.AppKey("config", Config)

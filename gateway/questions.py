@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -11,10 +11,13 @@ from aiohttp import web
 from engine import wire
 from engine.errors import InvalidRequest
 from gateway.answers import CALL, in_one_piece
+from gateway.anthropic.fields import fields as message_fields
+from gateway.anthropic.request import question_of
 from gateway.body import parse_body, read_payload
 from gateway.intake import Room
 from gateway.openai.request import chat_source
-from gateway.parts import BACKEND, CONFIG, INTAKE, NATIVE, OPENAI
+from gateway.parts import ANTHROPIC, BACKEND, CONFIG, INTAKE, NATIVE, OPENAI
+from gateway.protocol import ClientProtocol
 
 MAX_ABORT_BYTES = 8 << 10  # a req_id, however escaped
 
@@ -22,7 +25,6 @@ MAX_ABORT_BYTES = 8 << 10  # a req_id, however escaped
 async def abort(request: web.Request) -> web.Response:
     """Ends the open request with this `req_id`, whichever worker has it."""
     call = request[CALL]
-    call.protocols = [NATIVE]
     async with _body(request, MAX_ABORT_BYTES) as body:
         if "req_id" not in body:
             raise InvalidRequest("`{field}` is missing", field="req_id")
@@ -40,8 +42,19 @@ async def detokenize(request: web.Request) -> web.Response:
     return await _about_tokens(request, wire.DETOKENIZE)
 
 
+async def count_tokens(request: web.Request) -> web.Response:
+    """How many tokens the prompt of a message has."""
+    async with _body(request, request.app[CONFIG].max_body_bytes) as body:
+        told = await request.app[BACKEND].about_tokens({wire.TOKENIZE: question_of(body)})
+        return in_one_piece(_count(told))
+
+
+def _count(told: wire.Tokenized | wire.Detokenized) -> dict[str, Any]:
+    assert isinstance(told, wire.Tokenized)
+    return {"input_tokens": len(told.tokens)}
+
+
 async def _about_tokens(request: web.Request, kind: str) -> web.Response:
-    request[CALL].protocols = [OPENAI]
     async with _body(request, request.app[CONFIG].max_body_bytes) as body:
         if kind == wire.TOKENIZE and body.get("messages") is not None:
             body |= chat_source(body)
@@ -65,15 +78,24 @@ async def _body(request: web.Request, limit: int) -> AsyncIterator[dict[str, Any
         room.give_back()
 
 
-ROUTES = {"/v1/abort": abort, "/tokenize": tokenize, "/detokenize": detokenize}
-FIELDS = {
-    "/v1/abort": {"req_id": wire.FIELDS["req_id"]},
-    "/tokenize": wire.TOKENIZE_FIELDS,
-    "/detokenize": wire.DETOKENIZE_FIELDS,
+COUNT_TOKENS = "/v1/messages/count_tokens"
+ROUTES = {"/v1/abort": abort, "/tokenize": tokenize, "/detokenize": detokenize, COUNT_TOKENS: count_tokens}
+PROTOCOLS: Mapping[str, list[ClientProtocol]] = {  # of the errors
+    **{"/v1/abort": [NATIVE], "/tokenize": [OPENAI], "/detokenize": [OPENAI], COUNT_TOKENS: [ANTHROPIC]}
 }
-NEEDS = {"/v1/abort": ("req_id",), "/tokenize": ("prompt", "messages"), "/detokenize": ("tokens",)}
+FIELDS: Mapping[str, dict[str, Any]] = {  # as JSON Schema
+    "/v1/abort": {"req_id": wire.schema_of(wire.FIELDS["req_id"].check)},
+    "/tokenize": {name: wire.schema_of(field.check) for name, field in wire.TOKENIZE_FIELDS.items()},
+    "/detokenize": {name: wire.schema_of(field.check) for name, field in wire.DETOKENIZE_FIELDS.items()},
+    COUNT_TOKENS: {name: message_fields()[name] for name in ("messages", "system", "tools")},
+}
+NEEDS: Mapping[str, Collection[str]] = {
+    **{"/v1/abort": ("req_id",), "/tokenize": ("prompt", "messages"), "/detokenize": ("tokens",)},
+    COUNT_TOKENS: ("messages",),
+}
 SAMPLES = {
     "/v1/abort": wire.Aborted("1", True).fields(),
     "/tokenize": _without_end(wire.Tokenized([1], 8192).fields()),
     "/detokenize": _without_end(wire.Detokenized("Hello").fields()),
+    COUNT_TOKENS: _count(wire.Tokenized([1], 8192)),
 }

@@ -39,7 +39,16 @@ words = st.sampled_from(("1", "7", "text", "user", "assistant", "<|im_end|>", "f
 plain = st.none() | st.booleans() | numbers | texts | words
 nested = st.recursive(plain, lambda each: st.lists(each, max_size=4) | st.dictionaries(texts | words, each, max_size=4))
 parts = st.fixed_dictionaries({"type": words}, optional={"text": nested})
-turns = st.fixed_dictionaries({}, optional={"role": words | nested, "content": texts | st.lists(parts) | nested})
+block_kinds = st.sampled_from(
+    ("text", "input_text", "tool_use", "tool_result", "thinking", "function_call", "reasoning")
+)
+blocks = st.fixed_dictionaries(
+    {"type": block_kinds}, optional=dict.fromkeys(("text", "name", "input", "content", "call_id", "output"), nested)
+)
+turns = st.fixed_dictionaries(
+    {}, optional={"role": words | nested, "content": texts | st.lists(parts | blocks) | nested}
+)
+turns |= blocks
 lists = st.lists(whole, max_size=20) | st.lists(texts | words, max_size=20) | st.lists(turns, max_size=4)
 lists |= st.lists(st.lists(whole, max_size=4), max_size=20)
 lists |= st.builds(lambda each, n, d: [each] * (n + d), plain, st.sampled_from((16, 64, 1024)), st.integers(-1, 1))
@@ -58,8 +67,10 @@ any_json = nested | lists | biases | tools | choices | forms | forms.map(json.du
 GOOD: dict[str, Any] = {
     **{"text": "Hi", "prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}], "req_id": "1"},
     **{"tools": [{"type": "function", "function": {"name": "f"}}], "stream": True},
+    **{"input": "Hi", "max_tokens": 5},
 }
 NAMES = {key for name, field in wire.FIELDS.items() for key in (name, *field.aliases)} | {*PASSED_ON, *REFUSED, *GOOD}
+NAMES |= {"instructions", "max_output_tokens", "reasoning", "system", "stop_sequences", "thinking", "output_config"}
 NAMES |= {"max_completion_tokens", "stream_options", "best_of", "request_id", "echo", "top_logprobs"}
 NAMES |= {"tools", "tool_choice", "parallel_tool_calls", "structured_outputs", *wire.QUESTIONS, wire.OWNER}
 

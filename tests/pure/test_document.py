@@ -93,7 +93,7 @@ def test_answers_and_errors_are_of_the_shapes_that_it_says(document, wrong_key):
 
 
 def test_the_examples_are_requests_of_their_schemas(document):
-    for path in (CHAT, COMPLETIONS):
+    for path in (CHAT, COMPLETIONS, "/v1/responses", "/v1/messages"):
         content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
         references = {each["$ref"].rpartition("/")[2] for each in content["schema"]["anyOf"]}
         for protocol, example in content["examples"].items():

@@ -13,14 +13,28 @@ from engine.serving.prompt import PromptReader
 from engine.serving.tokens import answer_about_tokens
 from engine.text.tokenizer import Tokenizer
 from engine.wire import checks, schema_of
+from gateway.anthropic.request import question_of
 from gateway.as_json import dump
 from gateway.body import parse_body
 from gateway.native.request import is_native
 from gateway.native.request import parse as parse_native
 from gateway.openai.request import parse as parse_openai
+from gateway.parts import ANTHROPIC, RESPONSES
 from gateway.protocol import Call
 from tests.byte_tokenizer import write_tokenizer
-from tests.fuzz import GOOD, LIMITS, any_json, bodies, choices, examples, modes, payload_of, plain, tools
+from tests.fuzz import (
+    GOOD,
+    LIMITS,
+    any_json,
+    bodies,
+    choices,
+    examples,
+    modes,
+    payload_of,
+    plain,
+    tools,
+    turns,
+)
 
 # JSON Schema takes 5.0 for an integer, the checks do not.
 TYPES = jsonschema.Draft202012Validator.TYPE_CHECKER.redefine(
@@ -132,6 +146,19 @@ def test_any_object_may_come_to_the_gateway(path, body):
     completion = outcome(parse_openai, body, is_chat, "default")
     for each in completion.requests if completion else ():
         wire.parse_request(json.loads(json.dumps(each)))  # nothing that the gateway has taken is refused by the model
+
+
+@pytest.mark.parametrize("protocol", [RESPONSES, ANTHROPIC])
+@examples(100)
+@given(body=bodies("input", "messages", "max_tokens", "tools", "stream"), turns=st.none() | st.lists(turns, max_size=3))
+def test_any_object_may_come_to_a_protocol_that_is_a_chat_in_other_words(protocol, body, turns):
+    [path] = protocol.paths
+    body = json.loads(payload_of({**body, **({"input": turns, "messages": turns, "max_tokens": 5} if turns else {})}))
+    call = Call(path, "default", [protocol])
+    exchange = outcome(protocol.parse, body, call)
+    for each in exchange.requests if exchange else ():
+        wire.parse_request(json.loads(json.dumps(each)))
+    outcome(question_of, body)
 
 
 @examples(100)

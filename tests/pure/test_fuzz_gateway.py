@@ -11,10 +11,10 @@ from engine import wire
 from tests.fuzz import INSIDE, any_json, bodies, deep, examples, payload_of, texts
 from tests.pure.gateway_fake import FakeBackend, running
 
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/chat/completions/completions")
-QUESTIONS = ("/v1/abort", "/tokenize", "/detokenize")
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/chat/completions/completions", "/v1/responses", "/v1/messages")
+QUESTIONS = ("/v1/abort", "/tokenize", "/detokenize", "/v1/messages/count_tokens")
 payloads = (
-    bodies("text", "prompt", "messages", "req_id", "tools", "stream").map(payload_of)
+    bodies("text", "prompt", "messages", "req_id", "tools", "stream", "input", "max_tokens").map(payload_of)
     | any_json.map(payload_of)
     | st.binary()
 )

@@ -1,4 +1,4 @@
-"""Answers of a given form, tools and thoughts from the whole server: OpenAI's client, the native protocol, gRPC."""
+"""Answers of a given form, tools and thoughts from the whole server, with the clients of every protocol."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
+import anthropic
 import jsonschema
 import openai
 import pydantic
@@ -170,3 +171,75 @@ def test_a_call_that_must_be_comes_in_deltas(client):
 def test_tools_that_may_be_called_leave_words_as_they_are(client):
     [answer] = chat(client, tools=TOOLS, temperature=0).choices
     assert ("Paris" in answer.message.content, answer.message.tool_calls) == (True, None)
+
+
+# --- a chat in other words ------------------------------------------------------------------------------------------
+
+
+def test_a_response_says_what_a_chat_does_whole_streamed_and_of_a_given_form(client):
+    expected = chat(client, temperature=0).choices[0].message.content
+    asked = {"model": "demo", "input": CHAT, "temperature": 0, "max_output_tokens": 200}
+    whole = client.responses.create(**asked)
+    assert (whole.output_text, whole.status) == (expected, "completed")
+    with client.responses.stream(**asked) as stream:
+        texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert ("".join(texts), final.output_text) == (expected, expected)
+    assert final.usage.output_tokens == whole.usage.output_tokens > 0
+    assert isinstance(client.responses.parse(**{**asked, "text_format": Capital}).output_parsed, Capital)
+
+
+def test_a_response_calls_the_tool_that_it_must(client):
+    tools = [{"type": "function", **WEATHER}]
+    asked = {"model": "demo", "input": CHAT, "tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    [call] = client.responses.create(**asked, max_output_tokens=200).output
+    assert (call.type, call.name) == ("function_call", "weather")
+    jsonschema.validate(json.loads(call.arguments), WEATHER["parameters"])
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    history = [*CHAT, call.model_dump(exclude_none=True), result]
+    assert client.responses.create(model="demo", input=history, tools=tools, max_output_tokens=20).status
+
+
+@pytest.fixture(scope="module")
+def claude(server):
+    with anthropic.Anthropic(base_url=server.http_url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_a_message_says_what_a_chat_does_whole_streamed_and_counted(client, claude):
+    expected = chat(client, temperature=0)
+    asked = {"model": "demo", "messages": CHAT, "max_tokens": 20_000, "extra_body": {"temperature": 0}}
+    whole = claude.messages.create(**asked)
+    assert (whole.content[0].text, whole.stop_reason) == (expected.choices[0].message.content, "end_turn")
+    counted = claude.messages.count_tokens(model="demo", messages=CHAT).input_tokens
+    usage = whole.usage
+    assert counted == expected.usage.prompt_tokens == usage.input_tokens + usage.cache_read_input_tokens
+    with claude.messages.stream(**asked) as stream:
+        assert "".join(stream.text_stream) == whole.content[0].text
+        assert stream.get_final_message().usage.output_tokens == usage.output_tokens
+    begun = [*CHAT, {"role": "assistant", "content": whole.content[0].text[:14]}]
+    rest = claude.messages.create(**{**asked, "messages": begun}).content[0].text
+    assert whole.content[0].text[:14] + rest == whole.content[0].text
+    cut = claude.messages.create(**{**asked, "stop_sequences": ["Paris"]})
+    assert (cut.stop_reason, cut.stop_sequence, "Paris" in cut.content[0].text) == ("stop_sequence", "Paris", False)
+
+
+def test_a_message_uses_the_tool_that_it_must(claude):
+    tools = [{"name": "weather", "description": "now", "input_schema": WEATHER["parameters"]}]
+    choice = {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
+    asked = {"model": "demo", "max_tokens": 200, "messages": CHAT, "tools": tools}
+    with claude.messages.stream(**asked, tool_choice=choice) as stream:
+        message = stream.get_final_message()
+    [call] = message.content
+    assert (call.name, message.stop_reason) == ("weather", "tool_use")
+    jsonschema.validate(call.input, WEATHER["parameters"])
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
+    history = [*CHAT, {"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+    assert claude.messages.create(**{**asked, "messages": history}).stop_reason in ("end_turn", "max_tokens")
+
+
+def test_only_allowed_tokens_are_chosen(client):
+    allowed = {"allowed_token_ids": [100, 101]}
+    answer = client.completions.create(model="demo", prompt="x", max_tokens=30, logprobs=0, extra_body=allowed)
+    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (30, "length")
+    assert len(set(answer.choices[0].logprobs.tokens)) <= 2

@@ -31,7 +31,7 @@ YES, NO = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
 MODES = {"get": [YES], "post": [YES, NO]}  # there is nothing in a GET that could be wrong
 OPERATIONS = [(method, path, mode) for path, methods in PATHS.items() for method in methods for mode in MODES[method]]
 CHECKS = [checks.status_code_conformance, checks.content_type_conformance, checks.response_schema_conformance]
-NEEDED = ("text", "messages", "prompt", "req_id", "tokens")
+NEEDED = ("text", "messages", "prompt", "req_id", "tokens", "input", "max_tokens")
 ODD = b'[{"text":"Hi","req_id":"odd"}]'
 
 
@@ -83,10 +83,12 @@ def test_requests_made_from_the_document_are_answered_as_it_says(server, session
     ask()
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/tokenize"]
+)
 def test_any_body_is_answered_or_refused(server, session, path):
     @examples(60)
-    @given(body=bodies("text", "prompt", "messages", "tools", "stream"))
+    @given(body=bodies("text", "prompt", "messages", "tools", "stream", "input", "max_tokens"))
     def ask(body):
         check(session.post(f"{server.http_url}{path}", data=payload_of(body), timeout=60))
 

@@ -1,0 +1,52 @@
+"""Anthropic's messages over a chat completion."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from engine.errors import RequestError
+from gateway.anthropic.answer import MessagesExchange
+from gateway.anthropic.fields import IGNORED, REFUSED, fields
+from gateway.anthropic.request import CALLED, parse
+from gateway.openai.blocks import as_named_event
+from gateway.openai.dialect import dialect_of
+from gateway.openai.refusals import NAMES, check_spelling
+from gateway.protocol import Call
+
+PATH = "/v1/messages"
+TYPES = {  # by status
+    **{401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"},
+    **{500: "api_error", 503: "overloaded_error", 504: "timeout_error"},
+}
+
+
+class Anthropic:
+    name = "anthropic"
+    paths: Collection[str] = (PATH,)
+    content_type = "text/event-stream"
+
+    def fields(self, path: str) -> dict[str, Any]:
+        return fields()
+
+    def needs(self, path: str) -> Collection[str]:
+        return ("messages",)
+
+    def example(self, path: str) -> dict[str, Any]:
+        messages = [{"role": "user", "content": "What is the capital of France?"}]
+        return {"model": "default", "max_tokens": 64, "messages": messages}
+
+    def speaks(self, body: dict[str, Any]) -> bool:
+        return True
+
+    def parse(self, body: dict[str, Any], call: Call) -> MessagesExchange:
+        check_spelling(body, fields(), (*IGNORED, *REFUSED), {**NAMES, **CALLED})
+        return MessagesExchange(parse(body, call.model_name, dialect_of(call.config)), CALLED)
+
+    def error(self, error: RequestError, call: Call) -> dict[str, Any]:
+        kind = TYPES.get(error.code, "invalid_request_error" if error.code < 500 else "api_error")
+        message = error.worded(call.exchange.names if call.exchange else CALLED)
+        return {"type": "error", "error": {"type": kind, "message": message}}
+
+    def error_event(self, error: RequestError, call: Call) -> bytes:
+        return as_named_event(self.error(error, call))

@@ -1,0 +1,41 @@
+"""What a request for a message may have."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from gateway.openai.fields import fields as fields_of_chat
+from gateway.openai.request import PASSED_ON
+
+Json = dict[str, Any]
+OBJECTS: Json = {"type": "array", "items": {"type": "object"}}
+# As in a chat; OpenAI's own names for what Anthropic calls otherwise do not act here.
+OF_CHAT = tuple({*PASSED_ON, "model", "stream", "max_tokens", "request_id", "timeout"} - {"stop", "response_format"})
+OWN: dict[str, Json] = {
+    "messages": {
+        **OBJECTS,
+        "minItems": 1,
+        "description": "turns of `user` and `assistant`; the answer goes on with the "
+        "last one if that is the assistant's",
+    },
+    "system": {"anyOf": [{"type": "string"}, OBJECTS], "description": "what goes before the messages"},
+    "stop_sequences": {
+        "type": "array",
+        "items": {"type": "string"},
+        "description": "the answer ends before one of them",
+    },
+    "tools": {**OBJECTS, "description": "functions that the model may call: `name`, `description`, `input_schema`"},
+    "tool_choice": {"type": "object", "description": "`type`: `auto`, `any`, `none`, or `tool` with its `name`"},
+    "thinking": {"type": "object", "description": "`type`: `enabled`, `adaptive` or `disabled` (the default)"},
+    "output_config": {"type": "object", "description": "`format`: a `json_schema` with its `schema`; `effort`"},
+}
+# field -> the values, besides null, false and the empty ones, that ask for nothing special
+REFUSED: dict[str, tuple[Any, ...]] = dict.fromkeys(("container", "mcp_servers", "context_management"), ())
+IGNORED = ("metadata", "service_tier", "cache_control", "inference_geo", "speed", "diagnostics", "betas")
+
+
+@functools.cache
+def fields() -> dict[str, Json]:
+    of_chat = fields_of_chat(True)
+    return {**OWN, **{name: of_chat[name] for name in of_chat if name in OF_CHAT}}

@@ -1,0 +1,154 @@
+"""From a request for a message to the chat that asks for the same. What is wrong with a field is found there, or here
+where only messages have it."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from engine import wire
+from engine.errors import InvalidRequest
+from gateway.anthropic.fields import OF_CHAT, REFUSED
+from gateway.openai.dialect import Dialect
+from gateway.openai.request import AN_OBJECT, Completion, chat_source
+from gateway.openai.request import parse as parse_chat
+
+Json = dict[str, Any]
+# Of the chat's fields, those with another name here
+CALLED = {"stop": "stop_sequences", "response_format": "output_config", "reasoning_effort": "output_config"}
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+KINDS = ("enabled", "adaptive", "disabled")  # of thinking
+
+
+def parse(body: Json, model_name: str, dialect: Dialect) -> Completion:
+    """Raises InvalidRequest, by the chat's names of the fields."""
+    body = {name: value for name, value in body.items() if value is not None}
+    for name, harmless in REFUSED.items():
+        if (value := body.get(name)) and value not in harmless:
+            raise InvalidRequest("`{field}` is not supported, it is {value}", field=name, value=wire.shown(value))
+    if "max_tokens" not in body:
+        raise InvalidRequest("`{field}` is missing", field="max_tokens")
+    chat = {**chat_of(body), **{name: body[name] for name in OF_CHAT if name in body}}
+    chat.setdefault("request_id", f"msg_{uuid.uuid4().hex}")
+    chat["chat_template_kwargs"] = _thinking(body, dialect, chat)
+    if "stop_sequences" in body:
+        chat["stop"] = body["stop_sequences"]
+    if "tool_choice" in body:
+        chat |= _choice(AN_OBJECT("tool_choice", body["tool_choice"]))
+    chat |= _output(AN_OBJECT("output_config", body.get("output_config", {})))
+    completion = parse_chat(chat, True, model_name, dialect)
+    completion.requests[0]["cut_max_dec_len"] = True  # it must be given, so many give the most that they know of
+    return completion
+
+
+def chat_of(body: Json) -> Json:
+    """What its tokens are: messages and tools, and whether the answer begins with the last of them."""
+    chat: Json = {"messages": _messages(body)}
+    if body.get("tools"):
+        chat["tools"] = [_tool(each) for each in _objects("tools", body["tools"])]
+    if chat["messages"] and chat["messages"][-1].get("role") == "assistant":
+        chat["continue_final_message"] = True
+    return chat
+
+
+def question_of(body: Json) -> Json:
+    """The same for the model that only counts."""
+    chat = chat_of({name: value for name, value in body.items() if value is not None})
+    return {**chat, **chat_source(chat)}
+
+
+def _objects(name: str, value: Any) -> list[Json]:
+    if not isinstance(value, list):
+        raise InvalidRequest("`{field}` must be a list, it is {value}", field=name, value=wire.kind_of(value))
+    return [AN_OBJECT(name, each) for each in value]
+
+
+def _messages(body: Json) -> list[Json]:
+    if "messages" not in body:
+        raise InvalidRequest("`{field}` is missing", field="messages")
+    system = body.get("system")
+    messages: list[Json] = [{"role": "system", "content": _texts("system", system)}] if system else []
+    for turn in _objects("messages", body["messages"]):
+        messages += _turn(turn)
+    return messages
+
+
+def _turn(turn: Json) -> list[Json]:
+    """Results of tools are messages of their own in a chat, and come before what is said with them."""
+    content = turn.get("content")
+    if not isinstance(content, list):
+        return [turn]
+    message: Json = {"role": turn.get("role", "user"), "content": []}
+    results: list[Json] = []
+    for block in _objects("messages", content):
+        kind = block.get("type")
+        if kind == "tool_result":
+            told = _texts("messages", block.get("content") or "")
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": told})
+        elif kind == "tool_use":
+            function = {"name": block.get("name"), "arguments": AN_OBJECT("messages", block.get("input"))}
+            call = {"id": block.get("id"), "type": "function", "function": function}
+            message.setdefault("tool_calls", []).append(call)
+        elif kind == "thinking":
+            message["reasoning_content"] = block.get("thinking")
+        elif kind != "redacted_thinking":
+            message["content"].append(_text("messages", block))
+    return results if results and not message["content"] else [*results, message]
+
+
+def _texts(name: str, content: Any) -> Any:
+    return [_text(name, each) for each in _objects(name, content)] if isinstance(content, list) else content
+
+
+def _text(name: str, block: Json) -> Json:
+    if block.get("type") != "text":
+        text = "`{field}` may hold blocks of text, thinking and tools only, {value} is none"
+        raise InvalidRequest(text, field=name, value=wire.shown(block))
+    return {"type": "text", "text": block.get("text")}
+
+
+def _tool(tool: Json) -> Json:
+    if tool.get("type", "custom") not in ("custom", None):
+        raise InvalidRequest("`{field}` may have the type `custom` only", field="tools", value=wire.shown(tool))
+    function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
+    if tool.get("description") is not None:
+        function["description"] = tool["description"]
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: Json) -> Json:
+    kind = choice.get("type")
+    if kind == "tool":
+        wanted: Any = {"type": "function", "function": {"name": choice.get("name")}}
+    elif isinstance(kind, str) and kind in CHOICES:
+        wanted = CHOICES[kind]
+    else:
+        text = "`{field}` must have a `type` of {limit}, it is {value}"
+        raise InvalidRequest(text, field="tool_choice", value=wire.shown(kind), limit=[*CHOICES, "tool"])
+    return {"tool_choice": wanted, "parallel_tool_calls": not choice.get("disable_parallel_tool_use")}
+
+
+def _thinking(body: Json, dialect: Dialect, chat: Json) -> Json:
+    """Thoughts are told to who asks for them. Where nobody does the model has none, if its template can say that."""
+    kind = AN_OBJECT("thinking", body.get("thinking", {})).get("type", "disabled")
+    if kind not in KINDS:
+        text = "`{field}` must have a `type` of {limit}, it is {value}"
+        raise InvalidRequest(text, field="thinking", value=wire.shown(kind), limit=[*KINDS])
+    variables = dict(AN_OBJECT("chat_template_kwargs", body.get("chat_template_kwargs", {})))
+    if kind == "disabled":
+        chat["include_reasoning"] = False
+        if dialect.thought == "may":
+            variables.setdefault("enable_thinking", False)
+    return variables
+
+
+def _output(config: Json) -> Json:
+    fields: Json = {}
+    if config.get("effort") is not None:
+        fields["reasoning_effort"] = config["effort"]
+    if (form := config.get("format")) is not None:
+        if AN_OBJECT("output_config", form).get("type") != "json_schema":
+            text = "`{field}` may have a `format` of type `json_schema` only, it is {value}"
+            raise InvalidRequest(text, field="output_config", value=wire.shown(form))
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
+    return fields

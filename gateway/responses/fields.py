@@ -1,0 +1,38 @@
+"""What a request for a response may have."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from gateway.openai.fields import fields as fields_of_chat
+from gateway.openai.request import PASSED_ON
+
+Json = dict[str, Any]
+OBJECTS: Json = {"type": "array", "items": {"type": "object"}}
+OF_CHAT = (*PASSED_ON, "model", "stream", "tools", "parallel_tool_calls", "request_id", "timeout")  # as there
+OWN: dict[str, Json] = {
+    "input": {
+        "anyOf": [{"type": "string", "minLength": 1}, OBJECTS],
+        "description": "a text, or the conversation so far",
+    },
+    "instructions": {"type": "string", "description": "a system message before the others"},
+    "max_output_tokens": {"type": "integer", "minimum": 1, "description": "longest answer in tokens"},
+    "text": {"type": "object", "description": "`format`: the form of the answer, as `response_format` in a chat"},
+    "reasoning": {"type": "object", "description": "`effort`, as `reasoning_effort` in a chat"},
+    "tool_choice": {"type": ["string", "object"], "description": "`none`, `auto`, `required` or the function to call"},
+    "metadata": {"type": "object", "description": "is in the answer"},
+}
+# field -> the values, besides null, false and the empty ones, that ask for nothing special
+REFUSED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("store", "background", "previous_response_id", "conversation", "prompt", "top_logprobs"), ()),
+    **dict.fromkeys(("context_management", "moderation"), ()),
+    "truncation": ("disabled",),
+}
+IGNORED = ("include", "stream_options", "max_tool_calls", "image", "access_programs", "prompt_cache_options")
+
+
+@functools.cache
+def fields() -> dict[str, Json]:
+    of_chat = fields_of_chat(True)
+    return {**{name: of_chat[name] for name in OF_CHAT}, **OWN}

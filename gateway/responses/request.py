@@ -1,0 +1,143 @@
+"""From a request for a response to the chat that asks for the same. What is wrong with a field is found there, or here
+where only responses have it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from engine import wire
+from engine.errors import InvalidRequest
+from gateway.openai.dialect import Dialect
+from gateway.openai.refusals import NAMES as NAMES_OF_CHAT
+from gateway.openai.request import A_STRING, AN_OBJECT
+from gateway.openai.request import parse as parse_chat
+from gateway.responses.answer import ResponsesExchange
+from gateway.responses.fields import OF_CHAT, REFUSED
+
+Json = dict[str, Any]
+NO_PAST = "previous_response_id"
+CALLED = {  # of the chat's fields, those with another name here
+    **{"messages": "input", "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens"},
+    **{"response_format": "text", "reasoning_effort": "reasoning"},
+}
+NAMES = {**{native: CALLED.get(name, name) for native, name in NAMES_OF_CHAT.items()}, **CALLED}
+
+
+def parse(body: Json, model_name: str, dialect: Dialect) -> ResponsesExchange:
+    """Raises InvalidRequest, by the chat's names of the fields."""
+    body = {name: value for name, value in body.items() if value is not None}
+    for name, harmless in REFUSED.items():
+        if (value := body.get(name)) and value not in harmless:
+            why = ": nothing is kept here, send the conversation as `input`" if name in ("store", NO_PAST) else ""
+            raise InvalidRequest(f"`{{field}}` is not supported{why}", field=name, value=wire.shown(value))
+    chat = {name: body[name] for name in OF_CHAT if name in body}
+    chat.setdefault("request_id", f"resp_{uuid.uuid4().hex}")
+    AN_OBJECT("metadata", body.get("metadata", {}))
+    if "max_output_tokens" in body:
+        chat["max_tokens"] = body["max_output_tokens"]
+    chat["messages"] = _messages(body)
+    if "tools" in chat:
+        chat["tools"] = [_tool(each) for each in _objects("tools", chat["tools"])]
+    if "tool_choice" in body:
+        chat["tool_choice"] = _choice(body["tool_choice"])
+    if form := AN_OBJECT("text", body.get("text", {})).get("format"):
+        chat["response_format"] = _form(AN_OBJECT("text", form))
+    if effort := AN_OBJECT("reasoning", body.get("reasoning", {})).get("effort"):
+        chat["reasoning_effort"] = effort
+    return ResponsesExchange(parse_chat(chat, True, model_name, dialect), CALLED, body)
+
+
+def _objects(name: str, value: Any) -> list[Json]:
+    if not isinstance(value, list):
+        raise InvalidRequest("`{field}` must be a list, it is {value}", field=name, value=wire.kind_of(value))
+    return [AN_OBJECT(name, each) for each in value]
+
+
+def _messages(body: Json) -> list[Json]:
+    messages: list[Json] = []
+    if "instructions" in body:
+        messages.append({"role": "system", "content": A_STRING("instructions", body["instructions"])})
+    given = body.get("input")
+    if given is None:
+        raise InvalidRequest("`{field}` is missing", field="input")
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}]
+    if not given:
+        raise InvalidRequest("`{field}` cannot be empty", field="input")
+    for item in _objects("input", given):
+        kind = item.get("type", "message")
+        if not isinstance(kind, str) or kind not in ITEMS:
+            text = "`{field}` may have items of {limit}, not {value}"
+            raise InvalidRequest(text, field="input", value=wire.shown(kind), limit=[*ITEMS])
+        ITEMS[kind](item, messages)
+    return messages
+
+
+def _message(item: Json, messages: list[Json]) -> None:
+    said = {"role": item.get("role", "user"), "content": _content(item.get("content"))}
+    messages.append({**_of_answer(messages, item), **said})
+
+
+def _of_answer(messages: list[Json], item: Json) -> Json:
+    """What the model has thought belongs to the words after it."""
+    is_next = item.get("role") == "assistant" and messages and "content" not in messages[-1]
+    return messages.pop() if is_next else {}
+
+
+def _reasoning(item: Json, messages: list[Json]) -> None:
+    texts = [each.get("text") for name in ("content", "summary") for each in _objects("input", item.get(name) or [])]
+    if texts := [each for each in texts if isinstance(each, str)]:
+        messages.append({"role": "assistant", "reasoning_content": "\n".join(texts)})
+
+
+def _call(item: Json, messages: list[Json]) -> None:
+    function = {"name": A_STRING("input", item.get("name")), "arguments": A_STRING("input", item.get("arguments"))}
+    call = {"id": A_STRING("input", item.get("call_id")), "type": "function", "function": function}
+    if messages and messages[-1]["role"] == "assistant":
+        messages[-1].setdefault("content", "")
+        messages[-1].setdefault("tool_calls", []).append(call)
+    else:
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+
+
+def _output(item: Json, messages: list[Json]) -> None:
+    called = A_STRING("input", item.get("call_id"))
+    messages.append({"role": "tool", "tool_call_id": called, "content": _content(item.get("output"))})
+
+
+ITEMS: dict[str, Callable[[Json, list[Json]], None]] = {
+    **{"message": _message, "function_call": _call, "function_call_output": _output, "reasoning": _reasoning}
+}
+
+
+def _content(content: Any) -> Any:
+    """Its texts, whoever has said them; parts of other kinds are refused by the chat."""
+    if not isinstance(content, list):
+        return content
+    texts = {"input_text": "text", "output_text": "text", "refusal": "refusal", "text": "text"}
+    parts = []
+    for part in _objects("input", content):
+        name = texts.get(part["type"]) if isinstance(part.get("type"), str) else None
+        parts.append({"type": "text", "text": part.get(name)} if name else part)
+    return parts
+
+
+def _tool(tool: Json) -> Json:
+    if tool.get("type") != "function":
+        raise InvalidRequest("`{field}` may have the type `function` only", field="tools", value=wire.shown(tool))
+    known = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {name: tool[name] for name in known if tool.get(name) is not None}}
+
+
+def _choice(choice: Any) -> Any:
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+def _form(form: Json) -> Json:
+    if form.get("type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
