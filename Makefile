@@ -26,7 +26,7 @@ endef
 demo: install  ## starts the server with the bundled model and asks it three questions
 	@$(BIN)/python -m server_scripts.demo
 
-install: $(RUNTIME) $(OPS)  ## .venv with start_server and stop_server
+install: $(RUNTIME) $(OPS)  ## .venv with start_server, stop_server and run_batch
 
 test: quick  ## all tests, those that need nothing first
 	$(BIN)/python -m pytest tests --ignore tests/pure

@@ -93,15 +93,16 @@ def test_an_idle_stream_waits_for_its_client(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("code", "text", "status"),
+    "failure",
     [
         (grpc.StatusCode.UNAVAILABLE, "the model server does not answer", 503),
         (grpc.StatusCode.DATA_LOSS, "the model server failed: DATA_LOSS", 500),
     ],
 )
 @pytest.mark.parametrize("before", [[], [b"a"]])
-def test_a_failure_of_tritonserver_is_the_last_answer_and_shows_no_address(tmp_path, monkeypatch, code, text, status, before):
+def test_a_failure_of_tritonserver_is_the_last_answer_and_shows_no_address(tmp_path, monkeypatch, failure, before):
     monkeypatch.setattr(lasting, "COMING_BACK_S", 1)  # of a server that has been there
+    code, text, status = failure
 
     async def scenario():
         async with serving(tmp_path, FakeTriton(*before, code)) as (_, port), a_client(port) as stub:

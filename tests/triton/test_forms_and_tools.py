@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
@@ -37,6 +39,7 @@ WEATHER = {
         "additionalProperties": False,
     },
 }
+RUN_BATCH = "import sys; from server_scripts.run_batch import main; sys.exit(main())"
 TOOLS = [{"type": "function", "function": WEATHER}]
 
 
@@ -243,3 +246,20 @@ def test_only_allowed_tokens_are_chosen(client):
     answer = client.completions.create(model="demo", prompt="x", max_tokens=30, logprobs=0, extra_body=allowed)
     assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (30, "length")
     assert len(set(answer.choices[0].logprobs.tokens)) <= 2
+
+
+def test_a_file_of_requests_is_answered_and_gone_on_with(server, client, tmp_path):
+    expected = chat(client, temperature=0).choices[0].message.content
+    body = {"messages": CHAT, "temperature": 0, "max_tokens": 200}
+    lines = [{"custom_id": f"{i}", "method": "POST", "url": "/v1/chat/completions", "body": body} for i in range(200)]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines[:100])))
+    command = [sys.executable, "-c", RUN_BATCH, "in.jsonl", "out.jsonl"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "SERVICE_HTTP_PORT": str(server.ports["SERVICE_HTTP_PORT"])}
+    for _ in range(2):
+        done = subprocess.run(command, cwd=tmp_path, env=env, timeout=120, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert sorted(int(each["custom_id"]) for each in answers) == list(range(200))
+    texts = {each["response"]["body"]["choices"][0]["message"]["content"] for each in answers}
+    assert texts == {expected}

@@ -1,0 +1,234 @@
+"""`run_batch in.jsonl out.jsonl`: asks the running server all requests of a file, in OpenAI's batch format.
+
+A line of the input is {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {...}}, with any path
+of the server's. A line of the output has the custom_id and the response, in the order of their ends. Requests that have
+a line there already are not asked again: the same command goes on where it was interrupted.
+
+Exit status 0 when every request has its line, be it an error; 1 when the server is gone; 2 when a setting or a line
+of the input is wrong, before anything is asked; 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import fcntl
+import json
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import aiohttp
+from tqdm import tqdm
+
+from engine.errors import ConfigError
+from engine.settings.config import Config
+from server_scripts.own_tls import client_context
+
+AT_ONCE = 128  # requests; more than run at once, so that the next ones wait in the server
+GONE_AFTER_S = 600.0  # without any answer
+PAUSE_S = 1.0  # before a request is repeated, if the server does not say
+NOT_NOW = (429, 503)  # repeated until the server has room, or is gone
+PERHAPS = (500, 502, 504)  # repeated as often as this:
+NUM_TRIES = 3
+Json = dict[str, Any]
+
+
+class BatchError(Exception):
+    """The file is wrong, or the server is gone."""
+
+    def __init__(self, text: str, status: int = 1):
+        super().__init__(text)
+        self.status = status
+
+
+@dataclass
+class Progress:
+    bar: tqdm
+    output: BinaryIO
+    num_errors: int = 0
+    num_tokens: int = 0
+    started: float = field(default_factory=time.monotonic)
+    last_answer: float = field(default_factory=time.monotonic)
+
+    def write(self, request: Json, status: int, body: Any) -> None:
+        """One write a line, so that an interruption leaves whole lines, or the beginning of one."""
+        self.last_answer = time.monotonic()
+        told = body if isinstance(body, dict) else {}
+        response = {"status_code": status, "request_id": told.get("id"), "body": body}
+        line = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": request["custom_id"], "response": response}
+        self.output.write(json.dumps({**line, "error": None}, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+        usage = told.get("usage") or {}
+        self.num_tokens += usage.get("completion_tokens") or usage.get("output_tokens") or 0
+        self.num_errors += status >= 400
+        rate = self.num_tokens / (time.monotonic() - self.started)
+        self.bar.set_postfix_str(f"{rate:.1f} tok/s, {self.num_errors} errors", refresh=False)
+        self.bar.update()
+
+
+def main() -> int:
+    given = _arguments()
+    try:
+        config = Config.from_env()
+        asyncio.run(run(given, config))
+        return 0
+    except (BatchError, ConfigError, OSError) as error:
+        print(f"run_batch: {error}", file=sys.stderr)
+        return getattr(error, "status", 2)
+    except KeyboardInterrupt:
+        print("\nrun_batch: interrupted; the same command goes on", file=sys.stderr)
+        return 130
+
+
+def _arguments() -> argparse.Namespace:
+    about: Any = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="run_batch", description=__doc__, formatter_class=about)
+    parser.add_argument("input", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument(
+        "--url", help="the server, http://host:port; default: the one that start_server would start here"
+    )
+    parser.add_argument("--at-once", type=int, default=AT_ONCE, help="how many requests are open (%(default)s)")
+    return parser.parse_args()
+
+
+async def run(given: argparse.Namespace, config: Config) -> None:
+    """Raises BatchError."""
+    if given.at_once < 1:
+        raise BatchError(f"--at-once must be at least 1, it is {given.at_once}", 2)
+    known = _check(given.input)
+    with given.output.open("ab", buffering=0) as output:
+        try:
+            fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise BatchError(f"{given.output} is being written by another run_batch", 2) from None
+        done, size = _done(given.output)
+        output.truncate(size)
+        key = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+        with tqdm(total=len(known), initial=len(known & done), desc="requests", unit="") as bar:
+            async with _session(given.url, config, key) as session:
+                await _ask_all(given, session, done, Progress(bar, output))
+
+
+def _session(url: str | None, config: Config, headers: Json) -> aiohttp.ClientSession:
+    tls = client_context(config) if config.tls_cert_file and not url else True
+    host = "127.0.0.1" if config.service_host in ("0.0.0.0", "::") else config.service_host
+    own = (
+        f"http{'s' if config.tls_cert_file else ''}://{f'[{host}]' if ':' in host else host}:{config.service_http_port}"
+    )
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
+    connector = aiohttp.TCPConnector(limit=0, ssl=tls)
+    return aiohttp.ClientSession(url or own, headers=headers, timeout=timeout, connector=connector)
+
+
+async def _ask_all(given: argparse.Namespace, session: aiohttp.ClientSession, done: set[str], told: Progress) -> None:
+    try:
+        async with session.get("/health"):
+            pass
+    except aiohttp.ClientError as error:
+        raise BatchError(f"there is no server to ask: {error}") from None
+    to_ask = (request for _, request in _requests(given.input) if request["custom_id"] not in done)
+
+    async def ask_some() -> None:
+        for request in to_ask:
+            await _ask(session, request, told)
+
+    tasks = [asyncio.create_task(ask_some()) for _ in range(given.at_once)]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _ask(session: aiohttp.ClientSession, request: Json, told: Progress) -> None:
+    num_tries = 0
+    while True:
+        num_tries += 1
+        pause, why = PAUSE_S, ""
+        try:
+            async with session.post(request["url"], json=request["body"]) as response:
+                body = _json(await response.read())
+                if response.status == 401:
+                    raise BatchError("the server refuses the key, which is that of API_KEY", 2)
+                if response.status not in NOT_NOW and (response.status not in PERHAPS or num_tries == NUM_TRIES):
+                    told.write(request, response.status, body)
+                    return
+                why = f"the server answers {response.status}"
+                pause = float(response.headers.get("Retry-After", PAUSE_S))
+        except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as error:
+            why = str(error) or type(error).__name__
+        if time.monotonic() - told.last_answer > GONE_AFTER_S:
+            raise BatchError(f"no answer for {GONE_AFTER_S:g} s: {why}; the same command goes on")
+        await asyncio.sleep(pause)
+
+
+def _json(payload: bytes) -> Any:
+    try:
+        return json.loads(payload)
+    except ValueError:  # of something between here and the server
+        return payload.decode("utf-8", "replace")
+
+
+# --- the files ------------------------------------------------------------------------------------------------------
+
+
+def _requests(path: Path) -> Iterator[tuple[int, Json]]:
+    """With the numbers of their lines."""
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield number, json.loads(line)
+
+
+def _check(path: Path) -> set[str]:
+    """The custom_ids. Raises BatchError for the first that is none."""
+    known: dict[str, int] = {}
+    number = 0
+    try:
+        for number, request in _requests(path):
+            if problem := _problem(request):
+                raise BatchError(f"{path}, line {number}: {problem}", 2)
+            if (custom_id := request["custom_id"]) in known:
+                raise BatchError(
+                    f"{path}, line {number}: custom_id {custom_id!r} is that of line {known[custom_id]}", 2
+                )
+            known[custom_id] = number
+    except ValueError as error:
+        raise BatchError(f"{path}, the line after {number} is no JSON: {error}", 2) from None
+    return set(known)
+
+
+def _problem(request: Any) -> str:
+    if not isinstance(request, dict):
+        return f"must be a JSON object, it is {type(request).__name__}"
+    if not isinstance(request.get("custom_id"), str):
+        return f"custom_id must be a text, it is {request.get('custom_id')!r}"
+    if request.get("method", "POST") != "POST":
+        return f"method must be POST, it is {request['method']!r}"
+    if not isinstance(request.get("url"), str) or not request["url"].startswith("/"):
+        return f"url must be a path of the server's such as /v1/chat/completions, it is {request.get('url')!r}"
+    if not isinstance(request.get("body"), dict):
+        return f"body must be an object, it is {type(request.get('body')).__name__}"
+    return "body.stream must be false: a line holds an answer in one piece" if request["body"].get("stream") else ""
+
+
+def _done(path: Path) -> tuple[set[str], int]:
+    """The custom_ids that have their line, and where the last whole line ends: an interruption may leave a part."""
+    done, size = set(), 0
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                answer = json.loads(line)
+                done.add(answer["response"] and answer["custom_id"])
+            except (ValueError, KeyError, TypeError):  # the input, perhaps
+                raise BatchError(f"{path}, line {number} is no answer of run_batch's", 2) from None
+            size += len(line)
+    return done, size
