@@ -11,9 +11,9 @@ from engine.core.types import Sampling
 from engine.errors import InvalidRequest, PromptTooLong
 from engine.exporting.manifest import Manifest
 from engine.settings.config import Config
-from engine.text.forms import written
+from engine.text.forms import bounded_thought, free_answer, free_thought, written
 from engine.text.tokenizer import Tokenizer
-from engine.wire import THOUGHT_END, GenerationRequest, shown
+from engine.wire import THOUGHT_BEGIN, THOUGHT_END, GenerationRequest, shown
 
 MAX_CLOSING_TOKENS = 8  # that a prompt may close a thought with
 CacheSize = Callable[[], tuple[int, int] | None]
@@ -44,6 +44,7 @@ class PromptReader:
     cache_size: CacheSize = lambda: None
     any_whitespace: bool = True  # in JSON that an answer must be
     is_thinking_apart: bool = False  # the form of an answer begins after what the model thinks
+    thinks_at_once: bool = False  # which it does without saying so
 
     @classmethod
     def load(
@@ -60,6 +61,7 @@ class PromptReader:
             cache_size=cache_size,
             any_whitespace=not config.guided_decoding_disable_any_whitespace,
             is_thinking_apart=config.reasoning_parser != "none",
+            thinks_at_once=config.reasoning_parser == "deepseek_r1",
         )
 
     def read(self, request: GenerationRequest) -> Prompt:
@@ -175,29 +177,49 @@ class PromptReader:
         return tuple(dict.fromkeys(stop_ids))
 
     def _form(self, request: GenerationRequest, prompt_ids: list[int]) -> tuple[str, ...]:
-        if request.form is None:
+        """With the field that asks for it."""
+        form, budget = request.form, request.reasoning_max_tokens
+        if budget and not self.is_thinking_apart:
+            text = "The `{field}` needs a server that knows its model's thoughts, by REASONING_PARSER"
+            raise InvalidRequest(text, field="reasoning_max_tokens", value=budget)
+        will_think = self._will_think(request, prompt_ids) and (form is None or form.kind != "token_ids")
+        if form is None and not (will_think and budget):
             return ()
+        field = form.field if form else "reasoning_max_tokens"
         if not self.tokenizer.eos_token_ids or not self._stop_ids(request):
             text = "The `{field}` needs an end-of-sequence token, which the model lacks or `{ignore_eos}` forbids"
-            raise InvalidRequest(text, field=request.form.field)
-        if request.form.kind == "token_ids":
-            self.check_ids(request.form.field, request.form.value)
+            raise InvalidRequest(text, field=field)
+        thought = free_thought(THOUGHT_END) if will_think else ""
+        if will_think and budget:
+            not_within = (self._mark(THOUGHT_END), *self._stop_ids(request))
+            thought = bounded_thought(budget, THOUGHT_END, not_within)
+        if form is None:
+            is_thinking = self.thinks_at_once or self._end_of(prompt_ids).endswith(THOUGHT_BEGIN)
+            return field, free_answer(thought, None if is_thinking else (THOUGHT_BEGIN, self._mark(THOUGHT_BEGIN)))
+        if form.kind == "token_ids":
+            self.check_ids(field, form.value)
         is_compact = request.guided_decoding_disable_any_whitespace
         any_whitespace = self.any_whitespace if is_compact is None else not is_compact
-        is_later = request.form.kind != "token_ids" and self._will_think(request, prompt_ids)
-        thought_end = THOUGHT_END if is_later else ""
         try:
-            text = written(request.form, any_whitespace=any_whitespace, thought_end=thought_end)
+            return field, written(form, any_whitespace, thought)
         except InvalidRequest as error:
-            raise error.blaming(request.form.field) from None
-        return request.form.field, text
+            raise error.blaming(field) from None
+
+    def _mark(self, text: str) -> int:
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        if len(token_ids) != 1 or token_ids[0] in self.tokenizer.special_ids:
+            sentence = "The `{field}` needs a model to which {value} is one token, and not a special one"
+            raise InvalidRequest(sentence, field="reasoning_max_tokens", value=text)
+        return token_ids[0]
 
     def _will_think(self, request: GenerationRequest, prompt_ids: list[int]) -> bool:
         """Before it answers. The end of the prompt says whether the chat template leaves that out."""
         if not self.is_thinking_apart or request.is_continuation:
             return False
-        end = self.tokenizer.decode(prompt_ids[-MAX_CLOSING_TOKENS:], skip_special_tokens=False)
-        return not end.rstrip().endswith(THOUGHT_END)
+        return not self._end_of(prompt_ids).endswith(THOUGHT_END)
+
+    def _end_of(self, prompt_ids: list[int]) -> str:
+        return self.tokenizer.decode(prompt_ids[-MAX_CLOSING_TOKENS:], skip_special_tokens=False).rstrip()
 
     def _check_something_is_left(self, sampling: Sampling) -> None:
         banned = {word[-1] for word in sampling.bad_words}

@@ -4,6 +4,7 @@ a JSON object with one or two grammars. Knows no tokens and compiles nothing."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from llguidance import StructTag, regex_to_lark
@@ -18,14 +19,32 @@ SOME_WHITESPACE = {"whitespace_pattern": r" |\r?\n[ \t]{0,24}"}
 NO_WHITESPACE = {"whitespace_flexible": False}
 UNENDING = 10**6  # tokens; no answer is as long
 # What the model thinks before its answer is free. The answer may begin on another line.
-THOUGHT = r"""start: thought BREAK @answer
-thought[lazy]: /(.|\n)*%s/
-BREAK: /[ \n]{0,4}/"""
+AFTER_THOUGHT = """start: thought BREAK @answer
+%s
+BREAK: /[ \\n]{0,4}/"""
 
 
-def written(form: Form, any_whitespace: bool = True, thought_end: str = "") -> str:
-    """`any_whitespace` is about JSON. With `thought_end` the form begins after that text. Raises InvalidRequest for
-    what can be seen without compiling."""
+def free_thought(end: str) -> str:
+    """The rule of a thought up to this text."""
+    return r"thought[lazy]: /(.|\n)*" + end.replace("/", r"\/") + "/"
+
+
+def bounded_thought(max_tokens: int, end: str, not_within: Iterable[int]) -> str:
+    """The rule of a thought of so many tokens at most, up to this text. `not_within` has the token of it. That it is
+    written as a text is not by chance: llguidance 1.9 cannot go back over a single token that is forced by its id."""
+    others = ",".join(map(str, sorted(set(not_within))))
+    return f"thought: <[^{others}]>{{0,{max_tokens}}} {json.dumps(end)}"
+
+
+def free_answer(thought: str, begin: tuple[str, int] | None) -> str:
+    """Of any form, after a thought. With `begin`, a text and its token, there is only one if the answer begins so."""
+    start = f"{json.dumps(begin[0])} thought rest | <[^{begin[1]}]> rest" if begin else "thought rest"
+    return json.dumps({"grammars": [{"lark_grammar": f"start: {start}\n{thought}\nrest: <[*]>*"}]})
+
+
+def written(form: Form, any_whitespace: bool = True, thought: str = "") -> str:
+    """`any_whitespace` is about JSON. With the rule of a `thought` the form begins after that. Raises InvalidRequest
+    for what can be seen without compiling."""
     options = SOME_WHITESPACE if any_whitespace else NO_WHITESPACE
     answer = {
         "json": lambda: {"json_schema": {**form.value, "x-guidance": options}},
@@ -35,10 +54,10 @@ def written(form: Form, any_whitespace: bool = True, thought_end: str = "") -> s
         "token_ids": lambda: _token_ids(form.value),
         "structural_tag": lambda: _structural_tag(form.value, options),
     }[form.kind]()
-    if not thought_end:
+    if not thought:
         return json.dumps({"grammars": [answer]}, ensure_ascii=False)
-    thought = {"lark_grammar": THOUGHT % thought_end.replace("/", r"\/")}
-    return json.dumps({"grammars": [thought, {"name": "answer", **answer}]}, ensure_ascii=False)
+    before = {"lark_grammar": AFTER_THOUGHT % thought}
+    return json.dumps({"grammars": [before, {"name": "answer", **answer}]}, ensure_ascii=False)
 
 
 def _regex(regex: str) -> Json:

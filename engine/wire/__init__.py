@@ -5,6 +5,7 @@ engine/wire/triton.py, which needs tritonclient.
 """
 
 from engine.wire.answer import (
+    THOUGHT_BEGIN,
     THOUGHT_END,
     TIMES,
     UNLIKELY,
@@ -56,6 +57,7 @@ __all__ = [
     "METRICS",
     "OWNER",
     "PROBE",
+    "THOUGHT_BEGIN",
     "THOUGHT_END",
     "PROBE_PAYLOAD",
     "QUESTIONS",

@@ -16,7 +16,7 @@ from engine.errors import RequestError, error_of
 from engine.wire.tokens import Detokenized, Tokenized
 
 UNLIKELY = -9999.0  # in JSON, which has no infinity; OpenAI writes the same
-THOUGHT_END = "</think>"  # what models that think write before their answer
+THOUGHT_BEGIN, THOUGHT_END = "<think>", "</think>"  # around what models think before they answer
 VERSION = "4.6"  # of the predecessor whose error object this is
 # Once a token, so they are kept: json.dumps would make an encoder each time, json.loads guess what bytes are.
 ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False)

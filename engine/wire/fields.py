@@ -42,6 +42,7 @@ FIELDS: dict[str, Field] = {
     "logit_bias": Field((), checks.logit_bias),
     "logprobs": Field((), checks.logprobs),
     **{name: Field((), check) for name, check in forms.FORMS.items()},
+    "reasoning_max_tokens": Field(("thinking_token_budget",), checks.int_in(1, 10**6)),
     "guided_decoding_disable_any_whitespace": Field((), checks.boolean),
     "cache_salt": Field((), checks.short_name),
     "resume_from": Field((), checks.counts),

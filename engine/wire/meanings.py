@@ -58,6 +58,10 @@ MEANINGS = {
         "OpenAI's: `type` is `text`, `json_object` (any object), `json_schema` with `json_schema.schema`, or "
         "`structural_tag`"
     ),
+    "reasoning_max_tokens": (
+        "1 to 1000000: so many tokens the model may think, then its thought is ended and it answers; needs "
+        "`REASONING_PARSER`, and a model to which `</think>` is one token"
+    ),
     "guided_decoding_disable_any_whitespace": (
         "JSON without whitespace between its parts; default: `GUIDED_DECODING_DISABLE_ANY_WHITESPACE`"
     ),

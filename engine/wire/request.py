@@ -77,6 +77,7 @@ class GenerationRequest:
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int = -1  # -1: none, 0: of the chosen token, k: and of the k likeliest
     form: Form | None = None  # that the answer must have: one of FORMS
+    reasoning_max_tokens: int | None = None  # then its thoughts end
     guided_decoding_disable_any_whitespace: bool | None = None  # in JSON; None: the server's setting
     cache_salt: str | None = None  # requests with another one share no cached blocks
     return_all_tokens: bool = False

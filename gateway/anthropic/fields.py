@@ -10,8 +10,9 @@ from gateway.openai.request import PASSED_ON
 
 Json = dict[str, Any]
 OBJECTS: Json = {"type": "array", "items": {"type": "object"}}
+ELSEWHERE = {"stop", "response_format", "reasoning_max_tokens", "thinking_token_budget"}
 # As in a chat; OpenAI's own names for what Anthropic calls otherwise do not act here.
-OF_CHAT = tuple({*PASSED_ON, "model", "stream", "max_tokens", "request_id", "timeout"} - {"stop", "response_format"})
+OF_CHAT = tuple({*PASSED_ON, "model", "stream", "max_tokens", "request_id", "timeout"} - ELSEWHERE)
 OWN: dict[str, Json] = {
     "messages": {
         **OBJECTS,

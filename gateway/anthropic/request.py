@@ -15,7 +15,10 @@ from gateway.openai.request import parse as parse_chat
 
 Json = dict[str, Any]
 # Of the chat's fields, those with another name here
-CALLED = {"stop": "stop_sequences", "response_format": "output_config", "reasoning_effort": "output_config"}
+CALLED = {
+    **{"stop": "stop_sequences", "response_format": "output_config", "reasoning_effort": "output_config"},
+    **dict.fromkeys(("reasoning_max_tokens", "thinking_token_budget"), "thinking"),
+}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 KINDS = ("enabled", "adaptive", "disabled")  # of thinking
 
@@ -130,11 +133,14 @@ def _choice(choice: Json) -> Json:
 
 def _thinking(body: Json, dialect: Dialect, chat: Json) -> Json:
     """Thoughts are told to who asks for them. Where nobody does the model has none, if its template can say that."""
-    kind = AN_OBJECT("thinking", body.get("thinking", {})).get("type", "disabled")
+    thinking = AN_OBJECT("thinking", body.get("thinking", {}))
+    kind = thinking.get("type", "disabled")
     if kind not in KINDS:
         text = "`{field}` must have a `type` of {limit}, it is {value}"
         raise InvalidRequest(text, field="thinking", value=wire.shown(kind), limit=[*KINDS])
     variables = dict(AN_OBJECT("chat_template_kwargs", body.get("chat_template_kwargs", {})))
+    if kind == "enabled" and dialect.thought != "never":
+        chat["reasoning_max_tokens"] = thinking.get("budget_tokens")
     if kind == "disabled":
         chat["include_reasoning"] = False
         if dialect.thought == "may":

@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from engine.wire import THOUGHT_END
+from engine.wire import THOUGHT_BEGIN, THOUGHT_END
 from gateway.openai.call_reader import CallReader
 from gateway.openai.dialect import CallFormat
 
-THOUGHT_BEGIN = "<think>"
 CONTENT, REASONING, CALL = "content", "reasoning_content", "call"
 WHITESPACE = " \t\r\n"
 

@@ -26,7 +26,7 @@ PASSED_ON = (
     *("temperature", "top_p", "seed", "stop", "logit_bias", "frequency_penalty", "presence_penalty"),
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "bad_words"),
     *("include_stop_str_in_output", "skip_special_tokens", "chat_template_kwargs", "cache_salt", "priority"),
-    *(*FORMS, "guided_decoding_disable_any_whitespace"),
+    *(*FORMS, "guided_decoding_disable_any_whitespace", "reasoning_max_tokens", "thinking_token_budget"),
 )
 # Of `structured_outputs`, as newer versions of vLLM's clients send it
 STRUCTURED = {name: f"guided_{name}" for name in ("json", "regex", "choice", "grammar")} | {

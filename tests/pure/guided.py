@@ -27,7 +27,7 @@ def a_tokenizer(tmp_path):
 def a_request(name, field, value, token_ids=(), **sampling):
     """One more answer for each of `forks`."""
     num_forks = sampling.pop("forks", 0)
-    options = {"any_whitespace": sampling.pop("any_whitespace", True), "thought_end": sampling.pop("thought_end", "")}
+    options = {"any_whitespace": sampling.pop("any_whitespace", True), "thought": sampling.pop("thought", "")}
     form = (field, written(FORMS[field](field, value), **options)) if field else ()
     seed = sampling.pop("seed", 0)
     given = {"max_new_tokens": 900, "temperature": 1.0, "stop_token_ids": STOP_IDS, "form": form, **sampling}

@@ -101,6 +101,8 @@ def test_thoughts_come_only_when_they_are_asked_for():
         settings = {"reasoning_parser": parser}
         assert sent(settings).get("chat_template_kwargs", {}) == kwargs
         assert sent(settings, thinking=THINKING).get("chat_template_kwargs", {}) == {}
+    assert sent({"reasoning_parser": "qwen3"}, thinking=THINKING)["reasoning_max_tokens"] == 1024
+    assert "reasoning_max_tokens" not in sent({"reasoning_parser": "none"}, thinking=THINKING)
     settings = {"reasoning_parser": "deepseek_r1"}  # its template cannot leave them out
     assert [block.text for block in ask(FakeBackend("Hm", *THINKS[1:]), settings).content] == ["Sunny."]
     assert [block.type for block in ask(FakeBackend(*THINKS), settings, thinking={"type": "adaptive"}).content] == [

@@ -9,6 +9,7 @@ import pytest
 
 from engine.core.types import Request, Sampling
 from engine.errors import InvalidRequest
+from engine.text.forms import bounded_thought, free_answer, free_thought
 from engine.text.grammar import Matcher, MatcherGrammars
 from tests.byte_tokenizer import EOS_ID
 from tests.pure.guided import PROMPT, STOP_IDS, VOCAB_SIZE, Guided, a_request, a_tokenizer
@@ -99,11 +100,34 @@ def test_structures_are_kept_in_free_text(guided, tokenizer):
 
 def test_a_form_begins_after_what_the_model_thinks(guided, tokenizer):
     over = tokenizer.encode("hm {</think>\n")
-    text = guided.run(a_request("a", "guided_json", PERSON, token_ids=over, thought_end="</think>"))
+    text = guided.run(a_request("a", "guided_json", PERSON, token_ids=over, thought=free_thought("</think>")))
     jsonschema.validate(guided.json("a"), PERSON)
-    free = guided.run(a_request("b", "guided_json", PERSON, thought_end="</think>", max_new_tokens=5))
+    free = guided.run(a_request("b", "guided_json", PERSON, thought=free_thought("</think>"), max_new_tokens=5))
     assert not free.lstrip().startswith("{")
     assert text.lstrip().startswith("{")
+
+
+@pytest.mark.parametrize("method", ["none", "ngram"])
+def test_a_thought_ends_when_its_tokens_are_spent(tokenizer, method):
+    """ "<" begins it, ">" ends it; the model would never do so."""
+    guided = Guided(tokenizer, speculate_method=method)
+    begin, end, a = tokenizer.encode("<>a")
+    thought = bounded_thought(5, ">", (end, *STOP_IDS))
+
+    def ids(name, begin, likes):
+        form = ("reasoning_max_tokens", free_answer(thought, begin))
+        options = {"temperature": 1.0, "max_new_tokens": 30, "stop_token_ids": STOP_IDS, "logit_bias": likes}
+        guided.run(Request(name, list(PROMPT), len(PROMPT), Sampling(**options, form=form)))
+        return guided.token_ids[name]
+
+    never = (end, -100.0)
+    assert ids("begun", None, ((a, 90.0), never)) == [*[a] * 5, end, *[a] * 24]
+    assert ids("begins", ("<", begin), ((begin, 90.0), never)) == [*[begin] * 6, end, *[begin] * 23]
+    assert ids("has none", ("<", begin), ((a, 90.0), never)) == [a] * 30
+    assert ids("ends early", None, ((end, 90.0),)) == [end] * 30
+    guided.run(a_request("form", "guided_regex", "[ab]{3}", thought=thought, logit_bias=((begin, 90.0), never)))
+    assert guided.token_ids["form"][:6] == [*[begin] * 5, end]
+    assert re.fullmatch(r"[ \n]{0,4}[ab]{3}", guided.text("form")[6:])
 
 
 def test_the_answer_ends_with_its_form_and_without_a_step_for_that(guided):

@@ -1,5 +1,6 @@
 """From a checked request to tokens and sampling, within the limits of model and server."""
 
+import json
 import re
 from dataclasses import replace
 
@@ -272,6 +273,37 @@ def test_every_field_reaches_the_sampler(reader):
     assert (sampling.top_p, sampling.top_k, sampling.min_p, sampling.temperature) == (0.5, 3, 0.25, 0)
     assert (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty) == (1.5, 0.5, -0.5)
     assert (sampling.logit_bias, sampling.num_logprobs) == (((4, 2.0),), 3)
+
+
+def test_how_long_a_model_may_think_is_a_form(tmp_path):
+    write_tokenizer(tmp_path)
+    fields = json.loads((tmp_path / "tokenizer.json").read_text())
+    added = fields["added_tokens"]
+    marks = {text: added[-1]["id"] + index for index, text in enumerate(("<think>", "</think>"), 1)}
+    added += [{**added[-1], "id": token_id, "content": text, "special": False} for text, token_id in marks.items()]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+    knowing = PromptReader(Tokenizer.load(tmp_path), VOCAB_SIZE, 100, 80, 50, is_thinking_apart=True)
+
+    def form_of(reader, **fields):
+        return sampling_of(reader, **{"text": "hi", "reasoning_max_tokens": 7, **fields}).form
+
+    field, form = form_of(knowing)
+    begin, end = marks.values()
+    assert (field, f"<[^{begin}]> rest" in form, f"{end}]>{{0,7}}" in form) == (field, True, True)
+    assert field == "reasoning_max_tokens"
+    assert "start: thought rest" in form_of(replace(knowing, thinks_at_once=True))[1]
+    assert "start: thought rest" in form_of(knowing, text=None, input_ids=[1, begin])[1]
+    assert form_of(knowing, text=None, input_ids=[1, begin, end]) == ()  # the template has left it out
+    assert form_of(knowing, apply_chat_template=False) == ()
+    field, form = form_of(knowing, guided_regex="a")
+    assert (field, "{0,7}" in form, "lazy" in form) == ("guided_regex", True, False)
+    unknowing = PromptReader(Tokenizer.load(tmp_path), VOCAB_SIZE, 100, 80, 50)
+    assert "REASONING_PARSER" in str(refusal(unknowing, text="hi", reasoning_max_tokens=7))
+
+
+def test_a_thought_is_bounded_only_where_its_marks_are_tokens(reader):
+    apart = replace(reader, is_thinking_apart=True)
+    assert "</think> is one token" in str(refusal(apart, text="hi", reasoning_max_tokens=7))
 
 
 def test_a_seed_is_kept_and_without_one_every_request_has_its_own(reader):
