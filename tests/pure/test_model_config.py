@@ -39,8 +39,8 @@ def test_every_tensor_of_a_family_has_its_place_and_shape(family):
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu', supported is 'silu'"),
         (
             "llama",
-            {"quantization_config": {"quant_method": "fp8"}},
-            "quantization_config.quant_method is 'fp8', supported",
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            "quantization_config.quant_method is 'bitsandbytes', supported",
         ),
         ("llama", {"quantization_config": "gptq"}, "quantization_config is 'gptq', it must be an object"),
         ("qwen2", {"is_causal": False}, "is_causal is False, supported is True"),
