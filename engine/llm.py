@@ -39,6 +39,8 @@ class Answer:
     finish_reason: str  # "stop" or "length"
     prompt_token_ids: list[int]
     logprobs: list[Logprobs]  # one for each token id, when asked for
+    prompt_logprobs: list[Logprobs]  # one for each token of the prompt but the first, when asked for
+    embedding: list[float]  # of the prompt, when asked for: not normalized
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class _Open:
             finish_reason=answer.finish_reason,
             prompt_token_ids=self.request.token_ids[: self.request.prompt_len],
             logprobs=[logprobs for logprobs in answer.logprobs if logprobs],
+            prompt_logprobs=self.request.scores,
+            embedding=list(memoryview(self.request.hidden).cast("f")),
         )
 
 

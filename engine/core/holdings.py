@@ -44,6 +44,7 @@ class Holdings:
         self._own_all(request)
         request.num_published = len(prefix)
         request.num_cached = request.num_computed = len(prefix) * pool.block_size
+        del request.scores[request.num_computed :]  # of one that comes back: they are computed again
         return True
 
     def make_room(self, request: Request) -> Copy | None:
@@ -78,6 +79,7 @@ class Holdings:
             self.pool.share(leader.block_ids)
             fork.block_ids, fork.keys = list(leader.block_ids), list(leader.keys)
             fork.num_computed, fork.num_published = leader.num_computed, leader.num_published
+            fork.num_cached = leader.num_cached
             fork.room = leader.room = leader.num_computed
             fork.has_shared_tail = leader.has_shared_tail = is_partial
 
@@ -120,11 +122,10 @@ class Holdings:
         return self.most_blocks(request) - len(request.block_ids) + request.has_shared_tail
 
     def _prefix(self, request: Request) -> Sequence[bytes]:
-        """Keys of the cached blocks that it begins with. Its last token is always left out: it must be computed for its
-        logits."""
+        """Keys of the cached blocks that it begins with."""
         if not self.pool.caching:
             return ()
-        keys = self._keys(request, (len(request.token_ids) - 1) // self.pool.block_size)
+        keys = self._keys(request, request.most_cached // self.pool.block_size)
         return keys[: self.pool.find(keys)]
 
     def _keys(self, request: Request, count: int) -> Sequence[bytes]:

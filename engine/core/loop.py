@@ -47,6 +47,7 @@ class Loop:
             config.block_ratio,
             config.max_cached_task_num,
             config.max_waiting_tokens,
+            executor.most_read,
         )
         self.scheduler = Scheduler(pool, limits, _drafter(config))
         self._grammars = grammars

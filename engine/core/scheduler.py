@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from engine.core import reading
 from engine.core.block_pool import BlockPool, OutOfBlocks
 from engine.core.drafting import Drafter
 from engine.core.grammar import Choice
@@ -19,6 +20,7 @@ from engine.core.types import (
     Copy,
     Grammar,
     Logprobs,
+    OfPrompt,
     Request,
     Row,
     State,
@@ -41,6 +43,7 @@ class Limits:
     block_ratio: float = 0.75  # share of the blocks that prompts may fill at admission; >= 1 reserves the worst case
     max_waiting: int = 128  # beyond what can start at once
     max_waiting_tokens: int = 1 << 20  # of the prompts of all that wait; one alone may have more
+    most_read: int = 1 << 10  # tokens in the readings of a step, see Executor
 
 
 @dataclass
@@ -63,8 +66,10 @@ class Update(NamedTuple):
     logprobs: Sequence[Logprobs] | None
     finish_reason: str | None
     error: RequestError | None = None  # of one that FAILED
+    of_prompt: OfPrompt | None = None  # with the first one
 
 
+Gained = tuple[Sequence[int], Sequence[Logprobs] | None]  # tokens, and of each its logprobs
 Launched = tuple[Request, Row, Sequence[Request]]  # whose row it is, and the forks that choose a token with it
 
 
@@ -98,6 +103,7 @@ class Scheduler:
         self._launched: deque[list[Launched]] = deque()  # steps that were not applied yet
         self._arrivals: list[Arrival] = []  # for the next batch, as are the copies
         self._copies: list[Copy] = []
+        self._num_readable = limits.most_read  # tokens that the readings of the next batch may still have
 
     @property
     def is_idle(self) -> bool:
@@ -112,6 +118,8 @@ class Scheduler:
         """Raises InvalidRequest for what could never run and Overloaded when too many wait; a replay was admitted once
         and is never refused for the latter."""
         assert request.token_ids and not request.block_ids
+        if not self.limits.most_read:
+            reading.refuse(request)
         apart = []  # forks that cannot run beside it: they wait like requests, and find its prompt in the cache
         while request.forks and not self._could_run(request):
             apart.append(request.forks.pop())
@@ -173,6 +181,7 @@ class Scheduler:
         """None when there is nothing to compute."""
         assert not self._launched or self.may_run_ahead(), "the step before has not been applied"
         launched: list[Launched] = []
+        self._num_readable = self.limits.most_read
         in_prompt = self._schedule_decodes(launched)
         budget = self.limits.max_batched_tokens - sum(len(row.token_ids) for _, row, _ in launched)
         for request in in_prompt:
@@ -185,7 +194,8 @@ class Scheduler:
             return None
         self._launched.append(launched)
         has_mask = any(request.grammar and row.num_sampled for request, row, _ in launched)
-        batch = Batch([row for _, row, _ in launched], self._arrivals, self._copies, has_mask)
+        is_read = self._num_readable < self.limits.most_read
+        batch = Batch([row for _, row, _ in launched], self._arrivals, self._copies, has_mask, is_read)
         self._arrivals, self._copies = [], []
         return batch
 
@@ -203,15 +213,20 @@ class Scheduler:
         launched = self._launched.popleft()
         self._holdings.settle()
         updates: list[Update] = []
-        sampled = zip(output.token_ids, output.logprobs, strict=True)
+        sampled, readings = zip(output.token_ids, output.logprobs, strict=True), iter(output.readings)
         block_size = self.pool.block_size
         for request, row, forks in launched:
             token_ids, logprobs = next(sampled) if row.num_sampled else ((), None)
             of_forks = [next(sampled) for _ in forks] if forks else ()
+            told = next(readings) if row.reading else None
             if request.slot < 0:  # dropped meanwhile
                 continue
             request.num_computed -= row.num_sampled - len(token_ids)  # drafts that were wrong
-            update = self._append(request, token_ids, logprobs) if token_ids else None
+            update: Update | None
+            if token_ids and told is None:
+                update = self._append(request, token_ids, logprobs)
+            else:
+                update = self._read(request, row, told, (token_ids, logprobs))
             if request.num_computed >= (request.num_published + 1) * block_size:
                 self._holdings.publish(request)
             if row.num_sampled > 1:
@@ -244,7 +259,8 @@ class Scheduler:
         spare = self.limits.max_batched_tokens - len(self.running)  # for drafts
         for request in list(self.running.values()):
             start, token_ids = request.num_computed, request.token_ids[-1:]
-            if len(request.token_ids) - start > 1 or request.forks:
+            num_left = len(request.token_ids) - start
+            if num_left > 1 or request.forks or (num_left and not request.is_told):
                 in_prompt.append(request)
                 continue
             if start == len(request.token_ids):  # the token before is still being chosen
@@ -258,20 +274,28 @@ class Scheduler:
                 spare -= len(token_ids) - 1
             request.num_computed = start + len(token_ids)
             new = self._new_blocks(request) if len(request.block_ids) > request.num_placed else ()
-            row = make(Row, (request.slot, start, token_ids, new, len(token_ids), ()))
+            row = make(Row, (request.slot, start, token_ids, new, len(token_ids), (), None))
             launched.append((request, row, ()))
         return in_prompt
 
     def _launch_prompt(self, launched: list[Launched], request: Request, budget: int) -> int:
         """A chunk of its prompt; the last one gives the first token, its own and those of its forks. Returns its
-        size."""
+        size, 0 where the readings of others leave it nothing."""
         start = request.num_computed
+        if request.is_read and not request.is_told:
+            budget = min(budget, self._num_readable)
+            if not budget:
+                return 0
         token_ids = request.token_ids[start : start + budget]
         request.num_computed = start + len(token_ids)
         is_last = request.num_computed == len(request.token_ids)
         forks = tuple(request.forks) if is_last else ()
         slots = [fork.slot for fork in forks]
-        row = Row(request.slot, start, token_ids, self._new_blocks(request), int(is_last), slots)
+        num_sampled = int(is_last and request.sampling.max_new_tokens > 0)
+        asked = None if request.is_told else reading.of_chunk(request, start, is_last)
+        if asked:
+            self._num_readable -= len(asked.scored) + asked.num_pooled
+        row = Row(request.slot, start, token_ids, self._new_blocks(request), num_sampled, slots, asked)
         launched.append((request, row, forks))
         return len(token_ids)
 
@@ -351,7 +375,7 @@ class Scheduler:
         self._holdings.share(leader)
         for fork in leader.forks:
             del self._leader_of[fork.request_id]
-            fork.state = RUNNING
+            fork.state, fork.scores = RUNNING, leader.scores
             self.running[fork.request_id] = fork
         leader.forks = []
 
@@ -359,11 +383,19 @@ class Scheduler:
         update = self._enter(request, token_ids, logprobs)
         return update if request.grammar is None else self._guided(request, request.grammar, update)
 
+    def _read(self, request: Request, row: Row, told: OfPrompt | None, gained: Gained) -> Update | None:
+        """What a chunk of a prompt brings, but for forks."""
+        if told and not reading.keep(request, row, told):
+            return Update(request, (), None, FAILED)
+        if gained[0]:
+            return self._append(request, *gained)
+        return Update(request, (), None, "length") if reading.ends_with(request, row) else None
+
     def _enter(self, request: Request, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None) -> Update:
         if token_ids[0] == NO_TOKEN:
             return Update(request, (), None, FAILED)
         if len(token_ids) == 1:
-            return make(Update, (request, token_ids, logprobs, request.append(token_ids[0]), None))
+            return make(Update, (request, token_ids, logprobs, request.append(token_ids[0]), None, None))
         for count, token_id in enumerate(token_ids, 1):
             if finish_reason := request.append(token_id):
                 if count < len(token_ids):  # what follows was drafted well, but is beyond the end
@@ -373,7 +405,7 @@ class Scheduler:
 
     def _guided(self, request: Request, grammar: Grammar, update: Update) -> Update:
         """Its grammar follows. Where nothing may come any more the answer ends, without a step for the stop id."""
-        _, token_ids, logprobs, finish_reason, _ = update
+        _, token_ids, logprobs, finish_reason, *_ = update
         if finish_reason is None:
             grammar.advance(token_ids)
         if grammar.error:
@@ -387,6 +419,8 @@ class Scheduler:
     def _tell(self, request: Request, update: Update | None, updates: list[Update]) -> None:
         if request.state is RUNNING:
             if update is not None:
+                if not request.is_told:
+                    update = update._replace(of_prompt=reading.whole(request))
                 updates.append(update)
                 if update.finish_reason:
                     self._leave(request)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from engine.errors import RequestError
 
 NO_TOKEN = -1  # the model's logits are no numbers, or bans and masks left nothing
+MEAN = "mean"  # of Sampling.pooling
 PENDING = -2  # in a row: the token that the step before chooses for its slot, which is not known yet
 
 
@@ -18,7 +19,7 @@ PENDING = -2  # in a row: the token that the step before chooses for its slot, w
 class Sampling:
     """How the tokens of one answer are chosen (docs/ops.md, section Sampling) and when it ends."""
 
-    max_new_tokens: int
+    max_new_tokens: int  # 0: the prompt is only read
     min_new_tokens: int = 0  # stop ids cannot be chosen before
     temperature: float = 1.0  # 0: the likeliest token
     top_p: float = 1.0
@@ -32,6 +33,9 @@ class Sampling:
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not appear
     logit_bias: tuple[tuple[int, float], ...] = ()
     num_logprobs: int = -1  # -1: none, 0: the chosen token's, k: and the k likeliest
+    # What is asked of the prompt itself
+    num_prompt_logprobs: int = -1  # of its tokens but the first, as above
+    pooling: str = ""  # its hidden states behind the last layer: `last`, or the `mean` of all; empty: not wanted
     form: tuple[str, ...] = ()  # that the answer must have: the field that says so, and engine.text.forms' word for it
 
     @property
@@ -39,6 +43,14 @@ class Sampling:
         """Whether the next token depends on those before by more than their number and the logits."""
         has_penalty = self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
         return has_penalty or bool(self.form) or any(len(word) > 1 for word in self.bad_words)
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Of one token: log-probability by the model's own logits, and the likeliest ids in its place with theirs."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 class Grammar(Protocol):
@@ -96,6 +108,9 @@ class Request:
     room: int = 0  # positions below may be written
     num_cached: int = 0  # tokens that the prefix cache held at the last admission
     num_passed: int = 0  # requests that went before it although they came later
+    is_told: bool = False  # its first update has come, with all that its prompt had to tell
+    scores: list[Logprobs] = field(default_factory=list)  # of the prompt, from its second token on, when asked for
+    hidden: bytes = b""  # see OfPrompt
     num_preemptions: int = 0
 
     @cached_property
@@ -110,7 +125,20 @@ class Request:
     @property
     def max_len(self) -> int:
         """Positions this request may come to hold. The last token is never fed back, so it needs none."""
-        return self.prompt_len + self.sampling.max_new_tokens - 1
+        return self.prompt_len + max(self.sampling.max_new_tokens - 1, 0)
+
+    @property
+    def most_cached(self) -> int:
+        """Leading tokens that the prefix cache may give it: of those it has no logits and no hidden states. The last
+        one must always be computed."""
+        if self.is_told or not self.is_read:
+            return len(self.token_ids) - 1
+        return len(self.scores)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether each token of its prompt has something to tell."""
+        return self.sampling.num_prompt_logprobs >= 0 or self.sampling.pooling == MEAN
 
     def append(self, token_id: int) -> str | None:
         """The finish reason: 'stop' after a stop id, 'length' at the limit, None while it runs."""
@@ -130,6 +158,15 @@ class Arrival(NamedTuple):
     sampling: Sampling
 
 
+class Reading(NamedTuple):
+    """What a row of a prompt tells beside the token that follows. All is of leading or of last tokens of the row."""
+
+    scored: Sequence[int] = ()  # the tokens that follow the first ones: how likely each was
+    num_logprobs: int = 0  # of the likeliest in the place of each of these
+    num_pooled: int = 0  # of the last ones: their hidden states are added up, for the slot
+    is_told: bool = False  # the mean of all that were
+
+
 class Row(NamedTuple):
     """The tokens of one slot that a step computes, from position `start` on."""
 
@@ -139,6 +176,7 @@ class Row(NamedTuple):
     new_block_ids: Sequence[int] = ()  # that the slot's block table gains
     num_sampled: int = 1  # of the last ones, each gives a token: 0 inside a prompt, 1 + k when the last k are drafts
     forks: Sequence[int] = ()  # slots that also choose a token after the last one
+    reading: Reading | None = None
 
 
 class Copy(NamedTuple):
@@ -158,18 +196,19 @@ class Batch(NamedTuple):
     arrivals: Sequence[Arrival] = ()
     copies: Sequence[Copy] = ()
     has_mask: bool = False  # `Step.mask` will be called before a token can be chosen
+    is_read: bool = False  # some row has a `reading`
 
     @property
     def num_tokens(self) -> int:
         return sum(len(row.token_ids) for row in self.rows)
 
 
-@dataclass(frozen=True)
-class Logprobs:
-    """Of one chosen token: log-probability by the model's own logits, and the likeliest ids with theirs."""
+class OfPrompt(NamedTuple):
+    """What is known of a prompt, or of a part of it, when it is computed."""
 
-    chosen: float
-    top: tuple[tuple[int, float], ...] = ()
+    scores: Sequence[Logprobs] = ()  # of each token but the first, when asked for
+    hidden: bytes = b""  # f32 [H], when asked for
+    num_cached: int = 0  # its tokens that the prefix cache had
 
 
 class StepOutput(NamedTuple):
@@ -177,6 +216,7 @@ class StepOutput(NamedTuple):
 
     token_ids: Sequence[Sequence[int]]  # one, with drafts up to 1 + k; [NO_TOKEN] where none could be chosen
     logprobs: Sequence[Sequence[Logprobs] | None]  # of each token; None: not asked for
+    readings: Sequence[OfPrompt] = ()  # of every row that has a reading
 
 
 class Step(Protocol):
@@ -202,6 +242,7 @@ class Executor(Protocol):
     block_size: int  # tokens of a block, decided at export
     block_bytes: int  # of a block of the KV cache in all layers
     runs_ahead: bool  # a step may be launched while the one before runs, with PENDING tokens
+    most_read: int  # tokens in the readings of a step: the logits of each are in memory at once; 0: it has none
 
     def free_bytes(self) -> int:
         """Memory for the KV cache, beside what the steps so far have needed; of the rank that has least."""

@@ -14,13 +14,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from itertools import starmap
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
 import msgpack
 
-from engine.core.types import Arrival, Batch, Copy, Executor, Row, Sampling, Step
+from engine.core.types import Arrival, Batch, Copy, Executor, Reading, Row, Sampling, Step
 from engine.errors import SetupError
 from engine.ops.cpu import group
 from engine.ops.cpu.group import Membership
@@ -43,7 +44,7 @@ class RanksExecutor:
 
     def __init__(self, first: Executor, others: Sequence[Connection]):
         self.block_size, self.block_bytes = first.block_size, first.block_bytes
-        self.runs_ahead = first.runs_ahead
+        self.runs_ahead, self.most_read = first.runs_ahead, first.most_read
         self._first = first
         self._others = others
 
@@ -139,10 +140,11 @@ def unpack(message: bytes) -> list[Any]:
 
 
 def unpack_batch(fields: Sequence[Any]) -> Batch:
-    rows, arrivals, copies, has_mask = fields
+    rows, arrivals, copies, has_mask, is_read = fields
     return Batch(
-        [Row(*row) for row in rows],
+        [row._replace(reading=row.reading and Reading(*row.reading)) for row in starmap(Row, rows)],
         [Arrival(slot, ids, prompt_len, Sampling(*sampling)) for slot, ids, prompt_len, sampling in arrivals],
         [Copy(*copy) for copy in copies],
         has_mask,
+        is_read,
     )

@@ -10,11 +10,13 @@ import numpy as np
 from engine import graph
 from engine.core.types import Batch, Copy, StepOutput
 from engine.dtypes import held_as
+from engine.executors.readings import most_read
 from engine.executors.slots import Slots
 from engine.executors.step import StepWhenAsked
 from engine.exporting.manifest import Manifest
 from engine.graph.run import run_graph
 from engine.models.kv_cache import BLOCK
+from engine.models.layers import HIDDEN, LOGITS
 from engine.ops import reference
 
 NUM_SLOTS = 64
@@ -33,6 +35,7 @@ class ReferenceExecutor:
         self._specs = model.graph().caches
         self.block_size = model.block_size
         self.block_bytes = sum(spec.block_bytes for spec in self._specs)
+        self.most_read = most_read(model.vocab_size)
         self._slots = Slots(NUM_SLOTS, MAX_BLOCKS, self.block_size, model.vocab_size)
         self._caches: dict[str, np.ndarray] = {}
 
@@ -53,7 +56,11 @@ class ReferenceExecutor:
         for copy in batch.copies:
             self._copy(copy)
         outputs = run_graph(self._graph, self._params, self._slots.graph_inputs(batch) | self._caches, self._ops)
-        return self._slots.sample(batch, outputs["logits"], mask, self._ops.sample)
+        logits, hidden = outputs[LOGITS], outputs[HIDDEN]
+        output = self._slots.sample(batch, logits, mask, self._ops.sample)
+        if not batch.is_read:
+            return output
+        return output._replace(readings=self._slots.readings.read(batch, logits, hidden, self._ops.sample))
 
     def _copy(self, copy: Copy) -> None:
         for spec in self._specs:

@@ -11,6 +11,7 @@ import numpy as np
 
 from engine.core.types import Arrival, Batch, Logprobs, StepOutput
 from engine.executors.adjustments import NONE, Bias, Seen, joined
+from engine.executors.readings import Readings, rows_read
 from engine.ops.sampling_rows import SampledRows, SamplingRows
 
 PER_SLOT = (
@@ -56,6 +57,7 @@ class Slots:
         self._rows = SamplingRows.greedy(num_slots)  # its `counter` is the number of tokens that the answer has
         self._seen = Seen(num_slots, min(max_blocks * block_size, vocab_size + 1))  # NO_TOKEN is one more
         self._biases: dict[int, Bias] = {}  # of slots that have one
+        self.readings = Readings()
 
     def place(self, batch: Batch) -> None:
         """Takes in who has arrived and which blocks were given out. The first thing of a step."""
@@ -71,29 +73,32 @@ class Slots:
 
     def graph_inputs(self, batch: Batch) -> dict[str, np.ndarray]:
         """The inputs of docs/ops.md but for the caches: i32, by name."""
-        slots, starts, token_ids, _, num_sampled, _ = zip(*batch.rows, strict=True)
+        slots, starts, token_ids, _, num_sampled, *_ = zip(*batch.rows, strict=True)
         lengths = np.array([len(ids) for ids in token_ids], np.int32)
         query_starts = np.zeros(len(slots) + 1, np.int32)
         np.cumsum(lengths, out=query_starts[1:])
         context_lens = np.array(starts, np.int32)
         counts = np.array(num_sampled, np.int32)
         width = int((context_lens + lengths - 1).max()) // self._block_size + 1
+        logit_rows = _runs(query_starts[1:] - counts, counts)
+        if batch.is_read:
+            logit_rows = np.concatenate([logit_rows, rows_read(batch, query_starts)])
         return {
             "token_ids": np.fromiter(chain.from_iterable(token_ids), np.int32, query_starts[-1]),
             "positions": _runs(context_lens, lengths),
             "query_starts": query_starts,
             "context_lens": context_lens,
             "block_tables": self._block_tables[np.array(slots), :width],
-            "logit_rows": _runs(query_starts[1:] - counts, counts),
+            "logit_rows": logit_rows,
         }
 
     def sample(self, batch: Batch, logits: np.ndarray, mask: np.ndarray | None, sample: Sample) -> StepOutput:
-        """Chooses the tokens of a step by its logits [number of rows wanted, V], and remembers them."""
+        """Chooses the tokens of a step by its logits [number of rows wanted, V], which may have more behind them, and
+        remembers them."""
         choices = Choices.of(batch)
         if not choices.slots:
             return StepOutput([], [])
-        if choices.logit_rows is not None:
-            logits = logits[choices.logit_rows]
+        logits = logits[: len(choices.slots)] if choices.logit_rows is None else logits[choices.logit_rows]
         rows = self.sampling_rows(choices, mask)
         self.expect(choices)
         return self.accept(batch, rows, sample(logits, rows))
@@ -156,6 +161,7 @@ class Slots:
         rows.seed[slot], rows.counter[slot] = sampling.seed, len(token_ids) - prompt_len
         rows.num_logprobs[slot] = sampling.num_logprobs
         self._biases.pop(slot, None)
+        self.readings.begin(slot)
         if sampling.repetition_penalty != 1 or sampling.frequency_penalty or sampling.presence_penalty:
             prompt = token_ids[:prompt_len] if sampling.repetition_penalty != 1 else ()  # that one reads it, too
             self._seen.begin(slot, prompt, token_ids[prompt_len:])

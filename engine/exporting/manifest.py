@@ -15,7 +15,7 @@ from engine.models.formats import QUANTIZED
 from engine.models.keys import ModelError, read_json
 from engine.models.kv_cache import CacheSpec
 
-GRAPH_VERSION = 4  # raised whenever the same checkpoint exports to another graph or manifest
+GRAPH_VERSION = 5  # raised whenever the same checkpoint exports to another graph or manifest
 CONFIG, MANIFEST = "config.json", "manifest.json"
 DECODER = "decoder"  # the graph that makes tokens
 VERSION_KEY = "infer_model_graph_version"  # in config.json, of every version

@@ -26,12 +26,14 @@ def run_graph(
     arrays = {value.id: params[name] for name, value in graph.parameters.items()}
     arrays |= {value.id: inputs[name] for name, value in graph.inputs.items()}
     last_use = {value.id: node for node in graph.nodes for value in node.inputs if value is not None}
+    for output in graph.outputs.values():
+        last_use.pop(output.id, None)
     for node in graph.nodes:
         given = [None if value is None else arrays[value.id] for value in node.inputs]
         results = getattr(ops, node.op)(*given, **node.attributes)
         results = results if isinstance(results, tuple) else (results,)
         arrays |= {value.id: array for value, array in zip(node.outputs, results, strict=True)}
         for value in node.inputs:
-            if value is not None and last_use[value.id] is node:
+            if value is not None and last_use.get(value.id) is node:
                 arrays.pop(value.id, None)
     return {name: arrays[value.id] for name, value in graph.outputs.items()}

@@ -181,7 +181,7 @@ class EngineClient:
             elif fields[0] == self._epoch:
                 if kind == messages.TOKENS:
                     for update in fields[1]:
-                        self._tokens(*update)
+                        self._tokens(update)
                 elif kind == messages.REFUSED:
                     request_id, error_kind, text, cause = fields[1:]
                     self._refused(request_id, error_of(error_kind, text, **cause))
@@ -230,11 +230,14 @@ class EngineClient:
         if not entry.answers:
             self._crash_search.survived(entry.name)
 
-    def _tokens(self, request_id: str, token_ids: Sequence[int], logprobs: Any, finish_reason: str | None) -> None:
+    def _tokens(self, update: Sequence[Any]) -> None:
+        request_id, token_ids, logprobs, finish_reason, told = update
         found = self._journal.enter(request_id, token_ids, is_end=finish_reason is not None)
         if found is None:
             return  # cancelled, the engine does not know yet
         entry, submission = found
+        if told:
+            submission.listener.of_prompt(messages.unpack_of_prompt(told))
         submission.listener.tokens(token_ids, messages.unpack_logprobs(logprobs), finish_reason)
         self._crash_search.survived(entry.name)
 

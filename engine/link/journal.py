@@ -8,16 +8,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.core.types import Logprobs, Sampling
+from engine.core.types import Logprobs, OfPrompt, Sampling
 from engine.errors import RequestError
 
 
 class Listener(Protocol):
     """Told what happens to one answer. Exactly one of `ended` and `tokens` with a finish_reason comes last."""
 
+    def of_prompt(self, told: OfPrompt) -> None:
+        """Before the first tokens of an engine process."""
+        ...
+
     def tokens(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None, finish_reason: str | None) -> None:
-        """One or several that came together, `finish_reason` of the last; `logprobs` has one for each, when asked
-        for."""
+        """Those that came together, `finish_reason` of the last; `logprobs` has one for each, when asked for. None
+        where none was asked for."""
         ...
 
     def ended(self, error: RequestError) -> None: ...

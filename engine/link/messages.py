@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from engine.core.types import Logprobs, Request, Sampling
+from engine.core.types import Logprobs, OfPrompt, Request, Sampling
 from engine.errors import RequestError, error_of
 from engine.settings.config import Config
-from engine.wire.checks import MAX_LOGPROBS, MAX_N
+from engine.wire.checks import MAX_LOGPROBS, MAX_N, POOLINGS
 
 PING = "ping"  # client -> engine: []                                       expects a pong; also "I am alive"
 # client -> engine: [epoch, prompt ids, [[request_id, sampling, answer so far], ...], replay, salt, [owner, priority]]
@@ -26,7 +26,8 @@ SUBMIT = "submit"
 CANCEL = "cancel"  # client -> engine: [epoch, request_id, whether its answer is complete]
 EXPIRE = "expire"  # client -> engine: [epoch, request_id, error kind, text, cause]  refused with this if it still waits
 PONG = "pong"  # engine -> client: [epoch, stats]; while it starts the stats are {STARTING: why}
-TOKENS = "tokens"  # engine -> client: [epoch, [[request_id, token_ids, logprobs of each, finish_reason], ...]]
+# engine -> client: [epoch, [[request_id, token_ids, logprobs of each, finish_reason, what its prompt has told], ...]]
+TOKENS = "tokens"
 STARTING = "starting"
 REFUSED = "refused"  # engine -> client: [epoch, request_id, error kind, text, cause]
 
@@ -37,11 +38,12 @@ SAMPLING_BYTES = 4 << 20
 MAX_REQUEST_ID_LEN = 64
 MAX_INT = 2**31 - 1
 RANGES = {
-    "max_new_tokens": (1, MAX_INT),
+    "max_new_tokens": (0, MAX_INT),
     "min_new_tokens": (0, MAX_INT),
     "top_k": (0, MAX_INT),
     "seed": (0, 2**64 - 1),
     "num_logprobs": (-1, MAX_LOGPROBS),
+    "num_prompt_logprobs": (-1, MAX_LOGPROBS),
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
@@ -124,6 +126,7 @@ def unpack_sampling(fields: Any, bounds: Bounds) -> Sampling:
         kinds = (int,) if isinstance(low, int) else (int, float)
         _check(type(value) in kinds and low <= value <= high, name)
     _check(_are_ids(sampling.stop_token_ids, bounds), "stop_token_ids")
+    _check(sampling.pooling in ("", *POOLINGS), "pooling")
     form = sampling.form
     _check(form == () or (isinstance(form, tuple) and tuple(map(type, form)) == (str, str)), "form")
     words, biases = sampling.bad_words, sampling.logit_bias
@@ -132,6 +135,15 @@ def unpack_sampling(fields: Any, bounds: Bounds) -> Sampling:
     _check(pairs and _are_ids(tuple(token_id for token_id, _ in biases), bounds), "logit_bias")
     _check(all(type(bias) in (int, float) and abs(bias) <= 100 for _, bias in biases), "logit_bias")
     return sampling
+
+
+def pack_of_prompt(told: OfPrompt | None) -> tuple[Any, ...] | None:
+    return None if told is None else (pack_logprobs(told.scores), told.hidden, told.num_cached)
+
+
+def unpack_of_prompt(fields: tuple[Any, ...]) -> OfPrompt:
+    scores, hidden, num_cached = fields
+    return OfPrompt(unpack_logprobs(scores) or (), hidden, num_cached)
 
 
 def pack_logprobs(logprobs: Sequence[Logprobs] | None) -> list[tuple[Any, ...]] | None:
@@ -148,7 +160,9 @@ def _unpack_answer(fields: Any, prompt_ids: Sequence[int], bounds: Bounds) -> Re
     _check(_is_request_id(request_id), "id")
     _check(_are_ids(token_ids, bounds), "tokens")
     request = Request(request_id, [*prompt_ids, *token_ids], len(prompt_ids), unpack_sampling(sampling, bounds))
-    _check(request.num_new_tokens < request.sampling.max_new_tokens, "tokens: the answer has ended")
+    request.is_told = request.num_new_tokens > 0
+    has_ended = request.num_new_tokens >= max(request.sampling.max_new_tokens, 1)
+    _check(not has_ended, "tokens: the answer has ended")
     _check(request.max_len <= bounds.max_len, "length")
     return request
 

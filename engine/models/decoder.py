@@ -13,7 +13,20 @@ from engine.models.config import DecoderConfig
 from engine.models.formats import head_format
 from engine.models.keys import ModelError
 from engine.models.kv_cache import ATTENTION_AXES, CacheSpec
-from engine.models.layers import LOGIT_ROWS, WHERE, Embedding, Head, Linear, Norm, Place, Rotary, Run, Tensor
+from engine.models.layers import (
+    HIDDEN,
+    LOGIT_ROWS,
+    LOGITS,
+    WHERE,
+    Embedding,
+    Head,
+    Linear,
+    Norm,
+    Place,
+    Rotary,
+    Run,
+    Tensor,
+)
 from engine.models.weights import Shard
 
 
@@ -99,7 +112,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True)
 class Decoder:
-    """From the tokens of a step to the logits of the rows that are wanted."""
+    """From the tokens of a step to the logits of the rows that are wanted, and what these are made of."""
 
     rotary: Rotary
     embedding: Embedding
@@ -107,7 +120,7 @@ class Decoder:
     norm: Norm
     head: Head
 
-    outputs = ("logits",)  # in the order in which a call gives them
+    outputs = (LOGITS, HIDDEN)  # in the order in which a call gives them
 
     @classmethod
     def of(cls, config: DecoderConfig, shard: Shard, layer: Callable[[Place], DecoderLayer]) -> Decoder:
@@ -135,7 +148,7 @@ class Decoder:
             x, residual = layer.mlp_norm(run, layer.attention.o_proj(run, x), residual)
             x = layer.mlp(run, x)
         x, _ = self.norm(run, x, residual)
-        return (self.head(run, x),)
+        return self.head(run, x), x
 
 
 def _check_ranks(config: DecoderConfig, num_ranks: int) -> None:

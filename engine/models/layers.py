@@ -17,6 +17,7 @@ from engine.models.weights import Constant, Part, Shard, Share, Weight
 Tensor = Any  # of whoever's ops run
 TOKEN_IDS, POSITIONS, LOGIT_ROWS = "token_ids", "positions", "logit_rows"
 WHERE = ("query_starts", "context_lens", "block_tables")  # which rows read and write which blocks
+LOGITS, HIDDEN = "logits", "hidden"  # outputs
 STEP_INPUTS = (TOKEN_IDS, POSITIONS, *WHERE, LOGIT_ROWS)
 
 

@@ -232,8 +232,11 @@ def sample(logits: np.ndarray, rows: SamplingRows) -> SampledRows:
 
 def sample_row(logits: np.ndarray, rows: SamplingRows, row: int, results: SampledRows) -> None:
     """Fill `results` for one row of logits [V]: the steps of "Sampling" in their order."""
-    adjusted = adjusted_logits(logits, rows, row)
-    results.token_ids[row] = token = pick(adjusted, rows, row)
+    if rows.given is None:
+        token = pick(adjusted_logits(logits, rows, row), rows, row)
+    else:
+        token = int(rows.given[row])
+    results.token_ids[row] = token
     count = rows.num_logprobs[row]
     if count >= 0:
         wide = logits.astype(np.float64)

@@ -31,6 +31,7 @@ class SamplingRows:
     bias_ids: np.ndarray  # i32
     bias: np.ndarray  # f32; added to the logit, -inf bans
     mask: np.ndarray | None = None  # u32 [S, ceil(V / 32)]; bit i of word w = token 32 w + i is allowed
+    given: np.ndarray | None = None  # i32 [S]; these tokens instead of any that are chosen
 
     @classmethod
     def greedy(cls, num_rows: int) -> SamplingRows:
@@ -74,7 +75,7 @@ class SamplingRows:
         elif name in ("seen_ids", "seen_counts", "bias_ids"):
             shape, dtype = (None,), np.int32
         else:
-            is_whole = name in ("top_k", "num_logprobs", "seen_starts", "seen_ends")
+            is_whole = name in ("top_k", "num_logprobs", "seen_starts", "seen_ends", "given")
             shape, dtype = (num_rows,), np.int32 if is_whole else np.float32
         return shape, np.dtype(dtype)
 

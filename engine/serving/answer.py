@@ -17,6 +17,7 @@ class OpenAnswer:
         self.token_ids: list[int] = []  # without the stop id; at the end, those of the text
         self.logprobs: list[Logprobs | None] = []  # of each of them
         self.num_generated = 0  # with the stop id
+        self.stop_token: tuple[int, Logprobs | None] | None = None  # that one
         self.text = ""  # as far as it is certain
         self.ends: list[int] = []  # of each token whose text is certain: the characters of the text up to there
         self.finish_reason: str | None = None
@@ -36,7 +37,7 @@ class OpenAnswer:
         """What the engine has made: `finish_reason` is of the last token, which with "stop" is the stop id."""
         self.num_generated += len(tokens)
         if finish_reason == "stop":
-            tokens = tokens[:-1]  # the stop id is not part of the answer
+            *tokens, self.stop_token = tokens  # it is not part of the answer
         self.token_ids += [token_id for token_id, _ in tokens]
         self.logprobs += [logprobs for _, logprobs in tokens]
         self._show(self._stream.push(token_id for token_id, _ in tokens))
@@ -44,6 +45,7 @@ class OpenAnswer:
             self._show(self._stream.finish())
         self.finish_reason = finish_reason if self.stop_string is None else "stop"
         if self.stop_string is not None:
+            self.stop_token = None
             del self.token_ids[self.num_visible :], self.logprobs[self.num_visible :]
             self.num_generated = self.num_visible
 

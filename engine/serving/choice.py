@@ -3,12 +3,13 @@ before. No threads, no sockets: its reply has both."""
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from engine import wire
-from engine.core.types import Logprobs
+from engine.core.types import Logprobs, OfPrompt
 from engine.serving.answer import OpenAnswer
 from engine.serving.prompt import Prompt
 from engine.text.tokenizer import Tokenizer
@@ -29,7 +30,8 @@ class Choice:
         self.gathered: list[tuple[int, Logprobs | None]] = []
         self.finish_reason: str | None = None
         self._request = request
-        self._num_prompt_tokens = len(prompt.token_ids)
+        self.of_prompt: OfPrompt | None = None  # what the engine has said of it
+        self._prompt_ids = prompt.token_ids
         self._tokenizer = tokenizer
 
     @property
@@ -51,7 +53,7 @@ class Choice:
 
     def begin_with(self, token_ids: Sequence[int]) -> None:
         """What is known of an answer that was begun elsewhere."""
-        is_all = len(token_ids) == self.sampling.max_new_tokens
+        is_all = 0 < len(token_ids) == self.sampling.max_new_tokens
         self.answer.push([(token_id, None) for token_id in token_ids], "length" if is_all else None)
 
     def news(self, seconds: float, times: dict[str, str] | None, is_end: bool) -> wire.Delta:
@@ -68,12 +70,13 @@ class Choice:
             "token": answer.text[answer.text_len(self.num_sent) : text_end],
             "token_ids": answer.token_ids[unsent],
             "send_idx": self.num_sent,
-            "usage": wire.Usage(self._num_prompt_tokens, num_tokens),
+            "usage": wire.Usage(len(self._prompt_ids), num_tokens, self.of_prompt and self.of_prompt.num_cached),
             "infer_seed": self.sampling.seed,
             "inference_time_cost": seconds,
             "return_all_tokens": self._request.return_all_tokens,
             "logprobs": self._logprobs(unsent) if self.sampling.num_logprobs >= 0 else None,
             "times": times,
+            "of_prompt": None if self.num_sent else self._told_of_prompt(),
         }
         if answer.finish_reason is None:
             return wire.Delta(**gained)
@@ -84,11 +87,30 @@ class Choice:
             tokens_all=answer.text,
             tokens_all_ids=answer.token_ids,
             is_end=is_end,
+            stop_token=self._stop_token(),
+            embedding=self._embedding(),
         )
 
     def is_told(self) -> None:
         """The news have been sent."""
         self.num_sent, self.is_over = self.answer.num_visible, not self.is_open
+
+    def _told_of_prompt(self) -> wire.OfPrompt | None:
+        request, ids, logprobs = self._request, self._prompt_ids, None
+        if self.of_prompt and self.sampling.num_prompt_logprobs >= 0:
+            scored = zip(ids[1:], self.of_prompt.scores, strict=True)
+            logprobs = (self._named(ids[0], None), *(self._logprob(*each) for each in scored))
+        if not request.return_token_ids:
+            return None if logprobs is None else wire.OfPrompt(logprobs=logprobs)
+        return wire.OfPrompt(ids, self._tokenizer.decode(ids), logprobs)
+
+    def _stop_token(self) -> wire.TokenLogprob | None:
+        is_asked_for = self._request.return_token_ids or self.sampling.num_logprobs >= 0
+        return self._logprob(*self.answer.stop_token) if is_asked_for and self.answer.stop_token else None
+
+    def _embedding(self) -> str | None:
+        is_asked_for = self.of_prompt and self.sampling.pooling
+        return base64.b64encode(self.of_prompt.hidden).decode() if self.of_prompt and is_asked_for else None
 
     def _logprobs(self, unsent: slice) -> tuple[wire.TokenLogprob, ...]:
         pairs = zip(self.answer.token_ids[unsent], self.answer.logprobs[unsent], strict=True)
@@ -100,7 +122,9 @@ class Choice:
         top = tuple([self._named(each, logprob) for each, logprob in logprobs.top])
         return self._named(token_id, logprobs.chosen, top)
 
-    def _named(self, token_id: int, logprob: float, top: tuple[wire.TokenLogprob, ...] = ()) -> wire.TokenLogprob:
+    def _named(
+        self, token_id: int, logprob: float | None, top: tuple[wire.TokenLogprob, ...] = ()
+    ) -> wire.TokenLogprob:
         text, data = self._tokenizer.token_text(token_id), self._tokenizer.token_bytes(token_id)
         return wire.TokenLogprob(token_id, text, tuple(data), logprob, top)
 
@@ -122,6 +146,10 @@ class Asked(NamedTuple):
     @property
     def num_tokens(self) -> int:
         return sum(len(each.known_ids) for each in self.choices)
+
+    @property
+    def num_scores(self) -> int:
+        return sum(len(each.of_prompt.scores) for each in self.choices if each.of_prompt)
 
     def is_same(self, again: GenerationRequest) -> bool:
         """Whether it is this request once more, from a client that may have been told the seed."""

@@ -28,7 +28,7 @@ class KeptAnswers:
 
     def keep(self, asked: Asked) -> None:
         has_logprobs = asked.prompt.sampling.num_logprobs >= 0
-        size = len(asked.prompt.token_ids) + asked.num_tokens * (1 + 20 * has_logprobs)
+        size = len(asked.prompt.token_ids) + asked.num_tokens * (1 + 20 * has_logprobs) + 21 * asked.num_scores
         with self._lock:
             self._remove(asked.request.req_id)
             self._kept[asked.request.req_id] = (time.monotonic(), size, asked)

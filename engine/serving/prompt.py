@@ -15,6 +15,7 @@ from engine.text.forms import bounded_thought, free_answer, free_thought, writte
 from engine.text.tokenizer import Tokenizer
 from engine.wire import THOUGHT_BEGIN, THOUGHT_END, GenerationRequest, shown
 
+MAX_PROMPT_LOGPROBS = 1 << 17  # numbers of one request, some 100 bytes each
 MAX_CLOSING_TOKENS = 8  # that a prompt may close a thought with
 CacheSize = Callable[[], tuple[int, int] | None]
 
@@ -73,7 +74,10 @@ class PromptReader:
         if not token_ids:
             raise InvalidRequest("The prompt has no tokens", field=request.source)
         self.check_ids(request.source, token_ids)
-        max_new_tokens = self._max_new_tokens(request, len(token_ids))
+        max_new_tokens = 0 if request.pooling else self._max_new_tokens(request, len(token_ids))
+        if request.pooling:
+            self._check_len(request.source, len(token_ids))
+        _check_reading(request, len(token_ids))
         self.check_ids("eos_token_ids", request.eos_token_ids)
         self.check_ids("bad_words_token_ids", request.bad_words_token_ids)
         self.check_ids("logit_bias", [token_id for token_id, _ in request.logit_bias])
@@ -92,6 +96,8 @@ class PromptReader:
             bad_words=self._bad_words(request),
             logit_bias=request.logit_bias,
             num_logprobs=request.logprobs,
+            num_prompt_logprobs=request.prompt_logprobs,
+            pooling=request.pooling or "",
             form=self._form(request, token_ids),
         )
         self._check_something_is_left(sampling)
@@ -129,11 +135,9 @@ class PromptReader:
         return self.tokenizer.encode(text, add_special_tokens=False)  # the template has written them
 
     def _max_new_tokens(self, request: GenerationRequest, prompt_len: int) -> int:
-        minimum, maximum = request.min_dec_len or 1, request.max_dec_len
-        if prompt_len > self.max_seq_len:
-            name = self._limit("MAX_SEQ_LEN", self.max_seq_len)
-            text = f"Length of input token({{value}}) exceeds the limit {name}({{limit}})."
-            raise PromptTooLong(text, field=request.source, value=prompt_len, limit=self.max_seq_len)
+        maximum = request.max_dec_len
+        minimum = request.min_dec_len or int(maximum != 0)
+        self._check_len(request.source, prompt_len)
         longest = min(self.model_len - prompt_len, self.max_dec_len, self._room(prompt_len, request.n))
         if maximum is not None and request.cut_max_dec_len:
             maximum = min(maximum, max(minimum, longest))
@@ -150,6 +154,12 @@ class PromptReader:
             raise InvalidRequest(text, field="min_dec_len", value=minimum, limit=maximum)
         self._check_fits("max_dec_len", prompt_len, maximum)
         return maximum
+
+    def _check_len(self, source: str, prompt_len: int) -> None:
+        if prompt_len > self.max_seq_len:
+            name = self._limit("MAX_SEQ_LEN", self.max_seq_len)
+            text = f"Length of input token({{value}}) exceeds the limit {name}({{limit}})."
+            raise PromptTooLong(text, field=source, value=prompt_len, limit=self.max_seq_len)
 
     def _limit(self, setting: str, value: int) -> str:
         """Whose limit it is: where the model ends, its length or its window, no setting helps."""
@@ -245,3 +255,21 @@ class PromptReader:
                     raise InvalidRequest(text, field="bad_words", value=shown(word))
                 words.append(token_ids)
         return tuple(dict.fromkeys(words))
+
+
+def _check_reading(request: GenerationRequest, prompt_len: int) -> None:
+    """What is asked of the prompt itself."""
+    if request.pooling and request.prompt_logprobs >= 0:
+        raise InvalidRequest(
+            "The `{field}` is not for embeddings", field="prompt_logprobs", value=request.prompt_logprobs
+        )
+    if request.n > 1 and (request.pooling or request.max_dec_len == 0):
+        text = "The `{field}` must be {limit} where no answer is asked for, it is {value}"
+        raise InvalidRequest(text, field="n", value=request.n, limit=1)
+    num_told = request.n * prompt_len * (request.prompt_logprobs + 1)
+    if num_told > MAX_PROMPT_LOGPROBS:
+        text = (
+            f"The `{{field}}` of {prompt_len} tokens, with the likeliest in the place of each, are {{value}} numbers, "
+        )
+        text += "the limit is {limit}"
+        raise InvalidRequest(text, field="prompt_logprobs", value=num_told, limit=MAX_PROMPT_LOGPROBS)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from engine import wire
-from engine.core.types import Logprobs
+from engine.core.types import Logprobs, OfPrompt
 from engine.errors import Cancelled, RequestError, TimedOut, as_request_error
 from engine.link.journal import Submission
 from engine.serving.accounts import Account
@@ -96,6 +96,10 @@ class Reply:
         return f"{self.engine_id}-{choice.index}"
 
     # What the engine says
+
+    def of_prompt(self, choice: Choice, told: OfPrompt) -> None:
+        with self._lock:
+            choice.of_prompt = choice.of_prompt or told  # an engine that was started anew says it again
 
     def tokens(
         self, choice: Choice, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None, finish_reason: str | None
@@ -254,6 +258,9 @@ class _Listener(NamedTuple):
 
     reply: Reply
     choice: Choice
+
+    def of_prompt(self, told: OfPrompt) -> None:
+        self.reply.of_prompt(self.choice, told)
 
     def tokens(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None, finish_reason: str | None) -> None:
         self.reply.tokens(self.choice, token_ids, logprobs, finish_reason)

@@ -15,13 +15,14 @@ from engine.wire.answer import (
     Failure,
     Final,
     ModelState,
+    OfPrompt,
     TokenLogprob,
     Usage,
     glance_at,
     read_answer,
     write_answer,
 )
-from engine.wire.checks import MAX_LOGPROBS, MAX_REQ_ID_LEN, Check, int_in, json_object, kind_of, shown
+from engine.wire.checks import MAX_LOGPROBS, MAX_REQ_ID_LEN, POOLINGS, Check, int_in, json_object, kind_of, shown
 from engine.wire.fields import FIELDS
 from engine.wire.forms import FORMS, Form
 from engine.wire.meanings import MEANINGS, described
@@ -56,6 +57,7 @@ __all__ = [
     "MEANINGS",
     "METRICS",
     "OWNER",
+    "POOLINGS",
     "PROBE",
     "THOUGHT_BEGIN",
     "THOUGHT_END",
@@ -75,6 +77,7 @@ __all__ = [
     "Form",
     "GenerationRequest",
     "ModelState",
+    "OfPrompt",
     "Owner",
     "TokenLogprob",
     "Tokenized",

@@ -41,24 +41,40 @@ class Usage(NamedTuple):
 
 
 class TokenLogprob(NamedTuple):
-    """Of a token of the answer, with the likeliest in its place, or of one of these. There are up to 21 a token, and a
-    tuple is made in a quarter of a frozen dataclass's time."""
+    """Of a token of answer or prompt, with the likeliest in its place, or of one of these. There are up to 21 a token,
+    and a tuple is made in a quarter of a frozen dataclass's time."""
 
     token_id: int
     token: str = ""
     bytes: tuple[int, ...] = ()  # of the token: its text may be a part of a character
-    logprob: float | None = None  # None: the engine does not know it (any more)
+    logprob: float | None = None  # None: of the first of a prompt, or the engine does not know it (any more)
     top: tuple[TokenLogprob, ...] = ()
 
     def fields(self) -> dict[str, Any]:
         if self.logprob is None:
-            return {"token_id": self.token_id}
+            return {"token_id": self.token_id, **({"token": self.token, "bytes": self.bytes} if self.bytes else {})}
         return {**self._own_fields(), "top": [each._own_fields() for each in self.top]}
 
     def _own_fields(self) -> dict[str, Any]:
         assert self.logprob is not None
         logprob = max(UNLIKELY, self.logprob)  # not NaN either, in this order
         return {"token_id": self.token_id, "token": self.token, "bytes": self.bytes, "logprob": logprob}
+
+
+class OfPrompt(NamedTuple):
+    """What was asked of the prompt itself; None: it was not."""
+
+    token_ids: list[int] | None = None
+    text: str | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+    def fields(self) -> dict[str, Any]:
+        logprobs = self.logprobs and [each.fields() for each in self.logprobs]
+        values = zip(OF_PROMPT, (self.token_ids, self.text, logprobs), strict=True)
+        return {name: value for name, value in values if value is not None}
+
+
+OF_PROMPT = ("prompt_token_ids", "prompt_text", "prompt_logprobs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +92,7 @@ class Delta:
     logprobs: tuple[TokenLogprob, ...] | None = None  # of each token; None: not asked for
     times: dict[str, str] | None = None  # TIMES, when asked for
     index: int = 0  # of the answer among the n to the prompt
+    of_prompt: OfPrompt | None = None  # with the first of each answer
 
     @property
     def is_end(self) -> bool:
@@ -101,6 +118,8 @@ class Delta:
             fields["logprobs"] = [each.fields() for each in self.logprobs]
         if self.times is not None:
             fields |= self.times
+        if self.of_prompt is not None:
+            fields |= self.of_prompt.fields()
         return fields
 
 
@@ -113,10 +132,16 @@ class Final(Delta):
     tokens_all: str
     tokens_all_ids: list[int]
     is_end: bool = True
+    stop_token: TokenLogprob | None = None  # the id that ended it; None: there is none, or nobody has asked
+    embedding: str | None = None  # of the prompt, f32 in base64; None: not asked for
 
     def fields(self) -> dict[str, Any]:
+        more: dict[str, Any] = {} if self.stop_token is None else {"stop_token": self.stop_token.fields()}
+        if self.embedding is not None:
+            more["embedding"] = self.embedding
         return {
             **Delta.fields(self),
+            **more,
             "finish_reason": self.finish_reason,
             "stop_reason": self.stop_reason,
             "tokens_all": self.tokens_all,
@@ -257,16 +282,30 @@ def read_answer(payload: bytes) -> Answer:
         tuple(map(_logprob, given["logprobs"])) if "logprobs" in given else None,
         {name: given[name] for name in TIMES} if TIMES[0] in given else None,
         given["index"],
+        _of_prompt(given),
     )
     if "finish_reason" not in given:
         return Delta(*of_all)
     names = ("finish_reason", "stop_reason", "tokens_all", "tokens_all_ids")
-    return Final(*of_all, **{name: given[name] for name in names}, is_end=bool(given["is_end"]))
+    return Final(
+        *of_all,
+        **{name: given[name] for name in names},
+        is_end=bool(given["is_end"]),
+        stop_token=_logprob(given["stop_token"]) if "stop_token" in given else None,
+        embedding=given.get("embedding"),
+    )
+
+
+def _of_prompt(given: dict[str, Any]) -> OfPrompt | None:
+    ids, text, logprobs = map(given.get, OF_PROMPT)
+    if ids is logprobs is None:
+        return None
+    return OfPrompt(ids, text, None if logprobs is None else tuple(map(_logprob, logprobs)))
 
 
 def _logprob(given: dict[str, Any]) -> TokenLogprob:
     if "logprob" not in given:
-        return TokenLogprob(given["token_id"])
+        return TokenLogprob(given["token_id"], given.get("token", ""), tuple(given.get("bytes", ())))
     top = tuple(map(_logprob, given["top"])) if given.get("top") else ()
     return TokenLogprob(given["token_id"], given["token"], tuple(given["bytes"]), given["logprob"], top)
 

@@ -17,6 +17,7 @@ MAX_MESSAGES = 10_000  # each costs the checks and the chat template some micros
 MAX_LOGPROBS = 20
 MAX_REQ_ID_LEN = 256
 MAX_N = 16  # answers to one prompt
+POOLINGS = ("last", "mean")
 TOKEN_ID = re.compile("[0-9]{1,10}")
 
 SHORT_STRING = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LEN}
@@ -103,6 +104,13 @@ def boolean(key: str, value: Any) -> bool:
 def positive_int(key: str, value: Any) -> int:
     if not _is_int(value) or value < 1:
         raise refusal(key, "must be an integer and greater than 0, it is {value}", brief(value))
+    return value
+
+
+@holds(type="integer", minimum=0)
+def max_len(key: str, value: Any) -> int:
+    if not _is_int(value) or value < 0:
+        raise refusal(key, "must be an integer and at least 0, it is {value}", brief(value))
     return value
 
 
@@ -268,6 +276,13 @@ def json_object(key: str, value: Any) -> dict[str, Any]:
 def response_type(key: str, value: Any) -> str:
     if value not in ("fastdeploy", "openai"):
         raise refusal(key, "must be either `fastdeploy` or `openai`.", brief(value))
+    return value
+
+
+@holds(enum=[*POOLINGS])
+def pooling(key: str, value: Any) -> str:
+    if value not in POOLINGS:
+        raise refusal(key, "must be one of {limit}, it is {value}", brief(value), [*POOLINGS])
     return value
 
 

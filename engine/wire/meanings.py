@@ -19,7 +19,10 @@ MEANINGS = {
     "apply_chat_template": "of `text`: `false` continues it as it stands",
     "chat_template_kwargs": "an object of variables for the chat template",
     "req_id": "a name of up to 256 characters, unique among open requests; needed over gRPC, random over HTTP",
-    "max_dec_len": "longest answer in tokens, up to `MAX_DEC_LEN`; default: that, or what is left of the context",
+    "max_dec_len": (
+        "longest answer in tokens, up to `MAX_DEC_LEN`; 0: none, the prompt is only read; default: `MAX_DEC_LEN`, or "
+        "what is left of the context"
+    ),
     "cut_max_dec_len": "a `max_dec_len` for which there is no room means the longest that there is room for",
     "min_dec_len": "shortest answer in tokens; ids that end it cannot be chosen before",
     "temperature": "0 to 100; 0: always the likeliest token",
@@ -43,6 +46,9 @@ MEANINGS = {
     "bad_words_token_ids": "a token id or a list of up to 1024 that must not appear",
     "logit_bias": "up to 1024 token ids (as texts) with a bias of -100 to 100 each",
     "logprobs": "-1: none; 0 or `true`: of each token; 1 to 20: also of as many of the likeliest",
+    "prompt_logprobs": "the same of each token of the prompt, see [Scores](#scores)",
+    "return_token_ids": "add the token ids of the prompt, its text, and the token that ended the answer",
+    "pooling": "`last` or `mean`: no answer, but [the embedding](#embeddings) of the prompt",
     "guided_json": (
         "a JSON schema, as an object or a text: [the answer](#answers-of-a-given-form) is JSON that it allows"
     ),

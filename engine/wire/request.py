@@ -76,6 +76,9 @@ class GenerationRequest:
     bad_words_token_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int = -1  # -1: none, 0: of the chosen token, k: and of the k likeliest
+    prompt_logprobs: int = -1  # the same, of the tokens of the prompt
+    return_token_ids: bool = False  # of the prompt, and the one that ended the answer
+    pooling: str | None = None  # the prompt's embedding is wanted, and no answer
     form: Form | None = None  # that the answer must have: one of FORMS
     reasoning_max_tokens: int | None = None  # then its thoughts end
     guided_decoding_disable_any_whitespace: bool | None = None  # in JSON; None: the server's setting

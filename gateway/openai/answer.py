@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.wire import Delta, Final, TokenLogprob, Usage
+from engine.wire import Delta, Final, OfPrompt, TokenLogprob, Usage
 from gateway.as_json import dump
 from gateway.openai.logprobs import Alignment, of_chat, of_completion
 from gateway.openai.reader import CALL, CONTENT, Part, Reader
@@ -30,6 +30,8 @@ class Choice:
     texts: list[str] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)  # of a chat
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # with the one that ended it
+    of_prompt: OfPrompt | None = None
     aligned: Alignment = field(default_factory=Alignment)
     usage: Usage = Usage()
     finish_reason: str | None = None
@@ -39,6 +41,7 @@ class Choice:
     def take(self, answer: Delta) -> list[Part]:
         """What it has gained."""
         self.usage = answer.usage
+        self.of_prompt = answer.of_prompt or self.of_prompt
         if not isinstance(answer, Final):
             return self.reader.push(answer.token)
         parts = self.reader.push(answer.token, is_end=True)
@@ -79,7 +82,16 @@ class OpenAIExchange:
         return self._choices[index * self._completion.n + answer.index]
 
     def _echo(self, choice: Choice) -> str:
-        return self._completion.echoes[choice.index // self._completion.n]
+        return self._completion.prompts.text(choice.index // self._completion.n, choice.of_prompt)
+
+    def _tokens(self, answer: Delta) -> tuple[list[TokenLogprob], list[int]]:
+        """What it has brought, and their ids, with the one that ended it; OpenAI's chats do not tell of that one."""
+        tokens, ids = [*(answer.logprobs or ())], [*answer.token_ids]
+        if isinstance(answer, Final) and answer.stop_token:
+            ids.append(answer.stop_token.token_id)
+            if not self._completion.is_chat or self._completion.prompts.with_ids:
+                tokens.append(answer.stop_token)
+        return tokens, ids
 
     def _usage(self) -> dict[str, Any]:
         """The prompt of several choices is counted once."""
@@ -101,25 +113,31 @@ class OpenAIExchange:
 
     def _chunks(self, choice: Choice, answer: Delta) -> list[dict[str, Any]]:
         """What one answer adds to its choice: none while its text is held back, two with the role."""
-        parts = choice.take(answer)
-        index, text = choice.index, answer.token
+        parts, (tokens, ids) = choice.take(answer), self._tokens(answer)
+        index, text, prompts = choice.index, answer.token, self._completion.prompts
+        of_prompt: dict[str, Any] = {}
         chunks: list[dict[str, Any]] = []
         if not choice.has_begun:
             choice.has_begun = True
+            of_prompt = prompts.fields(choice.of_prompt)
             if self._completion.is_chat:
                 delta = {"role": "assistant", "content": ""}
                 chunks.append({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
             else:
-                text = self._echo(choice) + text
-        logprobs = self._logprobs(choice, answer.token, answer.logprobs or ())
+                text, tokens = self._echo(choice) + text, prompts.echoed(choice.of_prompt) + tokens
+        logprobs = self._logprobs(choice, text, tokens)
         gained = self._message(parts, choice) if self._completion.is_chat else {"text": text}
-        if any(gained.values()) or logprobs or choice.finish_reason:
+        if any(gained.values()) or logprobs or of_prompt or choice.finish_reason:
             content = {"delta": gained} if self._completion.is_chat else gained
             chunk = {"index": index, **content, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+            if prompts.with_ids:
+                chunk["token_ids"] = ids
             if choice.finish_reason:
                 chunk["stop_reason"] = choice.stop_reason
             chunks.append(chunk)
-        return [self._chunk([chunk]) for chunk in chunks]
+        if not self._completion.is_chat:
+            return [self._chunk([chunk | of_prompt]) for chunk in chunks]
+        return [self._chunk([chunk]) | (of_prompt if place == 0 else {}) for place, chunk in enumerate(chunks)]
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._completion.is_chat else "text_completion"
@@ -134,14 +152,18 @@ class OpenAIExchange:
         choice = self._choice(index, answer)
         choice.parts += choice.take(answer)
         choice.texts.append(answer.token)
-        choice.logprobs += answer.logprobs or ()
+        tokens, ids = self._tokens(answer)
+        choice.logprobs += tokens
+        choice.token_ids += ids
 
     def whole(self) -> dict[str, Any]:
         kind = "chat.completion" if self._completion.is_chat else "text_completion"
         choices = [self._whole_choice(choice) for choice in self._choices]
-        return {**self._head, "object": kind, "choices": choices, "usage": self._usage()}
+        of_prompt = self._completion.prompts.fields(self._choices[0].of_prompt) if self._completion.is_chat else {}
+        return {**self._head, "object": kind, "choices": choices, "usage": self._usage(), **of_prompt}
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        prompts, text = self._completion.prompts, self._echo(choice) + "".join(choice.texts)
         if self._completion.is_chat:
             message = {"role": "assistant", "content": "", "refusal": None, **self._message(choice.parts, choice)}
             for call in message.get("tool_calls", ()):
@@ -150,11 +172,13 @@ class OpenAIExchange:
                 message["content"] = message["content"] or None
             content: dict[str, Any] = {"message": message}
         else:
-            content = {"text": self._echo(choice) + "".join(choice.texts)}
+            content = {"text": text, **prompts.fields(choice.of_prompt)}
+        if prompts.with_ids:
+            content["token_ids"] = choice.token_ids
         return {
             "index": choice.index,
             **content,
-            "logprobs": self._logprobs(choice, "".join(choice.texts), choice.logprobs),
+            "logprobs": self._logprobs(choice, text, prompts.echoed(choice.of_prompt) + choice.logprobs),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
@@ -195,5 +219,5 @@ class OpenAIExchange:
         if not self._completion.with_logprobs:
             return None
         if self._completion.is_chat:
-            return of_chat(tokens)
-        return of_completion(choice.aligned.offsets(text, tokens), tokens)
+            return of_chat(tokens, self._completion.as_token_ids)
+        return of_completion(choice.aligned.offsets(text, tokens), tokens, self._completion.as_token_ids)

@@ -28,6 +28,7 @@ OF_BOTH: dict[str, Json] = {
     "stream": _field(A_BOOL, "server-sent events that end with `[DONE]` instead of one object", default=False),
     "stream_options": {"type": "object", "properties": OPTIONS, "description": "of a stream"},
     "structured_outputs": _field(AN_OBJECT, "vLLM's: one of `json`, `regex`, `choice`, `grammar` and so on"),
+    "return_tokens_as_token_ids": _field(A_BOOL, "in logprobs tokens are named `token_id:1`", default=False),
     "request_id": _field(CHECKS["req_id"], "the `id` of the answer; random if not given"),
     "timeout": _field(CHECKS["timeout"], MEANINGS["timeout"]),
 }
@@ -48,7 +49,9 @@ OF_COMPLETION: dict[str, Json] = {
         "anyOf": [A_TEXT, IDS, *LISTS],
         "description": "a text or a list of token ids, or a list of either; continued as it stands",
     },
-    "echo": _field(A_BOOL, "the answer begins with the prompt, which is a text", default=False),
+    "echo": _field(
+        A_BOOL, "the answer begins with the prompt, and with `logprobs` with those of its tokens", default=False
+    ),
     "logprobs": _field(NUM_TOP, "of each token, and of as many of the likeliest in its place"),
 }
 

@@ -9,34 +9,45 @@ from typing import Any
 from engine.wire import UNLIKELY, TokenLogprob
 
 
-def of_chat(tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+def of_chat(tokens: Sequence[TokenLogprob], as_ids: bool = False) -> dict[str, Any] | None:
+    """`as_ids`: tokens are named by their ids."""
     if not tokens:
         return None
-    content = [{**_in_chat(each), "top_logprobs": [_in_chat(top) for top in each.top]} for each in tokens]
+    content = [
+        {**_in_chat(each, as_ids), "top_logprobs": [_in_chat(top, as_ids) for top in each.top]} for each in tokens
+    ]
     return {"content": content, "refusal": None}
 
 
-def of_completion(offsets: list[int], tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-    """Four parallel lists. The top ones include the chosen token, so up to logprobs + 1."""
+def of_completion(offsets: list[int], tokens: Sequence[TokenLogprob], as_ids: bool) -> dict[str, Any] | None:
+    """Four parallel lists. The top ones include the chosen token, so up to logprobs + 1. Of the first token of an echo
+    nothing is known."""
     if not tokens:
         return None
+    tops = [{name_of(top, as_ids): _number(top) for top in (token, *token.top)} for token in tokens]
     return {
-        "tokens": [name_of(token) for token in tokens],
-        "token_logprobs": [_number(token) for token in tokens],
-        "top_logprobs": [{name_of(top): _number(top) for top in (token, *token.top)} for token in tokens],
+        "tokens": [name_of(token, as_ids) for token in tokens],
+        "token_logprobs": [None if _is_first(token) else _number(token) for token in tokens],
+        "top_logprobs": [None if _is_first(token) else top for token, top in zip(tokens, tops, strict=True)],
         "text_offset": offsets,
     }
 
 
-def name_of(token: TokenLogprob) -> str:
+def _is_first(token: TokenLogprob) -> bool:
+    return token.logprob is None and bool(token.bytes)
+
+
+def name_of(token: TokenLogprob, as_ids: bool = False) -> str:
     """Part of a character has no text: it is named by its bytes, as OpenAI does, so that two of them stay two."""
+    if as_ids:
+        return f"token_id:{token.token_id}"
     if "\ufffd" not in token.token:
         return token.token
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.bytes)
 
 
-def _in_chat(token: TokenLogprob) -> dict[str, Any]:
-    return {"token": name_of(token), "logprob": _number(token), "bytes": list(token.bytes)}
+def _in_chat(token: TokenLogprob, as_ids: bool) -> dict[str, Any]:
+    return {"token": name_of(token, as_ids), "logprob": _number(token), "bytes": list(token.bytes)}
 
 
 def _number(token: TokenLogprob) -> float:

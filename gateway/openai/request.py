@@ -15,6 +15,7 @@ from engine import wire
 from engine.errors import InvalidRequest
 from engine.wire import FORMS, MAX_LOGPROBS, MAX_REQ_ID_LEN, Check, int_in
 from gateway.openai.dialect import PLAIN, Dialect
+from gateway.openai.prompts import Prompts, prompt_sources, read_prompts
 from gateway.openai.reader import Reader
 from gateway.openai.refusals import NAMES, refuse
 from gateway.openai.tools import Tools, read_tools, with_parsed_arguments
@@ -27,6 +28,7 @@ PASSED_ON = (
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "bad_words"),
     *("include_stop_str_in_output", "skip_special_tokens", "chat_template_kwargs", "cache_salt", "priority"),
     *(*FORMS, "guided_decoding_disable_any_whitespace", "reasoning_max_tokens", "thinking_token_budget"),
+    *("prompt_logprobs", "return_token_ids"),
 )
 # Of `structured_outputs`, as newer versions of vLLM's clients send it
 STRUCTURED = {name: f"guided_{name}" for name in ("json", "regex", "choice", "grammar")} | {
@@ -48,9 +50,10 @@ class Completion:
     model: str
     is_chat: bool
     requests: list[dict[str, Any]]
-    echoes: list[str]  # what the text of each prompt's choices begins with
+    prompts: Prompts
     n: int  # choices a prompt
     with_logprobs: bool
+    as_token_ids: bool  # are the names of tokens
     stream: bool
     include_usage: bool
     continuous_usage: bool
@@ -76,7 +79,8 @@ def parse(body: dict[str, Any], is_chat: bool, default_model: str, dialect: Dial
     options = _options(body, is_chat)
     tools = read_tools(body, dialect) if is_chat else Tools()
     options |= tools.fields(options)
-    sources, echoes = ([chat_source(body)], [""]) if is_chat else _prompt_sources(body)
+    sources = [chat_source(body)] if is_chat else prompt_sources(body)
+    prompts = read_prompts(body, sources, options, is_chat)
     if len(sources) * n > MAX_CHOICES:
         text = f"{len(sources)} {{field}}s times n={n} exceed the limit of {{limit}}"
         raise InvalidRequest(text, field="prompt", value=len(sources) * n, limit=MAX_CHOICES)
@@ -95,9 +99,10 @@ def parse(body: dict[str, Any], is_chat: bool, default_model: str, dialect: Dial
         model=_model(body, default_model),
         is_chat=is_chat,
         requests=_requests(answer_id, sources, options),
-        echoes=echoes,
+        prompts=prompts,
         n=n,
         with_logprobs="logprobs" in options,
+        as_token_ids=_checked(body, "return_tokens_as_token_ids", A_BOOL, False),
         stream=stream,
         include_usage=_checked(stream_options, "include_usage", A_BOOL, False),
         continuous_usage=_checked(stream_options, "continuous_usage_stats", A_BOOL, False),
@@ -112,6 +117,8 @@ def parse(body: dict[str, Any], is_chat: bool, default_model: str, dialect: Dial
 def _names(body: dict[str, Any], is_chat: bool) -> dict[str, str]:
     source = "messages" if is_chat else "prompt"
     names = NAMES | dict.fromkeys(("text", "input_ids", "messages"), source)
+    if "prompt_logprobs" not in body:  # then it is that of an echo
+        names |= {"prompt_logprobs": "logprobs"}
     return names | {"max_dec_len": "max_completion_tokens"} if "max_completion_tokens" in body else names
 
 
@@ -187,29 +194,6 @@ def chat_source(body: dict[str, Any]) -> dict[str, Any]:
     messages = _checked(body, "messages", CHECKS["messages"])
     messages = [with_parsed_arguments(each) for each in messages]
     return {"messages": [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]}
-
-
-def _prompt_sources(body: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
-    if "prompt" not in body:
-        raise InvalidRequest("`{field}` is missing", field="prompt")
-    prompt = body["prompt"]
-    is_one = isinstance(prompt, str) or (isinstance(prompt, list) and prompt and not isinstance(prompt[0], (str, list)))
-    prompts = [prompt] if is_one else prompt
-    if not isinstance(prompts, list) or not prompts:
-        raise InvalidRequest("`{field}` must be a text, a list of token ids, or a list of either", field="prompt")
-    if not _checked(body, "echo", A_BOOL, False):
-        return [_prompt_source(each) for each in prompts], [""] * len(prompts)
-    if body.get("logprobs", False) is not False or not all(isinstance(each, str) for each in prompts):
-        text = "`{field}` is supported for prompts given as text and without `logprobs` only"
-        raise InvalidRequest(text, field="echo")
-    return [_prompt_source(each) for each in prompts], prompts
-
-
-def _prompt_source(prompt: Any) -> dict[str, Any]:
-    if isinstance(prompt, str):
-        text = _checked({"prompt": prompt}, "prompt", CHECKS["text"])
-        return {"text": text, "apply_chat_template": False}
-    return {"input_ids": _checked({"prompt": prompt}, "prompt", CHECKS["input_ids"])}
 
 
 def _requests(answer_id: str, sources: list[dict[str, Any]], options: dict[str, Any]) -> list[dict[str, Any]]:

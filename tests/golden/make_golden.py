@@ -4,6 +4,8 @@
 
 FAMILY.npz  for the checkpoint `make_checkpoint(..., FAMILY)` and prompts of several lengths N: prompt_N, logits_N of
             the last positions, tokens_N chosen greedily.
+readings.npz  for the same checkpoints: what a prompt of READ_LEN tells (scores of its tokens, hidden states), and the
+            answers of beam search to it, best first, for each of BEAMS.
 rope.json   inverse frequencies and attention scaling of several rope configurations.
 """
 
@@ -23,6 +25,9 @@ from tests.golden.chat_cases import make_chat_cases
 
 FOLDER = Path(__file__).parent
 PROMPT_LENS = (1, 7, 63, 64, 65, 130, 200)
+READ_LEN = 65
+BEAMS = ((2, 1.0), (4, 1.0), (4, 2.0), (3, -0.5))  # width, length_penalty
+STOP_IDS = tuple(range(0, 320, 9))  # so that some of the answers end soon
 NUM_TOKENS = 64
 NUM_LOGIT_ROWS = 2  # the last positions of a prompt
 MADE_WITH = f"transformers {transformers.__version__}, torch {torch.__version__}, numpy {np.__version__}"
@@ -95,6 +100,29 @@ def make_family(family: str, directory: Path) -> None:
     print(f"{family}: closest call {min(gaps):.4f}, at least {min(varieties)} different tokens of {NUM_TOKENS}")
 
 
+def make_readings(family: str, directory: Path) -> dict[str, np.ndarray]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    prompt = torch.from_numpy(np.load(FOLDER / f"{family}.npz")[f"prompt_{READ_LEN}"].astype(np.int64))[None]
+    out = model(prompt, output_hidden_states=True)
+    logprobs = out.logits[0, :-1].log_softmax(-1).gather(1, prompt[0, 1:, None])[:, 0]
+    hidden = out.hidden_states[-1][0]
+    arrays = {"scores": logprobs, "last": hidden[-1], "mean": hidden.mean(0)}
+    arrays = {f"{family}_{name}": array.numpy() for name, array in arrays.items()}
+    for width, penalty in BEAMS:
+        found = model.generate(
+            prompt,
+            num_beams=width,
+            num_return_sequences=width,
+            length_penalty=penalty,
+            max_new_tokens=24,
+            eos_token_id=list(STOP_IDS),
+            pad_token_id=319,
+            do_sample=False,
+        )
+        arrays[f"{family}_beams_{width}_{penalty}"] = found[:, READ_LEN:].numpy().astype(np.int32)
+    return arrays
+
+
 def weights_checksum(directory: Path) -> int:
     """Tells a test whose random numbers differ from a test whose network does."""
     return zlib.crc32((directory / "model.safetensors").read_bytes())
@@ -116,6 +144,13 @@ def make_ropes() -> list[dict]:
     return cases
 
 
+def make_all_readings(folder: Path) -> None:
+    arrays = {"made_with": np.array(MADE_WITH)}
+    for family in FAMILIES:
+        arrays |= make_readings(family, make_checkpoint(folder / f"{family}-again", family))
+    np.savez_compressed(FOLDER / "readings.npz", **arrays)
+
+
 def write_json(name: str, cases: list[dict]) -> None:
     text = json.dumps({"made_with": MADE_WITH, "cases": cases}, indent=1, ensure_ascii=False)
     (FOLDER / name).write_text(text + "\n", encoding="utf-8")
@@ -128,6 +163,7 @@ def main() -> None:
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         for family in FAMILIES:
             make_family(family, Path(folder) / family)
+        make_all_readings(Path(folder))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from engine.core.types import PENDING, Batch, Logprobs, Row, Sampling, StepOutput
+import numpy as np
+
+from engine.core.types import PENDING, Batch, Logprobs, OfPrompt, Row, Sampling, StepOutput
 
 
 def next_token(last: int, index: int, sampling: Sampling) -> int:
@@ -68,6 +70,7 @@ class CountingExecutor:
 
     block_bytes = 1
     runs_ahead = False
+    most_read = 6
 
     def __init__(self, num_blocks: int = 16, block_size: int = 4):
         self.num_blocks = num_blocks
@@ -75,6 +78,7 @@ class CountingExecutor:
         self.batches: list[list[tuple[str, int]]] = []  # (first token of the prompt, tokens) of each row
         self.cache: dict[tuple[int, int], int] = {}  # (block, offset) -> name
         self.slots: dict[int, Slot] = {}
+        self.sums: dict[int, list[int]] = {}  # of slots: tokens whose "hidden states" were added up
         self.num_running = 0  # steps that were launched and not asked for
         self.is_closed = False
 
@@ -87,6 +91,7 @@ class CountingExecutor:
     def launch(self, batch: Batch) -> CountingStep:
         self.num_running += 1
         for arrival in batch.arrivals:
+            self.sums.pop(arrival.slot, None)
             self.slots[arrival.slot] = Slot(list(arrival.token_ids), arrival.prompt_len, arrival.sampling)
         for copy in batch.copies:
             for offset in range(self.block_size):
@@ -121,8 +126,21 @@ class CountingExecutor:
                     chosen.append(self.slots[row.slot].choose())
                 token_ids += [chosen, *([self.slots[fork].choose()] for fork in row.forks)]
                 slots += [row.slot, *row.forks]
-        logprobs = [logprobs_of(ids, self.slots[slot]) for ids, slot in zip(token_ids, slots, strict=True)]
-        return StepOutput(token_ids, logprobs)
+        counts = [self.slots[slot].sampling.num_logprobs for slot in slots]
+        logprobs = [
+            None if count < 0 else [logprobs_of(each, count) for each in ids]
+            for ids, count in zip(token_ids, counts, strict=True)
+        ]
+        return StepOutput(token_ids, logprobs, [self._read(row) for row in batch.rows if row.reading])
+
+    def _read(self, row: Row) -> OfPrompt:
+        """The hidden state of a token is its id."""
+        slot, reading = self.slots[row.slot], row.reading
+        assert list(reading.scored) == slot.token_ids[row.start + 1 : row.start + 1 + len(reading.scored)]
+        sums = self.sums.setdefault(row.slot, [])
+        sums += row.token_ids[len(row.token_ids) - reading.num_pooled :]
+        hidden = np.float32([sum(sums) / len(sums)]).tobytes() if reading.is_told else b""
+        return OfPrompt([logprobs_of(each, reading.num_logprobs) for each in reading.scored], hidden)
 
     def _known(self, row: Row) -> Sequence[int]:
         """The step before has chosen a PENDING token at its launch."""
@@ -151,8 +169,5 @@ class CountingExecutor:
         return slot.block_ids[position // self.block_size], position % self.block_size
 
 
-def logprobs_of(token_ids: Sequence[int], slot: Slot) -> list[Logprobs] | None:
-    count = slot.sampling.num_logprobs
-    if count < 0:
-        return None
-    return [Logprobs(-token_id / 8, tuple((token_id + i, -float(i)) for i in range(count))) for token_id in token_ids]
+def logprobs_of(token_id: int, count: int) -> Logprobs:
+    return Logprobs(-token_id / 8, tuple((token_id + i, -float(i)) for i in range(count)))

@@ -27,7 +27,11 @@ class Collector:
 
     def __init__(self):
         self.token_ids, self.logprobs, self.ends = [], [], []  # ends: a finish reason or an error
+        self.prompts = []  # what was told of them
         self.is_over = threading.Event()
+
+    def of_prompt(self, told):
+        self.prompts.append(told)
 
     def tokens(self, token_ids, logprobs, finish_reason):
         self.token_ids += token_ids

@@ -25,6 +25,7 @@ from engine.wire import (
     Detokenized,
     Final,
     ModelState,
+    OfPrompt,
     Owner,
     Tokenized,
     TokenLogprob,
@@ -41,6 +42,18 @@ WAIT = object()  # in a script: nothing more comes until the test says `go`
 def a_logprob(text: str) -> TokenLogprob:
     token = TokenLogprob(7, text, tuple(text.encode()), -0.5)
     return token._replace(top=(token, TokenLogprob(7, "x", (120,), UNLIKELY)))
+
+
+# A special token, and a character in two
+PROMPT_LOGPROBS = (
+    TokenLogprob(1, "<s>", (60, 115, 62)),
+    TokenLogprob(2, "Hi ", (72, 105, 32), -1.5, (TokenLogprob(4, "Ho", (72, 111), -0.25), TokenLogprob(5, "", (), -1))),
+    TokenLogprob(3, "é", (0xC3, 0xA9), -0.5, (TokenLogprob(3, "é", (0xC3, 0xA9), -0.5), TokenLogprob(5, "", (), -2))),
+)
+
+
+def asks_of_prompt(body: dict[str, Any]) -> bool:
+    return body.get("prompt_logprobs", -1) >= 0 or bool(body.get("return_token_ids"))
 
 
 class FakeBackend:
@@ -91,7 +104,7 @@ class FakeBackend:
                         yield Delta(**gained, index=index)
             for index in range(n):
                 is_end = index == n - 1
-                yield Final(**self.gained(body, texts, ""), **self._end(texts), index=index, is_end=is_end)
+                yield Final(**self.gained(body, texts, ""), **self._end(body, texts), index=index, is_end=is_end)
         except (asyncio.CancelledError, GeneratorExit):
             self.cancelled.release()
             raise
@@ -111,14 +124,18 @@ class FakeBackend:
             "inference_time_cost": 0.25,
             "infer_seed": 3,
         }
+        if not texts and asks_of_prompt(body):
+            fields["of_prompt"] = OfPrompt([1, 2, 3], "<s>Hi é", PROMPT_LOGPROBS)
         if text:
             texts.append(text)
             if body.get("logprobs", -1) >= 0:
                 fields["logprobs"] = (a_logprob(text),)
         return fields | {"usage": Usage(5, len(texts), cached_tokens=4)}
 
-    def _end(self, texts: list[str]) -> dict[str, Any]:
+    def _end(self, body: dict[str, Any], texts: list[str]) -> dict[str, Any]:
         whole = {"tokens_all_ids": list(range(len(texts))), "tokens_all": "".join(texts)}
+        if asks_of_prompt(body):
+            whole["stop_token"] = a_logprob("</s>")._replace(token_id=2)
         return {"finish_reason": self.finish_reason, "stop_reason": self.stop_reason, **whole}
 
     async def abort(self, req_id: str, owner: Owner) -> Aborted:

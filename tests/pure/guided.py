@@ -53,7 +53,7 @@ class Guided:
         self.token_ids, self.ends, self.errors = {}, {}, {}
 
     def turn(self):
-        for request, token_ids, _, finish_reason, error in self.loop.turn():
+        for request, token_ids, _, finish_reason, error, _ in self.loop.turn():
             self.token_ids.setdefault(request.request_id, []).extend(token_ids)
             if finish_reason:
                 self.ends[request.request_id], self.errors[request.request_id] = finish_reason, error

@@ -16,6 +16,7 @@ NUM_SLOTS, MAX_BLOCKS = 64, 64
 class RandomModel:
     block_bytes = 1
     runs_ahead = False
+    most_read = 0
 
     def __init__(self, vocab_size: int, likely_ids: tuple[int, ...] = (), block_size: int = 16):
         """`likely_ids`: without them JSON would hardly ever end."""

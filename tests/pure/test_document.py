@@ -53,7 +53,7 @@ def test_every_native_field_is_in_it_with_its_aliases_what_it_holds_and_means(do
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_every_field_of_openai_that_is_passed_on_or_acts_in_the_gateway_is_in_it(document, path):
-    source = "".join((ROOT / "gateway/openai" / name).read_text() for name in ("request.py", "tools.py"))
+    source = "".join((ROOT / "gateway/openai" / name).read_text() for name in ("request.py", "prompts.py", "tools.py"))
     acting = {*TEMPLATE_FLAGS, *re.findall(r'(?:_checked\(body, |body\.get\()"(\w+)"', source)} | {
         "max_tokens",
         "max_completion_tokens",

@@ -181,7 +181,7 @@ def test_any_model_name_is_taken_and_none_is_the_served_one():
         (CHAT, {"temperature": "hot"}, "temperature"),
         (CHAT, {"temperature": -1}, "temperature"),
         (CHAT, {"top_p": 2}, "top_p"),
-        (CHAT, {"max_tokens": 0}, "max_tokens"),
+        (CHAT, {"max_tokens": -1}, "max_tokens"),
         (CHAT, {"max_completion_tokens": 1.5}, "max_completion_tokens"),
         (CHAT, {"stream": "yes"}, "stream"),
         (CHAT, {"stream_options": []}, "stream_options"),
@@ -196,8 +196,8 @@ def test_any_model_name_is_taken_and_none_is_the_served_one():
         (CHAT, {"model": "\ud800"}, "model"),
         (COMPLETIONS, {"suffix": "end"}, "suffix"),
         (COMPLETIONS, {"best_of": 2}, "best_of"),
-        (COMPLETIONS, {"echo": True, "logprobs": 1}, "echo"),
-        (COMPLETIONS, {"echo": True, "prompt": [1, 2]}, "echo"),
+        (COMPLETIONS, {"echo": "yes"}, "echo"),
+        (COMPLETIONS, {"prompt_logprobs": 21}, "prompt_logprobs"),
         (COMPLETIONS, {"logprobs": True}, "logprobs"),
         (COMPLETIONS, {"prompt": None}, "prompt"),
         (COMPLETIONS, {"prompt": ""}, "prompt"),
@@ -350,7 +350,7 @@ def test_a_refusal_of_the_model_keeps_its_status(stream, error, kind, names, hea
 def test_a_field_is_the_native_protocols_alone_unless_openais_requests_may_have_it():
     native = """req_id max_dec_len min_dec_len seq_len topp penalty_score frequency_score presence_score infer_seed
         eos_token_ids stop_sequences return_all_tokens return_usage benchmark system response_type response_timeout
-        enable_text_truncate bad_words_token_ids apply_chat_template resume_from answer_ids cut_max_dec_len"""
+        enable_text_truncate bad_words_token_ids apply_chat_template resume_from answer_ids cut_max_dec_len pooling"""
     assert set(native.split()) == NATIVE_ONLY
     with running(FakeBackend("a")) as gateway:
         for name in NATIVE_ONLY:

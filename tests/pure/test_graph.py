@@ -60,7 +60,8 @@ def test_the_graph_says_what_the_catalogue_says(exported):
     assert graph.inputs["kv_cache_1"].shape == (-1, 2, 2, 64, 32)
     assert set(params) == set(graph.parameters)
     assert {name: (value.dtype, value.shape) for name, value in graph.outputs.items()} == {
-        "logits": ("float32", (-1, 320))
+        "logits": ("float32", (-1, 320)),
+        "hidden": ("float32", (-1, 64)),
     }
     attention = next(node for node in graph.nodes if node.op == "paged_attention")
     assert attention.attributes == {"num_heads": 4, "num_kv_heads": 2, "scale": pytest.approx(32**-0.5)}
@@ -83,7 +84,7 @@ def test_rows_that_nobody_wants_are_dropped_before_the_last_mlp(exported):
 def test_a_graph_prints_one_line_a_node(exported, capsys, monkeypatch):
     graph, _ = load(exported("qwen2"))
     printed = list(lines(graph))
-    assert len(printed) == len(graph.inputs) + len(graph.nodes) + 1
+    assert len(printed) == len(graph.inputs) + len(graph.nodes) + len(graph.outputs)
     [first_linear, *_] = [line for line in printed if " = linear(" in line]
     assert first_linear.endswith("layers.0.qkv_proj.weight, layers.0.qkv_proj.bias)")
     monkeypatch.setattr(sys, "argv", ["graph", str(exported("qwen2"))])
@@ -122,7 +123,7 @@ def test_a_cut_off_program_is_named(a_copy, keep):
         (lambda d: ops_of(d)[0]["O"]["TT"]["D"].__setitem__(0, {"#": "0.t_c64"}), "unknown type '0.t_c64'"),
         (lambda d: ops_of(d)[-1]["I"].__setitem__(0, {"%": 999}), "value 999 is used before it is made"),
         (lambda d: ops_of(d)[-1].pop("I"), "cannot be read: KeyError"),
-        (lambda d: ops_of(d).pop(), "model.json has 0 outputs, its manifest names logits"),
+        (lambda d: ops_of(d).pop(), "model.json has 1 outputs, its manifest names logits, hidden"),
     ],
 )
 def test_an_unknown_program_is_refused_with_the_reason(a_copy, change, message):

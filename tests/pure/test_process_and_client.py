@@ -114,8 +114,7 @@ def test_sampling_and_logprobs_survive_the_way_there_and_back():
     with connected() as (_, client):
         listener = submit(client, [5], 2, num_logprobs=2)
         listener.wait()
-        request = type("Asked", (), {"sampling": sampling})
-        assert listener.logprobs == logprobs_of([6, 7], request)
+        assert listener.logprobs == [logprobs_of(each, 2) for each in (6, 7)]
 
 
 def test_a_request_waits_for_an_engine_that_is_not_there_yet():

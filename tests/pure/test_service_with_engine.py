@@ -1,9 +1,11 @@
 """Service, journal and an engine process together, with the counting executor: crashes and clients that leave."""
 
+import base64
 import itertools
 import random
 import time
 
+import numpy as np
 import pytest
 
 from engine.core.types import Sampling
@@ -84,6 +86,70 @@ def test_100_clients_that_leave_at_random_moments_leave_nothing_behind(service, 
         wait_until(lambda: [service.client.stats[name] for name in names] == [0, 0, 0])
         assert (service.num_open, service.client.num_open) == (0, 0)
         assert service.client.stats["num_dropped"] > 0
+
+
+@pytest.mark.parametrize("limits", [{"model_len": 160, "max_seq_len": 150, "max_dec_len": 120}])
+def test_the_scores_of_a_prompt_come_once_whatever_the_engine_does(service, address):
+    """Killed in the prompt, killed in the answers: each of these has begun with its scores, and goes on without."""
+    prompt = list(range(1000, 1120))
+    with an_engine_process(address, max_steps=10):  # six scores a step
+        sender = ask(service, 1, prompt, 12, n=2, prompt_logprobs=1, return_token_ids=True)
+        wait_until(lambda: service.client.stats.get("num_steps", 0) >= 10)
+    with an_engine_process(address, max_steps=26):
+        wait_until(lambda: len(sender.sent) >= 2)
+    with an_engine_process(address):
+        assert sender.final["tokens_all_ids"] == sender.expected
+    for index in range(2):
+        first, *others = [fields for fields, _ in sender.sent if fields["index"] == index]
+        told = first["prompt_logprobs"]
+        assert [each["token_id"] for each in told] == first["prompt_token_ids"] == prompt
+        assert [each.get("logprob") for each in told] == [None] + [-token_id / 8 for token_id in prompt[1:]]
+        assert [each["top"][0]["token_id"] for each in told[1:]] == prompt[1:]
+        assert not any("prompt_logprobs" in fields for fields in others)
+
+
+@pytest.mark.parametrize("limits", [{"model_len": 200, "max_seq_len": 150, "max_dec_len": 120}])
+def test_who_asks_again_gets_the_scores_with_the_beginning_of_the_answer_only(service, address):
+    prompt = list(range(100, 190))
+    with an_engine_process(address):
+        fields = {"prompt_logprobs": 0, "infer_seed": 1, "seed": None}
+        senders = [ask(service, 1, prompt, 3, **fields)]
+        for resume_from in (0, 1):
+            wait_until(lambda: senders[-1].is_over)
+            senders.append(ask(service, 1, prompt, 3, resume_from=resume_from, **fields))
+        assert senders[-1].final["tokens_all_ids"] == senders[0].expected
+    first, again, later = (sender.sent[0][0].get("prompt_logprobs") for sender in senders)
+    assert first == again and len(first) == 90 and later is None
+
+
+def test_a_request_for_no_token_brings_scores_embeddings_or_nothing(service, address):
+    with an_engine_process(address):
+        scored = ask(service, 1, [5, 6, 7], 0, prompt_logprobs=0, stop="x").final
+        assert [each.get("logprob") for each in scored["prompt_logprobs"]] == [None, -6 / 8, -7 / 8]
+        assert (scored["tokens_all"], scored["finish_reason"]) == ("", "length")
+        assert scored["usage"] == {"prompt_tokens": 3, "completion_tokens": 0, "cached_tokens": 0}
+        assert ask(service, 2, list(range(9)), 0).final["usage"]["completion_tokens"] == 0
+        assert ask(service, 3, list(range(9)), 4).final["usage"]["cached_tokens"] == 8
+        for pooling, hidden in (("last", 8), ("mean", 4)):
+            told = ask(service, pooling, list(range(9)), 4, seed=None, pooling=pooling).final
+            assert np.frombuffer(base64.b64decode(told["embedding"]), np.float32).tolist() == [hidden]
+        for field, fields in {
+            "n": {"max_dec_len": 0, "n": 2},
+            "prompt_logprobs": {"pooling": "last", "prompt_logprobs": 0},
+            "pooling": {"pooling": "first"},
+        }.items():
+            refused = ask(service, field, [5], **{"max_dec_len": 4, "seed": None, **fields}).final
+            assert (refused["error_code"], refused["error_field"]) == (400, field)
+
+
+@pytest.mark.parametrize("limits", [{"model_len": 20_000, "max_seq_len": 10_000, "max_dec_len": 120}])
+def test_scores_that_would_be_too_many_are_refused_with_their_number(service):
+    refused = ask(service, 1, list(range(6000)), 4, prompt_logprobs=20, n=2).final
+    assert (refused["error_field"], refused["error_value"], refused["error_limit"]) == (
+        "prompt_logprobs",
+        252000,
+        131072,
+    )
 
 
 def ask_several(service, req_id, prompt, max_dec_len, n, **fields):

@@ -183,7 +183,7 @@ def test_tokens_and_logprobs_come_back_by_row():
 
 def test_a_step_that_only_reads_a_prompt_chooses_nothing():
     output = slots_with(an_arrival()).sample(Batch([Row(0, 0, [1, 2], [0], 0)]), np.zeros((0, 3)), None, sample)
-    assert output == ([], [])
+    assert (output.token_ids, output.logprobs) == ([], [])
 
 
 def test_a_request_whose_logits_are_no_numbers_gets_no_token_and_the_others_theirs():

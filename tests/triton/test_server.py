@@ -388,7 +388,7 @@ BAD_BODIES = [
     ({}, 400, ""),
     ({"text": ""}, 400, "`text`"),
     ({"text": 3}, 400, "`text`"),
-    ({"text": "hi", "max_dec_len": 0}, 400, "`max_dec_len`"),
+    ({"text": "hi", "max_dec_len": -1}, 400, "`max_dec_len`"),
     ({"text": "hi", "max_dec_len": "9"}, 400, "`max_dec_len`"),
     ({"text": "hi", "max_dec_len": 10**9}, 400, "MAX_DEC_LEN"),
     ({"text": "hi", "min_dec_len": 9, "max_dec_len": 3}, 400, "min_dec_len"),
@@ -536,7 +536,7 @@ def test_metrics_are_on_tritons_page(server):
 def test_prompts_do_not_reach_the_logs(server):
     secret = "xyzzyplugh"
     post(server, "/v1/chat/completions", {"text": secret, "max_dec_len": 4})
-    post(server, "/v1/chat/completions", {"text": secret, "max_dec_len": 0})
+    post(server, "/v1/chat/completions", {"text": secret, "max_dec_len": -1})
     post(server, "/v1/chat/completions", {"messages": [secret], "req_id": "quoted"})
     for path in server.log_dir.rglob("*"):
         if path.is_file():
@@ -588,9 +588,11 @@ def test_the_readmes_python_examples_run_as_they_stand(server, number):
 
 def test_the_readmes_grpc_example_ends_on_an_error(server):
     code = next(code for code in readme_examples() if "8811" in code)
-    code = code.replace("8811", str(server.ports["SERVICE_GRPC_PORT"])).replace('"max_dec_len": 32', '"max_dec_len": 0')
+    code = code.replace("8811", str(server.ports["SERVICE_GRPC_PORT"])).replace(
+        '"max_dec_len": 32', '"max_dec_len": -1'
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (run.returncode, run.stdout) == (0, "The `max_dec_len` must be an integer and greater than 0, it is 0")
+    assert (run.returncode, run.stdout) == (0, "The `max_dec_len` must be an integer and at least 0, it is -1")
 
 
 def test_the_readmes_curl_example_runs_as_it_stands(server):

@@ -14,10 +14,12 @@ from engine.core.types import Batch, Copy, StepOutput
 from engine.executors.cpu.program import Program, allocated
 from engine.executors.cpus import num_cpus
 from engine.executors.memory import free_memory_bytes
+from engine.executors.readings import most_read
 from engine.executors.slots import Slots
 from engine.executors.step import Mask, StepInThread
 from engine.exporting.manifest import Manifest
 from engine.models.kv_cache import BLOCK
+from engine.models.layers import HIDDEN, LOGITS
 from engine.ops import cpu
 from engine.ops.cpu import group
 from engine.ops.cpu.group import Membership
@@ -46,6 +48,7 @@ class CpuExecutor:
         self.block_size, self.block_bytes = model.block_size, sum(spec.block_bytes for spec in self._specs)
         self._program = Program(*graph.load(graph_dir, membership.rank))
         self._caches: dict[str, np.ndarray] = {}
+        self.most_read = most_read(model.vocab_size)
         self._slots = Slots(
             config.batch_size, -(-model.max_seq_len // self.block_size), self.block_size, model.vocab_size
         )
@@ -73,9 +76,13 @@ class CpuExecutor:
         for copy in batch.copies:
             self._copy(copy)
         outputs = self._program.run(self._slots.graph_inputs(batch))
-        if not self._is_first or not any(row.num_sampled for row in batch.rows):
+        if not self._is_first or not (batch.is_read or any(row.num_sampled for row in batch.rows)):
             return StepOutput([], [])
-        return self._slots.sample(batch, outputs["logits"], wait_for_mask(), cpu.sample)
+        logits = outputs[LOGITS]
+        output = self._slots.sample(batch, logits, wait_for_mask(), cpu.sample)
+        if not batch.is_read:
+            return output
+        return output._replace(readings=self._slots.readings.read(batch, logits, outputs[HIDDEN], cpu.sample))
 
     def _copy(self, copy: Copy) -> None:
         for cache in self._caches.values():

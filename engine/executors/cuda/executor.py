@@ -32,6 +32,7 @@ class CudaExecutor:
     """`device`: the GPU that torch calls the current one; with the Triton language's interpreter also the CPU."""
 
     runs_ahead = True
+    most_read = 0
 
     def __init__(self, graph_dir: Path, config: Config, device: str = "cuda"):
         model = Manifest.read(graph_dir)

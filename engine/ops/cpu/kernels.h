@@ -69,7 +69,7 @@ struct LlmKernels {
                              double* weight);
 };
 
-// What engine/ops/sampling_rows.py describes. mask, top_ids and top_logprobs may be null.
+// What engine/ops/sampling_rows.py describes. mask, given, top_ids and top_logprobs may be null.
 struct LlmSampling {
   const float *temperature, *top_p;
   const int32_t* top_k;
@@ -79,6 +79,7 @@ struct LlmSampling {
   const int32_t *num_logprobs, *seen_starts, *seen_ends, *seen_ids, *seen_counts, *bias_starts, *bias_ids;
   const float* bias;
   const uint32_t* mask;
+  const int32_t* given;
   int32_t *token_ids;
   float *logprobs;
   int32_t *top_ids;

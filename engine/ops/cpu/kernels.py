@@ -210,6 +210,8 @@ class CpuOps:
             shape, dtype = SamplingRows.layout(field.name, num_rows, vocab)
             addresses[field.name] = None if array is None else need("sample", field.name, array, shape, dtype)
         need_ids("sample", "bias_ids", rows.bias_ids, vocab)
+        if rows.given is not None:
+            need_ids("sample", "given", rows.given, vocab)
         for field in fields(SampledRows):
             addresses[field.name] = getattr(results, field.name).ctypes.data
         args = Sampling(**addresses, max_logprobs=rows.max_logprobs)

@@ -27,7 +27,7 @@ class RowSampler {
       : k_(kernels), s_(sampling), vocab_(vocab), row_(row), space_(space) {}
 
   void sample(const float* logits) {
-    const int32_t token = s_.token_ids[row_] = pick(adjusted(logits));
+    const int32_t token = s_.token_ids[row_] = s_.given ? s_.given[row_] : pick(adjusted(logits));
     if (s_.num_logprobs[row_] >= 0) report(logits, token);
   }
 

@@ -1,0 +1,93 @@
+"""The prompts of a completion, and what is told of them beside their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import InvalidRequest
+from engine.wire import FIELDS, OfPrompt, TokenLogprob
+
+A_TEXT, IDS, A_BOOL = (FIELDS[name].check for name in ("text", "input_ids", "stream"))
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    echo: bool = False  # the text of an answer begins with the prompt
+    texts: Sequence[str | None] = ()  # of each, as its client wrote it; None: the model tells
+    num_echoed: int | None = None  # logprobs in each place of an echo; None: without
+    num_logprobs: int | None = None  # the same, of a list of their own
+    with_ids: bool = False
+
+    def text(self, index: int, told: OfPrompt | None) -> str:
+        """What an answer to this one begins with."""
+        if not self.echo:
+            return ""
+        own = self.texts[index]
+        return own if own is not None else (told and told.text) or ""
+
+    def echoed(self, told: OfPrompt | None) -> list[TokenLogprob]:
+        """The tokens that an answer begins with, where these have logprobs."""
+        if self.num_echoed is None or told is None:
+            return []
+        return [each._replace(top=each.top[: self.num_echoed]) for each in told.logprobs or ()]
+
+    def fields(self, told: OfPrompt | None) -> Json:
+        """vLLM's, of what was asked for."""
+        fields: Json = {}
+        if told and self.num_logprobs is not None:
+            fields["prompt_logprobs"] = [_in_list(each, self.num_logprobs) for each in told.logprobs or ()]
+        if told and self.with_ids:
+            fields["prompt_token_ids"] = told.token_ids
+        return fields
+
+
+def prompt_sources(body: Mapping[str, Any]) -> list[Json]:
+    """Of each prompt the model's field. Raises InvalidRequest."""
+    if "prompt" not in body:
+        raise InvalidRequest("`{field}` is missing", field="prompt")
+    prompt = body["prompt"]
+    is_one = isinstance(prompt, str) or (isinstance(prompt, list) and prompt and not isinstance(prompt[0], (str, list)))
+    prompts = [prompt] if is_one else prompt
+    if not isinstance(prompts, list) or not prompts:
+        raise InvalidRequest("`{field}` must be a text, a list of token ids, or a list of either", field="prompt")
+    return [source_of("prompt", each) for each in prompts]
+
+
+def source_of(name: str, given: Any) -> Json:
+    """A text, continued as it stands, or token ids. Raises InvalidRequest."""
+    if isinstance(given, str):
+        return {"text": A_TEXT(name, given), "apply_chat_template": False}
+    return {"input_ids": IDS(name, given)}
+
+
+def read_prompts(body: Mapping[str, Any], sources: Sequence[Json], options: Json, is_chat: bool) -> Prompts:
+    """Raises InvalidRequest. `options` of the model's requests get what it has to tell for this."""
+    echo = not is_chat and A_BOOL("echo", body.get("echo", False))
+    num_logprobs = options.get("prompt_logprobs", -1)
+    prompts = Prompts(
+        echo=echo,
+        texts=[source.get("text") for source in sources],
+        num_echoed=options.get("logprobs") if echo else None,
+        num_logprobs=num_logprobs if num_logprobs >= 0 else None,
+        with_ids=options.get("return_token_ids", False),
+    )
+    if prompts.num_echoed is not None:
+        options["prompt_logprobs"] = max(num_logprobs, prompts.num_echoed)
+    if echo and None in prompts.texts:
+        options["return_token_ids"] = True
+    return prompts
+
+
+def _in_list(token: TokenLogprob, num_top: int) -> Json | None:
+    """By id. Ranks are those among the likeliest: the token's own may be unknown."""
+    if token.logprob is None:
+        return None
+    ranks = {top.token_id: rank for rank, top in enumerate(token.top[:num_top], 1)}
+    told = {each.token_id: each for each in (token, *token.top[:num_top])}
+    return {
+        str(token_id): {"logprob": each.logprob, "rank": ranks.get(token_id), "decoded_token": each.token}
+        for token_id, each in told.items()
+    }

@@ -1,0 +1,210 @@
+"""What prompts tell of themselves: scores of their tokens and hidden states, in every schedule."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from engine.core.loop import Loop
+from engine.core.types import Logprobs, Request, Sampling
+from engine.errors import InvalidRequest
+from engine.executors import make_executor
+from engine.executors.readings import LOGITS_BYTES, most_read
+from engine.executors.reference import ReferenceExecutor
+from engine.settings.config import Config
+from tests.checkpoints import FAMILIES
+from tests.pure.counting_executor import CountingExecutor, answer, logprobs_of
+from tests.pure.test_models import GOLDEN, golden
+
+READ_LEN = 65
+SCORES = Sampling(1, temperature=0, num_prompt_logprobs=2)
+LAST, MEAN = (Sampling(0, pooling=pooling) for pooling in ("last", "mean"))
+
+
+def run(loop, *requests):
+    """Token ids, logprobs of the prompt, and hidden states of each, and why it ended."""
+    token_ids = {each.request_id: [] for request in requests for each in (request, *request.forks)}
+    told, ends = {}, {}
+    for request in requests:
+        loop.add(request)
+    while not loop.is_idle:
+        for update in loop.turn():
+            name = update.request.request_id
+            token_ids[name] += update.token_ids
+            if update.of_prompt:
+                assert name not in told, "a prompt is told of once"
+                told[name] = update.of_prompt
+            ends[name] = update.finish_reason or ends.get(name)
+    return token_ids, told, ends
+
+
+def a_request(name, prompt, sampling):
+    return Request(name, list(prompt), len(prompt), sampling)
+
+
+def hidden_of(told):
+    return np.frombuffer(told.hidden, np.float32)
+
+
+# --- the model's own numbers ---
+
+
+@pytest.fixture(scope="module")
+def readings():
+    with np.load(GOLDEN / "readings.npz") as arrays:
+        return dict(arrays)
+
+
+def requests_of(prompt):
+    return [a_request(name, prompt, each) for name, each in (("scores", SCORES), ("last", LAST), ("mean", MEAN))]
+
+
+def check_like_transformers(told, readings, family):
+    scores = [each.chosen for each in told["scores"].scores]
+    np.testing.assert_allclose(scores, readings[f"{family}_scores"], rtol=0, atol=1e-4)
+    for name in ("last", "mean"):
+        np.testing.assert_allclose(hidden_of(told[name]), readings[f"{family}_{name}"], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_and_hidden_states_are_those_of_transformers(family, exported, readings):
+    """In chunks that fill no block, beside one another, and again with a prefix cache that has it all."""
+    prompt = golden(family)[f"prompt_{READ_LEN}"].tolist()
+    config = Config(batch_size=4, max_num_batched_tokens=29, block_bs=4)
+    executor = make_executor(exported(family), config)
+    executor.allocate(64)
+    executor.most_read = 23
+    loop = Loop(executor, 64, config)
+    _, told, _ = run(loop, *requests_of(prompt))
+    check_like_transformers(told, readings, family)
+    assert all(len(each.top) == 2 for each in told["scores"].scores)
+    assert run(loop, *requests_of(prompt))[1]["scores"].scores == told["scores"].scores
+    executor.close()
+
+
+def test_the_definition_of_the_ops_tells_the_same(exported, readings):
+    prompt = golden("qwen2")[f"prompt_{READ_LEN}"].tolist()
+    executor = ReferenceExecutor(exported("qwen2"))
+    executor.allocate(16)
+    _, told, _ = run(Loop(executor, 16, Config(max_num_batched_tokens=40, batch_size=4)), *requests_of(prompt))
+    check_like_transformers(told, readings, "qwen2")
+
+
+def test_the_logits_that_are_read_in_a_step_are_bounded_in_bytes():
+    assert most_read(151_936) * 151_936 * 4 <= LOGITS_BYTES < (most_read(151_936) + 1) * 151_936 * 4
+    assert most_read(10**9) == 1
+
+
+# --- schedules, on an executor that counts ---
+
+
+def scores_of(prompt, sampling=SCORES):
+    return [logprobs_of(token_id, sampling.num_prompt_logprobs) for token_id in prompt[1:]]
+
+
+def a_loop(num_blocks=64, **settings):
+    return Loop(CountingExecutor(num_blocks, 4), num_blocks, Config(**settings))
+
+
+def test_every_token_but_the_first_has_a_score_whatever_its_neighbours_do():
+    """Prompts of all lengths around chunks and blocks, among answers that grow; a pool that is too small preempts."""
+    for num_blocks in (64, 22):
+        loop = a_loop(num_blocks, max_num_batched_tokens=9, batch_size=8, block_ratio=0.9)
+        prompts = {str(size): list(range(size, 2 * size)) for size in (1, 2, 3, 8, 9, 10, 17, 24)}
+        long = Sampling(12, temperature=0)
+        asked = [a_request(name, prompt, replace(SCORES, max_new_tokens=9)) for name, prompt in prompts.items()]
+        token_ids, told, _ = run(loop, *asked, *(a_request(f"other {n}", [n], long) for n in range(3)))
+        assert {name: told[name].scores for name in prompts} == {
+            name: scores_of(each) for name, each in prompts.items()
+        }
+        assert all(token_ids[name] == answer(prompts[name], asked[0].sampling) for name in prompts)
+        assert (loop.stats()["num_preemptions"] > 0) == (num_blocks == 22)
+
+
+def test_one_that_was_preempted_in_its_prompt_tells_each_score_once():
+    loop = a_loop(10, max_num_batched_tokens=4, batch_size=2, block_ratio=0.99)
+    prompt = list(range(100, 128))
+    grows = a_request("grows", [1, 2, 3, 4], Sampling(24, temperature=0))
+    _, told, _ = run(loop, grows, a_request("scored", prompt, SCORES))
+    assert loop.stats()["num_preemptions"] > 0
+    assert told["scored"].scores == scores_of(prompt)
+
+
+def test_what_is_read_in_one_step_is_bounded_and_answers_go_on_beside_it():
+    loop = a_loop(max_num_batched_tokens=100, batch_size=4)
+    executor = loop.executor
+    seen = []
+    launch = executor.launch
+
+    def note(batch):
+        asked = [row.reading for row in batch.rows if row.reading]
+        assert batch.is_read == bool(asked)
+        seen.append((sum(len(each.scored) + each.num_pooled for each in asked), len(batch.rows)))
+        return launch(batch)
+
+    executor.launch = note
+    run(
+        loop,
+        a_request("answer", [5], Sampling(9, temperature=0)),
+        a_request("a", range(20), SCORES),
+        a_request("b", range(40, 60), MEAN),
+    )
+    assert max(read for read, _ in seen) == executor.most_read == 6
+    assert sum(read for read, _ in seen) == 19 + 20
+    assert all(num_rows > 1 for _, num_rows in seen[:6])
+
+
+def test_a_cached_prompt_is_computed_again_for_its_scores_and_not_for_its_last_hidden_state():
+    loop = a_loop()
+    prompt = list(range(17))
+    first, second = (run(loop, a_request(name, prompt, SCORES))[1][name] for name in "ab")
+    assert first == second and first.num_cached == 0
+    plain = run(loop, a_request("c", prompt, Sampling(2, temperature=0)))[1]["c"]
+    assert (plain.num_cached, plain.scores) == (16, [])
+    last = run(loop, a_request("d", prompt, LAST))[1]["d"]
+    assert (last.num_cached, hidden_of(last).tolist()) == (16, [16])
+    mean = run(loop, a_request("e", prompt, MEAN))[1]["e"]
+    assert (mean.num_cached, hidden_of(mean).tolist()) == (0, [8])
+
+
+def test_several_answers_share_the_scores_of_their_prompt():
+    leader, *forks = (a_request(name, range(9), replace(SCORES, max_new_tokens=3)) for name in "abc")
+    leader.forks = forks
+    loop = a_loop()
+    token_ids, told, _ = run(loop, leader)
+    assert [told[name].scores for name in "abc"] == [scores_of(range(9))] * 3
+    assert token_ids == dict.fromkeys("abc", [9, 10, 11])
+    assert loop.stats()["num_prompt_tokens"] == 9
+
+
+def test_a_request_for_no_token_ends_with_its_prompt():
+    loop = a_loop(max_num_batched_tokens=5, batch_size=2)
+    nothing = Sampling(0)
+    asked = [a_request("a", range(12), nothing), a_request("b", [7], nothing), a_request("c", range(6), SCORES)]
+    token_ids, told, ends = run(loop, *asked)
+    assert (token_ids, ends) == ({"a": [], "b": [], "c": [6]}, dict.fromkeys("abc", "length"))
+    assert told["a"].scores == [] and loop.stats()["num_generated_tokens"] == 1
+    loop.scheduler.check()
+
+
+def test_numbers_that_are_none_end_their_request_alone():
+    loop = a_loop()
+    broken = iter([Logprobs(float("nan"))])
+    read = loop.executor._read
+    loop.executor._read = lambda row: read(row)._replace(scores=list(broken) or read(row).scores, hidden=b"")
+    _, _, ends = run(loop, a_request("a", range(3), SCORES))
+    assert ends["a"] == "failed"
+    _, told, ends = run(loop, a_request("b", range(3), SCORES), a_request("c", range(3), LAST))
+    assert ends == {"b": "length", "c": "failed"}
+    assert told["b"].scores == scores_of(range(3))
+
+
+def test_an_executor_that_cannot_read_refuses_by_name():
+    executor = CountingExecutor()
+    executor.most_read = 0
+    loop = Loop(executor, 16, Config())
+    for sampling, field in ((SCORES, "prompt_logprobs"), (LAST, "pooling"), (MEAN, "pooling")):
+        with pytest.raises(InvalidRequest) as refused:
+            loop.add(a_request("a", [1, 2], sampling))
+        assert refused.value.field == field
+    assert run(loop, a_request("a", [1, 2], Sampling(0)))[2] == {"a": "length"}
