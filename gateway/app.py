@@ -32,6 +32,7 @@ from gateway.parts import (
     CONFIG,
     DOCUMENT,
     DRAINING,
+    EMBEDDINGS,
     INTAKE,
     NATIVE,
     OPENAI,
@@ -49,7 +50,7 @@ from gateway.web import is_for_people
 
 log = logging.getLogger(__name__)
 
-PROTOCOLS: Sequence[ClientProtocol] = (NATIVE, OPENAI, RESPONSES, ANTHROPIC, TRITON)
+PROTOCOLS: Sequence[ClientProtocol] = (NATIVE, OPENAI, RESPONSES, ANTHROPIC, EMBEDDINGS, TRITON)
 
 REQUEST_TIMEOUT_S = 300.0  # without a new answer of the model, unless a request says otherwise
 

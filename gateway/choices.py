@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator
 
 from engine.wire import Delta
 
+MAX_AT_ONCE = 128  # of one exchange: the others of many inputs wait here, where they take no place of anybody else's
+
 
 async def side_by_side(streams: list[AsyncGenerator[Delta, None]]) -> AsyncGenerator[tuple[int, Delta], None]:
     """Each answer with the index of its stream, as they come. The first error is raised and ends the others."""
@@ -18,10 +20,12 @@ async def side_by_side(streams: list[AsyncGenerator[Delta, None]]) -> AsyncGener
         return
     answers_of_all: asyncio.Queue[tuple[int, Delta | Exception | None]] = asyncio.Queue(maxsize=len(streams))
 
+    places = asyncio.Semaphore(MAX_AT_ONCE)
+
     async def forward(index: int, stream: AsyncGenerator[Delta, None]) -> None:
         end = None
         try:
-            async with contextlib.aclosing(stream):
+            async with places, contextlib.aclosing(stream):
                 async for answer in stream:
                     await answers_of_all.put((index, answer))
         except Exception as error:

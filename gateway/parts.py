@@ -11,6 +11,7 @@ from engine.settings.config import Config
 from engine.settings.served import ServedModel
 from gateway.anthropic import Anthropic
 from gateway.backend import Backend
+from gateway.embeddings import Embeddings
 from gateway.health import Shared
 from gateway.intake import Intake
 from gateway.native import Native
@@ -18,7 +19,8 @@ from gateway.openai import OpenAI
 from gateway.responses import Responses
 from gateway.triton import Triton
 
-NATIVE, OPENAI, RESPONSES, ANTHROPIC, TRITON = Native(), OpenAI(), Responses(), Anthropic(), Triton()
+NATIVE, OPENAI, EMBEDDINGS = Native(), OpenAI(), Embeddings()
+RESPONSES, ANTHROPIC, TRITON = Responses(), Anthropic(), Triton()
 
 BACKEND = web.AppKey("backend", Backend)
 CONFIG = web.AppKey("config", Config)

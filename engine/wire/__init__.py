@@ -25,7 +25,7 @@ from engine.wire.answer import (
 from engine.wire.checks import MAX_LOGPROBS, MAX_REQ_ID_LEN, POOLINGS, Check, int_in, json_object, kind_of, shown
 from engine.wire.fields import FIELDS
 from engine.wire.forms import FORMS, Form
-from engine.wire.meanings import MEANINGS, described
+from engine.wire.meanings import MEANINGS, described, plain
 from engine.wire.owner import OWNER, Owner, owner_of, payload_with_owner, with_owner
 from engine.wire.request import (
     ABORT,
@@ -94,6 +94,7 @@ __all__ = [
     "only_object",
     "owner_of",
     "parse_request",
+    "plain",
     "payload_with_owner",
     "read_answer",
     "req_id_of",

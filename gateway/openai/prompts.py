@@ -44,20 +44,20 @@ class Prompts:
         return fields
 
 
-def prompt_sources(body: Mapping[str, Any]) -> list[Json]:
-    """Of each prompt the model's field. Raises InvalidRequest."""
-    if "prompt" not in body:
-        raise InvalidRequest("`{field}` is missing", field="prompt")
-    prompt = body["prompt"]
-    is_one = isinstance(prompt, str) or (isinstance(prompt, list) and prompt and not isinstance(prompt[0], (str, list)))
-    prompts = [prompt] if is_one else prompt
+def sources_of(name: str, body: Mapping[str, Any]) -> list[Json]:
+    """Of each prompt in this field the model's field. Raises InvalidRequest."""
+    if name not in body:
+        raise InvalidRequest("`{field}` is missing", field=name)
+    given = body[name]
+    is_one = isinstance(given, str) or (isinstance(given, list) and given and not isinstance(given[0], (str, list)))
+    prompts = [given] if is_one else given
     if not isinstance(prompts, list) or not prompts:
-        raise InvalidRequest("`{field}` must be a text, a list of token ids, or a list of either", field="prompt")
-    return [source_of("prompt", each) for each in prompts]
+        raise InvalidRequest("`{field}` must be a text, a list of token ids, or a list of either", field=name)
+    return [_source(name, each) for each in prompts]
 
 
-def source_of(name: str, given: Any) -> Json:
-    """A text, continued as it stands, or token ids. Raises InvalidRequest."""
+def _source(name: str, given: Any) -> Json:
+    """Continued as it stands."""
     if isinstance(given, str):
         return {"text": A_TEXT(name, given), "apply_chat_template": False}
     return {"input_ids": IDS(name, given)}

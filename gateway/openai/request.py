@@ -15,7 +15,7 @@ from engine import wire
 from engine.errors import InvalidRequest
 from engine.wire import FORMS, MAX_LOGPROBS, MAX_REQ_ID_LEN, Check, int_in
 from gateway.openai.dialect import PLAIN, Dialect
-from gateway.openai.prompts import Prompts, prompt_sources, read_prompts
+from gateway.openai.prompts import Prompts, read_prompts, sources_of
 from gateway.openai.reader import Reader
 from gateway.openai.refusals import NAMES, refuse
 from gateway.openai.tools import Tools, read_tools, with_parsed_arguments
@@ -79,7 +79,7 @@ def parse(body: dict[str, Any], is_chat: bool, default_model: str, dialect: Dial
     options = _options(body, is_chat)
     tools = read_tools(body, dialect) if is_chat else Tools()
     options |= tools.fields(options)
-    sources = [chat_source(body)] if is_chat else prompt_sources(body)
+    sources = [chat_source(body)] if is_chat else sources_of("prompt", body)
     prompts = read_prompts(body, sources, options, is_chat)
     if len(sources) * n > MAX_CHOICES:
         text = f"{len(sources)} {{field}}s times n={n} exceed the limit of {{limit}}"

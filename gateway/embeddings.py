@@ -1,0 +1,132 @@
+"""OpenAI's embeddings over native requests, one an input."""
+
+from __future__ import annotations
+
+import base64
+import uuid
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from engine import wire
+from engine.errors import InvalidRequest
+from engine.wire import POOLINGS, Delta, Final, int_in, schema_of
+from gateway.openai import BASE, OpenAI
+from gateway.openai.prompts import sources_of
+from gateway.openai.refusals import check_spelling
+from gateway.protocol import Call
+
+MAX_INPUTS = 2048
+DIMENSIONS, FORMATS = int_in(1, 1 << 20), ("float", "base64")
+CHECKS = {name: wire.FIELDS[name].check for name in ("cache_salt", "pooling", "priority", "timeout")}
+A_BOOL, A_STRING, REQ_ID = (wire.FIELDS[name].check for name in ("stream", "system", "req_id"))
+A_TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
+IDS = schema_of(wire.FIELDS["input_ids"].check)
+MEANINGS = {
+    "input": "a text or a list of token ids, or a list of up to 2048 of either; taken as it stands",
+    "model": "any is accepted, and named in the answer",
+    "dimensions": "only so many numbers of each, the first",
+    "encoding_format": "`float` or `base64`, of little-endian f32",
+    "normalize": "to length 1",
+    "request_id": "names the requests; random if not given",
+}
+
+
+@dataclass(eq=False)
+class EmbeddingExchange:
+    """A `gateway.protocol.Exchange`. Its answer is never streamed."""
+
+    requests: list[dict[str, Any]]
+    names: Mapping[str, str]
+    timeout_s: float | None
+    model: str
+    encoding: str
+    dimensions: int | None
+    is_normalized: bool
+    stream: bool = False
+    num_tokens: int = 0
+    found: dict[int, Final] = field(default_factory=dict)
+
+    def event(self, index: int, answer: Delta) -> bytes:
+        raise AssertionError("an embedding is no stream")
+
+    def gather(self, index: int, answer: Delta) -> None:
+        if isinstance(answer, Final):
+            self.found[index] = answer
+
+    def whole(self) -> dict[str, Any]:
+        """Raises InvalidRequest: how many dimensions there are is known now."""
+        data = [
+            {"object": "embedding", "index": index, "embedding": self._written(answer.embedding or "")}
+            for index, answer in sorted(self.found.items())
+        ]
+        num_tokens = sum(answer.usage.prompt_tokens for answer in self.found.values())
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        return {"object": "list", "data": data, "model": self.model, "usage": usage}
+
+    def _written(self, embedding: str) -> Any:
+        vector = np.frombuffer(base64.b64decode(embedding), "<f4")
+        if self.dimensions:
+            if self.dimensions > len(vector):
+                text = "`{field}` is {value}, the model has {limit}"
+                raise InvalidRequest(text, field="dimensions", value=self.dimensions, limit=len(vector))
+            vector = vector[: self.dimensions]
+        if self.is_normalized:
+            vector = vector / max(np.linalg.norm(vector), np.finfo(np.float32).tiny)
+        return (
+            vector.tolist() if self.encoding == "float" else base64.b64encode(vector.astype("<f4").tobytes()).decode()
+        )
+
+
+class Embeddings(OpenAI):
+    name = "embeddings"
+    paths: Collection[str] = ("/v1/embeddings", f"{BASE}/embeddings")
+
+    def fields(self, path: str) -> dict[str, Any]:
+        lists = [{"type": "array", "items": each, "minItems": 1, "maxItems": MAX_INPUTS} for each in (A_TEXT, IDS)]
+        schemas = {
+            "input": {"anyOf": [A_TEXT, IDS, *lists]},
+            "model": schema_of(A_STRING),
+            "dimensions": schema_of(DIMENSIONS),
+            "encoding_format": {"enum": [*FORMATS], "default": "float"},
+            "normalize": schema_of(A_BOOL) | {"default": True},
+            "request_id": schema_of(REQ_ID),
+            **{name: schema_of(check) for name, check in CHECKS.items()},
+        }
+        schemas["pooling"] = {**schemas["pooling"], "default": POOLINGS[0]}
+        meanings = {**wire.MEANINGS, **MEANINGS}
+        return {name: {**schema, "description": wire.plain(meanings[name])} for name, schema in schemas.items()}
+
+    def needs(self, path: str) -> Collection[str]:
+        return ("input",)
+
+    def example(self, path: str) -> dict[str, Any]:
+        return {"model": "default", "input": ["What is the capital of France?", "Paris is."]}
+
+    def parse(self, body: dict[str, Any], call: Call) -> EmbeddingExchange:  # type: ignore[override]
+        body = {key: value for key, value in body.items() if value is not None}
+        check_spelling(body, self.fields(call.path))
+        if body.get("truncate_prompt_tokens"):
+            raise InvalidRequest("`{field}` is not supported", field="truncate_prompt_tokens")
+        encoding = body.get("encoding_format", "float")
+        if encoding not in FORMATS:
+            text = "`{field}` must be one of {limit}, it is {value}"
+            raise InvalidRequest(text, field="encoding_format", value=wire.shown(encoding), limit=[*FORMATS])
+        sources = sources_of("input", body)
+        if len(sources) > MAX_INPUTS:
+            text = "`{field}` has {value} items, the limit is {limit}"
+            raise InvalidRequest(text, field="input", value=len(sources), limit=MAX_INPUTS)
+        options = {"pooling": POOLINGS[0]}
+        options |= {name: check(name, body[name]) for name, check in CHECKS.items() if name in body}
+        name = REQ_ID("request_id", body.get("request_id", f"embd-{uuid.uuid4().hex}"))
+        return EmbeddingExchange(
+            requests=[{**each, **options, "req_id": f"{name[:240]}-{at}"} for at, each in enumerate(sources)],
+            names=dict.fromkeys(("text", "input_ids"), "input") | {"req_id": "request_id"},
+            timeout_s=options.get("timeout"),  # type: ignore[arg-type]
+            model=A_STRING("model", body.get("model", "")) or call.model_name,
+            encoding=encoding,
+            dimensions=DIMENSIONS("dimensions", body["dimensions"]) if "dimensions" in body else None,
+            is_normalized=A_BOOL("normalize", body.get("normalize", True)),
+        )
