@@ -8,6 +8,8 @@ from collections.abc import Collection, Sequence
 from engine.core.block_pool import BlockPool, OutOfBlocks, chain_key, root_key
 from engine.core.types import Copy, Request
 
+NEVER = 1 << 60  # blocks
+
 
 class Holdings:
     """The only one who changes a request's blocks. `block_ratio`: the share of the pool that prompts may fill at
@@ -35,8 +37,11 @@ class Holdings:
             promised = sum(map(self._blocks_to_come, running))
             if self.most_blocks(request) - num_shared + promised > pool.num_available:
                 return False
-        elif running and pool.num_held + need - num_shared > self._block_ratio * pool.num_blocks:
-            return False
+        elif running:
+            # The beams of a search lose all that they have found when they must make room.
+            wanted = self.most_blocks(request) if request.search else need
+            if pool.num_held + wanted - num_shared > self._block_ratio * pool.num_blocks:
+                return False
         try:
             request.block_ids = pool.take(need - len(prefix), prefix)
         except OutOfBlocks:
@@ -83,6 +88,19 @@ class Holdings:
             fork.room = leader.room = leader.num_computed
             fork.has_shared_tail = leader.has_shared_tail = is_partial
 
+    def branch(self, beams: Sequence[Request], parents: Sequence[int]) -> None:
+        """Each goes on where `parents` says, and those beyond them hold nothing. The prefix cache does not learn of
+        what they write."""
+        before, num_computed = [each.block_ids for each in beams], beams[0].num_computed
+        for parent in parents:
+            self.pool.share(before[parent])
+        for blocks in before:
+            self.pool.give_back(blocks)
+        for index, each in enumerate(beams):
+            each.block_ids = list(before[parents[index]]) if index < len(parents) else []
+            each.num_computed = each.room = num_computed
+            each.num_placed, each.num_published = 0, NEVER
+
     def publish(self, request: Request) -> None:
         """Makes the blocks that have become full findable."""
         count = request.num_computed // self.pool.block_size
@@ -112,14 +130,15 @@ class Holdings:
         """The pool's books and the requests' agree. Between two steps."""
         self.pool.check()
         assert not self._retired
-        assert self.pool.num_held == len({block for request in running for block in request.block_ids})
+        assert self.pool.num_held == len(set().union(*map(_held, running)))
 
     def _own_all(self, request: Request) -> None:
         request.room = len(request.block_ids) * self.pool.block_size
         request.has_shared_tail = False
 
     def _blocks_to_come(self, request: Request) -> int:
-        return self.most_blocks(request) - len(request.block_ids) + request.has_shared_tail
+        num_held = len(_held(request)) if request.search else len(request.block_ids)
+        return self.most_blocks(request) - num_held + request.has_shared_tail
 
     def _prefix(self, request: Request) -> Sequence[bytes]:
         """Keys of the cached blocks that it begins with."""
@@ -135,3 +154,8 @@ class Holdings:
             parent = keys[-1] if keys else root_key(request.salt)
             keys.append(chain_key(parent, request.token_ids[index * size : (index + 1) * size]))
         return keys[:count]
+
+
+def _held(request: Request) -> set[int]:
+    """By it and, as long as it has some, by its forks."""
+    return {block for each in (request, *request.forks) for block in each.block_ids}

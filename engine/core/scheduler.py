@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NamedTuple
 
-from engine.core import reading
+from engine.core import beams, reading
 from engine.core.block_pool import BlockPool, OutOfBlocks
 from engine.core.drafting import Drafter
 from engine.core.grammar import Choice
@@ -103,6 +104,7 @@ class Scheduler:
         self._launched: deque[list[Launched]] = deque()  # steps that were not applied yet
         self._arrivals: list[Arrival] = []  # for the next batch, as are the copies
         self._copies: list[Copy] = []
+        self._found: list[Request] = []  # of searches that the step has ended
         self._num_readable = limits.most_read  # tokens that the readings of the next batch may still have
 
     @property
@@ -120,8 +122,10 @@ class Scheduler:
         assert request.token_ids and not request.block_ids
         if not self.limits.most_read:
             reading.refuse(request)
+        if request.sampling.num_beams:
+            beams.prepare(request, self.limits.max_batch)
         apart = []  # forks that cannot run beside it: they wait like requests, and find its prompt in the cache
-        while request.forks and not self._could_run(request):
+        while request.forks and not request.search and not self._could_run(request):
             apart.append(request.forks.pop())
         if not self._could_run(request):
             need = self._holdings.most_blocks(request)
@@ -152,17 +156,22 @@ class Scheduler:
         """Forgets a request; its blocks come back when no step writes them any more. None if it is not here (any
         more)."""
         request: Request | None
-        if leader := self._leader_of.pop(request_id, None):
+        leader = self._leader_of.pop(request_id, None)
+        if leader and not leader.search:
             request = next(fork for fork in leader.forks if fork.request_id == request_id)
             leader.forks.remove(request)
             self._give_up_slot(request)
             if leader.state is State.ENDED and not leader.forks:
                 self._leave(leader)
         else:
+            if leader:  # an answer of a search is wanted with all others or not at all
+                request_id = leader.request_id
             request = self.running.get(request_id) or self.waiting.get(request_id)
             if request is None or request.state is State.ENDED:
                 return None
-            if not request.forks:  # else it stays until their prompt is computed
+            if request.search:
+                self._forget_forks(request)
+            if not request.forks or request.search:  # else it stays until their prompt is computed
                 self._leave(request)
         request.state = State.ENDED
         return request
@@ -235,10 +244,10 @@ class Scheduler:
             if of_forks:
                 self._join_forks(request)
             self._tell(request, update, updates)
-            if of_forks:
-                for fork, tokens in zip(forks, of_forks, strict=True):
-                    if fork.state is RUNNING:
-                        self._tell(fork, self._append(fork, *tokens), updates)
+            for fork, tokens in zip(forks, of_forks, strict=True):
+                if fork.state is RUNNING:
+                    self._tell(fork, self._append(fork, *tokens), updates)
+        self._end_searches(updates)
         self.counters.num_generated_tokens += sum([len(update.token_ids) for update in updates])
         return updates
 
@@ -256,9 +265,12 @@ class Scheduler:
         """A row for each running request that only misses its last token. Returns those that are still in their
         prompt. Preempts if it must: only requests younger than all that have a row."""
         in_prompt = []
-        spare = self.limits.max_batched_tokens - len(self.running)  # for drafts
+        spare = self.limits.max_batched_tokens - self.num_running  # for drafts
         for request in list(self.running.values()):
             start, token_ids = request.num_computed, request.token_ids[-1:]
+            if request.search and request.search.has_begun:
+                self._schedule_beams(request, launched)
+                continue
             num_left = len(request.token_ids) - start
             if num_left > 1 or request.forks or (num_left and not request.is_told):
                 in_prompt.append(request)
@@ -278,6 +290,18 @@ class Scheduler:
             launched.append((request, row, ()))
         return in_prompt
 
+    def _schedule_beams(self, leader: Request, launched: list[Launched]) -> None:
+        """A row for each, if all have room: they move on together."""
+        assert leader.search
+        running = [leader, *leader.forks][: len(leader.search.running)]
+        for beam in running:
+            if beam.num_computed >= beam.room and (beam.slot < 0 or not self._has_room(beam)):
+                return
+        for beam in running:
+            row = Row(beam.slot, beam.num_computed, beam.token_ids[-1:], self._new_blocks(beam))
+            beam.num_computed += 1
+            launched.append((beam, row, ()))
+
     def _launch_prompt(self, launched: list[Launched], request: Request, budget: int) -> int:
         """A chunk of its prompt; the last one gives the first token, its own and those of its forks. Returns its
         size, 0 where the readings of others leave it nothing."""
@@ -289,7 +313,7 @@ class Scheduler:
         token_ids = request.token_ids[start : start + budget]
         request.num_computed = start + len(token_ids)
         is_last = request.num_computed == len(request.token_ids)
-        forks = tuple(request.forks) if is_last else ()
+        forks = tuple(request.forks) if is_last and not request.search else ()
         slots = [fork.slot for fork in forks]
         num_sampled = int(is_last and request.sampling.max_new_tokens > 0)
         asked = None if request.is_told else reading.of_chunk(request, start, is_last)
@@ -359,10 +383,12 @@ class Scheduler:
             except OutOfBlocks:
                 youngest = next(reversed(self.running.values()))
                 self._preempt(youngest)
-                if youngest is request:
+                if request.slot < 0:
                     return False
 
     def _preempt(self, request: Request) -> None:
+        if request.search:
+            self._call_off_search(request)
         self._leave(request)
         if request.state is RUNNING:
             request.state = State.WAITING
@@ -379,7 +405,67 @@ class Scheduler:
             self.running[fork.request_id] = fork
         leader.forks = []
 
-    def _append(self, request: Request, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None) -> Update:
+    # Beams
+
+    def _grow(self, beam: Request, logprobs: Logprobs) -> None:
+        """With the last of the beams of a search all go on, in whatever slot: what each wrote is held by those that it
+        has become."""
+        search = beam.search
+        assert search
+        if not search.has_begun:
+            self._holdings.publish(beam)
+        is_number = logprobs.chosen == logprobs.chosen
+        if is_number and not search.hear(logprobs):
+            return
+        leader = self._leader_of.get(beam.request_id, beam)
+        if search.is_over or not is_number:
+            self._found.append(leader)
+            return
+        members = [leader, *leader.forks]
+        self._holdings.branch(members, search.parents)
+        for each, found in zip(members, search.running, strict=False):
+            each.state = RUNNING
+            each.token_ids[each.prompt_len :] = found.token_ids
+            self._arrivals.append(Arrival(each.slot, list(each.token_ids), each.prompt_len, each.sampling))
+
+    def _end_searches(self, updates: list[Update]) -> None:
+        for leader in self._found:
+            self._end_search(leader, updates)
+        self._found.clear()
+
+    def _end_search(self, leader: Request, updates: list[Update]) -> None:
+        search = leader.search
+        assert search
+        told = reading.whole(leader)
+        for answer, beam in zip_longest(
+            (leader, *leader.forks)[: search.num_answers], search.ended[: search.num_answers]
+        ):
+            if beam and search.is_over:
+                reason = search.reason_of(beam)
+                updates.append(Update(answer, beam.token_ids, beam.logprobs or None, reason, None, told))
+            else:
+                updates.append(Update(answer, (), None, FAILED))
+        for each in (leader, *leader.forks):
+            each.state = State.ENDED
+        self._leave(leader)
+        self._forget_forks(leader)
+
+    def _call_off_search(self, leader: Request) -> None:
+        """It begins anew when it comes back."""
+        assert leader.search
+        leader.search.restart()
+        slots = {each.slot for each in (leader, *leader.forks)}
+        self._copies = [copy for copy in self._copies if copy.slot not in slots]
+        for each in (leader, *leader.forks):
+            del each.token_ids[each.prompt_len :]
+
+    # What a step has brought
+
+    def _append(self, request: Request, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None) -> Update | None:
+        if request.search:
+            assert logprobs
+            self._grow(request, logprobs[0])
+            return None
         update = self._enter(request, token_ids, logprobs)
         return update if request.grammar is None else self._guided(request, request.grammar, update)
 
@@ -431,9 +517,13 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         if not self.waiting.drop(request.request_id):
             del self.running[request.request_id]
-            self._holdings.release(request, is_in_flight=bool(self._launched))
             for each in (request, *request.forks):
+                self._holdings.release(each, is_in_flight=bool(self._launched))
                 self._give_up_slot(each)
+
+    def _forget_forks(self, leader: Request) -> None:
+        for fork in leader.forks:
+            self._leader_of.pop(fork.request_id, None)
 
     def _give_up_slot(self, request: Request) -> None:
         if request.slot >= 0:

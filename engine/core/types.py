@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from engine.errors import RequestError
+
+if TYPE_CHECKING:
+    from engine.core.beams import BeamSearch
 
 NO_TOKEN = -1  # the model's logits are no numbers, or bans and masks left nothing
 MEAN = "mean"  # of Sampling.pooling
@@ -33,6 +36,8 @@ class Sampling:
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not appear
     logit_bias: tuple[tuple[int, float], ...] = ()
     num_logprobs: int = -1  # -1: none, 0: the chosen token's, k: and the k likeliest
+    num_beams: int = 0  # > 0: the likeliest answers are searched for, with so many begun ones
+    length_penalty: float = 1.0  # by this power of its length the logprob of such an answer is divided
     # What is asked of the prompt itself
     num_prompt_logprobs: int = -1  # of its tokens but the first, as above
     pooling: str = ""  # its hidden states behind the last layer: `last`, or the `mean` of all; empty: not wanted
@@ -42,7 +47,8 @@ class Sampling:
     def reads_answer(self) -> bool:
         """Whether the next token depends on those before by more than their number and the logits."""
         has_penalty = self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
-        return has_penalty or bool(self.form) or any(len(word) > 1 for word in self.bad_words)
+        is_bound = bool(self.form) or self.num_beams > 0
+        return has_penalty or is_bound or any(len(word) > 1 for word in self.bad_words)
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,7 @@ class Request:
     owner: str = ""  # waiting requests of each get equal shares
     priority: int = 0  # lower is earlier
     grammar: Grammar | None = None  # of `sampling.form`; the loop sets it, as soon as it is compiled
+    search: BeamSearch | None = None  # of its beams, which are it and its forks until the end
     # The scheduler's
     state: State = State.WAITING
     slot: int = -1  # its place in the batch while it runs

@@ -43,6 +43,8 @@ RANGES = {
     "top_k": (0, MAX_INT),
     "seed": (0, 2**64 - 1),
     "num_logprobs": (-1, MAX_LOGPROBS),
+    "num_beams": (0, MAX_N),
+    "length_penalty": (-10.0, 10.0),
     "num_prompt_logprobs": (-1, MAX_LOGPROBS),
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),

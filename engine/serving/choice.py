@@ -47,6 +47,18 @@ class Choice:
         """All that the engine has said."""
         return self.answer.token_ids + [token_id for token_id, _ in self.gathered]
 
+    @property
+    def _tells_logprobs(self) -> bool:
+        """Of an answer that may be chosen they are known, whether somebody has asked or not."""
+        return self.sampling.num_logprobs >= 0 and (self._request.logprobs >= 0 or not self._request.is_chosen)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of all its tokens, where they are known."""
+        stop_token = [self.answer.stop_token[1]] if self.answer.stop_token else []
+        known = [each.chosen for each in (*self.answer.logprobs, *stop_token) if each]
+        return sum(known) / max(len(known), 1)
+
     def go_on(self, num_sent: int) -> None:
         """For a client that has so many of its tokens: the next response begins after them."""
         self.num_sent, self.is_over = num_sent, False
@@ -74,7 +86,7 @@ class Choice:
             "infer_seed": self.sampling.seed,
             "inference_time_cost": seconds,
             "return_all_tokens": self._request.return_all_tokens,
-            "logprobs": self._logprobs(unsent) if self.sampling.num_logprobs >= 0 else None,
+            "logprobs": self._logprobs(unsent) if self._tells_logprobs else None,
             "times": times,
             "of_prompt": None if self.num_sent else self._told_of_prompt(),
         }
@@ -105,7 +117,7 @@ class Choice:
         return wire.OfPrompt(ids, self._tokenizer.decode(ids), logprobs)
 
     def _stop_token(self) -> wire.TokenLogprob | None:
-        is_asked_for = self._request.return_token_ids or self.sampling.num_logprobs >= 0
+        is_asked_for = self._request.return_token_ids or self._tells_logprobs
         return self._logprob(*self.answer.stop_token) if is_asked_for and self.answer.stop_token else None
 
     def _embedding(self) -> str | None:
@@ -139,8 +151,9 @@ class Asked(NamedTuple):
     @classmethod
     def now(cls, request: GenerationRequest, prompt: Prompt, tokenizer: Tokenizer) -> Asked:
         choices = [Choice(index, request, prompt, tokenizer) for index in range(prompt.n)]
-        for choice, token_ids in zip(choices, request.answer_ids, strict=False):
-            choice.begin_with(token_ids)
+        if not request.is_chosen:  # else they are made again
+            for choice, token_ids in zip(choices, request.answer_ids, strict=False):
+                choice.begin_with(token_ids)
         return cls(request, prompt, choices)
 
     @property
@@ -159,5 +172,5 @@ class Asked(NamedTuple):
 
     def go_on(self, again: GenerationRequest) -> None:
         """After what the client of `again` has."""
-        for choice, num_sent in zip(self.choices, again.resume_from or (), strict=True):
+        for choice, num_sent in zip(self.choices, again.resume_from or (), strict=False):  # of which some may be chosen
             choice.go_on(num_sent)

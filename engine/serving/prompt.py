@@ -24,7 +24,7 @@ CacheSize = Callable[[], tuple[int, int] | None]
 class Prompt:
     token_ids: list[int]
     sampling: Sampling  # of the first answer
-    n: int = 1  # answers wanted
+    n: int = 1  # answers that are made
     salt: str = ""  # of the prefix cache
 
     def sampling_of(self, index: int) -> Sampling:
@@ -81,6 +81,8 @@ class PromptReader:
         self.check_ids("eos_token_ids", request.eos_token_ids)
         self.check_ids("bad_words_token_ids", request.bad_words_token_ids)
         self.check_ids("logit_bias", [token_id for token_id, _ in request.logit_bias])
+        num_made = request.best_of or request.n
+        is_choosing = request.is_chosen and not request.use_beam_search
         sampling = Sampling(
             max_new_tokens=max_new_tokens,
             min_new_tokens=request.min_dec_len or 0,
@@ -95,7 +97,9 @@ class PromptReader:
             stop_token_ids=self._stop_ids(request),
             bad_words=self._bad_words(request),
             logit_bias=request.logit_bias,
-            num_logprobs=request.logprobs,
+            num_logprobs=max(request.logprobs, 0) if is_choosing else request.logprobs,
+            num_beams=num_made if request.use_beam_search else 0,
+            length_penalty=request.length_penalty,
             num_prompt_logprobs=request.prompt_logprobs,
             pooling=request.pooling or "",
             form=self._form(request, token_ids),
@@ -106,7 +110,7 @@ class PromptReader:
             if len(answer) > max_new_tokens:
                 text = "The `{field}` has {value} tokens, the answer at most {limit}"
                 raise InvalidRequest(text, field="answer_ids", value=len(answer), limit=max_new_tokens)
-        return Prompt(token_ids, sampling, request.n, request.cache_salt or "")
+        return Prompt(token_ids, sampling, num_made if is_choosing else request.n, request.cache_salt or "")
 
     def _token_ids(self, request: GenerationRequest) -> list[int]:
         if request.input_ids is not None:
@@ -138,7 +142,8 @@ class PromptReader:
         maximum = request.max_dec_len
         minimum = request.min_dec_len or int(maximum != 0)
         self._check_len(request.source, prompt_len)
-        longest = min(self.model_len - prompt_len, self.max_dec_len, self._room(prompt_len, request.n))
+        num_made = request.best_of or request.n
+        longest = min(self.model_len - prompt_len, self.max_dec_len, self._room(prompt_len, num_made))
         if maximum is not None and request.cut_max_dec_len:
             maximum = min(maximum, max(minimum, longest))
         for name, value in (("min_dec_len", minimum), ("max_dec_len", maximum or 1)):
@@ -263,9 +268,13 @@ def _check_reading(request: GenerationRequest, prompt_len: int) -> None:
         raise InvalidRequest(
             "The `{field}` is not for embeddings", field="prompt_logprobs", value=request.prompt_logprobs
         )
-    if request.n > 1 and (request.pooling or request.max_dec_len == 0):
-        text = "The `{field}` must be {limit} where no answer is asked for, it is {value}"
-        raise InvalidRequest(text, field="n", value=request.n, limit=1)
+    if request.pooling or request.max_dec_len == 0:
+        for name, value in (("n", request.n), ("best_of", request.best_of or 1)):
+            if value > 1:
+                text = "The `{field}` must be {limit} where no answer is asked for, it is {value}"
+                raise InvalidRequest(text, field=name, value=value, limit=1)
+        if request.use_beam_search:
+            raise InvalidRequest("The `{field}` needs an answer that it may search for", field="use_beam_search")
     num_told = request.n * prompt_len * (request.prompt_logprobs + 1)
     if num_told > MAX_PROMPT_LOGPROBS:
         text = (

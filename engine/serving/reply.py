@@ -37,7 +37,8 @@ class Reply:
         self.req_id = request.req_id  # chosen by the client, who may use it again
         self.engine_id = uuid.uuid4().hex  # never used again
         self.has_left = threading.Event()  # it is kept for who asks again
-        self.streaming = not request.return_all_tokens
+        self._is_choosing = len(self.choices) > request.n  # the best of them, as soon as all are known
+        self.streaming = not (request.return_all_tokens or self._is_choosing)
         self.wake: Callable[[Reply], None] = lambda reply: None  # puts this reply into the senders' queue
         self.leave: Callable[[Reply], None] = lambda reply: None  # called once, before the final response
         self.cancel: Callable[[str, bool], None] = lambda engine_id, is_complete: None  # the engine forgets this choice
@@ -197,11 +198,26 @@ class Reply:
             if gathered:
                 self._note_arrival(choice, len(gathered), latency)
             choice.answer.push(gathered, finish_reason)
-        if choice.answer.finish_reason:
+        if choice.answer.finish_reason and self._is_choosing:
+            self.cancel(self._engine_id(choice), True)  # as in `_finish`
+            self._choose(latency)
+        elif choice.answer.finish_reason:
             self._finish(choice, choice.answer.finish_reason, latency)
         elif self.streaming and choice.has_news:
             self._sender.send(self._news(choice, is_end=False), False)
             choice.is_told()
+
+    def _choose(self, latency: Latency) -> None:
+        """With the last of the answers: those that are likeliest by the token are told, and no others."""
+        if any(each.is_open for each in self.choices):
+            return
+        best = sorted(self.choices, key=lambda each: -each.mean_logprob)[: self._request.n]
+        places = [(each.index, each.num_sent) for each in self.choices[: len(best)]]
+        self.choices[:] = best
+        for each, (index, num_sent) in zip(best, places, strict=True):
+            each.index, each.num_sent = index, num_sent  # of the client, who may have a part of them
+        for each in best:
+            self._finish(each, each.answer.finish_reason or "", latency)
 
     def _finish(self, choice: Choice, reason: str, latency: Latency) -> None:
         is_end = all(each.is_over or each is choice for each in self.choices)

@@ -33,6 +33,11 @@ MEANINGS = {
     "frequency_score": "-2 to 2, times the occurrences in the answer",
     "presence_score": "-2 to 2, for tokens that are in the answer",
     "n": "1 to 16 answers to the prompt, which is computed once; those that do not fit beside the others wait",
+    "best_of": (
+        "up to 16 answers that are made, of which the `n` likeliest are told: see [The best](#the-best-of-several)"
+    ),
+    "use_beam_search": "search for the `n` likeliest answers with `best_of` beams, `n` if that is not given",
+    "length_penalty": "-10 to 10, with `use_beam_search`: an answer's logprob is divided by this power of its length",
     "infer_seed": (
         "whole number of 64 bits, random if not given: the same seed gives the same answer; of `n` answers the "
         "second has the seed after it, and so on"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import InvalidRequest, literally
-from engine.wire.checks import kind_of, shown
+from engine.wire.checks import MAX_N, kind_of, shown
 from engine.wire.fields import FIELDS
 from engine.wire.forms import FORMS, Form
 from engine.wire.owner import OWNER
@@ -28,6 +28,10 @@ MAX_KEYS = 1000  # of a request, most of them none of ours
 MAX_UNKNOWN_KEYS = 100  # that are compared with ours
 MAX_MISSPELT_LEN = 40  # characters; a longer key is none of ours, and comparing it takes long
 NAMES = [key for name, field in FIELDS.items() for key in (name, *field.aliases)]
+NOT_SEARCHED = (  # what changes logits, which a beam search does not
+    *("frequency_score", "presence_score", "bad_words", "bad_words_token_ids", "logit_bias", "form", "pooling"),
+    "reasoning_max_tokens",
+)
 EXCLUSIVE = ("topp", "infer_seed")
 ACCEPTED_ONLY = (
     "stream",
@@ -66,6 +70,9 @@ class GenerationRequest:
     frequency_score: float = 0.0
     presence_score: float = 0.0
     n: int = 1
+    best_of: int | None = None  # answers that are made, or with use_beam_search begun, for n
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
     infer_seed: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -92,9 +99,14 @@ class GenerationRequest:
     answer_ids: tuple[tuple[int, ...], ...] = ()  # each answer as far as it is known
 
     @property
+    def is_chosen(self) -> bool:
+        """Which answers are told is known at their end."""
+        return self.use_beam_search or (self.best_of or 1) > self.n
+
+    @property
     def is_repeatable(self) -> bool:
         """Whether the same request has the same answer once more."""
-        return self.infer_seed is not None or self.temperature == 0 or self.top_k == 1
+        return self.use_beam_search or self.infer_seed is not None or self.temperature == 0 or self.top_k == 1
 
     @property
     def is_continuation(self) -> bool:
@@ -130,11 +142,28 @@ def parse_request(body: dict[str, Any]) -> GenerationRequest:
         text = "The input parameters should contain either `{field}`, `{input_ids}` or `{messages}`"
         problems.append(InvalidRequest(text, field="text"))
     problems += misspelt(body, NAMES, (PROBE, OWNER)) + _of_other_count(values) + _take_form(values)
+    problems += _of_search(values)
     if problems:
         raise problems[0] if len(problems) == 1 else _all_of(problems)
     for name in ACCEPTED_ONLY:
         values.pop(name, None)
     return GenerationRequest(**values)
+
+
+def _of_search(values: dict[str, Any]) -> list[InvalidRequest]:
+    """Several answers of which the best are told: what does not go with them."""
+    n, best_of = values.get("n", 1), values.get("best_of", MAX_N)
+    if best_of < n:
+        return [InvalidRequest("The `{field}` is {value}, fewer than `{n}`", field="best_of", value=best_of, limit=n)]
+    if values.get("use_beam_search"):
+        text = "The `{field}` cannot be kept with `{use_beam_search}`"
+        names = [name for name in NOT_SEARCHED if values.get(name)]
+        names += ["penalty_score"] * (values.get("penalty_score", 1) != 1)
+        return [InvalidRequest(text, field=values["form"].field if name == "form" else name) for name in names]
+    if values.get("length_penalty", 1) != 1:
+        text = "The `{field}` needs `{use_beam_search}`"
+        return [InvalidRequest(text, field="length_penalty", value=values["length_penalty"])]
+    return []
 
 
 def _take_form(values: dict[str, Any]) -> list[InvalidRequest]:

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from engine.wire import MEANINGS, Check, described, schema_of
-from gateway.openai.request import A_BOOL, A_STRING, AN_OBJECT, BEST_OF, CHECKS, NUM_TOP, PASSED_ON
+from gateway.openai.request import A_BOOL, A_STRING, AN_OBJECT, CHECKS, NUM_TOP, PASSED_ON
 
 Json = dict[str, Any]
 A_TEXT: Json = {"type": "string", "minLength": 1}
@@ -24,7 +24,6 @@ OF_BOTH: dict[str, Json] = {
     "max_tokens": _field(CHECKS["max_tokens"], "longest answer in tokens"),
     "max_completion_tokens": _field(CHECKS["max_tokens"], "another name of `max_tokens`; this one wins"),
     "n": _field(CHECKS["n"], MEANINGS["n"], default=1),
-    "best_of": _field(BEST_OF, "not above `n`"),
     "stream": _field(A_BOOL, "server-sent events that end with `[DONE]` instead of one object", default=False),
     "stream_options": {"type": "object", "properties": OPTIONS, "description": "of a stream"},
     "structured_outputs": _field(AN_OBJECT, "vLLM's: one of `json`, `regex`, `choice`, `grammar` and so on"),

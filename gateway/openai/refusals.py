@@ -12,7 +12,7 @@ from engine.errors import InvalidRequest
 # field -> the values, besides null, false and the empty ones, that ask for nothing special
 REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("functions", "audio", "web_search_options", "suffix", "prompt_embeds"), ()),
-    **dict.fromkeys(("json_schema", "regex", "ebnf", "use_beam_search"), ()),
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "early_stopping"), ()),
     **dict.fromkeys(("chat_template", "documents", "truncate_prompt_tokens", "max_new_tokens", "min_characters"), ()),
     **dict.fromkeys(
         ("logits_processors", "logits_processors_args", "custom_logit_processor", "mm_processor_kwargs"), ()
@@ -20,7 +20,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("stop_regex", "no_stop_trim", "lora_path", "kv_transfer_params", "vllm_xargs"), ()),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
-    "length_penalty": (1,),
     "verbosity": ("medium",),
 }
 OF_CHATS = ("echo", "add_special_tokens")  # refused there

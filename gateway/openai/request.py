@@ -28,7 +28,7 @@ PASSED_ON = (
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "bad_words"),
     *("include_stop_str_in_output", "skip_special_tokens", "chat_template_kwargs", "cache_salt", "priority"),
     *(*FORMS, "guided_decoding_disable_any_whitespace", "reasoning_max_tokens", "thinking_token_budget"),
-    *("prompt_logprobs", "return_token_ids"),
+    *("prompt_logprobs", "return_token_ids", "best_of", "use_beam_search", "length_penalty"),
 )
 # Of `structured_outputs`, as newer versions of vLLM's clients send it
 STRUCTURED = {name: f"guided_{name}" for name in ("json", "regex", "choice", "grammar")} | {
@@ -39,7 +39,7 @@ TEMPLATE_FLAGS = ("add_generation_prompt", "continue_final_message")  # of a cha
 AS_GIVEN = {"logit_bias", *FORMS}  # the checked ones are no JSON
 CHECKS = {key: field.check for name, field in wire.FIELDS.items() for key in (name, *field.aliases)}
 A_BOOL, A_STRING, AN_OBJECT = CHECKS["stream"], CHECKS["system"], CHECKS["chat_template_kwargs"]
-BEST_OF, NUM_TOP = int_in(1, 1000), int_in(0, MAX_LOGPROBS)
+NUM_TOP = int_in(0, MAX_LOGPROBS)
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,6 @@ def parse(body: dict[str, Any], is_chat: bool, default_model: str, dialect: Dial
     refuse(body, is_chat)
     _spread(body)
     n = _checked(body, "n", CHECKS["n"], 1)
-    if (best_of := _checked(body, "best_of", BEST_OF, n)) > n:
-        text = "`{field}` above `n` is not supported: {value} > {limit}"
-        raise InvalidRequest(text, field="best_of", value=best_of, limit=n)
     options = _options(body, is_chat)
     tools = read_tools(body, dialect) if is_chat else Tools()
     options |= tools.fields(options)

@@ -21,13 +21,12 @@ import torch
 import transformers
 
 from tests.checkpoints import FAMILIES, make_checkpoint
+from tests.golden.beams import BEAMS, MAX_NEW_TOKENS, STOP_IDS
 from tests.golden.chat_cases import make_chat_cases
 
 FOLDER = Path(__file__).parent
 PROMPT_LENS = (1, 7, 63, 64, 65, 130, 200)
 READ_LEN = 65
-BEAMS = ((2, 1.0), (4, 1.0), (4, 2.0), (3, -0.5))  # width, length_penalty
-STOP_IDS = tuple(range(0, 320, 9))  # so that some of the answers end soon
 NUM_TOKENS = 64
 NUM_LOGIT_ROWS = 2  # the last positions of a prompt
 MADE_WITH = f"transformers {transformers.__version__}, torch {torch.__version__}, numpy {np.__version__}"
@@ -114,7 +113,7 @@ def make_readings(family: str, directory: Path) -> dict[str, np.ndarray]:
             num_beams=width,
             num_return_sequences=width,
             length_penalty=penalty,
-            max_new_tokens=24,
+            max_new_tokens=MAX_NEW_TOKENS,
             eos_token_id=list(STOP_IDS),
             pad_token_id=319,
             do_sample=False,

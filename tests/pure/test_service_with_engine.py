@@ -66,6 +66,40 @@ def test_a_kill_of_the_engine_is_a_pause_for_sixteen_streams(service, address):
     assert service.client.num_restarts == 1
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_of_several_answers_the_likeliest_are_told_the_best_first(service, address, n):
+    """Also to a client who has a part of them already. A token's logprob is an eighth of it, negative."""
+    samplings = [Sampling(7, temperature=1, seed=5 + index) for index in range(6)]
+    made = sorted((answer([9], sampling) for sampling in samplings), key=sum)
+    with an_engine_process(address):
+        sender = ask(service, 5, [9], 7, temperature=1, n=n, best_of=6)
+        assert answers_of(sender) == made[:n]
+        assert len(sender.sent) == n and "logprobs" not in sender.final
+        again = ask(service, 7, [9], 7, temperature=1, n=n, best_of=6, resume_from=[3] * n, seed=5)
+        assert again.final["is_end"] == 1
+        rest = [fields["token_ids"] for fields, _ in sorted(again.sent, key=lambda each: each[0]["index"])]
+        assert rest == [each[3:] for each in made[:n]]
+        assert ask(service, 6, [9], 7, temperature=1, best_of=2, logprobs=0).final["logprobs"]
+
+
+def test_the_beams_of_a_search_end_as_the_answers_of_its_client(service, address):
+    with an_engine_process(address):  # whose greedy choice is the next number, and nothing else has a logprob
+        sender = ask(service, 1, [3], 4, n=2, best_of=3, use_beam_search=True, prompt_logprobs=0)
+        assert len(answers_of(sender)) == 2
+        assert [fields["finish_reason"] for fields, _ in sender.sent] == ["length"] * 2
+        for field, value in {
+            "logit_bias": {"5": 1},
+            "penalty_score": 1.5,
+            "guided_regex": "a",
+            "bad_words": "x",
+        }.items():
+            refused = ask(service, field, [5], 4, seed=None, use_beam_search=True, **{field: value}).final
+            assert (refused["error_code"], refused["error_field"]) == (400, field)
+        for field, fields in {"best_of": {"n": 3, "best_of": 2}, "length_penalty": {"length_penalty": 2}}.items():
+            refused = ask(service, field, [5], 4, seed=None, **fields).final
+            assert (refused["error_code"], refused["error_field"]) == (400, field)
+
+
 def test_100_clients_that_leave_at_random_moments_leave_nothing_behind(service, address):
     rng = random.Random(0)
     with an_engine_process(address, step_s=0.0005):

@@ -1,0 +1,176 @@
+"""Beam search: the answers of Hugging Face's generate, whatever else is computed, and blocks that come back."""
+
+import random
+
+import numpy as np
+import pytest
+
+from engine.core.beams import BeamSearch
+from engine.core.loop import Loop
+from engine.core.types import Logprobs, Request, Sampling
+from engine.errors import InvalidRequest
+from engine.executors import make_executor
+from engine.executors.reference import ReferenceExecutor
+from engine.settings.config import Config
+from tests.checkpoints import FAMILIES
+from tests.golden.beams import BEAMS, MAX_NEW_TOKENS, STOP_IDS
+from tests.pure.counting_executor import CountingExecutor
+from tests.pure.test_models import GOLDEN, golden
+from tests.pure.test_readings import READ_LEN, run
+
+PAD = 319
+
+
+def expected(family, width, penalty):
+    """Up to the first stop id: what comes after is padding."""
+    with np.load(GOLDEN / "readings.npz") as arrays:
+        rows = arrays[f"{family}_beams_{width}_{penalty}"].tolist()
+    ends = [next((at for at, each in enumerate(row, 1) if each in STOP_IDS), len(row)) for row in rows]
+    return [row[:end] for row, end in zip(rows, ends, strict=True)]
+
+
+def a_search(name, prompt, width, penalty=1.0, **sampling):
+    """All beams are answers that are wanted."""
+    fields = {"max_new_tokens": MAX_NEW_TOKENS, "stop_token_ids": STOP_IDS, **sampling}
+    asked = Sampling(num_beams=width, length_penalty=penalty, **fields)
+    leader, *leader_forks = (Request(f"{name}.{n}", list(prompt), len(prompt), asked) for n in range(width))
+    leader.forks = leader_forks
+    return leader
+
+
+def answers_of(token_ids, name, count):
+    return [list(token_ids[f"{name}.{n}"]) for n in range(count)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_answers_are_those_of_transformers(family, exported):
+    """All searches at once, their prompt in chunks, beside answers that are sampled."""
+    prompt = golden(family)[f"prompt_{READ_LEN}"].tolist()
+    config = Config(batch_size=20, max_num_batched_tokens=50, block_bs=4)
+    executor = make_executor(exported(family), config)
+    executor.allocate(64)
+    loop = Loop(executor, 64, config)
+    others = [Request(f"other {n}", prompt[n:], READ_LEN - n, Sampling(60, seed=n)) for n in range(2)]
+    searches = [a_search(f"{width}", prompt, width, penalty) for width, penalty in BEAMS[:1] + BEAMS[2:]]
+    token_ids, _, ends = run(loop, *others, *searches)
+    for width, penalty in BEAMS[:1] + BEAMS[2:]:
+        found = answers_of(token_ids, str(width), width)
+        assert found == expected(family, width, penalty)
+        reasons = ["stop" if each[-1] in STOP_IDS else "length" for each in found]
+        assert [ends[f"{width}.{n}"] for n in range(width)] == reasons
+    executor.close()
+
+
+def test_few_blocks_preempt_a_search_which_then_finds_the_same(exported):
+    prompt = golden("qwen2")[f"prompt_{READ_LEN}"].tolist()
+    executor = ReferenceExecutor(exported("qwen2", block_size=16))
+    executor.allocate(17)
+    loop = Loop(executor, 17, Config(batch_size=8, block_ratio=0.99, max_num_batched_tokens=80))
+    others = [Request(f"other {n}", [n, 2, 3], 3, Sampling(60, temperature=0)) for n in range(4)]
+    token_ids, _, _ = run(loop, *others, a_search("4", prompt, 4, 2.0))
+    assert loop.stats()["num_preemptions"] > 0
+    assert answers_of(token_ids, "4", 4) == expected("qwen2", 4, 2.0)
+    loop.scheduler.check()
+
+
+class Opinions(CountingExecutor):
+    """The likeliest of what may follow depend on all tokens before."""
+
+    def _choose(self, batch):
+        output = super()._choose(batch)
+        rows = [row for row in batch.rows if row.num_sampled]
+        if len(output.logprobs) > len(rows):
+            return output
+        logprobs = []
+        for row, told in zip(rows, output.logprobs, strict=True):
+            slot = self.slots[row.slot]
+            if told and slot.sampling.num_beams:
+                told = [opinion(slot.token_ids[: row.start + len(row.token_ids)], slot.sampling.num_logprobs)]
+            logprobs.append(told)
+        return output._replace(logprobs=logprobs)
+
+
+def opinion(token_ids, count):
+    rng = random.Random(str(token_ids))
+    weights = np.array([rng.random() for _ in range(40)])
+    logprobs = np.log(weights / weights.sum())
+    top = np.argsort(-logprobs)[:count]
+    return Logprobs(float(logprobs[top[0]]), tuple((int(each), float(logprobs[each])) for each in top))
+
+
+def alone(prompt, sampling):
+    """The same search without an engine."""
+    search = BeamSearch(sampling, sampling.num_beams)
+    while not search.is_over:
+        told = [opinion([*prompt, *beam.token_ids], 40) for beam in search.running]
+        assert [search.hear(each) for each in told][-1]
+    return [list(beam.token_ids) for beam in search.ended]
+
+
+def random_searches(rng):
+    for n in range(12):
+        prompt = [rng.randrange(40) for _ in range(rng.randint(1, 14))]
+        stop_ids = tuple(rng.sample(range(40), rng.randint(0, 3)))
+        sampling = {"max_new_tokens": rng.randint(1, 12), "stop_token_ids": stop_ids, "num_logprobs": 1}
+        yield a_search(n, prompt, rng.randint(1, 5), rng.choice([0.0, 1.0, 2.0]), **sampling)
+
+
+def run_and_drop(loop, dropped):
+    """The answers; some of them are dropped after three turns."""
+    found, num_turns = {}, 0
+    while not loop.is_idle:
+        for update in loop.turn():
+            found.setdefault(update.request.request_id, []).extend(update.token_ids)
+            if update.logprobs:
+                assert [len(each.top) for each in update.logprobs] == [1] * len(update.token_ids)
+        num_turns += 1
+        for name in dropped if num_turns == 3 else ():
+            loop.drop(name)
+    return found
+
+
+@pytest.mark.parametrize(("num_blocks", "block_ratio"), [(300, 0.75), (40, 0.95), (60, 1.0)])
+def test_searches_of_all_widths_come_and_go_and_every_block_comes_back(num_blocks, block_ratio):
+    """The executor notices a beam that reads what another has written, and a write into a block that two hold."""
+    loop = Loop(Opinions(num_blocks, 4), num_blocks, Config(batch_size=12, block_ratio=block_ratio))
+    searches = list(random_searches(random.Random(5)))
+    plain = [Request(f"plain {n}", [n], 1, Sampling(50, temperature=0)) for n in range(4)]
+    asked = {number: (list(each.token_ids), each.sampling) for number, each in enumerate(searches)}
+    dropped = [number for number in (0, 4, 8) if searches[number].forks]
+    for each in (*plain, *searches):
+        loop.add(each)
+    found = run_and_drop(loop, [f"{number}.{asked[number][1].num_beams - 1}" for number in dropped])
+    loop.scheduler.check()
+    assert not loop.scheduler._leader_of
+    for number, (prompt, sampling) in asked.items():
+        if number not in dropped:
+            assert answers_of(found, number, sampling.num_beams) == alone(prompt, sampling)
+    assert all(found[f"plain {n}"] == list(range(n + 1, n + 51)) for n in range(4))
+    assert dropped and (loop.stats()["num_preemptions"] > 0) == (num_blocks == 40)
+
+
+def test_fewer_answers_than_beams_are_the_best_of_them():
+    leader = a_search("a", [5], 4, stop_token_ids=(3,))
+    leader.forks = leader.forks[:1]
+    loop = Loop(Opinions(64, 4), 64, Config())
+    token_ids, told, _ = run(loop, leader)
+    assert [list(token_ids[f"a.{n}"]) for n in range(2)] == alone(
+        [5], a_search("a", [5], 4, stop_token_ids=(3,)).sampling
+    )[:2]
+    assert set(told) == {"a.0", "a.1"}
+
+
+def test_more_beams_than_the_server_computes_at_once_are_refused():
+    loop = Loop(Opinions(64, 4), 64, Config(batch_size=4))
+    with pytest.raises(InvalidRequest, match="The `best_of` is 5, the server computes 4 answers at once"):
+        loop.add(a_search("a", [5], 5))
+
+
+def test_a_search_whose_model_breaks_down_ends_with_all_its_answers():
+    loop = Loop(Opinions(64, 4), 64, Config())
+    loop.executor._choose = lambda batch: CountingExecutor._choose(loop.executor, batch)._replace(
+        logprobs=[[Logprobs(float("nan"))] for row in batch.rows if row.num_sampled]
+    )
+    _, _, ends = run(loop, a_search("a", [5], 3))
+    assert ends == {f"a.{n}": "failed" for n in range(3)}
+    loop.scheduler.check()

@@ -1,0 +1,123 @@
+"""Scores, embeddings and the best of several answers on the real server, by the clients that ask for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import openai
+import pytest
+
+from tests.server import running_server
+from tests.triton.test_server import GrpcStream, post
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = "The capital of France is Paris. The capital of Italy is Rome."
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    env = {"MODEL_DIR": str(ROOT / "demo_model"), "BATCH_SIZE": "8"}
+    with running_server(tmp_path_factory.mktemp("server"), env) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.http_url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ids_of(server, text):
+    return post(server, "/tokenize", {"prompt": text, "add_special_tokens": False})[1]["tokens"]
+
+
+def loglikelihoods(client, pairs):
+    """As lm-eval asks for them, and reads them: of each continuation the sum, and whether it is the likeliest."""
+    answer = client.completions.create(
+        model="m",
+        prompt=[context + continuation for context, continuation in pairs],
+        **{"max_tokens": 1, "logprobs": 1, "temperature": 0, "seed": 1234, "echo": True},
+    )
+    found = []
+    for choice, (context, _) in zip(sorted(answer.choices, key=lambda each: each.index), pairs, strict=True):
+        logprobs = choice.logprobs.token_logprobs[len(context) : -1]
+        tops = choice.logprobs.top_logprobs[len(context) : -1]
+        is_greedy = all(own == max(top.values()) for own, top in zip(logprobs, tops, strict=True))
+        found.append((len(logprobs), sum(logprobs), is_greedy))
+    return found
+
+
+def test_what_the_model_would_say_is_the_likeliest_and_its_score_that_of_its_saying_so(server, client):
+    """An answer that its stop id ends, too: lm-eval takes the last logprob for the one generated token's."""
+    context = ids_of(server, TEXT[:40])
+    said = client.completions.create(
+        **{"model": "m", "prompt": context, "max_tokens": 12, "temperature": 0, "logprobs": 1},
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    ).choices[0]
+    other = [context[0]] * 5
+    (count, score, is_greedy), (_, unlikely, is_other_greedy) = loglikelihoods(
+        client, [(context, said.token_ids), (context, other)]
+    )
+    assert (count, is_greedy, is_other_greedy) == (12, True, False)
+    assert score == pytest.approx(sum(said.logprobs.token_logprobs), abs=1e-4)
+    assert unlikely < score
+
+
+def test_scores_are_the_same_over_grpc_again_and_in_vllms_shape(server, client):
+    ids = ids_of(server, TEXT)
+    with GrpcStream(server) as stream:
+        stream.ask({"input_ids": ids, "req_id": "s", "max_dec_len": 0, "prompt_logprobs": 2})
+        [last] = stream.next()
+    assert (last["is_end"], last["tokens_all_ids"], last["usage"]["completion_tokens"]) == (1, [], 0)
+    scores = [each.get("logprob") for each in last["prompt_logprobs"]]
+    assert scores[0] is None and len(scores) == len(ids)
+    again = client.completions.create(model="m", prompt=ids, max_tokens=1, extra_body={"prompt_logprobs": 2}).to_dict()
+    told = again["choices"][0]["prompt_logprobs"]
+    assert [each and each[str(token_id)]["logprob"] for each, token_id in zip(told, ids, strict=True)] == scores
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "model": "m", "max_tokens": 2, "return_token_ids": True}
+    fields = post(server, "/v1/chat/completions", chat)[1]
+    assert len(fields["prompt_token_ids"]) == fields["usage"]["prompt_tokens"]
+    assert len(fields["choices"][0]["token_ids"]) == fields["usage"]["completion_tokens"]
+
+
+def test_cached_tokens_are_counted_in_the_usage(client):
+    body = {"model": "m", "prompt": "What is it that " * 40, "max_tokens": 1}
+    usages = [client.completions.create(**body).usage for _ in range(2)]
+    assert usages[0].prompt_tokens_details.cached_tokens == 0
+    assert 0 < usages[1].prompt_tokens_details.cached_tokens < usages[1].prompt_tokens
+
+
+def test_embeddings_of_openais_client_are_alike_for_texts_that_are(server, client):
+    texts = [TEXT, "The capital of Italy is Rome.", "12 + 7 = 19", TEXT]
+    for pooling in ("last", "mean"):
+        asked = {"model": "m", "extra_body": {"pooling": pooling}}
+        answer = client.embeddings.create(input=texts, **asked)
+        first, second, third, fourth = (np.array(each.embedding) for each in answer.data)
+        assert np.linalg.norm(first) == pytest.approx(1)
+        np.testing.assert_array_equal(first, fourth)
+        assert first @ second > first @ third
+        of_ids = client.embeddings.create(input=[ids_of(server, text) for text in texts[:2]], **asked)
+        np.testing.assert_allclose(of_ids.data[0].embedding, first, atol=1e-6)
+        few = client.embeddings.create(input=TEXT, dimensions=8, encoding_format="float", **asked).data[0].embedding
+        np.testing.assert_allclose(few, first[:8] / np.linalg.norm(first[:8]), atol=1e-6)
+    with pytest.raises(openai.BadRequestError, match="`dimensions` is 100000, the model has"):
+        client.embeddings.create(model="m", input="a", dimensions=100_000)
+
+
+def test_the_best_of_several_and_a_search_over_openais_client(client):
+    body = {"model": "m", "prompt": "The capital of", "max_tokens": 6}
+    best = client.completions.create(**body, n=2, best_of=5, logprobs=0, seed=3, temperature=1)
+    means = [np.mean(choice.logprobs.token_logprobs) for choice in best.choices]
+    assert means == sorted(means, reverse=True) and len(means) == 2
+    asked = {"use_beam_search": True, "best_of": 4, "length_penalty": 0, "ignore_eos": True}
+    found = client.completions.create(**body, n=4, logprobs=0, extra_body=asked)
+    sums = [sum(choice.logprobs.token_logprobs) for choice in found.choices]
+    greedy = client.completions.create(**body, logprobs=0, temperature=0, extra_body={"ignore_eos": True})
+    assert sums == sorted(sums, reverse=True) and len({choice.text for choice in found.choices}) > 1
+    assert sums[0] >= sum(greedy.choices[0].logprobs.token_logprobs) - 1e-4
+    stream = client.completions.create(**body, n=2, stream=True, extra_body=asked)
+    texts = {chunk.choices[0].index: chunk.choices[0].text for chunk in stream if chunk.choices[0].text}
+    assert [texts[0], texts[1]] == [choice.text for choice in found.choices[:2]]
+    with pytest.raises(openai.BadRequestError, match="`best_of` is 9, the server computes 8 answers at once"):
+        client.completions.create(**body, extra_body={**asked, "best_of": 9})
