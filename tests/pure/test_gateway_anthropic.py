@@ -212,6 +212,8 @@ def test_keys_are_taken_from_the_header_that_the_client_sends():
         with a_client(gateway, "secret") as client:
             assert client.messages.create(**ASKED).content[0].text == "hi"
             assert client.messages.count_tokens(model="m", messages=MESSAGES).input_tokens == 0
+        for key, status in (("secret", 200), ("wrong", 401)):
+            assert gateway.send("POST", PATH, ASKED, {"x-api-key": key})[0] == status
         with a_client(gateway, "wrong") as client:
             counting = {"model": "m", "messages": MESSAGES}
             for call, fields in ((client.messages.create, ASKED), (client.messages.count_tokens, counting)):

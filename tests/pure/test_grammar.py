@@ -81,12 +81,13 @@ def test_an_answer_to_a_grammar_follows_it(guided, grammar):
 
 
 def test_an_answer_of_some_tokens_has_no_other_and_ends_only_by_one_of_them(guided):
-    without, with_end = [65, 70, 71], [65, EOS_ID]
+    without, with_end = [65, 70, 71], [65, min(STOP_IDS)]
     guided.run(a_request("a", "allowed_token_ids", without, max_new_tokens=200))
     assert (set(guided.token_ids["a"]), len(guided.token_ids["a"]), guided.ends["a"]) == ({*without}, 200, "length")
-    guided.run(a_request("b", "allowed_token_ids", with_end))
+    ends = {"stop_token_ids": (*STOP_IDS, 70), "logit_bias": ((70, 100.0),)}
+    guided.run(a_request("b", "allowed_token_ids", with_end, **ends))
     *words, end = guided.token_ids["b"]
-    assert (set(words) <= {65}, end, guided.ends["b"]) == (True, EOS_ID, "stop")  # not the other of STOP_IDS
+    assert (set(words) <= {65}, end, guided.ends["b"]) == (True, min(STOP_IDS), "stop")  # not by 70
 
 
 def test_structures_are_kept_in_free_text(guided, tokenizer):

@@ -111,10 +111,12 @@ def test_variables_reach_the_chat_template(reader):
 
 
 def test_an_answer_goes_on_with_the_last_message_when_that_is_wished(reader, tokenizer):
-    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "the er"}]
+    chat = [{"role": "user", "content": "the er"}, {"role": "assistant", "content": "the er"}]
     going_on = a_request(messages=chat, chat_template_kwargs={"continue_final_message": True})
     text = tokenizer.decode(reader.read(going_on).token_ids, skip_special_tokens=False)
-    assert tokenizer.render_chat(chat, add_generation_prompt=False).startswith(text) and text.endswith("the er")
+    assert tokenizer.render_chat(chat, add_generation_prompt=False).startswith(text) and text.endswith(
+        "assistant\nthe er"
+    )
     assert going_on.is_continuation  # so its first space is kept, and there are no thoughts first
     assert str(
         refusal(
