@@ -33,7 +33,7 @@ CASES = {
 class NoGraph:
     """Every token is 7."""
 
-    block_size, block_bytes = BLOCK_SIZE, 1
+    block_size, block_bytes, runs_ahead, most_read = BLOCK_SIZE, 1, False, 0
 
     def __init__(self) -> None:
         self._slots = Slots(NUM_ROWS, 64, BLOCK_SIZE, 1 << 17)
@@ -43,10 +43,10 @@ class NoGraph:
         self._slots.place(batch)
         self._slots.graph_inputs(batch)
         choices = Choices.of(batch)
-        self._slots.sampling_rows(choices)
+        rows = self._slots.sampling_rows(choices)
         sampled = SampledRows.empty(len(choices.slots), 0)
         sampled.token_ids[:] = 7
-        self._output = self._slots.accept(batch, sampled)
+        self._output = self._slots.accept(batch, rows, sampled)
         return self
 
     def result(self) -> StepOutput:

@@ -6,13 +6,18 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
+from engine.core.loop import Loop
 from engine.executors import make_executor
 from engine.settings.config import Config
 from server_scripts.run_dir import children_of
 from tests.pure.service_fakes import PATIENCE_S, wait_until
+from tests.pure.test_beams import a_search
 from tests.pure.test_company import BLOCK_SIZE, NUM_REQUESTS, random_requests, run
+from tests.pure.test_readings import hidden_of, requests_of
+from tests.pure.test_readings import run as run_loop
 from tests.server import ROOT, is_alive
 
 
@@ -39,6 +44,24 @@ def test_ranks_choose_the_tokens_of_one_and_company_changes_no_bit(exported, num
     together = answers_of(graph_dir, requests, max_num_batched_tokens=64, **settings)
     assert tokens_of(together) == tokens_of(one)
     assert answers_of(graph_dir, requests, max_num_batched_tokens=17, **settings) == together
+
+
+def test_ranks_tell_of_prompts_and_search_as_one_does(exported):
+    prompt = [7 * n % 300 for n in range(40)]
+    told = []
+    for num_ranks in (1, 2):
+        config = Config(batch_size=8, mp_num=num_ranks, cpu_threads=1, max_num_batched_tokens=17)
+        executor = make_executor(exported("qwen2", block_size=BLOCK_SIZE, num_ranks=num_ranks), config)
+        executor.allocate(64)
+        told.append(run_loop(Loop(executor, 64, config), a_search("s", prompt, 3), *requests_of(prompt)))
+        executor.close()
+    (one, one_told, _), (two, two_told, _) = told
+    assert one == two
+    for name in ("scores", "last", "mean"):
+        first, second = one_told[name], two_told[name]
+        np.testing.assert_allclose(hidden_of(first), hidden_of(second), atol=1e-4)
+        scores = [[each.chosen for each in told.scores] for told in (first, second)]
+        np.testing.assert_allclose(*scores, atol=1e-4)
 
 
 def test_a_rank_that_cannot_start_ends_the_group_and_says_which(exported, tmp_path):
