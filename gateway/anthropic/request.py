@@ -10,7 +10,7 @@ from engine import wire
 from engine.errors import InvalidRequest
 from gateway.anthropic.fields import OF_CHAT, REFUSED
 from gateway.openai.dialect import Dialect
-from gateway.openai.request import AN_OBJECT, Completion, chat_source
+from gateway.openai.request import AN_OBJECT, AT_LEAST_1, Completion, chat_source
 from gateway.openai.request import parse as parse_chat
 
 Json = dict[str, Any]
@@ -31,6 +31,7 @@ def parse(body: Json, model_name: str, dialect: Dialect) -> Completion:
             raise InvalidRequest("`{field}` is not supported, it is {value}", field=name, value=wire.shown(value))
     if "max_tokens" not in body:
         raise InvalidRequest("`{field}` is missing", field="max_tokens")
+    AT_LEAST_1("max_tokens", body["max_tokens"])
     chat = {**chat_of(body), **{name: body[name] for name in OF_CHAT if name in body}}
     chat.setdefault("request_id", f"msg_{uuid.uuid4().hex}")
     chat["chat_template_kwargs"] = _thinking(body, dialect, chat)

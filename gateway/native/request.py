@@ -8,10 +8,22 @@ from typing import Any
 
 from engine import wire
 from gateway.native.answer import NativeExchange
-from gateway.openai.request import CHECKS, PASSED_ON
+from gateway.openai.request import CHECKS, OF_PROMPT, PASSED_ON
 from gateway.protocol import Call
 
-IN_BOTH = {*PASSED_ON, "text", "input_ids", "messages", "max_tokens", "logprobs", "n", "stream", "timeout", "model"}
+IN_BOTH = {
+    *PASSED_ON,
+    *OF_PROMPT,
+    "text",
+    "input_ids",
+    "messages",
+    "max_tokens",
+    "logprobs",
+    "n",
+    "stream",
+    "timeout",
+    "model",
+}
 NATIVE_ONLY = frozenset(CHECKS) - IN_BOTH
 
 

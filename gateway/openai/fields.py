@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from engine.wire import MEANINGS, Check, described, schema_of
-from gateway.openai.request import A_BOOL, A_STRING, AN_OBJECT, CHECKS, NUM_TOP, PASSED_ON
+from gateway.openai.request import A_BOOL, A_STRING, AN_OBJECT, CHECKS, NUM_TOP, OF_PROMPT, PASSED_ON
 
 Json = dict[str, Any]
 A_TEXT: Json = {"type": "string", "minLength": 1}
@@ -58,7 +58,7 @@ OF_COMPLETION: dict[str, Json] = {
 @functools.cache
 def fields(is_chat: bool) -> dict[str, Json]:
     native, defaults = described(), {"temperature": {"default": 1}, "top_p": {"default": 1}}  # OpenAI's
-    passed_on = {name: {**native[name], **defaults.get(name, {})} for name in PASSED_ON}
+    passed_on = {name: {**native[name], **defaults.get(name, {})} for name in (*PASSED_ON, *OF_PROMPT)}
     for each in passed_on.values():
         each.pop("x-alias-of", None)  # here it is the name
     return {**(OF_CHAT if is_chat else OF_COMPLETION), **OF_BOTH, **passed_on}

@@ -28,8 +28,9 @@ PASSED_ON = (
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "bad_words"),
     *("include_stop_str_in_output", "skip_special_tokens", "chat_template_kwargs", "cache_salt", "priority"),
     *(*FORMS, "guided_decoding_disable_any_whitespace", "reasoning_max_tokens", "thinking_token_budget"),
-    *("prompt_logprobs", "return_token_ids", "best_of", "use_beam_search", "length_penalty"),
+    *("best_of", "use_beam_search", "length_penalty"),
 )
+OF_PROMPT = ("prompt_logprobs", "return_token_ids")  # the same, where an answer has a place to tell of it
 # Of `structured_outputs`, as newer versions of vLLM's clients send it
 STRUCTURED = {name: f"guided_{name}" for name in ("json", "regex", "choice", "grammar")} | {
     "structural_tag": "structural_tag",
@@ -39,7 +40,7 @@ TEMPLATE_FLAGS = ("add_generation_prompt", "continue_final_message")  # of a cha
 AS_GIVEN = {"logit_bias", *FORMS}  # the checked ones are no JSON
 CHECKS = {key: field.check for name, field in wire.FIELDS.items() for key in (name, *field.aliases)}
 A_BOOL, A_STRING, AN_OBJECT = CHECKS["stream"], CHECKS["system"], CHECKS["chat_template_kwargs"]
-NUM_TOP = int_in(0, MAX_LOGPROBS)
+AT_LEAST_1, NUM_TOP = CHECKS["min_tokens"], int_in(0, MAX_LOGPROBS)
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def _spread(body: dict[str, Any]) -> None:
 def _options(body: dict[str, Any], is_chat: bool) -> dict[str, Any]:
     """What all prompts share, in the wire's fields. Values are kept as they are, zeros too."""
     options: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0}  # OpenAI's defaults, not the native ones
-    for name in PASSED_ON:
+    for name in (*PASSED_ON, *OF_PROMPT):
         if name in body and not (name == "min_tokens" and body[name] == 0):
             checked = _checked(body, name, CHECKS[name])
             if checked is not None:

@@ -11,7 +11,7 @@ from engine import wire
 from engine.errors import InvalidRequest
 from gateway.openai.dialect import Dialect
 from gateway.openai.refusals import NAMES as NAMES_OF_CHAT
-from gateway.openai.request import A_STRING, AN_OBJECT
+from gateway.openai.request import A_STRING, AN_OBJECT, AT_LEAST_1
 from gateway.openai.request import parse as parse_chat
 from gateway.responses.answer import ResponsesExchange
 from gateway.responses.fields import OF_CHAT, REFUSED
@@ -36,7 +36,7 @@ def parse(body: Json, model_name: str, dialect: Dialect) -> ResponsesExchange:
     chat.setdefault("request_id", f"resp_{uuid.uuid4().hex}")
     AN_OBJECT("metadata", body.get("metadata", {}))
     if "max_output_tokens" in body:
-        chat["max_tokens"] = body["max_output_tokens"]
+        chat["max_tokens"] = AT_LEAST_1("max_output_tokens", body["max_output_tokens"])
     chat["messages"] = _messages(body)
     if "tools" in chat:
         chat["tools"] = [_tool(each) for each in _objects("tools", chat["tools"])]

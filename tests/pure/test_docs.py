@@ -22,7 +22,7 @@ from engine.wire import Owner, checks
 from gateway.app import make_app
 from gateway.health import make_health_app
 from gateway.openai.refusals import REFUSED
-from gateway.openai.request import PASSED_ON
+from gateway.openai.request import OF_PROMPT, PASSED_ON
 from server_scripts.processes import ENGINE_DEFAULTS, LOG_NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -210,7 +210,7 @@ def test_the_table_of_endpoints_has_every_route():
 
 def test_every_field_of_openai_that_is_passed_on_or_refused_is_named():
     section = text_of("docs/api.md").partition("## OpenAI's API")[2]
-    assert {*PASSED_ON, *REFUSED} - set(code_words(section)) == set()
+    assert {*PASSED_ON, *OF_PROMPT, *REFUSED} - set(code_words(section)) == set()
 
 
 # --- docs/metrics.md ------------------------------------------------------------------------------------------------

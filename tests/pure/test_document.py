@@ -12,7 +12,7 @@ from engine import __version__, wire
 from engine.errors import KINDS, InvalidRequest, Overloaded
 from engine.settings.config import Config
 from gateway.app import make_app
-from gateway.openai.request import PASSED_ON, TEMPLATE_FLAGS
+from gateway.openai.request import OF_PROMPT, PASSED_ON, TEMPLATE_FLAGS
 from gateway.parts import DOCUMENT
 from tests.pure.gateway_fake import FakeBackend, running
 
@@ -61,7 +61,7 @@ def test_every_field_of_openai_that_is_passed_on_or_acts_in_the_gateway_is_in_it
     assert len(acting) > 8
     told = set(schema_of(document, path, "openai")["properties"])
     elsewhere = {"top_logprobs", "messages", *OF_CHATS} if path == COMPLETIONS else {"echo", "prompt"}
-    assert told == ({*acting, *PASSED_ON, "prompt"} - elsewhere)
+    assert told == ({*acting, *PASSED_ON, *OF_PROMPT, "prompt"} - elsewhere)
     options = re.findall(r'_checked\(stream_options, "(\w+)"', source)
     assert set(schema_of(document, path, "openai")["properties"]["stream_options"]["properties"]) == set(options)
 
@@ -135,7 +135,7 @@ def test_the_page_shows_every_path_and_field_and_fetches_nothing_from_elsewhere(
     page.feed(text)
     assert (page.fetched, page.open) == (["openapi.json"], [])
     assert "default-src 'none'" in headers["Content-Security-Policy"]
-    names = {*document["paths"], *wire.FIELDS, *PASSED_ON}
+    names = {*document["paths"], *wire.FIELDS, *PASSED_ON, *OF_PROMPT}
     assert [name for name in names if f"{name}</code>" not in text] == []
 
 

@@ -16,7 +16,7 @@ from engine.errors import (
     queue_full,
 )
 from gateway.native.request import NATIVE_ONLY
-from gateway.openai.request import NAMES, PASSED_ON
+from gateway.openai.request import NAMES, OF_PROMPT, PASSED_ON
 from tests.pure.gateway_fake import FakeBackend, openai_client, running
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -309,7 +309,7 @@ def test_a_refusal_of_the_model_names_fields_as_the_client_does(body, error, tex
 
 
 def test_every_other_name_of_a_native_field_is_told_by_one_that_openais_clients_may_send():
-    taken = {*PASSED_ON, "max_tokens", "request_id"}
+    taken = {*PASSED_ON, *OF_PROMPT, "max_tokens", "request_id"}
     assert set(NAMES.values()) <= taken
 
 
