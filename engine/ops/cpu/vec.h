@@ -15,6 +15,7 @@
 namespace LLM_ISA {
 
 typedef int32_t int_vec __attribute__((vector_size(4 * W)));
+typedef uint32_t uint_vec __attribute__((vector_size(4 * W)));  // may wrap around
 
 inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
@@ -90,7 +91,7 @@ inline vec exp(vec x) {
   y = fma(y, r, set1(1.66666657e-1f));
   y = fma(y, r, set1(5.00000000e-1f));
   y = fma(y, r * r, r) + 1.0f;
-  const vec scaled = (vec)((int_vec)y + ((int_vec)shifted << 23));
+  const vec scaled = (vec)((uint_vec)y + ((uint_vec)shifted << 23));  // in lanes that nobody needs x may be anything
   vec not_large = scaled;
   if (kIsPositive) not_large = x > 88.3f ? set1(INFINITY) : scaled;
   return x < -87.3f ? set1(0.0f) : not_large;
