@@ -596,7 +596,7 @@ def test_the_readmes_grpc_example_ends_on_an_error(server):
 
 
 def test_the_readmes_curl_example_runs_as_it_stands(server):
-    (example,) = re.findall(r"^curl -N .*?\n  -d .*?$", (ROOT / "README.md").read_text(), re.S | re.M)
+    (example,) = re.findall(r"^curl -N .* -d .*$", (ROOT / "README.md").read_text(), re.M)
     example = example.replace("9965", str(server.ports["SERVICE_HTTP_PORT"]))
     run = subprocess.run(["bash", "-c", example], capture_output=True, text=True, timeout=120)
     assert json.loads(run.stdout.splitlines()[-1])["is_end"] == 1, run.stderr
