@@ -11,7 +11,7 @@ from gateway.anthropic.fields import IGNORED, REFUSED, fields
 from gateway.anthropic.request import CALLED, parse
 from gateway.openai.blocks import as_named_event
 from gateway.openai.dialect import dialect_of
-from gateway.openai.refusals import NAMES, check_spelling
+from gateway.openai.refusals import NAMES, OF_BLOCKS, check_spelling
 from gateway.protocol import Call
 
 PATH = "/v1/messages"
@@ -40,7 +40,7 @@ class Anthropic:
         return True
 
     def parse(self, body: dict[str, Any], call: Call) -> MessagesExchange:
-        check_spelling(body, fields(), (*IGNORED, *REFUSED), {**NAMES, **CALLED})
+        check_spelling(body, fields(), (*IGNORED, *REFUSED, *OF_BLOCKS), {**NAMES, **CALLED})
         return MessagesExchange(parse(body, call.model_name, dialect_of(call.config)), CALLED)
 
     def error(self, error: RequestError, call: Call) -> dict[str, Any]:

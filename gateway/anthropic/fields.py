@@ -6,13 +6,15 @@ import functools
 from typing import Any
 
 from gateway.openai.fields import fields as fields_of_chat
+from gateway.openai.refusals import OF_BLOCKS
 from gateway.openai.request import PASSED_ON
 
 Json = dict[str, Any]
 OBJECTS: Json = {"type": "array", "items": {"type": "object"}}
 ELSEWHERE = {"stop", "response_format", "reasoning_max_tokens", "thinking_token_budget"}
 # As in a chat; OpenAI's own names for what Anthropic calls otherwise do not act here.
-OF_CHAT = tuple({*PASSED_ON, "model", "stream", "max_tokens", "request_id", "timeout"} - ELSEWHERE)
+AS_THERE = {"model", "stream", "max_tokens", "request_id", "timeout", "structured_outputs"}
+OF_CHAT = tuple({*PASSED_ON, *AS_THERE} - ELSEWHERE - {*OF_BLOCKS})
 OWN: dict[str, Json] = {
     "messages": {
         **OBJECTS,

@@ -10,6 +10,7 @@ from engine import wire
 from engine.errors import InvalidRequest
 from gateway.anthropic.fields import OF_CHAT, REFUSED
 from gateway.openai.dialect import Dialect
+from gateway.openai.refusals import OF_BLOCKS, refuse, refuse_any
 from gateway.openai.request import AN_OBJECT, AT_LEAST_1, Completion, chat_source
 from gateway.openai.request import parse as parse_chat
 
@@ -26,9 +27,8 @@ KINDS = ("enabled", "adaptive", "disabled")  # of thinking
 def parse(body: Json, model_name: str, dialect: Dialect) -> Completion:
     """Raises InvalidRequest, by the chat's names of the fields."""
     body = {name: value for name, value in body.items() if value is not None}
-    for name, harmless in REFUSED.items():
-        if (value := body.get(name)) and value not in harmless:
-            raise InvalidRequest("`{field}` is not supported, it is {value}", field=name, value=wire.shown(value))
+    refuse(body, is_chat=True)
+    refuse_any(body, {**OF_BLOCKS, **REFUSED})
     if "max_tokens" not in body:
         raise InvalidRequest("`{field}` is missing", field="max_tokens")
     AT_LEAST_1("max_tokens", body["max_tokens"])

@@ -22,6 +22,12 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "verbosity": ("medium",),
 }
+# The same where one answer is told as blocks
+OF_BLOCKS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", "use_beam_search"), ()),
+    **dict.fromkeys(("return_tokens_as_token_ids",), ()),
+    **dict.fromkeys(("n", "best_of"), (1,)),
+}
 OF_CHATS = ("echo", "add_special_tokens")  # refused there
 OF_COMPLETIONS = ("tools", "top_logprobs", "reasoning_effort", "add_generation_prompt", "continue_final_message")
 NOT_FALSE = ("separate_reasoning",)  # what is refused is to ask for less
@@ -36,14 +42,18 @@ IGNORED = (
 
 def refuse(body: dict[str, Any], is_chat: bool) -> None:
     """`body` has no nulls. Raises InvalidRequest."""
-    for name, harmless in {**REFUSED, **dict.fromkeys(OF_CHATS if is_chat else OF_COMPLETIONS, ())}.items():
-        value = body.get(name)
-        if value and value not in harmless:
-            raise InvalidRequest("`{field}` is not supported, it is {value}", field=name, value=wire.shown(value))
+    refuse_any(body, {**REFUSED, **dict.fromkeys(OF_CHATS if is_chat else OF_COMPLETIONS, ())})
     special = () if is_chat else ("add_special_tokens",)
     for name in (*NOT_FALSE, *special):
         if body.get(name) is False:
             raise InvalidRequest("`{field}` cannot be false", field=name, value=False)
+
+
+def refuse_any(body: dict[str, Any], refused: Mapping[str, Collection[Any]]) -> None:
+    for name, harmless in refused.items():
+        value = body.get(name)
+        if value and value not in harmless:
+            raise InvalidRequest("`{field}` is not supported, it is {value}", field=name, value=wire.shown(value))
 
 
 def check_spelling(

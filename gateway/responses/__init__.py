@@ -9,7 +9,7 @@ from engine.errors import RequestError
 from gateway.openai import as_fields
 from gateway.openai.blocks import as_named_event
 from gateway.openai.dialect import dialect_of
-from gateway.openai.refusals import check_spelling
+from gateway.openai.refusals import OF_BLOCKS, check_spelling
 from gateway.protocol import Call
 from gateway.responses.answer import ResponsesExchange
 from gateway.responses.fields import IGNORED, REFUSED, fields
@@ -36,7 +36,7 @@ class Responses:
         return True
 
     def parse(self, body: dict[str, Any], call: Call) -> ResponsesExchange:
-        check_spelling(body, fields(), (*IGNORED, *REFUSED), NAMES)
+        check_spelling(body, fields(), (*IGNORED, *REFUSED, *OF_BLOCKS), NAMES)
         return parse(body, call.model_name, dialect_of(call.config))
 
     def error(self, error: RequestError, call: Call) -> dict[str, Any]:

@@ -6,11 +6,13 @@ import functools
 from typing import Any
 
 from gateway.openai.fields import fields as fields_of_chat
+from gateway.openai.refusals import OF_BLOCKS
 from gateway.openai.request import PASSED_ON
 
 Json = dict[str, Any]
 OBJECTS: Json = {"type": "array", "items": {"type": "object"}}
-OF_CHAT = (*PASSED_ON, "model", "stream", "tools", "parallel_tool_calls", "request_id", "timeout")  # as there
+AS_THERE = {"model", "stream", "tools", "parallel_tool_calls", "request_id", "timeout", "structured_outputs"}
+OF_CHAT = tuple({*PASSED_ON, *AS_THERE} - {*OF_BLOCKS})
 OWN: dict[str, Json] = {
     "input": {
         "anyOf": [{"type": "string", "minLength": 1}, OBJECTS],
@@ -25,7 +27,7 @@ OWN: dict[str, Json] = {
 }
 # field -> the values, besides null, false and the empty ones, that ask for nothing special
 REFUSED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("store", "background", "previous_response_id", "conversation", "prompt", "top_logprobs"), ()),
+    **dict.fromkeys(("store", "background", "previous_response_id", "conversation", "prompt"), ()),
     **dict.fromkeys(("context_management", "moderation"), ()),
     "truncation": ("disabled",),
 }
@@ -35,4 +37,4 @@ IGNORED = ("include", "stream_options", "max_tool_calls", "image", "access_progr
 @functools.cache
 def fields() -> dict[str, Json]:
     of_chat = fields_of_chat(True)
-    return {**{name: of_chat[name] for name in OF_CHAT}, **OWN}
+    return {**OWN, **{name: each for name, each in of_chat.items() if name in OF_CHAT}}

@@ -11,13 +11,13 @@ from engine import wire
 from engine.errors import InvalidRequest
 from gateway.openai.dialect import Dialect
 from gateway.openai.refusals import NAMES as NAMES_OF_CHAT
+from gateway.openai.refusals import OF_BLOCKS, refuse, refuse_any
 from gateway.openai.request import A_STRING, AN_OBJECT, AT_LEAST_1
 from gateway.openai.request import parse as parse_chat
 from gateway.responses.answer import ResponsesExchange
 from gateway.responses.fields import OF_CHAT, REFUSED
 
 Json = dict[str, Any]
-NO_PAST = "previous_response_id"
 CALLED = {  # of the chat's fields, those with another name here
     **{"messages": "input", "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens"},
     **{"response_format": "text", "reasoning_effort": "reasoning"},
@@ -28,10 +28,12 @@ NAMES = {**{native: CALLED.get(name, name) for native, name in NAMES_OF_CHAT.ite
 def parse(body: Json, model_name: str, dialect: Dialect) -> ResponsesExchange:
     """Raises InvalidRequest, by the chat's names of the fields."""
     body = {name: value for name, value in body.items() if value is not None}
-    for name, harmless in REFUSED.items():
-        if (value := body.get(name)) and value not in harmless:
-            why = ": nothing is kept here, send the conversation as `input`" if name in ("store", NO_PAST) else ""
-            raise InvalidRequest(f"`{{field}}` is not supported{why}", field=name, value=wire.shown(value))
+    for name in ("store", "previous_response_id"):
+        if body.get(name):
+            text = "`{field}` is not supported: nothing is kept here, send the conversation as `input`"
+            raise InvalidRequest(text, field=name, value=wire.shown(body[name]))
+    refuse(body, is_chat=True)
+    refuse_any(body, {**OF_BLOCKS, **REFUSED})
     chat = {name: body[name] for name in OF_CHAT if name in body}
     chat.setdefault("request_id", f"resp_{uuid.uuid4().hex}")
     AN_OBJECT("metadata", body.get("metadata", {}))

@@ -178,6 +178,8 @@ def test_fields_reach_the_model_as_those_of_a_chat_do():
         ({"thinking": {"type": "deep"}}, "thinking"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config"),
         ({"container": "c"}, "container"),
+        ({"best_of": 2}, "best_of"),
+        ({"logits_processors": ["x"]}, "logits_processors"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_the_name_that_its_client_knows(fields, name):
