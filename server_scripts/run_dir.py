@@ -38,7 +38,7 @@ class Process:
     @property
     def is_alive(self) -> bool:
         found = read_stat(self.pid)
-        return found is not None and found.start_time == self.start_time and found.state not in "ZX"
+        return found is not None and found.start_time == self.start_time and not found.has_ended
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         if self.is_alive:
@@ -57,6 +57,12 @@ class Stat(NamedTuple):
     state: str
     parent: int
     start_time: int
+    num_threads: int
+
+    @property
+    def has_ended(self) -> bool:
+        """With all its threads: of one that is killed the first may be gone while others still hold its ports."""
+        return self.state in "ZX" and self.num_threads <= 1
 
 
 def read_stat(pid: int) -> Stat | None:
@@ -65,7 +71,7 @@ def read_stat(pid: int) -> Stat | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     fields = line.rpartition(b")")[2].split()  # the name before it may hold anything, also half a character
-    return Stat(fields[0].decode(), int(fields[1]), int(fields[19]))
+    return Stat(fields[0].decode(), int(fields[1]), int(fields[19]), int(fields[17]))
 
 
 def children_of(pid: int) -> list[int]:

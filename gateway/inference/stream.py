@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from dataclasses import dataclass, field
 from typing import Any
@@ -155,9 +156,10 @@ class InferStream:
         """Returns when the client has room for it, so that no more is read than it takes."""
         async with self._writing:
             self._unread.begins()
-            await self.context.write(message)
+            with contextlib.suppress(grpc.aio.InternalError):  # the client has left: in a moment all this is cancelled
+                await self.context.write(message)
+                self.num_responses += 1
             self._unread.ends()
-            self.num_responses += 1
 
 
 def _refusal(name: str, error: Refused | RequestError) -> bytes:

@@ -66,6 +66,19 @@ def test_a_client_that_leaves_cancels_all_its_requests(tmp_path):
     run(scenario())
 
 
+def test_what_is_written_to_a_client_that_has_just_left_is_no_error_of_ours():
+    class Context:
+        async def write(self, message):
+            raise grpc.aio.InternalError("execute_batch failed")
+
+    async def scenario():
+        stream = stream_module.InferStream(None, Context(), wire.Owner())
+        await stream._write(b"an answer")
+        assert stream.num_responses == 0
+
+    run(scenario())
+
+
 def test_a_deadline_of_the_client_cancels_its_request(tmp_path):
     async def scenario():
         triton = FakeTriton(WAIT)

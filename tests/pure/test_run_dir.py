@@ -5,11 +5,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
 from engine.errors import ConfigError
-from server_scripts.run_dir import Process, RunDir, State, children_of
+from server_scripts.run_dir import Process, RunDir, State, children_of, read_stat
 
 
 @pytest.fixture
@@ -114,6 +115,23 @@ def test_a_zombie_is_not_alive(sleeper):
     process = Process.of("sleeper", sleeper.pid)
     sleeper.kill()
     os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
+    assert not process.is_alive
+
+
+def test_a_process_whose_first_thread_alone_has_ended_is_alive():
+    """It is killed, but still holds its ports."""
+    code = "import ctypes, threading, time; threading.Thread(target=time.sleep, args=(600,)).start(); "
+    code += "print(flush=True); ctypes.CDLL(None).pthread_exit(None)"
+    ending = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    with ending:
+        ending.stdout.readline()
+        process = Process.of("ending", ending.pid)
+        deadline = time.monotonic() + 60
+        while read_stat(ending.pid).state != "Z":
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert process.is_alive
+        ending.kill()
     assert not process.is_alive
 
 
