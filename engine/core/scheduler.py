@@ -227,12 +227,12 @@ class Scheduler:
         for request, row, forks in launched:
             token_ids, logprobs = next(sampled) if row.num_sampled else ((), None)
             of_forks = [next(sampled) for _ in forks] if forks else ()
-            told = next(readings) if row.reading else None
+            told = next(readings) if output.readings and row.reading else None
             if request.slot < 0:  # dropped meanwhile
                 continue
             request.num_computed -= row.num_sampled - len(token_ids)  # drafts that were wrong
             update: Update | None
-            if token_ids and told is None:
+            if token_ids and request.is_told:
                 update = self._append(request, token_ids, logprobs)
             else:
                 update = self._read(request, row, told, (token_ids, logprobs))
@@ -244,9 +244,8 @@ class Scheduler:
             if of_forks:
                 self._join_forks(request)
             self._tell(request, update, updates)
-            for fork, tokens in zip(forks, of_forks, strict=True):
-                if fork.state is RUNNING:
-                    self._tell(fork, self._append(fork, *tokens), updates)
+            if of_forks:
+                self._tell_forks(forks, of_forks, updates)
         self._end_searches(updates)
         self.counters.num_generated_tokens += sum([len(update.token_ids) for update in updates])
         return updates
@@ -268,11 +267,11 @@ class Scheduler:
         spare = self.limits.max_batched_tokens - self.num_running  # for drafts
         for request in list(self.running.values()):
             start, token_ids = request.num_computed, request.token_ids[-1:]
-            if request.search and request.search.has_begun:
+            num_left = len(request.token_ids) - start
+            if not request.is_told and request.search and request.search.has_begun:
                 self._schedule_beams(request, launched)
                 continue
-            num_left = len(request.token_ids) - start
-            if num_left > 1 or request.forks or (num_left and not request.is_told):
+            if num_left > 1 or (not request.is_told and (num_left or request.forks)):
                 in_prompt.append(request)
                 continue
             if start == len(request.token_ids):  # the token before is still being chosen
@@ -461,20 +460,20 @@ class Scheduler:
 
     # What a step has brought
 
-    def _append(self, request: Request, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None) -> Update | None:
-        if request.search:
-            assert logprobs
-            self._grow(request, logprobs[0])
-            return None
+    def _append(self, request: Request, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None) -> Update:
         update = self._enter(request, token_ids, logprobs)
         return update if request.grammar is None else self._guided(request, request.grammar, update)
 
     def _read(self, request: Request, row: Row, told: OfPrompt | None, gained: Gained) -> Update | None:
-        """What a chunk of a prompt brings, but for forks."""
+        """What a row brings before its client was told anything: a chunk of a prompt, a beam. But for forks."""
+        token_ids, logprobs = gained
         if told and not reading.keep(request, row, told):
             return Update(request, (), None, FAILED)
-        if gained[0]:
-            return self._append(request, *gained)
+        if logprobs and request.search:
+            self._grow(request, logprobs[0])
+            return None
+        if token_ids:
+            return self._append(request, token_ids, logprobs)
         return Update(request, (), None, "length") if reading.ends_with(request, row) else None
 
     def _enter(self, request: Request, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None) -> Update:
@@ -501,6 +500,11 @@ class Scheduler:
         stop_id = request.sampling.stop_token_ids[0]
         finish_reason = request.append(stop_id)
         return Update(request, [*token_ids, stop_id], logprobs and [*logprobs, Logprobs(0.0)], finish_reason)
+
+    def _tell_forks(self, forks: Sequence[Request], gained: Sequence[Gained], updates: list[Update]) -> None:
+        for fork, tokens in zip(forks, gained, strict=True):
+            if fork.state is RUNNING:
+                self._tell(fork, self._append(fork, *tokens), updates)
 
     def _tell(self, request: Request, update: Update | None, updates: list[Update]) -> None:
         if request.state is RUNNING:
