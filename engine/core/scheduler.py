@@ -223,14 +223,18 @@ class Scheduler:
         self._holdings.settle()
         updates: list[Update] = []
         sampled, readings = zip(output.token_ids, output.logprobs, strict=True), iter(output.readings)
-        block_size = self.pool.block_size
+        block_size, is_read = self.pool.block_size, bool(output.readings)
         for request, row, forks in launched:
-            token_ids, logprobs = next(sampled) if row.num_sampled else ((), None)
+            num_sampled = row.num_sampled
+            token_ids, logprobs = next(sampled) if num_sampled else ((), None)
             of_forks = [next(sampled) for _ in forks] if forks else ()
-            told = next(readings) if output.readings and row.reading else None
+            told = next(readings) if is_read and row.reading else None
             if request.slot < 0:  # dropped meanwhile
                 continue
-            request.num_computed -= row.num_sampled - len(token_ids)  # drafts that were wrong
+            if num_sampled > 1:
+                request.num_computed -= num_sampled - len(token_ids)  # drafts that were wrong
+                self.counters.num_drafted_tokens += num_sampled - 1
+                self.counters.num_accepted_tokens += len(token_ids) - 1
             update: Update | None
             if token_ids and request.is_told:
                 update = self._append(request, token_ids, logprobs)
@@ -238,9 +242,6 @@ class Scheduler:
                 update = self._read(request, row, told, (token_ids, logprobs))
             if request.num_computed >= (request.num_published + 1) * block_size:
                 self._holdings.publish(request)
-            if row.num_sampled > 1:
-                self.counters.num_drafted_tokens += row.num_sampled - 1
-                self.counters.num_accepted_tokens += len(token_ids) - 1
             if of_forks:
                 self._join_forks(request)
             self._tell(request, update, updates)
@@ -268,12 +269,13 @@ class Scheduler:
         for request in list(self.running.values()):
             start, token_ids = request.num_computed, request.token_ids[-1:]
             num_left = len(request.token_ids) - start
-            if not request.is_told and request.search and request.search.has_begun:
-                self._schedule_beams(request, launched)
-                continue
-            if num_left > 1 or (not request.is_told and (num_left or request.forks)):
-                in_prompt.append(request)
-                continue
+            if num_left > 1 or not request.is_told:
+                if request.search and request.search.has_begun:
+                    self._schedule_beams(request, launched)
+                    continue
+                if num_left or request.forks:
+                    in_prompt.append(request)
+                    continue
             if start == len(request.token_ids):  # the token before is still being chosen
                 if request.num_new_tokens + 1 >= request.sampling.max_new_tokens:
                     continue  # and is the last

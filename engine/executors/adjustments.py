@@ -32,21 +32,22 @@ class Seen:
         self._ids[start : start + len(unique)] = unique
         self._counts[start : start + len(unique)] = 0
         if answer:
-            self.add([slot], [answer])
+            self.add([slot], [answer], len(answer))
 
     def end(self, slot: int) -> None:
         self._ends[slot] = slot * self._size
         self.places.pop(slot, None)
 
-    def add(self, slots: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
-        """Tokens that the answers of these slots have gained."""
+    def add(self, slots: Sequence[int], token_ids: Sequence[Sequence[int]], most: int) -> None:
+        """Tokens that the answers of these slots have gained, `most` in one of them."""
         counted: list[int] = []
+        of_slot = self.places
         for slot, each in zip(slots, token_ids, strict=True):
-            if (places := self.places.get(slot)) is not None:
+            if slot in of_slot:
+                places = of_slot[slot]
                 for token_id in each:
-                    place = places.get(token_id)
-                    counted.append(self._enter(slot, places, token_id) if place is None else place)
-        if max(map(len, token_ids)) == 1:
+                    counted.append(places[token_id] if token_id in places else self._enter(slot, places, token_id))
+        if most == 1:
             self._counts[np.array(counted, np.int64)] += 1
         else:  # a draft may hold the same token twice
             np.add.at(self._counts, counted, 1)

@@ -31,9 +31,10 @@ class Choices(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch) -> Choices:
+        slot_of_row, _, _, _, num_sampled, forks, _ = zip(*batch.rows, strict=True)
+        if num_sampled.count(1) == len(slot_of_row) and not any(forks):  # the usual case
+            return cls(list(slot_of_row), [()] * len(slot_of_row), None)
         rows = [row for row in batch.rows if row.num_sampled]
-        if sum([row.num_sampled + len(row.forks) for row in rows]) == len(rows):  # the usual case: one token a row
-            return cls([row.slot for row in rows], [()] * len(rows), None)
         slots: list[int] = []
         tails: list[Sequence[int]] = []
         logit_rows: list[int] = []
@@ -171,10 +172,11 @@ class Slots:
             self._biases[slot] = Bias(sampling, token_ids[prompt_len:])
 
     def _remember(self, slots: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
-        if max(map(len, token_ids)) > 1:
+        most = max(map(len, token_ids))
+        if most > 1:
             self._rows.counter[np.array(slots)] += [len(each) - 1 for each in token_ids]  # every slot is there once
         if self._seen.places:
-            self._seen.add(slots, token_ids)
+            self._seen.add(slots, token_ids, most)
         if self._biases:
             for slot, each in zip(slots, token_ids, strict=True):
                 if slot in self._biases:
