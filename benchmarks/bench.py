@@ -4,7 +4,9 @@
 
 A case is REQUESTS x PROMPT_LEN x ANSWER_LEN in tokens, all given at once: prefill ends when every request has its first
 token, decode is what follows. Through HTTP every stream is one client that streams an answer of the first case's
-lengths. Each figure is the median of --repeats runs after one warm-up. The last line of the output is JSON.
+lengths; with --arrivals they come one by one, so many a second on average (a Poisson process). Each figure is the
+median of --repeats runs after one warm-up. On a GPU `--load-format dummy` draws the weights there. The last line of the
+output is JSON.
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from benchmarks.random_checkpoint import SHAPES, make_checkpoint
+from benchmarks.random_checkpoint import SHAPES, make_checkpoint, write_shape
 from engine.core.loop import Loop
 from engine.core.types import Request, Sampling
 from engine.executors import make_executor
 from engine.executors.memory import allocate_cache, collect_garbage_seldom
 from engine.exporting.cache import export_cached
-from engine.exporting.export import QUANT_TYPES, ExportOptions
+from engine.exporting.export import LOAD_FORMATS, QUANT_TYPES, ExportOptions
 from engine.exporting.manifest import Manifest
 from engine.settings.config import Config
 from server_scripts.processes import ENGINE_DEFAULTS
@@ -85,8 +87,9 @@ def run_case(loop: Loop, vocab_size: int, case: tuple[int, int, int]) -> dict[st
     }
 
 
-async def one_stream(session: aiohttp.ClientSession, url: str, body: dict) -> tuple[float, list[float]]:
+async def one_stream(session: aiohttp.ClientSession, url: str, body: dict, delay: float) -> tuple[float, list[float]]:
     """When it started, and when each response arrived."""
+    await asyncio.sleep(delay)
     started, arrivals, last = time.perf_counter(), [], b""
     async with session.post(url, json=body) as response:
         assert response.status == 200, await response.text()
@@ -97,7 +100,9 @@ async def one_stream(session: aiohttp.ClientSession, url: str, body: dict) -> tu
     return started, arrivals
 
 
-async def run_streams(port: int, prompts: list[list[int]], answer_len: int) -> dict[str, float]:
+async def run_streams(port: int, prompts: list[list[int]], answer_len: int, rate: float) -> dict[str, float]:
+    """All begin at once, or `rate` a second where that is not 0."""
+    gaps = np.random.default_rng(1).exponential(1 / rate if rate else 0, len(prompts))
     url = f"http://127.0.0.1:{port}/v1/completions"
     timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
@@ -106,19 +111,21 @@ async def run_streams(port: int, prompts: list[list[int]], answer_len: int) -> d
             {"input_ids": ids, "max_dec_len": answer_len, "ignore_eos": True, "temperature": 0, "stream": True}
             for ids in prompts
         ]
-        streams = await asyncio.gather(*(one_stream(session, url, body) for body in bodies))
+        each = zip(bodies, gaps.cumsum(), strict=True)
+        streams = await asyncio.gather(*(one_stream(session, url, body, delay) for body, delay in each))
     started = min(begin for begin, _ in streams)
     ended = max(arrivals[-1] for _, arrivals in streams)
-    gaps = [gap for _, arrivals in streams for gap in np.diff(arrivals)]
-    return {
-        "output_tok_s": len(prompts) * answer_len / (ended - started),
-        "ttft_ms": 1e3 * statistics.median(arrivals[0] - begin for begin, arrivals in streams),
-        "itl_ms": 1e3 * statistics.median(gaps),
-        "itl_p99_ms": 1e3 * float(np.percentile(gaps, 99)),
+    waits = {
+        "ttft": [arrivals[0] - begin for begin, arrivals in streams],
+        "itl": [gap for _, arrivals in streams for gap in np.diff(arrivals)] or [0.0],  # one response may bring all
     }
+    shown = {f"{name}_p{q}_ms": 1e3 * float(np.percentile(waits[name], q)) for name in waits for q in (50, 99)}
+    return {"output_tok_s": len(prompts) * answer_len / (ended - started), **shown}
 
 
-def measure_http(graph_dir: Path, streams: list[int], lengths: tuple[int, int], repeats: int) -> list[dict]:
+def measure_http(
+    graph_dir: Path, streams: list[int], lengths: tuple[int, int], repeats: int, rate: float
+) -> list[dict]:
     """Starts the real server on free ports, drives it, stops it."""
     prompt_len, answer_len = lengths
     vocab_size = Manifest.read(graph_dir).vocab_size
@@ -127,15 +134,15 @@ def measure_http(graph_dir: Path, streams: list[int], lengths: tuple[int, int], 
     with tempfile.TemporaryDirectory() as folder:
         ports = dict(zip(names, free_ports(len(names)), strict=True))
         env = os.environ | {name: str(port) for name, port in ports.items()}
-        env |= {"MODEL_DIR": str(graph_dir), "RUN_DIR": f"{folder}/run", "FD_LOG_DIR": f"{folder}/log",
-                "BATCH_SIZE": str(max(streams)), "MAX_NUM_BATCHED_TOKENS": str(MAX_TOKENS_IN_STEP),
-                "ENABLE_PREFIX_CACHING": "0"}  # fmt: skip
+        env |= {"MODEL_DIR": str(graph_dir), "RUN_DIR": f"{folder}/run", "FD_LOG_DIR": f"{folder}/log"}
+        env |= {"BATCH_SIZE": str(max(streams)), "MAX_CACHED_TASK_NUM": str(max(streams))}
+        env |= {"MAX_NUM_BATCHED_TOKENS": str(MAX_TOKENS_IN_STEP), "ENABLE_PREFIX_CACHING": "0"}
         subprocess.run([sys.executable, "-m", "server_scripts.start"], env=env, check=True, stdout=sys.stderr)
         try:
             for count in streams:
                 rng = np.random.default_rng(0)
                 prompts = [prompt_ids(rng, vocab_size, prompt_len) for _ in range(count)]
-                runs = [asyncio.run(run_streams(ports["SERVICE_HTTP_PORT"], prompts, answer_len))
+                runs = [asyncio.run(run_streams(ports["SERVICE_HTTP_PORT"], prompts, answer_len, rate))
                         for _ in range(repeats + 1)][1:]  # fmt: skip
                 rows.append({"streams": count} | {n: statistics.median(run[n] for run in runs) for n in runs[0]})
         finally:
@@ -159,12 +166,12 @@ def print_tables(offline: list[dict], http: list[dict]) -> None:
             f"{row['decode_tok_s']:15.1f}{row['output_tok_s']:15.1f}{row['ttft_ms']:10.0f}{row['itl_ms']:9.1f}"
         )
     if http:
-        print("\nHTTP: streams   output tok/s   TTFT p50 ms   ITL p50 ms   ITL p99 ms   of the offline rate")
+        print("\nHTTP: streams   output tok/s   TTFT p50 ms   p99 ms   ITL p50 ms   p99 ms   of the offline rate")
     same = {row["requests"]: row["output_tok_s"] for row in reversed(offline)}
     for row in http:
         share = f"{row['output_tok_s'] / same[row['streams']]:.0%}" if row["streams"] in same else "-"
-        print(f"{row['streams']:13}{row['output_tok_s']:15.1f}{row['ttft_ms']:14.0f}{row['itl_ms']:13.1f}"
-              f"{row['itl_p99_ms']:13.1f}{share:>22}")  # fmt: skip
+        print(f"{row['streams']:13}{row['output_tok_s']:15.1f}{row['ttft_p50_ms']:14.0f}{row['ttft_p99_ms']:9.0f}"
+              f"{row['itl_p50_ms']:13.1f}{row['itl_p99_ms']:9.1f}{share:>22}")  # fmt: skip
 
 
 def cpu_name() -> str:
@@ -186,8 +193,10 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen2.5-0.5b", choices=SHAPES)
     parser.add_argument("--cases", nargs="+", default=["1x128x64", "8x128x64", "32x128x64"])
     parser.add_argument("--streams", nargs="*", type=int, default=[1, 8, 32])
+    parser.add_argument("--arrivals", type=float, default=0, help="streams that begin a second; 0: all at once")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--quant-type", default="none", choices=QUANT_TYPES, help="of the weights")
+    parser.add_argument("--load-format", default="auto", choices=LOAD_FORMATS, help="dummy: none are written")
     parser.add_argument("--mp-num", type=int, default=1, help="tensor-parallel ranks, offline")
     parser.add_argument(
         "--cpu-threads", type=int, default=0, help="of each rank, offline; 0: as many as there are cores"
@@ -195,11 +204,14 @@ def main() -> None:
     parser.add_argument("--work-dir", type=Path, default=Path("build/bench"), help="checkpoints are kept here")
     args = parser.parse_args()
     cases = [tuple(int(number) for number in case.split("x")) for case in args.cases]
-    checkpoint = make_checkpoint(args.shape, args.work_dir / args.shape)
-    options = ExportOptions(quant_type=args.quant_type, num_ranks=args.mp_num)
+    if args.load_format == "dummy":
+        checkpoint = write_shape(args.shape, args.work_dir / f"{args.shape}-shape")
+    else:
+        checkpoint = make_checkpoint(args.shape, args.work_dir / args.shape)
+    options = ExportOptions(quant_type=args.quant_type, num_ranks=args.mp_num, load_format=args.load_format)
     graph_dir = export_cached(checkpoint, args.work_dir / "exported", options)
     offline = measure_offline(graph_dir, cases, args.repeats, mp_num=args.mp_num, cpu_threads=args.cpu_threads)
-    http = measure_http(graph_dir, args.streams, cases[0][1:], args.repeats) if args.streams else []
+    http = measure_http(graph_dir, args.streams, cases[0][1:], args.repeats, args.arrivals) if args.streams else []
     print_tables(offline, http)
     print(
         json.dumps(

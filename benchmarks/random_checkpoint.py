@@ -140,9 +140,16 @@ def make_checkpoint(shape: str, out: Path, seed: int = 0) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     write_safetensors(out / "model.safetensors", tensors_of(SHAPES[shape]), lambda *tensor: random_bits(rng, *tensor))
-    for name in TOKENIZER_FILES:
-        shutil.copy(DEMO_MODEL / name, out / name)
-    (out / "config.json").write_text(json.dumps(SHAPES[shape], indent=1))
+    return write_shape(shape, out)
+
+
+def write_shape(shape: str, out: Path) -> Path:
+    """A checkpoint without weights, for LOAD_FORMAT=dummy. Writes nothing when there is one already."""
+    if not (out / "config.json").exists():
+        out.mkdir(parents=True, exist_ok=True)
+        for name in TOKENIZER_FILES:
+            shutil.copy(DEMO_MODEL / name, out / name)
+        (out / "config.json").write_text(json.dumps(SHAPES[shape], indent=1))
     return out
 
 

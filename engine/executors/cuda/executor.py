@@ -91,6 +91,8 @@ class CudaExecutor:
         self._graphs.clear()
         self._caches.clear()
         del self._program
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # for another process
 
     # For the steps
 
