@@ -21,10 +21,13 @@ define check_venv
   { echo "error: $(VENV) exists and is no virtual environment; name another folder: make VENV=..." >&2; exit 1; }
 endef
 
-.PHONY: demo install install-cuda test quick test-gpu sanitize lint bench bench-gpu storm soak clean
+.PHONY: demo demo-gpu install install-cuda test quick test-gpu sanitize lint bench bench-gpu storm soak clean
 
 demo: install  ## starts the server with the bundled model and asks it three questions
 	@$(BIN)/python -m server_scripts.demo
+
+demo-gpu: install install-cuda  ## the same on an NVIDIA GPU
+	@DEVICE=gpu $(BIN)/python -m server_scripts.demo
 
 install: $(RUNTIME) $(OPS)  ## .venv with start_server, stop_server and run_batch
 
@@ -38,8 +41,9 @@ install-cuda: $(RUNTIME)  ## torch, for DEVICE=gpu
 	@command -v nvidia-smi >/dev/null || { echo "error: no nvidia-smi on the PATH: this machine has no NVIDIA GPU" >&2; exit 1; }
 	$(PIP) --no-build-isolation --editable .[cuda]
 
-test-gpu: install-cuda $(TESTS)  ## the tests that need an NVIDIA GPU; skipped with the reason where there is none
+test-gpu: install-cuda $(TESTS)  ## the tests that need an NVIDIA GPU, then those of the whole server, there
 	$(BIN)/python -m pytest tests/cuda
+	DEVICE=gpu $(BIN)/python -m pytest tests/triton --deselect tests/triton/test_machines.py
 
 # After the flags of engine/ops/build.py, so that these win. Checks as calls, as otherwise compiling takes ten times as
 # long. Without what Paddle itself does: casts of types that another library has as well, new[] with delete.

@@ -16,7 +16,6 @@ from engine.core.scheduler import FAILED, Update
 from engine.core.types import Logprobs, Request
 from engine.errors import InvalidRequest, NoToken
 from engine.executors import make_executor
-from engine.executors.device import with_device
 from engine.executors.memory import allocate_cache
 from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions
@@ -24,6 +23,7 @@ from engine.exporting.manifest import Manifest, is_exported
 from engine.serving.answer import OpenAnswer
 from engine.serving.prompt import PromptReader
 from engine.settings.config import Config
+from engine.settings.device import with_device
 from engine.text.grammar import MatcherGrammars
 from engine.text.tokenizer import Tokenizer
 from engine.wire import parse_request

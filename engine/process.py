@@ -55,9 +55,9 @@ def note_progress(path: Path) -> None:
 def make_loop(config: Config, tell: Callable[[str], None]) -> tuple[Loop, Bounds]:
     # Imported here: a client of this module must not pay for Paddle.
     from engine.executors import make_executor
-    from engine.executors.device import with_device
     from engine.executors.memory import allocate_cache, collect_garbage_seldom
     from engine.exporting.manifest import Manifest
+    from engine.settings.device import with_device
     from engine.text.grammar import MatcherGrammars
     from engine.text.tokenizer import Tokenizer
 

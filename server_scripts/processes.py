@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from engine.settings.config import ENGINE_PROGRESS_FILE, TRITON_FOLDER, Config
+from engine.settings.device import may_be_gpu
 from server_scripts import triton
 from server_scripts.child import ChildSpec, without_secrets
 from server_scripts.run_dir import RunDir
@@ -71,6 +72,7 @@ def triton_spec(config: Config, environ: Mapping[str, str], run_dir: RunDir, log
     found, folder = triton.find_tritonserver(), run_dir.path / TRITON_FOLDER
     if not folder.is_dir():  # a tritonserver that was taken over lives in it
         triton.prepare(found, folder, triton.ROOT / "model_repository")
-    command = [*PRIVATE, *triton.command(found, folder, config, run_dir.shm_prefix)]
-    env = triton.environment(found, folder, {**TRITON_DEFAULTS, **environ})
+    watch_gpus = may_be_gpu(config)
+    command = [*PRIVATE, *triton.command(found, folder, config, run_dir.shm_prefix, watch_gpus)]
+    env = triton.environment(found, folder, {**TRITON_DEFAULTS, **environ}, watch_gpus)
     return ChildSpec(TRITONSERVER, command, env, log_path, cwd=folder)

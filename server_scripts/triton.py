@@ -111,14 +111,15 @@ def _needs_numpy_1(stub: Path) -> bool:
     return b"numpy._core" not in stub.read_bytes()
 
 
-def environment(found: Tritonserver, folder: Path, environ: dict[str, str]) -> dict[str, str]:
+def environment(found: Tritonserver, folder: Path, environ: dict[str, str], watch_gpus: bool) -> dict[str, str]:
     paths = [str(folder / "lib"), *map(str, found.libraries), environ.get("LD_LIBRARY_PATH", "")]
     import_path = [str(ROOT), *(path for path in sys.path if path and path != str(ROOT))]
+    hidden = {} if watch_gpus else {"CUDA_VISIBLE_DEVICES": ""}  # nothing is computed here
     return environ | {
+        **hidden,
         "LD_LIBRARY_PATH": os.pathsep.join(filter(None, paths)),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)]),
         "LLM_SERVER_SYS_PATH": os.pathsep.join(import_path),
-        "CUDA_VISIBLE_DEVICES": "",  # nothing is computed here
     }
 
 
@@ -127,7 +128,7 @@ def metrics_address(host: str) -> str:
     return f"ipv6:{host}" if ":" in host else socket.gethostbyname(host)
 
 
-def command(found: Tritonserver, folder: Path, config: Config, shm_prefix: str) -> list[str]:
+def command(found: Tritonserver, folder: Path, config: Config, shm_prefix: str, watch_gpus: bool) -> list[str]:
     """To be run in `folder`: the Python backend hands its paths to a shell unquoted, so they are relative to it."""
     region = {"region-prefix-name": shm_prefix, "default-byte-size": SHM_BYTES, "growth-byte-size": SHM_BYTES}
     name, _, number = TRITON_SOCKET.partition(":")
@@ -144,7 +145,7 @@ def command(found: Tritonserver, folder: Path, config: Config, shm_prefix: str) 
         "allow-metrics": "true",
         "metrics-address": metrics_address(config.service_host),
         "metrics-port": config.metrics_http_port,
-        "allow-gpu-metrics": "false",
+        "allow-gpu-metrics": str(watch_gpus).lower(),
         "pinned-memory-pool-byte-size": 0,
         "log-verbose": 0,
     }

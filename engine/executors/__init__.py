@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from engine.core.types import Executor
 from engine.errors import ConfigError
-from engine.executors.device import GPU, with_device
 from engine.exporting.manifest import Manifest
 from engine.models.keys import ModelError
 from engine.settings.config import Config
+from engine.settings.device import GPU, with_device
 
 if TYPE_CHECKING:
     from engine.ops.cpu.group import Membership

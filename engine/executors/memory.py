@@ -7,8 +7,8 @@ from pathlib import Path
 
 from engine.core.types import Arrival, Batch, Executor, Row, Sampling
 from engine.errors import ConfigError
-from engine.executors.device import GPU, with_device
 from engine.settings.config import Config
+from engine.settings.device import GPU, with_device
 
 # Of cgroup 2 and 1: limit, usage, and in memory.stat what of it are cached files: these make room when it is needed.
 CGROUP_FILES = (

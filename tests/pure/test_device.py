@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from engine.errors import ConfigError
-from engine.executors import device, make_executor
-from engine.executors.device import with_device
+from engine.executors import make_executor
+from engine.settings import device
 from engine.settings.config import Config
+from engine.settings.device import with_device
 
 
 @pytest.fixture

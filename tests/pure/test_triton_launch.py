@@ -85,16 +85,25 @@ def test_a_stub_for_numpy_1_gets_our_utilities_under_numpy_2(image, tmp_path, mo
 
 
 def test_the_stub_finds_this_interpreter_and_our_packages(image, tmp_path):
-    env = triton.environment(triton.find_tritonserver(), tmp_path, {"PATH": "/bin", "OTHER": "kept"})
+    env = triton.environment(triton.find_tritonserver(), tmp_path, {"PATH": "/bin", "OTHER": "kept"}, False)
     assert env["PATH"] == f"{Path(sys.executable).parent}{os.pathsep}/bin"
     assert env["LLM_SERVER_SYS_PATH"].split(os.pathsep)[0] == str(triton.ROOT)
     assert env["OTHER"] == "kept"
 
 
+def test_tritonserver_sees_the_gpus_only_to_watch_them(image, tmp_path):
+    found, config = triton.find_tritonserver(), Config()
+    for watches, flag, seen in ((True, "true", "1"), (False, "false", "")):
+        assert f"--allow-gpu-metrics={flag}" in triton.command(found, tmp_path, config, "prefix_", watches)
+        assert (
+            triton.environment(found, tmp_path, {"CUDA_VISIBLE_DEVICES": "1"}, watches)["CUDA_VISIBLE_DEVICES"] == seen
+        )
+
+
 def test_the_command_carries_the_settings(image, tmp_path):
     config = Config(service_grpc_port=1, metrics_http_port=2, drain_timeout_s=7.5, service_host="127.0.0.1")
     found = triton.find_tritonserver()
-    command = triton.command(found, tmp_path, config, "prefix_")
+    command = triton.command(found, tmp_path, config, "prefix_", False)
     assert command[0] == str(found.binary)
     for flag in (
         "--grpc-address=unix:grpc",

@@ -22,12 +22,20 @@ def with_device(config: Config) -> Config:
     return replace(config, device=CPU if trouble else GPU)
 
 
+def may_be_gpu(config: Config) -> bool:
+    """Without the seconds that it takes to be sure."""
+    return config.device != CPU and not _missing_package()
+
+
+def _missing_package() -> str:
+    return next((name for name in ("torch", "triton") if importlib.util.find_spec(name) is None), "")
+
+
 @functools.cache
 def _why_no_gpu() -> str:
     """Empty: there is one that can be used."""
-    for package in ("torch", "triton"):
-        if importlib.util.find_spec(package) is None:
-            return f"{package} is missing: pip install .[cuda]"
+    if package := _missing_package():
+        return f"{package} is missing: pip install .[cuda]"
     import torch  # only here: it takes seconds to import, and CPU users need not have it
 
     return "" if torch.cuda.is_available() else "torch sees no GPU"
