@@ -15,6 +15,11 @@ TESTS = $(VENV)/.tests
 OPS = $(VENV)/.ops
 OP_SOURCES = $(wildcard engine/ops/build.py engine/ops/cpu/*)
 
+# Before gigabytes are installed for one.
+define check_gpu
+@command -v nvidia-smi >/dev/null || { echo "error: no nvidia-smi on the PATH: this machine has no NVIDIA GPU" >&2; exit 1; }
+endef
+
 # Only a virtual environment is ever deleted.
 define check_venv
 @[ ! -e $(VENV) ] || [ -e $(VENV)/pyvenv.cfg ] || [ -d $(VENV) -a -z "$$(ls -A $(VENV))" ] || \
@@ -26,7 +31,9 @@ endef
 demo: install  ## starts the server with the bundled model and asks it three questions
 	@$(BIN)/python -m server_scripts.demo
 
-demo-gpu: install install-cuda  ## the same on an NVIDIA GPU
+demo-gpu:  ## the same on an NVIDIA GPU
+	$(check_gpu)
+	@$(MAKE) install install-cuda
 	@DEVICE=gpu $(BIN)/python -m server_scripts.demo
 
 install: $(RUNTIME) $(OPS)  ## .venv with start_server, stop_server and run_batch
@@ -37,11 +44,12 @@ test: quick  ## all tests, those that need nothing first
 quick: install $(TESTS)  ## the tests that need no server, on all cores
 	$(BIN)/python -m pytest tests/pure --numprocesses logical --maxprocesses 8 --dist worksteal
 
-install-cuda: $(RUNTIME)  ## torch, for DEVICE=gpu
-	@command -v nvidia-smi >/dev/null || { echo "error: no nvidia-smi on the PATH: this machine has no NVIDIA GPU" >&2; exit 1; }
+install-cuda: $(RUNTIME)  ## torch, for DEVICE=gpu; also where an image is built for machines with one
 	$(PIP) --no-build-isolation --editable .[cuda]
 
-test-gpu: install-cuda $(TESTS)  ## the tests that need an NVIDIA GPU, then those of the whole server, there
+test-gpu:  ## the tests that need an NVIDIA GPU, then those of the whole server, there
+	$(check_gpu)
+	@$(MAKE) install install-cuda $(TESTS)
 	$(BIN)/python -m pytest tests/cuda
 	DEVICE=gpu $(BIN)/python -m pytest tests/triton --deselect tests/triton/test_machines.py
 
