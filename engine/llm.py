@@ -12,8 +12,8 @@ from typing import Any
 from tqdm import tqdm
 
 from engine.core.loop import Loop
-from engine.core.scheduler import FAILED, Update
 from engine.core.types import Logprobs, Request
+from engine.core.updates import FAILED, Update
 from engine.errors import InvalidRequest, NoToken
 from engine.executors import make_executor
 from engine.executors.memory import allocate_cache

@@ -18,6 +18,7 @@ class Holdings:
     def __init__(self, pool: BlockPool, block_ratio: float):
         self.pool = pool
         self._block_ratio = block_ratio
+        self._num_in_flight = 0  # steps
         self._retired: list[list[int]] = []  # of requests that have ended, which a launched step may still write
 
     def most_blocks(self, request: Request) -> int:
@@ -110,9 +111,14 @@ class Holdings:
                 self.pool.publish(request.block_ids[index], keys[index])
         request.num_published = count
 
-    def release(self, request: Request, is_in_flight: bool) -> None:
-        """`is_in_flight`: a step was launched that may write them, so they come back with `settle`."""
-        if is_in_flight:
+    def new_blocks(self, request: Request) -> Sequence[int]:
+        """Those that the executor has not been told of; it is told now."""
+        placed, request.num_placed = request.num_placed, len(request.block_ids)
+        return request.block_ids[placed:]
+
+    def release(self, request: Request) -> None:
+        """If a step was launched that may write them, they come back when it has ended."""
+        if self._num_in_flight:
             self._retired.append(request.block_ids)
         else:
             self.pool.give_back(request.block_ids)
@@ -120,8 +126,12 @@ class Holdings:
         request.num_computed = request.num_published = request.num_placed = request.room = 0
         request.has_shared_tail = False
 
-    def settle(self) -> None:
-        """A step has ended. One that was launched meanwhile may still write these blocks, but before any later one."""
+    def begin_step(self) -> None:
+        self._num_in_flight += 1
+
+    def end_step(self) -> None:
+        """One that was launched meanwhile may still write the blocks that come back now, but before any later one."""
+        self._num_in_flight -= 1
         for blocks in self._retired:
             self.pool.give_back(blocks)
         self._retired.clear()

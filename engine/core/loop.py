@@ -9,8 +9,10 @@ from dataclasses import asdict, dataclass
 from engine.core.block_pool import BlockPool
 from engine.core.drafting import NgramDrafter
 from engine.core.grammar import Compiling, Grammars
-from engine.core.scheduler import FAILED, Counters, Limits, Scheduler, Update
+from engine.core.limits import Counters, Limits
+from engine.core.scheduler import Scheduler
 from engine.core.types import Executor, Request, Step
+from engine.core.updates import FAILED, Update
 from engine.errors import RequestError
 from engine.settings.config import Config
 

@@ -17,8 +17,8 @@ from typing import Any
 import zmq
 
 from engine.core.loop import Loop
-from engine.core.scheduler import FAILED
 from engine.core.types import Request
+from engine.core.updates import FAILED
 from engine.errors import DuplicateRequest, EngineUnavailable, NoToken, RequestError
 from engine.link import messages
 from engine.link.messages import ANY, Bounds

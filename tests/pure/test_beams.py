@@ -141,7 +141,7 @@ def test_searches_of_all_widths_come_and_go_and_every_block_comes_back(num_block
         loop.add(each)
     found = run_and_drop(loop, [f"{number}.{asked[number][1].num_beams - 1}" for number in dropped])
     loop.scheduler.check()
-    assert not loop.scheduler._leader_of
+    assert not loop.scheduler._roster.leader_of
     for number, (prompt, sampling) in asked.items():
         if number not in dropped:
             assert answers_of(found, number, sampling.num_beams) == alone(prompt, sampling)

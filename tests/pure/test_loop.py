@@ -108,7 +108,7 @@ def test_a_request_has_begun_when_it_has_been_given_a_place_and_keeps_that_word(
     loop.turn()
     assert [loop.has_begun(name) for name in ("10", "20", "unknown")] == [True, False, True]
     request = loop.scheduler.running["10"]
-    loop.scheduler._preempt(request)
+    loop.scheduler._roster.preempt(request)
     assert loop.has_begun("10")
 
 

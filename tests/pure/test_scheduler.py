@@ -3,7 +3,8 @@
 import pytest
 
 from engine.core.block_pool import BlockPool
-from engine.core.scheduler import Limits, Scheduler
+from engine.core.limits import Limits
+from engine.core.scheduler import Scheduler
 from engine.core.types import PENDING, Request, Sampling
 from engine.errors import InvalidRequest, Overloaded
 from tests.pure.counting_executor import CountingExecutor, answer

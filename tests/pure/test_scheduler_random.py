@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from engine.core.block_pool import BlockPool
-from engine.core.scheduler import Limits, Scheduler
+from engine.core.limits import Limits
+from engine.core.scheduler import Scheduler
 from engine.core.types import PENDING, Request, Sampling, StepOutput
 from tests.pure.counting_executor import CountingExecutor, answer
 

@@ -1,0 +1,192 @@
+"""Who waits, and who runs: in which slot of the batch, and who makes room for whom. Knows no steps and no clock."""
+
+from __future__ import annotations
+
+from engine.core.block_pool import OutOfBlocks
+from engine.core.holdings import Holdings
+from engine.core.limits import Counters, Limits
+from engine.core.types import Arrival, Copy, Request, State
+from engine.core.waiting import Waiting
+from engine.errors import InvalidRequest, queue_full, tokens_full
+
+LOOK_AHEAD = 4  # waiting requests that are looked at for one that fits
+MAX_PASSED = 8  # requests that may go before one that came earlier and does not fit yet
+
+
+class Roster:
+    """Who begins next is `Waiting`'s to say: first come, first served, among equals.
+
+    A request is admitted with all blocks of its prompt, while prompts leave `1 - block_ratio` of the pool for running
+    requests to grow. One that does not fit yet lets a few that came later go first. When a running request needs a
+    block and none is available, the youngest gives up all of its own, waits at the head of the queue and is computed
+    again from its tokens; with `block_ratio >= 1` this never happens.
+
+    A request with forks computes the prompt for all of them: with its first token they join, holding the same blocks.
+    """
+
+    def __init__(self, holdings: Holdings, limits: Limits, counters: Counters):
+        self.holdings = holdings
+        self.waiting = Waiting()  # a request with forks stands for them all
+        self.running: dict[str, Request] = {}  # oldest first
+        self.leader_of: dict[str, Request] = {}  # of forks whose prompt is not computed yet, and of beams
+        self._limits = limits
+        self._counters = counters
+        self._free_slots = list(range(limits.max_batch - 1, -1, -1))
+        self._arrivals: list[Arrival] = []  # for the next batch, as are the copies
+        self._copies: list[Copy] = []
+
+    @property
+    def num_running(self) -> int:
+        return self._limits.max_batch - len(self._free_slots)
+
+    def add(self, request: Request, replay: bool) -> None:
+        """See `Scheduler.add`."""
+        apart = []  # forks that cannot run beside it: they wait like requests, and find its prompt in the cache
+        while request.forks and not request.search and not self._could_run(request):
+            apart.append(request.forks.pop())
+        if not self._could_run(request):
+            pool, need = self.holdings.pool, self.holdings.most_blocks(request)
+            text = f"prompt ({request.prompt_len} tokens) and answer (up to {{value}}) need {need} KV blocks of "
+            text += f"{pool.block_size} tokens, the server has {pool.num_blocks}"
+            field = "max_dec_len" if pool.blocks_for(request.prompt_len) <= pool.num_blocks else None
+            raise InvalidRequest(text, field=field, value=request.sampling.max_new_tokens)
+        num_queued = len(self.waiting) - len(self._free_slots)
+        if num_queued >= self._limits.max_waiting and not replay:
+            raise queue_full(num_queued, self._limits.max_waiting)
+        num_tokens = self.waiting.num_tokens
+        if num_tokens and num_tokens + request.prompt_len > self._limits.max_waiting_tokens and not replay:
+            raise tokens_full(num_tokens, self._limits.max_waiting_tokens)
+        self.waiting.add(request)
+        for fork in request.forks:
+            self.leader_of[fork.request_id] = request
+        for fork in reversed(apart):
+            self.waiting.add(fork)
+
+    def _could_run(self, request: Request) -> bool:
+        """Alone, with its forks."""
+        has_slots = len(request.forks) < self._limits.max_batch
+        return has_slots and self.holdings.most_blocks(request) <= self.holdings.pool.num_blocks
+
+    def drop(self, request_id: str) -> Request | None:
+        """See `Scheduler.drop`."""
+        request: Request | None
+        leader = self.leader_of.pop(request_id, None)
+        if leader and not leader.search:
+            request = next(fork for fork in leader.forks if fork.request_id == request_id)
+            leader.forks.remove(request)
+            self._give_up_slot(request)
+            if leader.state is State.ENDED and not leader.forks:
+                self.leave(leader)
+        else:
+            if leader:  # an answer of a search is wanted with all others or not at all
+                request_id = leader.request_id
+            request = self.running.get(request_id) or self.waiting.get(request_id)
+            if request is None or request.state is State.ENDED:
+                return None
+            if not request.forks or request.search:  # else it stays until their prompt is computed
+                self.leave(request)
+        request.state = State.ENDED
+        return request
+
+    def admit(self, is_ahead: bool) -> Request | None:
+        """Moves a waiting request to the running ones, with its blocks: the first, or one soon after it that fits.
+        `is_ahead`: a step still computes."""
+        passed: list[Request] = []
+        for request in self.waiting.first(LOOK_AHEAD):
+            if is_ahead and request.reads_answer:  # its slot may be that of one which a step still computes
+                return None
+            has_slots = len(request.forks) < len(self._free_slots)
+            if has_slots and self.holdings.take_prompt(request, self.running.values()):
+                for each in passed:
+                    each.num_passed += 1
+                self._begin(request)
+                return request
+            if request.num_passed >= MAX_PASSED:
+                return None
+            passed.append(request)
+        return None
+
+    def _begin(self, request: Request) -> None:
+        self.waiting.begin(request)
+        self.running[request.request_id] = request
+        if request.state is State.WAITING:  # or dropped, and only its forks want it
+            request.state = State.RUNNING
+        token_ids = list(request.token_ids)  # what was launched stays as it is
+        for each in (request, *request.forks):
+            each.slot = self._free_slots.pop()
+            self._arrivals.append(Arrival(each.slot, token_ids, each.prompt_len, each.sampling))
+        if request.num_preemptions == 0:  # one that comes back finds its own blocks: no merit of the cache
+            self._counters.num_prompt_tokens += len(request.token_ids)
+            self._counters.num_cached_tokens += request.num_cached
+
+    def announce(self, request: Request) -> None:
+        """What its slot remembers begins anew, with all its tokens."""
+        self._arrivals.append(Arrival(request.slot, list(request.token_ids), request.prompt_len, request.sampling))
+
+    def take_news(self) -> tuple[list[Arrival], list[Copy]]:
+        """What the executor has to know before the next step."""
+        news = self._arrivals, self._copies
+        self._arrivals, self._copies = [], []
+        return news
+
+    def has_room(self, request: Request) -> bool:
+        """A block for the next position of `request`; False when it had to be preempted itself."""
+        while True:
+            try:
+                if copy := self.holdings.make_room(request):
+                    self._copies.append(copy)
+                return True
+            except OutOfBlocks:
+                youngest = next(reversed(self.running.values()))
+                self.preempt(youngest)
+                if request.slot < 0:
+                    return False
+
+    def preempt(self, request: Request) -> None:
+        if request.search:  # it begins anew when it comes back
+            request.search.restart()
+            slots = {each.slot for each in (request, *request.forks)}
+            self._copies = [copy for copy in self._copies if copy.slot not in slots]
+            for each in (request, *request.forks):
+                del each.token_ids[each.prompt_len :]
+        self._take_out(request)
+        if request.state is State.RUNNING:
+            request.state = State.WAITING
+        request.num_preemptions += 1
+        request.num_passed = MAX_PASSED
+        self._counters.num_preemptions += 1
+        self.waiting.put_back(request)
+
+    def join_forks(self, leader: Request) -> None:
+        self.holdings.share(leader)
+        for fork in leader.forks:
+            del self.leader_of[fork.request_id]
+            fork.state, fork.scores = State.RUNNING, leader.scores
+            self.running[fork.request_id] = fork
+        leader.forks = []
+
+    def leave(self, request: Request) -> None:
+        """It has ended, with its forks."""
+        if not self.waiting.drop(request.request_id):
+            self._take_out(request)
+        for fork in request.forks:
+            self.leader_of.pop(fork.request_id, None)
+
+    def check(self) -> None:
+        """All books agree. Between two steps."""
+        self.holdings.check(self.running.values())
+        assert not any(request.block_ids for request in self.waiting)
+        holders = [each for request in self.running.values() for each in (request, *request.forks)]
+        slots = [each.slot for each in holders] + self._free_slots
+        assert sorted(slots) == list(range(self._limits.max_batch))
+
+    def _take_out(self, request: Request) -> None:
+        del self.running[request.request_id]
+        for each in (request, *request.forks):
+            self.holdings.release(each)
+            self._give_up_slot(each)
+
+    def _give_up_slot(self, request: Request) -> None:
+        if request.slot >= 0:
+            self._free_slots.append(request.slot)
+            request.slot = -1
