@@ -21,7 +21,8 @@ from engine.executors import LOADING
 from engine.link.messages import Bounds, most_bytes
 from engine.link.server import Server
 from engine.log import configure
-from engine.settings.config import ENGINE_PROGRESS_FILE, Config
+from engine.settings.config import Config
+from engine.settings.processes import ENGINE_PROGRESS_FILE
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from engine.settings.config import ENGINE_PROGRESS_FILE, TRITON_FOLDER, Config
+from engine.settings.config import Config
 from engine.settings.device import may_be_gpu
+from engine.settings.processes import ENGINE_PROGRESS_FILE, TRITON_FOLDER
 from server_scripts import triton
 from server_scripts.child import ChildSpec, without_secrets
 from server_scripts.run_dir import RunDir

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.errors import ConfigError
-from engine.settings.config import STOPPING_FILE
+from engine.settings.processes import STOPPING_FILE
 from engine.settings.served import SERVED_FILE
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from engine.errors import ConfigError
 from engine.log import configure
-from engine.settings.config import TRITON_FOLDER, Config
+from engine.settings.config import Config
+from engine.settings.processes import TRITON_FOLDER
 from engine.settings.tls import server_context
 from engine.settings.unused import likely_misspelt, settings_without_effect
 from server_scripts import logs, ports, takeover

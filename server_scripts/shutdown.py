@@ -12,7 +12,8 @@ import signal
 import time
 from collections.abc import Sequence
 
-from engine.settings.config import STOPPING_FILE, Config
+from engine.settings.config import Config
+from engine.settings.processes import STOPPING_FILE
 from engine.settings.stopping import Stopping
 from server_scripts.child import Child
 from server_scripts.processes import ENGINE, HEALTH, TRITONSERVER

@@ -14,7 +14,8 @@ import sys
 import time
 
 from engine.errors import ConfigError
-from engine.settings.config import STOPPING_FILE, Config
+from engine.settings.config import Config
+from engine.settings.processes import STOPPING_FILE
 from engine.settings.stopping import Stopping
 from server_scripts.processes import GATEWAY
 from server_scripts.run_dir import Process, RunDir, State

@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.settings.config import ENGINE_FAILED_FILE, STOPPING_FILE, Config
+from engine.settings.config import Config
+from engine.settings.processes import ENGINE_FAILED_FILE, STOPPING_FILE
 from server_scripts import health
 from server_scripts.child import Child, ChildSpec
 from server_scripts.health import HealthMonitor, Observation

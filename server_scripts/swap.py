@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from engine.errors import SetupError
-from engine.settings.config import STOPPING_FILE
+from engine.settings.processes import STOPPING_FILE
 from engine.settings.served import SERVED_FILE, Served, ServedModel
 from engine.settings.stopping import Stopping
 from server_scripts.child import Child, ChildSpec

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import SetupError
-from engine.settings.config import TRITON_SOCKET, Config
+from engine.settings.config import Config
+from engine.settings.processes import TRITON_SOCKET
 from server_scripts.interpreter import VERSION, find_libpython, missing_libpython
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -6,7 +6,8 @@ from engine.link.client import EngineClient
 from engine.serving.options import ServiceOptions
 from engine.serving.prompt import PromptReader
 from engine.serving.service import Service
-from engine.settings.config import ENGINE_FAILED_FILE, Config
+from engine.settings.config import Config
+from engine.settings.processes import ENGINE_FAILED_FILE
 from engine.text.tokenizer import Tokenizer
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.settings.config import STOPPING_FILE, Config
+from engine.settings.config import Config
+from engine.settings.processes import STOPPING_FILE
 from engine.settings.served import ServedModel
 
 

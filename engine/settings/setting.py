@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
@@ -24,8 +25,8 @@ class Setting:
     internal: bool = False  # set by start_server for the processes it starts; no operator's business
 
 
-def setting(default: Any, env: str, doc: str, **limits: Any) -> Any:
-    return field(default=default, metadata={"setting": Setting(env, doc, **limits)})
+def setting(default: Any, env: str, doc: str, is_shown: bool = True, **limits: Any) -> Any:
+    return field(default=default, repr=is_shown, metadata={"setting": Setting(env, doc, **limits)})
 
 
 def port(default: int, env: str, doc: str, *old: str, minimum: int = 1) -> Any:
@@ -73,3 +74,10 @@ def _range(low: float | None, high: float | None) -> str:
         return f"{low:g}"
     limits = [f"at least {low:g}"] if low is not None else []
     return " and ".join(limits + [f"at most {high:g}"] if high is not None else limits)
+
+
+def expanded(env: str, text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{env} is {text!r}, and there is no such home directory; write the path out") from None

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ConfigError
-from engine.settings.config import Config, markdown_table
+from engine.settings.config import Config
+from engine.settings.table import markdown_table
 from engine.settings.unused import WITHOUT_EFFECT, likely_misspelt, settings_without_effect
 
 SETTINGS = {field.name: field.metadata["setting"] for field in fields(Config)}

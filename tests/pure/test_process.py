@@ -20,7 +20,8 @@ from engine.exporting.manifest import Manifest
 from engine.link import client as client_module
 from engine.link import messages
 from engine.link import server as server_module
-from engine.settings.config import ENGINE_PROGRESS_FILE, Config
+from engine.settings.config import Config
+from engine.settings.processes import ENGINE_PROGRESS_FILE
 from tests.pure.counting_engine import SlowExecutor
 from tests.pure.counting_executor import CountingExecutor
 from tests.pure.engine_helpers import ROOT, a_client, a_free_address, a_server, connected, is_empty, submit

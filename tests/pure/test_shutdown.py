@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.settings.config import STOPPING_FILE, Config
+from engine.settings.config import Config
+from engine.settings.processes import STOPPING_FILE
 from engine.settings.stopping import Stopping
 from server_scripts import shutdown
 from server_scripts.shutdown import ENGINE_STOP_S, IDLE_TRITON_S, STOP_MARGIN_S, STOP_WHILE_STARTING_S

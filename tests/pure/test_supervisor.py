@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import HostLost
-from engine.settings.config import ENGINE_FAILED_FILE
+from engine.settings.processes import ENGINE_FAILED_FILE
 from server_scripts.child import HEALTHY_AFTER_S, MAX_BACK_OFF_S, Child, ChildSpec, back_off, describe_exit
 from tests.pure.fake_server import READY, TIMEOUT_S, fake_server
 from tests.server import is_alive

@@ -9,7 +9,8 @@ from dataclasses import asdict, replace
 import pytest
 
 from engine.errors import ConfigError
-from engine.settings.config import STOPPING_FILE, Config
+from engine.settings.config import Config
+from engine.settings.processes import STOPPING_FILE
 from engine.settings.served import SERVED_FILE, Served, ServedModel
 from engine.settings.stopping import Stopping
 from server_scripts.reload import NotReloaded, follow, reload, running

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.settings.config import TRITON_FOLDER
+from engine.settings.processes import TRITON_FOLDER
 from tests.server import a_server, is_clean, state_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,7 +17,8 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2_grpc
 
-from engine.settings.config import TRITON_FOLDER, Config
+from engine.settings.config import Config
+from engine.settings.processes import TRITON_FOLDER
 from engine.wire.triton import LENGTH_BYTES, infer_request
 from server_scripts import triton
 from server_scripts.child import ChildSpec

@@ -1,0 +1,74 @@
+"""Settings: who may ask, and how they are answered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from engine.errors import ConfigError
+from engine.settings.keys import Owner, is_key, read_keys
+from engine.settings.setting import expanded, setting
+
+
+@dataclass(frozen=True)
+class Answers:
+    push_mode_http_workers: int = setting(
+        1, "PUSH_MODE_HTTP_WORKERS", "gateway processes on the HTTP and gRPC ports", minimum=1, maximum=64
+    )
+    reasoning_parser: str = setting(
+        "none",
+        "REASONING_PARSER",
+        "what the model thinks before it answers is told apart in OpenAI's answers, and the form of an answer begins "
+        "after it: the kind of model",
+        choices=("none", "deepseek_r1", "qwen3"),
+    )
+    tool_call_parser: str = setting(
+        "auto",
+        "TOOL_CALL_PARSER",
+        "how the model writes calls of tools; `auto`: as its chat template does",
+        choices=("auto", "none", "hermes", "llama3_json", "mistral"),
+    )
+    guided_decoding_disable_any_whitespace: bool = setting(
+        False,
+        "GUIDED_DECODING_DISABLE_ANY_WHITESPACE",
+        "JSON that an answer must be has no whitespace between its parts, unless the request says otherwise",
+    )
+    disable_streaming: bool = setting(False, "DISABLE_STREAMING", "send every answer in one response")
+    max_body_bytes: int = setting(
+        4 << 20, "MAX_BODY_BYTES", "longest request: the HTTP body, or the text over gRPC", minimum=1024
+    )
+    api_key: str = setting(
+        "",
+        "API_KEY",
+        "HTTP and gRPC requests must carry it, health does not; empty: anybody may ask",
+        is_shown=False,
+    )
+    tls_cert_file: str = setting(
+        "", "TLS_CERT_FILE", "certificate chain in PEM for the HTTP and gRPC ports; empty: they are not encrypted"
+    )
+    tls_key_file: str = setting("", "TLS_KEY_FILE", "its private key in PEM, without a password")
+    api_keys: str = setting(
+        "", "API_KEYS", "a file of keys by name, with limits ([docs/operation.md](operation.md#keys)), beside API_KEY"
+    )
+    cors_allow_origin: str = setting(
+        "*",
+        "CORS_ALLOW_ORIGIN",
+        "whose pages in a browser may call HTTP: one origin, or `*`; empty: none",
+        may_be_empty=True,
+    )
+
+    @cached_property
+    def owners(self) -> dict[str, Owner]:
+        """Who may ask over HTTP, by their keys; empty: anybody."""
+        nobody = {self.api_key: Owner()} if self.api_key else {}
+        return {**(read_keys(str(expanded("API_KEYS", self.api_keys))) if self.api_keys else {}), **nobody}
+
+    def check_key(self) -> None:
+        _ = self.owners
+        if self.api_key and not is_key(self.api_key):  # a secret: not shown
+            raise ConfigError("API_KEY has a character that is no visible ASCII, which no HTTP header can carry")
+
+    def check_tls(self) -> None:
+        if bool(self.tls_cert_file) != bool(self.tls_key_file):
+            missing = "TLS_KEY_FILE" if self.tls_cert_file else "TLS_CERT_FILE"
+            raise ConfigError(f"{missing} is not set; TLS needs both TLS_CERT_FILE and TLS_KEY_FILE")

@@ -1,0 +1,102 @@
+"""Settings: how much is computed at once, and how much may wait."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.errors import ConfigError
+from engine.settings.setting import setting
+
+
+@dataclass(frozen=True)
+class Capacity:
+    max_seq_len: int = setting(
+        8192, "MAX_SEQ_LEN", "longest prompt, in tokens; the model's own limit also holds", minimum=1
+    )
+    max_dec_len: int = setting(1024, "MAX_DEC_LEN", "longest answer, in tokens", minimum=1)
+    batch_size: int = setting(50, "BATCH_SIZE", "requests in one step at most", minimum=1, maximum=1024)
+    block_bs: float | None = setting(
+        None, "BLOCK_BS", "KV blocks = BLOCK_BS x blocks of the longest request; unset: from free memory", minimum=0.001
+    )
+    block_ratio: float = setting(
+        0.75,
+        "BLOCK_RATIO",
+        "share of the blocks that prompts may take at admission; 1 or more: reserve the worst case, never preempt",
+        minimum=0.01,
+    )
+    kv_cache_memory_fraction: float = setting(
+        0.5,
+        "KV_CACHE_MEMORY_FRACTION",
+        "with BLOCK_BS unset: share of the free memory for KV blocks, on the CPU",
+        minimum=0.01,
+        maximum=0.95,
+    )
+    gpu_memory_utilization: float = setting(
+        0.9,
+        "GPU_MEMORY_UTILIZATION",
+        "with BLOCK_BS unset: share of the GPU's memory for weights, steps and KV blocks together",
+        minimum=0.01,
+        maximum=0.99,
+    )
+    num_gpu_blocks_override: int | None = setting(
+        None, "NUM_GPU_BLOCKS_OVERRIDE", "KV blocks on a GPU, whatever the rules above say", minimum=1
+    )
+    use_cudagraph: bool = setting(True, "USE_CUDAGRAPH", "record decode steps on a GPU once and replay them")
+    cudagraph_capture_sizes: str = setting(
+        "1,2,4,8,16,24,32,48,64,96,128,160,192,224,256",
+        "CUDAGRAPH_CAPTURE_SIZES",
+        "batch sizes that are recorded, up to BATCH_SIZE; a batch takes the next larger one",
+    )
+    max_cached_task_num: int = setting(
+        128, "MAX_CACHED_TASK_NUM", "waiting requests; beyond, new ones are refused", minimum=1
+    )
+    max_waiting_tokens: int = setting(
+        1 << 20,
+        "MAX_WAITING_TOKENS",
+        "tokens of all waiting prompts together; beyond, new requests are refused",
+        minimum=1,
+    )
+    queue_timeout_s: float = setting(
+        600.0,
+        "QUEUE_TIMEOUT",
+        "seconds that a request may wait until it begins, from its arrival on; 0: for ever",
+        minimum=0,
+    )
+    max_num_batched_tokens: int | None = setting(
+        None,
+        "MAX_NUM_BATCHED_TOKENS",
+        "tokens of one step, or twice BATCH_SIZE if more; longer prompts are prefilled in chunks beside decodes;"
+        " unset: 256 on the CPU, 8192 on a GPU",
+        minimum=1,
+    )
+    enable_prefix_caching: bool = setting(
+        True, "ENABLE_PREFIX_CACHING", "keep full blocks for prompts that begin alike"
+    )
+    cpu_threads: int = setting(
+        0,
+        "CPU_THREADS",
+        "threads of the CPU ops; 0: one per core, in a container no more than its CPU quota",
+        minimum=0,
+        maximum=1024,
+    )
+    speculate_method: str = setting(
+        "none",
+        "SPECULATE_METHOD",
+        "`ngram`: what followed the same tokens before is tried several tokens a step, with the same answers",
+        choices=("none", "ngram"),
+    )
+    speculate_max_draft_token_num: int = setting(
+        4, "SPECULATE_MAX_DRAFT_TOKEN_NUM", "tokens tried in a step at most", minimum=1, maximum=16
+    )
+    speculate_max_ngram_size: int = setting(
+        3, "SPECULATE_MAX_NGRAM_SIZE", "tokens that must have occurred before, at most", minimum=1, maximum=16
+    )
+    use_warmup: bool = setting(False, "USE_WARMUP", "run the longest step once before the server is ready")
+
+    def check_capture_sizes(self) -> None:
+        sizes = self.cudagraph_capture_sizes.split(",")
+        if not all(size.strip().isdecimal() and int(size) for size in sizes):
+            raise ConfigError(
+                f"CUDAGRAPH_CAPTURE_SIZES is {self.cudagraph_capture_sizes!r}, it must be whole numbers from 1 with"
+                " commas between them"
+            )

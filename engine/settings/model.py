@@ -1,0 +1,73 @@
+"""Settings: which model is served, how it is exported, and what it runs on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from engine.settings.machines import Machines, read_machines
+from engine.settings.setting import expanded, setting
+
+
+@dataclass(frozen=True)
+class Model:
+    model_dir: str = setting(
+        "/models", "MODEL_DIR", "checkpoint or exported model; with a model name, where it is kept"
+    )
+    model_name: str = setting("", "model_name", "model to fetch at start (the argument of `start_server`)")
+    served_model_name: str = setting(
+        "", "SERVED_MODEL_NAME", "name in `/v1/models`; empty: the model name, else the directory's"
+    )
+    graph_dir: str = setting("", "GRAPH_DIR", "exported model that is served; empty: MODEL_DIR is one", internal=True)
+    export_cache_dir: str = setting(
+        "~/.cache/llm-server/exported", "EXPORT_CACHE_DIR", "where checkpoints are exported to, once each"
+    )
+    device: str = setting(
+        "auto",
+        "DEVICE",
+        "what runs the graph; `auto`: a GPU if torch is installed and sees one",
+        choices=("auto", "cpu", "gpu"),
+    )
+    load_format: str = setting(
+        "auto",
+        "LOAD_FORMAT",
+        "`dummy`: export from config.json alone, with random weights drawn on the GPU",
+        choices=("auto", "dummy"),
+    )
+    dtype: str = setting(
+        "auto",
+        "DTYPE",
+        "weights of an export; `auto`: float32 stays, 16-bit becomes bfloat16",
+        choices=("auto", "float32", "bfloat16"),
+    )
+    quant_type: str = setting(
+        "none",
+        "QUANT_TYPE",
+        "matrices of an export with fewer bits (docs/ops.md); a model name's third part says it, too",
+        choices=("none", "weight_only_int8", "weight_only_int4", "a8w8"),
+    )
+    block_size: int = setting(64, "BLOCK_SIZE", "tokens of a KV block, decided at export", minimum=8, maximum=1024)
+    mp_num: int = setting(
+        1, "MP_NUM", "tensor-parallel ranks of the model on all machines, a process each", minimum=1, maximum=64
+    )
+    mp_nnode: int = setting(
+        1, "MP_NNODE", "machines that hold the model together; MP_NUM / MP_NNODE ranks each", minimum=1, maximum=16
+    )
+    pod_ips: str = setting("", "POD_IPS", "with several machines: their addresses, `10.0.0.1,10.0.0.2`")
+    pod_0_ip: str = setting("", "POD_0_IP", "the one of POD_IPS that serves; empty: the first")
+    host_ip: str = setting("", "HOST_IP", "the one of POD_IPS that this machine is; empty: the one that it has")
+    use_cache_kv_int8: bool = setting(False, "USE_CACHE_KV_INT8", "KV cache of an export with 8 bits a number")
+
+    @cached_property
+    def machines(self) -> Machines:
+        texts = {"POD_IPS": self.pod_ips, "POD_0_IP": self.pod_0_ip, "HOST_IP": self.host_ip}
+        return read_machines(self.mp_nnode, self.mp_num, texts)
+
+    @property
+    def graph_path(self) -> Path:
+        return Path(self.graph_dir or self.model_dir)
+
+    def check_model_paths(self) -> None:
+        for env, text in (("MODEL_DIR", self.model_dir), ("EXPORT_CACHE_DIR", self.export_cache_dir)):
+            expanded(env, text)

@@ -1,0 +1,90 @@
+"""Settings: the life of the processes, and the files by which they know of each other."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from engine.errors import ConfigError
+from engine.settings.setting import expanded, setting
+
+# In the run directory. The supervisor writes why it has given the engine up, and that it is going to end the server;
+# the Triton model reads it. The engine notes that it has computed tokens, the supervisor looks when it has ended.
+ENGINE_FAILED_FILE = "engine.failed"
+ENGINE_PROGRESS_FILE = "engine.progress"
+STOPPING_FILE = "stopping"  # engine.settings.stopping
+# There, too: the sockets; that of tritonserver in its folder, which is made anew at every start.
+ENGINE_SOCKET = "engine.sock"
+TRITON_FOLDER, TRITON_SOCKET = ".triton", "grpc:1"
+MAX_SOCKET_PATH = 107  # bytes, the kernel's sun_path
+
+
+@dataclass(frozen=True)
+class Processes:
+    start_timeout_s: float = setting(
+        1800.0, "START_TIMEOUT", "seconds to wait for readiness before the start fails", minimum=1
+    )
+    drain_timeout_s: float = setting(
+        30.0, "DRAIN_TIMEOUT", "seconds a stop waits for running requests", minimum=0, maximum=1_000_000
+    )
+    drain_delay_s: float = setting(
+        1.0,
+        "DRAIN_DELAY",
+        "seconds a stop goes on taking requests after readiness has turned off, for those to notice who send them",
+        minimum=0,
+        maximum=3600,
+    )
+    check_health_interval_s: float = setting(
+        60.0,
+        "CHECK_HEALTH_INTERVAL",
+        "seconds that a step may take until the engine counts as hanging",
+        minimum=1,
+    )
+    engine_max_crashes: int = setting(
+        8, "ENGINE_MAX_CRASHES", "crashes of the engine in a row after which requests fail", minimum=1
+    )
+    run_dir: str = setting(
+        "", "RUN_DIR", "state, sockets and generated configuration; empty: a folder of this user under /tmp"
+    )
+    log_dir: str = setting("log", "FD_LOG_DIR", "log files")
+    log_max_bytes: int = setting(64 << 20, "FD_LOG_MAX_BYTES", "size at which a log file is rotated", minimum=65536)
+    log_backup_count: int = setting(7, "FD_LOG_BACKUP_COUNT", "older files kept of each log", minimum=0, maximum=1000)
+    log_level: str = setting(
+        "INFO", "LOG_LEVEL", "minimum severity logged", choices=("DEBUG", "INFO", "WARNING", "ERROR")
+    )
+    output_log_to_console: bool = setting(
+        False, "OUTPUT_LOG_TO_CONSOLE", "`start_server --foreground` copies the logs to its output"
+    )
+
+    @property
+    def run_path(self) -> Path:
+        return expanded("RUN_DIR", self.run_dir or f"/tmp/llm-server-{os.getuid()}")
+
+    @property
+    def engine_socket(self) -> Path:
+        """Where the engine listens: RUN_DIR is private to its user."""
+        return self.run_path.absolute() / ENGINE_SOCKET
+
+    @property
+    def triton_socket(self) -> Path:
+        """Where tritonserver listens: in its own folder, with the name that it makes of a port."""
+        return self.run_path / TRITON_FOLDER / TRITON_SOCKET
+
+    @property
+    def triton_target(self) -> str:
+        """The same as gRPC writes it."""
+        return f"unix:{quote(str(self.triton_socket))}"
+
+    @property
+    def log_path(self) -> Path:
+        return expanded("FD_LOG_DIR", self.log_dir).absolute()
+
+    def check_socket_paths(self) -> None:
+        run_path = self.run_path
+        socket = self.triton_socket.relative_to(run_path)
+        num_bytes, limit = len(os.fsencode(run_path)), MAX_SOCKET_PATH - len(os.fsencode(socket)) - 1
+        if num_bytes > limit:
+            text = f"RUN_DIR is {str(run_path)!r}, which has {num_bytes} bytes"
+            raise ConfigError(f"{text}; sockets in it need a path of at most {limit}")
