@@ -105,7 +105,7 @@ class Embeddings(OpenAI):
     def example(self, path: str) -> dict[str, Any]:
         return {"model": "default", "input": ["What is the capital of France?", "Paris is."]}
 
-    def parse(self, body: dict[str, Any], call: Call) -> EmbeddingExchange:  # type: ignore[override]
+    def parse(self, body: dict[str, Any], call: Call) -> EmbeddingExchange:
         body = {key: value for key, value in body.items() if value is not None}
         check_spelling(body, self.fields(call.path))
         if body.get("truncate_prompt_tokens"):

@@ -9,6 +9,7 @@ from engine.errors import RequestError
 from gateway.anthropic.answer import MessagesExchange
 from gateway.anthropic.fields import IGNORED, REFUSED, fields
 from gateway.anthropic.request import CALLED, parse
+from gateway.openai import OpenAI
 from gateway.openai.blocks import as_named_event
 from gateway.openai.dialect import dialect_of
 from gateway.openai.refusals import NAMES, OF_BLOCKS, check_spelling
@@ -21,10 +22,10 @@ TYPES = {  # by status
 }
 
 
-class Anthropic:
+class Anthropic(OpenAI):
     name = "anthropic"
     paths: Collection[str] = (PATH,)
-    content_type = "text/event-stream"
+    names = CALLED
 
     def fields(self, path: str) -> dict[str, Any]:
         return fields()
@@ -36,16 +37,13 @@ class Anthropic:
         messages = [{"role": "user", "content": "What is the capital of France?"}]
         return {"model": "default", "max_tokens": 64, "messages": messages}
 
-    def speaks(self, body: dict[str, Any]) -> bool:
-        return True
-
     def parse(self, body: dict[str, Any], call: Call) -> MessagesExchange:
         check_spelling(body, fields(), (*IGNORED, *REFUSED, *OF_BLOCKS), {**NAMES, **CALLED})
         return MessagesExchange(parse(body, call.model_name, dialect_of(call.config)), CALLED)
 
     def error(self, error: RequestError, call: Call) -> dict[str, Any]:
         kind = TYPES.get(error.code, "invalid_request_error" if error.code < 500 else "api_error")
-        message = error.worded(call.exchange.names if call.exchange else CALLED)
+        message = error.worded(call.exchange.names if call.exchange else self.names)
         return {"type": "error", "error": {"type": kind, "message": message}}
 
     def error_event(self, error: RequestError, call: Call) -> bytes:

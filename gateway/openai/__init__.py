@@ -12,7 +12,7 @@ from gateway.openai.dialect import dialect_of
 from gateway.openai.fields import fields
 from gateway.openai.refusals import check_spelling
 from gateway.openai.request import parse
-from gateway.protocol import Call
+from gateway.protocol import Call, Exchange
 
 BASE = "/v1/chat/completions"  # the documented base URL of its client
 IS_CHAT = {BASE: True, "/v1/completions": False, f"{BASE}/chat/completions": True, f"{BASE}/completions": False}
@@ -20,9 +20,12 @@ TYPES = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_
 
 
 class OpenAI:
+    """And the base of what is asked for over it."""
+
     name = "openai"
     paths: Collection[str] = IS_CHAT
     content_type = "text/event-stream"
+    names: Mapping[str, str] = {}  # of the model's fields, before a request is read
 
     def fields(self, path: str) -> dict[str, Any]:
         return fields(IS_CHAT[path])
@@ -38,28 +41,24 @@ class OpenAI:
     def speaks(self, body: dict[str, Any]) -> bool:
         return True
 
-    def parse(self, body: dict[str, Any], call: Call) -> OpenAIExchange:
+    def parse(self, body: dict[str, Any], call: Call) -> Exchange:
         check_spelling(body, self.fields(call.path))
         if LAST_EVENT_ID in call.headers:
             return parse_again(body, IS_CHAT[call.path], call)
         return OpenAIExchange(parse(body, IS_CHAT[call.path], call.model_name, dialect_of(call.config)))
 
     def error(self, error: RequestError, call: Call) -> dict[str, Any]:
-        return as_fields(error, call.exchange.names if call.exchange else {})
+        names = call.exchange.names if call.exchange else self.names
+        param = names.get(error.field, error.field) if error.field else None
+        if param is None and isinstance(error, InvalidRequest):
+            param = names.get("text")  # the model's refusals are about the prompt: all else was checked here
+        fields = {
+            "message": error.worded(names),
+            "type": TYPES.get(error.code, "invalid_request_error" if error.code < 500 else "server_error"),
+            "param": param,
+            "code": "context_length_exceeded" if isinstance(error, PromptTooLong) else error.kind,
+        }
+        return {"error": fields}
 
     def error_event(self, error: RequestError, call: Call) -> bytes:
         return as_event(self.error(error, call))
-
-
-def as_fields(error: RequestError, names: Mapping[str, str]) -> dict[str, Any]:
-    """The object of a refusal."""
-    param = names.get(error.field, error.field) if error.field else None
-    if param is None and isinstance(error, InvalidRequest):
-        param = names.get("text")  # the model's refusals are about the prompt: all else was checked here
-    fields = {
-        "message": error.worded(names),
-        "type": TYPES.get(error.code, "invalid_request_error" if error.code < 500 else "server_error"),
-        "param": param,
-        "code": "context_length_exceeded" if isinstance(error, PromptTooLong) else error.kind,
-    }
-    return {"error": fields}

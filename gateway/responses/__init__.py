@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from engine.errors import RequestError
-from gateway.openai import as_fields
+from gateway.openai import OpenAI
 from gateway.openai.blocks import as_named_event
 from gateway.openai.dialect import dialect_of
 from gateway.openai.refusals import OF_BLOCKS, check_spelling
@@ -18,10 +18,10 @@ from gateway.responses.request import NAMES, parse
 PATH = "/v1/responses"
 
 
-class Responses:
+class Responses(OpenAI):
     name = "responses"
     paths: Collection[str] = (PATH,)
-    content_type = "text/event-stream"
+    names = NAMES
 
     def fields(self, path: str) -> dict[str, Any]:
         return fields()
@@ -32,15 +32,9 @@ class Responses:
     def example(self, path: str) -> dict[str, Any]:
         return {"model": "default", "input": "What is the capital of France?", "max_output_tokens": 64}
 
-    def speaks(self, body: dict[str, Any]) -> bool:
-        return True
-
     def parse(self, body: dict[str, Any], call: Call) -> ResponsesExchange:
         check_spelling(body, fields(), (*IGNORED, *REFUSED, *OF_BLOCKS), NAMES)
         return parse(body, call.model_name, dialect_of(call.config))
-
-    def error(self, error: RequestError, call: Call) -> dict[str, Any]:
-        return as_fields(error, call.exchange.names if call.exchange else NAMES)
 
     def error_event(self, error: RequestError, call: Call) -> bytes:
         """In both of the shapes that clients know: that of the documents, and the one that makes them raise."""
