@@ -1,10 +1,20 @@
-"""What tests of the export share."""
+"""What tests without Triton share."""
 
 from pathlib import Path
 
 import pytest
 
+from engine.text.tokenizer import Tokenizer
+from tests.byte_tokenizer import write_tokenizer
 from tests.checkpoints import make_checkpoint
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    """Of bytes and a few pairs of letters."""
+    directory = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(directory)
+    return Tokenizer.load(directory)
 
 
 @pytest.fixture

@@ -9,19 +9,13 @@ from engine.core.types import Request, Sampling
 from engine.settings.config import Config
 from engine.text.forms import written
 from engine.text.grammar import MatcherGrammars
-from engine.text.tokenizer import Tokenizer
 from engine.wire.forms import FORMS
-from tests.byte_tokenizer import EOS_ID, write_tokenizer
+from tests.byte_tokenizer import EOS_ID
 from tests.pure.random_model import RandomModel
 
 PROMPT = [72, 101, 108]
 VOCAB_SIZE = EOS_ID + 10  # more than the tokenizer has
 STOP_IDS = (EOS_ID, EOS_ID - 2)
-
-
-def a_tokenizer(tmp_path):
-    write_tokenizer(tmp_path)
-    return Tokenizer.load(tmp_path)
 
 
 def a_request(name, field, value, token_ids=(), **sampling):

@@ -9,15 +9,9 @@ from engine.serving.prompt import PromptReader
 from engine.wire import parse_request
 from engine.wire.forms import Form
 from tests.byte_tokenizer import EOS_ID
-from tests.pure.guided import a_tokenizer
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TAG = {"structures": [{"begin": "<n>", "schema": {"type": "null"}, "end": "</n>"}], "triggers": ["<n"]}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return a_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def parsed(**fields):

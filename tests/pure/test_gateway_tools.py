@@ -8,7 +8,7 @@ from engine.errors import InvalidRequest
 from engine.settings.config import Config
 from gateway.openai.dialect import FORMATS, PLAIN, dialect_of
 from tests.pure.gateway_fake import FakeBackend, openai_client, running
-from tests.pure.guided import Guided, a_request, a_tokenizer
+from tests.pure.guided import Guided, a_request
 from tests.pure.test_openai_reader import read
 
 CHAT = "/v1/chat/completions"
@@ -122,11 +122,11 @@ def test_arguments_in_the_history_are_objects_to_the_template():
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-def test_a_call_that_must_be_is_one_whatever_the_model_thinks(tmp_path, name, choice):
+def test_a_call_that_must_be_is_one_whatever_the_model_thinks(tokenizer, name, choice):
     """What reaches the model is a form in its own format; what has that form is read as calls."""
     backend = FakeBackend("{}")
     ask(backend, {"tool_call_parser": name}, tool_choice=choice)
-    guided = Guided(a_tokenizer(tmp_path))
+    guided = Guided(tokenizer)
     names = set()
     for seed in range(8):
         grammar = backend.bodies[0]["guided_grammar"]
@@ -141,10 +141,10 @@ def test_a_call_that_must_be_is_one_whatever_the_model_thinks(tmp_path, name, ch
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_call_that_must_be_is_the_only_one_if_they_shall_not_be_parallel(tmp_path, name):
+def test_a_call_that_must_be_is_the_only_one_if_they_shall_not_be_parallel(tokenizer, name):
     backend = FakeBackend("{}")
     ask(backend, {"tool_call_parser": name}, tool_choice="required", parallel_tool_calls=False)
-    guided = Guided(a_tokenizer(tmp_path))
+    guided = Guided(tokenizer)
     for seed in range(8):
         text = guided.run(a_request(f"{seed}", "guided_grammar", backend.bodies[0]["guided_grammar"], seed=seed))
         assert len(read(text, calls=FORMATS[name], is_forced=True)[2]) == 1

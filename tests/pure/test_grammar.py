@@ -12,7 +12,7 @@ from engine.errors import InvalidRequest
 from engine.text.forms import bounded_thought, free_answer, free_thought
 from engine.text.grammar import Matcher, MatcherGrammars
 from tests.byte_tokenizer import EOS_ID
-from tests.pure.guided import PROMPT, STOP_IDS, VOCAB_SIZE, Guided, a_request, a_tokenizer
+from tests.pure.guided import PROMPT, STOP_IDS, VOCAB_SIZE, Guided, a_request
 from tests.pure.random_schemas import random_schema
 
 PERSON = {
@@ -21,11 +21,6 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return a_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture

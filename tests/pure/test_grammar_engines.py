@@ -4,7 +4,6 @@ import json
 import threading
 
 import jsonschema
-import pytest
 
 from engine.core.loop import Loop
 from engine.core.types import Request, Sampling
@@ -18,7 +17,7 @@ from engine.text.grammar import MatcherGrammars
 from engine.wire.forms import FORMS
 from tests.byte_tokenizer import EOS_ID
 from tests.pure.engine_helpers import Collector, a_client, a_free_address
-from tests.pure.guided import PROMPT, VOCAB_SIZE, Guided, a_request, a_tokenizer
+from tests.pure.guided import PROMPT, VOCAB_SIZE, Guided, a_request
 from tests.pure.random_model import RandomModel
 from tests.pure.random_schemas import random_schema
 from tests.pure.service_fakes import wait_until
@@ -84,11 +83,6 @@ class Slow(RandomModel):
     def launch(self, batch):
         self.may_step.acquire()
         return super().launch(batch)
-
-
-@pytest.fixture
-def tokenizer(tmp_path):
-    return a_tokenizer(tmp_path)
 
 
 class Engine:

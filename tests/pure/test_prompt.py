@@ -21,13 +21,6 @@ VOCAB_SIZE = 330
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(directory)
-    return Tokenizer.load(directory)
-
-
-@pytest.fixture(scope="module")
 def reader(tokenizer):
     return PromptReader(tokenizer, VOCAB_SIZE, model_len=100, max_seq_len=80, max_dec_len=50)
 

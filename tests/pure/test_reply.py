@@ -15,17 +15,9 @@ from engine.serving.choice import Asked
 from engine.serving.latency import Latency
 from engine.serving.prompt import Prompt
 from engine.serving.reply import Reply
-from engine.text.tokenizer import Tokenizer
 from engine.wire import parse_request
-from tests.byte_tokenizer import EOS_ID, write_tokenizer
+from tests.byte_tokenizer import EOS_ID
 from tests.pure.service_fakes import PATIENCE_S, FakeSender
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(directory)
-    return Tokenizer.load(directory)
 
 
 @pytest.fixture

@@ -14,16 +14,8 @@ from engine.serving.options import ServiceOptions
 from engine.serving.prompt import PromptReader
 from engine.serving.service import Service
 from engine.settings.stopping import Stopping
-from engine.text.tokenizer import Tokenizer
-from tests.byte_tokenizer import EOS_ID, write_tokenizer
+from tests.byte_tokenizer import EOS_ID
 from tests.pure.service_fakes import PATIENCE_S, FakeEngine, FakeSender, a_payload, wait_until
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(directory)
-    return Tokenizer.load(directory)
 
 
 @pytest.fixture(autouse=True)

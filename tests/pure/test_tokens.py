@@ -8,17 +8,9 @@ from engine import wire
 from engine.serving.prompt import PromptReader
 from engine.serving.service import Service, ServiceOptions
 from engine.text.tokenizer import Tokenizer
-from tests.byte_tokenizer import write_tokenizer
 from tests.pure.service_fakes import FakeEngine, FakeSender
 
 CHAT = [{"role": "user", "content": "Hi there"}]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder)
-    return Tokenizer.load(folder)
 
 
 @pytest.fixture
