@@ -8,13 +8,11 @@ import json
 import re
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from tests.server import running_server
 
-ROOT = Path(__file__).resolve().parents[2]
 KEYS = {
     "alice": {"key": "alices", "max_requests": 2},
     "bob": {"key": "bobs", "tokens_per_minute": 60},
@@ -26,8 +24,7 @@ LONG = {"text": "Count.", "max_dec_len": 400, "min_dec_len": 400, "temperature":
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("admission")
     (folder / "keys.json").write_text(json.dumps(KEYS))
-    env = {"MODEL_DIR": str(ROOT / "demo_model"), "BATCH_SIZE": "1", "PUSH_MODE_HTTP_WORKERS": "2"}
-    env["MAX_DEC_LEN"] = "4000"
+    env = {"BATCH_SIZE": "1", "PUSH_MODE_HTTP_WORKERS": "2", "MAX_DEC_LEN": "4000"}
     env |= {"API_KEYS": str(folder / "keys.json"), "API_KEY": "operators", "QUEUE_TIMEOUT": "100"}
     with running_server(folder, env) as running:
         yield running

@@ -13,13 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import anthropic
 import jsonschema
-import openai
 import pydantic
 import pytest
 
-from tests.server import running_server
 from tests.triton.test_server import CHAT, ROOT, GrpcStream, facts, post, stream_lines, wait_until_idle
 
+SETTINGS = {"BATCH_SIZE": "16", "SPECULATE_METHOD": "ngram", "TOOL_CALL_PARSER": "hermes"}
 CAPITAL = {
     "type": "object",
     "properties": {
@@ -41,20 +40,6 @@ WEATHER = {
 }
 RUN_BATCH = "import sys; from server_scripts.run_batch import main; sys.exit(main())"
 TOOLS = [{"type": "function", "function": WEATHER}]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    env = {"MODEL_DIR": str(ROOT / "demo_model"), "BATCH_SIZE": "16", "SPECULATE_METHOD": "ngram"}
-    env["TOOL_CALL_PARSER"] = "hermes"
-    with running_server(tmp_path_factory.mktemp("server"), env) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.http_url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def chat(client, **fields):

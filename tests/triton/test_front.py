@@ -30,7 +30,7 @@ KEY = "s3cret-key"
 
 @contextlib.contextmanager
 def a_started_server(folder, **env):
-    with running_server(folder, {"MODEL_DIR": str(ROOT / "demo_model"), **env}) as server:
+    with running_server(folder, env) as server:
         deadline = time.monotonic() + 60
         while not pids(server):  # the supervisor notes the stub a moment later
             assert time.monotonic() < deadline
@@ -161,6 +161,6 @@ def test_with_a_certificate_and_a_key_both_ports_are_encrypted_and_closed_to_oth
 
 def test_a_certificate_that_cannot_be_used_fails_the_start_at_once(tmp_path):
     env = {"TLS_CERT_FILE": str(CERTIFICATES / "server.pem"), "TLS_KEY_FILE": str(CERTIFICATES / "other.key")}
-    server = a_server(tmp_path, {"MODEL_DIR": str(ROOT / "demo_model"), **env})
+    server = a_server(tmp_path, env)
     done = server.command("start_server")
     assert (done.returncode, "the key is not that of the certificate" in done.stderr) == (2, True)

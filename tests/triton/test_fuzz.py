@@ -4,7 +4,6 @@ log, nothing of the inside in an answer."""
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -21,8 +20,7 @@ from gateway.connections import SERVICE
 from gateway.parts import DOCUMENT
 from tests.fuzz import INSIDE, bodies, examples, payload_of
 from tests.hostile_requests import odd_messages
-from tests.server import running_server
-from tests.triton.test_hostile import a_channel, pids, said
+from tests.triton.test_hostile import a_channel, said, unbroken_server
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_DEC_LEN = 8  # so that whatever is asked is answered soon
@@ -41,16 +39,8 @@ ODD = b'[{"text":"Hi","req_id":"odd"}]'
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    env = {"MODEL_DIR": str(ROOT / "demo_model"), "MAX_DEC_LEN": str(MAX_DEC_LEN)}
-    with running_server(tmp_path_factory.mktemp("fuzz"), env) as running:
-        deadline = time.monotonic() + 60  # the supervisor notes the stub a moment later
-        while not (before := pids(running)):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+    with unbroken_server(tmp_path_factory.mktemp("fuzz"), {"MAX_DEC_LEN": str(MAX_DEC_LEN)}) as running:
         yield running
-        assert pids(running) == before
-        for path in running.log_dir.iterdir():
-            assert "Traceback" not in path.read_text(errors="replace"), path
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import json
 import random
 import socket
 import time
-from pathlib import Path
 
 import grpc
 import pytest
@@ -19,7 +18,6 @@ from tests.fuzz import INSIDE
 from tests.hostile_requests import REFUSED, changed
 from tests.server import running_server
 
-ROOT = Path(__file__).resolve().parents[2]
 METHODS = [method.name for method in service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods]
 PROCESSES = ("supervisor", "engine", "tritonserver", "stub", "gateway-0", "health")
 MEGABYTES_4 = 4 << 20
@@ -46,17 +44,24 @@ TEXTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    env = {"MODEL_DIR": str(ROOT / "demo_model")}
-    with running_server(tmp_path_factory.mktemp("hostile"), env) as running:
+@contextlib.contextmanager
+def unbroken_server(folder, env):
+    """All of its processes run until the end, and none of them logs a traceback."""
+    with running_server(folder, env) as running:
         deadline = time.monotonic() + 60  # the supervisor notes the stub a moment later
-        while not pids(running):
+        while not (before := pids(running)):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         yield running
+        assert pids(running) == before
         for path in running.log_dir.iterdir():
             assert "Traceback" not in path.read_text(errors="replace"), path
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with unbroken_server(tmp_path_factory.mktemp("hostile"), {}) as running:
+        yield running
 
 
 @pytest.fixture(autouse=True)

@@ -45,7 +45,7 @@ class Host:
 
     def __init__(self, folder: Path, number: int):
         self.namespace = f"llm{os.getpid()}-{number}"
-        env = {"MODEL_DIR": str(ROOT / "demo_model"), "MP_NUM": "2", "MP_NNODE": "2", "CPU_THREADS": "1"}
+        env = {"MP_NUM": "2", "MP_NNODE": "2", "CPU_THREADS": "1"}
         env |= {"POD_IPS": ",".join(IPS), "POD_0_IP": IPS[0]}  # HOST_IP: found
         self.server = a_server(folder / str(number), env)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,8 +16,6 @@ from engine.wire import ModelState
 from tests.browser import running_browser
 from tests.pure.gateway_fake import WAIT, FakeBackend, running
 from tests.server import running_server
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +46,7 @@ def texts(browser, selector):
 
 
 def test_it_chats_with_the_real_server_shows_what_that_does_and_asks_nobody_else(browser, tmp_path):
-    with running_server(tmp_path, {"MODEL_DIR": str(ROOT / "demo_model")}) as server:
+    with running_server(tmp_path, {}) as server:
         browser.open(server.http_url + "/")
         browser.until(lambda: texts(browser, "h1") == ["demo_model"])
         say(browser, "What is the capital of France?")

@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import openai
 import pytest
 
-from tests.server import running_server
 from tests.triton.test_server import GrpcStream, post
 
-ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = {"BATCH_SIZE": "8"}
 TEXT = "The capital of France is Paris. The capital of Italy is Rome."
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    env = {"MODEL_DIR": str(ROOT / "demo_model"), "BATCH_SIZE": "8"}
-    with running_server(tmp_path_factory.mktemp("server"), env) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.http_url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def ids_of(server, text):

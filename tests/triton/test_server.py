@@ -28,21 +28,8 @@ import tritonclient.utils as triton_errors
 from tests.server import free_ports, running_server, state_of
 
 ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = {"BATCH_SIZE": "32", "MAX_CACHED_TASK_NUM": "200", "TRITON_HTTP_PORT": str(free_ports(1)[0])}
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    env = {"MODEL_DIR": str(ROOT / "demo_model"), "BATCH_SIZE": "32", "MAX_CACHED_TASK_NUM": "200"}
-    env["TRITON_HTTP_PORT"] = str(free_ports(1)[0])
-    with running_server(tmp_path_factory.mktemp("server"), env) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.http_url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def post(server, path, body, headers=None):
@@ -477,7 +464,7 @@ def test_one_grpc_stream_may_have_many_requests_at_once(server):
 
 
 def test_a_full_queue_is_an_error_and_every_accepted_request_is_answered(tmp_path):
-    env = {"MODEL_DIR": str(ROOT / "demo_model"), "BATCH_SIZE": "2", "MAX_CACHED_TASK_NUM": "3"}
+    env = {"BATCH_SIZE": "2", "MAX_CACHED_TASK_NUM": "3"}
     env["PUSH_MODE_HTTP_WORKERS"] = "2"
     with running_server(tmp_path, env) as server:
         statuses = []
@@ -493,7 +480,7 @@ def test_a_full_queue_is_an_error_and_every_accepted_request_is_answered(tmp_pat
 
 
 def test_without_an_http_port_grpc_is_served_alone(tmp_path):
-    env = {"MODEL_DIR": str(ROOT / "demo_model"), "SERVICE_HTTP_PORT": "-1", "DISABLE_STREAMING": "1"}
+    env = {"SERVICE_HTTP_PORT": "-1", "DISABLE_STREAMING": "1"}
     with running_server(tmp_path, env) as server, GrpcStream(server) as stream:
         stream.ask({"text": "What is the capital of Italy?", "req_id": "only", "max_dec_len": 64, "temperature": 0})
         (answer,) = stream.next()  # in one piece, as DISABLE_STREAMING says
@@ -544,7 +531,7 @@ def test_prompts_do_not_reach_the_logs(server):
 
 
 def test_an_engine_that_keeps_dying_fails_requests_and_readiness(tmp_path):
-    env = {"MODEL_DIR": str(ROOT / "demo_model"), "ENGINE_MAX_CRASHES": "2"}
+    env = {"ENGINE_MAX_CRASHES": "2"}
     with running_server(tmp_path, env) as server:
         done = threading.Event()
 

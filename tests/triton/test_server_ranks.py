@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -14,13 +13,12 @@ from server_scripts.run_dir import children_of
 from tests.server import running_server
 from tests.triton.test_server import facts, post, stream_lines, wait_until_idle
 
-ROOT = Path(__file__).resolve().parents[2]
 NUM_STREAMS = 8
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    env = {"MODEL_DIR": str(ROOT / "demo_model"), "MP_NUM": "2", "CPU_THREADS": "1", "CHECK_HEALTH_INTERVAL": "3"}
+    env = {"MP_NUM": "2", "CPU_THREADS": "1", "CHECK_HEALTH_INTERVAL": "3"}
     with running_server(tmp_path_factory.mktemp("ranks"), env, stop_within="20") as running:
         yield running
 

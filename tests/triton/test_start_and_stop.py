@@ -26,7 +26,7 @@ START = [sys.executable, "-m", "server_scripts.start"]
 @pytest.fixture
 def server(tmp_path):
     """Not running yet; stopped in the end, should it run."""
-    server = a_server(tmp_path, {"MODEL_DIR": str(ROOT / "demo_model")})
+    server = a_server(tmp_path, {})
     yield server
     assert server.command("stop_server", "0").returncode == 0
 

@@ -18,7 +18,7 @@ import tritonclient.grpc as triton_client
 
 from server_scripts.health import ENGINE_SILENT_S
 from server_scripts.run_dir import RunDir
-from tests.server import ROOT, a_server, is_clean, pids_of, running_server, state_of
+from tests.server import a_server, is_clean, pids_of, running_server, state_of
 
 TIMEOUT_S = 60.0
 
@@ -26,7 +26,7 @@ TIMEOUT_S = 60.0
 @pytest.fixture
 def server(tmp_path):
     """Not running yet; stopped in the end, should it run."""
-    server = a_server(tmp_path, {"MODEL_DIR": str(ROOT / "demo_model")})
+    server = a_server(tmp_path, {})
     yield server
     assert server.command("stop_server", "0").returncode == 0
 
@@ -34,7 +34,7 @@ def server(tmp_path):
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
     """For tests after which it runs on."""
-    with running_server(tmp_path_factory.mktemp("running"), {"MODEL_DIR": str(ROOT / "demo_model")}) as server:
+    with running_server(tmp_path_factory.mktemp("running"), {}) as server:
         yield server
 
 
