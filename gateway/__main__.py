@@ -29,16 +29,16 @@ from gateway.answers import is_news
 from gateway.app import make_app
 from gateway.backend import timeout
 from gateway.connections import Connections
+from gateway.heads import MAX_HEADER_BYTES, MAX_HEADERS, Heads
 from gateway.health import SILENT_CLIENT_S
 from gateway.inference.server import InferenceServer
-from gateway.parts import BACKEND, DRAINING, RUNNING
+from gateway.parts import BACKEND, BEGUN, DRAINING, INTAKE, RUNNING
 from gateway.triton_client import TritonBackend
 
 log = logging.getLogger("gateway")
 
 BACKLOG = 1024
 LAST_WORDS_S = 2.0  # for the error events after the drain timeout
-MAX_HEADERS, MAX_HEADER_BYTES = 64, 8190  # of one request; of each
 NUM_FILES = 1 << 16  # connections and what they need, if the system allows it
 
 
@@ -67,7 +67,11 @@ async def serve(
     for site, sock in zip(sites, socks, strict=True):
         await site.start()
         log.info("listening on %s:%d", *sock.getsockname()[:2])
+    assert runner.server
+    heads = Heads(runner.server, app[RUNNING], app[BEGUN], app[INTAKE].max_bytes)
+    watching = asyncio.create_task(heads.watch([sock.getsockname()[1] for sock in socks]))
     await stop.wait()
+    watching.cancel()
     for sock in socks:
         asyncio.get_running_loop().remove_reader(sock)
     await asyncio.sleep(

@@ -23,12 +23,14 @@ from gateway.backend import Backend
 from gateway.body import parse_body, read_payload
 from gateway.choices import side_by_side
 from gateway.document import as_document
+from gateway.heads import peer_of
 from gateway.health import ANSWER_WITHIN_S, readiness
 from gateway.intake import Intake, Room
 from gateway.lasting import LastingBackend
 from gateway.parts import (
     ANTHROPIC,
     BACKEND,
+    BEGUN,
     CONFIG,
     DOCUMENT,
     DRAINING,
@@ -73,7 +75,7 @@ def make_app(backend: Backend, config: Config, request_timeout_s: float = REQUES
     app[CONFIG] = config
     app[REQUEST_TIMEOUT] = request_timeout_s
     app[INTAKE] = Intake.share_of_worker(config)
-    app[RUNNING] = []
+    app[RUNNING], app[BEGUN] = [], set()
     app[DRAINING] = asyncio.Event()
     if config.cors_allow_origin:
         app.on_response_prepare.append(_add_cors)
@@ -142,6 +144,8 @@ async def accounted(request: web.Request, handler: Handler) -> web.StreamRespons
     call = request[CALL] = Call(request.path, served_name(request.app), protocols, headers, config=request.app[CONFIG])
     running = request.app[RUNNING]
     running.append(request)
+    if peer := peer_of(request.transport):
+        request.app[BEGUN].add(peer)
     start, status = time.monotonic(), CLIENT_LEFT
     try:
         response = await handler(request)

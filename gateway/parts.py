@@ -16,6 +16,7 @@ from gateway.health import Shared
 from gateway.intake import Intake
 from gateway.native import Native
 from gateway.openai import OpenAI
+from gateway.received import Peer
 from gateway.responses import Responses
 from gateway.triton import Triton
 
@@ -28,6 +29,7 @@ INTAKE = web.AppKey("intake", Intake)
 READY = web.AppKey("ready", Shared)
 SERVED = web.AppKey("served", ServedModel)
 RUNNING = web.AppKey("running", list)  # the requests being answered
+BEGUN = web.AppKey("begun", set[Peer])  # who has begun one since heads.py has looked
 DRAINING = web.AppKey("draining", asyncio.Event)
 DOCUMENT = web.AppKey("document", dict[str, Any])  # OpenAPI's
 

@@ -16,12 +16,14 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 from tritonclient.grpc import service_pb2
 
+from engine.errors import EngineUnavailable
 from engine.settings.config import Config
 from engine.settings.served import ServedModel
 from engine.wire import Owner
 from gateway.connections import SERVICE, Connections, failure
 from gateway.health import ANSWER_WITHIN_S, readiness
-from gateway.inference.stream import InferStream, Way
+from gateway.inference.stream import STOPPING, InferStream, Way
+from gateway.inference.unfinished import Incoming, Unfinished
 from gateway.intake import Intake
 from gateway.keys import WrongKey, owner_of
 from gateway.triton_client import TritonBackend
@@ -45,9 +47,11 @@ UNGUARDED = (HEALTH, f"{SERVICE}/ServerLive", f"{SERVICE}/ServerReady", f"{SERVI
 OPEN_EXTENSIONS = ("model_configuration", "binary_tensor_data", "parameters", "statistics")
 MAX_NAME_LEN = 256
 PASS_ON_WITHIN_S = 60.0  # a method that is passed on, unless its client has less patience
+NAMED_WITHIN_S = 10.0  # the message of such a method
 ENVELOPE_BYTES = 64 << 10  # of a message around its text
 MAX_STREAMS = 1024  # of one connection
 MAX_CONNECTIONS = 4096
+MAX_CALLS = 8192  # on all of them
 MAX_UNSEEN = 16384  # streams that have come and that the event loop has not got to yet
 UNSEEN_FOR_S = 300
 LAST_WORDS_S = 2.0  # for the model's own last words after the drain timeout, and then for ours
@@ -56,12 +60,15 @@ OPTIONS = [  # of metadata gRPC itself takes 16 KiB at most
     ("grpc.max_concurrent_streams", MAX_STREAMS),
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.server_handshake_timeout_ms", 20_000),
+    # What may come of a stream that nobody reads: without the probe it is that, and not what the network carries.
+    ("grpc.http2.lookahead_bytes", 16 << 10),
+    ("grpc.http2.bdp_probe", 0),
     # Beyond these gRPC itself ends a stream as CANCELLED: one in a thousand of a burst, by its own limits.
     ("grpc.server.max_pending_requests", MAX_UNSEEN),
     ("grpc.server.max_pending_requests_hard_limit", MAX_UNSEEN),
     ("grpc.server_max_unrequested_time_in_server", UNSEEN_FOR_S),
 ]
-Respond = Callable[[bytes, Any], Awaitable[bytes]]
+Respond = Callable[[Any, Any], Awaitable[None]]
 
 
 class InferenceServer(grpc.GenericRpcHandler):
@@ -74,8 +81,10 @@ class InferenceServer(grpc.GenericRpcHandler):
         served, intake = ServedModel(config.run_path), Intake.share_of_worker(config)
         self._way = Way(connections, ready, served, intake, config.max_body_bytes)
         self._streams: set[InferStream] = set()
-        limit = config.max_body_bytes + ENVELOPE_BYTES
-        self._server = grpc.aio.server(options=[*OPTIONS, ("grpc.max_receive_message_length", limit)])
+        self._unfinished = Unfinished(intake.max_bytes)
+        self._watch: asyncio.Task[None] | None = None
+        options = [*OPTIONS, ("grpc.max_receive_message_length", config.max_body_bytes + ENVELOPE_BYTES)]
+        self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS)
         self._server.add_generic_rpc_handlers((self,))
 
     async def start(self, address: str, credentials: grpc.ServerCredentials | None = None) -> int:
@@ -85,6 +94,7 @@ class InferenceServer(grpc.GenericRpcHandler):
         else:
             port = self._server.add_insecure_port(address)
         await self._server.start()
+        self._watch = asyncio.create_task(self._unfinished.watch(port))
         log.info("listening on %s for gRPC", address)
         return port
 
@@ -95,8 +105,10 @@ class InferenceServer(grpc.GenericRpcHandler):
             stream.stop()
         await asyncio.wait({stopped}, timeout=timeout_s + LAST_WORDS_S)
         for stream in self._streams:
-            stream.cut()
+            stream.cut(EngineUnavailable(STOPPING))
         await stopped
+        if self._watch:
+            self._watch.cancel()
         await self._connections.close()
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
@@ -111,7 +123,7 @@ class InferenceServer(grpc.GenericRpcHandler):
             text = "ModelInfer RPC doesn't support models with decoupled transaction policy"
             return _refusing(grpc.StatusCode.UNIMPLEMENTED, text)
         if method in PASSED_ON:
-            return grpc.unary_unary_rpc_method_handler(self._passing_on(method))
+            return grpc.stream_stream_rpc_method_handler(self._passing_on(method))
         return _refusing(grpc.StatusCode.UNIMPLEMENTED, "this server does not have this method")
 
     def _owner(self, metadata: Any) -> Owner | None:
@@ -124,8 +136,12 @@ class InferenceServer(grpc.GenericRpcHandler):
         return None
 
     async def _infer(self, _: Any, context: Any) -> None:
+        with self._unfinished.incoming(context) as incoming:
+            await self._serve(context, incoming)
+
+    async def _serve(self, context: Any, incoming: Incoming) -> None:
         owner = self._owner(context.invocation_metadata()) or Owner()
-        stream, started = InferStream(self._way, context, owner), time.monotonic()
+        stream, started = InferStream(self._way, context, incoming, owner), time.monotonic()
         self._streams.add(stream)
         try:
             await stream.serve()
@@ -140,16 +156,22 @@ class InferenceServer(grpc.GenericRpcHandler):
             )
 
     def _passing_on(self, method: str) -> Respond:
-        async def respond(message: bytes, context: Any) -> bytes:
+        kind = PASSED_ON[method]
+
+        async def respond(_: Any, context: Any) -> None:
             patience_s = min(context.time_remaining() or PASS_ON_WITHIN_S, PASS_ON_WITHIN_S)
+            message = b""
+            if kind is not None:  # else it is not waited for
+                with self._unfinished.incoming(context) as incoming:
+                    message = await incoming.next(NAMED_WITHIN_S) or b""  # EOF is false
             try:
-                answer = await self._connections.ask(method, _fresh(PASSED_ON[method], message), patience_s)
+                answer = await self._connections.ask(method, _fresh(kind, message), patience_s)
             except ValueError as error:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
             except grpc.aio.AioRpcError as error:
                 known = error.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT)
                 await context.abort(error.code(), error.details() if known else failure(error))
-            return _without_closed(answer) if method.endswith("/ServerMetadata") else answer
+            await context.write(_without_closed(answer) if method.endswith("/ServerMetadata") else answer)
 
         return respond
 

@@ -12,13 +12,14 @@ import grpc
 from tritonclient.grpc import service_pb2
 
 from engine import wire
-from engine.errors import EngineUnavailable, InvalidRequest, RequestError
+from engine.errors import InvalidRequest, RequestError
 from engine.settings.served import ServedModel
 from engine.wire.triton import DATATYPE, MODEL, OUTPUT, VERSION, as_string
 from gateway.connections import Connections
 from gateway.health import Shared
 from gateway.inference.answer import lasting_responses
 from gateway.inference.request import MAX_ID_LEN, Refused, parse, payload_of, rewritten
+from gateway.inference.unfinished import Incoming
 from gateway.intake import Intake, Room
 from gateway.silence import Silence
 
@@ -44,16 +45,16 @@ class Way:
 class InferStream:
     way: Way
     context: Any  # gRPC's
+    incoming: Incoming
     owner: wire.Owner  # of the key that it carries
     num_requests: int = 0
     num_responses: int = 0
     _answers: set[asyncio.Task[None]] = field(default_factory=set)  # the running ones
     _is_stopping: bool = False
-    _is_cut: bool = False  # what is open ends with an error
+    _cut_by: RequestError | None = None  # what is open ends with it
 
     def __post_init__(self) -> None:
         self._writing = asyncio.Lock()  # gRPC takes one message at a time
-        self._leave: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._unread = Silence(self._give_up, READ_WITHIN_S)
 
     async def serve(self) -> None:
@@ -61,10 +62,13 @@ class InferStream:
         and with it every request."""
         self._unread.ends()
         try:
-            while (message := await self._next()) is not grpc.aio.EOF:
+            while (message := await self.incoming.next()) is not grpc.aio.EOF:
                 await self._begin(message)
                 while len(self._answers) >= MAX_OPEN:
                     await asyncio.wait(self._answers, return_when=asyncio.FIRST_COMPLETED)
+            if error := self.incoming.refusal:
+                self.cut(error)
+                await self._write(_failure("", error))
             while self._answers:
                 await asyncio.wait(self._answers)
             if self._unread.was_too_long:
@@ -80,12 +84,11 @@ class InferStream:
     def stop(self) -> None:
         """Takes no more requests; ends when those that it has are answered."""
         self._is_stopping = True
-        if not self._leave.done():
-            self._leave.set_result(None)
+        self.incoming.stop()
 
-    def cut(self) -> None:
-        """Ends every request with an error, now."""
-        self._is_cut = True
+    def cut(self, error: RequestError) -> None:
+        """Ends every request with it, now."""
+        self._cut_by = error
         for answer in self._answers:
             answer.cancel()
 
@@ -93,15 +96,6 @@ class InferStream:
         self.stop()
         for answer in self._answers:
             answer.cancel()
-
-    async def _next(self) -> Any:
-        """The next message, EOF after the last one or when the stream is to end."""
-        if self._is_stopping:
-            return grpc.aio.EOF
-        read = asyncio.ensure_future(self.context.read())
-        read.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may end when we are gone
-        await asyncio.wait({read, self._leave}, return_when=asyncio.FIRST_COMPLETED)
-        return read.result() if read.done() else grpc.aio.EOF
 
     async def _begin(self, message: bytes) -> None:
         self.num_requests += 1
@@ -121,7 +115,8 @@ class InferStream:
             raise
         answer = asyncio.create_task(self._answer(name, fresh, room))
         self._answers.add(answer)
-        answer.add_done_callback(self._answers.discard)
+        self.incoming.is_in_use = True
+        answer.add_done_callback(self._has_ended)
         answer.add_done_callback(lambda _: room.give_back())  # also of one that was cancelled before it began
 
     def _checked(self, request: service_pb2.ModelInferRequest) -> bytes:
@@ -139,14 +134,18 @@ class InferStream:
                 room.give_back()
                 await self._write(response)
         except asyncio.CancelledError:
-            if not self._is_cut:
+            if not self._cut_by:
                 raise
-            await self._end(name, EngineUnavailable(STOPPING))
+            await self._end(name, self._cut_by)
         except Exception as error:
             if not self.context.done():
                 if not isinstance(error, RequestError):
                     log.exception("a request failed unexpectedly")
                 await self._end(name, error if isinstance(error, RequestError) else RequestError("internal error"))
+
+    def _has_ended(self, answer: asyncio.Task[None]) -> None:
+        self._answers.discard(answer)
+        self.incoming.is_in_use = bool(self._answers)
 
     async def _end(self, name: str, error: RequestError) -> None:
         if not self.context.done():
@@ -159,6 +158,7 @@ class InferStream:
             with contextlib.suppress(grpc.aio.InternalError):  # the client has left: in a moment all this is cancelled
                 await self.context.write(message)
                 self.num_responses += 1
+                self.incoming.has_answered()
             self._unread.ends()
 
 

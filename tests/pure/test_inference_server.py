@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import time
 
 import grpc
@@ -9,10 +10,12 @@ import pytest
 from tritonclient.grpc import service_pb2
 
 from engine import wire
-from gateway import lasting
+from gateway import lasting, received
 from gateway.connections import SERVICE
 from gateway.inference import stream as stream_module
+from gateway.inference import unfinished
 from gateway.intake import LARGE_BYTES
+from tests.half_requests import HalfRequests
 from tests.pure.inference_fake import NEVER, PATIENCE_S, WAIT, FakeTriton, a_client, a_request, answers, serving
 
 METHODS = [method.name for method in service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods]
@@ -72,7 +75,7 @@ def test_what_is_written_to_a_client_that_has_just_left_is_no_error_of_ours():
             raise grpc.aio.InternalError("execute_batch failed")
 
     async def scenario():
-        stream = stream_module.InferStream(None, Context(), wire.Owner())
+        stream = stream_module.InferStream(None, Context(), None, wire.Owner())
         await stream._write(b"an answer")
         assert stream.num_responses == 0
 
@@ -275,6 +278,93 @@ def test_large_requests_that_nobody_has_begun_to_answer_are_limited_and_small_on
             call.cancel()
 
     run(scenario())
+
+
+@pytest.mark.parametrize("method", ["ModelStreamInfer", "ModelReady", "ServerLive"])
+def test_what_is_begun_and_never_ended_is_refused_when_it_is_too_much_and_others_are_served(tmp_path, method):
+    """gRPC itself would hold 16 MB here, and of any number of connections."""
+    limit = 1 << 20
+
+    def push(port):
+        clients = [HalfRequests(port, f"{SERVICE}/{method}", 4, 1 << 20) for _ in range(4)]
+        idle_since = time.monotonic()
+        while time.monotonic() < idle_since + 1:
+            if sum(each.push() for each in clients):
+                idle_since = time.monotonic()
+            time.sleep(0.005)
+        held = sum(each.sent[stream] for each in clients for stream in each.left)
+        for each in clients:
+            each.close()
+        return held
+
+    async def scenario():
+        triton = FakeTriton(WAIT, b"a")
+        async with serving(tmp_path, triton) as (front, port), a_client(port) as stub:
+            front._unfinished._max_bytes = limit
+            idle, busy = stub.ModelStreamInfer(), stub.ModelStreamInfer(iter([a_request()]))
+            await triton.is_waiting.wait()
+            assert await asyncio.to_thread(push, port) <= limit
+            triton.go.set()
+            assert await answers(busy) == [("", "a", "")]
+            await idle.write(a_request())
+            assert (await idle.read()).infer_response.raw_output_contents[0][4:] == b"a"
+
+    run(scenario())
+
+
+async def rest_of(call):
+    while (response := await call.read()) is not grpc.aio.EOF:
+        yield response
+
+
+def test_of_a_connection_with_too_much_the_streams_that_wait_are_told_so_and_then_the_others(tmp_path):
+    async def scenario():
+        triton = FakeTriton(b"a", NEVER)
+        async with serving(tmp_path, triton) as (front, port), a_client(port) as stub:
+            busy, idle = stub.ModelStreamInfer(), stub.ModelStreamInfer()
+            await busy.write(a_request("busy"))
+            await busy.read()
+            await idle.wait_for_connection()
+            while len(front._streams) < 2:
+                await asyncio.sleep(0.005)
+            for call, names in ((idle, {""}), (busy, {"", "busy"})):
+                front._unfinished._max_bytes = -1
+                found = await answers(rest_of(call))
+                front._unfinished._max_bytes = 1 << 20
+                assert {name for name, *_ in found} == names
+                for _, fields, _ in found:
+                    assert (fields["error_code"], fields["error_type"], fields["is_end"]) == (429, "overloaded", 1)
+
+    run(scenario())
+
+
+def test_without_the_kernels_word_all_is_served_and_the_log_says_it(tmp_path, monkeypatch, caplog):
+    def unknown(port):
+        raise PermissionError(1, "Operation not permitted")
+
+    async def scenario():
+        monkeypatch.setattr(received, "received_by", unknown)
+        monkeypatch.setattr(received, "LOOK_EVERY_S", 0.01)
+        async with serving(tmp_path, FakeTriton(b"a")) as (_, port), a_client(port) as stub:
+            for _ in range(3):
+                assert await answers(stub.ModelStreamInfer(iter([a_request()]))) == [("", "a", "")]
+                await asyncio.sleep(0.05)
+
+    run(scenario())
+    assert caplog.text.count("what is unfinished has no limit") == 1
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::"])
+def test_the_kernel_tells_of_each_client_what_it_has_sent(host):
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family, dualstack_ipv6=host == "::") as server:
+        to = ("127.0.0.1" if host == "::" else host, server.getsockname()[1])
+        with socket.create_connection(to) as client, server.accept()[0] as taken:
+            client.sendall(b"x" * 5000)
+            taken.recv(5000, socket.MSG_WAITALL)
+            name, port = client.getsockname()[:2]
+            text = f"ipv6:%5B{name}%5D:{port}" if ":" in name else f"ipv4:{name}:{port}"
+            assert received.received_by(to[1]) == {unfinished.peer_of(text): 5000}
 
 
 def test_metadata_that_is_too_large_is_refused(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from engine.errors import Overloaded
 from engine.settings.config import Config
-from gateway import app
+from gateway import app, heads
 from gateway.intake import LARGE_BYTES, OPEN_BYTES, Intake, Room
 from tests.pure.gateway_fake import PATIENCE_S, WAIT, FakeBackend, running
 
@@ -108,3 +108,45 @@ def test_a_request_of_very_many_fields_is_refused_before_anybody_looks_at_them()
     with running(FakeBackend("a")) as gateway:
         status, fields = gateway.refused(CHAT, {f"field{n}": n for n in range(1001)})
     assert (status, fields["error_msg"]) == (400, "the request has 1001 fields, the limit is 1000")
+
+
+def a_half_head(num_bytes):
+    return b"GET / HTTP/1.1\r\nHost: x\r\n" + b"".join(
+        b"X%d: %s\r\n" % (n, b"x" * 8000) for n in range(num_bytes // 8000)
+    )
+
+
+@pytest.mark.parametrize(("limit", "value"), [("max_bytes", 1 << 20), ("connections", 8)])
+def test_heads_that_never_end_are_cut_when_they_are_too_much_and_others_are_served(monkeypatch, limit, value):
+    """aiohttp would hold half a megabyte for each of any number of connections."""
+    if limit == "connections":
+        monkeypatch.setattr(heads, "MAX_CONNECTIONS", value)
+    monkeypatch.setattr(app.Intake, "share_of_worker", lambda config: Intake(1 << 20))
+    backend = FakeBackend("a", WAIT, "b")
+    with running(backend) as gateway, contextlib.ExitStack() as stack:
+        busy, idle = (stack.enter_context(contextlib.closing(gateway.connect())) for _ in range(2))
+        busy.request("POST", CHAT, json.dumps({"text": "hi", "stream": True}))
+        assert backend.waiting.acquire(timeout=PATIENCE_S)
+        attackers = []
+        for _ in range(12):
+            attackers.append(stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port), PATIENCE_S)))
+            attackers[-1].sendall(a_half_head(400_000 if limit == "max_bytes" else 8000))
+        left, deadline = len(attackers), time.monotonic() + PATIENCE_S
+        while left * 400_000 > value if limit == "max_bytes" else left > value - 1:
+            assert time.monotonic() < deadline, left
+            left = len(attackers) - sum(is_cut(each) for each in attackers)
+        backend.go()
+        assert b'"b"' in busy.getresponse().read()
+        for _ in range(2):
+            idle.request("GET", "/version")
+            assert idle.getresponse().read()
+
+
+def is_cut(client):
+    client.settimeout(0.01)
+    try:
+        return client.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionResetError:
+        return True

@@ -1,0 +1,54 @@
+"""How many connections HTTP has, and how much they hold that have not said all of a request's head: half a megabyte
+may be of each. What comes after the head is counted in intake.py."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from gateway.received import Peer, a_peer, watch
+
+MAX_CONNECTIONS = 4096
+MAX_HEADERS, MAX_HEADER_BYTES = 64, 8190  # of one request; of each
+
+
+class Heads:
+    """Beyond what there may be, those without a request are closed: first those that have sent most."""
+
+    def __init__(self, server: web.Server, running: list[web.Request], begun: set[Peer], max_bytes: int):
+        self._server = server
+        self._running = running
+        self._begun = begun  # who has begun a request since the last look
+        self._max_bytes = max_bytes
+        self._known: dict[Peer, int] = {}  # bytes before the head that comes now
+
+    async def watch(self, ports: Sequence[int]) -> None:
+        await watch(ports, self._look, self._could_be_too_much)
+
+    def _could_be_too_much(self) -> bool:
+        num_connections = len(self._server.connections)
+        num_waiting = num_connections - len(self._running)
+        if is_enough := num_waiting * MAX_HEADERS * MAX_HEADER_BYTES <= self._max_bytes:
+            self._begun.clear()
+        return not is_enough or num_connections > MAX_CONNECTIONS
+
+    def _look(self, received: dict[Peer, int]) -> None:
+        busy = {peer for each in self._running if (peer := peer_of(each.transport))} | self._begun
+        self._begun.clear()
+        peers = [(peer_of(each.transport), each) for each in self._server.connections]
+        waiting = {peer: each for peer, each in peers if peer and peer not in busy}
+        self._known = {peer: self._known.get(peer, 0) if peer in waiting else num for peer, num in received.items()}
+        held = {peer: received.get(peer, 0) - self._known.get(peer, 0) for peer in waiting}
+        num_held, num_open = sum(held.values()), len(self._server.connections)
+        for peer in sorted(held, key=held.__getitem__, reverse=True):
+            if num_held <= self._max_bytes and num_open <= MAX_CONNECTIONS:
+                break
+            waiting[peer].force_close()
+            num_held, num_open = num_held - held[peer], num_open - 1
+
+
+def peer_of(transport: asyncio.BaseTransport | None) -> Peer | None:
+    name = transport.get_extra_info("peername") if transport else None
+    return a_peer(*name[:2]) if name else None

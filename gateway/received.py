@@ -1,0 +1,81 @@
+"""How many bytes each connection has received, as the kernel knows it: linux/inet_diag.h, asked for by our port."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.2
+MAX_SHARE = 0.1  # of this process's time, for looking
+Peer = tuple[bytes, int]  # address and port of a client
+NETLINK_SOCK_DIAG, ASK, IS_DUMP, END, ERROR = 4, 20, 0x301, 3, 2
+INFO, ESTABLISHED, INFO_BYTES_RECEIVED = 2, 1 << 1, 128
+HEADER, QUESTION, ATTRIBUTE = struct.Struct("=IHHII"), struct.Struct("=BBBBI"), struct.Struct("=HH")
+OTHER_PORT, OTHER_ADDRESS, ATTRIBUTES = 6, 24, 72  # where they are in a message
+MAPPED = bytes(10) + b"\xff\xff"  # before an IPv4 address where IPv6 is spoken
+
+
+async def watch(ports: Sequence[int], look: Callable[[dict[Peer, int]], None], has_to: Callable[[], bool]) -> None:
+    """Gives `look` what the connections to these ports have received, every so often when it `has_to`."""
+    try:
+        while True:
+            started = time.monotonic()
+            if has_to():
+                look({peer: count for port in ports for peer, count in received_by(port).items()})
+            await asyncio.sleep(max(LOOK_EVERY_S, (time.monotonic() - started) / MAX_SHARE))
+    except OSError as error:
+        log.warning("the system does not tell what connections receive: what is unfinished has no limit: %s", error)
+
+
+def received_by(port: int) -> dict[Peer, int]:
+    """Bytes that each connection to this port has received. Raises OSError."""
+    found: dict[Peer, int] = {}
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, NETLINK_SOCK_DIAG) as sock:
+        for family, num_bytes in ((socket.AF_INET, 4), (socket.AF_INET6, 16)):
+            question = QUESTION.pack(family, socket.IPPROTO_TCP, 1 << (INFO - 1), 0, ESTABLISHED)
+            question += port.to_bytes(2, "big") + bytes(38) + b"\xff" * 8
+            sock.send(HEADER.pack(HEADER.size + len(question), ASK, IS_DUMP, 0, 0) + question)
+            for message in _messages(sock):
+                if (received := _info(message)) is not None:
+                    other = int.from_bytes(message[OTHER_PORT : OTHER_PORT + 2], "big")
+                    found[_plain(message[OTHER_ADDRESS : OTHER_ADDRESS + num_bytes]), other] = received
+    return found
+
+
+def a_peer(host: str, port: int) -> Peer:
+    host = host.partition("%")[0]  # without its interface
+    return _plain(socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)), port
+
+
+def _plain(address: bytes) -> bytes:
+    return address.removeprefix(MAPPED)
+
+
+def _messages(sock: socket.socket) -> Iterator[bytes]:
+    while True:
+        data, at = sock.recv(1 << 17), 0
+        while at < len(data):
+            length, kind, *_ = HEADER.unpack_from(data, at)
+            if kind == END:
+                return
+            if kind == ERROR:
+                raise OSError(-int.from_bytes(data[at + HEADER.size :][:4], sys.byteorder, signed=True), "inet_diag")
+            yield data[at + HEADER.size : at + length]
+            at += (length + 3) & ~3
+
+
+def _info(message: bytes) -> int | None:
+    at = ATTRIBUTES
+    while at + ATTRIBUTE.size <= len(message):
+        length, kind = ATTRIBUTE.unpack_from(message, at)
+        if kind == INFO:
+            return int.from_bytes(message[at + ATTRIBUTE.size + INFO_BYTES_RECEIVED :][:8], sys.byteorder)
+        at += (length + 3) & ~3
+    return None
