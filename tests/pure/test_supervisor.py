@@ -1,5 +1,6 @@
 """The supervisor, with fake children and fake answers: order, restarts, limits, and an end that leaves nothing."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -222,7 +223,14 @@ def test_a_server_that_cannot_say_that_it_is_ready_fails_its_start(tmp_path):
     with fake_server(tmp_path, ALL) as server:
         server.answer()
         server.wait_until(lambda: {"engine started", "tritonserver started"} <= set(server.notes))
-        (tmp_path / "run" / "state.json.partial").mkdir()
+        partial = tmp_path / "run" / "state.json.partial"
+
+        def is_in_the_way():
+            with contextlib.suppress(FileExistsError):  # it is written just now
+                partial.mkdir()
+            return partial.is_dir()
+
+        server.wait_until(is_in_the_way)
         server.answer(**READY)
         assert server.process.wait(20) == 1
         assert "failed: the state file in " in server.log
