@@ -16,12 +16,13 @@ from engine.wire import POOLINGS, Delta, Final, int_in, schema_of
 from gateway.openai import BASE, OpenAI
 from gateway.openai.prompts import sources_of
 from gateway.openai.refusals import check_spelling
+from gateway.openai.request import A_NAME, model_of
 from gateway.protocol import Call
 
 MAX_INPUTS = 2048
 DIMENSIONS, FORMATS = int_in(1, 1 << 20), ("float", "base64")
 CHECKS = {name: wire.FIELDS[name].check for name in ("cache_salt", "pooling", "priority", "timeout")}
-A_BOOL, A_STRING, REQ_ID = (wire.FIELDS[name].check for name in ("stream", "system", "req_id"))
+A_BOOL, REQ_ID = (wire.FIELDS[name].check for name in ("stream", "req_id"))
 A_TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
 IDS = schema_of(wire.FIELDS["input_ids"].check)
 MEANINGS = {
@@ -88,7 +89,7 @@ class Embeddings(OpenAI):
         lists = [{"type": "array", "items": each, "minItems": 1, "maxItems": MAX_INPUTS} for each in (A_TEXT, IDS)]
         schemas = {
             "input": {"anyOf": [A_TEXT, IDS, *lists]},
-            "model": schema_of(A_STRING),
+            "model": schema_of(A_NAME),
             "dimensions": schema_of(DIMENSIONS),
             "encoding_format": {"enum": [*FORMATS], "default": "float"},
             "normalize": schema_of(A_BOOL) | {"default": True},
@@ -114,10 +115,7 @@ class Embeddings(OpenAI):
         if encoding not in FORMATS:
             text = "`{field}` must be one of {limit}, it is {value}"
             raise InvalidRequest(text, field="encoding_format", value=wire.shown(encoding), limit=[*FORMATS])
-        sources = sources_of("input", body)
-        if len(sources) > MAX_INPUTS:
-            text = "`{field}` has {value} items, the limit is {limit}"
-            raise InvalidRequest(text, field="input", value=len(sources), limit=MAX_INPUTS)
+        sources = sources_of("input", body, MAX_INPUTS)
         options = {"pooling": POOLINGS[0]}
         options |= {name: check(name, body[name]) for name, check in CHECKS.items() if name in body}
         name = REQ_ID("request_id", body.get("request_id", f"embd-{uuid.uuid4().hex}"))
@@ -125,7 +123,7 @@ class Embeddings(OpenAI):
             requests=[{**each, **options, "req_id": f"{name[:240]}-{at}"} for at, each in enumerate(sources)],
             names=dict.fromkeys(("text", "input_ids"), "input") | {"req_id": "request_id"},
             timeout_s=options.get("timeout"),  # type: ignore[arg-type]
-            model=A_STRING("model", body.get("model", "")) or call.model_name,
+            model=model_of(body, call.model_name),
             encoding=encoding,
             dimensions=DIMENSIONS("dimensions", body["dimensions"]) if "dimensions" in body else None,
             is_normalized=A_BOOL("normalize", body.get("normalize", True)),

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from engine.wire import MEANINGS, Check, described, schema_of
-from gateway.openai.request import A_BOOL, A_STRING, AN_OBJECT, CHECKS, NUM_TOP, OF_PROMPT, PASSED_ON
+from gateway.openai.request import A_BOOL, A_NAME, A_STRING, AN_OBJECT, CHECKS, NUM_TOP, OF_PROMPT, PASSED_ON
 
 Json = dict[str, Any]
 A_TEXT: Json = {"type": "string", "minLength": 1}
@@ -20,7 +20,7 @@ def _field(check: Check, meaning: str, **more: Any) -> Json:
 
 
 OF_BOTH: dict[str, Json] = {
-    "model": _field(A_STRING, "any is accepted, and named in the answer"),
+    "model": _field(A_NAME, "any is accepted, and named in the answer"),
     "max_tokens": _field(CHECKS["max_tokens"], "longest answer in tokens"),
     "max_completion_tokens": _field(CHECKS["max_tokens"], "another name of `max_tokens`; this one wins"),
     "n": _field(CHECKS["n"], MEANINGS["n"], default=1),

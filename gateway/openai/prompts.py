@@ -44,8 +44,8 @@ class Prompts:
         return fields
 
 
-def sources_of(name: str, body: Mapping[str, Any]) -> list[Json]:
-    """Of each prompt in this field the model's field. Raises InvalidRequest."""
+def sources_of(name: str, body: Mapping[str, Any], limit: int) -> list[Json]:
+    """Of each prompt in this field the model's field; so many there may be. Raises InvalidRequest."""
     if name not in body:
         raise InvalidRequest("`{field}` is missing", field=name)
     given = body[name]
@@ -53,6 +53,9 @@ def sources_of(name: str, body: Mapping[str, Any]) -> list[Json]:
     prompts = [given] if is_one else given
     if not isinstance(prompts, list) or not prompts:
         raise InvalidRequest("`{field}` must be a text, a list of token ids, or a list of either", field=name)
+    if len(prompts) > limit:
+        text = "`{field}` has {value} items, the limit is {limit}"
+        raise InvalidRequest(text, field=name, value=len(prompts), limit=limit)
     return [_source(name, each) for each in prompts]
 
 

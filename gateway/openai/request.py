@@ -41,6 +41,7 @@ AS_GIVEN = {"logit_bias", *FORMS}  # the checked ones are no JSON
 CHECKS = {key: field.check for name, field in wire.FIELDS.items() for key in (name, *field.aliases)}
 A_BOOL, A_STRING, AN_OBJECT = CHECKS["stream"], CHECKS["system"], CHECKS["chat_template_kwargs"]
 AT_LEAST_1, NUM_TOP = CHECKS["min_tokens"], int_in(0, MAX_LOGPROBS)
+A_NAME = CHECKS["cache_salt"]  # short: every event repeats the model's
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def parse(body: dict[str, Any], is_chat: bool, default_model: str, dialect: Dial
     options = _options(body, is_chat)
     tools = read_tools(body, dialect) if is_chat else Tools()
     options |= tools.fields(options)
-    sources = [chat_source(body)] if is_chat else sources_of("prompt", body)
+    sources = [chat_source(body)] if is_chat else sources_of("prompt", body, MAX_CHOICES)
     prompts = read_prompts(body, sources, options, is_chat)
     if len(sources) * n > MAX_CHOICES:
         text = f"{len(sources)} {{field}}s times n={n} exceed the limit of {{limit}}"
@@ -94,7 +95,7 @@ def parse(body: dict[str, Any], is_chat: bool, default_model: str, dialect: Dial
         raise InvalidRequest("`{field}` needs `stream` to be true", field="stream_options", value=True)
     return Completion(
         answer_id=answer_id,
-        model=_model(body, default_model),
+        model=model_of(body, default_model),
         is_chat=is_chat,
         requests=_requests(answer_id, sources, options),
         prompts=prompts,
@@ -213,8 +214,8 @@ def _req_id(answer_id: str, index: int, num_prompts: int) -> str:
     return answer_id if num_prompts == 1 else f"{answer_id}-{index}"
 
 
-def _model(body: dict[str, Any], default: str) -> str:
-    return _checked(body, "model", A_STRING, "") or default
+def model_of(body: dict[str, Any], default: str) -> str:
+    return default if body.get("model") in (None, "") else A_NAME("model", body["model"])
 
 
 def _checked(body: dict[str, Any], name: str, check: Check, default: Any = None) -> Any:

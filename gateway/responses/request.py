@@ -18,6 +18,7 @@ from gateway.responses.answer import ResponsesExchange
 from gateway.responses.fields import OF_CHAT, REFUSED
 
 Json = dict[str, Any]
+MAX_METADATA = 16  # as OpenAI has it; several events repeat them
 CALLED = {  # of the chat's fields, those with another name here
     **{"messages": "input", "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens"},
     **{"response_format": "text", "reasoning_effort": "reasoning"},
@@ -36,7 +37,9 @@ def parse(body: Json, model_name: str, dialect: Dialect) -> ResponsesExchange:
     refuse_any(body, {**OF_BLOCKS, **REFUSED})
     chat = {name: body[name] for name in OF_CHAT if name in body}
     chat.setdefault("request_id", f"resp_{uuid.uuid4().hex}")
-    AN_OBJECT("metadata", body.get("metadata", {}))
+    if (count := len(AN_OBJECT("metadata", body.get("metadata", {})))) > MAX_METADATA:
+        text = "`{field}` has {value} items, the limit is {limit}"
+        raise InvalidRequest(text, field="metadata", value=count, limit=MAX_METADATA)
     if "max_output_tokens" in body:
         chat["max_tokens"] = AT_LEAST_1("max_output_tokens", body["max_output_tokens"])
     chat["messages"] = _messages(body)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import socket
 import time
 
@@ -150,3 +151,31 @@ def is_cut(client):
         return False
     except ConnectionResetError:
         return True
+
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+REPEATED = {  # what events or answers repeat
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 1},
+    "/v1/embeddings": {"input": "hi"},
+}
+
+
+def test_what_every_event_repeats_is_short_and_many_prompts_are_counted_before_they_are_looked_at():
+    """A name of 4 MB would be sent with each token; 300,000 prompts took two seconds to be refused."""
+    cases = [(path, {**body, "model": "x" * 257}, "model") for path, body in REPEATED.items()]
+    cases.append(("/v1/responses", {"input": "hi", "metadata": {str(n): "" for n in range(17)}}, "metadata"))
+    cases += [
+        ("/v1/completions", {"prompt": [[-1]] * 129}, "prompt"),
+        ("/v1/embeddings", {"input": [[-1]] * 2049}, "input"),
+    ]
+    with running(FakeBackend("a")) as gateway:
+        for path, body, field in cases:
+            status, _, answer = gateway.send("POST", path, body)
+            assert status == 400
+            assert re.search(
+                rf"`{field}` has (257 characters|17 items|129 items|2049 items), the limit is", str(answer)
+            )
+        assert gateway.send("POST", CHAT, {"messages": MESSAGES, "model": "x" * 256})[0] == 200
