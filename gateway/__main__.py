@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import resource
 import signal
 import socket
 import ssl
@@ -29,7 +28,7 @@ from gateway.answers import is_news
 from gateway.app import make_app
 from gateway.backend import timeout
 from gateway.connections import Connections
-from gateway.heads import MAX_HEADER_BYTES, MAX_HEADERS, Heads
+from gateway.heads import BACKLOG, MAX_HEADER_BYTES, MAX_HEADERS, Heads, allow_connections
 from gateway.health import SILENT_CLIENT_S
 from gateway.inference.server import InferenceServer
 from gateway.parts import BACKEND, BEGUN, DRAINING, INTAKE, RUNNING
@@ -37,9 +36,7 @@ from gateway.triton_client import TritonBackend
 
 log = logging.getLogger("gateway")
 
-BACKLOG = 1024
 LAST_WORDS_S = 2.0  # for the error events after the drain timeout
-NUM_FILES = 1 << 16  # connections and what they need, if the system allows it
 
 
 async def serve(
@@ -130,12 +127,6 @@ async def serve_grpc(config: Config, stop: asyncio.Event) -> None:
         raise OSError(0, "nothing can listen there", address) from None
     await stop.wait()
     await server.drain(config.drain_timeout_s)
-
-
-def allow_connections() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < NUM_FILES:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(NUM_FILES, hard), hard))
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -4,6 +4,7 @@ may be of each. What comes after the head is counted in intake.py."""
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import Sequence
 
 from aiohttp import web
@@ -11,11 +12,14 @@ from aiohttp import web
 from gateway.received import Peer, a_peer, watch
 
 MAX_CONNECTIONS = 4096
+BACKLOG = 1024  # connections that nobody has taken yet
+NUM_FILES = 1 << 16  # connections and what they need, if the system allows it
 MAX_HEADERS, MAX_HEADER_BYTES = 64, 8190  # of one request; of each
 
 
 class Heads:
-    """Beyond what there may be, those without a request are closed: first those that have sent most."""
+    """Beyond what there may be, those without a request are closed: of too much those that have sent most, of too many
+    the oldest."""
 
     def __init__(self, server: web.Server, running: list[web.Request], begun: set[Peer], max_bytes: int):
         self._server = server
@@ -41,12 +45,20 @@ class Heads:
         waiting = {peer: each for peer, each in peers if peer and peer not in busy}
         self._known = {peer: self._known.get(peer, 0) if peer in waiting else num for peer, num in received.items()}
         held = {peer: received.get(peer, 0) - self._known.get(peer, 0) for peer in waiting}
-        num_held, num_open = sum(held.values()), len(self._server.connections)
+        num_held, num_open = sum(held.values()), len(peers)
         for peer in sorted(held, key=held.__getitem__, reverse=True):
-            if num_held <= self._max_bytes and num_open <= MAX_CONNECTIONS:
+            if num_held <= self._max_bytes:
                 break
-            waiting[peer].force_close()
+            waiting.pop(peer).force_close()
             num_held, num_open = num_held - held[peer], num_open - 1
+        for each in [*waiting.values()][: max(0, num_open - MAX_CONNECTIONS)]:
+            each.force_close()
+
+
+def allow_connections() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < NUM_FILES:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(NUM_FILES, hard), hard))
 
 
 def peer_of(transport: asyncio.BaseTransport | None) -> Peer | None:

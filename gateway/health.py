@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import logging
 import math
+import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -27,12 +28,14 @@ from engine.log import configure
 from engine.settings.config import Config
 from engine.wire import ModelState
 from gateway.backend import Backend, timeout
+from gateway.heads import BACKLOG, Heads, allow_connections
 
 NOT_REACHABLE, NOT_READY, SILENT = 1, 2, 3
 ANSWER_WITHIN_S = 3.0  # else the model is taken for silent
 # Without a whole request, since the connection or the last answer: unfinished headers cannot hold it, nor can nobody.
 # Longer than the minute for which proxies keep connections, so that they are the ones who close.
 SILENT_CLIENT_S = 75.0
+MAX_HEADS_BYTES = 16 << 20  # of unfinished requests
 MAX_AGE_S = 0.5  # an answer may be this old, so many askers cost the model no more than one
 
 
@@ -47,8 +50,8 @@ Check = Callable[[], Awaitable[Health]]
 
 
 class Shared:
-    """A check whose answer is shared by all who ask at about the same time. Who asks often never waits: an answer of
-    half its age brings the next on its way."""
+    """A check whose answer is shared by all who ask at about the same time. Who asks often hardly ever waits: the next
+    is on its way long before an answer is too old, as a busy model takes some tenths of a second."""
 
     def __init__(self, check: Check, timeout_s: float):
         self._check = check
@@ -59,7 +62,7 @@ class Shared:
 
     async def __call__(self) -> Health:
         age_s = time.monotonic() - self._last_at
-        if age_s > MAX_AGE_S / 2 and (self._task is None or self._task.done()):
+        if age_s > MAX_AGE_S / 5 and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._run())
         if age_s <= MAX_AGE_S:
             return self._last
@@ -141,6 +144,20 @@ def make_health_app(backend: Backend, timeout_s: float, ports: Sequence[tuple[st
     return app
 
 
+async def serve(app: web.Application, host: str, port: int) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1, keepalive_timeout=SILENT_CLIENT_S)
+    await runner.setup()
+    assert runner.server
+    await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
+    watching = asyncio.create_task(Heads(runner.server, [], set(), MAX_HEADS_BYTES).watch([port]))
+    await stop.wait()
+    watching.cancel()
+    await runner.cleanup()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m gateway.health",
@@ -159,9 +176,8 @@ def main() -> None:
     served = [config.service_grpc_port, *config.http_ports]
     ports = [(connect_host(host), number) for number in served]
     app = make_health_app(TritonBackend(Connections(config.triton_target)), ANSWER_WITHIN_S, ports)
-    web.run_app(
-        app, host=host, port=port, access_log=None, print=None, shutdown_timeout=1, keepalive_timeout=SILENT_CLIENT_S
-    )
+    allow_connections()
+    asyncio.run(serve(app, host, port))
 
 
 if __name__ == "__main__":

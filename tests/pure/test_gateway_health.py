@@ -83,13 +83,13 @@ def test_who_asks_often_waits_for_no_probe_and_is_told_nothing_old(monkeypatch):
     async def ask_often():
         shared = readiness(backend, PATIENCE_S)
         await shared()
-        now_s[0] += 0.6 * health.MAX_AGE_S
+        now_s[0] += 0.3 * health.MAX_AGE_S
         backend.state = WAIT  # the model is busy
         for _ in range(3):
             assert (await asyncio.wait_for(shared(), PATIENCE_S)).error_code == 0
             await asyncio.sleep(0)
         assert backend.num_probes == 2  # the next one is on its way
-        now_s[0] += 0.5 * health.MAX_AGE_S
+        now_s[0] += 0.8 * health.MAX_AGE_S
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(shared(), 0.1)
 

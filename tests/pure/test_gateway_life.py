@@ -4,6 +4,8 @@ import contextlib
 import http.client
 import json
 import os
+import resource
+import select
 import signal
 import socket
 import struct
@@ -21,6 +23,7 @@ from engine.settings.config import Config
 from gateway import __main__ as gateway_main
 from gateway import answers
 from gateway.__main__ import listen
+from gateway.heads import MAX_CONNECTIONS
 from tests.pure.gateway_fake import PATIENCE_S, WAIT, FakeBackend, chunks, events, running
 from tests.server import free_ports
 
@@ -238,6 +241,27 @@ def test_the_health_port_is_a_process_that_exits_with_0_on_sigterm():
         assert status_line(port, "/v2/health/live") == b"HTTP/1.1 503 Service Unavailable"
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) == 0
+
+
+def test_who_holds_thousands_of_connections_keeps_nobody_from_the_health_port():
+    """A system's usual limit is 1024 files; beyond it nobody could ask whether the server lives."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    count = MAX_CONNECTIONS + 200
+    if hard < 2 * count:
+        pytest.skip(f"this process may have {hard} files, it needs {2 * count}")
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        with a_process("gateway.health") as (_, port), contextlib.ExitStack() as stack:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (2 * count, hard))
+            status_line(port, "/")
+            idle = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(count)]
+            assert status_line(port, "/v2/health/live") == b"HTTP/1.1 503 Service Unavailable"
+            deadline = time.monotonic() + PATIENCE_S
+            while not all(select.select([each], [], [], 0)[0] for each in idle[:100]):  # the oldest are closed
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 class AliveServicer(service_pb2_grpc.GRPCInferenceServiceServicer):
