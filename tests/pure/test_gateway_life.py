@@ -221,7 +221,10 @@ def status_line(port, path):
     """Asks until somebody listens."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
-        with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)) as client:
+        with (
+            contextlib.suppress(ConnectionRefusedError),
+            socket.create_connection(("127.0.0.1", port), PATIENCE_S) as client,
+        ):
             client.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
             return client.recv(2**16).split(b"\r\n")[0]
         time.sleep(0.005)
@@ -254,7 +257,9 @@ def test_who_holds_thousands_of_connections_keeps_nobody_from_the_health_port():
         with a_process("gateway.health") as (_, port), contextlib.ExitStack() as stack:
             resource.setrlimit(resource.RLIMIT_NOFILE, (2 * count, hard))
             status_line(port, "/")
-            idle = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(count)]
+            idle = [
+                stack.enter_context(socket.create_connection(("127.0.0.1", port), PATIENCE_S)) for _ in range(count)
+            ]
             assert status_line(port, "/v2/health/live") == b"HTTP/1.1 503 Service Unavailable"
             deadline = time.monotonic() + PATIENCE_S
             while not all(select.select([each], [], [], 0)[0] for each in idle[:100]):  # the oldest are closed

@@ -12,8 +12,8 @@ from tritonclient.grpc import service_pb2
 from engine import wire
 from gateway import lasting, received
 from gateway.connections import SERVICE
+from gateway.inference import server, unfinished
 from gateway.inference import stream as stream_module
-from gateway.inference import unfinished
 from gateway.intake import LARGE_BYTES
 from tests.half_requests import HalfRequests
 from tests.pure.inference_fake import NEVER, PATIENCE_S, WAIT, FakeTriton, a_client, a_request, answers, serving
@@ -308,6 +308,25 @@ def test_what_is_begun_and_never_ended_is_refused_when_it_is_too_much_and_others
             assert await answers(busy) == [("", "a", "")]
             await idle.write(a_request())
             assert (await idle.read()).infer_response.raw_output_contents[0][4:] == b"a"
+
+    run(scenario())
+
+
+def test_there_are_so_many_streams_at_once_and_one_that_ends_makes_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "MAX_CALLS", 2)
+
+    async def scenario():
+        async with serving(tmp_path, FakeTriton(WAIT, b"a")) as (front, port), a_client(port) as stub:
+            calls = [stub.ModelStreamInfer() for _ in range(2)]
+            while len(front._streams) < 2:
+                await asyncio.sleep(0.005)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.ModelStreamInfer().read()
+            assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            calls[0].cancel()
+            while len(front._streams) > 1:
+                await asyncio.sleep(0.005)
+            assert (await stub.ServerLive(service_pb2.ServerLiveRequest())).live
 
     run(scenario())
 
