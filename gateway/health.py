@@ -4,7 +4,7 @@
 /v2/health/live asks tritonserver, and connects to the gRPC port, and to the HTTP port when there is one.
 /v2/health/ready sends a probe through the model, so that a dead process behind a living port shows. Both answer 200
 with an empty body, else 503 and `{"error_code", "error_msg"}`; the codes are the predecessor's: 1 not reachable, 2 not
-ready, 3 silent.
+ready, 3 silent. Its process has the port of Triton's metrics, too (scrape.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -144,18 +144,24 @@ def make_health_app(backend: Backend, timeout_s: float, ports: Sequence[tuple[st
     return app
 
 
-async def serve(app: web.Application, host: str, port: int) -> None:
-    stop = asyncio.Event()
+async def serve(apps: Mapping[int, web.Application], host: str) -> None:
+    """Each on its port, until a signal."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1, keepalive_timeout=SILENT_CLIENT_S)
-    await runner.setup()
-    assert runner.server
-    await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
-    watching = asyncio.create_task(Heads(runner.server, [], set(), MAX_HEADS_BYTES).watch([port]))
+        loop.add_signal_handler(number, stop.set)
+    runners, watching = [], []
+    for port, app in apps.items():
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1, keepalive_timeout=SILENT_CLIENT_S)
+        await runner.setup()
+        assert runner.server
+        runners.append(runner)
+        await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
+        watching.append(loop.create_task(Heads(runner.server, [], set(), MAX_HEADS_BYTES).watch([port])))
     await stop.wait()
-    watching.cancel()
-    await runner.cleanup()
+    for task in watching:
+        task.cancel()
+    for runner in runners:
+        await runner.cleanup()
 
 
 def main() -> None:
@@ -168,6 +174,7 @@ def main() -> None:
 
     from gateway.answers import is_news
     from gateway.connections import Connections
+    from gateway.scrape import make_metrics_app
     from gateway.triton_client import TritonBackend  # app.py needs the checks of this module, not Triton
 
     configure(config.log_level)
@@ -177,7 +184,7 @@ def main() -> None:
     ports = [(connect_host(host), number) for number in served]
     app = make_health_app(TritonBackend(Connections(config.triton_target)), ANSWER_WITHIN_S, ports)
     allow_connections()
-    asyncio.run(serve(app, host, port))
+    asyncio.run(serve({port: app, config.metrics_http_port: make_metrics_app(config.triton_page)}, host))
 
 
 if __name__ == "__main__":

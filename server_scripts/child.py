@@ -31,6 +31,7 @@ class ChildSpec:
     cwd: Path = ROOT
     max_crashes: int | None = None  # in a row; None: it is always started again
     progress_file: Path | None = None  # it writes that when it has done its work once; None: to answer is enough
+    socket: Path | None = None  # it would not take over that of one that was killed
 
 
 @dataclass
@@ -52,8 +53,8 @@ class Child:
         self.helpers, self.is_ours = [], True
         self.healthy_since = self.restart_at = None
         try:
-            if self.spec.progress_file:
-                self.spec.progress_file.unlink(missing_ok=True)
+            for left in filter(None, (self.spec.progress_file, self.spec.socket)):
+                left.unlink(missing_ok=True)
             started = self._popen()
         except OSError as error:
             self.last_words = f"could not be started: {error}"

@@ -76,4 +76,4 @@ def triton_spec(config: Config, environ: Mapping[str, str], run_dir: RunDir, log
     watch_gpus = may_be_gpu(config)
     command = [*PRIVATE, *triton.command(found, folder, config, run_dir.shm_prefix, watch_gpus)]
     env = triton.environment(found, folder, {**TRITON_DEFAULTS, **environ}, watch_gpus)
-    return ChildSpec(TRITONSERVER, command, env, log_path, cwd=folder)
+    return ChildSpec(TRITONSERVER, command, env, log_path, cwd=folder, socket=config.triton_page)

@@ -13,14 +13,13 @@ import math
 import os
 import re
 import shutil
-import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import SetupError
 from engine.settings.config import Config
-from engine.settings.processes import TRITON_SOCKET
+from engine.settings.processes import TRITON_PAGE, TRITON_SOCKET
 from server_scripts.interpreter import VERSION, find_libpython, missing_libpython
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -124,11 +123,6 @@ def environment(found: Tritonserver, folder: Path, environ: dict[str, str], watc
     }
 
 
-def metrics_address(host: str) -> str:
-    """As Triton wants it: it understands numbers only, and has its own way with IPv6."""
-    return f"ipv6:{host}" if ":" in host else socket.gethostbyname(host)
-
-
 def command(found: Tritonserver, folder: Path, config: Config, shm_prefix: str, watch_gpus: bool) -> list[str]:
     """To be run in `folder`: the Python backend hands its paths to a shell unquoted, so they are relative to it."""
     region = {"region-prefix-name": shm_prefix, "default-byte-size": SHM_BYTES, "growth-byte-size": SHM_BYTES}
@@ -144,8 +138,9 @@ def command(found: Tritonserver, folder: Path, config: Config, shm_prefix: str, 
         "grpc-address": f"unix:{name}",
         "grpc-port": number,
         "allow-metrics": "true",
-        "metrics-address": metrics_address(config.service_host),
-        "metrics-port": config.metrics_http_port,
+        # Who held a thousand connections to it kept it from everybody, so the health process passes its page on.
+        "metrics-address": f"unix:{TRITON_PAGE}",
+        "metrics-port": 1,  # means nothing there
         "allow-gpu-metrics": str(watch_gpus).lower(),
         "pinned-memory-pool-byte-size": 0,
         "log-verbose": 0,

@@ -17,7 +17,7 @@ ENGINE_PROGRESS_FILE = "engine.progress"
 STOPPING_FILE = "stopping"  # engine.settings.stopping
 # There, too: the sockets; that of tritonserver in its folder, which is made anew at every start.
 ENGINE_SOCKET = "engine.sock"
-TRITON_FOLDER, TRITON_SOCKET = ".triton", "grpc:1"
+TRITON_FOLDER, TRITON_SOCKET, TRITON_PAGE = ".triton", "grpc:1", "page"
 MAX_SOCKET_PATH = 107  # bytes, the kernel's sun_path
 
 
@@ -71,6 +71,11 @@ class Processes:
     def triton_socket(self) -> Path:
         """Where tritonserver listens: in its own folder, with the name that it makes of a port."""
         return self.run_path / TRITON_FOLDER / TRITON_SOCKET
+
+    @property
+    def triton_page(self) -> Path:
+        """Where it serves its metrics."""
+        return self.run_path / TRITON_FOLDER / TRITON_PAGE
 
     @property
     def triton_target(self) -> str:

@@ -60,6 +60,7 @@ OPTIONS = [  # of metadata gRPC itself takes 16 KiB at most
     ("grpc.max_concurrent_streams", MAX_STREAMS),
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.server_handshake_timeout_ms", 20_000),
+    ("grpc.max_connection_idle_ms", 600_000),  # without a stream, so that nobody keeps the others out for nothing
     # What may come of a stream that nobody reads: without the probe it is that, and not what the network carries.
     ("grpc.http2.lookahead_bytes", 16 << 10),
     ("grpc.http2.bdp_probe", 0),

@@ -8,11 +8,13 @@ from types import SimpleNamespace
 import aiohttp
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
 
 from engine.errors import EngineUnavailable
 from engine.wire import ModelState
 from gateway import health
 from gateway.health import make_health_app, readiness
+from gateway.scrape import make_metrics_app
 from tests.pure.gateway_fake import PATIENCE_S, WAIT, FakeBackend, running
 
 
@@ -147,3 +149,27 @@ def test_what_was_ready_once_has_started_for_good():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(health, "MAX_AGE_S", 0.0)
         assert asyncio.run(three_times()) == [503, 503, 200, 200, 503, 200]
+
+
+def test_tritons_page_is_passed_on_and_its_absence_told(tmp_path):
+    asked = []
+
+    async def show(request):
+        asked.append(request.path)
+        return web.Response(text="# HELP nv 1\n", headers={"Content-Type": "text/plain; charset=utf-8"})
+
+    async def scenario():
+        behind = web.Application()
+        behind.add_routes([web.get("/metrics", show)])
+        runner = web.AppRunner(behind)
+        await runner.setup()
+        async with TestClient(TestServer(make_metrics_app(tmp_path / "page"))) as client:
+            assert (await client.get("/metrics")).status == 503
+            await web.UnixSite(runner, tmp_path / "page").start()
+            answers = await asyncio.gather(*[client.get("/metrics") for _ in range(20)])
+            assert {(each.status, await each.text()) for each in answers} == {(200, "# HELP nv 1\n")}
+            assert (await client.get("/other")).status == 404
+        await runner.cleanup()
+
+    asyncio.run(scenario())
+    assert asked == ["/metrics"] * 20

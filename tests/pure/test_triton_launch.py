@@ -108,18 +108,10 @@ def test_the_command_carries_the_settings(image, tmp_path):
     for flag in (
         "--grpc-address=unix:grpc",
         "--grpc-port=1",
-        "--metrics-port=2",
+        "--metrics-address=unix:page",
         "--exit-timeout-secs=13",
         "--allow-http=false",
         "--model-repository=models",
         "--backend-config=python,shm-region-prefix-name=prefix_",
     ):
         assert flag in command
-
-
-@pytest.mark.parametrize(
-    ("host", "metrics"),
-    [("0.0.0.0", "0.0.0.0"), ("localhost", "127.0.0.1"), ("::", "ipv6:::"), ("::1", "ipv6:::1")],
-)
-def test_the_address_is_given_as_tritonserver_wants_it(host, metrics):
-    assert triton.metrics_address(host) == metrics

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import resource
 import socket
 import time
+import urllib.request
 
 import grpc
 import pytest
@@ -60,8 +62,12 @@ def unbroken_server(folder, env):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))  # a system's usual one
     with unbroken_server(tmp_path_factory.mktemp("hostile"), {}) as running:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         yield running
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.fixture(autouse=True)
@@ -187,3 +193,16 @@ def test_any_bytes_may_come_to_any_port(server, port):
                 client.settimeout(5)
                 answer = client.recv(1 << 16)
                 assert [word for word in INSIDE if word.encode() in answer] == []
+
+
+def test_a_thousand_connections_to_each_port_keep_nobody_out_and_end_no_process(server):
+    """Those to the port of the metrics made the supervisor end tritonserver: it may have 1,024 files."""
+    with contextlib.ExitStack() as stack:
+        for port in server.ports.values():
+            for _ in range(1100):
+                stack.enter_context(socket.create_connection(("127.0.0.1", port), 10))
+        for _ in range(3):  # for longer than the supervisor waits
+            for url in (server.metrics_url, f"{server.health_url}/v2/health/ready", f"{server.http_url}/health"):
+                with urllib.request.urlopen(url, timeout=10) as response:
+                    assert response.status == 200
+            time.sleep(2)

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -99,6 +100,14 @@ def echo(tmp_path_factory):
         yield running
 
 
+def page_of(server):
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(TIMEOUT_S)
+        client.connect(str(config_of(server).triton_page))
+        client.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        return b"".join(iter(lambda: client.recv(1 << 16), b"")).decode()
+
+
 def shared_memory(server):
     return list(Path("/dev/shm").glob(f"{RunDir(server.run_dir).shm_prefix}*"))
 
@@ -122,7 +131,7 @@ def test_the_stub_runs_this_very_python(echo):
 
 
 def test_metrics_are_served(echo):
-    assert "nv_inference_request_success" in probe(echo[0]).http(echo[0].ports["METRICS_HTTP_PORT"], "GET", "/metrics")
+    assert "nv_inference_request_success" in page_of(echo[0])
 
 
 @pytest.mark.parametrize("name", ["stub", "tritonserver"])
@@ -140,6 +149,7 @@ def test_a_killed_process_is_noticed_and_the_server_answers_again(echo, name):
 
     wait_until(answers, server.run_dir.parent, process)
     assert words(server, "and again") == ["and", "again"]
+    assert "nv_inference_request_success" in page_of(server)
     assert len(shared_memory(server)) == 1  # the killed one's is gone
 
 
@@ -194,10 +204,19 @@ def main(folder: Path) -> int:
     lock = run_dir.lock()
     found = triton.find_tritonserver()
     triton.prepare(found, run_dir.path / TRITON_FOLDER, folder / "repository")
-    command = [*PRIVATE, *triton.command(found, run_dir.path / TRITON_FOLDER, config, run_dir.shm_prefix)]
-    env = triton.environment(found, run_dir.path / TRITON_FOLDER, dict(os.environ))
+    command = [*PRIVATE, *triton.command(found, run_dir.path / TRITON_FOLDER, config, run_dir.shm_prefix, False)]
+    env = triton.environment(found, run_dir.path / TRITON_FOLDER, dict(os.environ), False)
     supervisor = Supervisor(
-        specs=[ChildSpec(TRITONSERVER, command, env, folder / "triton.log", run_dir.path / TRITON_FOLDER)],
+        specs=[
+            ChildSpec(
+                TRITONSERVER,
+                command,
+                env,
+                folder / "triton.log",
+                run_dir.path / TRITON_FOLDER,
+                socket=config.triton_page,
+            )
+        ],
         run_dir=run_dir,
         state=new_state(config, "echo", "starting"),
         config=replace(config, start_timeout_s=60.0, drain_timeout_s=5.0),
