@@ -34,9 +34,9 @@ class Heads:
     def _could_be_too_much(self) -> bool:
         num_connections = len(self._server.connections)
         num_waiting = num_connections - len(self._running)
-        if is_enough := num_waiting * MAX_HEADERS * MAX_HEADER_BYTES <= self._max_bytes:
-            self._begun.clear()
-        return not is_enough or num_connections > MAX_CONNECTIONS
+        if len(self._begun) > 2 * MAX_CONNECTIONS:  # without a look, those are kept that are still there
+            self._begun.intersection_update([peer_of(each.transport) for each in self._server.connections])
+        return num_waiting * MAX_HEADERS * MAX_HEADER_BYTES > self._max_bytes or num_connections > MAX_CONNECTIONS
 
     def _look(self, received: dict[Peer, int]) -> None:
         busy = {peer for each in self._running if (peer := peer_of(each.transport))} | self._begun

@@ -11,7 +11,7 @@ import pytest
 
 from engine.errors import Overloaded
 from engine.settings.config import Config
-from gateway import app, heads
+from gateway import app, heads, received
 from gateway.intake import LARGE_BYTES, OPEN_BYTES, Intake, Room
 from tests.pure.gateway_fake import PATIENCE_S, WAIT, FakeBackend, running
 
@@ -141,6 +141,21 @@ def test_heads_that_never_end_are_cut_when_they_are_too_much_and_others_are_serv
         for _ in range(2):
             idle.request("GET", "/version")
             assert idle.getresponse().read()
+
+
+def test_what_a_connection_has_asked_before_is_no_part_of_its_next_head(monkeypatch):
+    monkeypatch.setattr(app.Intake, "share_of_worker", lambda config: Intake(1 << 20))
+    with running(FakeBackend("a")) as gateway, contextlib.ExitStack() as stack:
+        asked = [stack.enter_context(contextlib.closing(gateway.connect())) for _ in range(2)]
+        for each in asked:
+            for _ in range(4):
+                each.request("POST", CHAT, json.dumps({"text": "x" * 500_000}))
+                each.getresponse().read()
+        time.sleep(3 * received.LOOK_EVERY_S)  # with so few nobody looks
+        for _ in range(4):
+            stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port), PATIENCE_S))
+        time.sleep(3 * received.LOOK_EVERY_S)
+        assert not any(is_cut(each.sock) for each in asked)
 
 
 def is_cut(client):
