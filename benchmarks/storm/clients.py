@@ -25,7 +25,7 @@ LAST_EVENT_ID = "Last-Event-ID"  # OpenAI's streams, and among the fields that a
 PROMPTS = ("What is the capital of {}?", "List 3 countries like {}.", "Is {} in Europe?", "Tell me a story of {}.")
 PLACES = "France Italy Japan Kenya Peru Canada Norway India Brazil Egypt Spain Cuba Chile Ghana Nepal Poland".split()
 BAD_BODIES: tuple[dict[str, Any], ...] = (
-    {"text": ""}, {"text": 3}, {"text": "hi", "max_dec_len": 0}, {"text": "hi", "topp": 1.5}, {"input_ids": [10**7]},
+    {"text": ""}, {"text": 3}, {"text": "hi", "max_dec_len": -1}, {"text": "hi", "topp": 1.5}, {"input_ids": [10**7]},
     {"text": "hi", "max_declen": 5}, {"text": "word " * 9000}, {"messages": [{"role": "user"}], "req_id": "x"},
 )  # fmt: skip
 
