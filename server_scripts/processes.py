@@ -33,8 +33,9 @@ ENGINE_DEFAULTS = {
     "GOMP_SPINCOUNT": "1000",
 }
 
-# Answers that slow clients have not read wait in tritonserver, which else keeps their memory for good.
-TRITON_DEFAULTS = {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "65536"}
+# Answers that slow clients have not read wait in tritonserver, and what clients have begun to say in the gateway: else
+# they keep that memory for good.
+MEMORY_DEFAULTS = {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 def log_paths(config: Config) -> dict[str, Path]:
@@ -51,7 +52,7 @@ def all_specs(config: Config, graph_dir: Path, served_name: str, run_dir: RunDir
     specs = [engine_spec(config, environ, logs[ENGINE]), triton_spec(config, environ, run_dir, logs[TRITONSERVER])]
     for index in range(config.push_mode_http_workers):
         command = [*python, "gateway", f"--index={index}"]
-        env = {**environ, "API_KEY": config.api_key, "API_KEYS": config.api_keys}
+        env = {**MEMORY_DEFAULTS, **environ, "API_KEY": config.api_key, "API_KEYS": config.api_keys}
         specs.append(ChildSpec(f"{GATEWAY}-{index}", command, env, logs[GATEWAY]))
     specs.append(ChildSpec(HEALTH, [*python, "gateway.health"], environ, logs[HEALTH]))
     return specs
@@ -75,5 +76,5 @@ def triton_spec(config: Config, environ: Mapping[str, str], run_dir: RunDir, log
         triton.prepare(found, folder, triton.ROOT / "model_repository")
     watch_gpus = may_be_gpu(config)
     command = [*PRIVATE, *triton.command(found, folder, config, run_dir.shm_prefix, watch_gpus)]
-    env = triton.environment(found, folder, {**TRITON_DEFAULTS, **environ}, watch_gpus)
+    env = triton.environment(found, folder, {**MEMORY_DEFAULTS, **environ}, watch_gpus)
     return ChildSpec(TRITONSERVER, command, env, log_path, cwd=folder, socket=config.triton_page)

@@ -14,9 +14,11 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from benchmarks.storm.watch import resident_mb
 from engine.wire.triton import LENGTH_BYTES, infer_request, request_of
 from gateway.connections import SERVICE
 from tests.fuzz import INSIDE
+from tests.half_requests import HalfRequests
 from tests.hostile_requests import REFUSED, changed
 from tests.server import running_server
 
@@ -206,3 +208,21 @@ def test_a_thousand_connections_to_each_port_keep_nobody_out_and_end_no_process(
                 with urllib.request.urlopen(url, timeout=10) as response:
                     assert response.status == 200
             time.sleep(2)
+
+
+def test_messages_that_are_never_ended_take_little_memory_and_leave_it(server):
+    """Of 2 GB, all of which the gateway held, and kept in large part."""
+    gateway, port, peak_mb = server.pid_of("gateway-0"), server.ports["SERVICE_GRPC_PORT"], 0.0
+    clients = [HalfRequests(port, f"{SERVICE}/ModelStreamInfer", 64, MEGABYTES_4) for _ in range(8)]
+    moved_at = time.monotonic()
+    while time.monotonic() < moved_at + 1:
+        if sum(each.push() for each in clients):
+            moved_at = time.monotonic()
+        peak_mb = max(peak_mb, resident_mb(gateway))
+    for each in clients:
+        each.close()
+    assert peak_mb < 1000
+    deadline = time.monotonic() + 30
+    while (now_mb := resident_mb(gateway)) > 160:
+        assert time.monotonic() < deadline, now_mb
+        time.sleep(0.1)
