@@ -123,11 +123,11 @@ def test_a_step_that_is_filled_up_gives_the_same_logits(exported, device, case):
     numbers = dict(zip(NAMES, torch.from_numpy(padded["numbers"]).to(device).split(sizes), strict=True))
     tables = torch.full((shape[1], 40), caches.nobodys_block, dtype=torch.int32, device=device)
     tables[:, : padded["block_tables"].shape[1]] = torch.from_numpy(padded["block_tables"]).to(device)
-    found = executor._compute({**numbers, "block_tables": tables})[: len(inputs["logit_rows"])].clone()
+    found = executor._compute({**numbers, "block_tables": tables}).logits[: len(inputs["logit_rows"])].clone()
     written = {name: tensor.clone() for name, tensor in caches.tensors.items()}
     for name, tensor in caches.tensors.items():
         tensor.copy_(before[name])
-    expected = executor._compute({name: torch.from_numpy(each).to(device) for name, each in inputs.items()})
+    expected = executor._compute({name: torch.from_numpy(each).to(device) for name, each in inputs.items()}).logits
     assert torch.allclose(found, expected, atol=1e-4)
     for name, tensor in caches.tensors.items():
         assert torch.allclose(written[name][:-1], tensor[:-1], atol=1e-5)

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from engine.core.loop import Loop
-from engine.core.types import Logprobs, Request, Sampling
+from engine.core.types import Batch, Logprobs, Reading, Request, Row, Sampling
 from engine.errors import InvalidRequest
 from engine.executors import make_executor
-from engine.executors.readings import LOGITS_BYTES, most_read
+from engine.executors.readings import LOGITS_BYTES, Readings, most_read
+from engine.executors.readings import told as told_of
 from engine.executors.reference import ReferenceExecutor
+from engine.ops.sampling_rows import SampledRows
 from engine.settings.config import Config
 from tests.checkpoints import FAMILIES
 from tests.pure.counting_executor import CountingExecutor, answer, logprobs_of
@@ -93,6 +95,19 @@ def test_the_definition_of_the_ops_tells_the_same(exported, readings):
 def test_the_logits_that_are_read_in_a_step_are_bounded_in_bytes():
     assert most_read(151_936) * 151_936 * 4 <= LOGITS_BYTES < (most_read(151_936) + 1) * 151_936 * 4
     assert most_read(10**9) == 1
+
+
+def test_a_step_that_was_launched_tells_of_whoever_had_the_slot_then():
+    """The next step may be launched, with another request in the slot, before the first has ended."""
+    readings, reading = Readings(), Reading(num_pooled=2, is_told=True)
+    readings.begin(0)
+    first = readings.asked(Batch([Row(0, 0, [1, 2], reading=reading)], is_read=True))
+    readings.begin(0)
+    second = readings.asked(Batch([Row(0, 0, [3, 4], reading=reading)], is_read=True))
+    hidden = np.array([[1, 2], [3, 4]], np.float32)
+    for asked, values in ((first, hidden), (second, 10 * hidden)):
+        [of_prompt] = told_of(asked, SampledRows.empty(0, 0), values)
+        assert hidden_of(of_prompt).tolist() == values.mean(axis=0).tolist()
 
 
 # --- schedules, on an executor that counts ---

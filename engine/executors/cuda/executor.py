@@ -17,9 +17,12 @@ from engine.core.types import PENDING, Batch, StepOutput
 from engine.errors import ConfigError
 from engine.executors.cuda.cache import Caches
 from engine.executors.cuda.load import load_program
+from engine.executors.cuda.program import Outputs
+from engine.executors.cuda.reading import StepReading
 from engine.executors.cuda.sampling import fields_to_send
-from engine.executors.cuda.step_graphs import StepGraphs
+from engine.executors.cuda.step_graphs import Arrays, StepGraphs
 from engine.executors.cuda.transfer import Download, Uploads
+from engine.executors.readings import LOGITS_BYTES, most_read
 from engine.executors.slots import Choices, Slots
 from engine.exporting.manifest import Manifest
 from engine.ops import cuda
@@ -32,7 +35,6 @@ class CudaExecutor:
     """`device`: the GPU that torch calls the current one; with the Triton language's interpreter also the CPU."""
 
     runs_ahead = True
-    most_read = 0
 
     def __init__(self, graph_dir: Path, config: Config, device: str = "cuda"):
         model = Manifest.read(graph_dir)
@@ -47,6 +49,7 @@ class CudaExecutor:
         self._slots = Slots(config.batch_size, max_blocks, model.block_size, model.vocab_size)
         self._last_tokens = torch.zeros(config.batch_size, dtype=torch.int32, device=self._device)  # by slot
         self.block_size, self.block_bytes = model.block_size, self._caches.block_bytes
+        self.most_read = most_read(model.vocab_size)
 
     def free_bytes(self) -> int:
         """GPU_MEMORY_UTILIZATION of the device, less what everything but the cache has needed so far."""
@@ -55,7 +58,7 @@ class CudaExecutor:
         free, total = torch.cuda.mem_get_info(self._device)
         foreign = total - free - torch.cuda.memory_reserved(self._device)  # the context, the captured graphs, others
         own = torch.cuda.max_memory_allocated(self._device) - self._caches.num_bytes
-        return max(0, int(total * self._utilization) - foreign - own - 2 * self._logits_bytes)
+        return max(0, int(total * self._utilization) - foreign - own - 2 * self._logits_bytes - LOGITS_BYTES)
 
     def allocate(self, num_blocks: int) -> None:
         self._graphs.clear()
@@ -96,16 +99,19 @@ class CudaExecutor:
 
     # For the steps
 
-    def begin(self, batch: Batch, choices: Choices, rows: SamplingRows) -> tuple[Tensor, dict[str, Tensor]]:
-        """Begins the graph: its logits, of each row that is wanted, and all that was sent up for the step."""
+    def begin(self, batch: Batch, choices: Choices, fields: Arrays) -> tuple[Outputs, dict[str, Tensor]]:
+        """Begins the graph: its outputs, of each row that is wanted, and all that was sent up for the step, `fields`
+        among it."""
         inputs = self._slots.graph_inputs(batch)
         _mark_pending(batch, inputs)
         num_logits, shape = len(inputs["logit_rows"]), self._graphs.shape_for(inputs)
         if shape:
             inputs = self._graphs.padded(inputs, shape)
-        slots = {"slots": np.array(choices.slots, np.int64)} | fields_to_send(rows) if choices.slots else {}
-        sent = self._uploads.send(inputs | slots)
-        return self._graphs.replay(sent, shape)[:num_logits] if shape else self._compute(sent), sent
+        sent = self._uploads.send(inputs | {"slots": np.array(choices.slots, np.int64)} | fields)
+        return self._graphs.replay(sent, shape).first(num_logits) if shape else self._compute(sent), sent
+
+    def reading(self, batch: Batch) -> StepReading | None:
+        return StepReading(self._slots.readings.asked(batch)) if batch.is_read else None
 
     def choose(self, logits: Tensor, rows: SamplingRows, sent: Mapping[str, Tensor]) -> Download:
         """Begins to choose tokens. `logits`: of each choice; `rows`: what was sent, as the host has it."""
@@ -118,7 +124,7 @@ class CudaExecutor:
     def accept(self, batch: Batch, rows: SamplingRows, sampled: SampledRows) -> StepOutput:
         return self._slots.accept(batch, rows, sampled)
 
-    def _compute(self, inputs: Mapping[str, Tensor]) -> Tensor:
+    def _compute(self, inputs: Mapping[str, Tensor]) -> Outputs:
         token_ids = cuda.last_tokens_in(inputs["token_ids"], self._last_tokens)
         return self._program({**inputs, **self._caches.tensors, "token_ids": token_ids})
 
@@ -128,9 +134,13 @@ class CudaStep:
 
     def __init__(self, executor: CudaExecutor, batch: Batch, choices: Choices, rows: SamplingRows):
         self._executor, self._batch, self._rows = executor, batch, rows
-        self._logits, self._sent = executor.begin(batch, choices, rows)
-        if choices.logit_rows is not None:
-            self._logits = self._logits[choices.logit_rows]
+        self._reading = executor.reading(batch)
+        fields = self._reading.fields_to_send() if self._reading else {}
+        outputs, self._sent = executor.begin(batch, choices, fields | (fields_to_send(rows) if choices.slots else {}))
+        if self._reading:
+            self._reading.begin(outputs, self._sent)
+        wanted = slice(len(choices.slots)) if choices.logit_rows is None else choices.logit_rows
+        self._logits = outputs.logits[wanted]
         self.download: Download | None = None
 
     def mask(self, bits: np.ndarray) -> None:
@@ -142,13 +152,13 @@ class CudaStep:
 
     def result(self) -> StepOutput:
         assert self.download, "the step waits for its mask"
-        arrays = self.download.wait()
-        if not arrays:
-            return StepOutput([], [])
-        sampled = SampledRows.empty(len(self._logits), 0)
-        for name, array in arrays.items():
-            setattr(sampled, name, array)
-        return self._executor.accept(self._batch, self._rows, sampled)
+        arrays, output = self.download.wait(), StepOutput([], [])
+        if arrays:
+            sampled = SampledRows.empty(len(self._logits), 0)
+            for name, array in arrays.items():
+                setattr(sampled, name, array)
+            output = self._executor.accept(self._batch, self._rows, sampled)
+        return output._replace(readings=self._reading.result()) if self._reading else output
 
 
 def _mark_pending(batch: Batch, inputs: dict[str, np.ndarray]) -> None:

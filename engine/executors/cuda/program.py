@@ -10,9 +10,18 @@ from typing import NamedTuple
 from torch import Tensor
 
 from engine.graph import Graph, GraphError, Node
+from engine.models.layers import HIDDEN, LOGITS
 from engine.ops import cuda
 
-OUTPUT = "logits"
+
+class Outputs(NamedTuple):
+    """Of the rows that are wanted."""
+
+    logits: Tensor  # f32 [S, V]
+    hidden: Tensor  # [S, H], in the type of the activations
+
+    def first(self, count: int) -> Outputs:
+        return Outputs(self.logits[:count], self.hidden[:count])
 
 
 class Call(NamedTuple):
@@ -28,11 +37,11 @@ class Program:
     def __init__(self, graph: Graph, params: Mapping[str, Tensor]):
         self._params = {value.id: params[name] for name, value in graph.parameters.items()}
         self._inputs = {name: value.id for name, value in graph.inputs.items()}
-        self._output = graph.outputs[OUTPUT].id
-        self._calls = _calls(graph, self._output, set(self._params))
+        self._outputs = [graph.outputs[name].id for name in (LOGITS, HIDDEN)]
+        self._calls = _calls(graph, {*self._params, *self._outputs})
 
-    def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """f32 [S, V]. The caches among the inputs are updated."""
+    def __call__(self, inputs: Mapping[str, Tensor]) -> Outputs:
+        """The caches among the inputs are updated."""
         values = self._params | {number: inputs[name] for name, number in self._inputs.items()}
         for run, given, outputs, last in self._calls:
             results = run(*[None if number is None else values[number] for number in given])
@@ -40,10 +49,11 @@ class Program:
                 del values[number]
             for number, result in zip(outputs, results if isinstance(results, tuple) else (results,), strict=True):
                 values[number] = result
-        return values[self._output]
+        return Outputs(*[values[number] for number in self._outputs])
 
 
-def _calls(graph: Graph, output: int, kept: set[int]) -> list[Call]:
+def _calls(graph: Graph, kept: set[int]) -> list[Call]:
+    logits = graph.outputs[LOGITS].id
     nodes = _fused(graph.nodes)
     last_use = {value.id: node for node in nodes for value in node.inputs if value is not None}
     calls = []
@@ -51,7 +61,7 @@ def _calls(graph: Graph, output: int, kept: set[int]) -> list[Call]:
         inputs = tuple(None if value is None else value.id for value in node.inputs)
         last = {number for number in inputs if number is not None and last_use[number] is node}
         outputs = tuple(value.id for value in node.outputs)
-        calls.append(Call(_op(node, output), inputs, outputs, tuple(last - kept)))
+        calls.append(Call(_op(node, logits), inputs, outputs, tuple(last - kept)))
     return calls
 
 
@@ -69,8 +79,8 @@ def _fused(nodes: Sequence[Node]) -> list[Node]:
     return fused
 
 
-def _op(node: Node, output: int) -> Callable:
-    if node.op == "linear" and node.outputs[0].id == output:
+def _op(node: Node, logits: int) -> Callable:
+    if node.op == "linear" and node.outputs[0].id == logits:
         return lambda x, weight, bias: cuda.logits(x, weight)
     op = getattr(cuda, node.op, None)
     if op is None:

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from engine.executors.cuda.cache import MIN_BLOCK_SIZE
+from engine.executors.cuda.program import Outputs
 from engine.settings.config import Config
 
 log = logging.getLogger(__name__)
 
 TOKENS = (64, 128, 256, 512)  # of steps with prompts; above, the GPU takes longer than the host
 NAMES = ("token_ids", "positions", "query_starts", "context_lens", "logit_rows")  # inputs of one axis
-Run = Callable[[Mapping[str, Tensor]], Tensor]
+Run = Callable[[Mapping[str, Tensor]], Outputs]
 Arrays = dict[str, np.ndarray]
 
 
@@ -41,7 +42,7 @@ class Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     numbers: Tensor  # the inputs NAMES one after another
     tables: Tensor
-    logits: Tensor
+    outputs: Outputs
 
 
 class StepGraphs:
@@ -65,13 +66,13 @@ class StepGraphs:
         at = bisect_left(shapes, (num_tokens,))
         return shapes[at] if at < len(shapes) and num_logits <= shapes[at].num_logits else None
 
-    def replay(self, sent: Mapping[str, Tensor], shape: Shape) -> Tensor:
-        """f32 [shape.num_logits, V]: overwritten by the next one. `sent`: of `padded`."""
+    def replay(self, sent: Mapping[str, Tensor], shape: Shape) -> Outputs:
+        """Of shape.num_logits rows: overwritten by the next one. `sent`: of `padded`."""
         captured, tables = self._captured[shape], sent["block_tables"]
         captured.numbers.copy_(sent["numbers"], non_blocking=True)
         captured.tables[:, : tables.shape[1]].copy_(tables, non_blocking=True)
         captured.graph.replay()
-        return captured.logits
+        return captured.outputs
 
     def capture(self, run: Run, nobodys_block: int) -> None:
         """For the caches that are allocated now."""
@@ -93,9 +94,9 @@ class StepGraphs:
             torch.cuda.synchronize(self._device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool):
-                logits = run(inputs)
+                outputs = run(inputs)
             pool = graph.pool()
-            self._captured[shape] = Captured(graph, numbers, inputs["block_tables"], logits)
+            self._captured[shape] = Captured(graph, numbers, inputs["block_tables"], outputs)
         used, seconds = free - torch.cuda.mem_get_info(self._device)[0], time.monotonic() - started
         log.info("%d CUDA graphs captured in %.1f s, %.2f GB", len(shapes), seconds, used / 1e9)
 

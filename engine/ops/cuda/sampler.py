@@ -38,13 +38,22 @@ def sample(logits: Tensor, rows: Mapping[str, Tensor], max_logprobs: int) -> dic
     _choose[(num_rows,)](logits, *draws, scratch, token_ids, vocab, block, SMALL, num_warps=warps)
     if max_logprobs < 0:
         return {"token_ids": token_ids}
+    return {"token_ids": token_ids, **report(own, token_ids, rows["num_logprobs"], max_logprobs)}
+
+
+def report(logits: Tensor, token_ids: Tensor, num_logprobs: Tensor, max_logprobs: int) -> dict[str, Tensor]:
+    """Log-probabilities of these tokens, one a row, and of the likeliest: the fields of SampledRows by name."""
+    num_rows, vocab = logits.shape
+    block = min(BLOCK, triton.next_power_of_2(vocab))
+    warps = max(4, block // LOGITS_PER_WARP)
     logprobs = logits.new_full((num_rows,), float("nan"))
     top_ids = token_ids.new_full((num_rows, max_logprobs), -1)
     top = logits.new_full((num_rows, max_logprobs), -float("inf"))
-    _report[(num_rows,)](
-        own, token_ids, rows["num_logprobs"], logprobs, top_ids, top, vocab, max_logprobs, block, num_warps=warps
-    )
-    return {"token_ids": token_ids, "logprobs": logprobs, "top_ids": top_ids, "top_logprobs": top}
+    if num_rows:
+        _report[(num_rows,)](
+            logits, token_ids, num_logprobs, logprobs, top_ids, top, vocab, max_logprobs, block, num_warps=warps
+        )
+    return {"logprobs": logprobs, "top_ids": top_ids, "top_logprobs": top}
 
 
 def _change(logits: Tensor, rows: Mapping[str, Tensor]) -> None:

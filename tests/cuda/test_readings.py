@@ -1,0 +1,29 @@
+"""What prompts tell of themselves on the GPU: what transformers says of them, as on the CPU."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cuda]")
+
+from engine.core.types import Sampling  # noqa: E402
+from tests.cuda.conftest import IS_INTERPRETED, ROOT  # noqa: E402
+from tests.cuda.test_executor import FAMILIES, a_loop, golden  # noqa: E402
+from tests.pure.test_readings import READ_LEN, a_request, check_like_transformers, requests_of, run  # noqa: E402
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"] if IS_INTERPRETED else FAMILIES)
+def test_scores_and_hidden_states_are_those_of_transformers(exported, device, family):
+    """In chunks that fill no block, beside one another and an answer, and again with a prefix cache that has it all."""
+    [(prompt, _)] = golden(family, [READ_LEN]).values()
+    with np.load(ROOT / "tests/golden/readings.npz") as readings:
+        loop = a_loop(exported(family), device, max_num_batched_tokens=29)
+        loop.scheduler.limits = dataclasses.replace(loop.scheduler.limits, most_read=23)
+        other = a_request("other", prompt[:3], Sampling(12, temperature=0.8, seed=1))
+        _, told, _ = run(loop, other, *requests_of(prompt))
+        check_like_transformers(told, readings, family)
+    assert all(len(each.top) == 2 for each in told["scores"].scores)
+    again = run(loop, *requests_of(prompt))[1]
+    found, expected = ([each.chosen for each in those["scores"].scores] for those in (again, told))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
