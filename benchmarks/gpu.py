@@ -165,10 +165,17 @@ def main() -> None:
     parser.add_argument("--prefill", nargs="*", default=["1x8192", "64x128"])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--sampled", action="store_true", help="also with temperature and top_p")
+    parser.add_argument("--invariant", action="store_true", help="with BATCH_INVARIANT=1")
     parser.add_argument("--kernels", type=int, default=0, help="that are shown of each case")
     args = parser.parse_args()
     settings: dict[str, Any] = {"batch_size": max([*args.decode, 64]), "max_num_batched_tokens": 8192}
-    settings |= {"enable_prefix_caching": False, "device": "gpu", "block_ratio": 2.0, "max_cached_task_num": 10000}
+    settings |= {
+        "enable_prefix_caching": False,
+        "device": "gpu",
+        "batch_invariant": args.invariant,
+        "block_ratio": 2.0,
+        "max_cached_task_num": 10000,
+    }
     logging.basicConfig(level="INFO", format="%(relativeCreated)d ms %(message)s")
     started = time.perf_counter()
     bench = Bench(exported(args.model), Config(**settings))

@@ -42,6 +42,9 @@ class Capacity:
         None, "NUM_GPU_BLOCKS_OVERRIDE", "KV blocks on a GPU, whatever the rules above say", minimum=1
     )
     use_cudagraph: bool = setting(True, "USE_CUDAGRAPH", "record decode steps on a GPU once and replay them")
+    batch_invariant: bool = setting(
+        False, "BATCH_INVARIANT", "on a GPU, too, no bit of an answer depends on other requests; slower (docs/gpu.md)"
+    )
     cudagraph_capture_sizes: str = setting(
         "1,2,4,8,16,24,32,48,64,96,128,160,192,224,256",
         "CUDAGRAPH_CAPTURE_SIZES",

@@ -1,4 +1,4 @@
-"""The functions of engine.ops.cuda as those of engine.ops.reference: numpy's arrays in and out."""
+"""The functions of engine.ops.cuda, or of one like it, as those of engine.ops.reference: numpy's arrays in and out."""
 
 import ml_dtypes  # noqa: F401 - lets numpy know bfloat16
 import numpy as np
@@ -28,13 +28,13 @@ def array(value):
 class Ops:
     """In-place inputs are updated in place, as the reference does it."""
 
-    def __init__(self, device):
-        self._device = device
+    def __init__(self, device, ops=cuda):
+        self._device, self._ops = device, ops
 
     def __getattr__(self, op):
         def run(*inputs, **attributes):
             given = [tensor(value, self._device) for value in inputs]
-            results = getattr(cuda, op)(*given, **attributes)
+            results = getattr(self._ops, op)(*given, **attributes)
             if not isinstance(results, tuple):
                 return array(results)
             first, updated = results

@@ -26,6 +26,7 @@ from engine.executors.readings import LOGITS_BYTES, most_read
 from engine.executors.slots import Choices, Slots
 from engine.exporting.manifest import Manifest
 from engine.ops import cuda
+from engine.ops.cuda import invariant
 from engine.ops.cuda.sampler import sample
 from engine.ops.sampling_rows import SampledRows, SamplingRows
 from engine.settings.config import Config
@@ -42,7 +43,7 @@ class CudaExecutor:
         self._device = torch.device(device)
         self._utilization = config.gpu_memory_utilization
         self._logits_bytes = 4 * config.batch_size * model.vocab_size  # of the largest batch
-        self._program = load_program(graph_dir, model, self._device)
+        self._program = load_program(graph_dir, model, self._device, invariant if config.batch_invariant else cuda)
         self._caches = Caches(model.graph().caches, self._device)
         self._graphs = StepGraphs(config, max_blocks, self._device)
         self._uploads = Uploads(self._device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -18,8 +19,8 @@ from engine.models.constants import constants_of
 log = logging.getLogger(__name__)
 
 
-def load_program(graph_dir: Path, model: Manifest, device: torch.device) -> Program:
-    """Raises ConfigError where the weights are too large for the device."""
+def load_program(graph_dir: Path, model: Manifest, device: torch.device, ops: ModuleType) -> Program:
+    """`ops`: engine.ops.cuda, or one like it. Raises ConfigError where the weights are too large for the device."""
     started = time.monotonic()
     files, directory = model.graph(), rank_dir(graph_dir)
     graph = graphs.read_graph(directory / files.program, files.outputs)
@@ -36,4 +37,4 @@ def load_program(graph_dir: Path, model: Manifest, device: torch.device) -> Prog
             f" {total - free:.1f} GiB"
         ) from None
     log.info("%.1f GB of weights on the device in %.1f s", size / 1e9, time.monotonic() - started)
-    return Program(graph, params)
+    return Program(graph, params, ops)

@@ -1,17 +1,17 @@
-"""An exported graph as a list of calls of engine.ops.cuda. Knows no batches and no cache."""
+"""An exported graph as a list of calls of engine.ops.cuda, or of one like it. Knows no batches and no cache."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import ModuleType
 from typing import NamedTuple
 
 from torch import Tensor
 
 from engine.graph import Graph, GraphError, Node
 from engine.models.layers import HIDDEN, LOGITS
-from engine.ops import cuda
 
 
 class Outputs(NamedTuple):
@@ -34,11 +34,11 @@ class Call(NamedTuple):
 class Program:
     """`params` are on the device that the inputs will be on."""
 
-    def __init__(self, graph: Graph, params: Mapping[str, Tensor]):
+    def __init__(self, graph: Graph, params: Mapping[str, Tensor], ops: ModuleType):
         self._params = {value.id: params[name] for name, value in graph.parameters.items()}
         self._inputs = {name: value.id for name, value in graph.inputs.items()}
         self._outputs = [graph.outputs[name].id for name in (LOGITS, HIDDEN)]
-        self._calls = _calls(graph, {*self._params, *self._outputs})
+        self._calls = _calls(graph, {*self._params, *self._outputs}, ops)
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> Outputs:
         """The caches among the inputs are updated."""
@@ -52,7 +52,7 @@ class Program:
         return Outputs(*[values[number] for number in self._outputs])
 
 
-def _calls(graph: Graph, kept: set[int]) -> list[Call]:
+def _calls(graph: Graph, kept: set[int], ops: ModuleType) -> list[Call]:
     logits = graph.outputs[LOGITS].id
     nodes = _fused(graph.nodes)
     last_use = {value.id: node for node in nodes for value in node.inputs if value is not None}
@@ -61,7 +61,7 @@ def _calls(graph: Graph, kept: set[int]) -> list[Call]:
         inputs = tuple(None if value is None else value.id for value in node.inputs)
         last = {number for number in inputs if number is not None and last_use[number] is node}
         outputs = tuple(value.id for value in node.outputs)
-        calls.append(Call(_op(node, logits), inputs, outputs, tuple(last - kept)))
+        calls.append(Call(_op(node, logits, ops), inputs, outputs, tuple(last - kept)))
     return calls
 
 
@@ -79,10 +79,10 @@ def _fused(nodes: Sequence[Node]) -> list[Node]:
     return fused
 
 
-def _op(node: Node, logits: int) -> Callable:
+def _op(node: Node, logits: int, ops: ModuleType) -> Callable:
     if node.op == "linear" and node.outputs[0].id == logits:
-        return lambda x, weight, bias: cuda.logits(x, weight)
-    op = getattr(cuda, node.op, None)
+        return lambda x, weight, bias: ops.logits(x, weight)
+    op = getattr(ops, node.op, None)
     if op is None:
-        raise GraphError(f"the graph has the op {node.op}, which is not built for GPUs")
+        raise GraphError(f"the graph has the op {node.op}, which {ops.__name__} has not")
     return partial(op, **node.attributes) if node.attributes else op

@@ -61,7 +61,7 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor]:
     """[T, (Hq + 2 Hkv) D] over the cache [num_blocks, 2, Hkv, block_size, D]: [T, Hq D], and the cache, updated."""
     where = query_starts, context_lens, block_tables
-    query = _place_all(qkv, cos_sin, kv_cache, where, num_heads)
+    query = place_all(qkv, cos_sin, kv_cache, where, num_heads)
     out = torch.empty_like(query)
     num_tokens, num_requests, group = len(query), len(context_lens), num_heads // num_kv_heads
     one_each = num_tokens == num_requests
@@ -84,7 +84,7 @@ def paged_attention(
     return out, kv_cache
 
 
-def _place_all(
+def place_all(
     qkv: Tensor | HeadNorm, cos_sin: Tensor, kv_cache: Tensor, where: tuple[Tensor, ...], num_heads: int
 ) -> Tensor:
     """Writes rotated keys, and values, into the cache; returns the rotated queries [T, Hq D]."""
@@ -103,18 +103,18 @@ def _place_all(
 
 def _num_splits(num_programs: int, max_blocks: int) -> int:
     """So many that the device is busy; a power of two, so that few kernels are compiled."""
-    room = PROGRAMS_PER_SM * _num_sms() // num_programs
+    room = PROGRAMS_PER_SM * num_sms() // num_programs
     wanted = min(room, max_blocks, MAX_SPLITS)
     return 1 << max(wanted, 1).bit_length() - 1
 
 
 @functools.cache
-def _num_sms() -> int:
+def num_sms() -> int:
     return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 4
 
 
 @triton.jit
-def _request_of(query_starts, num_requests, index, TOKENS: tl.constexpr):
+def request_of(query_starts, num_requests, index, TOKENS: tl.constexpr):
     """The last request b with query_starts[b] // TOKENS + b <= index: whose tile of TOKENS tokens, counted with a spare
     one for each request, has this number. With TOKENS = 0: whose token it is."""
     low = 0
@@ -146,7 +146,7 @@ def _place(
     if ONE_EACH:
         request = token
     else:
-        request = _request_of(query_starts, num_requests, token, 0)
+        request = request_of(query_starts, num_requests, token, 0)
     position = tl.load(context_lens + request) + token - tl.load(query_starts + request)
     block = tl.load(block_tables + request * table_width + position // BLOCK_SIZE).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -202,7 +202,7 @@ def _attend(
     else:
         # The longest come last in a batch and take longest: they begin first.
         index = tl.num_programs(0) - 1 - tl.program_id(0)
-        request = _request_of(query_starts, num_requests, index, TOKENS)
+        request = request_of(query_starts, num_requests, index, TOKENS)
         first = tl.load(query_starts + request)
         count = tl.load(query_starts + request + 1) - first
         begin = (index - first // TOKENS - request) * TOKENS  # of this tile, in the request
@@ -228,12 +228,12 @@ def _attend(
         table = block_tables + request * table_width
         tiles = cache + kv_head * BLOCK_SIZE * HEAD_DIM
         for tile in range(start, num_seen_by_all):
-            m, total, sums = _tile(
+            m, total, sums = tile_of(
                 q, tiles, table, tile, position, end, scale, m, total, sums,
                 NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, False,
             )  # fmt: skip
         for tile in range(tl.maximum(start, num_seen_by_all), stop):
-            m, total, sums = _tile(
+            m, total, sums = tile_of(
                 q, tiles, table, tile, position, end, scale, m, total, sums,
                 NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, True,
             )  # fmt: skip
@@ -248,7 +248,7 @@ def _attend(
 
 
 @triton.jit
-def _tile(
+def tile_of(
     q, tiles, table, tile, position, end, scale, m, total, sums,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr, IS_EDGE: tl.constexpr,

@@ -1,0 +1,177 @@
+"""Paged attention in one order of sums, whatever the batch, the chunks and the device.
+
+The online softmax runs over UNIT positions of a request at a time, and what the units come to is merged in their order.
+Which programs compute the units does not matter: of a decode step several may share a request's, whose sums a second
+kernel merges; one that has them all merges them itself, with the same function.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.ops.cuda.attention import MAX_TILE, HeadNorm, num_sms, place_all, request_of, tile_of
+from engine.ops.cuda.launch import PDL, begin_next, wait_for_inputs
+
+UNIT = 256  # positions
+ROWS = 64  # of a program's matrix products: those of Hopper's instruction
+FLOAT32 = 32, 32  # rows and positions at a time: its products are made in registers
+DECODE = {"num_warps": 4, "num_stages": 2}
+PREFILL = {"num_warps": 4, "num_stages": 2}
+MAX_SPLITS = 32
+PROGRAMS_PER_SM = 3
+
+
+def paged_attention(
+    qkv: Tensor | HeadNorm,
+    cos_sin: Tensor,
+    kv_cache: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """[T, (Hq + 2 Hkv) D] over the cache [num_blocks, 2, Hkv, block_size, D]: [T, Hq D], and the cache, updated."""
+    where = query_starts, context_lens, block_tables
+    query = place_all(qkv, cos_sin, kv_cache, where, num_heads)
+    out = torch.empty_like(query)
+    num_tokens, num_requests, group = len(query), len(context_lens), num_heads // num_kv_heads
+    one_each = num_tokens == num_requests
+    block_size, head_dim = kv_cache.shape[3:]
+    rows, most = (ROWS, MAX_TILE) if query.dtype == torch.bfloat16 else FLOAT32
+    rows = triton.next_power_of_2(max(group, rows))
+    tokens = 1 if one_each else rows // group
+    num_tiles = num_tokens if one_each else num_tokens // tokens + num_requests
+    num_units = triton.cdiv(block_tables.shape[1] * block_size, UNIT)
+    splits = _num_splits(num_tiles * num_kv_heads, num_units) if one_each else 1
+    shape = num_tokens, num_heads, num_units, head_dim + 2
+    partial = query.new_empty(shape, dtype=torch.float32) if splits > 1 else out
+    padded_dim = max(16, triton.next_power_of_2(head_dim))
+    _attend[(num_tiles, num_kv_heads, splits)](
+        query, kv_cache, *where, partial, num_requests, block_tables.shape[1], num_units, scale * math.log2(math.e),
+        num_kv_heads, group, head_dim, padded_dim, block_size, min(block_size, most), UNIT, rows, tokens, one_each,
+        splits, **(DECODE if one_each else PREFILL), **PDL,
+    )  # fmt: skip
+    if splits > 1:
+        grid = num_tokens, num_heads
+        _merge_all[grid](
+            partial, context_lens, out, num_heads, num_units, head_dim, padded_dim, UNIT, num_warps=1, **PDL
+        )
+    return out, kv_cache
+
+
+def _num_splits(num_programs: int, num_units: int) -> int:
+    wanted = min(PROGRAMS_PER_SM * num_sms() // num_programs, num_units, MAX_SPLITS)
+    return 1 << max(wanted, 1).bit_length() - 1
+
+
+@triton.jit
+def _attend(
+    query, cache, query_starts, context_lens, block_tables, out, num_requests, table_width, num_units_of_table, scale,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    ONE_EACH: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """The query heads of one key/value head for TOKENS tokens of one request; of several splits some of the units."""
+    begin_next()
+    wait_for_inputs()
+    kv_head, split = tl.program_id(1), tl.program_id(2)
+    if ONE_EACH:
+        request = tl.program_id(0)
+        first = request
+        count = 1
+        begin = 0
+    else:
+        # The longest come last in a batch and take longest: they begin first.
+        index = tl.num_programs(0) - 1 - tl.program_id(0)
+        request = request_of(query_starts, num_requests, index, TOKENS)
+        first = tl.load(query_starts + request)
+        count = tl.load(query_starts + request + 1) - first
+        begin = (index - first // TOKENS - request) * TOKENS
+    if begin < count:
+        context = tl.load(context_lens + request)
+        rows = tl.arange(0, ROWS)
+        d = tl.arange(0, PADDED_DIM)
+        token = begin + rows // GROUP
+        head = kv_head * GROUP + rows % GROUP
+        is_row = (rows < TOKENS * GROUP) & (token < count)
+        row = (first + token).to(tl.int64) * NUM_KV_HEADS * GROUP + head
+        is_in = is_row[:, None] & (d < HEAD_DIM)[None, :]
+        q = tl.load(query + row[:, None] * HEAD_DIM + d[None, :], mask=is_in, other=0)
+        position = context + token
+        end = context + tl.minimum(begin + TOKENS, count)
+        each = tl.cdiv(tl.cdiv(end, UNIT), SPLITS)
+        num_seen_by_all = (context + begin + 1) // TILE  # tiles
+        all_m = tl.full([ROWS], -float("inf"), tl.float32)
+        all_total = tl.zeros([ROWS], tl.float32)
+        all_sums = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+        table = block_tables + request * table_width
+        tiles = cache + kv_head * BLOCK_SIZE * HEAD_DIM
+        for unit in range(split * each, tl.minimum(split * each + each, tl.cdiv(end, UNIT))):
+            start = unit * (UNIT // TILE)
+            stop = tl.minimum(start + UNIT // TILE, tl.cdiv(end, TILE))
+            edge = tl.minimum(tl.maximum(num_seen_by_all, start), stop)
+            m = tl.full([ROWS], -float("inf"), tl.float32)
+            total = tl.zeros([ROWS], tl.float32)
+            sums = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+            for tile in range(start, edge):
+                m, total, sums = tile_of(
+                    q, tiles, table, tile, position, end, scale, m, total, sums,
+                    NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, False,
+                )  # fmt: skip
+            for tile in range(edge, stop):
+                m, total, sums = tile_of(
+                    q, tiles, table, tile, position, end, scale, m, total, sums,
+                    NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, True,
+                )  # fmt: skip
+            if SPLITS == 1:
+                all_m, all_total, all_sums = _merged(all_m, all_total, all_sums, m, total, sums)
+            else:
+                at = (row * num_units_of_table + unit) * (HEAD_DIM + 2)
+                tl.store(out + at[:, None] + d[None, :], sums, mask=is_in)
+                tl.store(out + at + HEAD_DIM, m, mask=is_row)
+                tl.store(out + at + HEAD_DIM + 1, total, mask=is_row)
+        if SPLITS == 1:
+            tl.store(out + row[:, None] * HEAD_DIM + d[None, :], all_sums / all_total[:, None], mask=is_in)
+
+
+@triton.jit
+def _merge_all(
+    partial, context_lens, out, num_heads, num_units_of_table,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """One head of the one token of a request."""
+    begin_next()
+    wait_for_inputs()
+    head = tl.program_id(0).to(tl.int64) * num_heads + tl.program_id(1)
+    d = tl.arange(0, PADDED_DIM)[None, :]
+    one = tl.zeros([1], tl.int32)
+    all_m = tl.full([1], -float("inf"), tl.float32)
+    all_total = tl.zeros([1], tl.float32)
+    all_sums = tl.zeros([1, PADDED_DIM], tl.float32)
+    for unit in range(0, tl.load(context_lens + tl.program_id(0)) // UNIT + 1):
+        at = partial + (head * num_units_of_table + unit) * (HEAD_DIM + 2)
+        sums = tl.load(at + d, mask=d < HEAD_DIM, other=0)
+        m, total = tl.load(at + HEAD_DIM + one), tl.load(at + HEAD_DIM + 1 + one)
+        all_m, all_total, all_sums = _merged(all_m, all_total, all_sums, m, total, sums)
+    tl.store(out + head * HEAD_DIM + d, all_sums / all_total[:, None], mask=d < HEAD_DIM)
+
+
+@triton.jit
+def _merged(all_m, all_total, all_sums, m, total, sums):
+    """What there is so far and one unit more: of each row its largest score, and total weight and sums relative to
+    that."""
+    largest = tl.maximum(all_m, m)
+    floor = tl.where(largest == -float("inf"), 0.0, largest)  # of a row that has seen nothing yet
+    before, here = tl.exp2(all_m - floor), tl.exp2(m - floor)
+    # Written out, for a compiler could choose either product to be the one that is not rounded.
+    all_total = tl.fma(all_total, before, total * here)
+    all_sums = tl.fma(all_sums, tl.broadcast_to(before[:, None], sums.shape), sums * here[:, None])
+    return largest, all_total, all_sums

@@ -1,0 +1,148 @@
+"""BATCH_INVARIANT=1: company, chunks, drafts, preemption and how many programs share the work change no bit."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cuda]")
+
+from engine.core.types import Request, Sampling  # noqa: E402
+from engine.ops.cuda import invariant  # noqa: E402
+from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
+from tests.cuda.test_executor import a_loop, answers_of  # noqa: E402
+from tests.pure.paged_batch import PagedBatch  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered"),
+    pytest.mark.parametrize("dtype", ["float32", "bfloat16"]),
+]
+
+
+@pytest.fixture(autouse=True)
+def products_are_chains_of_sums(monkeypatch):
+    """The interpreter's are BLAS's, whose order depends on where in a tile a row is, and know no bfloat16."""
+    if not IS_INTERPRETED:
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    def numbers(handle):
+        is_bf16 = handle.dtype.scalar == tl.bfloat16
+        return (handle.data.astype(np.uint32) << 16).view(np.float32) if is_bf16 else handle.data
+
+    def dot(self, a, b, sums, *_):
+        x, y, total = numbers(a), numbers(b), sums.data.copy()
+        for k in range(x.shape[1]):
+            total += x[:, k, None] * y[None, k]
+        return interpreter.TensorHandle(total, sums.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+
+
+def randn(device, dtype, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(getattr(torch, dtype)).to(device)
+
+
+def test_a_row_of_a_product_is_the_same_bits_among_any_others(device, dtype):
+    """In every tile that there is, for columns and widths that divide nothing."""
+    sizes = [(150, 70)] if IS_INTERPRETED else [(1500, 70), (4096, 6144), (1032, 14000)]
+    for width, columns in sizes:
+        x, weight = randn(device, dtype, 600, width), randn(device, dtype, columns, width)
+        bias = randn(device, dtype, columns)
+        for op in (invariant.linear, lambda *of: invariant.logits(*of[:2])):
+            whole = op(x, weight, bias)
+            expected = x.double() @ weight.double().t() + (bias.double() if op is invariant.linear else 0)
+            error = (whole.double() - expected).abs().max() / expected.abs().max()
+            assert error < (1e-5 if whole.dtype == torch.float32 else 2**-7)
+            for count in (1, 2, 17, 64, 65, 200, 300):
+                for start in (0, 5, 70, 600 - count):
+                    rows = slice(start, start + count)
+                    assert torch.equal(op(x[rows].contiguous(), weight, bias), whole[rows])
+
+
+HEADS = [(4, 2, 20), (6, 1, 64)] if IS_INTERPRETED else [(4, 2, 20), (32, 8, 128), (14, 2, 64), (80, 1, 24)]
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_attention_is_the_same_bits_in_chunks_and_in_company(device, dtype, heads):
+    num_heads, num_kv_heads, head_dim = heads
+    length, others = (300, 2) if IS_INTERPRETED else (1100, 150)
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "scale": head_dim**-0.5}
+    num_blocks = -(-length // 16)
+    qkv = randn(device, dtype, length, (num_heads + 2 * num_kv_heads) * head_dim)
+    angles = randn(device, "float32", length, head_dim)
+
+    def attend(chunks, num_others=0):
+        """Every other request has the first tokens of the same, in blocks of its own."""
+        cache = randn(device, dtype, (1 + num_others) * num_blocks, 2, num_kv_heads, 16, head_dim)
+        tables = torch.arange(len(cache), dtype=torch.int32, device=device).view(-1, num_blocks)
+        found, start = [], 0
+        for count in chunks:
+            rows = torch.tensor([*range(start, start + count), *[0] * num_others], device=device)
+            starts = torch.tensor([0, *range(count, len(rows) + 1)], dtype=torch.int32, device=device)
+            contexts = torch.tensor([start] + [0] * num_others, dtype=torch.int32, device=device)
+            out, _ = invariant.paged_attention(qkv[rows], angles[rows], cache, starts, contexts, tables, **sizes)
+            found.append(out[:count])
+            start += count
+        return torch.cat(found)
+
+    whole = attend([length])
+    assert torch.isfinite(whole).all()
+    assert torch.equal(attend([length - 43, 1, 1, 1, 39, 1]), whole)
+    assert torch.equal(attend([7, 250, 1, 1, length - 259], others), whole)
+
+
+def test_attention_is_as_the_definition_says(device, dtype):
+    if dtype == "bfloat16":
+        pytest.skip("the definition's bfloat16 is rounded elsewhere; the executor's tests compare it")
+    from engine.ops import reference
+    from tests.cuda.arrays import Ops
+    from tests.cuda.test_ops import assert_close
+
+    ops = Ops(device, invariant)
+    for batch in (PagedBatch([270, 3, 0], [1, 1, 1]), PagedBatch([250, 3, 0], [19, 1, 8])):
+        expected_cache, cache = batch.kv_cache.copy(), batch.kv_cache.copy()
+        assert_close(batch.run(ops, cache), batch.run(reference, expected_cache), 3e-6)
+        assert np.allclose(cache, expected_cache, rtol=1e-6, atol=1e-6)
+
+
+FIELDS = [
+    {"temperature": 0.9, "seed": 7, "num_logprobs": 3},
+    {"temperature": 0, "num_logprobs": 5},
+    {"temperature": 0.7, "top_p": 0.8, "seed": 8, "repetition_penalty": 1.3, "num_logprobs": 0},
+]
+WAYS = {
+    "in company": {},
+    "in other chunks": {"max_num_batched_tokens": 32},
+    "preempted": {"block_ratio": 0.99},
+    "with drafts": {"speculate_method": "ngram"},
+    "launched op by op": {"use_cudagraph": False},
+}
+
+
+def test_answers_and_their_scores_are_those_of_a_request_alone(exported, device, dtype):
+    rng = np.random.default_rng(3)
+    count, lengths = (8, (61, 62, 5)) if IS_INTERPRETED else (40, (61, 318, 5))
+    prompts = [rng.integers(0, 300, length).tolist() for length in lengths]
+
+    def ask(*numbers, **settings):
+        loop = a_loop(exported("qwen2", dtype), device, batch_invariant=True, **settings)
+        asked = [Sampling(max_new_tokens=count, **FIELDS[number]) for number in numbers]
+        requests = [
+            Request(str(number), list(prompts[number]), len(prompts[number]), sampling)
+            for number, sampling in zip(numbers, asked, strict=True)
+        ]
+        tokens, logprobs = answers_of(loop, requests)
+        assert loop.stats()["num_preemptions"] > 0 or "block_ratio" not in settings
+        return tokens, logprobs
+
+    blocks = sum(-(-(len(prompt) + count) // 64) for prompt in prompts)
+    WAYS["preempted"]["block_bs"] = (blocks - 1) / 16  # 16 are those of the longest request
+    alone = [ask(number) for number in range(len(prompts))]
+    for way, settings in WAYS.items():
+        if IS_INTERPRETED and (way == "launched op by op" or (dtype == "bfloat16" and way != "in company")):
+            continue
+        tokens, logprobs = ask(*range(len(prompts)), **settings)
+        for number, (own_tokens, own_logprobs) in enumerate(alone):
+            name = str(number)
+            assert tokens[name] == own_tokens[name], way
+            assert logprobs[name] == own_logprobs[name], way
