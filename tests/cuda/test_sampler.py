@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cud
 from engine.executors.cuda.sampling import fields_to_send  # noqa: E402
 from engine.executors.cuda.transfer import Uploads  # noqa: E402
 from engine.ops import reference  # noqa: E402
-from engine.ops.cuda.sampler import sample  # noqa: E402
+from engine.ops.cuda.sampler import sample, threshold  # noqa: E402
 from engine.ops.sampling_rows import SampledRows  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
 from tests.sampling_cases import CASES, a_mask, some_logits, some_rows, with_pairs  # noqa: E402
@@ -22,7 +22,7 @@ def run(device, logits, rows) -> SampledRows:
     sent = Uploads(device).send(fields_to_send(rows) | mask)
     most = int(rows.num_logprobs.max())
     found = SampledRows.empty(len(logits), max(most, 0))
-    for name, tensor in sample(torch.from_numpy(logits.copy()).to(device), sent, most).items():
+    for name, tensor in sample(torch.from_numpy(logits.copy()).to(device), sent, rows).items():
         setattr(found, name, tensor.cpu().numpy())
     return found
 
@@ -91,3 +91,14 @@ def test_entries_of_other_slots_stay_here():
         "seen_counts": [1, 2],
     }
     assert "presence_penalty" not in fields_to_send(some_rows(2))
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 700}, {"top_p": 0.5}, {"top_k": 900, "top_p": 0.3}])
+def test_where_too_many_candidates_are_left_the_whole_row_is_searched(device, monkeypatch, settings):
+    """Equal logits, of which no pivot leaves few; and more candidates than there is room for."""
+    monkeypatch.setattr(threshold, "MOST_CANDIDATES", 16)
+    logits = np.repeat(np.arange(500, dtype=np.float32) % 3, 2)[None].repeat(6, axis=0)
+    logits[3:] = some_logits(3, 1000, 0.001)
+    rows = some_rows(6, **settings)
+    monkeypatch.setattr(threshold, "ROUNDS", 1)
+    assert np.array_equal(run(device, logits, rows).token_ids, reference.sample(logits, rows).token_ids)

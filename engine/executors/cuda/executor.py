@@ -118,7 +118,7 @@ class CudaExecutor:
         """Begins to choose tokens. `logits`: of each choice; `rows`: what was sent, as the host has it."""
         if rows.mask is not None:
             sent = {**sent, **self._uploads.send({"mask": rows.mask})}
-        sampled = sample(logits, sent, int(rows.num_logprobs.max()))
+        sampled = sample(logits, sent, rows)
         self._last_tokens.index_copy_(0, sent["slots"], sampled["token_ids"])
         return Download(sampled, self._device)
 

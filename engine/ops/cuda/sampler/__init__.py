@@ -1,0 +1,58 @@
+"""Chooses a token for each row of logits, as "Sampling" in docs/ops.md defines it, on the device and without sorting.
+
+A row is shared out to a program for every PART of the vocabulary. What top_k and top_p keep of it is all above a
+threshold, and of what equals that the first few. The threshold is found in rounds: each counts and weighs what lies
+above a few pivots, in one pass over the row, until so few tokens are left between two of them that one program finds it
+among these (`threshold`). A token is drawn by the weights of the parts, then within one of them (`drawing`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from engine.ops.cuda.sampler.changes import change, changes
+from engine.ops.cuda.sampler.drawing import draw
+from engine.ops.cuda.sampler.reporting import report
+from engine.ops.cuda.sampler.row import survey
+from engine.ops.cuda.sampler.threshold import cut
+from engine.ops.sampling_rows import SamplingRows
+
+__all__ = ["report", "sample"]
+
+
+class Cuts(NamedTuple):
+    """What some row of a step wants."""
+
+    draws: bool
+    top_k: bool
+    top_p: bool
+
+    @classmethod
+    def of(cls, rows: SamplingRows) -> Cuts:
+        is_drawn = rows.temperature > 0
+        of = is_drawn, is_drawn & (rows.top_k > 0), is_drawn & (rows.top_p < 1)
+        return cls(*[bool(each.any()) for each in of])
+
+
+def sample(logits: Tensor, sent: Mapping[str, Tensor], rows: SamplingRows) -> dict[str, Tensor]:
+    """The fields of SampledRows by name; without log-probabilities where nobody wants any.
+
+    `logits`: f32 [S, V], S at least 1, which are changed. `sent`: the fields of `rows` on the same device; what changes
+    logits only where it does something.
+    """
+    num_logprobs = int(rows.num_logprobs.max())
+    own = logits.clone() if num_logprobs >= 0 and changes(sent) else logits
+    change(logits, sent)
+    cuts = Cuts.of(rows)
+    found = survey(logits, sent["temperature"], sent["min_p"])
+    if cuts.top_k:
+        cut(found, sent["top_k"], by_count=True)
+    if cuts.top_p:
+        cut(found, sent["top_p"], by_count=False)
+    token_ids = draw(found, sent, some_drawn=cuts.draws)
+    if num_logprobs < 0:
+        return {"token_ids": token_ids}
+    return {"token_ids": token_ids, **report(own, token_ids, sent["num_logprobs"], num_logprobs)}

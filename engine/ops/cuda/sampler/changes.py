@@ -1,0 +1,69 @@
+"""What changes logits before a token is chosen: masks, biases and bans, penalties."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 8192  # logits a program
+ENTRIES = 256  # of biases and of what was seen, at a time
+FIELDS = ("mask", "bias_ids", "seen_ids")  # that change logits, with those that go with them
+
+
+def changes(rows: Mapping[str, Tensor]) -> bool:
+    return not rows.keys().isdisjoint(FIELDS)
+
+
+def change(logits: Tensor, rows: Mapping[str, Tensor]) -> None:
+    num_rows, vocab = logits.shape
+    if "mask" in rows:
+        _mask[(num_rows, triton.cdiv(vocab, BLOCK))](logits, rows["mask"], vocab, BLOCK)
+    if "bias_ids" in rows:
+        _bias[(num_rows,)](logits, rows["bias_starts"], rows["bias_ids"], rows["bias"], vocab, ENTRIES)
+    if "seen_ids" in rows:
+        seen = [rows[name] for name in ("seen_starts", "seen_ends", "seen_ids", "seen_counts")]
+        penalties = [rows[name] for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")]
+        _penalize[(num_rows,)](logits, *seen, *penalties, vocab, ENTRIES)
+
+
+@triton.jit
+def _mask(logits, mask, vocab, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    words = tl.load(mask + row * ((vocab + 31) // 32) + ids // 32, mask=ids < vocab, other=-1)
+    is_banned = ((words >> (ids % 32)) & 1) == 0
+    tl.store(logits + row * vocab + ids, -float("inf"), mask=(ids < vocab) & is_banned)
+
+
+@triton.jit
+def _bias(logits, starts, ids, bias, vocab, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    end = tl.load(starts + row + 1)
+    for start in range(tl.load(starts + row), end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        token_ids = tl.load(ids + at, mask=at < end, other=0)
+        # Atomic: the same token may have a bias and a ban.
+        tl.atomic_add(logits + row * vocab + token_ids, tl.load(bias + at, mask=at < end, other=0), mask=at < end)
+
+
+@triton.jit
+def _penalize(logits, starts, ends, ids, counts, repetitions, frequencies, presences, vocab, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    repetition, frequency, presence = (
+        tl.load(repetitions + row),
+        tl.load(frequencies + row),
+        tl.load(presences + row),
+    )
+    end = tl.load(ends + row)
+    for start in range(tl.load(starts + row), end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        token_ids = tl.load(ids + at, mask=at < end, other=-1)
+        is_in = (token_ids >= 0) & (token_ids < vocab)  # NO_TOKEN may be among them
+        count = tl.load(counts + at, mask=is_in, other=0)
+        x = tl.load(logits + row * vocab + token_ids, mask=is_in, other=0)
+        x = tl.where(x > 0, x / repetition, x * repetition)
+        x = tl.where(count > 0, x - frequency * count.to(tl.float32) - presence, x)
+        tl.store(logits + row * vocab + token_ids, x, mask=is_in)
