@@ -52,7 +52,7 @@ def test_a_row_of_a_product_is_the_same_bits_among_any_others(device, dtype):
             whole = op(x, weight, bias)
             expected = x.double() @ weight.double().t() + (bias.double() if op is invariant.linear else 0)
             error = (whole.double() - expected).abs().max() / expected.abs().max()
-            assert error < (1e-5 if whole.dtype == torch.float32 else 2**-7)
+            assert error < (5e-5 if whole.dtype == torch.float32 else 2**-7)
             for count in (1, 2, 17, 64, 65, 200, 300):
                 for start in (0, 5, 70, 600 - count):
                     rows = slice(start, start + count)
@@ -65,7 +65,7 @@ HEADS = [(4, 2, 20), (6, 1, 64)] if IS_INTERPRETED else [(4, 2, 20), (32, 8, 128
 @pytest.mark.parametrize("heads", HEADS)
 def test_attention_is_the_same_bits_in_chunks_and_in_company(device, dtype, heads):
     num_heads, num_kv_heads, head_dim = heads
-    length, others = (300, 2) if IS_INTERPRETED else (1100, 150)
+    length, others = (300, 12) if IS_INTERPRETED else (1100, 150)
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "scale": head_dim**-0.5}
     num_blocks = -(-length // 16)
     qkv = randn(device, dtype, length, (num_heads + 2 * num_kv_heads) * head_dim)

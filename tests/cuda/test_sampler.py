@@ -14,7 +14,7 @@ from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
 from tests.sampling_cases import CASES, a_mask, some_logits, some_rows, with_pairs  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
-VOCABS = [1, 31, 70, 5003] if IS_INTERPRETED else [1, 31, 70, 5003, 128256]
+VOCABS = [1, 70, 5003] if IS_INTERPRETED else [1, 31, 70, 5003, 128256]
 
 
 def run(device, logits, rows) -> SampledRows:
@@ -52,8 +52,9 @@ def test_any_size_and_any_flatness(device, vocab, scale):
 
 @pytest.mark.parametrize("settings", [{"top_k": 5}, {"top_p": 0.5}, {"top_k": 30, "top_p": 0.3}, {"top_k": 1}])
 def test_of_equal_logits_the_lowest_ids_are_kept(device, settings):
-    logits = np.repeat(np.arange(50, dtype=np.float32) % 3, 2)[None].repeat(60, axis=0)
-    rows = some_rows(60, **settings)
+    num_rows = 20 if IS_INTERPRETED else 60
+    logits = np.repeat(np.arange(50, dtype=np.float32) % 3, 2)[None].repeat(num_rows, axis=0)
+    rows = some_rows(num_rows, **settings)
     expected = reference.sample(logits, rows).token_ids
     assert np.array_equal(run(device, logits, rows).token_ids, expected)
 
