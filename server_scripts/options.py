@@ -49,7 +49,6 @@ ANSWERS = {
     "--chat-template": "the chat template is the checkpoint's",
     "--pipeline-parallel-size": "layers are split over ranks, --mp-num",
     "--data-parallel-size": "start several servers, each with ports and a --run-dir of its own",
-    "--swap-space": "a request that gives up its blocks is computed again",
     "--enable-chunked-prefill": "it always is; --max-num-batched-tokens is the size of a step",
     "--enable-auto-tool-choice": "calls of tools are always read; --tool-call-parser says in which format",
     "--engine-worker-queue-port": "the engine listens on a Unix socket in --run-dir",

@@ -10,6 +10,9 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from engine.core.host_blocks import HostBlocks
+from engine.core.types import Swaps
+
 
 class OutOfBlocks(Exception):
     """The scheduler's daily business, not a client's fault."""
@@ -29,9 +32,10 @@ def root_key(salt: str) -> bytes:
 
 class BlockPool:
     """Every block is in exactly one of three states: held (by one or more requests), cached (held by nobody, but
-    findable by its key until its room is needed, least recently used first) or free."""
+    findable by its key until its room is needed, least recently used first) or free. A key that has lost its block so
+    may still be found in one of `num_host_blocks` places on the host, from where it is brought back."""
 
-    def __init__(self, num_blocks: int, block_size: int, caching: bool = True):
+    def __init__(self, num_blocks: int, block_size: int, caching: bool = True, num_host_blocks: int = 0):
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.caching = caching
@@ -40,6 +44,7 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._key_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        self._host = HostBlocks(num_host_blocks) if num_host_blocks else None
 
     @property
     def num_available(self) -> int:
@@ -50,40 +55,61 @@ class BlockPool:
     def num_held(self) -> int:
         return self.num_blocks - self.num_available
 
+    @property
+    def num_coming_back(self) -> int:
+        """Blocks that the next step waits for."""
+        return self._host.num_coming_back if self._host else 0
+
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def find(self, keys: Sequence[bytes]) -> int:
         """How many of `keys`, from the first on, can be found."""
         for count, key in enumerate(keys):
-            if key not in self._block_of:
+            if key not in self._block_of and not (self._host and key in self._host):
                 return count
         return len(keys)
 
     def num_held_of(self, keys: Sequence[bytes]) -> int:
         """How many blocks of `keys`, which can be found, somebody holds: taking these once more costs no room."""
-        return sum(self._block_of[key] in self._holders for key in keys)
+        return sum(self._block_of.get(key) in self._holders for key in keys)
 
     def take(self, count: int, prefix: Sequence[bytes] = ()) -> list[int]:
         """The blocks of `prefix` (keys that `find` has found, now held once more) and `count` new ones.
 
         All or nothing: raises OutOfBlocks and changes nothing when fewer are available.
         """
-        shared = [self._block_of[key] for key in prefix]
+        shared = [self._block_of[key] for key in prefix if key in self._block_of]
         available = self.num_available - sum(block in self._cached for block in shared)
-        if count > available:
-            raise OutOfBlocks(f"need {count} blocks, {available} of {self.num_blocks} are available")
+        need = count + len(prefix) - len(shared)
+        if need > available:
+            raise OutOfBlocks(f"need {need} blocks, {available} of {self.num_blocks} are available")
         for block in shared:
             self._cached.pop(block, None)
             self._holders[block] = self._holders.get(block, 0) + 1
+        if len(shared) < len(prefix):
+            self._bring_back([key for key in prefix if key not in self._block_of])
+            shared = [self._block_of[key] for key in prefix]
         return shared + [self._take_one() for _ in range(count)]
+
+    def _bring_back(self, keys: Sequence[bytes]) -> None:
+        """From the host, into new blocks."""
+        assert self._host
+        self._host.want(keys)
+        for key in keys:
+            block = self._take_one()
+            self._block_of[key], self._key_of[block] = block, key
+            self._host.bring_back(key, block)
 
     def _take_one(self) -> int:
         if self._free:
             block = self._free.pop()
         else:
             block, _ = self._cached.popitem(last=False)
-            del self._block_of[self._key_of.pop(block)]
+            key = self._key_of.pop(block)
+            del self._block_of[key]
+            if self._host:
+                self._host.keep(key, block)
         self._holders[block] = 1
         return block
 
@@ -114,6 +140,10 @@ class BlockPool:
             else:
                 self._free.append(block)
 
+    def take_swaps(self) -> Swaps | None:
+        """What has to move to the host, and back from there, before the next step."""
+        return self._host.take_swaps() if self._host else None
+
     def check(self) -> None:
         """Every block is held, cached or free, exactly one of them. Cheap enough to run when the engine goes idle."""
         states = [set(self._free), set(self._cached), set(self._holders)]
@@ -123,3 +153,5 @@ class BlockPool:
         assert states[1] <= set(self._key_of), "a block without key cannot be found again"
         assert states[0].isdisjoint(self._key_of), "a free block can be found"
         assert {block: key for key, block in self._block_of.items()} == self._key_of
+        if self._host:
+            self._host.check()

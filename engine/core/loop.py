@@ -42,7 +42,8 @@ class Loop:
 
     def __init__(self, executor: Executor, num_blocks: int, config: Config, grammars: Grammars | None = None):
         self.executor = executor
-        pool = BlockPool(num_blocks, executor.block_size, config.enable_prefix_caching)
+        num_host_blocks = config.num_host_blocks(executor.block_bytes)
+        pool = BlockPool(num_blocks, executor.block_size, config.enable_prefix_caching, num_host_blocks)
         limits = Limits(
             config.batch_size,
             config.max_step_tokens,

@@ -16,6 +16,7 @@ from engine.core.searches import Searches
 from engine.core.types import PENDING, Batch, Logprobs, OfPrompt, Request, Row, State, StepOutput
 from engine.core.updates import FAILED, Update, append, make
 
+SPEED_OF_HOST = 8  # tokens that come back from there in the time of one that is computed
 RUNNING = State.RUNNING  # looked up once
 Gained = tuple[Sequence[int], Sequence[Logprobs] | None]  # tokens, and of each its logprobs
 Launched = tuple[Request, Row, Sequence[Request]]  # whose row it is, and the forks that choose a token with it
@@ -88,7 +89,7 @@ class Scheduler:
             # Else it has been preempted, or has only to be joined by its forks.
             if budget > 0 and request.slot >= 0 and request.num_computed < len(request.token_ids):
                 budget -= self._launch_prompt(launched, request, budget)
-        while budget > 0 and (admitted := self._roster.admit(is_ahead=bool(self._launched))):
+        while budget > self._waited_for() and (admitted := self._roster.admit(is_ahead=bool(self._launched))):
             budget -= self._launch_prompt(launched, admitted, budget)
         if not launched:
             return None
@@ -96,7 +97,8 @@ class Scheduler:
         self._holdings.begin_step()
         has_mask = any(request.grammar and row.num_sampled for request, row, _ in launched)
         is_read = self._num_readable < self.limits.most_read
-        return Batch([row for _, row, _ in launched], *self._roster.take_news(), has_mask, is_read)
+        rows = [row for _, row, _ in launched]
+        return Batch(rows, *self._roster.take_news(), has_mask, is_read, self.pool.take_swaps())
 
     def choices(self) -> list[Choice]:
         """Of the step that was launched, in the order of its output."""
@@ -176,6 +178,10 @@ class Scheduler:
             row = make(Row, (request.slot, start, token_ids, new, len(token_ids), (), None))
             launched.append((request, row, ()))
         return in_prompt
+
+    def _waited_for(self) -> int:
+        """Tokens that could be computed while the host's blocks come back: a step is no longer for these."""
+        return self.pool.num_coming_back * self.pool.block_size // SPEED_OF_HOST
 
     def _launch_prompt(self, launched: list[Launched], request: Request, budget: int) -> int:
         """A chunk of its prompt; the last one gives the first token, its own and those of its forks. Returns its

@@ -195,6 +195,14 @@ class Copy(NamedTuple):
     target: int
 
 
+class Swaps(NamedTuple):
+    """Before the step, blocks move between the cache and the host, each a block and its place there: out first, then
+    what has to be copied is, then back. Where several go to one place, the last one stays."""
+
+    out: Sequence[tuple[int, int]]
+    back: Sequence[tuple[int, int]]
+
+
 class Batch(NamedTuple):
     """What one step computes. A value: it refers to slots, whose state every rank of the executor keeps for itself, so
     it can be sent anywhere; what was launched is not changed by what the scheduler does next."""
@@ -204,6 +212,7 @@ class Batch(NamedTuple):
     copies: Sequence[Copy] = ()
     has_mask: bool = False  # `Step.mask` will be called before a token can be chosen
     is_read: bool = False  # some row has a `reading`
+    swaps: Swaps | None = None  # only where Config.num_host_blocks is not 0
 
     @property
     def num_tokens(self) -> int:

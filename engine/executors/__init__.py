@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from engine.core.types import Executor
 from engine.errors import ConfigError
+from engine.executors.memory import check_swap_space
 from engine.exporting.manifest import Manifest
 from engine.models.keys import ModelError
 from engine.settings.config import Config
@@ -29,6 +30,7 @@ def make_executor(graph_dir: Path, config: Config, tell: Callable[[str], None] =
     their ranks do what the master's executor says.
     """
     config = with_device(config)
+    check_swap_space(config)
     manifest, machines = Manifest.read(graph_dir), config.machines
     if config.device == GPU and manifest.num_ranks > 1:
         raise ConfigError(f"MP_NUM is {manifest.num_ranks}; with DEVICE=gpu a model has one rank, or set DEVICE=cpu")

@@ -39,6 +39,20 @@ def allocate_cache(executor: Executor, config: Config, model_len: int) -> int:
     return count
 
 
+def check_swap_space(config: Config) -> None:
+    """Raises ConfigError where there is no use or no room for it. `config` has a device."""
+    if not config.swap_space:
+        return
+    if config.device != GPU:
+        raise ConfigError(
+            f"SWAP_SPACE is {config.swap_space:g}, but on the CPU the KV cache is in the host's memory itself: BLOCK_BS"
+            " makes it larger"
+        )
+    free = free_memory_bytes() / 2**30
+    if config.swap_space > free:
+        raise ConfigError(f"SWAP_SPACE is {config.swap_space:g} GiB, the host has {free:.1f} GiB free")
+
+
 def run_longest_step(executor: Executor, config: Config, model_len: int, num_blocks: int) -> None:
     """On a cache of `num_blocks`, whose content is lost."""
     executor.allocate(num_blocks)

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgpack
 
-from engine.core.types import Arrival, Batch, Copy, Executor, Reading, Row, Sampling, Step
+from engine.core.types import Arrival, Batch, Copy, Executor, Reading, Row, Sampling, Step, Swaps
 from engine.errors import SetupError
 from engine.ops.cpu import group
 from engine.ops.cpu.group import Membership
@@ -140,11 +140,12 @@ def unpack(message: bytes) -> list[Any]:
 
 
 def unpack_batch(fields: Sequence[Any]) -> Batch:
-    rows, arrivals, copies, has_mask, is_read = fields
+    rows, arrivals, copies, has_mask, is_read, swaps = fields
     return Batch(
         [row._replace(reading=row.reading and Reading(*row.reading)) for row in starmap(Row, rows)],
         [Arrival(slot, ids, prompt_len, Sampling(*sampling)) for slot, ids, prompt_len, sampling in arrivals],
         [Copy(*copy) for copy in copies],
         has_mask,
         is_read,
+        swaps and Swaps(*swaps),
     )

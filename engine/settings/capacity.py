@@ -75,6 +75,12 @@ class Capacity:
     enable_prefix_caching: bool = setting(
         True, "ENABLE_PREFIX_CACHING", "keep full blocks for prompts that begin alike"
     )
+    swap_space: float = setting(
+        0.0,
+        "SWAP_SPACE",
+        "GiB of the host's memory, of all ranks together, for blocks that were pushed out of a GPU's KV cache",
+        minimum=0,
+    )
     cpu_threads: int = setting(
         0,
         "CPU_THREADS",
@@ -95,6 +101,13 @@ class Capacity:
         3, "SPECULATE_MAX_NGRAM_SIZE", "tokens that must have occurred before, at most", minimum=1, maximum=16
     )
     use_warmup: bool = setting(False, "USE_WARMUP", "run the longest step once before the server is ready")
+
+    def check_swap_space(self) -> None:
+        if self.swap_space and not self.enable_prefix_caching:
+            raise ConfigError(
+                f"SWAP_SPACE is {self.swap_space:g} and ENABLE_PREFIX_CACHING is 0: only what can be found again by its"
+                " tokens is kept"
+            )
 
     def check_capture_sizes(self) -> None:
         sizes = self.cudagraph_capture_sizes.split(",")

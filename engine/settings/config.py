@@ -52,6 +52,7 @@ class Config(Processes, Answers, Capacity, Model, Ports):  # dataclass takes the
             self.check_key,
             self.check_tls,
             self.check_capture_sizes,
+            self.check_swap_space,
         )
         for check in of_each if problems else (lambda: self.machines, self._check_ports, *of_each):
             try:
@@ -76,3 +77,7 @@ class Config(Processes, Answers, Capacity, Model, Ports):  # dataclass takes the
         """MAX_NUM_BATCHED_TOKENS, but enough that prompts go on beside a full batch of decodes."""
         on_device = 8192 if self.device == "gpu" else 256
         return max(self.max_num_batched_tokens or on_device, 2 * self.batch_size)
+
+    def num_host_blocks(self, block_bytes: int) -> int:
+        """That SWAP_SPACE holds; each is as many bytes of every rank."""
+        return int(self.swap_space * 2**30) // (block_bytes * self.mp_num)

@@ -77,6 +77,7 @@ class CountingExecutor:
         self.block_size = block_size
         self.batches: list[list[tuple[str, int]]] = []  # (first token of the prompt, tokens) of each row
         self.cache: dict[tuple[int, int], int] = {}  # (block, offset) -> name
+        self.on_host: dict[int, list[int]] = {}  # place -> names
         self.slots: dict[int, Slot] = {}
         self.sums: dict[int, list[int]] = {}  # of slots: tokens whose "hidden states" were added up
         self.num_running = 0  # steps that were launched and not asked for
@@ -93,9 +94,12 @@ class CountingExecutor:
         for arrival in batch.arrivals:
             self.sums.pop(arrival.slot, None)
             self.slots[arrival.slot] = Slot(list(arrival.token_ids), arrival.prompt_len, arrival.sampling)
+        for block, place in batch.swaps.out if batch.swaps else ():
+            self.on_host[place] = self._names(block)
         for copy in batch.copies:
-            for offset in range(self.block_size):
-                self.cache[copy.target, offset] = self.cache.get((copy.source, offset), 0)
+            self._put(copy.target, self._names(copy.source))
+        for block, place in batch.swaps.back if batch.swaps else ():
+            self._put(block, self.on_host[place])
         for row in batch.rows:
             self.slots[row.slot].block_ids += row.new_block_ids
         for copy in batch.copies:
@@ -109,6 +113,13 @@ class CountingExecutor:
         for row in rows:
             self._attend(row)
         return CountingStep(self, self._choose(batch))
+
+    def _names(self, block: int) -> list[int]:
+        return [self.cache.get((block, offset), 0) for offset in range(self.block_size)]
+
+    def _put(self, block: int, names: Sequence[int]) -> None:
+        for offset, name in enumerate(names):
+            self.cache[block, offset] = name
 
     def finish(self) -> None:
         self.num_running -= 1

@@ -4,16 +4,18 @@ import random
 
 import pytest
 
-from engine.core.block_pool import BlockPool, OutOfBlocks, chain_key
+from engine.core.block_pool import BlockPool, OutOfBlocks, chain_key, root_key
+from engine.core.host_blocks import HostBlocks
+from engine.core.types import Swaps
 
 SIZE = 4
 
 
-def keys_of(token_ids, size=SIZE):
+def keys_of(token_ids, size=SIZE, salt=""):
     """The keys of the full blocks of `token_ids`."""
     keys = []
     for start in range(0, len(token_ids) - size + 1, size):
-        keys.append(chain_key(keys[-1] if keys else b"", token_ids[start : start + size]))
+        keys.append(chain_key(keys[-1] if keys else root_key(salt), token_ids[start : start + size]))
     return keys
 
 
@@ -145,24 +147,119 @@ def test_publishing_a_block_that_nobody_holds_is_loud():
         BlockPool(2, SIZE).publish(1, b"key")
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_the_books_agree_after_any_history(seed):
-    rng = random.Random(seed)
-    pool, held = BlockPool(rng.randrange(1, 12), SIZE, rng.random() < 0.8), []
-    for _ in range(300):
-        if held and rng.random() < 0.5:
-            pool.give_back(held.pop(rng.randrange(len(held))))
-        else:
-            token_ids = [rng.randrange(2)] * rng.randrange(1, 20)
-            keys = keys_of(token_ids[:-1])
-            keys = keys[: pool.find(keys)]
-            need = pool.blocks_for(len(token_ids)) - len(keys)
-            available = pool.num_available - (len(keys) - pool.num_held_of(keys))
-            if need > available:
-                with pytest.raises(OutOfBlocks):
-                    pool.take(need, keys)
-            else:
-                held.append(pool.take(need, keys))
-                publish(pool, held[-1], token_ids)
-        pool.check()
-        assert pool.num_held == len({block for blocks in held for block in blocks})
+def computed(pool, token_ids):
+    """The blocks of a request that was computed and has ended."""
+    blocks = pool.take(pool.blocks_for(len(token_ids)))
+    publish(pool, blocks, token_ids)
+    pool.give_back(blocks)
+    return blocks
+
+
+def test_evicted_blocks_are_found_on_the_host_and_brought_back_into_new_ones():
+    pool, token_ids = BlockPool(3, SIZE, num_host_blocks=2), list(range(8))
+    first, second = computed(pool, token_ids)
+    held = pool.take(2)  # one was free
+    assert pool.take_swaps() == Swaps([(second, 0)], [])
+    assert pool.take_swaps() is None
+    keys = keys_of(token_ids)
+    assert (pool.find(keys), pool.num_held_of(keys), pool.num_available) == (2, 0, 1)
+    with pytest.raises(OutOfBlocks, match="need 1 blocks, 0 of 3 are available"):
+        pool.take(0, keys)
+    pool.give_back(held[:1])
+    assert pool.take(0, keys) == [first, held[0]]
+    assert pool.take_swaps() == Swaps([], [(held[0], 0)])
+    pool.check()
+
+
+def test_a_block_that_has_been_brought_back_is_still_on_the_host():
+    pool, token_ids = BlockPool(1, SIZE, num_host_blocks=1), list(range(4))
+    computed(pool, token_ids)
+    for moves in (Swaps([(0, 0)], []), Swaps([], [(0, 0)]), None):  # out, back, and nothing to copy the second time
+        pool.give_back(pool.take(0, keys_of(token_ids)) if moves and moves.back else pool.take(1))
+        assert pool.take_swaps() == moves
+    assert pool.find(keys_of(token_ids)) == 1
+
+
+def test_the_host_forgets_what_was_used_least_recently_but_nothing_that_is_being_brought_back():
+    pool = BlockPool(2, SIZE, num_host_blocks=2)
+    for first in (0, 10, 20, 30):
+        computed(pool, list(range(first, first + 8)))
+    pool.give_back(pool.take(2))
+    assert [pool.find(keys_of(list(range(first, first + 8)))) for first in (0, 10, 20, 30)] == [0, 0, 0, 2]
+    pool.take_swaps()
+    computed(pool, list(range(40, 48)))
+    blocks = pool.take(0, keys_of(list(range(30, 38))))  # there is no place for those that were in the cache
+    assert pool.take_swaps() == Swaps([], [(blocks[0], 1), (blocks[1], 0)])
+    assert pool.find(keys_of(list(range(40, 48)))) == 0
+    pool.give_back(blocks)
+    pool.check()
+
+
+def test_what_was_brought_back_stays_on_the_host_longest_and_the_beginning_of_a_prefix_longer_than_its_end():
+    host, known = HostBlocks(3), [b"first", b"second", b"other"]
+    for block, key in enumerate(known):
+        host.keep(key, block)
+    host.want(known[:2])
+    host.take_swaps()
+    for block, left in ((3, [b"first", b"second"]), (4, [b"first"])):
+        host.keep(b"new %d" % block, block)
+        assert [key for key in known if key in host] == left
+
+
+def test_another_salt_finds_nothing_on_the_host():
+    pool, token_ids = BlockPool(1, SIZE, num_host_blocks=4), list(range(4))
+    for salt in ("", "a"):
+        [block] = pool.take(1)
+        pool.publish(block, keys_of(token_ids, salt=salt)[0])
+        pool.give_back([block])
+    pool.give_back(pool.take(1))
+    assert [pool.find(keys_of(token_ids, salt=salt)) for salt in ("", "a", "b")] == [1, 1, 0]
+
+
+class Contents:
+    """What is in the blocks of a pool, and in the places of the host: keys."""
+
+    def __init__(self):
+        self.of_block, self.of_place = {}, {}
+
+    def begin_step(self, swaps):
+        for block, place in swaps.out if swaps else ():
+            self.of_place[place] = self.of_block[block]
+        for block, place in swaps.back if swaps else ():
+            self.of_block[block] = self.of_place[place]
+        return len(swaps.back) if swaps else 0
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 1, 4, 30])
+def test_the_books_agree_after_any_history(num_host_blocks):
+    num_brought_back = 0
+    for seed in range(8):
+        rng = random.Random(f"{num_host_blocks} {seed}")
+        pool = BlockPool(rng.randrange(1, 12), SIZE, bool(num_host_blocks) or rng.random() < 0.8, num_host_blocks)
+        held, contents = [], Contents()
+        for _ in range(200):
+            new = []
+            for _ in range(rng.randrange(1, 4)):  # between two steps
+                if held and rng.random() < 0.5:
+                    pool.give_back(held.pop(rng.randrange(len(held))))
+                    continue
+                token_ids = [rng.randrange(3)] * rng.randrange(1, 20)
+                keys = keys_of(token_ids[:-1])
+                keys = keys[: pool.find(keys)]
+                need = pool.blocks_for(len(token_ids)) - len(keys)
+                available = pool.num_available - (len(keys) - pool.num_held_of(keys))
+                if need > available:
+                    with pytest.raises(OutOfBlocks):
+                        pool.take(need, keys)
+                else:
+                    new.append((pool.take(need, keys), token_ids, len(keys)))
+            num_brought_back += contents.begin_step(pool.take_swaps())
+            for blocks, token_ids, num_found in new:
+                keys = keys_of(token_ids)
+                assert [contents.of_block[block] for block in blocks[:num_found]] == keys[:num_found]
+                contents.of_block |= dict(zip(blocks[num_found:], [*keys[num_found:], None], strict=False))
+                publish(pool, blocks, token_ids)
+                held.append(blocks)
+            pool.check()
+            assert pool.num_held == len({block for blocks in held for block in blocks})
+    assert num_brought_back > 20 or not num_host_blocks

@@ -88,6 +88,11 @@ def test_an_old_name_still_works(old, field):
             "CUDAGRAPH_CAPTURE_SIZES is '1,two', it must be whole numbers from 1 with commas between them",
         ),
         ({"NUM_GPU_BLOCKS_OVERRIDE": "1.5"}, "NUM_GPU_BLOCKS_OVERRIDE is '1.5', it must be a whole number"),
+        ({"SWAP_SPACE": "-1"}, "SWAP_SPACE is -1, it must be at least 0"),
+        (
+            {"SWAP_SPACE": "4", "ENABLE_PREFIX_CACHING": "0"},
+            "SWAP_SPACE is 4 and ENABLE_PREFIX_CACHING is 0: only what can be found again by its tokens is kept",
+        ),
         ({"CUDAGRAPH_CAPTURE_SIZES": "0"}, "CUDAGRAPH_CAPTURE_SIZES is '0', it must be whole numbers from 1"),
         ({"DEVICE": "tpu"}, "DEVICE is 'tpu', it must be one of: auto, cpu, gpu"),
         (

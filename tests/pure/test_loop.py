@@ -17,6 +17,22 @@ def a_request(prompt, max_new_tokens=4, request_id=""):
     return Request(request_id or str(prompt[0]), list(prompt), len(prompt), Sampling(max_new_tokens, temperature=0))
 
 
+def test_conversations_that_do_not_fit_the_cache_find_what_they_had_said_on_the_host():
+    """SWAP_SPACE: a prompt that begins with an earlier one is computed from where that ended."""
+    found = []
+    for num_places in (0, 48):
+        loop = a_loop(12, swap_space=num_places / 2**30)  # a block is a byte here
+        for turn in range(3):
+            for first in range(0, 8000, 1000):
+                request = a_request(list(range(first, first + 16 + 4 * turn)))
+                loop.add(request)
+                while not loop.is_idle:
+                    loop.turn()
+                assert request.token_ids == list(range(first, first + 20 + 4 * turn))
+        found.append(loop.stats()["num_cached_tokens"])
+    assert found == [0, 8 * 16 + 8 * 20]
+
+
 def test_each_turn_brings_what_the_step_launched_before_has_chosen():
     loop = a_loop()
     for first in (10, 20):

@@ -1,9 +1,11 @@
 """How many KV blocks fit."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from engine.errors import ConfigError
-from engine.executors.memory import free_memory_bytes, num_blocks
+from engine.executors.memory import check_swap_space, free_memory_bytes, num_blocks
 from engine.settings.config import Config
 
 GIB = 2**30
@@ -81,6 +83,24 @@ def test_on_a_gpu_all_that_its_share_of_memory_leaves_is_taken(settings, expecte
 def test_what_does_not_fit_on_a_gpu_names_its_setting(settings, message):
     with pytest.raises(ConfigError, match=message):
         blocks(**{"block_bytes": 8 * 2**20, "free_bytes": 39.9 * 8 * 2**20, **ON_GPU, **settings})
+
+
+@pytest.mark.parametrize(
+    ("device", "swap_space", "message"),
+    [
+        ("cpu", 0.5, "SWAP_SPACE is 0.5, but on the CPU the KV cache is in the host's memory itself: BLOCK_BS makes"),
+        ("gpu", 1e6, r"SWAP_SPACE is 1e\+06 GiB, the host has [0-9.]+ GiB free"),
+        ("gpu", 0.01, None),
+        ("cpu", 0, None),
+    ],
+)
+def test_swap_space_is_for_gpus_and_no_more_than_the_host_has(device, swap_space, message):
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        check_swap_space(Config(device=device, swap_space=swap_space))
+
+
+def test_swap_space_is_that_of_all_ranks_together():
+    assert [Config(swap_space=1.5, mp_num=ranks).num_host_blocks(2**20) for ranks in (1, 2)] == [1536, 768]
 
 
 def test_a_setting_for_gpus_changes_nothing_on_the_cpu():

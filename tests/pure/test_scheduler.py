@@ -281,6 +281,43 @@ def test_a_prompt_that_begins_alike_computes_only_what_is_new():
     assert (scheduler.counters.num_prompt_tokens, scheduler.counters.num_cached_tokens) == (24, 12)
 
 
+def test_a_request_that_gave_way_finds_its_blocks_on_the_host():
+    """What it has of the cache when it comes back: nothing without SWAP_SPACE, all full blocks with it."""
+    found = {}
+    for num_host_blocks in (0, 8):
+        pool = BlockPool(6, 4, num_host_blocks=num_host_blocks)
+        scheduler = Scheduler(pool, Limits(max_batch=4, max_batched_tokens=16, block_ratio=0.99))
+        executor = an_executor(scheduler)
+        old, young = a_request(fill(8, 10), 14), a_request(fill(9, 100), 6)
+        for request in (old, young):
+            scheduler.add(request)
+        while not scheduler.is_idle:
+            step(scheduler, executor)
+        assert (old.token_ids, young.token_ids) == (fill(22, 10), fill(15, 100))
+        assert (old.num_preemptions, young.num_preemptions) == (0, 1)
+        found[num_host_blocks] = young.num_cached
+    assert found == {0: 0, 8: 12}
+
+
+def test_what_a_step_waits_for_from_the_host_counts_against_its_budget():
+    pool = BlockPool(48, 4, num_host_blocks=100)
+    scheduler = Scheduler(pool, Limits(max_batch=12, max_batched_tokens=12, block_ratio=0.99))
+    executor, num_back = an_executor(scheduler), []
+    for turn in range(2):
+        for first in range(0, 12_000, 1000):
+            scheduler.add(a_request(fill(16 + turn, first), 1))
+            if turn == 0:
+                run(scheduler, executor)
+        if turn == 0:  # everything is pushed out
+            scheduler.add(a_request(fill(192, 50_000), 1))
+            run(scheduler, executor)
+    while batch := scheduler.next_batch():
+        num_back.append(len(batch.swaps.back))
+        scheduler.apply(executor.launch(batch).result())
+    # Each brings 16 tokens, which count as two, and computes one.
+    assert num_back == [4 * 4] * 3
+
+
 def test_a_request_that_comes_back_is_no_merit_of_the_cache():
     scheduler = a_scheduler(num_blocks=4, block_size=2, block_ratio=0.99)
     for first in (10, 20):

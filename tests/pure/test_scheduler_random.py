@@ -35,6 +35,7 @@ class World:
     caching: bool
     drafting: bool = False
     ahead: bool = False  # steps are launched before the one before is applied, where that is allowed
+    num_host_blocks: int = 0
     requests: dict[str, Request] = field(default_factory=dict)
     forks: set[str] = field(default_factory=set)
     num_apart: int = 0  # forks that did not fit beside their leader
@@ -43,6 +44,7 @@ class World:
     dropped: list[str] = field(default_factory=list)
     outputs: list[StepOutput] = field(default_factory=list)  # of steps that were launched and not applied
     num_ahead: int = 0
+    num_brought_back: int = 0  # blocks, from the host
     next_start: dict[tuple[str, int], int] = field(default_factory=dict)  # by request and number of preemptions
 
     def __post_init__(self):
@@ -51,7 +53,7 @@ class World:
         self.num_blocks = rng.randint(6, 40)
         max_batch = rng.randint(1, 6)
         self.limits = Limits(max_batch, max_batch + rng.randrange(12), self.block_ratio, NUM_REQUESTS)
-        pool = BlockPool(self.num_blocks, self.block_size, self.caching)
+        pool = BlockPool(self.num_blocks, self.block_size, self.caching, self.num_host_blocks)
         self.scheduler = Scheduler(pool, self.limits, GuessingDrafter(rng) if self.drafting else None)
         self.executor = CountingExecutor(self.num_blocks, self.block_size)
 
@@ -113,6 +115,7 @@ class World:
         if batch is None:
             return False
         self.check_batch(batch)
+        self.num_brought_back += len(batch.swaps.back) if batch.swaps else 0
         oldest = next(iter(self.scheduler.running.values()))
         is_stuck = oldest.num_computed == before.get(oldest.request_id)
         assert self.outputs or not is_stuck, "the oldest request did not get on"
@@ -173,10 +176,11 @@ def live(world, drops):
 @pytest.mark.parametrize("caching", [True, False], ids=["cache", "no cache"])
 @pytest.mark.parametrize("block_ratio", [0.01, 0.3, 0.75, 0.99, 1, 2])
 def test_every_request_ends_once_with_its_own_tokens(block_ratio, caching, how):
-    num_preemptions = num_cached = num_accepted = num_forks = num_apart = num_ahead = 0
+    num_preemptions = num_cached = num_accepted = num_forks = num_apart = num_ahead = num_brought_back = 0
     for seed in range(12):
         rng = random.Random(f"{block_ratio} {caching} {how} {seed}")
-        world = World(rng, block_ratio, caching, how == "drafts", how == "ahead")
+        num_host_blocks = (0, 1, 3, 100)[seed % 4] if caching else 0
+        world = World(rng, block_ratio, caching, how == "drafts", how == "ahead", num_host_blocks)
         live(world, drops=0.05 if seed % 2 else 0)
         num_preemptions += world.scheduler.counters.num_preemptions
         num_cached += world.scheduler.counters.num_cached_tokens
@@ -184,9 +188,11 @@ def test_every_request_ends_once_with_its_own_tokens(block_ratio, caching, how):
         num_forks += len(world.forks)
         num_apart += world.num_apart
         num_ahead += world.num_ahead
+        num_brought_back += world.num_brought_back
     # With the worst case reserved nobody gives way, nor with one request at a time; else it must have been met.
     assert num_preemptions > 0 if block_ratio in (0.75, 0.99) else num_preemptions == 0 or block_ratio == 0.3
     assert (num_cached > 0) == caching
+    assert (num_brought_back > 5) == caching
     assert (num_accepted > 0) == (how == "drafts")
     assert num_forks > 30
     assert num_apart > 20

@@ -28,6 +28,7 @@ class Caches:
         self._specs, self._device = specs, device
         self._num_blocks = 0
         self.tensors: Mapping[str, Tensor] = {}
+        self.words: Sequence[Tensor] = ()  # of each layer: the same memory as i64, a row for each block
         self.block_bytes = sum(spec.block_bytes for spec in specs)
 
     @property
@@ -45,12 +46,15 @@ class Caches:
             spec.name: torch.empty(spec.shape_of(num_blocks + 1), dtype=getattr(torch, spec.dtype), device=self._device)
             for spec in self._specs
         }
+        self.words = [tensor.flatten(1).view(torch.int64) for tensor in self.tensors.values()]
 
-    def copy(self, copy: Copy) -> None:
-        for tensor in self.tensors.values():
-            tensor[copy.target] = tensor[copy.source]
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """One after another."""
+        for copy in copies:
+            for layer in self.words:
+                layer[copy.target] = layer[copy.source]
 
     def clear(self) -> None:
-        self.tensors = {}
+        self.tensors, self.words = {}, ()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

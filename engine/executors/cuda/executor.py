@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.core.types import PENDING, Batch, StepOutput
 from engine.errors import ConfigError
 from engine.executors.cuda.cache import Caches
+from engine.executors.cuda.host_cache import HostCache
 from engine.executors.cuda.load import load_program
 from engine.executors.cuda.program import Outputs
 from engine.executors.cuda.reading import StepReading
@@ -45,6 +46,7 @@ class CudaExecutor:
         self._logits_bytes = 4 * config.batch_size * model.vocab_size  # of the largest batch
         self._program = load_program(graph_dir, model, self._device, invariant if config.batch_invariant else cuda)
         self._caches = Caches(model.graph().caches, self._device)
+        self._host_cache = HostCache(self._caches, config, self._device) if config.swap_space else None
         self._graphs = StepGraphs(config, max_blocks, self._device)
         self._uploads = Uploads(self._device)
         self._slots = Slots(config.batch_size, max_blocks, model.block_size, model.vocab_size)
@@ -77,8 +79,10 @@ class CudaExecutor:
 
     def launch(self, batch: Batch) -> CudaStep:
         self._slots.place(batch)
-        for copy in batch.copies:
-            self._caches.copy(copy)
+        if self._host_cache and batch.swaps:
+            self._host_cache.move(batch.swaps, batch.copies)
+        else:
+            self._caches.copy(batch.copies)
         choices = Choices.of(batch)
         if not choices.slots:
             step = CudaStep(self, batch, choices, SamplingRows.greedy(0))
@@ -94,7 +98,7 @@ class CudaExecutor:
     def close(self) -> None:
         self._graphs.clear()
         self._caches.clear()
-        del self._program
+        del self._program, self._host_cache
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # for another process
 
