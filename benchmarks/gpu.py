@@ -1,6 +1,6 @@
 """How fast is the engine on one GPU: `make bench-gpu`, or
 
-    python -m benchmarks.gpu llama-3-8b --decode 1 8 64 256 --prefill 1x8192 64x128
+    python -m benchmarks.gpu llama-3-8b --quant weight_only_int4 --decode 1 8 64 256 --prefill 1x8192 64x128
 
 The model is an exported one, or a shape, which is exported without weights first (LOAD_FORMAT=dummy). Decode is the
 steady state: so many requests, each with a context of --context tokens, all in every step. The limit is the time to
@@ -30,7 +30,7 @@ from engine.core.types import Request, Sampling
 from engine.executors import make_executor
 from engine.executors.cuda.weights import num_bytes
 from engine.executors.memory import allocate_cache, collect_garbage_seldom
-from engine.exporting.export import ExportOptions, export
+from engine.exporting.export import QUANT_TYPES, ExportOptions, export
 from engine.exporting.manifest import Manifest, rank_dir
 from engine.settings.config import Config
 
@@ -107,15 +107,19 @@ class Bench:
         }
 
 
-def exported(model: str) -> Path:
+def exported(model: str, quant_type: str, int8_cache: bool) -> Path:
     """In build/bench, where a shape is kept once it has been exported."""
     if model not in SHAPES:
         return Path(model)
-    folder, out = Path("build/bench") / f"{model}-shape", Path("build/bench") / f"{model}-dummy"
+    folder, ends = Path("build/bench") / f"{model}-shape", [quant_type] * (quant_type != "none") + ["c8"] * int8_cache
+    out = folder.with_name("-".join([model, "dummy", *ends]))
     if not out.exists():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(SHAPES[model]))
-        export(folder, out, ExportOptions(max_seq_len=MAX_SEQ_LEN, load_format="dummy"), progress=print)
+        options = ExportOptions(
+            max_seq_len=MAX_SEQ_LEN, load_format="dummy", quant_type=quant_type, int8_cache=int8_cache
+        )
+        export(folder, out, options, progress=print)
     return out
 
 
@@ -164,6 +168,8 @@ def main() -> None:
     parser.add_argument("--decode", nargs="*", type=int, default=[1, 8, 64, 256])
     parser.add_argument("--prefill", nargs="*", default=["1x8192", "64x128"])
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--quant", choices=QUANT_TYPES, default="none", help="of a shape's weights")
+    parser.add_argument("--int8-cache", action="store_true", help="keys and values of 8 bits, of a shape")
     parser.add_argument("--sampled", action="store_true", help="also with temperature and top_p")
     parser.add_argument("--invariant", action="store_true", help="with BATCH_INVARIANT=1")
     parser.add_argument("--kernels", type=int, default=0, help="that are shown of each case")
@@ -178,7 +184,7 @@ def main() -> None:
     }
     logging.basicConfig(level="INFO", format="%(relativeCreated)d ms %(message)s")
     started = time.perf_counter()
-    bench = Bench(exported(args.model), Config(**settings))
+    bench = Bench(exported(args.model, args.quant, args.int8_cache), Config(**settings))
     ready = time.perf_counter() - started
     rows: dict[str, Any] = {"ready_s": ready, "bandwidth": bench.bandwidth}
     samplings: dict[str, dict[str, Any]] = {"": {}}

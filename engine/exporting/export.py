@@ -22,7 +22,7 @@ from engine.exporting.manifest import CONFIG, DECODER, Graph, Manifest, rank_dir
 from engine.models.checkpoint import Checkpoint, open_tensors
 from engine.models.config import DecoderConfig
 from engine.models.families import read_model
-from engine.models.formats import FORMATS, QUANTIZED, Dense, Format, with_zero
+from engine.models.formats import FORMATS, QUANTIZED, Format, with_zero
 from engine.models.keys import ModelError, read_json, whole_number
 from engine.models.kv_cache import CacheSpec
 from engine.models.layers import STEP_INPUTS
@@ -91,8 +91,6 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
         dtype = "bfloat16"
     ranks = options.ranks or range(options.num_ranks)
     weight_format = _weight_format(dtype, options.quant_type, checkpoint.quantization if checkpoint else None)
-    if checkpoint is None and not isinstance(weight_format, Dense):
-        raise ModelError(f"load_format is 'dummy', which has no weights to quantize as {weight_format.name}")
     int8_cache = options.int8_cache or keys.get("infer_model_cachekv_int8_type") is not None
     first = Shard(weight_format, dtype, options.block_size, 0, options.num_ranks, int8_cache)
     shards = [replace(first, rank=rank) for rank in ranks]

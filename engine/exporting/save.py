@@ -7,6 +7,7 @@ import time
 import unittest.mock
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import paddle
@@ -75,13 +76,18 @@ def _load(network: Decoder, checkpoint: Checkpoint, progress: Callable[[str], No
 
 def _imagined(network: Decoder) -> dict[str, EagerParamBase]:
     """Parameters whose memory nobody ever touches, so that it costs nothing."""
-    stored = {constant.name: constant.values for constant in found_in(network, Constant)}
+    stored = {constant.name: (constant.values, len(constant.values)) for constant in found_in(network, Constant)}
     for name, weight in weights_of(network).items():
-        untouched = np.empty(weight.shape, np.dtype(weight.format.read_as))
-        stored |= dict(zip(weight.format.parameters(name), weight.format.store(untouched), strict=True))
-    dtypes = {name: array.dtype.name for name, array in stored.items()}
-    tensors = {name: paddle.empty(stored[name].shape, dtype) for name, dtype in dtypes.items()}
+        num_rows, *inner = weight.shape
+        of_a_row = weight.format.store(np.zeros((1, *inner), np.dtype(weight.format.read_as)))
+        stored |= {each: (row, num_rows) for each, row in zip(weight.format.parameters(name), of_a_row, strict=True)}
+    tensors = {name: paddle.empty((rows, *row.shape[1:]), _dtype_of(row)) for name, (row, rows) in stored.items()}
     return {name: EagerParamBase.from_tensor(each, name=name, trainable=False) for name, each in tensors.items()}
+
+
+def _dtype_of(array: np.ndarray) -> Any:
+    """uint16 stands for bfloat16."""
+    return "bfloat16" if array.dtype == np.uint16 else array.dtype.name
 
 
 def _parameter(name: str, array: np.ndarray) -> EagerParamBase:

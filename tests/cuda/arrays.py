@@ -25,6 +25,25 @@ def array(value):
     return value.cpu().numpy()
 
 
+def as_on_device(cache):
+    """A cache of int8 rows, each with the two bytes of its scale, as the GPU has it (engine/ops/cuda/int8_cache.py)."""
+    num_blocks = len(cache)
+    scales = np.ascontiguousarray(cache[..., -2:]).view(np.int16)[..., 0]  # [blocks, 2, heads, positions]
+    parts = cache[..., :-2], np.stack((scales[:, 0], scales[:, 1]), axis=-1)
+    flat = [np.ascontiguousarray(part).reshape(num_blocks, -1).view(np.int8) for part in parts]
+    return np.concatenate(flat, axis=1).reshape(cache.shape)
+
+
+def as_in_catalogue(cache):
+    num_blocks, two, heads, positions, stored = cache.shape
+    flat = cache.reshape(num_blocks, -1)
+    end = two * heads * positions * (stored - 2)
+    codes = flat[:, :end].reshape(num_blocks, two, heads, positions, stored - 2)
+    pairs = np.ascontiguousarray(flat[:, end:]).view(np.int16).reshape(num_blocks, heads, positions, 2)
+    scales = np.ascontiguousarray(np.moveaxis(pairs, 3, 1))[..., None].view(np.int8)
+    return np.concatenate((codes, scales), axis=-1)
+
+
 class Ops:
     """In-place inputs are updated in place, as the reference does it."""
 
@@ -33,13 +52,15 @@ class Ops:
 
     def __getattr__(self, op):
         def run(*inputs, **attributes):
-            given = [tensor(value, self._device) for value in inputs]
+            has_int8_cache = op == "paged_attention" and inputs[2].dtype == np.int8
+            arrays = [as_on_device(each) if has_int8_cache and n == 2 else each for n, each in enumerate(inputs)]
+            given = [tensor(value, self._device) for value in arrays]
             results = getattr(self._ops, op)(*given, **attributes)
             if not isinstance(results, tuple):
                 return array(results)
             first, updated = results
             place = next(at for at, each in enumerate(given) if each is updated)
-            inputs[place][...] = array(updated)
+            inputs[place][...] = as_in_catalogue(array(updated)) if has_int8_cache else array(updated)
             return array(first), inputs[place]
 
         return run

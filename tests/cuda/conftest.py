@@ -10,6 +10,7 @@ import pytest
 
 from engine.exporting.export import ExportOptions, export
 from tests.checkpoints import make_checkpoint
+from tests.quantized_checkpoints import KINDS, make_quantized
 
 if TYPE_CHECKING:
     import torch  # every module here skips itself where it is missing
@@ -31,15 +32,22 @@ def device() -> torch.device:
 
 @pytest.fixture(scope="session")
 def exported():
-    """The exported golden model of a family. Kept in build/golden, which can be taken to where Paddle is not."""
+    """The exported golden model of a family, or a small one that is quantized as others do it. Kept in build/golden,
+    which can be taken to where Paddle is not."""
 
-    def make(family: str, dtype: str = "float32") -> Path:
-        directory = ROOT / "build/golden" / f"{family}-{dtype}"
+    def make(family: str, dtype: str = "float32", **options: object) -> Path:
+        name = "-".join([family, dtype, *(f"{key}={value}" for key, value in options.items())])
+        directory = ROOT / "build/golden" / name
         if not directory.exists():
             checkpoint = ROOT / "build/golden" / family
+            if family in KINDS:
+                checkpoint = checkpoint / "quantized"
             if not checkpoint.exists():
-                make_checkpoint(checkpoint, family)
-            export(checkpoint, directory, ExportOptions(dtype))
+                if family in KINDS:
+                    make_quantized(checkpoint.parent, family)
+                else:
+                    make_checkpoint(checkpoint, family)
+            export(checkpoint, directory, ExportOptions(dtype, **options))
         return directory
 
     return make

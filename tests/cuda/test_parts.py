@@ -163,12 +163,6 @@ def test_block_sizes_that_the_kernels_cannot_read_are_refused(device, block_size
             Caches([spec], device)
 
 
-def test_a_cache_of_int8_is_refused(device):
-    spec = CacheSpec("kv_cache_0", "int8", (-1, 2, 2, 64, 16), ATTENTION_AXES)
-    with pytest.raises(ConfigError, match="exported with USE_CACHE_KV_INT8, which a GPU does not run yet"):
-        Caches([spec], device)
-
-
 def test_a_block_is_copied_in_every_layer(device):
     specs = [CacheSpec(f"kv_cache_{n}", "float32", (-1, 2, 1, 16, 4), ATTENTION_AXES) for n in range(2)]
     caches = Caches(specs, device)

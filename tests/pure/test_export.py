@@ -277,26 +277,19 @@ def test_the_command_line_gives_the_reason_of_a_failure(tmp_path, capsys):
     assert capsys.readouterr().err == f"export failed: {tmp_path / 'config.json'} is missing\n"
 
 
-def test_a_dummy_export_is_the_same_graph_without_weights(exported, tmp_path):
+@pytest.mark.parametrize("options", [{}, {"quant_type": "weight_only_int4", "int8_cache": True}])
+def test_a_dummy_export_is_the_same_graph_without_weights(exported, tmp_path, options):
     """Made from config.json alone."""
     checkpoint = make_checkpoint(tmp_path / "checkpoint", "qwen2")
     (checkpoint / "model.safetensors").unlink()
-    export(checkpoint, tmp_path / "dummy", ExportOptions("float32", load_format="dummy"))
-    model, whole = Manifest.read(tmp_path / "dummy"), Manifest.read(exported("qwen2"))
+    export(checkpoint, tmp_path / "dummy", ExportOptions("float32", load_format="dummy", **options))
+    model, whole = Manifest.read(tmp_path / "dummy"), Manifest.read(exported("qwen2", **options))
     assert replace(model.graph(), parameters="model.pdiparams") == whole.graph()
     assert is_exported(tmp_path / "dummy")
     [path] = (tmp_path / "dummy/rank_0").iterdir()
     found, expected = (
-        read_graph(each, whole.graph().outputs) for each in (path, exported("qwen2") / "rank_0/model.json")
+        read_graph(each, whole.graph().outputs) for each in (path, exported("qwen2", **options) / "rank_0/model.json")
     )
     assert found == expected
     with pytest.raises(GraphError, match="was exported without weights"):
         load(tmp_path / "dummy")
-
-
-def test_a_dummy_export_has_nothing_to_quantize(a_checkpoint, tmp_path):
-    options = ExportOptions(quant_type="weight_only_int8", load_format="dummy")
-    with pytest.raises(
-        ModelError, match="load_format is 'dummy', which has no weights to quantize as weight_only_int8"
-    ):
-        export(a_checkpoint, tmp_path / "out", options)

@@ -18,8 +18,6 @@ class Caches:
     def __init__(self, specs: Sequence[CacheSpec], device: torch.device):
         for spec in specs:
             assert spec.axes[0] == BLOCK, "the kernels expect a block in one piece"
-            if spec.dtype == "int8":
-                raise ConfigError("the model was exported with USE_CACHE_KV_INT8, which a GPU does not run yet")
             if spec.block_size < MIN_BLOCK_SIZE or spec.block_size & (spec.block_size - 1):
                 raise ConfigError(
                     f"BLOCK_SIZE was {spec.block_size} at export, on a GPU it must be a power of two,"

@@ -13,6 +13,9 @@ from torch import Tensor
 from engine.graph import Graph, GraphError, Node
 from engine.models.layers import HIDDEN, LOGITS
 
+PRODUCTS = ("linear", "linear_int8", "linear_a8w8", "linear_int4")
+LAST = {"linear": "logits", "linear_int8": "logits_int8"}  # the last product of a graph, in float32
+
 
 class Outputs(NamedTuple):
     """Of the rows that are wanted."""
@@ -66,23 +69,22 @@ def _calls(graph: Graph, kept: set[int], ops: ModuleType) -> list[Call]:
 
 
 def _fused(nodes: Sequence[Node]) -> list[Node]:
-    """`linear` and the `swiglu` of its output as one."""
+    """A product and the `swiglu` of its output as one."""
     uses = Counter(value.id for node in nodes for value in node.inputs if value is not None)
     made_by = {node.outputs[0].id: node for node in nodes}
     fused: list[Node] = []
     for node in nodes:
         before = made_by.get(node.inputs[0].id) if node.op == "swiglu" and node.inputs[0] else None
-        if before and before.op == "linear" and uses[before.outputs[0].id] == 1:
+        if before and before.op in PRODUCTS and uses[before.outputs[0].id] == 1:
             fused.remove(before)
-            node = Node("gated_linear", before.inputs, node.outputs, {})
+            node = Node(f"gated_{before.op}", before.inputs, node.outputs, {})
         fused.append(node)
     return fused
 
 
 def _op(node: Node, logits: int, ops: ModuleType) -> Callable:
-    if node.op == "linear" and node.outputs[0].id == logits:
-        return lambda x, weight, bias: ops.logits(x, weight)
-    op = getattr(ops, node.op, None)
+    is_last = node.op in LAST and node.outputs[0].id == logits
+    op = getattr(ops, LAST[node.op] if is_last else node.op, None)
     if op is None:
         raise GraphError(f"the graph has the op {node.op}, which {ops.__name__} has not")
     return partial(op, **node.attributes) if node.attributes else op

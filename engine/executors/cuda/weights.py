@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from engine.graph import Graph, Value
+from engine.ops.cuda.lowbit import PACKED_BY
 
 CHUNK = 16 << 20  # bytes on their way at a time, of each reader
 NUM_READERS = 4  # a disk is faster when it is asked for several things
 DRAWN_WIDTH = 0.02  # standard deviation
+CODES_WIDTH = {torch.int8: 73.3, torch.uint8: 4.61}  # of codes of 8 and of 4 bits that are all equally likely
 
 
 def load(graph: Graph, params: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
@@ -33,12 +35,20 @@ def load(graph: Graph, params: Mapping[str, np.ndarray], device: torch.device) -
 
 
 def draw(graph: Graph, constants: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
-    """Random matrices, norms of ones; `constants` are what they are."""
+    """Random matrices or codes, norms of ones; `constants` are what they are."""
     generator = torch.Generator(device).manual_seed(0)
     tensors = {}
     for name, value in graph.parameters.items():
         if name in constants:
             tensors[name] = torch.from_numpy(constants[name]).to(device)
+        elif name.endswith("_scale"):
+            codes = graph.parameters[name.removesuffix("_scale")]
+            tensors[name] = _empty(value, device).fill_(DRAWN_WIDTH / CODES_WIDTH[_dtype(codes)])
+        elif not _dtype(value).is_floating_point:
+            limits = torch.iinfo(_dtype(value))
+            tensors[name] = _empty(value, device).random_(
+                -limits.max if limits.min else 0, limits.max + 1, generator=generator
+            )
         elif len(value.shape) == 1:
             tensors[name] = torch.full(value.shape, float("norm" in name), device=device)
         else:
@@ -72,9 +82,13 @@ class _Copy:
 
 
 def _as_the_ops_want_them(graph: Graph, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """torch adds a bias of the product's own type."""
+    """torch adds a bias of the product's own type; codes are packed."""
     names = {value.id: name for name, value in graph.parameters.items()}
     for node in graph.nodes:
+        if node.op in PACKED_BY:
+            stored = [names[value.id] for value in node.inputs[1:-1] if value]
+            packed = PACKED_BY[node.op](*[tensors[name] for name in stored])
+            tensors |= dict(zip(stored, packed, strict=False))
         if node.op == "linear" and (bias := node.inputs[2]):
             weight = node.inputs[1]
             assert weight

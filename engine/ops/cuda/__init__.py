@@ -6,6 +6,15 @@ bfloat16; sums are float32. Grids follow from shapes alone, never from values: e
 """
 
 from engine.ops.cuda.attention import head_norm, paged_attention
+from engine.ops.cuda.lowbit import (
+    gated_linear_a8w8,
+    gated_linear_int4,
+    gated_linear_int8,
+    linear_a8w8,
+    linear_int4,
+    linear_int8,
+    logits_int8,
+)
 from engine.ops.cuda.norms import add_rms_norm, rms_norm
 from engine.ops.cuda.pointwise import embedding, last_tokens_in, rotary_angles, swiglu
 from engine.ops.cuda.products import gated_linear, gather_rows, linear, logits
@@ -14,11 +23,18 @@ __all__ = [
     "add_rms_norm",
     "embedding",
     "gated_linear",
+    "gated_linear_a8w8",
+    "gated_linear_int4",
+    "gated_linear_int8",
     "gather_rows",
     "head_norm",
     "last_tokens_in",
     "linear",
+    "linear_a8w8",
+    "linear_int4",
+    "linear_int8",
     "logits",
+    "logits_int8",
     "paged_attention",
     "rms_norm",
     "rotary_angles",

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.dtypes import scale_bytes
+from engine.ops.cuda.int8_cache import key_scales, put, scales_at, value_scales
 from engine.ops.cuda.launch import PDL, begin_next, wait_for_inputs
 
 MIN_ROWS = 16  # of a matrix product
@@ -59,13 +61,14 @@ def paged_attention(
     num_kv_heads: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """[T, (Hq + 2 Hkv) D] over the cache [num_blocks, 2, Hkv, block_size, D]: [T, Hq D], and the cache, updated."""
+    """[T, (Hq + 2 Hkv) D] over the cache [num_blocks, 2, Hkv, block_size, D]: [T, Hq D], and the cache, updated.
+    A cache of int8 has scales, too: int8_cache.py."""
     where = query_starts, context_lens, block_tables
     query = place_all(qkv, cos_sin, kv_cache, where, num_heads)
     out = torch.empty_like(query)
     num_tokens, num_requests, group = len(query), len(context_lens), num_heads // num_kv_heads
     one_each = num_tokens == num_requests
-    block_size, head_dim = kv_cache.shape[3:]
+    block_size, head_dim = sizes_of(kv_cache)
     rows = triton.next_power_of_2(max(group, MIN_ROWS if one_each else PREFILL_ROWS))
     tokens = 1 if one_each else rows // group
     num_tiles = num_tokens if one_each else num_tokens // tokens + num_requests
@@ -89,7 +92,7 @@ def place_all(
 ) -> Tensor:
     """Writes rotated keys, and values, into the cache; returns the rotated queries [T, Hq D]."""
     norm, heads = (qkv, qkv.qkv) if isinstance(qkv, HeadNorm) else (None, qkv)
-    num_kv_heads, block_size, head_dim = kv_cache.shape[2:]
+    num_kv_heads, (block_size, head_dim) = kv_cache.shape[2], sizes_of(kv_cache)
     query = heads.new_empty(len(heads), num_heads * head_dim)
     grid = len(heads), triton.cdiv(num_heads + 2 * num_kv_heads, HEADS)
     weights = (norm.q_weight, norm.k_weight) if norm else (cos_sin, cos_sin)
@@ -99,6 +102,12 @@ def place_all(
         triton.next_power_of_2(head_dim), cos_sin.shape[1], block_size, HEADS, **PDL,
     )  # fmt: skip
     return query
+
+
+def sizes_of(kv_cache: Tensor) -> tuple[int, int]:
+    """Tokens of a block, elements of a key."""
+    block_size, stored = kv_cache.shape[3:]
+    return block_size, stored - scale_bytes(str(kv_cache.dtype).removeprefix("torch."))
 
 
 def _num_splits(num_programs: int, max_blocks: int) -> int:
@@ -174,8 +183,13 @@ def _place(
     to_query = query + token.to(tl.int64) * NUM_HEADS * HEAD_DIM + head[:, None] * HEAD_DIM + d[None, :]
     tl.store(to_query, x, mask=is_in & (head < NUM_HEADS)[:, None])
     # Keys, then values: in a block, too, the heads of the keys lie before those of the values.
-    row = (block * 2 * NUM_KV_HEADS + head - NUM_HEADS) * BLOCK_SIZE + position % BLOCK_SIZE
-    tl.store(cache + row[:, None] * HEAD_DIM + d[None, :], x, mask=is_in & (head >= NUM_HEADS)[:, None])
+    row = (head - NUM_HEADS) * BLOCK_SIZE + position % BLOCK_SIZE
+    is_in = is_in & (head >= NUM_HEADS)[:, None]
+    if cache.dtype.element_ty == tl.int8:
+        put(cache, block, row, x, is_in, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    else:
+        rows = cache + (block * 2 * NUM_KV_HEADS * BLOCK_SIZE + row)[:, None] * HEAD_DIM
+        tl.store(rows + d[None, :], x, mask=is_in)
 
 
 @triton.jit
@@ -253,11 +267,15 @@ def tile_of(
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr, IS_EDGE: tl.constexpr,
 ):  # fmt: skip
-    """TILE positions more. At the edge not every row sees them all, and what lies behind `end` was never written."""
+    """TILE positions more. At the edge not every row sees them all, and what lies behind `end` was never written.
+    `tiles`: the keys of head program_id(1) in the first block."""
+    IS_INT8: tl.constexpr = tiles.dtype.element_ty == tl.int8
     n = tl.arange(0, TILE)
     d = tl.arange(0, PADDED_DIM)
     block = tl.load(table + tile * TILE // BLOCK_SIZE).to(tl.int64)
-    base = tiles + block * 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM + tile * TILE % BLOCK_SIZE * HEAD_DIM
+    base = (
+        tiles + block * 2 * NUM_KV_HEADS * BLOCK_SIZE * (HEAD_DIM + 2 * IS_INT8) + tile * TILE % BLOCK_SIZE * HEAD_DIM
+    )
     at = n[:, None] * HEAD_DIM + d[None, :]
     seen = tile * TILE + n
     if IS_EDGE:
@@ -271,6 +289,9 @@ def tile_of(
         keys = tl.load(base + at, mask=(d < HEAD_DIM)[None, :], other=0)
         values = tl.load(base + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM + at, mask=(d < HEAD_DIM)[None, :], other=0)
     scores = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="ieee")
+    if IS_INT8:
+        scales = scales_at(tiles, block, tile * TILE % BLOCK_SIZE + n, seen < end, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+        scores = scores * key_scales(scales)[None, :]
     if IS_EDGE:
         scores = tl.where(seen[None, :] <= position[:, None], scores, -float("inf"))
     largest = tl.maximum(m, tl.max(scores, 1) * scale)
@@ -278,6 +299,8 @@ def tile_of(
     weights = tl.exp2(scores * scale - floor[:, None])
     factor = tl.exp2(m - floor)
     total = total * factor + tl.sum(weights, 1)
+    if IS_INT8:
+        weights = weights * value_scales(scales)[None, :]
     sums = sums * factor[:, None]
     sums = tl.dot(weights.to(q.dtype), values.to(q.dtype), sums, input_precision="ieee")
     return largest, total, sums

@@ -29,7 +29,7 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     return swiglu(functional.linear(x, weight, bias))
 
 
-def logits(x: Tensor, weight: Tensor) -> Tensor:
+def logits(x: Tensor, weight: Tensor, bias: None = None) -> Tensor:
     """`linear` for the last one of a graph: its sums stay float32. [S, K], [V, K] -> f32 [S, V]."""
     if len(x) == 1:
         return _one_row(x, weight, None, x.new_empty(1, len(weight), dtype=torch.float32))

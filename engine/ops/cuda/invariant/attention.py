@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.attention import MAX_TILE, HeadNorm, num_sms, place_all, request_of, tile_of
+from engine.ops.cuda.attention import MAX_TILE, HeadNorm, num_sms, place_all, request_of, sizes_of, tile_of
 from engine.ops.cuda.launch import PDL, begin_next, wait_for_inputs
 
 UNIT = 256  # positions
@@ -44,7 +44,7 @@ def paged_attention(
     out = torch.empty_like(query)
     num_tokens, num_requests, group = len(query), len(context_lens), num_heads // num_kv_heads
     one_each = num_tokens == num_requests
-    block_size, head_dim = kv_cache.shape[3:]
+    block_size, head_dim = sizes_of(kv_cache)
     rows, most = (ROWS, MAX_TILE) if query.dtype == torch.bfloat16 else FLOAT32
     rows = triton.next_power_of_2(max(group, rows))
     tokens = 1 if one_each else rows // group

@@ -1,0 +1,51 @@
+"""Keys and values of 8 bits as the GPU lays them out, a block of the cache at a time: the codes of all keys and values
+as a cache of numbers has them, then for each head and position two bf16 scales, the key's and the value's.
+
+The bytes of a block are as many as in the catalogue, where every row has its scale behind it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from engine.ops.cuda.lowbit_values import round_bf16, round_whole
+
+
+@triton.jit
+def put(
+    cache, block, row, x, is_in, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr
+):  # fmt: skip
+    """Rows x [heads, D], which is 0 where it is nothing; `row`: among the rows of the block."""
+    rows: tl.constexpr = 2 * NUM_KV_HEADS * BLOCK_SIZE
+    d = tl.arange(0, x.shape[1])
+    scale = round_bf16(tl.div_rn(tl.max(tl.abs(x), 1), 127.0)).to(tl.float32)
+    inverse = tl.where(scale > 0, tl.div_rn(1.0, tl.where(scale > 0, scale, 1.0)), 0.0)
+    codes = tl.minimum(tl.maximum(round_whole(x * inverse[:, None]), -127.0), 127.0).to(tl.int8)
+    base = cache + block * rows * (HEAD_DIM + 2)
+    tl.store(base + row[:, None] * HEAD_DIM + d[None, :], codes, mask=is_in)
+    pairs = (base + rows * HEAD_DIM).to(tl.pointer_type(tl.int16))
+    is_value = row // (rows // 2)
+    bits = (scale.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
+    tl.store(pairs + row % (rows // 2) * 2 + is_value, bits, mask=(row >= 0) & (row < rows))
+
+
+@triton.jit
+def scales_at(
+    tiles, block, position, is_in, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr
+):  # fmt: skip
+    """Of positions of a block, for the head program_id(1), whose first key is at `tiles`: both scales in one number."""
+    codes: tl.constexpr = 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    head = tl.program_id(1) * BLOCK_SIZE
+    pairs = tiles - head * HEAD_DIM + block * 2 * NUM_KV_HEADS * BLOCK_SIZE * (HEAD_DIM + 2) + codes
+    return tl.load(pairs.to(tl.pointer_type(tl.int32)) + head + position, mask=is_in, other=0)
+
+
+@triton.jit
+def key_scales(both):
+    return (both << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def value_scales(both):
+    return (both & -65536).to(tl.float32, bitcast=True)

@@ -1,0 +1,132 @@
+"""Weights of 8 and 4 bits and an int8 cache on the GPU: ops against their definitions, models against the definitions
+of all their ops."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cuda]")
+
+from engine.core.loop import Loop  # noqa: E402
+from engine.dtypes import from_bf16, to_bf16  # noqa: E402
+from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
+from engine.executors.reference import ReferenceExecutor  # noqa: E402
+from engine.models.quantize import to_int4, to_int8  # noqa: E402
+from engine.ops import cuda, reference  # noqa: E402
+from engine.ops.cuda import lowbit  # noqa: E402
+from tests.cuda.arrays import array, tensor  # noqa: E402
+from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
+from tests.cuda.test_executor import SETTINGS, generate, golden  # noqa: E402
+
+# The interpreter tells of what a GPU does without a word.
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{what} encountered") for what in ("overflow", "invalid value")]
+OPS = ["linear_int8", "linear_a8w8", "linear_int4", "linear_int4 with zeros"]
+BF16_STEP = 2**-7
+
+
+def floats(rng, *shape):
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def stored(op, matrix, rng):
+    """As the catalogue has it."""
+    if op.startswith("linear_int4"):
+        codes, scale = to_int4(matrix)
+        zeros = to_bf16(rng.integers(0, 16, scale.shape).astype(np.float32))
+        return codes, scale, zeros if "zeros" in op else None
+    return to_int8(matrix)
+
+
+def packed(op, arrays, device):
+    """As the ops of the GPU take it."""
+    given = [tensor(each, device) for each in arrays]
+    return lowbit.PACKED_BY[op](*given)[: len(arrays)]
+
+
+# Rows, columns and width: of each way of sharing the work, none a multiple of anything.
+SIZES = [(0, 34, 70), (1, 35, 70), (3, 50, 1500), (16, 20, 300), (17, 70, 300), (45, 34, 70)]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_products_are_those_of_the_definition(device, monkeypatch, op):
+    """Also with the gate, as logits, and of so many rows that the weights are unpacked for cuBLAS."""
+    monkeypatch.setattr(lowbit, "MANY", 40)
+    rng = np.random.default_rng(0)
+    name = op.split()[0]
+    for num_rows, columns, width in SIZES:
+        x, bias = floats(rng, num_rows, width), floats(rng, columns)
+        arrays = stored(op, floats(rng, columns, width), rng)
+        weight = packed(name, arrays, device)
+        for each in (bias, None):
+            expected = getattr(reference, name)(x, *arrays, each)
+            given = tensor(x, device), *weight, tensor(each, device)
+            assert_close(array(getattr(cuda, name)(*given)), expected)
+            if columns % 2 == 0:
+                assert_close(array(getattr(cuda, f"gated_{name}")(*given)), reference.swiglu(expected))
+            if name == "linear_int8":
+                assert_close(array(cuda.logits_int8(*given)), expected)
+
+
+def assert_close(found, expected, tolerance=1e-5):
+    assert found.shape == expected.shape
+    assert np.abs(found - expected).max(initial=0) <= tolerance * max(1, np.abs(expected).max(initial=0))
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter does not know bf16")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("op", OPS)
+def test_products_of_16_bits_are_as_good_as_these_are(device, op, dtype):
+    """Sizes as those of models, so that every kernel runs as it does there."""
+    rng = np.random.default_rng(0)
+    name = op.split()[0]
+    for columns, width in ((4096, 896), (10240, 1024)):
+        arrays = stored(op, floats(rng, columns, width), rng)
+        weight = packed(name, arrays, device)
+        for num_rows in (1, 5, 16, 31, 64, 200, 1500):
+            x = from_bf16(to_bf16(0.1 * floats(rng, num_rows, width)))  # within the range of float16
+            expected = getattr(reference, name)(x, *arrays)
+            given = tensor(x, device).to(dtype), *weight
+            found = getattr(cuda, name)(*given)
+            assert found.dtype == dtype
+            assert distance(found, expected) < BF16_STEP
+            assert distance(getattr(cuda, f"gated_{name}")(*given), reference.swiglu(expected)) < BF16_STEP
+
+
+def distance(found, expected):
+    found = found.float().cpu().numpy()
+    assert found.shape == expected.shape
+    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
+
+
+def test_a_row_that_is_not_finite_gives_nan_and_one_of_zeros_zeros(device):
+    rng = np.random.default_rng(0)
+    x = floats(rng, 4, 70)
+    x[0, 5], x[1, 69], x[2] = np.inf, np.nan, 0
+    arrays = to_int8(floats(rng, 20, 70))
+    given = [tensor(x, device), *packed("linear_a8w8", arrays, device)]
+    found = array(cuda.linear_a8w8(*given))
+    assert np.isnan(found[:2]).all()
+    assert (found[2] == 0).all()
+    assert_close(found[3:], reference.linear_a8w8(x[3:], *arrays))
+
+
+MODELS = {
+    "int8": ("qwen2", {"quant_type": "weight_only_int8"}),
+    "int4": ("llama", {"quant_type": "weight_only_int4"}),
+    "a8w8 and an int8 cache": ("qwen3", {"quant_type": "a8w8", "int8_cache": True}),
+    "an int8 cache": ("llama3", {"int8_cache": True}),
+    "int4 with zeros": ("awq", {}),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_the_tokens_are_those_of_the_definition(exported, device, case):
+    family, options = MODELS[case]
+    graph_dir = exported(family, **options)
+    lengths, count = ([7, 130], 4) if IS_INTERPRETED else ([1, 7, 63, 130], 16)
+    prompts = [prompt for prompt, _ in golden("qwen2" if family == "awq" else family, lengths).values()]
+    executor = CudaExecutor(graph_dir, SETTINGS, device.type)
+    executor.allocate(32)
+    found = generate(Loop(executor, 32, SETTINGS), prompts, max_new_tokens=count)
+    oracle = ReferenceExecutor(graph_dir)
+    oracle.allocate(32)
+    assert found == generate(Loop(oracle, 32, SETTINGS), prompts, max_new_tokens=count)
