@@ -11,17 +11,21 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from engine.ops.cuda.launch import PDL, begin_next, wait_for_inputs
-from engine.ops.cuda.lowbit_values import codes_of, prefetch, unpack, weights_of
+from engine.ops.cuda.launch import PDL
+from engine.ops.cuda.lowbit_kernels import add_up, few, many
+from engine.ops.cuda.lowbit_values import codes_of, unpack
 from engine.ops.cuda.pointwise import swiglu
 
 INTERPRETED = triton.knobs.runtime.interpret
 FEW = 16  # rows: the kernel for them shares out the columns of a tile to its warps
-MANY = 1024  # above, weights are unpacked once for a product of cuBLAS
+MANY = 512  # above, weights are unpacked once for a product of cuBLAS
+PROGRAMS = 264  # of the kernel for more than few that an H100 runs at once
+NARROW = 5120  # columns: a program has to ask for more at a time
+ADDED = 1024  # numbers of a program that adds up shares
+MIN_BLOCKS = 4  # of columns, that are worth a program
 WORDS = 64  # of a row in a block of columns
 
 
@@ -120,14 +124,21 @@ def _rounded(x: Tensor) -> Tensor:
     return rounded.float() if INTERPRETED else rounded
 
 
-def few_tile(columns: int, num_rows: int) -> Tile:
-    return Tile(4, 16, 16, 4, 4)
+def few_tile(columns: int, bits: int) -> Tile:
+    """As measured on an H200."""
+    if columns <= NARROW:
+        return Tile(8, 16, 16, 8, 3) if bits == 4 else Tile(4, 16, 16, 4, 6)
+    return Tile(4, 16, 16, 4, 3 if bits == 4 else 4)
 
 
-def many_tile(columns: int, num_rows: int) -> tuple[int, int, int, int]:
-    """Rows of weights, rows of x, warps, stages."""
-    rows = 32 if num_rows <= 32 else 64 if num_rows <= 64 else 128
-    return (128, rows, 8, 2) if columns >= 8192 else (64, min(rows, 64), 4, 4)
+def many_tile(num_rows: int) -> tuple[int, int]:
+    """Rows of weights, rows of x."""
+    return 128, 32 if num_rows <= 32 else 64 if num_rows <= 64 else 128
+
+
+def num_splits(num_programs: int, num_blocks: int) -> int:
+    """Shares of the columns, so that the device is busy; a power of two, so that few kernels are compiled."""
+    return 1 << max(1, min(PROGRAMS // num_programs, num_blocks // MIN_BLOCKS, 8)).bit_length() - 1
 
 
 def _launch(given: tuple[Tensor, Tensor], weight: Packed, bias: Tensor | None, out: Tensor, *, is_gated: bool) -> None:
@@ -138,111 +149,20 @@ def _launch(given: tuple[Tensor, Tensor], weight: Packed, bias: Tensor | None, o
     inputs = x, x_scale, words, scale, scale if zero is None else zero, scale if bias is None else bias, out
     sizes = num_rows, columns, x.shape[1], words.shape[1]
     if num_rows <= FEW:
-        tile = few_tile(columns, num_rows)
-        _few[(triton.cdiv(columns, tile.rows),)](
-            *inputs, *sizes, *kind, is_gated, tile.slices, tile.rows, 8 if num_rows <= 8 else 16, tile.lines,
+        tile = few_tile(columns, bits)
+        is_even = words[0].numel() * (16 // bits if words.dtype == torch.int16 else 1) == x.shape[1]
+        is_even = is_even and words.shape[1] % tile.slices == 0
+        few[(triton.cdiv(columns, tile.rows),)](
+            *inputs, *sizes, *kind, is_gated, is_even, tile.slices, tile.rows, 8 if num_rows <= 8 else 16, tile.lines,
             num_warps=tile.num_warps, num_stages=tile.num_stages, **PDL,
         )  # fmt: skip
     else:
-        block_n, block_m, num_warps, num_stages = many_tile(columns, num_rows)
-        _many[(triton.cdiv(num_rows, block_m), triton.cdiv(columns, block_n))](
-            *inputs, *sizes, *kind, block_n, block_m, num_warps=num_warps, num_stages=num_stages, **PDL
+        block_n, block_m = many_tile(num_rows)
+        down, across = triton.cdiv(num_rows, block_m), triton.cdiv(columns, block_n)
+        splits = num_splits(down * across, words.shape[1])
+        sums = out if splits == 1 else out.new_empty(splits, num_rows, columns, dtype=torch.float32)
+        many[(down, across, splits)](
+            *inputs[:-1], sums, *sizes, *kind, block_n, block_m, splits, num_warps=8, num_stages=3, **PDL
         )
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _few(
-    x, x_scale, words, scale, zero, bias, out, num_rows, columns, width, num_blocks,
-    BITS: tl.constexpr, IS_WHOLE: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
-    IS_GATED: tl.constexpr, SLICES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, LINES: tl.constexpr,
-):  # fmt: skip
-    """BLOCK_N outputs of all rows; gated: of the gate and of what it is for, whose rows of weights follow all of the
-    gate's. Each slice is the sum of every SLICES-th block of columns."""
-    begin_next()
-    PARTS: tl.constexpr = 1 if IS_WHOLE else 16 // BITS
-    WIDTH: tl.constexpr = 128 if IS_WHOLE else 64
-    TYPE: tl.constexpr = tl.int32 if IS_WHOLE else tl.float32
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.minimum(n, columns - 1).to(tl.int64)  # behind the last one: it again, for nobody
-    up = columns.to(tl.int64)
-    if LINES > 0:
-        prefetch(words, row, num_blocks, LINES)
-        if IS_GATED:
-            prefetch(words, row + up, num_blocks, LINES)
-    wait_for_inputs()
-    slices = tl.arange(0, SLICES)
-    i = tl.arange(0, WIDTH)[None, None, :]
-    m = tl.arange(0, BLOCK_M)
-    is_row = (m < num_rows)[None, :, None]
-    rows_of_x = x + m[None, :, None] * width
-    count = columns * (1 + IS_GATED)
-    sums = tl.zeros([SLICES, BLOCK_N, BLOCK_M], TYPE)
-    up_sums = tl.zeros([SLICES, BLOCK_N, BLOCK_M], TYPE)
-    for first in range(0, num_blocks, SLICES):
-        # Columns that do not exist are zeros of x: a slice may as well read the last block again.
-        block = tl.minimum(first + slices, num_blocks - 1)[:, None]
-        at = words + (row[None, :] * num_blocks + block)[:, :, None] * WIDTH + i
-        own = weights_of(tl.load(at), scale, zero, block * count + row[None, :], BITS, IS_WHOLE, HAS_ZERO)
-        if IS_GATED:
-            ups = weights_of(
-                tl.load(at + up * num_blocks * WIDTH), scale, zero, block * count + row[None, :] + up,
-                BITS, IS_WHOLE, HAS_ZERO,
-            )  # fmt: skip
-        for part in tl.static_range(PARTS):
-            k = ((first + slices) * PARTS + part)[:, None, None] * WIDTH + i
-            values = tl.load(rows_of_x + k, mask=is_row & (k < width), other=0)
-            values = tl.permute(values, (0, 2, 1))
-            sums = tl.dot(own[part], values, sums, input_precision="ieee", out_dtype=TYPE)
-            if IS_GATED:
-                up_sums = tl.dot(ups[part], values, up_sums, input_precision="ieee", out_dtype=TYPE)
-    y = _finished(tl.sum(sums, 0), x_scale, scale, bias, m, row, num_rows, BITS, IS_WHOLE, HAS_BIAS)
-    if IS_GATED:
-        up_y = _finished(tl.sum(up_sums, 0), x_scale, scale, bias, m, row + up, num_rows, BITS, IS_WHOLE, HAS_BIAS)
-        y = y / (1 + tl.exp(-y)) * up_y
-    tl.store(out + m[None, :] * columns + n[:, None], y, mask=(m < num_rows)[None, :] & (n < columns)[:, None])
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _many(
-    x, x_scale, words, scale, zero, bias, out, num_rows, columns, width, num_blocks,
-    BITS: tl.constexpr, IS_WHOLE: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """BLOCK_N outputs of BLOCK_M rows. Programs that read the same weights begin together."""
-    begin_next()
-    wait_for_inputs()
-    PARTS: tl.constexpr = 1 if IS_WHOLE else 16 // BITS
-    WIDTH: tl.constexpr = 128 if IS_WHOLE else 64
-    TYPE: tl.constexpr = tl.int32 if IS_WHOLE else tl.float32
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.minimum(n, columns - 1).to(tl.int64)
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    i = tl.arange(0, WIDTH)[None, :]
-    rows_of_x = x + m.to(tl.int64)[:, None] * width
-    is_row = (m < num_rows)[:, None]
-    sums = tl.zeros([BLOCK_N, BLOCK_M], TYPE)
-    for block in range(0, num_blocks):
-        tile = tl.load(words + (row * num_blocks + block)[:, None] * WIDTH + i)
-        own = weights_of(tile, scale, zero, block * columns + row, BITS, IS_WHOLE, HAS_ZERO)
-        for part in tl.static_range(PARTS):
-            k = (block * PARTS + part) * WIDTH + i
-            values = tl.load(rows_of_x + k, mask=is_row & (k < width), other=0)
-            sums = tl.dot(own[part], tl.trans(values), sums, input_precision="ieee", out_dtype=TYPE)
-    y = _finished(sums, x_scale, scale, bias, m, row, num_rows, BITS, IS_WHOLE, HAS_BIAS)
-    at = out + m.to(tl.int64)[None, :] * columns + n[:, None]
-    tl.store(at, y, mask=(m < num_rows)[None, :] & (n < columns)[:, None])
-
-
-@triton.jit
-def _finished(
-    sums, x_scale, scale, bias, m, row, num_rows, BITS: tl.constexpr, IS_WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr
-):
-    """[BLOCK_N, BLOCK_M]: with the scales of its rows, and the bias."""
-    y = sums.to(tl.float32)
-    if IS_WHOLE:
-        y = y * tl.load(x_scale + m, mask=m < num_rows, other=0)[None, :]
-    if BITS == 8:
-        y = y * tl.load(scale + row)[:, None]
-    if HAS_BIAS:
-        y += tl.load(bias + row).to(tl.float32)[:, None]
-    return y
+        if splits > 1:
+            add_up[(triton.cdiv(out.numel(), ADDED),)](sums, out, out.numel(), splits, ADDED, **PDL)

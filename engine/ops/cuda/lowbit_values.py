@@ -10,14 +10,13 @@ from torch import Tensor
 from engine.ops.cuda.launch import PDL, begin_next, wait_for_inputs
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-# Of two words at a time. A code in the low bits of 128.0 in bf16 adds up to 128 + code, of which 128 + 8 is taken.
+# Of two words at a time. A code in the low bits of 128.0 in bf16 adds up to 128 + code.
 NIBBLES = tl.constexpr("""{
-.reg .b32 t, origin;
-mov.b32 origin, 0x43084308;
-lop3.b32 t, $4, 0x000F000F, 0x43004300, 0xEA; sub.rn.bf16x2 $0, t, origin;
-shr.u32 t, $4, 4; lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; sub.rn.bf16x2 $1, t, origin;
-shr.u32 t, $4, 8; lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; sub.rn.bf16x2 $2, t, origin;
-shr.u32 t, $4, 12; lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; sub.rn.bf16x2 $3, t, origin;
+.reg .b32 t;
+lop3.b32 $0, $4, 0x000F000F, 0x43004300, 0xEA;
+shr.u32 t, $4, 4; lop3.b32 $1, t, 0x000F000F, 0x43004300, 0xEA;
+shr.u32 t, $4, 8; lop3.b32 $2, t, 0x000F000F, 0x43004300, 0xEA;
+shr.u32 t, $4, 12; lop3.b32 $3, t, 0x000F000F, 0x43004300, 0xEA;
 }""")
 # The same with the lower seven bits, of which 128, or with the highest bit set 256, is taken.
 BYTES = tl.constexpr("""{
@@ -50,21 +49,42 @@ def prefetch(words, row, num_blocks, LINES: tl.constexpr):
 
 
 @triton.jit
-def weights_of(words, scale, zero, at, BITS: tl.constexpr, IS_WHOLE: tl.constexpr, HAS_ZERO: tl.constexpr):
-    """A tuple, for each part of the words what to multiply with. `at`: of their scales."""
+def codes(words, BITS: tl.constexpr, IS_WHOLE: tl.constexpr):
+    """A tuple: of each part of the words its codes, those of 4 bits and 128."""
     if IS_WHOLE:
         return (words,)
     elif BITS == 8:
         return _bytes(words)
     else:
-        scales = tl.load(scale + at)
-        zeros = tl.load(zero + at) if HAS_ZERO else scales
+        return _nibbles(words)
+
+
+@triton.jit
+def scales_at(scale, zero, at, BITS: tl.constexpr, HAS_ZERO: tl.constexpr):
+    scales = tl.load(scale + at) if BITS == 4 else at
+    return scales, tl.load(zero + at) if HAS_ZERO else scales
+
+
+@triton.jit
+def scaled(sums, totals, scales, zeros, PART: tl.constexpr, HAS_ZERO: tl.constexpr):
+    """Of sums of x by 128 + code, and of x: those of x by weights."""
+    origin = 136 + _bf16_at(zeros, 16 * PART).to(tl.float32)[:, :, None] if HAS_ZERO else 136.0
+    return (sums - totals * origin) * _bf16_at(scales, 16 * PART).to(tl.float32)[:, :, None]
+
+
+@triton.jit
+def weights_of(words, scale, zero, at, BITS: tl.constexpr, IS_WHOLE: tl.constexpr, HAS_ZERO: tl.constexpr):
+    """A tuple, for each part of the words what to multiply with. `at`: of their scales."""
+    if BITS == 8:
+        return codes(words, BITS, IS_WHOLE)
+    else:
+        scales, zeros = scales_at(scale, zero, at, BITS, HAS_ZERO)
         parts = _nibbles(words)
         return (
-            _scaled(parts[0], scales, zeros, 0, HAS_ZERO),
-            _scaled(parts[1], scales, zeros, 16, HAS_ZERO),
-            _scaled(parts[2], scales, zeros, 32, HAS_ZERO),
-            _scaled(parts[3], scales, zeros, 48, HAS_ZERO),
+            _rounded(parts[0], scales, zeros, 0, HAS_ZERO),
+            _rounded(parts[1], scales, zeros, 16, HAS_ZERO),
+            _rounded(parts[2], scales, zeros, 32, HAS_ZERO),
+            _rounded(parts[3], scales, zeros, 48, HAS_ZERO),
         )
 
 
@@ -73,26 +93,30 @@ def _bytes(words):
     if INTERPRETED:
         return ((words << 8) >> 8).to(tl.float32), (words >> 8).to(tl.float32)
     else:
-        types: tl.constexpr = (tl.bfloat16, tl.bfloat16)
-        return tl.inline_asm_elementwise(BYTES, "=r,=r,r", [words], dtype=types, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(
+            BYTES, "=r,=r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
 
 
 @triton.jit
 def _nibbles(words):
     if INTERPRETED:
         return (
-            ((words & 15) - 8).to(tl.float32),
-            (((words >> 4) & 15) - 8).to(tl.float32),
-            (((words >> 8) & 15) - 8).to(tl.float32),
-            (((words >> 12) & 15) - 8).to(tl.float32),
+            ((words & 15) + 128).to(tl.float32),
+            (((words >> 4) & 15) + 128).to(tl.float32),
+            (((words >> 8) & 15) + 128).to(tl.float32),
+            (((words >> 12) & 15) + 128).to(tl.float32),
         )
     else:
-        types: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
-        return tl.inline_asm_elementwise(NIBBLES, "=r,=r,=r,=r,r", [words], dtype=types, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(
+            NIBBLES, "=r,=r,=r,=r,r", [words], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
 
 
 @triton.jit
-def _scaled(codes, scales, zeros, SHIFT: tl.constexpr, HAS_ZERO: tl.constexpr):
+def _rounded(codes, scales, zeros, SHIFT: tl.constexpr, HAS_ZERO: tl.constexpr):
+    codes = codes - 136
     if HAS_ZERO:
         codes = codes - tl.expand_dims(_bf16_at(zeros, SHIFT), -1)
     return round_bf16(codes * tl.expand_dims(_bf16_at(scales, SHIFT), -1))
