@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import NoReturn
 
 from engine.settings.config import Config
+from server_scripts.completion import add_completion
 
 # Shown by --help; the others are in docs/settings.md.
 COMMON = (
@@ -71,6 +72,7 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
         self.envs: dict[str, tuple[str, ...]] = {}  # destination -> the setting's names, the one that counts first
+        values = {}
         group = self.add_argument_group("common settings")
         for f in fields(Config):
             setting = f.metadata["setting"]
@@ -84,6 +86,8 @@ class Parser(argparse.ArgumentParser):
             how = {"action": argparse.BooleanOptionalAction} if f.type == "bool" else {"metavar": "VALUE"}
             shown = text if setting.env in COMMON else argparse.SUPPRESS
             group.add_argument(*names, dest=f"env_{f.name}", default=None, help=shown, **how)
+            values[f"env_{f.name}"] = setting.choices
+        add_completion(self, values)
 
     def parse_into(
         self, environ: MutableMapping[str, str], arguments: Sequence[str] | None = None

@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from engine.errors import ConfigError
 from engine.settings.config import Config
+from server_scripts.completion import add_completion
 from server_scripts.own_tls import client_context
 
 AT_ONCE = 128  # requests; more than run at once, so that the next ones wait in the server
@@ -93,6 +94,7 @@ def _arguments() -> argparse.Namespace:
         "--url", help="the server, http://host:port; default: the one that start_server would start here"
     )
     parser.add_argument("--at-once", type=int, default=AT_ONCE, help="how many requests are open (%(default)s)")
+    add_completion(parser)
     return parser.parse_args()
 
 

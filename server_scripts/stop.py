@@ -17,6 +17,7 @@ from engine.errors import ConfigError
 from engine.settings.config import Config
 from engine.settings.processes import STOPPING_FILE
 from engine.settings.stopping import Stopping
+from server_scripts.completion import add_completion
 from server_scripts.processes import GATEWAY
 from server_scripts.run_dir import Process, RunDir, State
 
@@ -33,6 +34,7 @@ def main() -> int:
         prog="stop_server", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("seconds", nargs="?", type=_seconds, help="how long requests may still run")
+    add_completion(parser)
     given = parser.parse_args()
     # Only this setting matters, and a wrong one elsewhere must not keep a server running.
     config = Config(run_dir=os.environ.get("RUN_DIR", ""))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.settings.config import Config
+from server_scripts import run_batch, start, stop
 from server_scripts.options import ANSWERS, COMMON, SYNONYMS, Parser, own_name
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,3 +78,33 @@ def test_the_command_shows_the_common_ones_and_names_a_wrong_value():
     assert "FD_LOG_BACKUP_COUNT" not in text
     wrong = start("--batch-size", "0")
     assert (wrong.returncode, wrong.stderr.startswith("start_server: BATCH_SIZE is 0, it must be")) == (2, True)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_shell_completes_the_options_of_every_command_and_what_they_take(shell, capsys, monkeypatch):
+    """As bash itself says; zsh takes bash's way, and what it runs first is left out here."""
+    monkeypatch.setattr(sys, "argv", ["", "--completion", shell])
+    for main in (start.main, stop.main, run_batch.main):
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 0
+    scripts = capsys.readouterr().out
+    first = "autoload -Uz compinit bashcompinit\ncompinit\nbashcompinit\n"
+    assert scripts.count(first + "_llm_") == (3 if shell == "zsh" else 0)
+    asked = {
+        "start_server --max-dec": {"--max-dec-len"},
+        "start_server --no-use-w": {"--no-use-warmup"},
+        "start_server --device ": {*SETTINGS["DEVICE"].metadata["setting"].choices},
+        "start_server --quant-type weight_only_": {"weight_only_int4", "weight_only_int8"},
+        "stop_server --comp": {"--completion"},
+        "run_batch --at": {"--at-once"},
+        "run_batch pyproj": {"pyproject.toml"},
+    }
+    typed = []
+    for line in asked:
+        *words, word = line.split(" ")
+        typed.append(f"COMP_WORDS=({' '.join(words)} '{word}'); COMP_CWORD={len(words)}; _llm_{words[0]}")
+    calls = "\n".join(f'{each}; echo "${{COMPREPLY[@]}}"' for each in typed)
+    ask = ["bash", "-c", f"{scripts.replace(first, '')}\n{calls}"]
+    told = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert [set(line.split()) for line in told.splitlines()] == [*asked.values()]
