@@ -21,7 +21,7 @@ from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions
 from engine.exporting.manifest import Manifest, is_exported
 from engine.serving.answer import OpenAnswer
-from engine.serving.prompt import PromptReader
+from engine.serving.prompt import Prompt, PromptReader
 from engine.settings.config import Config
 from engine.settings.device import with_device
 from engine.text.grammar import MatcherGrammars
@@ -40,7 +40,7 @@ class Answer:
     prompt_token_ids: list[int]
     logprobs: list[Logprobs]  # one for each token id, when asked for
     prompt_logprobs: list[Logprobs]  # one for each token of the prompt but the first, when asked for
-    embedding: list[float]  # of the prompt, when asked for: not normalized
+    embedding: list[float]  # of the prompt, or its scores, when asked for: not normalized
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class _Open:
 
     request: Request
     answer: OpenAnswer
+    prompt: Prompt
 
     def finished(self) -> Answer:
         answer = self.answer
@@ -60,7 +61,9 @@ class _Open:
             prompt_token_ids=self.request.token_ids[: self.request.prompt_len],
             logprobs=[logprobs for logprobs in answer.logprobs if logprobs],
             prompt_logprobs=self.request.scores,
-            embedding=list(memoryview(self.request.hidden).cast("f")),
+            embedding=list(memoryview(self.prompt.pooled(self.request.hidden)).cast("f"))
+            if self.request.hidden
+            else [],
         )
 
 
@@ -156,7 +159,7 @@ class LLM:
             for number in range(read.n)
         ]
         requests[0].forks = requests[1:]
-        return [_Open(each, OpenAnswer(self.tokenizer, request)) for each in requests]
+        return [_Open(each, OpenAnswer(self.tokenizer, request), read) for each in requests]
 
     def _advance(self, item: _Open, update: Update) -> int:
         """The number of answers that these tokens have ended."""

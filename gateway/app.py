@@ -36,13 +36,16 @@ from gateway.parts import (
     DRAINING,
     EMBEDDINGS,
     INTAKE,
+    LABELS,
     NATIVE,
     OPENAI,
+    RANKINGS,
     READY,
     RESPONSES,
     RUNNING,
     SERVED,
     TRITON,
+    num_labels,
     served_name,
 )
 from gateway.protocol import Call, ClientProtocol, Exchange
@@ -52,7 +55,7 @@ from gateway.web import is_for_people
 
 log = logging.getLogger(__name__)
 
-PROTOCOLS: Sequence[ClientProtocol] = (NATIVE, OPENAI, RESPONSES, ANTHROPIC, EMBEDDINGS, TRITON)
+PROTOCOLS: Sequence[ClientProtocol] = (NATIVE, OPENAI, RESPONSES, ANTHROPIC, EMBEDDINGS, *RANKINGS, TRITON)
 
 REQUEST_TIMEOUT_S = 300.0  # without a new answer of the model, unless a request says otherwise
 
@@ -76,6 +79,7 @@ def make_app(backend: Backend, config: Config, request_timeout_s: float = REQUES
     app[REQUEST_TIMEOUT] = request_timeout_s
     app[INTAKE] = Intake.share_of_worker(config)
     app[RUNNING], app[BEGUN] = [], set()
+    app[LABELS] = {}
     app[DRAINING] = asyncio.Event()
     if config.cors_allow_origin:
         app.on_response_prepare.append(_add_cors)
@@ -99,6 +103,8 @@ async def complete(request: web.Request) -> web.StreamResponse:
     room = Room(app[INTAKE])
     try:
         payload = await read_payload(request, app[CONFIG].max_body_bytes, room)
+        if call.protocols[0] in RANKINGS:
+            call.num_labels = await num_labels(app)
         async with app[INTAKE].reading(len(payload)):
             call.exchange = exchange = _parse(payload, call)
         del payload

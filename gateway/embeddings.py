@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from gateway.protocol import Call
 
 MAX_INPUTS = 2048
 DIMENSIONS, FORMATS = int_in(1, 1 << 20), ("float", "base64")
-CHECKS = {name: wire.FIELDS[name].check for name in ("cache_salt", "pooling", "priority", "timeout")}
+CHECKS = {name: wire.FIELDS[name].check for name in ("cache_salt", "priority", "timeout", "truncate_prompt_tokens")}
 A_BOOL, REQ_ID = (wire.FIELDS[name].check for name in ("stream", "req_id"))
 A_TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
 IDS = schema_of(wire.FIELDS["input_ids"].check)
@@ -91,12 +91,12 @@ class Embeddings(OpenAI):
             "input": {"anyOf": [A_TEXT, IDS, *lists]},
             "model": schema_of(A_NAME),
             "dimensions": schema_of(DIMENSIONS),
-            "encoding_format": {"enum": [*FORMATS], "default": "float"},
+            "encoding_format": {"enum": [*FORMATS], "default": FORMATS[0]},
+            "pooling": {"enum": [*POOLINGS], "default": POOLINGS[0]},
             "normalize": schema_of(A_BOOL) | {"default": True},
             "request_id": schema_of(REQ_ID),
             **{name: schema_of(check) for name, check in CHECKS.items()},
         }
-        schemas["pooling"] = {**schemas["pooling"], "default": POOLINGS[0]}
         meanings = {**wire.MEANINGS, **MEANINGS}
         return {name: {**schema, "description": wire.plain(meanings[name])} for name, schema in schemas.items()}
 
@@ -109,22 +109,26 @@ class Embeddings(OpenAI):
     def parse(self, body: dict[str, Any], call: Call) -> EmbeddingExchange:
         body = {key: value for key, value in body.items() if value is not None}
         check_spelling(body, self.fields(call.path))
-        if body.get("truncate_prompt_tokens"):
-            raise InvalidRequest("`{field}` is not supported", field="truncate_prompt_tokens")
-        encoding = body.get("encoding_format", "float")
-        if encoding not in FORMATS:
-            text = "`{field}` must be one of {limit}, it is {value}"
-            raise InvalidRequest(text, field="encoding_format", value=wire.shown(encoding), limit=[*FORMATS])
+        encoding = _one_of(FORMATS, "encoding_format", body)
         sources = sources_of("input", body, MAX_INPUTS)
-        options = {"pooling": POOLINGS[0]}
+        options: dict[str, Any] = {"pooling": _one_of(POOLINGS, "pooling", body)}
         options |= {name: check(name, body[name]) for name, check in CHECKS.items() if name in body}
         name = REQ_ID("request_id", body.get("request_id", f"embd-{uuid.uuid4().hex}"))
         return EmbeddingExchange(
             requests=[{**each, **options, "req_id": f"{name[:240]}-{at}"} for at, each in enumerate(sources)],
             names=dict.fromkeys(("text", "input_ids"), "input") | {"req_id": "request_id"},
-            timeout_s=options.get("timeout"),  # type: ignore[arg-type]
+            timeout_s=options.get("timeout"),
             model=model_of(body, call.model_name),
             encoding=encoding,
             dimensions=DIMENSIONS("dimensions", body["dimensions"]) if "dimensions" in body else None,
             is_normalized=A_BOOL("normalize", body.get("normalize", True)),
         )
+
+
+def _one_of(known: Sequence[str], name: str, body: Mapping[str, Any]) -> str:
+    """The first by default."""
+    value = body.get(name, known[0])
+    if value not in known:
+        text = "`{field}` must be one of {limit}, it is {value}"
+        raise InvalidRequest(text, field=name, value=wire.shown(value), limit=[*known])
+    return str(value)

@@ -16,12 +16,14 @@ from gateway.health import Shared
 from gateway.intake import Intake
 from gateway.native import Native
 from gateway.openai import OpenAI
+from gateway.ranking import Reranking, Scores
 from gateway.received import Peer
 from gateway.responses import Responses
 from gateway.triton import Triton
 
 NATIVE, OPENAI, EMBEDDINGS = Native(), OpenAI(), Embeddings()
 RESPONSES, ANTHROPIC, TRITON = Responses(), Anthropic(), Triton()
+RANKINGS = (Scores(), Reranking())
 
 BACKEND = web.AppKey("backend", Backend)
 CONFIG = web.AppKey("config", Config)
@@ -31,8 +33,17 @@ SERVED = web.AppKey("served", ServedModel)
 RUNNING = web.AppKey("running", list)  # the requests being answered
 BEGUN = web.AppKey("begun", set[Peer])  # who has begun one since heads.py has looked
 DRAINING = web.AppKey("draining", asyncio.Event)
+LABELS = web.AppKey("labels", dict[str, int])  # how many a model tells apart, by its id
 DOCUMENT = web.AppKey("document", dict[str, Any])  # OpenAPI's
 
 
 def served_name(app: web.Application) -> str:
     return app[SERVED].now().name or app[CONFIG].served_model_name or "default"
+
+
+async def num_labels(app: web.Application) -> int:
+    """By which the served model scores prompts. Asked once, so that later requests can wait for one that is away."""
+    served, known = app[SERVED].now(), app[LABELS]
+    if served.is_changing or served.id not in known:
+        known[served.id] = (await app[BACKEND].probe()).num_labels
+    return known[served.id]

@@ -54,6 +54,7 @@ class Call:
     exchange: Exchange | None = None
     owner: Owner = Owner()  # of the key that it carries
     late_status: int | None = None  # of a failure after the first byte
+    num_labels: int = 0  # by which the model scores prompts, where that is asked
     config: Config = field(default_factory=Config)  # the server's
 
 

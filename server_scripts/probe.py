@@ -61,14 +61,14 @@ class Probe:
         port = self._config.service_grpc_port
         self._check_request(f"{in_url(self._host)}:{port}", f"gRPC port {port}", port)
         if self._config.service_http_port > 0:
-            body = json.dumps(_a_request())
+            body = json.dumps(self._a_request())
             text = self.http(self._config.service_http_port, "POST", "/v1/chat/completions", body)
             if json.loads(text).get("error_code"):
                 raise ProbeError(f"HTTP port {self._config.service_http_port}: {text[:500]}")
 
     def _check_request(self, target: str, name: str, port: int = 0) -> None:
         with self._channel(target, name, port) as channel:
-            answer = self._infer(channel, _a_request(), REQUEST_TIMEOUT_S)
+            answer = self._infer(channel, self._a_request(), REQUEST_TIMEOUT_S)
         if isinstance(answer, wire.Failure):
             raise ProbeError(f"{name}: {answer.error}")
 
@@ -82,6 +82,11 @@ class Probe:
             return int(self.state(OPEN_TIMEOUT_S)["num_open"])
         except ProbeError:
             return 0
+
+    def _a_request(self) -> dict[str, Any]:
+        max_dec_len = int(not self.state()["num_labels"])  # a model that scores writes no tokens
+        text = {"text": "Hi", "apply_chat_template": False, "max_dec_len": max_dec_len}
+        return {"req_id": f"start-{uuid.uuid4()}", **text}
 
     def _infer(self, channel: Any, body: dict[str, Any], timeout_s: float) -> wire.Answer:
         """The last response of a streamed request. Reads on to the end of the stream: Triton 2.51 keeps the model
@@ -148,10 +153,6 @@ class Probe:
         if response.status != 200:
             raise ProbeError(f"port {port}: {method} {path} was answered with {response.status}: {text[:500]}")
         return text
-
-
-def _a_request() -> dict[str, Any]:
-    return {"req_id": f"start-{uuid.uuid4()}", "text": "Hi", "apply_chat_template": False, "max_dec_len": 1}
 
 
 def main() -> int:

@@ -17,7 +17,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from engine.dtypes import WEIGHT_DTYPES
+from engine.exporting import head
 from engine.exporting.manifest import CONFIG, DECODER, Graph, Manifest, rank_dir, refuse_static_graph
 from engine.models.checkpoint import Checkpoint, open_tensors
 from engine.models.config import DecoderConfig
@@ -35,7 +38,7 @@ log = logging.getLogger(__name__)
 DTYPES = ("auto", *WEIGHT_DTYPES)
 QUANT_TYPES = ("none", *QUANTIZED)
 LOAD_FORMATS = ("auto", "dummy")
-TABLE = "model.embed_tokens.weight"
+TABLE, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 COPIED_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -84,8 +87,12 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
     keys, checkpoint = _open(checkpoint_dir, options.load_format)
     model = read_model(keys)
     dtype = options.dtype
+    scores = None
     if checkpoint:
+        if head.TENSOR in checkpoint and LM_HEAD not in checkpoint:  # it was made to score, and writes nothing
+            model = replace(model, tied_embeddings=True)
         model = _untied_where_stored_apart(model, checkpoint, progress)
+        scores = head.head_of(checkpoint_dir, keys, checkpoint, TABLE if model.tied_embeddings else LM_HEAD)
         dtype = checkpoint.graph_dtype(TABLE) if dtype == "auto" else dtype
     elif dtype == "auto":
         dtype = "bfloat16"
@@ -95,7 +102,7 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
     first = Shard(weight_format, dtype, options.block_size, 0, options.num_ranks, int8_cache)
     shards = [replace(first, rank=rank) for rank in ranks]
     if checkpoint:
-        ignored = {"lm_head.weight"} if model.tied_embeddings else set()
+        ignored = {head.TENSOR} | ({LM_HEAD} if model.tied_embeddings else set())
         checkpoint.check(weights_of(model.network(shards[0])).values(), ignored)
     parameters = "model.pdiparams" if checkpoint else ""
     max_seq_len = _max_seq_len(model, options.max_seq_len, progress)
@@ -112,6 +119,8 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
             save_rank(rank_dir(partial, shard.rank), model.network(shard), manifest.graph(), checkpoint, progress)
         progress("write manifest.json, config.json and the tokenizer's files")
         _copy_files(checkpoint_dir, partial, progress)
+        if scores is not None:
+            np.save(partial / head.FILE, scores)
         digest = checkpoint.digest() if checkpoint else "none"
         added = manifest.config_keys() | {"infer_model_dtype": dtype, "infer_model_checkpoint": digest}
         (partial / CONFIG).write_text(json.dumps(keys | added, indent=2) + "\n")
@@ -160,10 +169,9 @@ def _manifest(model: DecoderConfig, shard: Shard, max_seq_len: int, parameters: 
 
 def _untied_where_stored_apart(model: DecoderConfig, checkpoint: Checkpoint, progress: OnProgress) -> DecoderConfig:
     """As transformers has it: where config.json ties what the checkpoint holds as two, the checkpoint is right."""
-    head = "lm_head.weight"
-    if not model.tied_embeddings or head not in checkpoint or checkpoint.are_equal(TABLE, head):
+    if not model.tied_embeddings or LM_HEAD not in checkpoint or checkpoint.are_equal(TABLE, LM_HEAD):
         return model
-    progress(f"config.json: tie_word_embeddings is true, but {head} is not {TABLE}: it is used as it is stored")
+    progress(f"config.json: tie_word_embeddings is true, but {LM_HEAD} is not {TABLE}: it is used as it is stored")
     return replace(model, tied_embeddings=False)
 
 

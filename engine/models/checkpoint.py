@@ -40,6 +40,14 @@ class Checkpoint:
         rows = _steps(Share.whole(a.get_shape()[0]), a.get_shape())
         return all(a[start:stop].tobytes() == b[start:stop].tobytes() for start, stop in rows)
 
+    def rows(self, tensor: str, indices: Collection[int] | None = None) -> np.ndarray:
+        """All of it, or these, as f32."""
+        stored = self._find(tensor)
+        if stored.get_dtype() not in DTYPES:
+            raise ModelError(f"tensor {tensor} has dtype {stored.get_dtype()}, supported are {', '.join(DTYPES)}")
+        wanted = range(stored.get_shape()[0]) if indices is None else indices
+        return np.concatenate([stored[index : index + 1] for index in wanted]).astype(np.float32)
+
     def graph_dtype(self, tensor: str) -> str:
         """What `auto` makes of a tensor's dtype: float32 stays, the 16-bit ones become bfloat16."""
         return "float32" if self._find(tensor).get_dtype() == "F32" else "bfloat16"

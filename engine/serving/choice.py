@@ -31,7 +31,7 @@ class Choice:
         self.finish_reason: str | None = None
         self._request = request
         self.of_prompt: OfPrompt | None = None  # what the engine has said of it
-        self._prompt_ids = prompt.token_ids
+        self._prompt_ids, self._pooled = prompt.token_ids, prompt.pooled
         self._tokenizer = tokenizer
 
     @property
@@ -121,8 +121,9 @@ class Choice:
         return self._logprob(*self.answer.stop_token) if is_asked_for and self.answer.stop_token else None
 
     def _embedding(self) -> str | None:
-        is_asked_for = self.of_prompt and self.sampling.pooling
-        return base64.b64encode(self.of_prompt.hidden).decode() if self.of_prompt and is_asked_for else None
+        if not self.of_prompt or not self.sampling.pooling:
+            return None
+        return base64.b64encode(self._pooled(self.of_prompt.hidden)).decode()
 
     def _logprobs(self, unsent: slice) -> tuple[wire.TokenLogprob, ...]:
         pairs = zip(self.answer.token_ids[unsent], self.answer.logprobs[unsent], strict=True)

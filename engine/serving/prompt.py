@@ -7,15 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from engine.core.types import Sampling
 from engine.errors import InvalidRequest, PromptTooLong
+from engine.exporting.head import load_head
 from engine.exporting.manifest import Manifest
+from engine.serving.of_prompt import check_head, check_reading
 from engine.settings.config import Config
 from engine.text.forms import bounded_thought, free_answer, free_thought, written
 from engine.text.tokenizer import Tokenizer
-from engine.wire import THOUGHT_BEGIN, THOUGHT_END, GenerationRequest, shown
+from engine.wire import SCORE, THOUGHT_BEGIN, THOUGHT_END, GenerationRequest, shown
 
-MAX_PROMPT_LOGPROBS = 1 << 17  # numbers of one request, some 100 bytes each
 MAX_CLOSING_TOKENS = 8  # that a prompt may close a thought with
 CacheSize = Callable[[], tuple[int, int] | None]
 
@@ -26,6 +29,11 @@ class Prompt:
     sampling: Sampling  # of the first answer
     n: int = 1  # answers that are made
     salt: str = ""  # of the prefix cache
+    head: np.ndarray | None = None  # [labels, H]: its scores are wanted, not the hidden state that they are made of
+
+    def pooled(self, hidden: bytes) -> bytes:
+        """What is told of this hidden state, both f32."""
+        return hidden if self.head is None else (self.head @ np.frombuffer(hidden, np.float32)).tobytes()
 
     def sampling_of(self, index: int) -> Sampling:
         """Of each answer. The seeds count up, so that n=1 is the first of n=2."""
@@ -46,6 +54,7 @@ class PromptReader:
     any_whitespace: bool = True  # in JSON that an answer must be
     is_thinking_apart: bool = False  # the form of an answer begins after what the model thinks
     thinks_at_once: bool = False  # which it does without saying so
+    head: np.ndarray | None = None  # of a model that scores, and writes no answers
 
     @classmethod
     def load(
@@ -63,6 +72,7 @@ class PromptReader:
             any_whitespace=not config.guided_decoding_disable_any_whitespace,
             is_thinking_apart=config.reasoning_parser != "none",
             thinks_at_once=config.reasoning_parser == "deepseek_r1",
+            head=load_head(graph_dir),
         )
 
     def read(self, request: GenerationRequest) -> Prompt:
@@ -73,11 +83,14 @@ class PromptReader:
             raise (error if error.field else error.blaming(request.source)) from None
         if not token_ids:
             raise InvalidRequest("The prompt has no tokens", field=request.source)
+        if limit := request.truncate_prompt_tokens:
+            token_ids = token_ids[-(limit if limit > 0 else self.max_seq_len) :]
+        check_head(request, self.head is not None)
         self.check_ids(request.source, token_ids)
         max_new_tokens = 0 if request.pooling else self._max_new_tokens(request, len(token_ids))
         if request.pooling:
             self._check_len(request.source, len(token_ids))
-        _check_reading(request, len(token_ids))
+        check_reading(request, len(token_ids))
         self.check_ids("eos_token_ids", request.eos_token_ids)
         self.check_ids("bad_words_token_ids", request.bad_words_token_ids)
         self.check_ids("logit_bias", [token_id for token_id, _ in request.logit_bias])
@@ -101,7 +114,7 @@ class PromptReader:
             num_beams=num_made if request.use_beam_search else 0,
             length_penalty=request.length_penalty,
             num_prompt_logprobs=request.prompt_logprobs,
-            pooling=request.pooling or "",
+            pooling="last" if request.pooling == SCORE else request.pooling or "",
             form=self._form(request, token_ids),
         )
         self._check_something_is_left(sampling)
@@ -110,17 +123,29 @@ class PromptReader:
             if len(answer) > max_new_tokens:
                 text = "The `{field}` has {value} tokens, the answer at most {limit}"
                 raise InvalidRequest(text, field="answer_ids", value=len(answer), limit=max_new_tokens)
-        return Prompt(token_ids, sampling, num_made if is_choosing else request.n, request.cache_salt or "")
+        head = self.head if request.pooling == SCORE else None
+        return Prompt(token_ids, sampling, num_made if is_choosing else request.n, request.cache_salt or "", head)
 
     def _token_ids(self, request: GenerationRequest) -> list[int]:
         if request.input_ids is not None:
             return list(request.input_ids)
+        if request.text_pair is not None and request.text is not None:
+            return self._pair_ids(request, request.text, request.text_pair)
         if request.text is None:
             return self._chat_ids(request, request.messages or [])
         if self.tokenizer.has_chat_template and request.apply_chat_template:
             return self._chat_ids(request, [{"role": "user", "content": request.text}])
         self.check_size("text", request.text)
         return self.tokenizer.encode(request.text)
+
+    def _pair_ids(self, request: GenerationRequest, text: str, pair: str) -> list[int]:
+        """As the chat template writes query and document, if it knows these; else as the tokenizer has a pair."""
+        if self.tokenizer.writes_pairs:
+            messages = [{"role": "query", "content": text}, {"role": "document", "content": pair}]
+            return self._chat_ids(request, messages)
+        self.check_size("text", text)
+        self.check_size("text_pair", pair)
+        return self.tokenizer.encode(text, pair=pair)
 
     def check_size(self, field: str, text: str) -> None:
         """Refuses what is too long whatever its tokens are, before time goes into finding them."""
@@ -260,25 +285,3 @@ class PromptReader:
                     raise InvalidRequest(text, field="bad_words", value=shown(word))
                 words.append(token_ids)
         return tuple(dict.fromkeys(words))
-
-
-def _check_reading(request: GenerationRequest, prompt_len: int) -> None:
-    """What is asked of the prompt itself."""
-    if request.pooling and request.prompt_logprobs >= 0:
-        raise InvalidRequest(
-            "The `{field}` is not for embeddings", field="prompt_logprobs", value=request.prompt_logprobs
-        )
-    if request.pooling or request.max_dec_len == 0:
-        for name, value in (("n", request.n), ("best_of", request.best_of or 1)):
-            if value > 1:
-                text = "The `{field}` must be {limit} where no answer is asked for, it is {value}"
-                raise InvalidRequest(text, field=name, value=value, limit=1)
-        if request.use_beam_search:
-            raise InvalidRequest("The `{field}` needs an answer that it may search for", field="use_beam_search")
-    num_told = request.n * prompt_len * (request.prompt_logprobs + 1)
-    if num_told > MAX_PROMPT_LOGPROBS:
-        text = (
-            f"The `{{field}}` of {prompt_len} tokens, with the likeliest in the place of each, are {{value}} numbers, "
-        )
-        text += "the limit is {limit}"
-        raise InvalidRequest(text, field="prompt_logprobs", value=num_told, limit=MAX_PROMPT_LOGPROBS)

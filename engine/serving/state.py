@@ -21,6 +21,7 @@ def state_of(service: Service, reader: PromptReader, max_running: int, with_metr
         model_len=reader.model_len,
         max_seq_len=reader.max_seq_len,
         max_dec_len=reader.max_dec_len,
+        num_labels=0 if reader.head is None else len(reader.head),
         num_running=int(stats.get("num_running", 0)),
         num_waiting=int(stats.get("num_waiting", 0)),
         num_blocks_held=int(stats.get("num_blocks_held", 0)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -16,6 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from engine.errors import ChatTemplateError, TokenizerError
 
 Json = Mapping[str, Any]
+PAIR = ("query", "document")  # roles that templates of models that score texts know
 
 
 class ChatTemplate:
@@ -31,6 +33,7 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise TokenizerError(f"the chat template is wrong in line {error.lineno}: {error}") from error
         self._special_tokens = dict(special_tokens)
+        self.writes_pairs = all(re.search(f"['\"]{role}['\"]", sources.get("default", "")) for role in PAIR)
 
     def render(self, messages: Sequence[Json], variables: Json) -> str:
         if "messages" in variables:

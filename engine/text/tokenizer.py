@@ -61,6 +61,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
+    @property
+    def writes_pairs(self) -> bool:
+        """Its chat template knows the roles `query` and `document`."""
+        return self._template is not None and self._template.writes_pairs
+
     @cached_property
     def vocab_size(self) -> int:
         """The largest id and one. The model may have more rows."""
@@ -71,10 +76,10 @@ class Tokenizer:
         """Of the longest token."""
         return max(len(self.token_table[token_id]) for token_id in self._backend.get_vocab().values())
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Special tokens that are written out in `text` are recognised."""
+    def encode(self, text: str, add_special_tokens: bool = True, pair: str | None = None) -> list[int]:
+        """Special tokens that are written out in `text` are recognised. `pair` is a second text."""
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self._backend.encode(text, pair, add_special_tokens=add_special_tokens).ids
         except TypeError:  # the library's answer to what cannot be UTF-8
             raise InvalidRequest("the text is not valid Unicode, it has a lone surrogate") from None
 
@@ -206,9 +211,14 @@ def _honour_flags(backend: tokenizers.Tokenizer, config: Json, special: Json) ->
         eos is not None and config.get("add_eos_token", now[1]),
     )
     if now != wanted:
-        parts = [f"{bos}:0"] * wanted[0] + ["$A:0"] + [f"{eos}:0"] * wanted[1]
+        parts, pair = (
+            [f"{bos}:{at}"] * wanted[0] + [f"${name}:{at}"] + [f"{eos}:{at}"] * wanted[1]
+            for at, name in enumerate("AB")
+        )
         known = [(token, backend.token_to_id(token)) for token in (bos, eos) if token is not None]
-        backend.post_processor = tokenizers.processors.TemplateProcessing(single=parts, special_tokens=known)
+        backend.post_processor = tokenizers.processors.TemplateProcessing(
+            single=parts, pair=parts + pair, special_tokens=known
+        )
 
 
 def _ids(value: Any) -> list[int]:

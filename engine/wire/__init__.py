@@ -22,7 +22,7 @@ from engine.wire.answer import (
     read_answer,
     write_answer,
 )
-from engine.wire.checks import MAX_LOGPROBS, MAX_REQ_ID_LEN, POOLINGS, Check, int_in, json_object, kind_of, shown
+from engine.wire.checks import MAX_LOGPROBS, MAX_REQ_ID_LEN, POOLINGS, SCORE, Check, int_in, json_object, kind_of, shown
 from engine.wire.fields import FIELDS
 from engine.wire.forms import FORMS, Form
 from engine.wire.meanings import MEANINGS, described, plain
@@ -63,6 +63,7 @@ __all__ = [
     "THOUGHT_END",
     "PROBE_PAYLOAD",
     "QUESTIONS",
+    "SCORE",
     "TIMES",
     "TOKENIZE",
     "TOKENIZE_FIELDS",

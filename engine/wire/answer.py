@@ -191,6 +191,7 @@ class ModelState:
     model_len: int = 0
     max_seq_len: int = 0
     max_dec_len: int = 0
+    num_labels: int = 0  # that the model scores prompts by; 0: it has no head for that, and writes answers
     num_running: int = 0
     num_waiting: int = 0
     num_blocks_held: int = 0

@@ -18,6 +18,7 @@ MAX_LOGPROBS = 20
 MAX_REQ_ID_LEN = 256
 MAX_N = 16  # answers to one prompt
 POOLINGS = ("last", "mean")
+SCORE = "score"  # in place of one: what the head of a checkpoint makes of the last
 TOKEN_ID = re.compile("[0-9]{1,10}")
 
 SHORT_STRING = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LEN}
@@ -105,6 +106,11 @@ def positive_int(key: str, value: Any) -> int:
     if not _is_int(value) or value < 1:
         raise refusal(key, "must be an integer and greater than 0, it is {value}", brief(value))
     return value
+
+
+@holds(anyOf=[{"type": "integer", "minimum": 1}, {"enum": [-1]}])
+def truncation(key: str, value: Any) -> int:
+    return -1 if _is_int(value) and value == -1 else positive_int(key, value)
 
 
 @holds(type="integer", minimum=0)
@@ -279,10 +285,10 @@ def response_type(key: str, value: Any) -> str:
     return value
 
 
-@holds(enum=[*POOLINGS])
+@holds(enum=[*POOLINGS, SCORE])
 def pooling(key: str, value: Any) -> str:
-    if value not in POOLINGS:
-        raise refusal(key, "must be one of {limit}, it is {value}", brief(value), [*POOLINGS])
+    if value not in (*POOLINGS, SCORE):
+        raise refusal(key, "must be one of {limit}, it is {value}", brief(value), [*POOLINGS, SCORE])
     return value
 
 

@@ -47,6 +47,8 @@ FIELDS: dict[str, Field] = {
     "prompt_logprobs": Field((), checks.logprobs),
     "return_token_ids": Field((), checks.boolean),
     "pooling": Field((), checks.pooling),
+    "text_pair": Field((), checks.filled_string),
+    "truncate_prompt_tokens": Field((), checks.truncation),
     **{name: Field((), check) for name, check in forms.FORMS.items()},
     "reasoning_max_tokens": Field(("thinking_token_budget",), checks.int_in(1, 10**6)),
     "guided_decoding_disable_any_whitespace": Field((), checks.boolean),

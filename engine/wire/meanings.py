@@ -9,7 +9,7 @@ from engine.wire.fields import FIELDS
 from engine.wire.request import GenerationRequest
 from engine.wire.schema import Json, schema_of
 
-NO_EFFECT = "accepted without effect; a prompt is never cut"
+NO_EFFECT = "accepted without effect; only `truncate_prompt_tokens` cuts a prompt"
 
 MEANINGS = {
     "text": "the prompt: a user turn where the model has a chat template, else continued as it stands",
@@ -53,7 +53,12 @@ MEANINGS = {
     "logprobs": "-1: none; 0 or `true`: of each token; 1 to 20: also of as many of the likeliest",
     "prompt_logprobs": "the same of each token of the prompt, see [Scores](#scores)",
     "return_token_ids": "add the token ids of the prompt, its text, and the token that ended the answer",
-    "pooling": "`last` or `mean`: no answer, but [the embedding](#embeddings) of the prompt",
+    "pooling": (
+        "`last` or `mean`: no answer, but [the embedding](#embeddings) of the prompt; `score`: what the checkpoint's "
+        "[head](#scores-of-pairs) makes of it"
+    ),
+    "text_pair": "with `pooling` `score`: the text that is scored together with `text`",
+    "truncate_prompt_tokens": "of a longer prompt only so many tokens are read, the last ones; -1: `MAX_SEQ_LEN`",
     "guided_json": (
         "a JSON schema, as an object or a text: [the answer](#answers-of-a-given-form) is JSON that it allows"
     ),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import InvalidRequest, literally
-from engine.wire.checks import MAX_N, kind_of, shown
+from engine.wire.checks import MAX_N, SCORE, kind_of, shown
 from engine.wire.fields import FIELDS
 from engine.wire.forms import FORMS, Form
 from engine.wire.owner import OWNER
@@ -41,6 +41,14 @@ ACCEPTED_ONLY = (
     "enable_text_truncate",
     "model",
 )
+
+# Of others' requests, what would change the answer and is not of this protocol
+REFUSED = (
+    *("min_characters", "logits_processors", "logits_processors_args", "suffix", "echo", "max_completion_tokens"),
+    *("max_new_tokens", "top_logprobs", "structured_outputs", "functions", "stop_regex", "chat_template"),
+    *("json_schema", "regex", "ebnf"),
+)
+OF_TEMPLATE = ("tools", "documents", "add_generation_prompt", "continue_final_message", "enable_thinking")
 
 
 def may_be_urgent(payload: bytes) -> bool:
@@ -85,7 +93,9 @@ class GenerationRequest:
     logprobs: int = -1  # -1: none, 0: of the chosen token, k: and of the k likeliest
     prompt_logprobs: int = -1  # the same, of the tokens of the prompt
     return_token_ids: bool = False  # of the prompt, and the one that ended the answer
-    pooling: str | None = None  # the prompt's embedding is wanted, and no answer
+    pooling: str | None = None  # the prompt's embedding is wanted, or its SCORE, and no answer
+    text_pair: str | None = None  # scored together with `text`
+    truncate_prompt_tokens: int | None = None  # only so many of the prompt, the last ones
     form: Form | None = None  # that the answer must have: one of FORMS
     reasoning_max_tokens: int | None = None  # then its thoughts end
     guided_decoding_disable_any_whitespace: bool | None = None  # in JSON; None: the server's setting
@@ -142,7 +152,9 @@ def parse_request(body: dict[str, Any]) -> GenerationRequest:
         text = "The input parameters should contain either `{field}`, `{input_ids}` or `{messages}`"
         problems.append(InvalidRequest(text, field="text"))
     problems += misspelt(body, NAMES, (PROBE, OWNER)) + _of_other_count(values) + _take_form(values)
-    problems += _of_search(values)
+    problems += _of_search(values) + _of_others(body)
+    if "text_pair" in values and ("text" not in values or "input_ids" in values or values.get("pooling") != SCORE):
+        problems.append(InvalidRequest("The `{field}` needs `{text}`, and `pooling` to be `score`", field="text_pair"))
     if problems:
         raise problems[0] if len(problems) == 1 else _all_of(problems)
     for name in ACCEPTED_ONLY:
@@ -164,6 +176,13 @@ def _of_search(values: dict[str, Any]) -> list[InvalidRequest]:
         text = "The `{field}` needs `{use_beam_search}`"
         return [InvalidRequest(text, field="length_penalty", value=values["length_penalty"])]
     return []
+
+
+def _of_others(body: dict[str, Any]) -> list[InvalidRequest]:
+    text = "The `{field}` is not supported, it is {value}"
+    problems = [InvalidRequest(text, field=name, value=shown(body[name])) for name in REFUSED if body.get(name)]
+    text = "The `{field}` is a variable of the chat template, it belongs into `{chat_template_kwargs}`"
+    return problems + [InvalidRequest(text, field=name) for name in OF_TEMPLATE if body.get(name) is not None]
 
 
 def _take_form(values: dict[str, Any]) -> list[InvalidRequest]:

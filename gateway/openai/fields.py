@@ -41,6 +41,7 @@ OF_CHAT: dict[str, Json] = {
     "include_reasoning": _field(A_BOOL, "whether what the model thinks is told", default=True),
     "reasoning_effort": _field(A_STRING, "for the chat template; `none`: no thoughts where it can leave them out"),
     "add_generation_prompt": _field(A_BOOL, "whether the template writes the beginning of an answer", default=True),
+    "enable_thinking": _field(A_BOOL, "whether the model thinks first, where its chat template can leave it out"),
     "continue_final_message": _field(A_BOOL, "the answer goes on with the last message", default=False),
 }
 OF_COMPLETION: dict[str, Json] = {

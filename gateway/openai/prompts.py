@@ -72,7 +72,7 @@ def read_prompts(body: Mapping[str, Any], sources: Sequence[Json], options: Json
     num_logprobs = options.get("prompt_logprobs", -1)
     prompts = Prompts(
         echo=echo,
-        texts=[source.get("text") for source in sources],
+        texts=[None if "truncate_prompt_tokens" in options else source.get("text") for source in sources],
         num_echoed=options.get("logprobs") if echo else None,
         num_logprobs=num_logprobs if num_logprobs >= 0 else None,
         with_ids=options.get("return_token_ids", False),

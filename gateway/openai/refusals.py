@@ -13,7 +13,7 @@ from engine.errors import InvalidRequest
 REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("functions", "audio", "web_search_options", "suffix", "prompt_embeds"), ()),
     **dict.fromkeys(("json_schema", "regex", "ebnf", "early_stopping"), ()),
-    **dict.fromkeys(("chat_template", "documents", "truncate_prompt_tokens", "max_new_tokens", "min_characters"), ()),
+    **dict.fromkeys(("chat_template", "documents", "max_new_tokens", "min_characters"), ()),
     **dict.fromkeys(
         ("logits_processors", "logits_processors_args", "custom_logit_processor", "mm_processor_kwargs"), ()
     ),
@@ -29,7 +29,10 @@ OF_BLOCKS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("n", "best_of"), (1,)),
 }
 OF_CHATS = ("echo", "add_special_tokens")  # refused there
-OF_COMPLETIONS = ("tools", "top_logprobs", "reasoning_effort", "add_generation_prompt", "continue_final_message")
+OF_COMPLETIONS = (
+    *("tools", "top_logprobs", "reasoning_effort", "enable_thinking"),
+    *("add_generation_prompt", "continue_final_message"),
+)
 NOT_FALSE = ("separate_reasoning",)  # what is refused is to ask for less
 # Native name -> OpenAI's
 NAMES = {name: field.aliases[-1] for name, field in wire.FIELDS.items() if field.aliases} | {"req_id": "request_id"}

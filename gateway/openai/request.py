@@ -28,7 +28,7 @@ PASSED_ON = (
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "bad_words"),
     *("include_stop_str_in_output", "skip_special_tokens", "chat_template_kwargs", "cache_salt", "priority"),
     *(*FORMS, "guided_decoding_disable_any_whitespace", "reasoning_max_tokens", "thinking_token_budget"),
-    *("best_of", "use_beam_search", "length_penalty"),
+    *("best_of", "use_beam_search", "length_penalty", "truncate_prompt_tokens"),
 )
 OF_PROMPT = ("prompt_logprobs", "return_token_ids")  # the same, where an answer has a place to tell of it
 # Of `structured_outputs`, as newer versions of vLLM's clients send it
@@ -36,7 +36,7 @@ STRUCTURED = {name: f"guided_{name}" for name in ("json", "regex", "choice", "gr
     "structural_tag": "structural_tag",
     "disable_any_whitespace": "guided_decoding_disable_any_whitespace",
 }
-TEMPLATE_FLAGS = ("add_generation_prompt", "continue_final_message")  # of a chat
+TEMPLATE_FLAGS = ("add_generation_prompt", "continue_final_message", "enable_thinking")  # of a chat
 AS_GIVEN = {"logit_bias", *FORMS}  # the checked ones are no JSON
 CHECKS = {key: field.check for name, field in wire.FIELDS.items() for key in (name, *field.aliases)}
 A_BOOL, A_STRING, AN_OBJECT = CHECKS["stream"], CHECKS["system"], CHECKS["chat_template_kwargs"]

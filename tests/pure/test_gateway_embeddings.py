@@ -94,7 +94,7 @@ def test_many_inputs_are_asked_for_by_and_by(monkeypatch):
         ({"pooling": "cls"}, "pooling"),
         ({"normalize": 3}, "normalize"),
         ({"dimension": 3}, "dimensions"),
-        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ],
 )
 def test_what_is_wrong_is_refused_by_name(fields, param):

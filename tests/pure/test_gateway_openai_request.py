@@ -99,6 +99,8 @@ def test_logprobs_that_are_not_wanted_do_not_forbid_an_echo():
 def test_what_the_chat_template_is_told_has_fields_of_its_own():
     kwargs = sent({**A_CHAT, "add_generation_prompt": False, "reasoning_effort": "high"})["chat_template_kwargs"]
     assert kwargs == {"add_generation_prompt": False, "reasoning_effort": "high"}
+    assert sent({**A_CHAT, "enable_thinking": False})["chat_template_kwargs"] == {"enable_thinking": False}
+    assert sent({**A_CHAT, "truncate_prompt_tokens": 9})["truncate_prompt_tokens"] == 9
     asked = {"continue_final_message": True, "reasoning_effort": "none", "chat_template_kwargs": {"x": 1}}
     kwargs = sent({**A_CHAT, **asked})["chat_template_kwargs"]
     assert kwargs == {"x": 1, "continue_final_message": True, "reasoning_effort": "none", "enable_thinking": False}
@@ -162,7 +164,7 @@ def test_any_model_name_is_taken_and_none_is_the_served_one():
         (COMPLETIONS, {"max_dec_len": 1}, "max_tokens"),
         (CHAT, {"logits_processors": ["x"]}, "logits_processors"),
         (CHAT, {"min_characters": 5}, "min_characters"),
-        (CHAT, {"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        (CHAT, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         (CHAT, {"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
         (CHAT, {"continue_final_message": 7}, "continue_final_message"),
         (CHAT, {"echo": True}, "echo"),
@@ -350,7 +352,8 @@ def test_a_refusal_of_the_model_keeps_its_status(stream, error, kind, names, hea
 def test_a_field_is_the_native_protocols_alone_unless_openais_requests_may_have_it():
     native = """req_id max_dec_len min_dec_len seq_len topp penalty_score frequency_score presence_score infer_seed
         eos_token_ids stop_sequences return_all_tokens return_usage benchmark system response_type response_timeout
-        enable_text_truncate bad_words_token_ids apply_chat_template resume_from answer_ids cut_max_dec_len pooling"""
+        enable_text_truncate bad_words_token_ids apply_chat_template resume_from answer_ids cut_max_dec_len pooling
+        text_pair"""
     assert set(native.split()) == NATIVE_ONLY
     with running(FakeBackend("a")) as gateway:
         for name in NATIVE_ONLY:

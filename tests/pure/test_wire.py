@@ -264,6 +264,17 @@ def test_unknown_fields_pass_unless_they_look_like_ours():
     assert parsed(user="me", n=1, metadata={"a": 1}, probe=0) == parsed()
 
 
+def test_what_is_another_protocols_and_would_change_the_answer_is_refused_by_name():
+    assert {"max_completion_tokens", "min_characters", "logits_processors"} <= set(wire.request.REFUSED)
+    for name in wire.request.REFUSED:
+        assert refusal(**{name: [9]}) == f"The `{name}` is not supported, it is [9]"
+        parsed(**{name: None}), parsed(**{name: False})
+    for name in ("tools", "add_generation_prompt", "continue_final_message", "enable_thinking"):
+        assert "belongs into `chat_template_kwargs`" in refusal(**{name: False})
+    assert refusal(infer_seed=2**64) and refusal(truncate_prompt_tokens=0) and refusal(truncate_prompt_tokens=-2)
+    assert parsed(truncate_prompt_tokens=-1).truncate_prompt_tokens == -1
+
+
 def test_a_long_value_is_shortened_in_the_message():
     assert len(refusal(temperature="x" * 10_000)) < 200
     assert wire.shown("é\ud800") == '"\\u00e9\\ud800"'

@@ -89,6 +89,16 @@ def test_embeddings_of_openais_client_are_alike_for_texts_that_are(server, clien
         client.embeddings.create(model="m", input="a", dimensions=100_000)
 
 
+def test_documents_are_ranked_by_what_they_have_in_common_with_the_query(server):
+    documents = ["12 + 7 = 19", "The capital of Italy is Rome.", TEXT]
+    body = {"query": TEXT, "documents": documents, "top_n": 2, "truncate_prompt_tokens": 1000}
+    best = post(server, "/v1/rerank", body)[1]["results"]
+    assert [each["index"] for each in best] == [2, 1] and best[0]["document"] == {"text": TEXT}
+    assert best[0]["relevance_score"] == pytest.approx(1)
+    scores = post(server, "/v1/score", {"text_1": TEXT, "text_2": documents})[1]["data"]
+    assert [scores[each["index"]]["score"] for each in best] == [each["relevance_score"] for each in best]
+
+
 def test_the_best_of_several_and_a_search_over_openais_client(client):
     body = {"model": "m", "prompt": "The capital of", "max_tokens": 6}
     best = client.completions.create(**body, n=2, best_of=5, logprobs=0, seed=3, temperature=1)

@@ -1,0 +1,39 @@
+"""What may be asked of a prompt itself, beside or in place of an answer."""
+
+from __future__ import annotations
+
+from engine.errors import InvalidRequest
+from engine.wire import SCORE, GenerationRequest
+
+MAX_PROMPT_LOGPROBS = 1 << 17  # numbers of one request, some 100 bytes each
+
+
+def check_head(request: GenerationRequest, has_head: bool) -> None:
+    """Raises InvalidRequest."""
+    if request.pooling == SCORE and not has_head:
+        text = "The `{field}` is {value}, which needs a checkpoint with a head that scores"
+        raise InvalidRequest(text, field="pooling", value=SCORE)
+    if has_head and not request.pooling and request.max_dec_len != 0:
+        raise InvalidRequest("This model scores prompts and writes no answers: `{field}`", field="pooling")
+
+
+def check_reading(request: GenerationRequest, prompt_len: int) -> None:
+    """Scores and embeddings. Raises InvalidRequest."""
+    if request.pooling and request.prompt_logprobs >= 0:
+        raise InvalidRequest(
+            "The `{field}` is not for embeddings", field="prompt_logprobs", value=request.prompt_logprobs
+        )
+    if request.pooling or request.max_dec_len == 0:
+        for name, value in (("n", request.n), ("best_of", request.best_of or 1)):
+            if value > 1:
+                text = "The `{field}` must be {limit} where no answer is asked for, it is {value}"
+                raise InvalidRequest(text, field=name, value=value, limit=1)
+        if request.use_beam_search:
+            raise InvalidRequest("The `{field}` needs an answer that it may search for", field="use_beam_search")
+    num_told = request.n * prompt_len * (request.prompt_logprobs + 1)
+    if num_told > MAX_PROMPT_LOGPROBS:
+        text = (
+            f"The `{{field}}` of {prompt_len} tokens, with the likeliest in the place of each, are {{value}} numbers, "
+        )
+        text += "the limit is {limit}"
+        raise InvalidRequest(text, field="prompt_logprobs", value=num_told, limit=MAX_PROMPT_LOGPROBS)
