@@ -49,6 +49,7 @@ from gateway.parts import (
     served_name,
 )
 from gateway.protocol import Call, ClientProtocol, Exchange
+from gateway.spans import begin_tracing, traced
 from gateway.triton import ROOT
 from gateway.triton import facts as triton
 from gateway.web import is_for_people
@@ -80,6 +81,7 @@ def make_app(backend: Backend, config: Config, request_timeout_s: float = REQUES
     app[INTAKE] = Intake.share_of_worker(config)
     app[RUNNING], app[BEGUN] = [], set()
     app[LABELS] = {}
+    begin_tracing(app, config)
     app[DRAINING] = asyncio.Event()
     if config.cors_allow_origin:
         app.on_response_prepare.append(_add_cors)
@@ -110,6 +112,8 @@ async def complete(request: web.Request) -> web.StreamResponse:
         del payload
         timeout_s = exchange.timeout_s or app[REQUEST_TIMEOUT]
         bodies = [wire.with_owner(each, call.owner) for each in exchange.requests]
+        if call.traceparent:
+            bodies = [{**each, "traceparent": call.traceparent} for each in bodies]
         running = side_by_side([app[BACKEND].generate(each, timeout_s) for each in bodies])
         if room.num_bytes:
             running = _giving_back(room, running)
@@ -154,8 +158,10 @@ async def accounted(request: web.Request, handler: Handler) -> web.StreamRespons
         request.app[BEGUN].add(peer)
     start, status = time.monotonic(), CLIENT_LEFT
     try:
-        response = await handler(request)
-        status = call.late_status or response.status
+        with traced(request, call) as ended:
+            ended["status"] = status
+            response = await handler(request)
+            status = ended["status"] = call.late_status or response.status
         return response
     finally:
         running.remove(request)

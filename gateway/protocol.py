@@ -53,6 +53,7 @@ class Call:
     req_id: str | None = None  # for errors, as soon as its protocol has found it
     exchange: Exchange | None = None
     owner: Owner = Owner()  # of the key that it carries
+    traceparent: str = ""  # of its span, where it is traced
     late_status: int | None = None  # of a failure after the first byte
     num_labels: int = 0  # by which the model scores prompts, where that is asked
     config: Config = field(default_factory=Config)  # the server's

@@ -147,6 +147,7 @@ class Loop:
         return asdict(stats)
 
     def _launch(self) -> bool:
+        self.scheduler.now = time.time()
         batch = self.scheduler.next_batch()
         if batch is None:
             return False

@@ -38,7 +38,7 @@ def whole(request: Request) -> OfPrompt:
     """All of it, once."""
     request.is_told = True
     num_cached = 0 if request.num_preemptions else request.num_cached  # of one that came back, its own
-    return OfPrompt(request.scores, request.hidden, num_cached)
+    return OfPrompt(request.scores, request.hidden, num_cached, request.began_at)
 
 
 def ends_with(request: Request, row: Row) -> bool:

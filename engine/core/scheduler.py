@@ -36,6 +36,7 @@ class Scheduler:
         self.pool = pool
         self.limits = limits
         self.counters = Counters()
+        self.now = 0.0  # as the loop says, for whoever asks when a request began
         self._drafter = drafter
         self._holdings = Holdings(pool, limits.block_ratio)
         self._roster = Roster(self._holdings, limits, self.counters)
@@ -187,6 +188,7 @@ class Scheduler:
         """A chunk of its prompt; the last one gives the first token, its own and those of its forks. Returns its
         size, 0 where the readings of others leave it nothing."""
         start = request.num_computed
+        request.began_at = request.began_at or self.now
         if request.is_read and not request.is_told:
             budget = min(budget, self._num_readable)
             if not budget:

@@ -118,6 +118,7 @@ class Request:
     is_told: bool = False  # its first update has come, with all that its prompt had to tell
     scores: list[Logprobs] = field(default_factory=list)  # of the prompt, from its second token on, when asked for
     hidden: bytes = b""  # see OfPrompt
+    began_at: float = 0.0  # the same
     num_preemptions: int = 0
 
     @cached_property
@@ -225,6 +226,7 @@ class OfPrompt(NamedTuple):
     scores: Sequence[Logprobs] = ()  # of each token but the first, when asked for
     hidden: bytes = b""  # f32 [H], when asked for
     num_cached: int = 0  # its tokens that the prefix cache had
+    began_at: float = 0.0  # when its first step was launched, seconds since the epoch
 
 
 class StepOutput(NamedTuple):

@@ -140,12 +140,12 @@ def unpack_sampling(fields: Any, bounds: Bounds) -> Sampling:
 
 
 def pack_of_prompt(told: OfPrompt | None) -> tuple[Any, ...] | None:
-    return None if told is None else (pack_logprobs(told.scores), told.hidden, told.num_cached)
+    return None if told is None else (pack_logprobs(told.scores), told.hidden, told.num_cached, told.began_at)
 
 
 def unpack_of_prompt(fields: tuple[Any, ...]) -> OfPrompt:
-    scores, hidden, num_cached = fields
-    return OfPrompt(unpack_logprobs(scores) or (), hidden, num_cached)
+    scores, *others = fields
+    return OfPrompt(unpack_logprobs(scores) or (), *others)
 
 
 def pack_logprobs(logprobs: Sequence[Logprobs] | None) -> list[tuple[Any, ...]] | None:

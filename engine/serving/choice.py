@@ -167,7 +167,7 @@ class Asked(NamedTuple):
 
     def is_same(self, again: GenerationRequest) -> bool:
         """Whether it is this request once more, from a client that may have been told the seed."""
-        known: dict[str, Any] = {"resume_from": None, "answer_ids": (), "infer_seed": None}
+        known: dict[str, Any] = {"resume_from": None, "answer_ids": (), "infer_seed": None, "traceparent": None}
         is_same = replace(self.request, **known) == replace(again, **known)
         return is_same and again.infer_seed in (self.request.infer_seed, self.prompt.sampling.seed)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from engine.settings.config import Config
 from engine.settings.processes import STOPPING_FILE
 from engine.settings.served import ServedModel
+from engine.tracing import Tracer
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class ServiceOptions:
     why_not_served: str = ""  # of a machine that only holds ranks: what requests are told
     stopping_file: Path | None = None  # the supervisor writes when requests are refused from
     drain_s: float = 30.0  # from then on, until the open ones are ended
+    tracer: Tracer | None = None  # of whom spans are told
     is_first_model: bool = True  # of this run directory: no client can have a part of another's answer
 
     @classmethod
@@ -37,5 +39,6 @@ class ServiceOptions:
             why_not_served=config.machines.why_not_served,
             stopping_file=config.run_path / STOPPING_FILE,
             drain_s=config.drain_timeout_s,
+            tracer=Tracer.of(config, "model"),
             is_first_model=not ServedModel(config.run_path).now().id,
         )

@@ -46,7 +46,7 @@ class Reply:
         self.standing = ("", 0)  # owner and priority
         self._request = request
         self._sender = sender
-        self._received, self._accepted = received, time.time()
+        self.received, self._accepted = received, time.time()
         self._num_before = sum(choice.answer.num_generated for choice in self.choices)  # of an answer that goes on
         self._asked_at = received  # when the engine was last asked whether it still waits
         # Shared between threads, under the lock, as is what the choices have gathered
@@ -63,6 +63,10 @@ class Reply:
     def is_over(self) -> bool:
         """Its last response is sent or will be the next."""
         return self._ended or self._error is not None
+
+    @property
+    def error_kind(self) -> str:
+        return self._error.kind if self._error else ""
 
     def submissions(self) -> list[Submission]:
         """What the engine is asked for: the answers that are not all there."""
@@ -142,7 +146,7 @@ class Reply:
     def end_if_late(self) -> bool:
         """True if nothing has come within the request's own `timeout`, and nobody knew."""
         limit_s = self._request.timeout
-        if not limit_s or self._has_begun or self.is_over or time.time() - self._received < limit_s:
+        if not limit_s or self._has_begun or self.is_over or time.time() - self.received < limit_s:
             return False
         self.ended(TimedOut("the model sent no response for {limit} s, the request is cancelled", limit=limit_s))
         return True
@@ -151,7 +155,7 @@ class Reply:
         """True, once a second, for one that has not got a token `limit_s` after its arrival: the engine knows whether
         it waits still."""
         now = time.time()
-        if self._has_begun or self.is_over or now - self._received < limit_s or now - self._asked_at < 1:
+        if self._has_begun or self.is_over or now - self.received < limit_s or now - self._asked_at < 1:
             return False
         self._asked_at = now
         return True
@@ -235,8 +239,8 @@ class Reply:
         began = [each.first_token for each in choices if each.first_token]
         return Ended(
             reason,
-            time.time() - self._received,
-            min(began) - self._received if began else None,
+            time.time() - self.received,
+            min(began) - self.received if began else None,
             len(self.prompt.token_ids),
             sum(each.answer.num_generated for each in choices),
             self.account.name,
@@ -250,7 +254,7 @@ class Reply:
 
     def _note_arrival(self, choice: Choice, count: int, latency: Latency) -> None:
         now = time.time()
-        latency.tokens(count, now - (choice.last_token or self._received), not choice.first_token)
+        latency.tokens(count, now - (choice.last_token or self.received), not choice.first_token)
         choice.first_token = choice.first_token or now
         choice.last_token = now
 
@@ -265,7 +269,7 @@ class Reply:
         return wire.Failure(error, self.req_id, num_sent, usage, self.prompt.sampling.seed)
 
     def _times(self, choice: Choice) -> dict[str, str]:
-        received, accepted, now = map(_as_date, (self._received, self._accepted, time.time()))
+        received, accepted, now = map(_as_date, (self.received, self._accepted, time.time()))
         return dict(zip(wire.TIMES, (received, accepted, accepted, str(choice.first_token), now), strict=True))
 
 

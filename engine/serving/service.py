@@ -25,6 +25,7 @@ from engine.serving.prompt import PromptReader
 from engine.serving.readiness import Readiness
 from engine.serving.reply import Reply, Sender
 from engine.serving.resumption import Resumption
+from engine.serving.stages import spans_of
 from engine.serving.state import state_of
 from engine.serving.tokens import answer_about_tokens
 from engine.text.tokenizer import Tokenizer
@@ -45,6 +46,7 @@ class Service:
     def __init__(self, tokenizer: Tokenizer, reader: PromptReader, client: EngineClient, options: ServiceOptions):
         self.client = client
         self.latency = Latency()
+        self._tracer = options.tracer
         self._reader = reader
         self._options = options
         self._replies = OpenReplies()
@@ -105,6 +107,8 @@ class Service:
             self._ready.put(None)
         for thread in self._threads:
             thread.join(LAST_WORDS_S)  # a stream that takes nothing any more must not keep the server
+        if self._tracer:
+            self._tracer.close()
 
     # Intake
 
@@ -203,6 +207,8 @@ class Service:
     def _forget(self, reply: Reply) -> None:
         """Just before its final response, so that a client may use its req_id again as soon as it has that."""
         reply.cancel_all()  # no-op unless it ends early, at a stop string or a cancellation
+        if self._tracer:
+            self._tracer.send(spans_of(reply, self._tracer.model_name))
         self._resumption.kept.keep(reply.asked)
         self._replies.remove(reply)
         reply.account.charge(0, reply.num_generated)

@@ -53,6 +53,7 @@ class Config(Processes, Answers, Capacity, Model, Ports):  # dataclass takes the
             self.check_tls,
             self.check_capture_sizes,
             self.check_swap_space,
+            self.check_traces,
         )
         for check in of_each if problems else (lambda: self.machines, self._check_ports, *of_each):
             try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from engine.errors import ConfigError
 from engine.settings.setting import expanded, setting
@@ -54,6 +54,15 @@ class Processes:
     log_level: str = setting(
         "INFO", "LOG_LEVEL", "minimum severity logged", choices=("DEBUG", "INFO", "WARNING", "ERROR")
     )
+    otlp_endpoint: str = setting(
+        "",
+        "OTEL_EXPORTER_OTLP_ENDPOINT",
+        "who collects [traces](operation.md#traces): the URL of OTLP over HTTP, `http://host:4318`; empty: nobody",
+    )
+    otlp_headers: str = setting(
+        "", "OTEL_EXPORTER_OTLP_HEADERS", "what is sent with them, as `name=value,name=value`", is_shown=False
+    )
+    otlp_service_name: str = setting("llm-server", "OTEL_SERVICE_NAME", "the name of this server in them")
     output_log_to_console: bool = setting(
         False, "OUTPUT_LOG_TO_CONSOLE", "`start_server --foreground` copies the logs to its output"
     )
@@ -85,6 +94,11 @@ class Processes:
     @property
     def log_path(self) -> Path:
         return expanded("FD_LOG_DIR", self.log_dir).absolute()
+
+    def check_traces(self) -> None:
+        url = urlsplit(self.otlp_endpoint)
+        if self.otlp_endpoint and not (url.scheme in ("http", "https") and url.hostname):
+            raise ConfigError(f"OTEL_EXPORTER_OTLP_ENDPOINT is {self.otlp_endpoint!r}, it must be an http(s) URL")
 
     def check_socket_paths(self) -> None:
         run_path = self.run_path

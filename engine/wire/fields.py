@@ -52,6 +52,7 @@ FIELDS: dict[str, Field] = {
     **{name: Field((), check) for name, check in forms.FORMS.items()},
     "reasoning_max_tokens": Field(("thinking_token_budget",), checks.int_in(1, 10**6)),
     "guided_decoding_disable_any_whitespace": Field((), checks.boolean),
+    "traceparent": Field((), checks.short_name),
     "cache_salt": Field((), checks.short_name),
     "resume_from": Field((), checks.counts),
     "answer_ids": Field((), checks.answer_ids),

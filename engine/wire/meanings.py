@@ -81,6 +81,7 @@ MEANINGS = {
     "guided_decoding_disable_any_whitespace": (
         "JSON without whitespace between its parts; default: `GUIDED_DECODING_DISABLE_ANY_WHITESPACE`"
     ),
+    "traceparent": "W3C's: the span of which those of this request are [a part](operation.md#traces)",
     "cache_salt": (
         "a text of up to 256 characters: cached prompts are shared only with requests that give the same, so that "
         "nobody learns from the time of an answer what others have asked"

@@ -99,6 +99,7 @@ class GenerationRequest:
     form: Form | None = None  # that the answer must have: one of FORMS
     reasoning_max_tokens: int | None = None  # then its thoughts end
     guided_decoding_disable_any_whitespace: bool | None = None  # in JSON; None: the server's setting
+    traceparent: str | None = None  # W3C's: of which span its own are a part
     cache_salt: str | None = None  # requests with another one share no cached blocks
     return_all_tokens: bool = False
     benchmark: bool = False

@@ -1,0 +1,49 @@
+"""The spans of a request: waiting, prefill and decode, with numbers and without a word of it. By the names that
+OpenTelemetry has for generative models."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from engine.tracing import Context, Span
+
+if TYPE_CHECKING:
+    from engine.serving.reply import Reply
+
+
+def spans_of(reply: Reply, model_name: str) -> list[Span]:
+    """Of one that ends now; none of a trace that is not sampled."""
+    parent = Context.read(reply.asked.request.traceparent)
+    return [*_spans(reply, model_name, parent, parent.child())] if parent.is_sampled else []
+
+
+def _spans(reply: Reply, model_name: str, parent: Context, own: Context) -> Iterator[Span]:
+    request, sampling, now = reply.asked.request, reply.prompt.sampling, time.time()
+    told = [choice.of_prompt for choice in reply.choices if choice.of_prompt]
+    operation = "embeddings" if request.pooling else "chat" if request.messages else "text_completion"
+    attributes = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "paddle",
+        "gen_ai.request.model": model_name,
+        "gen_ai.request.max_tokens": sampling.max_new_tokens,
+        "gen_ai.request.temperature": float(sampling.temperature),
+        "gen_ai.request.top_p": float(sampling.top_p),
+        "gen_ai.request.choice.count": request.n,
+        "gen_ai.usage.input_tokens": len(reply.prompt.token_ids),
+        "gen_ai.usage.output_tokens": reply.num_generated,
+        "gen_ai.usage.cache_read.input_tokens": told[0].num_cached if told else None,
+        "gen_ai.response.finish_reasons": [each.answer.finish_reason or "error" for each in reply.choices],
+        "error.type": reply.error_kind or None,
+    }
+    yield Span(
+        f"{operation} {model_name}", own, parent.span_id, reply.received, now, attributes, error=reply.error_kind
+    )
+    began = min([each.began_at for each in told if each.began_at], default=0.0)
+    first = min([choice.first_token for choice in reply.choices if choice.first_token], default=0.0)
+    yield Span("queue", own.child(), own.span_id, reply.received, began or first or now)
+    if began:
+        yield Span("prefill", own.child(), own.span_id, began, first or now)
+    if first:
+        yield Span("decode", own.child(), own.span_id, first, now)
