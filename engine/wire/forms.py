@@ -84,6 +84,8 @@ def response_format(key: str, value: Any) -> Form | None:
     kind = json_object(key, value).get("type")
     if kind == "text":
         return None
+    if kind == "json_object" and value.get("schema") is not None:  # as llama.cpp and others have it
+        return within(key, ".schema", json_schema, value["schema"])
     if kind == "json_object":
         return Form(key, "json", {"type": "object"})
     if kind == "json_schema":

@@ -43,6 +43,7 @@ def asked(tokenizer, options=None, **fields):
         ("structural_tag", json.dumps(TAG), "structural_tag", TAG),
         ("response_format", {"type": "structural_tag", **TAG}, "structural_tag", TAG),
         ("response_format", {"type": "json_object"}, "json", {"type": "object"}),
+        ("response_format", {"type": "json_object", "schema": {"type": "array"}}, "json", {"type": "array"}),
         ("response_format", {"type": "json_schema", "json_schema": {"schema": SCHEMA}}, "json", SCHEMA),
     ],
 )
