@@ -67,8 +67,7 @@ class InferStream:
                 while len(self._answers) >= MAX_OPEN:
                     await asyncio.wait(self._answers, return_when=asyncio.FIRST_COMPLETED)
             if error := self.incoming.refusal:
-                self.cut(error)
-                await self._write(_failure("", error))
+                await self._refuse(error)
             while self._answers:
                 await asyncio.wait(self._answers)
             if self._unread.was_too_long:
@@ -91,6 +90,15 @@ class InferStream:
         self._cut_by = error
         for answer in self._answers:
             answer.cancel()
+
+    async def _refuse(self, error: RequestError) -> None:
+        """The message that was coming; what is open ends with it."""
+        if not self._answers:
+            await self._write(_failure("", error))
+            return
+        self.cut(error)
+        await asyncio.wait(self._answers)
+        await self.context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
 
     def _give_up(self) -> None:
         self.stop()

@@ -23,6 +23,7 @@ class Incoming:
     def __init__(self, context: Any, connection: _Connection):
         self.refusal: Overloaded | None = None
         self.is_in_use = False  # it has requests that are being answered
+        self.is_waiting = False  # for a message: only then more of one is taken than a window holds
         self._context = context
         self._connection = connection
         self._leave: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -33,7 +34,9 @@ class Incoming:
             return grpc.aio.EOF
         read = asyncio.ensure_future(self._context.read())
         read.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may end when we are gone
+        self.is_waiting = True
         await asyncio.wait({read, self._leave}, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+        self.is_waiting = False
         message = read.result() if read.done() else grpc.aio.EOF
         if message is not grpc.aio.EOF:
             self._connection.num_known += len(message) + MESSAGE_EXTRA
@@ -59,8 +62,9 @@ class _Connection:
         self.num_held = num_bytes - self.num_known
 
     def refuse(self, error: Overloaded) -> None:
-        """Ends those that have no request yet; if there are none, all."""
-        for each in [each for each in self.open if not each.is_in_use] or self.open:
+        """Of those that wait for a message ends the ones without a request; if there are none, all."""
+        waiting = [each for each in self.open if each.is_waiting]
+        for each in [each for each in waiting if not each.is_in_use] or waiting:
             each.stop(error)
 
 

@@ -331,9 +331,21 @@ def test_there_are_so_many_streams_at_once_and_one_that_ends_makes_room(tmp_path
     run(scenario())
 
 
-async def rest_of(call):
-    while (response := await call.read()) is not grpc.aio.EOF:
-        yield response
+def test_a_message_that_has_come_is_not_refused_for_those_that_have_not(tmp_path):
+    """It waits for its turn to be read, and has one end."""
+
+    async def scenario():
+        async with serving(tmp_path, FakeTriton(b"a")) as (front, port), a_client(port) as stub:
+            async with front._way.intake.reading(LARGE_BYTES + 1):
+                asked = asyncio.ensure_future(answers(stub.ModelStreamInfer(iter([a_request("1", text="x" * 10**5)]))))
+                while not front._way.intake.num_bytes:
+                    await asyncio.sleep(0.005)
+                front._unfinished._max_bytes = -1
+                await asyncio.sleep(3 * received.LOOK_EVERY_S)
+                front._unfinished._max_bytes = 1 << 20
+            assert await asked == [("1", "a", "")]
+
+    run(scenario())
 
 
 def test_of_a_connection_with_too_much_the_streams_that_wait_are_told_so_and_then_the_others(tmp_path):
@@ -346,13 +358,16 @@ def test_of_a_connection_with_too_much_the_streams_that_wait_are_told_so_and_the
             await idle.wait_for_connection()
             while len(front._streams) < 2:
                 await asyncio.sleep(0.005)
-            for call, names in ((idle, {""}), (busy, {"", "busy"})):
+            for call, name in ((idle, ""), (busy, "busy")):
                 front._unfinished._max_bytes = -1
-                found = await answers(rest_of(call))
+                response = await call.read()
                 front._unfinished._max_bytes = 1 << 20
-                assert {name for name, *_ in found} == names
-                for _, fields, _ in found:
-                    assert (fields["error_code"], fields["error_type"], fields["is_end"]) == (429, "overloaded", 1)
+                fields = json.loads(response.infer_response.raw_output_contents[0][4:])
+                assert response.infer_response.id == name
+                assert (fields["error_code"], fields["error_type"], fields["is_end"]) == (429, "overloaded", 1)
+            assert await idle.read() is grpc.aio.EOF
+            with pytest.raises(grpc.aio.AioRpcError, match="requests that are not complete yet have"):
+                await busy.read()
 
     run(scenario())
 
