@@ -37,6 +37,8 @@ class Incoming:
         self.is_waiting = True
         await asyncio.wait({read, self._leave}, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
         self.is_waiting = False
+        if read.done() and self.refusal:  # it has come in the same moment
+            self.refusal, self._leave = None, asyncio.get_running_loop().create_future()
         message = read.result() if read.done() else grpc.aio.EOF
         if message is not grpc.aio.EOF:
             self._connection.num_known += len(message) + MESSAGE_EXTRA
