@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cud
 from engine.core.types import Sampling  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED, ROOT  # noqa: E402
 from tests.cuda.test_executor import FAMILIES, a_loop, golden  # noqa: E402
-from tests.pure.test_readings import READ_LEN, a_request, check_like_transformers, requests_of, run  # noqa: E402
+from tests.readings import READ_LEN, a_request, check_like_transformers, requests_of, run  # noqa: E402
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"] if IS_INTERPRETED else FAMILIES)

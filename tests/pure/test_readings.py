@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from engine.core.loop import Loop
-from engine.core.types import Batch, Logprobs, Reading, Request, Row, Sampling
+from engine.core.types import Batch, Logprobs, Reading, Row, Sampling
 from engine.errors import InvalidRequest
 from engine.executors import make_executor
 from engine.executors.readings import LOGITS_BYTES, Readings, most_read
@@ -17,36 +17,7 @@ from engine.settings.config import Config
 from tests.checkpoints import FAMILIES
 from tests.pure.counting_executor import CountingExecutor, answer, logprobs_of
 from tests.pure.test_models import GOLDEN, golden
-
-READ_LEN = 65
-SCORES = Sampling(1, temperature=0, num_prompt_logprobs=2)
-LAST, MEAN = (Sampling(0, pooling=pooling) for pooling in ("last", "mean"))
-
-
-def run(loop, *requests):
-    """Token ids, logprobs of the prompt, and hidden states of each, and why it ended."""
-    token_ids = {each.request_id: [] for request in requests for each in (request, *request.forks)}
-    told, ends = {}, {}
-    for request in requests:
-        loop.add(request)
-    while not loop.is_idle:
-        for update in loop.turn():
-            name = update.request.request_id
-            token_ids[name] += update.token_ids
-            if update.of_prompt:
-                assert name not in told, "a prompt is told of once"
-                told[name] = update.of_prompt
-            ends[name] = update.finish_reason or ends.get(name)
-    return token_ids, told, ends
-
-
-def a_request(name, prompt, sampling):
-    return Request(name, list(prompt), len(prompt), sampling)
-
-
-def hidden_of(told):
-    return np.frombuffer(told.hidden, np.float32)
-
+from tests.readings import LAST, MEAN, READ_LEN, SCORES, a_request, check_like_transformers, hidden_of, requests_of, run
 
 # --- the model's own numbers ---
 
@@ -55,17 +26,6 @@ def hidden_of(told):
 def readings():
     with np.load(GOLDEN / "readings.npz") as arrays:
         return dict(arrays)
-
-
-def requests_of(prompt):
-    return [a_request(name, prompt, each) for name, each in (("scores", SCORES), ("last", LAST), ("mean", MEAN))]
-
-
-def check_like_transformers(told, readings, family):
-    scores = [each.chosen for each in told["scores"].scores]
-    np.testing.assert_allclose(scores, readings[f"{family}_scores"], rtol=0, atol=1e-4)
-    for name in ("last", "mean"):
-        np.testing.assert_allclose(hidden_of(told[name]), readings[f"{family}_{name}"], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -14,6 +14,7 @@ NEEDED = (9, 0)  # compute capability
 CAN_BE = not triton.knobs.runtime.interpret and torch.cuda.is_available()
 IS_USED = tl.constexpr(CAN_BE and torch.cuda.get_device_capability() >= NEEDED)
 PDL = {"launch_pdl": True} if IS_USED else {}  # keywords of a launch
+HAS_COPY_ENGINE = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= NEEDED  # TMA
 
 
 @triton.jit

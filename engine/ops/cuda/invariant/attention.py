@@ -23,7 +23,7 @@ FLOAT32 = 32, 32  # rows and positions at a time: its products are made in regis
 DECODE = {"num_warps": 4, "num_stages": 2}
 PREFILL = {"num_warps": 4, "num_stages": 2}
 MAX_SPLITS = 32
-PROGRAMS_PER_SM = 3
+PROGRAMS_PER_SM = 6
 
 
 def paged_attention(

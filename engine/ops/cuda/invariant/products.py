@@ -1,8 +1,7 @@
 """Matrix products whose every output is one chain of sums, over k from the first to the last.
 
 A tensor core adds 16 products to what it is given, in an order of its own that depends on neither row nor column; the
-chain of these steps is the same in tiles of every size. Nothing is ever split along k. Few rows are filled up to the 64
-of Hopper's instruction: the weights take longer to come than these products take.
+chain of these steps is the same in tiles of every size, by either of Hopper's instructions. Nothing is split along k.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engine.ops.cuda.launch import PDL, begin_next, fetch_ahead, wait_for_inputs
+from engine.ops.cuda.launch import HAS_COPY_ENGINE, PDL, begin_next, fetch_ahead, wait_for_inputs
 from engine.ops.cuda.pointwise import swiglu
 
 
@@ -28,7 +28,16 @@ class Tile(NamedTuple):
 
 
 FLOAT32 = Tile(64, 64, 32, 4, 2)
-WIDE = 12288  # columns: so many tiles that each may have more of them
+NARROW, WIDE = 4224, 12288  # columns: how many tiles there are decides how large each may be
+# By the most rows they are for: tiles for few columns, for more, for many. As measured on an H200.
+TILES = {
+    16: (Tile(16, 32, 256, 4, 5, 16), Tile(16, 64, 128, 4, 5, 16), Tile(16, 64, 128, 4, 5, 16)),
+    64: (Tile(64, 32, 128, 4, 7), Tile(64, 64, 128, 4, 5), Tile(64, 128, 64, 4, 5)),
+    128: (Tile(64, 64, 128, 4, 5), Tile(128, 64, 64, 4, 5), Tile(128, 128, 64, 4, 4)),
+    256: (Tile(64, 128, 64, 4, 5), Tile(128, 128, 64, 4, 4), Tile(256, 128, 64, 8, 3)),
+    1024: (Tile(128, 128, 64, 4, 4),) * 3,
+}
+LARGEST = Tile(256, 128, 64, 8, 3)
 LINE = 128  # bytes, of the L2 cache
 TOGETHER = 8  # tiles of rows that go over the same weights at a time
 
@@ -52,44 +61,52 @@ def tile_for(num_rows: int, columns: int, dtype: torch.dtype) -> Tile:
     """The fastest; every one gives the same bits."""
     if dtype == torch.float32:
         return FLOAT32
-    if num_rows <= 64:
-        return Tile(64, 64, 128, 4, 5, 8) if columns > WIDE else Tile(64, 32, 128, 4, 7, 16)
-    if num_rows <= 256:
-        return Tile(128, 128, 64, 8, 4) if columns > WIDE else Tile(128, 64, 64, 4, 5)
-    return Tile(128, 256, 64, 8, 3)
+    for most_rows, tiles in TILES.items():
+        if num_rows <= most_rows:
+            return tiles[(columns > NARROW) + (columns > WIDE)]
+    return LARGEST
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
     (num_rows, width), columns = x.shape, len(weight)
     if num_rows:
         tile = tile_for(num_rows, columns, x.dtype)
+        is_copied = HAS_COPY_ENGINE and x.dtype == torch.bfloat16 and _is_aligned(x) and _is_aligned(weight)
+        rows = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]) if is_copied else x
+        weights = TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]) if is_copied else weight
         grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(columns, tile.columns),)
         _multiply[grid](
-            x, weight, x if bias is None else bias, out, num_rows, columns, width, bias is not None,
-            width % tile.depth == 0, tile.rows, tile.columns, tile.depth, TOGETHER, tile.early,
+            rows, weights, weight, x if bias is None else bias, out, num_rows, columns, width, bias is not None,
+            is_copied, width % tile.depth == 0, tile.rows, tile.columns, tile.depth, TOGETHER, tile.early,
             LINE // x.element_size(), num_warps=tile.warps, num_stages=tile.stages, **PDL,
         )  # fmt: skip
     return out
 
 
+def _is_aligned(matrix: Tensor) -> bool:
+    """The copy engine wants rows that begin at 16 bytes. What is beyond the last row or column it gives as 0."""
+    return matrix.data_ptr() % 16 == 0 and matrix.shape[1] * matrix.element_size() % 16 == 0
+
+
 @triton.jit(do_not_specialize=["num_rows"])  # or one row would be another kernel
 def _multiply(
-    x, weight, bias, out, num_rows, columns, width, HAS_BIAS: tl.constexpr, IS_WHOLE: tl.constexpr,
+    x, tiles, weight, bias, out, num_rows, columns, width,
+    HAS_BIAS: tl.constexpr, IS_COPIED: tl.constexpr, IS_WHOLE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TOGETHER: tl.constexpr, EARLY: tl.constexpr,
     LINE: tl.constexpr,
 ):  # fmt: skip
-    """ROWS x COLUMNS outputs. IS_WHOLE: DEPTH divides the width."""
+    """ROWS x COLUMNS outputs. IS_COPIED: `x` and `tiles` are descriptors of tensors, else tensors. IS_WHOLE: DEPTH
+    divides the width."""
     begin_next()
     # TOGETHER tiles of rows go over the columns side by side, so that weights and rows are found in the L2 cache.
     num_tiles, num_columns = tl.cdiv(num_rows, ROWS), tl.cdiv(columns, COLUMNS)
     first = tl.program_id(0) // (TOGETHER * num_columns) * TOGETHER
     size = tl.minimum(num_tiles - first, TOGETHER)
     index = tl.program_id(0) % (TOGETHER * num_columns)
-    m = (first + index % size) * ROWS + tl.arange(0, ROWS)
-    n = index // size * COLUMNS + tl.arange(0, COLUMNS)
+    first_row, first_column = (first + index % size) * ROWS, index // size * COLUMNS
+    m = first_row + tl.arange(0, ROWS)
+    n = first_column + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
-    of_x = x + m.to(tl.int64)[:, None] * width + k[None, :]
-    of_weight = weight + n.to(tl.int64)[:, None] * width + k[None, :]
     is_row, is_column = (m < num_rows)[:, None], (n < columns)[:, None]
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
     if EARLY > 0:
@@ -97,13 +114,15 @@ def _multiply(
         fetch_ahead(weight + tl.minimum(n, columns - 1).to(tl.int64)[:, None] * width + early[None, :])
     wait_for_inputs()
     for start in range(0, width, DEPTH):
-        if IS_WHOLE:
-            rows = tl.load(of_x + start, mask=is_row, other=0)
-            weights = tl.load(of_weight + start, mask=is_column, other=0)
+        if IS_COPIED:
+            rows = x.load([first_row, start])
+            weights = tiles.load([first_column, start])
         else:
-            is_in = (start + k < width)[None, :]
-            rows = tl.load(of_x + start, mask=is_row & is_in, other=0)
-            weights = tl.load(of_weight + start, mask=is_column & is_in, other=0)
+            is_in = IS_WHOLE | (start + k < width)[None, :]
+            at_row = m.to(tl.int64)[:, None] * width + start + k[None, :]
+            at_column = n.to(tl.int64)[:, None] * width + start + k[None, :]
+            rows = tl.load(x + at_row, mask=is_row & is_in, other=0)
+            weights = tl.load(weight + at_column, mask=is_column & is_in, other=0)
         sums = tl.dot(rows, tl.trans(weights), sums, input_precision="ieee")
     if HAS_BIAS:
         sums += tl.load(bias + n, mask=n < columns, other=0).to(tl.float32)[None, :]
