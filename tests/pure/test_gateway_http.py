@@ -286,6 +286,16 @@ def test_the_gateway_knows_of_the_engine_its_contract_its_settings_and_its_error
     assert theirs <= {
         f"engine.{name}"
         for name in (
-            *("address", "errors", "log", "settings.config", "settings.served", "settings.tls", "wire", "wire.triton"),
+            *(
+                "address",
+                "errors",
+                "log",
+                "settings.config",
+                "settings.served",
+                "settings.tls",
+                "tracing",
+                "wire",
+                "wire.triton",
+            ),
         )
     }
