@@ -1,12 +1,12 @@
-"""How fast is the engine on one GPU: `make bench-gpu`, or
+"""How fast is the engine on one GPU, or with --mp-num on several: `make bench-gpu`, or
 
     python -m benchmarks.gpu llama-3-8b --quant weight_only_int4 --decode 1 8 64 256 --prefill 1x8192 64x128
 
 The model is an exported one, or a shape, which is exported without weights first (LOAD_FORMAT=dummy). Decode is the
 steady state: so many requests, each with a context of --context tokens, all in every step. The limit is the time to
 read all weights and the cache once at the speed at which this GPU sums up numbers. Busy is the share of the time in
-which a kernel runs, by torch's profiler, whose longest kernels are shown with --kernels. The last line of the output is
-JSON.
+which a kernel runs, by torch's profiler, whose longest kernels are shown with --kernels. Of several ranks both are of
+the first, which reads its share. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -107,17 +107,22 @@ class Bench:
         }
 
 
-def exported(model: str, quant_type: str, int8_cache: bool) -> Path:
+def exported(model: str, quant_type: str, int8_cache: bool, num_ranks: int) -> Path:
     """In build/bench, where a shape is kept once it has been exported."""
     if model not in SHAPES:
         return Path(model)
     folder, ends = Path("build/bench") / f"{model}-shape", [quant_type] * (quant_type != "none") + ["c8"] * int8_cache
+    ends += [f"of-{num_ranks}"] * (num_ranks > 1)
     out = folder.with_name("-".join([model, "dummy", *ends]))
     if not out.exists():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(SHAPES[model]))
         options = ExportOptions(
-            max_seq_len=MAX_SEQ_LEN, load_format="dummy", quant_type=quant_type, int8_cache=int8_cache
+            max_seq_len=MAX_SEQ_LEN,
+            load_format="dummy",
+            quant_type=quant_type,
+            int8_cache=int8_cache,
+            num_ranks=num_ranks,
         )
         export(folder, out, options, progress=print)
     return out
@@ -173,9 +178,11 @@ def main() -> None:
     parser.add_argument("--sampled", action="store_true", help="also with temperature and top_p")
     parser.add_argument("--invariant", action="store_true", help="with BATCH_INVARIANT=1")
     parser.add_argument("--kernels", type=int, default=0, help="that are shown of each case")
+    parser.add_argument("--mp-num", type=int, default=1, help="ranks, a GPU each")
     args = parser.parse_args()
     settings: dict[str, Any] = {"batch_size": max([*args.decode, 64]), "max_num_batched_tokens": 8192}
     settings |= {
+        "mp_num": args.mp_num,
         "enable_prefix_caching": False,
         "device": "gpu",
         "batch_invariant": args.invariant,
@@ -184,7 +191,7 @@ def main() -> None:
     }
     logging.basicConfig(level="INFO", format="%(relativeCreated)d ms %(message)s")
     started = time.perf_counter()
-    bench = Bench(exported(args.model, args.quant, args.int8_cache), Config(**settings))
+    bench = Bench(exported(args.model, args.quant, args.int8_cache, args.mp_num), Config(**settings))
     ready = time.perf_counter() - started
     rows: dict[str, Any] = {"ready_s": ready, "bandwidth": bench.bandwidth}
     samplings: dict[str, dict[str, Any]] = {"": {}}
@@ -198,7 +205,9 @@ def main() -> None:
         print(f"prefill {case}", flush=True)
         count, length = map(int, case.split("x"))
         rows[f"prefill {case}"] = {"tok_s": bench.prefill(count, length, args.kernels)}
-    print(f"\n{torch.cuda.get_device_name()}, {bench.bandwidth / 1e12:.2f} TB/s, ready in {ready:.1f} s")
+    print(
+        f"\n{args.mp_num} x {torch.cuda.get_device_name()}, {bench.bandwidth / 1e12:.2f} TB/s, ready in {ready:.1f} s"
+    )
     print("case                     tok/s    step ms   limit ms   of the limit   busy")
     for name, row in rows.items():
         if isinstance(row, dict) and "step_ms" in row:
@@ -208,7 +217,8 @@ def main() -> None:
             )
         elif isinstance(row, dict):
             print(f"{name:18}{row['tok_s']:12.0f}")
-    print(json.dumps(rows))
+    print(json.dumps(rows), flush=True)
+    bench.executor.close()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from engine.executors.memory import check_swap_space
 from engine.exporting.manifest import Manifest
 from engine.models.keys import ModelError
 from engine.settings.config import Config
-from engine.settings.device import GPU, with_device
+from engine.settings.device import GPU, check_gpus, with_device
 
 if TYPE_CHECKING:
     from engine.ops.cpu.group import Membership
@@ -32,11 +32,11 @@ def make_executor(graph_dir: Path, config: Config, tell: Callable[[str], None] =
     config = with_device(config)
     check_swap_space(config)
     manifest, machines = Manifest.read(graph_dir), config.machines
-    if config.device == GPU and manifest.num_ranks > 1:
-        raise ConfigError(f"MP_NUM is {manifest.num_ranks}; with DEVICE=gpu a model has one rank, or set DEVICE=cpu")
     if manifest.num_ranks != config.mp_num:
         raise ConfigError(f"MP_NUM is {config.mp_num}, but {graph_dir} was exported for {manifest.num_ranks} ranks")
-    if config.device != GPU and not manifest.graph().parameters:
+    if config.device == GPU:
+        check_gpus(config)
+    elif not manifest.graph().parameters:
         raise ConfigError(f"{graph_dir} was exported without weights (LOAD_FORMAT=dummy); only DEVICE=gpu draws some")
     if missing := manifest.missing_files(graph_dir, machines.ranks):
         raise ModelError(f"{graph_dir}: {missing[0]} is missing; export the model again from its checkpoint")
@@ -55,13 +55,16 @@ def make_host(graph_dir: Path, config: Config, peers: Sequence[socket] = ()) -> 
     from engine.ops.cpu import group
 
     num_hosts, (first_rank, *others) = config.machines.num_hosts, config.machines.ranks
-    segment_fd = group.create_segment(config.mp_num, num_hosts)
+    # A GPU's ranks only tell one another in it where they are; those of the CPU exchange everything through it.
+    is_gpu = config.device == GPU
+    segment_fd = os.memfd_create("llm_group") if is_gpu else group.create_segment(config.mp_num, num_hosts)
     memberships = [group.Membership(rank, config.mp_num, segment_fd, num_hosts) for rank in others]
     connections = start_ranks(graph_dir, config, memberships)
     mine = group.Membership(first_rank, config.mp_num, segment_fd, num_hosts, tuple(peers))
     first = make_rank(graph_dir, config, mine)
     wait_until_ready(connections)
-    os.close(segment_fd)
+    if not is_gpu:
+        os.close(segment_fd)
     return RanksExecutor(first, connections) if connections else first
 
 
@@ -70,7 +73,7 @@ def make_rank(graph_dir: Path, config: Config, membership: Membership | None = N
     if config.device == GPU:
         from engine.executors.cuda.executor import CudaExecutor  # torch, too
 
-        return CudaExecutor(graph_dir, config)
+        return CudaExecutor(graph_dir, config, membership=membership)
     from engine.executors.cpu.executor import CpuExecutor
 
     return CpuExecutor(graph_dir, config, membership)

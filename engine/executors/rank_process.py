@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 from multiprocessing.connection import Connection
 
 from engine.errors import SetupError
 from engine.executors import make_rank
-from engine.executors.ranks import die_with_parent, pack, serve
+from engine.executors.ranks import die_with_parent, end_with, pack, serve
 from engine.log import configure
+
+log = logging.getLogger(__name__)
 
 
 def main() -> int:
@@ -21,7 +25,13 @@ def main() -> int:
     except SetupError as error:
         first.send_bytes(pack("failed", f"rank {membership.rank}: {error}"))
         return 0
-    serve(first, executor)
+    end_with(first)
+    try:
+        serve(first, executor)
+    except Exception as error:
+        log.error("%s", error, exc_info=not isinstance(error, SetupError))
+        logging.shutdown()
+        os._exit(1)  # at once: an orderly end may wait for a kernel on a GPU, which waits for other ranks
     return 0
 
 

@@ -6,14 +6,18 @@ that ends takes this process with it, and so the whole group: who started it sta
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
 from itertools import starmap
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -23,7 +27,6 @@ import msgpack
 
 from engine.core.types import Arrival, Batch, Copy, Executor, Reading, Row, Sampling, Step, Swaps
 from engine.errors import SetupError
-from engine.ops.cpu import group
 from engine.ops.cpu.group import Membership
 from engine.settings.config import Config
 
@@ -32,6 +35,7 @@ log = logging.getLogger(__name__)
 LAUNCH, ALLOCATE, FREE_BYTES = "launch", "allocate", "free_bytes"  # free_bytes alone is answered
 READY = "ready"  # of a rank that has loaded its graph; else it says why not
 PR_SET_PDEATHSIG = 1
+CLOSING_S = 5  # that a rank has to close what it has
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -47,6 +51,7 @@ class RanksExecutor:
         self.runs_ahead, self.most_read = first.runs_ahead, first.most_read
         self._first = first
         self._others = others
+        self._has_failed = False
 
     def free_bytes(self) -> int:
         for other in self._others:
@@ -55,17 +60,29 @@ class RanksExecutor:
 
     def allocate(self, num_blocks: int) -> None:
         self._tell(pack(ALLOCATE, num_blocks))
-        self._first.allocate(num_blocks)
+        with self._all_or_none():
+            self._first.allocate(num_blocks)
 
     def launch(self, batch: Batch) -> Step:
         self._tell(pack(LAUNCH, *batch))
-        return self._first.launch(batch)
+        with self._all_or_none():
+            return self._first.launch(batch)
 
     def close(self) -> None:
         for other in self._others:
             other.close()
-        self._first.close()
-        group.leave()
+        if not self._has_failed:  # else it would wait for the others in turn
+            self._first.close()
+
+    @contextlib.contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        """Who fails here leaves the others in the middle of an op, where they would wait for ever: they end, too."""
+        try:
+            yield
+        except BaseException:
+            self._has_failed = True
+            self.close()
+            raise
 
     def _tell(self, message: bytes) -> None:
         for other in self._others:
@@ -75,6 +92,7 @@ class RanksExecutor:
 def serve(first: Connection, executor: Executor) -> None:
     """What a rank does that is not the first: as it is told, until the connection ends."""
     first.send_bytes(pack(READY))
+    steps: deque[Step] = deque()  # that were launched; where the first rank runs ahead, so does this one
     while True:
         try:
             kind, *fields = unpack(first.recv_bytes())
@@ -82,11 +100,26 @@ def serve(first: Connection, executor: Executor) -> None:
             executor.close()
             return
         if kind == LAUNCH:
-            executor.launch(unpack_batch(fields)).result()
-        elif kind == ALLOCATE:
+            steps.append(executor.launch(unpack_batch(fields)))
+        while len(steps) > (kind == LAUNCH and executor.runs_ahead):
+            steps.popleft().result()
+        if kind == ALLOCATE:
             executor.allocate(fields[0])
         elif kind == FREE_BYTES:
             first.send_bytes(pack(executor.free_bytes()))
+
+
+def end_with(first: Connection) -> None:
+    """This process ends soon after `first` has closed the connection, also in the middle of an op."""
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(first, select.POLLRDHUP)
+        poll.poll()
+        time.sleep(CLOSING_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="watches the first rank", daemon=True).start()
 
 
 def start_ranks(graph_dir: Path, config: Config, memberships: Sequence[Membership]) -> list[Connection]:
@@ -101,7 +134,7 @@ def start_ranks(graph_dir: Path, config: Config, memberships: Sequence[Membershi
         ours.send((graph_dir.absolute(), config, membership))
         connections.append(ours)
         name = f"rank {membership.rank}"
-        threading.Thread(target=_end_with, args=(name, process), name=name, daemon=True).start()
+        threading.Thread(target=_end_with, args=(name, process, ours), name=name, daemon=True).start()
     return connections
 
 
@@ -122,9 +155,9 @@ def die_with_parent() -> None:
         os._exit(1)
 
 
-def _end_with(name: str, process: subprocess.Popen[bytes]) -> None:
+def _end_with(name: str, process: subprocess.Popen[bytes], connection: Connection) -> None:
     status = process.wait()
-    if status:
+    if status and not connection.closed:
         how = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
         log.error("%s %s: its group ends", name, how)
         logging.shutdown()

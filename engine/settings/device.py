@@ -39,3 +39,18 @@ def _why_no_gpu() -> str:
     import torch  # only here: it takes seconds to import, and CPU users need not have it
 
     return "" if torch.cuda.is_available() else "torch sees no GPU"
+
+
+def check_gpus(config: Config) -> None:
+    """Raises ConfigError unless each rank can have a GPU of its own, all in this machine."""
+    import torch
+
+    if config.mp_nnode > 1:
+        raise ConfigError(f"MP_NNODE is {config.mp_nnode}; with DEVICE=gpu it must be 1, or set DEVICE=cpu")
+    if config.mp_num > 1 and config.batch_invariant:
+        raise ConfigError(f"BATCH_INVARIANT is 1 and MP_NUM {config.mp_num}; on GPUs only one rank keeps that promise")
+    if config.mp_num > torch.cuda.device_count():
+        raise ConfigError(
+            f"MP_NUM is {config.mp_num}, each rank needs a GPU of its own and torch sees {torch.cuda.device_count()}"
+            " (CUDA_VISIBLE_DEVICES says which those may be)"
+        )

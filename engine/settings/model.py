@@ -49,7 +49,11 @@ class Model:
     )
     block_size: int = setting(64, "BLOCK_SIZE", "tokens of a KV block, decided at export", minimum=8, maximum=1024)
     mp_num: int = setting(
-        1, "MP_NUM", "tensor-parallel ranks of the model on all machines, a process each", minimum=1, maximum=64
+        1,
+        "MP_NUM",
+        "tensor-parallel ranks of the model on all machines, a process and with DEVICE=gpu a GPU each",
+        minimum=1,
+        maximum=64,
     )
     mp_nnode: int = setting(
         1, "MP_NNODE", "machines that hold the model together; MP_NUM / MP_NNODE ranks each", minimum=1, maximum=16

@@ -31,6 +31,16 @@ def device() -> torch.device:
 
 
 @pytest.fixture(scope="session")
+def two_devices(device) -> torch.device:
+    """For ranks; with the interpreter the CPU is the device of both."""
+    import torch
+
+    if device.type == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, torch sees {torch.cuda.device_count()}")
+    return device
+
+
+@pytest.fixture(scope="session")
 def exported():
     """The exported golden model of a family, or a small one that is quantized as others do it. Kept in build/golden,
     which can be taken to where Paddle is not."""

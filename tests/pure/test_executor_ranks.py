@@ -1,13 +1,14 @@
 """Several ranks as one executor: which models are refused, and what the first rank tells the others."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
 from engine.core.types import Arrival, Batch, Copy, Row, Sampling, Swaps
 from engine.errors import ConfigError
 from engine.executors import make_executor
-from engine.executors.ranks import LAUNCH, pack, unpack, unpack_batch
+from engine.executors.ranks import ALLOCATE, LAUNCH, READY, pack, serve, unpack, unpack_batch
 from engine.models.keys import ModelError
 from engine.settings.config import Config
 from tests.pure.test_company import BLOCK_SIZE
@@ -38,3 +39,34 @@ def test_a_batch_is_the_same_after_its_way_to_another_rank():
     assert sent.arrivals[0].sampling == sampling
     assert [tuple(row.token_ids) for row in sent.rows] == [(5, 6), (1,)]
     assert (sent.copies, sent.has_mask, sent.swaps) == ([Copy(1, 2, 3, 4)], True, Swaps(((7, 0),), ()))
+
+
+@pytest.mark.parametrize(
+    ("runs_ahead", "expected"),
+    [
+        (False, "launch 0, wait 0, launch 1, wait 1, launch 2, wait 2, allocate, launch 3, wait 3, close"),
+        (True, "launch 0, launch 1, wait 0, launch 2, wait 1, wait 2, allocate, launch 3, close"),
+    ],
+)
+def test_a_rank_runs_as_far_ahead_as_the_first(runs_ahead, expected):
+    done = []
+
+    def launch(batch):
+        number = batch.rows[0].start
+        done.append(f"launch {number}")
+        return SimpleNamespace(result=lambda: done.append(f"wait {number}"))
+
+    executor = SimpleNamespace(runs_ahead=runs_ahead, launch=launch)
+    executor.allocate = lambda num_blocks: done.append("allocate")
+    executor.close = lambda: done.append("close")
+    messages = [pack(LAUNCH, *Batch([Row(0, number, [1])])) for number in range(4)]
+    messages.insert(3, pack(ALLOCATE, 7))
+
+    def recv_bytes():
+        if not messages:
+            raise EOFError
+        return messages.pop(0)
+
+    serve(SimpleNamespace(send_bytes=done.append, recv_bytes=recv_bytes), executor)
+    assert done.pop(0) == pack(READY)
+    assert ", ".join(done) == expected

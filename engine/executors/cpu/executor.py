@@ -70,6 +70,7 @@ class CpuExecutor:
     def close(self) -> None:
         self._thread.shutdown()
         del self._program, self._caches
+        group.leave()
 
     def _compute(self, batch: Batch, wait_for_mask: Callable[[], Mask]) -> StepOutput:
         self._slots.place(batch)

@@ -25,26 +25,32 @@ from engine.executors.cuda.step_graphs import Arrays, StepGraphs
 from engine.executors.cuda.transfer import Download, Uploads
 from engine.executors.readings import LOGITS_BYTES, most_read
 from engine.executors.slots import Choices, Slots
-from engine.exporting.manifest import Manifest
+from engine.exporting.manifest import Manifest, rank_dir
 from engine.ops import cuda
-from engine.ops.cuda import invariant
+from engine.ops.cpu.group import Membership
+from engine.ops.cuda import group, invariant
 from engine.ops.cuda.sampler import sample
 from engine.ops.sampling_rows import SampledRows, SamplingRows
 from engine.settings.config import Config
 
+NO_CHOICES = Choices([], [], None)
+
 
 class CudaExecutor:
-    """`device`: the GPU that torch calls the current one; with the Triton language's interpreter also the CPU."""
+    """One rank of the model, on the GPU with its number. The first rank alone chooses tokens, and tells the others on
+    the device. `device`: cuda, or with the Triton language's interpreter also the CPU, which takes the place of all."""
 
     runs_ahead = True
 
-    def __init__(self, graph_dir: Path, config: Config, device: str = "cuda"):
+    def __init__(self, graph_dir: Path, config: Config, device: str = "", membership: Membership | None = None):
         model = Manifest.read(graph_dir)
         max_blocks = -(-model.max_seq_len // model.block_size)
-        self._device = torch.device(device)
+        self._membership = membership or Membership.alone()
+        self._device = _device(device, self._membership.rank)
         self._utilization = config.gpu_memory_utilization
         self._logits_bytes = 4 * config.batch_size * model.vocab_size  # of the largest batch
-        self._program = load_program(graph_dir, model, self._device, invariant if config.batch_invariant else cuda)
+        ops = invariant if config.batch_invariant else cuda
+        self._program = load_program(rank_dir(graph_dir, self._membership.rank), model, self._device, ops)
         self._caches = Caches(model.graph().caches, self._device)
         self._host_cache = HostCache(self._caches, config, self._device) if config.swap_space else None
         self._graphs = StepGraphs(config, max_blocks, self._device)
@@ -64,6 +70,7 @@ class CudaExecutor:
         return max(0, int(total * self._utilization) - foreign - own - 2 * self._logits_bytes - LOGITS_BYTES)
 
     def allocate(self, num_blocks: int) -> None:
+        group.join(self._membership, self._device)  # not before: now all ranks are known to have loaded
         self._graphs.clear()
         self._caches.clear()
         try:
@@ -83,7 +90,7 @@ class CudaExecutor:
             self._host_cache.move(batch.swaps, batch.copies)
         else:
             self._caches.copy(batch.copies)
-        choices = Choices.of(batch)
+        choices = NO_CHOICES if self._membership.rank else Choices.of(batch)
         if not choices.slots:
             step = CudaStep(self, batch, choices, SamplingRows.greedy(0))
             step.download = Download({}, self._device)
@@ -99,6 +106,7 @@ class CudaExecutor:
         self._graphs.clear()
         self._caches.clear()
         del self._program, self._host_cache
+        group.leave()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # for another process
 
@@ -116,7 +124,8 @@ class CudaExecutor:
         return self._graphs.replay(sent, shape).first(num_logits) if shape else self._compute(sent), sent
 
     def reading(self, batch: Batch) -> StepReading | None:
-        return StepReading(self._slots.readings.asked(batch)) if batch.is_read else None
+        is_told = batch.is_read and not self._membership.rank
+        return StepReading(self._slots.readings.asked(batch)) if is_told else None
 
     def choose(self, logits: Tensor, rows: SamplingRows, sent: Mapping[str, Tensor]) -> Download:
         """Begins to choose tokens. `logits`: of each choice; `rows`: what was sent, as the host has it."""
@@ -130,7 +139,7 @@ class CudaExecutor:
         return self._slots.accept(batch, rows, sampled)
 
     def _compute(self, inputs: Mapping[str, Tensor]) -> Outputs:
-        token_ids = cuda.last_tokens_in(inputs["token_ids"], self._last_tokens)
+        token_ids = cuda.of_first(cuda.last_tokens_in(inputs["token_ids"], self._last_tokens))
         return self._program({**inputs, **self._caches.tensors, "token_ids": token_ids})
 
 
@@ -164,6 +173,14 @@ class CudaStep:
                 setattr(sampled, name, array)
             output = self._executor.accept(self._batch, self._rows, sampled)
         return output._replace(readings=self._reading.result()) if self._reading else output
+
+
+def _device(kind: str, rank: int) -> torch.device:
+    """The current one from now on."""
+    if (kind or "cuda") != "cuda" or not torch.cuda.is_available():
+        return torch.device(kind or "cpu")
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
 
 
 def _mark_pending(batch: Batch, inputs: dict[str, np.ndarray]) -> None:

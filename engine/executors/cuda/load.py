@@ -13,23 +13,24 @@ from engine import graph as graphs
 from engine.errors import ConfigError
 from engine.executors.cuda import weights
 from engine.executors.cuda.program import Program
-from engine.exporting.manifest import Manifest, rank_dir
+from engine.exporting.manifest import Manifest
 from engine.models.constants import constants_of
 
 log = logging.getLogger(__name__)
 
 
-def load_program(graph_dir: Path, model: Manifest, device: torch.device, ops: ModuleType) -> Program:
-    """`ops`: engine.ops.cuda, or one like it. Raises ConfigError where the weights are too large for the device."""
+def load_program(directory: Path, model: Manifest, device: torch.device, ops: ModuleType) -> Program:
+    """Of one rank's folder. `ops`: engine.ops.cuda, or one like it. Raises ConfigError where the weights are too large
+    for the device."""
     started = time.monotonic()
-    files, directory = model.graph(), rank_dir(graph_dir)
+    files = model.graph()
     graph = graphs.read_graph(directory / files.program, files.outputs)
     size = weights.num_bytes(graph)
     try:
         if files.parameters:
             params = weights.load(graph, graphs.read_params(directory / files.parameters, graph), device)
         else:
-            params = weights.draw(graph, constants_of(graph_dir), device)
+            params = weights.draw(graph, constants_of(directory.parent), device)
     except torch.cuda.OutOfMemoryError:
         free, total = (number / 2**30 for number in torch.cuda.mem_get_info(device))
         raise ConfigError(

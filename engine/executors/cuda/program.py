@@ -14,6 +14,8 @@ from engine.graph import Graph, GraphError, Node
 from engine.models.layers import HIDDEN, LOGITS
 
 PRODUCTS = ("linear", "linear_int8", "linear_a8w8", "linear_int4")
+FUSED = {(name, "swiglu"): f"gated_{name}" for name in PRODUCTS}
+FUSED["all_reduce", "add_rms_norm"] = "all_reduce_add_rms_norm"
 LAST = {"linear": "logits", "linear_int8": "logits_int8"}  # the last product of a graph, in float32
 
 
@@ -56,7 +58,7 @@ class Program:
 
 
 def _calls(graph: Graph, kept: set[int], ops: ModuleType) -> list[Call]:
-    logits = graph.outputs[LOGITS].id
+    logits = _own_logits(graph, graph.outputs[LOGITS].id)
     nodes = _fused(graph.nodes)
     last_use = {value.id: node for node in nodes for value in node.inputs if value is not None}
     calls = []
@@ -68,16 +70,23 @@ def _calls(graph: Graph, kept: set[int], ops: ModuleType) -> list[Call]:
     return calls
 
 
+def _own_logits(graph: Graph, output: int) -> int:
+    """What becomes the output: of several ranks, before they put together what each has."""
+    gathered = [node.inputs[0] for node in graph.nodes if node.op == "all_gather" and node.outputs[0].id == output]
+    return gathered[0].id if gathered and gathered[0] else output
+
+
 def _fused(nodes: Sequence[Node]) -> list[Node]:
-    """A product and the `swiglu` of its output as one."""
+    """As one: a product and the `swiglu` of its output, `all_reduce` and the `add_rms_norm` of its."""
     uses = Counter(value.id for node in nodes for value in node.inputs if value is not None)
     made_by = {node.outputs[0].id: node for node in nodes}
     fused: list[Node] = []
     for node in nodes:
-        before = made_by.get(node.inputs[0].id) if node.op == "swiglu" and node.inputs[0] else None
-        if before and before.op in PRODUCTS and uses[before.outputs[0].id] == 1:
+        before = made_by.get(node.inputs[0].id) if node.inputs[0] else None
+        name = FUSED.get((before.op, node.op)) if before else None
+        if before and name and uses[before.outputs[0].id] == 1:
             fused.remove(before)
-            node = Node(f"gated_{before.op}", before.inputs, node.outputs, {})
+            node = Node(name, (*before.inputs, *node.inputs[1:]), node.outputs, node.attributes)
         fused.append(node)
     return fused
 

@@ -93,7 +93,7 @@ class StepGraphs:
             run(inputs)  # whatever is compiled or set up at the first call
             torch.cuda.synchronize(self._device)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool):
+            with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):  # NCCL has a thread
                 outputs = run(inputs)
             pool = graph.pool()
             self._captured[shape] = Captured(graph, numbers, inputs["block_tables"], outputs)

@@ -6,6 +6,7 @@ bfloat16; sums are float32. Grids follow from shapes alone, never from values: e
 """
 
 from engine.ops.cuda.attention import head_norm, paged_attention
+from engine.ops.cuda.group import all_gather, all_reduce, all_reduce_add_rms_norm, of_first
 from engine.ops.cuda.lowbit import (
     gated_linear_a8w8,
     gated_linear_int4,
@@ -21,6 +22,9 @@ from engine.ops.cuda.products import gated_linear, gather_rows, linear, logits
 
 __all__ = [
     "add_rms_norm",
+    "all_gather",
+    "all_reduce",
+    "all_reduce_add_rms_norm",
     "embedding",
     "gated_linear",
     "gated_linear_a8w8",
@@ -35,6 +39,7 @@ __all__ = [
     "linear_int8",
     "logits",
     "logits_int8",
+    "of_first",
     "paged_attention",
     "rms_norm",
     "rotary_angles",

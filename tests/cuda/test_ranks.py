@@ -1,0 +1,124 @@
+"""Several ranks on GPUs as one executor, each in a process of its own: the tokens of one, and one end for all. With the
+interpreter the CPU is every rank's device."""
+
+import dataclasses
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cuda]")
+
+from engine.core.loop import Loop  # noqa: E402
+from engine.core.types import Arrival, Batch, Row, Sampling  # noqa: E402
+from engine.executors import make_host  # noqa: E402
+from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
+from engine.executors.memory import allocate_cache  # noqa: E402
+from engine.executors.ranks import RankFailed  # noqa: E402
+from engine.executors.reference import ReferenceExecutor  # noqa: E402
+from engine.ops import cuda  # noqa: E402
+from tests.cuda.conftest import IS_INTERPRETED, ROOT  # noqa: E402
+from tests.cuda.test_executor import SETTINGS, answers_of, generate, golden, mixed_requests  # noqa: E402
+
+RANKS = dataclasses.replace(SETTINGS, device="gpu", mp_num=2)
+PATIENCE_S = 120
+
+
+@pytest.fixture(params=[True] if IS_INTERPRETED else [True, False])
+def loop_of(exported, two_devices, monkeypatch, request):
+    """A loop over two ranks of a family, which ends with the test; on GPUs with CUDA graphs and without."""
+    monkeypatch.setattr("engine.executors.memory.with_device", lambda config: config)
+    executors = []
+
+    def make(family, **settings):
+        config = dataclasses.replace(RANKS, use_cudagraph=request.param, **settings)
+        executors.append(make_host(exported(family, num_ranks=2), config))
+        return Loop(executors[-1], allocate_cache(executors[-1], config, 512), config)
+
+    yield make
+    for executor in executors:
+        executor.close()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama3"])
+def test_the_tokens_of_ranks_are_those_of_transformers(loop_of, family):
+    """With more tokens in a step than go by packets."""
+    lengths, count = ([7, 130], 3) if IS_INTERPRETED else ([1, 7, 63, 64, 65, 130, 200], 64)
+    loop, cases = loop_of(family, max_num_batched_tokens=150), golden(family, lengths)
+    found = generate(loop, [prompt for prompt, _ in cases.values()], max_new_tokens=count)
+    assert found == [tokens[:count] for _, tokens in cases.values()]
+
+
+def test_sampled_answers_are_those_of_one_rank_while_steps_overlap(loop_of, exported):
+    """A token that the first rank chose must reach the others' next step before any host knows it."""
+    count = 4 if IS_INTERPRETED else 30
+    requests = [request for request in mixed_requests(count) if not request.reads_answer]
+    tokens, _ = answers_of(loop_of("qwen2"), requests)
+    oracle = ReferenceExecutor(exported("qwen2"))
+    oracle.allocate(64)
+    alone = [request for request in mixed_requests(count) if not request.reads_answer]
+    assert tokens == answers_of(Loop(oracle, 64, SETTINGS), alone)[0]
+
+
+def test_the_logits_of_a_share_are_made_in_float32(exported, device, monkeypatch):
+    """As those of one rank, whose linear is the last op of the graph: here the shares are put together behind it."""
+    seen, logits = [], cuda.logits
+    monkeypatch.setattr(cuda, "logits", lambda x, weight: seen.append(len(weight)) or logits(x, weight))
+    executor = CudaExecutor(exported("qwen2", num_ranks=2), SETTINGS, device.type)
+    executor.allocate(1)
+    executor.launch(Batch([Row(0, 0, [1, 2, 3], [0])], [Arrival(0, [1, 2, 3], 3, Sampling(1))])).result()
+    assert seen == [160]
+
+
+def test_a_mask_is_the_first_ranks_business(loop_of):
+    executor = loop_of("qwen2", max_num_batched_tokens=8).executor
+    mask = np.zeros((1, 10), np.uint32)
+    mask[0, 3] = 1 << 5
+    row, arrival = Row(0, 0, [1, 2, 3], [0]), Arrival(0, [1, 2, 3], 3, Sampling(4, temperature=0))
+    step = executor.launch(Batch([row], [arrival], has_mask=True))
+    step.mask(mask)
+    assert step.result().token_ids == [[3 * 32 + 5]]
+    assert executor.free_bytes() > 0  # the other rank has got through the step and can be asked
+
+
+def test_a_rank_that_cannot_load_is_named_before_anybody_waits_for_it(exported, two_devices, tmp_path):
+    broken = shutil.copytree(exported("qwen2", num_ranks=2), tmp_path / "broken")
+    program = broken / "rank_1" / "model.json"
+    program.write_text(program.read_text()[:1000])
+    with pytest.raises(RankFailed, match=f"rank 1: {program} is cut off or not JSON"):
+        make_host(broken, RANKS)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_rank_that_dies_ends_the_first_in_the_middle_of_a_step(exported, two_devices, number):
+    first = subprocess.Popen(a_group(exported("qwen2", num_ranks=2)), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert first.stdout.readline() == "runs\n"
+        with open(f"/proc/{first.pid}/task/{first.pid}/children") as children:
+            [rank] = map(int, children.read().split())
+        os.kill(rank, number)
+        assert first.wait(PATIENCE_S) == 1
+    finally:
+        first.kill()
+        first.communicate()
+
+
+def a_group(graph_dir):
+    """The command of a process that starts two ranks, says so, and computes without end."""
+    code = f"""
+import dataclasses
+from pathlib import Path
+from engine.executors import make_host
+from engine.executors.memory import run_longest_step
+from tests.cuda.test_ranks import RANKS
+executor = make_host(Path({str(graph_dir)!r}), RANKS)
+executor.allocate(8)
+print("runs", flush=True)
+while True:
+    run_longest_step(executor, RANKS, 64, 8)
+"""
+    return [sys.executable, "-c", code]
