@@ -7,6 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from engine.core.loop import Loop  # noqa: E402
 from engine.core.types import Arrival, Batch, Row, Sampling  # noqa: E402
 from engine.executors import make_host  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
-from engine.executors.memory import allocate_cache  # noqa: E402
+from engine.executors.memory import allocate_cache, run_longest_step  # noqa: E402
 from engine.executors.ranks import RankFailed  # noqa: E402
 from engine.executors.reference import ReferenceExecutor  # noqa: E402
 from engine.ops import cuda  # noqa: E402
@@ -67,7 +69,7 @@ def test_sampled_answers_are_those_of_one_rank_while_steps_overlap(loop_of, expo
 def test_the_logits_of_a_share_are_made_in_float32(exported, device, monkeypatch):
     """As those of one rank, whose linear is the last op of the graph: here the shares are put together behind it."""
     seen, logits = [], cuda.logits
-    monkeypatch.setattr(cuda, "logits", lambda x, weight: seen.append(len(weight)) or logits(x, weight))
+    monkeypatch.setattr(cuda, "logits", lambda x, weight, *bias: seen.append(len(weight)) or logits(x, weight, *bias))
     executor = CudaExecutor(exported("qwen2", num_ranks=2), SETTINGS, device.type)
     executor.allocate(1)
     executor.launch(Batch([Row(0, 0, [1, 2, 3], [0])], [Arrival(0, [1, 2, 3], 3, Sampling(1))])).result()
@@ -98,13 +100,34 @@ def test_a_rank_that_dies_ends_the_first_in_the_middle_of_a_step(exported, two_d
     first = subprocess.Popen(a_group(exported("qwen2", num_ranks=2)), cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert first.stdout.readline() == "runs\n"
-        with open(f"/proc/{first.pid}/task/{first.pid}/children") as children:
-            [rank] = map(int, children.read().split())
+        [rank] = ranks_of(first.pid)
         os.kill(rank, number)
         assert first.wait(PATIENCE_S) == 1
     finally:
         first.kill()
         first.communicate()
+
+
+def test_a_first_rank_that_fails_says_why_and_ends_the_others_in_the_middle_of_a_step(loop_of, monkeypatch):
+    loop = loop_of("qwen2", max_num_batched_tokens=8)
+    [rank] = ranks_of(os.getpid())
+
+    def fail(inputs):
+        raise ValueError("out of luck")
+
+    monkeypatch.setattr(loop.executor._first, "_compute", fail)
+    with pytest.raises(ValueError, match="out of luck"):
+        run_longest_step(loop.executor, RANKS, 200, 8)  # more tokens than a graph that was captured takes
+    deadline = time.monotonic() + PATIENCE_S
+    while ranks_of(os.getpid()) == [rank]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def ranks_of(pid):
+    """Processes of the other ranks."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children if b"rank_process" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
 def a_group(graph_dir):
