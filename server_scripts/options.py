@@ -45,6 +45,8 @@ ANSWERS = {
     "--enforce-eager": "--no-use-cudagraph does that",
     "--workers": "--push-mode-http-workers is the number of gateway processes",
     "--speculative-config": "--speculate-method ngram, --speculate-max-draft-token-num",
+    "--enable-lora": "--lora-modules and --lora-dir say where adapters are",
+    "--max-cpu-loras": "--max-loras is how many adapters are in memory",
     "--trust-remote-code": "no code of a checkpoint is ever run",
     "--tokenizer": "the tokenizer is the checkpoint's",
     "--chat-template": "the chat template is the checkpoint's",

@@ -23,11 +23,14 @@ def chain_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(parent + array("i", token_ids).tobytes(), digest_size=16).digest()
 
 
-def root_key(salt: str) -> bytes:
+def root_key(salt: str, adapter_id: str = "") -> bytes:
     """What first blocks have in place of a parent; no block's key is equal to it, whatever the salt."""
-    if not salt:
-        return b""
-    return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16, person=b"salt").digest()
+    key = b""
+    for text, kind in ((salt, b"salt"), (adapter_id, b"adapter")):
+        if text:
+            text_bytes = text.encode("utf-8", "surrogatepass")
+            key = hashlib.blake2b(key + text_bytes, digest_size=16, person=kind).digest()
+    return key
 
 
 class BlockPool:

@@ -63,6 +63,10 @@ class Compiling:
     def __contains__(self, request_id: str) -> bool:
         return any(request_id == wanted.request_id for each in self._waiting for wanted in each.wanted)
 
+    @property
+    def requests(self) -> list[Request]:
+        return [each.request for each in self._waiting]
+
     def add(self, request: Request, is_replay: bool, grammars: Future[Sequence[Grammar]]) -> None:
         self._waiting.append(Waiting(request, is_replay, grammars))
 

@@ -161,7 +161,7 @@ class Holdings:
         """Of its first `count` blocks, each made once."""
         keys, size = request.keys, self.pool.block_size
         for index in range(len(keys), count):
-            parent = keys[-1] if keys else root_key(request.salt)
+            parent = keys[-1] if keys else root_key(request.salt, *request.sampling.adapter[:1])
             keys.append(chain_key(parent, request.token_ids[index * size : (index + 1) * size]))
         return keys[:count]
 

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from dataclasses import asdict, dataclass
 
+from engine.core.adapters import Adapters
 from engine.core.block_pool import BlockPool
 from engine.core.drafting import NgramDrafter
 from engine.core.grammar import Compiling, Grammars
@@ -53,6 +54,7 @@ class Loop:
             executor.most_read,
         )
         self.scheduler = Scheduler(pool, limits, _drafter(config))
+        self.adapters = Adapters(executor, config.max_loras, self._adapters_in_use)
         self._grammars = grammars
         self._compiling = Compiling()
         self._steps: deque[tuple[Step, int]] = deque()  # those that were launched, and their tokens
@@ -68,6 +70,8 @@ class Loop:
     def add(self, request: Request, replay: bool = False) -> None:
         """Raises RequestError when the request is refused. One that wants an answer of some form may also be refused by
         an Update, when that is compiled."""
+        if request.sampling.adapter:
+            self.adapters.need(request.sampling.adapter)
         if request.sampling.form:
             assert self._grammars
             self._compiling.add(request, replay, self._grammars.begin(request))
@@ -103,6 +107,11 @@ class Loop:
             if self._compiling:
                 self._compiling.wait()
         return updates
+
+    def _adapters_in_use(self) -> set[str]:
+        """Forks have that of the request they belong to."""
+        requests = (*self.scheduler.running.values(), *self.scheduler.waiting, *self._compiling.requests)
+        return {request.sampling.adapter[0] for request in requests if request.sampling.adapter}
 
     def _mask(self, step: Step) -> None:
         assert self._grammars

@@ -42,6 +42,8 @@ class Sampling:
     num_prompt_logprobs: int = -1  # of its tokens but the first, as above
     pooling: str = ""  # its hidden states behind the last layer: `last`, or the `mean` of all; empty: not wanted
     form: tuple[str, ...] = ()  # that the answer must have: the field that says so, and engine.text.forms' word for it
+    # What the weights gain, of prompt and answer: a name that other files never have, and the folder that they are in
+    adapter: tuple[str, ...] = ()
 
     @property
     def reads_answer(self) -> bool:
@@ -268,6 +270,14 @@ class Executor(Protocol):
 
     def allocate(self, num_blocks: int) -> None:
         """Makes the KV cache, in place of the one before. Its content is undefined."""
+        ...
+
+    def load_adapter(self, adapter: tuple[str, ...]) -> None:
+        """From now on requests may have it (`Sampling.adapter`). Raises InvalidRequest."""
+        ...
+
+    def drop_adapter(self, adapter_id: str) -> None:
+        """No request has it that is still to be launched. Harmless when it is not there."""
         ...
 
     def launch(self, batch: Batch) -> Step:

@@ -26,13 +26,14 @@ from typing import Any
 import msgpack
 
 from engine.core.types import Arrival, Batch, Copy, Executor, Reading, Row, Sampling, Step, Swaps
-from engine.errors import SetupError
+from engine.errors import InvalidRequest, SetupError, literally
 from engine.ops.cpu.group import Membership
 from engine.settings.config import Config
 
 log = logging.getLogger(__name__)
 
-LAUNCH, ALLOCATE, FREE_BYTES = "launch", "allocate", "free_bytes"  # free_bytes alone is answered
+LAUNCH, ALLOCATE, FREE_BYTES = "launch", "allocate", "free_bytes"  # free_bytes is answered
+LOAD, DROP = "load", "drop"  # an adapter; load is answered with what is wrong
 READY = "ready"  # of a rank that has loaded its graph; else it says why not
 PR_SET_PDEATHSIG = 1
 CLOSING_S = 5  # that a rank has to close what it has
@@ -62,6 +63,19 @@ class RanksExecutor:
         self._tell(pack(ALLOCATE, num_blocks))
         with self._all_or_none():
             self._first.allocate(num_blocks)
+
+    def load_adapter(self, adapter: tuple[str, ...]) -> None:
+        """By all or by none."""
+        self._tell(pack(LOAD, adapter))
+        troubles: list[str] = [_trouble_of_load(self._first, adapter)]
+        troubles += [unpack(other.recv_bytes())[0] for other in self._others]
+        if trouble := next(filter(None, troubles), ""):
+            self.drop_adapter(adapter[0])
+            raise InvalidRequest(literally(trouble), field="lora_name")
+
+    def drop_adapter(self, adapter_id: str) -> None:
+        self._tell(pack(DROP, adapter_id))
+        self._first.drop_adapter(adapter_id)
 
     def launch(self, batch: Batch) -> Step:
         self._tell(pack(LAUNCH, *batch))
@@ -107,6 +121,18 @@ def serve(first: Connection, executor: Executor) -> None:
             executor.allocate(fields[0])
         elif kind == FREE_BYTES:
             first.send_bytes(pack(executor.free_bytes()))
+        elif kind == LOAD:
+            first.send_bytes(pack(_trouble_of_load(executor, fields[0])))
+        elif kind == DROP:
+            executor.drop_adapter(fields[0])
+
+
+def _trouble_of_load(executor: Executor, adapter: tuple[str, ...]) -> str:
+    try:
+        executor.load_adapter(adapter)
+    except InvalidRequest as error:
+        return str(error)
+    return ""
 
 
 def end_with(first: Connection) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from engine import graph
 from engine.core.types import Batch, Copy, StepOutput
 from engine.dtypes import held_as
+from engine.errors import InvalidRequest
 from engine.executors.readings import most_read
 from engine.executors.slots import Slots
 from engine.executors.step import StepWhenAsked
@@ -44,6 +45,11 @@ class ReferenceExecutor:
 
     def allocate(self, num_blocks: int) -> None:
         self._caches = {spec.name: np.zeros(spec.shape_of(num_blocks), held_as(spec.dtype)) for spec in self._specs}
+
+    def load_adapter(self, adapter: tuple[str, ...]) -> None:
+        raise InvalidRequest("the definition of the ops has no adapters")
+
+    def drop_adapter(self, adapter_id: str) -> None: ...
 
     def launch(self, batch: Batch) -> StepWhenAsked:
         return StepWhenAsked(lambda mask: self._compute(batch, mask))

@@ -59,6 +59,7 @@ class Slots:
         self._seen = Seen(num_slots, min(max_blocks * block_size, vocab_size + 1))  # NO_TOKEN is one more
         self._biases: dict[int, Bias] = {}  # of slots that have one
         self.readings = Readings()
+        self.adapters: dict[int, str] = {}  # the ids of those that slots have
 
     def place(self, batch: Batch) -> None:
         """Takes in who has arrived and which blocks were given out. The first thing of a step."""
@@ -162,6 +163,9 @@ class Slots:
         rows.seed[slot], rows.counter[slot] = sampling.seed, len(token_ids) - prompt_len
         rows.num_logprobs[slot] = sampling.num_logprobs
         self._biases.pop(slot, None)
+        self.adapters.pop(slot, None)
+        if sampling.adapter:
+            self.adapters[slot] = sampling.adapter[0]
         self.readings.begin(slot)
         if sampling.repetition_penalty != 1 or sampling.frequency_penalty or sampling.presence_penalty:
             prompt = token_ids[:prompt_len] if sampling.repetition_penalty != 1 else ()  # that one reads it, too

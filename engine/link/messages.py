@@ -131,6 +131,8 @@ def unpack_sampling(fields: Any, bounds: Bounds) -> Sampling:
     _check(sampling.pooling in ("", *POOLINGS), "pooling")
     form = sampling.form
     _check(form == () or (isinstance(form, tuple) and tuple(map(type, form)) == (str, str)), "form")
+    adapter = sampling.adapter
+    _check(adapter == () or (isinstance(adapter, tuple) and tuple(map(type, adapter)) == (str, str)), "adapter")
     words, biases = sampling.bad_words, sampling.logit_bias
     _check(isinstance(words, tuple) and all(_are_ids(word, bounds) and word for word in words), "bad_words")
     pairs = isinstance(biases, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in biases)

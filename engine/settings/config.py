@@ -10,14 +10,14 @@ from typing import Any
 from engine.errors import ConfigError
 from engine.settings.answers import Answers
 from engine.settings.capacity import Capacity
-from engine.settings.model import Model
+from engine.settings.loras import Loras
 from engine.settings.ports import Ports
 from engine.settings.processes import Processes
 from engine.settings.setting import given, parse
 
 
 @dataclass(frozen=True)
-class Config(Processes, Answers, Capacity, Model, Ports):  # dataclass takes the fields of the last one first
+class Config(Processes, Answers, Capacity, Loras, Ports):  # dataclass takes the fields of the last one first
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Config:
         """Raises ConfigError that names each wrong variable, its value and what was expected, a line each."""
@@ -48,6 +48,7 @@ class Config(Processes, Answers, Capacity, Model, Ports):  # dataclass takes the
         of_each = (
             self.check_http_port,
             self.check_model_paths,
+            self.check_loras,
             self.check_socket_paths,
             self.check_key,
             self.check_tls,

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 SERVED_FILE = "served.json"
+OWN_NAME = "default"  # of the model on every server, beside its name
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,18 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from engine.core.loop import Loop
+from engine.errors import InvalidRequest
 from engine.executors import make_executor
+from engine.models.adapters import identified
 from engine.settings.config import Config
 from server_scripts.run_dir import children_of
+from tests.lora_adapters import make_adapter
 from tests.pure.service_fakes import PATIENCE_S, wait_until
 from tests.pure.test_beams import a_search
 from tests.pure.test_company import BLOCK_SIZE, NUM_REQUESTS, random_requests, run
@@ -44,6 +48,28 @@ def test_ranks_choose_the_tokens_of_one_and_company_changes_no_bit(exported, num
     together = answers_of(graph_dir, requests, max_num_batched_tokens=64, **settings)
     assert tokens_of(together) == tokens_of(one)
     assert answers_of(graph_dir, requests, max_num_batched_tokens=17, **settings) == together
+
+
+@pytest.mark.parametrize(("family", "num_ranks"), [("llama3", 2), ("qwen2_untied", 4)])
+def test_ranks_have_their_shares_of_adapters(exported, checkpoint, tmp_path, family, num_ranks):
+    """Heads that several ranks hold, matrices that they cannot share evenly; and an adapter that one cannot load is
+    none for any of them."""
+    adapters = [(), *(identified(make_adapter(tmp_path / f"{n}", checkpoint(family), n)) for n in (1, 2))]
+    requests = [(prompt, replace(sampling, temperature=0.0)) for prompt, sampling in random_requests(seed=2)[:6]]
+    mixed = [(prompt, replace(each, adapter=adapters[at % 3])) for at, (prompt, each) in enumerate(requests)]
+    one = answers_of(exported(family, block_size=BLOCK_SIZE), mixed, lora_dir="/adapters")
+    graph_dir = exported(family, block_size=BLOCK_SIZE, num_ranks=num_ranks)
+    config = Config(mp_num=num_ranks, cpu_threads=1, lora_dir="/adapters", batch_size=8, max_num_batched_tokens=17)
+    executor = make_executor(graph_dir, config)
+    executor.allocate(400)
+    assert tokens_of(run(executor, config, mixed)[0]) == tokens_of(one)
+    shutil.rmtree(tmp_path / "1")
+    executor.drop_adapter(adapters[1][0])
+    with pytest.raises(InvalidRequest, match="adapter_config.json cannot be read"):
+        executor.load_adapter(adapters[1])
+    others = {at: [one[2], one[5]][at] for at in range(2)}
+    assert tokens_of(run(executor, config, mixed[2::3])[0]) == tokens_of(others)
+    executor.close()
 
 
 def test_ranks_tell_of_prompts_and_search_as_one_does(exported):

@@ -11,6 +11,7 @@ import numpy as np
 
 from engine import graph
 from engine.core.types import Batch, Copy, StepOutput
+from engine.executors.cpu.adapters import Adapters
 from engine.executors.cpu.program import Program, allocated
 from engine.executors.cpus import num_cpus
 from engine.executors.memory import free_memory_bytes
@@ -46,7 +47,9 @@ class CpuExecutor:
         self._specs = model.graph().caches
         assert all(spec.axes[0] == BLOCK for spec in self._specs), "a block must lie in one piece to be copied"
         self.block_size, self.block_bytes = model.block_size, sum(spec.block_bytes for spec in self._specs)
-        self._program = Program(*graph.load(graph_dir, membership.rank))
+        loaded, params = graph.load(graph_dir, membership.rank)
+        self._program = Program(loaded, params)
+        self._adapters = Adapters(graph_dir, loaded, (membership.rank, membership.num_ranks), config)
         self._caches: dict[str, np.ndarray] = {}
         self.most_read = most_read(model.vocab_size)
         self._slots = Slots(
@@ -56,7 +59,7 @@ class CpuExecutor:
         log.info("graph loaded, %d threads, %s", cpu.num_threads(), cpu.cpu_isa())
 
     def free_bytes(self) -> int:
-        return free_memory_bytes() // self._num_sharing
+        return max(0, free_memory_bytes() // self._num_sharing - self._adapters.reserved_bytes)
 
     def allocate(self, num_blocks: int) -> None:
         self._caches.clear()
@@ -64,19 +67,28 @@ class CpuExecutor:
         self._caches = {spec.name: allocated(spec.shape_of(num_blocks), spec.dtype) for spec in self._specs}
         self._program.set_caches(self._caches)
 
+    def load_adapter(self, adapter: tuple[str, ...]) -> None:
+        loaded = self._adapters.read(adapter)
+        self._thread.submit(self._adapters.loaded.__setitem__, adapter[0], loaded)
+
+    def drop_adapter(self, adapter_id: str) -> None:
+        self._thread.submit(self._adapters.loaded.pop, adapter_id, None)  # behind the steps that were launched
+
     def launch(self, batch: Batch) -> StepInThread:
         return StepInThread(self._thread, batch, self._compute)
 
     def close(self) -> None:
         self._thread.shutdown()
-        del self._program, self._caches
+        del self._program, self._caches, self._adapters
         group.leave()
 
     def _compute(self, batch: Batch, wait_for_mask: Callable[[], Mask]) -> StepOutput:
         self._slots.place(batch)
         for copy in batch.copies:
             self._copy(copy)
-        outputs = self._program.run(self._slots.graph_inputs(batch))
+        inputs = self._slots.graph_inputs(batch)
+        groups = self._adapters.groups(self._slots.adapters, batch, inputs) if self._slots.adapters else None
+        outputs = self._program.run(inputs, groups and groups.array)
         if not self._is_first or not (batch.is_read or any(row.num_sampled for row in batch.rows)):
             return StepOutput([], [])
         logits = outputs[LOGITS]

@@ -15,7 +15,7 @@ import numpy as np
 from engine.dtypes import held_as, scale_bytes
 from engine.graph import Graph, GraphError, Node, Value
 from engine.ops import cpu
-from engine.ops.cpu.library import Call, Counts
+from engine.ops.cpu.library import Call, Counts, Group
 
 OF_LOGITS, ROWS_OF = "logit_rows", {"gather_rows": 1}  # which input an op's rows are those of, the first otherwise
 NUMBERS = ("epsilon", "scale", "attention_scaling")  # attributes that are no whole numbers; no op has two of them
@@ -43,9 +43,9 @@ class Program:
         if caches:
             self._bind()
 
-    def run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The graph's outputs by name, valid until the next call. `inputs`: its own but for the caches, i32. Raises
-        GroupError."""
+    def run(self, inputs: Mapping[str, np.ndarray], groups: ctypes.Array[Group] | None = None) -> dict[str, np.ndarray]:
+        """The graph's outputs by name, valid until the next call. `inputs`: its own but for the caches, i32; `groups`:
+        the rows that have adapters. Raises GroupError."""
         if any(array.size > self._room[name] for name, array in inputs.items()):
             for name, array in inputs.items():
                 self._room[name] = max(self._room[name], array.size)
@@ -54,6 +54,8 @@ class Program:
             self._arrays[self._graph.inputs[name].id][: array.size] = array.ravel()
         tables, num_logits = inputs["block_tables"], len(inputs[OF_LOGITS])
         counts = Counts(len(inputs["token_ids"]), num_logits, *tables.shape)
+        if groups:
+            counts.groups, counts.num_groups = ctypes.addressof(groups), len(groups)
         self._kernels.run(self._calls, counts)
         return {name: self._arrays[value.id][:num_logits] for name, value in self._graph.outputs.items()}
 

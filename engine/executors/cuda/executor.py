@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.core.types import PENDING, Batch, StepOutput
-from engine.errors import ConfigError
+from engine.errors import ConfigError, InvalidRequest
 from engine.executors.cuda.cache import Caches
 from engine.executors.cuda.host_cache import HostCache
 from engine.executors.cuda.load import load_program
@@ -83,6 +83,11 @@ class CudaExecutor:
                 f" fit into the {total:.1f} GiB of the GPU, {free:.1f} GiB are left: lower GPU_MEMORY_UTILIZATION or"
                 " NUM_GPU_BLOCKS_OVERRIDE, or list fewer CUDAGRAPH_CAPTURE_SIZES"
             ) from None
+
+    def load_adapter(self, adapter: tuple[str, ...]) -> None:
+        raise InvalidRequest("LoRA adapters are not supported on a GPU")
+
+    def drop_adapter(self, adapter_id: str) -> None: ...
 
     def launch(self, batch: Batch) -> CudaStep:
         self._slots.place(batch)

@@ -2,6 +2,7 @@
 #include "kernels.h"
 
 #include "add_rms_norm.h"
+#include "add_product.h"
 #include "embedding.h"
 #include "gather_rows.h"
 #include "head_norm.h"
@@ -31,6 +32,7 @@ void any_linear(const float* x, const void* weight, int weight_bf16, const float
     linear(x, static_cast<const float*>(weight), bias, y, rows, width, num_out);
 }
 
+void any_add_product(const LlmAddProduct* args) { add_product(*args); }
 void any_linear_int8(const LlmQuantizedLinear* args) { linear_int8(*args); }
 void any_linear_int4(const LlmQuantizedLinear* args) { linear_int4(*args); }
 void any_linear_a8w8(const LlmQuantizedLinear* args) { linear_a8w8(*args); }
@@ -67,6 +69,7 @@ const LlmKernels JOIN(llm_kernels_, LLM_ISA) = {
     LLM_ISA::rotary_angles,
     LLM_ISA::any_paged_attention,
     LLM_ISA::swiglu,
+    LLM_ISA::any_add_product,
     LLM_ISA::largest_of,
     LLM_ISA::find,
     LLM_ISA::weigh,

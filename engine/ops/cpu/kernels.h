@@ -39,6 +39,14 @@ struct LlmQuantizedLinear {
   int64_t rows, width, num_out;
 };
 
+// y[rows[s], n] += sum_r x[s, r] * b[r, n]
+struct LlmAddProduct {
+  const float *x, *b;   // [num_rows, rank], [rank, num_out]
+  const int32_t* rows;  // [num_rows], none twice
+  float* y;             // rows of `width`, of which it is num_out
+  int64_t num_rows, rank, num_out, width;
+};
+
 struct LlmKernels {
   const char* isa;
   void (*embedding)(const LlmEmbedding* args);
@@ -57,6 +65,7 @@ struct LlmKernels {
                         float scaling);
   void (*paged_attention)(const LlmAttention* args);
   void (*swiglu)(const float* gate_up, float* y, int64_t rows, int64_t cols);
+  void (*add_product)(const LlmAddProduct* args);
   // Passes over a row of logits, for the sampler.
   float (*largest)(const float* x, int64_t size);  // -inf for none; a NaN is never the largest
   int64_t (*find)(const float* x, int64_t size, float value);  // first index, -1 for none

@@ -31,6 +31,7 @@ class Kernels(ctypes.Structure):
         ("rotary_angles", _function(c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float)),
         ("paged_attention", _function(c_void_p)),
         ("swiglu", _function(c_void_p, c_void_p, c_int64, c_int64)),
+        ("add_product", _function(c_void_p)),
         ("largest", _function(c_void_p, c_int64, returns=c_float)),
         ("find", _function(c_void_p, c_int64, c_float, returns=c_int64)),
         ("weigh", _function(c_void_p, c_void_p, c_int64, c_float, c_float)),
@@ -93,10 +94,29 @@ class Call(ctypes.Structure):
     ]
 
 
+class Pair(ctypes.Structure):
+    """`LlmPair` of program.h."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("call", "rank", "first", "num_out")),
+        *((name, c_void_p) for name in ("a", "b")),
+    ]
+
+
+class Group(ctypes.Structure):
+    """`LlmGroup` of program.h."""
+
+    _fields_ = [("pair", c_void_p), ("end", c_void_p), ("rows", c_void_p * 2), ("num_rows", c_int64 * 2)]
+
+
 class Counts(ctypes.Structure):
     """`LlmCounts` of program.h."""
 
-    _fields_ = [(name, c_int64) for name in ("tokens", "logits", "requests", "max_blocks")]
+    _fields_ = [
+        *((name, c_int64) for name in ("tokens", "logits", "requests", "max_blocks")),
+        ("groups", c_void_p),
+        ("num_groups", c_int64),
+    ]
 
 
 @functools.cache

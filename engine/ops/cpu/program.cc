@@ -1,6 +1,7 @@
 #include "program.h"
 
 #include "group.h"
+#include "runtime.h"
 
 namespace {
 
@@ -58,6 +59,34 @@ void embedding(const LlmKernels& kernels, const LlmCall& call, int64_t rows) {
   kernels.embedding(&args);
 }
 
+float* room_for(int slot, int64_t count) {
+  return static_cast<float*>(llm_scratch(slot, sizeof(float) * static_cast<size_t>(count)));
+}
+
+// What the adapters add to a linear call that was made, with its result at `y`. A row's sums are float32 and have the
+// same order whichever rows are beside it.
+void adapt(const LlmKernels& k, const LlmCall& call, int64_t index, float* y, const LlmCounts& counts) {
+  const int64_t width = call.size[0], num_out = call.size[1];
+  for (LlmGroup* g = counts.groups; g < counts.groups + counts.num_groups; g++) {
+    const int32_t* rows = g->rows[call.of_logits];
+    const int64_t num_rows = g->num_rows[call.of_logits];
+    const float* x = nullptr;
+    for (; g->pair < g->end && g->pair->call == index; g->pair++) {
+      const LlmPair& p = *g->pair;
+      if (num_rows == 0) continue;
+      if (!x) {
+        float* gathered = room_for(0, num_rows * width);
+        k.gather_rows(array<float>(call.at[0]), rows, gathered, num_rows, width);
+        x = gathered;
+      }
+      float* inner = room_for(1, num_rows * p.rank);
+      k.linear(x, p.a, 0, nullptr, inner, num_rows, width, p.rank);
+      const LlmAddProduct product = {inner, p.b, rows, y + p.first, num_rows, p.rank, p.num_out, num_out};
+      k.add_product(&product);
+    }
+  }
+}
+
 }  // namespace
 
 extern "C" const char* llm_run(const LlmKernels* kernels, const LlmCall* calls, int64_t num_calls,
@@ -67,6 +96,9 @@ extern "C" const char* llm_run(const LlmKernels* kernels, const LlmCall* calls, 
     const LlmCall& c = *call;
     const int64_t rows = c.of_logits ? counts->logits : counts->tokens, *n = c.size;
     const char* trouble = nullptr;
+    const auto adapted = [&](int y) {
+      if (counts->num_groups) adapt(k, c, call - calls, array<float>(c.at[y]), *counts);
+    };
     auto f32 = [&](int i) { return array<float>(c.at[i]); };
     auto i32 = [&](int i) { return array<int32_t>(c.at[i]); };
     switch (static_cast<LlmOp>(c.op)) {
@@ -75,10 +107,10 @@ extern "C" const char* llm_run(const LlmKernels* kernels, const LlmCall* calls, 
       case kRmsNorm: k.rms_norm(f32(0), f32(1), f32(2), rows, n[0], c.number); break;
       case kAddRmsNorm: k.add_rms_norm(f32(0), f32(1), f32(2), f32(3), rows, n[0], c.number); break;
       case kHeadNorm: k.head_norm(f32(0), f32(1), f32(2), f32(3), rows, n[0], n[1], n[2], c.number); break;
-      case kLinear: k.linear(f32(0), c.at[1], n[2] != 0, f32(2), f32(3), rows, n[0], n[1]); break;
-      case kLinearInt8: quantized(k.linear_int8, c, rows, false); break;
-      case kLinearA8w8: quantized(k.linear_a8w8, c, rows, false); break;
-      case kLinearInt4: quantized(k.linear_int4, c, rows, true); break;
+      case kLinear: k.linear(f32(0), c.at[1], n[2] != 0, f32(2), f32(3), rows, n[0], n[1]), adapted(3); break;
+      case kLinearInt8: quantized(k.linear_int8, c, rows, false), adapted(4); break;
+      case kLinearA8w8: quantized(k.linear_a8w8, c, rows, false), adapted(4); break;
+      case kLinearInt4: quantized(k.linear_int4, c, rows, true), adapted(5); break;
       case kRotaryAngles: k.rotary_angles(i32(0), f32(1), f32(2), rows, n[0], c.number); break;
       case kPagedAttention: attention(k, c, *counts); break;
       case kSwiglu: k.swiglu(f32(0), f32(1), rows, n[0]); break;

@@ -21,8 +21,24 @@ struct LlmCall {
   float number;       // its attribute that is no whole number
 };
 
+// What an adapter adds to a linear call: y[t, first + n] += sum_r (sum_k x[t, k] * a[r, k]) * b[r, n].
+struct LlmPair {
+  int64_t call;           // which of the calls, by its place
+  int64_t rank, first, num_out;
+  const float *a, *b;     // [rank, width of x], [rank, num_out]
+};
+
+// The rows of a step that have one adapter: among the tokens, and among those of which logits are wanted.
+struct LlmGroup {
+  const LlmPair *pair, *end;  // in the order of their calls; `pair` moves on with these
+  const int32_t* rows[2];     // ascending
+  int64_t num_rows[2];
+};
+
 struct LlmCounts {
   int64_t tokens, logits, requests, max_blocks;  // T, S, B, and the width of block_tables
+  LlmGroup* groups;
+  int64_t num_groups;
 };
 
 // Returns null, or what went wrong between the ranks.

@@ -1,0 +1,162 @@
+"""Reads LoRA adapters as PEFT stores them, and cuts them to the matrices of one rank. What would change the answer and
+is not computed here is refused by name. Knows no device.
+
+An adapter adds B (A x), times a scale, to what a linear layer gives. Which layers have one the tensors of the file say.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, deserialize
+
+from engine.errors import SetupError
+from engine.models.decoder import Decoder
+from engine.models.families import read_model
+from engine.models.formats import FLOAT32
+from engine.models.keys import read_json
+from engine.models.layers import Linear
+from engine.models.weights import Part, Shard, found_in
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."  # of PEFT's names before those of the checkpoint
+DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
+# key of adapter_config.json -> what asks for nothing special beside null, false and empty ones
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    **dict.fromkeys(("modules_to_save", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out"), ()),
+    **dict.fromkeys(("lora_bias", "layer_replication", "target_parameters", "trainable_token_indices"), ()),
+    **dict.fromkeys(("alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config"), ()),
+    **dict.fromkeys(("monteclora_config", "velora_config"), ()),
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),  # others change the weights below
+}
+Adapter = tuple[str, ...]  # see `engine.core.types.Sampling`
+
+
+class AdapterError(SetupError):
+    """An adapter cannot be used. Names its folder, the key or tensor, what was found and what is supported."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """What one linear layer of a rank gains, all float32."""
+
+    parameter: str  # the matrix in the graph
+    first: int  # of its outputs
+    a: np.ndarray  # [rank of the adapter, inputs]
+    b: np.ndarray  # [rank of the adapter, outputs from the first on], times the scale
+
+
+def network_of(graph_dir: Path, rank: int = 0, num_ranks: int = 1) -> Decoder:
+    """The layers of one rank of an exported model, for `read_pairs`."""
+    return read_model(read_json(graph_dir / "config.json")).network(Shard(FLOAT32, "float32", 1, rank, num_ranks))
+
+
+def identified(directory: Path) -> Adapter:
+    """An adapter as it is now, by a name that it shares with the same files only."""
+    if not _is_text(str(directory)):
+        raise AdapterError(f"adapter {str(directory)!r}: its path is not UTF-8")
+    return _digest(*_read_files(directory)), str(directory)
+
+
+def read_pairs(adapter: Adapter, network: Decoder, max_rank: int) -> list[Pair]:
+    """Raises AdapterError, also when the files are others than `identified` has seen."""
+    adapter_id, directory = adapter
+    try:
+        config, weights = _read_files(Path(directory))
+        if adapter_id != _digest(config, weights):
+            raise AdapterError("its files have changed since it was loaded")
+        rank, scale = _rank_and_scale(read_json(Path(directory) / CONFIG, AdapterError), max_rank)
+        tensors = _tensors(weights)
+        pairs = [pair for linear in found_in(network, Linear) for pair in _pairs_of(linear, tensors, (rank, scale))]
+        if tensors:
+            more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
+            raise AdapterError(f"{WEIGHTS} has tensor {min(tensors)}{more}, for which the model has no place")
+        if not pairs and network.layers:
+            raise AdapterError(f"{WEIGHTS} has no tensor for any layer of the model")
+    except AdapterError as error:
+        raise AdapterError(f"adapter {directory}: {error}") from None
+    return pairs
+
+
+def most_bytes(network: Decoder, max_rank: int) -> int:
+    """Of an adapter for every linear layer."""
+    parts = [part for linear in found_in(network, Linear) for part in linear.weight.parts]
+    return sum(4 * max_rank * sum(part.rank_shape) for part in parts)
+
+
+def _read_files(directory: Path) -> tuple[bytes, bytes]:
+    try:
+        return (directory / CONFIG).read_bytes(), (directory / WEIGHTS).read_bytes()
+    except OSError as error:
+        raise AdapterError(f"{error.filename} cannot be read: {error.strerror}") from None
+
+
+def _is_text(path: str) -> bool:
+    return all(not "\ud800" <= letter <= "\udfff" for letter in path)
+
+
+def _digest(config: bytes, weights: bytes) -> str:
+    return hashlib.blake2b(config + b"\0" + hashlib.blake2b(weights).digest(), digest_size=16).hexdigest()
+
+
+def _rank_and_scale(keys: Mapping[str, Any], max_rank: int) -> tuple[int, float]:
+    if keys.get("peft_type") != "LORA":
+        raise AdapterError(f"{CONFIG}: peft_type is {keys.get('peft_type')!r}, supported is 'LORA'")
+    for name, harmless in REFUSED.items():
+        if (value := keys.get(name)) and value not in harmless:
+            raise AdapterError(f"{CONFIG}: {name} is {value!r}, which is not supported")
+    rank, alpha = keys.get("r"), keys.get("lora_alpha")
+    if type(rank) is not int or rank < 1:
+        raise AdapterError(f"{CONFIG}: r is {rank!r}, it must be a positive whole number")
+    if rank > max_rank:
+        raise AdapterError(f"{CONFIG}: r is {rank}, at most MAX_LORA_RANK({max_rank}) is supported")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise AdapterError(f"{CONFIG}: lora_alpha is {alpha!r}, it must be a number")
+    return rank, alpha / (math.sqrt(rank) if keys.get("use_rslora") else rank)
+
+
+def _tensors(weights: bytes) -> dict[str, np.ndarray]:
+    try:
+        stored: dict[str, Any] = dict(deserialize(weights))
+    except SafetensorError as error:
+        raise AdapterError(f"{WEIGHTS} ({len(weights)} bytes) is cut off or no safetensors file: {error}") from None
+    for name, tensor in stored.items():
+        if tensor["dtype"] not in DTYPES:
+            raise AdapterError(f"tensor {name} has dtype {tensor['dtype']}, supported are {', '.join(DTYPES)}")
+    return {
+        name: np.frombuffer(tensor["data"], DTYPES[tensor["dtype"]]).reshape(tensor["shape"])  # type: ignore
+        for name, tensor in stored.items()
+    }
+
+
+def _pairs_of(linear: Linear, tensors: dict[str, np.ndarray], form: tuple[int, float]) -> Iterator[Pair]:
+    """Takes what is the layer's out of `tensors`."""
+    first, (rank, scale) = 0, form
+    for part in linear.weight.parts:
+        rows, columns = part.axes
+        names = [f"{PREFIX}{part.tensor.removesuffix('weight')}lora_{which}.weight" for which in "AB"]
+        if any(name in tensors for name in names):
+            _check(part, tensors, names, rank)
+            a, b = (tensors.pop(name) for name in names)
+            share = np.zeros((rank, columns.size), np.float32)
+            share[:, : columns.stop - columns.start] = a[:, columns.start : columns.stop]
+            b = b[rows.start : rows.stop].T.astype(np.float32) * np.float32(scale)
+            yield Pair(linear.weight.name, first, share, b)
+        first += rows.size
+
+
+def _check(part: Part, tensors: Mapping[str, np.ndarray], names: list[str], rank: int) -> None:
+    (num_outputs, num_inputs) = part.shape
+    for name, shape in zip(names, ((rank, num_inputs), (num_outputs, rank)), strict=True):
+        if name not in tensors:
+            raise AdapterError(f"tensor {name} is missing in {WEIGHTS}")
+        if tensors[name].shape != shape:
+            raise AdapterError(f"tensor {name} has shape {tensors[name].shape}, model and r ask for {shape}")

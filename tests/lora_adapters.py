@@ -1,0 +1,56 @@
+"""Small random LoRA adapters as PEFT writes them, and the checkpoints with their changes merged in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from tests.checkpoints import write_tensors
+
+ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def make_adapter(directory: Path, checkpoint: Path, seed: int, rank: int = 4, **config: Any) -> Path:
+    """For a checkpoint whose matrices can be read; `config` holds keys of adapter_config.json. Large enough to be
+    seen: it changes every greedy answer."""
+    rng = np.random.default_rng(seed)
+    targets = config.get("target_modules", ALL_LINEAR)
+    tensors = {}
+    with safe_open(checkpoint / "model.safetensors", "numpy") as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - it is no mapping
+    for name, shape in shapes.items():
+        if name.split(".")[-2] in targets and name.endswith(".weight"):
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            num_outputs, num_inputs = shape
+            a, b = rng.standard_normal((rank, num_inputs)), rng.standard_normal((num_outputs, rank))
+            tensors[f"{module}.lora_A.weight"] = (a / num_inputs**0.5).astype(np.float32)
+            tensors[f"{module}.lora_B.weight"] = (b * 0.5 / rank**0.5).astype(np.float32)
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / "adapter_model.safetensors")
+    keys = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none", "target_modules": list(targets)}
+    (directory / "adapter_config.json").write_text(json.dumps({**keys, "init_lora_weights": True, **config}))
+    return directory
+
+
+def merged(directory: Path, checkpoint: Path, adapter: Path | str) -> Path:
+    """The checkpoint with the adapter's changes in its matrices, computed in float64."""
+    adapter = Path(adapter)
+    keys = json.loads((adapter / "adapter_config.json").read_text())
+    scale = keys["lora_alpha"] / (keys["r"] ** 0.5 if keys.get("use_rslora") else keys["r"])
+    tensors, added = load_file(checkpoint / "model.safetensors"), load_file(adapter / "adapter_model.safetensors")
+    for name, a in added.items():
+        if "lora_A" in name:
+            b = added[name.replace("lora_A", "lora_B")].astype(np.float64)
+            target = name.removeprefix("base_model.model.").replace("lora_A.weight", "weight")
+            tensors[target] = (tensors[target] + scale * (b @ a.astype(np.float64))).astype(np.float32)
+    directory.mkdir(parents=True, exist_ok=True)
+    for file in checkpoint.iterdir():
+        if file.name != "model.safetensors":
+            (directory / file.name).write_bytes(file.read_bytes())
+    write_tensors(directory / "model.safetensors", tensors, "float32")
+    return directory
