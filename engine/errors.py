@@ -107,6 +107,13 @@ class UnknownAnswer(RequestError):
     code = 404
 
 
+class UnknownModel(RequestError):
+    """Of an adapter that is not loaded, or a model that is not served."""
+
+    kind = "model_not_found"  # as OpenAI calls it
+    code = 404
+
+
 class Overloaded(RequestError):
     """Too much is waiting, or its owner has asked for too much. The same request may succeed later."""
 
@@ -141,6 +148,7 @@ KINDS: dict[str, type[RequestError]] = {
         PromptTooLong,
         DuplicateRequest,
         UnknownAnswer,
+        UnknownModel,
         Overloaded,
         Cancelled,
         EngineUnavailable,

@@ -16,7 +16,7 @@ from pathlib import Path
 import zmq
 
 from engine.core.loop import Loop
-from engine.errors import ConfigError, HostLost, SetupError
+from engine.errors import ConfigError, HostLost, InvalidRequest, SetupError
 from engine.executors import LOADING
 from engine.link.messages import Bounds, most_bytes
 from engine.link.server import Server
@@ -58,6 +58,7 @@ def make_loop(config: Config, tell: Callable[[str], None]) -> tuple[Loop, Bounds
     from engine.executors import make_executor
     from engine.executors.memory import allocate_cache, collect_garbage_seldom
     from engine.exporting.manifest import Manifest
+    from engine.serving.loras import LoraNames
     from engine.settings.device import with_device
     from engine.text.grammar import MatcherGrammars
     from engine.text.tokenizer import Tokenizer
@@ -70,7 +71,13 @@ def make_loop(config: Config, tell: Callable[[str], None]) -> tuple[Loop, Bounds
     collect_garbage_seldom()
     num_blocks = allocate_cache(executor, config, model.max_seq_len)
     loading.result()
-    return Loop(executor, num_blocks, config, grammars), Bounds(model.vocab_size, model.max_seq_len)
+    loop = Loop(executor, num_blocks, config, grammars)
+    for adapter in LoraNames.of_server(config).all():
+        try:
+            loop.adapters.need(adapter)
+        except InvalidRequest as error:  # it has changed since it was loaded: requests for it will be told the same
+            log.error("%s", error)
+    return loop, Bounds(model.vocab_size, model.max_seq_len)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from aiohttp import web
 from engine import wire
 from engine.errors import EngineUnavailable, InvalidRequest, RequestError
 from engine.settings.config import Config
-from engine.settings.served import ServedModel
+from engine.settings.served import OWN_NAME, ServedModel
 from gateway import answers, facts, keys, questions
 from gateway.answers import CALL, REQUEST_TIMEOUT
 from gateway.backend import Backend
@@ -128,7 +128,12 @@ def _parse(payload: bytes, call: Call) -> Exchange:
     body = parse_body(payload)
     protocol = next(each for each in call.protocols if len(call.protocols) == 1 or each.speaks(body))
     call.protocols = [protocol]
-    return protocol.parse(body, call)
+    exchange = protocol.parse(body, call)
+    if call.config.has_loras and protocol not in (NATIVE, TRITON):
+        name = body.get("model") or OWN_NAME
+        for each in exchange.requests if name not in (call.model_name, OWN_NAME) else ():
+            each["lora_name"] = wire.FIELDS["lora_name"].check("model", name)
+    return exchange
 
 
 async def _giving_back(room: Room, running: answers.Answers) -> answers.Answers:

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
 from engine.errors import EngineUnavailable
-from engine.wire import Aborted, Delta, Detokenized, ModelState, Owner, Tokenized
+from engine.wire import Aborted, Delta, Detokenized, Loras, ModelState, Owner, Tokenized
 
 if sys.version_info >= (3, 11):
     from asyncio import timeout as timeout
@@ -49,6 +49,10 @@ class Backend(Protocol):
 
     async def about_tokens(self, question: dict[str, Any]) -> Tokenized | Detokenized:
         """`question` has the key TOKENIZE or DETOKENIZE. Raises a RequestError."""
+        ...
+
+    async def change_loras(self, question: dict[str, Any], owner: Owner) -> Loras:
+        """`question` has the key LOAD_LORA or UNLOAD_LORA. Raises a RequestError."""
         ...
 
     async def is_live(self) -> bool:

@@ -80,8 +80,8 @@ def _plain(path: str) -> Json:
     samples, content = {**facts.SAMPLES, **triton.SAMPLES, **questions.SAMPLES}, {}
     if path in samples:
         content = {"application/json": {"schema": _shape(samples[path])}}
-    elif path in facts.TEXTS:
-        content = {facts.TEXTS[path]: {"schema": {"type": "string"}}}
+    elif kind := {**facts.TEXTS, **questions.TEXTS}.get(path):
+        content = {kind: {"schema": {"type": "string"}}}
     operation: Json = {"responses": {"200": _response("the answer", content)}}
     if path in questions.FIELDS:
         body = {"application/json": {"schema": _object(questions.FIELDS[path], questions.NEEDS[path])}}

@@ -116,7 +116,7 @@ class Embeddings(OpenAI):
         name = REQ_ID("request_id", body.get("request_id", f"embd-{uuid.uuid4().hex}"))
         return EmbeddingExchange(
             requests=[{**each, **options, "req_id": f"{name[:240]}-{at}"} for at, each in enumerate(sources)],
-            names=dict.fromkeys(("text", "input_ids"), "input") | {"req_id": "request_id"},
+            names=dict.fromkeys(("text", "input_ids"), "input") | {"req_id": "request_id", "lora_name": "model"},
             timeout_s=options.get("timeout"),
             model=model_of(body, call.model_name),
             encoding=encoding,

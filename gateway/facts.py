@@ -14,7 +14,7 @@ from gateway.answers import CALL, in_one_piece
 from gateway.health import as_response
 from gateway.openai import BASE
 from gateway.page import as_page
-from gateway.parts import BACKEND, DOCUMENT, OPENAI, READY, served_name
+from gateway.parts import BACKEND, CONFIG, DOCUMENT, OPENAI, READY, served_name
 from gateway.web import is_for_people, page, show_file
 
 STARTED = int(time.time())
@@ -62,26 +62,30 @@ async def show_page(request: web.Request) -> web.Response:
 
 
 async def list_models(request: web.Request) -> web.Response:
-    """The served model, as a list."""
-    return in_one_piece({"object": "list", "data": [await _model(request.app)]})
+    """The served model and its adapters."""
+    return in_one_piece({"object": "list", "data": await _models(request.app)})
 
 
 async def show_model(request: web.Request) -> web.Response:
-    """The served model if that is its name."""
+    """The served model or an adapter, if that is its name."""
     request[CALL].protocols = [OPENAI]
-    model = await _model(request.app)
-    if request.match_info["model"] != model["id"]:
-        raise web.HTTPNotFound(text=f"the served model is `{model['id']}`")
+    models = {model["id"]: model for model in await _models(request.app)}
+    if (model := models.get(request.match_info["model"])) is None:
+        raise web.HTTPNotFound(text=f"the served model is {' and '.join(f'`{name}`' for name in models)}")
     return in_one_piece(model)
 
 
-async def _model(app: web.Application) -> dict[str, Any]:
-    state = (await app[READY]()).state
-    return _model_fields(served_name(app), state.model_len if state else None)
+async def _models(app: web.Application) -> list[dict[str, Any]]:
+    """Adapters may have come this moment, all else is as old as readiness is."""
+    name, state = served_name(app), (await app[READY]()).state
+    if state and app[CONFIG].has_loras:
+        state = await app[BACKEND].probe()
+    model = _model_fields(name, state.model_len if state else None)
+    return [model, *({**model, "id": lora, "root": lora, "parent": name} for lora in (state and state.loras) or ())]
 
 
 def _model_fields(name: str, model_len: int | None) -> dict[str, Any]:
-    model = {"id": name, "object": "model", "created": STARTED, "owned_by": "paddle", "root": name}
+    model = {"id": name, "object": "model", "created": STARTED, "owned_by": "paddle", "root": name, "parent": None}
     return {**model, "max_model_len": model_len}
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from engine.errors import EngineUnavailable
 from engine.settings.served import ServedModel
-from engine.wire import Aborted, Delta, Detokenized, ModelState, Owner, Tokenized, parse_request
+from engine.wire import Aborted, Delta, Detokenized, Loras, ModelState, Owner, Tokenized, parse_request
 from gateway.backend import COMING_BACK_S, Backend, ModelLost, ModelUnreachable
 from gateway.health import Shared
 
@@ -54,6 +54,9 @@ class LastingBackend:
 
     async def about_tokens(self, question: dict[str, Any]) -> Tokenized | Detokenized:
         return await self._backend.about_tokens(question)
+
+    async def change_loras(self, question: dict[str, Any], owner: Owner) -> Loras:
+        return await self._backend.change_loras(question, owner)
 
     async def is_live(self) -> bool:
         return await self._backend.is_live()

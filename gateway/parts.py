@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from engine.settings.config import Config
-from engine.settings.served import ServedModel
+from engine.settings.served import OWN_NAME, ServedModel
 from gateway.anthropic import Anthropic
 from gateway.backend import Backend
 from gateway.embeddings import Embeddings
@@ -38,7 +38,7 @@ DOCUMENT = web.AppKey("document", dict[str, Any])  # OpenAPI's
 
 
 def served_name(app: web.Application) -> str:
-    return app[SERVED].now().name or app[CONFIG].served_model_name or "default"
+    return app[SERVED].now().name or app[CONFIG].served_model_name or OWN_NAME
 
 
 async def num_labels(app: web.Application) -> int:

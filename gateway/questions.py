@@ -1,4 +1,4 @@
-"""What is posted that is no request for an answer of the model's: the end of another request, and tokens."""
+"""What is posted that is no request for an answer of the model's: the end of another request, tokens, adapters."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from aiohttp import web
 
 from engine import wire
 from engine.errors import InvalidRequest
+from engine.settings.served import OWN_NAME
 from gateway.answers import CALL, in_one_piece
 from gateway.anthropic.fields import fields as message_fields
 from gateway.anthropic.request import question_of
 from gateway.body import parse_body, read_payload
 from gateway.intake import Room
 from gateway.openai.request import chat_source
-from gateway.parts import ANTHROPIC, BACKEND, CONFIG, INTAKE, NATIVE, OPENAI
+from gateway.parts import ANTHROPIC, BACKEND, CONFIG, INTAKE, NATIVE, OPENAI, served_name
 from gateway.protocol import ClientProtocol
 
 MAX_ABORT_BYTES = 8 << 10  # a req_id, however escaped
+MAX_LORA_BYTES = 64 << 10  # a name and a path
 
 
 async def abort(request: web.Request) -> web.Response:
@@ -61,6 +63,27 @@ async def _about_tokens(request: web.Request, kind: str) -> web.Response:
         return in_one_piece(_without_end((await request.app[BACKEND].about_tokens({kind: body})).fields()))
 
 
+async def load_lora(request: web.Request) -> web.Response:
+    """Loads an adapter from a folder in LORA_DIR."""
+    return await _change_loras(request, wire.LOAD_LORA)
+
+
+async def unload_lora(request: web.Request) -> web.Response:
+    """Unloads an adapter, once the requests that have it have ended."""
+    return await _change_loras(request, wire.UNLOAD_LORA)
+
+
+async def _change_loras(request: web.Request, kind: str) -> web.Response:
+    """Answered in vLLM's words."""
+    async with _body(request, MAX_LORA_BYTES) as body:
+        name = wire.checked(body, wire.LORA_FIELDS[kind]).get("lora_name")
+        if name in (served_name(request.app), OWN_NAME):
+            raise InvalidRequest("The `{field}` {value} is the model's own", field="lora_name", value=wire.shown(name))
+        await request.app[BACKEND].change_loras({kind: body}, request[CALL].owner)
+    done = "added" if kind == wire.LOAD_LORA else "removed"
+    return web.Response(text=f"Success: LoRA adapter '{name}' {done} successfully.")
+
+
 def _without_end(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name != "is_end"}
 
@@ -79,19 +102,29 @@ async def _body(request: web.Request, limit: int) -> AsyncIterator[dict[str, Any
 
 
 COUNT_TOKENS = "/v1/messages/count_tokens"
-ROUTES = {"/v1/abort": abort, "/tokenize": tokenize, "/detokenize": detokenize, COUNT_TOKENS: count_tokens}
+LORAS = {f"/v1/{kind}": kind for kind in wire.LORA_FIELDS}
+ROUTES = {
+    **{"/v1/abort": abort, "/tokenize": tokenize, "/detokenize": detokenize, COUNT_TOKENS: count_tokens},
+    **dict(zip(LORAS, (load_lora, unload_lora), strict=True)),
+}
 PROTOCOLS: Mapping[str, list[ClientProtocol]] = {  # of the errors
-    **{"/v1/abort": [NATIVE], "/tokenize": [OPENAI], "/detokenize": [OPENAI], COUNT_TOKENS: [ANTHROPIC]}
+    **{"/v1/abort": [NATIVE], "/tokenize": [OPENAI], "/detokenize": [OPENAI], COUNT_TOKENS: [ANTHROPIC]},
+    **dict.fromkeys(LORAS, [OPENAI]),
 }
 FIELDS: Mapping[str, dict[str, Any]] = {  # as JSON Schema
     "/v1/abort": {"req_id": wire.schema_of(wire.FIELDS["req_id"].check)},
     "/tokenize": {name: wire.schema_of(field.check) for name, field in wire.TOKENIZE_FIELDS.items()},
     "/detokenize": {name: wire.schema_of(field.check) for name, field in wire.DETOKENIZE_FIELDS.items()},
     COUNT_TOKENS: {name: message_fields()[name] for name in ("messages", "system", "tools")},
+    **{
+        path: {name: wire.schema_of(field.check) for name, field in wire.LORA_FIELDS[kind].items()}
+        for path, kind in LORAS.items()
+    },
 }
 NEEDS: Mapping[str, Collection[str]] = {
     **{"/v1/abort": ("req_id",), "/tokenize": ("prompt", "messages"), "/detokenize": ("tokens",)},
     COUNT_TOKENS: ("messages",),
+    **dict.fromkeys(LORAS, ("lora_name",)),
 }
 SAMPLES = {
     "/v1/abort": wire.Aborted("1", True).fields(),
@@ -99,3 +132,4 @@ SAMPLES = {
     "/detokenize": _without_end(wire.Detokenized("Hello").fields()),
     COUNT_TOKENS: _count(wire.Tokenized([1], 8192)),
 }
+TEXTS = dict.fromkeys(LORAS, "text/plain")

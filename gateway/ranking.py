@@ -60,7 +60,8 @@ class Ranking:
             {**each, **self.options, "req_id": f"{self.name[:240]}-{at}"} for at, each in enumerate(texts)
         ]
         names = ("text_1", "text_2") if self.top_n is None else ("documents", "documents")
-        self.names: Mapping[str, str] = {"req_id": "request_id", "text": names[0], "text_pair": names[1]}
+        called = {"req_id": "request_id", "lora_name": "model"}
+        self.names: Mapping[str, str] = {**called, "text": names[0], "text_pair": names[1]}
 
     def event(self, index: int, answer: Delta) -> bytes:
         raise AssertionError("a score is no stream")

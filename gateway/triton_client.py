@@ -76,6 +76,11 @@ class TritonBackend:
         assert isinstance(told, (wire.Tokenized, wire.Detokenized))
         return told
 
+    async def change_loras(self, question: dict[str, Any], owner: wire.Owner) -> wire.Loras:
+        loras = await self._one_answer(wire.with_owner(question, owner))
+        assert isinstance(loras, wire.Loras)
+        return loras
+
     async def _one_answer(self, body: dict[str, Any]) -> wire.Answer:
         async with contextlib.aclosing(self._ask(body, PROBE_TIMEOUT_S)) as answers:
             [answer] = [answer async for answer in answers]

@@ -138,8 +138,18 @@ def export(checkpoint_dir: Path, cache_dir: Path, quant: str | None = None) -> P
     return export_cached(checkpoint_dir, cache_dir, options, lambda step: print("step", step, flush=True))
 
 
+def check_loras(graph_dir: Path) -> None:
+    """Before anything is started. Raises SetupError."""
+    if (config := Config.from_env()).lora_modules:
+        from engine.serving.loras import LoraNames
+
+        LoraNames(config, graph_dir)
+
+
 if __name__ == "__main__":
     try:
-        print("result", export(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]), flush=True)
+        graph_dir = export(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
+        check_loras(graph_dir)
+        print("result", graph_dir, flush=True)
     except (SetupError, OSError) as error:
         sys.exit(str(error))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.errors import ConfigError
-from engine.settings.processes import STOPPING_FILE
+from engine.settings.processes import LORAS_FILE, STOPPING_FILE
 from engine.settings.served import SERVED_FILE
 
 
@@ -166,7 +166,7 @@ class RunDir:
     def clean_up(self) -> None:
         """Forgets a server that has ended."""
         self.remove_shared_memory()
-        for name in ("state.json", STOPPING_FILE, SERVED_FILE):
+        for name in ("state.json", STOPPING_FILE, SERVED_FILE, LORAS_FILE):
             (self.path / name).unlink(missing_ok=True)
 
     def remove_shared_memory(self) -> None:

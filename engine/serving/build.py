@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine.link.client import EngineClient
+from engine.serving.loras import LoraNames
 from engine.serving.options import ServiceOptions
 from engine.serving.prompt import PromptReader
 from engine.serving.service import Service
@@ -19,5 +20,6 @@ def build_service(config: Config) -> Service:
         stats = client.stats
         return (stats["num_blocks"], stats["block_size"]) if "num_blocks" in stats else None
 
-    reader = PromptReader.load(config, config.graph_path, tokenizer, cache_size)
+    loras = LoraNames.of_server(config)
+    reader = PromptReader.load(config, config.graph_path, tokenizer, cache_size, loras)
     return Service(tokenizer, reader, client, ServiceOptions.of(config))

@@ -13,6 +13,7 @@ from engine.core.types import Sampling
 from engine.errors import InvalidRequest, PromptTooLong
 from engine.exporting.head import load_head
 from engine.exporting.manifest import Manifest
+from engine.serving.loras import LoraNames
 from engine.serving.of_prompt import check_head, check_reading
 from engine.settings.config import Config
 from engine.text.forms import bounded_thought, free_answer, free_thought, written
@@ -55,10 +56,16 @@ class PromptReader:
     is_thinking_apart: bool = False  # the form of an answer begins after what the model thinks
     thinks_at_once: bool = False  # which it does without saying so
     head: np.ndarray | None = None  # of a model that scores, and writes no answers
+    loras: LoraNames | None = None  # None: there are none
 
     @classmethod
     def load(
-        cls, config: Config, graph_dir: Path, tokenizer: Tokenizer, cache_size: CacheSize = lambda: None
+        cls,
+        config: Config,
+        graph_dir: Path,
+        tokenizer: Tokenizer,
+        cache_size: CacheSize = lambda: None,
+        loras: LoraNames | None = None,
     ) -> PromptReader:
         """For the exported model in `graph_dir`."""
         model = Manifest.read(graph_dir)
@@ -73,6 +80,7 @@ class PromptReader:
             is_thinking_apart=config.reasoning_parser != "none",
             thinks_at_once=config.reasoning_parser == "deepseek_r1",
             head=load_head(graph_dir),
+            loras=loras or LoraNames(config, graph_dir),
         )
 
     def read(self, request: GenerationRequest) -> Prompt:
@@ -116,6 +124,7 @@ class PromptReader:
             num_prompt_logprobs=request.prompt_logprobs,
             pooling="last" if request.pooling == SCORE else request.pooling or "",
             form=self._form(request, token_ids),
+            adapter=self.loras.find(request.lora_name) if self.loras and request.lora_name else (),
         )
         self._check_something_is_left(sampling)
         for answer in request.answer_ids:

@@ -30,7 +30,8 @@ class Resumption:
             return Asked.now(request, self._reader.read(request), self._tokenizer)
         asked = self.kept.take(request)
         if asked is None:
-            is_same = bool(request.answer_ids) or (request.is_repeatable and self._is_first_model)
+            is_same_model = self._is_first_model and not request.lora_name  # its adapter may be another by now
+            is_same = bool(request.answer_ids) or (request.is_repeatable and is_same_model)
             if any(request.resume_from) and not is_same:
                 text = "The answer to {field} {value} is not known any more: ask again without `{resume_from}`"
                 raise UnknownAnswer(text, field="req_id", value=shown(request.req_id))

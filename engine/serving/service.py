@@ -126,6 +126,9 @@ class Service:
             if wire.ABORT in body:
                 sender.send(wire.write_answer(self._abort(body[wire.ABORT], owner)), True)
                 return
+            if loras := self._reader.loras and self._reader.loras.answer(body, owner):
+                sender.send(wire.write_answer(loras), True)
+                return
             if answer := answer_about_tokens(body, self._reader):
                 sender.send(wire.write_answer(answer), True)
                 return

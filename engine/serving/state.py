@@ -29,6 +29,7 @@ def state_of(service: Service, reader: PromptReader, max_running: int, with_metr
         engine_silent_s=min(client.silent_s, 1e9),
         engine_step_s=stats.get("step_age_s", 0.0),
         num_restarts=client.num_restarts,
+        loras=reader.loras.names() if reader.loras else None,
         metrics=[*samples(service, max_running)] if with_metrics else None,
         last_requests=service.latency.last() if with_metrics else None,
     )

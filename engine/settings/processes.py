@@ -15,6 +15,7 @@ from engine.settings.setting import expanded, setting
 ENGINE_FAILED_FILE = "engine.failed"
 ENGINE_PROGRESS_FILE = "engine.progress"
 STOPPING_FILE = "stopping"  # engine.settings.stopping
+LORAS_FILE = "loras.json"  # which adapters the Triton model has, for the one after it
 # There, too: the sockets; that of tritonserver in its folder, which is made anew at every start.
 ENGINE_SOCKET = "engine.sock"
 TRITON_FOLDER, TRITON_SOCKET, TRITON_PAGE = ".triton", "grpc:1", "page"

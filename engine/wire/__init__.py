@@ -25,6 +25,7 @@ from engine.wire.answer import (
 from engine.wire.checks import MAX_LOGPROBS, MAX_REQ_ID_LEN, POOLINGS, SCORE, Check, int_in, json_object, kind_of, shown
 from engine.wire.fields import FIELDS
 from engine.wire.forms import FORMS, Form
+from engine.wire.loras import LOAD_LORA, LORA_FIELDS, UNLOAD_LORA, Loras
 from engine.wire.meanings import MEANINGS, described, plain
 from engine.wire.owner import OWNER, Owner, owner_of, payload_with_owner, with_owner
 from engine.wire.request import (
@@ -52,6 +53,8 @@ __all__ = [
     "DETOKENIZE_FIELDS",
     "FIELDS",
     "FORMS",
+    "LOAD_LORA",
+    "LORA_FIELDS",
     "MAX_LOGPROBS",
     "MAX_REQ_ID_LEN",
     "MEANINGS",
@@ -68,6 +71,7 @@ __all__ = [
     "TOKENIZE",
     "TOKENIZE_FIELDS",
     "UNLIKELY",
+    "UNLOAD_LORA",
     "Aborted",
     "Answer",
     "Check",
@@ -77,6 +81,7 @@ __all__ = [
     "Final",
     "Form",
     "GenerationRequest",
+    "Loras",
     "ModelState",
     "OfPrompt",
     "Owner",

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
 from engine.errors import RequestError, error_of
+from engine.wire.loras import Loras
 from engine.wire.tokens import Detokenized, Tokenized
 
 UNLIKELY = -9999.0  # in JSON, which has no infinity; OpenAI writes the same
@@ -199,6 +200,7 @@ class ModelState:
     engine_silent_s: float = 0.0
     engine_step_s: float = 0.0  # for how long the step that runs has
     num_restarts: int = 0
+    loras: list[str] | None = None  # the names of adapters
     metrics: list[Any] | None = None  # when asked for: of each sample what gateway/metrics.py writes
     last_requests: list[Any] | None = None  # the same: what has ended, the latest first, without its words
     is_end: ClassVar[bool] = True
@@ -219,7 +221,7 @@ class Aborted:
         return {"is_end": 1, "req_id": self.req_id, "aborted": self.aborted}
 
 
-Answer = Delta | Failure | ModelState | Aborted | Tokenized | Detokenized
+Answer = Delta | Failure | ModelState | Aborted | Tokenized | Detokenized | Loras
 
 
 def write_answer(answer: Answer) -> bytes:
@@ -270,6 +272,8 @@ def read_answer(payload: bytes) -> Answer:
         return Tokenized(given["tokens"], given["max_model_len"], given["token_strs"])
     if "prompt" in given:
         return Detokenized(given["prompt"])
+    if "lora_names" in given:
+        return Loras(given["lora_names"])
     usage = given["usage"]
     of_all = (
         given["req_id"],

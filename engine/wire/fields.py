@@ -54,6 +54,7 @@ FIELDS: dict[str, Field] = {
     "guided_decoding_disable_any_whitespace": Field((), checks.boolean),
     "traceparent": Field((), checks.short_name),
     "cache_salt": Field((), checks.short_name),
+    "lora_name": Field((), checks.short_name),
     "resume_from": Field((), checks.counts),
     "answer_ids": Field((), checks.answer_ids),
     "return_all_tokens": Field((), checks.boolean),

@@ -86,6 +86,7 @@ MEANINGS = {
         "a text of up to 256 characters: cached prompts are shared only with requests that give the same, so that "
         "nobody learns from the time of an answer what others have asked"
     ),
+    "lora_name": "the name of an [adapter](lora.md) that is loaded: it answers, not the model alone",
     "resume_from": (
         "the request was asked before, and so many tokens of its answer have come: [it goes on after them](#after-"
         "a-lost-connection); with `n` a list"

@@ -15,6 +15,7 @@ from engine.errors import InvalidRequest, literally
 from engine.wire.checks import MAX_N, SCORE, kind_of, shown
 from engine.wire.fields import FIELDS
 from engine.wire.forms import FORMS, Form
+from engine.wire.loras import LORA_FIELDS
 from engine.wire.owner import OWNER
 
 PROBE = "probe"  # a request with this key set is answered at once with the ModelState, with METRICS also its metrics
@@ -23,7 +24,7 @@ METRICS = "metrics"
 ABORT = "abort"  # a request with this key set ends the one with the req_id that it holds, and is answered with Aborted
 MAX_URGENT_BYTES = 16 << 10  # of a probe or an abort: a req_id, however escaped
 TOKENIZE, DETOKENIZE = "tokenize", "detokenize"  # one with this key is answered with Tokenized or Detokenized
-QUESTIONS = (PROBE, ABORT, TOKENIZE, DETOKENIZE)  # none of them asks for an answer of the model's
+QUESTIONS = (PROBE, ABORT, TOKENIZE, DETOKENIZE, *LORA_FIELDS)  # none of them asks for an answer of the model's
 MAX_KEYS = 1000  # of a request, most of them none of ours
 MAX_UNKNOWN_KEYS = 100  # that are compared with ours
 MAX_MISSPELT_LEN = 40  # characters; a longer key is none of ours, and comparing it takes long
@@ -101,6 +102,7 @@ class GenerationRequest:
     guided_decoding_disable_any_whitespace: bool | None = None  # in JSON; None: the server's setting
     traceparent: str | None = None  # W3C's: of which span its own are a part
     cache_salt: str | None = None  # requests with another one share no cached blocks
+    lora_name: str | None = None  # of an adapter
     return_all_tokens: bool = False
     benchmark: bool = False
     timeout: float | None = None  # seconds for the first token; 0: as if not given

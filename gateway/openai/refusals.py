@@ -35,7 +35,9 @@ OF_COMPLETIONS = (
 )
 NOT_FALSE = ("separate_reasoning",)  # what is refused is to ask for less
 # Native name -> OpenAI's
-NAMES = {name: field.aliases[-1] for name, field in wire.FIELDS.items() if field.aliases} | {"req_id": "request_id"}
+NAMES = {name: field.aliases[-1] for name, field in wire.FIELDS.items() if field.aliases} | {
+    **{"req_id": "request_id", "lora_name": "model"}
+}
 # Names that clients send which do nothing: none of them is a misspelling
 IGNORED = (
     *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),

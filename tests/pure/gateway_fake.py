@@ -24,6 +24,7 @@ from engine.wire import (
     Delta,
     Detokenized,
     Final,
+    Loras,
     ModelState,
     OfPrompt,
     Owner,
@@ -31,6 +32,7 @@ from engine.wire import (
     TokenLogprob,
     Usage,
     checked,
+    with_owner,
 )
 from gateway.__main__ import listen, serve
 from gateway.app import REQUEST_TIMEOUT_S, make_app
@@ -150,6 +152,13 @@ class FakeBackend:
             return Tokenized([ord(each) for each in text], 8192)
         tokens = checked(question[DETOKENIZE], DETOKENIZE_FIELDS).get("tokens", ())
         return Detokenized("".join(chr(each % 128) for each in tokens))
+
+    async def change_loras(self, question: dict[str, Any], owner: Owner) -> Loras:
+        """There is one then."""
+        self.bodies.append(json.loads(json.dumps(with_owner(question, owner))))
+        if self.script:
+            raise self.script[0]
+        return Loras(["one"])
 
     async def probe(self, with_metrics: bool = False) -> ModelState:
         self.num_probes += 1

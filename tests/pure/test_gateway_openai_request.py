@@ -311,7 +311,7 @@ def test_a_refusal_of_the_model_names_fields_as_the_client_does(body, error, tex
 
 
 def test_every_other_name_of_a_native_field_is_told_by_one_that_openais_clients_may_send():
-    taken = {*PASSED_ON, *OF_PROMPT, "max_tokens", "request_id"}
+    taken = {*PASSED_ON, *OF_PROMPT, "max_tokens", "request_id", "model"}
     assert set(NAMES.values()) <= taken
 
 
@@ -353,7 +353,7 @@ def test_a_field_is_the_native_protocols_alone_unless_openais_requests_may_have_
     native = """req_id max_dec_len min_dec_len seq_len topp penalty_score frequency_score presence_score infer_seed
         eos_token_ids stop_sequences return_all_tokens return_usage benchmark system response_type response_timeout
         enable_text_truncate bad_words_token_ids apply_chat_template resume_from answer_ids cut_max_dec_len pooling
-        text_pair traceparent"""
+        text_pair traceparent lora_name"""
     assert set(native.split()) == NATIVE_ONLY
     with running(FakeBackend("a")) as gateway:
         for name in NATIVE_ONLY:

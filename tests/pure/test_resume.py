@@ -1,6 +1,9 @@
 """A client that has lost its connection asks again and goes on where it was: with the service, its journal and an
 engine, whose counting executor gives every prompt an answer of its own."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 
 from engine.core.types import Sampling
@@ -152,6 +155,16 @@ def test_where_there_was_another_model_nobody_goes_on_with_an_answer_of_which_on
     again = ask(service, "b", resume_from=10)  # it is kept, so it is of this model
     assert again.final["tokens_all_ids"] == EXPECTED
     assert token_ids_of(again) == EXPECTED[10:]
+
+
+def test_so_it_is_with_an_adapter_which_may_have_become_another(service, monkeypatch):
+    loras = SimpleNamespace(find=lambda name: (), answer=lambda *_: None)
+    for part in (service, service._resumption):
+        monkeypatch.setattr(part, "_reader", replace(service._reader, loras=loras))
+    assert ask(service, resume_from=10, lora_name="one").final["error_type"] == "unknown_answer"
+    known = ask(service, resume_from=10, answer_ids=EXPECTED[:10], lora_name="one")
+    assert known.final["tokens_all_ids"] == EXPECTED
+    assert ask(service, resume_from=10).final["error_type"] == "duplicate_request"  # that one was the adapter's
 
 
 def test_after_a_while_an_answer_is_forgotten(service, monkeypatch):

@@ -1,0 +1,127 @@
+"""The adapters that requests may have, by name: those of LORA_MODULES, and what was loaded and unloaded since. The
+engine is told of one with each request that has it, so it keeps no such list, and neither does the gateway."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from engine import wire
+from engine.errors import InvalidRequest, UnknownModel, literally
+from engine.models.adapters import Adapter, AdapterError, identified, network_of, read_pairs
+from engine.settings.config import Config
+from engine.settings.processes import LORAS_FILE
+from engine.wire import LOAD_LORA, LORA_FIELDS, UNLOAD_LORA, shown
+
+log = logging.getLogger(__name__)
+
+
+class LoraNames:
+    """Thread-safe. With `file` they are kept for the next process of the same server, should this one die. Raises
+    AdapterError."""
+
+    def __init__(self, config: Config, graph_dir: Path, file: Path | None = None):
+        self._config, self._graph_dir, self._file = config, graph_dir, file
+        self._server = [str(graph_dir), config.lora_modules, config.lora_dir]  # of another one nothing is taken
+        self._lock = threading.Lock()
+        kept = self._kept()
+        self._adapters: Mapping[str, Adapter] = self._of_settings() if kept is None else kept
+        self._keep()
+
+    @classmethod
+    def of_server(cls, config: Config) -> LoraNames:
+        return cls(config, config.graph_path, config.run_path / LORAS_FILE)
+
+    def names(self) -> list[str]:
+        return [*self._adapters]
+
+    def all(self) -> list[Adapter]:
+        return [*self._adapters.values()]
+
+    def find(self, name: str) -> Adapter:
+        """Raises UnknownModel."""
+        try:
+            return self._adapters[name]
+        except KeyError:
+            text = "The `{field}` {value} is none that is loaded, there are {limit}"
+            raise UnknownModel(text, field="lora_name", value=shown(name), limit=self.names()) from None
+
+    def answer(self, body: Mapping[str, Any], owner: wire.Owner) -> wire.Loras | None:
+        """None when the request asks something else. Raises RequestError."""
+        for key, change in ((LOAD_LORA, self._load), (UNLOAD_LORA, self._unload)):
+            if key in body:
+                fields = LORA_FIELDS[key]
+                given = wire.checked(wire.json_object(key, body[key]), fields)
+                for name in fields.keys() - given.keys():
+                    raise InvalidRequest("`{field}` is missing", field=name)
+                self._check_may_change(owner)
+                with self._lock:
+                    self._adapters = change(**given)
+                    self._keep()
+                log.info("%s: %s", key, given["lora_name"])
+                return wire.Loras(self.names())
+        return None
+
+    def _check_may_change(self, owner: wire.Owner) -> None:
+        if not self._config.lora_dir:
+            raise InvalidRequest("adapters are not loaded or unloaded while the server runs: LORA_DIR is not set")
+        if owner.name:
+            raise InvalidRequest("adapters are everybody's: who has a key of a name cannot load or unload them")
+
+    def _load(self, lora_name: str, lora_path: str) -> dict[str, Adapter]:
+        if lora_name in self._adapters:
+            raise InvalidRequest("The `{field}` {value} is loaded already", field="lora_name", value=shown(lora_name))
+        if len(self._adapters) >= self._config.max_loras:
+            text = "{value} adapters are loaded, at most MAX_LORAS({limit}) may be"
+            value, limit = len(self._adapters), self._config.max_loras
+            raise InvalidRequest(text, field="lora_name", value=value, limit=limit)
+        assert self._config.lora_path
+        folder = self._config.lora_path.resolve()
+        try:
+            path = (folder / lora_path).resolve()
+        except (OSError, ValueError, RuntimeError):  # no path, a loop of links
+            path = folder.parent
+        if not path.is_relative_to(folder):
+            text = "The `{field}` {value} is not in LORA_DIR"
+            raise InvalidRequest(text, field="lora_path", value=shown(lora_path))
+        try:
+            return {**self._adapters, lora_name: self._checked(path)}
+        except AdapterError as error:
+            raise InvalidRequest(literally(str(error)), field="lora_path") from None
+
+    def _unload(self, lora_name: str) -> dict[str, Adapter]:
+        """Requests that have it go on with it."""
+        self.find(lora_name)
+        return {name: adapter for name, adapter in self._adapters.items() if name != lora_name}
+
+    def _checked(self, path: Path) -> Adapter:
+        adapter = identified(path)
+        read_pairs(adapter, network_of(self._graph_dir), self._config.max_lora_rank)
+        return adapter
+
+    def _of_settings(self) -> dict[str, Adapter]:
+        return {name: self._checked(path) for name, path in self._config.lora_paths.items()}
+
+    def _kept(self) -> dict[str, Adapter] | None:
+        if self._file is None or not self._config.has_loras:
+            return None
+        try:
+            server, adapters = json.loads(self._file.read_text())
+        except (OSError, ValueError):
+            return None
+        return {name: tuple(adapter) for name, adapter in adapters.items()} if server == self._server else None
+
+    def _keep(self) -> None:
+        if self._file is None or not self._config.has_loras:
+            return
+        partial = self._file.with_name(f"{self._file.name}.{os.getpid()}")  # the engine may write the same
+        try:
+            partial.write_text(json.dumps([self._server, self._adapters]))
+            os.replace(partial, self._file)
+        except OSError as error:  # a full disk: what is loaded is lost with this process
+            log.error("%s could not be written: %s", self._file, error)

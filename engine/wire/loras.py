@@ -1,0 +1,27 @@
+"""Which adapters a server has, and the questions that change it, in vLLM's words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from engine.wire import checks
+from engine.wire.fields import Field
+
+LOAD_LORA, UNLOAD_LORA = "load_lora_adapter", "unload_lora_adapter"
+LORA_FIELDS = {
+    LOAD_LORA: {"lora_name": Field((), checks.short_name), "lora_path": Field((), checks.filled_string)},
+    UNLOAD_LORA: {"lora_name": Field((), checks.short_name)},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Loras:
+    """The answer to both: the names of those that there are now."""
+
+    names: Sequence[str]
+    is_end: ClassVar[bool] = True
+
+    def fields(self) -> dict[str, object]:
+        return {"is_end": 1, "lora_names": [*self.names]}

@@ -1,0 +1,236 @@
+"""Which adapters a server has: what of PEFT's files is refused, LORA_MODULES, loading and unloading."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from engine.errors import ConfigError, InvalidRequest, UnknownModel
+from engine.llm import LLM
+from engine.models.adapters import AdapterError, identified, network_of, read_pairs
+from engine.serving.loras import LoraNames
+from engine.settings.config import Config
+from engine.settings.processes import LORAS_FILE
+from engine.wire import Loras, Owner
+from tests.lora_adapters import make_adapter
+
+NOBODY = Owner()
+A = "base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory, checkpoint):
+    return make_adapter(tmp_path_factory.mktemp("good"), checkpoint("qwen2"), 1)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    """A folder with the config.json of a graph, which is all that is read of it."""
+    return checkpoint("qwen2")
+
+
+def refusal(directory, model, max_rank=16):
+    with pytest.raises(AdapterError) as caught:
+        read_pairs(identified(directory), network_of(model), max_rank)
+    assert str(caught.value).startswith(f"adapter {directory}: ")
+    return str(caught.value).removeprefix(f"adapter {directory}: ")
+
+
+# --- PEFT's files ---
+
+
+@pytest.mark.parametrize(
+    ("keys", "trouble"),
+    [
+        ({"peft_type": "IA3"}, "peft_type is 'IA3', supported is 'LORA'"),
+        ({"bias": "all"}, "bias is 'all', which is not supported"),
+        ({"use_dora": True}, "use_dora is True, which is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is ['lm_head'], which is not supported"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern is {'q_proj': 2}, which is not supported"),
+        ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern is {'q_proj': 2}, which is not supported"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which is not supported"),
+        ({"r": 17}, "r is 17, at most MAX_LORA_RANK(16) is supported"),
+        ({"r": True}, "r is True, it must be a positive whole number"),
+        ({"lora_alpha": None}, "lora_alpha is None, it must be a number"),
+    ],
+)
+def test_what_would_be_computed_otherwise_is_refused_by_name(good, model, tmp_path, keys, trouble):
+    broken = shutil.copytree(good, tmp_path / "broken")
+    config = json.loads((good / "adapter_config.json").read_text())
+    (broken / "adapter_config.json").write_text(json.dumps({**config, **keys}))
+    assert refusal(broken, model) == f"adapter_config.json: {trouble}"
+
+
+@pytest.mark.parametrize(
+    ("change", "trouble"),
+    [
+        (lambda t: t.pop(A), f"tensor {A} is missing in adapter_model.safetensors"),
+        (lambda t: t.update({A: t[A][:3]}), f"tensor {A} has shape (3, 150), model and r ask for (4, 150)"),
+        (lambda t: t.update({A: t[A].astype(np.int8)}), f"tensor {A} has dtype I8, supported are F32, F16, BF16"),
+        (lambda t: t.update({"lm_head.lora_A.weight": t[A], "z": t[A]}),
+         "adapter_model.safetensors has tensor lm_head.lora_A.weight and 1 more, for which the model has no place"),
+        (lambda t: t.clear(), "adapter_model.safetensors has no tensor for any layer of the model"),
+    ],
+)  # fmt: skip
+def test_tensors_that_are_others_than_the_model_asks_for_are_refused(good, model, tmp_path, change, trouble):
+    broken = shutil.copytree(good, tmp_path / "broken")
+    tensors = load_file(good / "adapter_model.safetensors")
+    change(tensors)
+    save_file(tensors, broken / "adapter_model.safetensors")
+    assert refusal(broken, model) == trouble
+
+
+def test_files_that_are_cut_off_or_missing_are_refused(good, model, tmp_path):
+    broken = shutil.copytree(good, tmp_path / "broken")
+    weights = (good / "adapter_model.safetensors").read_bytes()
+    (broken / "adapter_model.safetensors").write_bytes(weights[:-1])
+    assert f"adapter_model.safetensors ({len(weights) - 1} bytes) is cut off" in refusal(broken, model)
+    (broken / "adapter_config.json").write_text("{")
+    assert "adapter_config.json" in refusal(broken, model)
+    (broken / "adapter_config.json").unlink()
+    with pytest.raises(AdapterError, match="adapter_config.json cannot be read: No such file"):
+        identified(broken)
+
+
+def test_the_same_files_have_the_same_name_wherever_they_are(good, tmp_path):
+    one, _ = identified(good)
+    assert identified(shutil.copytree(good, tmp_path / "copy"))[0] == one
+    with pytest.raises(AdapterError, match="its path is not UTF-8"):
+        identified(tmp_path / "\udc80")
+    with (tmp_path / "copy" / "adapter_config.json").open("a") as file:
+        file.write(" ")
+    assert identified(tmp_path / "copy")[0] != one
+
+
+# --- LORA_MODULES ---
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("a=/x b=y/z=1", {"a": "/x", "b": "/loras/y/z=1"}),
+        ('{"name": "a", "path": "/with blank", "base_model_name": "x"}', {"a": "/with blank"}),
+        ('[{"name": "a", "path": "/x"}, {"name": "b", "path": "y"}]', {"a": "/x", "b": "/loras/y"}),
+        ("", {}),
+    ],
+)
+def test_modules_are_vllms(text, names):
+    config = Config.from_env({"LORA_MODULES": text, "LORA_DIR": "/loras"})
+    assert {name: str(path) for name, path in config.lora_paths.items()} == names
+
+
+@pytest.mark.parametrize(
+    ("env", "trouble"),
+    [
+        ({"LORA_MODULES": "a"}, "LORA_MODULES has 'a', it must be name=path, or JSON"),
+        ({"LORA_MODULES": "a=x"}, "LORA_MODULES has 'a' in 'x'; without LORA_DIR it must be an absolute path"),
+        ({"LORA_MODULES": "a=/x a=/y"}, "LORA_MODULES has 'a' twice"),
+        ({"LORA_MODULES": "=/x"}, "LORA_MODULES has ''='/x', it must have a name of 1 to 256 characters and a path"),
+        ({"LORA_MODULES": '{"name": 1}'}, "LORA_MODULES has 1=None, it must have a name"),
+        ({"LORA_MODULES": "[1]"}, "LORA_MODULES has 1, it must be an object with `name` and `path`"),
+        ({"LORA_MODULES": "[{"}, "LORA_MODULES is no JSON"),
+        ({"LORA_MODULES": "a=/x b=/y", "MAX_LORAS": "1"}, "LORA_MODULES has 2 adapters, MAX_LORAS is 1"),
+        ({"LORA_MODULES": "m=/x", "SERVED_MODEL_NAME": "m"}, "LORA_MODULES has 'm', which is the model's own name"),
+    ],
+)
+def test_wrong_modules_are_refused(env, trouble):
+    with pytest.raises(ConfigError) as caught:
+        Config.from_env(env)
+    assert str(caught.value).startswith(trouble)
+
+
+# --- loading and unloading ---
+
+
+@pytest.fixture
+def folder(good, tmp_path):
+    """LORA_DIR, with an adapter, and what is not to be found from there."""
+    folder = tmp_path / "loras"
+    shutil.copytree(good, folder / "a")
+    shutil.copytree(good, tmp_path / "secret")
+    (folder / "link").symlink_to(tmp_path / "secret")
+    (folder / "inner").symlink_to(folder / "a")
+    return folder
+
+
+def load(names, name, path, owner=NOBODY):
+    return names.answer({"load_lora_adapter": {"lora_name": name, "lora_path": str(path)}}, owner)
+
+
+def unload(names, name, owner=NOBODY):
+    return names.answer({"unload_lora_adapter": {"lora_name": name}}, owner)
+
+
+def test_what_is_loaded_can_be_asked_for_until_it_is_unloaded(model, folder):
+    names = LoraNames(Config(lora_dir=str(folder), max_loras=2), model)
+    assert load(names, "one", "a") == Loras(["one"])
+    assert load(names, "two", folder / "inner") == Loras(["one", "two"])
+    assert names.find("two") == identified(folder / "a")
+    for again, trouble in (("one", 'The `lora_name` "one" is loaded already'),
+                           ("three", r"2 adapters are loaded, at most MAX_LORAS\(2\) may be")):  # fmt: skip
+        with pytest.raises(InvalidRequest, match=trouble):
+            load(names, again, "a")
+    assert unload(names, "one") == Loras(["two"])
+    for ask in (unload, LoraNames.find):
+        with pytest.raises(UnknownModel, match=r'The `lora_name` "one" is none that is loaded, there are \[two\]'):
+            ask(names, "one")
+    assert names.answer({"text": "Hi"}, Owner()) is None
+
+
+@pytest.mark.parametrize("path", ["..", "../secret", "link", "/etc", "a/../../secret", "\0", "{tmp}/secret"])
+def test_nothing_outside_of_the_folder_is_looked_at(model, folder, path):
+    names = LoraNames(Config(lora_dir=str(folder)), model)
+    with pytest.raises(InvalidRequest, match="The `lora_path` .* is not in LORA_DIR"):
+        load(names, "x", path.replace("{tmp}", str(folder.parent)))
+    with pytest.raises(InvalidRequest, match="adapter_config.json cannot be read: No such file"):
+        load(names, "x", "nothing")
+    assert names.names() == []
+
+
+def test_only_a_setting_and_nobody_with_a_key_of_a_name_lets_adapters_be_changed(model, folder):
+    names = LoraNames(Config(lora_modules=f"one={folder / 'a'}"), model)
+    for ask in (lambda: load(names, "x", folder / "a"), lambda: unload(names, "one")):
+        with pytest.raises(InvalidRequest, match="LORA_DIR is not set"):
+            ask()
+    names = LoraNames(Config(lora_modules="one=a", lora_dir=str(folder)), model)
+    with pytest.raises(InvalidRequest, match="who has a key of a name cannot load or unload them"):
+        unload(names, "one", Owner("somebody"))
+    with pytest.raises(InvalidRequest, match="`lora_path` is missing"):
+        names.answer({"load_lora_adapter": {"lora_name": "x"}}, Owner())
+    assert names.names() == ["one"]
+
+
+def test_the_next_process_of_the_server_has_what_the_last_one_had(model, folder, tmp_path, exported):
+    config = Config(lora_modules="one=a", lora_dir=str(folder), run_dir=str(tmp_path), graph_dir=str(model))
+    names = LoraNames.of_server(config)
+    load(names, "two", "a")
+    unload(names, "one")
+    shutil.rmtree(folder / "a")  # the names stay as they are; requests will be told
+    assert LoraNames.of_server(config).find("two") == names.find("two")
+    with pytest.raises(AdapterError, match="cannot be read"):  # another model begins with the settings
+        LoraNames.of_server(Config(**{**vars(config), "graph_dir": str(exported("qwen2"))}))
+    (tmp_path / LORAS_FILE).write_text("[")
+    with pytest.raises(AdapterError, match="cannot be read"):
+        LoraNames.of_server(config)
+
+
+def test_prompts_offline_may_have_adapters(folder, exported):
+    """Of one, and of none, in the same batch."""
+    llm = LLM(exported("qwen2", block_size=16), lora_modules="one=a", lora_dir=str(folder), block_bs=2.0)
+    try:
+        prompt, options = {"input_ids": list(range(20))}, {"max_dec_len": 12, "temperature": 0, "ignore_eos": True}
+        some, none = llm.generate([{**prompt, "lora_name": "one"}, prompt], options, progress=False)
+        [again] = llm.generate([{**prompt, "lora_name": "one"}], options, progress=False)
+        assert some.token_ids == again.token_ids != none.token_ids
+        with pytest.raises(UnknownModel, match=r'`lora_name` "two" is none that is loaded, there are \[one\]'):
+            llm.generate([{**prompt, "lora_name": "two"}], options, progress=False)
+    finally:
+        llm.close()
+
+
+def test_an_adapter_of_the_start_that_does_not_fit_is_named(model, folder, checkpoint, tmp_path):
+    other = make_adapter(tmp_path / "other", checkpoint("llama"), 1)
+    with pytest.raises(AdapterError, match=f"adapter {other}: tensor .* has shape"):
+        LoraNames(Config(lora_modules=f"one={other}"), model)
