@@ -1,0 +1,110 @@
+"""What adapters cost: decode and prefill without, with one for all requests, and with a different one for each up to 8.
+
+    python -m benchmarks.loras [--rank 16] [--rounds 5]
+
+Random weights in the shape of Qwen2.5-0.5B, adapters for all its linear layers; by turns, median of the rounds. The
+last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from benchmarks.bench import as_the_engine_runs, cpu_name, prompt_ids
+from benchmarks.random_checkpoint import make_checkpoint
+from engine.core.loop import Loop
+from engine.core.types import Request, Sampling
+from engine.executors import make_executor
+from engine.executors.memory import allocate_cache, collect_garbage_seldom
+from engine.exporting.cache import export_cached
+from engine.exporting.export import QUANT_TYPES, ExportOptions
+from engine.exporting.manifest import Manifest
+from engine.models.adapters import Adapter, identified, network_of
+from engine.models.layers import Linear
+from engine.models.weights import found_in
+from engine.settings.config import Config
+
+PROMPT_LEN, ANSWER_LEN = 128, 32
+MOST = 8
+
+
+def make_adapter(directory: Path, graph_dir: Path, rank: int, seed: int) -> Adapter:
+    """Small changes, for every linear layer."""
+    rng, tensors = np.random.default_rng(seed), {}
+    for linear in found_in(network_of(graph_dir), Linear):
+        for part in linear.weight.parts:
+            num_outputs, num_inputs = part.shape
+            for which, shape in (("A", (rank, num_inputs)), ("B", (num_outputs, rank))):
+                name = f"base_model.model.{part.tensor.removesuffix('weight')}lora_{which}.weight"
+                tensors[name] = 0.01 * rng.standard_normal(shape, np.float32)
+    directory.mkdir()
+    save_file(tensors, directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
+    return identified(directory)
+
+
+def run_once(loop: Loop, vocab_size: int, adapters: list[tuple[str, ...]]) -> tuple[float, float]:
+    """Seconds until all have their first token, and from there on; a request for each of `adapters`."""
+    rng, sampling = np.random.default_rng(0), Sampling(ANSWER_LEN, temperature=0)
+    for index, adapter in enumerate(adapters):
+        ids = prompt_ids(rng, vocab_size, PROMPT_LEN)
+        loop.add(Request(str(index), ids, PROMPT_LEN, replace(sampling, adapter=adapter)))
+    started, first, at = time.perf_counter(), set(), 0.0
+    while not loop.is_idle:
+        for update in loop.turn():
+            first.add(update.request.request_id)
+        if len(first) < len(adapters) or not at:
+            at = time.perf_counter()
+    return at - started, time.perf_counter() - at
+
+
+def main() -> None:
+    as_the_engine_runs("benchmarks.loras")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--quant-type", default="none", choices=QUANT_TYPES, help="of the weights")
+    parser.add_argument("--work-dir", type=Path, default=Path("build/bench"), help="the checkpoint is kept here")
+    args = parser.parse_args()
+    checkpoint = make_checkpoint("qwen2.5-0.5b", args.work_dir / "qwen2.5-0.5b")
+    graph_dir = export_cached(checkpoint, args.work_dir / "exported", ExportOptions(quant_type=args.quant_type))
+    model, limits = Manifest.read(graph_dir), {"max_num_batched_tokens": 4096, "batch_size": max(args.requests)}
+    config = Config(lora_dir="/", max_lora_rank=args.rank, max_loras=MOST, enable_prefix_caching=False, **limits)
+    executor = make_executor(graph_dir, config)
+    collect_garbage_seldom()
+    loop, rows = Loop(executor, allocate_cache(executor, config, model.max_seq_len), config), []
+    with tempfile.TemporaryDirectory() as folder:
+        adapters = [make_adapter(Path(folder) / str(seed), graph_dir, args.rank, seed) for seed in range(MOST)]
+        started = time.perf_counter()
+        for adapter in adapters:
+            loop.adapters.need(adapter)
+        load_ms = 1e3 * (time.perf_counter() - started) / MOST
+        for count in args.requests:
+            kinds = {"none": [()], "one": adapters[:1], "each": adapters[: min(count, MOST)]}
+            asked = {kind: [some[at % len(some)] for at in range(count)] for kind, some in kinds.items()}
+            runs = []
+            for turn in range(args.rounds + 1):  # each comes first in its turn
+                order = [*kinds][turn % 3 :] + [*kinds][: turn % 3]
+                runs.append({kind: run_once(loop, model.vocab_size, asked[kind]) for kind in order})
+            for kind in kinds:
+                shares = [[run["none"][at] / run[kind][at] for run in runs[1:]] for at in (0, 1)]
+                prefill, decode = map(statistics.median, shares)
+                rows.append({"requests": count, "adapters": kind, "prefill": prefill, "decode": decode})
+                print(f"{count:4} requests, adapters: {kind:5} prefill at {prefill:.0%}, decode at {decode:.0%}")
+    executor.close()
+    print(f"into memory: {load_ms:.0f} ms each")
+    print(json.dumps({"hardware": cpu_name(), "rank": args.rank, "load_ms": load_ms, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
