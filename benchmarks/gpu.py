@@ -107,7 +107,7 @@ class Bench:
         }
 
 
-def exported(model: str, quant_type: str, int8_cache: bool, num_ranks: int) -> Path:
+def exported(model: str, quant_type: str = "none", int8_cache: bool = False, num_ranks: int = 1) -> Path:
     """In build/bench, where a shape is kept once it has been exported."""
     if model not in SHAPES:
         return Path(model)

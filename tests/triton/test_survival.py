@@ -173,9 +173,9 @@ def wait_until(condition):
 
 
 def test_a_stop_with_many_streams_gives_each_its_one_end_and_tritonserver_ends_by_itself(server):
-    server.env.update({"DRAIN_TIMEOUT": "2", "BATCH_SIZE": "16", "MAX_DEC_LEN": "1000"})
+    server.env.update({"DRAIN_TIMEOUT": "0.5", "BATCH_SIZE": "16", "MAX_DEC_LEN": "4000"})
     assert server.command("start_server").returncode == 0
-    streams = [GrpcStream(server, number) for number in range(16)]
+    streams = [GrpcStream(server, number, max_dec_len=3900) for number in range(16)]
     for stream in streams:
         stream.wait_for(2)
     os.kill(server.pid_of("supervisor"), signal.SIGTERM)

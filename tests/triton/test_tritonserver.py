@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import contextmanager
 from dataclasses import replace
@@ -182,10 +183,9 @@ def test_a_stop_leaves_no_process_port_or_shared_memory(tmp_path):
             words(server, "anybody?")
 
 
-def test_in_folders_of_any_name_a_killed_supervisor_leaves_what_stop_server_can_clean_up(tmp_path):
-    folder = tmp_path / "it's a $folder (1 & 2)"
-    folder.mkdir()
-    with echo_server(folder) as (server, process):
+def test_in_folders_of_any_name_a_killed_supervisor_leaves_what_stop_server_can_clean_up():
+    name = "it's a $folder (1 & 2)"
+    with tempfile.TemporaryDirectory(prefix=name) as folder, echo_server(Path(folder)) as (server, process):
         assert words(server, "here too") == ["here", "too"]
         pids = [server.pid_of("tritonserver"), server.pid_of("stub")]
         process.kill()

@@ -161,8 +161,9 @@ def _launch(given: tuple[Tensor, Tensor], weight: Packed, bias: Tensor | None, o
         down, across = triton.cdiv(num_rows, block_m), triton.cdiv(columns, block_n)
         splits = num_splits(down * across, words.shape[1])
         sums = out if splits == 1 else out.new_empty(splits, num_rows, columns, dtype=torch.float32)
+        num_stages = 3 if zero is None or block_m < 128 else 2  # an SM has no room for more
         many[(down, across, splits)](
-            *inputs[:-1], sums, *sizes, *kind, block_n, block_m, splits, num_warps=8, num_stages=3, **PDL
+            *inputs[:-1], sums, *sizes, *kind, block_n, block_m, splits, num_warps=8, num_stages=num_stages, **PDL
         )
         if splits > 1:
             add_up[(triton.cdiv(out.numel(), ADDED),)](sums, out, out.numel(), splits, ADDED, **PDL)
