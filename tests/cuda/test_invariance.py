@@ -99,7 +99,8 @@ def test_attention_is_as_the_definition_says(device, dtype):
     from tests.cuda.test_ops import assert_close
 
     ops = Ops(device, invariant)
-    for batch in (PagedBatch([270, 3, 0], [1, 1, 1]), PagedBatch([250, 3, 0], [19, 1, 8])):
+    for context, count in (([270, 3, 0], [1, 1, 1]), ([250, 3, 0], [19, 1, 8])):
+        batch = PagedBatch(context, count, block_size=16)
         expected_cache, cache = batch.kv_cache.copy(), batch.kv_cache.copy()
         assert_close(batch.run(ops, cache), batch.run(reference, expected_cache), 3e-6)
         assert np.allclose(cache, expected_cache, rtol=1e-6, atol=1e-6)

@@ -73,7 +73,7 @@ def test_the_logits_of_a_share_are_made_in_float32(exported, device, monkeypatch
     executor = CudaExecutor(exported("qwen2", num_ranks=2), SETTINGS, device.type)
     executor.allocate(1)
     executor.launch(Batch([Row(0, 0, [1, 2, 3], [0])], [Arrival(0, [1, 2, 3], 3, Sampling(1))])).result()
-    assert seen == [160]
+    assert set(seen) == {160}  # captured, too
 
 
 def test_a_mask_is_the_first_ranks_business(loop_of):
