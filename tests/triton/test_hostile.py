@@ -18,7 +18,7 @@ from benchmarks.storm.watch import resident_mb
 from engine.wire.triton import LENGTH_BYTES, infer_request, request_of
 from gateway.connections import SERVICE
 from tests.fuzz import INSIDE
-from tests.half_requests import HalfRequests
+from tests.half_requests import NEEDS_SOCK_DIAG, HalfRequests
 from tests.hostile_requests import REFUSED, changed
 from tests.server import running_server
 
@@ -210,6 +210,7 @@ def test_a_thousand_connections_to_each_port_keep_nobody_out_and_end_no_process(
             time.sleep(2)
 
 
+@NEEDS_SOCK_DIAG
 def test_messages_that_are_never_ended_take_little_memory_and_leave_it(server):
     """Of 2 GB, all of which the gateway held, and kept in large part."""
     gateway, port, peak_mb = server.pid_of("gateway-0"), server.ports["SERVICE_GRPC_PORT"], 0.0
