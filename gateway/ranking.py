@@ -16,7 +16,7 @@ from engine import wire
 from engine.errors import InvalidRequest
 from engine.wire import MEANINGS, POOLINGS, SCORE, Delta, Final, int_in, plain, schema_of
 from gateway.openai import OpenAI
-from gateway.openai.refusals import check_spelling, refuse_any
+from gateway.openai.refusals import check_spelling, refuse_any, refuse_more
 from gateway.openai.request import A_NAME, model_of
 from gateway.protocol import Call
 
@@ -193,9 +193,7 @@ def _texts(name: str, body: Mapping[str, Any]) -> list[str]:
     texts = [given] if isinstance(given, str) else given
     if not isinstance(texts, list) or not texts:
         raise InvalidRequest("`{field}` must be a text or a list of texts", field=name)
-    if len(texts) > MAX_TEXTS:
-        text = "`{field}` has {value} items, the limit is {limit}"
-        raise InvalidRequest(text, field=name, value=len(texts), limit=MAX_TEXTS)
+    refuse_more(name, len(texts), MAX_TEXTS)
     return [A_TEXT(name, each) for each in texts]
 
 

@@ -41,6 +41,7 @@ SYNONYMS = {
 ANSWERS = {
     "--max-model-len": "prompt and answer have a limit each, --max-seq-len and --max-dec-len",
     "--api-key": "others on the machine can read a command line; set the variable API_KEY, or --api-keys FILE",
+    "--otel-exporter-otlp-headers": "they may hold a secret; set the variable OTEL_EXPORTER_OTLP_HEADERS",
     "--kv-cache-dtype": "--use-cache-kv-int8 stores the cache in 8 bits",
     "--enforce-eager": "--no-use-cudagraph does that",
     "--workers": "--push-mode-http-workers is the number of gateway processes",
@@ -78,7 +79,7 @@ class Parser(argparse.ArgumentParser):
         group = self.add_argument_group("common settings")
         for f in fields(Config):
             setting = f.metadata["setting"]
-            if setting.internal or setting.env == "API_KEY":
+            if setting.internal or not f.repr:  # others on the machine can read a command line
                 continue
             names = dict.fromkeys(
                 [*(name for name, env in SYNONYMS.items() if env == setting.env), own_name(setting.env)]

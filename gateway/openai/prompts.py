@@ -8,6 +8,7 @@ from typing import Any
 
 from engine.errors import InvalidRequest
 from engine.wire import FIELDS, OfPrompt, TokenLogprob
+from gateway.openai.refusals import refuse_more
 
 A_TEXT, IDS, A_BOOL = (FIELDS[name].check for name in ("text", "input_ids", "stream"))
 Json = dict[str, Any]
@@ -53,9 +54,7 @@ def sources_of(name: str, body: Mapping[str, Any], limit: int) -> list[Json]:
     prompts = [given] if is_one else given
     if not isinstance(prompts, list) or not prompts:
         raise InvalidRequest("`{field}` must be a text, a list of token ids, or a list of either", field=name)
-    if len(prompts) > limit:
-        text = "`{field}` has {value} items, the limit is {limit}"
-        raise InvalidRequest(text, field=name, value=len(prompts), limit=limit)
+    refuse_more(name, len(prompts), limit)
     return [_source(name, each) for each in prompts]
 
 

@@ -71,3 +71,10 @@ def check_spelling(
         raise InvalidRequest(text, field=called[name], value=wire.shown(given[name]))
     for problem in wire.misspelt(given, known, {*others, *IGNORED, *REFUSED, *OF_CHATS, *OF_COMPLETIONS, *NOT_FALSE}):
         raise problem
+
+
+def refuse_more(name: str, count: int, limit: int) -> None:
+    """Than `limit` items."""
+    if count > limit:
+        text = "`{field}` has {value} items, the limit is {limit}"
+        raise InvalidRequest(text, field=name, value=count, limit=limit)

@@ -10,6 +10,7 @@ from typing import Any
 from engine import wire
 from engine.errors import InvalidRequest
 from gateway.openai.dialect import FORMATS, CallFormat, Dialect
+from gateway.openai.refusals import refuse_more
 
 MAX_TOOLS = 128
 MAX_FORCED_CALLS = 16  # at once
@@ -82,9 +83,7 @@ def read_tools(body: Mapping[str, Any], dialect: Dialect) -> Tools:
 def _checked_tools(given: Any) -> list[dict[str, Any]]:
     if not isinstance(given, list):
         raise InvalidRequest("`{field}` must be a list, it is {value}", field="tools", value=wire.kind_of(given))
-    if len(given) > MAX_TOOLS:
-        text = "`{field}` has {value} items, the limit is {limit}"
-        raise InvalidRequest(text, field="tools", value=len(given), limit=MAX_TOOLS)
+    refuse_more("tools", len(given), MAX_TOOLS)
     for tool in given:
         if AN_OBJECT("tools", tool).get("type") != "function":
             raise InvalidRequest("`{field}` may have the type `function` only", field="tools", value=wire.shown(tool))

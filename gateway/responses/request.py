@@ -11,7 +11,7 @@ from engine import wire
 from engine.errors import InvalidRequest
 from gateway.openai.dialect import Dialect
 from gateway.openai.refusals import NAMES as NAMES_OF_CHAT
-from gateway.openai.refusals import OF_BLOCKS, refuse, refuse_any
+from gateway.openai.refusals import OF_BLOCKS, refuse, refuse_any, refuse_more
 from gateway.openai.request import A_STRING, AN_OBJECT, AT_LEAST_1
 from gateway.openai.request import parse as parse_chat
 from gateway.responses.answer import ResponsesExchange
@@ -37,9 +37,7 @@ def parse(body: Json, model_name: str, dialect: Dialect) -> ResponsesExchange:
     refuse_any(body, {**OF_BLOCKS, **REFUSED})
     chat = {name: body[name] for name in OF_CHAT if name in body}
     chat.setdefault("request_id", f"resp_{uuid.uuid4().hex}")
-    if (count := len(AN_OBJECT("metadata", body.get("metadata", {})))) > MAX_METADATA:
-        text = "`{field}` has {value} items, the limit is {limit}"
-        raise InvalidRequest(text, field="metadata", value=count, limit=MAX_METADATA)
+    refuse_more("metadata", len(AN_OBJECT("metadata", body.get("metadata", {}))), MAX_METADATA)
     if "max_output_tokens" in body:
         chat["max_tokens"] = AT_LEAST_1("max_output_tokens", body["max_output_tokens"])
     chat["messages"] = _messages(body)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.launch import PDL, begin_next, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, fetch_ahead, wait_for_inputs
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # Of two words at a time. A code in the low bits of 128.0 in bf16 adds up to 128 + code.
@@ -33,19 +33,9 @@ UNPACKED = 32  # rows that a program unpacks
 @triton.jit
 def prefetch(words, row, num_blocks, LINES: tl.constexpr):
     """The first LINES blocks of these rows on their way into the L2 cache."""
-    if not INTERPRETED:
-        line = tl.minimum(tl.arange(0, LINES), num_blocks - 1)
-        at = words + (row[:, None] * num_blocks + line[None, :]) * (
-            128 // (words.dtype.element_ty.primitive_bitwidth // 8)
-        )
-        tl.inline_asm_elementwise(
-            "{ prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
-            "=r,l",
-            [at.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+    line = tl.minimum(tl.arange(0, LINES), num_blocks - 1)
+    num_words: tl.constexpr = 128 // (words.dtype.element_ty.primitive_bitwidth // 8)  # of a block
+    fetch_ahead(words + (row[:, None] * num_blocks + line[None, :]) * num_words)
 
 
 @triton.jit
