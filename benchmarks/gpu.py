@@ -52,6 +52,7 @@ class Bench:
         self.num_blocks = allocate_cache(self.executor, config, self.model.max_seq_len)
         self.token_bytes = self.executor.block_bytes / self.executor.block_size
         self.bandwidth = bandwidth()
+        self.num_waiting = 0  # beside those that decode
 
     def begin(self, num_requests: int, prompt_len: int, answer_len: int, **sampling: Any) -> Loop:
         rng = np.random.default_rng(0)
@@ -85,6 +86,8 @@ class Bench:
         seen: set[Request] = set()
         while len(seen) < num_requests:
             seen.update(update.request for update in loop.turn())
+        for number in range(self.num_waiting):
+            loop.add(Request(f"waiting {number}", [7] * 64, 64, Sampling(1)))
         for _ in range(WARM_UP):
             loop.turn()
         started = time.perf_counter()
@@ -95,8 +98,8 @@ class Bench:
             for _ in range(TRACED):
                 loop.turn()
             torch.cuda.synchronize()
-        for number in range(num_requests):
-            loop.drop(str(number))
+        for name in [*map(str, range(num_requests)), *(f"waiting {number}" for number in range(self.num_waiting))]:
+            loop.drop(name)
         run_to_end(loop)
         read = self.weight_bytes + num_requests * length * self.token_bytes
         return {
@@ -107,18 +110,25 @@ class Bench:
         }
 
 
-def exported(model: str, quant_type: str = "none", int8_cache: bool = False, num_ranks: int = 1) -> Path:
+def exported(
+    model: str,
+    quant_type: str = "none",
+    int8_cache: bool = False,
+    num_ranks: int = 1,
+    max_seq_len: int = MAX_SEQ_LEN,
+) -> Path:
     """In build/bench, where a shape is kept once it has been exported."""
     if model not in SHAPES:
         return Path(model)
     folder, ends = Path("build/bench") / f"{model}-shape", [quant_type] * (quant_type != "none") + ["c8"] * int8_cache
-    ends += [f"of-{num_ranks}"] * (num_ranks > 1)
+    ends += [f"of-{num_ranks}"] * (num_ranks > 1) + [f"{max_seq_len}-long"] * (max_seq_len != MAX_SEQ_LEN)
     out = folder.with_name("-".join([model, "dummy", *ends]))
     if not out.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(SHAPES[model]))
+        longest = max(SHAPES[model]["max_position_embeddings"], max_seq_len)
+        (folder / "config.json").write_text(json.dumps(SHAPES[model] | {"max_position_embeddings": longest}))
         options = ExportOptions(
-            max_seq_len=MAX_SEQ_LEN,
+            max_seq_len=max_seq_len,
             load_format="dummy",
             quant_type=quant_type,
             int8_cache=int8_cache,
@@ -173,6 +183,8 @@ def main() -> None:
     parser.add_argument("--decode", nargs="*", type=int, default=[1, 8, 64, 256])
     parser.add_argument("--prefill", nargs="*", default=["1x8192", "64x128"])
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--max-seq-len", type=int, default=MAX_SEQ_LEN, help="of a shape, for a longer --context")
+    parser.add_argument("--waiting", type=int, default=0, help="requests behind the most of --decode")
     parser.add_argument("--quant", choices=QUANT_TYPES, default="none", help="of a shape's weights")
     parser.add_argument("--int8-cache", action="store_true", help="keys and values of 8 bits, of a shape")
     parser.add_argument("--sampled", action="store_true", help="also with temperature and top_p")
@@ -191,7 +203,8 @@ def main() -> None:
     }
     logging.basicConfig(level="INFO", format="%(relativeCreated)d ms %(message)s")
     started = time.perf_counter()
-    bench = Bench(exported(args.model, args.quant, args.int8_cache, args.mp_num), Config(**settings))
+    folder = exported(args.model, args.quant, args.int8_cache, args.mp_num, args.max_seq_len)
+    bench = Bench(folder, Config(**settings))
     ready = time.perf_counter() - started
     rows: dict[str, Any] = {"ready_s": ready, "bandwidth": bench.bandwidth}
     samplings: dict[str, dict[str, Any]] = {"": {}}
@@ -199,6 +212,7 @@ def main() -> None:
         samplings["sampled"] = {"temperature": 0.8, "top_p": 0.9}
     for name, sampling in samplings.items():
         for count in args.decode:
+            bench.num_waiting = args.waiting if count == settings["batch_size"] else 0
             print(f"decode {count} {name}", flush=True)
             rows[f"decode {count} {name}".strip()] = bench.decode(count, args.context, args.kernels, **sampling)
     for case in args.prefill:

@@ -27,6 +27,20 @@ QWEN2 = {
     "bos_token_id": 151643,
     "eos_token_id": 151645,
 }
+LLAMA3 = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 16384,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
 SHAPES = {
     "qwen2.5-0.5b": QWEN2
     | {
@@ -58,23 +72,19 @@ SHAPES = {
         "num_key_value_heads": 4,
         "tie_word_embeddings": False,
     },
-    "llama-3-8b": {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 128256,
+    "llama-3-8b": LLAMA3
+    | {
         "hidden_size": 4096,
         "intermediate_size": 14336,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 16384,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 5e5,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "hidden_act": "silu",
-        "bos_token_id": 128000,
-        "eos_token_id": 128001,
+    },
+    "llama-3-70b": LLAMA3
+    | {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
     },
     "tiny": QWEN2
     | {
