@@ -25,6 +25,7 @@ from engine.wire.answer import (
 from engine.wire.checks import MAX_LOGPROBS, MAX_REQ_ID_LEN, POOLINGS, SCORE, Check, int_in, json_object, kind_of, shown
 from engine.wire.fields import FIELDS
 from engine.wire.forms import FORMS, Form
+from engine.wire.json_schemas import to_follow
 from engine.wire.loras import LOAD_LORA, LORA_FIELDS, UNLOAD_LORA, Loras
 from engine.wire.meanings import MEANINGS, described, plain
 from engine.wire.owner import OWNER, Owner, owner_of, payload_with_owner, with_owner
@@ -106,6 +107,7 @@ __all__ = [
     "req_id_of",
     "schema_of",
     "shown",
+    "to_follow",
     "with_owner",
     "write_answer",
 ]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from engine.errors import InvalidRequest
 from engine.wire import checks
 from engine.wire.checks import Check, brief, filled_string, json_object, kind_of, refusal, shown, string, within
+from engine.wire.json_schemas import to_follow
 from engine.wire.schema import ID, holds
 
 MAX_FORM_BYTES = 128 << 10  # as JSON
@@ -30,7 +31,7 @@ def json_schema(key: str, value: Any) -> Form:
     _check_size(key, schema)
     if (depth := _depth(schema)) > MAX_NESTING:
         raise refusal(key, "is nested {value} deep, the limit is {limit}", depth, MAX_NESTING)
-    return Form(key, "json", schema)
+    return Form(key, "json", to_follow(schema))
 
 
 @holds(type="string", minLength=1)
@@ -84,8 +85,9 @@ def response_format(key: str, value: Any) -> Form | None:
     kind = json_object(key, value).get("type")
     if kind == "text":
         return None
-    if kind == "json_object" and value.get("schema") is not None:  # as llama.cpp and others have it
-        return within(key, ".schema", json_schema, value["schema"])
+    for name in ("schema", "value"):  # as llama.cpp has it; as Hugging Face's client sends a schema
+        if kind == "json_object" and value.get(name) is not None:
+            return within(key, f".{name}", json_schema, value[name])
     if kind == "json_object":
         return Form(key, "json", {"type": "object"})
     if kind == "json_schema":

@@ -71,8 +71,8 @@ MEANINGS = {
         "occurs, one of the structures that begin so follows"
     ),
     "response_format": (
-        "OpenAI's: `type` is `text`, `json_object` (any object, or what a `schema` beside it allows), `json_schema` "
-        "with `json_schema.schema`, or `structural_tag`"
+        "OpenAI's: `type` is `text`, `json_object` (any object, or what a `schema` or `value` beside it allows), "
+        "`json_schema` with `json_schema.schema`, or `structural_tag`"
     ),
     "reasoning_max_tokens": (
         "1 to 1000000: so many tokens the model may think, then its thought is ended and it answers; needs "

@@ -127,8 +127,8 @@ class Reader:
                 self._has_read_call &= marker != self._format.begin
                 self._take(len(marker))
                 return True
-            if rest and self._may_become(marker):
-                return False
+            if rest and marker.startswith(rest) and (self._has_read_call or not self._is_end):
+                return False  # at its end, the answer was cut short in it
         if rest:
             self._state = self._answer
         if rest or self._is_end:

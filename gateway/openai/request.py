@@ -77,7 +77,7 @@ def parse(body: dict[str, Any], is_chat: bool, default_model: str, dialect: Dial
     n = _checked(body, "n", CHECKS["n"], 1)
     options = _options(body, is_chat)
     tools = read_tools(body, dialect) if is_chat else Tools()
-    options |= tools.fields(options)
+    options |= (of_tools := tools.fields(options))
     sources = [chat_source(body)] if is_chat else sources_of("prompt", body, MAX_CHOICES)
     prompts = read_prompts(body, sources, options, is_chat)
     if len(sources) * n > MAX_CHOICES:
@@ -106,7 +106,7 @@ def parse(body: dict[str, Any], is_chat: bool, default_model: str, dialect: Dial
         include_usage=_checked(stream_options, "include_usage", A_BOOL, False),
         continuous_usage=_checked(stream_options, "continuous_usage_stats", A_BOOL, False),
         timeout_s=timeout_s,
-        names=_names(body, is_chat) | ({"guided_grammar": "tools"} if tools.forced else {}),
+        names=_names(body, is_chat) | ({"guided_grammar": "tools"} if "guided_grammar" in of_tools else {}),
         tools=tools,
         thought=dialect.thought if is_chat and _may_think(options) else "never",
         tells_thoughts=_checked(body, "include_reasoning", A_BOOL, True),

@@ -1,4 +1,5 @@
-"""What a chat says of tools: checked, for the chat template, and as the form of an answer that must be a call."""
+"""What a chat says of tools: checked, for the chat template, and as the form of an answer that must be a call, or whose
+words have a form."""
 
 from __future__ import annotations
 
@@ -15,8 +16,10 @@ from gateway.openai.refusals import refuse_more
 MAX_TOOLS = 128
 MAX_FORCED_CALLS = 16  # at once
 # Arguments are written as chat templates show them to the model: in one line, a space after `:` and `,`.
-ONE_LINE = {"x-guidance": {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}}
+ONE_LINE = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
+AS_FAR_AS_POSSIBLE = {**ONE_LINE, "lenient": True}  # what cannot be checked of a schema does not matter
 MODES = ("none", "auto", "required")
+OF_WORDS = "response_format"  # of what is not a call, as OpenAI has it
 AN_OBJECT, A_STRING, A_BOOL = (wire.FIELDS[name].check for name in ("chat_template_kwargs", "text", "stream"))
 
 
@@ -38,23 +41,30 @@ class Tools:
         fields: dict[str, Any] = {"chat_template_kwargs": kwargs}
         if self.calls.has_special_token:
             fields["skip_special_tokens"] = options.get("skip_special_tokens", False)
+        forms = [name for name in wire.FORMS if name in options]
+        if self.forced and forms not in ([], [OF_WORDS]):
+            raise InvalidRequest("`{field}` cannot be kept beside a `tool_choice` that forces a call", field=forms[0])
         if self.forced:
-            if forms := [name for name in wire.FORMS if name in options]:
-                raise InvalidRequest(
-                    "`{field}` cannot be kept beside a `tool_choice` that forces a call", field=forms[0]
-                )
-            fields["guided_grammar"] = self._grammar(self.calls)
+            fields["guided_grammar"] = self._grammar(self.calls, self.forced)
+        elif forms == [OF_WORDS] and not self.calls.has_special_token:
+            words = wire.FORMS[OF_WORDS](OF_WORDS, options[OF_WORDS])
+            if words and words.kind == "json":
+                fields["guided_grammar"] = self._grammar(self.calls, [tool["function"] for tool in self.tools], words)
+        if "guided_grammar" in fields and forms:
+            fields[OF_WORDS] = {"type": "text"}  # the grammar says it
         return fields
 
-    def _grammar(self, calls: CallFormat) -> str:
+    def _grammar(self, calls: CallFormat, known: Sequence[Mapping[str, Any]], words: wire.Form | None = None) -> str:
+        """Calls of these functions, or words of this form."""
         before, between, after = map(_quoted, calls.forced)
         more = f"({between} call){{0,{MAX_FORCED_CALLS - 1}}}" if self.is_parallel else ""
-        functions = [f"function{index}" for index in range(len(self.forced))]
-        rules = [f"start: {before} call {more} {after}", f"call: {' | '.join(functions)}"]
-        for rule, function in zip(functions, self.forced, strict=True):
+        functions = [f"function{index}" for index in range(len(known))]
+        rules = [f"start: {'words | ' if words else ''}{before} call {more} {after}", f"call: {' | '.join(functions)}"]
+        for rule, function in zip(functions, known, strict=True):
             head = _quoted(f'{{"name": {json.dumps(function["name"])}, "{calls.arguments}": ')
-            rules.append(f'{rule}: {head} %json {json.dumps({**_parameters(function), **ONE_LINE})} "}}"')
-        return "\n".join(rules)
+            arguments = _in_one_line(_parameters(function), AS_FAR_AS_POSSIBLE if words else ONE_LINE)
+            rules.append(f'{rule}: {head} %json {arguments} "}}"')
+        return "\n".join([*rules, f"words: %json {_in_one_line(words.value, ONE_LINE)}"] if words else rules)
 
 
 def read_tools(body: Mapping[str, Any], dialect: Dialect) -> Tools:
@@ -65,8 +75,7 @@ def read_tools(body: Mapping[str, Any], dialect: Dialect) -> Tools:
             if name in body and body[name] not in ("none", "auto", False, True):
                 raise InvalidRequest("`{field}` needs `tools`", field=name, value=wire.shown(body[name]))
         return Tools()
-    tools = _checked_tools(given)
-    choice = body.get("tool_choice", "auto")
+    choice, tools = _allowed(body.get("tool_choice", "auto"), _checked_tools(given))
     is_parallel = A_BOOL("parallel_tool_calls", body.get("parallel_tool_calls", True))
     if choice == "none":
         return Tools()
@@ -93,21 +102,42 @@ def _checked_tools(given: Any) -> list[dict[str, Any]]:
     return given
 
 
+def _allowed(choice: Any, tools: list[dict[str, Any]]) -> tuple[Any, list[dict[str, Any]]]:
+    """OpenAI's `allowed_tools` name some of the tools, and how to choose from these."""
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return choice, tools
+    allowed = AN_OBJECT("tool_choice", choice.get("allowed_tools"))
+    mode, wanted = allowed.get("mode"), allowed.get("tools")
+    names = [_name(each) for each in wanted] if isinstance(wanted, list) else []
+    named = [tool for tool in tools if _name(tool) in names]
+    if mode not in ("auto", "required") or not named or len(named) < len(names):
+        text = "`{field}` must have a `mode` of {limit} and name some of the `tools`, it has {value}"
+        raise InvalidRequest(text, field="tool_choice", value=wire.shown(allowed), limit=["auto", "required"])
+    return mode, named
+
+
+def _name(tool: Any) -> Any:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return function.get("name") if isinstance(function, dict) else None
+
+
 def _forced(choice: Any, functions: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if choice == "required":
         return functions
     if choice == "auto":
         return []
-    wanted = choice.get("function") if isinstance(choice, dict) else None
-    name = wanted.get("name") if isinstance(wanted, dict) else None
-    if named := [function for function in functions if function["name"] == name]:
+    if named := [function for function in functions if function["name"] == _name(choice)]:
         return named
     text = "`{field}` must be one of {limit} or name one of the `tools`, it is {value}"
     raise InvalidRequest(text, field="tool_choice", value=wire.shown(choice), limit=list(MODES))
 
 
 def _parameters(function: Mapping[str, Any]) -> Any:
-    return function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
+    return function.get("parameters") or {"type": "object", "properties": {}}
+
+
+def _in_one_line(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    return json.dumps({**wire.to_follow(dict(schema)), "x-guidance": options})
 
 
 def _quoted(text: str) -> str:

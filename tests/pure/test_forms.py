@@ -11,6 +11,7 @@ from engine.wire.forms import Form
 from tests.byte_tokenizer import EOS_ID
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+CLOSED = {**SCHEMA, "additionalProperties": False}
 TAG = {"structures": [{"begin": "<n>", "schema": {"type": "null"}, "end": "</n>"}], "triggers": ["<n"]}
 
 
@@ -33,8 +34,8 @@ def asked(tokenizer, options=None, **fields):
 @pytest.mark.parametrize(
     ("field", "value", "kind", "given"),
     [
-        ("guided_json", SCHEMA, "json", SCHEMA),
-        ("guided_json", json.dumps(SCHEMA), "json", SCHEMA),
+        ("guided_json", SCHEMA, "json", CLOSED),
+        ("guided_json", json.dumps(SCHEMA), "json", CLOSED),
         ("guided_regex", "a+", "regex", "a+"),
         ("guided_choice", ["a", "b"], "choice", ["a", "b"]),
         ("guided_grammar", 'root ::= "a"', "grammar", 'root ::= "a"'),
@@ -44,7 +45,8 @@ def asked(tokenizer, options=None, **fields):
         ("response_format", {"type": "structural_tag", **TAG}, "structural_tag", TAG),
         ("response_format", {"type": "json_object"}, "json", {"type": "object"}),
         ("response_format", {"type": "json_object", "schema": {"type": "array"}}, "json", {"type": "array"}),
-        ("response_format", {"type": "json_schema", "json_schema": {"schema": SCHEMA}}, "json", SCHEMA),
+        ("response_format", {"type": "json_object", "value": {"type": "array"}}, "json", {"type": "array"}),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": SCHEMA}}, "json", CLOSED),
     ],
 )
 def test_every_field_that_asks_for_a_form(field, value, kind, given):
@@ -54,6 +56,38 @@ def test_every_field_that_asks_for_a_form(field, value, kind, given):
 def test_free_text_is_no_form():
     assert parsed(response_format={"type": "text"}).form is None
     assert parsed(response_format={"type": "text"}, guided_regex="a").form == Form("guided_regex", "regex", "a")
+
+
+def test_objects_have_the_properties_that_are_named_and_no_others_unless_that_may_forbid_too_much():
+    def left(schema):
+        return parsed(guided_json=schema).form.value == schema
+
+    inner = {"$defs": {"a": SCHEMA}, "properties": {"b": {"items": {"anyOf": [SCHEMA, {"allOf": [SCHEMA]}]}}}}
+    given = json.dumps(inner)
+    assert parsed(guided_json=inner).form.value == {
+        "$defs": {"a": CLOSED},
+        "properties": {"b": {"items": {"anyOf": [CLOSED, {"allOf": [CLOSED]}]}}},
+        "additionalProperties": False,
+    }
+    assert json.dumps(inner) == given  # the client's own is not written into
+    assert left({"type": "object"}) and left({**SCHEMA, "additionalProperties": True})
+    assert left({**SCHEMA, "required": ["a", "b"]}) and left({**SCHEMA, "minProperties": 2})
+    assert left({"allOf": [SCHEMA, {"properties": {"b": {}}}]}) and left(
+        {**SCHEMA, "anyOf": [{"properties": {"b": {}}}]}
+    )
+    assert left({"$defs": {"a": SCHEMA}, "properties": {"b": {}}, "$ref": "#/$defs/a"})
+    assert left({"properties": {"a": {"const": {"properties": {}}}}, "additionalProperties": {}, "required": [[]]})
+
+
+def test_formats_that_the_standard_does_not_know_are_notes():
+    def asks_for(name):
+        return parsed(guided_json={"items": {"type": "string", "format": name}}).form.value
+
+    assert asks_for("password") == {"items": {"type": "string"}}
+    assert asks_for("uri") == {"items": {"type": "string", "format": "uri"}}
+    assert parsed(guided_json={"properties": {"format": {"enum": [1]}}}).form.value["properties"] == {
+        "format": {"enum": [1]}
+    }
 
 
 def nested(depth):

@@ -150,6 +150,62 @@ def test_a_call_that_must_be_is_the_only_one_if_they_shall_not_be_parallel(token
         assert len(read(text, calls=FORMATS[name], is_forced=True)[2]) == 1
 
 
+SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}}
+CITY = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}}
+
+
+def test_words_of_a_form_leave_room_for_calls(tokenizer):
+    """Agents send tools and the form of their last answer with every request."""
+    backend = FakeBackend("{}")
+    odd = {"type": "function", "function": {"name": "odd", "parameters": {"type": "array", "uniqueItems": True}}}
+    ask(backend, response_format=CITY, tools=[WEATHER, TIME, odd])  # what is not checked is not refused
+    [body] = backend.bodies
+    assert body["response_format"] == {"type": "text"} and len(body["chat_template_kwargs"]["tools"]) == 3
+    told, guided, grammar = set(), Guided(tokenizer), body["guided_grammar"]
+    for seed in range(12):
+        text = guided.run(a_request(f"{seed}", "guided_grammar", grammar, seed=seed, temperature=5.0))
+        content, _, calls = read(text, calls=FORMATS["hermes"])
+        assert bool(content) != bool(calls)
+        told |= {name for name, _ in calls} or {content}
+    assert {"weather", "time"} < told and told - {"weather", "time", "odd"} <= {"{}", '{"city": "Rome"}'}
+    for fields in ({"response_format": {"type": "text"}}, {"response_format": CITY, "tools": []}):
+        ask(backend, **fields)
+        assert "guided_grammar" not in backend.bodies[-1]
+    ask(backend, {"tool_call_parser": "mistral"}, response_format=CITY)  # a call begins with a token that is no text
+    assert "guided_grammar" not in backend.bodies[-1]
+
+
+def test_the_form_of_words_is_no_matter_where_there_are_none():
+    backend = FakeBackend("{}")
+    ask(backend, response_format=CITY, tool_choice="required")
+    assert "Rome" not in backend.bodies[0]["guided_grammar"] and backend.bodies[0]["response_format"]["type"] == "text"
+
+
+def test_tools_that_are_allowed_are_the_only_ones():
+    def allowed(mode, *names):
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        return {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}}
+
+    backend = FakeBackend("{}")
+    for mode in ("auto", "required"):
+        ask(backend, **allowed(mode, "time"))
+        body = backend.bodies[-1]
+        assert body["chat_template_kwargs"] == {"tools": [TIME]}
+        assert ("guided_grammar" in body) == (mode == "required")
+    with running(FakeBackend()) as gateway:
+        for wrong in (allowed("none", "time"), allowed("auto"), allowed("auto", "time", "other")):
+            status, answer = gateway.refused(CHAT, {**ASKED, **wrong})
+            assert (status, answer["error"]["param"]) == (400, "tool_choice")
+            assert "a `mode` of [auto, required] and name some of the `tools`" in answer["error"]["message"]
+
+
+def test_forced_arguments_are_those_that_the_tool_names():
+    backend = FakeBackend("{}")
+    open_one = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "null"}}}}}
+    ask(backend, tools=[open_one], tool_choice="required")
+    assert '"additionalProperties": false' in backend.bodies[0]["guided_grammar"]
+
+
 def test_without_a_known_format_calls_can_still_be_forced():
     backend = FakeBackend('{"name": "weather", "parameters": {"city": "Rome"}}')
     choice = ask(backend, {"tool_call_parser": "none"}, tool_choice="required")

@@ -74,6 +74,11 @@ CASES = {
     "no object": (" <tool_call>\nhm</tool_call>", {"calls": HERMES}, (" <tool_call>\nhm</tool_call>", "", [])),
     "cut short in the name": ('a <tool_call>{"name": "f', {"calls": HERMES}, ('a <tool_call>{"name": "f', "", [])),
     "cut short after the mark": ("a\n<tool_call>\n", {"calls": HERMES}, ("a\n<tool_call>\n", "", [])),
+    "cut short in the mark of one more": (
+        f"<tool_call>{a_call()}</tool_call>\n<tool",
+        {"calls": HERMES},
+        ("", "", [("f", '{"a": 1}')]),
+    ),
     "cut short in the arguments": (
         '<tool_call>{"name": "f", "arguments": {"a": "b',
         {"calls": HERMES},

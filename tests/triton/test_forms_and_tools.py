@@ -57,6 +57,27 @@ def test_an_answer_to_a_schema_is_valid_streamed_or_not(client):
         assert whole.choices[0].finish_reason == "stop"
 
 
+def test_an_agent_gets_calls_or_words_of_its_form_with_nothing_in_them_that_was_not_named(client):
+    """Agents send tools and the form of their last answer with every request; schemas seldom forbid others."""
+    city = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": city}}]
+    wanted = {"type": "json_schema", "json_schema": {"name": "city", "schema": city}}
+    told = set()
+    for seed in range(12):
+        fields = {
+            "tools": tools,
+            "parallel_tool_calls": False,
+            "response_format": wanted,
+            "seed": seed,
+            "temperature": 2,
+        }
+        answer = chat(client, **fields).choices[0]
+        calls = answer.message.tool_calls
+        assert json.loads(calls[0].function.arguments if calls else answer.message.content) == {"city": "Rome"}
+        told.add(answer.finish_reason)
+    assert told == {"stop", "tool_calls"}
+
+
 class Capital(pydantic.BaseModel):
     capital: str = pydantic.Field(max_length=12)
     is_large: bool
