@@ -82,6 +82,7 @@ class LLM:
                 num_ranks=config.mp_num,
                 int8_cache=config.use_cache_kv_int8,
                 load_format=config.load_format,
+                hf_overrides=config.hf_overrides,
             )
             graph_dir = export_cached(graph_dir, Path(config.export_cache_dir).expanduser(), options)
         self.tokenizer = Tokenizer.load(graph_dir)

@@ -134,6 +134,7 @@ def export(checkpoint_dir: Path, cache_dir: Path, quant: str | None = None) -> P
         ranks=ranks,
         int8_cache=int8_cache,
         load_format=config.load_format,
+        hf_overrides=config.hf_overrides,
     )
     return export_cached(checkpoint_dir, cache_dir, options, lambda step: print("step", step, flush=True))
 

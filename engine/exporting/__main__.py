@@ -23,6 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--num-ranks", type=int, default=1, help="tensor-parallel ranks (%(default)s)")
     parser.add_argument("--ranks", type=int, nargs="+", default=(), help="that are written, those of one machine (all)")
     parser.add_argument("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: without weights")
+    parser.add_argument("--hf-overrides", default="", help="a JSON object: what config.json says instead")
     given = parser.parse_args(arguments)
     start = time.monotonic()
 
@@ -31,9 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         sizes = (given.block_size, given.max_seq_len, given.num_ranks)
-        options = ExportOptions(
-            given.dtype, given.quant_type, *sizes, tuple(given.ranks), given.int8_cache, given.load_format
-        )
+        ranks, formats = tuple(given.ranks), (given.load_format, given.hf_overrides)
+        options = ExportOptions(given.dtype, given.quant_type, *sizes, ranks, given.int8_cache, *formats)
         export(given.checkpoint_dir, given.out_dir, options, progress)
     except (SetupError, OSError) as error:
         print(f"export failed: {error}", file=sys.stderr)  # noqa: T201

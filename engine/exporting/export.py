@@ -62,6 +62,7 @@ class ExportOptions:
     ranks: tuple[int, ...] = ()  # that are written, those of one machine; none: all
     int8_cache: bool = False  # keys and values as int8 instead
     load_format: str = "auto"  # dummy: the graph alone, made from config.json; whoever runs it draws the weights
+    hf_overrides: str = ""  # a JSON object: what config.json says instead
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -74,8 +75,19 @@ class ExportOptions:
             raise ModelError(f"block_size is {self.block_size}, it must be a positive number of tokens")
         if self.num_ranks < 1:
             raise ModelError(f"num_ranks is {self.num_ranks}, it must be a positive number of ranks")
+        _ = self.overrides
         if not all(0 <= rank < self.num_ranks for rank in self.ranks):
             raise ModelError(f"ranks are {self.ranks}, they must be from 0 to {self.num_ranks - 1}")
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        try:
+            keys = json.loads(self.hf_overrides or "{}")
+        except ValueError as error:
+            raise ModelError(f"hf_overrides is {self.hf_overrides!r}, it must be a JSON object: {error}") from None
+        if not isinstance(keys, dict):
+            raise ModelError(f"hf_overrides is {self.hf_overrides!r}, it must be a JSON object")
+        return keys
 
 
 def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress: OnProgress = log.info) -> None:
@@ -85,6 +97,7 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
     progress(f"read {checkpoint_dir}")
     refuse_static_graph(checkpoint_dir)
     keys, checkpoint = _open(checkpoint_dir, options.load_format)
+    keys |= options.overrides
     model = read_model(keys)
     dtype = options.dtype
     scores = None

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from engine.models.checkpoint import Checkpoint
-from engine.models.keys import ModelError
+from engine.models.keys import ModelError, read_json
 from engine.text.tokenizer import Tokenizer
 
 FILE = "score.npy"  # f32 [labels, H]
@@ -35,6 +35,11 @@ def head_of(directory: Path, keys: Mapping[str, Any], checkpoint: Checkpoint, ta
 def load_head(graph_dir: Path) -> np.ndarray | None:
     path = graph_dir / FILE
     return np.load(path) if path.is_file() else None
+
+
+def is_of_tokens(graph_dir: Path) -> bool:
+    """Then the model was made to write, and reads the two texts of a pair as one."""
+    return (graph_dir / FILE).is_file() and bool(read_json(graph_dir / "config.json").get(OF_TOKENS))
 
 
 def _ids(directory: Path, tokens: Any) -> list[int]:

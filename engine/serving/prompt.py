@@ -11,7 +11,7 @@ import numpy as np
 
 from engine.core.types import Sampling
 from engine.errors import InvalidRequest, PromptTooLong
-from engine.exporting.head import load_head
+from engine.exporting.head import is_of_tokens, load_head
 from engine.exporting.manifest import Manifest
 from engine.serving.loras import LoraNames
 from engine.serving.of_prompt import check_head, check_reading
@@ -56,6 +56,7 @@ class PromptReader:
     is_thinking_apart: bool = False  # the form of an answer begins after what the model thinks
     thinks_at_once: bool = False  # which it does without saying so
     head: np.ndarray | None = None  # of a model that scores, and writes no answers
+    joins_pairs: bool = False  # it was made to write: the two texts of a pair are one
     loras: LoraNames | None = None  # None: there are none
 
     @classmethod
@@ -80,6 +81,7 @@ class PromptReader:
             is_thinking_apart=config.reasoning_parser != "none",
             thinks_at_once=config.reasoning_parser == "deepseek_r1",
             head=load_head(graph_dir),
+            joins_pairs=is_of_tokens(graph_dir),
             loras=loras or LoraNames(config, graph_dir),
         )
 
@@ -152,9 +154,12 @@ class PromptReader:
         if self.tokenizer.writes_pairs:
             messages = [{"role": "query", "content": text}, {"role": "document", "content": pair}]
             return self._chat_ids(request, messages)
+        if request.chat_template_kwargs:
+            needed = "a chat template that writes pairs, by the roles query and document"
+            raise InvalidRequest(f"The `{{field}}` needs {needed}", field="chat_template_kwargs")
         self.check_size("text", text)
         self.check_size("text_pair", pair)
-        return self.tokenizer.encode(text, pair=pair)
+        return self.tokenizer.encode(text + pair) if self.joins_pairs else self.tokenizer.encode(text, pair=pair)
 
     def check_size(self, field: str, text: str) -> None:
         """Refuses what is too long whatever its tokens are, before time goes into finding them."""

@@ -47,6 +47,9 @@ class Model:
         "matrices of an export with fewer bits (docs/ops.md); a model name's third part says it, too",
         choices=("none", "weight_only_int8", "weight_only_int4", "a8w8"),
     )
+    hf_overrides: str = setting(
+        "", "HF_OVERRIDES", "JSON object of what an export shall find in config.json instead of what is there"
+    )
     block_size: int = setting(64, "BLOCK_SIZE", "tokens of a KV block, decided at export", minimum=8, maximum=1024)
     mp_num: int = setting(
         1,

@@ -1,6 +1,8 @@
 """Checkpoints that score texts: what their head makes of a prompt, offline and beside the graph."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,11 +13,13 @@ from engine.exporting.head import FILE, load_head
 from engine.llm import LLM
 from engine.models.keys import ModelError
 from engine.serving.prompt import PromptReader
+from engine.settings.config import Config
 from engine.text.tokenizer import Tokenizer
 from engine.wire import parse_request
 from tests.checkpoints import FAMILIES, SEEDS, make_checkpoint, random_tensors, write_tensors
 from tests.pure.test_models import GOLDEN, golden
 
+ROOT = Path(__file__).resolve().parents[2]
 HEAD = np.random.default_rng(3).standard_normal((2, 64)).astype(np.float32)
 
 
@@ -56,6 +60,22 @@ def test_a_classifier_scores_as_transformers_does_and_writes_no_answer(tmp_path)
     llm.close()
 
 
+def test_two_tokens_of_which_one_agrees_score_with_a_model_that_was_made_to_write(tmp_path):
+    """As vLLM scores with Qwen3-Reranker: the probability of the second, where the next token is one of both."""
+    directory, prompt = make_checkpoint(tmp_path / "model", "qwen3"), golden("qwen3")["prompt_65"].tolist()
+    asked = {"classifier_from_token": ["b", "a"], "is_original_qwen3_reranker": True}
+    llm = LLM(directory, export_cache_dir=str(tmp_path), block_bs=1, hf_overrides=json.dumps(asked))
+    token_ids = [llm.tokenizer.encode(text, add_special_tokens=False)[0] for text in "ba"]
+    [scored] = llm.generate({"input_ids": prompt, "pooling": "score"}, progress=False)
+    assert PromptReader.load(Config(), next(tmp_path.glob("model-*")), llm.tokenizer).joins_pairs
+    llm.close()
+    plain = LLM(directory, export_cache_dir=str(tmp_path), block_bs=1)
+    said = [{"input_ids": [*prompt, each], "max_dec_len": 0, "prompt_logprobs": 0} for each in token_ids]
+    no, yes = np.exp([each.prompt_logprobs[-1].chosen for each in plain.generate(said, progress=False)])
+    plain.close()
+    assert 1 / (1 + np.exp(-scored.embedding[0])) == pytest.approx(yes / (no + yes), abs=1e-4)
+
+
 def test_the_head_may_be_two_tokens_of_which_one_agrees(tmp_path, no_paddle):
     directory, tensors = a_classifier(tmp_path / "model", None, classifier_from_token=["b", "a"])
     export(directory, tmp_path / "graph", ExportOptions())
@@ -77,6 +97,12 @@ def test_a_head_that_cannot_be_is_refused(head, keys, message, tmp_path, no_padd
         export(directory, tmp_path / "graph", ExportOptions())
 
 
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_overrides_that_are_no_object_are_refused(text):
+    with pytest.raises(ModelError, match="hf_overrides is .* it must be a JSON object"):
+        ExportOptions(hf_overrides=text)
+
+
 def test_other_checkpoints_have_none(a_checkpoint, tmp_path, no_paddle):
     export(a_checkpoint, tmp_path / "graph", ExportOptions())
     assert load_head(tmp_path / "graph") is None and not (tmp_path / "graph" / FILE).exists()
@@ -95,5 +121,13 @@ def test_a_chat_template_that_knows_query_and_document_writes_the_pair(tmp_path)
     assert reader.read(parse_request(asked)).token_ids == tokenizer.encode("ab ? ba !", add_special_tokens=False)
     with pytest.raises(InvalidRequest, match="exceeds the limit MAX_SEQ_LEN"):
         reader.read(parse_request({**asked, "text_pair": "b" * 60}))
+    told = {"chat_template_kwargs": {"instruction": "i"}}
+    assert reader.read(parse_request({**asked, **told})).token_ids
+    demo = Tokenizer.load(ROOT / "demo_model")
+    joining = replace(reader, tokenizer=demo, vocab_size=2048, joins_pairs=True)
+    joined = joining.read(parse_request({**asked, "text": "Par", "text_pair": "is"})).token_ids
+    assert joined == demo.encode("Paris") != demo.encode("Par", pair="is")
+    with pytest.raises(InvalidRequest, match="`chat_template_kwargs` needs a chat template that writes pairs"):
+        joining.read(parse_request({**asked, **told}))
     with pytest.raises(InvalidRequest, match="`pooling` is score, which needs a checkpoint with a head"):
         replace(reader, head=None).read(parse_request(asked))
