@@ -66,7 +66,10 @@ CORS = {
     "Access-Control-Max-Age": "86400",
 }
 # A browser sends no key; they say nothing of the model.
-UNGUARDED = ("/health", "/version", "/openapi.json", "/docs", "/page/{file}", "/v2/health/live", "/v2/health/ready")
+UNGUARDED = (
+    *("/health", "/ping", "/version", "/openapi.json", "/docs", "/page/{file}"),
+    *("/v2/health/live", "/v2/health/ready"),
+)
 CLIENT_LEFT = 499  # in our log only
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

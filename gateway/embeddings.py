@@ -15,7 +15,7 @@ from engine.errors import InvalidRequest
 from engine.wire import POOLINGS, Delta, Final, int_in, schema_of
 from gateway.openai import BASE, OpenAI
 from gateway.openai.prompts import sources_of
-from gateway.openai.refusals import check_spelling
+from gateway.openai.refusals import OF_VECTORS, check_spelling, refuse_any, refuse_false
 from gateway.openai.request import A_NAME, model_of
 from gateway.protocol import Call
 
@@ -31,6 +31,7 @@ MEANINGS = {
     "dimensions": "only so many numbers of each, the first",
     "encoding_format": "`float` or `base64`, of little-endian f32",
     "normalize": "to length 1",
+    "use_activation": "the same, by its name in newer versions of vLLM",
     "request_id": "names the requests; random if not given",
 }
 
@@ -93,7 +94,7 @@ class Embeddings(OpenAI):
             "dimensions": schema_of(DIMENSIONS),
             "encoding_format": {"enum": [*FORMATS], "default": FORMATS[0]},
             "pooling": {"enum": [*POOLINGS], "default": POOLINGS[0]},
-            "normalize": schema_of(A_BOOL) | {"default": True},
+            **dict.fromkeys(("normalize", "use_activation"), schema_of(A_BOOL) | {"default": True}),
             "request_id": schema_of(REQ_ID),
             **{name: schema_of(check) for name, check in CHECKS.items()},
         }
@@ -108,7 +109,10 @@ class Embeddings(OpenAI):
 
     def parse(self, body: dict[str, Any], call: Call) -> EmbeddingExchange:
         body = {key: value for key, value in body.items() if value is not None}
-        check_spelling(body, self.fields(call.path))
+        check_spelling(body, self.fields(call.path), [*OF_VECTORS])
+        refuse_any(body, OF_VECTORS)
+        refuse_false(body, ("add_special_tokens",))
+        is_normalized = body.get("use_activation", body.get("normalize", True))
         encoding = _one_of(FORMATS, "encoding_format", body)
         sources = sources_of("input", body, MAX_INPUTS)
         options: dict[str, Any] = {"pooling": _one_of(POOLINGS, "pooling", body)}
@@ -121,7 +125,7 @@ class Embeddings(OpenAI):
             model=model_of(body, call.model_name),
             encoding=encoding,
             dimensions=DIMENSIONS("dimensions", body["dimensions"]) if "dimensions" in body else None,
-            is_normalized=A_BOOL("normalize", body.get("normalize", True)),
+            is_normalized=A_BOOL("use_activation" if "use_activation" in body else "normalize", is_normalized),
         )
 
 

@@ -33,6 +33,11 @@ async def show_health(request: web.Request) -> web.Response:
     return as_response(await request.app[READY]())
 
 
+async def show_load(request: web.Request) -> web.Response:
+    """How many requests are open, as vLLM tells it."""
+    return in_one_piece(_load(await request.app[BACKEND].probe()))
+
+
 async def show_metrics(request: web.Request) -> web.Response:
     """Prometheus metrics of this server."""
     state = await request.app[BACKEND].probe(with_metrics=True)
@@ -95,6 +100,10 @@ def _status(name: str, state: ModelState) -> dict[str, Any]:
     return {**told, "metrics": numbers, "last_requests": state.last_requests or []}
 
 
+def _load(state: ModelState) -> dict[str, int]:
+    return {"server_load": state.num_open}
+
+
 def _endpoints(name: str, paths: set[str]) -> dict[str, Any]:
     return {"model": name, "endpoints": sorted(paths)}
 
@@ -102,7 +111,8 @@ def _endpoints(name: str, paths: set[str]) -> dict[str, Any]:
 ROUTES = {
     "/": show_root,
     "/page/{file}": show_file,
-    "/health": show_health,
+    **dict.fromkeys(("/health", "/ping"), show_health),
+    "/load": show_load,
     "/metrics": show_metrics,
     "/status": show_status,
     "/version": show_version,
@@ -117,6 +127,7 @@ SAMPLES: dict[str, Any] = {
     "/version": {"version": __version__},
     "/status": _status("default", ModelState(ready=True)),
     "/openapi.json": {},
+    "/load": _load(ModelState(ready=True)),
     **{f"{prefix}/models": {"object": "list", "data": [A_MODEL]} for prefix in ("/v1", BASE)},
     **{f"{prefix}/models/{{model}}": A_MODEL for prefix in ("/v1", BASE)},
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -16,9 +16,12 @@ from gateway.anthropic.fields import fields as message_fields
 from gateway.anthropic.request import question_of
 from gateway.body import parse_body, read_payload
 from gateway.intake import Room
+from gateway.openai.refusals import refuse_any
 from gateway.openai.request import chat_source
-from gateway.parts import ANTHROPIC, BACKEND, CONFIG, INTAKE, NATIVE, OPENAI, served_name
+from gateway.parts import ANTHROPIC, BACKEND, CONFIG, INTAKE, NATIVE, OPENAI, RESPONSES, served_name
 from gateway.protocol import ClientProtocol
+from gateway.responses.fields import fields as response_fields
+from gateway.responses.request import question_of as question_of_response
 
 MAX_ABORT_BYTES = 8 << 10  # a req_id, however escaped
 MAX_LORA_BYTES = 64 << 10  # a name and a path
@@ -46,9 +49,17 @@ async def detokenize(request: web.Request) -> web.Response:
 
 async def count_tokens(request: web.Request) -> web.Response:
     """How many tokens the prompt of a message has."""
+    return in_one_piece(await _counted(request, question_of))
+
+
+async def count_input(request: web.Request) -> web.Response:
+    """How many tokens the input of a response has."""
+    return in_one_piece(COUNT | await _counted(request, question_of_response))
+
+
+async def _counted(request: web.Request, question: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
     async with _body(request, request.app[CONFIG].max_body_bytes) as body:
-        told = await request.app[BACKEND].about_tokens({wire.TOKENIZE: question_of(body)})
-        return in_one_piece(_count(told))
+        return _count(await request.app[BACKEND].about_tokens({wire.TOKENIZE: question(body)}))
 
 
 def _count(told: wire.Tokenized | wire.Detokenized) -> dict[str, Any]:
@@ -58,6 +69,7 @@ def _count(told: wire.Tokenized | wire.Detokenized) -> dict[str, Any]:
 
 async def _about_tokens(request: web.Request, kind: str) -> web.Response:
     async with _body(request, request.app[CONFIG].max_body_bytes) as body:
+        refuse_any(body, {"chat_template": ()})
         if kind == wire.TOKENIZE and body.get("messages") is not None:
             body |= chat_source(body)
         return in_one_piece(_without_end((await request.app[BACKEND].about_tokens({kind: body})).fields()))
@@ -101,14 +113,17 @@ async def _body(request: web.Request, limit: int) -> AsyncIterator[dict[str, Any
         room.give_back()
 
 
-COUNT_TOKENS = "/v1/messages/count_tokens"
+COUNT_TOKENS, COUNT_INPUT = "/v1/messages/count_tokens", "/v1/responses/input_tokens"
+COUNT = {"object": "response.input_tokens"}
 LORAS = {f"/v1/{kind}": kind for kind in wire.LORA_FIELDS}
 ROUTES = {
-    **{"/v1/abort": abort, "/tokenize": tokenize, "/detokenize": detokenize, COUNT_TOKENS: count_tokens},
+    **{"/v1/abort": abort, "/tokenize": tokenize, "/detokenize": detokenize},
+    **{COUNT_TOKENS: count_tokens, COUNT_INPUT: count_input},
     **dict(zip(LORAS, (load_lora, unload_lora), strict=True)),
 }
 PROTOCOLS: Mapping[str, list[ClientProtocol]] = {  # of the errors
-    **{"/v1/abort": [NATIVE], "/tokenize": [OPENAI], "/detokenize": [OPENAI], COUNT_TOKENS: [ANTHROPIC]},
+    **{"/v1/abort": [NATIVE], "/tokenize": [OPENAI], "/detokenize": [OPENAI]},
+    **{COUNT_TOKENS: [ANTHROPIC], COUNT_INPUT: [RESPONSES]},
     **dict.fromkeys(LORAS, [OPENAI]),
 }
 FIELDS: Mapping[str, dict[str, Any]] = {  # as JSON Schema
@@ -116,6 +131,7 @@ FIELDS: Mapping[str, dict[str, Any]] = {  # as JSON Schema
     "/tokenize": {name: wire.schema_of(field.check) for name, field in wire.TOKENIZE_FIELDS.items()},
     "/detokenize": {name: wire.schema_of(field.check) for name, field in wire.DETOKENIZE_FIELDS.items()},
     COUNT_TOKENS: {name: message_fields()[name] for name in ("messages", "system", "tools")},
+    COUNT_INPUT: {name: response_fields()[name] for name in ("input", "instructions", "tools")},
     **{
         path: {name: wire.schema_of(field.check) for name, field in wire.LORA_FIELDS[kind].items()}
         for path, kind in LORAS.items()
@@ -123,7 +139,7 @@ FIELDS: Mapping[str, dict[str, Any]] = {  # as JSON Schema
 }
 NEEDS: Mapping[str, Collection[str]] = {
     **{"/v1/abort": ("req_id",), "/tokenize": ("prompt", "messages"), "/detokenize": ("tokens",)},
-    COUNT_TOKENS: ("messages",),
+    **{COUNT_TOKENS: ("messages",), COUNT_INPUT: ("input",)},
     **dict.fromkeys(LORAS, ("lora_name",)),
 }
 SAMPLES = {
@@ -131,5 +147,6 @@ SAMPLES = {
     "/tokenize": _without_end(wire.Tokenized([1], 8192).fields()),
     "/detokenize": _without_end(wire.Detokenized("Hello").fields()),
     COUNT_TOKENS: _count(wire.Tokenized([1], 8192)),
+    COUNT_INPUT: COUNT | _count(wire.Tokenized([1], 8192)),
 }
 TEXTS = dict.fromkeys(LORAS, "text/plain")

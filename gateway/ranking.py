@@ -16,15 +16,20 @@ from engine import wire
 from engine.errors import InvalidRequest
 from engine.wire import MEANINGS, POOLINGS, SCORE, Delta, Final, int_in, plain, schema_of
 from gateway.openai import OpenAI
-from gateway.openai.refusals import check_spelling, refuse_any, refuse_more
+from gateway.openai.refusals import OF_VECTORS, check_spelling, refuse_any, refuse_more
 from gateway.openai.request import A_NAME, model_of
 from gateway.protocol import Call
 
 MAX_TEXTS = 2048
 CHECKS = {name: wire.FIELDS[name].check for name in ("cache_salt", "priority", "timeout", "truncate_prompt_tokens")}
 A_TEXT, A_BOOL, REQ_ID = (wire.FIELDS[name].check for name in ("text", "stream", "req_id"))
-TOP_N = int_in(1, 1 << 20)
-REFUSED: dict[str, Collection[Any]] = dict.fromkeys(("max_tokens_per_doc", "max_chunks_per_doc", "rank_fields"), ())
+AN_OBJECT = wire.FIELDS["chat_template_kwargs"].check
+TOP_N = int_in(0, 1 << 20)
+REFUSED: dict[str, Collection[Any]] = {
+    **dict.fromkeys(("max_tokens_per_doc", "max_tokens_per_query", "max_chunks_per_doc", "rank_fields"), ()),
+    **OF_VECTORS,
+}
+CALLED = {"text_1": ("queries", "data_1"), "text_2": ("documents", "items", "data_2")}  # by newer versions of vLLM
 TEXTS = {"type": "array", "items": schema_of(A_TEXT), "minItems": 1, "maxItems": MAX_TEXTS}
 DOCUMENT = {"anyOf": [schema_of(A_TEXT), {"type": "object", "properties": {"text": schema_of(A_TEXT)}}]}
 Json = dict[str, Any]
@@ -40,6 +45,7 @@ class Ranking:
     name: str
     top_n: int | None = None  # None: a score of each pair in its place; else the best pairs, the best first
     told: bool = False  # are the texts of these
+    is_activated: bool = True  # what a head says is made a number from 0 to 1
     model: str = ""
     stream: bool = False
     num_tokens: int = 0
@@ -86,7 +92,8 @@ class Ranking:
 
     def _score(self, a: int, b: int) -> float:
         if self.has_head:
-            return float(1 / (1 + np.exp(-self._vector(a)[0])))
+            logit = self._vector(a)[0]
+            return float(1 / (1 + np.exp(-logit)) if self.is_activated else logit)
         one, other = self._vector(a), self._vector(b)
         cosine = one @ other / max(np.linalg.norm(one) * np.linalg.norm(other), np.finfo(np.float32).tiny)
         return float(np.clip(cosine, -1, 1))
@@ -111,12 +118,16 @@ class Scores(OpenAI):
             "text_1": {**one_or_more, "description": "a text, or a list of them"},
             "text_2": {**one_or_more, "description": "to score each of these with `text_1`, or with that in its place"},
         }
-        return {**texts, **self._common()}
+        others = {name: texts[own] for own, names in CALLED.items() for name in names}
+        return {**texts, **others, **self._common()}
 
     def _common(self) -> Json:
         common = {
             "model": {**schema_of(A_NAME), "description": "any is accepted, and named in the answer"},
             "request_id": {**schema_of(REQ_ID), "description": "names the requests; random if not given"},
+            "instruction": {**schema_of(A_TEXT), "description": "for the chat template that writes a pair"},
+            "chat_template_kwargs": {**schema_of(AN_OBJECT), "description": "`instruction` and others"},
+            "use_activation": {**schema_of(A_BOOL), "description": "of a head: from 0 to 1", "default": True},
         }
         return common | {
             name: {**schema_of(check), "description": plain(MEANINGS[name])} for name, check in CHECKS.items()
@@ -129,7 +140,8 @@ class Scores(OpenAI):
         return {"model": "default", "text_1": "Where is Paris?", "text_2": ["In France.", "At noon."]}
 
     def parse(self, body: Json, call: Call) -> Ranking:
-        return self._ranking(call, body, _paired(*(_texts(name, body) for name in ("text_1", "text_2"))))
+        names = [next((each for each in others if body.get(each)), own) for own, others in CALLED.items()]
+        return self._ranking(call, body, _paired(*(_texts(name, body) for name in names)))
 
     def _ranking(self, call: Call, body: Json, pairs: Sequence[tuple[str, str]], **more: Any) -> Ranking:
         body = {key: value for key, value in body.items() if value is not None}
@@ -139,8 +151,16 @@ class Scores(OpenAI):
             text = "`{field}`: the model tells {value} labels apart, a score is that of one"
             raise InvalidRequest(text, field="model", value=call.num_labels, limit=1)
         options = {name: check(name, body[name]) for name, check in CHECKS.items() if name in body}
+        variables = AN_OBJECT("chat_template_kwargs", body.get("chat_template_kwargs", {}))
+        if "instruction" in body:
+            variables = {"instruction": A_TEXT("instruction", body["instruction"]), **variables}
+        if variables and not call.num_labels:
+            text = "`{field}` needs a model with a head and a chat template that writes pairs"
+            raise InvalidRequest(text, field="instruction" if "instruction" in body else "chat_template_kwargs")
+        options |= {"chat_template_kwargs": variables} if variables else {}
         name = REQ_ID("request_id", body.get("request_id", f"score-{uuid.uuid4().hex}"))
         model = model_of(body, call.model_name)
+        more["is_activated"] = A_BOOL("use_activation", body.get("use_activation", True))
         return Ranking(pairs, call.num_labels > 0, options, name, model=model, **more)
 
 
@@ -154,7 +174,7 @@ class Reranking(Scores):
         own = {
             "query": {**schema_of(A_TEXT), "description": "what is looked for"},
             "documents": {**TEXTS, "items": DOCUMENT, "description": "texts, or objects with a `text`"},
-            "top_n": {**schema_of(TOP_N), "description": "only so many are told, the best; all if not given"},
+            "top_n": {**schema_of(TOP_N), "description": "only so many are told, the best; 0 or not given: all"},
             "return_documents": {
                 **schema_of(A_BOOL),
                 "description": "tell their texts as well",
@@ -177,7 +197,7 @@ class Reranking(Scores):
             plain = [each.get("text") if isinstance(each, dict) else each for each in documents]
             body = {**body, "documents": plain}
         pairs = [(A_TEXT("query", query), each) for each in _texts("documents", body)]
-        top_n = len(pairs) if body.get("top_n") is None else TOP_N("top_n", body["top_n"])
+        top_n = TOP_N("top_n", 0 if body.get("top_n") is None else body["top_n"]) or len(pairs)
         given = body.get("return_documents")
         told = _tells_documents(call.path) if given is None else A_BOOL("return_documents", given)
         return self._ranking(call, body, pairs, top_n=top_n, told=told)

@@ -17,7 +17,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         ("logits_processors", "logits_processors_args", "custom_logit_processor", "mm_processor_kwargs"), ()
     ),
-    **dict.fromkeys(("stop_regex", "no_stop_trim", "lora_path", "kv_transfer_params", "vllm_xargs"), ()),
+    **dict.fromkeys(("stop_regex", "no_stop_trim", "lora_path", "vllm_xargs", "watermarking"), ()),
+    **dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "logprob_token_ids", "repetition_detection"), ()),
+    "return_prompt_text": (),
+    "truncation_side": ("left",),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "verbosity": ("medium",),
@@ -34,6 +37,12 @@ OF_COMPLETIONS = (
     *("add_generation_prompt", "continue_final_message"),
 )
 NOT_FALSE = ("separate_reasoning",)  # what is refused is to ask for less
+# What may be asked of embeddings and scores, by vLLM's names
+OF_VECTORS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("messages", "mm_processor_kwargs"), ()),
+    **{"truncation_side": ("left",), "padding": ("do_not_pad",)},
+    **{"embed_dtype": ("float32", "float"), "endianness": ("native", "little")},
+}
 # Native name -> OpenAI's
 NAMES = {name: field.aliases[-1] for name, field in wire.FIELDS.items() if field.aliases} | {
     **{"req_id": "request_id", "lora_name": "model"}
@@ -48,10 +57,7 @@ IGNORED = (
 def refuse(body: dict[str, Any], is_chat: bool) -> None:
     """`body` has no nulls. Raises InvalidRequest."""
     refuse_any(body, {**REFUSED, **dict.fromkeys(OF_CHATS if is_chat else OF_COMPLETIONS, ())})
-    special = () if is_chat else ("add_special_tokens",)
-    for name in (*NOT_FALSE, *special):
-        if body.get(name) is False:
-            raise InvalidRequest("`{field}` cannot be false", field=name, value=False)
+    refuse_false(body, NOT_FALSE if is_chat else (*NOT_FALSE, "add_special_tokens"))
 
 
 def refuse_any(body: dict[str, Any], refused: Mapping[str, Collection[Any]]) -> None:
@@ -59,6 +65,12 @@ def refuse_any(body: dict[str, Any], refused: Mapping[str, Collection[Any]]) -> 
         value = body.get(name)
         if value and value not in harmless:
             raise InvalidRequest("`{field}` is not supported, it is {value}", field=name, value=wire.shown(value))
+
+
+def refuse_false(body: Mapping[str, Any], names: Collection[str]) -> None:
+    for name in names:
+        if body.get(name) is False:
+            raise InvalidRequest("`{field}` cannot be false", field=name, value=False)
 
 
 def check_spelling(

@@ -30,12 +30,14 @@ PASSED_ON = (
     *(*FORMS, "guided_decoding_disable_any_whitespace", "reasoning_max_tokens", "thinking_token_budget"),
     *("best_of", "use_beam_search", "length_penalty", "truncate_prompt_tokens"),
 )
+UNSET = {"min_tokens": 0, "thinking_token_budget": -1}  # as good as not given
 OF_PROMPT = ("prompt_logprobs", "return_token_ids")  # the same, where an answer has a place to tell of it
 # Of `structured_outputs`, as newer versions of vLLM's clients send it
 STRUCTURED = {name: f"guided_{name}" for name in ("json", "regex", "choice", "grammar")} | {
     "structural_tag": "structural_tag",
     "disable_any_whitespace": "guided_decoding_disable_any_whitespace",
 }
+ALWAYS_SO = ("disable_fallback", "disable_additional_properties")
 TEMPLATE_FLAGS = ("add_generation_prompt", "continue_final_message", "enable_thinking")  # of a chat
 AS_GIVEN = {"logit_bias", *FORMS}  # the checked ones are no JSON
 CHECKS = {key: field.check for name, field in wire.FIELDS.items() for key in (name, *field.aliases)}
@@ -131,7 +133,9 @@ def _spread(body: dict[str, Any]) -> None:
     for name, value in _checked(body, "structured_outputs", AN_OBJECT, {}).items():
         if name == "json_object":
             name, value = "response_format", {"type": "json_object"} if value else None
-        elif name not in STRUCTURED:
+        elif name in ALWAYS_SO:
+            continue
+        elif name not in STRUCTURED and value is not None:
             text = "`{field}` has {value}, known are {limit}"
             limit = ["json_object", *STRUCTURED]
             raise InvalidRequest(text, field="structured_outputs", value=wire.shown(name), limit=limit)
@@ -143,7 +147,7 @@ def _options(body: dict[str, Any], is_chat: bool) -> dict[str, Any]:
     """What all prompts share, in the wire's fields. Values are kept as they are, zeros too."""
     options: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0}  # OpenAI's defaults, not the native ones
     for name in (*PASSED_ON, *OF_PROMPT):
-        if name in body and not (name == "min_tokens" and body[name] == 0):
+        if name in body and not (name in UNSET and body[name] == UNSET[name]):
             checked = _checked(body, name, CHECKS[name])
             if checked is not None:
                 options[name] = body[name] if name in AS_GIVEN else checked
@@ -191,8 +195,14 @@ def chat_source(body: dict[str, Any]) -> dict[str, Any]:
     if "messages" not in body:
         raise InvalidRequest("`{field}` is missing", field="messages")
     messages = _checked(body, "messages", CHECKS["messages"])
-    messages = [with_parsed_arguments(each) for each in messages]
-    return {"messages": [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]}
+    return {"messages": [_as_templates_have_it(with_parsed_arguments(each)) for each in messages]}
+
+
+def _as_templates_have_it(message: dict[str, Any]) -> dict[str, Any]:
+    if message["role"] == "developer":
+        message = {**message, "role": "system"}
+    thought = message.get("reasoning")  # newer versions of vLLM call it so
+    return {"reasoning_content": thought, **message} if isinstance(thought, str) else message
 
 
 def _requests(answer_id: str, sources: list[dict[str, Any]], options: dict[str, Any]) -> list[dict[str, Any]]:

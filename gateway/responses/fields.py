@@ -10,8 +10,12 @@ from gateway.openai.refusals import OF_BLOCKS
 from gateway.openai.request import PASSED_ON
 
 Json = dict[str, Any]
+NOT_INCLUDED = "message.output_text.logprobs"
 OBJECTS: Json = {"type": "array", "items": {"type": "object"}}
-AS_THERE = {"model", "stream", "tools", "parallel_tool_calls", "request_id", "timeout", "structured_outputs"}
+AS_THERE = {
+    *("model", "stream", "tools", "parallel_tool_calls", "request_id", "timeout"),
+    *("structured_outputs", "include_reasoning"),
+}
 OF_CHAT = tuple({*PASSED_ON, *AS_THERE} - {*OF_BLOCKS})
 OWN: dict[str, Json] = {
     "input": {
@@ -29,6 +33,7 @@ OWN: dict[str, Json] = {
 REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("store", "background", "previous_response_id", "conversation", "prompt"), ()),
     **dict.fromkeys(("context_management", "moderation"), ()),
+    **dict.fromkeys(("previous_response", "previous_input_messages", "enable_response_messages"), ()),
     "truncation": ("disabled",),
 }
 IGNORED = ("include", "stream_options", "max_tool_calls", "image", "access_programs", "prompt_cache_options")

@@ -12,10 +12,10 @@ from engine.errors import InvalidRequest
 from gateway.openai.dialect import Dialect
 from gateway.openai.refusals import NAMES as NAMES_OF_CHAT
 from gateway.openai.refusals import OF_BLOCKS, refuse, refuse_any, refuse_more
-from gateway.openai.request import A_STRING, AN_OBJECT, AT_LEAST_1
+from gateway.openai.request import A_STRING, AN_OBJECT, AT_LEAST_1, chat_source
 from gateway.openai.request import parse as parse_chat
 from gateway.responses.answer import ResponsesExchange
-from gateway.responses.fields import OF_CHAT, REFUSED
+from gateway.responses.fields import NOT_INCLUDED, OF_CHAT, REFUSED
 
 Json = dict[str, Any]
 MAX_METADATA = 16  # as OpenAI has it; several events repeat them
@@ -35,14 +35,13 @@ def parse(body: Json, model_name: str, dialect: Dialect) -> ResponsesExchange:
             raise InvalidRequest(text, field=name, value=wire.shown(body[name]))
     refuse(body, is_chat=True)
     refuse_any(body, {**OF_BLOCKS, **REFUSED})
-    chat = {name: body[name] for name in OF_CHAT if name in body}
+    if isinstance(included := body.get("include"), list) and NOT_INCLUDED in included:
+        raise InvalidRequest("`{field}` {value} is not supported", field="include", value=wire.shown(NOT_INCLUDED))
+    chat = {name: body[name] for name in OF_CHAT if name in body} | chat_of(body)
     chat.setdefault("request_id", f"resp_{uuid.uuid4().hex}")
     refuse_more("metadata", len(AN_OBJECT("metadata", body.get("metadata", {}))), MAX_METADATA)
     if "max_output_tokens" in body:
         chat["max_tokens"] = AT_LEAST_1("max_output_tokens", body["max_output_tokens"])
-    chat["messages"] = _messages(body)
-    if "tools" in chat:
-        chat["tools"] = [_tool(each) for each in _objects("tools", chat["tools"])]
     if "tool_choice" in body:
         chat["tool_choice"] = _choice(body["tool_choice"])
     if form := AN_OBJECT("text", body.get("text", {})).get("format"):
@@ -50,6 +49,18 @@ def parse(body: Json, model_name: str, dialect: Dialect) -> ResponsesExchange:
     if effort := AN_OBJECT("reasoning", body.get("reasoning", {})).get("effort"):
         chat["reasoning_effort"] = effort
     return ResponsesExchange(parse_chat(chat, True, model_name, dialect), CALLED, body)
+
+
+def chat_of(body: Json) -> Json:
+    """What its tokens are."""
+    tools = [_tool(each) for each in _objects("tools", body.get("tools") or [])]
+    return {"messages": _messages(body), **({"tools": tools} if tools else {})}
+
+
+def question_of(body: Json) -> Json:
+    """The same for the model that only counts."""
+    chat = chat_of({name: value for name, value in body.items() if value is not None})
+    return {**chat, **chat_source(chat)}
 
 
 def _objects(name: str, value: Any) -> list[Json]:
@@ -135,6 +146,9 @@ def _tool(tool: Json) -> Json:
 
 
 def _choice(choice: Any) -> Any:
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = [_choice(each) for each in _objects("tool_choice", choice.get("tools"))]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": allowed}}
     if isinstance(choice, dict) and choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice

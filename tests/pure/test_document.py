@@ -175,6 +175,7 @@ def test_tokens_are_asked_of_the_model_and_answered_in_vllms_words():
         assert gateway.post("/detokenize", {"tokens": [104, 105]}) == {"prompt": "hi"}
         chat = {"messages": [{"role": "developer", "content": "x"}]}
         gateway.post("/tokenize", chat)
+        assert gateway.refused("/tokenize", {**chat, "chat_template": "{{ 1 }}"})[0] == 400
     assert backend.bodies[2] == {"tokenize": {"messages": [{"role": "system", "content": "x"}]}}
 
 

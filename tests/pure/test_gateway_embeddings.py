@@ -59,7 +59,8 @@ def test_numbers_are_cut_then_normalized_and_written_as_asked():
     backend = Embedding()
     with running(backend) as gateway:
         body = {"input": [[2], [5]], "pooling": "mean", "timeout": 9, "cache_salt": "s"}
-        plain = gateway.post(PATH, {**body, "normalize": False})
+        plain = gateway.post(PATH, {**body, "normalize": False, "endianness": "little", "padding": "do_not_pad"})
+        assert gateway.post(PATH, {**body, "use_activation": False}) == plain
         cut = gateway.post(PATH, {**body, "dimensions": 1})
         packed = gateway.post(PATH, {**body, "encoding_format": "base64", "dimensions": 2})
         assert gateway.refused(PATH, {**body, "dimensions": 4})[1]["error"]["message"] == (
@@ -93,6 +94,10 @@ def test_many_inputs_are_asked_for_by_and_by(monkeypatch):
         ({"encoding_format": "int8"}, "encoding_format"),
         ({"pooling": "cls"}, "pooling"),
         ({"normalize": 3}, "normalize"),
+        ({"use_activation": 3}, "use_activation"),
+        ({"embed_dtype": "float16"}, "embed_dtype"),
+        ({"truncation_side": "right"}, "truncation_side"),
+        ({"add_special_tokens": False}, "add_special_tokens"),
         ({"dimension": 3}, "dimensions"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ],

@@ -106,9 +106,11 @@ def test_what_the_chat_template_is_told_has_fields_of_its_own():
     assert kwargs == {"x": 1, "continue_final_message": True, "reasoning_effort": "none", "enable_thinking": False}
 
 
-def test_developers_are_systems_to_the_template():
-    body = sent({"messages": [{"role": "developer", "content": "be short"}]})
-    assert body["messages"] == [{"role": "system", "content": "be short"}]
+def test_messages_are_told_to_the_template_in_its_words():
+    developer, thinker = {"role": "developer", "content": "be short"}, {"role": "assistant", "content": "a"}
+    body = sent({"messages": [developer, {**thinker, "reasoning": "b"}, {**thinker, "reasoning": None}]})
+    assert body["messages"][0] == {"role": "system", "content": "be short"}
+    assert [each.get("reasoning_content") for each in body["messages"]] == [None, "b", None]
 
 
 def test_what_is_harmless_is_ignored():
@@ -129,6 +131,16 @@ def test_what_is_harmless_is_ignored():
         "add_special_tokens": False,
         "prompt_cache_key": "k",
         "stream_options": {},
+        "truncation_side": "left",
+        "session_id": "s",
+        "stream_interval": 4,
+        "return_token_offsets": False,
+        "thinking_token_budget": -1,
+        "structured_outputs": {
+            "disable_fallback": True,
+            "disable_additional_properties": True,
+            "whitespace_pattern": None,
+        },
     }
     assert sent({**A_CHAT, **harmless}) == {"messages": MESSAGES, "temperature": 1.0, "top_p": 1.0}
 
@@ -196,6 +208,12 @@ def test_any_model_name_is_taken_and_none_is_the_served_one():
         (CHAT, {"model": 5}, "model"),
         (CHAT, {"model": "\ud800"}, "model"),
         (COMPLETIONS, {"suffix": "end"}, "suffix"),
+        (CHAT, {"return_prompt_text": True}, "return_prompt_text"),
+        (CHAT, {"truncation_side": "right"}, "truncation_side"),
+        (CHAT, {"logprob_token_ids": [3]}, "logprob_token_ids"),
+        (CHAT, {"repetition_detection": {"min_count": 3}}, "repetition_detection"),
+        (CHAT, {"ec_transfer_params": {"a": 1}}, "ec_transfer_params"),
+        (CHAT, {"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs"),
         (COMPLETIONS, {"best_of": 17}, "best_of"),
         (COMPLETIONS, {"early_stopping": True}, "early_stopping"),
         (COMPLETIONS, {"echo": "yes"}, "echo"),

@@ -41,8 +41,16 @@ def test_with_a_head_each_pair_is_a_request_and_its_score_a_probability():
     backend = Scoring(num_labels=1)
     with running(backend) as gateway:
         answer = gateway.post("/rerank", {"query": "q", "documents": ["west", {"text": "east"}, "north"], "top_n": 2})
+        bare = gateway.post("/score", {"queries": "q", "documents": ["west", "east"], "use_activation": False})
+        assert [each["score"] for each in bare["data"]] == [-1, 2]
+        for others in (("data_1", "data_2"), ("queries", "items")):
+            same = gateway.post("/score", dict(zip(others, ("q", ["west", "east"]), strict=True)))
+            assert [each["score"] < 0.5 for each in same["data"]] == [True, False]
+        assert len(gateway.post("/rerank", {"query": "q", "documents": ["west", "east"], "top_n": 0})["results"]) == 2
         again = gateway.post("/v2/rerank", {"model": "m", "query": "q", "documents": ["west", "east"]})
         assert backend.num_probes == 1, "the model is asked once what it is"
+        gateway.post("/score", {"text_1": "q", "text_2": "east", "instruction": "i", "chat_template_kwargs": {"a": 1}})
+        assert backend.bodies[-1]["chat_template_kwargs"] == {"instruction": "i", "a": 1}
     asked = [(each["text"], each["text_pair"], each["pooling"]) for each in backend.bodies]
     assert sorted(asked[:3]) == [("q", "east", "score"), ("q", "north", "score"), ("q", "west", "score")]
     likely = 1 / (1 + np.exp(-np.array([2.0, 0, -1])))
@@ -65,7 +73,9 @@ def test_with_a_head_each_pair_is_a_request_and_its_score_a_probability():
         ("/rerank", {"documents": ["a"]}, "`query` must be a text"),
         ("/rerank", {"query": "a", "documents": []}, "`documents` must be a text or a list of texts"),
         ("/rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents"),
-        ("/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n"),
+        ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
+        ("/rerank", {"query": "a", "documents": ["b"], "instruction": "i"}, "`instruction` needs a model with a head"),
+        ("/rerank", {"query": "a", "documents": ["b"], "truncation_side": "right"}, "`truncation_side` is not supp"),
         ("/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": 9}, "`max_tokens_per_doc` is not supp"),
         ("/rerank", {"query": "a", "documents": ["b"], "return_document": True}, "did you mean `return_documents`"),
     ],

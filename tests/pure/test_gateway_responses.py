@@ -58,6 +58,8 @@ def test_thoughts_and_calls_are_items_of_their_own():
     assert (time.name, time.arguments) == ("time", "{}")
     assert weather.call_id.startswith("call_") and weather.call_id != time.call_id
     assert response.usage.output_tokens_details.reasoning_tokens == 2
+    silent = ask(FakeBackend(*THINKS), extra_body={"include_reasoning": False}).output
+    assert [each.type for each in silent] == ["message"]
     assert [each.name for each in ask(FakeBackend(*CALLS), tools=[WEATHER], parallel_tool_calls=False).output[1:]] == [
         "weather"
     ]
@@ -141,6 +143,17 @@ def test_fields_reach_the_model_as_those_of_a_chat_do():
     forced = sent(tools=[WEATHER, TIME], tool_choice={"type": "function", "name": "time"})
     assert '"time' in forced["guided_grammar"].replace("\\", "") and "weather" not in forced["guided_grammar"]
     assert "guided_grammar" in sent(tools=[WEATHER], tool_choice="required")
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "time"}]}
+    assert sent(tools=[WEATHER, TIME], tool_choice=allowed)["guided_grammar"] == forced["guided_grammar"]
+
+
+def test_the_tokens_of_an_input_can_be_counted():
+    backend = FakeBackend()
+    with running(backend) as gateway, openai_client(gateway, "/v1") as client:
+        counted = client.responses.input_tokens.count(model="m", input="Hi", instructions="Be brief.", tools=[WEATHER])
+        assert (counted.object, counted.input_tokens) == ("response.input_tokens", 0)  # the fake's template
+        status, answer = gateway.refused(f"{PATH}/input_tokens", {"input": 5})
+    assert (status, answer["error"]["param"]) == (400, "input")
 
 
 @pytest.mark.parametrize(
@@ -150,6 +163,8 @@ def test_fields_reach_the_model_as_those_of_a_chat_do():
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"previous_input_messages": [{}]}, "previous_input_messages"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"n": 2}, "n"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
