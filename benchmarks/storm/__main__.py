@@ -97,9 +97,9 @@ def print_table(report: dict[str, Any]) -> None:
     print("\n           processes   files in RUN_DIR   in /dev/shm")
     for when, left in report["left"].items():
         print(f"{when:11}{left['processes']:9}{left['files']:19}{left['shm']:14}")
-    print("\nmemory, MB    3rd quarter   4th   growth")
+    print("\na process, MB    before   after   growth")
     for kind, (before, after, grown) in report["memory_mb"].items():
-        print(f"{kind:14}{before:11.0f}{after:6.0f}{grown:9.1%}")
+        print(f"{kind:15}{before:8.0f}{after:8.0f}{grown:9.1%}")
     ready = report["ready"]
     print(f"\nGET ready  asked {ready['asked']}, not ready {ready['not']}, p50 {ready['p50_ms']:.1f} ms, ", end="")
     print(f"p99 {ready['p99_ms']:.1f} ms")
@@ -114,7 +114,9 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=10, help="seconds between two of these, about")
     parser.add_argument("--leave", type=float, default=0.15, help="share of the requests whose clients leave")
     parser.add_argument("--answers", type=int, default=200, help="of the oracle")
-    parser.add_argument("--max-growth", type=float, default=math.inf, help="of memory in the last quarter: 0.02 is 2%%")
+    parser.add_argument(
+        "--max-growth", type=float, default=math.inf, help="of the memory of processes as old: 0.02 is 2%%"
+    )
     parser.add_argument("--model", type=Path, default=DEMO_MODEL)
     parser.add_argument("--mp-num", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0, help="of the requests")

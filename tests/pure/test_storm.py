@@ -1,9 +1,12 @@
-"""The book of the storm's oracle: what counts as right, wrong and lost, and which disturbance is blamed for what."""
+"""The book of the storm's oracle: what counts as right, wrong and lost, who is blamed for what; and what a leak is."""
+
+import itertools
+import math
 
 import pytest
 
 from benchmarks.storm.ledger import PAUSE_S, Ledger, Part, Right
-from benchmarks.storm.watch import growth
+from benchmarks.storm.watch import Sample, growth
 
 RIGHT = Right((1, 2, 3), "abc", "length")
 FIRST, SECOND, LAST = Part("a", (1,), 0), Part("b", (2,), 1), Part("c", (3,), 2, "length")
@@ -134,6 +137,36 @@ def test_what_is_lost_or_wrong_is_broken_whatever_was_killed():
     assert ledger.report()["wrong"] == ["another token"]
 
 
-def test_growth_is_that_of_the_last_quarter():
-    assert growth([10, 50, 90, 90, 100, 100, 101, 103]) == (100, 102, pytest.approx(0.02))
-    assert growth([100]) == (100, 100, 0)
+def samples(ends, mb_of):
+    """Every two seconds, of a process that begins anew at each of `ends`. `mb_of`: of the second and its age."""
+    return [
+        Sample(at_s, at_s - began, mb_of(at_s, at_s - began))
+        for began, end in itertools.pairwise([-5, *ends])
+        for at_s in range(max(0, began + 1), end, 2)
+    ]
+
+
+NEVER, OFTEN = [400], [*range(8, 160, 8), *range(160, 401, 30)]  # the latter lives longer in the second half
+
+
+def warm_up(age_s):
+    return 60 + 20 * (1 - math.exp(-age_s / 10))
+
+
+@pytest.mark.parametrize("ends", [NEVER, OFTEN, [40, *NEVER], [150, *NEVER], [390, *NEVER]])
+def test_memory_grows_when_it_does_at_the_same_age_and_not_when_a_process_is_older_than_those_before(ends):
+    assert growth(samples(ends, lambda at_s, age_s: warm_up(age_s)))[2] == pytest.approx(0, abs=0.01)
+    _, _, left_behind = growth(samples(ends, lambda at_s, age_s: warm_up(age_s) + 0.05 * at_s))
+    assert left_behind > 0.04
+
+
+def test_one_leak_of_two_processes_shows_and_what_is_watched_too_shortly_has_not_grown():
+    steady, leaking = (samples(NEVER, lambda at_s, age_s, leak=leak: 80 + leak * age_s) for leak in (0, 0.05))
+    before, after, grown = growth(samples(OFTEN, lambda at_s, age_s: warm_up(age_s)) + leaking)
+    assert (before, after, grown) == (
+        pytest.approx(92.7, abs=0.2),
+        pytest.approx(97.7, abs=0.2),
+        pytest.approx(0.054, abs=0.002),
+    )
+    assert growth(steady) == (80, 80, 0)
+    assert growth([Sample(1.0, 0.5, 80.0)]) == (80, 80, 0)
