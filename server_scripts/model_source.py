@@ -14,9 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.dtypes import WEIGHT_DTYPES
 from engine.errors import ConfigError, SetupError
-from engine.models.formats import QUANTIZED
 from engine.settings.config import Config
 from server_scripts import logs
 from server_scripts.child import ROOT, without_secrets
@@ -109,6 +107,9 @@ def as_stored(quant: str | None, config: Config) -> tuple[str, str]:
     that ends in c8 asks for a KV cache of 8 bits, too."""
     if quant is None:
         return config.dtype, config.quant_type
+    from engine.dtypes import WEIGHT_DTYPES
+    from engine.models.formats import QUANTIZED  # with numpy, a tenth of a second of each start
+
     if quant in WEIGHT_DTYPES:
         return quant, "none"
     if quant.removesuffix("c8") in QUANTIZED:

@@ -7,7 +7,7 @@ import sys
 from dataclasses import astuple, fields
 from pathlib import Path
 
-from engine.exporting.manifest import CONFIG, MANIFEST
+from engine.exporting.files import CONFIG, MANIFEST
 from engine.settings.config import Config
 from server_scripts.child import ROOT
 from server_scripts.run_dir import RunDir, State

@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from engine.exporting.files import CONFIG, MANIFEST
 from engine.models.formats import QUANTIZED
 from engine.models.keys import ModelError, read_json
 from engine.models.kv_cache import CacheSpec
 
 GRAPH_VERSION = 5  # raised whenever the same checkpoint exports to another graph or manifest
-CONFIG, MANIFEST = "config.json", "manifest.json"
 DECODER = "decoder"  # the graph that makes tokens
 VERSION_KEY = "infer_model_graph_version"  # in config.json, of every version
 

@@ -332,7 +332,8 @@ def test_a_server_that_is_killed_during_its_start_is_named_with_the_signal(serve
 
 
 def test_nothing_with_threads_is_loaded_before_the_server_is_forked():
-    code = "import sys, server_scripts.start; print(sys.modules.keys() & {'numpy', 'grpc', 'zmq', 'huggingface_hub'})"
+    unwanted = "{'numpy', 'grpc', 'zmq', 'huggingface_hub'}"
+    code = f"import sys; from server_scripts import serve, start; print(sys.modules.keys() & {unwanted})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "set()\n"
 
