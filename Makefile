@@ -41,8 +41,11 @@ install: $(RUNTIME) $(OPS)  ## .venv with start_server, stop_server and run_batc
 test: quick  ## all tests, those that need nothing first
 	$(BIN)/python -m pytest tests --ignore tests/pure
 
+# Some wait for processes, so that half as many again as there are cores are busy. Python keeps what it has compiled:
+# each of them, and each process that they start, would do it again.
+test quick: export PYTHONDONTWRITEBYTECODE =
 quick: install $(TESTS)  ## the tests that need no server, on all cores
-	$(BIN)/python -m pytest tests/pure --numprocesses logical --maxprocesses 8 --dist worksteal
+	$(BIN)/python -m pytest tests/pure --numprocesses $$(($$(nproc) * 3 / 2)) --maxprocesses 8 --dist worksteal
 
 install-cuda: $(RUNTIME)  ## torch, for DEVICE=gpu; also where an image is built for machines with one
 	$(PIP) --no-build-isolation --editable .[cuda]

@@ -1,5 +1,6 @@
 """What every test shares. A test needs what its folder is named after."""
 
+import gc
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,9 @@ from tests.checkpoints import make_checkpoint
 def pytest_configure():
     # A shell starts background jobs with SIGINT ignored, and children inherit that: tests that send it would wait.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.set_threshold(
+        50_000, 20
+    )  # libraries and thousands of tests are no garbage, but are looked at whenever it is sought
 
 
 def pytest_collection_modifyitems(items):
