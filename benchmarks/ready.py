@@ -2,14 +2,15 @@
 
     python -m benchmarks.ready --streams 2000
 
-A server that only says yes is asked in turn with it: what that one takes is the wait for a core, its own and that of
-who asks. The last line is JSON.
+A server that only says yes is asked in turn with it, started as the clients are: what it takes is its wait for a core.
+Who asks stands for one on another machine: where it may, as root, it waits for none. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import http.server
 import json
 import multiprocessing
@@ -48,6 +49,8 @@ def say_yes(told: Connection) -> None:
 
 def ask(ports: dict[str, int], until_told: Connection) -> None:
     """Sends the milliseconds of each question to each port, and the number of noes."""
+    with contextlib.suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     taken_ms: dict[str, list[float]] = defaultdict(list)
     num_not_ready = 0
     while not until_told.poll(ASK_EVERY_S):

@@ -45,11 +45,11 @@ class Process:
             with contextlib.suppress(ProcessLookupError):  # it has ended just now
                 os.kill(self.pid, number)
 
-    def kill_session(self) -> None:
-        """With all that it has started, if it leads a session, as every process of the server does."""
+    def kill_group(self) -> None:
+        """With all that it has started, if it leads a group, as every process of the server does."""
         if self.is_alive:
             with contextlib.suppress(ProcessLookupError):
-                leads = os.getsid(self.pid) == self.pid
+                leads = os.getpgid(self.pid) == self.pid
                 (os.killpg if leads else os.kill)(self.pid, signal.SIGKILL)
 
 

@@ -147,7 +147,7 @@ def kill_all(state: State | None) -> list[Process]:
     recorded = (state.supervisor, *state.processes) if state else ()
     left = [process for process in recorded if process.is_alive and process.pid != os.getpid()]
     for process in left:
-        process.kill_session()
+        process.kill_group()
     deadline = time.monotonic() + KILL_S
     while any(process.is_alive for process in left) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -50,6 +51,15 @@ def test_a_crash_takes_what_the_child_has_started_with_it(tmp_path):
         helper = server.noted_pid("engine")
         server.wait_until_replaced("engine", server.kill("engine"))
         server.wait_until(lambda: not is_alive(helper))
+
+
+def test_children_lead_groups_for_signals_in_one_session_for_the_cores(tmp_path):
+    with fake_server(tmp_path, ALL) as server:
+        server.wait_until_ready()
+        pids = [server.pid_of(name) for name in ALL]
+        assert [os.getpgid(pid) for pid in pids] == pids
+        if sys.version_info >= (3, 11):
+            assert {os.getsid(pid) for pid in pids} == {os.getsid(server.process.pid)}
 
 
 def test_orphans_that_have_left_their_session_end_with_the_server(tmp_path):
