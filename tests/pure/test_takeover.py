@@ -33,6 +33,7 @@ def test_all_go_on_and_the_next_supervisor_makes_them_its_own(tmp_path):
             for name in ("engine", "gateway-0"):
                 second.wait_until_replaced(name, second.kill(name))
             second.wait_until_replaced("engine", second.kill("engine"))
+            second.wait_until(lambda: second.notes.count("engine started") == 3)  # before, it would note no end
             second.process.send_signal(signal.SIGTERM)
             assert second.process.wait(TIMEOUT_S) == 0
             ended = [line for line in second.notes if line.endswith("ended")]
