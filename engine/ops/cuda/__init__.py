@@ -5,7 +5,7 @@ of that language (TRITON_INTERPRET=1) also runs on the CPU. Activations have the
 bfloat16; sums are float32. Grids follow from shapes alone, never from values: every call can be part of a CUDA graph.
 """
 
-from engine.ops.cuda.attention import head_norm, paged_attention
+from engine.ops.cuda.attention import paged_attention
 from engine.ops.cuda.group import all_gather, all_reduce, all_reduce_add_rms_norm, of_first
 from engine.ops.cuda.lowbit import (
     gated_linear_a8w8,
@@ -17,6 +17,7 @@ from engine.ops.cuda.lowbit import (
     logits_int8,
 )
 from engine.ops.cuda.norms import add_rms_norm, rms_norm
+from engine.ops.cuda.placing import head_norm
 from engine.ops.cuda.pointwise import embedding, last_tokens_in, rotary_angles, swiglu
 from engine.ops.cuda.products import gated_linear, gather_rows, linear, logits
 

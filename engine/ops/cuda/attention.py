@@ -1,5 +1,5 @@
-"""Paged attention: rotation and cache write in one kernel, attention in a second, and where a request's blocks are
-shared out to several programs (split-KV), their sums in a third.
+"""Paged attention: rotation and cache write in one kernel (placing.py), attention in a second, and where a request's
+blocks are shared out to several programs (split-KV), their sums in a third.
 
 A program of the second kernel has up to ROWS rows: the query heads of one key/value head for TOKENS tokens of one
 request. Which request is found in `query_starts`, so that the grid follows from shapes alone. It goes through the
@@ -11,42 +11,23 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.dtypes import scale_bytes
-from engine.ops.cuda.int8_cache import key_scales, put, scales_at, value_scales
+from engine.ops.cuda.int8_cache import key_scales, scales_at, value_scales
 from engine.ops.cuda.launch import PDL, begin_next, wait_for_inputs
+from engine.ops.cuda.placing import HeadNorm, place_all, request_of, sizes_of
 
 MIN_ROWS = 16  # of a matrix product
 PREFILL_ROWS = 128
 MAX_TILE = 64  # positions
 DECODE = {"num_warps": 2, "num_stages": 3}  # of a program; stages: tiles that are read ahead
 PREFILL = {"num_warps": 8, "num_stages": 2, "maxnreg": 128}  # with 128 registers two of them run on an SM
-HEADS = 8  # that a program of `_place` writes
 PROGRAMS_PER_SM = 4  # of the decode kernel, that run at once
 MAX_SPLITS = 32
-
-
-@dataclass(frozen=True)
-class HeadNorm:
-    """Norms of query and key heads that are still to be done: `head_norm` as a part of `paged_attention`."""
-
-    qkv: Tensor
-    q_weight: Tensor
-    k_weight: Tensor
-    epsilon: float
-
-
-def head_norm(
-    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, *, num_heads: int, num_kv_heads: int, epsilon: float
-) -> HeadNorm:
-    """Is done by the op that its output goes to in every graph, `paged_attention`, which reads these heads anyway."""
-    return HeadNorm(qkv, q_weight, k_weight, epsilon)
 
 
 def paged_attention(
@@ -87,29 +68,6 @@ def paged_attention(
     return out, kv_cache
 
 
-def place_all(
-    qkv: Tensor | HeadNorm, cos_sin: Tensor, kv_cache: Tensor, where: tuple[Tensor, ...], num_heads: int
-) -> Tensor:
-    """Writes rotated keys, and values, into the cache; returns the rotated queries [T, Hq D]."""
-    norm, heads = (qkv, qkv.qkv) if isinstance(qkv, HeadNorm) else (None, qkv)
-    num_kv_heads, (block_size, head_dim) = kv_cache.shape[2], sizes_of(kv_cache)
-    query = heads.new_empty(len(heads), num_heads * head_dim)
-    grid = len(heads), triton.cdiv(num_heads + 2 * num_kv_heads, HEADS)
-    weights = (norm.q_weight, norm.k_weight) if norm else (cos_sin, cos_sin)
-    _place[grid](
-        heads, cos_sin, kv_cache, *where, query, *weights, norm.epsilon if norm else 0.0, len(where[1]),
-        where[2].shape[1], norm is not None, len(heads) == len(where[1]), num_heads, num_kv_heads, head_dim,
-        triton.next_power_of_2(head_dim), cos_sin.shape[1], block_size, HEADS, **PDL,
-    )  # fmt: skip
-    return query
-
-
-def sizes_of(kv_cache: Tensor) -> tuple[int, int]:
-    """Tokens of a block, elements of a key."""
-    block_size, stored = kv_cache.shape[3:]
-    return block_size, stored - scale_bytes(str(kv_cache.dtype).removeprefix("torch."))
-
-
 def _num_splits(num_programs: int, max_blocks: int) -> int:
     """So many that the device is busy; a power of two, so that few kernels are compiled."""
     room = PROGRAMS_PER_SM * num_sms() // num_programs
@@ -123,81 +81,6 @@ def num_sms() -> int:
 
 
 @triton.jit
-def request_of(query_starts, num_requests, index, TOKENS: tl.constexpr):
-    """The last request b with query_starts[b] // TOKENS + b <= index: whose tile of TOKENS tokens, counted with a spare
-    one for each request, has this number. With TOKENS = 0: whose token it is."""
-    low = 0
-    high = num_requests
-    while high - low > 1:
-        middle = (low + high) // 2
-        start = tl.load(query_starts + middle)
-        if TOKENS > 0:
-            start = start // TOKENS + middle
-        if start <= index:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-@triton.jit
-def _place(
-    qkv, cos_sin, cache, query_starts, context_lens, block_tables, query, q_weight, k_weight, epsilon,
-    num_requests, table_width,
-    HAS_NORM: tl.constexpr, ONE_EACH: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-):  # fmt: skip
-    """One token, HEADS of its Hq + 2 Hkv heads."""
-    begin_next()
-    wait_for_inputs()
-    token = tl.program_id(0)
-    if ONE_EACH:
-        request = token
-    else:
-        request = request_of(query_starts, num_requests, token, 0)
-    position = tl.load(context_lens + request) + token - tl.load(query_starts + request)
-    block = tl.load(block_tables + request * table_width + position // BLOCK_SIZE).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    d = tl.arange(0, PADDED_DIM)
-    is_in = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (d < HEAD_DIM)[None, :]
-    base = qkv + token.to(tl.int64) * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
-    x = tl.load(base + head[:, None] * HEAD_DIM + d[None, :], mask=is_in, other=0).to(tl.float32)
-    # By halves: element d < R/2 is turned with d + R/2, and back.
-    half: tl.constexpr = ROTARY_DIM // 2
-    is_rotated = (head < NUM_HEADS + NUM_KV_HEADS)[:, None] & (d < ROTARY_DIM)[None, :]
-    other = tl.where(d < half, d + half, d - half)
-    y = tl.load(base + head[:, None] * HEAD_DIM + other[None, :], mask=is_in & is_rotated, other=0).to(tl.float32)
-    if HAS_NORM:
-        is_query = (head < NUM_HEADS)[:, None]
-        is_normed = (head < NUM_HEADS + NUM_KV_HEADS)[:, None]
-        scale = 1 / tl.sqrt(tl.sum(x * x, 1) / HEAD_DIM + epsilon)[:, None]
-        own = tl.where(is_query, _row(q_weight, d, HEAD_DIM), _row(k_weight, d, HEAD_DIM))
-        others = tl.where(is_query, _row(q_weight, other, HEAD_DIM), _row(k_weight, other, HEAD_DIM))
-        x = tl.where(is_normed, x * scale * own, x)
-        y = y * scale * others
-    angles = cos_sin + token.to(tl.int64) * ROTARY_DIM + d % half
-    cos = tl.load(angles, mask=d < ROTARY_DIM, other=1)[None, :]
-    sin = tl.load(angles + half, mask=d < ROTARY_DIM, other=0)[None, :]
-    x = tl.where(is_rotated, x * cos + tl.where(d < half, -1.0, 1.0)[None, :] * y * sin, x)
-    to_query = query + token.to(tl.int64) * NUM_HEADS * HEAD_DIM + head[:, None] * HEAD_DIM + d[None, :]
-    tl.store(to_query, x, mask=is_in & (head < NUM_HEADS)[:, None])
-    # Keys, then values: in a block, too, the heads of the keys lie before those of the values.
-    row = (head - NUM_HEADS) * BLOCK_SIZE + position % BLOCK_SIZE
-    is_in = is_in & (head >= NUM_HEADS)[:, None]
-    if cache.dtype.element_ty == tl.int8:
-        put(cache, block, row, x, is_in, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-    else:
-        rows = cache + (block * 2 * NUM_KV_HEADS * BLOCK_SIZE + row)[:, None] * HEAD_DIM
-        tl.store(rows + d[None, :], x, mask=is_in)
-
-
-@triton.jit
-def _row(weight, d, HEAD_DIM: tl.constexpr):
-    return tl.load(weight + d, mask=(d >= 0) & (d < HEAD_DIM), other=0)[None, :]
-
-
-@triton.jit
 def _attend(
     query, cache, query_starts, context_lens, block_tables, out, num_requests, table_width, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
@@ -207,31 +90,17 @@ def _attend(
     """`scale` has the factor log2(e): powers are of two."""
     begin_next()
     wait_for_inputs()
-    kv_head, split = tl.program_id(1), tl.program_id(2)
-    if ONE_EACH:
-        request = tl.program_id(0)
-        first = request
-        count = 1
-        begin = 0
-    else:
-        # The longest come last in a batch and take longest: they begin first.
-        index = tl.num_programs(0) - 1 - tl.program_id(0)
-        request = request_of(query_starts, num_requests, index, TOKENS)
-        first = tl.load(query_starts + request)
-        count = tl.load(query_starts + request + 1) - first
-        begin = (index - first // TOKENS - request) * TOKENS  # of this tile, in the request
+    split = tl.program_id(2)
+    request, first, count, begin = tile_of_queries(query_starts, num_requests, TOKENS, ONE_EACH)
     if begin < count:
         context = tl.load(context_lens + request)
-        rows = tl.arange(0, ROWS)
+        end = context + tl.minimum(begin + TOKENS, count)
         d = tl.arange(0, PADDED_DIM)
-        token = begin + rows // GROUP
-        head = kv_head * GROUP + rows % GROUP
-        is_row = (rows < TOKENS * GROUP) & (token < count)
-        at = ((first + token).to(tl.int64) * NUM_KV_HEADS * GROUP + head) * HEAD_DIM
+        token, row, is_row = rows_of(first, begin, count, NUM_KV_HEADS, GROUP, ROWS, TOKENS)
+        position = context + token
+        at = row * HEAD_DIM
         is_in = is_row[:, None] & (d < HEAD_DIM)[None, :]
         q = tl.load(query + at[:, None] + d[None, :], mask=is_in, other=0)
-        position = context + token
-        end = context + tl.minimum(begin + TOKENS, count)
         num_tiles = tl.cdiv(end, TILE)
         each = tl.cdiv(num_tiles, SPLITS)
         start, stop = split * each, tl.minimum(split * each + each, num_tiles)
@@ -240,7 +109,7 @@ def _attend(
         total = tl.zeros([ROWS], tl.float32)
         sums = tl.zeros([ROWS, PADDED_DIM], tl.float32)
         table = block_tables + request * table_width
-        tiles = cache + kv_head * BLOCK_SIZE * HEAD_DIM
+        tiles = cache + tl.program_id(1) * BLOCK_SIZE * HEAD_DIM
         for tile in range(start, num_seen_by_all):
             m, total, sums = tile_of(
                 q, tiles, table, tile, position, end, scale, m, total, sums,
@@ -255,10 +124,36 @@ def _attend(
             tl.store(out + at[:, None] + d[None, :], sums / total[:, None], mask=is_in)
         else:
             width: tl.constexpr = HEAD_DIM + 2
-            row = (((first + token).to(tl.int64) * NUM_KV_HEADS * GROUP + head) * SPLITS + split) * width
-            tl.store(out + row[:, None] + d[None, :], sums, mask=is_in)
-            tl.store(out + row + HEAD_DIM, m, mask=is_row)
-            tl.store(out + row + HEAD_DIM + 1, total, mask=is_row)
+            to = out + (row * SPLITS + split) * width
+            tl.store(to[:, None] + d[None, :], sums, mask=is_in)
+            tl.store(to + HEAD_DIM, m, mask=is_row)
+            tl.store(to + HEAD_DIM + 1, total, mask=is_row)
+
+
+@triton.jit
+def tile_of_queries(query_starts, num_requests, TOKENS: tl.constexpr, ONE_EACH: tl.constexpr):
+    """This program's request, where its tokens begin and how many it has, and the first of TOKENS of these."""
+    if ONE_EACH:
+        return tl.program_id(0), tl.program_id(0), 1, 0
+    else:
+        # The longest come last in a batch and take longest: they begin first.
+        index = tl.num_programs(0) - 1 - tl.program_id(0)
+        request = request_of(query_starts, num_requests, index, TOKENS)
+        first = tl.load(query_starts + request)
+        count = tl.load(query_starts + request + 1) - first
+        return request, first, count, (index - first // TOKENS - request) * TOKENS
+
+
+@triton.jit
+def rows_of(
+    first, begin, count, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr
+):  # fmt: skip
+    """For each row its token in the request, its number among all heads of all tokens, and whether there is such."""
+    rows = tl.arange(0, ROWS)
+    token = begin + rows // GROUP
+    head = tl.program_id(1) * GROUP + rows % GROUP
+    row = (first + token).to(tl.int64) * NUM_KV_HEADS * GROUP + head
+    return token, row, (rows < TOKENS * GROUP) & (token < count)
 
 
 @triton.jit

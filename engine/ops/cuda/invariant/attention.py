@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.attention import MAX_TILE, HeadNorm, num_sms, place_all, request_of, sizes_of, tile_of
+from engine.ops.cuda.attention import MAX_TILE, num_sms, rows_of, tile_of, tile_of_queries
 from engine.ops.cuda.launch import PDL, begin_next, wait_for_inputs
+from engine.ops.cuda.placing import HeadNorm, place_all, sizes_of
 
 UNIT = 256  # positions
 ROWS = 64  # of a program's matrix products: those of Hopper's instruction
@@ -82,38 +83,23 @@ def _attend(
     """The query heads of one key/value head for TOKENS tokens of one request; of several splits some of the units."""
     begin_next()
     wait_for_inputs()
-    kv_head, split = tl.program_id(1), tl.program_id(2)
-    if ONE_EACH:
-        request = tl.program_id(0)
-        first = request
-        count = 1
-        begin = 0
-    else:
-        # The longest come last in a batch and take longest: they begin first.
-        index = tl.num_programs(0) - 1 - tl.program_id(0)
-        request = request_of(query_starts, num_requests, index, TOKENS)
-        first = tl.load(query_starts + request)
-        count = tl.load(query_starts + request + 1) - first
-        begin = (index - first // TOKENS - request) * TOKENS
+    split = tl.program_id(2)
+    request, first, count, begin = tile_of_queries(query_starts, num_requests, TOKENS, ONE_EACH)
     if begin < count:
         context = tl.load(context_lens + request)
-        rows = tl.arange(0, ROWS)
+        end = context + tl.minimum(begin + TOKENS, count)
         d = tl.arange(0, PADDED_DIM)
-        token = begin + rows // GROUP
-        head = kv_head * GROUP + rows % GROUP
-        is_row = (rows < TOKENS * GROUP) & (token < count)
-        row = (first + token).to(tl.int64) * NUM_KV_HEADS * GROUP + head
+        token, row, is_row = rows_of(first, begin, count, NUM_KV_HEADS, GROUP, ROWS, TOKENS)
+        position = context + token
         is_in = is_row[:, None] & (d < HEAD_DIM)[None, :]
         q = tl.load(query + row[:, None] * HEAD_DIM + d[None, :], mask=is_in, other=0)
-        position = context + token
-        end = context + tl.minimum(begin + TOKENS, count)
         each = tl.cdiv(tl.cdiv(end, UNIT), SPLITS)
         num_seen_by_all = (context + begin + 1) // TILE  # tiles
         all_m = tl.full([ROWS], -float("inf"), tl.float32)
         all_total = tl.zeros([ROWS], tl.float32)
         all_sums = tl.zeros([ROWS, PADDED_DIM], tl.float32)
         table = block_tables + request * table_width
-        tiles = cache + kv_head * BLOCK_SIZE * HEAD_DIM
+        tiles = cache + tl.program_id(1) * BLOCK_SIZE * HEAD_DIM
         for unit in range(split * each, tl.minimum(split * each + each, tl.cdiv(end, UNIT))):
             start = unit * (UNIT // TILE)
             stop = tl.minimum(start + UNIT // TILE, tl.cdiv(end, TILE))

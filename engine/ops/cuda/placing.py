@@ -1,0 +1,130 @@
+"""What comes before attention: norms of heads, rotation and the write into the paged cache, in one kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.dtypes import scale_bytes
+from engine.ops.cuda.int8_cache import put
+from engine.ops.cuda.launch import PDL, begin_next, wait_for_inputs
+
+HEADS = 8  # that a program writes
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """Norms of query and key heads that are still to be done: `head_norm` as a part of `paged_attention`."""
+
+    qkv: Tensor
+    q_weight: Tensor
+    k_weight: Tensor
+    epsilon: float
+
+
+def head_norm(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, *, num_heads: int, num_kv_heads: int, epsilon: float
+) -> HeadNorm:
+    """Is done by the op that its output goes to in every graph, `paged_attention`, which reads these heads anyway."""
+    return HeadNorm(qkv, q_weight, k_weight, epsilon)
+
+
+def place_all(
+    qkv: Tensor | HeadNorm, cos_sin: Tensor, kv_cache: Tensor, where: tuple[Tensor, ...], num_heads: int
+) -> Tensor:
+    """Writes rotated keys, and values, into the cache; returns the rotated queries [T, Hq D]."""
+    norm, heads = (qkv, qkv.qkv) if isinstance(qkv, HeadNorm) else (None, qkv)
+    num_kv_heads, (block_size, head_dim) = kv_cache.shape[2], sizes_of(kv_cache)
+    query = heads.new_empty(len(heads), num_heads * head_dim)
+    grid = len(heads), triton.cdiv(num_heads + 2 * num_kv_heads, HEADS)
+    weights = (norm.q_weight, norm.k_weight) if norm else (cos_sin, cos_sin)
+    _place[grid](
+        heads, cos_sin, kv_cache, *where, query, *weights, norm.epsilon if norm else 0.0, len(where[1]),
+        where[2].shape[1], norm is not None, len(heads) == len(where[1]), num_heads, num_kv_heads, head_dim,
+        triton.next_power_of_2(head_dim), cos_sin.shape[1], block_size, HEADS, **PDL,
+    )  # fmt: skip
+    return query
+
+
+def sizes_of(kv_cache: Tensor) -> tuple[int, int]:
+    """Tokens of a block, elements of a key."""
+    block_size, stored = kv_cache.shape[3:]
+    return block_size, stored - scale_bytes(str(kv_cache.dtype).removeprefix("torch."))
+
+
+@triton.jit
+def request_of(query_starts, num_requests, index, TOKENS: tl.constexpr):
+    """The last request b with query_starts[b] // TOKENS + b <= index: whose tile of TOKENS tokens, counted with a spare
+    one for each request, has this number. With TOKENS = 0: whose token it is."""
+    low = 0
+    high = num_requests
+    while high - low > 1:
+        middle = (low + high) // 2
+        start = tl.load(query_starts + middle)
+        if TOKENS > 0:
+            start = start // TOKENS + middle
+        if start <= index:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _place(
+    qkv, cos_sin, cache, query_starts, context_lens, block_tables, query, q_weight, k_weight, epsilon,
+    num_requests, table_width,
+    HAS_NORM: tl.constexpr, ONE_EACH: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+):  # fmt: skip
+    """One token, HEADS of its Hq + 2 Hkv heads."""
+    begin_next()
+    wait_for_inputs()
+    token = tl.program_id(0)
+    if ONE_EACH:
+        request = token
+    else:
+        request = request_of(query_starts, num_requests, token, 0)
+    position = tl.load(context_lens + request) + token - tl.load(query_starts + request)
+    block = tl.load(block_tables + request * table_width + position // BLOCK_SIZE).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    d = tl.arange(0, PADDED_DIM)
+    is_in = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (d < HEAD_DIM)[None, :]
+    base = qkv + token.to(tl.int64) * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+    x = tl.load(base + head[:, None] * HEAD_DIM + d[None, :], mask=is_in, other=0).to(tl.float32)
+    # By halves: element d < R/2 is turned with d + R/2, and back.
+    half: tl.constexpr = ROTARY_DIM // 2
+    is_rotated = (head < NUM_HEADS + NUM_KV_HEADS)[:, None] & (d < ROTARY_DIM)[None, :]
+    other = tl.where(d < half, d + half, d - half)
+    y = tl.load(base + head[:, None] * HEAD_DIM + other[None, :], mask=is_in & is_rotated, other=0).to(tl.float32)
+    if HAS_NORM:
+        is_query = (head < NUM_HEADS)[:, None]
+        is_normed = (head < NUM_HEADS + NUM_KV_HEADS)[:, None]
+        scale = 1 / tl.sqrt(tl.sum(x * x, 1) / HEAD_DIM + epsilon)[:, None]
+        own = tl.where(is_query, _row(q_weight, d, HEAD_DIM), _row(k_weight, d, HEAD_DIM))
+        others = tl.where(is_query, _row(q_weight, other, HEAD_DIM), _row(k_weight, other, HEAD_DIM))
+        x = tl.where(is_normed, x * scale * own, x)
+        y = y * scale * others
+    angles = cos_sin + token.to(tl.int64) * ROTARY_DIM + d % half
+    cos = tl.load(angles, mask=d < ROTARY_DIM, other=1)[None, :]
+    sin = tl.load(angles + half, mask=d < ROTARY_DIM, other=0)[None, :]
+    x = tl.where(is_rotated, x * cos + tl.where(d < half, -1.0, 1.0)[None, :] * y * sin, x)
+    to_query = query + token.to(tl.int64) * NUM_HEADS * HEAD_DIM + head[:, None] * HEAD_DIM + d[None, :]
+    tl.store(to_query, x, mask=is_in & (head < NUM_HEADS)[:, None])
+    # Keys, then values: in a block, too, the heads of the keys lie before those of the values.
+    row = (head - NUM_HEADS) * BLOCK_SIZE + position % BLOCK_SIZE
+    is_in = is_in & (head >= NUM_HEADS)[:, None]
+    if cache.dtype.element_ty == tl.int8:
+        put(cache, block, row, x, is_in, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    else:
+        rows = cache + (block * 2 * NUM_KV_HEADS * BLOCK_SIZE + row)[:, None] * HEAD_DIM
+        tl.store(rows + d[None, :], x, mask=is_in)
+
+
+@triton.jit
+def _row(weight, d, HEAD_DIM: tl.constexpr):
+    return tl.load(weight + d, mask=(d >= 0) & (d < HEAD_DIM), other=0)[None, :]
