@@ -34,8 +34,13 @@ def cut(rows: Rows, wanted: Tensor, *, by_count: bool) -> None:
 
 
 @triton.jit
-def _is_wanted(wanted, temperature, BY_COUNT: tl.constexpr):
-    return (temperature > 0) & (wanted > 0 if BY_COUNT else wanted < 1)
+def _row_of(temperatures, wanted, most, num_parts, BY_COUNT: tl.constexpr, PARTS: tl.constexpr):
+    """This program's row, its temperature, what it wants, its largest logit, and whether any of this matters."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature, share = tl.load(temperatures + row), tl.load(wanted + row)
+    largest = largest_of(most, row, num_parts, PARTS)
+    is_wanted = (temperature > 0) & (share > 0 if BY_COUNT else share < 1) & (largest > -float("inf"))
+    return row, temperature, share, largest, is_wanted
 
 
 @triton.jit
@@ -89,10 +94,9 @@ def _weigh_pivots(
     vocab, num_parts, BY_COUNT: tl.constexpr, PARTS: tl.constexpr, PIVOTS: tl.constexpr, ROUNDS: tl.constexpr,
     PART: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    temperature, share = tl.load(temperatures + row), tl.load(wanted + row)
-    largest = largest_of(most, row, num_parts, PARTS)
-    if _is_wanted(share, temperature, BY_COUNT) & (largest > -float("inf")):
+    part = tl.program_id(1)
+    row, temperature, share, largest, is_wanted = _row_of(temperatures, wanted, most, num_parts, BY_COUNT, PARTS)
+    if is_wanted:
         number = tl.arange(0, PIVOTS)
         if ROUND == 0:
             # Nearer and nearer to the largest: a row may be flat or steep.
@@ -129,10 +133,9 @@ def _gather(
     PART: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """The candidates of one part behind those of the parts before it."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    temperature, share = tl.load(temperatures + row), tl.load(wanted + row)
-    largest = largest_of(most, row, num_parts, PARTS)
-    if _is_wanted(share, temperature, BY_COUNT) & (largest > -float("inf")):
+    part = tl.program_id(1)
+    row, temperature, share, largest, is_wanted = _row_of(temperatures, wanted, most, num_parts, BY_COUNT, PARTS)
+    if is_wanted:
         first, last, pivot, _, _, _ = _bounds(
             row, share, floor, count, weight, pivots, counts, weights, num_parts,
             BY_COUNT, PARTS, PIVOTS, ROUNDS, ROUNDS - 1,
@@ -165,10 +168,8 @@ def _bisect(
 ):  # fmt: skip
     """With one token between the bounds it does not matter where between them the bound is; several are equal, to
     `low`."""
-    row = tl.program_id(0).to(tl.int64)
-    temperature, share = tl.load(temperatures + row), tl.load(wanted + row)
-    largest = largest_of(most, row, num_parts, PARTS)
-    if _is_wanted(share, temperature, BY_COUNT) & (largest > -float("inf")):
+    row, temperature, share, largest, is_wanted = _row_of(temperatures, wanted, most, num_parts, BY_COUNT, PARTS)
+    if is_wanted:
         first, last, pivot, counted, weighed, enough = _bounds(
             row, share, floor, count, weight, pivots, counts, weights, num_parts,
             BY_COUNT, PARTS, PIVOTS, ROUNDS, ROUNDS - 1,
