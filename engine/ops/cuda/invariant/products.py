@@ -31,13 +31,15 @@ FLOAT32 = Tile(64, 64, 32, 4, 2)
 NARROW, WIDE = 4224, 12288  # columns: how many tiles there are decides how large each may be
 # By the most rows they are for: tiles for few columns, for more, for many. As measured on an H200.
 TILES = {
-    16: (Tile(16, 32, 256, 4, 5, 16), Tile(16, 64, 128, 4, 5, 16), Tile(16, 64, 128, 4, 5, 16)),
+    16: (Tile(16, 16, 256, 4, 8, 16), Tile(16, 64, 128, 4, 5, 16), Tile(16, 64, 128, 4, 5, 16)),
     64: (Tile(64, 32, 128, 4, 7), Tile(64, 64, 128, 4, 5), Tile(64, 128, 64, 4, 5)),
     128: (Tile(64, 64, 128, 4, 5), Tile(128, 64, 64, 4, 5), Tile(128, 128, 64, 4, 4)),
     256: (Tile(64, 128, 64, 4, 5), Tile(128, 128, 64, 4, 4), Tile(256, 128, 64, 8, 3)),
     1024: (Tile(128, 128, 64, 4, 4),) * 3,
 }
+GATED = Tile(16, 64, 128, 4, 5)  # of either half, for FUSED rows
 LARGEST = Tile(256, 128, 64, 8, 3)
+FUSED = 16  # rows up to which the gate is part of the product
 LINE = 128  # bytes, of the L2 cache
 TOGETHER = 8  # tiles of rows that go over the same weights at a time
 
@@ -49,6 +51,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`linear`, then `swiglu`: [T, K], [2 F, K] -> [T, F]."""
+    if len(x) <= FUSED:
+        return _product(x, weight, bias, x.new_empty(len(x), len(weight) // 2), is_gated=True)
     return swiglu(linear(x, weight, bias))
 
 
@@ -67,18 +71,18 @@ def tile_for(num_rows: int, columns: int, dtype: torch.dtype) -> Tile:
     return LARGEST
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    (num_rows, width), columns = x.shape, len(weight)
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, is_gated: bool = False) -> Tensor:
+    (num_rows, width), columns = x.shape, out.shape[1]
     if num_rows:
-        tile = tile_for(num_rows, columns, x.dtype)
+        tile = GATED if is_gated and x.dtype == torch.bfloat16 else tile_for(num_rows, columns, x.dtype)
         is_copied = HAS_COPY_ENGINE and x.dtype == torch.bfloat16 and _is_aligned(x) and _is_aligned(weight)
         rows = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]) if is_copied else x
         weights = TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]) if is_copied else weight
         grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(columns, tile.columns),)
         _multiply[grid](
-            rows, weights, weight, x if bias is None else bias, out, num_rows, columns, width, bias is not None,
-            is_copied, width % tile.depth == 0, tile.rows, tile.columns, tile.depth, TOGETHER, tile.early,
-            LINE // x.element_size(), num_warps=tile.warps, num_stages=tile.stages, **PDL,
+            rows, weights, weight, x if bias is None else bias, out, num_rows, columns, width,
+            bias is not None, is_gated, is_copied, width % tile.depth == 0, tile.rows, tile.columns, tile.depth,
+            TOGETHER, tile.early, LINE // x.element_size(), num_warps=tile.warps, num_stages=tile.stages, **PDL,
         )  # fmt: skip
     return out
 
@@ -91,11 +95,12 @@ def _is_aligned(matrix: Tensor) -> bool:
 @triton.jit(do_not_specialize=["num_rows"])  # or one row would be another kernel
 def _multiply(
     x, tiles, weight, bias, out, num_rows, columns, width,
-    HAS_BIAS: tl.constexpr, IS_COPIED: tl.constexpr, IS_WHOLE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr, IS_COPIED: tl.constexpr, IS_WHOLE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TOGETHER: tl.constexpr, EARLY: tl.constexpr,
     LINE: tl.constexpr,
 ):  # fmt: skip
-    """ROWS x COLUMNS outputs. IS_COPIED: `x` and `tiles` are descriptors of tensors, else tensors. IS_WHOLE: DEPTH
+    """ROWS x COLUMNS outputs; gated: of the gate and of what it is for, whose weights follow all of the gate's, rounded
+    as if they were stored between. IS_COPIED: `x` and `tiles` are descriptors of tensors, else tensors. IS_WHOLE: DEPTH
     divides the width."""
     begin_next()
     # TOGETHER tiles of rows go over the columns side by side, so that weights and rows are found in the L2 cache.
@@ -107,24 +112,37 @@ def _multiply(
     m = first_row + tl.arange(0, ROWS)
     n = first_column + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
-    is_row, is_column = (m < num_rows)[:, None], (n < columns)[:, None]
+    is_row = (m < num_rows)[:, None]
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    up_sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    at_column = weight + tl.minimum(n, columns - 1).to(tl.int64)[:, None] * width
+    up = columns.to(tl.int64) * width
     if EARLY > 0:
-        early = tl.minimum(tl.arange(0, EARLY) * LINE, width - 1)
-        fetch_ahead(weight + tl.minimum(n, columns - 1).to(tl.int64)[:, None] * width + early[None, :])
+        early = tl.minimum(tl.arange(0, EARLY) * LINE, width - 1)[None, :]
+        fetch_ahead(at_column + early)
+        if IS_GATED:
+            fetch_ahead(at_column + up + early)
     wait_for_inputs()
     for start in range(0, width, DEPTH):
         if IS_COPIED:
             rows = x.load([first_row, start])
             weights = tiles.load([first_column, start])
+            up_weights = tiles.load([columns + first_column, start]) if IS_GATED else weights
         else:
             is_in = IS_WHOLE | (start + k < width)[None, :]
             at_row = m.to(tl.int64)[:, None] * width + start + k[None, :]
-            at_column = n.to(tl.int64)[:, None] * width + start + k[None, :]
             rows = tl.load(x + at_row, mask=is_row & is_in, other=0)
-            weights = tl.load(weight + at_column, mask=is_column & is_in, other=0)
+            weights = tl.load(at_column + start + k[None, :], mask=is_in, other=0)
+            up_weights = tl.load(at_column + up + start + k[None, :], mask=is_in, other=0) if IS_GATED else weights
         sums = tl.dot(rows, tl.trans(weights), sums, input_precision="ieee")
+        if IS_GATED:
+            up_sums = tl.dot(rows, tl.trans(up_weights), up_sums, input_precision="ieee")
     if HAS_BIAS:
         sums += tl.load(bias + n, mask=n < columns, other=0).to(tl.float32)[None, :]
+    if IS_GATED:
+        if HAS_BIAS:
+            up_sums += tl.load(bias + columns + n, mask=n < columns, other=0).to(tl.float32)[None, :]
+        sums = sums.to(out.dtype.element_ty).to(tl.float32)
+        sums = sums / (1 + tl.exp(-sums)) * up_sums.to(out.dtype.element_ty).to(tl.float32)
     is_out = is_row & (n < columns)[None, :]
     tl.store(out + m.to(tl.int64)[:, None] * columns + n[None, :], sums, mask=is_out)
