@@ -17,15 +17,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.int8_cache import key_scales, scales_at, value_scales
+from engine.ops.cuda.int8_cache import key_scales, numbers, scales_at, value_scales
 from engine.ops.cuda.launch import PDL, begin_next, wait_for_inputs
 from engine.ops.cuda.placing import HeadNorm, place_all, request_of, sizes_of
 
 MIN_ROWS = 16  # of a matrix product
-PREFILL_ROWS = 128
 MAX_TILE = 64  # positions
 DECODE = {"num_warps": 2, "num_stages": 3}  # of a program; stages: tiles that are read ahead
-PREFILL = {"num_warps": 8, "num_stages": 2, "maxnreg": 128}  # with 128 registers two of them run on an SM
+# Rows, positions, and how a program of so many runs. So many registers that several of them run on an SM.
+PREFILL = 128, MAX_TILE, {"num_warps": 8, "num_stages": 2, "maxnreg": 128}
+INT8_PREFILL = 64, MAX_TILE, {"num_warps": 4, "num_stages": 1, "maxnreg": 168}
 PROGRAMS_PER_SM = 4  # of the decode kernel, that run at once
 MAX_SPLITS = 32
 
@@ -50,7 +51,9 @@ def paged_attention(
     num_tokens, num_requests, group = len(query), len(context_lens), num_heads // num_kv_heads
     one_each = num_tokens == num_requests
     block_size, head_dim = sizes_of(kv_cache)
-    rows = triton.next_power_of_2(max(group, MIN_ROWS if one_each else PREFILL_ROWS))
+    many = INT8_PREFILL if kv_cache.dtype == torch.int8 else PREFILL
+    rows, most, options = (MIN_ROWS, MAX_TILE, DECODE) if one_each else many
+    rows = triton.next_power_of_2(max(group, rows))
     tokens = 1 if one_each else rows // group
     num_tiles = num_tokens if one_each else num_tokens // tokens + num_requests
     splits = _num_splits(num_tiles * num_kv_heads, block_tables.shape[1]) if one_each else 1
@@ -59,8 +62,8 @@ def paged_attention(
     _attend[grid](
         query, kv_cache, *where, out if splits == 1 else partial, num_requests, block_tables.shape[1],
         scale * math.log2(math.e), num_kv_heads, group, head_dim, max(16, triton.next_power_of_2(head_dim)), block_size,
-        min(block_size, MAX_TILE), rows, tokens, one_each, splits,
-        **(DECODE if one_each else PREFILL), **PDL,
+        min(block_size, most), rows, tokens, one_each, splits,
+        **options, **PDL,
     )  # fmt: skip
     if splits > 1:
         padded = triton.next_power_of_2(head_dim), triton.next_power_of_2(splits)
@@ -183,7 +186,7 @@ def tile_of(
     else:
         keys = tl.load(base + at, mask=(d < HEAD_DIM)[None, :], other=0)
         values = tl.load(base + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM + at, mask=(d < HEAD_DIM)[None, :], other=0)
-    scores = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="ieee")
+    scores = tl.dot(q, tl.trans(numbers(keys, q)), input_precision="ieee")
     if IS_INT8:
         scales = scales_at(tiles, block, tile * TILE % BLOCK_SIZE + n, seen < end, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
         scores = scores * key_scales(scales)[None, :]
@@ -197,7 +200,7 @@ def tile_of(
     if IS_INT8:
         weights = weights * value_scales(scales)[None, :]
     sums = sums * factor[:, None]
-    sums = tl.dot(weights.to(q.dtype), values.to(q.dtype), sums, input_precision="ieee")
+    sums = tl.dot(weights.to(q.dtype), numbers(values, q), sums, input_precision="ieee")
     return largest, total, sums
 
 

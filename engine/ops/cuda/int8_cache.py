@@ -9,7 +9,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.ops.cuda.lowbit_values import round_bf16, round_whole
+from engine.ops.cuda.lowbit_values import INTERPRETED, round_bf16, round_whole
+
+# Of four codes at a time. The low seven bits of a code in those of 128.0 in bf16 add up to 128 and them, of which 128,
+# or with the highest bit set 256, is taken: a conversion would go through float32 and take four times as long.
+CODES = tl.constexpr("""{
+.reg .b32 t, low, high;
+prmt.b32 t, $2, 0, 0x4140;
+lop3.b32 low, t, 0x007F007F, 0x43004300, 0xEA; lop3.b32 high, t, 0x00800080, 0x43004300, 0xEA;
+sub.rn.bf16x2 $0, low, high;
+prmt.b32 t, $2, 0, 0x4342;
+lop3.b32 low, t, 0x007F007F, 0x43004300, 0xEA; lop3.b32 high, t, 0x00800080, 0x43004300, 0xEA;
+sub.rn.bf16x2 $1, low, high;
+}""")
 
 
 @triton.jit
@@ -39,6 +51,15 @@ def scales_at(
     head = tl.program_id(1) * BLOCK_SIZE
     pairs = tiles - head * HEAD_DIM + block * 2 * NUM_KV_HEADS * BLOCK_SIZE * (HEAD_DIM + 2) + codes
     return tl.load(pairs.to(tl.pointer_type(tl.int32)) + head + position, mask=is_in, other=0)
+
+
+@triton.jit
+def numbers(codes, like):
+    """Keys or values in the type of queries."""
+    if INTERPRETED or codes.dtype != tl.int8 or like.dtype != tl.bfloat16:
+        return codes.to(like.dtype)
+    else:
+        return tl.inline_asm_elementwise(CODES, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
 
 
 @triton.jit
