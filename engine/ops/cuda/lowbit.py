@@ -15,18 +15,21 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.ops.cuda.launch import PDL
-from engine.ops.cuda.lowbit_kernels import add_up, few, many
+from engine.ops.cuda.lowbit_few import few
+from engine.ops.cuda.lowbit_kernels import add_up, many
 from engine.ops.cuda.lowbit_values import codes_of, unpack
 from engine.ops.cuda.pointwise import swiglu
 
 INTERPRETED = triton.knobs.runtime.interpret
 FEW = 16  # rows: the kernel for them shares out the columns of a tile to its warps
 MANY = 512  # above, weights are unpacked once for a product of cuBLAS
-PROGRAMS = 264  # of the kernel for more than few that an H100 runs at once
-NARROW = 5120  # columns: a program has to ask for more at a time
+PROGRAMS = 132  # of the kernel for more than few that an H100 runs at once; of small ones twice as many
+NARROW = 5120  # columns: a program for few rows has to ask for more at a time
+WIDE = 16384  # columns: large tiles pay
 ADDED = 1024  # numbers of a program that adds up shares
 MIN_BLOCKS = 4  # of columns, that are worth a program
 WORDS = 64  # of a row in a block of columns
+HALF = WORDS // 2
 
 
 class Packed(NamedTuple):
@@ -36,13 +39,23 @@ class Packed(NamedTuple):
 
 
 class Tile(NamedTuple):
+    """What a program of the kernel for more than few rows does."""
+
+    columns: int
+    rows: int
+    words: int  # of a column, at a time
+
+
+class FewTile(NamedTuple):
     """What a program of the kernel for few rows does at a time."""
 
     slices: int  # of the columns, which warps take by turns
     rows: int  # of weights
-    lines: int  # of each row, of 128 bytes, that it asks for before its inputs are there
     num_warps: int
     num_stages: int
+
+
+FEW_LINES = 16  # of 128 bytes, of each row of weights, that a program asks for before its inputs are there
 
 
 def pack_int8(weight: Tensor, scale: Tensor) -> Packed:
@@ -124,46 +137,49 @@ def _rounded(x: Tensor) -> Tensor:
     return rounded.float() if INTERPRETED else rounded
 
 
-def few_tile(columns: int, bits: int) -> Tile:
+def few_tile(columns: int, bits: int, *, is_gated: bool) -> FewTile:
     """As measured on an H200."""
     if columns <= NARROW:
-        return Tile(8, 16, 16, 8, 3) if bits == 4 else Tile(4, 16, 16, 4, 6)
-    return Tile(4, 16, 16, 4, 3 if bits == 4 else 4)
+        return FewTile(8, 16, 8, 3) if bits == 4 else FewTile(4, 16, 4, 6)
+    return FewTile(4, 16, 4, 3 if bits == 4 else 4)
 
 
-def many_tile(num_rows: int) -> tuple[int, int]:
-    """Rows of weights, rows of x."""
-    return 128, 32 if num_rows <= 32 else 64 if num_rows <= 64 else 128
+def many_tile(num_rows: int, columns: int, bits: int) -> Tile:
+    """As measured on an H200."""
+    if num_rows > 128 and columns >= WIDE:
+        return Tile(128, 256, HALF) if bits == 8 else Tile(256, 128, HALF)
+    return Tile(128, 32 if num_rows <= 32 else 64 if num_rows <= 64 else 128, WORDS)
 
 
-def num_splits(num_programs: int, num_blocks: int) -> int:
+def num_splits(num_rows: int, num_programs: int, num_blocks: int, bits: int) -> int:
     """Shares of the columns, so that the device is busy; a power of two, so that few kernels are compiled."""
-    return 1 << max(1, min(PROGRAMS // num_programs, num_blocks // MIN_BLOCKS, 8)).bit_length() - 1
+    room = PROGRAMS * (1 + (bits == 8 and num_rows <= 64)) // num_programs
+    return 1 << max(1, min(room, num_blocks // MIN_BLOCKS, 8)).bit_length() - 1
 
 
 def _launch(given: tuple[Tensor, Tensor], weight: Packed, bias: Tensor | None, out: Tensor, *, is_gated: bool) -> None:
     (x, x_scale), (words, scale, zero) = given, weight
     num_rows, columns = out.shape
-    bits = 4 if scale.dtype == torch.int64 else 8
-    kind = bits, words.dtype == torch.int8, zero is not None, bias is not None
+    bits, is_whole = 4 if scale.dtype == torch.int64 else 8, words.dtype == torch.int8
+    kind = bits, is_whole, zero is not None, bias is not None
     inputs = x, x_scale, words, scale, scale if zero is None else zero, scale if bias is None else bias, out
     sizes = num_rows, columns, x.shape[1], words.shape[1]
     if num_rows <= FEW:
-        tile = few_tile(columns, bits)
-        is_even = words[0].numel() * (16 // bits if words.dtype == torch.int16 else 1) == x.shape[1]
-        is_even = is_even and words.shape[1] % tile.slices == 0
-        few[(triton.cdiv(columns, tile.rows),)](
-            *inputs, *sizes, *kind, is_gated, is_even, tile.slices, tile.rows, 8 if num_rows <= 8 else 16, tile.lines,
+        tile = few_tile(columns, bits, is_gated=is_gated)
+        is_even = words[0].numel() * (1 if is_whole else 16 // bits) == x.shape[1] and words.shape[1] % tile.slices == 0
+        few[(triton.cdiv(columns, tile.rows // (1 + is_gated)),)](
+            *inputs, *sizes, *kind, is_gated, is_even, tile.slices, tile.rows, 8 if num_rows <= 8 else 16, FEW_LINES,
             num_warps=tile.num_warps, num_stages=tile.num_stages, **PDL,
         )  # fmt: skip
-    else:
-        block_n, block_m = many_tile(num_rows)
-        down, across = triton.cdiv(num_rows, block_m), triton.cdiv(columns, block_n)
-        splits = num_splits(down * across, words.shape[1])
-        sums = out if splits == 1 else out.new_empty(splits, num_rows, columns, dtype=torch.float32)
-        num_stages = 3 if zero is None or block_m < 128 else 2  # an SM has no room for more
-        many[(down, across, splits)](
-            *inputs[:-1], sums, *sizes, *kind, block_n, block_m, splits, num_warps=8, num_stages=num_stages, **PDL
-        )
-        if splits > 1:
-            add_up[(triton.cdiv(out.numel(), ADDED),)](sums, out, out.numel(), splits, ADDED, **PDL)
+        return
+    large = many_tile(num_rows, columns, bits)
+    down, across = triton.cdiv(num_rows, large.rows), triton.cdiv(columns, large.columns)
+    splits = num_splits(num_rows, down * across, words.shape[1], bits)
+    sums = out if splits == 1 else out.new_empty(splits, num_rows, columns, dtype=torch.float32)
+    num_stages = 3 if zero is None or large.rows < 128 else 2  # an SM has no room for more
+    many[(down, across, splits)](
+        *inputs[:-1], sums, *sizes, *kind, large.columns, large.rows, splits, large.words * (1 + is_whole),
+        num_warps=8, num_stages=num_stages, **PDL,
+    )  # fmt: skip
+    if splits > 1:
+        add_up[(triton.cdiv(out.numel(), ADDED),)](sums, out, out.numel(), splits, ADDED, **PDL)

@@ -7,18 +7,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.launch import PDL, begin_next, fetch_ahead, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, wait_for_inputs
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-# Of two words at a time. A code in the low bits of 128.0 in bf16 adds up to 128 + code.
-NIBBLES = tl.constexpr("""{
-.reg .b32 t;
-lop3.b32 $0, $4, 0x000F000F, 0x43004300, 0xEA;
-shr.u32 t, $4, 4; lop3.b32 $1, t, 0x000F000F, 0x43004300, 0xEA;
-shr.u32 t, $4, 8; lop3.b32 $2, t, 0x000F000F, 0x43004300, 0xEA;
-shr.u32 t, $4, 12; lop3.b32 $3, t, 0x000F000F, 0x43004300, 0xEA;
-}""")
-# The same with the lower seven bits, of which 128, or with the highest bit set 256, is taken.
+
+
+def _nibbles(has_zero: bool) -> str:
+    """Instructions that make weights of two words at a time: a code in the low bits of 128.0 in bf16 adds up to 128 +
+    code. All in one, for what is calculated between the instructions of the tensor cores makes them wait."""
+    lines = ["{", ".reg .b32 t, origin;", "mov.b32 origin, 0x43084308;"]
+    for part in range(4):
+        lines.append(f"shr.b32 t, $4, {4 * part}; lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA;")
+        lines.append("sub.rn.bf16x2 t, t, origin;" + f" sub.rn.bf16x2 t, t, ${9 + part};" * has_zero)
+        lines.append(f"mul.rn.bf16x2 ${part}, t, ${5 + part};")
+    return "\n".join(lines) + "\n}"
+
+
+NIBBLES, NIBBLES_LESS_ZEROS = tl.constexpr(_nibbles(False)), tl.constexpr(_nibbles(True))
+# Of codes of 8 bits the lower seven, of which 128, or with the highest bit set 256, is taken.
 BYTES = tl.constexpr("""{
 .reg .b32 t, low, high;
 lop3.b32 low, $2, 0x007F007F, 0x43004300, 0xEA; lop3.b32 high, $2, 0x00800080, 0x43004300, 0xEA;
@@ -31,91 +37,81 @@ UNPACKED = 32  # rows that a program unpacks
 
 
 @triton.jit
-def prefetch(words, row, num_blocks, LINES: tl.constexpr):
-    """The first LINES blocks of these rows on their way into the L2 cache."""
-    line = tl.minimum(tl.arange(0, LINES), num_blocks - 1)
-    num_words: tl.constexpr = 128 // (words.dtype.element_ty.primitive_bitwidth // 8)  # of a block
-    fetch_ahead(words + (row[:, None] * num_blocks + line[None, :]) * num_words)
-
-
-@triton.jit
-def codes(words, BITS: tl.constexpr, IS_WHOLE: tl.constexpr):
-    """A tuple: of each part of the words its codes, those of 4 bits and 128."""
+def finished(sums, x_scale, scale, bias, m, n, num_rows, BITS: tl.constexpr, IS_WHOLE: tl.constexpr, has_bias):
+    """With the scales of its rows and columns, and the bias."""
+    y = sums.to(tl.float32)
     if IS_WHOLE:
-        return (words,)
-    elif BITS == 8:
-        return _bytes(words)
-    else:
-        return _nibbles(words)
-
-
-@triton.jit
-def scales_at(scale, zero, at, BITS: tl.constexpr, HAS_ZERO: tl.constexpr):
-    scales = tl.load(scale + at) if BITS == 4 else at
-    return scales, tl.load(zero + at) if HAS_ZERO else scales
-
-
-@triton.jit
-def scaled(sums, totals, scales, zeros, PART: tl.constexpr, HAS_ZERO: tl.constexpr):
-    """Of sums of x by 128 + code, and of x: those of x by weights."""
-    origin = 136 + _bf16_at(zeros, 16 * PART).to(tl.float32)[:, :, None] if HAS_ZERO else 136.0
-    return (sums - totals * origin) * _bf16_at(scales, 16 * PART).to(tl.float32)[:, :, None]
-
-
-@triton.jit
-def weights_of(words, scale, zero, at, BITS: tl.constexpr, IS_WHOLE: tl.constexpr, HAS_ZERO: tl.constexpr):
-    """A tuple, for each part of the words what to multiply with. `at`: of their scales."""
+        y = y * tl.load(x_scale + m, mask=m < num_rows, other=0)
     if BITS == 8:
-        return codes(words, BITS, IS_WHOLE)
-    else:
-        scales, zeros = scales_at(scale, zero, at, BITS, HAS_ZERO)
-        parts = _nibbles(words)
-        return (
-            _rounded(parts[0], scales, zeros, 0, HAS_ZERO),
-            _rounded(parts[1], scales, zeros, 16, HAS_ZERO),
-            _rounded(parts[2], scales, zeros, 32, HAS_ZERO),
-            _rounded(parts[3], scales, zeros, 48, HAS_ZERO),
-        )
+        y = y * tl.load(scale + n)
+    if has_bias:
+        y += tl.load(bias + n).to(tl.float32)
+    return y
 
 
 @triton.jit
-def _bytes(words):
+def weights_of(
+    words, scale, zero, block, row, columns, BITS: tl.constexpr, IS_WHOLE: tl.constexpr, HAS_ZERO: tl.constexpr
+):  # fmt: skip
+    """[rows, columns of a block] to multiply with."""
+    if IS_WHOLE:
+        return words
+    elif BITS == 8:
+        parts = tl.join(*bytes_of(words))
+        return tl.reshape(tl.permute(parts, (0, 2, 1)), (words.shape[0], 2 * words.shape[1]))
+    else:
+        at = (block * columns + row)[:, None]
+        scales = tl.load(scale + at)
+        zeros = tl.load(zero + at) if HAS_ZERO else scales
+        if INTERPRETED:
+            parts = (
+                _weights(words, scales, zeros, 0, HAS_ZERO),
+                _weights(words, scales, zeros, 1, HAS_ZERO),
+                _weights(words, scales, zeros, 2, HAS_ZERO),
+                _weights(words, scales, zeros, 3, HAS_ZERO),
+            )
+        elif HAS_ZERO:
+            parts = tl.inline_asm_elementwise(
+                NIBBLES_LESS_ZEROS, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r", (words,) + _four(scales) + _four(zeros),
+                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+            )  # fmt: skip
+        else:
+            parts = tl.inline_asm_elementwise(
+                NIBBLES, "=r,=r,=r,=r,r,r,r,r,r", (words,) + _four(scales),
+                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+            )  # fmt: skip
+        # Put together by naming registers anew: a dot for each would wait for the one before.
+        both = tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
+        return tl.reshape(tl.permute(both, (0, 2, 3, 1)), (words.shape[0], 4 * words.shape[1]))
+
+
+@triton.jit
+def _four(four):
+    return four.to(tl.int16), (four >> 16).to(tl.int16), (four >> 32).to(tl.int16), (four >> 48).to(tl.int16)
+
+
+@triton.jit
+def number(four, PART: tl.constexpr):
+    """One of the four bf16 in 64 bits, as float32."""
+    return (four >> 16 * PART).to(tl.int16).to(tl.bfloat16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _weights(words, scales, zeros, PART: tl.constexpr, HAS_ZERO: tl.constexpr):
+    values = (((words >> 4 * PART) & 15) - 8).to(tl.float32)
+    if HAS_ZERO:
+        values -= number(zeros, PART)
+    return round_bf16(values * number(scales, PART))
+
+
+@triton.jit
+def bytes_of(words):
     if INTERPRETED:
         return ((words << 8) >> 8).to(tl.float32), (words >> 8).to(tl.float32)
     else:
         return tl.inline_asm_elementwise(
             BYTES, "=r,=r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
         )
-
-
-@triton.jit
-def _nibbles(words):
-    if INTERPRETED:
-        return (
-            ((words & 15) + 128).to(tl.float32),
-            (((words >> 4) & 15) + 128).to(tl.float32),
-            (((words >> 8) & 15) + 128).to(tl.float32),
-            (((words >> 12) & 15) + 128).to(tl.float32),
-        )
-    else:
-        return tl.inline_asm_elementwise(
-            NIBBLES, "=r,=r,=r,=r,r", [words], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True, pack=2,
-        )  # fmt: skip
-
-
-@triton.jit
-def _rounded(codes, scales, zeros, SHIFT: tl.constexpr, HAS_ZERO: tl.constexpr):
-    codes = codes - 136
-    if HAS_ZERO:
-        codes = codes - tl.expand_dims(_bf16_at(zeros, SHIFT), -1)
-    return round_bf16(codes * tl.expand_dims(_bf16_at(scales, SHIFT), -1))
-
-
-@triton.jit
-def _bf16_at(four, SHIFT: tl.constexpr):
-    number = (four >> SHIFT).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return number.to(tl.float32) if INTERPRETED else number
 
 
 @triton.jit
@@ -193,10 +189,9 @@ def _unpack(
     block = tl.program_id(1)
     i = tl.arange(0, 64)[None, :]
     tile = tl.load(words + (row * tl.num_programs(1) + block)[:, None] * 64 + i)
-    own = weights_of(tile, scale, zero, block * num_rows + row, BITS, False, HAS_ZERO)
-    for part in tl.static_range(16 // BITS):
-        k = (block * (16 // BITS) + part) * 64 + i
-        values = own[part].to(tl.float32)
-        if BITS == 8:
-            values = values * tl.load(scale + row)[:, None]
-        tl.store(out + row[:, None] * width + k, values, mask=is_row & (k < width))
+    own = weights_of(tile, scale, zero, block, row, num_rows, BITS, False, HAS_ZERO)
+    k = block * (1024 // BITS) + tl.arange(0, 1024 // BITS)[None, :]
+    values = own.to(tl.float32)
+    if BITS == 8:
+        values = values * tl.load(scale + row)[:, None]
+    tl.store(out + row[:, None] * width + k, values, mask=is_row & (k < width))
