@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 
 WEIGHT_DTYPES = ("float32", "bfloat16")  # of an exported model's matrices and KV cache
-
-
+FP8_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)  # of the bytes of e4m3
+FP8_BLOCK = 128  # columns that share a scale, where a row of 8-bit floats has several
 # Of numbers with 4 bits: how many have a scale of their own, and what the number of them in a row is a multiple of.
 CODES_PER_SCALE, CODES_ALIGNED = 64, 128
 
@@ -37,3 +37,9 @@ def from_bf16(bits: np.ndarray) -> np.ndarray:
 
 def as_f32(array: np.ndarray) -> np.ndarray:
     return from_bf16(array) if array.dtype == np.uint16 else array
+
+
+def from_fp8(numbers: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """float32 of 8-bit floats u8 [N, K] with scales f32 [N, 1], or [N, K / 128] for as many columns each."""
+    each = scale if scale.shape[1] == 1 else np.repeat(scale, FP8_BLOCK, axis=1)[:, : numbers.shape[1]]
+    return FP8_VALUES[numbers] * each

@@ -19,6 +19,7 @@ from engine.executors import make_executor
 from engine.executors.memory import allocate_cache
 from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions
+from engine.exporting.kept import with_kept
 from engine.exporting.manifest import Manifest, is_exported
 from engine.serving.answer import OpenAnswer
 from engine.serving.prompt import Prompt, PromptReader
@@ -84,6 +85,7 @@ class LLM:
                 load_format=config.load_format,
                 hf_overrides=config.hf_overrides,
             )
+            options = with_kept(graph_dir, options, config)
             graph_dir = export_cached(graph_dir, Path(config.export_cache_dir).expanduser(), options)
         self.tokenizer = Tokenizer.load(graph_dir)
         executor = make_executor(graph_dir, config)

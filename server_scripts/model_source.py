@@ -120,6 +120,7 @@ def as_stored(quant: str | None, config: Config) -> tuple[str, str]:
 def export(checkpoint_dir: Path, cache_dir: Path, quant: str | None = None) -> Path:
     from engine.exporting.cache import export_cached
     from engine.exporting.export import ExportOptions
+    from engine.exporting.kept import with_kept
     from engine.exporting.manifest import is_exported
 
     config = Config.from_env()
@@ -137,6 +138,7 @@ def export(checkpoint_dir: Path, cache_dir: Path, quant: str | None = None) -> P
         load_format=config.load_format,
         hf_overrides=config.hf_overrides,
     )
+    options = with_kept(checkpoint_dir, options, config)
     return export_cached(checkpoint_dir, cache_dir, options, lambda step: print("step", step, flush=True))
 
 

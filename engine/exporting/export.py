@@ -113,6 +113,8 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
     weight_format = _weight_format(dtype, options.quant_type, checkpoint.quantization if checkpoint else None)
     int8_cache = options.int8_cache or keys.get("infer_model_cachekv_int8_type") is not None
     first = Shard(weight_format, dtype, options.block_size, 0, options.num_ranks, int8_cache)
+    if checkpoint:
+        first = replace(first, plain=checkpoint.plain(weights_of(model.network(first)).values()))
     shards = [replace(first, rank=rank) for rank in ranks]
     if checkpoint:
         ignored = {head.TENSOR} | ({LM_HEAD} if model.tied_embeddings else set())

@@ -4,15 +4,15 @@ model."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import ml_dtypes  # noqa: F401 - lets numpy, and with it safetensors, know bfloat16
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from engine.models.formats import Format
-from engine.models.fp8 import fp8_bytes, with_fp8
+from engine.models.formats import Format, Fp8
+from engine.models.fp8 import Scaled, fp8_bytes, stacked, with_fp8
 from engine.models.keys import ModelError, read_json
 from engine.models.quantization import Quantization
 from engine.models.stored import Stored
@@ -79,8 +79,20 @@ class Checkpoint:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             raise ModelError(f"the checkpoint has tensor {left[0]}{more}, for which this model type has no place")
 
+    def plain(self, weights: Iterable[Weight]) -> frozenset[str]:
+        """The tensors among those of 8-bit floats that are none. Empty where none is one: then it was not their maker
+        who chose."""
+        names = {part.tensor for weight in weights if isinstance(weight.format, Fp8) for part in weight.parts}
+        plain = frozenset(name for name in names if not isinstance(self._find(name), Scaled))
+        return plain if plain != names else frozenset()
+
     def stored(self, weight: Weight) -> tuple[np.ndarray, ...]:
         """The arrays that a rank's graph has of a weight, in its format."""
+        if isinstance(weight.format, Fp8):
+            found = [(self._find(part.tensor), part) for part in weight.parts]
+            shares = [tensor.share(*part.axes) for tensor, part in found if isinstance(tensor, Scaled)]
+            if len(shares) == len(found):
+                return stacked(shares)
         if not any(self._codes_of(part.tensor) for part in weight.parts):
             return weight.format.store(self.read(weight))
         parts = [self._stored(part, weight.format) for part in weight.parts]

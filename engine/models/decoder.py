@@ -133,7 +133,7 @@ class Decoder:
             embedding=embedding,
             layers=tuple(layer(Place(shard, i)) for i in range(config.num_layers)),
             norm=Norm.of(top, "norm", config.hidden_size, config.rms_norm_eps),
-            head=Head.of(embedding, config.tied_embeddings, head_format(shard.format)),
+            head=Head.of(embedding, config.tied_embeddings, head_format(shard.format, shard.dtype)),
         )
 
     def __call__(self, run: Run) -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from engine.dtypes import WEIGHT_DTYPES, to_bf16
-from engine.models.quantize import Codes, to_int4, to_int8
+from engine.models.quantize import Codes, to_fp8, to_int4, to_int8
 
 
 class Format(Protocol):
@@ -116,12 +116,33 @@ class Int4:
         return ops.linear_int4(x, weight, scale, zero[0] if zero else None, bias)
 
 
+@dataclass(frozen=True)
+class Fp8:
+    """A byte an element, a float (e4m3), and a scale a row, or of checkpoints that have it, one for 128 elements."""
+
+    name: str
+    read_as = "float32"
+
+    def parameters(self, name: str) -> tuple[str, ...]:
+        return (name, f"{name}_scale")
+
+    def store(self, matrix: np.ndarray) -> tuple[np.ndarray, ...]:
+        return to_fp8(matrix)
+
+    def adopt(self, codes: Codes) -> tuple[np.ndarray, ...]:
+        return self.store(codes.values())
+
+    def linear(self, ops: Any, x: Any, stored: Sequence[Any], bias: Any | None) -> Any:
+        return ops.linear_fp8(x, *stored, bias)
+
+
 FLOAT32: Format = Dense("float32")
 WEIGHT_ONLY_INT8: Format = Int8("weight_only_int8", "linear_int8")
 QUANTIZED: dict[str, Format] = {
     "weight_only_int8": WEIGHT_ONLY_INT8,
     "weight_only_int4": Int4("weight_only_int4"),
     "a8w8": Int8("a8w8", "linear_a8w8"),
+    "weight_only_fp8": Fp8("weight_only_fp8"),
 }
 FORMATS: dict[str, Format] = {name: Dense(name) for name in WEIGHT_DTYPES} | QUANTIZED
 
@@ -130,6 +151,9 @@ def with_zero(format: Format) -> Format:
     return replace(format, has_zero=True) if isinstance(format, Int4) else format
 
 
-def head_format(format: Format) -> Format:
-    """Of the matrix that makes the logits: 8 bits where the others have fewer, as errors there are seen at once."""
+def head_format(format: Format, dtype: str) -> Format:
+    """Of the matrix that makes the logits: 8 bits where the others have fewer, as errors there are seen at once, and
+    the dtype of tables beside 8-bit floats, whose makers leave it so."""
+    if isinstance(format, Fp8):
+        return FORMATS[dtype]
     return WEIGHT_ONLY_INT8 if format.name in QUANTIZED else format

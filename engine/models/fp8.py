@@ -1,23 +1,22 @@
-"""Matrices of 8-bit floats (e4m3) with their scales, as the numbers they stand for: no CPU multiplies with them, and
-what the graph stores instead is for the export to decide. Knows names of tensors and safetensors files, no model."""
+"""Matrices of 8-bit floats (e4m3) with their scales: as the numbers they stand for, since no CPU multiplies with them,
+or as they are. Knows names of tensors and safetensors files, no model."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
+from engine.dtypes import FP8_BLOCK, FP8_VALUES
 from engine.models.keys import ModelError
 from engine.models.stored import Stored, slices
+from engine.models.weights import Share
 
 FP8 = "F8_E4M3"  # as safetensors spells it, which cannot give it to numpy
-BLOCK = 128  # rows and columns that share a scale, where neither a row nor all do
-VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 SCALES = ("_scale", "_scale_inv")  # both are multiplied with
 NOT_NEEDED = (".input_scale", ".input_scale_ub", ".input_zero_point")  # activations are not rounded
 
@@ -55,7 +54,29 @@ class Scaled:
     def __getitem__(self, key: Any) -> np.ndarray:
         keys = slices(key, self.numbers.shape)
         rows, columns = (np.arange(k.start, k.stop) // side for k, side in zip(keys, self.sides, strict=True))
-        return VALUES[self.numbers[keys]] * self.scale[rows[:, None], columns]
+        return FP8_VALUES[self.numbers[keys]] * self.scale[rows[:, None], columns]
+
+    def share(self, rows: Share, columns: Share) -> tuple[np.ndarray, np.ndarray]:
+        """What `linear_fp8` wants of a rank's part: u8 [N, K] and f32 [N, 1 or K / 128], filled up with zeros."""
+        numbers = np.zeros((rows.size, columns.size), np.uint8)
+        numbers[: rows.stop - rows.start, : columns.stop - columns.start] = self.numbers[
+            rows.start : rows.stop, columns.start : columns.stop
+        ]
+        first, last = (column // self.sides[1] for column in (columns.start, max(columns.stop, columns.start + 1) - 1))
+        if first != last and columns.start % FP8_BLOCK:
+            raise ModelError(f"columns from {columns.start} on do not begin a block of {FP8_BLOCK}")
+        num_groups = 1 if first == last else -(-columns.size // FP8_BLOCK)
+        scale = np.zeros((rows.size, num_groups), np.float32)
+        of_rows = self.scale[np.arange(rows.start, rows.stop) // self.sides[0], first : last + 1]
+        scale[: len(of_rows), : of_rows.shape[1]] = of_rows
+        return numbers, scale
+
+
+def stacked(shares: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Of several matrices that are one in the graph."""
+    num_groups = max(scale.shape[1] for _, scale in shares)
+    scales = [np.broadcast_to(scale, (len(scale), num_groups)) for _, scale in shares]
+    return np.concatenate([numbers for numbers, _ in shares]), np.concatenate(scales)
 
 
 def fp8_bytes(path: Path) -> dict[str, Stored]:
@@ -87,11 +108,11 @@ def with_fp8(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
 
 def _scaled(name: str, numbers: np.ndarray, scale: np.ndarray) -> Scaled:
     rows, columns = numbers.shape
-    blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
-    for shape, sides in (((1, 1), (rows, columns)), ((rows, 1), (1, columns)), (blocks, (BLOCK, BLOCK))):
+    blocks = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+    for shape, sides in (((1, 1), (rows, columns)), ((rows, 1), (1, columns)), (blocks, (FP8_BLOCK, FP8_BLOCK))):
         if scale.size == shape[0] * shape[1] and (scale.shape == shape or scale.ndim < 2):
             return Scaled(numbers, scale.reshape(shape), sides)
     raise ModelError(
         f"tensor {name} of shape {numbers.shape} has scales of shape {scale.shape}, supported are one, one a row and"
-        f" one for {BLOCK} x {BLOCK}"
+        f" one for {FP8_BLOCK} x {FP8_BLOCK}"
     )

@@ -44,6 +44,8 @@ class Place:
         """`parts`: shares of the axes by the checkpoint's names."""
         prefix = "" if self.layer is None else f"layers.{self.layer}."
         made_of = tuple(Part(f"model.{prefix}{tensor}", axes) for tensor, axes in parts.items())
+        if any(part.tensor in self.shard.plain for part in made_of):
+            format = FORMATS[self.shard.dtype]
         return Weight(f"{prefix}{name}", made_of, format)
 
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.dtypes import CODES_PER_SCALE
-from engine.models.fp8 import BLOCK
+from engine.dtypes import CODES_PER_SCALE, FP8_BLOCK
 from engine.models.keys import ModelError, an_object
 from engine.models.quantize import Codes
 
@@ -56,6 +55,11 @@ def read_quantization(keys: Mapping[str, Any]) -> Quantization | None:
     return quantization
 
 
+def is_fp8(keys: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint says that it has 8-bit floats."""
+    return bool(keys.get(KEY)) and read_quantization(keys) is None
+
+
 def _gptq(config: Mapping[str, Any]) -> Quantization:
     _need(config, "gptq", bits=(4,), checkpoint_format=("gptq", "gptq_v2", None))
     zero_offset = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
@@ -87,7 +91,7 @@ def _awq(config: Mapping[str, Any]) -> Quantization:
 
 def _fp8(config: Mapping[str, Any]) -> None:
     """Activations have their whole width here, so how they were to be rounded does not matter."""
-    _need(config, "fp8", fmt=("e4m3", None), weight_block_size=([BLOCK, BLOCK], None))
+    _need(config, "fp8", fmt=("e4m3", None), weight_block_size=([FP8_BLOCK, FP8_BLOCK], None))
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Quantization | None:
@@ -98,7 +102,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantization | None:
     weights, inputs = an_object(groups[0], "weights"), an_object(groups[0], "input_activations")
     strategy, size = weights.get("strategy"), weights.get("group_size") or -1
     if weights.get("type") == "float":
-        blocks = (f"{BLOCK}x{BLOCK}", [BLOCK, BLOCK], None)
+        blocks = (f"{FP8_BLOCK}x{FP8_BLOCK}", [FP8_BLOCK, FP8_BLOCK], None)
         _need(
             weights,
             "compressed-tensors weights of floats",

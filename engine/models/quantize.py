@@ -1,5 +1,5 @@
 """From a matrix of weights, or from codes that somebody else has made of it, to codes of 8 or 4 bits and their scales,
-as `linear_int8` and `linear_int4` read them.
+as `linear_int8`, `linear_fp8` and `linear_int4` read them.
 
 Plain numpy, rows by rows so that little memory is needed beside the result. Knows no files and no graph.
 """
@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 
 from engine.dtypes import CODES_ALIGNED, CODES_PER_SCALE, from_bf16, to_bf16
 
 AT_ONCE = 1 << 22  # elements
-LARGEST_INT8, SMALLEST_INT4 = 127, -8
+LARGEST_INT8, SMALLEST_INT4, LARGEST_FP8 = 127, -8, 448
 SCALES_TRIED = np.linspace(0.8, 1.0, 9, dtype=np.float32)  # of int4: cutting off what is far out may be worth it
 
 
@@ -85,6 +86,11 @@ def to_int4(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return _by_rows(matrix, _rows_to_int4)
 
 
+def to_fp8(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """8-bit floats (e4m3) as u8 [N, K] and scales f32 [N, 1]: the largest of a row becomes the largest there is."""
+    return _by_rows(matrix, _rows_to_fp8)
+
+
 def pack_int4(codes: np.ndarray) -> np.ndarray:
     """Codes 0 .. 15 [N, K], two a byte: the first in the lower half. Rows are filled up with zeros."""
     codes = np.pad(codes, ((0, 0), (0, -codes.shape[1] % CODES_ALIGNED)))
@@ -101,6 +107,11 @@ def _by_rows(matrix: np.ndarray, quantize: Callable) -> tuple[np.ndarray, np.nda
 def _rows_to_int8(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     scale = np.abs(rows).max(axis=1) / np.float32(LARGEST_INT8)
     return np.rint(_divide(rows, scale[:, None])).astype(np.int8), scale
+
+
+def _rows_to_fp8(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    scale = np.abs(rows).max(axis=1, keepdims=True) / np.float32(LARGEST_FP8)
+    return _divide(rows, scale).astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scale
 
 
 def _rows_to_int4(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -44,6 +44,7 @@ class Shard:
     rank: int = 0
     num_ranks: int = 1
     has_int8_cache: bool = False
+    plain: frozenset[str] = frozenset()  # tensors of linear layers whose matrices have the dtype of tables instead
 
     @property
     def cache_dtype(self) -> str:

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from engine.core.types import NO_TOKEN
-from engine.dtypes import CODES_PER_SCALE, as_f32, from_bf16, scale_bytes, to_bf16
+from engine.dtypes import CODES_PER_SCALE, as_f32, from_bf16, from_fp8, scale_bytes, to_bf16
 from engine.ops.sampling_rows import SampledRows, SamplingRows
 
 
@@ -114,6 +114,10 @@ def int4_values(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray | None = 
     numbers = np.stack([codes & 15, codes >> 4], axis=2).reshape(*scale.shape, CODES_PER_SCALE).astype(np.float32)
     origin = np.float32(8) if zero is None else from_bf16(zero)[:, :, None]
     return to_bf16((numbers - origin) * from_bf16(scale)[:, :, None]).reshape(len(codes), -1)
+
+
+def linear_fp8(x: np.ndarray, weight: np.ndarray, scale: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+    return linear(x, to_bf16(from_fp8(weight, scale)), bias)
 
 
 def rotary_angles(positions: np.ndarray, inv_freq: np.ndarray, *, attention_scaling: float) -> np.ndarray:

@@ -45,7 +45,7 @@ class Model:
         "none",
         "QUANT_TYPE",
         "matrices of an export with fewer bits (docs/ops.md); a model name's third part says it, too",
-        choices=("none", "weight_only_int8", "weight_only_int4", "a8w8"),
+        choices=("none", "weight_only_int8", "weight_only_int4", "a8w8", "weight_only_fp8"),
     )
     hf_overrides: str = setting(
         "", "HF_OVERRIDES", "JSON object of what an export shall find in config.json instead of what is there"

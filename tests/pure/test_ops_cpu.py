@@ -87,6 +87,13 @@ def test_linear_of_few_bits_matches_reference(isa, rows, width, num_out, op):
     assert_close(getattr(cpu.load(isa), name)(*inputs), getattr(reference, name)(*inputs), 1e-6)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_linear_of_floats_of_eight_bits_matches_reference(isa, groups):
+    x, numbers = random(3, 200), np.arange(1000, dtype=np.int32).astype(np.uint8).reshape(5, 200) & 0xF7
+    inputs = x, numbers, random(5, groups, seed=1), random(5, seed=2)
+    assert_close(cpu.load(isa).linear_fp8(*inputs), reference.linear_fp8(*inputs), 1e-6)
+
+
 def weight_inputs(op, num_out, width):
     """Codes of all values, scales that differ, zeros or none."""
     rng = np.random.default_rng(width)

@@ -38,6 +38,7 @@ BYTES, CODES = (
     np.arange(84, dtype=np.int8).reshape(7, 12),
     np.arange(7 * 64, dtype=np.int32).astype(np.uint8).reshape(7, 64),
 )
+WIDE_BYTES = np.arange(600, dtype=np.int32).astype(np.uint8).reshape(3, 200) & 0xF7  # none of which is no number
 CALLS = {
     "embedding": ((i32(3, 0, 3, 9), to_bf16(random(5, 12))), {"first_id": 2}),
     "all_reduce": ((random(5, 12),), {}),
@@ -51,6 +52,8 @@ CALLS = {
     "linear_a8w8": ((random(5, 12), BYTES, random(7)), {}),
     "linear_int4": ((random(5, 12), CODES, to_bf16(random(7, 2)), to_bf16(random(7, 2) + 8), random(7)), {}),
     "linear_int4 without zero": ((random(5, 12), CODES, to_bf16(random(7, 2)), None, random(7)), {}),
+    "linear_fp8": ((random(5, 12), BYTES.view(np.uint8) + 40, random(7, 1), random(7)), {}),
+    "linear_fp8 of blocks": ((random(2, 200), WIDE_BYTES, random(3, 2)), {}),
     "rotary_angles": ((i32(0, 5, 70), random(4)), {"attention_scaling": 1.2}),
     "swiglu": ((random(5, 12),), {}),
 }

@@ -4,14 +4,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from engine.dtypes import from_bf16, to_bf16
+from engine.dtypes import from_bf16, from_fp8, to_bf16
+from engine.executors.cpu.program import Program, allocated
 from engine.exporting.export import ExportOptions, export
+from engine.exporting.kept import with_kept
 from engine.exporting.manifest import Manifest
 from engine.graph import load
 from engine.models.keys import ModelError
 from engine.models.quantization import read_quantization, unpack
 from engine.ops import cpu
 from engine.ops.reference import int4_values
+from engine.settings.config import Config
 from tests.paged_model import PagedModel
 from tests.pure.test_quantized_models import error_of
 from tests.quantized_checkpoints import (
@@ -121,6 +124,85 @@ def test_floats_of_eight_bits_are_the_numbers_that_they_stand_for(kind, tmp_path
             found, wanted = (load(tmp_path / options.dtype / name, rank)[1] for name in ("found", "wanted"))
             for name in wanted:
                 np.testing.assert_array_equal(found[name], wanted[name], err_msg=name)
+
+
+@pytest.mark.parametrize("kind", FP8_KINDS)
+def test_floats_of_eight_bits_can_stay_what_they_are(kind, tmp_path):
+    """But for a matrix one of whose parts the checkpoint has otherwise."""
+    matrix = "model.layers.0.self_attn.k_proj.weight"
+
+    def leave_out(stored):
+        del stored[matrix + FP8_KINDS[kind][1]]
+        stored.pop(f"{matrix.removesuffix('.weight')}.input_scale", None)
+        stored[matrix] = stored[matrix].astype(np.float32)
+
+    quantized, plain = make_fp8(tmp_path, kind, leave_out)
+    export(quantized, tmp_path / "kept", ExportOptions("bfloat16", "weight_only_fp8"))
+    export(plain, tmp_path / "wide", ExportOptions("bfloat16"))
+    graph, found = load(tmp_path / "kept")
+    wanted = load(tmp_path / "wide")[1]
+    assert Manifest.read(tmp_path / "kept").weight_format == "weight_only_fp8"
+    assert sum(node.op == "linear_fp8" for node in graph.nodes) == 7
+    for name in wanted:
+        if f"{name}_scale" in found:
+            numbers = to_bf16(from_fp8(found[name], found[f"{name}_scale"]))
+            np.testing.assert_array_equal(numbers, wanted[name], err_msg=name)
+        elif "layers.0.qkv_proj.weight" not in name:
+            np.testing.assert_array_equal(found[name], wanted[name], err_msg=name)
+    assert found["layers.0.qkv_proj.weight"].dtype == np.uint16  # bf16
+
+
+def test_ranks_share_floats_of_eight_bits_with_their_scales_unless_they_cut_a_block(tmp_path):
+    quantized, plain = make_fp8(tmp_path, "a row")
+    for checkpoint, quant_type in ((quantized, "weight_only_fp8"), (plain, "none")):
+        export(checkpoint, tmp_path / quant_type, ExportOptions("bfloat16", quant_type, num_ranks=2))
+    for rank in range(2):
+        found, wanted = (load(tmp_path / quant_type, rank)[1] for quant_type in ("weight_only_fp8", "none"))
+        for name in MATRICES:
+            numbers = to_bf16(from_fp8(found[name], found[f"{name}_scale"]))
+            np.testing.assert_array_equal(numbers, wanted[name], err_msg=name)
+    blocks, _ = make_fp8(tmp_path / "blocks", "a block")
+    with pytest.raises(ModelError, match="columns from 132 on do not begin a block of 128"):
+        export(blocks, tmp_path / "out", ExportOptions("bfloat16", "weight_only_fp8", num_ranks=2, ranks=(1,)))
+
+
+def test_a_cpu_computes_with_floats_of_eight_bits_as_with_the_numbers_that_they_stand_for(tmp_path):
+    quantized, plain = make_fp8(tmp_path, "a block")
+    export(quantized, tmp_path / "kept", ExportOptions("bfloat16", "weight_only_fp8"))
+    export(plain, tmp_path / "wide", ExportOptions("bfloat16"))
+    logits = []
+    for name in ("kept", "wide"):
+        program = Program(*load(tmp_path / name))
+        specs = Manifest.read(tmp_path / name).graph().caches
+        program.set_caches({spec.name: allocated(spec.shape_of(2), spec.dtype) for spec in specs})
+        logits.append(program.run(inputs_of(PROMPT[:40]))["logits"].copy())
+    np.testing.assert_array_equal(*logits)
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "expected"),
+    [
+        ({"device": "gpu"}, {}, "weight_only_fp8"),
+        ({"device": "cpu"}, {}, "none"),
+        ({"device": "gpu", "batch_invariant": True}, {}, "none"),
+        ({"device": "gpu"}, {"dtype": "bfloat16"}, "none"),
+        ({"device": "gpu"}, {"quant_type": "a8w8"}, "a8w8"),
+    ],
+)
+def test_floats_of_eight_bits_stay_so_on_a_gpu_unless_something_else_is_asked_for(
+    settings, given, expected, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("engine.exporting.kept.with_device", lambda config: config)
+    quantized, plain = make_fp8(tmp_path, "compressed rows")
+    options, config = ExportOptions(**given), Config(**settings)
+    assert with_kept(quantized, options, config).quant_type == expected
+    assert with_kept(plain, options, config) == options
+
+
+def inputs_of(prompt):
+    arrays = {"token_ids": prompt, "positions": range(len(prompt)), "query_starts": [0, len(prompt)]}
+    arrays |= {"context_lens": [0], "block_tables": [[0]], "logit_rows": range(len(prompt))}
+    return {name: np.array(values, np.int32) for name, values in arrays.items()}
 
 
 @pytest.mark.parametrize(

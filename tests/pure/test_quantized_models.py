@@ -23,7 +23,7 @@ from tests.pure.test_ranks import answers_of_ranks
 
 QUANTIZED = QUANT_TYPES[1:]
 # Of a logit on average, as a share of their standard deviation: the random models of 64 channels forgive little.
-LARGEST_ERROR = {"weight_only_int8": 0.03, "weight_only_int4": 0.36, "a8w8": 0.045}
+LARGEST_ERROR = {"weight_only_int8": 0.03, "weight_only_int4": 0.36, "a8w8": 0.045, "weight_only_fp8": 0.12}
 each_type = pytest.mark.parametrize("quant_type", QUANTIZED)
 
 
@@ -79,7 +79,7 @@ def test_matrices_are_quantized_and_nothing_else(exported, checkpoint):
     assert np.square(error).mean() < 0.012 * np.square(wanted).mean()
 
 
-@each_type
+@pytest.mark.parametrize("quant_type", [name for name in QUANTIZED if name != "weight_only_fp8"])
 @pytest.mark.parametrize(
     ("family", "table"), [("qwen2", "model.embed_tokens.weight"), ("qwen2_untied", "lm_head.weight")]
 )

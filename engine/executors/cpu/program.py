@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from engine.dtypes import held_as, scale_bytes
+from engine.executors.cpu.widening import Widened, widened
 from engine.graph import Graph, GraphError, Node, Value
 from engine.ops import cpu
 from engine.ops.cpu.library import Call, Counts, Group
@@ -26,10 +27,11 @@ class Program:
     """Takes a copy of the parameters: what is mapped from a file is neither aligned nor in large pages."""
 
     def __init__(self, graph: Graph, params: Mapping[str, np.ndarray]):
+        graph, numbers = widened(graph, params)
         self._graph = graph
         self._root = _roots(graph)
         self._of_logits = _values_of_logits(graph)
-        self._params = {value.id: array for value, array in _copied(graph, params)}
+        self._params = {value.id: array for value, array in _copied(graph, numbers)}
         self._caches: dict[int, np.ndarray] = {}
         self._room = dict.fromkeys(graph.inputs, 0)  # elements of each input, and rows of everything else
         self._arrays: dict[int, np.ndarray] = {}
@@ -148,7 +150,7 @@ def _values_of_logits(graph: Graph) -> set[int]:
     return found
 
 
-def _copied(graph: Graph, params: Mapping[str, np.ndarray]) -> list[tuple[Value, np.ndarray]]:
+def _copied(graph: Graph, params: Mapping[str, np.ndarray | Widened]) -> list[tuple[Value, np.ndarray]]:
     sizes = [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in params.values()]
     memory, start, copies = large_pages(sum(sizes)), 0, []
     for (name, array), size in zip(params.items(), sizes, strict=True):

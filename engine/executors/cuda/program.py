@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.graph import Graph, GraphError, Node
 from engine.models.layers import HIDDEN, LOGITS
 
-PRODUCTS = ("linear", "linear_int8", "linear_a8w8", "linear_int4")
+PRODUCTS = ("linear", "linear_int8", "linear_a8w8", "linear_int4", "linear_fp8")
 FUSED = {(name, "swiglu"): f"gated_{name}" for name in PRODUCTS}
 FUSED["all_reduce", "add_rms_norm"] = "all_reduce_add_rms_norm"
 LAST = {"linear": "logits", "linear_int8": "logits_int8"}  # the last product of a graph, in float32

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from engine.graph import Graph, Value
-from engine.ops.cuda.lowbit import PACKED_BY
+from engine.ops.cuda import fp8, lowbit
 
 CHUNK = 16 << 20  # bytes on their way at a time, of each reader
 NUM_READERS = 4  # a disk is faster when it is asked for several things
+PACKED_BY = {**lowbit.PACKED_BY, "linear_fp8": fp8.pack}  # by op
 DRAWN_WIDTH = 0.02  # standard deviation
 CODES_WIDTH = {torch.int8: 73.3, torch.uint8: 4.61}  # of codes of 8 and of 4 bits that are all equally likely
 
@@ -37,13 +38,18 @@ def load(graph: Graph, params: Mapping[str, np.ndarray], device: torch.device) -
 def draw(graph: Graph, constants: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
     """Random matrices or codes, norms of ones; `constants` are what they are."""
     generator = torch.Generator(device).manual_seed(0)
+    floats = {node.inputs[1].id for node in graph.nodes if node.op == "linear_fp8" and node.inputs[1]}
     tensors = {}
     for name, value in graph.parameters.items():
         if name in constants:
             tensors[name] = torch.from_numpy(constants[name]).to(device)
         elif name.endswith("_scale"):
             codes = graph.parameters[name.removesuffix("_scale")]
-            tensors[name] = _empty(value, device).fill_(DRAWN_WIDTH / CODES_WIDTH[_dtype(codes)])
+            width = 1 if codes.id in floats else CODES_WIDTH[_dtype(codes)]
+            tensors[name] = _empty(value, device).fill_(DRAWN_WIDTH / width)
+        elif value.id in floats:
+            numbers = torch.empty(value.shape, device=device).normal_(generator=generator)
+            tensors[name] = numbers.to(torch.float8_e4m3fn).view(torch.uint8)
         elif not _dtype(value).is_floating_point:
             limits = torch.iinfo(_dtype(value))
             tensors[name] = _empty(value, device).random_(

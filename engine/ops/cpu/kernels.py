@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import numpy as np
 
-from engine.dtypes import CODES_ALIGNED, CODES_PER_SCALE, scale_bytes
+from engine.dtypes import CODES_ALIGNED, CODES_PER_SCALE, FP8_BLOCK, from_fp8, scale_bytes, to_bf16
 from engine.ops.cpu.library import Attention, Call, Counts, Embedding, QuantizedLinear, Sampling
 from engine.ops.sampling_rows import SampledRows, SamplingRows
 
@@ -157,6 +157,13 @@ class CpuOps:
         args = QuantizedLinear(x_at, weight_at, scale_at, zero_at, bias_at, y.ctypes.data, *x.shape, len(weight))
         self.kernels.linear_int4(ctypes.addressof(args))
         return y
+
+    def linear_fp8(self, x, weight, scale, bias=None):
+        op = "linear_fp8"
+        need(op, "weight", weight, (None, x.shape[1]), U8)
+        groups = 1 if scale.shape[1:] == (1,) else -(-x.shape[1] // FP8_BLOCK)
+        need(op, "scale", scale, (len(weight), groups), F32)
+        return self.linear(x, to_bf16(from_fp8(weight, scale)), bias)
 
     def rotary_angles(self, positions, inv_freq, *, attention_scaling):
         positions_at = need("rotary_angles", "positions", positions, (None,), I32)

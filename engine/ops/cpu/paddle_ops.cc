@@ -1,4 +1,6 @@
 // The catalogue as Paddle custom operators `llm_<op>`: checks, output shapes, a call of the kernel.
+#include <cmath>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -234,6 +236,36 @@ Types linear_int4_type(const DataType&, const DataType&, const DataType&, const 
   return kF32;
 }
 
+// ---- linear_fp8: made into a weight of bf16 ----
+
+uint16_t bf16_of(uint8_t number, float scale) {
+  const int exponent = number >> 3 & 15, mantissa = number & 7;
+  const float size = exponent ? std::ldexp(8.0f + mantissa, exponent - 10) : std::ldexp(1.0f * mantissa, -9);
+  const float value = (number & 128 ? -size : size) * scale;
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+Tensors linear_fp8(const Tensor& x, const Tensor& weight, const Tensor& scale, const OptionalTensor& bias) {
+  const char* op = "linear_fp8";
+  need(op, "x", x, {-1, -1}, kF32);
+  const int64_t rows = x.shape()[0], width = x.shape()[1], num_out = weight.shape()[0];
+  need(op, "weight", weight, {-1, width}, {DataType::UINT8});
+  const int64_t groups = scale.shape()[1] == 1 ? 1 : (width + 127) / 128;
+  need(op, "scale", scale, {num_out, groups}, kF32);
+  if (bias) need(op, "bias", *bias, {num_out}, kF32);
+  std::vector<uint16_t> wide(static_cast<size_t>(num_out * width));
+  const float* scales = scale.data<float>();
+  for (int64_t i = 0; i < num_out * width; i++)
+    wide[static_cast<size_t>(i)] =
+        bf16_of(weight.data<uint8_t>()[i], scales[i / width * groups + (groups > 1 ? i % width / 128 : 0)]);
+  Tensor y = empty({rows, num_out});
+  kernels().linear(x.data<float>(), wide.data(), 1, bias ? bias->data<float>() : nullptr, y.data<float>(), rows, width,
+                   num_out);
+  return {y};
+}
+
 // ---- rotary_angles ----
 
 Tensors rotary_angles(const Tensor& positions, const Tensor& inv_freq, float attention_scaling) {
@@ -414,6 +446,13 @@ PD_BUILD_OP(llm_linear_a8w8)
     .Inputs({"x", "weight", "scale", paddle::Optional("bias")})
     .Outputs({"y"})
     .SetKernelFn(PD_KERNEL(linear_a8w8))
+    .SetInferShapeFn(PD_INFER_SHAPE(linear_of_bytes_shape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(linear_of_bytes_type));
+
+PD_BUILD_OP(llm_linear_fp8)
+    .Inputs({"x", "weight", "scale", paddle::Optional("bias")})
+    .Outputs({"y"})
+    .SetKernelFn(PD_KERNEL(linear_fp8))
     .SetInferShapeFn(PD_INFER_SHAPE(linear_of_bytes_shape))
     .SetInferDtypeFn(PD_INFER_DTYPE(linear_of_bytes_type));
 

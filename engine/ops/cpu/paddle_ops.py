@@ -23,6 +23,7 @@ OPS = {
     "linear_int8": (4,),
     "linear_a8w8": (4,),
     "linear_int4": (5,),
+    "linear_fp8": (4,),
     "rotary_angles": (2, "attention_scaling"),
     "paged_attention": (6, "num_heads", "num_kv_heads", "scale"),
     "swiglu": (1,),

@@ -6,6 +6,7 @@ bfloat16; sums are float32. Grids follow from shapes alone, never from values: e
 """
 
 from engine.ops.cuda.attention import paged_attention
+from engine.ops.cuda.fp8 import gated_linear_fp8, linear_fp8
 from engine.ops.cuda.group import all_gather, all_reduce, all_reduce_add_rms_norm, of_first
 from engine.ops.cuda.lowbit import (
     gated_linear_a8w8,
@@ -29,6 +30,7 @@ __all__ = [
     "embedding",
     "gated_linear",
     "gated_linear_a8w8",
+    "gated_linear_fp8",
     "gated_linear_int4",
     "gated_linear_int8",
     "gather_rows",
@@ -36,6 +38,7 @@ __all__ = [
     "last_tokens_in",
     "linear",
     "linear_a8w8",
+    "linear_fp8",
     "linear_int4",
     "linear_int8",
     "logits",

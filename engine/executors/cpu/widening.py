@@ -1,0 +1,56 @@
+"""What no CPU multiplies with, as what it does: 8-bit floats become bf16 when a graph is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from engine.dtypes import from_fp8, held_as, to_bf16
+from engine.graph import Graph
+
+AT_ONCE = 1 << 22  # elements
+
+
+@dataclass(frozen=True, eq=False)
+class Widened:
+    """A matrix of 8-bit floats that is bf16 once somebody asks for its numbers."""
+
+    numbers: np.ndarray
+    scale: np.ndarray
+    dtype = held_as("bfloat16")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.numbers.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.numbers.size * self.dtype.itemsize
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        made = np.empty(self.shape, self.dtype)
+        rows = max(1, AT_ONCE // self.shape[1])
+        for start in range(0, len(made), rows):
+            part = slice(start, start + rows)
+            made[part] = to_bf16(from_fp8(self.numbers[part], self.scale[part]))
+        return made
+
+
+def widened(graph: Graph, params: Mapping[str, np.ndarray]) -> tuple[Graph, dict[str, np.ndarray | Widened]]:
+    names = {value.id: name for name, value in graph.parameters.items()}
+    kept: dict[str, np.ndarray | Widened] = dict(params)
+    nodes = []
+    for node in graph.nodes:
+        if node.op == "linear_fp8":
+            x, weight, scale, bias = node.inputs
+            assert weight and scale
+            numbers, scales = names[weight.id], names[scale.id]
+            kept[numbers] = Widened(params[numbers], params[scales])
+            del kept[scales]
+            node = replace(node, op="linear", inputs=(x, weight, bias))
+        nodes.append(node)
+    parameters = {name: value for name, value in graph.parameters.items() if name in kept}
+    return replace(graph, nodes=tuple(nodes), parameters=parameters), kept

@@ -1,0 +1,133 @@
+"""Weights of 8-bit floats on the GPU: products against their definition, a model against the definitions of its ops."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cuda]")
+
+from engine.core.loop import Loop  # noqa: E402
+from engine.dtypes import FP8_BLOCK, from_bf16, from_fp8, to_bf16  # noqa: E402
+from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
+from engine.executors.reference import ReferenceExecutor  # noqa: E402
+from engine.exporting.export import ExportOptions, export  # noqa: E402
+from engine.ops import cuda, reference  # noqa: E402
+from engine.ops.cuda import fp8  # noqa: E402
+from tests.cuda.arrays import array, tensor  # noqa: E402
+from tests.cuda.conftest import IS_INTERPRETED, ROOT  # noqa: E402
+from tests.cuda.test_executor import SETTINGS, generate, golden  # noqa: E402
+from tests.quantized_checkpoints import make_fp8  # noqa: E402
+
+# The interpreter tells of what a GPU does without a word.
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{what} encountered") for what in ("overflow", "invalid value")]
+BF16_STEP = 2**-7
+
+
+def floats(rng, *shape):
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def stored(rng, columns, width, is_blocked):
+    """As the catalogue has it; numbers below the smallest exponent are among them."""
+    numbers = rng.integers(0, 256, (columns, width), np.uint8)
+    numbers[numbers & 127 == 127] = 0  # those that are none
+    groups = -(-width // FP8_BLOCK) if is_blocked else 1
+    return numbers, rng.uniform(1e-3, 4e-3, (columns, groups)).astype(np.float32)
+
+
+def packed(arrays, device):
+    return fp8.pack(*[tensor(each, device) for each in arrays])
+
+
+# Rows, columns and width: of each way of sharing the work, none a multiple of anything.
+SIZES = [(0, 34, 70), (1, 35, 70), (3, 50, 2048), (16, 20, 300), (17, 70, 1500), (45, 34, 70)]
+
+
+@pytest.mark.parametrize("is_blocked", [False, True], ids=["rows", "blocks"])
+def test_products_are_those_of_the_definition(device, monkeypatch, is_blocked):
+    """Also with the gate, and of so many rows that the weights are widened for cuBLAS. But for those a scale is of a
+    sum, not of each weight, which is rounded then."""
+    monkeypatch.setattr(fp8, "MANY", 40)
+    rng = np.random.default_rng(0)
+    for num_rows, columns, width in SIZES:
+        x, bias = floats(rng, num_rows, width), floats(rng, columns)
+        arrays = stored(rng, columns, width, is_blocked)
+        weights = from_fp8(*arrays) if num_rows <= fp8.MANY else from_bf16(to_bf16(from_fp8(*arrays)))
+        expected = from_bf16(to_bf16(x)).astype(np.float64) @ weights.T
+        for each in (bias, None):
+            given = tensor(x, device), *packed(arrays, device), tensor(each, device)
+            wanted = expected + (0 if each is None else each)
+            # The tensor cores' own sums of 8-bit floats are not those of float32.
+            tolerance = 1e-5 if IS_INTERPRETED or not fp8.FEW < num_rows <= fp8.MANY else 1e-3
+            assert_close(array(cuda.linear_fp8(*given)), wanted, tolerance)
+            if columns % 2 == 0:
+                assert_close(array(cuda.gated_linear_fp8(*given)), reference.swiglu(wanted), tolerance)
+
+
+def test_a_device_that_does_not_know_8_bit_floats_has_bf16_in_their_place(device, monkeypatch):
+    monkeypatch.setattr(fp8, "are_multiplied", lambda: False)
+    rng = np.random.default_rng(0)
+    arrays = stored(rng, 34, 200, True)
+    weight, scale = packed(arrays, device)
+    x = from_bf16(to_bf16(floats(rng, 3, 200)))
+    found = cuda.linear_fp8(tensor(x, device), weight.float(), scale)
+    assert_close(array(found), reference.linear_fp8(x, *arrays), 1e-5)
+
+
+def assert_close(found, expected, tolerance):
+    assert found.shape == expected.shape
+    assert np.abs(found - expected).max(initial=0) <= tolerance * max(1, np.abs(expected).max(initial=0))
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter does not know bf16")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_blocked", [False, True], ids=["rows", "blocks"])
+def test_products_of_16_bits_are_as_good_as_these_are(device, is_blocked, dtype):
+    """Sizes as those of models, so that every kernel runs as it does there."""
+    rng = np.random.default_rng(0)
+    for columns, width in ((4096, 896), (10240, 1024)):
+        arrays = stored(rng, columns, width, is_blocked)
+        weight = packed(arrays, device)
+        for num_rows in (1, 5, 16, 31, 64, 200, 1500):
+            x = from_bf16(to_bf16(0.1 * floats(rng, num_rows, width)))  # within the range of float16
+            x[:, 7] *= 300  # one that is far out, as models have them
+            expected = reference.linear_fp8(x, *arrays)
+            given = tensor(x, device).to(dtype), *weight
+            found = cuda.linear_fp8(*given)
+            assert found.dtype == dtype
+            assert distance(found, expected) < BF16_STEP
+            assert distance(cuda.gated_linear_fp8(*given), reference.swiglu(expected)) < BF16_STEP
+
+
+def distance(found, expected):
+    found = found.float().cpu().numpy()
+    assert found.shape == expected.shape
+    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
+
+
+def test_a_row_that_is_not_finite_gives_nan_and_one_of_zeros_zeros(device):
+    rng = np.random.default_rng(0)
+    x = floats(rng, 20, 70)
+    x[0, 5], x[1, 69], x[2] = np.inf, np.nan, 0
+    found = array(cuda.linear_fp8(tensor(x, device), *packed(stored(rng, 20, 70, False), device)))
+    assert np.isnan(found[:2]).all()
+    assert (found[2] == 0).all()
+    assert np.isfinite(found[3:]).all()
+
+
+@pytest.mark.parametrize("kind", ["a block", "rows of its own"])
+def test_the_tokens_are_those_of_the_definition(exported, device, kind):
+    """Of a checkpoint that has blocks, and of numbers that are rounded at export."""
+    graph_dir = (
+        ROOT / "build/golden/fp8-graph" if kind == "a block" else exported("qwen2", quant_type="weight_only_fp8")
+    )
+    if not graph_dir.exists():
+        quantized, _ = make_fp8(graph_dir.with_name("fp8"), kind)
+        export(quantized, graph_dir, ExportOptions("float32", "weight_only_fp8"))
+    prompts = [prompt for prompt, _ in golden("qwen2", [7, 65]).values()]
+    executor = CudaExecutor(graph_dir, SETTINGS, device.type)
+    executor.allocate(32)
+    count = 2 if IS_INTERPRETED else 12
+    found = generate(Loop(executor, 32, SETTINGS), prompts, max_new_tokens=count)
+    oracle = ReferenceExecutor(graph_dir)
+    oracle.allocate(32)
+    assert found == generate(Loop(oracle, 32, SETTINGS), prompts, max_new_tokens=count)
