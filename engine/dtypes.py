@@ -8,7 +8,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-WEIGHT_DTYPES = ("float32", "bfloat16")  # of an exported model's matrices and KV cache
+WEIGHT_DTYPES = ("float32", "bfloat16", "float16")  # of an exported model's matrices and KV cache
 FP8_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)  # of the bytes of e4m3
 FP8_BLOCK = 128  # columns that share a scale, where a row of 8-bit floats has several
 # Of numbers with 4 bits: how many have a scale of their own, and what the number of them in a row is a multiple of.
@@ -36,7 +36,7 @@ def from_bf16(bits: np.ndarray) -> np.ndarray:
 
 
 def as_f32(array: np.ndarray) -> np.ndarray:
-    return from_bf16(array) if array.dtype == np.uint16 else array
+    return from_bf16(array) if array.dtype == np.uint16 else array.astype(np.float32, copy=False)
 
 
 def from_fp8(numbers: np.ndarray, scale: np.ndarray) -> np.ndarray:

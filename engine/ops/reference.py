@@ -79,6 +79,9 @@ def add_rms_norm(
 def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
     if weight.dtype == np.uint16:
         x = from_bf16(to_bf16(x))
+    if weight.dtype == np.float16:
+        with np.errstate(over="ignore"):  # becomes infinite
+            x = x.astype(np.float16)
     y = x.astype(np.float64) @ as_f32(weight).astype(np.float64).T
     if bias is not None:
         y += bias

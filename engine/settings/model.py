@@ -38,8 +38,8 @@ class Model:
     dtype: str = setting(
         "auto",
         "DTYPE",
-        "weights of an export; `auto`: float32 stays, 16-bit becomes bfloat16",
-        choices=("auto", "float32", "bfloat16"),
+        "weights of an export; `auto`: float32 stays, 16-bit becomes bfloat16; float16 is for GPUs",
+        choices=("auto", "float32", "bfloat16", "float16"),
     )
     quant_type: str = setting(
         "none",

@@ -55,6 +55,17 @@ def test_norms(ops, rng, num_rows, width):
     assert np.array_equal(of_ops, of_reference)
 
 
+def test_a_residual_of_float16_does_not_overflow(device, rng):
+    """Each sum on its way is larger than a float16 can be, and so is the last one."""
+    x = np.full((2, 70), 40000, np.float32)
+    residual, weight = tensor(x, device, torch.float16), tensor(floats(rng, 70), device)
+    for count in (2, 3):
+        y, residual = cuda.add_rms_norm(tensor(x, device, torch.float16), residual, weight, epsilon=1e-5)
+        assert (array(residual) == count * 40000).all()
+    assert y.dtype == torch.float16
+    assert_close(array(y).astype(np.float32), np.broadcast_to(array(weight), (2, 70)), 1e-3)
+
+
 @pytest.mark.parametrize("first_id", [0, 5])
 def test_embedding_gives_zeros_for_ids_of_others(ops, rng, first_id):
     ids = np.array([0, 5, 12, 21, 22, 30, 4], np.int32)

@@ -8,6 +8,7 @@ import pytest
 
 from engine.errors import ConfigError
 from engine.executors import make_executor
+from engine.graph import GraphError
 from engine.settings import device
 from engine.settings.config import Config
 from engine.settings.device import with_device
@@ -71,3 +72,9 @@ def test_adapters_on_a_gpu_are_refused(machine, exported):
 def test_a_model_without_weights_is_refused_on_the_cpu(exported):
     with pytest.raises(ConfigError, match="without weights .LOAD_FORMAT=dummy.; only DEVICE=gpu draws some"):
         make_executor(exported("qwen2", load_format="dummy"), Config(device="cpu"))
+
+
+def test_numbers_of_float16_are_refused_on_the_cpu(exported):
+    message = "is float16, which only GPUs compute with: export with bfloat16"
+    with pytest.raises(GraphError, match=message):
+        make_executor(exported("qwen2", dtype="float16"), Config(device="cpu"))

@@ -27,6 +27,8 @@ class Program:
     """Takes a copy of the parameters: what is mapped from a file is neither aligned nor in large pages."""
 
     def __init__(self, graph: Graph, params: Mapping[str, np.ndarray]):
+        if halves := [name for name, value in graph.parameters.items() if value.dtype == "float16"]:
+            raise GraphError(f"parameter {halves[0]} is float16, which only GPUs compute with: export with bfloat16")
         graph, numbers = widened(graph, params)
         self._graph = graph
         self._root = _roots(graph)

@@ -33,6 +33,7 @@ from engine.ops.cuda.sampler import sample
 from engine.ops.sampling_rows import SampledRows, SamplingRows
 from engine.settings.config import Config
 
+TABLE = "embed_tokens.weight"
 NO_CHOICES = Choices([], [], None)
 
 
@@ -51,6 +52,7 @@ class CudaExecutor:
         self._logits_bytes = 4 * config.batch_size * model.vocab_size  # of the largest batch
         ops = invariant if config.batch_invariant else cuda
         self._program = load_program(rank_dir(graph_dir, self._membership.rank), model, self._device, ops)
+        self._check_type()
         self._caches = Caches(model.graph().caches, self._device)
         self._host_cache = HostCache(self._caches, config, self._device) if config.swap_space else None
         self._graphs = StepGraphs(config, max_blocks, self._device)
@@ -114,6 +116,12 @@ class CudaExecutor:
         group.leave()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # for another process
+
+    def _check_type(self) -> None:
+        if self._membership.num_ranks > 1 and self._program.params[TABLE].dtype == torch.float16:
+            raise ConfigError(
+                f"MP_NUM is {self._membership.num_ranks}, with float16 it must be 1: export with DTYPE=bfloat16"
+            )
 
     # For the steps
 

@@ -40,6 +40,7 @@ class Program:
     """`params` are on the device that the inputs will be on."""
 
     def __init__(self, graph: Graph, params: Mapping[str, Tensor], ops: ModuleType):
+        self.graph, self.params = graph, params
         self._params = {value.id: params[name] for name, value in graph.parameters.items()}
         self._inputs = {name: value.id for name, value in graph.inputs.items()}
         self._outputs = [graph.outputs[name].id for name in (LOGITS, HIDDEN)]

@@ -18,7 +18,10 @@ def rms_norm(x: Tensor, weight: Tensor, *, epsilon: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, epsilon: float) -> tuple[Tensor, Tensor]:
-    """residual += x in place, and its norm."""
+    """residual += x in place, and its norm. From the first sum on a residual of float16 is float32: it can be larger
+    than anything that is added to it."""
+    if residual.dtype == torch.float16:
+        residual = residual.float()
     y = torch.empty_like(x)
     _launch(x, residual, weight, y, epsilon, has_residual=True)
     return y, residual
