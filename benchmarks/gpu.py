@@ -15,6 +15,7 @@ import argparse
 import json
 import logging
 import statistics
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.random_adapter import make_adapter
 from benchmarks.random_checkpoint import SHAPES
 from engine import graph as graphs
 from engine.core.loop import Loop
@@ -32,10 +34,12 @@ from engine.executors.cuda.weights import num_bytes
 from engine.executors.memory import allocate_cache, collect_garbage_seldom
 from engine.exporting.export import QUANT_TYPES, ExportOptions, export
 from engine.exporting.manifest import Manifest, rank_dir
+from engine.models.adapters import CONFIG, WEIGHTS, Adapter, identified
 from engine.settings.config import Config
 
 WARM_UP, STEPS, TRACED = 6, 48, 16
 MAX_SEQ_LEN = 16384
+LORA_RANK = 16
 
 
 class Bench:
@@ -53,6 +57,7 @@ class Bench:
         self.token_bytes = self.executor.block_bytes / self.executor.block_size
         self.bandwidth = bandwidth()
         self.num_waiting = 0  # beside those that decode
+        self.adapters: list[Adapter] = [()]  # of requests, by turns
 
     def begin(self, num_requests: int, prompt_len: int, answer_len: int, **sampling: Any) -> Loop:
         rng = np.random.default_rng(0)
@@ -60,7 +65,10 @@ class Bench:
         fields = {"max_new_tokens": answer_len, "temperature": 0, **sampling}
         for number in range(num_requests):
             ids = rng.integers(100, self.model.vocab_size - 1000, prompt_len).tolist()
-            loop.add(Request(str(number), ids, prompt_len, Sampling(**fields)))
+            adapter = self.adapters[number % len(self.adapters)]
+            if adapter:
+                loop.adapters.need(adapter)
+            loop.add(Request(str(number), ids, prompt_len, Sampling(**fields, adapter=adapter)))
         return loop
 
     def prefill(self, num_requests: int, prompt_len: int, kernels: int) -> float:
@@ -138,6 +146,32 @@ def exported(
     return out
 
 
+def with_adapters(bench: Bench, model_dir: Path, args: argparse.Namespace) -> dict[str, Any]:
+    rows = {}
+    with tempfile.TemporaryDirectory() as folder:
+        made = random_adapters(Path(folder), model_dir, max(args.adapters))
+        for num_adapters in args.adapters:
+            bench.adapters = made[:num_adapters]
+            for count in args.decode:
+                print(f"decode {count}, {num_adapters} adapters", flush=True)
+                rows[f"decode {count}, {num_adapters} LoRA"] = bench.decode(count, args.context, args.kernels)
+    return rows
+
+
+def random_adapters(folder: Path, model_dir: Path, count: int) -> list[Adapter]:
+    """The same numbers with another scale each, so that they are written once."""
+    first = make_adapter(folder / "0", model_dir, LORA_RANK, 0)
+    adapters = [first]
+    for number in range(1, count):
+        directory = folder / str(number)
+        directory.mkdir()
+        (directory / WEIGHTS).symlink_to(Path(first[1]) / WEIGHTS)
+        keys = {"peft_type": "LORA", "r": LORA_RANK, "lora_alpha": LORA_RANK + number}
+        (directory / CONFIG).write_text(json.dumps(keys))
+        adapters.append(identified(directory))
+    return adapters
+
+
 def run_to_end(loop: Loop) -> None:
     while not loop.is_idle:
         loop.turn()
@@ -189,6 +223,7 @@ def main() -> None:
     parser.add_argument("--int8-cache", action="store_true", help="keys and values of 8 bits, of a shape")
     parser.add_argument("--sampled", action="store_true", help="also with temperature and top_p")
     parser.add_argument("--invariant", action="store_true", help="with BATCH_INVARIANT=1")
+    parser.add_argument("--adapters", nargs="*", type=int, default=[], help="also with so many of rank 16")
     parser.add_argument("--kernels", type=int, default=0, help="that are shown of each case")
     parser.add_argument("--mp-num", type=int, default=1, help="ranks, a GPU each")
     args = parser.parse_args()
@@ -201,6 +236,8 @@ def main() -> None:
         "block_ratio": 2.0,
         "max_cached_task_num": 10000,
     }
+    if args.adapters:
+        settings |= {"lora_dir": "/", "max_loras": max(args.adapters), "max_lora_rank": LORA_RANK}
     logging.basicConfig(level="INFO", format="%(relativeCreated)d ms %(message)s")
     started = time.perf_counter()
     folder = exported(args.model, args.quant, args.int8_cache, args.mp_num, args.max_seq_len)
@@ -219,6 +256,8 @@ def main() -> None:
         print(f"prefill {case}", flush=True)
         count, length = map(int, case.split("x"))
         rows[f"prefill {case}"] = {"tok_s": bench.prefill(count, length, args.kernels)}
+    if args.adapters:
+        rows |= with_adapters(bench, folder, args)
     print(
         f"\n{args.mp_num} x {torch.cuda.get_device_name()}, {bench.bandwidth / 1e12:.2f} TB/s, ready in {ready:.1f} s"
     )

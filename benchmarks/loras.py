@@ -17,9 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from benchmarks.bench import as_the_engine_runs, cpu_name, prompt_ids
+from benchmarks.random_adapter import make_adapter
 from benchmarks.random_checkpoint import make_checkpoint
 from engine.core.loop import Loop
 from engine.core.types import Request, Sampling
@@ -28,28 +28,10 @@ from engine.executors.memory import allocate_cache, collect_garbage_seldom
 from engine.exporting.cache import export_cached
 from engine.exporting.export import QUANT_TYPES, ExportOptions
 from engine.exporting.manifest import Manifest
-from engine.models.adapters import Adapter, identified, network_of
-from engine.models.layers import Linear
-from engine.models.weights import found_in
 from engine.settings.config import Config
 
 PROMPT_LEN, ANSWER_LEN = 128, 32
 MOST = 8
-
-
-def make_adapter(directory: Path, graph_dir: Path, rank: int, seed: int) -> Adapter:
-    """Small changes, for every linear layer."""
-    rng, tensors = np.random.default_rng(seed), {}
-    for linear in found_in(network_of(graph_dir), Linear):
-        for part in linear.weight.parts:
-            num_outputs, num_inputs = part.shape
-            for which, shape in (("A", (rank, num_inputs)), ("B", (num_outputs, rank))):
-                name = f"base_model.model.{part.tensor.removesuffix('weight')}lora_{which}.weight"
-                tensors[name] = 0.01 * rng.standard_normal(shape, np.float32)
-    directory.mkdir()
-    save_file(tensors, directory / "adapter_model.safetensors")
-    (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
-    return identified(directory)
 
 
 def run_once(loop: Loop, vocab_size: int, adapters: list[tuple[str, ...]]) -> tuple[float, float]:

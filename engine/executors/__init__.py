@@ -35,9 +35,6 @@ def make_executor(graph_dir: Path, config: Config, tell: Callable[[str], None] =
     if manifest.num_ranks != config.mp_num:
         raise ConfigError(f"MP_NUM is {config.mp_num}, but {graph_dir} was exported for {manifest.num_ranks} ranks")
     if config.device == GPU:
-        if config.has_loras:
-            what = "unset LORA_MODULES and LORA_DIR, or set DEVICE=cpu"
-            raise ConfigError(f"LoRA adapters are not supported on a GPU: {what}")
         check_gpus(config)
     elif not manifest.graph().parameters:
         raise ConfigError(f"{graph_dir} was exported without weights (LOAD_FORMAT=dummy); only DEVICE=gpu draws some")

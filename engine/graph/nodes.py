@@ -42,6 +42,9 @@ class Node:
         return None if index is None else self.inputs[index]
 
 
+ROWS_OF = {"gather_rows": 1}  # which input an op's rows are those of, the first otherwise
+
+
 @dataclass(frozen=True)
 class Graph:
     """Nodes in an order in which they can run."""
@@ -50,3 +53,12 @@ class Graph:
     parameters: Mapping[str, Value]
     nodes: tuple[Node, ...]
     outputs: Mapping[str, Value]
+
+    def values_by_rows_of(self, name: str) -> set[int]:
+        """The numbers of the values that have a row for each element of this input."""
+        found = {self.inputs[name].id}
+        for node in self.nodes:
+            rows = node.inputs[ROWS_OF.get(node.op, 0)]
+            if rows and rows.id in found:
+                found |= {value.id for value in node.outputs}
+        return found

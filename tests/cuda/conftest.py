@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from engine.exporting.export import ExportOptions, export
+from engine.models.adapters import identified
 from tests.checkpoints import make_checkpoint
+from tests.lora_adapters import make_adapter, merged
 from tests.quantized_checkpoints import KINDS, make_quantized
 
 if TYPE_CHECKING:
@@ -61,3 +63,21 @@ def exported():
         return directory
 
     return make
+
+
+@pytest.fixture(scope="session")
+def adapted(exported):
+    """The graph of a small model, two adapters, and the graphs of checkpoints with each of them merged in. Kept in
+    build/golden, which can be taken to where Paddle is not."""
+    graph_dir, folder, checkpoint = exported("qwen2"), ROOT / "build/golden/adapters", ROOT / "build/golden/qwen2"
+    graphs, adapters = [graph_dir], []
+    for seed, given in ((1, {"rank": 5}), (2, {"rank": 16, "target_modules": ["v_proj", "down_proj"]})):
+        graph, adapter = folder / f"{seed}-merged", folder / f"{seed}"
+        if not graph.exists():
+            if not checkpoint.exists():
+                make_checkpoint(checkpoint, "qwen2")
+            make_adapter(adapter, checkpoint, seed, **given)
+            export(merged(folder / f"{seed}-checkpoint", checkpoint, adapter), graph, ExportOptions())
+        graphs.append(graph)
+        adapters.append(identified(adapter))
+    return graphs, adapters

@@ -24,6 +24,7 @@ from engine.executors.ranks import RankFailed  # noqa: E402
 from engine.executors.reference import ReferenceExecutor  # noqa: E402
 from engine.ops import cuda  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED, ROOT  # noqa: E402
+from tests.cuda.test_adapters import answers, of_definition  # noqa: E402
 from tests.cuda.test_executor import SETTINGS, answers_of, generate, golden, mixed_requests  # noqa: E402
 
 RANKS = dataclasses.replace(SETTINGS, device="gpu", mp_num=2)
@@ -74,6 +75,15 @@ def test_the_logits_of_a_share_are_made_in_float32(exported, device, monkeypatch
     executor.allocate(1)
     executor.launch(Batch([Row(0, 0, [1, 2, 3], [0])], [Arrival(0, [1, 2, 3], 3, Sampling(1))])).result()
     assert set(seen) == {160}  # captured, too
+
+
+def test_ranks_have_their_shares_of_an_adapter(loop_of, adapted):
+    """One for every matrix, and a request without any beside it."""
+    graphs, adapters = adapted
+    [(prompt, _)] = golden("qwen2", [7]).values()
+    loop = loop_of("qwen2", lora_dir="/adapters", max_loras=1)
+    wanted = [of_definition(graph_dir, [prompt])[0] for graph_dir in graphs[:2]]
+    assert answers(loop, [(prompt, ()), (prompt, adapters[0])]) == wanted
 
 
 def test_a_mask_is_the_first_ranks_business(loop_of):

@@ -62,13 +62,6 @@ def test_more_ranks_than_gpus_and_gpus_of_several_machines_are_refused(machine, 
         device.check_gpus(Config(mp_num=2, mp_nnode=2))
 
 
-def test_adapters_on_a_gpu_are_refused(machine, exported):
-    graph_dir = exported("qwen2")
-    machine("torch", "triton", num_gpus=1)
-    with pytest.raises(ConfigError, match="LoRA adapters are not supported on a GPU: unset LORA_MODULES and LORA_DIR"):
-        make_executor(graph_dir, Config(lora_dir="/adapters"))
-
-
 def test_a_model_without_weights_is_refused_on_the_cpu(exported):
     with pytest.raises(ConfigError, match="without weights .LOAD_FORMAT=dummy.; only DEVICE=gpu draws some"):
         make_executor(exported("qwen2", load_format="dummy"), Config(device="cpu"))

@@ -18,7 +18,7 @@ from engine.graph import Graph, GraphError, Node, Value
 from engine.ops import cpu
 from engine.ops.cpu.library import Call, Counts, Group
 
-OF_LOGITS, ROWS_OF = "logit_rows", {"gather_rows": 1}  # which input an op's rows are those of, the first otherwise
+OF_LOGITS = "logit_rows"
 NUMBERS = ("epsilon", "scale", "attention_scaling")  # attributes that are no whole numbers; no op has two of them
 ALIGNMENT = 64  # bytes: of a cache line
 
@@ -32,7 +32,7 @@ class Program:
         graph, numbers = widened(graph, params)
         self._graph = graph
         self._root = _roots(graph)
-        self._of_logits = _values_of_logits(graph)
+        self._of_logits = graph.values_by_rows_of(OF_LOGITS)
         self._params = {value.id: array for value, array in _copied(graph, numbers)}
         self._caches: dict[int, np.ndarray] = {}
         self._room = dict.fromkeys(graph.inputs, 0)  # elements of each input, and rows of everything else
@@ -140,16 +140,6 @@ def _roots(graph: Graph) -> dict[int, int]:
         if node.updated:
             roots[node.outputs[-1].id] = roots[node.updated.id]
     return roots
-
-
-def _values_of_logits(graph: Graph) -> set[int]:
-    """Those with a row for each of the logits that are wanted; the others have one for each token."""
-    found = {graph.inputs[OF_LOGITS].id}
-    for node in graph.nodes:
-        rows = node.inputs[ROWS_OF.get(node.op, 0)]
-        if rows and rows.id in found:
-            found |= {value.id for value in node.outputs}
-    return found
 
 
 def _copied(graph: Graph, params: Mapping[str, np.ndarray | Widened]) -> list[tuple[Value, np.ndarray]]:

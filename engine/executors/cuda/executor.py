@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from engine.core.types import PENDING, Batch, StepOutput
-from engine.errors import ConfigError, InvalidRequest
+from engine.errors import ConfigError
+from engine.executors.cuda.adapters import Adapters
 from engine.executors.cuda.cache import Caches
 from engine.executors.cuda.host_cache import HostCache
 from engine.executors.cuda.load import load_program
-from engine.executors.cuda.program import Outputs
+from engine.executors.cuda.program import GROUPS, Outputs, Program
 from engine.executors.cuda.reading import StepReading
 from engine.executors.cuda.sampling import fields_to_send
 from engine.executors.cuda.step_graphs import Arrays, StepGraphs
@@ -55,7 +56,13 @@ class CudaExecutor:
         self._check_type()
         self._caches = Caches(model.graph().caches, self._device)
         self._host_cache = HostCache(self._caches, config, self._device) if config.swap_space else None
-        self._graphs = StepGraphs(config, max_blocks, self._device)
+        self._adapters, self._adapted, of_adapters = None, self._program, None
+        if config.has_loras:
+            place, table = (self._membership.rank, self._membership.num_ranks), self._program.params[TABLE]
+            self._adapters = Adapters(graph_dir, place, config, table)
+            self._adapted = Program(self._program.graph, self._program.params, ops, self._adapters.layers)
+            of_adapters = self._adapters.no_groups
+        self._graphs = StepGraphs(config, max_blocks, self._device, of_adapters)
         self._uploads = Uploads(self._device)
         self._slots = Slots(config.batch_size, max_blocks, model.block_size, model.vocab_size)
         self._last_tokens = torch.zeros(config.batch_size, dtype=torch.int32, device=self._device)  # by slot
@@ -87,9 +94,12 @@ class CudaExecutor:
             ) from None
 
     def load_adapter(self, adapter: tuple[str, ...]) -> None:
-        raise InvalidRequest("LoRA adapters are not supported on a GPU")
+        assert self._adapters, "no setting says that there may be adapters"
+        self._adapters.load(adapter)
 
-    def drop_adapter(self, adapter_id: str) -> None: ...
+    def drop_adapter(self, adapter_id: str) -> None:
+        if self._adapters:
+            self._adapters.drop(adapter_id)
 
     def launch(self, batch: Batch) -> CudaStep:
         self._slots.place(batch)
@@ -112,7 +122,7 @@ class CudaExecutor:
     def close(self) -> None:
         self._graphs.clear()
         self._caches.clear()
-        del self._program, self._host_cache
+        del self._program, self._adapted, self._adapters, self._host_cache
         group.leave()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # for another process
@@ -131,8 +141,13 @@ class CudaExecutor:
         inputs = self._slots.graph_inputs(batch)
         _mark_pending(batch, inputs)
         num_logits, shape = len(inputs["logit_rows"]), self._graphs.shape_for(inputs)
+        groups = {}
+        if self._adapters and self._slots.adapters:
+            sizes = (shape.num_tokens, shape.num_logits) if shape else (len(inputs["token_ids"]), num_logits)
+            groups = self._adapters.groups(self._slots.adapters, batch, inputs, sizes)
         if shape:
             inputs = self._graphs.padded(inputs, shape)
+        inputs |= groups
         sent = self._uploads.send(inputs | {"slots": np.array(choices.slots, np.int64)} | fields)
         return self._graphs.replay(sent, shape).first(num_logits) if shape else self._compute(sent), sent
 
@@ -153,7 +168,8 @@ class CudaExecutor:
 
     def _compute(self, inputs: Mapping[str, Tensor]) -> Outputs:
         token_ids = cuda.of_first(cuda.last_tokens_in(inputs["token_ids"], self._last_tokens))
-        return self._program({**inputs, **self._caches.tensors, "token_ids": token_ids})
+        program = self._adapted if GROUPS in inputs else self._program
+        return program({**inputs, **self._caches.tensors, "token_ids": token_ids})
 
 
 class CudaStep:

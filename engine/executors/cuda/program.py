@@ -11,11 +11,14 @@ from typing import NamedTuple
 from torch import Tensor
 
 from engine.graph import Graph, GraphError, Node
-from engine.models.layers import HIDDEN, LOGITS
+from engine.models.layers import HIDDEN, LOGIT_ROWS, LOGITS
+from engine.ops.cuda.adapters import Layer, add_adapters
 
 PRODUCTS = ("linear", "linear_int8", "linear_a8w8", "linear_int4", "linear_fp8")
-FUSED = {(name, "swiglu"): f"gated_{name}" for name in PRODUCTS}
-FUSED["all_reduce", "add_rms_norm"] = "all_reduce_add_rms_norm"
+FUSED_PRODUCTS = {(name, "swiglu"): f"gated_{name}" for name in PRODUCTS}
+FUSED = {("all_reduce", "add_rms_norm"): "all_reduce_add_rms_norm"}
+GROUPS, LOGIT_GROUPS = "groups", "logit_groups"  # of `engine.ops.cuda.adapters`
+OF_TOKENS, OF_LOGITS = -1, -2  # their numbers as values
 LAST = {"linear": "logits", "linear_int8": "logits_int8"}  # the last product of a graph, in float32
 
 
@@ -37,14 +40,21 @@ class Call(NamedTuple):
 
 
 class Program:
-    """`params` are on the device that the inputs will be on."""
+    """`params` are on the device that the inputs will be on. With `layers` of adapters, by the names of the matrices
+    behind whose products they belong, there is one input more, GROUPS."""
 
-    def __init__(self, graph: Graph, params: Mapping[str, Tensor], ops: ModuleType):
+    def __init__(
+        self, graph: Graph, params: Mapping[str, Tensor], ops: ModuleType, layers: Mapping[str, Layer] | None = None
+    ):
         self.graph, self.params = graph, params
         self._params = {value.id: params[name] for name, value in graph.parameters.items()}
         self._inputs = {name: value.id for name, value in graph.inputs.items()}
         self._outputs = [graph.outputs[name].id for name in (LOGITS, HIDDEN)]
-        self._calls = _calls(graph, {*self._params, *self._outputs}, ops)
+        nodes = _fused(graph.nodes, {} if layers else FUSED_PRODUCTS)
+        self._calls = _calls(graph, nodes, {*self._params, *self._outputs}, ops)
+        if layers:
+            self._inputs |= {GROUPS: OF_TOKENS, LOGIT_GROUPS: OF_LOGITS}
+            self._calls = _adapted(graph, self._calls, layers)
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> Outputs:
         """The caches among the inputs are updated."""
@@ -58,9 +68,8 @@ class Program:
         return Outputs(*[values[number] for number in self._outputs])
 
 
-def _calls(graph: Graph, kept: set[int], ops: ModuleType) -> list[Call]:
+def _calls(graph: Graph, nodes: Sequence[Node], kept: set[int], ops: ModuleType) -> list[Call]:
     logits = _own_logits(graph, graph.outputs[LOGITS].id)
-    nodes = _fused(graph.nodes)
     last_use = {value.id: node for node in nodes for value in node.inputs if value is not None}
     calls = []
     for node in nodes:
@@ -71,20 +80,40 @@ def _calls(graph: Graph, kept: set[int], ops: ModuleType) -> list[Call]:
     return calls
 
 
+def _adapted(graph: Graph, calls: Sequence[Call], layers: Mapping[str, Layer]) -> list[Call]:
+    layer_of = {graph.parameters[name].id: layer for name, layer in layers.items()}
+    of_logits = graph.values_by_rows_of(LOGIT_ROWS)
+    made = []
+    for call in calls:
+        layer = next((layer_of[number] for number in call.inputs if number in layer_of), None)
+        if layer:
+            groups = OF_LOGITS if call.outputs[0] in of_logits else OF_TOKENS
+            call = call._replace(run=partial(_then_adapt, call.run, layer), inputs=(*call.inputs, groups))
+        made.append(call)
+    return made
+
+
+def _then_adapt(run: Callable[..., Tensor], layer: Layer, x: Tensor, *given: Tensor) -> Tensor:
+    y = run(x, *given[:-1])
+    add_adapters(y, x, layer, given[-1])
+    return y
+
+
 def _own_logits(graph: Graph, output: int) -> int:
     """What becomes the output: of several ranks, before they put together what each has."""
     gathered = [node.inputs[0] for node in graph.nodes if node.op == "all_gather" and node.outputs[0].id == output]
     return gathered[0].id if gathered and gathered[0] else output
 
 
-def _fused(nodes: Sequence[Node]) -> list[Node]:
+def _fused(nodes: Sequence[Node], products: Mapping[tuple[str, str], str]) -> list[Node]:
     """As one: a product and the `swiglu` of its output, `all_reduce` and the `add_rms_norm` of its."""
+    names = {**FUSED, **products}
     uses = Counter(value.id for node in nodes for value in node.inputs if value is not None)
     made_by = {node.outputs[0].id: node for node in nodes}
     fused: list[Node] = []
     for node in nodes:
         before = made_by.get(node.inputs[0].id) if node.inputs[0] else None
-        name = FUSED.get((before.op, node.op)) if before else None
+        name = names.get((before.op, node.op)) if before else None
         if before and name and uses[before.outputs[0].id] == 1:
             fused.remove(before)
             node = Node(name, (*before.inputs, *node.inputs[1:]), node.outputs, node.attributes)

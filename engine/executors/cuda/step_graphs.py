@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.executors.cuda.cache import MIN_BLOCK_SIZE
-from engine.executors.cuda.program import Outputs
+from engine.executors.cuda.program import GROUPS, Outputs
 from engine.settings.config import Config
 
 log = logging.getLogger(__name__)
@@ -42,19 +42,27 @@ class Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     numbers: Tensor  # the inputs NAMES one after another
     tables: Tensor
+    more: Mapping[str, Tensor]
     outputs: Outputs
 
 
 class StepGraphs:
-    """`max_blocks`: of the longest request, in a block table."""
+    """`max_blocks`: of the longest request, in a block table. `of_adapters`: what a step with adapters has beside the
+    usual inputs, by its numbers of tokens and logits; such steps are recorded apart."""
 
-    def __init__(self, config: Config, max_blocks: int, device: torch.device):
-        self._device = device
+    def __init__(
+        self,
+        config: Config,
+        max_blocks: int,
+        device: torch.device,
+        of_adapters: Callable[[tuple[int, int]], Arrays] | None = None,
+    ):
+        self._device, self._of_adapters = device, of_adapters
         self._width = max(max_blocks, TOKENS[-1] // MIN_BLOCK_SIZE)  # that nobody's request needs, too
         is_used = config.use_cudagraph and device.type == "cuda"
         self._decodes = decode_shapes(config.cudagraph_capture_sizes, config.batch_size) if is_used else []
         self._prompts = prompt_shapes(config.batch_size, config.max_step_tokens) if is_used else []
-        self._captured: dict[Shape, Captured] = {}
+        self._captured: dict[tuple[Shape, bool], Captured] = {}
         self.nobodys_block = 0
 
     def shape_for(self, inputs: Arrays) -> Shape | None:
@@ -68,7 +76,9 @@ class StepGraphs:
 
     def replay(self, sent: Mapping[str, Tensor], shape: Shape) -> Outputs:
         """Of shape.num_logits rows: overwritten by the next one. `sent`: of `padded`."""
-        captured, tables = self._captured[shape], sent["block_tables"]
+        captured, tables = self._captured[shape, GROUPS in sent], sent["block_tables"]
+        for name, tensor in captured.more.items():
+            tensor.copy_(sent[name], non_blocking=True)
         captured.numbers.copy_(sent["numbers"], non_blocking=True)
         captured.tables[:, : tables.shape[1]].copy_(tables, non_blocking=True)
         captured.graph.replay()
@@ -82,23 +92,31 @@ class StepGraphs:
         )  # those after the largest find room in its memory
         if not shapes:
             return
-        started, free, pool = time.monotonic(), torch.cuda.mem_get_info(self._device)[0], None
+        started, free = time.monotonic(), torch.cuda.mem_get_info(self._device)[0]
         most = max(shape.num_requests for shape in shapes)
         tables = torch.full((most, self._width), nobodys_block, dtype=torch.int32, device=self._device)  # of all shapes
+        pool = torch.cuda.graph_pool_handle()
         for shape in shapes:
-            arrays = empty_step(shape)
-            numbers = torch.from_numpy(np.concatenate([arrays[name] for name in NAMES])).to(self._device)
-            inputs = dict(zip(NAMES, numbers.split([len(arrays[name]) for name in NAMES]), strict=True))
-            inputs["block_tables"] = tables[: shape.num_requests]
-            run(inputs)  # whatever is compiled or set up at the first call
-            torch.cuda.synchronize(self._device)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):  # NCCL has a thread
-                outputs = run(inputs)
-            pool = graph.pool()
-            self._captured[shape] = Captured(graph, numbers, inputs["block_tables"], outputs)
+            for is_adapted in (False, True)[: 1 + bool(self._of_adapters)]:
+                self._captured[shape, is_adapted] = self._record(run, shape, (tables, pool), is_adapted)
         used, seconds = free - torch.cuda.mem_get_info(self._device)[0], time.monotonic() - started
-        log.info("%d CUDA graphs captured in %.1f s, %.2f GB", len(shapes), seconds, used / 1e9)
+        log.info("%d CUDA graphs captured in %.1f s, %.2f GB", len(self._captured), seconds, used / 1e9)
+
+    def _record(self, run: Run, shape: Shape, shared: tuple[Tensor, tuple[int, int]], is_adapted: bool) -> Captured:
+        arrays, more = empty_step(shape), {}
+        tables, pool = shared[0][: shape.num_requests], shared[1]
+        numbers = torch.from_numpy(np.concatenate([arrays[name] for name in NAMES])).to(self._device)
+        inputs = dict(zip(NAMES, numbers.split([len(arrays[name]) for name in NAMES]), strict=True))
+        if is_adapted and self._of_adapters:
+            groups = self._of_adapters((shape.num_tokens, shape.num_logits))
+            more = {name: torch.from_numpy(array).to(self._device) for name, array in groups.items()}
+        inputs |= {"block_tables": tables, **more}
+        run(inputs)  # whatever is compiled or set up at the first call
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):  # NCCL has a thread
+            outputs = run(inputs)
+        return Captured(graph, numbers, tables, more, outputs)
 
     def clear(self) -> None:
         self._captured.clear()
