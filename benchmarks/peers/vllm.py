@@ -6,14 +6,9 @@ import sys
 from benchmarks.peers.clock import MAX_REQUESTS, MAX_TOKENS_IN_STEP, Clock, Prompts, measure
 
 
-def main(model: str, threads: str) -> None:
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "4",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{int(threads) - 1}"
-    from vllm import LLM, SamplingParams  # reads the variables
+def main(model: str) -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, SamplingParams  # reads the variable
 
     limits = {"max_model_len": 2048, "max_num_batched_tokens": MAX_TOKENS_IN_STEP, "max_num_seqs": MAX_REQUESTS}
     llm = LLM(model=model, skip_tokenizer_init=True, dtype="bfloat16", enable_prefix_caching=False, **limits)
@@ -35,4 +30,4 @@ def main(model: str, threads: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1])  # how many threads is said by a variable
