@@ -5,7 +5,8 @@
 Random weights in the shape of Qwen2.5-0.5B; each rival is installed into an environment of its own. In each round every
 engine has its turn in every width of weights, then over HTTP with 1, 8 and 32 clients that stream; machines drift, so
 only what ran in turn can be compared. A turn's rates are a line of the file of results: a call that was ended goes on
-where it was, and another file is another sitting. A rival that cannot be installed, or fails, is said so and left out.
+where it was, also with turns that others on the machine disturbed, and another file is another sitting. A rival that
+cannot be installed, or fails, is said so and left out.
 """
 
 from __future__ import annotations
@@ -119,6 +120,9 @@ def main() -> None:
         except Failed as error:
             print(f"left out of round {turn.round}, {turn.width}, {turn.format}: {error}", flush=True)
             continue
+        if others > MAX_OTHERS:
+            print(f"not counted, as others used {others} cores: {turn}", flush=True)
+            continue
         results.append(asdict(turn) | {"others": others, "rates": rates})
         with args.results.open("a") as file:
             file.write(json.dumps(results[-1]) + "\n")
@@ -127,9 +131,7 @@ def main() -> None:
             {case: [round(rate, 1) for rate in each] for case, each in rates.items()},
             flush=True,
         )
-    disturbed = sum(result["others"] > MAX_OTHERS for result in results)
     print(f"\n{cpu_name()}, {cpu.num_threads()} threads; prefill / decode tok/s, over HTTP output tok/s")
-    print(f"others used more than {MAX_OTHERS} cores in {disturbed} of {len(results)} turns")
     labels = {rival.name: rival.label for rival in RIVALS} | {"ours": "ours"}
     for width in {result["width"]: None for result in results if result["engine"] != "limit"}:
         print(f"\n{table(results, width, labels)}")
