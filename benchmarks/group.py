@@ -16,7 +16,7 @@ from multiprocessing import reduction
 
 import numpy as np
 
-from benchmarks.kernels import HIDDEN, LAYERS, LINEARS, random_f32, seconds
+from benchmarks.kernels import HIDDEN, LAYERS, LINEARS, packed, random_f32, seconds
 from engine.dtypes import to_bf16
 from engine.ops import cpu
 from engine.ops.cpu import group
@@ -43,16 +43,16 @@ def bench_step(num_ranks: int, tokens: int) -> float:
     for name, (num_out, width) in LINEARS.items():
         split = name in SPLIT_BY_COLUMNS
         num_out, width = (num_out, width // num_ranks) if split else (num_out // num_ranks, width)
-        bits = to_bf16(random_f32(num_out, width))
+        bits, kind = packed(to_bf16(random_f32(num_out, width)))
         weights = [bits.copy() for _ in range(LAYERS)]
-        layer.append((weights, random_f32(tokens, width), np.empty((tokens, num_out), np.float32), split))
+        layer.append((weights, kind, random_f32(tokens, width), np.empty((tokens, num_out), np.float32), split))
     total = np.empty((tokens, HIDDEN), np.float32)
 
     def run():
         for i in range(LAYERS):
-            for weights, x, y, split in layer:
-                num_out, width = weights[i].shape
-                linear(x.ctypes.data, weights[i].ctypes.data, True, None, y.ctypes.data, tokens, width, num_out)
+            for weights, kind, x, y, split in layer:
+                sizes = (tokens, x.shape[1], y.shape[1])
+                linear(x.ctypes.data, weights[i].ctypes.data, kind, None, y.ctypes.data, *sizes)
                 if split:
                     assert all_reduce(y.ctypes.data, total.ctypes.data, y.size) is None
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from engine.dtypes import to_bf16
 from engine.ops import build, cpu
-from engine.ops.cpu.library import Attention, QuantizedLinear
+from engine.ops.cpu.library import WEIGHT_KINDS, Attention, QuantizedLinear
 from engine.ops.sampling_rows import SamplingRows
 
 HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 896, 4864, 24, 14, 2, 64, 151936
@@ -58,13 +58,23 @@ def measured_limits(threads: int) -> tuple[float, float]:
     return flops, max(lib.read_bandwidth(threads, address, size) for _ in range(3))
 
 
+def packed(weight: np.ndarray) -> tuple[np.ndarray, int]:
+    """As the engine has it, and the kind of weight that this is."""
+    ops = cpu.load()
+    if not (num_bytes := ops.packed_bytes(weight.shape)):
+        return weight, WEIGHT_KINDS.index("bfloat16")
+    array = np.empty(num_bytes // weight.itemsize, np.uint16)
+    ops.pack(weight, array)
+    return array, WEIGHT_KINDS.index("packed")
+
+
 @functools.cache
 def weights_of(name: str, op: str) -> list[tuple[np.ndarray, np.ndarray | None]]:
     """With their scales; as many layers as it takes to leave no weight in a cache."""
     num_out, width = LINEARS.get(name, (VOCAB, HIDDEN))
     copies = 1 if name == "logits" else LAYERS
     if op == "linear":
-        bits = to_bf16(random_f32(num_out, width))
+        bits, _ = packed(to_bf16(random_f32(num_out, width)))
         return [(bits.copy(), None) for _ in range(copies)]
     codes = RNG.integers(-128, 128, (num_out, width if op != "linear_int4" else width // 2), np.int8)
     scale = to_bf16(random_f32(num_out, width // 64)) if op == "linear_int4" else random_f32(num_out)
@@ -76,12 +86,12 @@ def bench_linear(name: str, op: str, tokens: int, limits: tuple[float, float]) -
     kernels, (num_out, width) = cpu.load().kernels, LINEARS.get(name, (VOCAB, HIDDEN))
     x, y = random_f32(tokens, width), np.zeros((tokens, num_out), np.float32)
     sizes, x_at, y_at = (tokens, width, num_out), x.ctypes.data, y.ctypes.data
-    weights = weights_of(name, op)
+    weights, kind = weights_of(name, op), packed(np.empty((1, 2), np.uint16))[1]
 
     def run():  # without the wrapper: fresh memory for the outputs would be part of the time
         for weight, scale in weights:
             if scale is None:
-                kernels.linear(x_at, weight.ctypes.data, True, None, y_at, *sizes)
+                kernels.linear(x_at, weight.ctypes.data, kind, None, y_at, *sizes)
             else:
                 args = QuantizedLinear(x_at, weight.ctypes.data, scale.ctypes.data, None, None, y_at, *sizes)
                 getattr(kernels, op)(ctypes.addressof(args))

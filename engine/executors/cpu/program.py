@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import math
 import mmap
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -16,7 +17,8 @@ from engine.dtypes import held_as, scale_bytes
 from engine.executors.cpu.widening import Widened, widened
 from engine.graph import Graph, GraphError, Node, Value
 from engine.ops import cpu
-from engine.ops.cpu.library import Call, Counts, Group
+from engine.ops.cpu.kernels import CpuOps
+from engine.ops.cpu.library import WEIGHT_KINDS, Call, Counts, Group
 
 OF_LOGITS = "logit_rows"
 NUMBERS = ("epsilon", "scale", "attention_scaling")  # attributes that are no whole numbers; no op has two of them
@@ -33,12 +35,13 @@ class Program:
         self._graph = graph
         self._root = _roots(graph)
         self._of_logits = graph.values_by_rows_of(OF_LOGITS)
-        self._params = {value.id: array for value, array in _copied(graph, numbers)}
+        self._gated = _only_gated(graph)
+        self._kernels = cpu.load()
+        self._params = {value.id: array for value, array in _copied(graph, numbers, self._kernels)}
         self._caches: dict[int, np.ndarray] = {}
         self._room = dict.fromkeys(graph.inputs, 0)  # elements of each input, and rows of everything else
         self._arrays: dict[int, np.ndarray] = {}
         self._calls = (Call * 0)()
-        self._kernels = cpu.load()
 
     def set_caches(self, caches: Mapping[str, np.ndarray]) -> None:
         """By the names of the graph's inputs; updated by every step. Nothing: lets go of those that are there."""
@@ -100,11 +103,23 @@ class Program:
         number = next((float(node.attributes[name]) for name in NUMBERS if name in node.attributes), 0.0)
         call = Call(list(SIZES).index(node.op), node.outputs[0].id in self._of_logits)
         call.at[: len(at)], call.size[: len(sizes)], call.number = at, sizes, number
+        if node.outputs[0].id in self._gated:
+            call.size[len(sizes)] = True
         return call
 
 
+class Packed(np.ndarray):
+    """bf16 in the order that `linear` reads fastest (kPackedBf16), in the shape that the weight had."""
+
+
+def _kind(weight: np.ndarray) -> int:
+    if isinstance(weight, Packed):
+        return WEIGHT_KINDS.index("packed")
+    return WEIGHT_KINDS.index("bfloat16" if weight.dtype == np.uint16 else "float32")
+
+
 def _linear(x: np.ndarray, weight: np.ndarray, *_: np.ndarray | None) -> tuple[int, ...]:
-    return x.shape[1], len(weight), weight.dtype == np.uint16
+    return x.shape[1], len(weight), _kind(weight)
 
 
 def _attention(_: np.ndarray, angles: np.ndarray, cache: np.ndarray, *__: np.ndarray, **given: int) -> tuple[int, ...]:
@@ -114,7 +129,7 @@ def _attention(_: np.ndarray, angles: np.ndarray, cache: np.ndarray, *__: np.nda
 
 # The ops in the order of LlmOp, and what `llm_run` is told of their inputs and attributes.
 SIZES: dict[str, Callable[..., tuple[int, ...]]] = {
-    "embedding": lambda ids, table, *, first_id: (table.shape[1], len(table), first_id, table.dtype == np.uint16),
+    "embedding": lambda ids, table, *, first_id: (table.shape[1], len(table), first_id, _kind(table)),
     "gather_rows": lambda x, rows: (x.shape[1],),
     "rms_norm": lambda x, weight, *, epsilon: (x.shape[1],),
     "add_rms_norm": lambda x, residual, weight, *, epsilon: (x.shape[1],),
@@ -142,14 +157,39 @@ def _roots(graph: Graph) -> dict[int, int]:
     return roots
 
 
-def _copied(graph: Graph, params: Mapping[str, np.ndarray | Widened]) -> list[tuple[Value, np.ndarray]]:
-    sizes = [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in params.values()]
-    memory, start, copies = large_pages(sum(sizes)), 0, []
-    for (name, array), size in zip(params.items(), sizes, strict=True):
+def _only_gated(graph: Graph) -> set[int]:
+    """What a `linear` makes for nobody but the swiglu right behind it: the kernels may do the two as one."""
+    num_readers = Counter(value.id for node in graph.nodes for value in node.inputs if value)
+    num_readers.update(value.id for value in graph.outputs.values())
+    return {
+        made.outputs[0].id
+        for made, read in itertools.pairwise(graph.nodes)
+        if (made.op, read.op) == ("linear", "swiglu")
+        and read.inputs[0] == made.outputs[0]
+        and num_readers[made.outputs[0].id] == 1
+    }
+
+
+def _copied(
+    graph: Graph, params: Mapping[str, np.ndarray | Widened], kernels: CpuOps
+) -> list[tuple[Value, np.ndarray]]:
+    multiplied = {node.inputs[1].id for node in graph.nodes if node.op == "linear" and node.inputs[1]}
+    packed = {
+        name: kernels.packed_bytes(array.shape)
+        for name, array in params.items()
+        if graph.parameters[name].id in multiplied and array.dtype == np.uint16
+    }
+    sizes = [packed.get(name) or array.nbytes for name, array in params.items()]
+    starts = [0, *itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
+    memory, copies = large_pages(starts[-1]), []
+    for (name, array), start in zip(params.items(), starts, strict=False):
         copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-        np.copyto(copy, array)
+        if packed.get(name):
+            kernels.pack(np.asarray(array), copy)
+            copy = copy.view(Packed)
+        else:
+            np.copyto(copy, array)
         copies.append((graph.parameters[name], copy))
-        start += size
     return copies
 
 

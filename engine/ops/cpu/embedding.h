@@ -5,15 +5,20 @@
 
 namespace LLM_ISA {
 
-template <class T>
-void embedding(const LlmEmbedding& a, const T* table) {
+template <class CopyRow>
+void embedding(const LlmEmbedding& a, CopyRow copy_row) {
   parallel_rows(a.rows, a.cols, [=](int64_t t) {
     const int64_t row = a.token_ids[t] - a.first_id;
-    const bool is_here = row >= 0 && row < a.table_rows;
-    const T* from = table + (is_here ? row : 0) * a.cols;
-    for_lanes(a.cols, [=](int64_t c, int n) {
-      store_n(a.y + t * a.cols + c, is_here ? load_n(from + c, n) : set1(0.0f), n);
-    });
+    float* y = a.y + t * a.cols;
+    if (row >= 0 && row < a.table_rows) return copy_row(row, y);
+    for_lanes(a.cols, [=](int64_t c, int n) { store_n(y + c, set1(0.0f), n); });
+  });
+}
+
+template <class T>
+void embedding(const LlmEmbedding& a, const T* table) {
+  embedding(a, [=](int64_t row, float* y) {
+    for_lanes(a.cols, [=](int64_t c, int n) { store_n(y + c, load_n(table + row * a.cols + c, n), n); });
   });
 }
 

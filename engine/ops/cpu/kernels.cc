@@ -6,7 +6,7 @@
 #include "embedding.h"
 #include "gather_rows.h"
 #include "head_norm.h"
-#include "linear.h"
+#include "linear_bf16.h"
 #include "paged_attention.h"
 #include "quantized_linear.h"
 #include "rms_norm.h"
@@ -18,16 +18,20 @@ namespace LLM_ISA {
 namespace {
 
 void any_embedding(const LlmEmbedding* args) {
-  if (args->table_bf16)
+  if (args->table_kind == kPackedBf16)
+    embedding(*args, [=](int64_t row, float* y) {
+      unpack_row(static_cast<const uint16_t*>(args->table), row, y, args->cols);
+    });
+  else if (args->table_kind == kBf16)
     embedding(*args, static_cast<const uint16_t*>(args->table));
   else
     embedding(*args, static_cast<const float*>(args->table));
 }
 
-void any_linear(const float* x, const void* weight, int weight_bf16, const float* bias, float* y,
+void any_linear(const float* x, const void* weight, int weight_kind, const float* bias, float* y,
                 int64_t rows, int64_t width, int64_t num_out) {
-  if (weight_bf16)
-    linear(x, static_cast<const uint16_t*>(weight), bias, y, rows, width, num_out);
+  if (weight_kind != kFloat32)
+    linear_bf16(x, {static_cast<const uint16_t*>(weight), weight_kind == kPackedBf16}, bias, y, rows, width, num_out);
   else
     linear(x, static_cast<const float*>(weight), bias, y, rows, width, num_out);
 }
@@ -63,6 +67,8 @@ const LlmKernels JOIN(llm_kernels_, LLM_ISA) = {
     LLM_ISA::add_rms_norm,
     LLM_ISA::head_norm,
     LLM_ISA::any_linear,
+    LLM_ISA::linear_swiglu,
+    LLM_ISA::pack_weight,
     LLM_ISA::any_linear_int8,
     LLM_ISA::any_linear_int4,
     LLM_ISA::any_linear_a8w8,

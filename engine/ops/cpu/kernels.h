@@ -7,12 +7,15 @@
 #pragma GCC visibility push(default)
 extern "C" {
 
+// How a weight lies in memory: as it is written down, or as pack_weight has put it.
+enum LlmWeight : int32_t { kFloat32, kBf16, kPackedBf16 };
+
 struct LlmEmbedding {
   const int32_t* token_ids;  // [rows]
-  const void* table;         // [table_rows, cols], float32 or bf16
+  const void* table;         // [table_rows, cols]
   float* y;                  // [rows, cols]
   int64_t rows, cols, table_rows, first_id;
-  int32_t table_bf16;
+  int32_t table_kind;  // an LlmWeight
 };
 
 struct LlmAttention {
@@ -56,8 +59,15 @@ struct LlmKernels {
                        int64_t cols, float epsilon);
   void (*head_norm)(const float* qkv, const float* q_weight, const float* k_weight, float* y, int64_t rows,
                     int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, float epsilon);
-  void (*linear)(const float* x, const void* weight, int weight_bf16, const float* bias, float* y,
-                 int64_t rows, int64_t width, int64_t num_out);  // bias may be null
+  // weight_kind: an LlmWeight; bias may be null.
+  void (*linear)(const float* x, const void* weight, int weight_kind, const float* bias, float* y,
+                 int64_t rows, int64_t width, int64_t num_out);
+  // swiglu of linear with a packed weight; y: [rows, num_out / 2]. False: nothing is done, the width is no whole vectors.
+  bool (*linear_swiglu)(const float* x, const void* weight, const float* bias, float* y, int64_t rows, int64_t width,
+                        int64_t num_out);
+  // Puts bf16 [num_out, width] where `linear` reads it fastest. Returns how many elements that are, 0 where there is no
+  // such order; packed null: does no more.
+  int64_t (*pack_weight)(const uint16_t* weight, uint16_t* packed, int64_t num_out, int64_t width);
   void (*linear_int8)(const LlmQuantizedLinear* args);
   void (*linear_int4)(const LlmQuantizedLinear* args);
   void (*linear_a8w8)(const LlmQuantizedLinear* args);

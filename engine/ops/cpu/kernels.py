@@ -60,6 +60,14 @@ class CpuOps:
         if trouble := self._lib.llm_run(self._table, calls, len(calls), counts):
             raise GroupError(trouble.decode())
 
+    def packed_bytes(self, shape: tuple[int, ...]) -> int:
+        """Of a bf16 weight in the order that `linear` reads fastest; 0 where it is read as it is."""
+        return BF16.itemsize * self.kernels.pack_weight(None, None, *shape)
+
+    def pack(self, weight: np.ndarray, packed: np.ndarray) -> None:
+        """Puts it into that order, where `packed` begins."""
+        self.kernels.pack_weight(weight.ctypes.data, packed.ctypes.data, *weight.shape)
+
     def embedding(self, token_ids, table, *, first_id):
         token_ids_at = need("embedding", "token_ids", token_ids, (None,), I32)
         table_at = need("embedding", "table", table, (None, None), F32, BF16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_bool, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import fields
 
 from engine.ops import build
@@ -27,6 +27,8 @@ class Kernels(ctypes.Structure):
         ("add_rms_norm", _function(c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float)),
         ("head_norm", _function(*[c_void_p] * 4, *[c_int64] * 4, c_float)),
         ("linear", _function(c_void_p, c_void_p, c_int, c_void_p, c_void_p, *[c_int64] * 3)),
+        ("linear_swiglu", _function(*[c_void_p] * 4, *[c_int64] * 3, returns=c_bool)),
+        ("pack_weight", _function(c_void_p, c_void_p, c_int64, c_int64, returns=c_int64)),
         *((f"linear_{kind}", _function(c_void_p)) for kind in ("int8", "int4", "a8w8")),
         ("rotary_angles", _function(c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float)),
         ("paged_attention", _function(c_void_p)),
@@ -41,13 +43,16 @@ class Kernels(ctypes.Structure):
     ]
 
 
+WEIGHT_KINDS = ("float32", "bfloat16", "packed")  # LlmWeight of kernels.h
+
+
 class Embedding(ctypes.Structure):
     """`LlmEmbedding` of kernels.h."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("token_ids", "table", "y")),
         *((name, c_int64) for name in ("rows", "cols", "table_rows", "first_id")),
-        ("table_bf16", c_int32),
+        ("table_kind", c_int32),
     ]
 
 

@@ -217,17 +217,15 @@ inline void linear(const float* x, const float* weight, const float* bias, float
   multiply(LinearArgs<float>{x, rows, width, num_out, nullptr, bias, y}, Stored<float, float>{weight, width});
 }
 
-inline bf16_x* rounded_rows(const float* x, int64_t rows, int64_t width) {
-  auto* rounded = static_cast<bf16_x*>(llm_scratch(0, sizeof(bf16_x) * static_cast<size_t>(rows * width)));
-  parallel_rows(rows, width, [=](int64_t t) { round_row(x + t * width, rounded + t * width, width); });
+// Every `step` elements of a row begin anew; what lies between two rows is zero.
+inline bf16_x* rounded_rows(const float* x, int64_t rows, int64_t width, int64_t step = 1) {
+  const int64_t stride = round_up(width, step);
+  auto* rounded = static_cast<bf16_x*>(llm_scratch(0, sizeof(bf16_x) * static_cast<size_t>(rows * stride)));
+  parallel_rows(rows, width, [=](int64_t t) {
+    round_row(x + t * width, rounded + t * stride, width);
+    for (int64_t k = width; k < stride; k++) rounded[t * stride + k] = 0;
+  });
   return rounded;
-}
-
-inline void linear(const float* x, const uint16_t* weight, const float* bias, float* y, int64_t rows,
-                   int64_t width, int64_t num_out) {
-  const bf16_x* rounded = rounded_rows(x, rows, width);
-  multiply(LinearArgs<bf16_x>{rounded, rows, width, num_out, nullptr, bias, y},
-           Stored<bf16_x, uint16_t>{weight, width});
 }
 
 }  // namespace LLM_ISA

@@ -89,7 +89,7 @@ Tensors embedding(const Tensor& token_ids, const Tensor& table, int first_id) {
   args.cols = cols;
   args.table_rows = table.shape()[0];
   args.first_id = first_id;
-  args.table_bf16 = is_bf16(table);
+  args.table_kind = is_bf16(table) ? kBf16 : kFloat32;
   kernels().embedding(&args);
   return {y};
 }
@@ -163,7 +163,7 @@ Tensors linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias
   const int64_t rows = x.shape()[0], width = x.shape()[1], num_out = weight.shape()[0];
   if (bias) need("linear", "bias", *bias, {num_out}, kF32);
   Tensor y = empty({rows, num_out});
-  kernels().linear(x.data<float>(), weight.data(), is_bf16(weight), bias ? bias->data<float>() : nullptr,
+  kernels().linear(x.data<float>(), weight.data(), is_bf16(weight) ? kBf16 : kFloat32, bias ? bias->data<float>() : nullptr,
                    y.data<float>(), rows, width, num_out);
   return {y};
 }

@@ -55,7 +55,7 @@ void embedding(const LlmKernels& kernels, const LlmCall& call, int64_t rows) {
   args.cols = call.size[0];
   args.table_rows = call.size[1];
   args.first_id = call.size[2];
-  args.table_bf16 = call.size[3] != 0;
+  args.table_kind = static_cast<int32_t>(call.size[3]);
   kernels.embedding(&args);
 }
 
@@ -80,7 +80,7 @@ void adapt(const LlmKernels& k, const LlmCall& call, int64_t index, float* y, co
         x = gathered;
       }
       float* inner = room_for(1, num_rows * p.rank);
-      k.linear(x, p.a, 0, nullptr, inner, num_rows, width, p.rank);
+      k.linear(x, p.a, kFloat32, nullptr, inner, num_rows, width, p.rank);
       const LlmAddProduct product = {inner, p.b, rows, y + p.first, num_rows, p.rank, p.num_out, num_out};
       k.add_product(&product);
     }
@@ -107,7 +107,14 @@ extern "C" const char* llm_run(const LlmKernels* kernels, const LlmCall* calls, 
       case kRmsNorm: k.rms_norm(f32(0), f32(1), f32(2), rows, n[0], c.number); break;
       case kAddRmsNorm: k.add_rms_norm(f32(0), f32(1), f32(2), f32(3), rows, n[0], c.number); break;
       case kHeadNorm: k.head_norm(f32(0), f32(1), f32(2), f32(3), rows, n[0], n[1], n[2], c.number); break;
-      case kLinear: k.linear(f32(0), c.at[1], n[2] != 0, f32(2), f32(3), rows, n[0], n[1]), adapted(3); break;
+      case kLinear:
+        if (n[3] && n[2] == kPackedBf16 && !counts->num_groups &&
+            k.linear_swiglu(f32(0), c.at[1], f32(2), array<float>(call[1].at[1]), rows, n[0], n[1])) {
+          call++;
+          break;
+        }
+        k.linear(f32(0), c.at[1], static_cast<int>(n[2]), f32(2), f32(3), rows, n[0], n[1]), adapted(3);
+        break;
       case kLinearInt8: quantized(k.linear_int8, c, rows, false), adapted(4); break;
       case kLinearA8w8: quantized(k.linear_a8w8, c, rows, false), adapted(4); break;
       case kLinearInt4: quantized(k.linear_int4, c, rows, true), adapted(5); break;

@@ -17,7 +17,8 @@ struct LlmCall {
   int32_t op;         // an LlmOp
   int32_t of_logits;  // its rows are those of which logits are wanted, otherwise the tokens of the step
   void* at[7];        // its inputs, then its output, in the catalogue's order; null: not given
-  int64_t size[6];    // what the kernel needs to know of them, see program.cc
+  int64_t size[6];    // what the kernel needs to know of them, see program.py; then of a linear call whether all
+                      // that reads its output is the swiglu that follows
   float number;       // its attribute that is no whole number
 };
 

@@ -1,0 +1,221 @@
+// y[t, n] = sum_k x[t, k] * weight[n, k] + bias[n] for a weight of bf16
+#pragma once
+#include "linear.h"
+#include "swiglu.h"
+
+namespace LLM_ISA {
+
+struct Bf16Weight {
+  const uint16_t* data;
+  bool is_packed;
+};
+
+#ifdef __AVX512BF16__
+// With products of pairs the weight is wanted in panels of W rows, in a panel a pair of columns after the other: then
+// lanes lie along N, no sum has to be added up across them, and a panel is read from end to end.
+
+// A tile holds the sums of up to kPackedRows rows of x with two panels in registers. What it has come to after a chunk of
+// K (see linear.h) is added to sums in memory. An output is the same operations in the same order in every tile.
+constexpr int kPackedRows = 12;
+constexpr int64_t kRowsBytes = 400 << 10;  // of x that stay in the L2 cache while the panels pass
+constexpr int64_t kAheadBytes = 4096;      // how far ahead of its use a weight is asked for, where it is used once
+
+inline int64_t packed_width(int64_t width) { return round_up(width, 2); }
+
+// Rows n .. n + W as a panel; those beyond num_out are zeros.
+inline void pack_panel(const uint16_t* weight, uint16_t* panel, int64_t n, int64_t width, int64_t num_out) {
+  for (int64_t k = 0; k < width; k += 2 * W) {
+    vec square[W];
+#pragma GCC unroll 16
+    for (int j = 0; j < W; j++) {
+      const uint16_t* from = weight + (n + j) * width + k;
+      const int count = n + j < num_out ? static_cast<int>(min(2 * W, width - k)) : 0;
+      square[j] = (vec)(count == 2 * W ? load_bf16(from) : load_bf16_first(from, count));
+    }
+    transpose(square);
+    const int64_t pairs = min(W, (width - k + 1) / 2);
+    for (int64_t i = 0; i < pairs; i++) store(reinterpret_cast<float*>(panel + (k / 2 + i) * 2 * W), square[i]);
+  }
+}
+
+inline int64_t pack_weight(const uint16_t* weight, uint16_t* packed, int64_t num_out, int64_t width) {
+  if (packed)
+    parallel_rows((num_out + W - 1) / W, W * width, [=](int64_t i) {
+      pack_panel(weight, packed + i * W * packed_width(width), i * W, width, num_out);
+    });
+  return round_up(num_out, W) * packed_width(width);
+}
+
+inline void unpack_row(const uint16_t* packed, int64_t n, float* y, int64_t width) {
+  const uint16_t* from = packed + n / W * W * packed_width(width) + n % W * 2;
+  for (int64_t k = 0; k < width; k++) y[k] = widen(from[k / 2 * 2 * W + k % 2]);
+}
+
+// What a tile multiplies: rows of x from `x` on, and of two panels as many pairs of columns.
+struct PackedTile {
+  const uint16_t *x, *panels[2];
+  int64_t x_stride, pairs;
+  const char* ahead[2];  // what is wanted next, as much as there is of the panels
+  float* sums;           // [rows, 2 W]
+  bool is_first;         // sums begin here
+};
+
+// kAhead: of how many panels the next is fetched.
+template <int M, int kAhead>
+[[gnu::noinline]] inline void multiply_tile(const PackedTile& a) {
+  vec sums[2 * M] = {};
+  for (int64_t k = 0; k < a.pairs; k++) {
+    bf16_vec columns[2];
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; v++) columns[v] = load_bf16(a.panels[v] + k * 2 * W);
+#pragma GCC unroll 2
+    for (int v = 0; v < kAhead; v++) prefetch(a.ahead[v] + k * 4 * W);
+#pragma GCC unroll 16
+    for (int i = 0; i < M; i++) {
+      int32_t pair;
+      __builtin_memcpy(&pair, a.x + i * a.x_stride + 2 * k, sizeof pair);
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; v++)
+        sums[2 * i + v] = dot_bf16((bf16_vec)_mm512_set1_epi32(pair), columns[v], sums[2 * i + v]);
+    }
+  }
+#pragma GCC unroll 24
+  for (int i = 0; i < 2 * M; i++) {
+    float* to = a.sums + i * W;
+    store(to, a.is_first ? sums[i] : load(to) + sums[i]);
+  }
+}
+
+template <int kAhead>
+inline void multiply_tile(int64_t rows, const PackedTile& a) {
+  switch (rows) {
+    case 1: return multiply_tile<1, kAhead>(a);
+    case 2: return multiply_tile<2, kAhead>(a);
+    case 3: return multiply_tile<3, kAhead>(a);
+    case 4: return multiply_tile<4, kAhead>(a);
+    case 5: return multiply_tile<5, kAhead>(a);
+    case 6: return multiply_tile<6, kAhead>(a);
+    case 7: return multiply_tile<7, kAhead>(a);
+    case 8: return multiply_tile<8, kAhead>(a);
+    case 9: return multiply_tile<9, kAhead>(a);
+    case 10: return multiply_tile<10, kAhead>(a);
+    case 11: return multiply_tile<11, kAhead>(a);
+    case 12: return multiply_tile<12, kAhead>(a);
+  }
+}
+
+struct PackedArgs {
+  const uint16_t *x, *weight;  // x: rows of packed_width(width)
+  int64_t rows, width, num_out;
+  const float* bias;
+  float* y;
+  bool is_packed, is_gated;
+
+  int64_t stride() const { return packed_width(width); }
+  int64_t panel_size() const { return W * stride(); }
+  int64_t num_tiles() const { return (rows + kPackedRows - 1) / kPackedRows; }
+  int64_t first_row(int64_t tile) const { return tile * rows / num_tiles(); }  // tiles are as even as can be
+  // Panels come in pairs: neighbours, or gates and what they are multiplied with.
+  int64_t num_pairs() const { return is_gated ? num_out / 2 / W : (num_out + 2 * W - 1) / (2 * W); }
+  int64_t first_of(int64_t pair, int v) const { return is_gated ? pair * W + v * num_out / 2 : (2 * pair + v) * W; }
+};
+
+// Outputs of rows t .. t_end of a pair of panels.
+inline void write_outputs(const PackedArgs& a, int64_t pair, int64_t t, int64_t t_end, const float* sums) {
+  vec bias[2];
+  int count[2];
+  for (int v = 0; v < 2; v++) {
+    const int64_t n = a.first_of(pair, v);
+    count[v] = static_cast<int>(n < a.num_out ? min(W, a.num_out - n) : 0);
+    bias[v] = a.bias ? load_n(a.bias + n, count[v]) : set1(0.0f);
+  }
+  for (; t < t_end; t++, sums += 2 * W) {
+    const vec first = load(sums) + bias[0], second = load(sums + W) + bias[1];
+    if (a.is_gated) {
+      store(a.y + t * (a.num_out / 2) + pair * W, swiglu(first, second));
+    } else {
+      float* y = a.y + t * a.num_out + a.first_of(pair, 0);
+      store_n(y, first, count[0]);
+      store_n(y + W, second, count[1]);
+    }
+  }
+}
+
+// Where a panel of a pair lies, made first if need be. An odd number of panels ends in a pair of twice the same.
+inline const uint16_t* panel_of(const PackedArgs& a, int64_t pair, int v) {
+  const int64_t n = a.first_of(pair, v) < a.num_out ? a.first_of(pair, v) : a.first_of(pair, 0);
+  if (a.is_packed) return a.weight + n * a.stride();
+  auto* panels = static_cast<uint16_t*>(llm_scratch(3, sizeof(uint16_t) * 2 * static_cast<size_t>(a.panel_size())));
+  pack_panel(a.weight, panels + v * a.panel_size(), n, a.width, a.num_out);
+  return panels + v * a.panel_size();
+}
+
+// Tiles first .. end of the rows times a pair of panels. What comes next is fetched as it is needed: by the first tiles,
+// a chunk ahead, or where there is but one tile a little ahead of the reading.
+inline void multiply_pair(const PackedArgs& a, int64_t pair, int64_t first, int64_t end) {
+  const int64_t t = a.first_row(first), size = chunk_size(a.width), num_chunks = num_chunks_of(a.width);
+  auto* sums = static_cast<float*>(llm_scratch(1, sizeof(vec) * 2 * static_cast<size_t>(a.first_row(end) - t)));
+  const uint16_t* panels[] = {panel_of(a, pair, 0), panel_of(a, pair, 1)};
+  const int64_t to_next_pair = (a.is_gated ? 1 : 2) * a.panel_size();
+  for (int64_t c = 0; c < num_chunks; c++) {
+    const int64_t start = c * size, pairs = (min(size, a.width - start) + 1) / 2;
+    const int64_t ahead = c + 1 < num_chunks ? (c + 1) * size * W : to_next_pair;
+    for (int64_t tile = first; tile < end; tile++) {
+      const int64_t from = a.first_row(tile), rows = a.first_row(tile + 1) - from;
+      PackedTile args = {a.x + from * a.stride() + start, {}, a.stride(), pairs, {}, sums + (from - t) * 2 * W, c == 0};
+      for (int v = 0; v < 2; v++) args.panels[v] = panels[v] + start * W;
+      auto at = [&](int v, int64_t element) { return reinterpret_cast<const char*>(panels[v] + element); };
+      if (end - first == 1) {
+        for (int v = 0; v < 2; v++) args.ahead[v] = at(v, start * W) + kAheadBytes;
+        multiply_tile<2>(rows, args);
+      } else if (tile - first < 2) {
+        args.ahead[0] = at(static_cast<int>(tile - first), ahead);
+        multiply_tile<1>(rows, args);
+      } else {
+        multiply_tile<0>(rows, args);
+      }
+    }
+  }
+  write_outputs(a, pair, t, a.first_row(end), sums);
+}
+
+inline void multiply_packed(const PackedArgs& a) {
+  const int64_t tiles_at_once = kRowsBytes / (kPackedRows * 2 * a.stride()) + 1, num_tiles = a.num_tiles();
+  const int64_t num_blocks = (num_tiles + tiles_at_once - 1) / tiles_at_once, num_pairs = a.num_pairs();
+  const int64_t count = num_blocks * num_pairs;
+  const int threads = count <= 1 || a.rows * a.num_out * a.width / 8 < kSerialWork ? 1 : llm_num_threads();
+  int64_t taken = 0;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  for (Pieces mine = take_pieces(&taken, count, threads); mine.first < count; mine = take_pieces(&taken, count, threads))
+    for (int64_t i = mine.first; i < mine.end; i++) {
+      const int64_t block = i / num_pairs;
+      multiply_pair(a, i % num_pairs, block * num_tiles / num_blocks, (block + 1) * num_tiles / num_blocks);
+    }
+}
+
+inline void linear_bf16(const float* x, const Bf16Weight& weight, const float* bias, float* y, int64_t rows,
+                        int64_t width, int64_t num_out) {
+  multiply_packed({rounded_rows(x, rows, width, 2), weight.data, rows, width, num_out, bias, y, weight.is_packed, false});
+}
+
+inline bool linear_swiglu(const float* x, const void* weight, const float* bias, float* y, int64_t rows, int64_t width,
+                          int64_t num_out) {
+  if (num_out % (2 * W)) return false;
+  const auto* packed = static_cast<const uint16_t*>(weight);
+  multiply_packed({rounded_rows(x, rows, width, 2), packed, rows, width, num_out, bias, y, true, true});
+  return true;
+}
+
+#else
+inline int64_t pack_weight(const uint16_t*, uint16_t*, int64_t, int64_t) { return 0; }
+inline void unpack_row(const uint16_t*, int64_t, float*, int64_t) {}
+inline bool linear_swiglu(const float*, const void*, const float*, float*, int64_t, int64_t, int64_t) { return false; }
+
+inline void linear_bf16(const float* x, const Bf16Weight& weight, const float* bias, float* y, int64_t rows,
+                        int64_t width, int64_t num_out) {
+  multiply(LinearArgs<bf16_x>{rounded_rows(x, rows, width), rows, width, num_out, nullptr, bias, y},
+           Stored<bf16_x, uint16_t>{weight.data, width});
+}
+#endif
+
+}  // namespace LLM_ISA

@@ -1,0 +1,85 @@
+"""A graph as a list of calls: weights that were put in another order and calls that were made one change no bit."""
+
+import ctypes
+
+import numpy as np
+import pytest
+
+from engine.dtypes import to_bf16
+from engine.executors.cpu.program import Program
+from engine.graph import Graph, Node, Value
+from engine.ops import cpu
+from engine.ops.cpu.library import Group, Pair
+
+VOCAB, NUM_TOKENS = 83, 70
+
+
+def random(*shape):
+    return np.random.default_rng(shape).standard_normal(shape).astype(np.float32)
+
+
+def of_rows(number: int, width: int) -> Value:
+    return Value(number, "float32", (-1, width))
+
+
+def gated_graph(hidden: int, inner: int, is_read_twice: bool) -> tuple[Graph, dict[str, np.ndarray]]:
+    """embedding, linear, swiglu, linear back, and the table once more for the logits."""
+    params = {
+        "table": to_bf16(random(VOCAB, hidden)),
+        "gate_up": to_bf16(random(2 * inner, hidden)),
+        "bias": random(2 * inner),
+        "down": to_bf16(random(hidden, inner)),
+    }
+    inputs = {name: Value(n, "int32", (-1,)) for n, name in enumerate(("token_ids", "logit_rows"))}
+    inputs["block_tables"] = Value(2, "int32", (-1, -1))
+    weights = {name: Value(10 + n, str(array.dtype), array.shape) for n, (name, array) in enumerate(params.items())}
+    x, both, gated, y, some, logits = (
+        of_rows(20 + n, width) for n, width in enumerate((hidden, 2 * inner, inner, hidden, hidden, VOCAB))
+    )
+    nodes = (
+        Node("embedding", (inputs["token_ids"], weights["table"]), (x,), {"first_id": 0}),
+        Node("linear", (x, weights["gate_up"], weights["bias"]), (both,), {}),
+        Node("swiglu", (both,), (gated,), {}),
+        Node("linear", (gated, weights["down"], None), (y,), {}),
+        Node("gather_rows", (y, inputs["logit_rows"]), (some,), {}),
+        Node("linear", (some, weights["table"], None), (logits,), {}),
+    )
+    outputs = {"hidden": y, "logits": logits} | ({"both": both} if is_read_twice else {})
+    return Graph(inputs, weights, nodes, outputs), params
+
+
+@pytest.mark.parametrize(
+    ("hidden", "inner", "is_read_twice"),
+    [(96, 160, False), (33, 80, False), (64, 72, False), (1300, 16, False), (96, 96, False), (96, 160, True)],
+)
+def test_a_program_makes_the_bits_of_its_ops(hidden, inner, is_read_twice):
+    graph, params = gated_graph(hidden, inner, is_read_twice)
+    program = Program(graph, params)
+    token_ids = np.random.default_rng(0).integers(0, VOCAB, NUM_TOKENS, dtype=np.int32)
+    rows = np.arange(0, NUM_TOKENS, 3, dtype=np.int32)
+    inputs = {"token_ids": token_ids, "logit_rows": rows, "block_tables": np.zeros((1, 1), np.int32)}
+    x = cpu.embedding(token_ids, params["table"], first_id=0)
+    both = cpu.linear(x, params["gate_up"], params["bias"])
+    y = cpu.linear(cpu.swiglu(both), params["down"])
+    logits = cpu.linear(np.ascontiguousarray(y[rows]), params["table"])
+
+    found = program.run(inputs)
+    assert np.array_equal(found["logits"], logits)
+    assert not is_read_twice or np.array_equal(found["both"], both[: len(rows)])
+
+
+def test_an_adapter_changes_what_a_swiglu_reads():
+    """As where the two are never made in one, because something else reads it as well."""
+    found = []
+    for is_read_twice in (False, True):
+        program = Program(*gated_graph(96, 160, is_read_twice))
+        rows = np.arange(5, dtype=np.int32)
+        inputs = {"token_ids": rows, "logit_rows": rows, "block_tables": np.zeros((1, 1), np.int32)}
+        without = program.run(inputs)["logits"].copy()
+        a, b = random(1, 96), random(1, 320)
+        pairs, groups = (Pair * 1)(Pair(1, 1, 0, 320, a.ctypes.data, b.ctypes.data)), (Group * 1)()
+        groups[0].pair, groups[0].end = ctypes.addressof(pairs), ctypes.addressof(pairs) + ctypes.sizeof(pairs)
+        groups[0].rows[0], groups[0].num_rows[0] = rows.ctypes.data, len(rows)
+        found.append(program.run(inputs, groups)["logits"].copy())
+        assert (found[-1] != without).any(axis=1).all()
+    assert np.array_equal(*found)
