@@ -56,8 +56,8 @@ def read_quantization(keys: Mapping[str, Any]) -> Quantization | None:
 
 
 def is_fp8(keys: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint says that it has 8-bit floats."""
-    return bool(keys.get(KEY)) and read_quantization(keys) is None
+    """Whether a checkpoint says that it has 8-bit floats. Others' exports say something else under the same key."""
+    return an_object(keys, KEY).get("quant_method") in METHODS and read_quantization(keys) is None
 
 
 def _gptq(config: Mapping[str, Any]) -> Quantization:

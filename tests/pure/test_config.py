@@ -237,7 +237,7 @@ def test_settings_given_by_name_are_taken_as_the_environments():
         ({"batch_size": 2.5}, "^batch_size is '2.5', it must be a whole number$"),
         ({"batch_size": None}, "^batch_size is 'None', it must be a whole number$"),
         ({"kv_cache_memory_fraction": 2}, "^kv_cache_memory_fraction is 2, it must be at least 0.01 and at most 0.95"),
-        ({"dtype": "int4"}, "^dtype is 'int4', it must be one of: auto, float32, bfloat16$"),
+        ({"dtype": "int4"}, "^dtype is 'int4', it must be one of: auto, float32, bfloat16, float16$"),
         ({"use_warmup": 7}, "^use_warmup is '7', it must be 0 or 1$"),
         ({"service_http_port": 8110}, "^SERVICE_HTTP_PORT is 8110, which HEALTH_HTTP_PORT has already"),
     ],
