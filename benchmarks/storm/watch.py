@@ -40,9 +40,10 @@ def watch(server: Server, until_told: Connection) -> None:
         if time.monotonic() > look_at:
             look_at = time.monotonic() + LOOK_EVERY_S
             for kind, processes in server.processes().items():
-                seen = (Sample(time.monotonic() - began, age_s(each), resident_mb(each.pid)) for each in processes)
-                memory[kind] += [sample for sample in seen if sample.mb]
-    until_told.send((dict(memory), ready_ms, num_not_ready))
+                looked = (Sample(time.monotonic() - began, age_s(each), resident_mb(each.pid)) for each in processes)
+                memory[kind] += [sample for sample in looked if sample.mb]
+    seen = {kind: samples for kind, samples in memory.items() if samples}  # one may never have been there to look at
+    until_told.send((seen, ready_ms, num_not_ready))
 
 
 def is_ready(port: int) -> bool:
