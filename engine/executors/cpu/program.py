@@ -195,7 +195,8 @@ def _copied(
 
 def large_pages(num_bytes: int) -> np.ndarray:
     """u8 zeros that take no memory before they are written to; in pages of 2 MiB where the system has them."""
-    memory = mmap.mmap(-1, max(1, num_bytes))
+    # Private: what processes could share is shmem to Linux, which is in small pages unless an administrator says so.
+    memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
