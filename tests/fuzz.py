@@ -23,8 +23,8 @@ INSIDE = ("/dev/shm", "llm_server_", "unix:", "ipv4:", "Traceback", str(Path(__f
 
 
 def examples(count: int) -> settings:
-    """How many a test looks at; twenty times as many when searching."""
-    return settings(PROFILE, max_examples=count * (20 if "FUZZ" in os.environ else 1))
+    """How many a test looks at; fifty times as many when searching."""
+    return settings(PROFILE, max_examples=count * (50 if "FUZZ" in os.environ else 1))
 
 
 LIMITS = (0, 1, 16, 20, 64, 100, 128, 256, 1000, 1024, 2**31, 2**53, 2**63, 2**64, 10**30)

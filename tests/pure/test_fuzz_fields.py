@@ -93,7 +93,7 @@ def assert_as_its_schema_says(name, value):
         assert is_valid, value
 
 
-@examples(200)
+@examples(80)
 @given(name=st.sampled_from(list(wire.FIELDS)), value=any_json.filter(is_encodable))
 def test_a_field_takes_what_its_schema_does(name, value):
     assert_as_its_schema_says(name, value)
@@ -117,7 +117,7 @@ def test_the_bounds_of_a_schema_are_those_of_its_check(name):
     assert outcome(check, name, low - 1) is None and outcome(check, name, high + 1) is None
 
 
-@examples(100)
+@examples(40)
 @given(body=bodies("text", "req_id", "messages"))
 def test_any_object_is_a_request_or_refused(reader, body):
     request = outcome(wire.parse_request, body)
@@ -125,7 +125,7 @@ def test_any_object_is_a_request_or_refused(reader, body):
         outcome(reader.read, request)
 
 
-@examples(100)
+@examples(40)
 @given(body=bodies("text", "req_id", "messages"))
 def test_any_object_may_ask_about_tokens(reader, body):
     for key in (wire.TOKENIZE, wire.DETOKENIZE):
@@ -135,7 +135,7 @@ def test_any_object_may_ask_about_tokens(reader, body):
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-@examples(100)
+@examples(40)
 @given(body=bodies("text", "prompt", "messages", "req_id", "tools", "stream"))
 def test_any_object_may_come_to_the_gateway(path, body):
     body = json.loads(payload_of(body))
@@ -149,7 +149,7 @@ def test_any_object_may_come_to_the_gateway(path, body):
 
 
 @pytest.mark.parametrize("protocol", [RESPONSES, ANTHROPIC])
-@examples(100)
+@examples(40)
 @given(body=bodies("input", "messages", "max_tokens", "tools", "stream"), turns=st.none() | st.lists(turns, max_size=3))
 def test_any_object_may_come_to_a_protocol_that_is_a_chat_in_other_words(protocol, body, turns):
     [path] = protocol.paths
@@ -161,14 +161,14 @@ def test_any_object_may_come_to_a_protocol_that_is_a_chat_in_other_words(protoco
     outcome(question_of, body)
 
 
-@examples(100)
+@examples(40)
 @given(given=st.just(GOOD["tools"]) | tools, choice=choices | any_json | modes, parallel=plain)
 def test_any_tools_may_be_offered_and_chosen(given, choice, parallel):
     fields = {"tools": given, "tool_choice": choice, "parallel_tool_calls": parallel}
     outcome(parse_openai, {"messages": GOOD["messages"], **fields}, True, "default")
 
 
-@examples(100)
+@examples(40)
 @given(payload=st.binary() | any_json.map(payload_of) | st.text().map(str.encode))
 @example(b"9" * 5000)
 @example(b"[" * 100_000)

@@ -61,7 +61,7 @@ def check(answer, shapes=({"error"}, {"error_msg", "error_code", "is_end"})):
         assert any(shape <= set(told) for shape in shapes), told
 
 
-@examples(200)
+@examples(80)
 @given(path=st.sampled_from(PATHS), payload=payloads, headers=headers)
 @example(
     path=PATHS[0], payload=b'{"messages":[{"content":"x"}]}', headers={"Last-Event-ID": "1", "X-Request-Id": "\xff"}
@@ -70,7 +70,7 @@ def test_any_body_with_any_headers(gateway, path, payload, headers):
     check(gateway.send("POST", path, payload, headers))
 
 
-@examples(75)
+@examples(40)
 @given(path=st.sampled_from(QUESTIONS), payload=payloads, headers=headers)
 def test_any_question(gateway, path, payload, headers):
     check(gateway.send("POST", path, payload, headers))
@@ -83,7 +83,7 @@ def test_json_of_any_depth(gateway, path, place):
         check(gateway.send("POST", path, place.encode().replace(b"%s", deep(depth))))
 
 
-@examples(75)
+@examples(40)
 @given(method=st.sampled_from(("GET", "POST", "PUT", "HEAD", "DELETE", "TRACE", "X")), path=texts)
 def test_any_path(gateway, method, path):
     target = "/" + "".join(each for each in path if 32 < ord(each) < 127)

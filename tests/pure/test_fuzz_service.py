@@ -52,7 +52,7 @@ def check(final):
     assert [word for word in INSIDE if word in json.dumps(final)] == []
 
 
-@examples(200)
+@examples(80)
 @given(payload=payloads | st.binary())
 def test_any_bytes_may_be_a_request(ask, payload):
     check(ask(payload))

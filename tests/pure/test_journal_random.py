@@ -222,7 +222,7 @@ class World:
 
 def test_every_request_ends_once_whatever_is_lost(monkeypatch):
     num_restarts = 0
-    for seed in range(60):
+    for seed in range(30):
         with monkeypatch.context() as patch:
             world = World(seed, patch)
             world.live()
