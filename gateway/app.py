@@ -17,7 +17,7 @@ from engine import wire
 from engine.errors import EngineUnavailable, InvalidRequest, RequestError
 from engine.settings.config import Config
 from engine.settings.served import OWN_NAME, ServedModel
-from gateway import answers, facts, keys, questions
+from gateway import answers, facts, half_closed, keys, questions
 from gateway.answers import CALL, REQUEST_TIMEOUT
 from gateway.backend import Backend
 from gateway.body import parse_body, read_payload
@@ -85,6 +85,7 @@ def make_app(backend: Backend, config: Config, request_timeout_s: float = REQUES
     app[RUNNING], app[BEGUN] = [], set()
     app[LABELS] = {}
     begin_tracing(app, config)
+    half_closed.allow(app)
     app[DRAINING] = asyncio.Event()
     if config.cors_allow_origin:
         app.on_response_prepare.append(_add_cors)

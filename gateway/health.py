@@ -27,6 +27,7 @@ from engine.errors import ConfigError, RequestError
 from engine.log import configure
 from engine.settings.config import Config
 from engine.wire import ModelState
+from gateway import half_closed
 from gateway.backend import Backend, timeout
 from gateway.heads import BACKLOG, Heads, allow_connections
 
@@ -138,6 +139,7 @@ def make_health_app(backend: Backend, timeout_s: float, ports: Sequence[tuple[st
         await backend.close()
 
     app = web.Application()
+    half_closed.allow(app)
     answers = {"ready": answer_ready, "live": answer_live, "started": answer_started}
     app.add_routes([web.get(f"/v2/health/{name}", answer) for name, answer in answers.items()])
     app.on_cleanup.append(close)

@@ -9,6 +9,8 @@ from pathlib import Path
 import aiohttp
 from aiohttp import web
 
+from gateway import half_closed
+
 ANSWER_WITHIN_S = 10.0
 
 
@@ -30,6 +32,7 @@ def make_metrics_app(page: Path) -> web.Application:
             return web.Response(status=503, text="the model server does not answer")
 
     app = web.Application()
+    half_closed.allow(app)
     app.cleanup_ctx.append(connected)
     app.add_routes([web.get("/metrics", show)])
     return app

@@ -83,14 +83,51 @@ def test_a_client_that_leaves_before_it_may_send_its_body_is_no_error(caplog):
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
-def test_a_client_that_closes_its_half_of_the_connection_has_left():
-    """Until an answer is written it cannot be told from one that has closed all of it."""
-    backend, body = FakeBackend(WAIT), json.dumps(NATIVE).encode()
-    with running(backend) as gateway, socket.create_connection(("127.0.0.1", gateway.port)) as client:
-        client.sendall(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (CHAT.encode(), len(body)) + body)
+def asked_and_half_closed(gateway, body, path=CHAT, version=b"HTTP/1.1"):
+    client, payload = socket.create_connection(("127.0.0.1", gateway.port), PATIENCE_S), json.dumps(body).encode()
+    client.sendall(b"POST %b %b\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (path.encode(), version, len(payload)))
+    client.sendall(payload)
+    client.shutdown(socket.SHUT_WR)
+    return client
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_closes_its_half_of_the_connection_gets_its_answer(stream):
+    """However long it takes to begin; then the connection is closed."""
+    backend = FakeBackend(WAIT, "a", "b")
+    with running(backend) as gateway, asked_and_half_closed(gateway, {**NATIVE, "stream": stream}) as client:
         assert backend.waiting.acquire(timeout=PATIENCE_S)
-        client.shutdown(socket.SHUT_WR)
+        assert client.recv(8, socket.MSG_PEEK) == b"HTTP/1.1"  # it is told to go on
+        assert not backend.cancelled.acquire(timeout=0.5)
+        backend.go()
+        response = http.client.HTTPResponse(client, method="POST")
+        response.begin()
+        lines = [json.loads(line) for line in response.read().splitlines()]
+        assert (response.status, lines[-1]["tokens_all"], len(lines)) == (200, "ab", 3 if stream else 1)
+        assert client.recv(1) == b""
+
+
+@pytest.mark.parametrize("version", [b"HTTP/1.1", b"HTTP/1.0"])
+def test_one_that_has_left_after_that_is_noticed_before_there_is_an_answer(version):
+    backend = FakeBackend(WAIT)
+    with running(backend) as gateway:
+        client = asked_and_half_closed(gateway, NATIVE, version=version)
+        assert backend.waiting.acquire(timeout=PATIENCE_S)
+        client.close()
         assert backend.cancelled.acquire(timeout=PATIENCE_S)
+
+
+def test_one_that_closes_its_half_within_a_request_or_an_answer_has_left():
+    backend = FakeBackend("a", WAIT)
+    with running(backend) as gateway, contextlib.closing(gateway.connect()) as connection:
+        connection.request("POST", CHAT, json.dumps({**NATIVE, "stream": True}))
+        assert connection.getresponse().readline()
+        connection.sock.shutdown(socket.SHUT_WR)
+        assert backend.cancelled.acquire(timeout=PATIENCE_S)
+        with socket.create_connection(("127.0.0.1", gateway.port), PATIENCE_S) as client:
+            client.sendall(EXPECTING.replace(b"Expect: 100-continue\r\n", b"") + b"{")
+            client.shutdown(socket.SHUT_WR)
+            assert client.recv(1) == b""
 
 
 @pytest.mark.parametrize("begun", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nX-A: "])
