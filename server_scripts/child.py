@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import HostLost
-from server_scripts.run_dir import Process, children_of
+from server_scripts.run_dir import Process, children_of, read_stat
 
 ROOT = Path(__file__).resolve().parents[1]
 HEALTHY_AFTER_S = 60.0  # without a crash until the next one counts as the first, whatever was computed
 MAX_BACK_OFF_S = 30.0
+MAX_STOPPED_S = 15.0  # by SIGSTOP; as long as an engine may be silent
 HOST_LOST_S = 1.0  # until an engine that has lost another machine starts to wait for it
 START_AGAIN_S = 5.0  # when not even a process could be made
 SECRETS = {"API_KEY", "API_KEYS", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}  # the hub's token by both of its names
@@ -49,6 +50,7 @@ class Child:
     helpers: list[Process] = field(default_factory=list)  # its own, that must live as long as it does
     started_at: float = 0.0
     healthy_since: float | None = None
+    stopped_since: float | None = None  # as far as was seen
     num_crashes: int = 0  # in a row
     restart_at: float | None = None  # None: running, not started yet, or given up
     last_words: str = ""  # how it ended
@@ -96,6 +98,11 @@ class Child:
 
     def was_running(self, at: float) -> bool:
         return self.process is not None and at > self.started_at
+
+    def is_stopped_for_long(self) -> bool:
+        found, now = read_stat(self.process.pid) if self.process else None, time.monotonic()
+        self.stopped_since = (self.stopped_since or now) if found and found.state == "T" else None
+        return self.stopped_since is not None and now - self.stopped_since > MAX_STOPPED_S
 
     def find_helpers(self) -> None:
         if self.process:

@@ -118,6 +118,7 @@ class Supervisor:
         self.reap()
         self._act_on_observation()
         self._watch_helpers()
+        self._end_stopped()
         self._start_what_is_due()
         self.every_turn()
 
@@ -196,6 +197,13 @@ class Supervisor:
             if child.process and not all(helper.is_alive for helper in child.helpers):
                 log.error("a process that belongs to %s has died, ending %s", child.spec.name, child.spec.name)
                 child.kill()
+
+    def _end_stopped(self) -> None:
+        """Of several that share a port none can be asked whether it answers, and clients of one that is stopped would
+        wait for ever."""
+        for child in self.children:
+            if child.is_stopped_for_long():
+                self._end(child, "has been stopped for too long")
 
     def _act_on_observation(self) -> None:
         seen = self.monitor.latest

@@ -174,6 +174,7 @@ def fake_server(folder: Path, children: dict[str, str], **options) -> Iterator[F
 def main(folder: Path, children: dict[str, str], options: dict) -> int:
     logging.basicConfig(level="INFO", stream=sys.stdout)
     child.MAX_BACK_OFF_S = child.HOST_LOST_S = 0.1
+    child.MAX_STOPPED_S = 0.5
     timing = {"ask_every_s": 0.05, "check_for_s": options.pop("check_for_s", 30.0)}
     settings = {"drain_delay_s": 0.0, "drain_timeout_s": 1.0, "check_health_interval_s": 60.0}
     settings |= {"start_timeout_s": TIMEOUT_S} | options

@@ -12,7 +12,9 @@ import pytest
 
 from engine.errors import HostLost
 from engine.settings.processes import ENGINE_FAILED_FILE
+from server_scripts import child as child_module
 from server_scripts.child import HEALTHY_AFTER_S, MAX_BACK_OFF_S, Child, ChildSpec, back_off, describe_exit
+from server_scripts.run_dir import Process, Stat
 from tests.pure.fake_server import READY, TIMEOUT_S, fake_server
 from tests.server import is_alive
 
@@ -130,6 +132,16 @@ def test_a_silent_model_restarts_tritonserver(tmp_path):
         server.wait_until(lambda: server.num_asked > num_asked + 10)
         assert server.notes.count("tritonserver started") == 2  # the new one is loading and may be silent
         server.answer(**READY)
+
+
+@pytest.mark.parametrize("name", ["gateway-0", "health"])
+def test_what_is_stopped_for_too_long_is_started_anew(tmp_path, name):
+    with fake_server(tmp_path, ALL) as server:
+        server.wait_until_ready()
+        pid = server.pid_of(name)
+        os.kill(pid, signal.SIGSTOP)
+        server.wait_until_replaced(name, pid)
+        assert f"{name} has been stopped for too long; ending it" in server.log
 
 
 def test_the_shared_memory_of_a_dead_tritonserver_is_removed(tmp_path):
@@ -326,3 +338,14 @@ def test_the_first_restart_is_at_once_and_later_ones_wait_longer():
 def test_an_exit_is_described_by_status_or_signal():
     assert describe_exit(7 << 8) == "ended with exit status 7"
     assert describe_exit(signal.SIGSEGV) == "was killed by SIGSEGV"
+
+
+def test_what_is_stopped_again_and_again_is_not_stopped_for_long(monkeypatch):
+    now, state = 0.0, "T"
+    child = Child(ChildSpec("gateway-0", [], {}, Path()), Process("gateway-0", 1, 0))
+    monkeypatch.setattr(child_module, "read_stat", lambda pid: Stat(state, 0, 0, 1))
+    monkeypatch.setattr(child_module.time, "monotonic", lambda: now)
+    for now, state in ((5, "T"), (19, "T"), (20, "S"), (21, "T"), (36, "T")):  # noqa: B007
+        assert not child.is_stopped_for_long()
+    now = 36.5
+    assert child.is_stopped_for_long()
