@@ -109,9 +109,10 @@ def test_a_body_that_does_not_end_is_refused_and_its_connection_closed(monkeypat
     with running(FakeBackend("a")) as gateway, contextlib.closing(gateway.connect()) as connection:
         connection.connect()
         first, *later = body if isinstance(body, list) else [body]
-        connection.sock.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\n%s" % (path.encode(), first))
-        for packet in later:
-            time.sleep(0.1)  # a packet of its own: in one with the head it fails at once
+        head = b"POST %s HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n" % path.encode()
+        connection.sock.sendall(head + first)
+        assert connection.sock.recv(1, socket.MSG_PEEK)  # it is told to go on
+        for packet in later:  # read apart from the head, with which it would fail at once
             connection.sock.sendall(packet)
         response = http.client.HTTPResponse(connection.sock, method="POST")
         response.begin()
