@@ -100,8 +100,10 @@ class Child:
         return self.process is not None and at > self.started_at
 
     def is_stopped_for_long(self) -> bool:
-        found, now = read_stat(self.process.pid) if self.process else None, time.monotonic()
-        self.stopped_since = (self.stopped_since or now) if found and found.state == "T" else None
+        """It, or what it needs."""
+        found = [read_stat(each.pid) for each in (self.process, *self.helpers) if each]
+        now, is_stopped = time.monotonic(), any(each.state == "T" for each in found if each)
+        self.stopped_since = (self.stopped_since or now) if is_stopped else None
         return self.stopped_since is not None and now - self.stopped_since > MAX_STOPPED_S
 
     def find_helpers(self) -> None:
