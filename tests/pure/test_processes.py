@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from engine.settings.config import Config
-from server_scripts import processes
+from server_scripts import processes, triton
 from server_scripts.run_dir import RunDir
 
 
@@ -45,6 +45,19 @@ def test_the_token_of_the_hub_is_in_nobodys_environment(tmp_path, monkeypatch):
 def test_without_http_the_gateway_is_there_for_grpc(tmp_path, monkeypatch):
     specs = all_specs(tmp_path, monkeypatch, Config(service_http_port=-1))
     assert set(specs) == {"engine", "gateway-0", "health"}
+
+
+def test_tritonserver_and_gateway_return_the_memory_of_what_slow_clients_left_unread(tmp_path, monkeypatch):
+    found = triton.Tritonserver(tmp_path / "tritonserver", tmp_path / "backends", tmp_path / "stub")
+    monkeypatch.setattr(triton, "find_tritonserver", lambda: found)
+    monkeypatch.setattr(triton, "prepare", lambda *_: None)
+    names = ("MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    specs = processes.all_specs(Config(), tmp_path / "graph", "a name", RunDir(tmp_path / "run"))
+    envs = {spec.name: spec.env for spec in specs}
+    for name in names:
+        assert [each for each, env in envs.items() if name in env] == ["tritonserver", "gateway-0"]
 
 
 def test_what_the_caller_has_set_for_the_engine_stays(tmp_path, monkeypatch):
