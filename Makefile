@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --no-warn-script-location --no-input --constraint constraints.txt
 # STORM="--kill engine gateway": more options of benchmarks.storm
+DISTURBED = --mp-num 2 --kill engine rank stub tritonserver gateway health supervisor --stop engine stub tritonserver gateway
 STORM_SECONDS ?= 300
 SOAK_SECONDS ?= 14400
 TRITONSERVER = nvidia-pytriton==0.7.0
@@ -84,11 +85,11 @@ ROUNDS = 5
 bench-peers: install  ## this engine and others on the same weights in turn; make bench-peers PEERS=llama ROUNDS=2
 	$(BIN)/python -m benchmarks.peers --peers $(PEERS) --rounds $(ROUNDS)
 
-storm: install  ## kills engines under load for STORM_SECONDS, and compares every answer
-	$(BIN)/python -m benchmarks.storm --seconds $(STORM_SECONDS) $(STORM)
+storm: install  ## kills and stops processes of every kind under load for STORM_SECONDS, and compares every answer
+	$(BIN)/python -m benchmarks.storm --seconds $(STORM_SECONDS) --every 5 $(DISTURBED) $(STORM)
 
 soak: install  ## the same for hours, in which no process may grow
-	$(BIN)/python -m benchmarks.storm --seconds $(SOAK_SECONDS) --every 60 --stop engine --max-growth 0.02 $(STORM)
+	$(BIN)/python -m benchmarks.storm --seconds $(SOAK_SECONDS) --every 60 $(DISTURBED) --max-growth 0.02 $(STORM)
 
 SHAPE = llama-3-8b
 bench-gpu: test-gpu  ## the engine on one GPU, random weights; make bench-gpu SHAPE=qwen2.5-0.5b
