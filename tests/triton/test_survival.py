@@ -6,7 +6,9 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
+import socket
 import threading
 import time
 import urllib.request
@@ -121,12 +123,12 @@ def test_a_start_with_other_settings_or_a_stop_ends_what_a_killed_supervisor_has
 class GrpcStream:
     """One long request and its answers. It is closed when it has its end, as clients do."""
 
-    def __init__(self, server, number, max_dec_len=1000):
+    def __init__(self, server, number, max_dec_len=1000, **more):
         self.answers = []
         self._client = triton_client.InferenceServerClient(server.grpc_url)
         self._client.start_stream(self._note)
         body = {"text": "Tell me", "req_id": str(number), "ignore_eos": True, "temperature": 0}
-        body |= {"max_dec_len": max_dec_len, "min_dec_len": max_dec_len}
+        body |= {"max_dec_len": max_dec_len, "min_dec_len": max_dec_len, **more}
         tensor = triton_client.InferInput("IN", [1], "BYTES")
         tensor.set_data_from_numpy(np.array([json.dumps([body])], dtype=np.object_))
         self._client.async_stream_infer("model", [tensor])
@@ -147,13 +149,18 @@ class GrpcStream:
         return self.answers
 
 
-@pytest.mark.parametrize("victim", ["engine", "stub", "tritonserver"])
-def test_a_death_under_open_streams_is_a_pause(running, victim):
+@pytest.mark.parametrize(
+    ("victim", "number"),
+    [*[(name, signal.SIGKILL) for name in ("engine", "stub", "tritonserver")], ("stub", signal.SIGSTOP)],
+)
+def test_a_death_under_open_streams_is_a_pause(running, victim, number):
     expected = Stream(running).answer()
+    wait_until(lambda: is_known(running, victim))  # the supervisor notes a new stub some seconds later
+    pid = running.pid_of(victim)
     over_http, over_grpc = [Stream(running) for _ in range(4)], [GrpcStream(running, n, 600) for n in range(4)]
     for stream in (*over_http, *over_grpc):
         stream.wait_for(3)
-    os.kill(running.pid_of(victim), signal.SIGKILL)
+    os.kill(pid, number)
     assert [stream.answer() for stream in over_http] == [expected] * 4
     for stream in over_grpc:
         answers = stream.close()
@@ -163,6 +170,71 @@ def test_a_death_under_open_streams_is_a_pause(running, victim):
         assert [answer["send_idx"] for answer in answers] == starts[:-1]
     for stream in over_http:
         assert sum((line["token_ids"] for line in stream.lines), []) == expected
+
+
+def http_lines(server, body, **headers):
+    """Of a streamed answer, until it ends or is cut."""
+    headers = {name.replace("_", "-"): value for name, value in headers.items()}
+    request = urllib.request.Request(f"{server.http_url}/v1/chat/completions", json.dumps(body).encode(), headers)
+    with contextlib.suppress(http.client.IncompleteRead, ConnectionError), urllib.request.urlopen(request) as response:
+        yield from filter(None, map(bytes.strip, response))
+
+
+def is_known(server, name):
+    with contextlib.suppress(LookupError):
+        return server.pid_of(name) > 0
+
+
+def takes_connections(server, *names):
+    with contextlib.suppress(OSError):
+        for name in names:
+            socket.create_connection(("127.0.0.1", server.ports[name])).close()
+        return True
+
+
+def num_generated(server):
+    with urllib.request.urlopen(f"{server.http_url}/metrics", timeout=60) as response:
+        return float(re.search(r"^llm_generated_tokens_total (\S+)$", response.read().decode(), re.M)[1])
+
+
+def settled(read, server):
+    """A figure that is told some time later."""
+    seen = [read(server)]
+    while len(seen) < 8 or seen[-8] != seen[-1]:
+        time.sleep(0.25)
+        seen.append(read(server))
+    return seen[-1]
+
+
+def test_who_has_lost_a_gateway_worker_asks_again_and_goes_on_and_nothing_is_computed_twice(running):
+    count = 1000
+    first = Stream(running, count)
+    expected, before = first.answer(), settled(num_generated, running)
+    ask = {"temperature": 0, "ignore_eos": True, "stream": True}
+    native = {**ask, "text": "Tell me", "req_id": "lost-1", "max_dec_len": count, "min_dec_len": count}
+    openai = {**ask, "messages": [{"role": "user", "content": "Tell me"}], "max_tokens": count, "min_tokens": count}
+    over_http = http_lines(running, native), http_lines(running, openai, X_Request_Id="lost-2", Last_Event_ID="0")
+    lines, events = ([next(each) for _ in range(60)] for each in over_http)
+    over_grpc = GrpcStream(running, "lost-3", count)
+    over_grpc.wait_for(30)
+    os.kill(running.pid_of("gateway-0"), signal.SIGKILL)
+    lines, events = [*lines, *over_http[0]], [*events, *over_http[1]]
+    wait_until(lambda: takes_connections(running, "SERVICE_HTTP_PORT", "SERVICE_GRPC_PORT"))
+
+    seen = json.loads(lines[-1])
+    assert not seen["is_end"]
+    lines += http_lines(running, native | {"resume_from": seen["send_idx"] + len(seen["token_ids"])})
+    last_id = [line[4:].decode() for line in events if line.startswith(b"id: ")][-1]
+    events += http_lines(running, openai, X_Request_Id="lost-2", Last_Event_ID=last_id)
+    known = sum((answer["token_ids"] for answer in over_grpc.answers), [])
+    again = GrpcStream(running, "lost-3", count, resume_from=len(known))
+    again.wait_for(1)
+    assert 30 <= len(known) < count
+    assert sum((json.loads(line)["token_ids"] for line in lines), []) == expected
+    assert known + sum((answer["token_ids"] for answer in again.close()), []) == expected
+    told = [json.loads(line[6:])["choices"][0]["delta"].get("content") or "" for line in events if b"{" in line]
+    assert "".join(told) == first.lines[-1]["tokens_all"]
+    assert settled(num_generated, running) - before <= 3 * (count + 2)  # and the steps that ran when they were cut
 
 
 def wait_until(condition):
