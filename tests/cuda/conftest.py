@@ -42,6 +42,16 @@ def two_devices(device) -> torch.device:
     return device
 
 
+@pytest.fixture(params=[2, 4])
+def num_ranks(two_devices, request) -> int:
+    """As many as there are devices for."""
+    import torch
+
+    if two_devices.type == "cuda" and torch.cuda.device_count() < request.param:
+        pytest.skip(f"needs {request.param} GPUs, torch sees {torch.cuda.device_count()}")
+    return request.param
+
+
 @pytest.fixture(scope="session")
 def exported():
     """The exported golden model of a family, or a small one that is quantized as others do it. Kept in build/golden,

@@ -92,8 +92,7 @@ def sums(rank, device, num_turns):
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2] if not IS_INTERPRETED else [2, 3])
-def test_a_sum_is_that_of_all_ranks_with_the_same_bits_on_each(two_devices, num_ranks):
+def test_a_sum_is_that_of_all_ranks_with_the_same_bits_on_each(num_ranks):
     num_turns = 3 if IS_INTERPRETED else 200  # a place of the packets is used again after two
     answers = on_ranks(num_ranks, sums, num_turns)
     cases = [(turn, shape, dtype) for turn in range(num_turns) for shape in SHAPES for dtype in DTYPES]
@@ -115,8 +114,8 @@ def normed(rank, device):
     return found
 
 
-def test_a_sum_and_its_norm_are_the_same_together_and_apart(two_devices):
-    for per_rank in on_ranks(2, normed):
+def test_a_sum_and_its_norm_are_the_same_together_and_apart(num_ranks):
+    for per_rank in on_ranks(num_ranks, normed):
         for y, residual, expected_y, expected_residual in per_rank:
             np.testing.assert_allclose(y, expected_y, atol=2e-2 if len(DTYPES) > 1 else 1e-5, rtol=1e-2)
             np.testing.assert_allclose(residual, expected_residual, atol=2e-2 if len(DTYPES) > 1 else 1e-5, rtol=1e-2)

@@ -33,13 +33,13 @@ PATIENCE_S = 120
 
 @pytest.fixture(params=[True] if IS_INTERPRETED else [True, False])
 def loop_of(exported, two_devices, monkeypatch, request):
-    """A loop over two ranks of a family, which ends with the test; on GPUs with CUDA graphs and without."""
+    """A loop over ranks of a family, which ends with the test; on GPUs with CUDA graphs and without."""
     monkeypatch.setattr("engine.executors.memory.with_device", lambda config: config)
     executors = []
 
-    def make(family, **settings):
-        config = dataclasses.replace(RANKS, use_cudagraph=request.param, **settings)
-        executors.append(make_host(exported(family, num_ranks=2), config))
+    def make(family, num_ranks=2, **settings):
+        config = dataclasses.replace(RANKS, mp_num=num_ranks, use_cudagraph=request.param, **settings)
+        executors.append(make_host(exported(family, num_ranks=num_ranks), config))
         return Loop(executors[-1], allocate_cache(executors[-1], config, 512), config)
 
     yield make
@@ -47,11 +47,11 @@ def loop_of(exported, two_devices, monkeypatch, request):
         executor.close()
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama3"])
-def test_the_tokens_of_ranks_are_those_of_transformers(loop_of, family):
+@pytest.mark.parametrize(("family", "num_ranks"), [("qwen2", 2), ("qwen2", 4), ("llama3", 2)], indirect=["num_ranks"])
+def test_the_tokens_of_ranks_are_those_of_transformers(loop_of, family, num_ranks):
     """With more tokens in a step than go by packets."""
     lengths, count = ([7, 130], 3) if IS_INTERPRETED else ([1, 7, 63, 64, 65, 130, 200], 64)
-    loop, cases = loop_of(family, max_num_batched_tokens=150), golden(family, lengths)
+    loop, cases = loop_of(family, num_ranks, max_num_batched_tokens=150), golden(family, lengths)
     found = generate(loop, [prompt for prompt, _ in cases.values()], max_new_tokens=count)
     assert found == [tokens[:count] for _, tokens in cases.values()]
 
