@@ -40,7 +40,7 @@ def read_quantization(keys: Mapping[str, Any]) -> Quantization | None:
     if not config:
         return None
     method = config.get("quant_method", "unknown")
-    if method not in METHODS:
+    if method not in [*METHODS]:  # it may be anything
         raise ModelError(
             f"config.json: {KEY}.quant_method is {method!r}, supported are {', '.join(METHODS)}, and plain weights"
         )
@@ -57,7 +57,7 @@ def read_quantization(keys: Mapping[str, Any]) -> Quantization | None:
 
 def is_fp8(keys: Mapping[str, Any]) -> bool:
     """Whether a checkpoint says that it has 8-bit floats. Others' exports say something else under the same key."""
-    return an_object(keys, KEY).get("quant_method") in METHODS and read_quantization(keys) is None
+    return an_object(keys, KEY).get("quant_method") in [*METHODS] and read_quantization(keys) is None
 
 
 def _gptq(config: Mapping[str, Any]) -> Quantization:
