@@ -10,7 +10,7 @@ from aiohttp import web
 from engine import __version__
 from engine.wire import ModelState
 from gateway import metrics
-from gateway.answers import CALL, in_one_piece
+from gateway.answers import CALL, REQUEST_TIMEOUT, in_one_piece
 from gateway.health import as_response
 from gateway.openai import BASE
 from gateway.page import as_page
@@ -81,12 +81,11 @@ async def show_model(request: web.Request) -> web.Response:
 
 
 async def _models(app: web.Application) -> list[dict[str, Any]]:
-    """Adapters may have come this moment, all else is as old as readiness is."""
+    """Adapters may have come this moment, all else is as old as readiness is. A list never lacks them."""
+    loras = await app[BACKEND].lora_names(app[REQUEST_TIMEOUT]) if app[CONFIG].has_loras else ()
     name, state = served_name(app), (await app[READY]()).state
-    if state and app[CONFIG].has_loras:
-        state = await app[BACKEND].probe()
     model = _model_fields(name, state.model_len if state else None)
-    return [model, *({**model, "id": lora, "root": lora, "parent": name} for lora in (state and state.loras) or ())]
+    return [model, *({**model, "id": lora, "root": lora, "parent": name} for lora in loras)]
 
 
 def _model_fields(name: str, model_len: int | None) -> dict[str, Any]:

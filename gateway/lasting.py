@@ -49,6 +49,15 @@ class LastingBackend:
     async def probe(self, with_metrics: bool = False) -> ModelState:
         return await self._backend.probe(with_metrics)
 
+    async def lora_names(self, timeout_s: float) -> Sequence[str]:
+        """A server that has just died is waited for: without it nobody knows them."""
+        patience = Patience(self._ready, self._served, timeout_s)
+        while True:
+            try:
+                return (await self._backend.probe()).loras or ()
+            except EngineUnavailable as error:
+                await patience.wait(error, Known())
+
     async def abort(self, req_id: str, owner: Owner) -> Aborted:
         return await self._backend.abort(req_id, owner)
 

@@ -10,10 +10,10 @@ from aiohttp import web
 from engine.settings.config import Config
 from engine.settings.served import OWN_NAME, ServedModel
 from gateway.anthropic import Anthropic
-from gateway.backend import Backend
 from gateway.embeddings import Embeddings
 from gateway.health import Shared
 from gateway.intake import Intake
+from gateway.lasting import LastingBackend
 from gateway.native import Native
 from gateway.openai import OpenAI
 from gateway.ranking import Reranking, Scores
@@ -25,7 +25,7 @@ NATIVE, OPENAI, EMBEDDINGS = Native(), OpenAI(), Embeddings()
 RESPONSES, ANTHROPIC, TRITON = Responses(), Anthropic(), Triton()
 RANKINGS = (Scores(), Reranking())
 
-BACKEND = web.AppKey("backend", Backend)
+BACKEND = web.AppKey("backend", LastingBackend)
 CONFIG = web.AppKey("config", Config)
 INTAKE = web.AppKey("intake", Intake)
 READY = web.AppKey("ready", Shared)

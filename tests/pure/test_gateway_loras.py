@@ -1,11 +1,15 @@
 """Adapters over HTTP: asked for as models, listed, loaded and unloaded."""
 
 import json
+import threading
 
+import openai
 import pytest
 
 from engine.errors import InvalidRequest, UnknownModel
 from engine.wire import ModelState
+from gateway import lasting
+from gateway.backend import ModelLost, ModelUnreachable
 from tests.pure.gateway_fake import FakeBackend, openai_client, running
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -65,6 +69,22 @@ def test_models_are_the_servers_own_and_its_adapters_with_their_parent():
         assert client.models.retrieve("a/b").parent == "base"
         status, _, body = gateway.send("GET", "/v1/models/two")
     assert status == 404 and "the served model is `base` and `one` and `a/b`" in body.decode()
+
+
+def test_a_list_of_models_waits_for_a_model_server_that_has_died_rather_than_to_lack_its_adapters(monkeypatch):
+    monkeypatch.setattr(lasting, "LOOK_EVERY_S", 0.01)
+    back, gone = ModelState(ready=True, loras=["one"]), ModelUnreachable("nobody there")
+    for lost, is_told in ((ModelLost("gone"), True), (gone, False)):
+        backend = FakeBackend(state=lost)
+        with running(backend, **HAS_SOME) as gateway, openai_client(gateway) as client:
+            returns = threading.Timer(0.3, lambda backend=backend: setattr(backend, "state", back))
+            returns.start()
+            if is_told:
+                assert [each.id for each in client.models.list()] == ["base", "one"]
+            else:  # it was never there
+                with pytest.raises(openai.InternalServerError, match="nobody there"):
+                    client.models.list()
+            returns.join()
 
 
 def test_loading_and_unloading_are_vllms():
