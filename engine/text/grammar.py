@@ -171,7 +171,7 @@ class _Words:
         self.special_token_ids = sorted(each for each in tokenizer.special_ids if each < vocab_size)
         self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
         for token_id in self.special_token_ids:
-            self.tokens[token_id] = b"\xff" + self.tokens[token_id]  # no text: 0xff is in no character
+            self.tokens[token_id] = b"\xff" + _named(self.tokens[token_id])  # no text: 0xff is in no character
         self.eos_ids = frozenset(each for each in tokenizer.eos_token_ids if each < vocab_size)
         self.eos_token_id = min(self.eos_ids)
         self._tokenizer = tokenizer
@@ -183,6 +183,11 @@ class _Words:
         if b"".join([self.tokens[token_id] for token_id in token_ids]) != text.encode():
             return self.vocabulary.greedy_tokenize(text)
         return token_ids
+
+
+def _named(token: bytes) -> bytes:
+    """As a grammar can name a special token: <eos> so, [eos] as <|[eos]|>."""
+    return token if token.startswith(b"<") and token.endswith(b">") else b"<|" + token + b"|>"
 
 
 def _brief(matcher: LLMatcher) -> str:

@@ -4,14 +4,18 @@ parsed but the name: what the model writes as arguments is the client's to judge
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 
 ARGUMENTS = ("arguments", "parameters")
+BEFORE_NAME = ("name", "type", "id", *ARGUMENTS)
 
 
 class CallReader:
-    """`push` what begins with the object, until `is_done` or `has_failed`: an object without a name is no call."""
+    """`push` what begins with the object, until `is_done` or `has_failed`: an object without a name is no call, or, if
+    there are `names`, without one of these."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Collection[str] = ()) -> None:
+        self._names = names
         self.name: str | None = None
         self.is_done = self.has_failed = False
         self._depth = 0
@@ -67,16 +71,17 @@ class CallReader:
         text, self._text = self._text, ""
         if char == ":":
             self._key, self._is_key = _string(text) or "", False
+            self.has_failed = bool(self._names) and self.name is None and self._key not in BEFORE_NAME
         else:
             if self._key == "name" and not self._is_key:
                 self.name = _string(text)
-                self.has_failed = self.name is None
+                self.has_failed = self.name is None or bool(self._names and self.name not in self._names)
             elif self._key in ARGUMENTS and not self._has_arguments:
                 self._has_arguments = True
                 self._arguments += _string(text) or "{}"
             self._key, self._is_key, self._is_streaming = "", True, False
         if char == "}":
-            self.is_done, self.has_failed = True, self.name is None
+            self.is_done, self.has_failed = True, self.has_failed or self.name is None
 
 
 def _string(text: str) -> str | None:

@@ -21,6 +21,7 @@ class CallFormat:
     filler: str = ""  # may be between, besides whitespace
     arguments: str = "arguments"  # its key, where calls are forced
     forced: tuple[str, str, str] = ("", "", "")  # written before all calls, between two, and after them
+    sign: str = ""  # as a rule of a grammar: before them where there may be words instead
     call_id_len: int = 24
     has_special_token: bool = True  # `begin` is one: it has no text unless that is asked for
 
@@ -34,8 +35,13 @@ FORMATS = {
     ),
     "llama3_json": CallFormat("<|python_tag|>", "", "{", ";,", "parameters", forced=("", "; ", "")),
     "mistral": CallFormat(
-        "[TOOL_CALLS]", "]", "", "[,", forced=("[", ", ", "]"), call_id_len=9
-    ),  # so its template wants
+        begin="[TOOL_CALLS]",
+        end="]",
+        filler="[,",
+        forced=("[", ", ", "]"),
+        sign='<|[TOOL_CALLS]|> " "?',
+        call_id_len=9,  # so its template wants
+    ),
 }
 # What a chat template has that tells the model of tools in this format
 SIGNS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3_json": '"parameters": '}

@@ -3,7 +3,7 @@ text is cut does not matter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from engine.wire import THOUGHT_BEGIN, THOUGHT_END
@@ -23,7 +23,7 @@ class Part(NamedTuple):
 
 class Reader:
     """`thought`: "may" come first, "does", or "never". With `calls` the answer may have some; `is_forced`: it has
-    nothing else. What looked like a call and is none becomes content, as it stands."""
+    nothing else. What looked like a call and is none, by the `names` that there are, becomes content, as it stands."""
 
     def __init__(
         self,
@@ -31,11 +31,13 @@ class Reader:
         calls: CallFormat | None = None,
         is_forced: bool = False,
         tells_thoughts: bool = True,
+        names: Collection[str] = (),
     ):
         self.num_calls = 0
         self._format = calls
         self._is_forced = is_forced
         self._tells_thoughts = tells_thoughts
+        self._names = names
         self._is_thought_sure = thought == "does"
         self._rest = ""  # not decided yet
         self._held = ""  # may belong to a call
@@ -120,7 +122,7 @@ class Reader:
         rest = self._rest.lstrip(WHITESPACE + self._format.filler)
         self._take(len(self._rest) - len(rest))
         if rest.startswith("{"):
-            self._call, self._is_named, self._state = CallReader(), False, self._in_call
+            self._call, self._is_named, self._state = CallReader(self._names), False, self._in_call
             return True
         for marker in filter(None, (self._format.begin, self._format.end)):
             if rest.startswith(marker):

@@ -68,7 +68,8 @@ class Completion:
     tells_thoughts: bool = True
 
     def reader(self) -> Reader:
-        return Reader(self.thought, self.tools.calls, bool(self.tools.forced), self.tells_thoughts)
+        tools = self.tools
+        return Reader(self.thought, tools.calls, bool(tools.forced), self.tells_thoughts, tools.names)
 
 
 def parse(body: dict[str, Any], is_chat: bool, default_model: str, dialect: Dialect = PLAIN) -> Completion:

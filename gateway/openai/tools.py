@@ -4,7 +4,7 @@ words have a form."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,11 @@ class Tools:
     forced: Sequence[Mapping[str, Any]] = ()  # functions of which one or several must be called
     is_parallel: bool = True
 
+    @property
+    def names(self) -> Collection[str]:
+        """That a call must have to be one, where nothing else tells it from words."""
+        return [tool["function"]["name"] for tool in self.tools] if self.calls and self.calls.bare else ()
+
     def fields(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Of the model's request, beside its other `options`."""
         if not self.tools:
@@ -46,7 +51,7 @@ class Tools:
             raise InvalidRequest("`{field}` cannot be kept beside a `tool_choice` that forces a call", field=forms[0])
         if self.forced:
             fields["guided_grammar"] = self._grammar(self.calls, self.forced)
-        elif forms == [OF_WORDS] and not self.calls.has_special_token:
+        elif forms == [OF_WORDS]:
             words = wire.FORMS[OF_WORDS](OF_WORDS, options[OF_WORDS])
             if words and words.kind == "json":
                 fields["guided_grammar"] = self._grammar(self.calls, [tool["function"] for tool in self.tools], words)
@@ -59,7 +64,8 @@ class Tools:
         before, between, after = map(_quoted, calls.forced)
         more = f"({between} call){{0,{MAX_FORCED_CALLS - 1}}}" if self.is_parallel else ""
         functions = [f"function{index}" for index in range(len(known))]
-        rules = [f"start: {'words | ' if words else ''}{before} call {more} {after}", f"call: {' | '.join(functions)}"]
+        or_words = f"words | {calls.sign} " if words else ""
+        rules = [f"start: {or_words}{before} call {more} {after}", f"call: {' | '.join(functions)}"]
         for rule, function in zip(functions, known, strict=True):
             head = _quoted(f'{{"name": {json.dumps(function["name"])}, "{calls.arguments}": ')
             arguments = _in_one_line(_parameters(function), AS_FAR_AS_POSSIBLE if words else ONE_LINE)

@@ -6,7 +6,9 @@ import pytest
 
 from engine.errors import InvalidRequest
 from engine.settings.config import Config
+from engine.text.tokenizer import Tokenizer
 from gateway.openai.dialect import FORMATS, PLAIN, dialect_of
+from tests.byte_tokenizer import write_tokenizer
 from tests.pure.gateway_fake import FakeBackend, openai_client, running
 from tests.pure.guided import Guided, a_request
 from tests.pure.test_openai_reader import read
@@ -154,25 +156,37 @@ SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}}
 CITY = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}}
 
 
-def test_words_of_a_form_leave_room_for_calls(tokenizer):
+@pytest.mark.parametrize("name", FORMATS)
+def test_words_of_a_form_leave_room_for_calls(tmp_path, name):
     """Agents send tools and the form of their last answer with every request."""
-    backend = FakeBackend("{}")
+    write_tokenizer(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["additional_special_tokens"] = ["[TOOL_CALLS]"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    backend, settings = FakeBackend("{}"), {"tool_call_parser": name}
     odd = {"type": "function", "function": {"name": "odd", "parameters": {"type": "array", "uniqueItems": True}}}
-    ask(backend, response_format=CITY, tools=[WEATHER, TIME, odd])  # what is not checked is not refused
+    ask(backend, settings, response_format=CITY, tools=[WEATHER, TIME, odd])  # what is not checked is not refused
     [body] = backend.bodies
     assert body["response_format"] == {"type": "text"} and len(body["chat_template_kwargs"]["tools"]) == 3
-    told, guided, grammar = set(), Guided(tokenizer), body["guided_grammar"]
-    for seed in range(12):
+    told, guided, grammar = set(), Guided(Tokenizer.load(tmp_path)), body["guided_grammar"]
+    for seed in range(16):
         text = guided.run(a_request(f"{seed}", "guided_grammar", grammar, seed=seed, temperature=5.0))
-        content, _, calls = read(text, calls=FORMATS["hermes"])
+        content, _, calls = read(text, calls=FORMATS[name], names=["weather", "time", "odd"])
         assert bool(content) != bool(calls)
         told |= {name for name, _ in calls} or {content}
     assert {"weather", "time"} < told and told - {"weather", "time", "odd"} <= {"{}", '{"city": "Rome"}'}
     for fields in ({"response_format": {"type": "text"}}, {"response_format": CITY, "tools": []}):
-        ask(backend, **fields)
+        ask(backend, settings, **fields)
         assert "guided_grammar" not in backend.bodies[-1]
-    ask(backend, {"tool_call_parser": "mistral"}, response_format=CITY)  # a call begins with a token that is no text
-    assert "guided_grammar" not in backend.bodies[-1]
+
+
+def test_words_that_look_like_a_call_of_no_tool_are_words_and_come_as_they_are_written():
+    """Llama's calls have nothing before them."""
+    for script in (['{"name": "Rome",', ' "parameters": {}}'], ['{"city":', ' "Rome"}']):
+        backend = FakeBackend(*script)
+        assert ask(backend, {"tool_call_parser": "llama3_json"}).message.content == "".join(script)
+        chunks = ask(backend, {"tool_call_parser": "llama3_json"}, stream=True)
+        assert [content for chunk in chunks if (content := chunk.choices[0].delta.content)] == script
 
 
 def test_the_form_of_words_is_no_matter_where_there_are_none():
