@@ -45,7 +45,7 @@ def parse_body(payload: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise InvalidRequest(f"the request is not valid JSON: {error}") from None
     if not isinstance(body, dict):
-        raise InvalidRequest(f"the request must be a JSON object, it is {type(body).__name__}")
+        raise InvalidRequest(f"the request must be a JSON object, it is {wire.kind_of(body)}")
     return wire.check_keys(body)
 
 

@@ -22,7 +22,18 @@ from engine.wire.answer import (
     read_answer,
     write_answer,
 )
-from engine.wire.checks import MAX_LOGPROBS, MAX_REQ_ID_LEN, POOLINGS, SCORE, Check, int_in, json_object, kind_of, shown
+from engine.wire.checks import (
+    MAX_LOGPROBS,
+    MAX_REQ_ID_LEN,
+    POOLINGS,
+    SCORE,
+    Check,
+    int_in,
+    json_object,
+    kind_of,
+    shown,
+    within,
+)
 from engine.wire.fields import FIELDS
 from engine.wire.forms import FORMS, Form
 from engine.wire.json_schemas import to_follow
@@ -109,5 +120,6 @@ __all__ = [
     "shown",
     "to_follow",
     "with_owner",
+    "within",
     "write_answer",
 ]

@@ -10,8 +10,8 @@ from engine import wire
 from engine.errors import InvalidRequest
 from gateway.anthropic.fields import OF_CHAT, REFUSED
 from gateway.openai.dialect import Dialect
-from gateway.openai.refusals import OF_BLOCKS, refuse, refuse_any
-from gateway.openai.request import AN_OBJECT, AT_LEAST_1, Completion, chat_source
+from gateway.openai.refusals import OF_BLOCKS, check_parts, refuse, refuse_any
+from gateway.openai.request import A_STRING, AN_OBJECT, AT_LEAST_1, Completion, chat_source
 from gateway.openai.request import parse as parse_chat
 
 Json = dict[str, Any]
@@ -19,8 +19,10 @@ Json = dict[str, Any]
 CALLED = {
     **{"stop": "stop_sequences", "response_format": "output_config", "reasoning_effort": "output_config"},
     **dict.fromkeys(("reasoning_max_tokens", "thinking_token_budget"), "thinking"),
+    "max_completion_tokens": "max_tokens",
 }
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+ROLES = ("user", "assistant", "system")
 KINDS = ("enabled", "adaptive", "disabled")  # of thinking
 
 
@@ -80,9 +82,12 @@ def _messages(body: Json) -> list[Json]:
 def _turn(turn: Json) -> list[Json]:
     """Results of tools are messages of their own in a chat, and come before what is said with them."""
     content = turn.get("content")
+    if (role := turn.get("role")) not in ROLES:
+        text = "`{field}[].role` must be one of {limit}, it is {value}"
+        raise InvalidRequest(text, field="messages", value=wire.shown(role), limit=[*ROLES])
     if not isinstance(content, list):
         return [turn]
-    message: Json = {"role": turn.get("role", "user"), "content": []}
+    message: Json = {"role": role, "content": []}
     results: list[Json] = []
     for block in _objects("messages", content):
         kind = block.get("type")
@@ -90,7 +95,8 @@ def _turn(turn: Json) -> list[Json]:
             told = _texts("messages", block.get("content") or "")
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": told})
         elif kind == "tool_use":
-            function = {"name": block.get("name"), "arguments": AN_OBJECT("messages", block.get("input"))}
+            arguments = wire.within("messages", "[].content[].input", AN_OBJECT, block.get("input"))
+            function = {"name": block.get("name"), "arguments": arguments}
             call = {"id": block.get("id"), "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
         elif kind == "thinking":
@@ -101,7 +107,9 @@ def _turn(turn: Json) -> list[Json]:
 
 
 def _texts(name: str, content: Any) -> Any:
-    return [_text(name, each) for each in _objects(name, content)] if isinstance(content, list) else content
+    if not isinstance(content, list):
+        return A_STRING(name, content)
+    return [_text(name, each) for each in _objects(name, content)]
 
 
 def _text(name: str, block: Json) -> Json:
@@ -114,7 +122,9 @@ def _text(name: str, block: Json) -> Json:
 def _tool(tool: Json) -> Json:
     if tool.get("type", "custom") not in ("custom", None):
         raise InvalidRequest("`{field}` may have the type `custom` only", field="tools", value=wire.shown(tool))
-    function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
+    name = wire.within("tools", "[].name", A_STRING, tool.get("name"))
+    schema = wire.within("tools", "[].input_schema", AN_OBJECT, tool.get("input_schema") or {})
+    function = {"name": name, "parameters": schema}
     if tool.get("description") is not None:
         function["description"] = tool["description"]
     return {"type": "function", "function": function}
@@ -151,6 +161,7 @@ def _thinking(body: Json, dialect: Dialect, chat: Json) -> Json:
 
 def _output(config: Json) -> Json:
     fields: Json = {}
+    check_parts("output_config", config, {"format": AN_OBJECT, "effort": A_STRING})
     if config.get("effort") is not None:
         fields["reasoning_effort"] = config["effort"]
     if (form := config.get("format")) is not None:

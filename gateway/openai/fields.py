@@ -6,13 +6,23 @@ import functools
 from typing import Any
 
 from engine.wire import MEANINGS, Check, described, schema_of
-from gateway.openai.request import A_BOOL, A_NAME, A_STRING, AN_OBJECT, CHECKS, NUM_TOP, OF_PROMPT, PASSED_ON
+from gateway.openai.request import (
+    A_BOOL,
+    A_NAME,
+    A_STRING,
+    AN_OBJECT,
+    CHECKS,
+    NUM_TOP,
+    OF_PROMPT,
+    PASSED_ON,
+    STREAM_OPTIONS,
+)
 
 Json = dict[str, Any]
 A_TEXT: Json = {"type": "string", "minLength": 1}
 IDS = schema_of(CHECKS["input_ids"])
 LISTS: list[Json] = [{"type": "array", "items": each, "minItems": 1} for each in (A_TEXT, IDS)]
-OPTIONS = {name: {"type": ["boolean", "null"]} for name in ("include_usage", "continuous_usage_stats")}
+OPTIONS = {name: {"type": ["boolean", "null"]} for name in STREAM_OPTIONS}
 
 
 def _field(check: Check, meaning: str, **more: Any) -> Json:

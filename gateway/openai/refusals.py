@@ -31,9 +31,9 @@ OF_BLOCKS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("return_tokens_as_token_ids",), ()),
     **dict.fromkeys(("n", "best_of"), (1,)),
 }
-OF_CHATS = ("echo", "add_special_tokens")  # refused there
+OF_CHATS = ("echo", "add_special_tokens", "prompt")  # refused there
 OF_COMPLETIONS = (
-    *("tools", "top_logprobs", "reasoning_effort", "enable_thinking"),
+    *("messages", "tools", "top_logprobs", "reasoning_effort", "enable_thinking"),
     *("add_generation_prompt", "continue_final_message"),
 )
 NOT_FALSE = ("separate_reasoning",)  # what is refused is to ask for less
@@ -83,6 +83,15 @@ def check_spelling(
         raise InvalidRequest(text, field=called[name], value=wire.shown(given[name]))
     for problem in wire.misspelt(given, known, {*others, *IGNORED, *REFUSED, *OF_CHATS, *OF_COMPLETIONS, *NOT_FALSE}):
         raise problem
+
+
+def check_parts(name: str, value: Mapping[str, Any], parts: Mapping[str, wire.Check]) -> None:
+    """Of the object that this field has. Raises InvalidRequest."""
+    for problem in wire.misspelt(value, parts):
+        raise problem
+    for part, check in parts.items():
+        if value.get(part) is not None:
+            wire.within(name, f".{part}", check, value[part])
 
 
 def refuse_more(name: str, count: int, limit: int) -> None:

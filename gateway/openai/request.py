@@ -17,7 +17,7 @@ from engine.wire import FORMS, MAX_LOGPROBS, MAX_REQ_ID_LEN, Check, int_in
 from gateway.openai.dialect import PLAIN, Dialect
 from gateway.openai.prompts import Prompts, read_prompts, sources_of
 from gateway.openai.reader import Reader
-from gateway.openai.refusals import NAMES, refuse
+from gateway.openai.refusals import NAMES, check_parts, refuse
 from gateway.openai.tools import Tools, read_tools, with_parsed_arguments
 
 MAX_CHOICES = 128  # prompts times n
@@ -42,6 +42,7 @@ TEMPLATE_FLAGS = ("add_generation_prompt", "continue_final_message", "enable_thi
 AS_GIVEN = {"logit_bias", *FORMS}  # the checked ones are no JSON
 CHECKS = {key: field.check for name, field in wire.FIELDS.items() for key in (name, *field.aliases)}
 A_BOOL, A_STRING, AN_OBJECT = CHECKS["stream"], CHECKS["system"], CHECKS["chat_template_kwargs"]
+STREAM_OPTIONS = dict.fromkeys(("include_usage", "continuous_usage_stats"), A_BOOL)
 AT_LEAST_1, NUM_TOP = CHECKS["min_tokens"], int_in(0, MAX_LOGPROBS)
 A_NAME = CHECKS["cache_salt"]  # short: every event repeats the model's
 
@@ -96,6 +97,7 @@ def parse(body: dict[str, Any], is_chat: bool, default_model: str, dialect: Dial
     stream_options = _checked(body, "stream_options", AN_OBJECT, {})
     if stream_options and not stream:
         raise InvalidRequest("`{field}` needs `stream` to be true", field="stream_options", value=True)
+    check_parts("stream_options", stream_options, STREAM_OPTIONS)
     return Completion(
         answer_id=answer_id,
         model=model_of(body, default_model),
@@ -106,8 +108,8 @@ def parse(body: dict[str, Any], is_chat: bool, default_model: str, dialect: Dial
         with_logprobs="logprobs" in options,
         as_token_ids=_checked(body, "return_tokens_as_token_ids", A_BOOL, False),
         stream=stream,
-        include_usage=_checked(stream_options, "include_usage", A_BOOL, False),
-        continuous_usage=_checked(stream_options, "continuous_usage_stats", A_BOOL, False),
+        include_usage=bool(stream_options.get("include_usage")),
+        continuous_usage=bool(stream_options.get("continuous_usage_stats")),
         timeout_s=timeout_s,
         names=_names(body, is_chat) | ({"guided_grammar": "tools"} if "guided_grammar" in of_tools else {}),
         tools=tools,

@@ -76,7 +76,7 @@ class Tools:
 def read_tools(body: Mapping[str, Any], dialect: Dialect) -> Tools:
     """Raises InvalidRequest."""
     given = body.get("tools")
-    if not given:
+    if given is None or given == []:
         for name in ("tool_choice", "parallel_tool_calls"):
             if name in body and body[name] not in ("none", "auto", False, True):
                 raise InvalidRequest("`{field}` needs `tools`", field=name, value=wire.shown(body[name]))
@@ -100,11 +100,11 @@ def _checked_tools(given: Any) -> list[dict[str, Any]]:
         raise InvalidRequest("`{field}` must be a list, it is {value}", field="tools", value=wire.kind_of(given))
     refuse_more("tools", len(given), MAX_TOOLS)
     for tool in given:
-        if AN_OBJECT("tools", tool).get("type") != "function":
+        if wire.within("tools", "[]", AN_OBJECT, tool).get("type") != "function":
             raise InvalidRequest("`{field}` may have the type `function` only", field="tools", value=wire.shown(tool))
-        function = AN_OBJECT("tools", tool.get("function"))
-        A_STRING("tools", function.get("name"))
-        wire.FORMS["guided_json"]("tools", _parameters(function))
+        function = wire.within("tools", "[].function", AN_OBJECT, tool.get("function"))
+        wire.within("tools", "[].function.name", A_STRING, function.get("name"))
+        wire.within("tools", "[].function.parameters", wire.FORMS["guided_json"], _parameters(function))
     return given
 
 

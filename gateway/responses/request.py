@@ -11,7 +11,8 @@ from engine import wire
 from engine.errors import InvalidRequest
 from gateway.openai.dialect import Dialect
 from gateway.openai.refusals import NAMES as NAMES_OF_CHAT
-from gateway.openai.refusals import OF_BLOCKS, refuse, refuse_any, refuse_more
+from gateway.openai.refusals import OF_BLOCKS, check_parts, refuse, refuse_any, refuse_more
+from gateway.openai.refusals import REFUSED as REFUSED_IN_CHATS
 from gateway.openai.request import A_STRING, AN_OBJECT, AT_LEAST_1, chat_source
 from gateway.openai.request import parse as parse_chat
 from gateway.responses.answer import ResponsesExchange
@@ -44,9 +45,13 @@ def parse(body: Json, model_name: str, dialect: Dialect) -> ResponsesExchange:
         chat["max_tokens"] = AT_LEAST_1("max_output_tokens", body["max_output_tokens"])
     if "tool_choice" in body:
         chat["tool_choice"] = _choice(body["tool_choice"])
-    if form := AN_OBJECT("text", body.get("text", {})).get("format"):
-        chat["response_format"] = _form(AN_OBJECT("text", form))
-    if effort := AN_OBJECT("reasoning", body.get("reasoning", {})).get("effort"):
+    text, reasoning = (AN_OBJECT(name, body.get(name, {})) for name in ("text", "reasoning"))
+    check_parts("text", text, {"format": AN_OBJECT, "verbosity": A_STRING})
+    check_parts("reasoning", reasoning, {"effort": A_STRING, "summary": A_STRING})
+    refuse_any(text, {"verbosity": REFUSED_IN_CHATS["verbosity"]})
+    if form := text.get("format"):
+        chat["response_format"] = _form(form)
+    if effort := reasoning.get("effort"):
         chat["reasoning_effort"] = effort
     return ResponsesExchange(parse_chat(chat, True, model_name, dialect), CALLED, body)
 
@@ -141,6 +146,8 @@ def _content(content: Any) -> Any:
 def _tool(tool: Json) -> Json:
     if tool.get("type") != "function":
         raise InvalidRequest("`{field}` may have the type `function` only", field="tools", value=wire.shown(tool))
+    wire.within("tools", "[].name", A_STRING, tool.get("name"))
+    wire.within("tools", "[].parameters", AN_OBJECT, tool.get("parameters") or {})
     known = ("name", "description", "parameters", "strict")
     return {"type": "function", "function": {name: tool[name] for name in known if tool.get(name) is not None}}
 

@@ -12,7 +12,7 @@ from engine import __version__, wire
 from engine.errors import KINDS, InvalidRequest, Overloaded
 from engine.settings.config import Config
 from gateway.app import make_app
-from gateway.openai.request import OF_PROMPT, PASSED_ON, TEMPLATE_FLAGS
+from gateway.openai.request import OF_PROMPT, PASSED_ON, STREAM_OPTIONS, TEMPLATE_FLAGS
 from gateway.parts import DOCUMENT
 from tests.pure.gateway_fake import FakeBackend, running
 
@@ -62,7 +62,7 @@ def test_every_field_of_openai_that_is_passed_on_or_acts_in_the_gateway_is_in_it
     told = set(schema_of(document, path, "openai")["properties"])
     elsewhere = {"top_logprobs", "messages", *OF_CHATS} if path == COMPLETIONS else {"echo", "prompt"}
     assert told == ({*acting, *PASSED_ON, *OF_PROMPT, "prompt"} - elsewhere)
-    options = re.findall(r'_checked\(stream_options, "(\w+)"', source)
+    options = STREAM_OPTIONS
     assert set(schema_of(document, path, "openai")["properties"]["stream_options"]["properties"]) == set(options)
 
 

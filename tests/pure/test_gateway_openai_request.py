@@ -180,6 +180,9 @@ def test_any_model_name_is_taken_and_none_is_the_served_one():
         (CHAT, {"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
         (CHAT, {"continue_final_message": 7}, "continue_final_message"),
         (CHAT, {"echo": True}, "echo"),
+        (CHAT, {"prompt": "Hi"}, "prompt"),
+        (CHAT, {"tools": {}}, "tools"),
+        (COMPLETIONS, {"messages": MESSAGES}, "messages"),
         (CHAT, {"verbosity": "low"}, "verbosity"),
         (CHAT, {"separate_reasoning": False}, "separate_reasoning"),
         (COMPLETIONS, {"add_special_tokens": False}, "add_special_tokens"),
@@ -237,6 +240,21 @@ def test_what_cannot_be_done_is_refused_by_name(path, fields, param):
     assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, "invalid_request")
     assert param in error["message"]
     assert backend.bodies == []
+
+
+def test_a_refusal_says_where_in_a_field_it_is_wrong():
+    streamed = {"stream": True, "stream_options": {"include_usage": "yes"}}
+    misspelt = {"stream": True, "stream_options": {"include_usgae": True}}
+    function = {"type": "function", "function": {"name": "f", "parameters": 5}}
+    with running(FakeBackend("a"), tool_call_parser="hermes") as gateway:
+        for fields, text in (
+            (streamed, 'The `stream_options.include_usage` must be a boolean, it is "yes"'),
+            (misspelt, 'unknown field "include_usgae", did you mean `include_usage`?'),
+            ({"tools": [5]}, "The `tools[]` must be an object, it is a number"),
+            ({"tools": [{"type": "function"}]}, "The `tools[].function` must be an object, it is null"),
+            ({"tools": [function]}, "The `tools[].function.parameters` must be an object, it is a number"),
+        ):
+            assert gateway.refused(CHAT, {**A_CHAT, **fields})[1]["error"]["message"] == text
 
 
 def test_what_an_answer_must_look_like_reaches_the_model_as_it_was_given():
