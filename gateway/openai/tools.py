@@ -92,7 +92,8 @@ def read_tools(body: Mapping[str, Any], dialect: Dialect) -> Tools:
             "`{field}` are not known to the chat template of this model: only a `tool_choice` that forces a call works"
         )
         raise InvalidRequest(f"{text}, or TOOL_CALL_PARSER says how the model writes them", field="tools")
-    return Tools(tools, calls, forced, is_parallel)
+    is_named = isinstance(choice, dict)  # that is called once, as at OpenAI
+    return Tools(tools, calls, forced, is_parallel and not is_named)
 
 
 def _checked_tools(given: Any) -> list[dict[str, Any]]:

@@ -135,7 +135,7 @@ def test_a_call_that_must_be_is_one_whatever_the_model_thinks(tokenizer, name, c
         text = guided.run(a_request(f"{seed}", "guided_grammar", grammar, seed=seed, temperature=5.0))
         content, _, calls = read(text, calls=FORMATS[name], is_forced=True)
         assert content == ""
-        assert calls
+        assert len(calls) == 1 if choice != "required" else calls
         for function, arguments in calls:
             assert set(json.loads(arguments)) == ({"city"} if function == "weather" else set())
             names.add(function)
