@@ -27,7 +27,7 @@ define check_venv
   { echo "error: $(VENV) exists and is no virtual environment; name another folder: make VENV=..." >&2; exit 1; }
 endef
 
-.PHONY: demo demo-gpu install install-cuda test quick test-gpu sanitize lint bench bench-gpu bench-peers storm soak clean
+.PHONY: demo demo-gpu install install-cuda test quick test-clients test-gpu sanitize lint bench bench-gpu bench-peers storm soak clean
 
 demo: install  ## starts the server with the bundled model and asks it three questions
 	@$(BIN)/python -m server_scripts.demo
@@ -47,6 +47,13 @@ test: quick  ## all tests, those that need nothing first
 test quick: export PYTHONDONTWRITEBYTECODE =
 quick: install $(TESTS)  ## the tests that need no server, on all cores
 	$(BIN)/python -m pytest tests/pure --numprocesses $$(($$(nproc) * 3 / 2)) --maxprocesses 8 --dist worksteal
+
+CLIENTS = build/clients
+CLIENTS_WANTED = tests/triton/requirements-clients.txt
+test-clients: install $(TESTS)  ## the whole server with LangChain, litellm, instructor and lm-eval, 1.3 GB of an environment
+	[ $(CLIENTS)/.made -nt $(CLIENTS_WANTED) ] || { $(BIN)/python -m venv --clear $(CLIENTS) && \
+	  $(CLIENTS)/bin/python -m pip install -q -r $(CLIENTS_WANTED) && touch $(CLIENTS)/.made; }
+	$(BIN)/python -m pytest tests/triton/test_clients.py
 
 install-cuda: $(RUNTIME)  ## torch, for DEVICE=gpu; also where an image is built for machines with one
 	$(PIP) --no-build-isolation --editable .[cuda]
