@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import openai
 import pytest
 
+from tests.server import running_server
 from tests.triton.test_server import GrpcStream, post
 
 SETTINGS = {"BATCH_SIZE": "8"}
@@ -115,3 +118,23 @@ def test_the_best_of_several_and_a_search_over_openais_client(client):
     assert [texts[0], texts[1]] == [choice.text for choice in found.choices[:2]]
     with pytest.raises(openai.BadRequestError, match="`best_of` is 9, the server computes 8 answers at once"):
         client.completions.create(**body, extra_body={**asked, "best_of": 9})
+
+
+def test_a_model_that_was_made_to_write_scores_by_two_of_its_tokens_when_the_server_is_started_so(client, tmp_path):
+    """As vLLM serves Qwen3-Reranker: the share of the second token, where the next is one of both."""
+    overrides = json.dumps({"classifier_from_token": ["No", "Yes"], "is_original_qwen3_reranker": True})
+    query, documents = "Is Paris in France? ", ["Say Yes or No.", "Paris is the capital of France."]
+    with running_server(tmp_path, {"HF_OVERRIDES": overrides}) as reranker:
+        _, scored = post(reranker, "/v1/score", {"text_1": query, "text_2": documents})
+        _, ranked = post(reranker, "/v1/rerank", {"query": query, "documents": documents})
+        told = {text: ids_of(reranker, text) for text in ("No", "Yes", *(query + each for each in documents))}
+        status, refused = post(reranker, "/v1/chat/completions", {"text": "Hi", "req_id": "a"})
+    assert (status, refused["error_type"]) == (400, "invalid_request") and "writes no answers" in refused["error_msg"]
+    shares = []
+    for document in documents:
+        ids = told[query + document]
+        pairs = [(ids, told[word]) for word in ("No", "Yes")]
+        no, yes = np.exp([score for _, score, _ in loglikelihoods(client, pairs)])
+        shares.append(yes / (no + yes))
+    assert [each["score"] for each in scored["data"]] == pytest.approx(shares, abs=0.01)
+    assert [each["index"] for each in ranked["results"]] == [int(each) for each in np.argsort(shares)[::-1]]
