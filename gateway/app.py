@@ -27,6 +27,7 @@ from gateway.heads import peer_of
 from gateway.health import ANSWER_WITHIN_S, readiness
 from gateway.intake import Intake, Room
 from gateway.lasting import LastingBackend
+from gateway.openai.dialect import dialect_of
 from gateway.parts import (
     ANTHROPIC,
     BACKEND,
@@ -80,6 +81,7 @@ def make_app(backend: Backend, config: Config, request_timeout_s: float = REQUES
     app[SERVED] = ServedModel(config.run_path)
     app[BACKEND] = LastingBackend(backend, app[READY], app[SERVED])
     app[CONFIG] = config
+    dialect_of(config)  # somebody's file may be wrong: nobody shall learn it from a request
     app[REQUEST_TIMEOUT] = request_timeout_s
     app[INTAKE] = Intake.share_of_worker(config)
     app[RUNNING], app[BEGUN] = [], set()

@@ -25,8 +25,9 @@ class Answers:
     tool_call_parser: str = setting(
         "auto",
         "TOOL_CALL_PARSER",
-        "how the model writes calls of tools; `auto`: as its chat template does",
-        choices=("auto", "none", "hermes", "llama3_json", "mistral"),
+        "how the model writes calls of tools; `auto`: as its chat template does; or a file `*.py` that tells it",
+        choices=("auto", "none", "hermes", "llama3_json", "mistral", "deepseek"),
+        other=".py",
     )
     guided_decoding_disable_any_whitespace: bool = setting(
         False,

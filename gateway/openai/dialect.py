@@ -5,15 +5,35 @@ from __future__ import annotations
 
 import functools
 import json
+import runpy
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
+from engine.errors import ConfigError
 from engine.settings.config import Config
+from gateway.openai import deepseek_reader
+from gateway.openai.call_reader import CallReader
+from gateway.openai.deepseek_reader import DeepseekReader
+
+
+class OneCall(Protocol):
+    """Reads one call while it comes: call_reader.py says how."""
+
+    name: str | None
+    is_done: bool
+    has_failed: bool
+
+    def push(self, text: str) -> int: ...
+
+    def take_arguments(self) -> str: ...
 
 
 @dataclass(frozen=True)
 class CallFormat:
-    """Calls are JSON objects with a name and arguments; a format is what is around them."""
+    """Calls are JSON objects with a name and arguments, or what begins with `opens` and another `reader` reads; a
+    format is what is around them."""
 
     begin: str  # text before calls
     end: str  # and after them
@@ -24,6 +44,13 @@ class CallFormat:
     sign: str = ""  # as a rule of a grammar: before them where there may be words instead
     call_id_len: int = 24
     has_special_token: bool = True  # `begin` is one: it has no text unless that is asked for
+    opens: str = "{"
+    reader: Callable[[Collection[str]], OneCall] = CallReader
+
+    @property
+    def is_json(self) -> bool:
+        """What is not can only be read: the form of a call that must be is another."""
+        return self.opens == "{"
 
 
 FORMATS = {
@@ -42,9 +69,16 @@ FORMATS = {
         sign='<|[TOOL_CALLS]|> " "?',
         call_id_len=9,  # so its template wants
     ),
+    "deepseek": CallFormat(
+        begin="<｜tool▁calls▁begin｜>", end="<｜tool▁calls▁end｜>", opens=deepseek_reader.BEGIN, reader=DeepseekReader
+    ),
 }
 # What a chat template has that tells the model of tools in this format
-SIGNS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3_json": '"parameters": '}
+SIGNS = {
+    **{"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "deepseek": "<｜tool▁calls▁begin｜>"},
+    "llama3_json": '"parameters": ',
+}
+PLUGIN = ".py"  # how the name of a file ends that has a FORMAT
 THOUGHTS = {"none": "never", "qwen3": "may", "deepseek_r1": "does"}
 
 
@@ -63,7 +97,21 @@ def dialect_of(config: Config) -> Dialect:
     if name == "auto":
         template = _chat_template(config.graph_path)
         name = next((name for name, sign in SIGNS.items() if "tools" in template and sign in template), "none")
-    return Dialect(FORMATS.get(name), THOUGHTS[config.reasoning_parser])
+    calls = _plugged_in(name) if name.endswith(PLUGIN) else FORMATS.get(name)
+    return Dialect(calls, THOUGHTS[config.reasoning_parser])
+
+
+def _plugged_in(path: str) -> CallFormat:
+    """FORMAT of somebody's file. Raises ConfigError."""
+    try:
+        calls = runpy.run_path(path).get("FORMAT")
+    except Exception as error:  # it may do anything
+        raise ConfigError(f"TOOL_CALL_PARSER is {path!r}: {type(error).__name__}: {error}") from error
+    if not isinstance(calls, CallFormat):
+        raise ConfigError(
+            f"TOOL_CALL_PARSER is {path!r}: its FORMAT must be a CallFormat, it is {type(calls).__name__}"
+        )
+    return calls
 
 
 def _chat_template(directory: Path) -> str:

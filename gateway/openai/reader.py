@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from engine.wire import THOUGHT_BEGIN, THOUGHT_END
-from gateway.openai.call_reader import CallReader
-from gateway.openai.dialect import CallFormat
+from gateway.openai.dialect import CallFormat, OneCall
 
 CONTENT, REASONING, CALL = "content", "reasoning_content", "call"
 WHITESPACE = " \t\r\n"
@@ -42,7 +41,7 @@ class Reader:
         self._rest = ""  # not decided yet
         self._held = ""  # may belong to a call
         self._is_end = False
-        self._call: CallReader | None = None
+        self._call: OneCall | None = None
         self._is_named = False  # and its client knows
         self._has_read_call = False  # since the last beginning of calls
         self._parts: list[Part] = []
@@ -121,9 +120,12 @@ class Reader:
         assert self._format
         rest = self._rest.lstrip(WHITESPACE + self._format.filler)
         self._take(len(self._rest) - len(rest))
-        if rest.startswith("{"):
-            self._call, self._is_named, self._state = CallReader(self._names), False, self._in_call
+        opens = self._format.opens
+        if rest.startswith(opens):
+            self._call, self._is_named, self._state = self._format.reader(self._names), False, self._in_call
             return True
+        if opens.startswith(rest or "-") and not self._is_end:
+            return False
         for marker in filter(None, (self._format.begin, self._format.end)):
             if rest.startswith(marker):
                 self._has_read_call &= marker != self._format.begin
@@ -162,7 +164,7 @@ class Reader:
             self._has_read_call, self._state = True, self._calls
         return call.is_done
 
-    def _tell_call(self, call: CallReader, name: str) -> None:
+    def _tell_call(self, call: OneCall, name: str) -> None:
         self._held = ""
         if not self._is_named:
             self._is_named, self.num_calls = True, self.num_calls + 1

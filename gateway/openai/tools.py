@@ -51,7 +51,7 @@ class Tools:
             raise InvalidRequest("`{field}` cannot be kept beside a `tool_choice` that forces a call", field=forms[0])
         if self.forced:
             fields["guided_grammar"] = self._grammar(self.calls, self.forced)
-        elif forms == [OF_WORDS]:
+        elif forms == [OF_WORDS] and self.calls.is_json:
             words = wire.FORMS[OF_WORDS](OF_WORDS, options[OF_WORDS])
             if words and words.kind == "json":
                 fields["guided_grammar"] = self._grammar(self.calls, [tool["function"] for tool in self.tools], words)
@@ -86,7 +86,9 @@ def read_tools(body: Mapping[str, Any], dialect: Dialect) -> Tools:
     if choice == "none":
         return Tools()
     forced = _forced(choice, [tool["function"] for tool in tools])
-    calls = dialect.calls or (FORMATS["llama3_json"] if forced else None)
+    calls = dialect.calls
+    if forced and not (calls and calls.is_json):
+        calls = FORMATS["llama3_json"]
     if calls is None:
         text = (
             "`{field}` are not known to the chat template of this model: only a `tool_choice` that forces a call works"

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from engine.errors import InvalidRequest
+from engine.errors import ConfigError, InvalidRequest
 from engine.settings.config import Config
 from engine.text.tokenizer import Tokenizer
+from gateway.app import make_app
 from gateway.openai.dialect import FORMATS, PLAIN, dialect_of
 from tests.byte_tokenizer import write_tokenizer
 from tests.pure.gateway_fake import FakeBackend, openai_client, running
@@ -122,6 +123,10 @@ def test_arguments_in_the_history_are_objects_to_the_template():
     assert (sent["content"], sent["tool_calls"][0]["function"]["arguments"]) == ("", {"city": "Rome"})
 
 
+def forced_format(name):
+    return FORMATS[name if FORMATS[name].is_json else "llama3_json"]
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_a_call_that_must_be_is_one_whatever_the_model_thinks(tokenizer, name, choice):
@@ -133,7 +138,7 @@ def test_a_call_that_must_be_is_one_whatever_the_model_thinks(tokenizer, name, c
     for seed in range(8):
         grammar = backend.bodies[0]["guided_grammar"]
         text = guided.run(a_request(f"{seed}", "guided_grammar", grammar, seed=seed, temperature=5.0))
-        content, _, calls = read(text, calls=FORMATS[name], is_forced=True)
+        content, _, calls = read(text, calls=forced_format(name), is_forced=True)
         assert content == ""
         assert len(calls) == 1 if choice != "required" else calls
         for function, arguments in calls:
@@ -149,14 +154,14 @@ def test_a_call_that_must_be_is_the_only_one_if_they_shall_not_be_parallel(token
     guided = Guided(tokenizer)
     for seed in range(8):
         text = guided.run(a_request(f"{seed}", "guided_grammar", backend.bodies[0]["guided_grammar"], seed=seed))
-        assert len(read(text, calls=FORMATS[name], is_forced=True)[2]) == 1
+        assert len(read(text, calls=forced_format(name), is_forced=True)[2]) == 1
 
 
 SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}}
 CITY = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}}
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].is_json])
 def test_words_of_a_form_leave_room_for_calls(tmp_path, name):
     """Agents send tools and the form of their last answer with every request."""
     write_tokenizer(tmp_path)
@@ -263,6 +268,7 @@ def test_without_a_parser_or_a_thought_all_is_content():
 TEMPLATES = {
     "hermes": "{% if tools %}<tools>{{ tools }}</tools> answer in <tool_call></tool_call>{% endif %}",
     "mistral": "{% if tools %}[AVAILABLE_TOOLS]{{ tools }}{% endif %}{{ '[TOOL_CALLS]' }}",
+    "deepseek": "{% if tools %}{{ tools }}{% endif %}{{ '<｜tool▁calls▁begin｜>' }}",
     "llama3_json": '{% if tools %}{{ \'Respond in the format {"name": function name, "parameters": \' }}{% endif %}',
     "none": "{{ messages }}",
 }
@@ -279,6 +285,21 @@ def test_the_chat_template_says_how_calls_are_written(tmp_path, name, place):
         config = {"chat_template": listed if place == "a list" else template}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert dialect_of(Config(model_dir=str(tmp_path))).calls == FORMATS.get(name)
+
+
+def test_a_file_may_say_how_calls_are_written(tmp_path):
+    plugin = tmp_path / "plain.py"
+    plugin.write_text("from gateway.openai.dialect import CallFormat\nFORMAT = CallFormat('CALL:', ';')\n")
+    choice = ask(FakeBackend('CALL: {"name": "time"};'), {"tool_call_parser": str(plugin)})
+    assert pairs(choice.message.tool_calls) == [("time", "{}")]
+    for text, why in (("FORMAT = 5", "its FORMAT must be a CallFormat, it is int"), ("1 / 0", "ZeroDivisionError")):
+        wrong = tmp_path / f"{len(text)}.py"
+        wrong.write_text(text)
+        config = Config.from_env({"TOOL_CALL_PARSER": str(wrong)})
+        with pytest.raises(ConfigError, match=why):
+            make_app(FakeBackend(), config)
+    with pytest.raises(ConfigError, match="TOOL_CALL_PARSER is 'hermess', it must be one of: auto, none, hermes"):
+        Config.from_env({"TOOL_CALL_PARSER": "hermess"})
 
 
 def test_without_files_or_with_others_there_is_no_dialect(tmp_path):

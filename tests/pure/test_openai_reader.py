@@ -8,11 +8,15 @@ import pytest
 from gateway.openai.dialect import FORMATS
 from gateway.openai.reader import CALL, CONTENT, REASONING, Reader
 
-HERMES, LLAMA, MISTRAL = (FORMATS[name] for name in ("hermes", "llama3_json", "mistral"))
+HERMES, LLAMA, MISTRAL, DEEPSEEK = (FORMATS[name] for name in ("hermes", "llama3_json", "mistral", "deepseek"))
 
 
 def a_call(name="f", arguments='{"a": 1}', key="arguments"):
     return f'{{"name": "{name}", "{key}": {arguments}}}'
+
+
+def deepseek(name, arguments='{"a": 1}'):
+    return f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>"
 
 
 def read(text, cuts=(), **options):
@@ -99,6 +103,27 @@ CASES = {
     ),
     "mistral, forced": (f"[{a_call()}]", {"calls": MISTRAL, "is_forced": True}, ("", "", [("f", '{"a": 1}')])),
     "mistral, words with brackets": ("a [1] [b", {"calls": MISTRAL}, ("a [1] [b", "", [])),
+    "deepseek, words and two calls": (
+        f"So.\n<｜tool▁calls▁begin｜>{deepseek('f')}\n{deepseek('g', NESTED)}<｜tool▁calls▁end｜>",
+        {"calls": DEEPSEEK},
+        ("So.", "", [("f", '{"a": 1}'), ("g", NESTED)]),
+    ),
+    "deepseek, newer": (
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        {"calls": DEEPSEEK},
+        ("", "", [("f", '{"a": 1}')]),
+    ),
+    "deepseek, cut short": (deepseek("f")[:-40], {"calls": DEEPSEEK}, (deepseek("f")[:-40], "", [])),
+    "deepseek, cut short in the arguments": (
+        f"<｜tool▁calls▁begin｜>{deepseek('f', NESTED)[:75]}",
+        {"calls": DEEPSEEK},
+        ("", "", [("f", NESTED[: 75 - len(deepseek("f").partition("{")[0])])]),
+    ),
+    "deepseek, no call": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜> x",
+        {"calls": DEEPSEEK},
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜> x", "", []),
+    ),
     "a thought": ("<think>\nhm <b\n</think>\n\nYes.", {"thought": "may"}, ("Yes.", "hm <b", [])),
     "no thought": ("<thin air>", {"thought": "may"}, ("<thin air>", "", [])),
     "a thought that does not say so": ("hm</think>Yes. </think>", {"thought": "does"}, ("Yes. </think>", "hm", [])),
