@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 
 import numpy as np
@@ -118,6 +119,21 @@ def test_the_best_of_several_and_a_search_over_openais_client(client):
     assert [texts[0], texts[1]] == [choice.text for choice in found.choices[:2]]
     with pytest.raises(openai.BadRequestError, match="`best_of` is 9, the server computes 8 answers at once"):
         client.completions.create(**body, extra_body={**asked, "best_of": 9})
+
+
+def test_embeddings_and_a_search_are_the_same_over_grpc(server, client):
+    ids = ids_of(server, TEXT)
+    searched = {"max_tokens": 6, "n": 2, "extra_body": {"use_beam_search": True, "best_of": 4, "length_penalty": 2}}
+    texts = [choice.text for choice in client.completions.create(model="m", prompt=ids, **searched).choices]
+    embedding = client.embeddings.create(model="m", input=ids, extra_body={"normalize": False}).data[0].embedding
+    with GrpcStream(server) as stream:
+        stream.ask({"input_ids": ids, "req_id": "e", "pooling": "last"})
+        told = np.frombuffer(base64.b64decode(stream.next()[0]["embedding"]), "<f4")
+        asked = {"max_dec_len": 6, "n": 2, "use_beam_search": True, "best_of": 4, "length_penalty": 2}
+        stream.ask({"input_ids": ids, "req_id": "b", **asked})
+        found = {answer["index"]: answer["tokens_all"] for answer in (stream.next()[0], stream.next()[0])}
+    assert found == dict(enumerate(texts)) and len(set(texts)) == 2
+    np.testing.assert_allclose(told, embedding, rtol=0, atol=1e-6)
 
 
 def test_a_model_that_was_made_to_write_scores_by_two_of_its_tokens_when_the_server_is_started_so(client, tmp_path):
