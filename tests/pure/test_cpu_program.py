@@ -1,6 +1,8 @@
 """A graph as a list of calls: weights that were put in another order and calls that were made one change no bit."""
 
 import ctypes
+import os
+import threading
 
 import numpy as np
 import pytest
@@ -66,6 +68,23 @@ def test_a_program_makes_the_bits_of_its_ops(hidden, inner, is_read_twice):
     found = program.run(inputs)
     assert np.array_equal(found["logits"], logits)
     assert not is_read_twice or np.array_equal(found["both"], both[: len(rows)])
+
+
+def test_weights_are_packed_without_threads_that_stay():
+    """The steps are another thread's. With more threads than cores libgomp wakes some for each operation."""
+    left, before = set(), cpu.num_threads()
+
+    def make():
+        there = set(os.listdir("/proc/self/task"))
+        Program(*gated_graph(256, 256, False))
+        left.update(set(os.listdir("/proc/self/task")) - there)
+
+    cpu.set_num_threads(3)
+    maker = threading.Thread(target=make)
+    maker.start()
+    maker.join()
+    cpu.set_num_threads(before)
+    assert not left
 
 
 def test_an_adapter_changes_what_a_swiglu_reads():

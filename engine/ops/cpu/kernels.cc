@@ -41,6 +41,12 @@ void any_linear_int8(const LlmQuantizedLinear* args) { linear_int8(*args); }
 void any_linear_int4(const LlmQuantizedLinear* args) { linear_int4(*args); }
 void any_linear_a8w8(const LlmQuantizedLinear* args) { linear_a8w8(*args); }
 
+int64_t any_pack_weight(const uint16_t* weight, uint16_t* packed, int64_t num_out, int64_t width) {
+  const int64_t elements = pack_weight(weight, packed, num_out, width);
+  dismiss_threads();
+  return elements;
+}
+
 void any_paged_attention(const LlmAttention* args) {
   if (args->cache_bits == 8)
     paged_attention(AttentionArgs<int8_t>{*args});
@@ -68,7 +74,7 @@ const LlmKernels JOIN(llm_kernels_, LLM_ISA) = {
     LLM_ISA::head_norm,
     LLM_ISA::any_linear,
     LLM_ISA::linear_swiglu,
-    LLM_ISA::pack_weight,
+    LLM_ISA::any_pack_weight,
     LLM_ISA::any_linear_int8,
     LLM_ISA::any_linear_int4,
     LLM_ISA::any_linear_a8w8,
