@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from engine.dtypes import to_bf16
+from engine.executors.cpu.program import large_pages
 from engine.ops import build, cpu
 from engine.ops.cpu.library import WEIGHT_KINDS, Attention, QuantizedLinear
 from engine.ops.sampling_rows import SamplingRows
@@ -58,14 +59,14 @@ def measured_limits(threads: int) -> tuple[float, float]:
     return flops, max(lib.read_bandwidth(threads, address, size) for _ in range(3))
 
 
-def packed(weight: np.ndarray) -> tuple[np.ndarray, int]:
-    """As the engine has it, and the kind of weight that this is."""
+def packed(op: str, rows: np.ndarray) -> np.ndarray:
+    """As the engine has what `op` multiplies with."""
     ops = cpu.load()
-    if not (num_bytes := ops.packed_bytes(weight.shape)):
-        return weight, WEIGHT_KINDS.index("bfloat16")
-    array = np.empty(num_bytes // weight.itemsize, np.uint16)
-    ops.pack(weight, array)
-    return array, WEIGHT_KINDS.index("packed")
+    if not (num_bytes := ops.packed_bytes(op, rows.shape, rows.itemsize)):
+        return rows
+    into = large_pages(num_bytes)
+    ops.pack(op, rows, into)
+    return into
 
 
 @functools.cache
@@ -74,31 +75,32 @@ def weights_of(name: str, op: str) -> list[tuple[np.ndarray, np.ndarray | None]]
     num_out, width = LINEARS.get(name, (VOCAB, HIDDEN))
     copies = 1 if name == "logits" else LAYERS
     if op == "linear":
-        bits, _ = packed(to_bf16(random_f32(num_out, width)))
+        bits = packed(op, to_bf16(random_f32(num_out, width)))
         return [(bits.copy(), None) for _ in range(copies)]
     codes = RNG.integers(-128, 128, (num_out, width if op != "linear_int4" else width // 2), np.int8)
-    scale = to_bf16(random_f32(num_out, width // 64)) if op == "linear_int4" else random_f32(num_out)
-    return [(codes.copy(), scale.copy()) for _ in range(copies)]
+    scale = packed(op, to_bf16(random_f32(num_out, width // 64))) if op == "linear_int4" else random_f32(num_out)
+    return [(packed(op, codes), scale.copy()) for _ in range(copies)]
 
 
 def bench_linear(name: str, op: str, tokens: int, limits: tuple[float, float]) -> dict:
-    """Limit: the reading of the weight, or products and sums; of bytes in half the time of bf16."""
+    """Limit: the reading of the weight, or products and sums; of bytes with bytes in half the time of bf16."""
     kernels, (num_out, width) = cpu.load().kernels, LINEARS.get(name, (VOCAB, HIDDEN))
     x, y = random_f32(tokens, width), np.zeros((tokens, num_out), np.float32)
     sizes, x_at, y_at = (tokens, width, num_out), x.ctypes.data, y.ctypes.data
-    weights, kind = weights_of(name, op), packed(np.empty((1, 2), np.uint16))[1]
+    weights = weights_of(name, op)
+    kind = WEIGHT_KINDS.index("packed" if cpu.load().packed_bytes("linear", (1, 2), 2) else "bfloat16")
 
     def run():  # without the wrapper: fresh memory for the outputs would be part of the time
         for weight, scale in weights:
             if scale is None:
                 kernels.linear(x_at, weight.ctypes.data, kind, None, y_at, *sizes)
             else:
-                args = QuantizedLinear(x_at, weight.ctypes.data, scale.ctypes.data, None, None, y_at, *sizes)
+                args = QuantizedLinear(x_at, weight.ctypes.data, scale.ctypes.data, None, None, y_at, *sizes, True)
                 getattr(kernels, op)(ctypes.addressof(args))
 
     each = seconds(run, 3 if tokens >= 128 else 7) / len(weights)
     flops, num_bytes = 2 * tokens * num_out * width, sum(a.nbytes for a in weights[0] if a is not None)
-    peak = limits[0] * (2 if op == "linear_a8w8" else 1)
+    peak = limits[0] * (2 if op in ("linear_a8w8", "linear_int4") else 1)
     best = max(flops / peak if peak else 0, num_bytes / limits[1])
     return row(f"{op} {name} T={tokens}", each, best, f"{flops / each / 1e9:.0f} GFLOP/s")
 

@@ -16,6 +16,8 @@ from engine.core.types import NO_TOKEN
 from engine.dtypes import CODES_PER_SCALE, as_f32, from_bf16, from_fp8, scale_bytes, to_bf16
 from engine.ops.sampling_rows import SampledRows, SamplingRows
 
+SMALLEST = np.float32(1e-30)  # magnitude that `in_steps` tells from zero
+
 
 class Group(Protocol):
     """The ranks of one model, as one of them sees them."""
@@ -89,16 +91,12 @@ def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) ->
 
 
 def linear_int8(x: np.ndarray, weight: np.ndarray, scale: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
-    y = from_bf16(to_bf16(x)).astype(np.float64) @ weight.astype(np.float64).T * scale
+    y = in_steps(x, 256, 127 * 256) @ weight.astype(np.float64).T * scale
     return (y if bias is None else y + bias).astype(np.float32)
 
 
 def linear_a8w8(x: np.ndarray, weight: np.ndarray, scale: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
-    largest = np.abs(x).max(axis=1, initial=0, keepdims=True)  # in float32: a rounding that differs is another number
-    inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
-    with np.errstate(invalid="ignore"):  # infinite times 0
-        codes = np.rint(x * inverse).astype(np.float64)
-        y = codes @ weight.astype(np.float64).T * (largest / np.float32(127)) * scale
+    y = in_steps(x, x.shape[1], 127) @ weight.astype(np.float64).T * scale
     return (y if bias is None else y + bias).astype(np.float32)
 
 
@@ -109,14 +107,35 @@ def linear_int4(
     zero: np.ndarray | None = None,
     bias: np.ndarray | None = None,
 ) -> np.ndarray:
-    return linear(x, int4_values(weight, scale, zero)[:, : x.shape[1]], bias)
+    y = in_steps(x, CODES_PER_SCALE, 127) @ int4_numbers(weight, scale, zero)[:, : x.shape[1]].T
+    return (y if bias is None else y + bias).astype(np.float32)
+
+
+def in_steps(x: np.ndarray, group: int, largest: int) -> np.ndarray:
+    """float64: every `group` numbers of a row as multiples, up to `largest`, of a step of their own. One that is not
+    finite makes all of its group NaN."""
+    rounded = np.empty(x.shape, np.float64)
+    for start in range(0, x.shape[1], group):
+        part = x[:, start : start + group]
+        # In float32: a rounding that differs is another number.
+        most = np.abs(part).max(axis=1, initial=0, keepdims=True)
+        inverse = np.divide(np.float32(largest), most, out=np.zeros_like(most), where=most > SMALLEST)
+        with np.errstate(invalid="ignore"):  # infinite times 0
+            codes = np.rint(part * inverse).astype(np.float64)
+            rounded[:, start : start + group] = codes * (most / np.float32(largest))
+    return rounded
+
+
+def int4_numbers(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray | None = None) -> np.ndarray:
+    """float64 [N, K'] of two codes a byte, the first in the lower half."""
+    numbers = np.stack([codes & 15, codes >> 4], axis=2).reshape(*scale.shape, CODES_PER_SCALE).astype(np.float64)
+    origin = 8 if zero is None else from_bf16(zero)[:, :, None]
+    return ((numbers - origin) * from_bf16(scale)[:, :, None]).reshape(len(codes), -1)
 
 
 def int4_values(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray | None = None) -> np.ndarray:
-    """bf16 [N, K'] of two codes a byte, the first in the lower half."""
-    numbers = np.stack([codes & 15, codes >> 4], axis=2).reshape(*scale.shape, CODES_PER_SCALE).astype(np.float32)
-    origin = np.float32(8) if zero is None else from_bf16(zero)[:, :, None]
-    return to_bf16((numbers - origin) * from_bf16(scale)[:, :, None]).reshape(len(codes), -1)
+    """The same, rounded to bf16."""
+    return to_bf16(int4_numbers(codes, scale, zero).astype(np.float32))
 
 
 def linear_fp8(x: np.ndarray, weight: np.ndarray, scale: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:

@@ -67,15 +67,15 @@ def test_products_are_those_of_the_definition(device, monkeypatch, op):
 
 
 def result(op, x, arrays, bias):
-    """The definition's, but for few rows a group's scale is of its sum, not of each weight, which is rounded then."""
-    if op != "linear_int4" or len(x) > lowbit.FEW:
-        return getattr(reference, op)(x, *arrays, bias)
-    codes, scale, zeros = (from_bf16(each) if each is not None and each.dtype == np.uint16 else each for each in arrays)
-    both = np.stack((codes & 15, codes >> 4), 2).reshape(len(codes), -1).astype(np.float32)[:, : x.shape[1]]
-    at = np.arange(both.shape[1]) // 64
-    weights = (both - (8 if zeros is None else zeros[:, at])) * scale[:, at]
-    y = from_bf16(to_bf16(x)) @ weights.T
-    return y if bias is None else y + bias
+    """Of `x` in bf16, as a GPU multiplies it; for many rows an int4 weight is rounded to that, too."""
+    if op == "linear_a8w8":
+        return reference.linear_a8w8(x, *arrays, bias)
+    if op == "linear_int8":
+        weights = arrays[0] * arrays[1][:, None]
+    else:
+        numbers = reference.int4_numbers(*arrays) if len(x) <= lowbit.FEW else from_bf16(reference.int4_values(*arrays))
+        weights = numbers[:, : x.shape[1]]
+    return reference.linear(from_bf16(to_bf16(x)), weights.astype(np.float32), bias)
 
 
 def assert_close(found, expected, tolerance=1e-5):
@@ -95,7 +95,7 @@ def test_products_of_16_bits_are_as_good_as_these_are(device, op, dtype):
         weight = packed(name, arrays, device)
         for num_rows in (1, 5, 16, 31, 64, 200, 1500):
             x = from_bf16(to_bf16(0.1 * floats(rng, num_rows, width)))  # within the range of float16
-            expected = getattr(reference, name)(x, *arrays)
+            expected = result(name, x, arrays, None)
             given = tensor(x, device).to(dtype), *weight
             found = getattr(cuda, name)(*given)
             assert found.dtype == dtype

@@ -1,6 +1,8 @@
 """A graph as a list of calls: weights that were put in another order and calls that were made one change no bit."""
 
 import ctypes
+import os
+import threading
 
 import numpy as np
 import pytest
@@ -66,6 +68,55 @@ def test_a_program_makes_the_bits_of_its_ops(hidden, inner, is_read_twice):
     found = program.run(inputs)
     assert np.array_equal(found["logits"], logits)
     assert not is_read_twice or np.array_equal(found["both"], both[: len(rows)])
+
+
+def product_graph(op: str, width: int, num_out: int) -> tuple[Graph, dict[str, np.ndarray]]:
+    """Rows of a table times a weight of few bits."""
+    packed_width = -(-width // 128) * 64 if op == "linear_int4" else width
+    weight = np.random.default_rng(0).integers(-128, 128, (num_out, packed_width), np.int8)
+    params = {"table": random(VOCAB, width), "weight": weight, "scale": random(num_out), "bias": random(num_out)}
+    if op == "linear_int4":
+        scale, zero = to_bf16(random(num_out, packed_width // 32)), to_bf16(8 + random(num_out, packed_width // 32))
+        params |= {"weight": weight.view(np.uint8), "scale": scale, "zero": zero}
+    inputs = {name: Value(n, "int32", (-1,)) for n, name in enumerate(("token_ids", "logit_rows"))}
+    inputs["block_tables"] = Value(2, "int32", (-1, -1))
+    values = {name: Value(10 + n, str(array.dtype), array.shape) for n, (name, array) in enumerate(params.items())}
+    x, y = of_rows(20, width), of_rows(21, num_out)
+    given = [values[name] for name in ("weight", "scale", "zero", "bias") if name in params]
+    nodes = (
+        Node("embedding", (inputs["token_ids"], values["table"]), (x,), {"first_id": 0}),
+        Node(op, (x, *given), (y,), {}),
+    )
+    return Graph(inputs, values, nodes, {"y": y}), params
+
+
+@pytest.mark.parametrize("op", ["linear_int8", "linear_a8w8", "linear_int4"])
+def test_weights_of_few_bits_are_packed_and_change_no_bit(op):
+    graph, params = product_graph(op, 70, VOCAB)
+    token_ids = np.arange(9, dtype=np.int32)
+    found = Program(graph, params).run(
+        {"token_ids": token_ids, "logit_rows": token_ids, "block_tables": np.zeros((1, 1), np.int32)}
+    )
+    given = [params[name] for name in ("weight", "scale", "zero", "bias") if name in params]
+    assert np.array_equal(found["y"], getattr(cpu, op)(params["table"][token_ids], *given))
+
+
+@pytest.mark.parametrize("graph", [gated_graph(256, 256, False), product_graph("linear_int4", 2048, 256)])
+def test_weights_are_packed_without_threads_that_stay(graph):
+    """The steps are another thread's. With more threads than cores libgomp wakes some for each operation."""
+    left, before = set(), cpu.num_threads()
+
+    def make():
+        there = set(os.listdir("/proc/self/task"))
+        Program(*graph)
+        left.update(set(os.listdir("/proc/self/task")) - there)
+
+    cpu.set_num_threads(3)
+    maker = threading.Thread(target=make)
+    maker.start()
+    maker.join()
+    cpu.set_num_threads(before)
+    assert not left
 
 
 def test_an_adapter_changes_what_a_swiglu_reads():

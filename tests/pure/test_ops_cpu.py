@@ -1,10 +1,13 @@
 """The CPU kernels against the numpy definition, for every instruction set this machine has."""
 
+import ctypes
+
 import numpy as np
 import pytest
 
 from engine.dtypes import as_f32, from_bf16, to_bf16
 from engine.ops import cpu, reference
+from engine.ops.cpu.library import QuantizedLinear
 
 pytestmark = pytest.mark.parametrize("isa", cpu.available_isas())
 
@@ -94,6 +97,29 @@ def test_linear_of_floats_of_eight_bits_matches_reference(isa, groups):
     assert_close(cpu.load(isa).linear_fp8(*inputs), reference.linear_fp8(*inputs), 1e-6)
 
 
+@pytest.mark.parametrize("op", ["linear_int8", "linear_a8w8", "linear_int4", "linear_int4 with zeros"])
+def test_a_packed_weight_is_the_same_to_the_bit(isa, op):
+    """As executors have it; where it is not, the kernel packs what it reads."""
+    ops, name = cpu.load(isa), op.split()[0]
+    for rows, width, num_out in [(1, 7, 3), (5, 130, 64), (9, 1030, 150), (2, 2600, 65)]:
+        x, bias = random(rows, width), random(num_out, seed=2)
+        weight, scale, *zero = weight_inputs(op, num_out, width)
+        expected = getattr(ops, name)(x, weight, scale, *zero, bias)
+        has_groups, found = name == "linear_int4", np.empty_like(expected)
+        given = [packed(ops, weight), packed(ops, scale) if has_groups else scale]
+        given.append(packed(ops, zero[0]) if has_groups and zero[0] is not None else None)
+        arrays = [each if each is None else each.ctypes.data for each in (x, *given, bias, found)]
+        args = QuantizedLinear(*arrays, rows, width, num_out, True)
+        getattr(ops.kernels, name)(ctypes.addressof(args))
+        assert np.array_equal(found, expected)
+
+
+def packed(ops, rows):
+    into = np.full(ops.packed_bytes("linear_int8", rows.shape, rows.itemsize), 255, np.uint8)
+    ops.pack("linear_int8", rows, into)
+    return into
+
+
 def weight_inputs(op, num_out, width):
     """Codes of all values, scales that differ, zeros or none."""
     rng = np.random.default_rng(width)
@@ -109,6 +135,20 @@ def test_bytes_of_activations_are_rounded_to_nearest_even(isa):
     halves = np.array([[254, 1, 3, 5, -1, -3, 253, -253, 0, 2]], np.float32)
     codes = cpu.load(isa).linear_a8w8(halves, np.eye(10, dtype=np.int8), np.full(10, 0.5, np.float32))
     assert codes.tolist() == [[127, 0, 2, 2, 0, -2, 126, -126, 0, 1]]
+
+
+def test_numbers_of_a_group_are_multiples_of_its_own_step(isa):
+    """Of 64 a step of 127 to the largest, of 256 one of 32512: a number that is small beside others is not lost."""
+    ops, x = cpu.load(isa), np.zeros((1, 320), np.float32)
+    x[0, [0, 1, 64, 65, 256, 257]] = 127, 0.6, 1.27, 0.006, 3.2512, 0.00016
+    for k, of_int4, of_int8 in [(1, 1, 0.6), (65, 0.01, 0.008), (257, 0, 0.0002)]:
+        weight = (np.arange(320) == k).astype(np.int8)[None]
+        found = ops.linear_int8(x, weight, np.ones(1, np.float32))
+        assert found[0, 0] == pytest.approx(of_int8, abs=1e-6 if k > 256 else 0.002)
+        codes = np.full((1, 192), 0x88, np.uint8)
+        codes[0, k // 2] += 1 << 4 * (k % 2)
+        found = ops.linear_int4(x, codes, to_bf16(np.ones((1, 6), np.float32)))
+        assert found[0, 0] == pytest.approx(of_int4, abs=1e-6)
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])

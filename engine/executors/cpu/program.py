@@ -21,6 +21,7 @@ from engine.ops.cpu.kernels import CpuOps
 from engine.ops.cpu.library import WEIGHT_KINDS, Call, Counts, Group
 
 OF_LOGITS = "logit_rows"
+PACKED = ("linear", "linear_int8", "linear_a8w8", "linear_int4")  # what these multiply with is, where that is faster
 NUMBERS = ("epsilon", "scale", "attention_scaling")  # attributes that are no whole numbers; no op has two of them
 ALIGNMENT = 64  # bytes: of a cache line
 
@@ -109,7 +110,7 @@ class Program:
 
 
 class Packed(np.ndarray):
-    """bf16 in the order that `linear` reads fastest (kPackedBf16), in the shape that the weight had."""
+    """In the order that its op reads fastest, bf16 as kPackedBf16, in the shape that it had."""
 
 
 def _kind(weight: np.ndarray) -> int:
@@ -173,19 +174,20 @@ def _only_gated(graph: Graph) -> set[int]:
 def _copied(
     graph: Graph, params: Mapping[str, np.ndarray | Widened], kernels: CpuOps
 ) -> list[tuple[Value, np.ndarray]]:
-    multiplied = {node.inputs[1].id for node in graph.nodes if node.op == "linear" and node.inputs[1]}
+    ops = {value.id: node.op for node in graph.nodes if node.op in PACKED for value in node.inputs[1:] if value}
+    op_of = {name: ops.get(graph.parameters[name].id) for name in params}
     packed = {
-        name: kernels.packed_bytes(array.shape)
+        name: kernels.packed_bytes(op, array.shape, array.dtype.itemsize)
         for name, array in params.items()
-        if graph.parameters[name].id in multiplied and array.dtype == np.uint16
+        if (op := op_of[name]) and len(array.shape) == 2 and (op != "linear" or array.dtype == np.uint16)
     }
     sizes = [packed.get(name) or array.nbytes for name, array in params.items()]
     starts = [0, *itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
     memory, copies = large_pages(starts[-1]), []
     for (name, array), start in zip(params.items(), starts, strict=False):
         copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-        if packed.get(name):
-            kernels.pack(np.asarray(array), copy)
+        if (op := op_of[name]) and packed.get(name):
+            kernels.pack(op, np.ascontiguousarray(array), copy)
             copy = copy.view(Packed)
         else:
             np.copyto(copy, array)

@@ -40,6 +40,16 @@ void any_add_product(const LlmAddProduct* args) { add_product(*args); }
 void any_linear_int8(const LlmQuantizedLinear* args) { linear_int8(*args); }
 void any_linear_int4(const LlmQuantizedLinear* args) { linear_int4(*args); }
 void any_linear_a8w8(const LlmQuantizedLinear* args) { linear_a8w8(*args); }
+void any_pack_rows(const void* rows, int64_t num_rows, int64_t row_bytes, int64_t unit, void* packed) {
+  (unit == 2 ? pack_rows<uint16_t> : pack_rows<uint32_t>)(rows, num_rows, row_bytes, packed);
+  dismiss_threads();
+}
+
+int64_t any_pack_weight(const uint16_t* weight, uint16_t* packed, int64_t num_out, int64_t width) {
+  const int64_t elements = pack_weight(weight, packed, num_out, width);
+  dismiss_threads();
+  return elements;
+}
 
 void any_paged_attention(const LlmAttention* args) {
   if (args->cache_bits == 8)
@@ -68,10 +78,11 @@ const LlmKernels JOIN(llm_kernels_, LLM_ISA) = {
     LLM_ISA::head_norm,
     LLM_ISA::any_linear,
     LLM_ISA::linear_swiglu,
-    LLM_ISA::pack_weight,
+    LLM_ISA::any_pack_weight,
     LLM_ISA::any_linear_int8,
     LLM_ISA::any_linear_int4,
     LLM_ISA::any_linear_a8w8,
+    LLM_ISA::any_pack_rows,
     LLM_ISA::rotary_angles,
     LLM_ISA::any_paged_attention,
     LLM_ISA::swiglu,

@@ -31,7 +31,8 @@ struct LlmAttention {
   int32_t cache_bits;  // 32, 16, or 8: a row ends in its scale, a bf16
 };
 
-// A linear layer whose weight is stored with 8 or 4 bits an element. K: x's width; K' is K, rounded up to 128.
+// A linear layer whose weight is stored with 8 or 4 bits an element. K: x's width; K' is K, rounded up to 128. What is
+// packed has been put by pack_rows where it is read fastest: the weight, and the scale and zero that go with two codes a byte.
 struct LlmQuantizedLinear {
   const float* x;      // [T, K]
   const void* weight;  // int8 [N, K], or uint8 [N, K' / 2]: two codes a byte
@@ -40,6 +41,7 @@ struct LlmQuantizedLinear {
   const float* bias;   // [N], or null
   float* y;            // [T, N]
   int64_t rows, width, num_out;
+  int32_t is_packed;
 };
 
 // y[rows[s], n] += sum_r x[s, r] * b[r, n]
@@ -71,6 +73,8 @@ struct LlmKernels {
   void (*linear_int8)(const LlmQuantizedLinear* args);
   void (*linear_int4)(const LlmQuantizedLinear* args);
   void (*linear_a8w8)(const LlmQuantizedLinear* args);
+  // Of [num_rows, row_bytes], units of 4 bytes, or 2, of 32 rows side by side: [num_rows / 32, row_bytes / unit, 32].
+  void (*pack_rows)(const void* rows, int64_t num_rows, int64_t row_bytes, int64_t unit, void* packed);
   void (*rotary_angles)(const int32_t* positions, const float* inv_freq, float* y, int64_t rows, int64_t half,
                         float scaling);
   void (*paged_attention)(const LlmAttention* args);

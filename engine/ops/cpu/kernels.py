@@ -13,6 +13,7 @@ from engine.ops.sampling_rows import SampledRows, SamplingRows
 
 F32, BF16, I32 = np.dtype(np.float32), np.dtype(np.uint16), np.dtype(np.int32)
 I8, U8 = np.dtype(np.int8), np.dtype(np.uint8)
+PANEL = 32  # rows of a weight that are packed side by side
 NO_END = 2**31  # of ids whose rows other ranks may hold
 
 
@@ -60,13 +61,21 @@ class CpuOps:
         if trouble := self._lib.llm_run(self._table, calls, len(calls), counts):
             raise GroupError(trouble.decode())
 
-    def packed_bytes(self, shape: tuple[int, ...]) -> int:
-        """Of a bf16 weight in the order that `linear` reads fastest; 0 where it is read as it is."""
-        return BF16.itemsize * self.kernels.pack_weight(None, None, *shape)
+    def packed_bytes(self, op: str, shape: tuple[int, ...], itemsize: int) -> int:
+        """Of what `op` multiplies with, in the order in which that is read fastest; 0 where it is read as it is."""
+        if op == "linear":  # bf16
+            return itemsize * self.kernels.pack_weight(None, None, *shape)
+        return -(-shape[0] // PANEL) * PANEL * -(-shape[1] * itemsize // 4) * 4
 
-    def pack(self, weight: np.ndarray, packed: np.ndarray) -> None:
+    def pack(self, op: str, rows: np.ndarray, packed: np.ndarray) -> None:
         """Puts it into that order, where `packed` begins."""
-        self.kernels.pack_weight(weight.ctypes.data, packed.ctypes.data, *weight.shape)
+        if op == "linear":
+            self.kernels.pack_weight(rows.ctypes.data, packed.ctypes.data, *rows.shape)
+        else:
+            unit = 2 if rows.dtype == BF16 else 4
+            self.kernels.pack_rows(
+                rows.ctypes.data, len(rows), rows.nbytes // max(1, len(rows)), unit, packed.ctypes.data
+            )
 
     def embedding(self, token_ids, table, *, first_id):
         token_ids_at = need("embedding", "token_ids", token_ids, (None,), I32)

@@ -30,6 +30,7 @@ class Kernels(ctypes.Structure):
         ("linear_swiglu", _function(*[c_void_p] * 4, *[c_int64] * 3, returns=c_bool)),
         ("pack_weight", _function(c_void_p, c_void_p, c_int64, c_int64, returns=c_int64)),
         *((f"linear_{kind}", _function(c_void_p)) for kind in ("int8", "int4", "a8w8")),
+        ("pack_rows", _function(c_void_p, c_int64, c_int64, c_int64, c_void_p)),
         ("rotary_angles", _function(c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float)),
         ("paged_attention", _function(c_void_p)),
         ("swiglu", _function(c_void_p, c_void_p, c_int64, c_int64)),
@@ -75,6 +76,7 @@ class QuantizedLinear(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("x", "weight", "scale", "zero", "bias", "y")),
         *((name, c_int64) for name in ("rows", "width", "num_out")),
+        ("is_packed", c_int32),
     ]
 
 

@@ -13,7 +13,7 @@ constexpr int64_t kChunk = 1280;  // so that as many rows as a tile has, of x an
 
 inline int64_t chunk_size(int64_t width) {
   const int64_t count = (width + kChunk - 1) / kChunk;
-  return count > 1 ? round_up((width + count - 1) / count, kCodesAligned) : width;
+  return count > 1 ? round_up((width + count - 1) / count, 128) : width;
 }
 
 inline int64_t num_chunks_of(int64_t width) { return (width + chunk_size(width) - 1) / chunk_size(width); }
@@ -24,11 +24,8 @@ template <class X>
 struct LinearArgs {
   const X* x;
   int64_t rows, width, num_out;  // T, K (of x and of the weight as they lie in memory), N
-  const float *scale, *bias;     // [N] each, or null
+  const float* bias;             // [N], or null
   float* y;
-  // Of whole numbers: [T] scales, and for each row and chunk what its sums are too large by.
-  const float* x_scale = nullptr;
-  const int32_t* excess = nullptr;
 };
 
 // Rows t .. t_end of x times rows n .. n_end of the weight, and where the rows lie that are wanted next (or null): they
@@ -49,29 +46,19 @@ template <int M, int N, class X>
 inline void add_to_outputs(const LinearArgs<X>& a, int64_t t, int64_t n, const Chunk& chunk,
                            const Totals<M, N, X>& totals) {
   static_assert(N <= W, "a row's outputs are one vector");
-  const vec scale = a.scale ? load_few<N>(a.scale + n) : set1(1.0f);
   const vec bias = a.bias ? load_few<N>(a.bias + n) : set1(0.0f);
   auto each = [&](auto result) {
     float* y = a.y + t * a.num_out + n;
 #pragma GCC unroll 8
     for (int i = 0; i < M; i++, y += a.num_out) {
-      vec total;
-      if constexpr (Dot<X>::is_whole)
-        total = as_floats(totals.row(i) - a.excess[(t + i) * chunk.num_chunks + chunk.index]);
-      else
-        total = totals.row(i);
-      total = result(total, y, i);
+      const vec total = result(totals.row(i), y);
       __builtin_memcpy(y, &total, sizeof(float) * N);
     }
   };
-  auto finish = [&](vec total, int i) {
-    if constexpr (Dot<X>::is_whole) total *= a.x_scale[t + i];
-    return a.scale ? total * scale + bias : total + bias;
-  };
-  if (chunk.num_chunks == 1) return each([&](vec sum, const float*, int i) { return finish(sum, i); });
-  if (chunk.index == 0) return each([](vec sum, const float*, int) { return sum; });
-  if (!chunk.is_last()) return each([](vec sum, const float* y, int) { return load_few<N>(y) + sum; });
-  each([&](vec sum, const float* y, int i) { return finish(load_few<N>(y) + sum, i); });
+  if (chunk.num_chunks == 1) return each([&](vec sum, const float*) { return sum + bias; });
+  if (chunk.index == 0) return each([](vec sum, const float*) { return sum; });
+  if (!chunk.is_last()) return each([](vec sum, const float* y) { return load_few<N>(y) + sum; });
+  each([&](vec sum, const float* y) { return load_few<N>(y) + sum + bias; });
 }
 
 // One chunk of M rows of x from t on times N rows of the weight, n the first output.
@@ -79,19 +66,14 @@ template <int M, int N, bool kFetch, class X, class Weight>
 inline void tile(const LinearArgs<X>& a, const Weight& weight, const Panel& p, int64_t t, int64_t n,
                  const Chunk& chunk) {
   using D = Dot<X>;
-  constexpr int kSteps = Weight::steps;
-  constexpr int64_t kBlock = kSteps * D::step;
   constexpr uint64_t kPerLine = 512 / Weight::bits;  // elements of a cache line
   const X* x = a.x + t * a.width + chunk.start;
   const char* next = kFetch ? p.next + (n - p.n) * p.row_bytes + chunk.start * Weight::bits / 8 : nullptr;
-  typename Weight::Row rows[N];
-#pragma GCC unroll 8
-  for (int j = 0; j < N; j++) rows[j] = weight.row(n + j, chunk.start);
   typename D::sum_lanes sums[M * N] = {};
-  auto multiply = [&](auto take, auto read) {
+  auto multiply = [&](auto read) {
     typename D::lanes columns[N];
 #pragma GCC unroll 8
-    for (int j = 0; j < N; j++) columns[j] = take(rows[j]);
+    for (int j = 0; j < N; j++) columns[j] = read(weight.row(n + j, chunk.start));
 #pragma GCC unroll 8
     for (int i = 0; i < M; i++) {
       const typename D::lanes row = read(x + i * a.width);
@@ -100,20 +82,13 @@ inline void tile(const LinearArgs<X>& a, const Weight& weight, const Panel& p, i
     }
   };
   int64_t k = 0;
-  for (; k + kBlock <= chunk.count; k += kBlock) {
-    if (kFetch && static_cast<uint64_t>(k) % kPerLine < kBlock)
+  for (; k + D::step <= chunk.count; k += D::step) {
+    if (kFetch && static_cast<uint64_t>(k) % kPerLine < D::step)
 #pragma GCC unroll 8
       for (int j = 0; j < N; j++) prefetch(next + j * p.row_bytes + k * Weight::bits / 8);
-#pragma GCC unroll 8
-    for (int j = 0; j < N; j++) rows[j].open(k);
-#pragma GCC unroll 8
-    for (int s = 0; s < kSteps; s++)
-      multiply([=](const auto& row) { return row.take(k, s); }, [=](auto* p) { return D::read(p + k + s * D::step); });
+    multiply([=](auto* p) { return D::read(p + k); });
   }
-  if constexpr (!Weight::is_aligned)
-    if (const int left = static_cast<int>(chunk.count - k))
-      multiply([=](const auto& row) { return row.take_first(k, left); },
-               [=](auto* p) { return D::read_first(p + k, left); });
+  if (const int left = static_cast<int>(chunk.count - k)) multiply([=](auto* p) { return D::read_first(p + k, left); });
   add_to_outputs<M, N>(a, t, n, chunk, Totals<M, N, X>(sums));
 }
 
@@ -149,22 +124,12 @@ inline void multiply_chunk(const LinearArgs<X>& a, const Weight& weight, const P
   }
 }
 
-// Few rows read a weight as it is stored. For more, a chunk of the panel is first made into what x is multiplied with.
 template <class X, class Weight>
 void multiply(const LinearArgs<X>& a, const Weight& weight, const Panel& p) {
   const int64_t size = chunk_size(a.width), num_chunks = num_chunks_of(a.width);
   for (int64_t index = 0; index < num_chunks; index++) {
     const int64_t start = index * size;
-    const Chunk chunk = {start, min(size, a.width - start), index, num_chunks};
-    if (p.t_end - p.t <= Weight::direct_rows) {
-      multiply_chunk(a, weight, p, chunk);
-    } else if constexpr (Weight::direct_rows < kAnyRows) {
-      const int64_t stride = round_up(chunk.count, kCodesAligned);
-      const auto bytes = sizeof(X) * static_cast<size_t>((p.n_end - p.n) * stride);
-      auto* panel = static_cast<X*>(llm_scratch(3, bytes));
-      for (int64_t n = p.n; n < p.n_end; n++) unpack(weight, weight.row(n, start), chunk.count, panel + (n - p.n) * stride);
-      multiply_chunk(a, Unpacked<X, Weight>{{panel, stride, p.n, start}}, p, chunk);
-    }
+    multiply_chunk(a, weight, p, Chunk{start, min(size, a.width - start), index, num_chunks});
   }
 }
 
@@ -214,7 +179,7 @@ void multiply(const LinearArgs<X>& a, const Weight& weight) {
 
 inline void linear(const float* x, const float* weight, const float* bias, float* y, int64_t rows,
                    int64_t width, int64_t num_out) {
-  multiply(LinearArgs<float>{x, rows, width, num_out, nullptr, bias, y}, Stored<float, float>{weight, width});
+  multiply(LinearArgs<float>{x, rows, width, num_out, bias, y}, Stored<float, float>{weight, width});
 }
 
 // Every `step` elements of a row begin anew; what lies between two rows is zero.

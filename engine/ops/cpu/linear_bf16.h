@@ -213,7 +213,7 @@ inline bool linear_swiglu(const float*, const void*, const float*, float*, int64
 
 inline void linear_bf16(const float* x, const Bf16Weight& weight, const float* bias, float* y, int64_t rows,
                         int64_t width, int64_t num_out) {
-  multiply(LinearArgs<bf16_x>{rounded_rows(x, rows, width), rows, width, num_out, nullptr, bias, y},
+  multiply(LinearArgs<bf16_x>{rounded_rows(x, rows, width), rows, width, num_out, bias, y},
            Stored<bf16_x, uint16_t>{weight.data, width});
 }
 #endif

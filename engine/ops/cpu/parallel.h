@@ -29,4 +29,8 @@ inline void parallel_rows(int64_t rows, int64_t width, Body body) {
   parallel_for(rows, share > 0 ? share : 1, rows * width, body);
 }
 
+// Ends the threads that have helped the calling one, which will not need them soon. As long as there are more threads than
+// cores libgomp has each sleep as soon as it waits, and every operation of any thread begins with waking some.
+inline void dismiss_threads() { omp_pause_resource(omp_pause_soft, omp_get_initial_device()); }
+
 }  // namespace LLM_ISA

@@ -10,7 +10,6 @@ struct Dot;
 template <>
 struct Dot<float> {
   static constexpr int step = W;  // elements of one product
-  static constexpr bool is_whole = false;  // numbers, of which sums may be too large (LinearArgs::excess)
   using lanes = vec;
   using sum_lanes = vec;
   static vec add(vec x, vec weight, vec sums) { return fma(x, weight, sums); }
@@ -18,7 +17,6 @@ struct Dot<float> {
   static vec read(const T* p) { return load(p); }
   template <class T>
   static vec read_first(const T* p, int n) { return load_first(p, n); }
-  static void write(float* p, vec v) { store(p, v); }
 };
 
 #ifdef __AVX512BF16__
@@ -26,7 +24,6 @@ using bf16_x = uint16_t;
 template <>
 struct Dot<uint16_t> {
   static constexpr int step = 2 * W;
-  static constexpr bool is_whole = false;
   using lanes = bf16_vec;
   using sum_lanes = vec;
   static vec add(bf16_vec x, bf16_vec weight, vec sums) { return dot_bf16(x, weight, sums); }
@@ -34,7 +31,6 @@ struct Dot<uint16_t> {
   static bf16_vec read(const T* p) { return load_bf16(p); }
   template <class T>
   static bf16_vec read_first(const T* p, int n) { return load_bf16_first(p, n); }
-  static void write(uint16_t* p, bf16_vec v) { _mm512_storeu_si512(p, (__m512i)v); }
 };
 inline void round_row(const float* x, uint16_t* rounded, int64_t cols) {
   for_lanes(cols, [=](int64_t k, int n) { store_bf16(rounded + k, load_n(x + k, n), n); });
@@ -56,7 +52,7 @@ inline vec load_few(const float* p) {
   return load_first(p, N);
 #endif
 }
-// What M rows of N vectors add up to, in the order of sum(), which for whole numbers is any.
+// What M rows of N vectors add up to, in the order of sum().
 template <int M, int N, class X>
 struct Totals {
   using SumVec = typename Dot<X>::sum_lanes;

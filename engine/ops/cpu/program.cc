@@ -22,6 +22,7 @@ void quantized(void (*kernel)(const LlmQuantizedLinear*), const LlmCall& call, i
   args.rows = rows;
   args.width = call.size[0];
   args.num_out = call.size[1];
+  args.is_packed = true;
   kernel(&args);
 }
 
