@@ -43,7 +43,7 @@ def packed(op, arrays, device):
 
 
 # Rows, columns and width: of each way of sharing the work, none a multiple of anything.
-SIZES = [(0, 34, 70), (1, 35, 70), (3, 50, 2048), (16, 20, 300), (17, 70, 1500), (45, 34, 70)]
+SIZES = [(0, 34, 70), (1, 35, 2600), (1, 34, 4096), (3, 50, 2048), (16, 20, 300), (17, 70, 1500), (45, 34, 70)]
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -90,7 +90,7 @@ def test_products_of_16_bits_are_as_good_as_these_are(device, op, dtype):
     """Sizes as those of models, so that every kernel runs as it does there."""
     rng = np.random.default_rng(0)
     name = op.split()[0]
-    for columns, width in ((4096, 896), (10240, 1024)):
+    for columns, width in ((4096, 896), (10240, 1024), (24576, 256)):
         arrays = stored(op, floats(rng, columns, width), rng)
         weight = packed(name, arrays, device)
         for num_rows in (1, 5, 16, 31, 64, 200, 1500):

@@ -1,7 +1,8 @@
 """Matrix products with weights of 8 and 4 bits, which are packed at load into what the kernels read.
 
 A word of 16 bits has the codes of 2 or 4 columns that are 64 apart, so that each of its parts makes of a tile of words
-a tile of 64 columns, in registers, as the tensor cores take it. With `linear_a8w8` the codes themselves are multiplied.
+a tile of 64 columns, in registers, as the tensor cores take it; one row does without these (one_row.py). With
+`linear_a8w8` the codes themselves are multiplied.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from engine.ops.cuda.launch import PDL
 from engine.ops.cuda.lowbit_few import few
 from engine.ops.cuda.lowbit_kernels import add_up, many
 from engine.ops.cuda.lowbit_values import codes_of, unpack
+from engine.ops.cuda.one_row import Stored, multiply
 from engine.ops.cuda.pointwise import swiglu
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -164,6 +166,9 @@ def _launch(given: tuple[Tensor, Tensor], weight: Packed, bias: Tensor | None, o
     kind = bits, is_whole, zero is not None, bias is not None
     inputs = x, x_scale, words, scale, scale if zero is None else zero, scale if bias is None else bias, out
     sizes = num_rows, columns, x.shape[1], words.shape[1]
+    if num_rows == 1 and not is_whole:
+        multiply(x, Stored(words, scale, zero, bias), out, f"int{bits}", is_gated=is_gated)
+        return
     if num_rows <= FEW:
         tile = few_tile(columns, bits, is_gated=is_gated)
         is_even = words[0].numel() * (1 if is_whole else 16 // bits) == x.shape[1] and words.shape[1] % tile.slices == 0

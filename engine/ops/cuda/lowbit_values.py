@@ -93,7 +93,8 @@ def _four(four):
 @triton.jit
 def number(four, PART: tl.constexpr):
     """One of the four bf16 in 64 bits, as float32."""
-    return (four >> 16 * PART).to(tl.int16).to(tl.bfloat16, bitcast=True).to(tl.float32)
+    two = (four >> PART // 2 * 32).to(tl.int32)
+    return (two & -65536 if PART % 2 else two << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
