@@ -20,7 +20,7 @@ import tritonclient.grpc as triton_client
 
 from server_scripts.health import ENGINE_SILENT_S
 from server_scripts.run_dir import RunDir
-from tests.server import a_server, is_clean, pids_of, running_server, state_of
+from tests.server import a_server, is_alive, is_clean, pids_of, running_server, state_of
 
 TIMEOUT_S = 60.0
 
@@ -217,8 +217,10 @@ def test_who_has_lost_a_gateway_worker_asks_again_and_goes_on_and_nothing_is_com
     lines, events = ([next(each) for _ in range(60)] for each in over_http)
     over_grpc = GrpcStream(running, "lost-3", count)
     over_grpc.wait_for(30)
-    os.kill(running.pid_of("gateway-0"), signal.SIGKILL)
+    killed = running.pid_of("gateway-0")
+    os.kill(killed, signal.SIGKILL)
     lines, events = [*lines, *over_http[0]], [*events, *over_http[1]]
+    wait_until(lambda: not is_alive(killed))  # until then its ports may take connections
     wait_until(lambda: takes_connections(running, "SERVICE_HTTP_PORT", "SERVICE_GRPC_PORT"))
 
     seen = json.loads(lines[-1])
