@@ -261,7 +261,7 @@ Tensors linear_fp8(const Tensor& x, const Tensor& weight, const Tensor& scale, c
     wide[static_cast<size_t>(i)] =
         bf16_of(weight.data<uint8_t>()[i], scales[i / width * groups + (groups > 1 ? i % width / 128 : 0)]);
   Tensor y = empty({rows, num_out});
-  kernels().linear(x.data<float>(), wide.data(), 1, bias ? bias->data<float>() : nullptr, y.data<float>(), rows, width,
+  kernels().linear(x.data<float>(), wide.data(), kBf16, bias ? bias->data<float>() : nullptr, y.data<float>(), rows, width,
                    num_out);
   return {y};
 }
