@@ -1,5 +1,5 @@
-"""Reads what Paddle writes, without Paddle: the tensors of a .pdiparams file, and what a saved program (.json or, of
-Paddle 2, .pdmodel) says of its parameters and ops. Knows neither our graphs nor anybody else's.
+"""Reads what Paddle writes, without Paddle: the tensors of a .pdiparams file, which it writes too, and what a saved
+program (.json or, of Paddle 2, .pdmodel) says of its parameters and ops. Knows neither our graphs nor anybody else's.
 
 A .pdiparams file holds the parameters one after another, in the order of their sorted names, which it lacks. A record
 is: u32 version, u64 number of LoD levels (always 0 here), u32 version, i32 length of a TensorDesc message, the message
@@ -12,7 +12,7 @@ import json
 import math
 import mmap
 import struct
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,28 @@ def read_params(path: Path, names: Collection[str]) -> dict[str, np.ndarray]:
     if offset != len(buffer):
         raise PaddleFileError(f"{path} has {len(buffer)} bytes, the graph's parameters end at {offset}")
     return params
+
+
+def write_params(path: Path, params: Iterable[tuple[str, np.ndarray]]) -> None:
+    """One after another as they come, sorted by their names; uint16 as bfloat16."""
+    last = ""
+    with path.open("wb") as file:
+        for name, array in params:
+            assert last < name, f"{name} after {last}: a reader would take one for the other"
+            last, stored = name, array.view("bfloat16") if array.dtype == np.uint16 else array
+            message = _tensor_desc(stored)
+            file.write(RECORD_HEADER.pack(0, 0, 0, len(message)) + message)
+            file.write(np.ascontiguousarray(stored).view(np.uint8).data)
+
+
+def _tensor_desc(array: np.ndarray) -> bytes:
+    element_type = {name: number for number, name in ELEMENT_TYPES.items()}[array.dtype.name]
+    return b"\x08" + _varint(element_type) + b"".join(b"\x10" + _varint(size) for size in array.shape)
+
+
+def _varint(number: int) -> bytes:
+    low, rest = number & 0x7F, number >> 7
+    return bytes([low | 0x80]) + _varint(rest) if rest else bytes([low])
 
 
 def _read_record(buffer: mmap.mmap, offset: int) -> tuple[np.ndarray, int]:

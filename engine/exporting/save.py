@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import unittest.mock
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,13 @@ from engine.exporting.manifest import Graph
 from engine.models.checkpoint import Checkpoint
 from engine.models.decoder import Decoder
 from engine.models.layers import Run
-from engine.models.weights import Constant, found_in, weights_of
+from engine.models.weights import Constant, Weight, found_in, weights_of
 from engine.ops import build
 from engine.ops.cpu.paddle_ops import register_paddle_ops
+from engine.paddle_files import write_params
 
 REPORT_EVERY_S = 2.0
+Kind = tuple[tuple[int, ...], Any]  # of a parameter: its shape and its dtype as Paddle calls it
 
 
 class Traced(nn.Layer):
@@ -44,56 +45,68 @@ class Traced(nn.Layer):
 def save_rank(
     directory: Path, network: Decoder, graph: Graph, checkpoint: Checkpoint | None, progress: Callable[[str], None]
 ) -> None:
-    """Writes the graph and its parameters into `directory`. Without a checkpoint the graph alone."""
+    """Writes the graph and its parameters into `directory`, one after another. Without a checkpoint the graph alone."""
     paddle.set_device("cpu")
     build.library(build.PADDLE_OPS, report=progress)
     register_paddle_ops()
-    params = _load(network, checkpoint, progress) if checkpoint else _imagined(network)
-    traced = Traced(network, graph, params)
+    directory.mkdir()
+    if checkpoint:
+        kinds = _write(directory / graph.parameters, _named(network), checkpoint, progress)
+    else:
+        kinds = {name: kind for _, named in _named(network) for name, kind in _expected(named)}
+    traced = Traced(network, graph, {name: _imagined(name, kind) for name, kind in kinds.items()})
     traced.eval()
     progress("trace and save the graph")
-    stem = Path(graph.program).stem
-    with contextlib.ExitStack() as stack:
-        if checkpoint is None:  # Paddle has no way to leave the parameters out
-            stack.enter_context(unittest.mock.patch("paddle.static.pir_io.save_vars_pir"))
-        paddle.jit.save(traced, str(directory / stem), input_spec=[_input_specs(graph)])
+    # Paddle would want all parameters in memory, and has no way to leave them out.
+    with unittest.mock.patch("paddle.static.pir_io.save_vars_pir"):
+        paddle.jit.save(traced, str(directory / Path(graph.program).stem), input_spec=[_input_specs(graph)])
 
 
-def _load(network: Decoder, checkpoint: Checkpoint, progress: Callable[[str], None]) -> dict[str, EagerParamBase]:
-    """The parameters by name. Beside them one tensor at a time is in memory."""
-    params = {constant.name: _parameter(constant.name, constant.values) for constant in found_in(network, Constant)}
-    weights = weights_of(network)
-    reported = time.monotonic()
-    for count, (name, weight) in enumerate(weights.items()):
-        if time.monotonic() > reported + REPORT_EVERY_S:
-            reported = time.monotonic()
-            progress(f"load weights, {count} of {len(weights)} tensors")
-        stored = checkpoint.stored(weight)
-        for stored_name, array in zip(weight.format.parameters(name), stored, strict=True):
-            params[stored_name] = _parameter(stored_name, array)
-    return params
+def _named(network: Decoder) -> list[tuple[str, Constant | Weight]]:
+    constants = {constant.name: constant for constant in found_in(network, Constant)}
+    return sorted((constants | dict(weights_of(network))).items())
 
 
-def _imagined(network: Decoder) -> dict[str, EagerParamBase]:
-    """Parameters whose memory nobody ever touches, so that it costs nothing."""
-    stored = {constant.name: (constant.values, len(constant.values)) for constant in found_in(network, Constant)}
-    for name, weight in weights_of(network).items():
-        num_rows, *inner = weight.shape
-        of_a_row = weight.format.store(np.zeros((1, *inner), np.dtype(weight.format.read_as)))
-        stored |= {each: (row, num_rows) for each, row in zip(weight.format.parameters(name), of_a_row, strict=True)}
-    tensors = {name: paddle.empty((rows, *row.shape[1:]), _dtype_of(row)) for name, (row, rows) in stored.items()}
-    return {name: EagerParamBase.from_tensor(each, name=name, trainable=False) for name, each in tensors.items()}
+def _write(
+    path: Path, named: list[tuple[str, Constant | Weight]], checkpoint: Checkpoint, progress: Callable[[str], None]
+) -> dict[str, Kind]:
+    kinds = {}
+
+    def each() -> Iterator[tuple[str, np.ndarray]]:
+        reported = time.monotonic()
+        for count, (name, source) in enumerate(named):
+            if time.monotonic() > reported + REPORT_EVERY_S:
+                reported = time.monotonic()
+                progress(f"load weights, {count} of {len(named)} tensors")
+            if isinstance(source, Constant):
+                stored = {name: source.values}
+            else:
+                stored = dict(zip(source.format.parameters(name), checkpoint.stored(source), strict=True))
+            kinds.update({stored_name: (array.shape, _dtype_of(array)) for stored_name, array in stored.items()})
+            yield from stored.items()
+
+    write_params(path, each())
+    return kinds
+
+
+def _expected(source: Constant | Weight) -> Iterator[tuple[str, Kind]]:
+    if isinstance(source, Constant):
+        yield source.name, (source.values.shape, _dtype_of(source.values))
+        return
+    num_rows, *inner = source.shape
+    of_a_row = source.format.store(np.zeros((1, *inner), np.dtype(source.format.read_as)))
+    for name, row in zip(source.format.parameters(source.name), of_a_row, strict=True):
+        yield name, ((num_rows, *row.shape[1:]), _dtype_of(row))
+
+
+def _imagined(name: str, kind: Kind) -> EagerParamBase:
+    """A parameter whose memory nobody ever touches, so that it costs nothing."""
+    return EagerParamBase.from_tensor(paddle.empty(*kind), name=name, trainable=False)
 
 
 def _dtype_of(array: np.ndarray) -> Any:
     """uint16 stands for bfloat16."""
     return "bfloat16" if array.dtype == np.uint16 else array.dtype.name
-
-
-def _parameter(name: str, array: np.ndarray) -> EagerParamBase:
-    if array.dtype == "bfloat16":
-        array = array.view(np.uint16)  # from which Paddle makes bfloat16
-    return EagerParamBase.from_tensor(paddle.to_tensor(array, place=paddle.CPUPlace()), name=name, trainable=False)
 
 
 def _input_specs(graph: Graph) -> list[paddle.static.InputSpec]:

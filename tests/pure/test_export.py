@@ -1,6 +1,7 @@
 """From a checkpoint directory to a served one: layout, dtypes, errors, all or nothing, the cache."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -262,6 +263,21 @@ def test_an_export_that_fails_late_leaves_nothing(a_checkpoint, tmp_path, monkey
     with pytest.raises(OSError, match="No space left"):
         export(a_checkpoint, tmp_path / "out", ExportOptions())
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_an_export_never_has_all_weights_in_memory(a_checkpoint, tmp_path):
+    """Beside those of one of its 24 layers."""
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 24}
+    checkpoint = make_checkpoint(tmp_path / "deep", "qwen2", **sizes)
+    export(a_checkpoint, tmp_path / "first", ExportOptions())  # what Paddle itself needs is in memory from here on
+    used: list[int] = []
+    export(checkpoint, tmp_path / "out", ExportOptions(), lambda step: used.append(anonymous_bytes()))
+    assert (tmp_path / "out/rank_0/model.pdiparams").stat().st_size > 60 * 2**20
+    assert max(used) - used[0] < 20 * 2**20
+
+
+def anonymous_bytes() -> int:
+    return 1024 * int(re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
 
 
 def test_the_command_line_shows_its_steps_with_times(a_checkpoint, tmp_path, no_paddle, capsys):

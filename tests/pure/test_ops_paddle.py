@@ -5,9 +5,11 @@ import pytest
 
 from engine.dtypes import to_bf16
 from engine.ops import cpu
+from engine.paddle_files import write_params
 from tests.pure.paged_batch import PagedBatch
 
 paddle = pytest.importorskip("paddle", reason="needs paddlepaddle")
+EagerParamBase = pytest.importorskip("paddle.base.framework").EagerParamBase
 
 
 @pytest.fixture(scope="module")
@@ -121,3 +123,25 @@ def test_ops_can_be_exported_and_served(ops, tmp_path):
         (found,) = predictor.run([tensor(x), tensor(residual)])
         y, residual = cpu.add_rms_norm(x, residual.copy(), np.ones(8, np.float32), epsilon=1e-6)
         assert np.allclose(found.numpy(), cpu.linear(y, weight) + residual.sum(), atol=1e-5)
+
+
+def test_a_file_of_parameters_is_the_one_that_paddle_writes(tmp_path):
+    stored = {
+        "a.weight": random(300, 2),
+        "a.weight_scale": to_bf16(random(300)),
+        "b": np.arange(-5, 5, dtype=np.int8).reshape(2, 5),
+        "c": np.arange(200, dtype=np.uint8),
+    }
+
+    class Net(paddle.nn.Layer):
+        def forward(self, x):
+            return [x, *(each + each for each in self.kept)]
+
+    net = Net()
+    net.kept = [EagerParamBase.from_tensor(tensor(array), name=name, trainable=False) for name, array in stored.items()]
+    for name, parameter in zip("pqrs", net.kept, strict=True):
+        net.add_parameter(name, parameter)
+    specs = [paddle.static.InputSpec([None, 8], "float32", "x")]
+    paddle.jit.save(paddle.jit.to_static(net, input_spec=specs, full_graph=True), str(tmp_path / "model"))
+    write_params(tmp_path / "ours", stored.items())
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "model.pdiparams").read_bytes()
