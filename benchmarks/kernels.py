@@ -53,10 +53,11 @@ def measured_limits(threads: int) -> tuple[float, float]:
         subprocess.run([*build.compiler(), *flags, "-o", path, str(Path(__file__).parent / "limits.cc")], check=True)
         lib = ctypes.CDLL(path)
     lib.peak_bf16_flops.restype = lib.read_bandwidth.restype = ctypes.c_double
-    data = np.ones(1 << 26, np.uint64)
+    data = large_pages(1 << 29)
+    data[:] = 1
     flops = max(lib.peak_bf16_flops(threads, ctypes.c_int64(10_000_000)) for _ in range(3))
-    address, size = ctypes.c_void_p(data.ctypes.data), ctypes.c_int64(data.size)
-    return flops, max(lib.read_bandwidth(threads, address, size) for _ in range(3))
+    address, size = ctypes.c_void_p(data.ctypes.data), ctypes.c_int64(data.size // 8)
+    return flops, max(lib.read_bandwidth(threads, address, size, streams) for _ in range(3) for streams in (1, 2, 4))
 
 
 def packed(op: str, rows: np.ndarray) -> np.ndarray:
