@@ -86,9 +86,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": None,
         "tie_word_embeddings": False,
     },
+    "ernie4_5": {
+        "model_type": "ernie4_5",
+        "architectures": ["Ernie4_5ForCausalLM"],
+        "head_dim": 20,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "use_bias": True,
+    },
 }
 # Of a dozen, the seeds with varied greedy output and no two logits at the top closer than 0.004 (tests/golden).
-SEEDS = {"llama": 7, "llama3": 7, "qwen2": 6, "qwen2_untied": 7, "qwen3": 4, "mistral": 6}
+SEEDS = {"llama": 7, "llama3": 7, "qwen2": 6, "qwen2_untied": 7, "qwen3": 4, "mistral": 6, "ernie4_5": 0}
 
 
 def make_checkpoint(directory: Path, family: str, seed: int | None = None, **overrides: Any) -> Path:
@@ -127,9 +135,9 @@ def _layer_tensors(config: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], f
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
     heads, kv_heads = (config[f"num_{kind}_heads"] * head_dim for kind in ("attention", "key_value"))
-    qkv_bias = config["model_type"] == "qwen2" or config.get("attention_bias", False)
-    o_bias = config["model_type"] != "qwen2" and config.get("attention_bias", False)
-    mlp_bias = config.get("mlp_bias", False)
+    qkv_bias = config["model_type"] == "qwen2" or config.get("attention_bias", config.get("use_bias", False))
+    o_bias = config["model_type"] != "qwen2" and qkv_bias
+    mlp_bias = config.get("mlp_bias", config.get("use_bias", False))
     linears = {  # rows, columns, bias, gain
         "self_attn.q_proj": (heads, hidden, qkv_bias, 1.5),
         "self_attn.k_proj": (kv_heads, hidden, qkv_bias, 1.5),

@@ -14,7 +14,8 @@ from tests.checkpoints import make_checkpoint
 
 Tensors = dict[str, np.ndarray]
 GROUP = 128
-SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 8, "num_key_value_heads": 4}
+SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 8}
+SIZES |= {"num_key_value_heads": 4, "head_dim": 32}
 
 
 def pack(numbers: np.ndarray, axis: int, bits: int = 4, order: list[int] | None = None) -> np.ndarray:
@@ -94,11 +95,11 @@ def values_of(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndar
     return ((codes - np.repeat(zero, each, 1).astype(np.float32)) * np.repeat(scale, each, 1)).astype(np.float32)
 
 
-def make_quantized(directory: Path, kind: str) -> tuple[Path, Path]:
+def make_quantized(directory: Path, kind: str, family: str = "qwen2") -> tuple[Path, Path]:
     """A quantized checkpoint, and one with the same numbers as float32."""
     config, write, _ = KINDS[kind]
-    plain = make_checkpoint(directory / "plain", "qwen2", **SIZES)
-    quantized = make_checkpoint(directory / "quantized", "qwen2", **SIZES, quantization_config=config)
+    plain = make_checkpoint(directory / "plain", family, **SIZES)
+    quantized = make_checkpoint(directory / "quantized", family, **SIZES, quantization_config=config)
     numbers, stored = load_file(plain / "model.safetensors"), {}
     for seed, (name, tensor) in enumerate(sorted(numbers.items())):
         if not name.endswith("_proj.weight"):
@@ -131,13 +132,16 @@ FP8_KINDS: dict[str, tuple[dict, str, tuple[int, int]]] = {
 
 
 def make_fp8(
-    directory: Path, kind: str, change: Callable[[Tensors], object] = lambda stored: None
+    directory: Path,
+    kind: str,
+    change: Callable[[Tensors], object] = lambda stored: None,
+    family: str = "qwen2",
 ) -> tuple[Path, Path]:
     """A checkpoint of 8-bit floats, none of whose sides is a multiple of 128, and one with the same numbers."""
     config, end, sides = FP8_KINDS[kind]
     sizes = {"hidden_size": 264, "intermediate_size": 300, "num_attention_heads": 6, "num_key_value_heads": 2}
-    plain = make_checkpoint(directory / "plain", "qwen2", **sizes)
-    quantized = make_checkpoint(directory / "quantized", "qwen2", **sizes, quantization_config=config)
+    plain = make_checkpoint(directory / "plain", family, **sizes)
+    quantized = make_checkpoint(directory / "quantized", family, **sizes, quantization_config=config)
     numbers, stored = load_file(plain / "model.safetensors"), {}
     for name, tensor in numbers.items():
         stored[name] = tensor

@@ -87,7 +87,10 @@ class Checkpoint:
         return plain if plain != names else frozenset()
 
     def stored(self, weight: Weight) -> tuple[np.ndarray, ...]:
-        """The arrays that a rank's graph has of a weight, in its format."""
+        """The arrays that a rank's graph has of a weight, in its format: each has a row for one of the matrix."""
+        return weight.in_order(self._arrays(weight))
+
+    def _arrays(self, weight: Weight) -> tuple[np.ndarray, ...]:
         if isinstance(weight.format, Fp8):
             found = [(self._find(part.tensor), part) for part in weight.parts]
             shares = [tensor.share(*part.axes) for tensor, part in found if isinstance(tensor, Scaled)]

@@ -37,6 +37,7 @@ class DecoderConfig(ABC):
     rope: Rope
     tied_embeddings: bool  # the output projection is the embedding table
     sliding_window: int | None = None  # some layer looks back only so far: exact up to this length
+    has_rotary_pairs: bool = False  # what turns together lies side by side in the checkpoint, not half a head apart
 
     @classmethod
     @abstractmethod

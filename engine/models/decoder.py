@@ -47,14 +47,14 @@ class Attention:
     ) -> Attention:
         shard, head_dim = place.shard, config.head_dim
         heads, kv_heads = shard.heads(config.num_heads), shard.heads(config.num_kv_heads)
-        queries, keys = heads.each(head_dim), kv_heads.each(head_dim)
-        qkv = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
+        queries, keys = (each.each(head_dim, config.has_rotary_pairs) for each in (heads, kv_heads))
+        qkv = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": kv_heads.each(head_dim)}
         norms = ("self_attn.q_norm", "self_attn.k_norm") if head_norms else ()
         cache_shape = (-1, 2, kv_heads.size, shard.block_size, head_dim + scale_bytes(shard.cache_dtype))
         return cls(
             qkv_proj=Linear.columns(place, "qkv_proj", qkv, config.hidden_size, qkv_bias),
             head_norms=tuple(Norm.of(place, name, head_dim, config.rms_norm_eps) for name in norms),
-            o_proj=Linear.rows(place, "self_attn.o_proj", config.hidden_size, queries, o_bias),
+            o_proj=Linear.rows(place, "self_attn.o_proj", config.hidden_size, heads.each(head_dim), o_bias),
             cache=CacheSpec(f"kv_cache_{place.layer}", shard.cache_dtype, cache_shape, ATTENTION_AXES),
             num_heads=heads.size,
             head_dim=head_dim,

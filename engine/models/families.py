@@ -6,13 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.models.config import DecoderConfig
+from engine.models.ernie4_5 import Ernie45
 from engine.models.keys import ModelError
 from engine.models.llama import Llama
 from engine.models.mistral import Mistral
 from engine.models.qwen2 import Qwen2
 from engine.models.qwen3 import Qwen3
 
-FAMILIES: dict[str, type[DecoderConfig]] = {"llama": Llama, "mistral": Mistral, "qwen2": Qwen2, "qwen3": Qwen3}
+FAMILIES: dict[str, type[DecoderConfig]] = {
+    **{"llama": Llama, "mistral": Mistral, "qwen2": Qwen2, "qwen3": Qwen3},
+    "ernie4_5": Ernie45,
+}
 
 
 def read_model(keys: Mapping[str, Any]) -> DecoderConfig:

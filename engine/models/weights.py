@@ -24,14 +24,21 @@ class Share:
     start: int
     stop: int
     size: int
+    paired: int = 0  # of so many in the checkpoint 0 and 1, 2 and 3 .. are what the graph has half of them apart
 
     @classmethod
     def whole(cls, count: int) -> Share:
         return cls(count, 0, count, count)
 
-    def each(self, width: int) -> Share:
+    def each(self, width: int, has_pairs: bool = False) -> Share:
         """The same, where each has `width` rows or columns."""
-        return Share(self.count * width, self.start * width, self.stop * width, self.size * width)
+        paired = width if has_pairs else 0
+        return Share(self.count * width, self.start * width, self.stop * width, self.size * width, paired)
+
+    def order(self) -> np.ndarray:
+        """Where in the rank's part of a tensor that is which the graph has first, second .."""
+        places = np.arange(self.size)
+        return places.reshape(-1, self.paired // 2, 2).swapaxes(1, 2).reshape(-1) if self.paired else places
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,15 @@ class Weight:
         """What this rank holds."""
         first = self.parts[0].rank_shape
         return (sum(part.rank_shape[0] for part in self.parts), *first[1:])
+
+    def in_order(self, arrays: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+        """Rows, as the checkpoint has those of one part after the other, as the graph has them."""
+        of_parts = [part.axes[0] for part in self.parts]
+        if not any(rows.paired for rows in of_parts):
+            return arrays
+        starts = np.cumsum([0, *(rows.size for rows in of_parts[:-1])])
+        order = np.concatenate([start + rows.order() for start, rows in zip(starts, of_parts, strict=True)])
+        return tuple(array[order] for array in arrays)
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from engine.exporting.manifest import Manifest  # noqa: E402
 from engine.settings.config import Config  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED, ROOT  # noqa: E402
 
-FAMILIES = ["llama", "llama3", "mistral", "qwen2", "qwen2_untied", "qwen3"]
+FAMILIES = ["llama", "llama3", "mistral", "qwen2", "qwen2_untied", "qwen3", "ernie4_5"]
 SETTINGS = Config(device="cpu", batch_size=8, block_bs=2.0, max_num_batched_tokens=96, cudagraph_capture_sizes="1,2,4")
 
 

@@ -30,6 +30,7 @@ def test_every_tensor_of_a_family_has_its_place_and_shape(family):
     [
         ("llama", {"model_type": "gemma3"}, "model_type is 'gemma3', supported are llama, mistral, qwen2, qwen3"),
         ("llama", {"model_type": "absent"}, "model_type is None"),
+        ("ernie4_5", {"model_type": "ernie4_5_moe"}, "model_type is 'ernie4_5_moe', supported are .*, ernie4_5$"),
         ("llama", {"hidden_size": "absent"}, "hidden_size is missing"),
         ("llama", {"hidden_size": "72"}, "hidden_size is '72', it must be a positive whole number"),
         ("llama", {"num_hidden_layers": 0}, "num_hidden_layers is 0"),
@@ -114,3 +115,7 @@ def test_defaults_are_those_of_transformers():
     )
     assert (config.head_dim, config.num_kv_heads, config.rms_norm_eps) == (128, 4, 1e-6)
     assert not config.tied_embeddings
+    own = ("head_dim", "num_key_value_heads", "rms_norm_eps", "rope_theta", "tie_word_embeddings")
+    config = a_config("ernie4_5", **dict.fromkeys(own, "absent"))
+    assert (config.head_dim, config.num_kv_heads, config.rms_norm_eps) == (128, 2, 1e-5)
+    assert config.rope.inv_freq[-1] == pytest.approx(500000 ** (-126 / 128)) and config.tied_embeddings

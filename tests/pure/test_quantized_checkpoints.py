@@ -41,10 +41,12 @@ def numbers_of(params: dict[str, np.ndarray], name: str) -> np.ndarray:
     return from_bf16(int4_values(codes, scale, params.get(f"{name}_zero")))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_rank_has_the_numbers_of_the_checkpoint_and_one_computes_with_them(kind, num_ranks, tmp_path):
-    for name, checkpoint in zip(("quantized", "plain"), make_quantized(tmp_path, kind), strict=True):
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "family"),
+    [*((kind, num_ranks, "qwen2") for kind in KINDS for num_ranks in (1, 2)), ("gptq with zeros", 2, "ernie4_5")],
+)
+def test_every_rank_has_the_numbers_of_the_checkpoint_and_one_computes_with_them(kind, num_ranks, family, tmp_path):
+    for name, checkpoint in zip(("quantized", "plain"), make_quantized(tmp_path, kind, family), strict=True):
         export(checkpoint, tmp_path / f"{name} graph", ExportOptions("float32", num_ranks=num_ranks))
     if num_ranks == 1:
         graphs = [PagedModel.of(tmp_path / f"{name} graph", cpu) for name in ("quantized", "plain")]
@@ -153,7 +155,7 @@ def test_floats_of_eight_bits_can_stay_what_they_are(kind, tmp_path):
 
 
 def test_ranks_share_floats_of_eight_bits_with_their_scales_unless_they_cut_a_block(tmp_path):
-    quantized, plain = make_fp8(tmp_path, "a row")
+    quantized, plain = make_fp8(tmp_path, "a row", family="ernie4_5")
     for checkpoint, quant_type in ((quantized, "weight_only_fp8"), (plain, "none")):
         export(checkpoint, tmp_path / quant_type, ExportOptions("bfloat16", quant_type, num_ranks=2))
     for rank in range(2):

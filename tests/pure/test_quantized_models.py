@@ -36,7 +36,7 @@ def logits_of(model: PagedModel, prompt: list[int], chunk: int = 1000, num_logit
 
 
 @each_type
-@pytest.mark.parametrize("family", ["qwen2", "llama3", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2", "llama3", "qwen3", "ernie4_5"])
 def test_logits_are_near_those_of_transformers(family, quant_type, exported):
     expected = golden(family)
     found = logits_of(PagedModel.of(exported(family, quant_type=quant_type), cpu), expected["prompt_65"].tolist())

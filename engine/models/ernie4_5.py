@@ -1,0 +1,32 @@
+"""ERNIE 4.5 without experts: Llama but for the order of rotary pairs, with biases everywhere or nowhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.models.config import DecoderConfig, read_decoder
+from engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp
+from engine.models.layers import Place
+from engine.models.weights import Shard
+
+# What transformers takes where config.json has no such key
+DEFAULTS = {"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ernie45(DecoderConfig):
+    use_bias: bool
+
+    @classmethod
+    def read(cls, keys: Mapping[str, Any]) -> Ernie45:
+        given = {"tie_word_embeddings": True, **DEFAULTS, **keys}
+        return read_decoder(cls, given, has_rotary_pairs=True, use_bias=bool(keys.get("use_bias")))
+
+    def network(self, shard: Shard) -> Decoder:
+        return Decoder.of(self, shard, self._layer)
+
+    def _layer(self, place: Place) -> DecoderLayer:
+        attention = Attention.of(self, place, qkv_bias=self.use_bias, o_bias=self.use_bias)
+        return DecoderLayer.of(self, place, attention, GatedMlp.of(self, place, self.use_bias))
