@@ -9,6 +9,10 @@ from engine.errors import ConfigError
 from engine.settings.keys import Owner, is_key, read_keys
 from engine.settings.setting import expanded, setting
 
+# By REASONING_PARSER: an answer begins with a thought "never", "may" if it says so, "does" whether it says so or not.
+THOUGHTS = {"none": "never", "qwen3": "may", "deepseek_r1": "does", "ernie": "does"}
+OF_ERNIE = ("ernie-x1", "ernie-45-vl", "ernie-45-vl-thinking", "ernie45")  # FastDeploy's names of its parsers, vLLM's
+
 
 @dataclass(frozen=True)
 class Answers:
@@ -20,7 +24,8 @@ class Answers:
         "REASONING_PARSER",
         "what the model thinks before it answers is told apart in OpenAI's answers, and the form of an answer begins "
         "after it: the kind of model",
-        choices=("none", "deepseek_r1", "qwen3"),
+        choices=tuple(THOUGHTS),
+        synonyms=dict.fromkeys(OF_ERNIE, "ernie"),
     )
     tool_call_parser: str = setting(
         "auto",
@@ -28,6 +33,7 @@ class Answers:
         "how the model writes calls of tools; `auto`: as its chat template does; or a file `*.py` that tells it",
         choices=("auto", "none", "hermes", "llama3_json", "mistral", "deepseek"),
         other=".py",
+        synonyms=dict.fromkeys(("ernie", *OF_ERNIE), "hermes"),  # which is how its models write them
     )
     guided_decoding_disable_any_whitespace: bool = setting(
         False,
@@ -57,6 +63,10 @@ class Answers:
         "whose pages in a browser may call HTTP: one origin, or `*`; empty: none",
         may_be_empty=True,
     )
+
+    @property
+    def thought(self) -> str:
+        return THOUGHTS[self.reasoning_parser]
 
     @cached_property
     def owners(self) -> dict[str, Owner]:

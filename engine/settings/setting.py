@@ -22,6 +22,7 @@ class Setting:
     maximum: float | None = None
     choices: tuple[str, ...] = ()
     other: str = ""  # what else may be chosen ends so
+    synonyms: Mapping[str, str] = field(default_factory=dict)  # what others call a choice
     may_be_empty: bool = False  # elsewhere an empty text is like an unset variable
     internal: bool = False  # set by start_server for the processes it starts; no operator's business
 
@@ -48,6 +49,7 @@ def given(setting: Setting, environ: Mapping[str, str]) -> tuple[str, str | None
 
 def parse(name: str, text: str, kind: str, setting: Setting) -> Any:
     """`kind` is the field's annotation. Raises ConfigError that names `name`, the text and what was expected."""
+    text = setting.synonyms.get(text, text)
     is_other = bool(setting.other) and text.endswith(setting.other)
     if setting.choices and text not in setting.choices and not is_other:
         raise ConfigError(f"{name} is {text!r}, it must be one of: {', '.join(setting.choices)}")

@@ -9,7 +9,7 @@ from typing import Any
 from engine.errors import InvalidRequest
 from engine.wire import Delta, shown
 from gateway.openai.answer import OpenAIExchange
-from gateway.openai.dialect import dialect_of
+from gateway.openai.dialect import PLAIN, dialect_of
 from gateway.openai.request import parse
 from gateway.protocol import Call
 
@@ -39,7 +39,7 @@ def parse_again(body: dict[str, Any], is_chat: bool, call: Call) -> OpenAIExchan
     elif not body.get("request_id"):
         raise InvalidRequest(f"with {LAST_EVENT_ID} the header `{{field}}` must name the request", field=REQUEST_ID)
     completion = parse(body, is_chat, call.model_name, dialect_of(call.config))
-    if completion.tools.calls or completion.thought != "never":
+    if completion.dialect != PLAIN:
         text = "`{field}` cannot be kept where tools or thoughts are told apart: that needs the beginning of the answer"
         raise InvalidRequest(text, field=LAST_EVENT_ID)
     if len(completion.requests) > 1:

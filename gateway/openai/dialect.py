@@ -79,13 +79,14 @@ SIGNS = {
     "llama3_json": '"parameters": ',
 }
 PLUGIN = ".py"  # how the name of a file ends that has a FORMAT
-THOUGHTS = {"none": "never", "qwen3": "may", "deepseek_r1": "does"}
+AROUND = {"ernie": ("<response>", "</response>")}  # by REASONING_PARSER
 
 
 @dataclass(frozen=True)
 class Dialect:
     calls: CallFormat | None = None  # None: the model writes none
     thought: str = "never"  # before an answer; "may": if the answer begins so, "does": whether it says so or not
+    around: tuple[str, str] = ("", "")  # what may be written before and after the words of an answer
 
 
 PLAIN = Dialect()
@@ -98,7 +99,7 @@ def dialect_of(config: Config) -> Dialect:
         template = _chat_template(config.graph_path)
         name = next((name for name, sign in SIGNS.items() if "tools" in template and sign in template), "none")
     calls = _plugged_in(name) if name.endswith(PLUGIN) else FORMATS.get(name)
-    return Dialect(calls, THOUGHTS[config.reasoning_parser])
+    return Dialect(calls, config.thought, AROUND.get(config.reasoning_parser, ("", "")))
 
 
 def _plugged_in(path: str) -> CallFormat:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from engine.wire import THOUGHT_BEGIN, THOUGHT_END
-from gateway.openai.dialect import CallFormat, OneCall
+from gateway.openai.dialect import PLAIN, Dialect, OneCall
 
 CONTENT, REASONING, CALL = "content", "reasoning_content", "call"
 WHITESPACE = " \t\r\n"
@@ -21,23 +21,23 @@ class Part(NamedTuple):
 
 
 class Reader:
-    """`thought`: "may" come first, "does", or "never". With `calls` the answer may have some; `is_forced`: it has
-    nothing else. What looked like a call and is none, by the `names` that there are, becomes content, as it stands."""
+    """Of an answer in this dialect; `is_forced`: it has calls and nothing else. What looked like a call and is none, by
+    the `names` that there are, becomes content, as it stands."""
 
     def __init__(
         self,
-        thought: str = "never",
-        calls: CallFormat | None = None,
+        dialect: Dialect = PLAIN,
         is_forced: bool = False,
         tells_thoughts: bool = True,
         names: Collection[str] = (),
     ):
         self.num_calls = 0
-        self._format = calls
+        self._format = dialect.calls
+        self._before, self._after = dialect.around
         self._is_forced = is_forced
         self._tells_thoughts = tells_thoughts
         self._names = names
-        self._is_thought_sure = thought == "does"
+        self._is_thought_sure = dialect.thought == "does"
         self._rest = ""  # not decided yet
         self._held = ""  # may belong to a call
         self._is_end = False
@@ -46,7 +46,7 @@ class Reader:
         self._has_read_call = False  # since the last beginning of calls
         self._parts: list[Part] = []
         # Each works on _rest and says whether there may be more to do.
-        self._state: Callable[[], bool] = self._begin_answer if thought == "never" else self._begin
+        self._state: Callable[[], bool] = self._begin_answer if dialect.thought == "never" else self._begin
 
     def push(self, text: str, is_end: bool = False) -> list[Part]:
         self._rest += text
@@ -60,14 +60,14 @@ class Reader:
         if text and (kind != REASONING or self._tells_thoughts):
             self._parts.append(Part(kind, text))
 
-    def _may_become(self, marker: str) -> bool:
-        return not self._is_end and len(self._rest) < len(marker) and marker.startswith(self._rest)
+    def _may_become(self, marker: str, start: str) -> bool:
+        return not self._is_end and start != marker and marker.startswith(start)
 
     # States
 
     def _begin(self) -> bool:
         rest = self._rest.lstrip()
-        if THOUGHT_BEGIN.startswith(rest) and rest != THOUGHT_BEGIN and not self._is_end:
+        if self._may_become(THOUGHT_BEGIN, rest):
             return False
         if rest.startswith(THOUGHT_BEGIN):
             self._rest, self._state = rest[len(THOUGHT_BEGIN) :], self._begin_thought
@@ -94,11 +94,24 @@ class Reader:
 
     def _begin_answer(self) -> bool:
         bare, start = self._format.bare if self._format else "", self._rest.lstrip()
-        if bare and not start and not self._is_end:
+        if self._may_become(bare, start) or self._may_become(self._before, start):
             return False
+        if self._before and start.startswith(self._before):
+            self._rest, self._state = start[len(self._before) :], self._begin_words
+            return True
         has_calls = self._is_forced or (bare and start.startswith(bare))
         self._state = self._calls if has_calls else self._answer
         return True
+
+    def _begin_words(self) -> bool:
+        return self._skip_lines(self._enclosed)
+
+    def _enclosed(self) -> bool:
+        return self._words(CONTENT, self._after, self._after_words)
+
+    def _after_words(self) -> bool:
+        self._held = ""
+        return self._skip_lines(self._answer)
 
     def _answer(self) -> bool:
         return self._words(CONTENT, self._format.begin if self._format else "", self._calls)

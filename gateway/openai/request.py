@@ -65,12 +65,11 @@ class Completion:
     timeout_s: float | None
     names: Mapping[str, str]  # of the model's fields -> as the client calls them
     tools: Tools = Tools()
-    thought: str = "never"  # see Reader
+    dialect: Dialect = PLAIN  # of the answers
     tells_thoughts: bool = True
 
     def reader(self) -> Reader:
-        tools = self.tools
-        return Reader(self.thought, tools.calls, bool(tools.forced), self.tells_thoughts, tools.names)
+        return Reader(self.dialect, bool(self.tools.forced), self.tells_thoughts, self.tools.names)
 
 
 def parse(body: dict[str, Any], is_chat: bool, default_model: str, dialect: Dialect = PLAIN) -> Completion:
@@ -82,6 +81,7 @@ def parse(body: dict[str, Any], is_chat: bool, default_model: str, dialect: Dial
     options = _options(body, is_chat)
     tools = read_tools(body, dialect) if is_chat else Tools()
     options |= (of_tools := tools.fields(options))
+    thought = dialect.thought if _may_think(options) else "never"
     sources = [chat_source(body)] if is_chat else sources_of("prompt", body, MAX_CHOICES)
     prompts = read_prompts(body, sources, options, is_chat)
     if len(sources) * n > MAX_CHOICES:
@@ -113,7 +113,7 @@ def parse(body: dict[str, Any], is_chat: bool, default_model: str, dialect: Dial
         timeout_s=timeout_s,
         names=_names(body, is_chat) | ({"guided_grammar": "tools"} if "guided_grammar" in of_tools else {}),
         tools=tools,
-        thought=dialect.thought if is_chat and _may_think(options) else "never",
+        dialect=Dialect(tools.calls, thought, dialect.around) if is_chat else PLAIN,
         tells_thoughts=_checked(body, "include_reasoning", A_BOOL, True),
     )
 

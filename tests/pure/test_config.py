@@ -50,6 +50,8 @@ def test_every_default_is_a_value_that_may_be_given():
         ("BATCH_SIZE", "", "batch_size", 50),  # empty is like unset
         ("CORS_ALLOW_ORIGIN", "", "cors_allow_origin", ""),  # unless it says something
         ("CORS_ALLOW_ORIGIN", "http://chat", "cors_allow_origin", "http://chat"),
+        ("REASONING_PARSER", "ernie-x1", "reasoning_parser", "ernie"),
+        ("TOOL_CALL_PARSER", "ernie-45-vl-thinking", "tool_call_parser", "hermes"),
     ],
 )
 def test_a_variable_sets_its_field(variable, text, field, value):

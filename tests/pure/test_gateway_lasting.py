@@ -181,6 +181,13 @@ def test_only_one_prompt_can_be_gone_on_with():
     assert json.loads(payload)["error"]["message"] == "with Last-Event-ID the `prompt` must be one, there are 2"
 
 
+def test_an_answer_whose_parts_are_told_apart_cannot_be_gone_on_with():
+    with running(FakeBackend("a"), reasoning_parser="ernie") as gateway:
+        headers = {"Last-Event-ID": "0", "X-Request-Id": "q"}
+        status, _, payload = gateway.send("POST", CHAT, A_CHAT, headers)
+    assert (status, "tools or thoughts are told apart" in json.loads(payload)["error"]["message"]) == (400, True)
+
+
 def test_a_request_waits_for_a_model_server_that_was_there_a_moment_ago(monkeypatch):
     monkeypatch.setattr(lasting, "COMING_BACK_S", 0.3)
     gone = ModelUnreachable("nobody there")

@@ -244,7 +244,12 @@ THOUGHT = ["<thi", "nk>\nParis is", " in France.\n</", "think>\n\nPar", "is."]
 
 
 @pytest.mark.parametrize(
-    ("parser", "script"), [("qwen3", THOUGHT), ("deepseek_r1", ["Paris is in France.\n</", *THOUGHT[3:]])]
+    ("parser", "script"),
+    [
+        ("qwen3", THOUGHT),
+        ("deepseek_r1", ["Paris is in France.\n</", *THOUGHT[3:]]),
+        ("ernie", ["Paris is in France.\n</", "think>\n\n\n<resp", "onse>\nParis.", "\n</response>\n"]),
+    ],
 )
 def test_thoughts_are_told_apart(parser, script):
     choice = ask(FakeBackend(*script), {"reasoning_parser": parser}, tools=[])

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from gateway.openai.dialect import FORMATS
+from gateway.openai.dialect import AROUND, FORMATS, Dialect
 from gateway.openai.reader import CALL, CONTENT, REASONING, Reader
 
 HERMES, LLAMA, MISTRAL, DEEPSEEK = (FORMATS[name] for name in ("hermes", "llama3_json", "mistral", "deepseek"))
@@ -19,9 +19,9 @@ def deepseek(name, arguments='{"a": 1}'):
     return f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>"
 
 
-def read(text, cuts=(), **options):
+def read(text, cuts=(), is_forced=False, names=(), **dialect):
     """Content, reasoning, and calls as pairs of name and arguments."""
-    reader = Reader(**options)
+    reader = Reader(Dialect(**dialect), is_forced, names=names)
     places = [0, *cuts, len(text)]
     parts = [part for start, end in itertools.pairwise(places) for part in reader.push(text[start:end])]
     parts += reader.push("", is_end=True)
@@ -39,6 +39,8 @@ def read(text, cuts=(), **options):
     )
 
 
+ERNIE = "<response>\nYes </b>.\n</response>\n"
+ERNIES = {"thought": "does", "calls": HERMES, "around": AROUND["ernie"]}
 NESTED = '{"a": {"b": "}]\\"{", "c": [1, {"d": null}]}, "e": "</tool_call>"}'
 CASES = {
     "plain words": ("Hello <b> {x}", {}, ("Hello <b> {x}", "", [])),
@@ -134,6 +136,21 @@ CASES = {
         {"thought": "may", "calls": HERMES},
         ("", "<tool_call>?", [("f", '{"a": 1}')]),
     ),
+    "ernie": (f"hm</think>\n\n\n{ERNIE}", ERNIES, ("Yes </b>.", "hm", [])),
+    "ernie, without a thought": (f"\n{ERNIE}", {**ERNIES, "thought": "never"}, ("Yes </b>.", "", [])),
+    "ernie, words and a call": (
+        f"{ERNIE}<tool_call>\n{a_call()}\n</tool_call>\n",
+        {**ERNIES, "thought": "never"},
+        ("Yes </b>.", "", [("f", '{"a": 1}')]),
+    ),
+    "ernie, a call": (
+        f"hm\n</think>\n\n\n<tool_call>\n{a_call()}\n</tool_call>\n",
+        ERNIES,
+        ("", "hm", [("f", '{"a": 1}')]),
+    ),
+    "ernie, words as they are": ("hm</think>\n<res> </response>", ERNIES, ("<res> </response>", "hm", [])),
+    "ernie, cut short": ("</think><response>\nYes </resp", ERNIES, ("Yes </resp", "", [])),
+    "ernie, cut short before words": ("</think>\n<resp", ERNIES, ("<resp", "", [])),
     "nothing": ("", {"thought": "may", "calls": LLAMA}, ("", "", [])),
 }
 
@@ -148,7 +165,7 @@ def test_however_a_text_is_cut_its_parts_are_the_same(name):
 
 
 def test_words_and_arguments_do_not_wait_for_the_end():
-    reader = Reader("never", HERMES)
+    reader = Reader(Dialect(HERMES))
     assert [part.text for part in reader.push("Let me")] == ["Let me"]
     assert [part.text for part in reader.push(" see <to")] == [" see"]
     assert reader.push('ol_call>{"name": "f"') == []

@@ -12,6 +12,7 @@ from engine.core.holdings import Holdings
 from engine.core.types import Request, Sampling
 from engine.errors import InvalidRequest, PromptTooLong
 from engine.serving.prompt import PromptReader
+from engine.settings.config import Config
 from engine.text.tokenizer import Tokenizer
 from engine.wire import parse_request
 from tests.byte_tokenizer import EOS_ID, write_tokenizer
@@ -294,6 +295,15 @@ def test_how_long_a_model_may_think_is_a_form(tmp_path):
     assert (field, "{0,7}" in form, "lazy" in form) == ("guided_regex", True, False)
     unknowing = PromptReader(Tokenizer.load(tmp_path), VOCAB_SIZE, 100, 80, 50)
     assert "REASONING_PARSER" in str(refusal(unknowing, text="hi", reasoning_max_tokens=7))
+
+
+@pytest.mark.parametrize(
+    ("parser", "expected"),
+    [("none", (False, False)), ("qwen3", (True, False)), ("deepseek_r1", (True, True)), ("ernie", (True, True))],
+)
+def test_whether_a_model_thinks_and_says_so_is_a_setting(parser, expected, exported, tokenizer):
+    reader = PromptReader.load(Config(reasoning_parser=parser), exported("qwen2"), tokenizer)
+    assert (reader.is_thinking_apart, reader.thinks_at_once) == expected
 
 
 def test_a_thought_is_bounded_only_where_its_marks_are_tokens(reader):
