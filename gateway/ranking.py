@@ -191,7 +191,7 @@ class Reranking(Scores):
 
     def parse(self, body: Json, call: Call) -> Ranking:
         if not isinstance(query := body.get("query"), str):
-            raise InvalidRequest("`{field}` must be a text", field="query")
+            raise InvalidRequest("`{field}` must be a text, it is {value}", field="query", value=wire.shown(query))
         documents = body.get("documents")
         if isinstance(documents, list):
             plain = [each.get("text") if isinstance(each, dict) else each for each in documents]
@@ -212,7 +212,8 @@ def _texts(name: str, body: Mapping[str, Any]) -> list[str]:
     given = body.get(name)
     texts = [given] if isinstance(given, str) else given
     if not isinstance(texts, list) or not texts:
-        raise InvalidRequest("`{field}` must be a text or a list of texts", field=name)
+        text = "`{field}` must be a text or a list of texts, it is {value}"
+        raise InvalidRequest(text, field=name, value=wire.shown(given))
     refuse_more(name, len(texts), MAX_TEXTS)
     return [A_TEXT(name, each) for each in texts]
 

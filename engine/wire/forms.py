@@ -47,7 +47,7 @@ def grammar(key: str, value: Any) -> Form:
 @holds(type="array", items={"type": "string", "minLength": 1}, minItems=1, maxItems=MAX_CHOICES)
 def choice(key: str, value: Any) -> Form:
     if not isinstance(value, list) or not value:
-        raise refusal(key, "must be a list of strings, it is {value}", kind_of(value))
+        raise refusal(key, "must be a list of strings, it is {value}", "empty" if value == [] else kind_of(value))
     if len(value) > MAX_CHOICES:
         raise refusal(key, "has {value} items, the limit is {limit}", len(value), MAX_CHOICES)
     for item in value:

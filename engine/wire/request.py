@@ -169,7 +169,8 @@ def _of_search(values: dict[str, Any]) -> list[InvalidRequest]:
     """Several answers of which the best are told: what does not go with them."""
     n, best_of = values.get("n", 1), values.get("best_of", MAX_N)
     if best_of < n:
-        return [InvalidRequest("The `{field}` is {value}, fewer than `{n}`", field="best_of", value=best_of, limit=n)]
+        text = "The `{field}` is {value}, fewer than `{n}`, which is {limit}"
+        return [InvalidRequest(text, field="best_of", value=best_of, limit=n)]
     if values.get("use_beam_search"):
         text = "The `{field}` cannot be kept with `{use_beam_search}`"
         names = [name for name in NOT_SEARCHED if values.get(name)]

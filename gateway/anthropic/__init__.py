@@ -20,6 +20,7 @@ TYPES = {  # by status
     **{401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"},
     **{500: "api_error", 503: "overloaded_error", 504: "timeout_error"},
 }
+OF_RESPONSES = {"instructions": "system", "input": "messages", "max_output_tokens": "max_tokens"}
 
 
 class Anthropic(OpenAI):
@@ -38,7 +39,7 @@ class Anthropic(OpenAI):
         return {"model": "default", "max_tokens": 64, "messages": messages}
 
     def parse(self, body: dict[str, Any], call: Call) -> MessagesExchange:
-        check_spelling(body, fields(), (*IGNORED, *REFUSED, *OF_BLOCKS), {**NAMES, **CALLED})
+        check_spelling(body, fields(), (*IGNORED, *REFUSED, *OF_BLOCKS), {**NAMES, **CALLED, **OF_RESPONSES})
         return MessagesExchange(parse(body, call.model_name, dialect_of(call.config)), CALLED)
 
     def error(self, error: RequestError, call: Call) -> dict[str, Any]:

@@ -32,6 +32,7 @@ OWN: dict[str, Json] = {
     "tool_choice": {"type": "object", "description": "`type`: `auto`, `any`, `none`, or `tool` with its `name`"},
     "thinking": {"type": "object", "description": "`type`: `enabled`, `adaptive` or `disabled` (the default)"},
     "output_config": {"type": "object", "description": "`format`: a `json_schema` with its `schema`; `effort`"},
+    "output_format": {"type": "object", "description": "an older name of the `format` in `output_config`"},
 }
 # field -> the values, besides null, false and the empty ones, that ask for nothing special
 REFUSED: dict[str, tuple[Any, ...]] = dict.fromkeys(("container", "mcp_servers", "context_management"), ())

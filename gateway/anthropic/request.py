@@ -11,7 +11,7 @@ from engine.errors import InvalidRequest
 from gateway.anthropic.fields import OF_CHAT, REFUSED
 from gateway.openai.dialect import Dialect
 from gateway.openai.refusals import OF_BLOCKS, check_parts, refuse, refuse_any
-from gateway.openai.request import A_STRING, AN_OBJECT, AT_LEAST_1, Completion, chat_source
+from gateway.openai.request import A_BOOL, A_STRING, AN_OBJECT, AT_LEAST_1, Completion, chat_source
 from gateway.openai.request import parse as parse_chat
 
 Json = dict[str, Any]
@@ -40,8 +40,9 @@ def parse(body: Json, model_name: str, dialect: Dialect) -> Completion:
     if "stop_sequences" in body:
         chat["stop"] = body["stop_sequences"]
     if "tool_choice" in body:
-        chat |= _choice(AN_OBJECT("tool_choice", body["tool_choice"]))
-    chat |= _output(AN_OBJECT("output_config", body.get("output_config", {})))
+        chat |= _choice(AN_OBJECT("tool_choice", body["tool_choice"]), chat.get("tools", []))
+    older = {"format": body["output_format"]} if "output_format" in body else {}
+    chat |= _output({**older, **AN_OBJECT("output_config", body.get("output_config", {}))})
     completion = parse_chat(chat, True, model_name, dialect)
     completion.requests[0]["cut_max_dec_len"] = True  # it must be given, so many give the most that they know of
     return completion
@@ -96,7 +97,8 @@ def _turn(turn: Json) -> list[Json]:
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": told})
         elif kind == "tool_use":
             arguments = wire.within("messages", "[].content[].input", AN_OBJECT, block.get("input"))
-            function = {"name": block.get("name"), "arguments": arguments}
+            name = wire.within("messages", "[].content[].name", A_STRING, block.get("name"))
+            function = {"name": name, "arguments": arguments}
             call = {"id": block.get("id"), "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
         elif kind == "thinking":
@@ -116,12 +118,14 @@ def _text(name: str, block: Json) -> Json:
     if block.get("type") != "text":
         text = "`{field}` may hold blocks of text, thinking and tools only, {value} is none"
         raise InvalidRequest(text, field=name, value=wire.shown(block))
-    return {"type": "text", "text": block.get("text")}
+    place = "[].content[].text" if name == "messages" else "[].text"
+    return {"type": "text", "text": wire.within(name, place, A_STRING, block.get("text"))}
 
 
 def _tool(tool: Json) -> Json:
     if tool.get("type", "custom") not in ("custom", None):
-        raise InvalidRequest("`{field}` may have the type `custom` only", field="tools", value=wire.shown(tool))
+        text = "`{field}` may have the type `custom` only, {value} has another"
+        raise InvalidRequest(text, field="tools", value=wire.shown(tool))
     name = wire.within("tools", "[].name", A_STRING, tool.get("name"))
     schema = wire.within("tools", "[].input_schema", AN_OBJECT, tool.get("input_schema") or {})
     function = {"name": name, "parameters": schema}
@@ -130,8 +134,11 @@ def _tool(tool: Json) -> Json:
     return {"type": "function", "function": function}
 
 
-def _choice(choice: Json) -> Json:
+def _choice(choice: Json, tools: list[Json]) -> Json:
     kind = choice.get("type")
+    if kind == "tool" and tools and choice.get("name") not in [tool["function"]["name"] for tool in tools]:
+        text = "`{field}` must name one of the `tools`, it is {value}"
+        raise InvalidRequest(text, field="tool_choice", value=wire.shown(choice))
     if kind == "tool":
         wanted: Any = {"type": "function", "function": {"name": choice.get("name")}}
     elif isinstance(kind, str) and kind in CHOICES:
@@ -139,7 +146,9 @@ def _choice(choice: Json) -> Json:
     else:
         text = "`{field}` must have a `type` of {limit}, it is {value}"
         raise InvalidRequest(text, field="tool_choice", value=wire.shown(kind), limit=[*CHOICES, "tool"])
-    return {"tool_choice": wanted, "parallel_tool_calls": not choice.get("disable_parallel_tool_use")}
+    is_one = choice.get("disable_parallel_tool_use") or False
+    is_one = wire.within("tool_choice", ".disable_parallel_tool_use", A_BOOL, is_one)
+    return {"tool_choice": wanted, "parallel_tool_calls": not is_one}
 
 
 def _thinking(body: Json, dialect: Dialect, chat: Json) -> Json:
@@ -150,8 +159,10 @@ def _thinking(body: Json, dialect: Dialect, chat: Json) -> Json:
         text = "`{field}` must have a `type` of {limit}, it is {value}"
         raise InvalidRequest(text, field="thinking", value=wire.shown(kind), limit=[*KINDS])
     variables = dict(AN_OBJECT("chat_template_kwargs", body.get("chat_template_kwargs", {})))
+    if (budget := thinking.get("budget_tokens")) is not None:
+        wire.within("thinking", ".budget_tokens", AT_LEAST_1, budget)
     if kind == "enabled" and dialect.thought != "never":
-        chat["reasoning_max_tokens"] = thinking.get("budget_tokens")
+        chat["reasoning_max_tokens"] = budget
     if kind == "disabled":
         chat["include_reasoning"] = False
         if dialect.thought == "may":

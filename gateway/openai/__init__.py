@@ -10,7 +10,7 @@ from gateway.openai.again import LAST_EVENT_ID, parse_again
 from gateway.openai.answer import OpenAIExchange, as_event
 from gateway.openai.dialect import dialect_of
 from gateway.openai.fields import fields
-from gateway.openai.refusals import check_spelling
+from gateway.openai.refusals import ELSEWHERE, NAMES, check_spelling
 from gateway.openai.request import parse
 from gateway.protocol import Call, Exchange
 
@@ -42,7 +42,8 @@ class OpenAI:
         return True
 
     def parse(self, body: dict[str, Any], call: Call) -> Exchange:
-        check_spelling(body, self.fields(call.path))
+        known = self.fields(call.path)
+        check_spelling(body, known, called={**NAMES, **{name: own for name, own in ELSEWHERE.items() if own in known}})
         if LAST_EVENT_ID in call.headers:
             return parse_again(body, IS_CHAT[call.path], call)
         return OpenAIExchange(parse(body, IS_CHAT[call.path], call.model_name, dialect_of(call.config)))

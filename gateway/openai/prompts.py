@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import InvalidRequest
-from engine.wire import FIELDS, OfPrompt, TokenLogprob
+from engine.wire import FIELDS, OfPrompt, TokenLogprob, shown
 from gateway.openai.refusals import refuse_more
 
 A_TEXT, IDS, A_BOOL = (FIELDS[name].check for name in ("text", "input_ids", "stream"))
@@ -53,7 +53,8 @@ def sources_of(name: str, body: Mapping[str, Any], limit: int) -> list[Json]:
     is_one = isinstance(given, str) or (isinstance(given, list) and given and not isinstance(given[0], (str, list)))
     prompts = [given] if is_one else given
     if not isinstance(prompts, list) or not prompts:
-        raise InvalidRequest("`{field}` must be a text, a list of token ids, or a list of either", field=name)
+        text = "`{field}` must be a text, a list of token ids, or a list of either, it is {value}"
+        raise InvalidRequest(text, field=name, value=shown(given))
     refuse_more(name, len(prompts), limit)
     return [_source(name, each) for each in prompts]
 

@@ -19,6 +19,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     ),
     **dict.fromkeys(("stop_regex", "no_stop_trim", "lora_path", "vllm_xargs", "watermarking"), ()),
     **dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "logprob_token_ids", "repetition_detection"), ()),
+    **dict.fromkeys(("extra_body", "mirostat", "dry_multiplier", "xtc_probability", "top_a", "dynatemp_range"), ()),
+    **{"typical_p": (1,), "tfs_z": (1,), "top_n_sigma": (-1,)},
     "return_prompt_text": (),
     "truncation_side": ("left",),
     "function_call": ("none", "auto"),
@@ -46,6 +48,13 @@ OF_VECTORS: dict[str, tuple[Any, ...]] = {
 # Native name -> OpenAI's
 NAMES = {name: field.aliases[-1] for name, field in wire.FIELDS.items() if field.aliases} | {
     **{"req_id": "request_id", "lora_name": "model"}
+}
+# What other APIs call OpenAI's fields, where a path has those
+ELSEWHERE = {
+    **{"instructions": "messages", "input": "messages", "max_output_tokens": "max_tokens", "n_predict": "max_tokens"},
+    **{"thinking": "enable_thinking", "thinking_budget": "reasoning_max_tokens", "reasoning": "reasoning_effort"},
+    **dict.fromkeys(("output_config", "output_format", "format"), "response_format"),
+    **{"repeat_penalty": "repetition_penalty", "grammar": "guided_grammar"},
 }
 # Names that clients send which do nothing: none of them is a misspelling
 IGNORED = (

@@ -120,7 +120,10 @@ def parse(body: dict[str, Any], is_chat: bool, default_model: str, dialect: Dial
 
 def _names(body: dict[str, Any], is_chat: bool) -> dict[str, str]:
     source = "messages" if is_chat else "prompt"
-    names = NAMES | dict.fromkeys(("text", "input_ids", "messages"), source)
+    names = NAMES | {name: name for name in NAMES if name in body}  # of two names the client's
+    names |= dict.fromkeys(("text", "input_ids", "messages"), source)
+    if "structured_outputs" in body:
+        names |= dict.fromkeys(STRUCTURED.values(), "structured_outputs")
     if "prompt_logprobs" not in body:  # then it is that of an echo
         names |= {"prompt_logprobs": "logprobs"}
     return names | {"max_dec_len": "max_completion_tokens"} if "max_completion_tokens" in body else names

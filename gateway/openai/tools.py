@@ -104,7 +104,8 @@ def _checked_tools(given: Any) -> list[dict[str, Any]]:
     refuse_more("tools", len(given), MAX_TOOLS)
     for tool in given:
         if wire.within("tools", "[]", AN_OBJECT, tool).get("type") != "function":
-            raise InvalidRequest("`{field}` may have the type `function` only", field="tools", value=wire.shown(tool))
+            text = "`{field}` may have the type `function` only, {value} has another"
+            raise InvalidRequest(text, field="tools", value=wire.shown(tool))
         function = wire.within("tools", "[].function", AN_OBJECT, tool.get("function"))
         wire.within("tools", "[].function.name", A_STRING, function.get("name"))
         wire.within("tools", "[].function.parameters", wire.FORMS["guided_json"], _parameters(function))
@@ -155,15 +156,17 @@ def _quoted(text: str) -> str:
 
 def with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
     """Of calls in the history: clients send arguments as a text, chat templates want the object."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
+    if not (calls := message.get("tool_calls")):
         return message
+    if not isinstance(calls, list) or not all(_name(call) for call in calls):
+        text = "`{field}[].tool_calls` must be a list of calls, each of a `function` with a `name`, it is {value}"
+        raise InvalidRequest(text, field="messages", value=wire.shown(calls))
     return {**message, "content": message.get("content") or "", "tool_calls": [_parsed(call) for call in calls]}
 
 
-def _parsed(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+def _parsed(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    if not isinstance(function.get("arguments"), str):
         return call
     try:
         return {**call, "function": {**function, "arguments": json.loads(function["arguments"] or "{}")}}

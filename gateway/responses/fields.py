@@ -10,7 +10,11 @@ from gateway.openai.refusals import OF_BLOCKS
 from gateway.openai.request import PASSED_ON
 
 Json = dict[str, Any]
-NOT_INCLUDED = "message.output_text.logprobs"
+INCLUDED = (  # of what is never here
+    *("reasoning.encrypted_content", "file_search_call.results", "web_search_call.results"),
+    *("web_search_call.action.sources", "code_interpreter_call.outputs"),
+    *("computer_call_output.output.image_url", "message.input_image.image_url"),
+)
 OBJECTS: Json = {"type": "array", "items": {"type": "object"}}
 AS_THERE = {
     *("model", "stream", "tools", "parallel_tool_calls", "request_id", "timeout"),

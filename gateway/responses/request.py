@@ -16,7 +16,7 @@ from gateway.openai.refusals import REFUSED as REFUSED_IN_CHATS
 from gateway.openai.request import A_STRING, AN_OBJECT, AT_LEAST_1, chat_source
 from gateway.openai.request import parse as parse_chat
 from gateway.responses.answer import ResponsesExchange
-from gateway.responses.fields import NOT_INCLUDED, OF_CHAT, REFUSED
+from gateway.responses.fields import INCLUDED, OF_CHAT, REFUSED
 
 Json = dict[str, Any]
 MAX_METADATA = 16  # as OpenAI has it; several events repeat them
@@ -25,6 +25,7 @@ CALLED = {  # of the chat's fields, those with another name here
     **{"response_format": "text", "reasoning_effort": "reasoning"},
 }
 NAMES = {**{native: CALLED.get(name, name) for native, name in NAMES_OF_CHAT.items()}, **CALLED}
+NAMES |= {"system": "instructions", "output_config": "text", "thinking": "reasoning"}
 
 
 def parse(body: Json, model_name: str, dialect: Dialect) -> ResponsesExchange:
@@ -36,8 +37,10 @@ def parse(body: Json, model_name: str, dialect: Dialect) -> ResponsesExchange:
             raise InvalidRequest(text, field=name, value=wire.shown(body[name]))
     refuse(body, is_chat=True)
     refuse_any(body, {**OF_BLOCKS, **REFUSED})
-    if isinstance(included := body.get("include"), list) and NOT_INCLUDED in included:
-        raise InvalidRequest("`{field}` {value} is not supported", field="include", value=wire.shown(NOT_INCLUDED))
+    included = body.get("include", [])
+    if not isinstance(included, list) or any(each not in INCLUDED for each in included):
+        text = "`{field}` may hold {limit}, which do nothing here, it is {value}"
+        raise InvalidRequest(text, field="include", value=wire.shown(included), limit=[*INCLUDED])
     chat = {name: body[name] for name in OF_CHAT if name in body} | chat_of(body)
     chat.setdefault("request_id", f"resp_{uuid.uuid4().hex}")
     refuse_more("metadata", len(AN_OBJECT("metadata", body.get("metadata", {}))), MAX_METADATA)
@@ -112,8 +115,8 @@ def _reasoning(item: Json, messages: list[Json]) -> None:
 
 
 def _call(item: Json, messages: list[Json]) -> None:
-    function = {"name": A_STRING("input", item.get("name")), "arguments": A_STRING("input", item.get("arguments"))}
-    call = {"id": A_STRING("input", item.get("call_id")), "type": "function", "function": function}
+    function = {"name": _text_of(item, "name"), "arguments": _text_of(item, "arguments")}
+    call = {"id": _text_of(item, "call_id"), "type": "function", "function": function}
     if messages and messages[-1]["role"] == "assistant":
         messages[-1].setdefault("content", "")
         messages[-1].setdefault("tool_calls", []).append(call)
@@ -122,8 +125,12 @@ def _call(item: Json, messages: list[Json]) -> None:
 
 
 def _output(item: Json, messages: list[Json]) -> None:
-    called = A_STRING("input", item.get("call_id"))
-    messages.append({"role": "tool", "tool_call_id": called, "content": _content(item.get("output"))})
+    called, told = _text_of(item, "call_id"), _content(item.get("output"))
+    messages.append({"role": "tool", "tool_call_id": called, "content": told})
+
+
+def _text_of(item: Json, name: str) -> str:
+    return wire.within("input", f"[].{name}", A_STRING, item.get(name))
 
 
 ITEMS: dict[str, Callable[[Json, list[Json]], None]] = {
@@ -145,7 +152,8 @@ def _content(content: Any) -> Any:
 
 def _tool(tool: Json) -> Json:
     if tool.get("type") != "function":
-        raise InvalidRequest("`{field}` may have the type `function` only", field="tools", value=wire.shown(tool))
+        text = "`{field}` may have the type `function` only, {value} has another"
+        raise InvalidRequest(text, field="tools", value=wire.shown(tool))
     wire.within("tools", "[].name", A_STRING, tool.get("name"))
     wire.within("tools", "[].parameters", AN_OBJECT, tool.get("parameters") or {})
     known = ("name", "description", "parameters", "strict")

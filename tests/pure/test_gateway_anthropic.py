@@ -150,6 +150,7 @@ def test_fields_reach_the_model_as_those_of_a_chat_do():
     assert {**body, "stop": ["x"], "temperature": 0.5, "top_k": 5, "max_tokens": 10**9, "seed": 3} == body
     assert body["cut_max_dec_len"] is True  # of clients that know of no limit
     assert body["response_format"]["json_schema"]["schema"] == form["schema"]
+    assert sent(extra_body={"output_format": form})["response_format"] == body["response_format"]
     assert body["chat_template_kwargs"] == {"reasoning_effort": "low"}
     prefilled = sent({"reasoning_parser": "none"}, messages=[*MESSAGES, {"role": "assistant", "content": "It is"}])
     assert prefilled["chat_template_kwargs"] == {"continue_final_message": True}
@@ -187,6 +188,23 @@ def test_fields_reach_the_model_as_those_of_a_chat_do():
         ({"tools": [{"name": 5}]}, "tools[].name"),
         ({"tools": [{"name": "f", "input_schema": 5}]}, "tools[].input_schema"),
         ({"best_of": 2}, "best_of"),
+        ({"instructions": "Be short."}, "system"),
+        ({"output_format": {"type": "xml"}}, "output_config"),
+        ({"thinking": {"type": "adaptive", "budget_tokens": -1}}, "thinking.budget_tokens"),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "any", "disable_parallel_tool_use": "x"}},
+            "tool_choice.disab",
+        ),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}},
+            "tool_choice` must name one of the",
+        ),
+        ({"system": [{"type": "text"}]}, "system[].text"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[].content[].text"),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": {}}]}]},
+            "messages[].content[].name",
+        ),
         ({"logits_processors": ["x"]}, "logits_processors"),
     ],
 )

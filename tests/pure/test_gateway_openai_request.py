@@ -172,6 +172,14 @@ def test_any_model_name_is_taken_and_none_is_the_served_one():
         (COMPLETIONS, {"tools": [A_TOOL]}, "tools"),
         (CHAT, {"audio": {"voice": "x"}}, "audio"),
         (CHAT, {"temprature": 1}, "temperature"),
+        (CHAT, {"max_output_tokens": 5}, "max_tokens"),
+        (CHAT, {"instructions": "Be short."}, "messages"),
+        (CHAT, {"thinking": {"type": "enabled"}}, "enable_thinking"),
+        (CHAT, {"output_format": {"type": "json_schema"}}, "response_format"),
+        (CHAT, {"extra_body": {"top_k": 1}}, "extra_body"),
+        (CHAT, {"typical_p": 0.5}, "typical_p"),
+        (COMPLETIONS, {"n_predict": 5}, "max_tokens"),
+        (COMPLETIONS, {"mirostat": 2}, "mirostat"),
         (COMPLETIONS, {"max_token": 1}, "max_tokens"),
         (COMPLETIONS, {"max_dec_len": 1}, "max_tokens"),
         (CHAT, {"logits_processors": ["x"]}, "logits_processors"),
@@ -242,6 +250,9 @@ def test_what_cannot_be_done_is_refused_by_name(path, fields, param):
     assert backend.bodies == []
 
 
+NO_CALLS = "`messages[].tool_calls` must be a list of calls, each of a `function` with a `name`"
+
+
 def test_a_refusal_says_where_in_a_field_it_is_wrong():
     streamed = {"stream": True, "stream_options": {"include_usage": "yes"}}
     misspelt = {"stream": True, "stream_options": {"include_usgae": True}}
@@ -250,11 +261,28 @@ def test_a_refusal_says_where_in_a_field_it_is_wrong():
         for fields, text in (
             (streamed, 'The `stream_options.include_usage` must be a boolean, it is "yes"'),
             (misspelt, 'unknown field "include_usgae", did you mean `include_usage`?'),
+            ({"tools": [{"type": "x"}]}, '`tools` may have the type `function` only, {"type": "x"} has another'),
+            ({"guided_choice": []}, "The `guided_choice` must be a list of strings, it is empty"),
+            ({"messages": [{"role": "assistant", "content": "", "tool_calls": "x"}]}, f'{NO_CALLS}, it is "x"'),
+            ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, f"{NO_CALLS}, it is [{{}}]"),
             ({"tools": [5]}, "The `tools[]` must be an object, it is a number"),
             ({"tools": [{"type": "function"}]}, "The `tools[].function` must be an object, it is null"),
             ({"tools": [function]}, "The `tools[].function.parameters` must be an object, it is a number"),
         ):
             assert gateway.refused(CHAT, {**A_CHAT, **fields})[1]["error"]["message"] == text
+
+
+def test_of_several_names_of_a_field_a_refusal_of_the_model_has_the_clients():
+    budget, form = (InvalidRequest("{field}", field=name) for name in ("reasoning_max_tokens", "guided_regex"))
+    for error, fields in (
+        (budget, {"reasoning_max_tokens": 5}),
+        (budget, {"thinking_token_budget": 5}),
+        (form, {"guided_regex": "a"}),
+        (form, {"structured_outputs": {"regex": "a"}}),
+    ):
+        with running(FakeBackend(error)) as gateway:
+            answer = gateway.refused(CHAT, {**A_CHAT, **fields})[1]["error"]
+        assert [answer["param"], answer["message"]] == [*fields] * 2
 
 
 def test_what_an_answer_must_look_like_reaches_the_model_as_it_was_given():

@@ -67,11 +67,11 @@ def test_with_a_head_each_pair_is_a_request_and_its_score_a_probability():
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
-        ("/score", {"text_1": "a"}, "`text_2` must be a text or a list of texts"),
+        ("/score", {"text_1": "a"}, "`text_2` must be a text or a list of texts, it is null"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "`text_1` has 2 texts, `text_2` has 1"),
         ("/score", {"text_1": "a", "text_2": ["c"] * 2049}, "`text_2` has 2049 items, the limit is 2048"),
-        ("/rerank", {"documents": ["a"]}, "`query` must be a text"),
-        ("/rerank", {"query": "a", "documents": []}, "`documents` must be a text or a list of texts"),
+        ("/rerank", {"documents": ["a"]}, "`query` must be a text, it is null"),
+        ("/rerank", {"query": "a", "documents": []}, "`documents` must be a text or a list of texts, it is []"),
         ("/rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents"),
         ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
         ("/rerank", {"query": "a", "documents": ["b"], "instruction": "i"}, "`instruction` needs a model with a head"),

@@ -188,6 +188,10 @@ def test_the_tokens_of_an_input_can_be_counted():
         ({"tool_choice": "required"}, "tool_choice"),
         ({"temprature": 1}, "temperature"),
         ({"max_tokens": 1}, "max_output_tokens"),
+        ({"include": ["reasoning"]}, "include"),
+        ({"include": "reasoning.encrypted_content"}, "include"),
+        ({"system": "Be short."}, "instructions"),
+        ({"input": [{"type": "function_call", "call_id": "1", "name": "f"}]}, "input"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_the_name_that_its_client_knows(fields, param):
