@@ -27,6 +27,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "verbosity": ("medium",),
 }
+ASKED_EMPTY = ("web_search_options",)  # an object without options is a wish as well
 # The same where one answer is told as blocks
 OF_BLOCKS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", "use_beam_search"), ()),
@@ -72,7 +73,7 @@ def refuse(body: dict[str, Any], is_chat: bool) -> None:
 def refuse_any(body: dict[str, Any], refused: Mapping[str, Collection[Any]]) -> None:
     for name, harmless in refused.items():
         value = body.get(name)
-        if value and value not in harmless:
+        if (value or name in ASKED_EMPTY and value == {}) and value not in harmless:
             raise InvalidRequest("`{field}` is not supported, it is {value}", field=name, value=wire.shown(value))
 
 

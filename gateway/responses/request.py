@@ -84,10 +84,10 @@ def _messages(body: Json) -> list[Json]:
     given = body.get("input")
     if given is None:
         raise InvalidRequest("`{field}` is missing", field="input")
+    if given in ("", []):
+        raise InvalidRequest("`{field}` cannot be empty", field="input", value=given)
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
-    if not given:
-        raise InvalidRequest("`{field}` cannot be empty", field="input")
     for item in _objects("input", given):
         kind = item.get("type", "message")
         if not isinstance(kind, str) or kind not in ITEMS:

@@ -171,6 +171,7 @@ def test_any_model_name_is_taken_and_none_is_the_served_one():
         (CHAT, {"structured_outputs": {"xml": 1}}, "structured_outputs"),
         (COMPLETIONS, {"tools": [A_TOOL]}, "tools"),
         (CHAT, {"audio": {"voice": "x"}}, "audio"),
+        (CHAT, {"web_search_options": {}}, "web_search_options"),
         (CHAT, {"temprature": 1}, "temperature"),
         (CHAT, {"max_output_tokens": 5}, "max_tokens"),
         (CHAT, {"instructions": "Be short."}, "messages"),

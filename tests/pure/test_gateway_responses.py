@@ -171,6 +171,7 @@ def test_the_tokens_of_an_input_can_be_counted():
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"logits_processors": ["x"]}, "logits_processors"),
         ({"input": []}, "input"),
+        ({"input": ""}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
         ({"input": [{"type": ["x"]}]}, "input"),
