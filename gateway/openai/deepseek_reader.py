@@ -9,6 +9,12 @@ BEGIN, NAME, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜too
 MAX_HEAD_LEN = 1024  # what is before the arguments
 
 
+def ways(name: str) -> list[tuple[str, str]]:
+    """To write a call, before and after its arguments: as V3 and R1 do, the second on a line of its own, and V3.1."""
+    before, after = f"{BEGIN}function{NAME}{name}\n```json\n", f"\n```{END}"
+    return [(before, after), (f"\n{before}", after), (f"{BEGIN}{name}{NAME}", END)]
+
+
 class DeepseekReader:
     """`push` what begins with BEGIN, until `is_done` or `has_failed`."""
 

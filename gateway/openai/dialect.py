@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import runpy
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -39,18 +39,23 @@ class CallFormat:
     end: str  # and after them
     bare: str = ""  # what an answer begins with that has calls and no `begin`
     filler: str = ""  # may be between, besides whitespace
-    arguments: str = "arguments"  # its key, where calls are forced
+    arguments: str = "arguments"  # the key of JSON objects, where calls are forced
     forced: tuple[str, str, str] = ("", "", "")  # written before all calls, between two, and after them
     sign: str = ""  # as a rule of a grammar: before them where there may be words instead
     call_id_len: int = 24
     has_special_token: bool = True  # `begin` is one: it has no text unless that is asked for
     opens: str = "{"
     reader: Callable[[Collection[str]], OneCall] = CallReader
+    # Of what is no JSON, for the name of a call: each way to write it, before its arguments and after them
+    ways: Callable[[str], Sequence[tuple[str, str]]] | None = None
 
     @property
-    def is_json(self) -> bool:
-        """What is not can only be read: the form of a call that must be is another."""
-        return self.opens == "{"
+    def has_form(self) -> bool:
+        """What has none can only be read: the form of a call that must be is another."""
+        return self.opens == "{" or self.ways is not None
+
+    def around(self, name: str) -> Sequence[tuple[str, str]]:
+        return self.ways(name) if self.ways else [(f'{{"name": {json.dumps(name)}, "{self.arguments}": ', "}")]
 
 
 FORMATS = {
@@ -70,7 +75,11 @@ FORMATS = {
         call_id_len=9,  # so its template wants
     ),
     "deepseek": CallFormat(
-        begin="<｜tool▁calls▁begin｜>", end="<｜tool▁calls▁end｜>", opens=deepseek_reader.BEGIN, reader=DeepseekReader
+        *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        forced=("<｜tool▁calls▁begin｜>", "", "<｜tool▁calls▁end｜>"),
+        opens=deepseek_reader.BEGIN,
+        reader=DeepseekReader,
+        ways=deepseek_reader.ways,
     ),
 }
 # What a chat template has that tells the model of tools in this format

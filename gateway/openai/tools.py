@@ -51,7 +51,7 @@ class Tools:
             raise InvalidRequest("`{field}` cannot be kept beside a `tool_choice` that forces a call", field=forms[0])
         if self.forced:
             fields["guided_grammar"] = self._grammar(self.calls, self.forced)
-        elif forms == [OF_WORDS] and self.calls.is_json:
+        elif forms == [OF_WORDS] and self.calls.has_form:
             words = wire.FORMS[OF_WORDS](OF_WORDS, options[OF_WORDS])
             if words and words.kind == "json":
                 fields["guided_grammar"] = self._grammar(self.calls, [tool["function"] for tool in self.tools], words)
@@ -67,9 +67,10 @@ class Tools:
         or_words = f"words | {calls.sign} " if words else ""
         rules = [f"start: {or_words}{before} call {more} {after}", f"call: {' | '.join(functions)}"]
         for rule, function in zip(functions, known, strict=True):
-            head = _quoted(f'{{"name": {json.dumps(function["name"])}, "{calls.arguments}": ')
+            around = [(_quoted(before), _quoted(after)) for before, after in calls.around(function["name"])]
             arguments = _in_one_line(_parameters(function), AS_FAR_AS_POSSIBLE if words else ONE_LINE)
-            rules.append(f'{rule}: {head} %json {arguments} "}}"')
+            ways = " | ".join(f"{before} {rule}_arguments {after}" for before, after in around)
+            rules += [f"{rule}: {ways}", f"{rule}_arguments: %json {arguments}"]
         return "\n".join([*rules, f"words: %json {_in_one_line(words.value, ONE_LINE)}"] if words else rules)
 
 
@@ -87,7 +88,7 @@ def read_tools(body: Mapping[str, Any], dialect: Dialect) -> Tools:
         return Tools()
     forced = _forced(choice, [tool["function"] for tool in tools])
     calls = dialect.calls
-    if forced and not (calls and calls.is_json):
+    if forced and not (calls and calls.has_form):
         calls = FORMATS["llama3_json"]
     if calls is None:
         text = (

@@ -123,10 +123,6 @@ def test_arguments_in_the_history_are_objects_to_the_template():
     assert (sent["content"], sent["tool_calls"][0]["function"]["arguments"]) == ("", {"city": "Rome"})
 
 
-def forced_format(name):
-    return FORMATS[name if FORMATS[name].is_json else "llama3_json"]
-
-
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_a_call_that_must_be_is_one_whatever_the_model_thinks(tokenizer, name, choice):
@@ -138,7 +134,7 @@ def test_a_call_that_must_be_is_one_whatever_the_model_thinks(tokenizer, name, c
     for seed in range(8):
         grammar = backend.bodies[0]["guided_grammar"]
         text = guided.run(a_request(f"{seed}", "guided_grammar", grammar, seed=seed, temperature=5.0))
-        content, _, calls = read(text, calls=forced_format(name), is_forced=True)
+        content, _, calls = read(text, calls=FORMATS[name], is_forced=True)
         assert content == ""
         assert len(calls) == 1 if choice != "required" else calls
         for function, arguments in calls:
@@ -154,14 +150,14 @@ def test_a_call_that_must_be_is_the_only_one_if_they_shall_not_be_parallel(token
     guided = Guided(tokenizer)
     for seed in range(8):
         text = guided.run(a_request(f"{seed}", "guided_grammar", backend.bodies[0]["guided_grammar"], seed=seed))
-        assert len(read(text, calls=forced_format(name), is_forced=True)[2]) == 1
+        assert len(read(text, calls=FORMATS[name], is_forced=True)[2]) == 1
 
 
 SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}}
 CITY = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}}
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].is_json])
+@pytest.mark.parametrize("name", FORMATS)
 def test_words_of_a_form_leave_room_for_calls(tmp_path, name):
     """Agents send tools and the form of their last answer with every request."""
     write_tokenizer(tmp_path)
@@ -169,8 +165,10 @@ def test_words_of_a_form_leave_room_for_calls(tmp_path, name):
     config["additional_special_tokens"] = ["[TOOL_CALLS]"]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     backend, settings = FakeBackend("{}"), {"tool_call_parser": name}
-    odd = {"type": "function", "function": {"name": "odd", "parameters": {"type": "array", "uniqueItems": True}}}
-    ask(backend, settings, response_format=CITY, tools=[WEATHER, TIME, odd])  # what is not checked is not refused
+    unchecked = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    odd = {"type": "function", "function": {"name": "odd", "parameters": unchecked}}
+    asked = {"response_format": CITY, "tools": [WEATHER, TIME, odd]}  # what is not checked is not refused
+    ask(backend, settings, **asked, parallel_tool_calls=False)
     [body] = backend.bodies
     assert body["response_format"] == {"type": "text"} and len(body["chat_template_kwargs"]["tools"]) == 3
     told, guided, grammar = set(), Guided(Tokenizer.load(tmp_path)), body["guided_grammar"]

@@ -19,6 +19,9 @@ def deepseek(name, arguments='{"a": 1}'):
     return f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>"
 
 
+NEWER_DEEPSEEK = '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
+
+
 def read(text, cuts=(), is_forced=False, names=(), **dialect):
     """Content, reasoning, and calls as pairs of name and arguments."""
     reader = Reader(Dialect(**dialect), is_forced, names=names)
@@ -111,7 +114,7 @@ CASES = {
         ("So.", "", [("f", '{"a": 1}'), ("g", NESTED)]),
     ),
     "deepseek, newer": (
-        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        f"<｜tool▁calls▁begin｜>{NEWER_DEEPSEEK}<｜tool▁calls▁end｜>",
         {"calls": DEEPSEEK},
         ("", "", [("f", '{"a": 1}')]),
     ),
@@ -162,6 +165,11 @@ def test_however_a_text_is_cut_its_parts_are_the_same(name):
     assert read(text, range(1, len(text)), **options) == expected
     for place in range(1, len(text)):
         assert read(text, [place], **options) == expected
+
+
+def test_deepseeks_calls_that_must_be_are_written_as_its_models_write_them():
+    written = [f'{before}{{"a": 1}}{after}' for before, after in DEEPSEEK.around("f")]
+    assert written == [deepseek("f"), f"\n{deepseek('f')}", NEWER_DEEPSEEK]
 
 
 def test_words_and_arguments_do_not_wait_for_the_end():
