@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from engine.core.block_pool import BlockPool, OutOfBlocks, chain_key, root_key
+from engine.core.known_scores import KnownScores
 from engine.core.types import Copy, Request
 
 NEVER = 1 << 60  # blocks
@@ -18,6 +19,7 @@ class Holdings:
     def __init__(self, pool: BlockPool, block_ratio: float):
         self.pool = pool
         self._block_ratio = block_ratio
+        self._known_scores = KnownScores(pool.block_size)
         self._num_in_flight = 0  # steps
         self._retired: list[list[int]] = []  # of requests that have ended, which a launched step may still write
 
@@ -111,6 +113,12 @@ class Holdings:
                 self.pool.publish(request.block_ids[index], keys[index])
         request.num_published = count
 
+    def keep_scores(self, request: Request) -> None:
+        """Of its whole prompt."""
+        if request.sampling.num_prompt_logprobs >= 0 and self.pool.caching:
+            keys = self._keys(request, request.prompt_len // self.pool.block_size)
+            self._known_scores.keep(keys, request.scores, request.sampling.num_prompt_logprobs)
+
     def new_blocks(self, request: Request) -> Sequence[int]:
         """Those that the executor has not been told of; it is told now."""
         placed, request.num_placed = request.num_placed, len(request.block_ids)
@@ -152,9 +160,13 @@ class Holdings:
 
     def _prefix(self, request: Request) -> Sequence[bytes]:
         """Keys of the cached blocks that it begins with."""
+        size, num_likeliest = self.pool.block_size, request.sampling.num_prompt_logprobs
         if not self.pool.caching:
             return ()
-        keys = self._keys(request, request.most_cached // self.pool.block_size)
+        if num_likeliest >= 0 and not request.is_told:
+            known = self._known_scores.find(self._keys(request, request.prompt_len // size), num_likeliest)
+            request.scores += known[len(request.scores) :]
+        keys = self._keys(request, request.most_cached // size)
         return keys[: self.pool.find(keys)]
 
     def _keys(self, request: Request, count: int) -> Sequence[bytes]:

@@ -241,6 +241,8 @@ class Scheduler:
         if request.state is RUNNING:
             if update is not None:
                 if not request.is_told:
+                    if update.finish_reason != FAILED:
+                        self._holdings.keep_scores(request)
                     update = update._replace(of_prompt=reading.whole(request))
                 updates.append(update)
                 if update.finish_reason:

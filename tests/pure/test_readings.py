@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from engine.core.known_scores import KnownScores
 from engine.core.loop import Loop
 from engine.core.types import Batch, Logprobs, Reading, Row, Sampling
 from engine.errors import InvalidRequest
@@ -129,17 +130,40 @@ def test_what_is_read_in_one_step_is_bounded_and_answers_go_on_beside_it():
     assert all(num_rows > 1 for _, num_rows in seen[:6])
 
 
-def test_a_cached_prompt_is_computed_again_for_its_scores_and_not_for_its_last_hidden_state():
+def test_a_cached_prompt_is_computed_again_for_its_scores_once_and_not_for_its_last_hidden_state():
     loop = a_loop()
     prompt = list(range(17))
+    plain = run(loop, a_request("plain", prompt, Sampling(2, temperature=0)))[1]["plain"]
+    assert (plain.num_cached, plain.scores) == (0, [])
     first, second = (run(loop, a_request(name, prompt, SCORES))[1][name] for name in "ab")
-    assert first == second._replace(began_at=first.began_at) and first.num_cached == 0
-    plain = run(loop, a_request("c", prompt, Sampling(2, temperature=0)))[1]["c"]
-    assert (plain.num_cached, plain.scores) == (16, [])
+    # The score of a block's first token is one of the logits of the block before, the last of which are computed.
+    assert (first.num_cached, second.num_cached) == (0, 12)
+    assert first.scores == second.scores == scores_of(prompt)
     last = run(loop, a_request("d", prompt, LAST))[1]["d"]
     assert (last.num_cached, hidden_of(last).tolist()) == (16, [16])
     mean = run(loop, a_request("e", prompt, MEAN))[1]["e"]
     assert (mean.num_cached, hidden_of(mean).tolist()) == (0, [8])
+
+
+def test_known_scores_are_those_of_the_same_beginning_and_of_as_many_of_the_likeliest():
+    loop = a_loop()
+    fewer, more = (replace(SCORES, num_prompt_logprobs=SCORES.num_prompt_logprobs + more) for more in (-1, 1))
+    prompts = {"a": range(20), "b": [*range(10), *range(40, 50)], "c": range(16), "d": range(20), "e": range(20)}
+    sampling = {"d": fewer, "e": more}
+    for name, num_cached in {"a": 0, "b": 4, "c": 12, "d": 16, "e": 0}.items():
+        told = run(loop, a_request(name, prompts[name], sampling.get(name, SCORES)))[1][name]
+        assert (told.scores, told.num_cached) == (scores_of(prompts[name], sampling.get(name, SCORES)), num_cached)
+
+
+def test_of_known_scores_the_beginnings_of_prompts_that_were_asked_for_last_stay():
+    known = KnownScores(block_size=2, max_numbers=12)
+    scores = [logprobs_of(token_id, 1) for token_id in range(9)]
+    known.keep([b"a", b"b", b"c"], scores, 1)
+    assert known.find([b"a", b"b", b"c", b"d"], 1) == scores[:5]
+    known.keep([b"d"], scores, 1)
+    assert known.find([b"a", b"b", b"c"], 1) == scores[:3]
+    known.keep([b"e"], scores, 5)
+    assert known.find([b"a"], 1) == known.find([b"d"], 1) == [] and known.find([b"e"], 5) == scores[:1]
 
 
 def test_several_answers_share_the_scores_of_their_prompt():
