@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cud
 
 from engine.dtypes import from_bf16, to_bf16  # noqa: E402
 from engine.ops import cuda, reference  # noqa: E402
+from engine.ops.cuda import few_rows  # noqa: E402
 from tests.cuda.arrays import Ops, array, tensor  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED, ROOT  # noqa: E402
 from tests.pure.paged_batch import PagedBatch  # noqa: E402
@@ -104,7 +105,17 @@ def test_linear(ops, rng, num_rows, width):
         assert_close(ops.gated_linear(x, weight, each), reference.swiglu(reference.linear(x, weight, each)), 1e-5)
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("width", [512, 1500])
+def test_products_of_few_rows(device, rng, width):
+    for num_rows in (1, 3, 8):
+        x, weight, bias = (tensor(floats(rng, *shape), device) for shape in ((num_rows, width), (34, width), (34,)))
+        for each, is_gated in ((bias, False), (bias, True), (None, True)):
+            found = few_rows.multiply(x, weight, each, x.new_full((num_rows, 34 >> is_gated), 7), is_gated=is_gated)
+            expected = reference.linear(array(x), array(weight), None if each is None else array(each))
+            assert_close(array(found), reference.swiglu(expected) if is_gated else expected, 1e-5)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 12])
 def test_bf16_logits_are_not_rounded(device, rng, num_rows):
     if device.type != "cuda":
         pytest.skip("the interpreter does not know bf16")

@@ -5,6 +5,8 @@ Every kernel calls `begin_next` first and, on every path, `wait_for_inputs` befo
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +17,14 @@ CAN_BE = not triton.knobs.runtime.interpret and torch.cuda.is_available()
 IS_USED = tl.constexpr(CAN_BE and torch.cuda.get_device_capability() >= NEEDED)
 PDL = {"launch_pdl": True} if IS_USED else {}  # keywords of a launch
 HAS_COPY_ENGINE = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= NEEDED  # TMA
+
+
+@functools.cache
+def shared_memory() -> int:
+    """Bytes that the programs of an SM share; one can have 1 KB less."""
+    if not torch.cuda.is_available():
+        return 1 << 17
+    return torch.cuda.get_device_properties().shared_memory_per_multiprocessor - 1024
 
 
 @triton.jit

@@ -1,5 +1,5 @@
-"""Matrix products. One row goes through a kernel of our own, which reads the weights as fast as they come; more go
-through torch (cuBLASLt), which such kernels only equal."""
+"""Matrix products. One row goes through a kernel of our own, which reads the weights as fast as they come, and a few
+through another (few_rows.py); more go through torch (cuBLASLt), which such kernels only equal."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from engine.ops.cuda import few_rows
 from engine.ops.cuda.launch import PDL, begin_next, wait_for_inputs
 from engine.ops.cuda.pointwise import swiglu
 
@@ -19,6 +20,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, K] times weight [N, K]: [T, N] in the type of x, which is the weight's."""
     if len(x) == 1:
         return _one_row(x, weight, bias, x.new_empty(1, len(weight)))
+    if few_rows.are_few(x):
+        return few_rows.multiply(x, weight, bias, x.new_empty(len(x), len(weight)))
     return functional.linear(x, weight, bias)
 
 
@@ -26,6 +29,8 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     """`linear`, then `swiglu`: [T, K], [2 F, K] -> [T, F]."""
     if len(x) == 1:
         return _one_row(x, weight, bias, x.new_empty(1, len(weight) // 2), is_gated=True)
+    if few_rows.are_few(x):
+        return few_rows.multiply(x, weight, bias, x.new_empty(len(x), len(weight) // 2), is_gated=True)
     return swiglu(functional.linear(x, weight, bias))
 
 
@@ -35,6 +40,8 @@ def logits(x: Tensor, weight: Tensor, bias: None = None) -> Tensor:
         return _one_row(x, weight, None, x.new_empty(1, len(weight), dtype=torch.float32))
     if x.dtype == torch.float32:
         return functional.linear(x, weight)
+    if few_rows.are_few(x):
+        return few_rows.multiply(x, weight, None, x.new_empty(len(x), len(weight), dtype=torch.float32))
     return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 

@@ -1,7 +1,8 @@
 """Matrix products whose every output is one chain of sums, over k from the first to the last.
 
 A tensor core adds 16 products to what it is given, in an order of its own that depends on neither row nor column; the
-chain of these steps is the same in tiles of every size, by either of Hopper's instructions. Nothing is split along k.
+chain of these steps is the same in tiles of every size, by either of Hopper's instructions, whichever operand the
+weights are. Nothing is split along k.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engine.ops.cuda.launch import HAS_COPY_ENGINE, PDL, begin_next, fetch_ahead, wait_for_inputs
+from engine.ops.cuda import few_rows
+from engine.ops.cuda.launch import HAS_COPY_ENGINE, PDL, begin_next, shared_memory, wait_for_inputs
 from engine.ops.cuda.pointwise import swiglu
 
 
@@ -23,24 +25,19 @@ class Tile(NamedTuple):
     columns: int
     depth: int
     warps: int
-    stages: int  # tiles that are read ahead
-    early: int = 0  # lines of each row of weights that are fetched before the inputs are there
+    stages: int  # tiles that are read ahead, where there is room
 
 
 FLOAT32 = Tile(64, 64, 32, 4, 2)
 NARROW, WIDE = 4224, 12288  # columns: how many tiles there are decides how large each may be
 # By the most rows they are for: tiles for few columns, for more, for many. As measured on an H200.
 TILES = {
-    16: (Tile(16, 16, 256, 4, 8, 16), Tile(16, 64, 128, 4, 5, 16), Tile(16, 64, 128, 4, 5, 16)),
     64: (Tile(64, 32, 128, 4, 7), Tile(64, 64, 128, 4, 5), Tile(64, 128, 64, 4, 5)),
     128: (Tile(64, 64, 128, 4, 5), Tile(128, 64, 64, 4, 5), Tile(128, 128, 64, 4, 4)),
-    256: (Tile(64, 128, 64, 4, 5), Tile(128, 128, 64, 4, 4), Tile(256, 128, 64, 8, 3)),
+    256: (Tile(128, 64, 64, 4, 8), Tile(128, 128, 64, 4, 7), Tile(256, 128, 64, 8, 4)),
     1024: (Tile(128, 128, 64, 4, 4),) * 3,
 }
-GATED = Tile(16, 64, 128, 4, 5)  # of either half, for FUSED rows
-LARGEST = Tile(256, 128, 64, 8, 3)
-FUSED = 16  # rows up to which the gate is part of the product
-LINE = 128  # bytes, of the L2 cache
+LARGEST = Tile(256, 128, 64, 8, 4)
 TOGETHER = 8  # tiles of rows that go over the same weights at a time
 
 
@@ -51,8 +48,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`linear`, then `swiglu`: [T, K], [2 F, K] -> [T, F]."""
-    if len(x) <= FUSED:
-        return _product(x, weight, bias, x.new_empty(len(x), len(weight) // 2), is_gated=True)
+    if few_rows.are_few(x):
+        return few_rows.multiply(x, weight, bias, x.new_empty(len(x), len(weight) // 2), is_gated=True)
     return swiglu(linear(x, weight, bias))
 
 
@@ -71,18 +68,21 @@ def tile_for(num_rows: int, columns: int, dtype: torch.dtype) -> Tile:
     return LARGEST
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, is_gated: bool = False) -> Tensor:
-    (num_rows, width), columns = x.shape, out.shape[1]
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    (num_rows, width), columns = x.shape, len(weight)
+    if few_rows.are_few(x):
+        return few_rows.multiply(x, weight, bias, out)
     if num_rows:
-        tile = GATED if is_gated and x.dtype == torch.bfloat16 else tile_for(num_rows, columns, x.dtype)
+        tile = tile_for(num_rows, columns, x.dtype)
         is_copied = HAS_COPY_ENGINE and x.dtype == torch.bfloat16 and _is_aligned(x) and _is_aligned(weight)
         rows = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]) if is_copied else x
         weights = TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]) if is_copied else weight
+        room = shared_memory() // ((tile.rows + tile.columns) * tile.depth * x.element_size())
         grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(columns, tile.columns),)
         _multiply[grid](
-            rows, weights, weight, x if bias is None else bias, out, num_rows, columns, width,
-            bias is not None, is_gated, is_copied, width % tile.depth == 0, tile.rows, tile.columns, tile.depth,
-            TOGETHER, tile.early, LINE // x.element_size(), num_warps=tile.warps, num_stages=tile.stages, **PDL,
+            rows, weights, x if bias is None else bias, out, num_rows, columns, width, bias is not None, is_copied,
+            width % tile.depth == 0, tile.rows, tile.columns, tile.depth, TOGETHER, num_warps=tile.warps,
+            num_stages=min(tile.stages, room), **PDL,
         )  # fmt: skip
     return out
 
@@ -94,13 +94,11 @@ def _is_aligned(matrix: Tensor) -> bool:
 
 @triton.jit(do_not_specialize=["num_rows"])  # or one row would be another kernel
 def _multiply(
-    x, tiles, weight, bias, out, num_rows, columns, width,
-    HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr, IS_COPIED: tl.constexpr, IS_WHOLE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TOGETHER: tl.constexpr, EARLY: tl.constexpr,
-    LINE: tl.constexpr,
+    x, weight, bias, out, num_rows, columns, width,
+    HAS_BIAS: tl.constexpr, IS_COPIED: tl.constexpr, IS_WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """ROWS x COLUMNS outputs; gated: of the gate and of what it is for, whose weights follow all of the gate's, rounded
-    as if they were stored between. IS_COPIED: `x` and `tiles` are descriptors of tensors, else tensors. IS_WHOLE: DEPTH
+    """ROWS x COLUMNS outputs. IS_COPIED: `x` and `weight` are descriptors of tensors, else tensors. IS_WHOLE: DEPTH
     divides the width."""
     begin_next()
     # TOGETHER tiles of rows go over the columns side by side, so that weights and rows are found in the L2 cache.
@@ -114,35 +112,18 @@ def _multiply(
     k = tl.arange(0, DEPTH)
     is_row = (m < num_rows)[:, None]
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-    up_sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-    at_column = weight + tl.minimum(n, columns - 1).to(tl.int64)[:, None] * width
-    up = columns.to(tl.int64) * width
-    if EARLY > 0:
-        early = tl.minimum(tl.arange(0, EARLY) * LINE, width - 1)[None, :]
-        fetch_ahead(at_column + early)
-        if IS_GATED:
-            fetch_ahead(at_column + up + early)
     wait_for_inputs()
     for start in range(0, width, DEPTH):
         if IS_COPIED:
             rows = x.load([first_row, start])
-            weights = tiles.load([first_column, start])
-            up_weights = tiles.load([columns + first_column, start]) if IS_GATED else weights
+            weights = weight.load([first_column, start])
         else:
             is_in = IS_WHOLE | (start + k < width)[None, :]
-            at_row = m.to(tl.int64)[:, None] * width + start + k[None, :]
-            rows = tl.load(x + at_row, mask=is_row & is_in, other=0)
+            rows = tl.load(x + m.to(tl.int64)[:, None] * width + start + k[None, :], mask=is_row & is_in, other=0)
+            at_column = weight + tl.minimum(n, columns - 1).to(tl.int64)[:, None] * width
             weights = tl.load(at_column + start + k[None, :], mask=is_in, other=0)
-            up_weights = tl.load(at_column + up + start + k[None, :], mask=is_in, other=0) if IS_GATED else weights
         sums = tl.dot(rows, tl.trans(weights), sums, input_precision="ieee")
-        if IS_GATED:
-            up_sums = tl.dot(rows, tl.trans(up_weights), up_sums, input_precision="ieee")
     if HAS_BIAS:
         sums += tl.load(bias + n, mask=n < columns, other=0).to(tl.float32)[None, :]
-    if IS_GATED:
-        if HAS_BIAS:
-            up_sums += tl.load(bias + columns + n, mask=n < columns, other=0).to(tl.float32)[None, :]
-        sums = sums.to(out.dtype.element_ty).to(tl.float32)
-        sums = sums / (1 + tl.exp(-sums)) * up_sums.to(out.dtype.element_ty).to(tl.float32)
     is_out = is_row & (n < columns)[None, :]
     tl.store(out + m.to(tl.int64)[:, None] * columns + n[None, :], sums, mask=is_out)

@@ -1,0 +1,71 @@
+"""Products of up to eight rows with weights of 16 bits, on the tensor cores: the weights are the first operand, of
+which an instruction takes 16 rows; of the second it takes eight.
+
+Every output is one chain of sums along k, as those of `engine.ops.cuda.invariant` are.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.ops.cuda.launch import PDL, begin_next, fetch_ahead, wait_for_inputs
+
+# As measured in the layers of a model on an H200, where a kernel begins while the one before it ends.
+FEW = 8  # rows
+WEIGHTS, DEPTH = 16, 256  # rows of weights that a program of one warp has, and columns at a time
+STAGES = 6  # tiles that are read ahead, and one
+EARLY = 8  # lines of each row of weights that are fetched before the inputs are there
+LINE = 64  # columns
+
+
+def are_few(x: Tensor) -> bool:
+    return 0 < len(x) <= FEW and x.dtype != torch.float32
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, is_gated: bool = False) -> Tensor:
+    """x [T, K] times weight [N, K], and the bias: into `out`, [T, N], or the `swiglu` of that, rounded as if it were
+    stored between."""
+    (num_rows, width), columns = x.shape, out.shape[1]
+    _multiply[(triton.cdiv(columns, WEIGHTS // (1 + is_gated)),)](
+        x, weight, x if bias is None else bias, out, num_rows, columns, width, bias is not None, is_gated,
+        width % DEPTH == 0, WEIGHTS, DEPTH, FEW, EARLY, LINE, num_warps=1, num_stages=STAGES, **PDL,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # or one row would be another kernel
+def _multiply(
+    x, weight, bias, out, num_rows, columns, width,
+    HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr, IS_WHOLE: tl.constexpr, WEIGHTS: tl.constexpr, DEPTH: tl.constexpr,
+    ROWS: tl.constexpr, EARLY: tl.constexpr, LINE: tl.constexpr,
+):  # fmt: skip
+    """WEIGHTS outputs of each row; gated: half as many of the gate and of what it is for, whose weights follow all of
+    the gate's. IS_WHOLE: DEPTH divides the width."""
+    begin_next()
+    OWN: tl.constexpr = WEIGHTS // (1 + IS_GATED)
+    first = tl.program_id(0) * OWN
+    i = tl.arange(0, WEIGHTS)
+    n = tl.minimum(first + i % OWN, columns - 1) + i // OWN * columns  # behind the last one: it again, for nobody
+    at_column = weight + n.to(tl.int64)[:, None] * width
+    fetch_ahead(at_column + tl.minimum(tl.arange(0, EARLY) * LINE, width - 1)[None, :])
+    wait_for_inputs()
+    m, k = tl.arange(0, ROWS), tl.arange(0, DEPTH)
+    at_row = x + m[:, None] * width + k[None, :]
+    is_row = (m < num_rows)[:, None]
+    sums = tl.zeros([WEIGHTS, ROWS], tl.float32)
+    for start in range(0, width, DEPTH):
+        is_in = IS_WHOLE | (start + k < width)[None, :]
+        weights = tl.load(at_column + start + k[None, :], mask=is_in, other=0)
+        rows = tl.load(at_row + start, mask=is_row & is_in, other=0)
+        sums = tl.dot(weights, tl.trans(rows), sums, input_precision="ieee")
+    if HAS_BIAS:
+        sums += tl.load(bias + n).to(tl.float32)[:, None]
+    if IS_GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(sums, (2, OWN, ROWS)), (1, 2, 0)))
+        gate = gate.to(out.dtype.element_ty).to(tl.float32)
+        sums = gate / (1 + tl.exp(-gate)) * up.to(out.dtype.element_ty).to(tl.float32)
+    own = first + tl.arange(0, OWN)
+    tl.store(out + m[None, :] * columns + own[:, None], sums, mask=(m < num_rows)[None, :] & (own < columns)[:, None])
