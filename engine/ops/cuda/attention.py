@@ -23,7 +23,7 @@ from engine.ops.cuda.placing import HeadNorm, place_all, request_of, sizes_of
 
 MIN_ROWS = 16  # of a matrix product
 MAX_TILE = 64  # positions
-DECODE = {"num_warps": 2, "num_stages": 3}  # of a program; stages: tiles that are read ahead
+DECODE = {"num_warps": 2, "num_stages": 2}  # of a program; stages: tiles that are read ahead
 # Rows, positions, and how a program of so many runs. So many registers that several of them run on an SM.
 PREFILL = 128, MAX_TILE, {"num_warps": 8, "num_stages": 2, "maxnreg": 128}
 INT8_PREFILL = 64, MAX_TILE, {"num_warps": 4, "num_stages": 1, "maxnreg": 168}
@@ -196,12 +196,20 @@ def tile_of(
     floor = tl.where(largest == -float("inf"), 0.0, largest)  # of a row that has seen nothing yet
     weights = tl.exp2(scores * scale - floor[:, None])
     factor = tl.exp2(m - floor)
-    total = total * factor + tl.sum(weights, 1)
+    total = total * factor + _row_sums(weights, TILE)
     if IS_INT8:
         weights = weights * value_scales(scales)[None, :]
     sums = sums * factor[:, None]
     sums = tl.dot(weights.to(q.dtype), numbers(values, q), sums, input_precision="ieee")
     return largest, total, sums
+
+
+@triton.jit
+def _row_sums(weights, TILE: tl.constexpr):
+    """Of the columns of every other eight first: in the same order whether one warp has them all or two share them."""
+    halves = tl.sum(tl.sum(tl.reshape(weights, (weights.shape[0], TILE // 16, 2, 8)), 1), 2)
+    first, second = tl.split(halves)
+    return first + second
 
 
 @triton.jit

@@ -19,10 +19,11 @@ from engine.ops.cuda.launch import PDL, begin_next, wait_for_inputs
 from engine.ops.cuda.placing import HeadNorm, place_all, sizes_of
 
 UNIT = 256  # positions
-ROWS = 64  # of a program's matrix products: those of Hopper's instruction
-FLOAT32 = 32, 32  # rows and positions at a time: its products are made in registers
-DECODE = {"num_warps": 4, "num_stages": 2}
-PREFILL = {"num_warps": 4, "num_stages": 2}
+# Rows of a program's matrix products, positions, and how such a program runs. The order of sums is the same with two
+# warps for 16 rows and with four for 64.
+DECODE = 16, MAX_TILE, {"num_warps": 2, "num_stages": 3}
+PREFILL = 64, MAX_TILE, {"num_warps": 4, "num_stages": 2}
+FLOAT32 = 32, 32, {"num_warps": 4, "num_stages": 2}  # whose products are made in registers
 MAX_SPLITS = 32
 PROGRAMS_PER_SM = 6
 
@@ -46,7 +47,8 @@ def paged_attention(
     num_tokens, num_requests, group = len(query), len(context_lens), num_heads // num_kv_heads
     one_each = num_tokens == num_requests
     block_size, head_dim = sizes_of(kv_cache)
-    rows, most = (ROWS, MAX_TILE) if query.dtype == torch.bfloat16 else FLOAT32
+    of_bf16 = DECODE if one_each and group <= DECODE[0] else PREFILL
+    rows, most, options = FLOAT32 if query.dtype == torch.float32 else of_bf16
     rows = triton.next_power_of_2(max(group, rows))
     tokens = 1 if one_each else rows // group
     num_tiles = num_tokens if one_each else num_tokens // tokens + num_requests
@@ -58,7 +60,7 @@ def paged_attention(
     _attend[(num_tiles, num_kv_heads, splits)](
         query, kv_cache, *where, partial, num_requests, block_tables.shape[1], num_units, scale * math.log2(math.e),
         num_kv_heads, group, head_dim, padded_dim, block_size, min(block_size, most), UNIT, rows, tokens, one_each,
-        splits, **(DECODE if one_each else PREFILL), **PDL,
+        splits, **options, **PDL,
     )  # fmt: skip
     if splits > 1:
         grid = num_tokens, num_heads
