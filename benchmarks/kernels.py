@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import functools
+import itertools
 import json
 import statistics
 import subprocess
@@ -22,11 +23,13 @@ from engine.dtypes import to_bf16
 from engine.executors.cpu.program import large_pages
 from engine.ops import build, cpu
 from engine.ops.cpu.library import WEIGHT_KINDS, Attention, QuantizedLinear
+from engine.ops.reference import to_cached_int8
 from engine.ops.sampling_rows import SamplingRows
 
 HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 896, 4864, 24, 14, 2, 64, 151936
 LINEARS = {"qkv": (1152, HIDDEN), "o": (HIDDEN, HIDDEN), "gate_up": (2 * FFN, HIDDEN), "down": (HIDDEN, FFN)}
 OPS = ("linear", "linear_int8", "linear_a8w8", "linear_int4")
+ATTENTIONS = ((1, 1, 1024), (1, 1, 8192), (32, 1, 128), (32, 1, 2048), (1, 128, 0), (1, 1024, 0), (1, 1024, 7168))
 RNG = np.random.default_rng(0)
 
 
@@ -106,10 +109,11 @@ def bench_linear(name: str, op: str, tokens: int, limits: tuple[float, float]) -
     return row(f"{op} {name} T={tokens}", each, best, f"{flops / each / 1e9:.0f} GFLOP/s")
 
 
-def bench_attention(requests: int, tokens: int, context: int, limits: tuple[float, float]) -> dict:
-    """Limit: the reading of keys and values, or products and sums in f32 at half the bf16 rate."""
+def bench_attention(requests: int, tokens: int, context: int, bits: int, limits: tuple[float, float]) -> dict:
+    """Limit: the reading of keys and values, or products and sums."""
     blocks, rows = -(-(context + tokens) // 64), requests * tokens
-    caches = [to_bf16(random_f32(requests * blocks, 2, KV_HEADS, 64, HEAD_DIM)) for _ in range(4)]
+    made = {8: to_cached_int8, 16: to_bf16}[bits](random_f32(requests * blocks, 2, KV_HEADS, 64, HEAD_DIM))
+    caches = [made.copy() for _ in range(4)]
     starts = np.arange(requests + 1, dtype=np.int32) * tokens
     tables = RNG.permutation(requests * blocks).astype(np.int32)
     qkv, angles = random_f32(rows, (HEADS + 2 * KV_HEADS) * HEAD_DIM), random_f32(rows, HEAD_DIM)
@@ -118,14 +122,15 @@ def bench_attention(requests: int, tokens: int, context: int, limits: tuple[floa
     def run():
         for cache in caches:
             arrays = (array.ctypes.data for array in (qkv, angles, cache, starts, lens, tables, out))
-            args = Attention(*arrays, requests, HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM, 64, blocks, 0.125, 16)
+            args = Attention(*arrays, requests, HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM, 64, blocks, 0.125, bits)
             cpu.load().kernels.paged_attention(ctypes.addressof(args))
 
     each = seconds(run, 5) / len(caches)
     seen = requests * (tokens * context + tokens * (tokens + 1) // 2)
-    flops, num_bytes = 4 * seen * HEADS * HEAD_DIM, requests * (context + tokens) * KV_HEADS * HEAD_DIM * 4
-    best = max(2 * flops / limits[0] if limits[0] else 0, num_bytes / limits[1])
-    return row(f"attention B={requests} T={tokens} context={context}", each, best, f"{flops / each / 1e9:.0f} GFLOP/s")
+    flops, num_bytes = 4 * seen * HEADS * HEAD_DIM, made.nbytes * (context + tokens) // (blocks * 64)
+    best = max(flops / limits[0] if limits[0] else 0, num_bytes / limits[1])
+    name = f"attention of {bits} bits B={requests} T={tokens} context={context}"
+    return row(name, each, best, f"{flops / each / 1e9:.0f} GFLOP/s, {num_bytes / each / 1e9:.1f} GB/s")
 
 
 def bench_small(name: str, run, num_bytes: int, limits: tuple[float, float]) -> dict:
@@ -166,8 +171,8 @@ def main() -> None:
                     yield f"{op} {name} T={tokens}", functools.partial(bench_linear, name, op, tokens)
             for tokens in (1, 8, 32):
                 yield f"{op} logits T={tokens}", functools.partial(bench_linear, "logits", op, tokens)
-        for shape in ((1, 1, 128), (1, 1, 1024), (32, 1, 128), (32, 1, 1024), (1, 128, 0), (1, 1024, 0), (4, 512, 0)):
-            yield "attention", functools.partial(bench_attention, *shape)
+        for shape, bits in itertools.product(ATTENTIONS, (16, 8)):
+            yield "attention", functools.partial(bench_attention, *shape, bits)
         for tokens in (1, 32, 1024):
             x, weight, wide = random_f32(tokens, HIDDEN), random_f32(HIDDEN), random_f32(tokens, 2 * FFN)
             yield (

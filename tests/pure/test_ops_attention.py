@@ -5,7 +5,7 @@ import pytest
 
 from engine.dtypes import from_bf16
 from engine.ops import cpu, reference
-from engine.ops.reference import from_cached_int8
+from engine.ops.reference import from_cached_int8, to_cached_int8
 from tests.pure.paged_batch import PagedBatch
 
 pytestmark = pytest.mark.parametrize("isa", cpu.available_isas())
@@ -23,6 +23,9 @@ BATCHES = [
     pytest.param(PagedBatch([5, 0], [3, 9], head_dim=10, rotary_dim=4, block_size=5, dtype="int8"), id="odd int8"),
     pytest.param(PagedBatch([300], [7], head_dim=128, block_size=256, dtype="int8"), id="large blocks int8"),
     pytest.param(PagedBatch([300], [7], head_dim=128, block_size=256, dtype="bf16"), id="large blocks"),
+    pytest.param(PagedBatch([70], [150], num_heads=14, head_dim=64, block_size=64, dtype="int8"), id="prefill int8"),
+    pytest.param(PagedBatch([7, 100], [1, 2], num_heads=6, head_dim=36, block_size=24, dtype="bf16"), id="few bf16"),
+    pytest.param(PagedBatch([7, 100], [1, 2], num_heads=6, head_dim=70, block_size=24, dtype="int8"), id="few int8"),
 ]
 
 
@@ -34,6 +37,8 @@ def test_paged_attention_matches_reference(isa, batch):
     error = np.abs(found - expected)
     if batch.dtype == "bf16":  # what is rounded may fall on the other side of a border
         assert error.max() < 2e-3 and error.mean() < 1e-4
+    elif batch.dtype == "int8":  # queries and weights have 16 bits
+        assert error.max() < 3e-4 and error.mean() < 2e-5
     else:
         assert error.max() < 3e-6
     if batch.dtype == "bf16":
@@ -74,11 +79,26 @@ def test_keys_and_values_of_bytes_are_half_a_step_from_their_numbers(isa):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
-def test_what_is_not_a_number_in_the_cache_is_none_in_the_answer(isa, dtype):
+@pytest.mark.parametrize("what", [np.nan, -np.nan, np.inf])
+@pytest.mark.parametrize("head", [5, 7], ids=["key", "value"])
+def test_what_is_not_a_number_in_the_cache_is_none_in_the_answer(isa, dtype, what, head):
     batch = PagedBatch([0], [12], dtype=dtype)
-    batch.qkv[4, 5 * 16 + 3] = np.nan  # a key
+    batch.qkv[4, head * 16 : (head + 1) * 16] = what
     found = batch.run(cpu.load(isa), batch.kv_cache.copy())
-    assert np.isfinite(found[:4]).all() and np.isnan(found[4:, 2 * 16 :]).all()
+    assert np.isfinite(found[:4]).all() and not np.isfinite(found[4:, 2 * 16 :]).any()
+
+
+@pytest.mark.parametrize("count", [1, 9], ids=["few rows", "many"])
+def test_sums_of_bytes_fit_into_32_bits(isa, count):
+    batch = PagedBatch([1014], [count], head_dim=1024, rotary_dim=0, block_size=1024, dtype="int8")
+    batch.cos_sin = batch.cos_sin[:, :0]
+    batch.qkv[:] = 1
+    batch.kv_cache[:] = to_cached_int8(np.ones((1024,), np.float32))
+    assert np.allclose(batch.run(cpu.load(isa), batch.kv_cache), 1, rtol=1e-3)
+    batch.qkv[:, : 2 * 1024] = -1  # half of the queries: those of the first key head
+    batch.kv_cache[:, 0, :, ::2] = to_cached_int8(np.full((1024,), -1, np.float32))
+    expected = batch.run(reference, batch.kv_cache.copy())
+    assert np.allclose(batch.run(cpu.load(isa), batch.kv_cache), expected, rtol=1e-2)
 
 
 def test_scores_may_be_large(isa):

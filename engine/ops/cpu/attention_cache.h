@@ -42,29 +42,20 @@ inline void store_row(uint16_t* to, const float* from, int64_t size) {
 
 // code = round(x / scale), scale = max |x| / 127; a row that is not finite gets a scale that is not
 inline void store_row(int8_t* to, const float* from, int64_t size) {
-  vec most = set1(0.0f), poison = set1(0.0f);
-  for_lanes(size, [&](int64_t i, int n) {
-    const vec v = load_n(from + i, n);
-    most = max(v, max(-v, most));
-    poison += v * 0.0f;
-  });
   uint16_t scale;
-  store_bf16(&scale, set1(largest(most) / 127.0f + sum(poison)), 1);
+  store_bf16(&scale, set1(magnitude(from, size) / 127.0f), 1);
   memcpy(to + size, &scale, sizeof scale);
-  const float inverse = widen(scale) > 0 ? 1.0f / widen(scale) : 0.0f, magic = 12582912.0f;  // rounds, as in bytes.h
+  const float inverse = widen(scale) > 0 ? 1.0f / widen(scale) : 0.0f;
   for_lanes(size, [=](int64_t i, int n) {
-    const int_vec whole = (int_vec)(load_n(from + i, n) * inverse + magic) - 0x4b400000;
+    const int_vec whole = rounded(load_n(from + i, n) * inverse);
     for (int j = 0; j < n; j++) to[i + j] = static_cast<int8_t>(whole[j] > 127 ? 127 : whole[j] < -127 ? -127 : whole[j]);
   });
 }
 
-// Lanes d .. d + n of a cached row.
-inline vec load_cached(const float* row, int64_t d, int n, int64_t) { return load_n(row + d, n); }
-inline vec load_cached(const uint16_t* row, int64_t d, int n, int64_t) { return load_n(row + d, n); }
-inline vec load_cached(const int8_t* row, int64_t d, int n, int64_t dim) {
+inline float scale_of(const int8_t* row, int64_t head_dim) {
   uint16_t scale;
-  memcpy(&scale, row + dim, sizeof scale);
-  return load_n(row + d, n) * widen(scale);
+  memcpy(&scale, row + head_dim, sizeof scale);
+  return widen(scale);
 }
 
 template <class Cache>

@@ -2,20 +2,33 @@
 #pragma once
 #include <cstring>
 
+#include "codes.h"
 #include "product.h"
 
 namespace LLM_ISA {
 
-// What queries and weights are multiplied as: with a bf16 cache they are rounded to bf16, and where there are products of
-// pairs of these, keys and values lie in pairs, too, each pair in the place of a float32.
+// What is multiplied depends on the cache. Float32: float32. Bf16: queries and weights are rounded to bf16, and where there
+// are products of pairs of these, keys and values lie in pairs, too, each pair in the place of a float32. Bytes: whole
+// numbers, those of queries and weights of 16 bits and a unit that a row has in common, all in pairs.
 template <class Cache>
 struct Factor {
   static constexpr bool is_rounded = sizeof(Cache) == 2;
   using type = float;
 };
+template <>
+struct Factor<int8_t> {
+  static constexpr bool is_rounded = false;
+  using type = int16_t;
+};
+inline int32_t pair_at(const void* pairs, int64_t k) {
+  int32_t pair;
+  memcpy(&pair, static_cast<const char*>(pairs) + 4 * k, sizeof pair);
+  return pair;
+}
 inline vec add_product(const float* a, int64_t k, vec b, vec sums) { return fma(set1(a[k]), b, sums); }
-inline int64_t num_products(const float*, int64_t depth) { return depth; }
-
+inline int_vec add_product(const int16_t* a, int64_t k, vec b, int_vec sums) {
+  return add_halves((int_vec)b, pair_at(a, k), sums);
+}
 #ifdef __AVX512BF16__
 template <>
 struct Factor<uint16_t> {
@@ -23,82 +36,90 @@ struct Factor<uint16_t> {
   using type = uint16_t;
 };
 inline vec add_product(const uint16_t* a, int64_t k, vec b, vec sums) {
-  int32_t pair;
-  memcpy(&pair, a + 2 * k, sizeof pair);
-  return dot_bf16((bf16_vec)_mm512_set1_epi32(pair), (bf16_vec)b, sums);
+  return dot_bf16((bf16_vec)_mm512_set1_epi32(pair_at(a, k)), (bf16_vec)b, sums);
 }
-inline int64_t num_products(const uint16_t*, int64_t depth) { return depth / 2; }
 #endif
 
-#ifdef __AVX512F__
-constexpr int kSumVecs = 4;
-#else
-constexpr int kSumVecs = 2;
-#endif
-constexpr int kSumRows = 4;
+template <class F>
+struct SumArgs {
+  const F* a;  // [rows, a_stride]
+  int64_t a_stride;
+  const float* b;  // [depth, width], in pairs [depth / 2, width]
+  float* c;        // [rows, width]
+  int64_t width, depth;  // the width is a multiple of 2 W
+  const float* keep;     // [rows]; null: there is nothing yet
+  const float* units;    // [rows], of whole numbers
 
-// Memory that will be read soon: a little of it is asked for at every step of the work at hand.
-struct Ahead {
-  const char *next, *end;
-  void step() {
-    if (next >= end) return;
-    prefetch(next);
-    prefetch(next + 64);
-    next += 128;
+  SumArgs from_row(int64_t i) const {
+    return {a + i * a_stride, a_stride, b, c + i * width, width, depth, keep ? keep + i : nullptr, units + i};
   }
 };
 
-// c[i, :] = c[i, :] * keep[i] + sum_k a[i, k] * b[k, :] for M rows and V vectors; keep null: c starts at 0.
-// The sum runs over k in order, whatever M and V are.
-template <int M, int V, class A>
-inline void sum_tile(const A* a, int64_t a_stride, const float* b, int64_t b_stride, float* c,
-                     int64_t c_stride, int64_t depth, const float* keep, Ahead& ahead) {
-  vec sums[M][V] = {};
-  if (keep)
-    for (int i = 0; i < M; i++)
-      for (int v = 0; v < V; v++) sums[i][v] = load(c + i * c_stride + v * W) * keep[i];
-  const int64_t count = num_products(a, depth);
-  auto add = [&](int64_t k, int_vec wanted) {
+template <class F>
+struct Sums {
+  using lanes = vec;
+};
+template <>
+struct Sums<int16_t> {
+  using lanes = int_vec;
+};
+inline vec in_units(vec sums, float) { return sums; }
+inline vec in_units(int_vec sums, float unit) { return as_floats(sums) * unit; }
+
+template <class F>
+inline void put_sums(const SumArgs<F>& s, int64_t i, int64_t column, typename Sums<F>::lanes sums) {
+  float* c = s.c + i * s.width + column;
+  const vec found = in_units(sums, s.units[i]);
+  store(c, s.keep ? fma(load(c), set1(s.keep[i]), found) : found);
+}
+
+constexpr int32_t kFirstHalf = 0xffff;  // of a pair without its other half, which may be anything
+
+#ifdef __AVX512F__
+constexpr int kSumVecs = 4, kSumRows = 6;  // of a tile, in registers
+#else
+constexpr int kSumVecs = 2, kSumRows = 4;
+#endif
+
+// M rows and V vectors from column j on. A sum runs over k in order, whatever M and V are.
+template <int M, int V, class F>
+inline void sum_tile(const SumArgs<F>& s, int64_t j) {
+  typename Sums<F>::lanes sums[M][V] = {};
+  auto add = [&](int64_t k, int32_t wanted) {
     vec columns[V];
 #pragma GCC unroll 8
-    for (int v = 0; v < V; v++) columns[v] = (vec)((int_vec)load(b + k * b_stride + v * W) & wanted);
+    for (int v = 0; v < V; v++) columns[v] = (vec)((int_vec)load(s.b + k * s.width + j + v * W) & wanted);
 #pragma GCC unroll 8
     for (int i = 0; i < M; i++)
 #pragma GCC unroll 8
-      for (int v = 0; v < V; v++) sums[i][v] = add_product(a + i * a_stride, k, columns[v], sums[i][v]);
+      for (int v = 0; v < V; v++) sums[i][v] = add_product(s.a + i * s.a_stride, k, columns[v], sums[i][v]);
   };
-  for (int64_t k = 0; k < count; k++) {
-    ahead.step();
-    add(k, ~int_vec());
-  }
-  if (sizeof(A) == 2 && depth % 2) add(count, int_vec() + 0xffff);  // one without the other: it may be anything
+  const int64_t count = s.depth * static_cast<int64_t>(sizeof(F)) / 4;
+  for (int64_t k = 0; k < count; k++) add(k, -1);
+  if (sizeof(F) == 2 && s.depth % 2) add(count, kFirstHalf);
+#pragma GCC unroll 8
   for (int i = 0; i < M; i++)
-    for (int v = 0; v < V; v++) store(c + i * c_stride + v * W, sums[i][v]);
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++) put_sums(s, i, j + v * W, sums[i][v]);
 }
 
-template <int M, class A>
-inline void sum_strip(const A* a, int64_t a_stride, const float* b, float* c, int64_t width,
-                      int64_t depth, const float* keep, Ahead& ahead) {
+template <int M, class F>
+inline void sum_strip(const SumArgs<F>& s, int64_t rows) {
+  if constexpr (M > 1)
+    if (rows < M) return sum_strip<M - 1>(s, rows);
   int64_t j = 0;
-  for (; j + kSumVecs * W <= width; j += kSumVecs * W)
-    sum_tile<M, kSumVecs>(a, a_stride, b + j, width, c + j, width, depth, keep, ahead);
-  for (; j < width; j += W) sum_tile<M, 1>(a, a_stride, b + j, width, c + j, width, depth, keep, ahead);
+  for (; j + kSumVecs * W <= s.width; j += kSumVecs * W) sum_tile<M, kSumVecs>(s, j);
+  for (; j < s.width; j += 2 * W) sum_tile<M, 2>(s, j);
 }
 
-// As sum_tile for any number of rows; b and c have `width` columns, a multiple of W.
-template <class A>
-inline void sum_rows(const A* a, int64_t a_stride, const float* b, float* c, int64_t width, int64_t depth,
-                     const float* keep, int64_t rows, Ahead& ahead) {
-  int64_t i = 0;
-  auto strip = [&](auto rows_at_once) {
-    constexpr int M = decltype(rows_at_once)::value;
-    for (; i + M <= rows; i += M)
-      sum_strip<M>(a + i * a_stride, a_stride, b, c + i * width, width, depth, keep ? keep + i : nullptr, ahead);
-  };
-  strip(Count<kSumRows>());
-  strip(Count<3>());
-  strip(Count<2>());
-  strip(Count<1>());
+// Tiles are as even as can be.
+template <class F>
+inline void sum_rows(const SumArgs<F>& s, int64_t rows) {
+  const int64_t count = (rows + kSumRows - 1) / kSumRows;
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t first = i * rows / count;
+    sum_strip<kSumRows>(s.from_row(first), (i + 1) * rows / count - first);
+  }
 }
 
 }  // namespace LLM_ISA

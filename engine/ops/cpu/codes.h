@@ -5,6 +5,19 @@
 
 namespace LLM_ISA {
 
+// sums += the products of a lane's two halves and those of `x`
+inline int_vec add_halves(int_vec weight, int32_t x, int_vec sums) {
+#if defined(__AVX512VNNI__)
+  return (int_vec)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)weight, _mm512_set1_epi32(x));
+#elif defined(__AVX512F__)
+  return sums + (int_vec)_mm512_madd_epi16((__m512i)weight, _mm512_set1_epi32(x));
+#elif defined(__AVX2__)
+  return sums + (int_vec)_mm256_madd_epi16((__m256i)weight, _mm256_set1_epi32(x));
+#else
+  return sums + (weight << 16 >> 16) * static_cast<int16_t>(x) + (weight >> 16) * (x >> 16);
+#endif
+}
+
 // sums += the products of a lane's numbers and those in `x`, which are the same for all lanes. Where these are bytes
 // the weight's have no sign.
 #if defined(__AVX512VNNI__)
@@ -14,15 +27,7 @@ inline int_vec add_products(int_vec weight, int32_t x, int_vec sums) {
 }
 #else
 using code_x = int16_t;
-inline int_vec add_products(int_vec weight, int32_t x, int_vec sums) {
-#if defined(__AVX512F__)
-  return sums + (int_vec)_mm512_madd_epi16((__m512i)weight, _mm512_set1_epi32(x));
-#elif defined(__AVX2__)
-  return sums + (int_vec)_mm256_madd_epi16((__m256i)weight, _mm256_set1_epi32(x));
-#else
-  return sums + (weight << 16 >> 16) * static_cast<int16_t>(x) + (weight >> 16) * (x >> 16);
-#endif
-}
+inline int_vec add_products(int_vec weight, int32_t x, int_vec sums) { return add_halves(weight, x, sums); }
 #endif
 constexpr int kAtOnce = 4 / sizeof(code_x);  // numbers of a lane
 
@@ -87,13 +92,12 @@ inline int32_t put_codes(const float* x, int64_t count, int64_t padded, float in
   typedef code_x narrow __attribute__((vector_size(sizeof(code_x) * kSome)));
   wide order;
   for (int i = 0; i < kSome; i++) order[i] = i / F::codes * F::codes + i % kAtOnce * F::steps + i % F::codes / kAtOnce;
-  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, which is the lower bits
   vec sums = set1(0.0f);
   for (int64_t k = 0; k < padded; k += kSome) {
     wide codes;
     for (int i = 0; i < kSome; i += W) {
       const int64_t left = count - k - i;
-      const int_vec some = (int_vec)(load_n(x + k + i, static_cast<int>(left < 0 ? 0 : min(W, left))) * inverse + magic) - 0x4b400000;
+      const int_vec some = rounded(load_n(x + k + i, static_cast<int>(left < 0 ? 0 : min(W, left))) * inverse);
       sums += as_floats(some);
       __builtin_memcpy(reinterpret_cast<char*>(&codes) + 4 * i, &some, sizeof some);
     }
@@ -107,17 +111,6 @@ inline int32_t put_codes(const float* x, int64_t count, int64_t padded, float in
     if (F::parts == 2) __builtin_memcpy(to + to_lower + k, &lower_bytes, sizeof lower_bytes);
   }
   return static_cast<int32_t>(sum(sums));
-}
-
-// The largest magnitude; NaN where x has an element that is not finite.
-inline float magnitude(const float* x, int64_t count) {
-  vec most = set1(0.0f), poison = set1(0.0f);
-  for_lanes(count, [&](int64_t k, int n) {
-    const vec v = load_n(x + k, n);
-    most = max(v, max(-v, most));
-    poison += v * 0.0f;
-  });
-  return largest(most) + sum(poison);
 }
 
 template <class F>

@@ -3,185 +3,163 @@
 #pragma once
 #include <cmath>
 
-#include "attention_cache.h"
-#include "attention_sums.h"
+#include "attention_factors.h"
 #include "parallel.h"
 
 namespace LLM_ISA {
 
 // The rows of one task: `count` query tokens times the heads that share one key/value head.
-template <class Factor>
+template <class F>
 struct AttentionRows {
-  int64_t key_width, value_width;  // block_size and head_dim, rounded up to W
-  float *keys, *values;            // one block: [D, key_width] and [block_size, value_width]
-  Factor *query, *factors;         // [rows, D]; [rows, key_width], the weights as they are multiplied
-  float *weights, *sums;           // [rows, key_width], [rows, value_width]
-  float *largest, *total, *keep;   // [rows]: of the online softmax; `keep` rescales what came before
+  int64_t query_width, key_width, value_width;  // head_dim, block_size and head_dim, rounded up
+  float *keys, *values;           // one block: [D, key_width] and [block_size, value_width], where they are written down
+  F *query, *factors;             // [rows, query_width], [rows, key_width]: queries and weights as they are multiplied
+  float *weights, *sums;          // [rows, key_width], [rows, value_width]
+  float *largest, *total, *keep;  // [rows]: of the online softmax; `keep` rescales what came before
+  float *query_units, *weight_units, *key_scales, *value_scales;  // [rows], [rows], [key_width]: of whole numbers
+
+  SumArgs<F> scores() const { return {query, query_width, keys, weights, key_width, query_width, nullptr, query_units}; }
+  SumArgs<F> output(int64_t depth) const {
+    return {factors, key_width, values, sums, value_width, depth, keep, weight_units};
+  }
 };
 template <class Cache>
 using RowsOf = AttentionRows<typename Factor<Cache>::type>;
 
-// One block of a request's keys and values; the first `count` rows are written.
+template <class Cache>
+RowsOf<Cache> carve_scratch(const AttentionArgs<Cache>& a, int64_t rows) {
+  RowsOf<Cache> r;
+  r.query_width = padded_dim<Cache>(a.head_dim);
+  r.key_width = round_up(a.block_size, 2 * W);
+  r.value_width = round_up(a.head_dim, 2 * W);
+  const int64_t padded = round_up(rows, 16);
+  float *query, *factors;
+  const struct {
+    float** part;
+    int64_t size;
+  } parts[] = {{&r.keys, r.query_width * r.key_width}, {&r.values, a.block_size * r.value_width},
+               {&query, rows * r.query_width + W},     {&factors, rows * r.key_width},
+               {&r.weights, rows * r.key_width},       {&r.sums, rows * r.value_width},
+               {&r.largest, padded},                   {&r.total, padded},
+               {&r.keep, padded},                      {&r.query_units, padded},
+               {&r.weight_units, padded},              {&r.key_scales, r.key_width},
+               {&r.value_scales, r.key_width}};
+  int64_t total = 0;
+  for (const auto& each : parts) total += round_up(each.size, 16);
+  auto* memory = static_cast<float*>(llm_scratch(1, sizeof(float) * static_cast<size_t>(total)));
+  for (const auto& each : parts) {
+    *each.part = memory;
+    memory += round_up(each.size, 16);
+  }
+  r.query = reinterpret_cast<typename Factor<Cache>::type*>(query);
+  r.factors = reinterpret_cast<typename Factor<Cache>::type*>(factors);
+  return r;
+}
+
 template <class Cache>
 struct Block {
-  const Cache *keys, *values;
-  int64_t start, count;
-  Ahead next_keys, next_values;
+  CachedRows<Cache> keys, values;
+  int64_t start;  // its first position
 };
 
-// keys[d, i] = K[i, d] for W positions i from `first` on; those at `count` and beyond are zero.
+// 2 W numbers of a row from lane i on, n of which are wanted: scores -> weights; of bytes times the scales of the values.
 template <class Cache>
-inline void turn_keys(const Cache* from, const AttentionRows<float>& r, int64_t first, int64_t count, int64_t dim,
-                      int64_t width) {
-  for (int64_t d = 0; d < dim; d += W) {
-    const int n = static_cast<int>(min(W, dim - d));
-    vec square[W];
-#pragma GCC unroll 16
-    for (int j = 0; j < W; j++)
-      square[j] = first + j < count ? load_cached(from + (first + j) * width, d, n, dim) : set1(0.0f);
-    transpose(square);
-    for (int j = 0; j < n; j++) store(r.keys + (d + j) * r.key_width + first, square[j]);
-  }
-}
-
-// Pairs of bf16 are turned as if they were one float; put(d, pairs) gets those of K[.., d] and K[.., d + 1].
-template <class Put>
-inline void turn_pairs(const uint16_t* from, int64_t first, int64_t count, int64_t dim, Put put) {
-  for (int64_t d = 0; d < dim; d += 2 * W) {
-    const int n = static_cast<int>(min(W, (dim - d) / 2));
-    vec square[W];
-#pragma GCC unroll 16
-    for (int j = 0; j < W; j++) {
-      const auto* pairs = reinterpret_cast<const float*>(from + (first + j) * dim + d);
-      square[j] = first + j < count ? load_n(pairs, n) : set1(0.0f);
+[[gnu::always_inline]] inline void weigh(const RowsOf<Cache>& r, int64_t row, int64_t i, int64_t n, Weighed& all) {
+  const int64_t at = row * r.key_width + i;
+  auto wanted = [=](vec x, int v) { return n < 2 * W ? keep_first(x, static_cast<int>(n) - v * W, set1(0.0f)) : x; };
+  vec weights[2];
+#pragma GCC unroll 2
+  for (int v = 0; v < 2; v++) {
+    weights[v] = wanted(exp_of_negative(load(r.weights + at + v * W) - r.largest[row]), v);
+    if constexpr (sizeof(Cache) == 1) {
+      const vec scaled = wanted(weights[v] * load(r.value_scales + i + v * W), v);
+      store(r.weights + at + v * W, scaled);
+      all.total += weights[v];
+      const int_vec bits = (int_vec)scaled & 0x7fffffff;  // a NaN may have a sign
+      all.most = bits > all.most ? bits : all.most;
     }
-    transpose(square);
-    for (int j = 0; j < n; j++) put(d + 2 * j, square[j]);
+  }
+  if constexpr (sizeof(Cache) > 1) put_weights<Cache>(r.factors + at, weights[0], weights[1], all);
+}
+
+// The online softmax of rows first .. end: scores -> weights over the block's first `count` positions.
+template <class Cache>
+inline void soften(const RowsOf<Cache>& r, int64_t first, int64_t end, int64_t count) {
+  for (int64_t row = first; row < end; row++) {
+    float* scores = r.weights + row * r.key_width;
+    vec most = set1(-INFINITY);
+    for_lanes(count, [&](int64_t i, int n) {
+      if (sizeof(Cache) == 1) store(scores + i, load(scores + i) * load(r.key_scales + i));
+      most = max(keep_first(load(scores + i), n, most), most);
+    });
+    r.keep[row] = largest(most);
+  }
+  for_lanes(end - first, [&](int64_t i, int n) {
+    const vec before = load_n(r.largest + first + i, n), now = max(load_n(r.keep + first + i, n), before);
+    store_n(r.keep + first + i, exp_of_negative(before - now), n);
+    store_n(r.largest + first + i, now, n);
+  });
+  for (int64_t row = first; row < end; row++) {
+    const int64_t at = row * r.key_width;
+    Weighed all;
+    int64_t i = 0;
+    for (; i + 2 * W <= count; i += 2 * W) weigh<Cache>(r, row, i, 2 * W, all);
+    if (i < count) weigh<Cache>(r, row, i, count - i, all);
+    r.total[row] = r.total[row] * r.keep[row] + sum(all.total);
+    if constexpr (sizeof(Cache) == 1)
+      r.weight_units[row] = put_whole(r.weights + at, count, as_float(largest(all.most)), r.key_width, r.factors + at);
   }
 }
-inline void turn_keys(const uint16_t* from, const AttentionRows<float>& r, int64_t first, int64_t count, int64_t dim,
-                      int64_t) {
-  turn_pairs(from, first, count, dim, [&](int64_t d, vec pairs) {
-    float* to = r.keys + d * r.key_width + first;
-    store(to, (vec)((int_vec)pairs << 16));
-    store(to + r.key_width, (vec)((int_vec)pairs & static_cast<int32_t>(0xffff0000)));
-  });
-}
-#ifdef __AVX512BF16__
-inline void turn_keys(const uint16_t* from, const AttentionRows<uint16_t>& r, int64_t first, int64_t count,
-                      int64_t dim, int64_t) {
-  turn_pairs(from, first, count, dim,
-             [&](int64_t d, vec pairs) { store(r.keys + d / 2 * r.key_width + first, pairs); });
-}
+
+#ifdef __AVX512F__
+constexpr int kFewRows = 8;
+#else
+constexpr int kFewRows = 4;
 #endif
 
-// values[i, d] = V[i, d]
-template <class Cache>
-inline void widen_values(const Cache* from, const AttentionRows<float>& r, int64_t count, int64_t dim, int64_t width) {
-  for (int64_t i = 0; i < count; i++)
-    for_lanes(dim, [&](int64_t d, int n) {
-      store(r.values + i * r.value_width + d, load_cached(from + i * width, d, n, dim));
-    });
-}
-
-#ifdef __AVX512BF16__
-// values[i / 2, d] = the pair V[i, d], V[i + 1, d]
-inline void widen_values(const uint16_t* from, const AttentionRows<uint16_t>& r, int64_t count, int64_t dim, int64_t) {
-  for (int64_t i = 0; i < count; i += 2)
-    for_lanes(dim, [&](int64_t d, int n) {
-      const vec second = i + 1 < count ? load_n(from + (i + 1) * dim + d, n) : set1(0.0f);
-      const __m512i first = _mm512_srli_epi32((__m512i)load_n(from + i * dim + d, n), 16);
-      store(r.values + i / 2 * r.value_width + d, (vec)_mm512_or_si512(first, (__m512i)second));
-    });
-}
-template <class Cache>
-inline vec store_weights(uint16_t* to, vec exact) {  // which are no denormal numbers
-  const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(exact);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), rounded);
-  return widen(rounded);
-}
-inline void store_query(const float* from, uint16_t* to, int64_t dim, bool) {
-  for_lanes(dim, [=](int64_t d, int n) { store_bf16(to + d, load_n(from + d, n), n); });
-}
-#endif
-// Returns them as they are multiplied.
-template <class Cache>
-inline vec store_weights(float* to, vec exact) {
-  const vec weights = Factor<Cache>::is_rounded ? round_to_bf16(exact) : exact;
-  store(to, weights);
-  return weights;
-}
-inline void store_query(const float* from, float* to, int64_t dim, bool is_rounded) {
-  for_lanes(dim, [=](int64_t d, int n) {
-    const vec exact = load_n(from + d, n);
-    store_n(to + d, is_rounded ? round_to_bf16(exact) : exact, n);
-  });
-}
-
-// One row of the online softmax: scores -> weights over the block's first `count` positions.
-template <class Cache>
-inline void soften(const RowsOf<Cache>& r, int64_t row, int64_t count) {
-  float* weights = r.weights + row * r.key_width;
-  vec block_largest = set1(-INFINITY);
-  for_lanes(count, [&](int64_t i, int n) {
-    block_largest = max(keep_first(load(weights + i), n, block_largest), block_largest);
-  });
-  const float before = r.largest[row], block_max = largest(block_largest);
-  const float now = block_max > before ? block_max : before;
-  vec total = set1(0.0f);
-  for_lanes(count, [&](int64_t i, int n) {
-    const vec exact = keep_first(exp<false>(load(weights + i) - now), n, set1(0.0f));
-    total += store_weights<Cache>(r.factors + row * r.key_width + i, exact);
-  });
-  r.keep[row] = exp<false>(set1(before - now))[0];
-  r.largest[row] = now;
-  r.total[row] = r.total[row] * r.keep[row] + sum(total);
+// few(M) for the number of rows, or many() where they are more.
+template <int M = kFewRows, class Few, class Many>
+inline void by_rows(int64_t rows, Few few, Many many) {
+  if (rows > M)
+    many();
+  else if (rows == M)
+    few(Count<M>());
+  else if constexpr (M > 1)
+    by_rows<M - 1>(rows, few, many);
 }
 
 // Adds the part of the block that begins at position `start` to every row that sees it.
 // Row j * group + g is head g of query token j, which has position `first_position` + j.
 template <class Cache>
-inline void add_block(const AttentionArgs<Cache>& a, const RowsOf<Cache>& r, const Block<Cache>& block,
+inline void add_block(const AttentionArgs<Cache>& a, const RowsOf<Cache>& r, Block<Cache> block,
                       int64_t first_position, int64_t num_tokens) {
+  using F = typename Factor<Cache>::type;
   const int64_t group = a.group(), dim = a.head_dim;
   const int64_t seen_from = block.start > first_position ? block.start - first_position : 0;
-  const int64_t row = seen_from * group, rows = num_tokens * group;
-  Ahead next_keys = block.next_keys, next_values = block.next_values;
-  for (int64_t i = 0; i < block.count; i += W) turn_keys(block.keys, r, i, block.count, dim, a.row_width());
-  sum_rows(r.query + row * dim, dim, r.keys, r.weights + row * r.key_width, r.key_width, dim, nullptr, rows - row,
-           next_keys);
-  widen_values(block.values, r, block.count, dim, a.row_width());
+  const int64_t rows = (num_tokens - seen_from) * group;
+  const SumArgs<F> scores = r.scores().from_row(seen_from * group);
+  auto score_them = [&](auto m) { score_few<decltype(m)::value>(scores, block.keys); };
+  by_rows(rows, score_them, [&] {
+    turn_keys<F>(block.keys, r.query_width * static_cast<int64_t>(sizeof(Cache)) / 4, r.keys, r.key_width);
+    sum_rows(scores, rows);
+    lay_values<F>(block.values, dim, r.values, r.value_width);
+  });
+  if constexpr (sizeof(Cache) == 1)
+    for (int64_t i = 0; i < block.keys.count; i++) {
+      r.key_scales[i] = scale_of(block.keys.data + i * block.keys.stride, dim);
+      r.value_scales[i] = scale_of(block.values.data + i * block.values.stride, dim);
+    }
   for (int64_t j = seen_from; j < num_tokens;) {
-    const int64_t count = min(a.block_size, first_position + j + 1 - block.start);
-    const int64_t alike = count == a.block_size ? num_tokens - j : 1;  // tokens that see as much of it
-    for (int64_t i = j * group; i < (j + alike) * group; i++) soften<Cache>(r, i, count);
-    sum_rows(r.factors + j * group * r.key_width, r.key_width, r.values, r.sums + j * group * r.value_width,
-             r.value_width, count, r.keep + j * group, alike * group, next_values);
+    const int64_t depth = min(a.block_size, first_position + j + 1 - block.start);
+    const int64_t alike = depth == a.block_size ? num_tokens - j : 1;  // tokens that see as much of it
+    soften<Cache>(r, j * group, (j + alike) * group, depth);
+    const SumArgs<F> output = r.output(depth).from_row(j * group);
+    CachedRows<Cache> seen = block.values;
+    seen.count = depth;
+    auto add_them = [&](auto m) { add_few<decltype(m)::value>(output, seen, dim); };
+    by_rows(rows > kFewRows ? rows : alike * group, add_them, [&] { sum_rows(output, alike * group); });
     j += alike;
   }
-}
-
-template <class Cache>
-RowsOf<Cache> carve_scratch(const AttentionArgs<Cache>& a, int64_t rows) {
-  RowsOf<Cache> r;
-  r.key_width = round_up(a.block_size, W);
-  r.value_width = round_up(a.head_dim, W);
-  const int64_t padded = round_up(rows, 16);
-  const int64_t sizes[] = {a.head_dim * r.key_width, a.block_size * r.value_width, rows * a.head_dim,
-                           rows * r.key_width,       rows * r.key_width,           rows * r.value_width,
-                           padded,                   padded,                       padded};
-  float *query, *factors;
-  float** parts[] = {&r.keys, &r.values, &query, &factors, &r.weights, &r.sums, &r.largest, &r.total, &r.keep};
-  int64_t total = 0;
-  for (const int64_t size : sizes) total += round_up(size, 16);
-  auto* memory = static_cast<float*>(llm_scratch(1, sizeof(float) * static_cast<size_t>(total)));
-  for (int i = 0; i < 9; i++) {
-    *parts[i] = memory;
-    memory += round_up(sizes[i], 16);
-  }
-  r.query = reinterpret_cast<typename Factor<Cache>::type*>(query);
-  r.factors = reinterpret_cast<typename Factor<Cache>::type*>(factors);
-  return r;
 }
 
 // Tokens first .. first + count of a request, for the query heads that read one key/value head.
@@ -189,27 +167,24 @@ template <class Cache>
 void attend(const AttentionArgs<Cache>& a, int64_t request, int64_t first, int64_t count, int64_t kv_head) {
   const int64_t group = a.group(), rows = count * group, dim = a.head_dim;
   const int64_t head = kv_head * group, start = a.query_starts[request];
+  const int64_t first_position = a.context_lens[request] + first, end = first_position + count;
+  auto rows_at = [&](int part, int64_t at) {
+    const int64_t next = min(at + a.block_size, (end - 1) / a.block_size * a.block_size);
+    const auto* wanted = reinterpret_cast<const char*>(a.cached(part, request, next, kv_head));
+    return CachedRows<Cache>{a.cached(part, request, at, kv_head), wanted, a.row_width(), min(a.block_size, end - at)};
+  };
   const RowsOf<Cache> r = carve_scratch(a, rows);
   for (int64_t i = 0; i < rows; i++) {
     const int64_t t = start + first + i / group;
     float* rotated = r.sums + i * r.value_width;
     rotate(a.qkv + t * a.qkv_width() + (head + i % group) * dim, a.angles(t), rotated, dim, a.rotary_dim, a.scale);
-    store_query(rotated, r.query + i * dim, dim, Factor<Cache>::is_rounded);
+    r.query_units[i] = put_query(rotated, dim, Factor<Cache>::is_rounded, r.query + i * r.query_width);
     r.largest[i] = -INFINITY;
     r.total[i] = 0.0f;
   }
   memset(r.sums, 0, sizeof(float) * static_cast<size_t>(rows * r.value_width));
-  const int64_t first_position = a.context_lens[request] + first, end = first_position + count;
-  auto ahead = [&](int part, int64_t at) {
-    if (at >= end) return Ahead{nullptr, nullptr};
-    const auto* from = reinterpret_cast<const char*>(a.cached(part, request, at, kv_head));
-    return Ahead{from, from + static_cast<int64_t>(sizeof(Cache)) * min(a.block_size, end - at) * a.row_width()};
-  };
-  for (int64_t at = 0, next = a.block_size; at < end; at = next, next += a.block_size) {
-    const Block<Cache> block = {a.cached(0, request, at, kv_head), a.cached(1, request, at, kv_head), at,
-                                min(a.block_size, end - at), ahead(0, next), ahead(1, next)};
-    add_block(a, r, block, first_position, count);
-  }
+  for (int64_t at = 0; at < end; at += a.block_size)
+    add_block(a, r, Block<Cache>{rows_at(0, at), rows_at(1, at), at}, first_position, count);
   for (int64_t i = 0; i < rows; i++) {
     float* out = a.out + ((start + first + i / group) * a.num_heads + head + i % group) * dim;
     const float* sums = r.sums + i * r.value_width;
