@@ -141,6 +141,7 @@ BF16_ERRORS = {
     "qwen2": 0.0442,
     "qwen2_untied": 0.0430,
     "qwen3": 0.0605,
+    "ernie4_5": 0.0476,
 }
 
 
