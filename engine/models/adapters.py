@@ -148,7 +148,8 @@ def _pairs_of(linear: Linear, tensors: dict[str, np.ndarray], form: tuple[int, f
             a, b = (tensors.pop(name) for name in names)
             share = np.zeros((rank, columns.size), np.float32)
             share[:, : columns.stop - columns.start] = a[:, columns.start : columns.stop]
-            b = b[rows.start : rows.stop][rows.order()].T.astype(np.float32) * np.float32(scale)
+            order = rows.order()[: rows.stop - rows.start]  # the zeros that fill up a rank's share add nothing
+            b = b[rows.start : rows.stop][order].T.astype(np.float32) * np.float32(scale)
             yield Pair(linear.weight.name, first, share, b)
         first += rows.size
 
