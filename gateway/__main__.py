@@ -33,6 +33,7 @@ from gateway.health import SILENT_CLIENT_S
 from gateway.inference.server import InferenceServer
 from gateway.parts import BACKEND, BEGUN, DRAINING, INTAKE, RUNNING
 from gateway.triton_client import TritonBackend
+from gateway.watchdog import end_when_hung
 
 log = logging.getLogger("gateway")
 
@@ -107,7 +108,9 @@ async def run(config: Config) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    watching = asyncio.create_task(end_when_hung())
     await asyncio.gather(serve_grpc(config, stop), serve_http(config, stop))
+    watching.cancel()
 
 
 async def serve_http(config: Config, stop: asyncio.Event) -> None:

@@ -30,6 +30,7 @@ from engine.wire import ModelState
 from gateway import half_closed
 from gateway.backend import Backend, timeout
 from gateway.heads import BACKLOG, Heads, allow_connections
+from gateway.watchdog import end_when_hung
 
 NOT_REACHABLE, NOT_READY, SILENT = 1, 2, 3
 ANSWER_WITHIN_S = 3.0  # else the model is taken for silent
@@ -151,7 +152,7 @@ async def serve(apps: Mapping[int, web.Application], host: str) -> None:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    runners, watching = [], []
+    runners, watching = [], [loop.create_task(end_when_hung())]
     for port, app in apps.items():
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1, keepalive_timeout=SILENT_CLIENT_S)
         await runner.setup()

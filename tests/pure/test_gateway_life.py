@@ -283,6 +283,26 @@ def test_the_health_port_is_a_process_that_exits_with_0_on_sigterm():
         assert process.wait(PATIENCE_S) == 0
 
 
+HANGS = """
+import asyncio, time
+from gateway import watchdog
+
+async def watched_and_hung(watched=watchdog.end_when_hung):
+    asyncio.get_running_loop().call_later(0.5, time.sleep, 60)
+    await watched()
+
+watchdog.MAX_BUSY_S, watchdog.end_when_hung = 1, watched_and_hung
+"""
+
+
+@pytest.mark.parametrize("module", ["gateway", "gateway.health"])
+def test_a_process_whose_loop_hangs_says_where_and_ends(module, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(HANGS)
+    with a_process(module, PYTHONPATH=f"{tmp_path}:{ROOT}") as (process, _):
+        assert process.wait(PATIENCE_S) == 1
+        assert "in _run_once" in process.stderr.read()
+
+
 def test_who_holds_thousands_of_connections_keeps_nobody_from_the_health_port():
     """A system's usual limit is 1024 files; beyond it nobody could ask whether the server lives."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
