@@ -70,15 +70,19 @@ def read_params(path: Path, names: Collection[str]) -> dict[str, np.ndarray]:
 
 
 def write_params(path: Path, params: Iterable[tuple[str, np.ndarray]]) -> None:
-    """One after another as they come, sorted by their names; uint16 as bfloat16."""
+    """One after another as they come, sorted by their names; uint16 as bfloat16. Raises OSError with the path."""
     last = ""
     with path.open("wb") as file:
         for name, array in params:
             assert last < name, f"{name} after {last}: a reader would take one for the other"
             last, stored = name, array.view("bfloat16") if array.dtype == np.uint16 else array
             message = _tensor_desc(stored)
-            file.write(RECORD_HEADER.pack(0, 0, 0, len(message)) + message)
-            file.write(np.ascontiguousarray(stored).view(np.uint8).data)
+            try:
+                file.write(RECORD_HEADER.pack(0, 0, 0, len(message)) + message)
+                file.write(np.ascontiguousarray(stored).view(np.uint8).data)
+                file.flush()  # else a full disk would be met when the file is closed
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _tensor_desc(array: np.ndarray) -> bytes:

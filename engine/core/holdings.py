@@ -163,9 +163,8 @@ class Holdings:
         size, num_likeliest = self.pool.block_size, request.sampling.num_prompt_logprobs
         if not self.pool.caching:
             return ()
-        if num_likeliest >= 0 and not request.is_told:
-            known = self._known_scores.find(self._keys(request, request.prompt_len // size), num_likeliest)
-            request.scores += known[len(request.scores) :]
+        if num_likeliest >= 0 and not request.is_told and not request.scores:  # once, however often it has to wait
+            request.scores = self._known_scores.find(self._keys(request, request.prompt_len // size), num_likeliest)
         keys = self._keys(request, request.most_cached // size)
         return keys[: self.pool.find(keys)]
 

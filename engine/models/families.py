@@ -14,7 +14,10 @@ from engine.models.qwen2 import Qwen2
 from engine.models.qwen3 import Qwen3
 
 FAMILIES: dict[str, type[DecoderConfig]] = {
-    **{"llama": Llama, "mistral": Mistral, "qwen2": Qwen2, "qwen3": Qwen3},
+    "llama": Llama,
+    "mistral": Mistral,
+    "qwen2": Qwen2,
+    "qwen3": Qwen3,
     "ernie4_5": Ernie45,
 }
 
