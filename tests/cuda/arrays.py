@@ -1,10 +1,29 @@
-"""The functions of engine.ops.cuda, or of one like it, as those of engine.ops.reference: numpy's arrays in and out."""
+"""The functions of engine.ops.cuda, or of one like it, as those of engine.ops.reference: numpy's arrays in and out. And
+how near what they give is to what they should."""
 
 import ml_dtypes  # noqa: F401 - lets numpy know bfloat16
 import numpy as np
 import torch
 
 from engine.ops import cuda
+
+BF16_STEP = 2**-7  # the relative distance of neighbours, at most
+
+
+def floats(rng, *shape):
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def assert_close(found, expected, tolerance=2e-6):
+    assert found.shape == expected.shape
+    assert np.abs(found - expected).max(initial=0) <= tolerance * max(1, np.abs(expected).max(initial=0))
+
+
+def distance(found, expected):
+    """Of a tensor from an array, relative to this, over all elements."""
+    found = found.float().cpu().numpy()
+    assert found.shape == expected.shape
+    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
 
 
 def tensor(value, device, dtype=None):

@@ -12,18 +12,13 @@ from engine.executors.reference import ReferenceExecutor  # noqa: E402
 from engine.exporting.export import ExportOptions, export  # noqa: E402
 from engine.ops import cuda, reference  # noqa: E402
 from engine.ops.cuda import fp8  # noqa: E402
-from tests.cuda.arrays import array, tensor  # noqa: E402
+from tests.cuda.arrays import BF16_STEP, array, assert_close, distance, floats, tensor  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED, ROOT  # noqa: E402
 from tests.cuda.test_executor import SETTINGS, generate, golden  # noqa: E402
 from tests.quantized_checkpoints import make_fp8  # noqa: E402
 
 # The interpreter tells of what a GPU does without a word.
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{what} encountered") for what in ("overflow", "invalid value")]
-BF16_STEP = 2**-7
-
-
-def floats(rng, *shape):
-    return rng.standard_normal(shape).astype(np.float32)
 
 
 def stored(rng, columns, width, is_blocked):
@@ -73,11 +68,6 @@ def test_a_device_that_does_not_know_8_bit_floats_has_bf16_in_their_place(device
     assert_close(array(found), reference.linear_fp8(x, *arrays), 1e-5)
 
 
-def assert_close(found, expected, tolerance):
-    assert found.shape == expected.shape
-    assert np.abs(found - expected).max(initial=0) <= tolerance * max(1, np.abs(expected).max(initial=0))
-
-
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter does not know bf16")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("is_blocked", [False, True], ids=["rows", "blocks"])
@@ -96,12 +86,6 @@ def test_products_of_16_bits_are_as_good_as_these_are(device, is_blocked, dtype)
             assert found.dtype == dtype
             assert distance(found, expected) < BF16_STEP
             assert distance(cuda.gated_linear_fp8(*given), reference.swiglu(expected)) < BF16_STEP
-
-
-def distance(found, expected):
-    found = found.float().cpu().numpy()
-    assert found.shape == expected.shape
-    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
 
 
 def test_a_row_that_is_not_finite_gives_nan_and_one_of_zeros_zeros(device):

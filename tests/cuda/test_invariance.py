@@ -13,7 +13,7 @@ from tests.pure.paged_batch import PagedBatch  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered"),
-    pytest.mark.parametrize("dtype", ["float32", "bfloat16"]),
+    pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"]),
 ]
 
 
@@ -26,8 +26,9 @@ def products_are_chains_of_sums(monkeypatch):
     from triton.runtime import interpreter
 
     def numbers(handle):
-        is_bf16 = handle.dtype.scalar == tl.bfloat16
-        return (handle.data.astype(np.uint32) << 16).view(np.float32) if is_bf16 else handle.data
+        if handle.dtype.scalar == tl.bfloat16:
+            return (handle.data.astype(np.uint32) << 16).view(np.float32)
+        return handle.data.astype(np.float32)
 
     def dot(self, a, b, sums, *_):
         x, y, total = numbers(a), numbers(b), sums.data.copy()
@@ -105,11 +106,10 @@ def test_attention_is_the_same_bits_in_chunks_and_in_company(device, dtype, head
 
 
 def test_attention_is_as_the_definition_says(device, dtype):
-    if dtype == "bfloat16":
-        pytest.skip("the definition's bfloat16 is rounded elsewhere; the executor's tests compare it")
+    if dtype != "float32":
+        pytest.skip("the definition rounds 16 bits elsewhere; the executor's tests compare them")
     from engine.ops import reference
-    from tests.cuda.arrays import Ops
-    from tests.cuda.test_ops import assert_close
+    from tests.cuda.arrays import Ops, assert_close
 
     ops = Ops(device, invariant)
     for context, count in (([270, 3, 0], [1, 1, 1]), ([250, 3, 0], [19, 1, 8])):
@@ -153,7 +153,7 @@ def test_answers_and_their_scores_are_those_of_a_request_alone(exported, device,
     WAYS["preempted"]["block_bs"] = (blocks - 1) / 16  # 16 are those of the longest request
     alone = [ask(number) for number in range(len(prompts))]
     for way, settings in WAYS.items():
-        if IS_INTERPRETED and (way == "launched op by op" or (dtype == "bfloat16" and way != "in company")):
+        if IS_INTERPRETED and (way == "launched op by op" or (dtype != "float32" and way != "in company")):
             continue
         tokens, logprobs = ask(*range(len(prompts)), **settings)
         for number, (own_tokens, own_logprobs) in enumerate(alone):

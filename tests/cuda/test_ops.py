@@ -10,12 +10,11 @@ torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cud
 from engine.dtypes import from_bf16, to_bf16  # noqa: E402
 from engine.ops import cuda, reference  # noqa: E402
 from engine.ops.cuda import few_rows  # noqa: E402
-from tests.cuda.arrays import Ops, array, tensor  # noqa: E402
+from tests.cuda.arrays import BF16_STEP, Ops, array, assert_close, floats, tensor  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED, ROOT  # noqa: E402
 from tests.pure.paged_batch import PagedBatch  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # the interpreter tells of it
-BF16_STEP = 2**-7  # the relative distance of neighbours, at most
 
 
 @pytest.fixture(scope="module")
@@ -26,15 +25,6 @@ def ops(device):
 @pytest.fixture
 def rng():
     return np.random.default_rng(0)
-
-
-def floats(rng, *shape):
-    return rng.standard_normal(shape).astype(np.float32)
-
-
-def assert_close(found, expected, tolerance=2e-6):
-    assert found.shape == expected.shape
-    assert np.abs(found - expected).max(initial=0) <= tolerance * max(1, np.abs(expected).max(initial=0))
 
 
 def test_every_op_of_the_catalogue_is_here():

@@ -19,7 +19,7 @@ from engine.executors.cuda.adapters import Adapters
 from engine.executors.cuda.cache import Caches
 from engine.executors.cuda.host_cache import HostCache
 from engine.executors.cuda.load import load_program
-from engine.executors.cuda.program import GROUPS, Outputs, Program
+from engine.executors.cuda.program import GROUPS, Inputs, Outputs, Program
 from engine.executors.cuda.reading import StepReading
 from engine.executors.cuda.sampling import fields_to_send
 from engine.executors.cuda.step_graphs import Arrays, StepGraphs
@@ -29,7 +29,8 @@ from engine.executors.slots import Choices, Slots
 from engine.exporting.manifest import Manifest, rank_dir
 from engine.ops import cuda
 from engine.ops.cpu.group import Membership
-from engine.ops.cuda import group, invariant
+from engine.ops.cuda import fresh_prompts, group, invariant
+from engine.ops.cuda.fresh_prompts import KnownStarts
 from engine.ops.cuda.sampler import sample
 from engine.ops.sampling_rows import SampledRows, SamplingRows
 from engine.settings.config import Config
@@ -51,7 +52,8 @@ class CudaExecutor:
         self._device = _device(device, self._membership.rank)
         self._utilization = config.gpu_memory_utilization
         self._logits_bytes = 4 * config.batch_size * model.vocab_size  # of the largest batch
-        ops = invariant if config.batch_invariant else cuda
+        self._is_invariant = config.batch_invariant
+        ops = invariant if self._is_invariant else cuda
         self._program = load_program(rank_dir(graph_dir, self._membership.rank), model, self._device, ops)
         self._check_type()
         self._caches = Caches(model.graph().caches, self._device)
@@ -149,7 +151,12 @@ class CudaExecutor:
             inputs = self._graphs.padded(inputs, shape)
         inputs |= groups
         sent = self._uploads.send(inputs | {"slots": np.array(choices.slots, np.int64)} | fields)
-        return self._graphs.replay(sent, shape).first(num_logits) if shape else self._compute(sent), sent
+        if shape:
+            return self._graphs.replay(sent, shape).first(num_logits), sent
+        fresh = [] if self._is_invariant else fresh_prompts.find(inputs["query_starts"], inputs["context_lens"])
+        if fresh:
+            return self._compute({**sent, "query_starts": KnownStarts(sent["query_starts"], fresh)}), sent
+        return self._compute(sent), sent
 
     def reading(self, batch: Batch) -> StepReading | None:
         is_told = batch.is_read and not self._membership.rank
@@ -166,7 +173,7 @@ class CudaExecutor:
     def accept(self, batch: Batch, rows: SamplingRows, sampled: SampledRows) -> StepOutput:
         return self._slots.accept(batch, rows, sampled)
 
-    def _compute(self, inputs: Mapping[str, Tensor]) -> Outputs:
+    def _compute(self, inputs: Inputs) -> Outputs:
         token_ids = cuda.of_first(cuda.last_tokens_in(inputs["token_ids"], self._last_tokens))
         program = self._adapted if GROUPS in inputs else self._program
         return program({**inputs, **self._caches.tensors, "token_ids": token_ids})

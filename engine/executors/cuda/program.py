@@ -13,12 +13,14 @@ from torch import Tensor
 from engine.graph import Graph, GraphError, Node
 from engine.models.layers import HIDDEN, LOGIT_ROWS, LOGITS
 from engine.ops.cuda.adapters import Layer, add_adapters
+from engine.ops.cuda.fresh_prompts import KnownStarts
 
 PRODUCTS = ("linear", "linear_int8", "linear_a8w8", "linear_int4", "linear_fp8")
 FUSED_PRODUCTS = {(name, "swiglu"): f"gated_{name}" for name in PRODUCTS}
 FUSED = {("all_reduce", "add_rms_norm"): "all_reduce_add_rms_norm"}
 GROUPS, LOGIT_GROUPS = "groups", "logit_groups"  # of `engine.ops.cuda.adapters`
 OF_TOKENS, OF_LOGITS = -1, -2  # their numbers as values
+Inputs = Mapping[str, Tensor | KnownStarts]  # by name; what is known of query_starts is for attention
 LAST = {"linear": "logits", "linear_int8": "logits_int8"}  # the last product of a graph, in float32
 
 
@@ -56,7 +58,7 @@ class Program:
             self._inputs |= {GROUPS: OF_TOKENS, LOGIT_GROUPS: OF_LOGITS}
             self._calls = _adapted(graph, self._calls, layers)
 
-    def __call__(self, inputs: Mapping[str, Tensor]) -> Outputs:
+    def __call__(self, inputs: Inputs) -> Outputs:
         """The caches among the inputs are updated."""
         values = self._params | {number: inputs[name] for name, number in self._inputs.items()}
         for run, given, outputs, last in self._calls:

@@ -1,8 +1,9 @@
 """The ops of `docs/ops.md` on NVIDIA GPUs: the functions of `engine.ops.reference` on torch's tensors.
 
 Matrix products of many rows are torch's (cuBLASLt), all else is kernels in the Triton language, which the interpreter
-of that language (TRITON_INTERPRET=1) also runs on the CPU. Activations have the type of the embedding table, float32 or
-bfloat16; sums are float32. Grids follow from shapes alone, never from values: every call can be part of a CUDA graph.
+of that language (TRITON_INTERPRET=1) also runs on the CPU. Activations have the type of the embedding table, float32,
+bfloat16 or float16; sums are float32. Grids follow from shapes alone, never from values: every call can be part of a
+CUDA graph.
 """
 
 from engine.ops.cuda.attention import paged_attention

@@ -4,12 +4,12 @@ blocks are shared out to several programs (split-KV), their sums in a third.
 A program of the second kernel has up to ROWS rows: the query heads of one key/value head for TOKENS tokens of one
 request. Which request is found in `query_starts`, so that the grid follows from shapes alone. It goes through the
 request's keys in tiles of a block or a part of one, with the online softmax (Milakov and Gimelshein, 2018; tiles as in
-FlashAttention-2, Dao, 2023; split-KV as in Flash-Decoding, Dao et al., 2023).
+FlashAttention-2, Dao, 2023; split-KV as in Flash-Decoding, Dao et al., 2023). Long prompts that begin in a step go
+another way (fresh_prompts.py).
 """
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -17,8 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.ops.cuda import fresh_prompts
+from engine.ops.cuda.fresh_prompts import KnownStarts
 from engine.ops.cuda.int8_cache import key_scales, numbers, scales_at, value_scales
-from engine.ops.cuda.launch import PDL, begin_next, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, num_sms, wait_for_inputs
 from engine.ops.cuda.placing import HeadNorm, place_all, request_of, sizes_of
 
 MIN_ROWS = 16  # of a matrix product
@@ -35,7 +37,7 @@ def paged_attention(
     qkv: Tensor | HeadNorm,
     cos_sin: Tensor,
     kv_cache: Tensor,
-    query_starts: Tensor,
+    query_starts: Tensor | KnownStarts,
     context_lens: Tensor,
     block_tables: Tensor,
     *,
@@ -45,12 +47,26 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor]:
     """[T, (Hq + 2 Hkv) D] over the cache [num_blocks, 2, Hkv, block_size, D]: [T, Hq D], and the cache, updated.
     A cache of int8 has scales, too: int8_cache.py."""
-    where = query_starts, context_lens, block_tables
-    query = place_all(qkv, cos_sin, kv_cache, where, num_heads)
-    out = torch.empty_like(query)
-    num_tokens, num_requests, group = len(query), len(context_lens), num_heads // num_kv_heads
-    one_each = num_tokens == num_requests
+    starts, fresh = query_starts if isinstance(query_starts, KnownStarts) else (query_starts, [])
+    where = starts, context_lens, block_tables
+    heads = qkv.qkv if isinstance(qkv, HeadNorm) else qkv
+    num_tokens, num_requests, pairs = len(heads), len(context_lens), None
+    if fresh and fresh_prompts.are_taken(heads.dtype, kv_cache):
+        pairs = kv_cache.new_empty(2, num_kv_heads, num_tokens, kv_cache.shape[4])
+        num_requests, num_tokens, _ = fresh[0]
+    query = place_all(qkv, cos_sin, kv_cache, where, num_heads, pairs)
+    outs = [_attend_all(query[:num_tokens], kv_cache, where, num_requests, scale)] if num_tokens else []
+    if pairs is not None:
+        outs += [fresh_prompts.attend(query[a:b], pairs[:, :, a:b], scale) for _, a, b in fresh]
+    return outs[0] if len(outs) == 1 else torch.cat(outs), kv_cache
+
+
+def _attend_all(query: Tensor, kv_cache: Tensor, where: tuple[Tensor, ...], num_requests: int, scale: float) -> Tensor:
+    """Of the first requests, whose tokens these are."""
+    out, block_tables, num_kv_heads = torch.empty_like(query), where[2], kv_cache.shape[2]
     block_size, head_dim = sizes_of(kv_cache)
+    num_tokens, num_heads = len(query), query.shape[1] // head_dim
+    group, one_each = num_heads // num_kv_heads, num_tokens == num_requests
     many = INT8_PREFILL if kv_cache.dtype == torch.int8 else PREFILL
     rows, most, options = (MIN_ROWS, MAX_TILE, DECODE) if one_each else many
     rows = triton.next_power_of_2(max(group, rows))
@@ -68,7 +84,7 @@ def paged_attention(
     if splits > 1:
         padded = triton.next_power_of_2(head_dim), triton.next_power_of_2(splits)
         _combine[(num_tokens, num_heads)](partial, out, num_heads, splits, head_dim, *padded, num_warps=2, **PDL)
-    return out, kv_cache
+    return out
 
 
 def _num_splits(num_programs: int, max_blocks: int) -> int:
@@ -76,11 +92,6 @@ def _num_splits(num_programs: int, max_blocks: int) -> int:
     room = PROGRAMS_PER_SM * num_sms() // num_programs
     wanted = min(room, max_blocks, MAX_SPLITS)
     return 1 << max(wanted, 1).bit_length() - 1
-
-
-@functools.cache
-def num_sms() -> int:
-    return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 4
 
 
 @triton.jit

@@ -11,12 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.launch import PDL, begin_next, fetch_ahead, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, fetch_ahead, num_sms, shared_memory, wait_for_inputs
 
 # As measured in the layers of a model on an H200, where a kernel begins while the one before it ends.
 FEW = 8  # rows
 WEIGHTS, DEPTH = 16, 256  # rows of weights that a program of one warp has, and columns at a time
-STAGES = 6  # tiles that are read ahead, and one
+AHEAD = 5  # tiles that are read ahead
+MOST_AHEAD, CROWD = 7, 4  # where there are no more than so many programs for an SM, whose memory they then fill
 EARLY = 8  # lines of each row of weights that are fetched before the inputs are there
 LINE = 64  # columns
 
@@ -29,11 +30,20 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, is_
     """x [T, K] times weight [N, K], and the bias: into `out`, [T, N], or the `swiglu` of that, rounded as if it were
     stored between."""
     (num_rows, width), columns = x.shape, out.shape[1]
-    _multiply[(triton.cdiv(columns, WEIGHTS // (1 + is_gated)),)](
+    num_programs = triton.cdiv(columns, WEIGHTS // (1 + is_gated))
+    _multiply[(num_programs,)](
         x, weight, x if bias is None else bias, out, num_rows, columns, width, bias is not None, is_gated,
-        width % DEPTH == 0, WEIGHTS, DEPTH, FEW, EARLY, LINE, num_warps=1, num_stages=STAGES, **PDL,
+        width % DEPTH == 0, WEIGHTS, DEPTH, FEW, EARLY, LINE, num_warps=1, num_stages=1 + _num_ahead(num_programs),
+        **PDL,
     )  # fmt: skip
     return out
+
+
+def _num_ahead(num_programs: int) -> int:
+    """So many that all programs run at once, if they can."""
+    per_sm = triton.cdiv(num_programs, num_sms())
+    room = shared_memory() // ((WEIGHTS + FEW) * DEPTH * 2)
+    return min(room // per_sm, MOST_AHEAD) if per_sm <= CROWD else AHEAD
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # or one row would be another kernel

@@ -20,6 +20,11 @@ HAS_COPY_ENGINE = not torch.cuda.is_available() or torch.cuda.get_device_capabil
 
 
 @functools.cache
+def num_sms() -> int:
+    return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 4
+
+
+@functools.cache
 def shared_memory() -> int:
     """Bytes that the programs of an SM share; one can have 1 KB less."""
     if not torch.cuda.is_available():

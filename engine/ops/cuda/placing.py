@@ -33,17 +33,24 @@ def head_norm(
 
 
 def place_all(
-    qkv: Tensor | HeadNorm, cos_sin: Tensor, kv_cache: Tensor, where: tuple[Tensor, ...], num_heads: int
+    qkv: Tensor | HeadNorm,
+    cos_sin: Tensor,
+    kv_cache: Tensor,
+    where: tuple[Tensor, ...],
+    num_heads: int,
+    pairs: Tensor | None = None,
 ) -> Tensor:
-    """Writes rotated keys, and values, into the cache; returns the rotated queries [T, Hq D]."""
+    """Writes rotated keys, and values, into the cache, and into `pairs` [2, Hkv, T, D]; returns the rotated queries
+    [T, Hq D]."""
     norm, heads = (qkv, qkv.qkv) if isinstance(qkv, HeadNorm) else (None, qkv)
     num_kv_heads, (block_size, head_dim) = kv_cache.shape[2], sizes_of(kv_cache)
     query = heads.new_empty(len(heads), num_heads * head_dim)
     grid = len(heads), triton.cdiv(num_heads + 2 * num_kv_heads, HEADS)
     weights = (norm.q_weight, norm.k_weight) if norm else (cos_sin, cos_sin)
     _place[grid](
-        heads, cos_sin, kv_cache, *where, query, *weights, norm.epsilon if norm else 0.0, len(where[1]),
-        where[2].shape[1], norm is not None, len(heads) == len(where[1]), num_heads, num_kv_heads, head_dim,
+        heads, cos_sin, kv_cache, *where, query, query if pairs is None else pairs, *weights,
+        norm.epsilon if norm else 0.0, len(where[1]), where[2].shape[1],
+        norm is not None, pairs is not None, len(heads) == len(where[1]), num_heads, num_kv_heads, head_dim,
         triton.next_power_of_2(head_dim), cos_sin.shape[1], block_size, HEADS, **PDL,
     )  # fmt: skip
     return query
@@ -75,11 +82,11 @@ def request_of(query_starts, num_requests, index, TOKENS: tl.constexpr):
 
 @triton.jit
 def _place(
-    qkv, cos_sin, cache, query_starts, context_lens, block_tables, query, q_weight, k_weight, epsilon,
+    qkv, cos_sin, cache, query_starts, context_lens, block_tables, query, pairs, q_weight, k_weight, epsilon,
     num_requests, table_width,
-    HAS_NORM: tl.constexpr, ONE_EACH: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_PAIRS: tl.constexpr, ONE_EACH: tl.constexpr, NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """One token, HEADS of its Hq + 2 Hkv heads."""
     begin_next()
@@ -118,6 +125,9 @@ def _place(
     # Keys, then values: in a block, too, the heads of the keys lie before those of the values.
     row = (head - NUM_HEADS) * BLOCK_SIZE + position % BLOCK_SIZE
     is_in = is_in & (head >= NUM_HEADS)[:, None]
+    if HAS_PAIRS:
+        own = (head - NUM_HEADS).to(tl.int64) * tl.num_programs(0) + token
+        tl.store(pairs + own[:, None] * HEAD_DIM + d[None, :], x, mask=is_in)
     if cache.dtype.element_ty == tl.int8:
         put(cache, block, row, x, is_in, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
     else:

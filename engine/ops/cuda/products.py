@@ -13,7 +13,10 @@ from engine.ops.cuda import few_rows
 from engine.ops.cuda.launch import PDL, begin_next, wait_for_inputs
 from engine.ops.cuda.pointwise import swiglu
 
-WIDE = 10240  # columns: so many programs that each does best with few rows of weights
+# Up to so many columns: the rows of weights of a program, and columns at a time. As measured on an H200 in the shapes
+# of a model and of its shares on two and four GPUs: few programs need much to read each, many are best small.
+TILES = (2048, 4, 2048), (4095, 4, 1024), (4096, 8, 1024), (10239, 8, 512)
+SMALL = 2, 2048  # for more columns and where there are two rows of weights for each
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -51,7 +54,8 @@ def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 def _one_row(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, is_gated: bool = False) -> Tensor:
     columns, width = out.shape[1], x.shape[1]
-    block_n, block_k = (2, 2048) if columns >= WIDE else (8, 1024 if columns <= 4096 else 512)
+    block_n, block_k = next((tile for most, *tile in TILES if columns <= most and not is_gated), SMALL)
+    block_k = min(block_k, triton.next_power_of_2(width))
     _multiply[(triton.cdiv(columns, block_n),)](
         x, weight, x if bias is None else bias, out, columns, width, bias is not None, is_gated, block_n, block_k,
         num_warps=4, **PDL,

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.attention import MAX_TILE, num_sms, rows_of, tile_of, tile_of_queries
-from engine.ops.cuda.launch import PDL, begin_next, wait_for_inputs
+from engine.ops.cuda.attention import MAX_TILE, rows_of, tile_of, tile_of_queries
+from engine.ops.cuda.launch import PDL, begin_next, num_sms, wait_for_inputs
 from engine.ops.cuda.placing import HeadNorm, place_all, sizes_of
 
 UNIT = 256  # positions

@@ -74,7 +74,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Ten
         return few_rows.multiply(x, weight, bias, out)
     if num_rows:
         tile = tile_for(num_rows, columns, x.dtype)
-        is_copied = HAS_COPY_ENGINE and x.dtype == torch.bfloat16 and _is_aligned(x) and _is_aligned(weight)
+        is_copied = HAS_COPY_ENGINE and x.dtype != torch.float32 and _is_aligned(x) and _is_aligned(weight)
         rows = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]) if is_copied else x
         weights = TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]) if is_copied else weight
         room = shared_memory() // ((tile.rows + tile.columns) * tile.depth * x.element_size())
