@@ -18,7 +18,7 @@ struct Bf16Weight {
 // K (see linear.h) is added to sums in memory. An output is the same operations in the same order in every tile.
 constexpr int kPackedRows = 12;
 constexpr int64_t kRowsBytes = 400 << 10;  // of x that stay in the L2 cache while the panels pass
-constexpr int64_t kAheadBytes = 4096;      // how far ahead of its use a weight is asked for, where it is used once
+constexpr int64_t kAheadBytes = 2048;      // how far ahead of its use a weight is asked for, where it is used once
 
 inline int64_t packed_width(int64_t width) { return round_up(width, 2); }
 
@@ -151,15 +151,14 @@ inline const uint16_t* panel_of(const PackedArgs& a, int64_t pair, int v) {
 }
 
 // Tiles first .. end of the rows times a pair of panels. What comes next is fetched as it is needed: by the first tiles,
-// a chunk ahead, or where there is but one tile a little ahead of the reading.
-inline void multiply_pair(const PackedArgs& a, int64_t pair, int64_t first, int64_t end) {
+// a chunk ahead and at last what `next` begins with, or where there is but one tile a little ahead of the reading.
+inline void multiply_pair(const PackedArgs& a, int64_t pair, int64_t next, int64_t first, int64_t end) {
   const int64_t t = a.first_row(first), size = chunk_size(a.width), num_chunks = num_chunks_of(a.width);
   auto* sums = static_cast<float*>(llm_scratch(1, sizeof(vec) * 2 * static_cast<size_t>(a.first_row(end) - t)));
   const uint16_t* panels[] = {panel_of(a, pair, 0), panel_of(a, pair, 1)};
-  const int64_t to_next_pair = (a.is_gated ? 1 : 2) * a.panel_size();
   for (int64_t c = 0; c < num_chunks; c++) {
     const int64_t start = c * size, pairs = (min(size, a.width - start) + 1) / 2;
-    const int64_t ahead = c + 1 < num_chunks ? (c + 1) * size * W : to_next_pair;
+    const bool is_last = c + 1 == num_chunks;
     for (int64_t tile = first; tile < end; tile++) {
       const int64_t from = a.first_row(tile), rows = a.first_row(tile + 1) - from;
       PackedTile args = {a.x + from * a.stride() + start, {}, a.stride(), pairs, {}, sums + (from - t) * 2 * W, c == 0};
@@ -169,7 +168,8 @@ inline void multiply_pair(const PackedArgs& a, int64_t pair, int64_t first, int6
         for (int v = 0; v < 2; v++) args.ahead[v] = at(v, start * W) + kAheadBytes;
         multiply_tile<2>(rows, args);
       } else if (tile - first < 2) {
-        args.ahead[0] = at(static_cast<int>(tile - first), ahead);
+        const int v = static_cast<int>(tile - first);
+        args.ahead[0] = at(v, is_last ? (a.first_of(next, v) - a.first_of(pair, v)) * a.stride() : (c + 1) * size * W);
         multiply_tile<1>(rows, args);
       } else {
         multiply_tile<0>(rows, args);
@@ -186,11 +186,18 @@ inline void multiply_packed(const PackedArgs& a) {
   const int threads = count <= 1 || a.rows * a.num_out * a.width / 8 < kSerialWork ? 1 : llm_num_threads();
   int64_t taken = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
-  for (Pieces mine = take_pieces(&taken, count, threads); mine.first < count; mine = take_pieces(&taken, count, threads))
-    for (int64_t i = mine.first; i < mine.end; i++) {
-      const int64_t block = i / num_pairs;
-      multiply_pair(a, i % num_pairs, block * num_tiles / num_blocks, (block + 1) * num_tiles / num_blocks);
+  {
+    Pieces mine = take_pieces(&taken, count, threads);
+    while (mine.first < count) {
+      const Pieces then = take_pieces(&taken, count, threads);
+      for (int64_t i = mine.first; i < mine.end; i++) {
+        const int64_t block = i / num_pairs, next = i + 1 < mine.end ? i + 1 : min(then.first, count - 1);
+        multiply_pair(a, i % num_pairs, next % num_pairs, block * num_tiles / num_blocks,
+                      (block + 1) * num_tiles / num_blocks);
+      }
+      mine = then;
     }
+  }
 }
 
 inline void linear_bf16(const float* x, const Bf16Weight& weight, const float* bias, float* y, int64_t rows,
