@@ -34,10 +34,11 @@ from benchmarks.random_checkpoint import SHAPES, make_checkpoint, write_shape
 from engine.core.loop import Loop
 from engine.core.types import Request, Sampling
 from engine.executors import make_executor
-from engine.executors.memory import allocate_cache, collect_garbage_seldom
+from engine.executors.memory import allocate_cache
 from engine.exporting.cache import export_cached
 from engine.exporting.export import LOAD_FORMATS, QUANT_TYPES, ExportOptions
 from engine.exporting.manifest import Manifest
+from engine.garbage import collect_garbage_seldom
 from engine.settings.config import Config
 from server_scripts.processes import ENGINE_DEFAULTS
 

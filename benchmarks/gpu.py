@@ -31,9 +31,10 @@ from engine.core.loop import Loop
 from engine.core.types import Request, Sampling
 from engine.executors import make_executor
 from engine.executors.cuda.weights import num_bytes
-from engine.executors.memory import allocate_cache, collect_garbage_seldom
+from engine.executors.memory import allocate_cache
 from engine.exporting.export import QUANT_TYPES, ExportOptions, export
 from engine.exporting.manifest import Manifest, rank_dir
+from engine.garbage import collect_garbage_seldom
 from engine.models.adapters import CONFIG, WEIGHTS, Adapter, identified
 from engine.settings.config import Config
 

@@ -24,10 +24,11 @@ from benchmarks.random_checkpoint import make_checkpoint
 from engine.core.loop import Loop
 from engine.core.types import Request, Sampling
 from engine.executors import make_executor
-from engine.executors.memory import allocate_cache, collect_garbage_seldom
+from engine.executors.memory import allocate_cache
 from engine.exporting.cache import export_cached
 from engine.exporting.export import QUANT_TYPES, ExportOptions
 from engine.exporting.manifest import Manifest
+from engine.garbage import collect_garbage_seldom
 from engine.settings.config import Config
 
 PROMPT_LEN, ANSWER_LEN = 128, 32

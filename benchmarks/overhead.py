@@ -16,8 +16,8 @@ import numpy as np
 
 from engine.core.loop import Loop
 from engine.core.types import Batch, Request, Sampling, StepOutput
-from engine.executors.memory import collect_garbage_seldom
 from engine.executors.slots import Choices, Slots
+from engine.garbage import collect_garbage_seldom
 from engine.ops.sampling_rows import SampledRows
 from engine.settings.config import Config
 

@@ -23,10 +23,11 @@ from benchmarks.random_checkpoint import SHAPES, make_checkpoint
 from engine.core.loop import Loop
 from engine.core.types import Batch, Executor, Request, Sampling, Step, StepOutput
 from engine.executors import make_executor
-from engine.executors.memory import allocate_cache, collect_garbage_seldom
+from engine.executors.memory import allocate_cache
 from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions
 from engine.exporting.manifest import Manifest
+from engine.garbage import collect_garbage_seldom
 from engine.settings.config import Config
 
 PROMPT_LEN, ANSWER_LEN = 256, 192

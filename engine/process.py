@@ -18,6 +18,7 @@ import zmq
 from engine.core.loop import Loop
 from engine.errors import ConfigError, HostLost, InvalidRequest, SetupError
 from engine.executors import LOADING
+from engine.garbage import collect_garbage_seldom
 from engine.link.messages import Bounds, most_bytes
 from engine.link.server import Server
 from engine.log import configure
@@ -56,7 +57,7 @@ def note_progress(path: Path) -> None:
 def make_loop(config: Config, tell: Callable[[str], None]) -> tuple[Loop, Bounds]:
     # Imported here: a client of this module must not pay for Paddle.
     from engine.executors import make_executor
-    from engine.executors.memory import allocate_cache, collect_garbage_seldom
+    from engine.executors.memory import allocate_cache
     from engine.exporting.manifest import Manifest
     from engine.serving.loras import LoraNames
     from engine.settings.device import with_device

@@ -21,6 +21,7 @@ from aiohttp.log import server_logger
 
 from engine.address import in_url
 from engine.errors import ConfigError
+from engine.garbage import OF_REQUESTS, collect_garbage_seldom
 from engine.log import configure
 from engine.settings.config import Config
 from engine.settings.tls import key_and_chain, server_context
@@ -147,6 +148,7 @@ def main() -> int:
     config = Config.from_env()
     configure(config.log_level, process=f"worker {index}")
     allow_connections()
+    collect_garbage_seldom(OF_REQUESTS)
     try:
         asyncio.run(run(config))
     except OSError as error:

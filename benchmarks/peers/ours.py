@@ -8,8 +8,9 @@ from benchmarks.peers.clock import MAX_REQUESTS, MAX_TOKENS_IN_STEP, Clock, Prom
 from engine.core.loop import Loop
 from engine.core.types import Request, Sampling
 from engine.executors import make_executor
-from engine.executors.memory import allocate_cache, collect_garbage_seldom
+from engine.executors.memory import allocate_cache
 from engine.exporting.manifest import Manifest
+from engine.garbage import collect_garbage_seldom
 from engine.settings.config import Config
 
 

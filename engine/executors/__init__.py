@@ -33,7 +33,10 @@ def make_executor(graph_dir: Path, config: Config, tell: Callable[[str], None] =
     check_swap_space(config)
     manifest, machines = Manifest.read(graph_dir), config.machines
     if manifest.num_ranks != config.mp_num:
-        raise ConfigError(f"MP_NUM is {config.mp_num}, but {graph_dir} was exported for {manifest.num_ranks} ranks")
+        num_ranks = manifest.num_ranks
+        raise ConfigError(
+            f"MP_NUM is {config.mp_num}, {graph_dir} was exported for {num_ranks}; set MP_NUM={num_ranks}"
+        )
     if config.device == GPU:
         check_gpus(config)
     elif not manifest.graph().parameters:

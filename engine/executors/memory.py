@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 
 from engine.core.types import Arrival, Batch, Executor, Row, Sampling
@@ -15,14 +14,6 @@ CGROUP_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
 )
-
-
-def collect_garbage_seldom() -> None:
-    """From now on: a step makes thousands of small objects that go by themselves, and looking through all that live for
-    cycles every 700 of them is a tenth of the time of what is not the graph."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(100_000, 50, 100)
 
 
 def allocate_cache(executor: Executor, config: Config, model_len: int) -> int:
@@ -77,7 +68,8 @@ def num_blocks(config: Config, model_len: int, block_size: int, block_bytes: int
     else:
         share = 1 if is_gpu else config.kv_cache_memory_fraction
         count = min(int(fitting * share), config.batch_size * per_request)
-        origin = f"GPU_MEMORY_UTILIZATION is {config.gpu_memory_utilization:g}" if is_gpu else "by free memory"
+        name = "GPU_MEMORY_UTILIZATION" if is_gpu else "KV_CACHE_MEMORY_FRACTION"
+        origin = f"{name} is {getattr(config, name.lower()):g}"
         most = float(count)
     if count > fitting:
         raise ConfigError(
@@ -85,7 +77,10 @@ def num_blocks(config: Config, model_len: int, block_size: int, block_bytes: int
             f"{free_bytes / 2**30:.1f} GiB are free; at most {most:g} fits"
         )
     if count < 1:
-        raise ConfigError(f"the KV cache would have no block ({origin}); the longest request needs {per_request}")
+        raise ConfigError(
+            f"{origin}, it must be larger: of the {free_bytes / 2**30:.1f} GiB that are free the KV cache would have no"
+            f" block, the longest request needs {per_request}"
+        )
     return count
 
 

@@ -96,11 +96,6 @@ class EngineClient:
             return None
 
     @property
-    def is_searching(self) -> bool:
-        """After a crash, for the request that has caused it."""
-        return self._crash_search.is_active
-
-    @property
     def num_open(self) -> int:
         return len(self._journal)
 

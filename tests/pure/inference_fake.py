@@ -82,6 +82,10 @@ def a_request(name="", **body):
     return request
 
 
+def run(scenario):
+    asyncio.run(asyncio.wait_for(scenario, PATIENCE_S))
+
+
 @contextlib.asynccontextmanager
 async def serving(folder, triton, credentials=None, **settings):
     """-> the front and the port where it listens."""

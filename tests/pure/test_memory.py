@@ -48,8 +48,8 @@ def test_blocks_that_do_not_fit_are_refused_with_what_would():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"block_bs": 0.01}, r"would have no block \(BLOCK_BS is 0.01\); the longest request needs 16"),
-        ({"free_bytes": 1000}, r"would have no block \(by free memory\); the longest request needs 16"),
+        ({"block_bs": 0.01}, "BLOCK_BS is 0.01, it must be larger: .* no block, the longest request needs 16"),
+        ({"free_bytes": 1000}, "KV_CACHE_MEMORY_FRACTION is 0.5, it must be larger: of the 0.0 GiB"),
     ],
 )
 def test_a_pool_without_a_block_is_refused(settings, message):
@@ -77,7 +77,7 @@ def test_on_a_gpu_all_that_its_share_of_memory_leaves_is_taken(settings, expecte
     ("settings", "message"),
     [
         ({"num_gpu_blocks_override": 41}, "NUM_GPU_BLOCKS_OVERRIDE is 41: 41 blocks need 0.3 GiB, .* at most 39 fits"),
-        ({"free_bytes": 0}, r"would have no block \(GPU_MEMORY_UTILIZATION is 0.8\); the longest request needs 16"),
+        ({"free_bytes": 0}, "GPU_MEMORY_UTILIZATION is 0.8, it must be larger: of the 0.0 GiB"),
     ],
 )
 def test_what_does_not_fit_on_a_gpu_names_its_setting(settings, message):

@@ -9,6 +9,7 @@ sys.path[:0] = os.environ["LLM_SERVER_SYS_PATH"].split(os.pathsep)
 import numpy as np  # noqa: E402
 import triton_python_backend_utils as pb_utils  # noqa: E402
 
+from engine.garbage import OF_REQUESTS, collect_garbage_seldom  # noqa: E402
 from engine.log import configure  # noqa: E402
 from engine.serving.build import build_service  # noqa: E402
 from engine.serving.metrics import MetricsThread  # noqa: E402
@@ -38,6 +39,7 @@ class TritonPythonModel:
         self.drain_timeout_s = config.drain_timeout_s
         self.service = build_service(config)
         self.metrics = MetricsThread(self.service, config.batch_size, pb_utils)
+        collect_garbage_seldom(OF_REQUESTS)
 
     def execute(self, requests):
         for request in requests:
