@@ -139,14 +139,6 @@ def download(name: str, directory: str | Path = "downloads", options: Options | 
     return Download(model_dir, quant, True, speculate_dir, num_fetched)
 
 
-def find_download(model_dir: str | Path) -> Download | None:
-    """What an earlier run has completed in this very directory."""
-    record = Record.load(Path(model_dir))
-    if record is None or not record.is_complete:
-        return None
-    return Download(Path(model_dir), record.quant, record.is_static)
-
-
 def _from_hub(repo_id: str, quant: str | None, model_dir: Path, options: Options) -> int:
     checkpoint_dir = model_dir if quant is None else model_dir.parent
     others = [checkpoint_dir, *(checkpoint_dir / other for other in QUANTS)]

@@ -18,7 +18,6 @@ from engine.errors import ConfigError, SetupError
 from engine.settings.config import Config
 from server_scripts import logs
 from server_scripts.child import ROOT, without_secrets
-from server_scripts.run_dir import make_folder
 
 EXEC_CHILD = Path(__file__).with_name("exec_child.py")  # the export ends when this process is killed
 EXPORTER = "server_scripts.model_source"
@@ -69,7 +68,9 @@ def _download(config: Config, name: str, report: Callable[[str], None]) -> Sourc
         report(f"fetching {name} into {config.model_dir}")
         done = download(name, Path(config.model_dir).expanduser(), options)
     except (DownloadError, OSError) as error:
-        raise ModelUnavailable(f"fetching {name}: {error}") from None
+        meant = f". To serve the folder {name}: MODEL_DIR={name} start_server" if Path(name).is_dir() else ""
+        into = f" into MODEL_DIR, which is {config.model_dir!r}" if isinstance(error.__cause__, OSError) else ""
+        raise ModelUnavailable(f"fetching {name}{into}: {error}{meant}") from None
     report(f"{name} is complete, {done.num_fetched} files fetched")
     return Source(done.model_dir.absolute(), config.served_model_name or name, None if done.is_static else quant)
 
@@ -122,12 +123,14 @@ def export(checkpoint_dir: Path, cache_dir: Path, quant: str | None = None) -> P
     from engine.exporting.export import ExportOptions
     from engine.exporting.kept import with_kept
     from engine.exporting.manifest import is_exported
+    from engine.settings.unused import set_for_an_export
 
     config = Config.from_env()
     ranks = config.machines.exported_ranks
     if is_exported(checkpoint_dir, ranks):
+        for name in set_for_an_export(config):
+            print("step", f"note: {name} has no effect: {checkpoint_dir} is exported already", flush=True)
         return checkpoint_dir
-    make_folder("EXPORT_CACHE_DIR", cache_dir)
     int8_cache = config.use_cache_kv_int8 or (quant or "").endswith("c8")
     options = ExportOptions(
         *as_stored(quant, config),
@@ -139,15 +142,24 @@ def export(checkpoint_dir: Path, cache_dir: Path, quant: str | None = None) -> P
         hf_overrides=config.hf_overrides,
     )
     options = with_kept(checkpoint_dir, options, config)
-    return export_cached(checkpoint_dir, cache_dir, options, lambda step: print("step", step, flush=True))
+    try:
+        return export_cached(checkpoint_dir, cache_dir, options, lambda step: print("step", step, flush=True))
+    except OSError as error:
+        if str(cache_dir) not in str(error):  # then it is the checkpoint's
+            raise
+        raise ConfigError(f"EXPORT_CACHE_DIR is {str(cache_dir)!r}: {error}") from None
 
 
 def check_loras(graph_dir: Path) -> None:
     """Before anything is started. Raises SetupError."""
     if (config := Config.from_env()).lora_modules:
+        from engine.models.adapters import AdapterError
         from engine.serving.loras import LoraNames
 
-        LoraNames(config, graph_dir)
+        try:
+            LoraNames(config, graph_dir)
+        except AdapterError as error:
+            raise ConfigError(f"LORA_MODULES: {error}") from None
 
 
 if __name__ == "__main__":

@@ -106,10 +106,13 @@ class State:
 
 
 def make_folder(variable: str, path: Path, mode: int = 0o777) -> None:
+    """For what this process writes."""
     try:
         path.mkdir(mode, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{variable}: the folder {path} cannot be made: {error.strerror}") from None
+    if not os.access(path, os.W_OK):
+        raise ConfigError(f"{variable}: the folder {path} cannot be written to by this user")
 
 
 class RunDir:

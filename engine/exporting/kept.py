@@ -1,10 +1,11 @@
-"""Which numbers of a checkpoint an export keeps because of what will run it."""
+"""Which numbers an export keeps of a checkpoint, or may not have, because of what will run it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 
+from engine.errors import ConfigError
 from engine.exporting.export import ExportOptions
 from engine.exporting.manifest import CONFIG
 from engine.models.keys import read_json
@@ -14,7 +15,11 @@ from engine.settings.device import GPU, with_device
 
 
 def with_kept(checkpoint_dir: Path, options: ExportOptions, config: Config) -> ExportOptions:
-    """Where nothing else is asked for, 8-bit floats stay what they are on a GPU."""
+    """Where nothing else is asked for, 8-bit floats stay what they are on a GPU. Raises ConfigError."""
+    if options.dtype == "float16" and with_device(config).device != GPU:
+        raise ConfigError(
+            "DTYPE or the model's name asks for float16, which only GPUs compute with: take bfloat16 or float32"
+        )
     is_free = (options.dtype, options.quant_type, options.load_format) == ("auto", "none", "auto")
     if not is_free or config.batch_invariant or not (checkpoint_dir / CONFIG).exists():
         return options

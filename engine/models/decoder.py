@@ -154,8 +154,9 @@ class Decoder:
 def _check_ranks(config: DecoderConfig, num_ranks: int) -> None:
     heads, kv_heads = config.num_heads, config.num_kv_heads
     if heads % num_ranks:
-        raise ModelError(f"num_ranks is {num_ranks}, it must divide num_attention_heads, which is {heads}")
+        raise ModelError(f"num_ranks (MP_NUM) is {num_ranks}, it must divide num_attention_heads, which is {heads}")
     if kv_heads % num_ranks and num_ranks % kv_heads:
         raise ModelError(
-            f"num_ranks is {num_ranks}, it must divide num_key_value_heads, which is {kv_heads}, or be a multiple of it"
+            f"num_ranks (MP_NUM) is {num_ranks}, it must divide num_key_value_heads, which is {kv_heads}, or be a"
+            " multiple of it"
         )

@@ -13,14 +13,13 @@ from engine.core.types import Sampling
 from engine.errors import InvalidRequest, PromptTooLong
 from engine.exporting.head import is_of_tokens, load_head
 from engine.exporting.manifest import Manifest
+from engine.serving.form import Forms
 from engine.serving.loras import LoraNames
 from engine.serving.of_prompt import check_head, check_reading
 from engine.settings.config import Config
-from engine.text.forms import bounded_thought, free_answer, free_thought, written
 from engine.text.tokenizer import Tokenizer
-from engine.wire import SCORE, THOUGHT_BEGIN, THOUGHT_END, GenerationRequest, shown
+from engine.wire import SCORE, GenerationRequest, shown
 
-MAX_CLOSING_TOKENS = 8  # that a prompt may close a thought with
 CacheSize = Callable[[], tuple[int, int] | None]
 
 
@@ -52,9 +51,7 @@ class PromptReader:
     max_seq_len: int
     max_dec_len: int
     cache_size: CacheSize = lambda: None
-    any_whitespace: bool = True  # in JSON that an answer must be
-    is_thinking_apart: bool = False  # the form of an answer begins after what the model thinks
-    thinks_at_once: bool = False  # which it does without saying so
+    forms: Forms = Forms()
     head: np.ndarray | None = None  # of a model that scores, and writes no answers
     joins_pairs: bool = False  # it was made to write: the two texts of a pair are one
     loras: LoraNames | None = None  # None: there are none
@@ -77,9 +74,7 @@ class PromptReader:
             max_seq_len=min(config.max_seq_len, model.max_seq_len),
             max_dec_len=min(config.max_dec_len, model.max_seq_len),
             cache_size=cache_size,
-            any_whitespace=not config.guided_decoding_disable_any_whitespace,
-            is_thinking_apart=config.thought != "never",
-            thinks_at_once=config.thought == "does",
+            forms=Forms.of_server(config),
             head=load_head(graph_dir),
             joins_pairs=is_of_tokens(graph_dir),
             loras=loras or LoraNames(config, graph_dir),
@@ -106,6 +101,10 @@ class PromptReader:
         self.check_ids("logit_bias", [token_id for token_id, _ in request.logit_bias])
         num_made = request.best_of or request.n
         is_choosing = request.is_chosen and not request.use_beam_search
+        stop_ids = self._stop_ids(request)
+        form = self.forms.of(request, token_ids, stop_ids, self.tokenizer)
+        if request.form and request.form.kind == "token_ids":
+            self.check_ids(request.form.field, request.form.value)
         sampling = Sampling(
             max_new_tokens=max_new_tokens,
             min_new_tokens=request.min_dec_len or 0,
@@ -117,7 +116,7 @@ class PromptReader:
             frequency_penalty=request.frequency_score,
             presence_penalty=request.presence_score,
             seed=secrets.randbits(63) if request.infer_seed is None else request.infer_seed % 2**64,
-            stop_token_ids=self._stop_ids(request),
+            stop_token_ids=stop_ids,
             bad_words=self._bad_words(request),
             logit_bias=request.logit_bias,
             num_logprobs=max(request.logprobs, 0) if is_choosing else request.logprobs,
@@ -125,7 +124,7 @@ class PromptReader:
             length_penalty=request.length_penalty,
             num_prompt_logprobs=request.prompt_logprobs,
             pooling="last" if request.pooling == SCORE else request.pooling or "",
-            form=self._form(request, token_ids),
+            form=form,
             adapter=self.loras.find(request.lora_name) if self.loras and request.lora_name else (),
         )
         self._check_something_is_left(sampling)
@@ -229,51 +228,6 @@ class PromptReader:
         if not request.ignore_eos:
             stop_ids += tuple(token_id for token_id in self.tokenizer.eos_token_ids if token_id < self.vocab_size)
         return tuple(dict.fromkeys(stop_ids))
-
-    def _form(self, request: GenerationRequest, prompt_ids: list[int]) -> tuple[str, ...]:
-        """With the field that asks for it."""
-        form, budget = request.form, request.reasoning_max_tokens
-        if budget and not self.is_thinking_apart:
-            text = "The `{field}` needs a server that knows its model's thoughts, by REASONING_PARSER"
-            raise InvalidRequest(text, field="reasoning_max_tokens", value=budget)
-        will_think = self._will_think(request, prompt_ids) and (form is None or form.kind != "token_ids")
-        if form is None and not (will_think and budget):
-            return ()
-        field = form.field if form else "reasoning_max_tokens"
-        if not self.tokenizer.eos_token_ids or not self._stop_ids(request):
-            text = "The `{field}` needs an end-of-sequence token, which the model lacks or `{ignore_eos}` forbids"
-            raise InvalidRequest(text, field=field)
-        thought = free_thought(THOUGHT_END) if will_think else ""
-        if will_think and budget:
-            not_within = (self._mark(THOUGHT_END), *self._stop_ids(request))
-            thought = bounded_thought(budget, THOUGHT_END, not_within)
-        if form is None:
-            is_thinking = self.thinks_at_once or self._end_of(prompt_ids).endswith(THOUGHT_BEGIN)
-            return field, free_answer(thought, None if is_thinking else (THOUGHT_BEGIN, self._mark(THOUGHT_BEGIN)))
-        if form.kind == "token_ids":
-            self.check_ids(field, form.value)
-        is_compact = request.guided_decoding_disable_any_whitespace
-        any_whitespace = self.any_whitespace if is_compact is None else not is_compact
-        try:
-            return field, written(form, any_whitespace, thought)
-        except InvalidRequest as error:
-            raise error.blaming(field) from None
-
-    def _mark(self, text: str) -> int:
-        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
-        if len(token_ids) != 1 or token_ids[0] in self.tokenizer.special_ids:
-            sentence = "The `{field}` needs a model to which {value} is one token, and not a special one"
-            raise InvalidRequest(sentence, field="reasoning_max_tokens", value=text)
-        return token_ids[0]
-
-    def _will_think(self, request: GenerationRequest, prompt_ids: list[int]) -> bool:
-        """Before it answers. The end of the prompt says whether the chat template leaves that out."""
-        if not self.is_thinking_apart or request.is_continuation:
-            return False
-        return not self._end_of(prompt_ids).endswith(THOUGHT_END)
-
-    def _end_of(self, prompt_ids: list[int]) -> str:
-        return self.tokenizer.decode(prompt_ids[-MAX_CLOSING_TOKENS:], skip_special_tokens=False).rstrip()
 
     def _check_something_is_left(self, sampling: Sampling) -> None:
         banned = {word[-1] for word in sampling.bad_words}

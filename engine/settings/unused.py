@@ -43,11 +43,18 @@ WITHOUT_EFFECT = {
     "RECORD_TIME_INTERVAL": "it had none before",
     "INFERENCE_MSG_QUEUE_ID": "no System V message queue is used",
 }
+OF_AN_EXPORT = ("dtype", "quant_type", "block_size", "use_cache_kv_int8", "load_format", "hf_overrides")
 
 
 def settings_without_effect(environ: Mapping[str, str] = os.environ) -> list[str]:
     """One sentence for every variable of the predecessor that is set and does nothing here."""
     return [f"{name} has no effect: {why}" for name, why in WITHOUT_EFFECT.items() if environ.get(name)]
+
+
+def set_for_an_export(config: Config) -> list[str]:
+    """What does nothing for a model that is exported already."""
+    are_set = [f for f in fields(Config) if f.name in OF_AN_EXPORT and getattr(config, f.name) != f.default]
+    return [f.metadata["setting"].env for f in are_set]
 
 
 def likely_misspelt(environ: Mapping[str, str] = os.environ) -> list[str]:

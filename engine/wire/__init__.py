@@ -31,6 +31,7 @@ from engine.wire.checks import (
     int_in,
     json_object,
     kind_of,
+    objects,
     shown,
     within,
 )
@@ -109,6 +110,7 @@ __all__ = [
     "kind_of",
     "may_be_urgent",
     "misspelt",
+    "objects",
     "only_object",
     "owner_of",
     "parse_request",

@@ -278,6 +278,13 @@ def json_object(key: str, value: Any) -> dict[str, Any]:
     return value
 
 
+@holds(type="array", items={"type": "object"})
+def objects(key: str, value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise refusal(key, "must be a list, it is {value}", kind_of(value))
+    return [within(key, "[]", json_object, item) for item in value]
+
+
 @holds(enum=["fastdeploy", "openai"])
 def response_type(key: str, value: Any) -> str:
     if value not in ("fastdeploy", "openai"):

@@ -11,12 +11,6 @@ from engine.wire.fields import Field
 from engine.wire.schema import IDS, holds
 
 
-def _objects(key: str, value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-        raise checks.refusal(key, "must be a list of objects, it is {value}", checks.kind_of(value))
-    return value
-
-
 @holds(**IDS)
 def _any_ids(key: str, value: Any) -> list[int]:
     return [] if value == [] else checks.ids(key, value)
@@ -28,7 +22,7 @@ TOKENIZE_FIELDS = {
     "add_special_tokens": Field((), checks.boolean),
     "add_generation_prompt": Field((), checks.boolean),
     "continue_final_message": Field((), checks.boolean),
-    "tools": Field((), holds(type="array", items={"type": "object"})(_objects)),
+    "tools": Field((), checks.objects),
     "chat_template_kwargs": Field((), checks.json_object),
     "return_token_strs": Field((), checks.boolean),
 }

@@ -4,6 +4,7 @@ where only messages have it."""
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 from typing import Any
 
 from engine import wire
@@ -41,9 +42,9 @@ def parse(body: Json, model_name: str, dialect: Dialect) -> Completion:
         chat["stop"] = body["stop_sequences"]
     if "tool_choice" in body:
         chat |= _choice(AN_OBJECT("tool_choice", body["tool_choice"]), chat.get("tools", []))
-    older = {"format": body["output_format"]} if "output_format" in body else {}
-    chat |= _output({**older, **AN_OBJECT("output_config", body.get("output_config", {}))})
-    completion = parse_chat(chat, True, model_name, dialect)
+    form_name, of_output = _output(body)
+    completion = parse_chat({**chat, **of_output}, True, model_name, dialect)
+    completion = replace(completion, names={**completion.names, "response_format": form_name})
     completion.requests[0]["cut_max_dec_len"] = True  # it must be given, so many give the most that they know of
     return completion
 
@@ -52,7 +53,7 @@ def chat_of(body: Json) -> Json:
     """What its tokens are: messages and tools, and whether the answer begins with the last of them."""
     chat: Json = {"messages": _messages(body)}
     if body.get("tools"):
-        chat["tools"] = [_tool(each) for each in _objects("tools", body["tools"])]
+        chat["tools"] = [_tool(each) for each in wire.objects("tools", body["tools"])]
     if chat["messages"] and chat["messages"][-1].get("role") == "assistant":
         chat["continue_final_message"] = True
     return chat
@@ -64,18 +65,12 @@ def question_of(body: Json) -> Json:
     return {**chat, **chat_source(chat)}
 
 
-def _objects(name: str, value: Any) -> list[Json]:
-    if not isinstance(value, list):
-        raise InvalidRequest("`{field}` must be a list, it is {value}", field=name, value=wire.kind_of(value))
-    return [AN_OBJECT(name, each) for each in value]
-
-
 def _messages(body: Json) -> list[Json]:
     if "messages" not in body:
         raise InvalidRequest("`{field}` is missing", field="messages")
     system = body.get("system")
     messages: list[Json] = [{"role": "system", "content": _texts("system", system)}] if system else []
-    for turn in _objects("messages", body["messages"]):
+    for turn in wire.objects("messages", body["messages"]):
         messages += _turn(turn)
     return messages
 
@@ -90,7 +85,7 @@ def _turn(turn: Json) -> list[Json]:
         return [turn]
     message: Json = {"role": role, "content": []}
     results: list[Json] = []
-    for block in _objects("messages", content):
+    for block in wire.within("messages", "[].content", wire.objects, content):
         kind = block.get("type")
         if kind == "tool_result":
             told = _texts("messages", block.get("content") or "")
@@ -111,7 +106,7 @@ def _turn(turn: Json) -> list[Json]:
 def _texts(name: str, content: Any) -> Any:
     if not isinstance(content, list):
         return A_STRING(name, content)
-    return [_text(name, each) for each in _objects(name, content)]
+    return [_text(name, each) for each in wire.objects(name, content)]
 
 
 def _text(name: str, block: Json) -> Json:
@@ -170,14 +165,20 @@ def _thinking(body: Json, dialect: Dialect, chat: Json) -> Json:
     return variables
 
 
-def _output(config: Json) -> Json:
-    fields: Json = {}
+def _output(body: Json) -> tuple[str, Json]:
+    """Which field has the form of the words, and what it and the effort are to a chat."""
+    config = AN_OBJECT("output_config", body.get("output_config", {}))
     check_parts("output_config", config, {"format": AN_OBJECT, "effort": A_STRING})
+    fields: Json = {}
     if config.get("effort") is not None:
         fields["reasoning_effort"] = config["effort"]
-    if (form := config.get("format")) is not None:
-        if AN_OBJECT("output_config", form).get("type") != "json_schema":
-            text = "`{field}` may have a `format` of type `json_schema` only, it is {value}"
-            raise InvalidRequest(text, field="output_config", value=wire.shown(form))
-        fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
-    return fields
+    name, place, form = "output_config", ".format", config.get("format")
+    if form is None:
+        name, place, form = "output_format", "", body.get("output_format")
+    if form is not None:
+        if wire.within(name, place, AN_OBJECT, form).get("type") != "json_schema":
+            text = f"`{{field}}{place}` may have the type `json_schema` only, it is {{value}}"
+            raise InvalidRequest(text, field=name, value=wire.shown(form))
+        wire.within(name, f"{place}.schema", wire.FORMS["guided_json"], form.get("schema"))
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": form["schema"]}}
+    return name, fields

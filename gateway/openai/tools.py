@@ -100,17 +100,21 @@ def read_tools(body: Mapping[str, Any], dialect: Dialect) -> Tools:
 
 
 def _checked_tools(given: Any) -> list[dict[str, Any]]:
-    if not isinstance(given, list):
-        raise InvalidRequest("`{field}` must be a list, it is {value}", field="tools", value=wire.kind_of(given))
-    refuse_more("tools", len(given), MAX_TOOLS)
-    for tool in given:
-        if wire.within("tools", "[]", AN_OBJECT, tool).get("type") != "function":
+    tools = wire.objects("tools", given)
+    refuse_more("tools", len(tools), MAX_TOOLS)
+    names: set[str] = set()
+    for tool in tools:
+        if tool.get("type") != "function":
             text = "`{field}` may have the type `function` only, {value} has another"
             raise InvalidRequest(text, field="tools", value=wire.shown(tool))
         function = wire.within("tools", "[].function", AN_OBJECT, tool.get("function"))
-        wire.within("tools", "[].function.name", A_STRING, function.get("name"))
+        name = wire.within("tools", "[].function.name", A_STRING, function.get("name"))
         wire.within("tools", "[].function.parameters", wire.FORMS["guided_json"], _parameters(function))
-    return given
+        if name in names:
+            text = "`{field}` has more than one with the name {value}: whose arguments a call has could not be told"
+            raise InvalidRequest(text, field="tools", value=wire.shown(name))
+        names.add(name)
+    return tools
 
 
 def _allowed(choice: Any, tools: list[dict[str, Any]]) -> tuple[Any, list[dict[str, Any]]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 from engine import wire
@@ -61,7 +62,7 @@ def parse(body: Json, model_name: str, dialect: Dialect) -> ResponsesExchange:
 
 def chat_of(body: Json) -> Json:
     """What its tokens are."""
-    tools = [_tool(each) for each in _objects("tools", body.get("tools") or [])]
+    tools = [_tool(each) for each in wire.objects("tools", body.get("tools") or [])]
     return {"messages": _messages(body), **({"tools": tools} if tools else {})}
 
 
@@ -69,12 +70,6 @@ def question_of(body: Json) -> Json:
     """The same for the model that only counts."""
     chat = chat_of({name: value for name, value in body.items() if value is not None})
     return {**chat, **chat_source(chat)}
-
-
-def _objects(name: str, value: Any) -> list[Json]:
-    if not isinstance(value, list):
-        raise InvalidRequest("`{field}` must be a list, it is {value}", field=name, value=wire.kind_of(value))
-    return [AN_OBJECT(name, each) for each in value]
 
 
 def _messages(body: Json) -> list[Json]:
@@ -88,7 +83,7 @@ def _messages(body: Json) -> list[Json]:
         raise InvalidRequest("`{field}` cannot be empty", field="input", value=given)
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
-    for item in _objects("input", given):
+    for item in wire.objects("input", given):
         kind = item.get("type", "message")
         if not isinstance(kind, str) or kind not in ITEMS:
             text = "`{field}` may have items of {limit}, not {value}"
@@ -109,7 +104,8 @@ def _of_answer(messages: list[Json], item: Json) -> Json:
 
 
 def _reasoning(item: Json, messages: list[Json]) -> None:
-    texts = [each.get("text") for name in ("content", "summary") for each in _objects("input", item.get(name) or [])]
+    parts = [wire.within("input", f"[].{name}", wire.objects, item.get(name) or []) for name in ("content", "summary")]
+    texts = [each.get("text") for each in chain(*parts)]
     if texts := [each for each in texts if isinstance(each, str)]:
         messages.append({"role": "assistant", "reasoning_content": "\n".join(texts)})
 
@@ -144,7 +140,7 @@ def _content(content: Any) -> Any:
         return content
     texts = {"input_text": "text", "output_text": "text", "refusal": "refusal", "text": "text"}
     parts = []
-    for part in _objects("input", content):
+    for part in wire.objects("input", content):
         name = texts.get(part["type"]) if isinstance(part.get("type"), str) else None
         parts.append({"type": "text", "text": part.get(name)} if name else part)
     return parts
@@ -162,7 +158,7 @@ def _tool(tool: Json) -> Json:
 
 def _choice(choice: Any) -> Any:
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        allowed = [_choice(each) for each in _objects("tool_choice", choice.get("tools"))]
+        allowed = [_choice(each) for each in wire.objects("tool_choice", choice.get("tools"))]
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": allowed}}
     if isinstance(choice, dict) and choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}

@@ -18,8 +18,6 @@ from tests.pure.counting_executor import CountingExecutor
 from tests.pure.test_models import GOLDEN, golden
 from tests.pure.test_readings import READ_LEN, run
 
-PAD = 319
-
 
 def expected(family, width, penalty):
     """Up to the first stop id: what comes after is padding."""

@@ -225,7 +225,7 @@ def test_an_output_table_that_is_not_the_embeddings_is_used_though_config_json_t
         ({"dtype": "int4"}, "dtype is 'int4', supported are auto, float32, bfloat16"),
         ({"block_size": 0}, "block_size is 0"),
         ({"num_ranks": 0}, "num_ranks is 0, it must be a positive number of ranks"),
-        ({"num_ranks": 3}, "num_ranks is 3, it must divide num_attention_heads, which is 4"),
+        ({"num_ranks": 3}, r"num_ranks \(MP_NUM\) is 3, it must divide num_attention_heads, which is 4"),
         ({"max_seq_len": 2000}, "max_seq_len is 2000, the model was made for 1 to 1024"),
         ({"max_seq_len": 0}, "max_seq_len is 0"),
     ],

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from engine.errors import InvalidRequest
+from engine.serving.form import Forms
 from engine.serving.prompt import PromptReader
 from engine.wire import parse_request
 from engine.wire.forms import Form
@@ -27,7 +28,7 @@ def refusal(**fields):
 
 def asked(tokenizer, options=None, **fields):
     """The field and the form that the engine gets."""
-    reader = PromptReader(tokenizer, 330, 200, 100, 100, **(options or {}))
+    reader = PromptReader(tokenizer, 330, 200, 100, 100, forms=Forms(**(options or {})))
     return reader.read(parsed(**fields)).sampling.form
 
 

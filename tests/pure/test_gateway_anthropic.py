@@ -177,7 +177,8 @@ def test_fields_reach_the_model_as_those_of_a_chat_do():
         ({"tool_choice": {"type": "never"}}, "tool_choice"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"thinking": {"type": "deep"}}, "thinking"),
-        ({"output_config": {"format": {"type": "xml"}}}, "output_config"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": 5}}}, "output_config.format.schema"),
         ({"output_config": {"formats": {"type": "json_schema"}}}, "format"),
         ({"container": "c"}, "container"),
         ({"max_completion_tokens": 5}, "max_tokens"),
@@ -186,10 +187,13 @@ def test_fields_reach_the_model_as_those_of_a_chat_do():
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "messages[].content[].input"),
         ({"system": 5}, "system"),
         ({"tools": [{"name": 5}]}, "tools[].name"),
+        ({"tools": [WEATHER, WEATHER]}, 'tools` has more than one with the name "weather"'),
         ({"tools": [{"name": "f", "input_schema": 5}]}, "tools[].input_schema"),
         ({"best_of": 2}, "best_of"),
         ({"instructions": "Be short."}, "system"),
-        ({"output_format": {"type": "xml"}}, "output_config"),
+        ({"output_format": {"type": "xml"}}, "output_format"),
+        ({"output_format": {"type": "json_schema"}}, "output_format.schema"),
+        ({"output_format": 5}, "output_format"),
         ({"thinking": {"type": "adaptive", "budget_tokens": -1}}, "thinking.budget_tokens"),
         (
             {"tools": [WEATHER], "tool_choice": {"type": "any", "disable_parallel_tool_use": "x"}},
@@ -233,6 +237,15 @@ def test_errors_are_the_clients_exceptions_before_the_first_event_and_after_it()
             list(client.messages.create(**ASKED, stream=True))
         events = b"".join(gateway.stream(PATH, {**ASKED, "stream": True}))
     assert json.loads(events.decode().strip().rpartition("data: ")[2])["error"]["type"] == "overloaded_error"
+
+
+def test_what_the_model_finds_wrong_with_a_form_blames_the_field_that_has_it():
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    for name, fields in (("output_config", {"format": form}), ("output_format", form)):
+        backend = FakeBackend(InvalidRequest("`{field}` cannot be compiled", field="response_format"))
+        with running(backend) as gateway:
+            _, answer = gateway.refused(PATH, {**ASKED, name: fields})
+        assert answer["error"]["message"] == f"`{name}` cannot be compiled"
 
 
 def test_keys_are_taken_from_the_header_that_the_client_sends():

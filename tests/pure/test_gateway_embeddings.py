@@ -10,7 +10,6 @@ from gateway import choices
 from tests.pure.gateway_fake import FakeBackend, openai_client, running
 
 PATH = "/v1/embeddings"
-ROOT_OF_2 = 0.5**0.5
 
 
 class Embedding(FakeBackend):

@@ -290,6 +290,7 @@ def test_the_gateway_knows_of_the_engine_its_contract_its_settings_and_its_error
             *(
                 "address",
                 "errors",
+                "garbage",
                 "log",
                 "settings.config",
                 "settings.served",

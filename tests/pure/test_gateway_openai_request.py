@@ -251,6 +251,7 @@ def test_what_cannot_be_done_is_refused_by_name(path, fields, param):
     assert backend.bodies == []
 
 
+NO_TELLING = "whose arguments a call has could not be told"
 NO_CALLS = "`messages[].tool_calls` must be a list of calls, each of a `function` with a `name`"
 
 
@@ -269,6 +270,7 @@ def test_a_refusal_says_where_in_a_field_it_is_wrong():
             ({"tools": [5]}, "The `tools[]` must be an object, it is a number"),
             ({"tools": [{"type": "function"}]}, "The `tools[].function` must be an object, it is null"),
             ({"tools": [function]}, "The `tools[].function.parameters` must be an object, it is a number"),
+            ({"tools": [A_TOOL] * 2}, f'`tools` has more than one with the name "f": {NO_TELLING}'),
         ):
             assert gateway.refused(CHAT, {**A_CHAT, **fields})[1]["error"]["message"] == text
 

@@ -112,11 +112,11 @@ def test_ranks_in_processes_of_their_own_give_the_tokens_of_transformers(exporte
 @pytest.mark.parametrize(
     ("keys", "num_ranks", "message"),
     [
-        ({"num_attention_heads": 6}, 4, "num_ranks is 4, it must divide num_attention_heads, which is 6"),
+        ({"num_attention_heads": 6}, 4, r"num_ranks \(MP_NUM\) is 4, it must divide num_attention_heads, which is 6"),
         (
             {"num_attention_heads": 6, "num_key_value_heads": 3},
             2,
-            "num_ranks is 2, it must divide num_key_value_heads, which is 3, or be a multiple of it",
+            r"num_ranks \(MP_NUM\) is 2, it must divide num_key_value_heads, which is 3, or be a multiple of it",
         ),
     ],
 )

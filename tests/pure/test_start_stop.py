@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from engine.errors import ConfigError
 from engine.settings.config import Config
+from server_scripts import model_source
 from server_scripts import stop as stop_module
 from server_scripts.model_source import Source, export_if_needed
 from server_scripts.run_dir import Process, RunDir, State, read_stat
@@ -74,8 +76,21 @@ def test_a_folder_that_cannot_be_made_is_named_by_its_variable(server, tmp_path,
     server.env["MODEL_DIR"] = str(ROOT / "demo_model")
     done = server.command("start_server")
     assert done.returncode == status
-    assert f"{variable}: the folder {tmp_path}/file" in done.stdout + done.stderr
-    assert "cannot be made: Not a directory" in done.stdout + done.stderr
+    told = done.stdout + done.stderr
+    assert f"{variable}: the folder {tmp_path}/file" in told or f"{variable} is '{tmp_path}/file/a/b'" in told
+    assert "Not a directory" in told
+
+
+def test_a_folder_that_cannot_be_written_to_is_named_by_its_variable(checkpoint, tmp_path, monkeypatch):
+    """In /proc not even root makes anything."""
+    with pytest.raises(ConfigError, match="EXPORT_CACHE_DIR is '/proc': .* '/proc/"):
+        model_source.export(checkpoint("qwen2"), Path("/proc"))
+    into = "fetching a/b into MODEL_DIR, which is '/proc': .* '/proc/a"
+    with pytest.raises(model_source.ModelUnavailable, match=into):
+        model_source.find_source(Config(model_dir="/proc"), "a/b", print)
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    with pytest.raises(ConfigError, match=f"RUN_DIR: the folder {tmp_path} cannot be written to by this user"):
+        RunDir(tmp_path)
 
 
 def test_a_taken_port_is_status_2_and_nothing_is_left(server):
@@ -109,6 +124,21 @@ def test_a_name_that_is_no_name_says_so(server):
     done = server.command("start_server", "not-a-name")
     assert done.returncode == 1
     assert "model_name is 'not-a-name', it must be org/model" in done.stdout
+    assert "MODEL_DIR=" not in done.stdout
+    done = server.command("start_server", str(ROOT / "demo_model"))
+    assert f"To serve the folder {ROOT}/demo_model: MODEL_DIR={ROOT}/demo_model start_server" in done.stdout
+
+
+def test_a_setting_that_the_model_cannot_follow_is_named(exported, checkpoint, tmp_path, monkeypatch, capsys):
+    graph_dir = exported("qwen2")
+    for name, value in {"DEVICE": "cpu", "DTYPE": "float16", "LORA_MODULES": f"a={tmp_path}/none"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="DTYPE or the model's name asks for float16, which only GPUs compute with"):
+        model_source.export(checkpoint("qwen2"), tmp_path)
+    assert model_source.export(graph_dir, tmp_path) == graph_dir
+    assert capsys.readouterr().out == f"step note: DTYPE has no effect: {graph_dir} is exported already\n"
+    with pytest.raises(ConfigError, match="LORA_MODULES: .*/none/adapter_config.json cannot be read"):
+        model_source.check_loras(graph_dir)
 
 
 def test_a_quantization_that_is_not_built_is_refused_before_anything_is_fetched(server):

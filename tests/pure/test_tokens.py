@@ -75,7 +75,7 @@ def test_special_tokens_are_added_to_a_prompt_unless_it_says_otherwise(ask, monk
         ({"tokenize": {"prompt": "x" * 10_000}}, "prompt", "The prompt has 10000 bytes, at most"),
         ({"tokenize": {"messages": [{}]}}, "messages", "must include `content`"),
         ({"tokenize": {"messages": CHAT, "chat_template_kwargs": {"messages": 1}}}, "messages", "messages cannot be"),
-        ({"tokenize": {"messages": CHAT, "tools": [1]}}, "tools", "must be a list of objects, it is a list"),
+        ({"tokenize": {"messages": CHAT, "tools": [1]}}, "tools", "must be an object, it is a number"),
         ({"detokenize": {}}, "tokens", "`tokens` is missing"),
         ({"detokenize": {"tokens": [1, "a"]}}, "tokens", 'must hold token ids, \\"a\\" is none'),
         ({"detokenize": {"tokens": [-1]}}, "tokens", "must hold token ids, -1 is none"),

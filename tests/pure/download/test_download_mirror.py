@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from download_model import DownloadError, download, find_download
+from download_model import DownloadError, download
 from engine.download import transfer
 from engine.download.transfer import Stop
 from tests.pure.download.models import FAST, FOLDER, NAME, STATIC, WEIGHTS, files_in, weights_url
@@ -16,7 +16,6 @@ def test_a_static_model_arrives_whole(mirror, tmp_path):
     assert done.model_dir == tmp_path / NAME
     assert (done.quant, done.is_static, done.num_fetched) == ("weight_only_int8", True, 3)
     assert files_in(done.model_dir) == STATIC
-    assert replace(done, num_fetched=0) == find_download(done.model_dir)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +66,6 @@ def test_a_partial_file_of_the_run_before_is_resumed(server, mirror, tmp_path):
     rank_dir = tmp_path / NAME / "rank_0"
     assert not (rank_dir / "model.pdiparams").exists()
     assert (rank_dir / "model.pdiparams.partial").read_bytes() == WEIGHTS[:100_000]
-    assert find_download(tmp_path / NAME) is None
     server.requests.clear()
     assert files_in(download(NAME, tmp_path, mirror).model_dir) == STATIC
     assert server.ranges_of(weights_url()) == ["bytes=100000-"]
