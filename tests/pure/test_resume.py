@@ -1,6 +1,9 @@
 """A client that has lost its connection asks again and goes on where it was: with the service, its journal and an
 engine, whose counting executor gives every prompt an answer of its own."""
 
+import math
+import threading
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -20,7 +23,7 @@ from tests.byte_tokenizer import write_tokenizer
 from tests.pure.counting_engine import SlowExecutor
 from tests.pure.counting_executor import answer
 from tests.pure.engine_helpers import a_server, is_empty
-from tests.pure.service_fakes import FakeSender, a_payload, wait_until
+from tests.pure.service_fakes import PATIENCE_S, FakeSender, a_payload, wait_until
 
 ANSWER_LEN = 60
 PROMPT = [3, 4, 5]
@@ -32,15 +35,44 @@ def options():
     return ServiceOptions()
 
 
+class HeldExecutor(SlowExecutor):
+    """Waits on demand in the middle of an answer, which then has not ended before a slow test gets to its next line."""
+
+    def __init__(self):
+        super().__init__(40, 4, step_s=0.002)
+        self._may_go_on = threading.Event()
+        self._num_steps = math.inf
+
+    def finish(self):
+        if len(self.batches) > self._num_steps:
+            assert self._may_go_on.wait(PATIENCE_S)
+        super().finish()
+
+    @contextmanager
+    def held(self):
+        self._may_go_on.clear()
+        self._num_steps = len(self.batches) + ANSWER_LEN // 2
+        try:
+            yield
+        finally:
+            self._num_steps = math.inf
+            self._may_go_on.set()
+
+
 @pytest.fixture
-def service(tmp_path, monkeypatch, options):
+def executor():
+    return HeldExecutor()
+
+
+@pytest.fixture
+def service(tmp_path, monkeypatch, options, executor):
     monkeypatch.setattr(client_module, "PING_INTERVAL_S", 0.01)
     monkeypatch.setattr(server_module, "IDLE_WAIT_MS", 5)
     monkeypatch.setattr(service_module, "MIN_CANCEL_POLL_S", 0.002)
     write_tokenizer(tmp_path)
     tokenizer = Tokenizer.load(tmp_path)
     reader = PromptReader(tokenizer, vocab_size=2**31 - 1, model_len=160, max_seq_len=80, max_dec_len=120)
-    with a_server(SlowExecutor(40, 4, step_s=0.002), batch_size=12, max_num_batched_tokens=32) as server:
+    with a_server(executor, batch_size=12, max_num_batched_tokens=32) as server:
         service = Service(tokenizer, reader, EngineClient(server.address), options)
         yield service
         service.close(drain_s=0)
@@ -61,12 +93,13 @@ def text_of(sender):
     return "".join(line["token"] for line, _ in sender.sent)
 
 
-def leave_after(service, num_tokens, **fields):
+def leave_after(service, executor, num_tokens, **fields):
     """A client that leaves when it has so many tokens; it and what it has seen."""
-    sender = ask(service, **fields)
-    wait_until(lambda: len(token_ids_of(sender)) >= num_tokens)
-    sender.cancelled = True
-    assert sender.final["error_type"] == "cancelled"
+    with executor.held():
+        sender = ask(service, **fields)
+        wait_until(lambda: len(token_ids_of(sender)) >= num_tokens)
+        sender.cancelled = True
+        assert sender.final["error_type"] == "cancelled"
     return sender
 
 
@@ -76,8 +109,8 @@ def num_generated(service):
 
 
 @pytest.mark.parametrize("has", [None, 0, 7])
-def test_whoever_asks_again_goes_on_after_the_tokens_it_has_and_nothing_is_computed_twice(service, has):
-    first = leave_after(service, 10)
+def test_whoever_asks_again_goes_on_after_the_tokens_it_has_and_nothing_is_computed_twice(service, executor, has):
+    first = leave_after(service, executor, 10)
     seen = token_ids_of(first)
     has = len(seen) if has is None else has
     again = ask(service, resume_from=has)
@@ -97,17 +130,18 @@ def test_an_answer_that_has_ended_is_told_again_without_the_engine(service):
     assert num_generated(service) == before
 
 
-def test_the_stream_before_is_ended_when_nobody_has_said_that_its_client_has_left(service):
-    first = ask(service)
-    wait_until(lambda: len(token_ids_of(first)) >= 5)
-    again = ask(service, resume_from=5)
-    assert first.final["error_type"] == "cancelled"
+def test_the_stream_before_is_ended_when_nobody_has_said_that_its_client_has_left(service, executor):
+    with executor.held():
+        first = ask(service)
+        wait_until(lambda: len(token_ids_of(first)) >= 5)
+        again = ask(service, resume_from=5)
+        assert first.final["error_type"] == "cancelled"
     assert again.final["finish_reason"] == "length"
     assert token_ids_of(first)[:5] + token_ids_of(again) == EXPECTED
 
 
-def test_each_of_several_answers_goes_on_where_its_client_was(service):
-    first = leave_after(service, 4, n=2)
+def test_each_of_several_answers_goes_on_where_its_client_was(service, executor):
+    first = leave_after(service, executor, 4, n=2)
     has = [len(token_ids_of(first, index)) for index in range(2)]
     again = ask(service, n=2, resume_from=has)
     wait_until(lambda: again.is_over)
@@ -116,8 +150,8 @@ def test_each_of_several_answers_goes_on_where_its_client_was(service):
         assert token_ids_of(first, index) + token_ids_of(again, index) == expected
 
 
-def test_a_seed_that_was_drawn_is_kept_and_may_be_given_back(service):
-    first = leave_after(service, 5, infer_seed=None, temperature=1)
+def test_a_seed_that_was_drawn_is_kept_and_may_be_given_back(service, executor):
+    first = leave_after(service, executor, 5, infer_seed=None, temperature=1)
     seed = first.sent[0][0]["infer_seed"]
     for given in (None, seed):
         again = ask(service, infer_seed=given, temperature=1, resume_from=3)
@@ -191,10 +225,12 @@ def test_a_long_prompt_counts_too(service, monkeypatch):
 
 
 @pytest.mark.parametrize("is_open", [False, True])
-def test_only_who_knows_the_request_goes_on_with_its_answer(service, is_open):
-    first = ask(service) if is_open else leave_after(service, 5)
-    wait_until(lambda: first.sent)
-    error = ask(service, resume_from=0, input_ids=[3, 4]).final
+def test_only_who_knows_the_request_goes_on_with_its_answer(service, executor, is_open):
+    first = None if is_open else leave_after(service, executor, 5)
+    with executor.held():
+        first = first or ask(service)
+        wait_until(lambda: first.sent)
+        error = ask(service, resume_from=0, input_ids=[3, 4]).final
     assert (error["error_code"], error["error_type"]) == (409, "duplicate_request")
     if is_open:
         assert first.final["tokens_all_ids"] == EXPECTED
