@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from engine.settings.config import Config
 from server_scripts import child, serve, swap
@@ -153,11 +154,14 @@ def kill_supervisor(server: FakeServer) -> None:
 
 
 @contextmanager
-def fake_server(folder: Path, children: dict[str, str], **options) -> Iterator[FakeServer]:
-    """`children`: name -> what fake_child.py is to do. `options`: fields of Config, and `check_for_s`."""
-    answers = folder / "answers.json"
-    if not answers.exists():
-        answers.write_text(json.dumps(READY))
+def fake_server(
+    folder: Path, children: dict[str, str], answers: dict[str, Any] | None = None, **options
+) -> Iterator[FakeServer]:
+    """`children`: name -> what fake_child.py is to do. `answers`: what is answered at first, ready unless it says
+    something else. `options`: fields of Config, and `check_for_s`."""
+    file = folder / "answers.json"
+    if answers is not None or not file.exists():
+        file.write_text(json.dumps(READY if answers is None else answers))
     with (folder / "supervisor.log").open("a") as log:
         command = [sys.executable, __file__, str(folder), json.dumps(children), json.dumps(options)]
         env = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -240,9 +240,9 @@ def test_workers_share_a_port():
 @contextlib.contextmanager
 def a_process(module, *arguments, **settings):
     """-> the process and its port. There is no tritonserver, unless a test says where."""
-    port, grpc_port = free_ports(2)
+    port, grpc_port, metrics_port = free_ports(3)
     variable = "HEALTH_HTTP_PORT" if module == "gateway.health" else "SERVICE_HTTP_PORT"
-    ports = {"SERVICE_GRPC_PORT": str(grpc_port), "SERVICE_HTTP_PORT": "-1"}
+    ports = {"SERVICE_GRPC_PORT": str(grpc_port), "SERVICE_HTTP_PORT": "-1", "METRICS_HTTP_PORT": str(metrics_port)}
     settings = {"SERVICE_HOST": "127.0.0.1", "RUN_DIR": "/nonexistent", **ports, **settings}
     settings |= {variable: str(port)}
     command = [sys.executable, "-m", module, *arguments]

@@ -63,15 +63,15 @@ def test_a_request_expires_only_while_nothing_of_it_is_computed():
 
 
 def test_the_engine_is_told_where_a_request_stands():
-    with connected(SlowExecutor(256, 4, 0.02), batch_size=1) as (_, client):
-        first = submit(client, [5], 8)
+    with connected(SlowExecutor(256, 4, 0.02), batch_size=1, max_dec_len=500) as (_, client):
+        first = submit(client, [5], 500)
         wait_until(lambda: first.token_ids)
-        order, listeners = [], {}
+        order = []
         for name, standing in (("usual", ("", 0)), ("late", ("a", 3)), ("urgent", ("", -1))):
-            listeners[name] = Collector()
-            client.submit([7], [Submission(name, Sampling(1, temperature=0), listeners[name])], standing=standing)
-        for name, listener in listeners.items():
+            listener = Collector()
             listener.ends = Ends(name, order)
+            client.submit([7], [Submission(name, Sampling(1, temperature=0), listener)], standing=standing)
+        client.cancel(first.request_id)
         wait_until(lambda: len(order) == 3)
     assert order == ["urgent", "usual", "late"]
 

@@ -229,7 +229,7 @@ def test_a_kill_of_the_engine_is_a_pause_for_several_answers_to_a_prompt(service
 
 
 def test_a_client_that_leaves_in_the_middle_takes_all_its_answers_along(service, address):
-    with an_engine_process(address, step_s=0.005):
+    with an_engine_process(address, step_s=0.02):
         stays = ask_several(service, 1, [5, 6, 7], 40, 3)
         leaves = ask_several(service, 50, [9, 8, 7], 36, 4)
         wait_until(lambda: {fields["index"] for fields, _ in leaves.sent} == {0, 1, 2, 3})

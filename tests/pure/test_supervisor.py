@@ -164,8 +164,7 @@ def test_an_engine_that_is_in_one_step_for_too_long_is_restarted(tmp_path):
 
 
 def test_a_child_that_fails_during_the_start_fails_the_start_with_its_last_words(tmp_path):
-    with fake_server(tmp_path, ALL | {"engine": "failing"}) as server:
-        server.answer()
+    with fake_server(tmp_path, ALL | {"engine": "failing"}, answers={}) as server:
         assert server.process.wait(TIMEOUT_S) == 1
         assert "failed: engine ended with exit status 7" in server.log
         assert "the last words of a failing child" in server.log
@@ -173,16 +172,16 @@ def test_a_child_that_fails_during_the_start_fails_the_start_with_its_last_words
 
 
 def test_a_start_that_takes_too_long_fails(tmp_path):
-    with fake_server(tmp_path, ALL, start_timeout_s=1.0) as server:
-        server.answer(state={"ready": False, "reason": "the engine is starting", "engine_silent_s": 1e9})
+    state = {"ready": False, "reason": "the engine is starting", "engine_silent_s": 1e9}
+    with fake_server(tmp_path, ALL, {"state": state}, start_timeout_s=1.0) as server:
         assert server.process.wait(TIMEOUT_S) == 1
         assert "failed: not ready after START_TIMEOUT, 1 s" in server.log
         assert "tritonserver is up, the engine is starting" in server.log
 
 
 def test_a_port_that_does_not_answer_fails_the_start(tmp_path):
-    with fake_server(tmp_path, ALL, check_for_s=0.2) as server:
-        server.answer(**READY, check_error="port 9965: connection refused")
+    answers = {**READY, "check_error": "port 9965: connection refused"}
+    with fake_server(tmp_path, ALL, answers, check_for_s=0.2) as server:
         assert server.process.wait(TIMEOUT_S) == 1
         assert "a request was not answered: port 9965: connection refused" in server.log
 
@@ -242,8 +241,7 @@ def test_a_server_survives_a_run_directory_and_a_log_folder_that_disappear(tmp_p
 
 def test_a_server_that_cannot_say_that_it_is_ready_fails_its_start(tmp_path):
     """As on a full disk; start_server would wait for its end otherwise."""
-    with fake_server(tmp_path, ALL) as server:
-        server.answer()
+    with fake_server(tmp_path, ALL, answers={}) as server:
         server.wait_until(lambda: {"engine started", "tritonserver started"} <= set(server.notes))
         partial = tmp_path / "run" / "state.json.partial"
 
