@@ -63,7 +63,12 @@ def library(name: str = KERNELS, report: Report = lambda line: None) -> Path:
     """The path of an up-to-date library, compiled now if need be."""
     folder = build_dir() / f"ops-{build_key()}"
     if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BuildError(f"ENGINE_BUILD_DIR: the folder {folder.parent} cannot be made: {error.strerror}") from None
+        if not os.access(folder.parent, os.W_OK):
+            raise BuildError(f"ENGINE_BUILD_DIR: the folder {folder.parent} cannot be written to by this user")
         waits = "another process is compiling the ops, waiting for it"
         with file_lock(folder.parent / "ops.lock", lambda: report(waits)):
             if not folder.exists():

@@ -50,6 +50,17 @@ def test_a_failing_compiler_leaves_nothing_behind(tmp_path, monkeypatch):
     assert list(tmp_path.glob("ops-*")) == []
 
 
+def test_a_folder_in_which_nothing_can_be_built_is_named_by_its_variable(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ENGINE_BUILD_DIR", str(tmp_path / "file" / "ops"))
+    with pytest.raises(build.BuildError, match=f"^ENGINE_BUILD_DIR: the folder {tmp_path}/file/ops cannot be made"):
+        build.library()
+    monkeypatch.setenv("ENGINE_BUILD_DIR", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    with pytest.raises(build.BuildError, match=f"^ENGINE_BUILD_DIR: the folder {tmp_path} cannot be written to"):
+        build.library()
+
+
 @pytest.fixture
 def fake_builds(tmp_path, monkeypatch):
     """A build folder, and builds of empty files that take no time."""
