@@ -9,6 +9,7 @@ import pytest
 from engine import wire
 from engine.errors import EngineUnavailable
 from engine.serving import readiness as readiness_module
+from engine.serving import reply as reply_module
 from engine.serving import service as service_module
 from engine.serving.options import ServiceOptions
 from engine.serving.prompt import PromptReader
@@ -128,28 +129,41 @@ def test_more_waiting_tokens_than_the_engine_takes_are_refused_before_tokens_are
     )
 
 
-def test_a_request_that_gets_no_token_within_its_timeout_ends_with_504_wherever_it_waits(service, engine):
+@pytest.fixture
+def pass_time(monkeypatch):
+    """pass_time(s): for open requests."""
+    passed_s = [0.0]
+    clock = SimpleNamespace(time=lambda: time.time() + passed_s[0])
+    monkeypatch.setattr(reply_module, "time", clock)
+    return lambda seconds: passed_s.append(passed_s.pop() + seconds)
+
+
+def test_a_request_that_gets_no_token_within_its_timeout_ends_with_504_wherever_it_waits(service, engine, pass_time):
     late, patient = service.ask([1], "late", timeout=0.05), service.ask([2], "patient", timeout=0)
     assert late.final["error_code"] == 504
     assert late.final["error_msg"] == "the model sent no response for 0.05 s, the request is cancelled"
     wait_until(lambda: len(engine.cancelled) == 1)
-    begun = service.ask([3], "begun", timeout=0.5)
+    begun = service.ask([3], "begun", timeout=5)
     engine.give([3], b"a")
-    time.sleep(0.6)
+    wait_until(lambda: begun.sent)
+    pass_time(10)
+    time.sleep(0.02)  # it is asked all the time whether it is late
     engine.give([3], b"b", "length")
     assert begun.final["tokens_all"] == "ab"
     engine.give([2], b"x", "length")
     assert patient.final["tokens_all"] == "x"
 
 
-def test_a_request_that_has_waited_for_too_long_is_ended_by_the_engine_with_429(make, engine, monkeypatch):
-    service = make(queue_timeout_s=0.5)
+def test_a_request_that_has_waited_for_too_long_is_ended_by_the_engine_with_429(make, engine, pass_time):
+    service = make(queue_timeout_s=5.0)
     begun = service.ask([1], "begun")
     engine.give([1], b"a")
+    wait_until(lambda: begun.sent)
+    pass_time(10)
     final = service.ask([2], "waits").final
     assert (final["error_code"], final["error_msg"]) == (
         429,
-        "the request has waited for 0.5 s, which is QUEUE_TIMEOUT",
+        "the request has waited for 5 s, which is QUEUE_TIMEOUT",
     )
     assert len(engine.asked_to_expire) == 1
     engine.give([1], b"b", "length")
@@ -483,13 +497,20 @@ def test_what_waits_to_be_read_counts_as_waiting(make, engine, monkeypatch):
 # --- stopping
 
 
+def announce(path, stopping):
+    """All of it or nothing, as the supervisor does."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(stopping.text())
+    partial.replace(path)
+
+
 def test_an_announced_end_turns_readiness_off_then_refuses_then_ends_what_is_open(make, engine, tmp_path, monkeypatch):
     path, now_s = tmp_path / "stopping", [100.0]
     monkeypatch.setattr(readiness_module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     service = make(stopping_file=path, drain_s=1.0)
     open_one = service.ask([1], "open")
     engine.listener_of([1])
-    path.write_text(Stopping(refuse_at=110.0).text())
+    announce(path, Stopping(refuse_at=110.0))
     wait_until(lambda: service.not_ready_reason() == "the server is stopping")
     before = service.ask([2], "before")
     engine.give([2], b"b", "length")
@@ -509,7 +530,7 @@ def test_an_announced_end_may_say_why_and_when_what_is_open_is_ended(make, engin
     path, now_s = tmp_path / "stopping", [100.0]
     monkeypatch.setattr(readiness_module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     service = make(stopping_file=path, drain_s=1.0)
-    path.write_text(Stopping(110.0, "another model comes", 115.0).text())
+    announce(path, Stopping(110.0, "another model comes", 115.0))
     wait_until(lambda: service.not_ready_reason() == "another model comes")
     open_one, short_one = service.ask([1], "open"), service.ask([2], "short")
     engine.give([2], b"b", "length")
