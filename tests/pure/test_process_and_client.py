@@ -159,9 +159,10 @@ def test_sixteen_streams_survive_kills_of_the_engine():
     address = a_free_address()
     with a_client(address) as client:
         listeners = [submit(client, [n] * (n % 6 + 1), 60 + n, seed=n, temperature=n % 2) for n in range(16)]
-        for _ in range(2):
+        for number in range(2):
             least = 20 + sum(len(listener.token_ids) for listener in listeners)  # each step adds one or more
             with an_engine_process(address, max_steps=25):  # the shortest answer needs more than 2 x 25 steps
+                wait_until(lambda number=number: client.num_restarts == number)
                 wait_until(lambda least=least: sum(len(listener.token_ids) for listener in listeners) > least)
         assert not any(listener.ends for listener in listeners)
         with an_engine_process(address):
