@@ -115,9 +115,9 @@ struct PackedArgs {
   int64_t panel_size() const { return W * stride(); }
   int64_t num_tiles() const { return (rows + kPackedRows - 1) / kPackedRows; }
   int64_t first_row(int64_t tile) const { return tile * rows / num_tiles(); }  // tiles are as even as can be
-  // Panels come in pairs: neighbours, or gates and what they are multiplied with.
-  int64_t num_pairs() const { return is_gated ? num_out / 2 / W : (num_out + 2 * W - 1) / (2 * W); }
-  int64_t first_of(int64_t pair, int v) const { return is_gated ? pair * W + v * num_out / 2 : (2 * pair + v) * W; }
+  // Panels come in pairs, one of each half: gates and what they are multiplied with. Behind both the next pair lies.
+  int64_t num_pairs() const { return (num_out + 2 * W - 1) / (2 * W); }
+  int64_t first_of(int64_t pair, int v) const { return (pair + v * num_pairs()) * W; }
 };
 
 // Outputs of rows t .. t_end of a pair of panels.
@@ -134,9 +134,9 @@ inline void write_outputs(const PackedArgs& a, int64_t pair, int64_t t, int64_t 
     if (a.is_gated) {
       store(a.y + t * (a.num_out / 2) + pair * W, swiglu(first, second));
     } else {
-      float* y = a.y + t * a.num_out + a.first_of(pair, 0);
-      store_n(y, first, count[0]);
-      store_n(y + W, second, count[1]);
+      float* y = a.y + t * a.num_out;
+      store_n(y + a.first_of(pair, 0), first, count[0]);
+      store_n(y + a.first_of(pair, 1), second, count[1]);
     }
   }
 }
