@@ -59,12 +59,12 @@ class Seen:
         return place
 
     def fill(self, rows: SamplingRows, slots: np.ndarray, tails: Sequence[Sequence[int]]) -> None:
-        rows.seen_starts, rows.seen_ends = slots.astype(np.int32) * np.int32(self._size), self._ends[slots]
+        rows.seen_starts, rows.seen_ends = slots * self._size, self._ends[slots]
         rows.seen_ids, rows.seen_counts = self._ids, self._counts
         if any(tails):  # then each row has its own
             entries = [self._with_tail(slot, tail) for slot, tail in zip(slots.tolist(), tails, strict=True)]
             starts, rows.seen_ids, rows.seen_counts = joined(entries, np.int32)
-            rows.seen_starts, rows.seen_ends = starts[:-1].copy(), starts[1:].copy()
+            rows.seen_starts, rows.seen_ends = starts[:-1], starts[1:]
 
     def _with_tail(self, slot: int, tail: Sequence[int]) -> Entries:
         if slot not in self.places:

@@ -14,10 +14,6 @@ from engine.executors.adjustments import NONE, Bias, Seen, joined
 from engine.executors.readings import Readings, rows_read
 from engine.ops.sampling_rows import SampledRows, SamplingRows
 
-PER_SLOT = (
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
-    *("seed", "counter", "num_logprobs"),
-)
 Sample = Callable[[np.ndarray, SamplingRows], SampledRows]
 
 
@@ -106,12 +102,9 @@ class Slots:
         return self.accept(batch, rows, sample(logits, rows))
 
     def sampling_rows(self, choices: Choices, mask: np.ndarray | None = None) -> SamplingRows:
-        rows = SamplingRows.greedy(len(choices.slots))
         slots = np.array(choices.slots)
-        for name in PER_SLOT:
-            setattr(rows, name, getattr(self._rows, name)[slots])
+        rows = SamplingRows(self._rows.values[slots], mask=mask)
         rows.counter += [len(tail) for tail in choices.tails]
-        rows.mask = mask
         if self._seen.places:
             self._seen.fill(rows, slots, choices.tails)
         if self._biases:

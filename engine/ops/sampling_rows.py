@@ -3,9 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+
+
+class _Column:
+    """A field of `SamplingRows.values` as an array of its own: a view of them, whose assignment writes into them."""
+
+    def __init__(self, dtype: type):
+        self.dtype = dtype
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, rows: SamplingRows, owner: type) -> np.ndarray:
+        return rows.values[self._name]
+
+    def __set__(self, rows: SamplingRows, column: np.ndarray) -> None:
+        rows.values[self._name] = column
+
+
+def _empty(dtype: type) -> np.ndarray:
+    return field(default_factory=lambda: np.zeros(0, dtype))
 
 
 @dataclass
@@ -13,71 +33,34 @@ class SamplingRows:
     """S rows. What row s has seen are the entries `seen_starts[s] .. seen_ends[s]` of ids and counts, which may be
     anywhere in arrays that hold more; its biases are the entries `bias_starts[s] .. bias_starts[s + 1]`."""
 
-    temperature: np.ndarray  # f32 [S]; 0 takes the largest logit
-    top_p: np.ndarray  # f32 [S]; 1 keeps all
-    top_k: np.ndarray  # i32 [S]; 0 keeps all
-    min_p: np.ndarray  # f32 [S]; 0 keeps all
-    repetition_penalty: np.ndarray  # f32 [S]; 1 changes nothing
-    frequency_penalty: np.ndarray  # f32 [S]
-    presence_penalty: np.ndarray  # f32 [S]
-    seed: np.ndarray  # u64 [S]
-    counter: np.ndarray  # i64 [S]; index of the token in the answer
-    num_logprobs: np.ndarray  # i32 [S]; -1 none, 0 the chosen token's alone
-    seen_starts: np.ndarray  # i32 [S]
-    seen_ends: np.ndarray  # i32 [S]
-    seen_ids: np.ndarray  # i32; each token of prompt and answer once a row
-    seen_counts: np.ndarray  # i32; occurrences in the answer, 0 = only in the prompt
-    bias_starts: np.ndarray  # i32 [S + 1]
-    bias_ids: np.ndarray  # i32
-    bias: np.ndarray  # f32; added to the logit, -inf bans
+    values: np.ndarray  # ROW [S]
+    temperature = _Column(np.float32)  # 0 takes the largest logit
+    top_p = _Column(np.float32)  # 1 keeps all
+    top_k = _Column(np.int32)  # 0 keeps all
+    min_p = _Column(np.float32)  # 0 keeps all
+    repetition_penalty = _Column(np.float32)  # 1 changes nothing
+    frequency_penalty = _Column(np.float32)
+    presence_penalty = _Column(np.float32)
+    num_logprobs = _Column(np.int32)  # -1 none, 0 the chosen token's alone
+    seed = _Column(np.uint64)
+    counter = _Column(np.int64)  # index of the token in the answer
+    seen_starts = _Column(np.int32)
+    seen_ends = _Column(np.int32)
+    seen_ids: np.ndarray = _empty(np.int32)  # each token of prompt and answer once a row
+    seen_counts: np.ndarray = _empty(np.int32)  # occurrences in the answer, 0 = only in the prompt
+    bias_starts: np.ndarray | None = None  # i32 [S + 1]; None: no row has any
+    bias_ids: np.ndarray = _empty(np.int32)
+    bias: np.ndarray = _empty(np.float32)  # added to the logit, -inf bans
     mask: np.ndarray | None = None  # u32 [S, ceil(V / 32)]; bit i of word w = token 32 w + i is allowed
     given: np.ndarray | None = None  # i32 [S]; these tokens instead of any that are chosen
 
     @classmethod
     def greedy(cls, num_rows: int) -> SamplingRows:
         """Rows that take the largest logit: what every other row is an edit of."""
-
-        def full(value, dtype):
-            return np.full(num_rows, value, dtype)
-
-        return cls(
-            temperature=full(0, np.float32),
-            top_p=full(1, np.float32),
-            top_k=full(0, np.int32),
-            min_p=full(0, np.float32),
-            repetition_penalty=full(1, np.float32),
-            frequency_penalty=full(0, np.float32),
-            presence_penalty=full(0, np.float32),
-            seed=full(0, np.uint64),
-            counter=full(0, np.int64),
-            num_logprobs=full(-1, np.int32),
-            seen_starts=full(0, np.int32),
-            seen_ends=full(0, np.int32),
-            seen_ids=np.zeros(0, np.int32),
-            seen_counts=np.zeros(0, np.int32),
-            bias_starts=np.zeros(num_rows + 1, np.int32),
-            bias_ids=np.zeros(0, np.int32),
-            bias=np.zeros(0, np.float32),
-        )
-
-    @staticmethod
-    def layout(name: str, num_rows: int, vocab: int) -> tuple[tuple[int | None, ...], np.dtype]:
-        """Shape and dtype of a field; None is a length that another field gives."""
-        special = {
-            "seed": ((num_rows,), np.uint64),
-            "counter": ((num_rows,), np.int64),
-            "mask": ((num_rows, -(-vocab // 32)), np.uint32),
-            "bias_starts": ((num_rows + 1,), np.int32),
-            "bias": ((None,), np.float32),
-        }
-        if name in special:
-            shape, dtype = special[name]
-        elif name in ("seen_ids", "seen_counts", "bias_ids"):
-            shape, dtype = (None,), np.int32
-        else:
-            is_whole = name in ("top_k", "num_logprobs", "seen_starts", "seen_ends", "given")
-            shape, dtype = (num_rows,), np.int32 if is_whole else np.float32
-        return shape, np.dtype(dtype)
+        rows = cls(np.zeros(num_rows, ROW))
+        rows.values["top_p"] = rows.values["repetition_penalty"] = 1
+        rows.values["num_logprobs"] = -1
+        return rows
 
     @property
     def max_logprobs(self) -> int:
@@ -89,8 +72,13 @@ class SamplingRows:
         return zip(self.seen_ids[part], self.seen_counts[part], strict=True)
 
     def bias_of(self, row: int) -> Iterator[tuple[int, np.float32]]:
+        if self.bias_starts is None:
+            return iter(())
         part = slice(self.bias_starts[row], self.bias_starts[row + 1])
         return zip(self.bias_ids[part], self.bias[part], strict=True)
+
+
+ROW = np.dtype([(name, each.dtype) for name, each in vars(SamplingRows).items() if isinstance(each, _Column)])
 
 
 @dataclass

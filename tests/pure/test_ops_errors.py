@@ -59,7 +59,7 @@ def i32(*values):
         (lambda: cpu.swiglu(f32(5, 3)), "swiglu: gate_up has shape (5, 3), needs an even width"),
         (
             lambda: cpu.sample(f32(2, 40), SamplingRows.greedy(3)),
-            "sample: temperature has shape (3,), needs (2,)",
+            "sample: values has shape (3,), needs (2,)",
         ),
     ],
 )

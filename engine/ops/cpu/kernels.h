@@ -92,14 +92,21 @@ struct LlmKernels {
                              double* weight);
 };
 
-// What engine/ops/sampling_rows.py describes. mask, given, top_ids and top_logprobs may be null.
+// What engine/ops/sampling_rows.py describes.
+struct LlmSamplingRow {
+  float temperature, top_p;
+  int32_t top_k;
+  float min_p, repetition_penalty, frequency_penalty, presence_penalty;
+  int32_t num_logprobs;
+  uint64_t seed;
+  int64_t counter;
+  int32_t seen_start, seen_end;
+};
+
+// And this. bias_starts, mask, given, top_ids and top_logprobs may be null.
 struct LlmSampling {
-  const float *temperature, *top_p;
-  const int32_t* top_k;
-  const float *min_p, *repetition_penalty, *frequency_penalty, *presence_penalty;
-  const uint64_t* seed;
-  const int64_t* counter;
-  const int32_t *num_logprobs, *seen_starts, *seen_ends, *seen_ids, *seen_counts, *bias_starts, *bias_ids;
+  const LlmSamplingRow* values;
+  const int32_t *seen_ids, *seen_counts, *bias_starts, *bias_ids;
   const float* bias;
   const uint32_t* mask;
   const int32_t* given;

@@ -9,9 +9,9 @@ import numpy as np
 
 from engine.dtypes import CODES_ALIGNED, CODES_PER_SCALE, FP8_BLOCK, from_fp8, scale_bytes, to_bf16
 from engine.ops.cpu.library import Attention, Call, Counts, Embedding, QuantizedLinear, Sampling
-from engine.ops.sampling_rows import SampledRows, SamplingRows
+from engine.ops.sampling_rows import ROW, SampledRows, SamplingRows
 
-F32, BF16, I32 = np.dtype(np.float32), np.dtype(np.uint16), np.dtype(np.int32)
+F32, BF16, I32, U32 = np.dtype(np.float32), np.dtype(np.uint16), np.dtype(np.int32), np.dtype(np.uint32)
 I8, U8 = np.dtype(np.int8), np.dtype(np.uint8)
 PANEL = 32  # rows of a weight that are packed side by side
 NO_END = 2**31  # of ids whose rows other ranks may hold
@@ -23,8 +23,9 @@ class ArgumentError(ValueError):
 
 def need(op: str, name: str, array: np.ndarray, shape: tuple[int | None, ...], *dtypes: np.dtype) -> int:
     """The array's address, once it is known to be what the kernel reads."""
-    if array.ndim != len(shape) or any(
-        wanted is not None and wanted != size for wanted, size in zip(shape, array.shape, strict=True)
+    if array.shape != shape and (
+        array.ndim != len(shape)
+        or any(wanted is not None and wanted != size for wanted, size in zip(shape, array.shape, strict=True))
     ):
         needed = str(shape).replace("None", "any")
         raise ArgumentError(f"{op}: {name} has shape {array.shape}, needs {needed}")
@@ -228,16 +229,25 @@ class CpuOps:
         num_rows, vocab = logits.shape
         logits_at = need("sample", "logits", logits, (None, None), F32)
         results = SampledRows.empty(num_rows, rows.max_logprobs)
-        addresses = {}
-        for field in fields(SamplingRows):
-            array = getattr(rows, field.name)
-            shape, dtype = SamplingRows.layout(field.name, num_rows, vocab)
-            addresses[field.name] = None if array is None else need("sample", field.name, array, shape, dtype)
+        wanted = {
+            "values": ((num_rows,), ROW),
+            "seen_ids": ((None,), I32),
+            "seen_counts": ((None,), I32),
+            "bias_starts": ((num_rows + 1,), I32),
+            "bias_ids": ((None,), I32),
+            "bias": ((None,), F32),
+            "mask": ((num_rows, -(-vocab // 32)), U32),
+            "given": ((num_rows,), I32),
+        }
+        addresses = {
+            name: need("sample", name, array, shape, dtype)
+            for name, (shape, dtype) in wanted.items()
+            if (array := getattr(rows, name)) is not None
+        }
         need_ids("sample", "bias_ids", rows.bias_ids, vocab)
         if rows.given is not None:
             need_ids("sample", "given", rows.given, vocab)
-        for field in fields(SampledRows):
-            addresses[field.name] = getattr(results, field.name).ctypes.data
+        addresses |= {field.name: getattr(results, field.name).ctypes.data for field in fields(SampledRows)}
         args = Sampling(**addresses, max_logprobs=rows.max_logprobs)
         self._lib.llm_sample(self._table, logits_at, num_rows, vocab, ctypes.byref(args))
         return results

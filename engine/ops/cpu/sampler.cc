@@ -24,18 +24,18 @@ struct Workspace {
 class RowSampler {
  public:
   RowSampler(const LlmKernels& kernels, const LlmSampling& sampling, int64_t vocab, int64_t row, Workspace& space)
-      : k_(kernels), s_(sampling), vocab_(vocab), row_(row), space_(space) {}
+      : k_(kernels), s_(sampling), values_(sampling.values[row]), vocab_(vocab), row_(row), space_(space) {}
 
   void sample(const float* logits) {
     const int32_t token = s_.token_ids[row_] = s_.given ? s_.given[row_] : pick(adjusted(logits));
-    if (s_.num_logprobs[row_] >= 0) report(logits, token);
+    if (values_.num_logprobs >= 0) report(logits, token);
   }
 
  private:
   // Mask, bias, penalties; the row itself where nothing changes it.
   const float* adjusted(const float* logits) {
-    const int32_t seen = s_.seen_starts[row_], seen_end = s_.seen_ends[row_];
-    const int32_t bias = s_.bias_starts[row_], bias_end = s_.bias_starts[row_ + 1];
+    const int32_t seen = values_.seen_start, seen_end = values_.seen_end;
+    const int32_t bias = s_.bias_starts ? s_.bias_starts[row_] : 0, bias_end = s_.bias_starts ? s_.bias_starts[row_ + 1] : 0;
     if (!s_.mask && seen == seen_end && bias == bias_end) return logits;
     space_.adjusted.resize(static_cast<size_t>(vocab_));
     float* x = space_.adjusted.data();
@@ -64,20 +64,20 @@ class RowSampler {
   }
 
   void penalize(float& logit, int32_t count) const {
-    const float repetition = s_.repetition_penalty[row_];
+    const float repetition = values_.repetition_penalty;
     logit = logit > 0 ? logit / repetition : logit * repetition;
     if (count > 0)
-      logit = logit - s_.frequency_penalty[row_] * static_cast<float>(count) - s_.presence_penalty[row_];
+      logit = logit - values_.frequency_penalty * static_cast<float>(count) - values_.presence_penalty;
   }
 
   int32_t pick(const float* x) {
-    const float largest = k_.largest(x, vocab_), temperature = s_.temperature[row_];
+    const float largest = k_.largest(x, vocab_), temperature = values_.temperature;
     if (largest == -kInfinity) return -1;
     if (temperature == 0) return static_cast<int32_t>(k_.find(x, vocab_, largest));
     Candidates& candidates = space_.candidates;
     candidates.begin(k_, x, vocab_, largest, temperature);
-    const int64_t top_k = s_.top_k[row_];
-    const float min_p = s_.min_p[row_], top_p = s_.top_p[row_];
+    const int64_t top_k = values_.top_k;
+    const float min_p = values_.min_p, top_p = values_.top_p;
     const float floor = min_p > 0 ? largest + std::log(min_p) * temperature : kLowest;
     if (top_k > 0 && top_k < vocab_)
       candidates.take_top(top_k, floor);
@@ -88,7 +88,7 @@ class RowSampler {
     else
       candidates.take_all();
     if (top_p < 1) candidates.keep_share(top_p);
-    return candidates.draw(philox_uniform(s_.seed[row_], static_cast<uint64_t>(s_.counter[row_])));
+    return candidates.draw(philox_uniform(values_.seed, static_cast<uint64_t>(values_.counter)));
   }
 
   // Log-probabilities of the model's own logits: of the chosen token and of the likeliest.
@@ -101,7 +101,7 @@ class RowSampler {
       return static_cast<float>(static_cast<double>(logits[id]) - log_total);
     };
     s_.logprobs[row_] = token >= 0 ? logprob(token) : -kInfinity;
-    const int64_t wanted = std::min<int64_t>(s_.num_logprobs[row_], vocab_);
+    const int64_t wanted = std::min<int64_t>(values_.num_logprobs, vocab_);
     if (wanted == 0) return;
     candidates.take_top(wanted, kLowest);
     const std::vector<int32_t> ids = candidates.ranked_ids();
@@ -114,6 +114,7 @@ class RowSampler {
 
   const LlmKernels& k_;
   const LlmSampling& s_;
+  const LlmSamplingRow& values_;
   const int64_t vocab_, row_;
   Workspace& space_;
 };
