@@ -78,7 +78,8 @@ class SamplingRows:
         return zip(self.bias_ids[part], self.bias[part], strict=True)
 
 
-ROW = np.dtype([(name, each.dtype) for name, each in vars(SamplingRows).items() if isinstance(each, _Column)])
+# As LlmSamplingRow of engine/ops/cpu/kernels.h has them.
+ROW = np.dtype([(name, it.dtype) for name, it in vars(SamplingRows).items() if isinstance(it, _Column)], align=True)
 
 
 @dataclass

@@ -35,7 +35,8 @@ class RowSampler {
   // Mask, bias, penalties; the row itself where nothing changes it.
   const float* adjusted(const float* logits) {
     const int32_t seen = values_.seen_start, seen_end = values_.seen_end;
-    const int32_t bias = s_.bias_starts ? s_.bias_starts[row_] : 0, bias_end = s_.bias_starts ? s_.bias_starts[row_ + 1] : 0;
+    const int32_t bias = s_.bias_starts ? s_.bias_starts[row_] : 0;
+    const int32_t bias_end = s_.bias_starts ? s_.bias_starts[row_ + 1] : 0;
     if (!s_.mask && seen == seen_end && bias == bias_end) return logits;
     space_.adjusted.resize(static_cast<size_t>(vocab_));
     float* x = space_.adjusted.data();
