@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 SERVICE = "inference.GRPCInferenceService"
 STREAMS_PER_CHANNEL = 64  # HTTP/2 connections are commonly limited to 100 streams; beyond, requests would queue unseen
 
+IDLE, CONNECTING = grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING
 CHANNEL_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),  # else all channels would share one connection
     ("grpc.max_send_message_length", -1),
@@ -49,23 +50,33 @@ class _Connection:
 class Inference:
     """A request that tritonserver answers with a stream."""
 
-    def __init__(self, call: Any, way: Connections):
-        self.cancel: Callable[[], object] = call.cancel
-        self._call = call
+    def __init__(self, connection: _Connection, request: bytes, way: Connections):
+        self._call: Any = None
+        self._is_taken = False
         self._way = way
+        self._asking = asyncio.ensure_future(self._ask(connection, request))
+
+    async def _ask(self, connection: _Connection, request: bytes) -> None:
+        # Known before it is asked, as gRPC does not tell it of what breaks off before there is a response.
+        self._is_taken = await _is_there(connection.channel)
+        self._call = connection.infer(request)
+
+    def cancel(self) -> None:
+        self._asking.cancel()
+        if self._call:
+            self._call.cancel()
 
     async def responses(self) -> AsyncGenerator[bytes, None]:
         """As they are read. Raises ModelUnreachable and ModelLost when there is no tritonserver (any more), another
         RequestError for its other errors, CancelledError after a `cancel`."""
-        is_taken = False
-        try:
-            await self._call.wait_for_connection()
-            is_taken = True
+        await self._asking
+        if self._is_taken:
             self._way.was_there_at = time.monotonic()
+        try:
             while (response := await self._call.read()) is not grpc.aio.EOF:
                 yield response
         except grpc.aio.AioRpcError as error:
-            known = _known(error, is_taken)
+            known = _known(error, self._is_taken)
             if isinstance(known, ModelUnreachable):
                 known.was_there = time.monotonic() - self._way.was_there_at < COMING_BACK_S
             raise known from None
@@ -84,7 +95,7 @@ class Connections:
     def infer(self, request: bytes) -> Iterator[Inference]:
         """Cancelled in the end, if it has not ended."""
         connection = self._least_loaded()
-        inference = Inference(connection.infer(request), self)
+        inference = Inference(connection, request, self)
         connection.calls.add(inference)
         try:
             yield inference
@@ -114,6 +125,13 @@ class Connections:
             connection = _Connection(channel, channel.unary_stream(f"/{SERVICE}/ModelStreamInfer"))
             self._connections.append(connection)
         return connection
+
+
+async def _is_there(channel: grpc.aio.Channel) -> bool:
+    """Whether somebody answers at its other end, once that is known."""
+    while (state := channel.get_state(try_to_connect=True)) in (CONNECTING, IDLE):
+        await channel.wait_for_state_change(state)
+    return state is grpc.ChannelConnectivity.READY
 
 
 ERRORS: dict[grpc.StatusCode, type[RequestError]] = {

@@ -110,14 +110,16 @@ def test_an_idle_stream_waits_for_its_client(tmp_path):
 )
 @pytest.mark.parametrize("before", [[], [b"a"]])
 def test_a_failure_of_tritonserver_is_the_last_answer_and_shows_no_address(tmp_path, monkeypatch, failure, before):
-    monkeypatch.setattr(lasting, "COMING_BACK_S", 1)  # of a server that has been there
+    monkeypatch.setattr(lasting, "LOOK_EVERY_S", 0.01)
     code, text, status = failure
 
     async def scenario():
-        async with serving(tmp_path, FakeTriton(*before, code)) as (_, port), a_client(port) as stub:
+        triton = FakeTriton(*before, code)
+        async with serving(tmp_path, triton) as (_, port), a_client(port) as stub:
             *_, (name, fields, _) = await answers(stub.ModelStreamInfer(iter([a_request("x", req_id="r")])))
         assert (name, fields["error_msg"], fields["error_code"]) == ("x", text, status)
         assert (fields["is_end"], fields["token"]) == (1, "")
+        assert len(triton.requests) == (1 + lasting.MAX_LOSSES if status == 503 else 1)
 
     run(scenario())
 
