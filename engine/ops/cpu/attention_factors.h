@@ -14,7 +14,7 @@ struct CachedRows {
 
   // Row i, of which some bytes will be read: as many of what is wanted next are asked for, from its beginning to its end.
   const Cache* row(int64_t i, int64_t bytes) {
-    for (int64_t b = 0; b < bytes; b += 64) prefetch(next + b);
+    for (int64_t b = 0; b < bytes; b += 64) prefetch_once(next + b);
     next += bytes;
     return data + i * stride;
   }

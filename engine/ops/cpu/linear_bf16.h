@@ -18,7 +18,7 @@ struct Bf16Weight {
 // K (see linear.h) is added to sums in memory. An output is the same operations in the same order in every tile.
 constexpr int kPackedRows = 12;
 constexpr int64_t kRowsBytes = 400 << 10;  // of x that stay in the L2 cache while the panels pass
-constexpr int64_t kAheadBytes = 2048;      // how far ahead of its use a weight is asked for, where it is used once
+constexpr int64_t kAheadBytes = 4096;      // how far ahead of its use a weight is asked for, where it is used once
 
 inline int64_t packed_width(int64_t width) { return round_up(width, 2); }
 
@@ -69,7 +69,7 @@ template <int M, int kAhead>
 #pragma GCC unroll 2
     for (int v = 0; v < 2; v++) columns[v] = load_bf16(a.panels[v] + k * 2 * W);
 #pragma GCC unroll 2
-    for (int v = 0; v < kAhead; v++) prefetch(a.ahead[v] + k * 4 * W);
+    for (int v = 0; v < kAhead; v++) kAhead == 2 ? prefetch_once(a.ahead[v] + k * 4 * W) : prefetch(a.ahead[v] + k * 4 * W);
 #pragma GCC unroll 16
     for (int i = 0; i < M; i++) {
       int32_t pair;

@@ -58,7 +58,10 @@ template <class F, int M>
 #pragma GCC unroll 1
   for (int64_t w = 0; w < count; w++) {
 #pragma GCC unroll 4
-    for (int c = 0; c < kCols; c++) prefetch(ahead + w * kPanel + c * W);
+    for (int c = 0; c < kCols; c++) {
+      const uint32_t* wanted = ahead + w * kPanel + c * W;
+      p.turns == 1 ? prefetch_once(wanted) : prefetch(wanted);
+    }
 #pragma GCC unroll 4
     for (int s = 0; s < F::steps; s++) {
       int_vec columns[kCols];
