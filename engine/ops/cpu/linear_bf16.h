@@ -69,7 +69,10 @@ template <int M, int kAhead>
 #pragma GCC unroll 2
     for (int v = 0; v < 2; v++) columns[v] = load_bf16(a.panels[v] + k * 2 * W);
 #pragma GCC unroll 2
-    for (int v = 0; v < kAhead; v++) kAhead == 2 ? prefetch_once(a.ahead[v] + k * 4 * W) : prefetch(a.ahead[v] + k * 4 * W);
+    for (int v = 0; v < kAhead; v++) {
+      const char* wanted = a.ahead[v] + k * 4 * W;
+      kAhead == 2 ? prefetch_once(wanted) : prefetch(wanted);
+    }
 #pragma GCC unroll 16
     for (int i = 0; i < M; i++) {
       int32_t pair;
