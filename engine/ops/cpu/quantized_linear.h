@@ -204,8 +204,8 @@ void quantized_linear(const LlmQuantizedLinear& a) {
   for (Pieces mine = take_pieces(&taken, count, threads), then; mine.first < count; mine = then) {
     then = take_pieces(&taken, count, threads);  // so that it is known what comes after each
     for (int64_t i = mine.first; i < mine.end; i++) {
-      const int64_t cut = i % cuts, next = min(i + 1 < mine.end ? i + 1 : then.first, count - 1);
-      multiply_panel(q, i / cuts, next / cuts, cut * a.rows / cuts, (cut + 1) * a.rows / cuts);
+      const int64_t cut = i / num_panels, next = min(i + 1 < mine.end ? i + 1 : then.first, count - 1);
+      multiply_panel(q, i % num_panels, next % num_panels, cut * a.rows / cuts, (cut + 1) * a.rows / cuts);
     }
   }
 }
