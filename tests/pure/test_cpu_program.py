@@ -71,7 +71,7 @@ def test_a_program_makes_the_bits_of_its_ops(hidden, inner, is_read_twice):
 
 
 def product_graph(op: str, width: int, num_out: int) -> tuple[Graph, dict[str, np.ndarray]]:
-    """Rows of a table times a weight of few bits."""
+    """Rows of a table times a weight of few bits, and the swiglu of that."""
     packed_width = -(-width // 128) * 64 if op == "linear_int4" else width
     weight = np.random.default_rng(0).integers(-128, 128, (num_out, packed_width), np.int8)
     params = {"table": random(VOCAB, width), "weight": weight, "scale": random(num_out), "bias": random(num_out)}
@@ -81,24 +81,27 @@ def product_graph(op: str, width: int, num_out: int) -> tuple[Graph, dict[str, n
     inputs = {name: Value(n, "int32", (-1,)) for n, name in enumerate(("token_ids", "logit_rows"))}
     inputs["block_tables"] = Value(2, "int32", (-1, -1))
     values = {name: Value(10 + n, str(array.dtype), array.shape) for n, (name, array) in enumerate(params.items())}
-    x, y = of_rows(20, width), of_rows(21, num_out)
+    x, both, gated = of_rows(20, width), of_rows(21, num_out), of_rows(22, num_out // 2)
     given = [values[name] for name in ("weight", "scale", "zero", "bias") if name in params]
     nodes = (
         Node("embedding", (inputs["token_ids"], values["table"]), (x,), {"first_id": 0}),
-        Node(op, (x, *given), (y,), {}),
+        Node(op, (x, *given), (both,), {}),
+        Node("swiglu", (both,), (gated,), {}),
     )
-    return Graph(inputs, values, nodes, {"y": y}), params
+    return Graph(inputs, values, nodes, {"gated": gated}), params
 
 
 @pytest.mark.parametrize("op", ["linear_int8", "linear_a8w8", "linear_int4"])
-def test_weights_of_few_bits_are_packed_and_change_no_bit(op):
-    graph, params = product_graph(op, 70, VOCAB)
-    token_ids = np.arange(9, dtype=np.int32)
+@pytest.mark.parametrize(("width", "num_out"), [(70, 82), (70, 64), (2300, 192)])  # of whole panels, and not
+@pytest.mark.parametrize("num_rows", [1, 9, 600])
+def test_weights_of_few_bits_are_packed_and_change_no_bit(op, width, num_out, num_rows):
+    graph, params = product_graph(op, width, num_out)
+    token_ids = np.arange(num_rows, dtype=np.int32) % VOCAB
     found = Program(graph, params).run(
         {"token_ids": token_ids, "logit_rows": token_ids, "block_tables": np.zeros((1, 1), np.int32)}
     )
     given = [params[name] for name in ("weight", "scale", "zero", "bias") if name in params]
-    assert np.array_equal(found["y"], getattr(cpu, op)(params["table"][token_ids], *given))
+    assert np.array_equal(found["gated"], cpu.swiglu(getattr(cpu, op)(params["table"][token_ids], *given)))
 
 
 @pytest.mark.parametrize("graph", [gated_graph(256, 256, False), product_graph("linear_int4", 2048, 256)])

@@ -159,13 +159,14 @@ def _roots(graph: Graph) -> dict[int, int]:
 
 
 def _only_gated(graph: Graph) -> set[int]:
-    """What a `linear` makes for nobody but the swiglu right behind it: the kernels may do the two as one."""
+    """What a linear op makes for nobody but the swiglu right behind it: the kernels may do the two as one."""
     num_readers = Counter(value.id for node in graph.nodes for value in node.inputs if value)
     num_readers.update(value.id for value in graph.outputs.values())
     return {
         made.outputs[0].id
         for made, read in itertools.pairwise(graph.nodes)
-        if (made.op, read.op) == ("linear", "swiglu")
+        if made.op in PACKED
+        and read.op == "swiglu"
         and read.inputs[0] == made.outputs[0]
         and num_readers[made.outputs[0].id] == 1
     }

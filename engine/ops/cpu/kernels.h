@@ -39,10 +39,12 @@ struct LlmQuantizedLinear {
   const void* scale;   // float32 [N], or bf16 [N, K' / 64]
   const void* zero;    // with two codes a byte: as scale, or null
   const float* bias;   // [N], or null
-  float* y;            // [T, N]
+  float* y;            // [T, N]; gated: swiglu of that, [T, N / 2]
   int64_t rows, width, num_out;
   int32_t is_packed;
+  int32_t is_gated;    // which takes an N that is a multiple of kGatedOutputs
 };
+enum { kGatedOutputs = 64 };
 
 // y[rows[s], n] += sum_r x[s, r] * b[r, n]
 struct LlmAddProduct {

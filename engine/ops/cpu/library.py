@@ -77,6 +77,7 @@ class QuantizedLinear(ctypes.Structure):
         *((name, c_void_p) for name in ("x", "weight", "scale", "zero", "bias", "y")),
         *((name, c_int64) for name in ("rows", "width", "num_out")),
         ("is_packed", c_int32),
+        ("is_gated", c_int32),
     ]
 
 

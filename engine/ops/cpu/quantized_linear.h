@@ -5,6 +5,7 @@
 #include "linear.h"
 #include "packed_rows.h"
 #include "parallel.h"
+#include "swiglu.h"
 
 namespace LLM_ISA {
 
@@ -28,11 +29,13 @@ struct QuantizedArgs {
 };
 
 // Outputs n .. n + kTileOutputs of the rows from t on, words first .. end of them, then those at `next`. The pointers are to
-// what belongs to output n.
+// what belongs to output n, y to that of row t.
 struct Tile {
   int64_t t, n, first, end;
   const uint32_t *words, *next;
   const uint16_t *scales, *zeros;
+  float* y;
+  int64_t y_stride;
   int64_t turn = 0, turns = 1;  // `turns` tiles read the same words, each asks for some of what comes next
 
   const uint32_t* ahead(int64_t w) const {
@@ -115,12 +118,11 @@ inline void multiply_tile(const QuantizedArgs<F>& q, const Tile& p) {
   constexpr int64_t kGroupWords = F::group / F::codes;
   const LlmQuantizedLinear& a = q.a;
   const bool is_last = p.end == q.num_words;
-  float* y = a.y + p.t * a.num_out + p.n;
   vec totals[M][kCols] = {};
   if (p.first > 0)
     p.each_vec(a, [&](int c, int count) {
 #pragma GCC unroll 12
-      for (int i = 0; i < M; i++) totals[i][c] = load_first(y + i * a.num_out + c * W, count);
+      for (int i = 0; i < M; i++) totals[i][c] = load_first(p.y + i * p.y_stride + c * W, count);
     });
   for (int64_t first = p.first; first < p.end; first += kGroupWords) {
     const int64_t g = first / kGroupWords;
@@ -140,7 +142,7 @@ inline void multiply_tile(const QuantizedArgs<F>& q, const Tile& p) {
     if (is_last && !F::has_group_scales) scale = load_first(static_cast<const float*>(a.scale) + p.n + c * W, count);
     if (is_last && a.bias) bias = load_first(a.bias + p.n + c * W, count);
 #pragma GCC unroll 12
-    for (int i = 0; i < M; i++) store_first(y + i * a.num_out + c * W, totals[i][c] * scale + bias, count);
+    for (int i = 0; i < M; i++) store_first(p.y + i * p.y_stride + c * W, totals[i][c] * scale + bias, count);
   });
 }
 
@@ -167,12 +169,14 @@ inline void multiply_tiles(const QuantizedArgs<F>& q, Tile p, int64_t t_end) {
       case 12: if constexpr (kRows >= 12) multiply_tile<F, 12>(q, p); break;
     }
     p.t += rows;
+    p.y += rows * p.y_stride;
   }
 }
 
-// A panel, and which comes next.
+// A panel, and which comes next. Its outputs of row t are put at y.
 template <class F>
-inline void multiply_panel(const QuantizedArgs<F>& q, int64_t panel, int64_t then, int64_t t, int64_t t_end) {
+inline void multiply_panel(const QuantizedArgs<F>& q, int64_t panel, int64_t then, int64_t t, int64_t t_end, float* y,
+                           int64_t y_stride) {
   const int64_t row_bytes = q.num_words * 4, n = panel * kPanel;
   const LlmQuantizedLinear& a = q.a;
   const uint32_t* words = panel_of<uint32_t>(a, a.weight, F::codes == 8 ? row_bytes : a.width, panel, 1);
@@ -184,8 +188,22 @@ inline void multiply_panel(const QuantizedArgs<F>& q, int64_t panel, int64_t the
     const int64_t end = min(first + kWords, q.num_words);
     const uint32_t* next = end < q.num_words ? words + end * kPanel : after;
     for (int64_t c = 0; c < kPanel && n + c < a.num_out; c += kTileOutputs)
-      multiply_tiles(q, {t, n + c, first, end, words + c, next + c, scales + c, zeros + c}, t_end);
+      multiply_tiles(q, {t, n + c, first, end, words + c, next + c, scales + c, zeros + c, y + c, y_stride}, t_end);
   }
+}
+
+// A panel of gates, and the one of what they are multiplied with.
+template <class F>
+inline void multiply_gated(const QuantizedArgs<F>& q, int64_t panel, int64_t then, int64_t t, int64_t t_end) {
+  const LlmQuantizedLinear& a = q.a;
+  const int64_t half = a.num_out / 2;
+  auto* gates = static_cast<float*>(llm_scratch(4, sizeof(float) * static_cast<size_t>(2 * kPanel * (t_end - t))));
+  float* ups = gates + kPanel * (t_end - t);
+  multiply_panel(q, panel, panel + half / kPanel, t, t_end, gates, kPanel);
+  multiply_panel(q, panel + half / kPanel, then, t, t_end, ups, kPanel);
+  for (; t < t_end; t++)
+    for (int64_t n = panel * kPanel, end = n + kPanel; n < end; n += W, gates += W, ups += W)
+      store(a.y + t * half + n, swiglu(load(gates), load(ups)));
 }
 
 template <class F>
@@ -194,7 +212,9 @@ void quantized_linear(const LlmQuantizedLinear& a) {
   parallel_rows(a.rows, 2 * a.width, [&](int64_t t) { put_row(a.x + t * a.width, a.width, x, t); });
 
   const QuantizedArgs<F> q = {a, x, (F::codes == 8 ? round_up(a.width, 128) : a.width + 3) / F::codes};
-  const int64_t num_panels = (a.num_out + kPanel - 1) / kPanel, wanted = 4 * llm_num_threads();
+  static_assert(kGatedOutputs == 2 * kPanel);
+  const int64_t num_panels = a.is_gated ? a.num_out / kGatedOutputs : (a.num_out + kPanel - 1) / kPanel;
+  const int64_t wanted = 4 * llm_num_threads();
   const int64_t least = (a.rows + kRowsOfPiece - 1) / kRowsOfPiece;
   const int64_t more = num_panels >= wanted ? 1 : min(wanted / num_panels + 1, a.rows / 64 + 1);
   const int64_t cuts = least > more ? least : more, count = num_panels * (a.rows > 0 ? cuts : 0);
@@ -204,8 +224,12 @@ void quantized_linear(const LlmQuantizedLinear& a) {
   for (Pieces mine = take_pieces(&taken, count, threads), then; mine.first < count; mine = then) {
     then = take_pieces(&taken, count, threads);  // so that it is known what comes after each
     for (int64_t i = mine.first; i < mine.end; i++) {
-      const int64_t cut = i / num_panels, next = min(i + 1 < mine.end ? i + 1 : then.first, count - 1);
-      multiply_panel(q, i % num_panels, next % num_panels, cut * a.rows / cuts, (cut + 1) * a.rows / cuts);
+      const int64_t cut = i / num_panels, t = cut * a.rows / cuts, t_end = (cut + 1) * a.rows / cuts;
+      const int64_t panel = i % num_panels, next = min(i + 1 < mine.end ? i + 1 : then.first, count - 1) % num_panels;
+      if (a.is_gated)
+        multiply_gated(q, panel, next, t, t_end);
+      else
+        multiply_panel(q, panel, next, t, t_end, a.y + t * a.num_out + panel * kPanel, a.num_out);
     }
   }
 }

@@ -59,7 +59,7 @@ struct Scratch {
   size_t bytes = 0;
   ~Scratch() { std::free(memory); }
 };
-thread_local Scratch scratch[4];
+thread_local Scratch scratch[5];
 
 }  // namespace
 
