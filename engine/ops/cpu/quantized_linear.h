@@ -114,7 +114,7 @@ template <class F, int M>
 // M rows of x. What they have come to is in y from one chunk of words to the next. An output is the same operations in the
 // same order in every tile, so a token's result does not depend on its neighbours.
 template <class F, int M>
-inline void multiply_tile(const QuantizedArgs<F>& q, const Tile& p) {
+[[gnu::noinline]] inline void multiply_tile(const QuantizedArgs<F>& q, const Tile& p) {
   constexpr int64_t kGroupWords = F::group / F::codes;
   const LlmQuantizedLinear& a = q.a;
   const bool is_last = p.end == q.num_words;
