@@ -16,6 +16,8 @@ from engine.core.types import NO_TOKEN
 from engine.dtypes import CODES_PER_SCALE, as_f32, from_bf16, from_fp8, scale_bytes, to_bf16
 from engine.ops.sampling_rows import SampledRows, SamplingRows
 
+LARGEST = np.float32(127)  # code of an activation
+NUMBERS_PER_STEP = 64  # of activations, where a row has more steps than one
 SMALLEST = np.float32(1e-30)  # magnitude that `in_steps` tells from zero
 
 
@@ -91,12 +93,12 @@ def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) ->
 
 
 def linear_int8(x: np.ndarray, weight: np.ndarray, scale: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
-    y = in_steps(x, 256, 127 * 256) @ weight.astype(np.float64).T * scale
+    y = in_steps(x, NUMBERS_PER_STEP) @ weight.astype(np.float64).T * scale
     return (y if bias is None else y + bias).astype(np.float32)
 
 
 def linear_a8w8(x: np.ndarray, weight: np.ndarray, scale: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
-    y = in_steps(x, x.shape[1], 127) @ weight.astype(np.float64).T * scale
+    y = in_steps(x, x.shape[1]) @ weight.astype(np.float64).T * scale
     return (y if bias is None else y + bias).astype(np.float32)
 
 
@@ -107,22 +109,22 @@ def linear_int4(
     zero: np.ndarray | None = None,
     bias: np.ndarray | None = None,
 ) -> np.ndarray:
-    y = in_steps(x, CODES_PER_SCALE, 127) @ int4_numbers(weight, scale, zero)[:, : x.shape[1]].T
+    y = in_steps(x, NUMBERS_PER_STEP) @ int4_numbers(weight, scale, zero)[:, : x.shape[1]].T
     return (y if bias is None else y + bias).astype(np.float32)
 
 
-def in_steps(x: np.ndarray, group: int, largest: int) -> np.ndarray:
-    """float64: every `group` numbers of a row as multiples, up to `largest`, of a step of their own. One that is not
+def in_steps(x: np.ndarray, group: int) -> np.ndarray:
+    """float64: every `group` numbers of a row as multiples, up to LARGEST, of a step of their own. One that is not
     finite makes all of its group NaN."""
     rounded = np.empty(x.shape, np.float64)
     for start in range(0, x.shape[1], group):
         part = x[:, start : start + group]
         # In float32: a rounding that differs is another number.
         most = np.abs(part).max(axis=1, initial=0, keepdims=True)
-        inverse = np.divide(np.float32(largest), most, out=np.zeros_like(most), where=most > SMALLEST)
+        inverse = np.divide(LARGEST, most, out=np.zeros_like(most), where=most > SMALLEST)
         with np.errstate(invalid="ignore"):  # infinite times 0
             codes = np.rint(part * inverse).astype(np.float64)
-            rounded[:, start : start + group] = codes * (most / np.float32(largest))
+            rounded[:, start : start + group] = codes * (most / LARGEST)
     return rounded
 
 

@@ -118,10 +118,15 @@ def linear_int4_of_bf16(x, codes, scale, zero=None, bias=None):
     return reference.linear(x, reference.int4_values(codes, scale, zero)[:, : x.shape[1]], bias)
 
 
+def linear_int8_of_bf16(x, codes, scale, bias=None):
+    return result("linear_int8", x, (codes, scale), bias)
+
+
 @pytest.mark.parametrize("case", MODELS)
 def test_the_tokens_are_those_of_the_definition(exported, device, case, monkeypatch):
-    """But for the activations beside int4, which a GPU does not round to 8 bits."""
+    """But for the activations beside weights of few bits, which a GPU does not round to 8 bits."""
     monkeypatch.setattr(reference, "linear_int4", linear_int4_of_bf16)
+    monkeypatch.setattr(reference, "linear_int8", linear_int8_of_bf16)
     family, options = MODELS[case]
     graph_dir = exported(family, **options)
     lengths, count = ([7, 130], 4) if IS_INTERPRETED else ([1, 7, 63, 130], 16)

@@ -23,7 +23,7 @@ from tests.pure.test_ranks import answers_of_ranks
 
 QUANTIZED = QUANT_TYPES[1:]
 # Of a logit on average, as a share of their standard deviation: the random models of 64 channels forgive little.
-LARGEST_ERROR = {"weight_only_int8": 0.03, "weight_only_int4": 0.36, "a8w8": 0.045, "weight_only_fp8": 0.12}
+LARGEST_ERROR = {"weight_only_int8": 0.04, "weight_only_int4": 0.36, "a8w8": 0.045, "weight_only_fp8": 0.12}
 each_type = pytest.mark.parametrize("quant_type", QUANTIZED)
 
 

@@ -45,47 +45,48 @@ struct Nibbles {
   static int_vec take(int_vec word, int s) { return word >> (4 * s) & (kAtOnce == 4 ? 0x0f0f0f0f : 0x000f000f); }
 };
 
-// The formats. Numbers of x are multiples, of up to `largest`, of a step that `group` of them have in common (or all of a
-// row); those that are too large for one product come in two `parts`. What is taken is too large by `origin`.
+// The formats. Numbers of x are multiples, of up to kLargest, of a step that `group` of them have in common (or all of a
+// row). What is taken is too large by `origin`.
+constexpr int kLargest = 127;
 struct Int8 : Bytes {
-  static constexpr int64_t group = 256;
-  static constexpr int largest = 127 * 256, parts = kAtOnce / 2, origin = steps == 1 ? 128 : 0;
+  static constexpr int64_t group = 64;
+  static constexpr int origin = steps == 1 ? 128 : 0;
   static constexpr bool has_scale_of_row = false, has_group_scales = false, has_zeros = false;
 };
 struct A8w8 : Bytes {
   static constexpr int64_t group = 512;
-  static constexpr int largest = 127, parts = 1, origin = steps == 1 ? 128 : 0;
+  static constexpr int origin = steps == 1 ? 128 : 0;
   static constexpr bool has_scale_of_row = true, has_group_scales = false, has_zeros = false;
 };
 template <bool kHasZeros>  // which are numbers of their own: here they count how often they are to be taken off
 struct Int4 : Nibbles {
   static constexpr int64_t group = 64;
-  static constexpr int largest = 127, parts = 1, origin = kHasZeros ? 1 : 8;
+  static constexpr int origin = kHasZeros ? 1 : 8;
   static constexpr bool has_scale_of_row = false, has_group_scales = true, has_zeros = kHasZeros;
 };
 
 // x as codes, in the order in which those of a weight are taken.
 template <class F>
 struct CodesOfX {
-  code_x* codes;    // [rows, parts, width]
+  code_x* codes;    // [rows, width]
   float* scales;    // [groups, rows]
   int32_t* excess;  // [groups, rows]: what a sum of products is too large by
   int64_t rows, width, groups;
 
   CodesOfX(int64_t rows, int64_t given)
       : rows(rows), width(round_up(given, 128)), groups((width + F::group - 1) / F::group) {
-    const int64_t num_codes = rows * F::parts * width;  // a multiple of 64 bytes
+    const int64_t num_codes = rows * width;  // a multiple of 64 bytes
     codes = static_cast<code_x*>(
         llm_scratch(0, sizeof(code_x) * static_cast<size_t>(num_codes) + 8 * static_cast<size_t>(rows * groups)));
     scales = reinterpret_cast<float*>(codes + num_codes);
     excess = reinterpret_cast<int32_t*>(scales + rows * groups);
   }
-  code_x* row(int64_t t) const { return codes + t * F::parts * width; }
+  code_x* row(int64_t t) const { return codes + t * width; }
 };
 
 // `count` numbers of x as codes, and zeros up to `padded`. Returns the sum of the codes.
 template <class F>
-inline int32_t put_codes(const float* x, int64_t count, int64_t padded, float inverse, code_x* to, int64_t to_lower) {
+inline int32_t put_codes(const float* x, int64_t count, int64_t padded, float inverse, code_x* to) {
   constexpr int kSome = 16;
   typedef int32_t wide __attribute__((vector_size(4 * kSome)));
   typedef int16_t halves __attribute__((vector_size(2 * kSome)));
@@ -102,13 +103,9 @@ inline int32_t put_codes(const float* x, int64_t count, int64_t padded, float in
       __builtin_memcpy(reinterpret_cast<char*>(&codes) + 4 * i, &some, sizeof some);
     }
     if (F::steps > 1) codes = __builtin_shuffle(codes, order);
-    const wide upper = F::parts == 2 ? (codes + 128) >> 8 : codes, lower = codes - (upper << 8);
     // In two steps, for where a quarter is left g++ 12 takes a vector apart.
-    const halves upper_half = __builtin_convertvector(upper, halves), lower_half = __builtin_convertvector(lower, halves);
-    const narrow bytes = __builtin_convertvector(upper_half, narrow);
-    const narrow lower_bytes = __builtin_convertvector(lower_half, narrow);
+    const narrow bytes = __builtin_convertvector(__builtin_convertvector(codes, halves), narrow);
     __builtin_memcpy(to + k, &bytes, sizeof bytes);
-    if (F::parts == 2) __builtin_memcpy(to + to_lower + k, &lower_bytes, sizeof lower_bytes);
   }
   return static_cast<int32_t>(sum(sums));
 }
@@ -120,10 +117,10 @@ inline void put_row(const float* x, int64_t count, const CodesOfX<F>& all, int64
     const int64_t start = g * F::group, own = min(F::group, count - start);
     const int64_t end = g + 1 < all.groups ? start + F::group : all.width;
     if (!F::has_scale_of_row) most = magnitude(x + start, own);
-    const float inverse = most > 1e-30f ? F::largest / most : 0.0f;  // which is finite
-    all.scales[g * all.rows + t] = most / F::largest;
+    const float inverse = most > 1e-30f ? kLargest / most : 0.0f;  // which is finite
+    all.scales[g * all.rows + t] = most / kLargest;
     all.excess[g * all.rows + t] =
-        F::origin * put_codes<F>(x + start, most == most ? own : 0, end - start, inverse, all.row(t) + start, all.width);
+        F::origin * put_codes<F>(x + start, most == most ? own : 0, end - start, inverse, all.row(t) + start);
   }
 }
 

@@ -55,7 +55,7 @@ struct Tile {
 // sums += the products of `count` words from `first` on.
 template <class F, int M>
 [[gnu::always_inline]] inline void multiply_words(const Tile& p, const CodesOfX<F>& x, int64_t first, int64_t count,
-                                                  int_vec (&sums)[M][F::parts][kCols]) {
+                                                  int_vec (&sums)[M][kCols]) {
   const code_x* row = x.row(p.t) + first * F::codes;
   const uint32_t *words = p.words + first * kPanel, *ahead = p.ahead(first);
 #pragma GCC unroll 1
@@ -74,14 +74,12 @@ template <class F, int M>
         columns[c] = F::take(columns[c], s);
       }
 #pragma GCC unroll 12
-      for (int i = 0; i < M; i++)
-#pragma GCC unroll 2
-        for (int part = 0; part < F::parts; part++) {
-          int32_t some;
-          __builtin_memcpy(&some, row + (i * F::parts + part) * x.width + w * F::codes + s * kAtOnce, sizeof some);
+      for (int i = 0; i < M; i++) {
+        int32_t some;
+        __builtin_memcpy(&some, row + i * x.width + w * F::codes + s * kAtOnce, sizeof some);
 #pragma GCC unroll 4
-          for (int c = 0; c < kCols; c++) sums[i][part][c] = add_products(columns[c], some, sums[i][part][c]);
-        }
+        for (int c = 0; c < kCols; c++) sums[i][c] = add_products(columns[c], some, sums[i][c]);
+      }
     }
   }
 }
@@ -89,7 +87,7 @@ template <class F, int M>
 // totals += the numbers that the sums of group g stand for.
 template <class F, int M>
 [[gnu::always_inline]] inline void add_group(const Tile& p, const CodesOfX<F>& x, int64_t g, vec (&totals)[M][kCols],
-                                             const int_vec (&sums)[M][F::parts][kCols]) {
+                                             const int_vec (&sums)[M][kCols]) {
   const int32_t* excess = x.excess + g * x.rows + p.t;
   const float* scales = x.scales + g * x.rows + p.t;
   vec scales_of_weight[kCols], zeros[kCols];
@@ -102,9 +100,7 @@ template <class F, int M>
   for (int i = 0; i < M; i++)
 #pragma GCC unroll 4
     for (int c = 0; c < kCols; c++) {
-      int_vec whole = sums[i][0][c];
-      if (F::parts == 2) whole = (whole << 8) + sums[i][F::parts - 1][c];
-      vec total = as_floats(whole), scale = set1(scales[i]);
+      vec total = as_floats(sums[i][c]), scale = set1(scales[i]);
       if (F::has_zeros) total = fma(zeros[c], set1(-static_cast<float>(excess[i])), total);
       if (F::has_group_scales) scale *= scales_of_weight[c];
       totals[i][c] = fma(total, scale, totals[i][c]);
@@ -127,12 +123,12 @@ template <class F, int M>
   for (int64_t first = p.first; first < p.end; first += kGroupWords) {
     const int64_t g = first / kGroupWords;
     const int32_t* excess = q.x.excess + g * q.x.rows + p.t;
-    int_vec sums[M][F::parts][kCols] = {};
+    int_vec sums[M][kCols] = {};
     if (!F::has_zeros)
 #pragma GCC unroll 12
       for (int i = 0; i < M; i++)
 #pragma GCC unroll 4
-        for (int c = 0; c < kCols; c++) sums[i][F::parts - 1][c] -= excess[i];
+        for (int c = 0; c < kCols; c++) sums[i][c] -= excess[i];
     for (int64_t w = first; w < min(first + kGroupWords, p.end); w += kBlock)
       multiply_words<F, M>(p, q.x, w, min(kBlock, p.end - w), sums);
     add_group<F, M>(p, q.x, g, totals, sums);
@@ -149,7 +145,7 @@ template <class F, int M>
 // Rows t .. t_end in tiles that are as even as can be.
 template <class F>
 inline void multiply_tiles(const QuantizedArgs<F>& q, Tile p, int64_t t_end) {
-  constexpr int kRows = kSums / kCols / F::parts;
+  constexpr int kRows = kSums / kCols;
   p.turns = (t_end - p.t + kRows - 1) / kRows;
   for (; p.turn < p.turns; p.turn++) {
     const int64_t left = p.turns - p.turn;
@@ -158,7 +154,7 @@ inline void multiply_tiles(const QuantizedArgs<F>& q, Tile p, int64_t t_end) {
       case 1: multiply_tile<F, 1>(q, p); break;
       case 2: multiply_tile<F, 2>(q, p); break;
       case 3: multiply_tile<F, 3>(q, p); break;
-      case 4: if constexpr (kRows >= 4) multiply_tile<F, 4>(q, p); break;
+      case 4: multiply_tile<F, 4>(q, p); break;
       case 5: if constexpr (kRows >= 5) multiply_tile<F, 5>(q, p); break;
       case 6: if constexpr (kRows >= 6) multiply_tile<F, 6>(q, p); break;
       case 7: if constexpr (kRows >= 7) multiply_tile<F, 7>(q, p); break;
