@@ -1,0 +1,98 @@
+"""What a change is worth: the engine of two or more trees of this project by turns, on the same weights.
+
+    git worktree add /tmp/before main~1
+    python -m benchmarks.turns build/bench/exported/qwen2.5-0.5b-... /tmp/before . --cases 1x32x32 8x32x16 32x128x2
+
+A machine drifts within a minute by more than most changes bring. So the engines of all trees are loaded, and a case of
+about a second is answered by each while the others wait. Of a tree is told its median, and by the first tree's the
+median of the ratios of turns beside one another, with their quartiles. Every tree compiles its own ops.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.bench import MAX_TOKENS_IN_STEP, run_case
+from engine.core.loop import Loop
+from engine.executors import make_executor
+from engine.exporting.manifest import Manifest
+from engine.garbage import collect_garbage_seldom
+from engine.settings.config import Config
+from server_scripts.processes import ENGINE_DEFAULTS
+
+RATES = ("prefill_tok_s", "decode_tok_s")
+
+
+def take_turns(graph_dir: Path, most: tuple[int, int]) -> None:
+    """The engine of one tree: answers each case that it is told, of at most so many requests and tokens of each."""
+    most_requests, longest = most
+    limits = {"max_num_batched_tokens": MAX_TOKENS_IN_STEP, "batch_size": most_requests}
+    config, model = Config(enable_prefix_caching=False, **limits), Manifest.read(graph_dir)
+    executor = make_executor(graph_dir, config)
+    collect_garbage_seldom()
+    num_blocks = most_requests * (longest // executor.block_size + 2)
+    executor.allocate(num_blocks)
+    for line in sys.stdin:
+        case = numbers(line)
+        print(json.dumps(run_case(Loop(executor, num_blocks, config), model.vocab_size, case)), flush=True)
+
+
+def numbers(case: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in case.split("x"))
+
+
+class Tree:
+    def __init__(self, path: str, graph_dir: Path, most: tuple[int, int]):
+        command = [sys.executable, __file__, str(graph_dir.resolve()), "--worker", *map(str, most)]
+        environ = ENGINE_DEFAULTS | os.environ | {"PYTHONPATH": path}
+        self._process = subprocess.Popen(
+            command, cwd=path, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def turn(self, case: str) -> dict[str, float]:
+        assert self._process.stdin and self._process.stdout
+        print(case, file=self._process.stdin, flush=True)
+        return json.loads(self._process.stdout.readline())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("graph_dir", type=Path)
+    parser.add_argument("trees", nargs="*")
+    parser.add_argument("--cases", nargs="+", default=["1x32x32", "8x32x16", "32x128x2"])
+    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--worker", nargs=2, type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        take_turns(args.graph_dir, args.worker)
+        return
+    cases = [numbers(case) for case in args.cases]
+    most = max(case[0] for case in cases), max(case[1] + case[2] for case in cases)
+    trees = {path: Tree(os.path.abspath(path), args.graph_dir, most) for path in args.trees}
+    for case in args.cases:
+        turns: dict[str, list[dict[str, float]]] = {path: [] for path in trees}
+        for number in range(args.turns + 1):
+            for path in sorted(trees, reverse=number % 2 == 1):
+                turns[path].append(trees[path].turn(case))
+        for rate in RATES:
+            print(f"{case:12}{rate:15}", "   ".join(told(turns, path, rate) for path in trees), flush=True)
+
+
+def told(turns: dict[str, list[dict[str, float]]], path: str, rate: str) -> str:
+    """Without the first turn, in which buffers of these sizes are made."""
+    own, first = ([turn[rate] for turn in turns[each][1:]] for each in (path, next(iter(turns))))
+    text = f"{path} {statistics.median(own):.1f}"
+    if own == first:
+        return text
+    low, middle, high = statistics.quantiles([a / b for a, b in zip(own, first, strict=True)], n=4)
+    return f"{text} ({middle:.3f} of the first, {low:.3f} to {high:.3f})"
+
+
+if __name__ == "__main__":
+    main()
