@@ -104,7 +104,7 @@ def bench_linear(name: str, op: str, tokens: int, limits: tuple[float, float]) -
 
     each = seconds(run, 3 if tokens >= 128 else 7) / len(weights)
     flops, num_bytes = 2 * tokens * num_out * width, sum(a.nbytes for a in weights[0] if a is not None)
-    peak = limits[0] * (2 if op in ("linear_a8w8", "linear_int4") else 1)
+    peak = limits[0] * (1 if op == "linear" else 2)
     best = max(flops / peak if peak else 0, num_bytes / limits[1])
     return row(f"{op} {name} T={tokens}", each, best, f"{flops / each / 1e9:.0f} GFLOP/s")
 

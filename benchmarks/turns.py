@@ -1,7 +1,7 @@
 """What a change is worth: the engine of two or more trees of this project by turns, on the same weights.
 
-    git worktree add /tmp/before main~1
-    python -m benchmarks.turns build/bench/exported/qwen2.5-0.5b-... /tmp/before . --cases 1x32x32 8x32x16 32x128x2
+    git worktree add ../before main~1
+    python -m benchmarks.turns build/bench/exported/qwen2.5-0.5b-... ../before . --cases 1x32x32 8x32x16 32x128x2
 
 A machine drifts within a minute by more than most changes bring. So the engines of all trees are loaded, and a case of
 about a second is answered by each while the others wait. Of a tree is told its median, and by the first tree's the
