@@ -63,6 +63,13 @@ def measured_limits(threads: int) -> tuple[float, float]:
     return flops, max(lib.read_bandwidth(threads, address, size, streams) for _ in range(3) for streams in (1, 2, 4))
 
 
+def in_large_pages(array: np.ndarray) -> np.ndarray:
+    """As the engine has what goes from op to op."""
+    copy = large_pages(array.nbytes)[: array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[:] = array
+    return copy
+
+
 def packed(op: str, rows: np.ndarray) -> np.ndarray:
     """As the engine has what `op` multiplies with."""
     ops = cpu.load()
@@ -89,7 +96,7 @@ def weights_of(name: str, op: str) -> list[tuple[np.ndarray, np.ndarray | None]]
 def bench_linear(name: str, op: str, tokens: int, limits: tuple[float, float]) -> dict:
     """Limit: the reading of the weight, or products and sums; of bytes with bytes in half the time of bf16."""
     kernels, (num_out, width) = cpu.load().kernels, LINEARS.get(name, (VOCAB, HIDDEN))
-    x, y = random_f32(tokens, width), np.zeros((tokens, num_out), np.float32)
+    x, y = (in_large_pages(array) for array in (random_f32(tokens, width), np.zeros((tokens, num_out), np.float32)))
     sizes, x_at, y_at = (tokens, width, num_out), x.ctypes.data, y.ctypes.data
     weights = weights_of(name, op)
     kind = WEIGHT_KINDS.index("packed" if cpu.load().packed_bytes("linear", (1, 2), 2) else "bfloat16")
@@ -116,8 +123,9 @@ def bench_attention(requests: int, tokens: int, context: int, bits: int, limits:
     caches = [made.copy() for _ in range(4)]
     starts = np.arange(requests + 1, dtype=np.int32) * tokens
     tables = RNG.permutation(requests * blocks).astype(np.int32)
-    qkv, angles = random_f32(rows, (HEADS + 2 * KV_HEADS) * HEAD_DIM), random_f32(rows, HEAD_DIM)
-    lens, out = np.full(requests, context, np.int32), np.zeros((rows, HEADS * HEAD_DIM), np.float32)
+    widths = (HEADS + 2 * KV_HEADS) * HEAD_DIM, HEAD_DIM, HEADS * HEAD_DIM
+    qkv, angles, out = (in_large_pages(random_f32(rows, width)) for width in widths)
+    lens = np.full(requests, context, np.int32)
 
     def run():
         for cache in caches:

@@ -1,12 +1,39 @@
 // What this machine can do at most, for benchmarks/kernels.py: products and sums a second, bytes read a second.
 #include <immintrin.h>
 #include <omp.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <cstdint>
 
+#ifdef __AMX_BF16__
+struct Shapes {
+  uint8_t palette = 1, start = 0, reserved[14] = {};
+  uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+#endif
+
 // Without the instructions that the kernels would use there is no limit to compare with: 0.
 extern "C" double peak_bf16_flops(int threads, int64_t steps) {
-#ifdef __AVX512BF16__
+#if defined(__AMX_BF16__)
+  constexpr long kAskFor = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
+  if (syscall(SYS_arch_prctl, kAskFor, kTileData)) return 0;
+  const double started = omp_get_wtime();
+#pragma omp parallel num_threads(threads)
+  {
+    const Shapes shapes;
+    _tile_loadconfig(&shapes);
+    for (int64_t i = 0; i < steps / 16; i++) {
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_release();
+  }
+  return static_cast<double>(threads * (steps / 16)) * 4 * 2 * 16 * 16 * 32 / (omp_get_wtime() - started);
+#elif defined(__AVX512BF16__)
   double total = 0, started = omp_get_wtime();
 #pragma omp parallel num_threads(threads) reduction(+ : total)
   {

@@ -37,11 +37,13 @@ X86 = ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2"]
 AVX512 = [*X86, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
 # g++ 12 warns of its own intrinsics (GCC bug 105593).
 AVX512 += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+BF16 = ["-mavx512vnni", "-mavx512bf16"]
 ISA_FLAGS = {
     "portable": [],
     "avx2": X86,
     "avx512": AVX512,
-    "avx512_bf16": [*AVX512, "-mavx512vnni", "-mavx512bf16"],
+    "avx512_bf16": [*AVX512, *BF16],
+    "amx": [*AVX512, *BF16, "-DLLM_TILES"],
 }
 # No contraction: a*b + c must round alike in every loop the compiler makes of it.
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=off"]

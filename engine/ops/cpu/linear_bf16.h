@@ -2,6 +2,7 @@
 #pragma once
 #include "linear.h"
 #include "swiglu.h"
+#include "tiles.h"
 
 namespace LLM_ISA {
 
@@ -16,11 +17,16 @@ struct Bf16Weight {
 
 // A tile holds the sums of up to kPackedRows rows of x with two panels in registers. What it has come to after a chunk of
 // K (see linear.h) is added to sums in memory. An output is the same operations in the same order in every tile.
-constexpr int kPackedRows = 12;
+// kDepth: columns at a time; behind the last, rows and panels have zeros.
+#ifdef LLM_TILES
+constexpr int kPackedRows = 2 * kTileHeight, kDepth = 32;
+#else
+constexpr int kPackedRows = 12, kDepth = 2;
+#endif
 constexpr int64_t kRowsBytes = 400 << 10;  // of x that stay in the L2 cache while the panels pass
 constexpr int64_t kAheadBytes = 4096;      // how far ahead of its use a weight is asked for, where it is used once
 
-inline int64_t packed_width(int64_t width) { return round_up(width, 2); }
+inline int64_t packed_width(int64_t width) { return round_up(width, kDepth); }
 
 // Rows n .. n + W as a panel; those beyond num_out are zeros.
 inline void pack_panel(const uint16_t* weight, uint16_t* panel, int64_t n, int64_t width, int64_t num_out) {
@@ -33,7 +39,7 @@ inline void pack_panel(const uint16_t* weight, uint16_t* panel, int64_t n, int64
       square[j] = (vec)(count == 2 * W ? load_bf16(from) : load_bf16_first(from, count));
     }
     transpose(square);
-    const int64_t pairs = min(W, (width - k + 1) / 2);
+    const int64_t pairs = min(W, (packed_width(width) - k) / 2);
     for (int64_t i = 0; i < pairs; i++) store(reinterpret_cast<float*>(panel + (k / 2 + i) * 2 * W), square[i]);
   }
 }
@@ -60,7 +66,46 @@ struct PackedTile {
   bool is_first;         // sums begin here
 };
 
+template <int kAhead>
+[[gnu::always_inline]] inline void fetch(const char* wanted) {
+  kAhead == 2 ? prefetch_once(wanted) : prefetch(wanted);
+}
+
 // kAhead: of how many panels the next is fetched.
+#ifdef LLM_TILES
+template <int kAhead, bool kTwo>  // more rows than one register has
+[[gnu::noinline]] inline void multiply_registers(const PackedTile& a) {
+  constexpr int64_t stride = 2 * W * sizeof(float);
+  float* more = a.sums + kTileHeight * 2 * W;
+  if (a.is_first) {
+    clear_tile<0>(), clear_tile<1>();
+    if (kTwo) clear_tile<2>(), clear_tile<3>();
+  } else {
+    load_tile<0>(a.sums, stride), load_tile<1>(a.sums + W, stride);
+    if (kTwo) load_tile<2>(more, stride), load_tile<3>(more + W, stride);
+  }
+  for (int64_t k = 0; k < a.pairs; k += W) {
+    for (int64_t pair = k; pair < k + W; pair++)
+#pragma GCC unroll 2
+      for (int v = 0; v < kAhead; v++) fetch<kAhead>(a.ahead[v] + pair * kTileBytes);
+    load_tile<6>(a.panels[0] + k * 2 * W, kTileBytes), load_tile<7>(a.panels[1] + k * 2 * W, kTileBytes);
+    load_tile<4>(a.x + 2 * k, 2 * a.x_stride);
+    add_bf16_products<0, 4, 6>(), add_bf16_products<1, 4, 7>();
+    if (kTwo) {
+      load_tile<5>(a.x + kTileHeight * a.x_stride + 2 * k, 2 * a.x_stride);
+      add_bf16_products<2, 5, 6>(), add_bf16_products<3, 5, 7>();
+    }
+  }
+  store_tile<0>(a.sums, stride), store_tile<1>(a.sums + W, stride);
+  if (kTwo) store_tile<2>(more, stride), store_tile<3>(more + W, stride);
+}
+
+template <int kAhead>
+inline void multiply_tile(int64_t rows, const PackedTile& a, TileRegisters& registers) {
+  registers.set_rows(min(rows, kTileHeight), rows > kTileHeight ? rows - kTileHeight : 1);
+  rows > kTileHeight ? multiply_registers<kAhead, true>(a) : multiply_registers<kAhead, false>(a);
+}
+#else
 template <int M, int kAhead>
 [[gnu::noinline]] inline void multiply_tile(const PackedTile& a) {
   vec sums[2 * M] = {};
@@ -69,10 +114,7 @@ template <int M, int kAhead>
 #pragma GCC unroll 2
     for (int v = 0; v < 2; v++) columns[v] = load_bf16(a.panels[v] + k * 2 * W);
 #pragma GCC unroll 2
-    for (int v = 0; v < kAhead; v++) {
-      const char* wanted = a.ahead[v] + k * 4 * W;
-      kAhead == 2 ? prefetch_once(wanted) : prefetch(wanted);
-    }
+    for (int v = 0; v < kAhead; v++) fetch<kAhead>(a.ahead[v] + k * 4 * W);
 #pragma GCC unroll 16
     for (int i = 0; i < M; i++) {
       int32_t pair;
@@ -90,7 +132,7 @@ template <int M, int kAhead>
 }
 
 template <int kAhead>
-inline void multiply_tile(int64_t rows, const PackedTile& a) {
+inline void multiply_tile(int64_t rows, const PackedTile& a, TileRegisters&) {
   switch (rows) {
     case 1: return multiply_tile<1, kAhead>(a);
     case 2: return multiply_tile<2, kAhead>(a);
@@ -106,6 +148,7 @@ inline void multiply_tile(int64_t rows, const PackedTile& a) {
     case 12: return multiply_tile<12, kAhead>(a);
   }
 }
+#endif
 
 struct PackedArgs {
   const uint16_t *x, *weight;  // x: rows of packed_width(width)
@@ -117,7 +160,11 @@ struct PackedArgs {
   int64_t stride() const { return packed_width(width); }
   int64_t panel_size() const { return W * stride(); }
   int64_t num_tiles() const { return (rows + kPackedRows - 1) / kPackedRows; }
+#ifdef LLM_TILES
+  int64_t first_row(int64_t tile) const { return min(tile * kPackedRows, rows); }  // a register takes as long for few rows
+#else
   int64_t first_row(int64_t tile) const { return tile * rows / num_tiles(); }  // tiles are as even as can be
+#endif
   // Panels come in pairs, one of each half: gates and what they are multiplied with. Behind both the next pair lies.
   int64_t num_pairs() const { return (num_out + 2 * W - 1) / (2 * W); }
   int64_t first_of(int64_t pair, int v) const { return (pair + v * num_pairs()) * W; }
@@ -155,13 +202,13 @@ inline const uint16_t* panel_of(const PackedArgs& a, int64_t pair, int v) {
 
 // Tiles first .. end of the rows times a pair of panels. What comes next is fetched as it is needed: by the first tiles,
 // a chunk ahead and at last what `next` begins with, or where there is but one tile a little ahead of the reading.
-inline void multiply_pair(const PackedArgs& a, int64_t pair, int64_t next, int64_t first, int64_t end) {
+inline void multiply_pair(const PackedArgs& a, int64_t pair, int64_t next, int64_t first, int64_t end, TileRegisters& registers) {
   const int64_t t = a.first_row(first), size = chunk_size(a.width), num_chunks = num_chunks_of(a.width);
   auto* sums = static_cast<float*>(llm_scratch(1, sizeof(vec) * 2 * static_cast<size_t>(a.first_row(end) - t)));
   const uint16_t* panels[] = {panel_of(a, pair, 0), panel_of(a, pair, 1)};
   for (int64_t c = 0; c < num_chunks; c++) {
-    const int64_t start = c * size, pairs = (min(size, a.width - start) + 1) / 2;
     const bool is_last = c + 1 == num_chunks;
+    const int64_t start = c * size, pairs = (is_last ? a.stride() - start : size) / 2;
     for (int64_t tile = first; tile < end; tile++) {
       const int64_t from = a.first_row(tile), rows = a.first_row(tile + 1) - from;
       PackedTile args = {a.x + from * a.stride() + start, {}, a.stride(), pairs, {}, sums + (from - t) * 2 * W, c == 0};
@@ -169,13 +216,13 @@ inline void multiply_pair(const PackedArgs& a, int64_t pair, int64_t next, int64
       auto at = [&](int v, int64_t element) { return reinterpret_cast<const char*>(panels[v] + element); };
       if (end - first == 1) {
         for (int v = 0; v < 2; v++) args.ahead[v] = at(v, start * W) + kAheadBytes;
-        multiply_tile<2>(rows, args);
+        multiply_tile<2>(rows, args, registers);
       } else if (tile - first < 2) {
         const int v = static_cast<int>(tile - first);
         args.ahead[0] = at(v, is_last ? (a.first_of(next, v) - a.first_of(pair, v)) * a.stride() : (c + 1) * size * W);
-        multiply_tile<1>(rows, args);
+        multiply_tile<1>(rows, args, registers);
       } else {
-        multiply_tile<0>(rows, args);
+        multiply_tile<0>(rows, args, registers);
       }
     }
   }
@@ -190,13 +237,14 @@ inline void multiply_packed(const PackedArgs& a) {
   int64_t taken = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
+    TileRegisters registers;
     Pieces mine = take_pieces(&taken, count, threads);
     while (mine.first < count) {
       const Pieces then = take_pieces(&taken, count, threads);
       for (int64_t i = mine.first; i < mine.end; i++) {
         const int64_t block = i / num_pairs, next = i + 1 < mine.end ? i + 1 : min(then.first, count - 1);
         multiply_pair(a, i % num_pairs, next % num_pairs, block * num_tiles / num_blocks,
-                      (block + 1) * num_tiles / num_blocks);
+                      (block + 1) * num_tiles / num_blocks, registers);
       }
       mine = then;
     }
@@ -205,14 +253,15 @@ inline void multiply_packed(const PackedArgs& a) {
 
 inline void linear_bf16(const float* x, const Bf16Weight& weight, const float* bias, float* y, int64_t rows,
                         int64_t width, int64_t num_out) {
-  multiply_packed({rounded_rows(x, rows, width, 2), weight.data, rows, width, num_out, bias, y, weight.is_packed, false});
+  const uint16_t* rounded = rounded_rows(x, rows, width, kDepth);
+  multiply_packed({rounded, weight.data, rows, width, num_out, bias, y, weight.is_packed, false});
 }
 
 inline bool linear_swiglu(const float* x, const void* weight, const float* bias, float* y, int64_t rows, int64_t width,
                           int64_t num_out) {
   if (num_out % (2 * W)) return false;
   const auto* packed = static_cast<const uint16_t*>(weight);
-  multiply_packed({rounded_rows(x, rows, width, 2), packed, rows, width, num_out, bias, y, true, true});
+  multiply_packed({rounded_rows(x, rows, width, kDepth), packed, rows, width, num_out, bias, y, true, true});
   return true;
 }
 

@@ -2,6 +2,7 @@
 #include "runtime.h"
 
 #include <omp.h>
+#include <sys/mman.h>
 
 #include <atomic>
 #include <cstdlib>
@@ -10,6 +11,12 @@
 #include <string>
 
 #include "kernels.h"
+
+#ifdef LLM_X86
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace {
 
@@ -25,7 +32,7 @@ bool always() { return true; }
 extern "C" {
 extern const LlmKernels llm_kernels_portable;
 #ifdef LLM_X86
-extern const LlmKernels llm_kernels_avx2, llm_kernels_avx512, llm_kernels_avx512_bf16;
+extern const LlmKernels llm_kernels_avx2, llm_kernels_avx512, llm_kernels_avx512_bf16, llm_kernels_amx;
 #endif
 }
 
@@ -41,10 +48,23 @@ bool has_avx512() {
 bool has_avx512_bf16() {
   return has_avx512() && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
 }
+// Products of bf16 and of bytes in tile registers, which the operating system has to be asked for: it must save them.
+bool has_amx() {
+#ifdef LLM_SOFT_TILES
+  return has_avx512_bf16();
+#else
+  constexpr unsigned kBf16 = 1 << 22, kTiles = 1 << 24, kBytes = 1 << 25, kAll = kBf16 | kTiles | kBytes;
+  constexpr long kAskFor = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, since Linux 5.16
+  unsigned a, b, c, d = 0;
+  const bool is_there = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kAll) == kAll && has_avx512_bf16();
+  return is_there && syscall(SYS_arch_prctl, kAskFor, kTileData) == 0;
+#endif
+}
 #endif
 
 const Choice kChoices[] = {
 #ifdef LLM_X86
+    {&llm_kernels_amx, has_amx},
     {&llm_kernels_avx512_bf16, has_avx512_bf16},
     {&llm_kernels_avx512, has_avx512},
     {&llm_kernels_avx2, has_avx2},
@@ -54,12 +74,14 @@ const Choice kChoices[] = {
 
 std::atomic<int> num_threads{0};
 
+constexpr size_t kLargePage = 2 << 20;
+
 struct Scratch {
   void* memory = nullptr;
   size_t bytes = 0;
   ~Scratch() { std::free(memory); }
 };
-thread_local Scratch scratch[5];
+thread_local Scratch scratch[6];
 
 }  // namespace
 
@@ -90,9 +112,11 @@ void* llm_scratch(int slot, size_t bytes) {
   Scratch& s = scratch[slot];
   if (s.bytes < bytes) {
     std::free(s.memory);
-    s.bytes = (bytes + bytes / 4 + 4095) / 4096 * 4096;
-    s.memory = std::aligned_alloc(4096, s.bytes);
+    const size_t page = bytes < kLargePage ? 4096 : kLargePage;
+    s.bytes = (bytes + bytes / 4 + page - 1) / page * page;
+    s.memory = std::aligned_alloc(page, s.bytes);
     if (!s.memory) throw std::bad_alloc();
+    if (page == kLargePage) madvise(s.memory, s.bytes, MADV_HUGEPAGE);
   }
   return s.memory;
 }

@@ -1,0 +1,156 @@
+// A tile of what a linear layer of 8 or 4 bits gives: some rows of x times some outputs, by vectors
+#pragma once
+#include "codes.h"
+#include "kernels.h"
+#include "packed_rows.h"
+#include "vec.h"
+
+namespace LLM_ISA {
+
+// A tile: kCols vectors of outputs for some rows of x, their sums in registers.
+#ifdef __AVX512F__
+constexpr int kCols = 2, kSums = 24;
+#else
+constexpr int kCols = 2, kSums = 8;
+#endif
+constexpr int64_t kTileOutputs = kCols * W;
+constexpr int64_t kWords = 256;        // of each output at a time: those of a panel stay in the L1 cache
+constexpr int64_t kBlock = 8;          // words, in which what comes next is asked for from one place
+constexpr int64_t kAhead = 32;         // words between asking and reading, where a panel is read once
+
+template <class F>
+struct QuantizedArgs {
+  const LlmQuantizedLinear& a;
+  const CodesOfX<F>& x;
+  int64_t num_words;  // of a row of the weight
+};
+
+// Outputs n .. n + kTileOutputs of the rows from t on, words first .. end of them, then those at `next`. The pointers are to
+// what belongs to output n, y to that of row t.
+struct Tile {
+  int64_t t, n, first, end;
+  const uint32_t *words, *next;
+  const uint16_t *scales, *zeros;
+  float* y;
+  int64_t y_stride;
+  int64_t turn = 0, turns = 1;  // `turns` tiles read the same words, each asks for some of what comes next
+
+  const uint32_t* ahead(int64_t w) const {
+    const int64_t wanted = w + (turns > 1 ? end - first : kAhead);
+    if (w / kBlock % turns != turn) return words + w * kPanel;
+    return wanted < end ? words + wanted * kPanel : next + (wanted - end) * kPanel;
+  }
+
+  template <class Body>
+  void each_vec(const LlmQuantizedLinear& a, Body body) const {  // with the number of its outputs that there are
+#pragma GCC unroll 4
+    for (int c = 0; c < kCols; c++)
+      body(c, static_cast<int>(a.num_out - n > c * W ? min(W, a.num_out - n - c * W) : 0));
+  }
+};
+
+// sums += the products of `count` words from `first` on.
+template <class F, int M>
+[[gnu::always_inline]] inline void multiply_words(const Tile& p, const CodesOfX<F>& x, int64_t first, int64_t count,
+                                                  int_vec (&sums)[M][kCols]) {
+  const code_x* row = x.row(p.t) + first * F::codes;
+  const uint32_t *words = p.words + first * kPanel, *ahead = p.ahead(first);
+#pragma GCC unroll 1
+  for (int64_t w = 0; w < count; w++) {
+#pragma GCC unroll 4
+    for (int c = 0; c < kCols; c++) {
+      const uint32_t* wanted = ahead + w * kPanel + c * W;
+      p.turns == 1 ? prefetch_once(wanted) : prefetch(wanted);
+    }
+#pragma GCC unroll 4
+    for (int s = 0; s < F::steps; s++) {
+      int_vec columns[kCols];
+#pragma GCC unroll 4
+      for (int c = 0; c < kCols; c++) {
+        __builtin_memcpy(&columns[c], words + w * kPanel + c * W, sizeof(int_vec));
+        columns[c] = F::take(columns[c], s);
+      }
+#pragma GCC unroll 12
+      for (int i = 0; i < M; i++) {
+        int32_t some;
+        __builtin_memcpy(&some, row + i * x.width + w * F::codes + s * kAtOnce, sizeof some);
+#pragma GCC unroll 4
+        for (int c = 0; c < kCols; c++) sums[i][c] = add_products(columns[c], some, sums[i][c]);
+      }
+    }
+  }
+}
+
+// total += the numbers that the sums of a group stand for.
+template <class F>
+[[gnu::always_inline]] inline vec add_numbers(int_vec sum, float scale_of_x, int32_t excess, vec scale, vec zero, vec total) {
+  vec numbers = as_floats(sum), factor = set1(scale_of_x);
+  if (F::has_zeros) numbers = fma(zero, set1(-static_cast<float>(excess)), numbers);
+  if (F::has_group_scales) factor *= scale;
+  return fma(numbers, factor, total);
+}
+
+// The same for all sums of group g.
+template <class F, int M>
+[[gnu::always_inline]] inline void add_group(const Tile& p, const CodesOfX<F>& x, int64_t g, vec (&totals)[M][kCols],
+                                             const int_vec (&sums)[M][kCols]) {
+  const int32_t* excess = x.excess + g * x.rows + p.t;
+  const float* scales = x.scales + g * x.rows + p.t;
+  vec scales_of_weight[kCols] = {}, zeros[kCols] = {};
+#pragma GCC unroll 4
+  for (int c = 0; c < kCols; c++) {
+    if (F::has_group_scales) scales_of_weight[c] = load(p.scales + g * kPanel + c * W);
+    if (F::has_zeros) zeros[c] = load(p.zeros + g * kPanel + c * W);
+  }
+#pragma GCC unroll 12
+  for (int i = 0; i < M; i++)
+#pragma GCC unroll 4
+    for (int c = 0; c < kCols; c++)
+      totals[i][c] = add_numbers<F>(sums[i][c], scales[i], excess[i], scales_of_weight[c], zeros[c], totals[i][c]);
+}
+
+// What becomes of totals behind the last words of a row.
+struct Last {
+  vec scale = set1(1.0f), bias = set1(0.0f);
+
+  template <class F>
+  Last(const QuantizedArgs<F>& q, const Tile& p, int c, int count) {
+    if (p.end < q.num_words) return;
+    if (!F::has_group_scales) scale = load_first(static_cast<const float*>(q.a.scale) + p.n + c * W, count);
+    if (q.a.bias) bias = load_first(q.a.bias + p.n + c * W, count);
+  }
+};
+
+// M rows of x. What they have come to is in y from one chunk of words to the next. An output is the same operations in the
+// same order in every tile, so a token's result does not depend on its neighbours.
+template <class F, int M>
+[[gnu::noinline]] inline void multiply_tile(const QuantizedArgs<F>& q, const Tile& p) {
+  constexpr int64_t kGroupWords = F::group / F::codes;
+  const LlmQuantizedLinear& a = q.a;
+  vec totals[M][kCols] = {};
+  if (p.first > 0)
+    p.each_vec(a, [&](int c, int count) {
+#pragma GCC unroll 12
+      for (int i = 0; i < M; i++) totals[i][c] = load_first(p.y + i * p.y_stride + c * W, count);
+    });
+  for (int64_t first = p.first; first < p.end; first += kGroupWords) {
+    const int64_t g = first / kGroupWords;
+    const int32_t* excess = q.x.excess + g * q.x.rows + p.t;
+    int_vec sums[M][kCols] = {};
+    if (!F::has_zeros)
+#pragma GCC unroll 12
+      for (int i = 0; i < M; i++)
+#pragma GCC unroll 4
+        for (int c = 0; c < kCols; c++) sums[i][c] -= excess[i];
+    for (int64_t w = first; w < min(first + kGroupWords, p.end); w += kBlock)
+      multiply_words<F, M>(p, q.x, w, min(kBlock, p.end - w), sums);
+    add_group<F, M>(p, q.x, g, totals, sums);
+  }
+  p.each_vec(a, [&](int c, int count) {
+    const Last last(q, p, c, count);
+#pragma GCC unroll 12
+    for (int i = 0; i < M; i++) store_first(p.y + i * p.y_stride + c * W, totals[i][c] * last.scale + last.bias, count);
+  });
+}
+
+}  // namespace LLM_ISA
