@@ -48,15 +48,20 @@ def seconds(run, repeats: int) -> float:
     return statistics.median(times)
 
 
-def measured_limits(threads: int) -> tuple[float, float]:
-    """bf16 FLOP/s and bytes/s read by all threads, just now: machines drift."""
+@functools.cache
+def limits_library() -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/limits.so"
         flags = ["-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-w"]
         subprocess.run([*build.compiler(), *flags, "-o", path, str(Path(__file__).parent / "limits.cc")], check=True)
         lib = ctypes.CDLL(path)
     lib.peak_bf16_flops.restype = lib.read_bandwidth.restype = ctypes.c_double
-    data = large_pages(1 << 29)
+    return lib
+
+
+def measured_limits(threads: int) -> tuple[float, float]:
+    """bf16 FLOP/s and bytes/s read by all threads, just now: machines drift."""
+    lib, data = limits_library(), large_pages(1 << 29)
     data[:] = 1
     flops = max(lib.peak_bf16_flops(threads, ctypes.c_int64(10_000_000)) for _ in range(3))
     address, size = ctypes.c_void_p(data.ctypes.data), ctypes.c_int64(data.size // 8)

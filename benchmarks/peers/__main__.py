@@ -2,29 +2,31 @@
 
     python -m benchmarks.peers --peers llama openvino vllm --rounds 5
 
-Random weights in the shape of Qwen2.5-0.5B; each rival is installed into an environment of its own. In each round every
-engine has its turn in every width of weights, then over HTTP with 1, 8 and 32 clients that stream; machines drift, so
-only what ran in turn can be compared. A turn's rates are a line of the file of results: a call that was ended goes on
-where it was, also with turns that others on the machine disturbed, and another file is another sitting. A rival that
-cannot be installed, or fails, is said so and left out.
+Random weights in the shape of Qwen2.5-0.5B; each rival is installed into an environment of its own. All engines of a
+width of weights are loaded and answer a case one after the other, each alone, in every round: the memory of a machine
+can be half as fast a minute later, so only what ran side by side can be compared. Over HTTP, with 1, 8 and 32 clients
+that stream, servers are started in turn. A turn's rates are a line of the file of results: a call that was ended goes
+on where it was, also with turns that others on the machine disturbed, and another file is another sitting. A rival
+that cannot be installed, or fails, is said so and left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from benchmarks.bench import cpu_name
 from benchmarks.kernels import measured_limits
 from benchmarks.peers import serve
 from benchmarks.peers.clock import CASES, MAX_OTHERS, case_name
-from benchmarks.peers.rivals import RIVALS, WORK, Failed
+from benchmarks.peers.rivals import RIVALS, WORK, Failed, Loaded
 from benchmarks.peers.table import Rates, limit, table
 from benchmarks.random_checkpoint import make_checkpoint
 from engine.exporting.cache import export_cached
@@ -32,7 +34,7 @@ from engine.exporting.export import ExportOptions
 from engine.ops import cpu
 
 SHAPE = "qwen2.5-0.5b"
-NAMES = [rival.name for rival in RIVALS]
+BY_NAME = {rival.name: rival for rival in RIVALS}
 FORMATS = {  # of the machine's limit, and of the engines in turn
     "bf16": {"limit": [""], "ours": ["none"], "llama": ["bf16"], "openvino": ["fp16"], "vllm": ["bf16"]},
     "int8": {
@@ -49,44 +51,67 @@ FORMATS = {  # of the machine's limit, and of the engines in turn
 
 @dataclass(frozen=True)
 class Turn:
-    round: int
     width: str
+    round: int
+    case: str  # over HTTP a turn is of all
     engine: str
     format: str
 
 
 def turns(num_rounds: int, engines: list[str]) -> Iterator[Turn]:
-    for number in range(1, num_rounds + 1):
-        for width, formats in FORMATS.items():
+    for width, formats in FORMATS.items():
+        cases = [""] if width == "HTTP" else [case_name(case) for case in CASES]
+        for number, case in itertools.product(range(1, num_rounds + 1), cases):
             for engine in ["limit", "ours", *engines]:
                 for format in formats.get(engine, []):
-                    yield Turn(number, width, engine, format)
+                    yield Turn(width, number, case, engine, format)
 
 
 def open_turns(all_turns: Iterator[Turn], results: list[dict]) -> list[Turn]:
-    done = {Turn(*(result[name] for name in ("round", "width", "engine", "format"))) for result in results}
+    done = {Turn(*(result[field.name] for field in fields(Turn))) for result in results}
     return [turn for turn in all_turns if turn not in done]
 
 
-def rates_of(turn: Turn, checkpoint: Path) -> tuple[Rates, float]:
-    """And the cores that others used meanwhile, as far as it is known."""
-    if turn.engine == "limit":
-        machine = measured_limits(cpu.num_threads())
-        return {case_name(case): limit(case, SHAPE, turn.width, machine) for case in CASES}, 0
-    if turn.engine == "ours":
-        model = export_cached(checkpoint, WORK / "exported", ExportOptions(quant_type=turn.format))
+class Engines:
+    """Of one width: what its turns need, loaded when it is needed first."""
+
+    def __init__(self, checkpoint: Path):
+        self._checkpoint = checkpoint
+        self._loaded: dict[tuple[str, str], Loaded] = {}
+
+    def rates(self, turn: Turn) -> tuple[Rates, float]:
+        """And the cores that others used meanwhile, as far as it is known."""
+        if turn.engine == "limit":
+            [case] = [case for case in CASES if case_name(case) == turn.case]
+            return {turn.case: limit(case, SHAPE, turn.width, measured_limits(cpu.num_threads()))}, 0
         if turn.width == "HTTP":
-            return serve.ours(model, turn.round), 0
-        command = [sys.executable, "-m", "benchmarks.peers.ours", str(model), str(cpu.num_threads())]
-        printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    else:
-        [rival] = [one for one in RIVALS if one.name == turn.engine]
-        model = rival.form_of(checkpoint, turn.format)
-        if turn.width == "HTTP":
-            return serve.theirs(rival, model, turn.round), 0
-        printed = rival.measure(model)
-    rows = [json.loads(line) for line in printed.splitlines() if line.startswith('{"case"')]
-    return {row["case"]: row["rates"] for row in rows}, max(row["others"] for row in rows)
+            return self._over_http(turn), 0
+        key = turn.engine, turn.format
+        if key not in self._loaded:
+            self._loaded[key] = self._load(*key)
+        rates, others = self._loaded[key].answer(turn.case)
+        return {turn.case: rates}, others
+
+    def close(self) -> None:
+        for engine in self._loaded.values():
+            engine.close()
+        self._loaded.clear()
+
+    def _ours(self, format: str) -> Path:
+        return export_cached(self._checkpoint, WORK / "exported", ExportOptions(quant_type=format))
+
+    def _load(self, engine: str, format: str) -> Loaded:
+        if engine == "ours":
+            command = [sys.executable, "-m", "benchmarks.peers.ours", str(self._ours(format)), str(cpu.num_threads())]
+            return Loaded("ours", args=command)
+        rival = BY_NAME[engine]
+        return rival.loaded(rival.form_of(self._checkpoint, format))
+
+    def _over_http(self, turn: Turn) -> Rates:
+        if turn.engine == "ours":
+            return serve.ours(self._ours(turn.format), turn.round)
+        rival = BY_NAME[turn.engine]
+        return serve.theirs(rival, rival.form_of(self._checkpoint, turn.format), turn.round)
 
 
 def installed(names: list[str]) -> list[str]:
@@ -103,7 +128,7 @@ def installed(names: list[str]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", nargs="*", default=NAMES, choices=NAMES)
+    parser.add_argument("--peers", nargs="*", default=list(BY_NAME), choices=BY_NAME)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--widths", nargs="+", default=list(FORMATS), choices=FORMATS)
     parser.add_argument("--results", type=Path, default=WORK / "results.jsonl")
@@ -112,25 +137,28 @@ def main() -> None:
     started = time.monotonic()
     engines, checkpoint = installed(args.peers), make_checkpoint(SHAPE, WORK / SHAPE)
     results = [json.loads(line) for line in args.results.read_text().splitlines()] if args.results.exists() else []
-    for turn in open_turns(turns(args.rounds, engines), results):
-        if turn.width not in args.widths or time.monotonic() - started > args.seconds:
-            continue
-        try:
-            rates, others = rates_of(turn, checkpoint)
-        except Failed as error:
-            print(f"left out of round {turn.round}, {turn.width}, {turn.format}: {error}", flush=True)
-            continue
-        if others > MAX_OTHERS:
-            print(f"not counted, as others used {others} cores: {turn}", flush=True)
-            continue
-        results.append(asdict(turn) | {"others": others, "rates": rates})
-        with args.results.open("a") as file:
-            file.write(json.dumps(results[-1]) + "\n")
-        print(
-            *asdict(turn).values(),
-            {case: [round(rate, 1) for rate in each] for case, each in rates.items()},
-            flush=True,
-        )
+    failed: set[tuple[str, str, str]] = set()
+    todo = [turn for turn in open_turns(turns(args.rounds, engines), results) if turn.width in args.widths]
+    for _, of_width in itertools.groupby(todo, lambda turn: turn.width):
+        with contextlib.closing(Engines(checkpoint)) as loaded:
+            for turn in of_width:
+                who = turn.width, turn.engine, turn.format
+                if who in failed or time.monotonic() - started > args.seconds:
+                    continue
+                try:
+                    rates, others = loaded.rates(turn)
+                except Failed as error:
+                    failed.add(who)
+                    print(f"left out from round {turn.round} on, {turn.width}, {turn.format}: {error}", flush=True)
+                    continue
+                told = {case: [round(rate, 1) for rate in each] for case, each in rates.items()}
+                if others > MAX_OTHERS:
+                    print(f"not counted, as others used {others} cores: {turn}", flush=True)
+                    continue
+                results.append(asdict(turn) | {"others": others, "rates": rates})
+                with args.results.open("a") as file:
+                    file.write(json.dumps(results[-1]) + "\n")
+                print(turn.round, *who, told, flush=True)
     print(f"\n{cpu_name()}, {cpu.num_threads()} threads; prefill / decode tok/s, over HTTP output tok/s")
     labels = {rival.name: rival.label for rival in RIVALS} | {"ours": "ours"}
     for width in {result["width"]: None for result in results if result["engine"] != "limit"}:

@@ -7,6 +7,7 @@ on the machine use meanwhile is watched.
 import json
 import os
 import random
+import sys
 import time
 from collections.abc import Callable
 
@@ -62,14 +63,18 @@ class Clock:
 
 
 def measure(run: Callable[[Prompts, int, Clock], None]) -> None:
-    """`run` starts the clock when its engine is ready for the prompts. Prints a line of JSON for each case."""
-    for case in CASES:
-        num_requests, prompt_len, answer_len = case
+    """Of each case whose name comes in, a line of JSON. `run` starts the clock when its engine is ready for the
+    prompts."""
+    cases, warm = {case_name(case): case for case in CASES}, set()
+    for line in sys.stdin:
+        num_requests, prompt_len, answer_len = case = cases[line.strip()]
         prompts, clock, runs = make_prompts(num_requests, prompt_len), Clock(), []
-        run(prompts, WARM_UP, clock)
+        if case not in warm:
+            run(prompts, WARM_UP, clock)
+            warm.add(case)
         while len(runs) < TRIES and not (runs and min(runs)[0] < MAX_OTHERS):
             run(prompts, answer_len, clock)
             assert clock.num_tokens == num_requests * answer_len, f"{clock.num_tokens} tokens of {case}"
             runs.append((round(clock.others(), 2), clock.rates(num_requests * prompt_len)))
         others, rates = min(runs)
-        print(json.dumps({"case": case_name(case), "rates": rates, "others": others}), flush=True)
+        print(json.dumps({"rates": rates, "others": others}), flush=True)

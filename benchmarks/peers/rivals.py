@@ -5,6 +5,8 @@ Each has a folder of its own, with a virtual environment, its log and its forms.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -21,6 +23,31 @@ WORK = Path("build/peers").absolute()
 
 class Failed(Exception):
     """A rival did not do what it was asked."""
+
+
+class Loaded:
+    """An engine that holds a model, and answers a case when it is told to while all others wait."""
+
+    def __init__(self, label: str, **command: Any):
+        self._label = label
+        self._process = subprocess.Popen(**command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def answer(self, case: str) -> tuple[list[float], float]:
+        """Tokens a second in prefill and decode, and the cores that others used meanwhile. Raises Failed."""
+        assert self._process.stdin and self._process.stdout
+        with contextlib.suppress(BrokenPipeError):
+            print(case, file=self._process.stdin, flush=True)
+        for line in self._process.stdout:
+            if line.startswith('{"rates"'):
+                told = json.loads(line)
+                return told["rates"], told["others"]
+        raise Failed(f"{self._label} ended with exit status {self._process.wait()}")
+
+    def close(self) -> None:
+        assert self._process.stdin
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.wait()
 
 
 @dataclass(frozen=True)
@@ -71,8 +98,11 @@ class Rival:
             partial.rename(out)
         return out
 
-    def measure(self, model: Path) -> str:
-        return self.run(f'exec python -m benchmarks.peers.{self.name} "$1" $THREADS', model)
+    def loaded(self, model: Path) -> Loaded:
+        """Its log is what it says besides."""
+        with (self.folder / "log").open("ab") as log:
+            command = self.command(f'exec python -m benchmarks.peers.{self.name} "$1" $THREADS', model)
+            return Loaded(self.label, **command, stderr=log)
 
 
 RIVALS = [

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from benchmarks.random_checkpoint import SHAPES, tensors_of
 
 Rates = dict[str, list[float]]  # case -> prefill and decode, or what is answered over HTTP: tokens a second
+Runs = dict[tuple[str, str], dict[str, dict[int, list[float]]]]  # engine and format -> case -> round -> rates
 BYTES = {"bf16": 2, "int8": 1, "int4": 0.53}  # a weight; int4 with a bf16 scale for each 64
 
 
@@ -34,49 +35,57 @@ def limit(case: tuple[int, int, int], shape: str, width: str, machine: tuple[flo
     return [prompt_len * flops / prompt, num_requests / step]
 
 
-def medians(results: list[dict], width: str) -> dict[tuple[str, str], Rates]:
-    """(engine, format) -> its rates, each the median over the rounds."""
-    runs: dict[tuple[str, str], list[Rates]] = defaultdict(list)
+def runs_of(results: list[dict], width: str) -> Runs:
+    """Each run of each case, by its round."""
+    runs: Runs = defaultdict(lambda: defaultdict(dict))
     for result in results:
         if result["width"] == width:
-            runs[result["engine"], result["format"]].append(result["rates"])
-    return {
-        key: {
-            case: [statistics.median(each) for each in zip(*(one[case] for one in rounds), strict=True)]
-            for case in rounds[0]
-        }
-        for key, rounds in runs.items()
-    }
+            for case, rates in result["rates"].items():
+                runs[result["engine"], result["format"]][case][result["round"]] = rates
+    return runs
 
 
-def ratios(ours: Rates, peers: list[Rates]) -> Rates:
-    """To the best peer, which need not be the same one in prefill and in decode."""
-    return {
-        case: [mine / max(theirs) for mine, *theirs in zip(rates, *(peer[case] for peer in peers), strict=True)]
-        for case, rates in ours.items()
-    }
+def medians(rounds: Iterable[list[float]]) -> list[float]:
+    return [statistics.median(each) for each in zip(*rounds, strict=True)]
+
+
+def ratios(ours: dict[int, list[float]], peers: list[dict[int, list[float]]]) -> list[float]:
+    """The median over the rounds that all took part in, in each to the best peer, which need not be the same one in
+    prefill and in decode."""
+    shared = [number for number in ours if all(number in peer for peer in peers)]
+    return medians(
+        [mine / max(theirs) for mine, *theirs in zip(ours[number], *(peer[number] for peer in peers), strict=True)]
+        for number in shared
+    )
 
 
 def table(results: list[dict], width: str, labels: dict[str, str]) -> str:
     """Markdown: a row for each case, `prefill / decode`."""
-    rates = dict(sorted(medians(results, width).items(), key=lambda item: item[0][0] != "ours"))
-    limits = rates.pop(("limit", ""), {})
-    peers = [one for (engine, _), one in rates.items() if engine != "ours"]
-    titles = {key: f"{labels[key[0]]} {key[1]}".removesuffix(" none") for key in rates}
-    columns = {titles[key]: cells(one, figure) for key, one in rates.items()}
-    for key in [key for key in rates if key[0] == "ours" and peers]:
-        columns[f"{titles[key]} : best peer"] = cells(ratios(rates[key], peers), "{:.2f}".format)
+    runs = dict(sorted(runs_of(results, width).items(), key=lambda item: item[0][0] != "ours"))
+    limits = runs.pop(("limit", ""), {})
+    peers = [one for (engine, _), one in runs.items() if engine != "ours"]
+    titles = {key: f"{labels[key[0]]} {key[1]}".removesuffix(" none") for key in runs}
+    columns = {titles[key]: cells(of_cases, figure) for key, of_cases in runs.items()}
+    for key in [key for key in runs if key[0] == "ours" and peers]:
+        columns[f"{titles[key]} : best peer"] = {
+            case: written(ratios(rounds, [peer[case] for peer in peers]), "{:.2f}".format)
+            for case, rounds in runs[key].items()
+        }
     if limits:
         columns["limit"] = cells(limits, figure)
-    num_rounds = min(sum(r["width"] == width and (r["engine"], r["format"]) == key for r in results) for key in rates)
+    num_rounds = min(len(rounds) for of_cases in runs.values() for rounds in of_cases.values())
     lines = [[f"{width}, median of {num_rounds}", *columns], ["---"] * (1 + len(columns))]
-    for case in next(iter(rates.values())):
+    for case in next(iter(runs.values())):
         lines.append([case.replace("x", " x "), *(column[case] for column in columns.values())])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def cells(rates: Rates, form: Callable[[float], str]) -> dict[str, str]:
-    return {case: " / ".join(map(form, each)) for case, each in rates.items()}
+def cells(of_cases: dict[str, dict[int, list[float]]], form: Callable[[float], str]) -> dict[str, str]:
+    return {case: written(medians(rounds.values()), form) for case, rounds in of_cases.items()}
+
+
+def written(rates: list[float], form: Callable[[float], str]) -> str:
+    return " / ".join(map(form, rates))
 
 
 def figure(rate: float) -> str:

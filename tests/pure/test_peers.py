@@ -7,6 +7,8 @@ from benchmarks.peers import clock as clock_module
 from benchmarks.peers.table import limit, table
 from benchmarks.random_checkpoint import SHAPES
 
+CASES = [clock_module.case_name(case) for case in clock_module.CASES]
+
 
 def a_result(engine, *rates, number=1, format="x", width="bf16"):
     cases = {f"{index}x128": rate for index, rate in enumerate(rates, 1)}
@@ -25,32 +27,33 @@ def test_prefill_ends_with_the_last_first_token_and_tokens_of_that_step_are_none
 
 def test_a_repeated_call_goes_on_with_the_turns_that_have_no_result():
     every = list(peers.turns(2, ["llama", "vllm"]))
-    per_round = len(every) // 2
-    assert [turn.engine for turn in every[:4]] == ["limit", "ours", "llama", "vllm"]
+    assert [turn.engine for turn in every[:5]] == ["limit", "ours", "llama", "vllm", "limit"]
+    assert [(turn.round, turn.case) for turn in every[:24:4]] == [*((1, case) for case in CASES), (2, CASES[0])]
     assert {turn.format for turn in every if turn.width == "int8"} == {"", "weight_only_int8", "a8w8", "q8_0", "w8a8"}
     assert not any(turn.engine == "vllm" and turn.width == "int4" for turn in every)
-    done = [
-        peers.asdict(turn) | {"others": 0.0, "rates": {}} for turn in every[: per_round + 2] if turn.engine != "vllm"
-    ]
-    left = peers.open_turns(iter(every), done)
-    assert left == [turn for turn in every[:per_round] if turn.engine == "vllm"] + every[per_round + 2 :]
+    assert {turn.case for turn in every if turn.width == "HTTP"} == {""}
+    done = [peers.asdict(turn) | {"others": 0.0, "rates": {}} for turn in every[:22] if turn.engine != "vllm"]
+    assert peers.open_turns(iter(every), done) == [turn for turn in every[:22] if turn.engine == "vllm"] + every[22:]
 
 
-def test_a_cell_is_the_median_of_the_rounds_and_the_ratio_is_to_the_best_peer_of_each_figure():
+def test_a_cell_is_the_median_of_the_rounds_and_a_ratio_that_of_ratios_to_the_best_peer_of_each_figure():
     results = [a_result("limit", [2000, 100], [2000.4, 99.96], format="")]
-    for number, ours in enumerate(([900, 30], [1000, 50], [5000, 40]), 1):
+    rounds = ([900, 30], [500, 80]), ([1000, 50], [250, 200]), ([5000, 40], [500, 80])
+    for number, (ours, theirs) in enumerate(rounds, 1):
         results.append(a_result("ours", ours, [500, 20], number=number, format="none"))
-        results.append(a_result("llama", [500, 80], [1000, 10], number=number))
-    results += [a_result("vllm", [2000, 20], [100, 5]), a_result("vllm", [9000, 900], [9000, 900], width="int8")]
+        results.append(a_result("llama", theirs, [1000, 10], number=number))
+        results.append(a_result("vllm", [300, 20], [100, 5], number=number))
+    results.append(a_result("ours", [9000, 900], [9000, 900], number=4, format="none"))  # a round without peers
+    results.append(a_result("vllm", [9000, 900], [9000, 900], width="int8"))
     labels = {"ours": "ours", "llama": "llama.cpp", "vllm": "vLLM"}
     assert table(results, "bf16", labels).splitlines() == [
-        "| bf16, median of 1 | ours | llama.cpp x | vLLM x | ours : best peer | limit |",
+        "| bf16, median of 3 | ours | llama.cpp x | vLLM x | ours : best peer | limit |",
         "| --- | --- | --- | --- | --- | --- |",
-        "| 1 x 128 | 1,000 / 40.0 | 500 / 80.0 | 2,000 / 20.0 | 0.50 / 0.50 | 2,000 / 100 |",
+        "| 1 x 128 | 3,000 / 45.0 | 500 / 80.0 | 300 / 20.0 | 3.33 / 0.38 | 2,000 / 100 |",
         "| 2 x 128 | 500 / 20.0 | 1,000 / 10.0 | 100 / 5.0 | 0.50 / 2.00 | 2,000 / 100 |",
     ]
     alone = [result for result in results if result["engine"] == "ours"]
-    assert table(alone, "bf16", labels).splitlines()[0] == "| bf16, median of 3 | ours |"
+    assert table(alone, "bf16", labels).splitlines()[0] == "| bf16, median of 4 | ours |"
 
 
 def test_the_limit_is_what_memory_or_arithmetic_allows():
