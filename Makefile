@@ -65,9 +65,10 @@ test-gpu:  ## the tests that need an NVIDIA GPU, then those of the whole server,
 	DEVICE=gpu $(BIN)/python -m pytest tests/triton --deselect tests/triton/test_machines.py
 
 # After the flags of engine/ops/build.py, so that these win. Checks as calls, as otherwise compiling takes ten times as
-# long. Without what Paddle itself does: casts of types that another library has as well, new[] with delete.
+# long. Without what Paddle itself does: casts of types that another library has as well, new[] with delete. Tile
+# registers of plain code, whose every byte is checked.
 SANITIZERS = -O1 -g1 -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined \
-  --param asan-instrumentation-with-call-threshold=0
+  --param asan-instrumentation-with-call-threshold=0 -DLLM_SOFT_TILES
 SANITIZED = ENGINE_BUILD_DIR=build/sanitized CXX="sh -c 'exec g++ \"\$$@\" $(SANITIZERS)' g++"
 RUNTIMES = $(foreach name,libasan.so libubsan.so,$(shell g++ -print-file-name=$(name)))
 sanitize: install $(TESTS)  ## the CPU ops against numpy, compiled with AddressSanitizer and UBSan: g++ alone has it all
