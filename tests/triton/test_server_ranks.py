@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import threading
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from server_scripts.run_dir import children_of
 from tests.server import running_server
-from tests.triton.test_server import facts, post, stream_lines, wait_until_idle
+from tests.triton.test_server import facts, post, wait_until_idle
 
 NUM_STREAMS = 8
 
@@ -23,11 +26,17 @@ def server(tmp_path_factory):
         yield running
 
 
-def ask(server, number):
-    """A long seeded answer, as the ids of its tokens."""
+def ask(server, number, begun=None):
+    """A long seeded answer, as the ids of its tokens. `begun`: where to wait for the others once it has begun."""
     body = {"text": "List 3 countries.", "req_id": f"{number}-{time.monotonic_ns()}", "max_dec_len": 400}
     body |= {"ignore_eos": True, "infer_seed": number, "temperature": number % 2, "stream": True}
-    *_, last = stream_lines(server, body)
+    request = urllib.request.Request(f"{server.http_url}/v1/chat/completions", json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=120) as response:
+        lines = [response.readline()]
+        if begun:
+            begun.wait(60)
+        lines += response
+    last = json.loads(lines[-1])
     assert last["error_code"] == 0, last
     return last["tokens_all_ids"]
 
@@ -48,11 +57,10 @@ def test_two_ranks_answer(server):
 def test_a_rank_that_fails_costs_a_pause_and_not_a_token(server, undisturbed, number):
     """One that dies takes its group down at once; one that hangs is noticed after CHECK_HEALTH_INTERVAL."""
     restarts = facts(server)["num_restarts"]
+    begun = threading.Barrier(NUM_STREAMS + 1)
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
-        disturbed = [pool.submit(ask, server, number) for number in range(NUM_STREAMS)]
-        deadline = time.monotonic() + 60
-        while facts(server)["num_running"] < NUM_STREAMS and time.monotonic() < deadline:
-            pass
+        disturbed = [pool.submit(ask, server, number, begun) for number in range(NUM_STREAMS)]
+        begun.wait(60)
         [rank] = children_of(server.pid_of("engine"))
         os.kill(rank, number)
         assert [future.result() for future in disturbed] == undisturbed
