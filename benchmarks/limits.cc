@@ -7,11 +7,9 @@
 #include <cstdint>
 
 #ifdef __AMX_BF16__
-struct Shapes {
-  uint8_t palette = 1, start = 0, reserved[14] = {};
-  uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
+#define LLM_ISA limits
+#define LLM_TILES
+#include "../engine/ops/cpu/tiles.h"
 #endif
 
 // Without the instructions that the kernels would use there is no limit to compare with: 0.
@@ -22,15 +20,13 @@ extern "C" double peak_bf16_flops(int threads, int64_t steps) {
   const double started = omp_get_wtime();
 #pragma omp parallel num_threads(threads)
   {
-    const Shapes shapes;
-    _tile_loadconfig(&shapes);
+    using namespace limits;
+    TileRegisters registers;
+    registers.set_rows(kTileHeight, kTileHeight);
     for (int64_t i = 0; i < steps / 16; i++) {
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
+      add_bf16_products<0, 4, 6>(), add_bf16_products<1, 4, 7>();
+      add_bf16_products<2, 5, 6>(), add_bf16_products<3, 5, 7>();
     }
-    _tile_release();
   }
   return static_cast<double>(threads * (steps / 16)) * 4 * 2 * 16 * 16 * 32 / (omp_get_wtime() - started);
 #elif defined(__AVX512BF16__)

@@ -18,7 +18,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -114,6 +114,29 @@ class Engines:
         return serve.theirs(rival, rival.form_of(self._checkpoint, turn.format), turn.round)
 
 
+def answered(todo: Iterable[Turn], checkpoint: Path, until: float) -> Iterator[dict]:
+    """The results of turns that begin before `until`, but of those that fail or are disturbed."""
+    failed: set[tuple[str, str, str]] = set()
+    for _, of_width in itertools.groupby(todo, lambda turn: turn.width):
+        with contextlib.closing(Engines(checkpoint)) as loaded:
+            for turn in of_width:
+                who = turn.width, turn.engine, turn.format
+                if who in failed or time.monotonic() > until:
+                    continue
+                try:
+                    rates, others = loaded.rates(turn)
+                except Failed as error:
+                    failed.add(who)
+                    print(f"left out from round {turn.round} on, {turn.width}, {turn.format}: {error}", flush=True)
+                    continue
+                if others > MAX_OTHERS:
+                    print(f"not counted, as others used {others} cores: {turn}", flush=True)
+                    continue
+                told = {case: [round(rate, 1) for rate in each] for case, each in rates.items()}
+                print(turn.round, *who, told, flush=True)
+                yield asdict(turn) | {"others": others, "rates": rates}
+
+
 def installed(names: list[str]) -> list[str]:
     found = []
     for rival in RIVALS:
@@ -137,28 +160,11 @@ def main() -> None:
     started = time.monotonic()
     engines, checkpoint = installed(args.peers), make_checkpoint(SHAPE, WORK / SHAPE)
     results = [json.loads(line) for line in args.results.read_text().splitlines()] if args.results.exists() else []
-    failed: set[tuple[str, str, str]] = set()
     todo = [turn for turn in open_turns(turns(args.rounds, engines), results) if turn.width in args.widths]
-    for _, of_width in itertools.groupby(todo, lambda turn: turn.width):
-        with contextlib.closing(Engines(checkpoint)) as loaded:
-            for turn in of_width:
-                who = turn.width, turn.engine, turn.format
-                if who in failed or time.monotonic() - started > args.seconds:
-                    continue
-                try:
-                    rates, others = loaded.rates(turn)
-                except Failed as error:
-                    failed.add(who)
-                    print(f"left out from round {turn.round} on, {turn.width}, {turn.format}: {error}", flush=True)
-                    continue
-                told = {case: [round(rate, 1) for rate in each] for case, each in rates.items()}
-                if others > MAX_OTHERS:
-                    print(f"not counted, as others used {others} cores: {turn}", flush=True)
-                    continue
-                results.append(asdict(turn) | {"others": others, "rates": rates})
-                with args.results.open("a") as file:
-                    file.write(json.dumps(results[-1]) + "\n")
-                print(turn.round, *who, told, flush=True)
+    for result in answered(todo, checkpoint, started + args.seconds):
+        results.append(result)
+        with args.results.open("a") as file:
+            file.write(json.dumps(result) + "\n")
     print(f"\n{cpu_name()}, {cpu.num_threads()} threads; prefill / decode tok/s, over HTTP output tok/s")
     labels = {rival.name: rival.label for rival in RIVALS} | {"ours": "ours"}
     for width in {result["width"]: None for result in results if result["engine"] != "limit"}:

@@ -1,8 +1,8 @@
 // y[t, n] = sum_k x[t, k] * weight[n, k] + bias[n] for a weight of bf16
 #pragma once
+#include "bf16_tile.h"
 #include "linear.h"
 #include "swiglu.h"
-#include "tiles.h"
 
 namespace LLM_ISA {
 
@@ -15,14 +15,6 @@ struct Bf16Weight {
 // With products of pairs the weight is wanted in panels of W rows, in a panel a pair of columns after the other: then
 // lanes lie along N, no sum has to be added up across them, and a panel is read from end to end.
 
-// A tile holds the sums of up to kPackedRows rows of x with two panels in registers. What it has come to after a chunk of
-// K (see linear.h) is added to sums in memory. An output is the same operations in the same order in every tile.
-// kDepth: columns at a time; behind the last, rows and panels have zeros.
-#ifdef LLM_TILES
-constexpr int kPackedRows = 2 * kTileHeight, kDepth = 32;
-#else
-constexpr int kPackedRows = 12, kDepth = 2;
-#endif
 constexpr int64_t kRowsBytes = 400 << 10;  // of x that stay in the L2 cache while the panels pass
 constexpr int64_t kAheadBytes = 4096;      // how far ahead of its use a weight is asked for, where it is used once
 
@@ -56,99 +48,6 @@ inline void unpack_row(const uint16_t* packed, int64_t n, float* y, int64_t widt
   const uint16_t* from = packed + n / W * W * packed_width(width) + n % W * 2;
   for (int64_t k = 0; k < width; k++) y[k] = widen(from[k / 2 * 2 * W + k % 2]);
 }
-
-// What a tile multiplies: rows of x from `x` on, and of two panels as many pairs of columns.
-struct PackedTile {
-  const uint16_t *x, *panels[2];
-  int64_t x_stride, pairs;
-  const char* ahead[2];  // what is wanted next, as much as there is of the panels
-  float* sums;           // [rows, 2 W]
-  bool is_first;         // sums begin here
-};
-
-template <int kAhead>
-[[gnu::always_inline]] inline void fetch(const char* wanted) {
-  kAhead == 2 ? prefetch_once(wanted) : prefetch(wanted);
-}
-
-// kAhead: of how many panels the next is fetched.
-#ifdef LLM_TILES
-template <int kAhead, bool kTwo>  // more rows than one register has
-[[gnu::noinline]] inline void multiply_registers(const PackedTile& a) {
-  constexpr int64_t stride = 2 * W * sizeof(float);
-  float* more = a.sums + kTileHeight * 2 * W;
-  if (a.is_first) {
-    clear_tile<0>(), clear_tile<1>();
-    if (kTwo) clear_tile<2>(), clear_tile<3>();
-  } else {
-    load_tile<0>(a.sums, stride), load_tile<1>(a.sums + W, stride);
-    if (kTwo) load_tile<2>(more, stride), load_tile<3>(more + W, stride);
-  }
-  for (int64_t k = 0; k < a.pairs; k += W) {
-    for (int64_t pair = k; pair < k + W; pair++)
-#pragma GCC unroll 2
-      for (int v = 0; v < kAhead; v++) fetch<kAhead>(a.ahead[v] + pair * kTileBytes);
-    load_tile<6>(a.panels[0] + k * 2 * W, kTileBytes), load_tile<7>(a.panels[1] + k * 2 * W, kTileBytes);
-    load_tile<4>(a.x + 2 * k, 2 * a.x_stride);
-    add_bf16_products<0, 4, 6>(), add_bf16_products<1, 4, 7>();
-    if (kTwo) {
-      load_tile<5>(a.x + kTileHeight * a.x_stride + 2 * k, 2 * a.x_stride);
-      add_bf16_products<2, 5, 6>(), add_bf16_products<3, 5, 7>();
-    }
-  }
-  store_tile<0>(a.sums, stride), store_tile<1>(a.sums + W, stride);
-  if (kTwo) store_tile<2>(more, stride), store_tile<3>(more + W, stride);
-}
-
-template <int kAhead>
-inline void multiply_tile(int64_t rows, const PackedTile& a, TileRegisters& registers) {
-  registers.set_rows(min(rows, kTileHeight), rows > kTileHeight ? rows - kTileHeight : 1);
-  rows > kTileHeight ? multiply_registers<kAhead, true>(a) : multiply_registers<kAhead, false>(a);
-}
-#else
-template <int M, int kAhead>
-[[gnu::noinline]] inline void multiply_tile(const PackedTile& a) {
-  vec sums[2 * M] = {};
-  for (int64_t k = 0; k < a.pairs; k++) {
-    bf16_vec columns[2];
-#pragma GCC unroll 2
-    for (int v = 0; v < 2; v++) columns[v] = load_bf16(a.panels[v] + k * 2 * W);
-#pragma GCC unroll 2
-    for (int v = 0; v < kAhead; v++) fetch<kAhead>(a.ahead[v] + k * 4 * W);
-#pragma GCC unroll 16
-    for (int i = 0; i < M; i++) {
-      int32_t pair;
-      __builtin_memcpy(&pair, a.x + i * a.x_stride + 2 * k, sizeof pair);
-#pragma GCC unroll 2
-      for (int v = 0; v < 2; v++)
-        sums[2 * i + v] = dot_bf16((bf16_vec)_mm512_set1_epi32(pair), columns[v], sums[2 * i + v]);
-    }
-  }
-#pragma GCC unroll 24
-  for (int i = 0; i < 2 * M; i++) {
-    float* to = a.sums + i * W;
-    store(to, a.is_first ? sums[i] : load(to) + sums[i]);
-  }
-}
-
-template <int kAhead>
-inline void multiply_tile(int64_t rows, const PackedTile& a, TileRegisters&) {
-  switch (rows) {
-    case 1: return multiply_tile<1, kAhead>(a);
-    case 2: return multiply_tile<2, kAhead>(a);
-    case 3: return multiply_tile<3, kAhead>(a);
-    case 4: return multiply_tile<4, kAhead>(a);
-    case 5: return multiply_tile<5, kAhead>(a);
-    case 6: return multiply_tile<6, kAhead>(a);
-    case 7: return multiply_tile<7, kAhead>(a);
-    case 8: return multiply_tile<8, kAhead>(a);
-    case 9: return multiply_tile<9, kAhead>(a);
-    case 10: return multiply_tile<10, kAhead>(a);
-    case 11: return multiply_tile<11, kAhead>(a);
-    case 12: return multiply_tile<12, kAhead>(a);
-  }
-}
-#endif
 
 struct PackedArgs {
   const uint16_t *x, *weight;  // x: rows of packed_width(width)

@@ -49,6 +49,26 @@ inline void add_step(const Steps& steps, int64_t step, const code_x* x, int64_t 
   add_byte_products<kTurn, 4 + kTurn % 2, 6 + kTurn % 2>();
 }
 
+// totals += the numbers that the sums of group g stand for: those of one register, or of all where it has more steps.
+template <class F, bool kIsFull>
+[[gnu::always_inline]] inline void add_group(const QuantizedArgs<F>& q, const Tile& p, int c, int64_t g,
+                                             const int_vec (&sums)[kTurns][kTileHeight], int64_t own, int64_t rows,
+                                             vec (&totals)[kTileHeight]) {
+  constexpr bool has_more = F::group > kTileBytes;
+  const int32_t* excess = q.x.excess + g * q.x.rows + p.t;
+  const float* scales = q.x.scales + g * q.x.rows + p.t;
+  const vec scale = F::has_group_scales ? load(p.scales + g * kPanel + c * W) : vec();
+  const vec zero = F::has_zeros ? load(p.zeros + g * kPanel + c * W) : vec();
+#pragma GCC unroll 16
+  for (int i = 0; i < kTileHeight; i++) {
+    if (!kIsFull && i >= rows) break;
+    int_vec sum = sums[has_more ? 0 : own][i];
+    if (has_more) sum += sums[1][i] + sums[2][i] + sums[3][i];
+    if (F::codes == 8 && !F::has_zeros) sum -= excess[i];  // bytes have a sign here
+    totals[i] = add_numbers<F>(sum, scales[i], excess[i], scale, zero, totals[i]);
+  }
+}
+
 // Up to kTileHeight rows of x, to the bit what vectors give. kIsFull: so many.
 template <class F, bool kIsFull>
 [[gnu::noinline]] inline void multiply_tile(const QuantizedArgs<F>& q, const Tile& p, int64_t rows) {
@@ -77,22 +97,8 @@ template <class F, bool kIsFull>
       int_vec sums[kTurns][kTileHeight];
       store_tile<0>(sums[0], kTileBytes), store_tile<1>(sums[1], kTileBytes);
       store_tile<2>(sums[2], kTileBytes), store_tile<3>(sums[3], kTileBytes);
-      for (int64_t step = first; step < end; step += kGroupSteps) {
-        const int64_t g = (p.first / kStepWords + step) / kGroupSteps;
-        const int32_t* excess = q.x.excess + g * q.x.rows + p.t;
-        const float* scales = q.x.scales + g * q.x.rows + p.t;
-        const vec scale = F::has_group_scales ? load(p.scales + g * kPanel + c * W) : vec();
-        const vec zero = F::has_zeros ? load(p.zeros + g * kPanel + c * W) : vec();
-        const int_vec* of_group = sums[kGroupSteps == 1 ? step - first : 0];
-#pragma GCC unroll 16
-        for (int i = 0; i < kTileHeight; i++) {
-          if (!kIsFull && i >= rows) break;
-          int_vec sum = of_group[i];
-          if (kGroupSteps > 1) sum += sums[1][i] + sums[2][i] + sums[3][i];
-          if (F::codes == 8 && !F::has_zeros) sum -= excess[i];  // bytes have a sign here
-          totals[i] = add_numbers<F>(sum, scales[i], excess[i], scale, zero, totals[i]);
-        }
-      }
+      for (int64_t step = first; step < end; step += kGroupSteps)
+        add_group<F, kIsFull>(q, p, c, (p.first / kStepWords + step) / kGroupSteps, sums, step - first, rows, totals);
     }
     const Last last(q, p, c, count);
 #pragma GCC unroll 16
