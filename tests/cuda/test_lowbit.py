@@ -43,7 +43,8 @@ SIZES = [(0, 34, 70), (1, 35, 2600), (1, 34, 4096), (3, 50, 2048), (16, 20, 300)
 
 @pytest.mark.parametrize("op", OPS)
 def test_products_are_those_of_the_definition(device, monkeypatch, op):
-    """Also with the gate, as logits, and of so many rows that the weights are unpacked for cuBLAS."""
+    """Also with the gate, as logits, and of so many rows that the weights are unpacked for cuBLAS. Beside codes of 8 bits
+    numbers of a single row have 13."""
     monkeypatch.setattr(lowbit, "MANY", 40)
     rng = np.random.default_rng(0)
     name = op.split()[0]
@@ -51,14 +52,15 @@ def test_products_are_those_of_the_definition(device, monkeypatch, op):
         x, bias = floats(rng, num_rows, width), floats(rng, columns)
         arrays = stored(op, floats(rng, columns, width), rng)
         weight = packed(name, arrays, device)
+        tolerance = 2e-4 if num_rows == 1 and name == "linear_int8" else 1e-5
         for each in (bias, None):
             expected = result(name, x, arrays, each)
             given = tensor(x, device), *weight, tensor(each, device)
-            assert_close(array(getattr(cuda, name)(*given)), expected, 1e-5)
+            assert_close(array(getattr(cuda, name)(*given)), expected, tolerance)
             if columns % 2 == 0:
-                assert_close(array(getattr(cuda, f"gated_{name}")(*given)), reference.swiglu(expected), 1e-5)
+                assert_close(array(getattr(cuda, f"gated_{name}")(*given)), reference.swiglu(expected), tolerance)
             if name == "linear_int8":
-                assert_close(array(cuda.logits_int8(*given)), expected, 1e-5)
+                assert_close(array(cuda.logits_int8(*given)), expected, tolerance)
 
 
 def result(op, x, arrays, bias):
@@ -103,6 +105,18 @@ def test_a_row_that_is_not_finite_gives_nan_and_one_of_zeros_zeros(device):
     assert np.isnan(found[:2]).all()
     assert (found[2] == 0).all()
     assert_close(found[3:], reference.linear_a8w8(x[3:], *arrays), 1e-5)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_single_row_that_is_not_finite_gives_nan_and_one_of_zeros_zeros(device, op):
+    rng = np.random.default_rng(0)
+    name = op.split()[0]
+    weight = packed(name, stored(op, floats(rng, 20, 70), rng), device)
+    for value in (np.inf, -np.inf, np.nan, 0):
+        x = np.zeros((1, 70), np.float32)
+        x[0, 69] = value
+        found = array(getattr(cuda, name)(tensor(x, device), *weight))
+        assert np.isnan(found).all() if value else (found == 0).all()
 
 
 MODELS = {

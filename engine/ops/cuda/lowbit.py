@@ -167,7 +167,7 @@ def _launch(given: tuple[Tensor, Tensor], weight: Packed, bias: Tensor | None, o
     inputs = x, x_scale, words, scale, scale if zero is None else zero, scale if bias is None else bias, out
     sizes = num_rows, columns, x.shape[1], words.shape[1]
     if num_rows == 1 and not is_whole:
-        multiply(x, Stored(words, scale, zero, bias), out, f"int{bits}", is_gated=is_gated)
+        multiply(x, Stored(words, scale, zero, bias), out, bits, is_gated=is_gated)
         return
     if num_rows <= FEW:
         tile = few_tile(columns, bits, is_gated=is_gated)

@@ -1,8 +1,9 @@
-"""The product of one row with packed weights of 8 or 4 bits (lowbit.py, fp8.py), without the tensor cores: these want
-eight rows, and weights and activations in an order of theirs.
+"""The product of one row with packed weights of 8 or 4 bits (lowbit.py), as whole numbers: the tensor cores want eight
+rows, and to make a float of each code would be most of the work.
 
-A thread has 16 bytes of some rows of weights at a time. A code among the upper bits of a float32 that is 1 is a number
-already, without a conversion; what it has too much is taken from the sum, once.
+A chunk is 16 bytes of a row of weights, what a thread reads at once: codes of eight columns of each part of a block.
+Eight such numbers of x are written as multiples of a unit of theirs, a power of two; an instruction (dp2a) adds two
+products of these with codes. Programs stay and take rows of weights by turns, so x is made whole once for many of them.
 """
 
 from __future__ import annotations
@@ -13,17 +14,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.launch import PDL, begin_next, wait_for_inputs
-from engine.ops.cuda.lowbit_values import number
+from engine.ops.cuda.launch import PDL, begin_next, num_sms, wait_for_inputs
 
-NARROW, WIDE = 5120, 10240  # columns: so many programs, and what each does best with
-ONE, ONE_AND_SIGN = tl.constexpr(0x3F800000), tl.constexpr(0x3FC00000)  # bits of 1.0; and the highest of a fraction
-# The exponent of an 8-bit float, as that of a float32, is too small by 2^120.
-FP8_BEFORE, FP8_AFTER = tl.constexpr(2.0**64), tl.constexpr(2.0**56)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+REGISTERS = 65536  # of an SM
+MOST_PROGRAMS = 10  # of an SM: more would make x whole more often than it is used
+# A whole number below 2^22 added to these bits of a float32, 1.5 * 2^23, is the float32 that is larger by as much.
+ORIGIN, ORIGIN_BITS = tl.constexpr(12582912.0), tl.constexpr(0x4B400000)
+# Bits of a whole number of x: 16 with its sign; beside codes of 8 bits so few that eight products stay below 2^22.
+BITS_BY_4, BITS_BY_8 = tl.constexpr(15), tl.constexpr(12)
+ONES = tl.constexpr(0x01010101)  # four codes
 
 
 class Tile(NamedTuple):
-    rows: int  # of weights
+    chunks: int  # of a row of weights
+    rows: int  # of weights, that a program has at a time
     warps: int
     registers: int  # so few that many programs run at once
 
@@ -37,165 +42,196 @@ class Stored(NamedTuple):
     bias: Tensor | None
 
 
-def tile_for(columns: int, kind: str) -> Tile:
-    """As measured on an H200."""
-    if NARROW < columns <= WIDE:
-        return Tile(4, 2, 80)
-    if kind == "int4":
-        return Tile(8, 2 if columns <= NARROW else 1, 168)
-    return Tile(8, 4, 128) if columns <= NARROW else Tile(4, 1, 80)
+def tile_for(num_chunks: int, bits: int) -> Tile:
+    """As measured on an H200: a thread for each chunk of a row, where it has a few hundred."""
+    chunks = max(32, triton.next_power_of_2(num_chunks))
+    if chunks <= (256 if bits == 4 else 512):
+        return Tile(chunks, 4, chunks // 32, 80 if bits == 4 else 64)
+    return Tile(chunks, 2, min(chunks // 64, 16), 64 if bits == 8 and chunks <= 1024 else 112)
 
 
-def multiply(x: Tensor, stored: Stored, out: Tensor, kind: str, *, is_gated: bool) -> None:
+def multiply(x: Tensor, stored: Stored, out: Tensor, bits: int, *, is_gated: bool) -> None:
     """x [1, K], of bf16 numbers, times the weights [N, K]: into `out`, [1, N], or the `swiglu` of that."""
     words, scale, zero, bias = stored
-    columns, width, num_blocks = out.shape[1], x.shape[1], words.shape[1]
-    tile = tile_for(columns, kind)
-    threads = 32 * tile.warps
-    is_even = num_blocks * 8 % threads == 0 and width == num_blocks * (256 if kind == "int4" else 128)
-    _multiply[(triton.cdiv(columns, tile.rows // (1 + is_gated)),)](
-        x, words, scale, scale if zero is None else zero, scale if bias is None else bias, out, columns, width,
-        num_blocks, kind, zero is not None, bias is not None, is_gated, is_even, tile.rows, threads,
+    columns, num_blocks = out.shape[1], words.shape[1]
+    tile = tile_for(num_blocks * 8, bits)
+    groups = triton.cdiv(columns, tile.rows // (1 + is_gated))
+    per_sm = min(REGISTERS // (32 * tile.warps * tile.registers), MOST_PROGRAMS)
+    _multiply[(min(groups, per_sm * num_sms()),)](
+        x, words, scale, scale if zero is None else zero, scale if bias is None else bias, out, columns, x.shape[1],
+        num_blocks, groups, bits, zero is not None, bias is not None, is_gated, tile.rows, tile.chunks,
         num_warps=tile.warps, num_stages=1, maxnreg=tile.registers, **PDL,
     )  # fmt: skip
 
 
 @triton.jit
 def _multiply(
-    x, words, scale, zero, bias, out, columns, width, num_blocks,
-    KIND: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr,
-    IS_EVEN: tl.constexpr, ROWS: tl.constexpr, THREADS: tl.constexpr,
+    x, words, scale, zero, bias, out, columns, width, num_blocks, groups,
+    BITS: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr,
+    ROWS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS outputs; gated: half as many of the gate and of what it is for, whose rows of weights follow all of the
-    gate's. KIND: int8, int4, fp8, or fp8 with a scale for each block. IS_EVEN: THREADS divide a row, and no column is
-    a filler's."""
+    """Groups of ROWS outputs; gated: half as many of the gate and of what it is for, whose rows of weights follow all
+    of the gate's."""
     begin_next()
-    OWN: tl.constexpr = ROWS // (1 + IS_GATED)
-    PARTS: tl.constexpr = 4 if KIND == "int4" else 2
-    first = tl.program_id(0) * OWN
-    i = tl.arange(0, ROWS)
-    row = (tl.minimum(first + i % OWN, columns - 1) + i // OWN * columns).to(tl.int64)
-    thread = tl.arange(0, THREADS)
-    pairs = words.to(tl.pointer_type(tl.int32)) + row[:, None] * num_blocks * 32
-    count = columns * (1 + IS_GATED)
-    ahead = _pairs_at(pairs, 0, num_blocks, ROWS, THREADS)
-    scales_ahead, zeros_ahead = _scales_at(scale, zero, thread, row, count, num_blocks, KIND, HAS_ZERO)
+    step, count = tl.num_programs(0), columns * (1 + IS_GATED)
+    row = _rows(tl.program_id(0), columns, IS_GATED, ROWS)
+    ahead = _codes_at(words, row, num_blocks, CHUNKS)
+    scales_ahead = _scales_at(scale, row, count, num_blocks, BITS, CHUNKS)
+    zeros_ahead = _scales_at(zero, row, count, num_blocks, BITS, CHUNKS) if HAS_ZERO else scales_ahead
     wait_for_inputs()
-    sums = tl.zeros([ROWS, THREADS], tl.float32)
-    finer_sums = tl.zeros([ROWS, THREADS], tl.float32)
-    total = tl.zeros([1, THREADS], tl.float32)
-    # An instruction takes one constant: the other has to be a number that the compiler does not know.
-    one = (ONE if KIND == "int4" else ONE_AND_SIGN) + (num_blocks >> 31)
-    for start in range(0, num_blocks * 8, THREADS):
+    x0, x1, x2, x3, total, unit = _whole_parts(x, width, BITS, CHUNKS)
+    # Codes of 4 bits are 8 too large.
+    start = total * (-8 if BITS == 4 else 0) + ORIGIN_BITS
+    for group in range(tl.program_id(0), groups, step):
         own, scales, zeros = ahead, scales_ahead, zeros_ahead
-        ahead = _pairs_at(pairs, start + THREADS, num_blocks, ROWS, THREADS)
-        scales_ahead, zeros_ahead = _scales_at(
-            scale, zero, start + THREADS + thread, row, count, num_blocks, KIND, HAS_ZERO
-        )
-        word = start * 8 + tl.arange(0, 8 * THREADS)
-        for part in tl.static_range(PARTS):
-            k = (word // 64 * PARTS + part) * 64 + word % 64
-            values = tl.load(x + k) if IS_EVEN else tl.load(x + k, mask=k < width, other=0)
-            values = tl.reshape(values.to(tl.float32), (1, THREADS, 8))
-            found, of_x = _products(own, values, one, scales, zeros, part, KIND, HAS_ZERO)
-            total += of_x
-            if KIND == "int4" and part % 2 == 0:
-                finer_sums += found
-            else:
-                sums += found
-    if KIND == "int4":
-        sums = sums * 16 + finer_sums * 256
-    elif KIND == "int8":
-        sums = (sums - total * 1.5) * 256  # without the 1 of each number, and 128 / 256
+        following = _rows(group + step, columns, IS_GATED, ROWS)
+        ahead = _codes_at(words, following, num_blocks, CHUNKS)
+        scales_ahead = _scales_at(scale, following, count, num_blocks, BITS, CHUNKS)
+        zeros_ahead = _scales_at(zero, following, count, num_blocks, BITS, CHUNKS) if HAS_ZERO else scales_ahead
+        c0, c1, c2, c3 = _four(own)
+        first, last = _codes_of(c0, c1, BITS), _codes_of(c2, c3, BITS)
+        found = tl.broadcast_to(start, first.shape)
+        found = _add_two(x1, first, _add_two(x0, first, found, "lo", BITS), "hi", BITS)
+        found = _add_two(x3, last, _add_two(x2, last, found, "lo", BITS), "hi", BITS)
+        sums = found.to(tl.float32, bitcast=True) * unit - ORIGIN * unit
+        if HAS_ZERO:
+            sums -= zeros.to(tl.float32) * (total.to(tl.float32) * unit)
+        if BITS == 4:
+            sums *= scales.to(tl.float32)
+        y, row = tl.sum(tl.sum(sums, 2), 1), _rows(group, columns, IS_GATED, ROWS)
+        if BITS == 8:
+            y *= tl.load(scale + row)
+        if HAS_BIAS:
+            y += tl.load(bias + row).to(tl.float32)
+        OWN: tl.constexpr = ROWS // (1 + IS_GATED)
+        if IS_GATED:
+            gate, up = tl.split(tl.permute(tl.reshape(y, (2, OWN)), (1, 0)))
+            y = gate / (1 + tl.exp(-gate)) * up
+        n = group * OWN + tl.arange(0, OWN)
+        tl.store(out + n, y, mask=n < columns)
+
+
+@triton.jit
+def _rows(group, columns, IS_GATED: tl.constexpr, ROWS: tl.constexpr):
+    """Of weights; behind the last one it again, for nobody."""
+    OWN: tl.constexpr = ROWS // (1 + IS_GATED)
+    i = tl.arange(0, ROWS)
+    return tl.minimum(group * OWN + i % OWN, columns - 1) + i // OWN * columns
+
+
+@triton.jit
+def _codes_at(words, row, num_blocks, CHUNKS: tl.constexpr):
+    """i32 [rows, chunks, 4]; behind the last chunk it again, for zeros of x."""
+    i = tl.arange(0, 4 * CHUNKS)
+    at = tl.minimum(i // 4, num_blocks * 8 - 1) * 4 + i % 4
+    pairs = words.to(tl.pointer_type(tl.int32)) + row.to(tl.int64)[:, None] * (num_blocks * 32)
+    return tl.reshape(tl.load(pairs + at[None, :]), (row.shape[0], CHUNKS, 4))
+
+
+@triton.jit
+def _scales_at(scale, row, count, num_blocks, BITS: tl.constexpr, CHUNKS: tl.constexpr):
+    """bf16 [rows, chunks, 4], of 4 bits alone. Read as the codes are, so that a thread has what belongs to its own."""
+    if BITS == 4:
+        i = tl.arange(0, 4 * CHUNKS)
+        block = tl.minimum(i // 32, num_blocks - 1)
+        at = (block[None, :] * count + row[:, None]) * 4 + i[None, :] % 4
+        loaded = tl.load(scale.to(tl.pointer_type(tl.bfloat16)) + at)
+        return tl.reshape(loaded, (row.shape[0], CHUNKS, 4))
     else:
-        sums *= FP8_AFTER
-    y = tl.sum(sums, 1)
-    if KIND == "int8" or KIND == "fp8":
-        y *= tl.load(scale + row)
-    if HAS_BIAS:
-        y += tl.load(bias + row).to(tl.float32)
-    if IS_GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(y, (2, OWN)), (1, 0)))
-        y = gate / (1 + tl.exp(-gate)) * up
-    n = first + tl.arange(0, OWN)
-    tl.store(out + n, y, mask=n < columns)
+        return row
 
 
 @triton.jit
-def _pairs_at(pairs, start, num_blocks, ROWS: tl.constexpr, THREADS: tl.constexpr):
-    """Pairs of words, of each thread four of each row; none behind the last of a row."""
-    at = start * 4 + tl.arange(0, 4 * THREADS)[None, :]
-    loaded = tl.load(pairs + at, mask=at < num_blocks * 32, other=0)
-    return tl.reshape(loaded, (ROWS, THREADS, 4))
-
-
-@triton.jit
-def _scales_at(scale, zero, at, row, count, num_blocks, KIND: tl.constexpr, HAS_ZERO: tl.constexpr):
-    if KIND == "int4" or KIND == "fp8 by blocks":
-        # So that neighbours among the threads are so in the compiler's order, as they are where words are read.
-        place = tl.minimum(at // 8, num_blocks - 1)[:, None] * count + row[None, :]
-        scales = tl.trans(tl.load(scale + place))
-        return scales, tl.trans(tl.load(zero + place)) if HAS_ZERO else scales
+def _whole_parts(x, width, BITS: tl.constexpr, CHUNKS: tl.constexpr):
+    """Of each part of each chunk, [1, chunks, parts]: its eight numbers of x, two in each of the first four results, as
+    multiples of the last; and their sum."""
+    a0, a1, a2, a3, a_total, a_unit = _whole(x, width, 0, BITS, CHUNKS)
+    b0, b1, b2, b3, b_total, b_unit = _whole(x, width, 1, BITS, CHUNKS)
+    if BITS == 8:
+        x0, x1, x2, x3 = tl.join(a0, b0), tl.join(a1, b1), tl.join(a2, b2), tl.join(a3, b3)
+        return x0, x1, x2, x3, tl.join(a_total, b_total), tl.join(a_unit, b_unit)
     else:
-        return at, at
+        c0, c1, c2, c3, c_total, c_unit = _whole(x, width, 2, BITS, CHUNKS)
+        d0, d1, d2, d3, d_total, d_unit = _whole(x, width, 3, BITS, CHUNKS)
+        x0, x1 = _joined(a0, b0, c0, d0), _joined(a1, b1, c1, d1)
+        x2, x3 = _joined(a2, b2, c2, d2), _joined(a3, b3, c3, d3)
+        return x0, x1, x2, x3, _joined(a_total, b_total, c_total, d_total), _joined(a_unit, b_unit, c_unit, d_unit)
 
 
 @triton.jit
-def _products(
-    pairs, values, one, scales, zeros, PART: tl.constexpr, KIND: tl.constexpr, HAS_ZERO: tl.constexpr
-):  # fmt: skip
-    """[rows, threads]: the sums of x by a part of the weights, those of 4 bits less what they have too much; and of x.
-    By 16 or, the even parts of 4 bits and all of 8, by 256 too small."""
-    numbers, of_x = _numbers(pairs, one, PART, KIND), tl.sum(values, 2)
-    if KIND == "int4":
-        FACTOR: tl.constexpr = 16.0 if PART % 2 else 256.0
-        origin = 1 + (8 + number(zeros, PART)) / FACTOR if HAS_ZERO else 1 + 8 / FACTOR
-        found = (tl.sum(numbers * values, 2) - of_x * origin) * number(scales, PART)
-    elif KIND == "int8":
-        found = tl.sum(numbers * values, 2)
+def _whole(x, width, PART: tl.constexpr, BITS: tl.constexpr, CHUNKS: tl.constexpr):
+    PARTS: tl.constexpr = 16 // BITS
+    WHOLE_BITS: tl.constexpr = BITS_BY_4 if BITS == 4 else BITS_BY_8
+    word = tl.arange(0, 8 * CHUNKS)
+    k = (word // 64 * PARTS + PART) * 64 + word % 64
+    values = tl.reshape(tl.load(x + k, mask=k < width, other=0).to(tl.float32), (1, CHUNKS, 8))
+    # Powers of two by their exponents alone: the largest number becomes one of WHOLE_BITS bits. As whole numbers, of
+    # which those that stand for NaN are the largest.
+    exponent = tl.maximum(tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2) >> 23, 32)
+    of_unit = exponent - WHOLE_BITS + 1
+    inverse = ((254 - of_unit) << 23).to(tl.float32, bitcast=True)
+    unit = (of_unit << 23).to(tl.float32, bitcast=True)
+    unit = tl.where(exponent == 255, float("nan"), unit)  # for what is not finite
+    whole = (values * inverse[:, :, None] + ORIGIN).to(tl.int32, bitcast=True)
+    low, high = tl.split(tl.reshape(whole, (1, CHUNKS, 4, 2)))
+    x0, x1, x2, x3 = _four((low & 0xFFFF) | (high << 16))
+    ones = tl.full([1, CHUNKS], ONES, tl.int32)
+    total = _add_two(x1, ones, _add_two(x0, ones, tl.zeros_like(ones), "lo", 4), "lo", 4)
+    total = _add_two(x3, ones, _add_two(x2, ones, total, "lo", 4), "lo", 4)
+    return x0, x1, x2, x3, total, unit
+
+
+@triton.jit
+def _four(own):
+    """[.., .., 4] as four."""
+    even, odd = tl.split(tl.reshape(own, (own.shape[0], own.shape[1], 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _joined(a, b, c, d):
+    """Back again."""
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (a.shape[0], a.shape[1], 4))
+
+
+@triton.jit
+def _codes_of(left, right, BITS: tl.constexpr):
+    """Of two pairs of words, [.., ..], the codes of their four columns, a byte each: [.., .., parts]."""
+    low, high = _bytes(left, right, 0), _bytes(left, right, 1)
+    if BITS == 4:
+        return _joined(low & 0x0F0F0F0F, (low >> 4) & 0x0F0F0F0F, high & 0x0F0F0F0F, (high >> 4) & 0x0F0F0F0F)
     else:
-        found = tl.sum(numbers * (values * FP8_BEFORE), 2)
-        found = found * scales if KIND == "fp8 by blocks" else found
-    return found, of_x
+        return tl.join(low, high)
 
 
 @triton.jit
-def _numbers(pairs, one, PART: tl.constexpr, KIND: tl.constexpr):
-    """[rows, threads, 8]: of the lower and of the upper word of each pair, one after the other, as the columns are."""
-    if KIND == "int4":
-        both = tl.join(_nibble(pairs, one, PART), _nibble(pairs, one, PART + 4))
-    elif KIND == "int8":
-        both = tl.join(_byte(pairs, one, PART), _byte(pairs, one, PART + 2))
+def _bytes(left, right, UPPER: tl.constexpr):
+    """The lower or the upper bytes of four words."""
+    if INTERPRETED:
+        a, b = left >> 8 * UPPER, right >> 8 * UPPER
+        return (a & 0xFF) | ((a >> 8) & 0xFF00) | ((b & 0xFF) << 16) | (((b >> 16) & 0xFF) << 24)
     else:
-        both = tl.join(_float(pairs, PART), _float(pairs, PART + 2))
-    return tl.reshape(both, (pairs.shape[0], pairs.shape[1], 8))
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x7531;" if UPPER else "prmt.b32 $0, $1, $2, 0x6420;", "=r,r,r", [left, right],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
-def _moved(pairs, BY: tl.constexpr):
-    """To the left, or back."""
-    if BY >= 0:
-        return pairs << BY
+def _add_two(pair, codes, sums, HALF: tl.constexpr, BITS: tl.constexpr):
+    """To the sums the products of two numbers of 16 bits with the lower or upper two of four codes, which have a sign
+    if they are of 8 bits."""
+    if INTERPRETED:
+        two = codes >> 16 if HALF == "hi" else codes
+        if BITS == 4:
+            low, high = two & 0xFF, (two >> 8) & 0xFF
+        else:
+            low, high = (two << 24) >> 24, (two << 16) >> 24
+        return sums + ((pair << 16) >> 16) * low + (pair >> 16) * high
     else:
-        return pairs >> -BY
-
-
-@triton.jit
-def _nibble(pairs, one, PLACE: tl.constexpr):
-    """By turns 1 + code / 256 and 1 + code / 16, so that one shift is for two."""
-    moved = _moved(pairs, 15 - PLACE // 2 * 8)
-    return ((moved & (0x00780000 if PLACE % 2 else 0x00078000)) | one).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _byte(pairs, one, PLACE: tl.constexpr):
-    """1 + (code + 128) / 256."""
-    moved = _moved(pairs, 15 - PLACE * 8)
-    return ((moved & 0x007F8000) ^ one).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _float(pairs, PLACE: tl.constexpr):
-    """By 2^-120 too small."""
-    moved = (pairs << 24 - 8 * PLACE) >> 4
-    return (moved & -0x78100000).to(tl.float32, bitcast=True)
+        return tl.inline_asm_elementwise(
+            "dp2a." + HALF + (".s32.u32" if BITS == 4 else ".s32.s32") + " $0, $1, $2, $3;", "=r,r,r,r",
+            [pair, codes, sums], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
