@@ -1,5 +1,6 @@
 """Paged attention: rotation and cache write in one kernel (placing.py), attention in a second, and where a request's
-blocks are shared out to several programs (split-KV), their sums in a third.
+blocks are shared out to several programs (split-KV), their sums in a third. Where each request has one token the second
+does what the first would.
 
 A program of the second kernel has up to ROWS rows: the query heads of one key/value head for TOKENS tokens of one
 request. Which request is found in `query_starts`, so that the grid follows from shapes alone. It goes through the
@@ -21,7 +22,7 @@ from engine.ops.cuda import fresh_prompts
 from engine.ops.cuda.fresh_prompts import KnownStarts
 from engine.ops.cuda.int8_cache import key_scales, numbers, scales_at, value_scales
 from engine.ops.cuda.launch import PDL, begin_next, num_sms, wait_for_inputs
-from engine.ops.cuda.placing import HeadNorm, place_all, request_of, sizes_of
+from engine.ops.cuda.placing import HeadNorm, opened, place_all, request_of, sizes_of, turned, write
 
 MIN_ROWS = 16  # of a matrix product
 MAX_TILE = 64  # positions
@@ -48,24 +49,36 @@ def paged_attention(
     """[T, (Hq + 2 Hkv) D] over the cache [num_blocks, 2, Hkv, block_size, D]: [T, Hq D], and the cache, updated.
     A cache of int8 has scales, too: int8_cache.py."""
     starts, fresh = query_starts if isinstance(query_starts, KnownStarts) else (query_starts, [])
-    where = starts, context_lens, block_tables
-    heads = qkv.qkv if isinstance(qkv, HeadNorm) else qkv
+    where, heads = (starts, context_lens, block_tables), opened(qkv)[0]
     num_tokens, num_requests, pairs = len(heads), len(context_lens), None
+    if num_tokens == num_requests and not fresh:
+        return _attend_all(qkv, kv_cache, where, (num_requests, num_heads), scale, cos_sin), kv_cache
     if fresh and fresh_prompts.are_taken(heads.dtype, kv_cache):
         pairs = kv_cache.new_empty(2, num_kv_heads, num_tokens, kv_cache.shape[4])
         num_requests, num_tokens, _ = fresh[0]
     query = place_all(qkv, cos_sin, kv_cache, where, num_heads, pairs)
-    outs = [_attend_all(query[:num_tokens], kv_cache, where, num_requests, scale)] if num_tokens else []
+    sizes = num_requests, num_heads
+    outs = [_attend_all(query[:num_tokens], kv_cache, where, sizes, scale)] if num_tokens else []
     if pairs is not None:
         outs += [fresh_prompts.attend(query[a:b], pairs[:, :, a:b], scale) for _, a, b in fresh]
     return outs[0] if len(outs) == 1 else torch.cat(outs), kv_cache
 
 
-def _attend_all(query: Tensor, kv_cache: Tensor, where: tuple[Tensor, ...], num_requests: int, scale: float) -> Tensor:
-    """Of the first requests, whose tokens these are."""
-    out, block_tables, num_kv_heads = torch.empty_like(query), where[2], kv_cache.shape[2]
+def _attend_all(
+    qkv: Tensor | HeadNorm,
+    kv_cache: Tensor,
+    where: tuple[Tensor, ...],
+    sizes: tuple[int, int],
+    scale: float,
+    cos_sin: Tensor | None = None,
+) -> Tensor:
+    """`sizes`: the number of requests, the first, whose tokens these are, and of heads. With `cos_sin` these are what
+    `paged_attention` has, one token of each request; without, queries that are turned already."""
+    query, norm, has_norm = opened(qkv)
+    num_requests, num_heads = sizes
+    block_tables, num_kv_heads = where[2], kv_cache.shape[2]
     block_size, head_dim = sizes_of(kv_cache)
-    num_tokens, num_heads = len(query), query.shape[1] // head_dim
+    num_tokens, out = len(query), query.new_empty(len(query), num_heads * head_dim)
     group, one_each = num_heads // num_kv_heads, num_tokens == num_requests
     many = INT8_PREFILL if kv_cache.dtype == torch.int8 else PREFILL
     rows, most, options = (MIN_ROWS, MAX_TILE, DECODE) if one_each else many
@@ -77,8 +90,9 @@ def _attend_all(query: Tensor, kv_cache: Tensor, where: tuple[Tensor, ...], num_
     grid = num_tiles, num_kv_heads, splits
     _attend[grid](
         query, kv_cache, *where, out if splits == 1 else partial, num_requests, block_tables.shape[1],
-        scale * math.log2(math.e), num_kv_heads, group, head_dim, max(16, triton.next_power_of_2(head_dim)), block_size,
-        min(block_size, most), rows, tokens, one_each, splits,
+        scale * math.log2(math.e), query if cos_sin is None else cos_sin, *norm,
+        num_kv_heads, group, head_dim, max(16, triton.next_power_of_2(head_dim)), block_size, min(block_size, most),
+        rows, tokens, one_each, splits, 0 if cos_sin is None else cos_sin.shape[1], has_norm,
         **options, **PDL,
     )  # fmt: skip
     if splits > 1:
@@ -97,11 +111,13 @@ def _num_splits(num_programs: int, max_blocks: int) -> int:
 @triton.jit
 def _attend(
     query, cache, query_starts, context_lens, block_tables, out, num_requests, table_width, scale,
+    cos_sin, q_weight, k_weight, epsilon,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, ONE_EACH: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr, ROTARY_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """`scale` has the factor log2(e): powers are of two."""
+    """`scale` has the factor log2(e): powers are of two. ROTARY_DIM: `query` has all heads, and they are to be placed;
+    0: it has turned queries."""
     begin_next()
     wait_for_inputs()
     split = tl.program_id(2)
@@ -114,10 +130,28 @@ def _attend(
         position = context + token
         at = row * HEAD_DIM
         is_in = is_row[:, None] & (d < HEAD_DIM)[None, :]
-        q = tl.load(query + at[:, None] + d[None, :], mask=is_in, other=0)
         num_tiles = tl.cdiv(end, TILE)
         each = tl.cdiv(num_tiles, SPLITS)
         start, stop = split * each, tl.minimum(split * each + each, num_tiles)
+        if ROTARY_DIM > 0:
+            heads: tl.constexpr = NUM_KV_HEADS * GROUP
+            kv_head, query_token = tl.program_id(1), request.to(tl.int64)
+            q = turned(
+                query, cos_sin, q_weight, k_weight, epsilon, query_token, kv_head * GROUP + tl.arange(0, ROWS), is_row,
+                HAS_NORM, heads, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, ROTARY_DIM,
+            ).to(query.dtype.element_ty)  # fmt: skip
+            if (start < stop) & (stop == num_tiles):  # it comes to the token's own key and value
+                own, two = kv_head + tl.arange(0, 2) * NUM_KV_HEADS, tl.arange(0, 2) < 2
+                pair = turned(
+                    query, cos_sin, q_weight, k_weight, epsilon, query_token, heads + own, two,
+                    HAS_NORM, heads, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, ROTARY_DIM,
+                )  # fmt: skip
+                block = tl.load(block_tables + request * table_width + context // BLOCK_SIZE).to(tl.int64)
+                is_own = two[:, None] & (d < HEAD_DIM)[None, :]
+                write(cache, block, context, own, pair, is_own, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+            tl.debug_barrier()  # what one thread has written others read
+        else:
+            q = tl.load(query + at[:, None] + d[None, :], mask=is_in, other=0)
         num_seen_by_all = tl.minimum((context + begin + 1) // TILE, stop)  # tiles
         m = tl.full([ROWS], -float("inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)

@@ -1,4 +1,5 @@
-"""What comes before attention: norms of heads, rotation and the write into the paged cache, in one kernel."""
+"""What comes before attention: norms of heads, rotation and the write into the paged cache, in one kernel. Where each
+request has one token, attention does it itself, by the same functions."""
 
 from __future__ import annotations
 
@@ -42,18 +43,24 @@ def place_all(
 ) -> Tensor:
     """Writes rotated keys, and values, into the cache, and into `pairs` [2, Hkv, T, D]; returns the rotated queries
     [T, Hq D]."""
-    norm, heads = (qkv, qkv.qkv) if isinstance(qkv, HeadNorm) else (None, qkv)
+    heads, norm, has_norm = opened(qkv)
     num_kv_heads, (block_size, head_dim) = kv_cache.shape[2], sizes_of(kv_cache)
     query = heads.new_empty(len(heads), num_heads * head_dim)
     grid = len(heads), triton.cdiv(num_heads + 2 * num_kv_heads, HEADS)
-    weights = (norm.q_weight, norm.k_weight) if norm else (cos_sin, cos_sin)
     _place[grid](
-        heads, cos_sin, kv_cache, *where, query, query if pairs is None else pairs, *weights,
-        norm.epsilon if norm else 0.0, len(where[1]), where[2].shape[1],
-        norm is not None, pairs is not None, len(heads) == len(where[1]), num_heads, num_kv_heads, head_dim,
+        heads, cos_sin, kv_cache, *where, query, query if pairs is None else pairs, *norm,
+        len(where[1]), where[2].shape[1],
+        has_norm, pairs is not None, len(heads) == len(where[1]), num_heads, num_kv_heads, head_dim,
         triton.next_power_of_2(head_dim), cos_sin.shape[1], block_size, HEADS, **PDL,
     )  # fmt: skip
     return query
+
+
+def opened(qkv: Tensor | HeadNorm) -> tuple[Tensor, tuple[Tensor, Tensor, float], bool]:
+    """All heads, then what `turned` is told of their norms: weights and epsilon, and whether there are any."""
+    if isinstance(qkv, HeadNorm):
+        return qkv.qkv, (qkv.q_weight, qkv.k_weight, qkv.epsilon), True
+    return qkv, (qkv, qkv, 0.0), False
 
 
 def sizes_of(kv_cache: Tensor) -> tuple[int, int]:
@@ -99,9 +106,32 @@ def _place(
     position = tl.load(context_lens + request) + token - tl.load(query_starts + request)
     block = tl.load(block_tables + request * table_width + position // BLOCK_SIZE).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    is_head = head < NUM_HEADS + 2 * NUM_KV_HEADS
+    x = turned(
+        qkv, cos_sin, q_weight, k_weight, epsilon, token.to(tl.int64), head, is_head,
+        HAS_NORM, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, ROTARY_DIM,
+    )  # fmt: skip
     d = tl.arange(0, PADDED_DIM)
-    is_in = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (d < HEAD_DIM)[None, :]
-    base = qkv + token.to(tl.int64) * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+    is_in = is_head[:, None] & (d < HEAD_DIM)[None, :]
+    to_query = query + token.to(tl.int64) * NUM_HEADS * HEAD_DIM + head[:, None] * HEAD_DIM + d[None, :]
+    tl.store(to_query, x, mask=is_in & (head < NUM_HEADS)[:, None])
+    is_in = is_in & (head >= NUM_HEADS)[:, None]
+    if HAS_PAIRS:
+        own = (head - NUM_HEADS).to(tl.int64) * tl.num_programs(0) + token
+        tl.store(pairs + own[:, None] * HEAD_DIM + d[None, :], x, mask=is_in)
+    write(cache, block, position, head - NUM_HEADS, x, is_in, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+
+
+@triton.jit
+def turned(
+    qkv, cos_sin, q_weight, k_weight, epsilon, token, head, is_head,
+    HAS_NORM: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+):  # fmt: skip
+    """f32 [heads, D]: of a token's queries, keys and values, the first two normed, if there are norms, and rotated."""
+    d = tl.arange(0, PADDED_DIM)
+    is_in = is_head[:, None] & (d < HEAD_DIM)[None, :]
+    base = qkv + token * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
     x = tl.load(base + head[:, None] * HEAD_DIM + d[None, :], mask=is_in, other=0).to(tl.float32)
     # By halves: element d < R/2 is turned with d + R/2, and back.
     half: tl.constexpr = ROTARY_DIM // 2
@@ -116,23 +146,25 @@ def _place(
         others = tl.where(is_query, _row(q_weight, other, HEAD_DIM), _row(k_weight, other, HEAD_DIM))
         x = tl.where(is_normed, x * scale * own, x)
         y = y * scale * others
-    angles = cos_sin + token.to(tl.int64) * ROTARY_DIM + d % half
+    angles = cos_sin + token * ROTARY_DIM + d % half
     cos = tl.load(angles, mask=d < ROTARY_DIM, other=1)[None, :]
     sin = tl.load(angles + half, mask=d < ROTARY_DIM, other=0)[None, :]
-    x = tl.where(is_rotated, x * cos + tl.where(d < half, -1.0, 1.0)[None, :] * y * sin, x)
-    to_query = query + token.to(tl.int64) * NUM_HEADS * HEAD_DIM + head[:, None] * HEAD_DIM + d[None, :]
-    tl.store(to_query, x, mask=is_in & (head < NUM_HEADS)[:, None])
-    # Keys, then values: in a block, too, the heads of the keys lie before those of the values.
-    row = (head - NUM_HEADS) * BLOCK_SIZE + position % BLOCK_SIZE
-    is_in = is_in & (head >= NUM_HEADS)[:, None]
-    if HAS_PAIRS:
-        own = (head - NUM_HEADS).to(tl.int64) * tl.num_programs(0) + token
-        tl.store(pairs + own[:, None] * HEAD_DIM + d[None, :], x, mask=is_in)
+    return tl.where(is_rotated, x * cos + tl.where(d < half, -1.0, 1.0)[None, :] * y * sin, x)
+
+
+@triton.jit
+def write(
+    cache, block, position, head, x, is_in,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Heads of keys, then of values, [heads, D], of a position in its block of the cache, where they lie in that order,
+    too."""
+    row = head * BLOCK_SIZE + position % BLOCK_SIZE
     if cache.dtype.element_ty == tl.int8:
         put(cache, block, row, x, is_in, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
     else:
         rows = cache + (block * 2 * NUM_KV_HEADS * BLOCK_SIZE + row)[:, None] * HEAD_DIM
-        tl.store(rows + d[None, :], x, mask=is_in)
+        tl.store(rows + tl.arange(0, x.shape[1])[None, :], x, mask=is_in)
 
 
 @triton.jit
