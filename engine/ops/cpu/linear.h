@@ -138,11 +138,24 @@ struct Pieces {
 };
 
 // A share of those that nobody has taken; the last ones come one by one, so that nobody waits long.
-inline Pieces take_pieces(int64_t* taken, int64_t count, int threads) {
+inline Pieces some_pieces(int64_t* taken, int64_t count, int threads) {
   int64_t first = __atomic_load_n(taken, __ATOMIC_RELAXED), end;
   do end = first + 1 + (count - first) / (4 * threads);
   while (!__atomic_compare_exchange_n(taken, &first, end, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
   return {first, end};
+}
+
+// body(i, next) for each of the pieces that a thread gets; it does `next` after i, which is `count` behind the last.
+// Whoever is free takes some more, many at first, as memory is read faster on and on. looks_ahead: even before its own
+// are done, so that `next` is known; of few pieces other threads then get none. Without it `next` is i + 1.
+template <class Body>
+inline void take_pieces(int64_t* taken, int64_t count, int threads, bool looks_ahead, Body body) {
+  Pieces mine = some_pieces(taken, count, threads);
+  while (mine.first < count) {
+    const Pieces then = looks_ahead ? some_pieces(taken, count, threads) : Pieces{mine.end, mine.end};
+    for (int64_t i = mine.first; i < mine.end; i++) body(i, i + 1 < mine.end ? i + 1 : min(then.first, count));
+    mine = looks_ahead ? then : some_pieces(taken, count, threads);
+  }
 }
 
 template <class X, class Weight>
@@ -159,22 +172,12 @@ void multiply(const LinearArgs<X>& a, const Weight& weight) {
   const int threads = count == 1 || a.rows * a.num_out * a.width / 8 < kSerialWork ? 1 : llm_num_threads();
   int64_t taken = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-    // Whoever is free takes the next pieces, many at first, as memory is read faster on and on; and knows what comes
-    // after each of them.
-    Pieces mine = take_pieces(&taken, count, threads);
-    while (mine.first < count) {
-      const Pieces then = take_pieces(&taken, count, threads);
-      for (int64_t i = mine.first; i < mine.end; i++) {
-        const int64_t next = i + 1 < mine.end ? i + 1 : then.first;
-        const int64_t n = i / cuts * cols, t = i % cuts * rows, next_n = next / cuts * cols;
-        const char* address = next < count && next_n != n ? weight.address(next_n) : nullptr;
-        multiply(a, weight, Panel{t, min(a.rows, t + rows), n, min(a.num_out, n + cols), address,
-                                  a.width * Weight::bits / 8});
-      }
-      mine = then;
-    }
-  }
+  take_pieces(&taken, count, threads, true, [&](int64_t i, int64_t next) {
+    const int64_t n = i / cuts * cols, t = i % cuts * rows, next_n = next / cuts * cols;
+    const char* address = next < count && next_n != n ? weight.address(next_n) : nullptr;
+    multiply(a, weight, Panel{t, min(a.rows, t + rows), n, min(a.num_out, n + cols), address,
+                              a.width * Weight::bits / 8});
+  });
 }
 
 inline void linear(const float* x, const float* weight, const float* bias, float* y, int64_t rows,

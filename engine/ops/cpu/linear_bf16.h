@@ -133,20 +133,16 @@ inline void multiply_packed(const PackedArgs& a) {
   const int64_t num_blocks = (num_tiles + tiles_at_once - 1) / tiles_at_once, num_pairs = a.num_pairs();
   const int64_t count = num_blocks * num_pairs;
   const int threads = count <= 1 || a.rows * a.num_out * a.width / 8 < kSerialWork ? 1 : llm_num_threads();
+  const bool looks_ahead = num_tiles > 1 || count >= 8 * threads;
   int64_t taken = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     TileRegisters registers;
-    Pieces mine = take_pieces(&taken, count, threads);
-    while (mine.first < count) {
-      const Pieces then = take_pieces(&taken, count, threads);
-      for (int64_t i = mine.first; i < mine.end; i++) {
-        const int64_t block = i / num_pairs, next = i + 1 < mine.end ? i + 1 : min(then.first, count - 1);
-        multiply_pair(a, i % num_pairs, next % num_pairs, block * num_tiles / num_blocks,
-                      (block + 1) * num_tiles / num_blocks, registers);
-      }
-      mine = then;
-    }
+    take_pieces(&taken, count, threads, looks_ahead, [&](int64_t i, int64_t next) {
+      const int64_t block = i / num_pairs;
+      multiply_pair(a, i % num_pairs, min(next, count - 1) % num_pairs, block * num_tiles / num_blocks,
+                    (block + 1) * num_tiles / num_blocks, registers);
+    });
   }
 }
 

@@ -90,17 +90,14 @@ void quantized_linear(const LlmQuantizedLinear& a) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     TileRegisters registers;
-    for (Pieces mine = take_pieces(&taken, count, threads), then; mine.first < count; mine = then) {
-      then = take_pieces(&taken, count, threads);  // so that it is known what comes after each
-      for (int64_t i = mine.first; i < mine.end; i++) {
-        const int64_t cut = i / num_panels, t = cut * a.rows / cuts, t_end = (cut + 1) * a.rows / cuts;
-        const int64_t panel = i % num_panels, next = min(i + 1 < mine.end ? i + 1 : then.first, count - 1) % num_panels;
-        if (a.is_gated)
-          multiply_gated(q, panel, next, t, t_end, registers);
-        else
-          multiply_panel(q, panel, next, t, t_end, a.y + t * a.num_out + panel * kPanel, a.num_out, registers);
-      }
-    }
+    take_pieces(&taken, count, threads, true, [&](int64_t i, int64_t next) {
+      const int64_t cut = i / num_panels, t = cut * a.rows / cuts, t_end = (cut + 1) * a.rows / cuts;
+      const int64_t panel = i % num_panels, then = min(next, count - 1) % num_panels;
+      if (a.is_gated)
+        multiply_gated(q, panel, then, t, t_end, registers);
+      else
+        multiply_panel(q, panel, then, t, t_end, a.y + t * a.num_out + panel * kPanel, a.num_out, registers);
+    });
   }
 }
 
