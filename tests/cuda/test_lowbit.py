@@ -43,8 +43,8 @@ SIZES = [(0, 34, 70), (1, 35, 2600), (1, 34, 4096), (3, 50, 2048), (16, 20, 300)
 
 @pytest.mark.parametrize("op", OPS)
 def test_products_are_those_of_the_definition(device, monkeypatch, op):
-    """Also with the gate, as logits, and of so many rows that the weights are unpacked for cuBLAS. Beside codes of 8 bits
-    numbers of a single row have 13."""
+    """Also with the gate, as logits, and of so many rows that the weights are unpacked for cuBLAS. Beside codes of 8
+    bits numbers of a single row have 13."""
     monkeypatch.setattr(lowbit, "MANY", 40)
     rng = np.random.default_rng(0)
     name = op.split()[0]
