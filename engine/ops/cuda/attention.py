@@ -22,7 +22,7 @@ from engine.ops.cuda import fresh_prompts
 from engine.ops.cuda.fresh_prompts import KnownStarts
 from engine.ops.cuda.int8_cache import key_scales, numbers, scales_at, value_scales
 from engine.ops.cuda.launch import PDL, begin_next, num_sms, wait_for_inputs
-from engine.ops.cuda.placing import HeadNorm, opened, place_all, request_of, sizes_of, turned, write
+from engine.ops.cuda.placing import HeadNorm, opened, place_all, placed, request_of, sizes_of
 
 MIN_ROWS = 16  # of a matrix product
 MAX_TILE = 64  # positions
@@ -134,22 +134,11 @@ def _attend(
         each = tl.cdiv(num_tiles, SPLITS)
         start, stop = split * each, tl.minimum(split * each + each, num_tiles)
         if ROTARY_DIM > 0:
-            heads: tl.constexpr = NUM_KV_HEADS * GROUP
-            kv_head, query_token = tl.program_id(1), request.to(tl.int64)
-            q = turned(
-                query, cos_sin, q_weight, k_weight, epsilon, query_token, kv_head * GROUP + tl.arange(0, ROWS), is_row,
-                HAS_NORM, heads, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, ROTARY_DIM,
-            ).to(query.dtype.element_ty)  # fmt: skip
-            if (start < stop) & (stop == num_tiles):  # it comes to the token's own key and value
-                own, two = kv_head + tl.arange(0, 2) * NUM_KV_HEADS, tl.arange(0, 2) < 2
-                pair = turned(
-                    query, cos_sin, q_weight, k_weight, epsilon, query_token, heads + own, two,
-                    HAS_NORM, heads, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, ROTARY_DIM,
-                )  # fmt: skip
-                block = tl.load(block_tables + request * table_width + context // BLOCK_SIZE).to(tl.int64)
-                is_own = two[:, None] & (d < HEAD_DIM)[None, :]
-                write(cache, block, context, own, pair, is_own, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-            tl.debug_barrier()  # what one thread has written others read
+            q = placed(
+                query, cos_sin, q_weight, k_weight, epsilon, cache, block_tables + request * table_width,
+                request.to(tl.int64), context, is_row, (start < stop) & (stop == num_tiles),
+                HAS_NORM, NUM_KV_HEADS, GROUP, HEAD_DIM, PADDED_DIM, ROTARY_DIM, BLOCK_SIZE, ROWS,
+            )  # fmt: skip
         else:
             q = tl.load(query + at[:, None] + d[None, :], mask=is_in, other=0)
         num_seen_by_all = tl.minimum((context + begin + 1) // TILE, stop)  # tiles

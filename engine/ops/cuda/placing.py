@@ -123,6 +123,33 @@ def _place(
 
 
 @triton.jit
+def placed(
+    qkv, cos_sin, q_weight, k_weight, epsilon, cache, table, token, position, is_row, is_last,
+    HAS_NORM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, D]: a token's turned queries of the key/value head program_id(1). `is_last`: this program comes to the
+    token's own key and value, and writes them where it then reads them. `table`: of its request's blocks."""
+    heads: tl.constexpr = NUM_KV_HEADS * GROUP
+    kv_head = tl.program_id(1)
+    q = turned(
+        qkv, cos_sin, q_weight, k_weight, epsilon, token, kv_head * GROUP + tl.arange(0, ROWS), is_row,
+        HAS_NORM, heads, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, ROTARY_DIM,
+    )  # fmt: skip
+    if is_last:
+        own, both = kv_head + tl.arange(0, 2) * NUM_KV_HEADS, tl.arange(0, 2) < 2
+        pair = turned(
+            qkv, cos_sin, q_weight, k_weight, epsilon, token, heads + own, both,
+            HAS_NORM, heads, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, ROTARY_DIM,
+        )  # fmt: skip
+        block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
+        is_in = both[:, None] & (tl.arange(0, PADDED_DIM) < HEAD_DIM)[None, :]
+        write(cache, block, position, own, pair, is_in, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    tl.debug_barrier()  # what one thread has written others read
+    return q.to(qkv.dtype.element_ty)
+
+
+@triton.jit
 def turned(
     qkv, cos_sin, q_weight, k_weight, epsilon, token, head, is_head,
     HAS_NORM: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
