@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cud
 from engine.core.loop import Loop  # noqa: E402
 from engine.core.types import Arrival, Batch, Request, Row, Sampling  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
+from engine.executors.cuda.step_graphs import Captured  # noqa: E402
 from engine.executors.memory import allocate_cache  # noqa: E402
 from engine.executors.reference import ReferenceExecutor  # noqa: E402
 from engine.exporting.manifest import Manifest  # noqa: E402
@@ -69,10 +70,18 @@ MIXED = [
 ]
 
 
-def mixed_requests(count, num_forks=0):
+USUAL = [
+    {"temperature": 0.9, "seed": 7},
+    {"temperature": 0},
+    {"temperature": 0.7, "top_p": 0.8, "seed": 8},
+    {"temperature": 1.2, "top_k": 20, "min_p": 0.02, "seed": 9},
+]
+
+
+def requests_with(settings, count, num_forks=0):
     rng = np.random.default_rng(5)
     requests = []
-    for number, fields in enumerate(MIXED):
+    for number, fields in enumerate(settings):
         prompt = rng.integers(0, 300, 5 + 56 * (number % 3)).tolist()
         answers = [
             Request(f"{number}-{fork}", list(prompt), len(prompt), Sampling(max_new_tokens=count, **fields))
@@ -96,14 +105,14 @@ def answers_of(loop, requests):
     return tokens, logprobs
 
 
-@pytest.mark.parametrize("how", ["plain", "ahead", "forks", "drafts", "preempted"])
+@pytest.mark.parametrize("how", ["plain", "usual", "ahead", "forks", "drafts", "preempted"])
 def test_every_way_of_choosing_gives_what_the_definition_gives(exported, device, how):
     """Against the executor that runs the definitions of the ops, one request at a time."""
     count = 6 if IS_INTERPRETED and how != "preempted" else 20
     settings = {"drafts": {"speculate_method": "ngram"}, "preempted": {"block_bs": 7 / 16, "block_ratio": 0.99}}
     settings = settings.get(how, {})
     loop = a_loop(exported("qwen2"), device, **settings)
-    requests = mixed_requests(count, num_forks=2 * (how == "forks"))
+    requests = requests_with(USUAL if how == "usual" else MIXED, count, num_forks=2 * (how == "forks"))
     if how == "ahead":
         requests = [request for request in requests if not request.reads_answer]
     tokens, logprobs = answers_of(loop, requests)
@@ -118,6 +127,19 @@ def test_every_way_of_choosing_gives_what_the_definition_gives(exported, device,
         for found, wanted in zip(logprobs[request.request_id], expected_logprobs[request.request_id], strict=True):
             assert [token for token, _ in found.top] == [token for token, _ in wanted.top]
             assert found.chosen == pytest.approx(wanted.chosen, abs=1e-3)
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter records nothing")
+def test_of_decode_steps_usual_choices_are_recorded(exported, device, monkeypatch):
+    loop, tokens, cuts = a_loop(exported("qwen2"), device), [], []
+    choose = Captured.choose
+    monkeypatch.setattr(Captured, "choose", lambda captured, cut: cuts.append(cut) or choose(captured, cut))
+    for settings in USUAL, [{**fields, "num_logprobs": 0} for fields in USUAL]:
+        requests = requests_with(settings, 12)
+        tokens.append(answers_of(loop, requests)[0])
+    assert tokens[0] == tokens[1]
+    assert 8 <= len(cuts) <= 13
+    assert cuts[0] == (True, True, True)
 
 
 def test_masks_come_after_the_launch(exported, device):

@@ -117,6 +117,7 @@ def test_bf16_logits_are_not_rounded(device, rng, num_rows):
 def test_gather_rows(ops, rng):
     x, rows = floats(rng, 5, 70), np.array([4, 0, 0], np.int32)
     assert np.array_equal(ops.gather_rows(x, rows), x[rows])
+    assert np.array_equal(ops.gather_rows(x, None), x)
 
 
 def test_a_negative_id_stands_for_the_last_token_of_a_slot(device):

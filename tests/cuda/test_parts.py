@@ -15,9 +15,9 @@ from engine.executors.cuda import weights  # noqa: E402
 from engine.executors.cuda.cache import Caches  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
 from engine.executors.cuda.step_graphs import (  # noqa: E402
-    NAMES,
     Shape,
     StepGraphs,
+    apart,
     decode_shapes,
     empty_step,
     prompt_shapes,
@@ -119,8 +119,7 @@ def test_a_step_that_is_filled_up_gives_the_same_logits(exported, device, case):
     graphs = StepGraphs(SETTINGS, 4, device)
     graphs.nobodys_block = caches.nobodys_block
     padded = graphs.padded(inputs, Shape(*shape))
-    sizes = [len(empty_step(Shape(*shape))[name]) for name in NAMES]
-    numbers = dict(zip(NAMES, torch.from_numpy(padded["numbers"]).to(device).split(sizes), strict=True))
+    numbers = apart(torch.from_numpy(padded["numbers"]).to(device), empty_step(Shape(*shape), 0))
     tables = torch.full((shape[1], 40), caches.nobodys_block, dtype=torch.int32, device=device)
     tables[:, : padded["block_tables"].shape[1]] = torch.from_numpy(padded["block_tables"]).to(device)
     found = executor._compute({**numbers, "block_tables": tables}).logits[: len(inputs["logit_rows"])].clone()
@@ -151,6 +150,42 @@ def step_inputs(rows):
         "logit_rows": np.concatenate(wanted),
     }
     return {name: array.astype(np.int32) for name, array in arrays.items()}
+
+
+def test_a_step_that_wants_its_rows_in_another_order_is_none_of_decodes(device):
+    """There every row is wanted, and none is gathered."""
+    graphs = StepGraphs(dataclasses.replace(SETTINGS, use_cudagraph=False), 4, device)
+    graphs._decodes, graphs._prompts = [Shape(4, 4, 4)], [Shape(64, 6, 6)]
+    inputs = step_inputs([(0, 17, 1), (2, 64, 1), (1, 3, 1)])
+    assert graphs.shape_for(inputs) == (4, 4, 4)
+    assert graphs.shape_for(inputs | {"logit_rows": np.array([1, 0, 2], np.int32)}) == (64, 6, 6)
+    assert graphs.shape_for(inputs | {"logit_rows": np.array([0, 1], np.int32)}) == (64, 6, 6)
+
+
+def test_a_decode_step_is_also_told_how_to_choose(device):
+    """Each number in its place, whatever its type; nobody's rows take the likeliest token for nobody's slot. Of more
+    choices than the graph has rows it is told nothing."""
+    graphs, inputs = StepGraphs(SETTINGS, 4, device), step_inputs([(0, 17, 1), (2, 64, 1), (1, 3, 1)])
+    choice = {
+        "seed": np.array([2**64 - 1, 5, 6], np.uint64),
+        "counter": np.array([2**40, 1, 2]),
+        "slots": np.array([3, 0, 7]),
+        "temperature": np.array([0.5, 0, 1], np.float32),
+        "top_p": np.array([0.25, 1, 0.5], np.float32),
+        "top_k": np.array([7, 0, 2], np.int32),
+        "min_p": np.array([0.125, 0, 0], np.float32),
+    }
+    shape, more = Shape(4, 4, 4), {"bias": np.ones(2, np.float32)}
+    padded = graphs.padded(inputs | choice | more, shape)
+    assert padded.keys() == {"numbers", "block_tables", "bias"}
+    found = apart(torch.from_numpy(padded["numbers"]).to(device), empty_step(shape, 0))
+    nobodys = {"slots": SETTINGS.batch_size, "top_p": 1}
+    for name, wanted in choice.items():
+        signed = wanted.astype(np.int64) if name == "seed" else wanted
+        expected = [*signed.tolist(), nobodys.get(name, 0)]
+        assert array(found[name]).tolist() == expected
+    forked = {name: np.repeat(each, 2) for name, each in choice.items()}
+    assert graphs.padded(inputs | forked, shape).keys() == {"numbers", "block_tables", *choice}
 
 
 @pytest.mark.parametrize(("block_size", "is_taken"), [(8, False), (48, False), (16, True), (64, True), (256, True)])

@@ -25,7 +25,7 @@ from engine.executors.reference import ReferenceExecutor  # noqa: E402
 from engine.ops import cuda  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED, ROOT  # noqa: E402
 from tests.cuda.test_adapters import answers, of_definition  # noqa: E402
-from tests.cuda.test_executor import SETTINGS, answers_of, generate, golden, mixed_requests  # noqa: E402
+from tests.cuda.test_executor import MIXED, SETTINGS, answers_of, generate, golden, requests_with  # noqa: E402
 
 RANKS = dataclasses.replace(SETTINGS, device="gpu", mp_num=2)
 PATIENCE_S = 120
@@ -59,11 +59,11 @@ def test_the_tokens_of_ranks_are_those_of_transformers(loop_of, family, num_rank
 def test_sampled_answers_are_those_of_one_rank_while_steps_overlap(loop_of, exported):
     """A token that the first rank chose must reach the others' next step before any host knows it."""
     count = 4 if IS_INTERPRETED else 30
-    requests = [request for request in mixed_requests(count) if not request.reads_answer]
+    requests = [request for request in requests_with(MIXED, count) if not request.reads_answer]
     tokens, _ = answers_of(loop_of("qwen2"), requests)
     oracle = ReferenceExecutor(exported("qwen2"))
     oracle.allocate(64)
-    alone = [request for request in mixed_requests(count) if not request.reads_answer]
+    alone = [request for request in requests_with(MIXED, count) if not request.reads_answer]
     assert tokens == answers_of(Loop(oracle, 64, SETTINGS), alone)[0]
 
 

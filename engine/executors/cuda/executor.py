@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from engine.executors.cuda.load import load_program
 from engine.executors.cuda.program import GROUPS, Inputs, Outputs, Program
 from engine.executors.cuda.reading import StepReading
 from engine.executors.cuda.sampling import fields_to_send
-from engine.executors.cuda.step_graphs import Arrays, StepGraphs
+from engine.executors.cuda.step_graphs import Arrays, Captured, StepGraphs
 from engine.executors.cuda.transfer import Download, Uploads
 from engine.executors.readings import LOGITS_BYTES, most_read
 from engine.executors.slots import Choices, Slots
@@ -31,12 +32,18 @@ from engine.ops import cuda
 from engine.ops.cpu.group import Membership
 from engine.ops.cuda import fresh_prompts, group, invariant
 from engine.ops.cuda.fresh_prompts import KnownStarts
-from engine.ops.cuda.sampler import sample
+from engine.ops.cuda.sampler import Cuts, sample
 from engine.ops.sampling_rows import SampledRows, SamplingRows
 from engine.settings.config import Config
 
 TABLE = "embed_tokens.weight"
 NO_CHOICES = Choices([], [], None)
+
+
+class Begun(NamedTuple):
+    outputs: Outputs  # of each row that is wanted
+    sent: Mapping[str, Tensor]  # all that was sent up, by name
+    captured: Captured | None  # which has its choices recorded, where these are the usual ones
 
 
 class CudaExecutor:
@@ -67,7 +74,8 @@ class CudaExecutor:
         self._graphs = StepGraphs(config, max_blocks, self._device, of_adapters)
         self._uploads = Uploads(self._device)
         self._slots = Slots(config.batch_size, max_blocks, model.block_size, model.vocab_size)
-        self._last_tokens = torch.zeros(config.batch_size, dtype=torch.int32, device=self._device)  # by slot
+        # By slot, and of nobody's.
+        self._last_tokens = torch.zeros(config.batch_size + 1, dtype=torch.int32, device=self._device)
         self.block_size, self.block_bytes = model.block_size, self._caches.block_bytes
         self.most_read = most_read(model.vocab_size)
 
@@ -86,7 +94,9 @@ class CudaExecutor:
         self._caches.clear()
         try:
             self._caches.allocate(num_blocks)
-            self._graphs.capture(self._compute, self._caches.nobodys_block)
+            self._graphs.capture(
+                self._compute, None if self._membership.rank else self._choose, self._caches.nobodys_block
+            )
         except torch.cuda.OutOfMemoryError:
             free, total = (number / 2**30 for number in torch.cuda.mem_get_info(self._device))
             raise ConfigError(
@@ -137,9 +147,8 @@ class CudaExecutor:
 
     # For the steps
 
-    def begin(self, batch: Batch, choices: Choices, fields: Arrays) -> tuple[Outputs, dict[str, Tensor]]:
-        """Begins the graph: its outputs, of each row that is wanted, and all that was sent up for the step, `fields`
-        among it."""
+    def begin(self, batch: Batch, choices: Choices, fields: Arrays) -> Begun:
+        """Begins the graph. `fields`: what else is sent up for the step."""
         inputs = self._slots.graph_inputs(batch)
         _mark_pending(batch, inputs)
         num_logits, shape = len(inputs["logit_rows"]), self._graphs.shape_for(inputs)
@@ -147,31 +156,40 @@ class CudaExecutor:
         if self._adapters and self._slots.adapters:
             sizes = (shape.num_tokens, shape.num_logits) if shape else (len(inputs["token_ids"]), num_logits)
             groups = self._adapters.groups(self._slots.adapters, batch, inputs, sizes)
+        more = {**groups, **fields, "slots": np.array(choices.slots, np.int64)}
         if shape:
-            inputs = self._graphs.padded(inputs, shape)
-        inputs |= groups
-        sent = self._uploads.send(inputs | {"slots": np.array(choices.slots, np.int64)} | fields)
-        if shape:
-            return self._graphs.replay(sent, shape).first(num_logits), sent
+            sent = self._uploads.send(self._graphs.padded(inputs | more, shape))
+            captured = self._graphs.replay(sent, shape)
+            told = {name: tensor[: len(choices.slots)] for name, tensor in captured.told.items() if name not in sent}
+            is_usual = choices.logit_rows is None and fields.keys() < told.keys()
+            return Begun(captured.outputs.first(num_logits), sent | told, captured if is_usual else None)
+        sent = self._uploads.send(inputs | more)
         fresh = [] if self._is_invariant else fresh_prompts.find(inputs["query_starts"], inputs["context_lens"])
-        if fresh:
-            return self._compute({**sent, "query_starts": KnownStarts(sent["query_starts"], fresh)}), sent
-        return self._compute(sent), sent
+        known = {"query_starts": KnownStarts(sent["query_starts"], fresh)} if fresh else {}
+        return Begun(self._compute({**sent, **known}), sent, None)
 
     def reading(self, batch: Batch) -> StepReading | None:
         is_told = batch.is_read and not self._membership.rank
         return StepReading(self._slots.readings.asked(batch)) if is_told else None
 
-    def choose(self, logits: Tensor, rows: SamplingRows, sent: Mapping[str, Tensor]) -> Download:
+    def choose(self, logits: Tensor, rows: SamplingRows, begun: Begun) -> Download:
         """Begins to choose tokens. `logits`: of each choice; `rows`: what was sent, as the host has it."""
-        if rows.mask is not None:
-            sent = {**sent, **self._uploads.send({"mask": rows.mask})}
-        sampled = sample(logits, sent, rows)
-        self._last_tokens.index_copy_(0, sent["slots"], sampled["token_ids"])
+        cuts = Cuts.of(rows)
+        if begun.captured and rows.mask is None:
+            return Download({"token_ids": begun.captured.choose(cuts)[: len(logits)]}, self._device)
+        masks = {} if rows.mask is None else self._uploads.send({"mask": rows.mask})
+        sampled = self._choose(logits, {**begun.sent, **masks}, cuts, int(rows.num_logprobs.max()))
         return Download(sampled, self._device)
 
     def accept(self, batch: Batch, rows: SamplingRows, sampled: SampledRows) -> StepOutput:
         return self._slots.accept(batch, rows, sampled)
+
+    def _choose(
+        self, logits: Tensor, sent: Mapping[str, Tensor], cuts: Cuts, num_logprobs: int = -1
+    ) -> dict[str, Tensor]:
+        sampled = sample(logits, sent, cuts, num_logprobs)
+        self._last_tokens.index_copy_(0, sent["slots"], sampled["token_ids"])
+        return sampled
 
     def _compute(self, inputs: Inputs) -> Outputs:
         token_ids = cuda.of_first(cuda.last_tokens_in(inputs["token_ids"], self._last_tokens))
@@ -186,9 +204,10 @@ class CudaStep:
         self._executor, self._batch, self._rows = executor, batch, rows
         self._reading = executor.reading(batch)
         fields = self._reading.fields_to_send() if self._reading else {}
-        outputs, self._sent = executor.begin(batch, choices, fields | (fields_to_send(rows) if choices.slots else {}))
+        self._begun = executor.begin(batch, choices, fields | (fields_to_send(rows) if choices.slots else {}))
+        outputs, sent, _ = self._begun
         if self._reading:
-            self._reading.begin(outputs, self._sent)
+            self._reading.begin(outputs, sent)
         wanted = slice(len(choices.slots)) if choices.logit_rows is None else choices.logit_rows
         self._logits = outputs.logits[wanted]
         self.download: Download | None = None
@@ -198,7 +217,7 @@ class CudaStep:
         self.choose()
 
     def choose(self) -> None:
-        self.download = self._executor.choose(self._logits, self._rows, self._sent)
+        self.download = self._executor.choose(self._logits, self._rows, self._begun)
 
     def result(self) -> StepOutput:
         assert self.download, "the step waits for its mask"

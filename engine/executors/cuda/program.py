@@ -20,7 +20,8 @@ FUSED_PRODUCTS = {(name, "swiglu"): f"gated_{name}" for name in PRODUCTS}
 FUSED = {("all_reduce", "add_rms_norm"): "all_reduce_add_rms_norm"}
 GROUPS, LOGIT_GROUPS = "groups", "logit_groups"  # of `engine.ops.cuda.adapters`
 OF_TOKENS, OF_LOGITS = -1, -2  # their numbers as values
-Inputs = Mapping[str, Tensor | KnownStarts]  # by name; what is known of query_starts is for attention
+# By name; what is known of query_starts is for attention, and without logit_rows all rows are wanted.
+Inputs = Mapping[str, Tensor | KnownStarts | None]
 LAST = {"linear": "logits", "linear_int8": "logits_int8"}  # the last product of a graph, in float32
 
 

@@ -48,8 +48,9 @@ def logits(x: Tensor, weight: Tensor, bias: None = None) -> Tensor:
     return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
-def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
-    return x.index_select(0, rows)
+def gather_rows(x: Tensor, rows: Tensor | None) -> Tensor:
+    """Without `rows` all of them."""
+    return x if rows is None else x.index_select(0, rows)
 
 
 def _one_row(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, is_gated: bool = False) -> Tensor:

@@ -20,7 +20,7 @@ from engine.ops.cuda.sampler.row import survey
 from engine.ops.cuda.sampler.threshold import cut
 from engine.ops.sampling_rows import SamplingRows
 
-__all__ = ["report", "sample"]
+__all__ = ["CUTS", "Cuts", "report", "sample"]
 
 
 class Cuts(NamedTuple):
@@ -37,16 +37,17 @@ class Cuts(NamedTuple):
         return cls(*[bool(each.any()) for each in of])
 
 
-def sample(logits: Tensor, sent: Mapping[str, Tensor], rows: SamplingRows) -> dict[str, Tensor]:
+CUTS = Cuts(False, False, False), *[Cuts(True, k, p) for k in (False, True) for p in (False, True)]  # all there are
+
+
+def sample(logits: Tensor, sent: Mapping[str, Tensor], cuts: Cuts, num_logprobs: int = -1) -> dict[str, Tensor]:
     """The fields of SampledRows by name; without log-probabilities where nobody wants any.
 
-    `logits`: f32 [S, V], S at least 1, which are changed. `sent`: the fields of `rows` on the same device; what changes
-    logits only where it does something.
+    `logits`: f32 [S, V], S at least 1, which are changed. `sent`: the fields of the rows on the same device; what
+    changes logits only where it does something. `num_logprobs`: the most that a row wants.
     """
-    num_logprobs = int(rows.num_logprobs.max())
     own = logits.clone() if num_logprobs >= 0 and changes(sent) else logits
     change(logits, sent)
-    cuts = Cuts.of(rows)
     found = survey(logits, sent["temperature"], sent["min_p"])
     if cuts.top_k:
         cut(found, sent["top_k"], by_count=True)
