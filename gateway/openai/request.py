@@ -136,17 +136,19 @@ def _may_think(options: dict[str, Any]) -> bool:
 
 def _spread(body: dict[str, Any]) -> None:
     """`structured_outputs` into the fields that say the same."""
-    for name, value in _checked(body, "structured_outputs", AN_OBJECT, {}).items():
-        if name == "json_object":
+    for given, value in _checked(body, "structured_outputs", AN_OBJECT, {}).items():
+        name = STRUCTURED.get(given, given)
+        if given == "json_object":
             name, value = "response_format", {"type": "json_object"} if value else None
-        elif name in ALWAYS_SO:
+        elif given in ALWAYS_SO:
             continue
-        elif name not in STRUCTURED and value is not None:
+        elif given not in STRUCTURED and value is not None:
             text = "`{field}` has {value}, known are {limit}"
             limit = ["json_object", *STRUCTURED]
-            raise InvalidRequest(text, field="structured_outputs", value=wire.shown(name), limit=limit)
+            raise InvalidRequest(text, field="structured_outputs", value=wire.shown(given), limit=limit)
         if value is not None:
-            body[STRUCTURED.get(name, name)] = value
+            wire.within("structured_outputs", f".{given}", CHECKS[name], value)  # blamed by the client's name of it
+            body[name] = value
 
 
 def _options(body: dict[str, Any], is_chat: bool) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from tests.byte_tokenizer import EOS_ID
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CLOSED = {**SCHEMA, "additionalProperties": False}
+LONE = "\ud800"  # a surrogate without its other half: JSON can say it, UTF-8 cannot
+WITH_LONE = [{"enum": [LONE]}, {"properties": {LONE: {}}}, {"description": LONE}, {"anyOf": [{"pattern": [LONE]}]}]
 TAG = {"structures": [{"begin": "<n>", "schema": {"type": "null"}, "end": "</n>"}], "triggers": ["<n"]}
 
 
@@ -126,6 +128,27 @@ def test_a_wrong_form_is_refused_by_name(field, value, says):
     error = refusal(**{field: value})
     assert says in str(error)
     assert error.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "place"),
+    [
+        *(("guided_json", schema, "") for schema in WITH_LONE),
+        *(("guided_json", json.dumps(schema), "") for schema in WITH_LONE),
+        ("guided_regex", LONE, ""),
+        ("guided_choice", ["a", LONE], "[]"),
+        ("guided_grammar", f'start: "{LONE}"', ""),
+        ("structural_tag", TAG | {"triggers": [LONE]}, ".triggers[]"),
+        ("structural_tag", TAG | {"structures": [{"begin": "<n>", "end": LONE}]}, ".structures[].end"),
+        ("structural_tag", TAG | {"structures": [{"begin": "<n>", "schema": {"const": LONE}}]}, ".structures[].schema"),
+        ("response_format", {"type": "json_object", "schema": {"const": LONE}}, ".schema"),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": {"const": LONE}}}, ".json_schema.schema"),
+    ],
+)
+def test_a_form_is_valid_unicode_wherever_it_has_a_text(field, value, place):
+    error = refusal(**{field: value})
+    says = f"The `{field}{place}` in input parameters must be valid Unicode, it has a lone surrogate"
+    assert (error.field, str(error)) == (field, says)
 
 
 def test_the_longest_and_the_deepest_form_are_taken():
