@@ -56,10 +56,7 @@ class Forms:
             return field, free_answer(thought, (THOUGHT_BEGIN, _mark(THOUGHT_BEGIN, tokenizer)))
         is_compact = request.guided_decoding_disable_any_whitespace
         any_whitespace = self.any_whitespace if is_compact is None else not is_compact
-        try:
-            return field, written(form, any_whitespace, thought)
-        except InvalidRequest as error:
-            raise error.blaming(field) from None
+        return field, written(form, any_whitespace, thought)
 
     def _end_of(self, prompt_ids: list[int], tokenizer: Tokenizer) -> str:
         """Where it matters."""

@@ -38,10 +38,11 @@ T = TypeVar("T")
 
 
 class Matcher:
-    """An `engine.core.grammar.Grammar`: what one answer may still become."""
+    """An `engine.core.grammar.Grammar`: what one answer may still become. `field` asks for that."""
 
-    def __init__(self, matcher: LLMatcher):
+    def __init__(self, matcher: LLMatcher, field: str):
         self.matcher = matcher
+        self._field = field
         self.error: RequestError | None = None
 
     @property
@@ -60,7 +61,8 @@ class Matcher:
 
     def note_error(self) -> None:
         if self.error is None and self.matcher.is_error():
-            self.error = InvalidRequest(f"the form of the answer cannot be kept: {_brief(self.matcher)}")
+            text = f"The `{{field}}` cannot be followed any further: {literally(_brief(self.matcher))}"
+            self.error = InvalidRequest(text, field=self._field)
 
 
 class MatcherGrammars:
@@ -130,7 +132,7 @@ class MatcherGrammars:
         compiled = self._compile(field, form)
         matchers = []
         for each in (request, *request.forks):
-            matchers.append(matcher := Matcher(compiled.deep_copy()))
+            matchers.append(matcher := Matcher(compiled.deep_copy(), field))
             known = each.token_ids[each.prompt_len :]
             if known and matcher.num_allowed(known) < len(known):
                 text = f"The `{{field}}` do not have the form that `{{{field}}}` asks for"
@@ -148,8 +150,8 @@ class MatcherGrammars:
             compiled.deep_copy().compute_bitmask()  # the first mask finds out what is left
             compiled.compute_bitmask()
         if compiled.is_error():
-            why = literally(_brief(compiled))
-            raise InvalidRequest(f"The `{{field}}` cannot be compiled: {why}", field=field)
+            text = f"The `{{field}}` cannot be compiled: {literally(_brief(compiled))}"
+            raise InvalidRequest(text, field=field)
         log.info("a form of %d characters compiled in %.0f ms", len(form), 1e3 * (time.monotonic() - started))
         self._compiled[form] = compiled
         while len(self._compiled) > 1 and sum(map(len, self._compiled)) > MAX_CACHED:

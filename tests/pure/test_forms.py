@@ -178,10 +178,13 @@ def test_tokens_that_the_model_does_not_have_cannot_be_the_only_ones(tokenizer):
 
 
 def test_what_is_seen_without_compiling_blames_the_field(tokenizer):
-    with pytest.raises(InvalidRequest, match="the grammar cannot be read: Rule 'b' not found") as caught:
+    with pytest.raises(InvalidRequest, match="The `guided_grammar` cannot be read: Rule 'b' not found") as caught:
         asked(tokenizer, guided_grammar="root ::= b")
     assert caught.value.field == "guided_grammar"
-    with pytest.raises(InvalidRequest, match='no trigger begins the structure "<n>"') as caught:
+    with pytest.raises(InvalidRequest, match="`guided_grammar` cannot be read: Expected name .* '{'"):
+        asked(tokenizer, guided_grammar="root ::= {")
+    text = 'The `structural_tag` has a structure that none of its triggers begins: "<n>"'
+    with pytest.raises(InvalidRequest, match=text) as caught:
         asked(tokenizer, structural_tag={**TAG, "triggers": ["<m"]})
     assert caught.value.field == "structural_tag"
 

@@ -239,6 +239,16 @@ def test_a_hostile_form_ends_its_own_request_only(guided, name):
     guided.loop.scheduler.check()
 
 
+def test_a_form_that_becomes_too_complex_while_it_is_followed_is_refused_by_name(guided):
+    """The second token could be one of too many: the first mask does not know."""
+    wide = " | ".join(f'"{{x{i}"' for i in range(2100))
+    guided.run(a_request("a", "guided_grammar", f'start: "a" ({wide})'))
+    error = guided.errors["a"]
+    assert (type(error), error.field) == (InvalidRequest, "guided_grammar")
+    assert str(error).startswith("The `guided_grammar` cannot be followed any further: Parser Error: ")
+    assert error.worded({"guided_grammar": "tools"}).startswith("The `tools` cannot")
+
+
 @pytest.mark.parametrize("name", ["T", "r"])
 def test_ten_thousand_rules_one_below_the_other_are_survived(guided, name):
     """The library descends into them: the thread has the stack for it."""
