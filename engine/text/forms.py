@@ -4,11 +4,12 @@ a JSON object with one or two grammars. Knows no tokens and compiles nothing."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
 from llguidance import StructTag, regex_to_lark
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from engine.errors import InvalidRequest, literally
 from engine.wire.checks import shown
@@ -18,6 +19,7 @@ Json = dict[str, Any]
 # Of JSON: a space, or a new line and its indentation. A model that knows no better would write spaces for ever.
 SOME_WHITESPACE = {"whitespace_pattern": r" |\r?\n[ \t]{0,24}"}
 NO_WHITESPACE = {"whitespace_flexible": False}
+A_RULE_OF_EBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 UNENDING = 10**6  # tokens; no answer is as long
 # What the model thinks before its answer is free. The answer may begin on another line.
 AFTER_THOUGHT = """start: thought BREAK @answer
@@ -72,8 +74,10 @@ def _choice(texts: list[str]) -> Json:
 
 def _grammar(form: Form) -> Json:
     """Lark as it is, EBNF of llama.cpp's kind translated."""
+    if not A_RULE_OF_EBNF.search(form.value):
+        return {"lark_grammar": form.value}
     try:
-        return {"lark_grammar": any_to_lark(form.value)}
+        return {"lark_grammar": gbnf_to_lark(form.value)}
     except Exception as error:  # the library raises all sorts
         raise InvalidRequest(f"The `{{field}}` cannot be read: {literally(str(error))}", field=form.field) from None
 

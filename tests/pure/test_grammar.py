@@ -68,7 +68,17 @@ def test_an_answer_to_a_choice_is_one_of_it(guided):
     assert texts <= set(choices)
 
 
-@pytest.mark.parametrize("grammar", ['root ::= "(" root ")" | [0-9]', 'start: "(" start ")" | /[0-9]/'])
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'root ::= "(" root ")" | [0-9]',
+        '# a comment\n\n  digit ::= [0-9]\r\n  root\t::=\n "(" root ")" | digit',
+        'start: "(" start ")" | /[0-9]/',
+        '?start: nested\nnested: "(" nested ")" | /[0-9]/',
+        '!start : nested\n?nested: "(" nested ")" | DIGIT // never "root ::="\nDIGIT: /[0-9]/',
+        '%import common.DIGIT\nnested: "(" nested ")" | DIGIT\nstart[capture]: nested',
+    ],
+)
 def test_an_answer_to_a_grammar_follows_it(guided, grammar):
     text = guided.run(a_request("a", "guided_grammar", grammar))
     assert re.fullmatch(r"\(*[0-9]\)*", text)
