@@ -69,7 +69,8 @@ def _regex(regex: str) -> Json:
 
 
 def _choice(texts: list[str]) -> Json:
-    return {"lark_grammar": "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)}
+    """As one terminal, which is an automaton: of rules, each text would be an item to look at."""
+    return {"lark_grammar": f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, texts))}"}
 
 
 def _grammar(form: Form) -> Json:

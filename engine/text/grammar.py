@@ -24,8 +24,9 @@ log = logging.getLogger(__name__)
 
 MAX_CACHED = 1 << 20  # characters of compiled forms: a hostile one takes some 400 bytes of memory for each
 STACK_BYTES = 256 << 20  # the library descends into rules: 6 KB a level, some 10,000 levels fit into a request's limit
-# Of one form: about 0.4 s to compile and 15 ms a token at worst.
-LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+# Of one form, found by all its answers together: about 0.4 s to compile and 15 ms a token at worst. A long one may have
+# a state for each of its bytes: a choice of many texts has.
+MIN_LEXER_STATES = 50_000
 # What most texts of JSON allow is looked up by so many characters, where the library has 10 and 30: the masks of
 # `benchmarks.forms` take 40% less time.
 IN_A_TEXT = r'[^"\\\x00-\x1F\x7F]'
@@ -145,7 +146,9 @@ class MatcherGrammars:
             self._compiled.move_to_end(form)
             return compiled
         started = time.monotonic()
-        compiled = LLMatcher(self._words.vocabulary, form, log_level=QUIET, limits=LIMITS)
+        max_states = max(MIN_LEXER_STATES, len(form.encode()))
+        limits = LLParserLimits(max_lexer_states=max_states, verbose_errors=False)
+        compiled = LLMatcher(self._words.vocabulary, form, log_level=QUIET, limits=limits)
         if not compiled.is_error():
             compiled.deep_copy().compute_bitmask()  # the first mask finds out what is left
             compiled.compute_bitmask()
