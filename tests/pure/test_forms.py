@@ -1,15 +1,17 @@
 """The form of an answer, from the fields of a request to what the engine is asked for."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from engine.errors import InvalidRequest
 from engine.serving.form import Forms
 from engine.serving.prompt import PromptReader
+from engine.text.tokenizer import Tokenizer
 from engine.wire import parse_request
 from engine.wire.forms import Form
-from tests.byte_tokenizer import EOS_ID
+from tests.byte_tokenizer import EOS_ID, write_tokenizer
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CLOSED = {**SCHEMA, "additionalProperties": False}
@@ -204,7 +206,7 @@ def test_the_setting_forbids_whitespace_unless_the_request_says_otherwise(tokeni
 
 
 def test_a_form_waits_for_the_end_of_a_thought_where_there_will_be_one(tokenizer):
-    apart = {"is_thinking_apart": True}
+    apart = {"thought": "may"}
 
     def waits(options, **fields):
         return "thought" in asked(tokenizer, options, guided_regex="a", **fields)[1]
@@ -217,3 +219,30 @@ def test_a_form_waits_for_the_end_of_a_thought_where_there_will_be_one(tokenizer
     assert waits(apart, text=None, messages=closed, **kept)  # the turn has been closed, too
     closing = tokenizer.encode("<think>\n\n</think>\n\n")
     assert not waits(apart, input_ids=[1, *closing])
+
+
+OPENED, CLOSED_AGAIN = "{{ '<think>\n' }}", "{{ '<think>\n\n</think>\n\n' if enable_thinking is false }}"
+
+
+@pytest.mark.parametrize(
+    ("end", "server", "usually", "without"),
+    [
+        ("", "may", "may", "never"),  # of a model that does not think, and a template that knows no flag
+        ("", "does", "does", "never"),
+        (OPENED, "may", "does", "does"),  # of models that think always
+        (OPENED, "does", "does", "does"),
+        (CLOSED_AGAIN, "may", "may", "never"),
+        (CLOSED_AGAIN, "does", "does", "never"),
+        ("{{ '</think>' }}", "does", "never", "never"),  # by a flag that is called otherwise
+    ],
+)
+def test_the_end_of_the_prompt_says_whether_a_model_thinks_and_else_its_client_and_the_setting(
+    tmp_path, end, server, usually, without
+):
+    write_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}" + end)
+    reader = PromptReader(Tokenizer.load(tmp_path), 330, 200, 100, 100, forms=Forms(thought=server))
+    for flag, expected in ((True, usually), (False, without)):
+        prompt = reader.read(parsed(guided_regex="a", chat_template_kwargs={"enable_thinking": flag}))
+        assert (prompt.thought, "thought" in prompt.sampling.form[1]) == (expected, expected != "never")
+    assert replace(reader, forms=Forms()).read(parsed(guided_regex="a")).thought is None
