@@ -4,7 +4,8 @@ A crash of the engine is invisible: when a new engine process answers, everythin
 submitted again with the tokens it already has; the engine goes on from there, greedy or seeded, with the same tokens as
 without the crash. A request that crashes every engine is found (`engine.link.crash_search`) and ended with an error.
 
-One thread owns the socket. It calls the listeners, which must not block.
+One thread owns the socket. It calls the listeners, which must not block. Without it nothing is answered: the process
+ends with it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 import zmq
 
-from engine.errors import EngineUnavailable, RequestError, error_of
+from engine.errors import EngineUnavailable, RequestError, as_request_error, error_of
 from engine.link import messages
 from engine.link.crash_search import CrashSearch
 from engine.link.journal import Entry, Journal, Submission
@@ -51,7 +52,6 @@ class EngineClient:
         self._last_look = time.monotonic()
         self._last_ping = 0.0
         self._closing = False
-        self._broken: str | None = None  # by a bug of ours
         self._crash_search = CrashSearch(self._submit)
         self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
         self._thread.start()
@@ -88,8 +88,6 @@ class EngineClient:
 
     def failure(self) -> str | None:
         """Why the engine will not come back, or None."""
-        if self._broken:
-            return self._broken
         try:
             return self._failed_file.read_text().strip() if self._failed_file else None
         except FileNotFoundError:
@@ -113,19 +111,15 @@ class EngineClient:
 
     def _run(self) -> None:
         context = zmq.Context()
-        error = EngineUnavailable("the server is stopping")
         try:
             self.connect(context)
             self._serve()
-        except Exception:  # a bug of ours must not leave anybody waiting
-            self._broken = "internal error: the way to the engine is broken"
-            log.exception(self._broken)
-            error = EngineUnavailable(self._broken)
-        finally:
-            with self._lock:
-                self._closing = True
-            self._end_all(error)
-            context.destroy(linger=0)
+        except Exception:  # a bug of ours must not leave anybody waiting: the supervisor starts this process anew
+            log.exception("the way to the engine is broken, this process ends")
+            logging.shutdown()
+            os._exit(1)
+        self._end_all(EngineUnavailable("the server is stopping"))
+        context.destroy(linger=0)
 
     def connect(self, context: zmq.Context) -> None:
         self._socket = context.socket(zmq.DEALER)
@@ -208,7 +202,8 @@ class EngineClient:
                 self._submit(name)
 
     def _submit(self, name: str) -> bool:
-        """False when it was cancelled meanwhile. Before there is an engine nothing is sent: its first answer will."""
+        """False when it is over, cancelled meanwhile or refused. Before there is an engine nothing is sent: its first
+        answer will."""
         entry, submissions = self._journal.find(name)
         if entry is None:
             return False
@@ -216,7 +211,14 @@ class EngineClient:
             return True
         entry.submitted = True
         answers = [(each.request_id, messages.pack_sampling(each.sampling), each.token_ids) for each in submissions]
-        self._send(messages.SUBMIT, self._epoch, entry.prompt_ids, answers, entry.replay, entry.salt, entry.standing)
+        fields = (entry.prompt_ids, answers, entry.replay, entry.salt, entry.standing)
+        try:
+            self._send(messages.SUBMIT, self._epoch, *fields)
+        except Exception as error:  # it cannot be packed, a bug of ours: others are no part of it
+            log.exception("a request could not be submitted")
+            for each in submissions:
+                self._refused(each.request_id, as_request_error(error))
+            return False
         return True
 
     def _cancelled(self, entry: Entry, request_id: str, is_complete: bool) -> None:

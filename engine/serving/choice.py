@@ -31,7 +31,7 @@ class Choice:
         self.finish_reason: str | None = None
         self._request = request
         self.of_prompt: OfPrompt | None = None  # what the engine has said of it
-        self._prompt_ids, self._pooled = prompt.token_ids, prompt.pooled
+        self._prompt_ids, self._pooled, self._thought = prompt.token_ids, prompt.pooled, prompt.thought
         self._tokenizer = tokenizer
 
     @property
@@ -89,6 +89,7 @@ class Choice:
             "logprobs": self._logprobs(unsent) if self._tells_logprobs else None,
             "times": times,
             "of_prompt": None if self.num_sent else self._told_of_prompt(),
+            "thought": None if self.num_sent else self._thought,
         }
         if answer.finish_reason is None:
             return wire.Delta(**gained)

@@ -19,59 +19,56 @@ class Forms:
     """Of all answers of a server."""
 
     any_whitespace: bool = True  # in JSON that an answer must be
-    is_thinking_apart: bool = False  # the form of an answer begins after what the model thinks
-    thinks_at_once: bool = False  # which it does without saying so
+    thought: str = "never"  # that an answer begins with, see `Config.thought`: its form begins after that
 
     @classmethod
     def of_server(cls, config: Config) -> Forms:
         return cls(
             any_whitespace=not config.guided_decoding_disable_any_whitespace,
-            is_thinking_apart=config.thought != "never",
-            thinks_at_once=config.thought == "does",
+            thought=config.thought,
         )
 
     def of(
-        self, request: GenerationRequest, prompt_ids: list[int], stop_ids: tuple[int, ...], tokenizer: Tokenizer
+        self, request: GenerationRequest, thought: str | None, stop_ids: tuple[int, ...], tokenizer: Tokenizer
     ) -> tuple[str, ...]:
-        """With the field that asks for it; nothing: it is free. Raises InvalidRequest."""
+        """With the field that asks for it; nothing: it is free. Of an answer with that `thought_of` it. Raises
+        InvalidRequest."""
         form, budget = request.form, request.reasoning_max_tokens
-        if budget and not self.is_thinking_apart:
+        if budget and self.thought == "never":
             text = "The `{field}` needs a server that knows its model's thoughts, by REASONING_PARSER"
             raise InvalidRequest(text, field="reasoning_max_tokens", value=budget)
-        end = self._end_of(prompt_ids, tokenizer)
-        will_think = self._will_think(request, end) and (form is None or form.kind != "token_ids")
+        will_think = thought in ("may", "does") and (form is None or form.kind != "token_ids")
         if form is None and not (will_think and budget):
             return ()
         field = form.field if form else "reasoning_max_tokens"
         if not tokenizer.eos_token_ids or not stop_ids:
             text = "The `{field}` needs an end-of-sequence token, which the model lacks or `{ignore_eos}` forbids"
             raise InvalidRequest(text, field=field)
-        thought = free_thought(THOUGHT_END) if will_think else ""
+        rule = free_thought(THOUGHT_END) if will_think else ""
         if will_think and budget:
             not_within = (_mark(THOUGHT_END, tokenizer), *stop_ids)
-            thought = bounded_thought(budget, THOUGHT_END, not_within)
+            rule = bounded_thought(budget, THOUGHT_END, not_within)
         if form is None:
-            if self.thinks_at_once or end.endswith(THOUGHT_BEGIN):
-                return field, free_answer(thought, None)
-            return field, free_answer(thought, (THOUGHT_BEGIN, _mark(THOUGHT_BEGIN, tokenizer)))
+            begin = None if thought == "does" else (THOUGHT_BEGIN, _mark(THOUGHT_BEGIN, tokenizer))
+            return field, free_answer(rule, begin)
         is_compact = request.guided_decoding_disable_any_whitespace
         any_whitespace = self.any_whitespace if is_compact is None else not is_compact
-        try:
-            return field, written(form, any_whitespace, thought)
-        except InvalidRequest as error:
-            raise error.blaming(field) from None
+        return field, written(form, any_whitespace, rule)
 
-    def _end_of(self, prompt_ids: list[int], tokenizer: Tokenizer) -> str:
-        """Where it matters."""
-        if not self.is_thinking_apart:
-            return ""
-        return tokenizer.decode(prompt_ids[-MAX_CLOSING_TOKENS:], skip_special_tokens=False).rstrip()
-
-    def _will_think(self, request: GenerationRequest, prompt_end: str) -> bool:
-        """Before it answers. The end of the prompt says whether the chat template leaves that out."""
-        if not self.is_thinking_apart or request.is_continuation:
-            return False
-        return not prompt_end.endswith(THOUGHT_END)
+    def thought_of(self, request: GenerationRequest, prompt_ids: list[int], tokenizer: Tokenizer) -> str | None:
+        """Whether an answer to this prompt begins with one, in the words of `Config.thought`; None: nobody tells it
+        apart. The end of the prompt knows best: of a model that thinks always the chat template opens a thought,
+        whatever its client wishes, and one that leaves it out closes it. Elsewhere a wish for none is believed."""
+        if self.thought == "never":
+            return None
+        end = tokenizer.decode(prompt_ids[-MAX_CLOSING_TOKENS:], skip_special_tokens=False).rstrip()
+        if request.is_continuation or end.endswith(THOUGHT_END):
+            return "never"
+        if end.endswith(THOUGHT_BEGIN):
+            return "does"
+        if (request.chat_template_kwargs or {}).get("enable_thinking") is False:
+            return "never"
+        return self.thought
 
 
 def _mark(text: str, tokenizer: Tokenizer) -> int:

@@ -30,6 +30,7 @@ class Prompt:
     n: int = 1  # answers that are made
     salt: str = ""  # of the prefix cache
     head: np.ndarray | None = None  # [labels, H]: its scores are wanted, not the hidden state that they are made of
+    thought: str | None = None  # that its answers begin with, see `Forms.thought_of`
 
     def pooled(self, hidden: bytes) -> bytes:
         """What is told of this hidden state, both f32."""
@@ -102,7 +103,8 @@ class PromptReader:
         num_made = request.best_of or request.n
         is_choosing = request.is_chosen and not request.use_beam_search
         stop_ids = self._stop_ids(request)
-        form = self.forms.of(request, token_ids, stop_ids, self.tokenizer)
+        thought = self.forms.thought_of(request, token_ids, self.tokenizer)
+        form = self.forms.of(request, thought, stop_ids, self.tokenizer)
         if request.form and request.form.kind == "token_ids":
             self.check_ids(request.form.field, request.form.value)
         sampling = Sampling(
@@ -134,7 +136,8 @@ class PromptReader:
                 text = "The `{field}` has {value} tokens, the answer at most {limit}"
                 raise InvalidRequest(text, field="answer_ids", value=len(answer), limit=max_new_tokens)
         head = self.head if request.pooling == SCORE else None
-        return Prompt(token_ids, sampling, num_made if is_choosing else request.n, request.cache_salt or "", head)
+        n = num_made if is_choosing else request.n
+        return Prompt(token_ids, sampling, n, request.cache_salt or "", head, thought)
 
     def _token_ids(self, request: GenerationRequest) -> list[int]:
         if request.input_ids is not None:

@@ -24,8 +24,9 @@ log = logging.getLogger(__name__)
 
 MAX_CACHED = 1 << 20  # characters of compiled forms: a hostile one takes some 400 bytes of memory for each
 STACK_BYTES = 256 << 20  # the library descends into rules: 6 KB a level, some 10,000 levels fit into a request's limit
-# Of one form: about 0.4 s to compile and 15 ms a token at worst.
-LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+# Of one form, found by all its answers together: about 0.4 s to compile and 15 ms a token at worst. A long one may have
+# a state for each of its bytes: a choice of many texts has.
+MIN_LEXER_STATES = 50_000
 # What most texts of JSON allow is looked up by so many characters, where the library has 10 and 30: the masks of
 # `benchmarks.forms` take 40% less time.
 IN_A_TEXT = r'[^"\\\x00-\x1F\x7F]'
@@ -38,10 +39,11 @@ T = TypeVar("T")
 
 
 class Matcher:
-    """An `engine.core.grammar.Grammar`: what one answer may still become."""
+    """An `engine.core.grammar.Grammar`: what one answer may still become. `field` asks for that."""
 
-    def __init__(self, matcher: LLMatcher):
+    def __init__(self, matcher: LLMatcher, field: str):
         self.matcher = matcher
+        self._field = field
         self.error: RequestError | None = None
 
     @property
@@ -60,7 +62,8 @@ class Matcher:
 
     def note_error(self) -> None:
         if self.error is None and self.matcher.is_error():
-            self.error = InvalidRequest(f"the form of the answer cannot be kept: {_brief(self.matcher)}")
+            text = f"The `{{field}}` cannot be followed any further: {literally(_brief(self.matcher))}"
+            self.error = InvalidRequest(text, field=self._field)
 
 
 class MatcherGrammars:
@@ -130,7 +133,7 @@ class MatcherGrammars:
         compiled = self._compile(field, form)
         matchers = []
         for each in (request, *request.forks):
-            matchers.append(matcher := Matcher(compiled.deep_copy()))
+            matchers.append(matcher := Matcher(compiled.deep_copy(), field))
             known = each.token_ids[each.prompt_len :]
             if known and matcher.num_allowed(known) < len(known):
                 text = f"The `{{field}}` do not have the form that `{{{field}}}` asks for"
@@ -143,13 +146,15 @@ class MatcherGrammars:
             self._compiled.move_to_end(form)
             return compiled
         started = time.monotonic()
-        compiled = LLMatcher(self._words.vocabulary, form, log_level=QUIET, limits=LIMITS)
+        max_states = max(MIN_LEXER_STATES, len(form.encode()))
+        limits = LLParserLimits(max_lexer_states=max_states, verbose_errors=False)
+        compiled = LLMatcher(self._words.vocabulary, form, log_level=QUIET, limits=limits)
         if not compiled.is_error():
             compiled.deep_copy().compute_bitmask()  # the first mask finds out what is left
             compiled.compute_bitmask()
         if compiled.is_error():
-            why = literally(_brief(compiled))
-            raise InvalidRequest(f"The `{{field}}` cannot be compiled: {why}", field=field)
+            text = f"The `{{field}}` cannot be compiled: {literally(_brief(compiled))}"
+            raise InvalidRequest(text, field=field)
         log.info("a form of %d characters compiled in %.0f ms", len(form), 1e3 * (time.monotonic() - started))
         self._compiled[form] = compiled
         while len(self._compiled) > 1 and sum(map(len, self._compiled)) > MAX_CACHED:

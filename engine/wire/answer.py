@@ -94,6 +94,7 @@ class Delta:
     times: dict[str, str] | None = None  # TIMES, when asked for
     index: int = 0  # of the answer among the n to the prompt
     of_prompt: OfPrompt | None = None  # with the first of each answer
+    thought: str | None = None  # the same: it "never" begins with one, "may", or "does" whether it says so or not
 
     @property
     def is_end(self) -> bool:
@@ -121,6 +122,8 @@ class Delta:
             fields |= self.times
         if self.of_prompt is not None:
             fields |= self.of_prompt.fields()
+        if self.thought is not None:
+            fields["thought"] = self.thought
         return fields
 
 
@@ -288,6 +291,7 @@ def read_answer(payload: bytes) -> Answer:
         {name: given[name] for name in TIMES} if TIMES[0] in given else None,
         given["index"],
         _of_prompt(given),
+        given.get("thought"),
     )
     if "finish_reason" not in given:
         return Delta(*of_all)

@@ -132,7 +132,7 @@ def _object_or_text(key: str, value: Any) -> Json:
 
 
 def _check_size(key: str, value: Any) -> Any:
-    num_bytes = len(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+    num_bytes = len(string(key, json.dumps(value, ensure_ascii=False)).encode())
     if num_bytes > MAX_FORM_BYTES:
         raise refusal(key, "has {value} bytes, the limit is {limit}", num_bytes, MAX_FORM_BYTES)
     return value

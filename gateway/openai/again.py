@@ -4,6 +4,7 @@ client has seen goes on after it. The header `X-Request-Id` names the request.""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from engine.errors import InvalidRequest
@@ -39,6 +40,10 @@ def parse_again(body: dict[str, Any], is_chat: bool, call: Call) -> OpenAIExchan
     elif not body.get("request_id"):
         raise InvalidRequest(f"with {LAST_EVENT_ID} the header `{{field}}` must name the request", field=REQUEST_ID)
     completion = parse(body, is_chat, call.model_name, dialect_of(call.config))
+    variables = completion.requests[0].get("chat_template_kwargs", {})
+    if variables.get("enable_thinking") is False or variables.get("continue_final_message"):
+        # A model that thinks all the same has its thoughts in its words.
+        completion = replace(completion, dialect=replace(completion.dialect, thought="never"))
     if completion.dialect != PLAIN:
         text = "`{field}` cannot be kept where tools or thoughts are told apart: that needs the beginning of the answer"
         raise InvalidRequest(text, field=LAST_EVENT_ID)

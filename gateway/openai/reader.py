@@ -48,6 +48,13 @@ class Reader:
         # Each works on _rest and says whether there may be more to do.
         self._state: Callable[[], bool] = self._begin_answer if dialect.thought == "never" else self._begin
 
+    def learn(self, thought: str) -> None:
+        """What the model knows of this answer before its first text, as a Dialect has it: its prompt may have begun a
+        thought, or ended it."""
+        if self._state == self._begin:
+            self._is_thought_sure = thought == "does"
+            self._state = self._begin_answer if thought == "never" else self._begin
+
     def push(self, text: str, is_end: bool = False) -> list[Part]:
         self._rest += text
         self._is_end = is_end

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine import wire
@@ -81,7 +81,6 @@ def parse(body: dict[str, Any], is_chat: bool, default_model: str, dialect: Dial
     options = _options(body, is_chat)
     tools = read_tools(body, dialect) if is_chat else Tools()
     options |= (of_tools := tools.fields(options))
-    thought = dialect.thought if _may_think(options) else "never"
     sources = [chat_source(body)] if is_chat else sources_of("prompt", body, MAX_CHOICES)
     prompts = read_prompts(body, sources, options, is_chat)
     if len(sources) * n > MAX_CHOICES:
@@ -113,7 +112,7 @@ def parse(body: dict[str, Any], is_chat: bool, default_model: str, dialect: Dial
         timeout_s=timeout_s,
         names=_names(body, is_chat) | ({"guided_grammar": "tools"} if "guided_grammar" in of_tools else {}),
         tools=tools,
-        dialect=Dialect(tools.calls, thought, dialect.around) if is_chat else PLAIN,
+        dialect=replace(dialect, calls=tools.calls) if is_chat else PLAIN,
         tells_thoughts=_checked(body, "include_reasoning", A_BOOL, True),
     )
 
@@ -129,24 +128,21 @@ def _names(body: dict[str, Any], is_chat: bool) -> dict[str, str]:
     return names | {"max_dec_len": "max_completion_tokens"} if "max_completion_tokens" in body else names
 
 
-def _may_think(options: dict[str, Any]) -> bool:
-    variables = options.get("chat_template_kwargs", {})
-    return variables.get("enable_thinking", True) is not False and not variables.get("continue_final_message")
-
-
 def _spread(body: dict[str, Any]) -> None:
     """`structured_outputs` into the fields that say the same."""
-    for name, value in _checked(body, "structured_outputs", AN_OBJECT, {}).items():
-        if name == "json_object":
+    for given, value in _checked(body, "structured_outputs", AN_OBJECT, {}).items():
+        name = STRUCTURED.get(given, given)
+        if given == "json_object":
             name, value = "response_format", {"type": "json_object"} if value else None
-        elif name in ALWAYS_SO:
+        elif given in ALWAYS_SO:
             continue
-        elif name not in STRUCTURED and value is not None:
+        elif given not in STRUCTURED and value is not None:
             text = "`{field}` has {value}, known are {limit}"
             limit = ["json_object", *STRUCTURED]
-            raise InvalidRequest(text, field="structured_outputs", value=wire.shown(name), limit=limit)
+            raise InvalidRequest(text, field="structured_outputs", value=wire.shown(given), limit=limit)
         if value is not None:
-            body[STRUCTURED.get(name, name)] = value
+            wire.within("structured_outputs", f".{given}", CHECKS[name], value)  # blamed by the client's name of it
+            body[name] = value
 
 
 def _options(body: dict[str, Any], is_chat: bool) -> dict[str, Any]:

@@ -69,6 +69,7 @@ class FakeBackend:
         self.finish_reason = finish_reason
         self.stop_reason = stop_reason
         self.state = ModelState(ready=True, model_len=8192) if state is None else state
+        self.thought: str | None = None  # what it knows of the prompt
         self.bodies: list[dict[str, Any]] = []
         self.num_probes = 0
         self.aborts: list[tuple[str, str]] = []
@@ -128,6 +129,8 @@ class FakeBackend:
         }
         if not texts and asks_of_prompt(body):
             fields["of_prompt"] = OfPrompt([1, 2, 3], "<s>Hi é", PROMPT_LOGPROBS)
+        if not texts:
+            fields["thought"] = self.thought
         if text:
             texts.append(text)
             if body.get("logprobs", -1) >= 0:

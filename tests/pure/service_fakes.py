@@ -7,6 +7,7 @@ import threading
 import time
 
 from engine.errors import EngineUnavailable
+from engine.link import messages
 
 PATIENCE_S = 60  # only a test that fails waits that long
 
@@ -77,6 +78,7 @@ class FakeEngine:
         self._lock = threading.Lock()
 
     def submit(self, token_ids, submissions, salt, standing):
+        messages.pack(token_ids, [messages.pack_sampling(each.sampling) for each in submissions], salt, standing)
         self.on_submit()
         self.standings.append(standing)
         if self.reason:

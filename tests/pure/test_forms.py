@@ -1,18 +1,22 @@
 """The form of an answer, from the fields of a request to what the engine is asked for."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from engine.errors import InvalidRequest
 from engine.serving.form import Forms
 from engine.serving.prompt import PromptReader
+from engine.text.tokenizer import Tokenizer
 from engine.wire import parse_request
 from engine.wire.forms import Form
-from tests.byte_tokenizer import EOS_ID
+from tests.byte_tokenizer import EOS_ID, write_tokenizer
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CLOSED = {**SCHEMA, "additionalProperties": False}
+LONE = "\ud800"  # a surrogate without its other half: JSON can say it, UTF-8 cannot
+WITH_LONE = [{"enum": [LONE]}, {"properties": {LONE: {}}}, {"description": LONE}, {"anyOf": [{"pattern": [LONE]}]}]
 TAG = {"structures": [{"begin": "<n>", "schema": {"type": "null"}, "end": "</n>"}], "triggers": ["<n"]}
 
 
@@ -128,6 +132,27 @@ def test_a_wrong_form_is_refused_by_name(field, value, says):
     assert error.field == field
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "place"),
+    [
+        *(("guided_json", schema, "") for schema in WITH_LONE),
+        *(("guided_json", json.dumps(schema), "") for schema in WITH_LONE),
+        ("guided_regex", LONE, ""),
+        ("guided_choice", ["a", LONE], "[]"),
+        ("guided_grammar", f'start: "{LONE}"', ""),
+        ("structural_tag", TAG | {"triggers": [LONE]}, ".triggers[]"),
+        ("structural_tag", TAG | {"structures": [{"begin": "<n>", "end": LONE}]}, ".structures[].end"),
+        ("structural_tag", TAG | {"structures": [{"begin": "<n>", "schema": {"const": LONE}}]}, ".structures[].schema"),
+        ("response_format", {"type": "json_object", "schema": {"const": LONE}}, ".schema"),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": {"const": LONE}}}, ".json_schema.schema"),
+    ],
+)
+def test_a_form_is_valid_unicode_wherever_it_has_a_text(field, value, place):
+    error = refusal(**{field: value})
+    says = f"The `{field}{place}` in input parameters must be valid Unicode, it has a lone surrogate"
+    assert (error.field, str(error)) == (field, says)
+
+
 def test_the_longest_and_the_deepest_form_are_taken():
     assert parsed(guided_regex="x" * 131070).form
     assert parsed(guided_json=nested(99)).form
@@ -155,10 +180,13 @@ def test_tokens_that_the_model_does_not_have_cannot_be_the_only_ones(tokenizer):
 
 
 def test_what_is_seen_without_compiling_blames_the_field(tokenizer):
-    with pytest.raises(InvalidRequest, match="the grammar cannot be read: Rule 'b' not found") as caught:
+    with pytest.raises(InvalidRequest, match="The `guided_grammar` cannot be read: Rule 'b' not found") as caught:
         asked(tokenizer, guided_grammar="root ::= b")
     assert caught.value.field == "guided_grammar"
-    with pytest.raises(InvalidRequest, match='no trigger begins the structure "<n>"') as caught:
+    with pytest.raises(InvalidRequest, match="`guided_grammar` cannot be read: Expected name .* '{'"):
+        asked(tokenizer, guided_grammar="root ::= {")
+    text = 'The `structural_tag` has a structure that none of its triggers begins: "<n>"'
+    with pytest.raises(InvalidRequest, match=text) as caught:
         asked(tokenizer, structural_tag={**TAG, "triggers": ["<m"]})
     assert caught.value.field == "structural_tag"
 
@@ -178,7 +206,7 @@ def test_the_setting_forbids_whitespace_unless_the_request_says_otherwise(tokeni
 
 
 def test_a_form_waits_for_the_end_of_a_thought_where_there_will_be_one(tokenizer):
-    apart = {"is_thinking_apart": True}
+    apart = {"thought": "may"}
 
     def waits(options, **fields):
         return "thought" in asked(tokenizer, options, guided_regex="a", **fields)[1]
@@ -191,3 +219,30 @@ def test_a_form_waits_for_the_end_of_a_thought_where_there_will_be_one(tokenizer
     assert waits(apart, text=None, messages=closed, **kept)  # the turn has been closed, too
     closing = tokenizer.encode("<think>\n\n</think>\n\n")
     assert not waits(apart, input_ids=[1, *closing])
+
+
+OPENED, CLOSED_AGAIN = "{{ '<think>\n' }}", "{{ '<think>\n\n</think>\n\n' if enable_thinking is false }}"
+
+
+@pytest.mark.parametrize(
+    ("end", "server", "usually", "without"),
+    [
+        ("", "may", "may", "never"),  # of a model that does not think, and a template that knows no flag
+        ("", "does", "does", "never"),
+        (OPENED, "may", "does", "does"),  # of models that think always
+        (OPENED, "does", "does", "does"),
+        (CLOSED_AGAIN, "may", "may", "never"),
+        (CLOSED_AGAIN, "does", "does", "never"),
+        ("{{ '</think>' }}", "does", "never", "never"),  # by a flag that is called otherwise
+    ],
+)
+def test_the_end_of_the_prompt_says_whether_a_model_thinks_and_else_its_client_and_the_setting(
+    tmp_path, end, server, usually, without
+):
+    write_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}" + end)
+    reader = PromptReader(Tokenizer.load(tmp_path), 330, 200, 100, 100, forms=Forms(thought=server))
+    for flag, expected in ((True, usually), (False, without)):
+        prompt = reader.read(parsed(guided_regex="a", chat_template_kwargs={"enable_thinking": flag}))
+        assert (prompt.thought, "thought" in prompt.sampling.form[1]) == (expected, expected != "never")
+    assert replace(reader, forms=Forms()).read(parsed(guided_regex="a")).thought is None

@@ -188,6 +188,14 @@ def test_an_answer_whose_parts_are_told_apart_cannot_be_gone_on_with():
     assert (status, "tools or thoughts are told apart" in json.loads(payload)["error"]["message"]) == (400, True)
 
 
+def test_where_no_thought_is_wished_it_is_not_told_apart_so_that_the_answer_can_be_gone_on_with():
+    backend = a_backend(("<think>a</think>", "b"), ("b",))
+    backend.thought = "does"
+    with running(backend, reasoning_parser="qwen3") as gateway:
+        for last, text in (("0", "<think>a</think>b"), ("1", "b")):
+            assert text_of(numbered(gateway, last, enable_thinking=False)) == text
+
+
 def test_a_request_waits_for_a_model_server_that_was_there_a_moment_ago(monkeypatch):
     monkeypatch.setattr(lasting, "COMING_BACK_S", 0.3)
     gone = ModelUnreachable("nobody there")

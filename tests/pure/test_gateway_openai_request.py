@@ -19,7 +19,7 @@ from gateway.native.request import NATIVE_ONLY
 from gateway.openai.request import NAMES, OF_PROMPT, PASSED_ON
 from tests.pure.gateway_fake import FakeBackend, openai_client, running
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES, ANTHROPICS = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 MESSAGES = [{"role": "user", "content": "Hello, who are you"}]
 A_CHAT = {"model": "default", "messages": MESSAGES}
 AGAIN, NOT_AGAIN = {"retry-after": "1"}, {"x-should-retry": "false"}
@@ -431,3 +431,38 @@ def test_a_request_under_the_documented_base_url_is_never_native():
     with running(FakeBackend("a")) as gateway:
         status, answer = gateway.refused("/v1/chat/completions/completions", {"text": "hi"})
     assert (status, answer["error"]["param"]) == (400, "prompt")
+
+
+LONE = {"const": "\ud800"}  # has no UTF-8, so the engine could not be told of it
+OF_ANTHROPIC = {"model": "default", "max_tokens": 9, "messages": MESSAGES}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (
+            CHAT,
+            {**A_CHAT, "response_format": {"type": "json_schema", "json_schema": {"schema": LONE}}},
+            "response_format",
+        ),
+        (CHAT, {**A_CHAT, "guided_json": json.dumps(LONE)}, "guided_json"),
+        (CHAT, {**A_CHAT, "structured_outputs": {"json": LONE}}, "structured_outputs"),
+        (CHAT, {**A_CHAT, "tools": [{**A_TOOL, "function": {"name": "f", "parameters": LONE}}]}, "tools"),
+        (COMPLETIONS, {**A_COMPLETION, "guided_choice": [LONE["const"]]}, "guided_choice"),
+        (RESPONSES, {"input": "a", "text": {"format": {"type": "json_schema", "name": "x", "schema": LONE}}}, "text"),
+        (RESPONSES, {"input": "a", "tools": [{"type": "function", "name": "f", "parameters": LONE}]}, "tools"),
+        (
+            ANTHROPICS,
+            {**OF_ANTHROPIC, "output_config": {"format": {"type": "json_schema", "schema": LONE}}},
+            "output_config",
+        ),
+        (ANTHROPICS, {**OF_ANTHROPIC, "tools": [{"name": "f", "input_schema": LONE}]}, "tools"),
+    ],
+)
+def test_a_form_that_is_not_valid_unicode_is_refused_by_the_clients_name_of_it(path, body, field):
+    backend = FakeBackend("a")
+    with running(backend, tool_call_parser="hermes") as gateway:
+        status, refusal = gateway.refused(path, body)
+    assert (status, backend.bodies) == (400, [])
+    assert f"`{field}" in refusal["error"]["message"] and "lone surrogate" in refusal["error"]["message"]
+    assert refusal["error"].get("param", field) == field

@@ -15,6 +15,7 @@ from tests.pure.guided import Guided, a_request
 from tests.pure.test_openai_reader import read
 
 CHAT = "/v1/chat/completions"
+KINDS = ("reasoning_content", "content")
 MESSAGES = [{"role": "user", "content": "The weather in Paris and in Rome?"}]
 WEATHER = {
     "type": "function",
@@ -260,10 +261,36 @@ def test_thoughts_are_told_apart(parser, script):
 
 def test_without_a_parser_or_a_thought_all_is_content():
     assert ask(FakeBackend(*THOUGHT), tools=[]).message.content == "".join(THOUGHT)
-    no_thoughts = {"chat_template_kwargs": {"enable_thinking": False}}
-    script = ["It is", " Paris."]
-    choice = ask(FakeBackend(*script), {"reasoning_parser": "deepseek_r1"}, tools=[], extra_body=no_thoughts)
-    assert choice.message.content == "It is Paris."
+    backend = FakeBackend("It is", " Paris.")
+    backend.thought = "never"
+    assert ask(backend, {"reasoning_parser": "deepseek_r1"}, tools=[]).message.content == "It is Paris."
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("parser", ["qwen3", "deepseek_r1"])
+@pytest.mark.parametrize(
+    ("thought", "script", "told"),
+    [
+        ("does", ["Paris", "?\n</th", "ink>\n\nParis."], ("Paris?", "Paris.")),
+        ("may", ["Paris", "."], ("", "Paris.")),
+        ("may", ["<think>Paris?</think>", "Paris."], ("Paris?", "Paris.")),
+        ("never", ["Paris", "."], ("", "Paris.")),
+    ],
+)
+def test_whether_a_model_thinks_is_what_it_knows_of_the_prompt_whatever_was_asked(
+    parser, thought, script, told, stream
+):
+    """A template may open a thought though its client wants none, or close it by a flag of its own."""
+    for asked in ({}, {"enable_thinking": False}, {"reasoning_effort": "none"}):
+        backend = FakeBackend(*script)
+        backend.thought = thought
+        settings = {"reasoning_parser": parser}
+        answer = ask(backend, settings, tools=[], stream=stream, n=2, extra_body=asked)
+        if stream:
+            parts = [chunk.choices[0].delta.to_dict() for chunk in answer if chunk.choices[0].index == 1]
+        else:
+            parts = [answer.message.to_dict()]
+        assert tuple("".join(part.get(kind) or "" for part in parts) for kind in KINDS) == told
 
 
 # What the model's files say

@@ -1,5 +1,6 @@
 """Answers of a given form: what a model of random opinions says, with the real sampler and the real grammars."""
 
+import random
 import re
 import time
 from concurrent.futures import Future
@@ -11,6 +12,7 @@ from engine.core.types import Request, Sampling
 from engine.errors import InvalidRequest
 from engine.text.forms import bounded_thought, free_answer, free_thought
 from engine.text.grammar import Matcher, MatcherGrammars
+from engine.wire.forms import MAX_CHOICES
 from tests.byte_tokenizer import EOS_ID
 from tests.pure.guided import PROMPT, STOP_IDS, VOCAB_SIZE, Guided, a_request
 from tests.pure.random_schemas import random_schema
@@ -68,7 +70,38 @@ def test_an_answer_to_a_choice_is_one_of_it(guided):
     assert texts <= set(choices)
 
 
-@pytest.mark.parametrize("grammar", ['root ::= "(" root ")" | [0-9]', 'start: "(" start ")" | /[0-9]/'])
+@pytest.mark.parametrize(
+    ("alphabet", "length"), [("abc d", 34), ('\\"/|[](){}*+?.^$#<>-\t\n\b\0\x7f', 24), ("é日😀\u2028n\u0303", 12)]
+)
+def test_of_4096_texts_each_can_be_the_answer_and_nothing_else(guided, tokenizer, alphabet, length):
+    """Half of them are the beginning of others. They are as long as they may be all together."""
+    rng = random.Random(0)
+    texts = ["".join(rng.choices(alphabet, k=length)) for _ in range(MAX_CHOICES // 2)]
+    texts += [text[: rng.randrange(4, length)] for text in texts]
+    request = a_request("a", "guided_choice", texts)
+    for text in texts:
+        [grammar] = guided.grammars.begin(request).result()
+        whole, part = tokenizer.encode(text), tokenizer.encode(text[:3])
+        assert grammar.num_allowed([*whole, EOS_ID]) == len(whole) + 1
+        assert grammar.num_allowed([*part, EOS_ID]) == len(part)
+    answers = [guided.run(a_request(f"{seed}", "guided_choice", texts, seed=seed)) for seed in range(20)]
+    assert set(answers) <= set(texts) and len(set(answers)) > 3
+    over = tokenizer.encode("hm</think>")
+    text = guided.run(a_request("b", "guided_choice", texts, token_ids=over, thought=free_thought("</think>")))
+    assert any(text[num_spaces:] in texts for num_spaces in range(5))
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'root ::= "(" root ")" | [0-9]',
+        '# a comment\n\n  digit ::= [0-9]\r\n  root\t::=\n "(" root ")" | digit',
+        'start: "(" start ")" | /[0-9]/',
+        '?start: nested\nnested: "(" nested ")" | /[0-9]/',
+        '!start : nested\n?nested: "(" nested ")" | DIGIT // never "root ::="\nDIGIT: /[0-9]/',
+        '%import common.DIGIT\nnested: "(" nested ")" | DIGIT\nstart[capture]: nested',
+    ],
+)
 def test_an_answer_to_a_grammar_follows_it(guided, grammar):
     text = guided.run(a_request("a", "guided_grammar", grammar))
     assert re.fullmatch(r"\(*[0-9]\)*", text)
@@ -237,6 +270,16 @@ def test_a_hostile_form_ends_its_own_request_only(guided, name):
     assert len(str(guided.errors["bad"])) < 500
     jsonschema.validate(guided.json("good"), PERSON)
     guided.loop.scheduler.check()
+
+
+def test_a_form_that_becomes_too_complex_while_it_is_followed_is_refused_by_name(guided):
+    """The second token could be one of too many: the first mask does not know."""
+    wide = " | ".join(f'"{{x{i}"' for i in range(2100))
+    guided.run(a_request("a", "guided_grammar", f'start: "a" ({wide})'))
+    error = guided.errors["a"]
+    assert (type(error), error.field) == (InvalidRequest, "guided_grammar")
+    assert str(error).startswith("The `guided_grammar` cannot be followed any further: Parser Error: ")
+    assert error.worded({"guided_grammar": "tools"}).startswith("The `tools` cannot")
 
 
 @pytest.mark.parametrize("name", ["T", "r"])

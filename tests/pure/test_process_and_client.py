@@ -1,9 +1,12 @@
 """The engine's process and its client over real sockets: crashes, cancellations and refusals."""
 
+import contextlib
 import fcntl
 import random
 import select
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -19,6 +22,7 @@ from engine.link.journal import Submission
 from tests.pure.counting_engine import POISON, SlowExecutor
 from tests.pure.counting_executor import CountingExecutor, answer, logprobs_of
 from tests.pure.engine_helpers import (
+    ROOT,
     Collector,
     a_client,
     a_free_address,
@@ -348,15 +352,59 @@ def test_closing_ends_what_is_open_and_refuses_what_comes():
     client.close()
 
 
-def test_a_listener_that_fails_ends_everybody_and_hides_nothing():
-    class Broken(Collector):
-        def tokens(self, *args):
-            raise ZeroDivisionError
+@pytest.mark.parametrize("is_there_yet", [True, False])
+def test_a_submission_that_cannot_be_packed_is_refused_alone(is_there_yet):
+    address = a_free_address()
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(a_client(address))
+        if is_there_yet:
+            stack.enter_context(a_server(address=address))
+            wait_until(lambda: client.stats)
+        before, after = submit(client, [5], 3), Collector()
+        wrong = [
+            submit(client, [5], form=("guided_regex", "\ud800")),
+            submit(client, [2**70]),
+            submit(client, [object()]),
+        ]
+        client.submit([6], [Submission("after", Sampling(2), after)])
+        if not is_there_yet:
+            stack.enter_context(a_server(address=address))
+        assert [str(each.wait()) for each in wrong] == [
+            f"internal error: {kind}" for kind in ("UnicodeEncodeError", "OverflowError", "TypeError")
+        ]
+        assert [before.wait(), after.wait()] == ["length", "length"]
+        assert client.num_open == 0
+        assert is_empty(client)
 
-    with connected(SlowExecutor(64, 4, 0.001)) as (_, client):
-        other = submit(client, [5], 200)
-        client.submit([6], [Submission("broken", Sampling(5), Broken())])
-        assert "the way to the engine is broken" in str(other.wait())
-        assert "the way to the engine is broken" in client.failure()
-        with pytest.raises(EngineUnavailable, match="broken"):
-            submit(client, [6])
+
+def test_one_that_cannot_be_packed_does_not_hold_up_those_that_are_submitted_one_by_one_after_a_crash():
+    address = a_free_address()
+    with a_client(address) as client:
+        with an_engine_process(address, step_s=0.01):
+            listeners = [submit(client, [n], 40) for n in range(3)]
+            wait_until(lambda: all(listener.token_ids for listener in listeners))
+        wrong = submit(client, [2**70])
+        with an_engine_process(address):
+            assert str(wrong.wait()) == "internal error: OverflowError"
+            assert [listener.wait() for listener in (*listeners, submit(client, [5], 1))] == ["length"] * 4
+
+
+BROKEN = """
+from engine.link.journal import Submission
+from tests.pure.engine_helpers import Collector, Sampling, connected, submit
+
+class Broken(Collector):
+    def tokens(self, *args):
+        raise ZeroDivisionError
+
+with connected() as (_, client):
+    client.submit([6], [Submission("broken", Sampling(5), Broken())])
+    client._thread.join()
+    print("goes on")
+"""
+
+
+def test_a_process_ends_with_its_way_to_the_engine_and_is_not_left_without():
+    ended = subprocess.run([sys.executable, "-c", BROKEN], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "the way to the engine is broken, this process ends" in ended.stderr and "ZeroDivision" in ended.stderr

@@ -279,7 +279,7 @@ def test_how_long_a_model_may_think_is_a_form(tmp_path):
     marks = {text: added[-1]["id"] + index for index, text in enumerate(("<think>", "</think>"), 1)}
     added += [{**added[-1], "id": token_id, "content": text, "special": False} for text, token_id in marks.items()]
     (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
-    knowing = PromptReader(Tokenizer.load(tmp_path), VOCAB_SIZE, 100, 80, 50, forms=Forms(is_thinking_apart=True))
+    knowing = PromptReader(Tokenizer.load(tmp_path), VOCAB_SIZE, 100, 80, 50, forms=Forms(thought="may"))
 
     def form_of(reader, **fields):
         return sampling_of(reader, **{"text": "hi", "reasoning_max_tokens": 7, **fields}).form
@@ -288,9 +288,7 @@ def test_how_long_a_model_may_think_is_a_form(tmp_path):
     begin, end = marks.values()
     assert (field, f"<[^{begin}]> rest" in form, f"{end}]>{{0,7}}" in form) == (field, True, True)
     assert field == "reasoning_max_tokens"
-    assert (
-        "start: thought rest" in form_of(replace(knowing, forms=Forms(is_thinking_apart=True, thinks_at_once=True)))[1]
-    )
+    assert "start: thought rest" in form_of(replace(knowing, forms=Forms(thought="does")))[1]
     assert "start: thought rest" in form_of(knowing, text=None, input_ids=[1, begin])[1]
     assert form_of(knowing, text=None, input_ids=[1, begin, end]) == ()  # the template has left it out
     assert form_of(knowing, apply_chat_template=False) == ()
@@ -302,15 +300,15 @@ def test_how_long_a_model_may_think_is_a_form(tmp_path):
 
 @pytest.mark.parametrize(
     ("parser", "expected"),
-    [("none", (False, False)), ("qwen3", (True, False)), ("deepseek_r1", (True, True)), ("ernie", (True, True))],
+    [("none", "never"), ("qwen3", "may"), ("deepseek_r1", "does"), ("ernie", "does")],
 )
 def test_whether_a_model_thinks_and_says_so_is_a_setting(parser, expected, exported, tokenizer):
     reader = PromptReader.load(Config(reasoning_parser=parser), exported("qwen2"), tokenizer)
-    assert (reader.forms.is_thinking_apart, reader.forms.thinks_at_once) == expected
+    assert reader.forms.thought == expected
 
 
 def test_a_thought_is_bounded_only_where_its_marks_are_tokens(reader):
-    apart = replace(reader, forms=Forms(is_thinking_apart=True))
+    apart = replace(reader, forms=Forms(thought="may"))
     assert "</think> is one token" in str(refusal(apart, text="hi", reasoning_max_tokens=7))
 
 

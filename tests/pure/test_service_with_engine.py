@@ -52,6 +52,35 @@ def ask(service, req_id, prompt, max_dec_len, **fields):
     return sender
 
 
+LONE = "\ud800"  # a surrogate without its other half: JSON can say it, nothing that is UTF-8 can
+
+
+@pytest.mark.parametrize(
+    ("blamed", "fields"),
+    [
+        ("req_id", {"req_id": LONE}),
+        ("text", {"text": LONE, "input_ids": None}),
+        ("messages", {"messages": [{"content": LONE}], "input_ids": None}),
+        ("messages", {"messages": [{"role": LONE, "content": ""}], "input_ids": None}),
+        ("system", {"messages": [{"content": ""}], "system": LONE, "input_ids": None}),
+        ("stop_sequences", {"stop_sequences": [LONE]}),
+        ("bad_words", {"bad_words": ["a", LONE]}),
+        ("cache_salt", {"cache_salt": LONE}),
+        ("lora_name", {"lora_name": LONE}),
+        ("traceparent", {"traceparent": LONE}),
+        ("guided_json", {"guided_json": {"const": LONE}}),
+        ("guided_grammar", {"guided_grammar": LONE}),
+    ],
+)
+def test_what_cannot_be_said_to_the_engine_is_its_clients_mistake_and_nobody_elses(service, address, blamed, fields):
+    with a_server(address=address):
+        refused = FakeSender()
+        service.submit(a_payload(**{"req_id": "a", "input_ids": [5], **fields}), refused)
+        assert (refused.final["error_code"], refused.final["error_field"]) == (400, blamed)
+        other = ask(service, 1, [5], 3)
+        assert other.final["tokens_all_ids"] == other.expected
+
+
 def test_a_kill_of_the_engine_is_a_pause_for_sixteen_streams(service, address):
     senders = [ask(service, n, [n + 1] * (n + 1), 60 + n, temperature=n % 2) for n in range(16)]
     with an_engine_process(address, max_steps=40):

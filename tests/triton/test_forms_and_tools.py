@@ -117,6 +117,7 @@ HOSTILE = {
     "guided_json": {"allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {}}} for j in range(4)]} for i in range(12)]},
     "guided_regex": "a(?=b)",
     "guided_grammar": "start: " + "(" * 20000,
+    "response_format": {"type": "json_object", "schema": {"enum": ["\ud800"]}},
 }
 
 
@@ -128,7 +129,7 @@ def test_a_hostile_form_gets_a_400_and_others_their_answers(server):
             body = {"messages": CHAT, "req_id": field, field: form}
             status, answer = post(server, "/v1/chat/completions", body)
             assert (status, answer["error_type"]) == (400, "invalid_request")
-            assert f"`{field}`" in answer["error_msg"]
+            assert f"`{field}" in answer["error_msg"]
         assert {answer.result()[1]["result"] for answer in answers} <= {"Paris", "London"}
     wait_until_idle(server)
 
