@@ -365,7 +365,7 @@ TOO_LONG = "Input text is too long, input_ids_len (9) + {field} ({value}) > max_
             'The request_id "req_id" already',
             "request_id",
         ),
-        (A_CHAT, queue_full(1, 0), "cached task num (1) exceeds", None),
+        (A_CHAT, queue_full(1, 0), "1 requests are waiting", None),
         (A_CHAT, EngineUnavailable("of max_dec_len"), "of max_dec_len", None),
     ],
 )
