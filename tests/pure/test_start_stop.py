@@ -47,6 +47,14 @@ def test_a_wrong_setting_is_one_line_and_status_2(server):
     )
 
 
+def test_a_file_with_a_format_of_calls_is_read_before_anything_is_started(server):
+    server.env["TOOL_CALL_PARSER"] = "/no/such/file.py"
+    done = server.command("start_server")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("start_server: TOOL_CALL_PARSER is '/no/such/file.py': FileNotFoundError: ")
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("name", ["MODEL_DIR", "EXPORT_CACHE_DIR", "RUN_DIR", "FD_LOG_DIR"])
 def test_a_home_that_does_not_exist_is_a_wrong_setting(server, name):
     server.env[name] = "~no-such-user/folder"
