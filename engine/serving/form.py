@@ -54,6 +54,8 @@ class Forms:
             if self.thinks_at_once or end.endswith(THOUGHT_BEGIN):
                 return field, free_answer(thought, None)
             return field, free_answer(thought, (THOUGHT_BEGIN, _mark(THOUGHT_BEGIN, tokenizer)))
+        if form.kind == "regex" and (len(form.value) - len(form.value.rstrip("\\"))) % 2:
+            raise InvalidRequest("The `{field}` ends with a backslash that escapes nothing", field=field)
         is_compact = request.guided_decoding_disable_any_whitespace
         any_whitespace = self.any_whitespace if is_compact is None else not is_compact
         try:

@@ -144,6 +144,16 @@ def test_a_text_with_a_token_that_the_model_does_not_know_is_refused(reader):
     assert small.read(a_request(text="hi", apply_chat_template=False))
 
 
+def test_an_expression_that_ends_within_an_escape_is_refused(reader):
+    for pattern in ("a\\", "\\", "a\\\\\\"):
+        error = refusal(reader, guided_regex=pattern)
+        assert (error.field, str(error)) == (
+            "guided_regex",
+            "The `guided_regex` ends with a backslash that escapes nothing",
+        )
+    assert reader.read(a_request(guided_regex="a\\\\")).sampling.form
+
+
 # --- lengths: the model takes 100 tokens, of these 80 in the prompt and 50 in the answer
 
 
