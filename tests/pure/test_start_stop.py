@@ -356,6 +356,24 @@ def test_a_signal_does_not_wait_for_a_server_that_is_silent_in_mid_file(server):
     assert RunDir(server.run_dir).read_state() is None
 
 
+def test_two_signals_at_the_same_moment_are_answered_once_and_without_a_traceback():
+    program = """
+import os, signal
+from server_scripts.start import STOP_SIGNALS, Interrupted, _interrupt
+for number in STOP_SIGNALS:
+    signal.signal(number, _interrupt)
+signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+for number in STOP_SIGNALS:
+    os.kill(os.getpid(), number)
+try:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+except Interrupted:
+    print("interrupted")
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")
+
+
 def test_a_server_that_is_killed_during_its_start_is_named_with_the_signal(server):
     with socket.create_server(("127.0.0.1", 0)) as hub:  # accepts and never answers
         server.env["HF_ENDPOINT"] = f"http://127.0.0.1:{hub.getsockname()[1]}"
