@@ -15,6 +15,7 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -178,8 +179,12 @@ def main() -> int:
     def report(line: str) -> None:
         print(line, flush=True)  # noqa: T201 - a command for people
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or its compilers would go on without it
     try:
         report(f"the CPU ops are ready: {library(report=report)}")
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 130
     except BuildError as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -19,6 +19,7 @@ from server_scripts.model_source import Source, export_if_needed
 from server_scripts.run_dir import Process, RunDir, State, read_stat
 from tests.pure.fake_server import fake_server, kill_supervisor
 from tests.pure.model_server import Fault, ModelServer
+from tests.pure.service_fakes import wait_until
 from tests.server import a_server, is_alive
 
 ALL = {"engine": "", "tritonserver": "with helper", "gateway-0": "", "health": ""}
@@ -372,6 +373,25 @@ except Interrupted:
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")
+
+
+def test_a_signal_ends_what_an_export_has_started(server, tmp_path, monkeypatch):
+    compiler = (
+        "import subprocess, sys; c = subprocess.Popen(['sleep', '600']); print('step', c.pid, flush=True); c.wait()"
+    )
+    (tmp_path / "slow.py").write_text(compiler)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("server_scripts.model_source.EXPORTER", "slow")
+    pids = []
+
+    def interrupt(line):
+        pids.append(int(line))
+        raise KeyboardInterrupt
+
+    config = Config(log_dir=str(tmp_path), export_cache_dir=str(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        export_if_needed(config, Source(tmp_path, "m"), interrupt)
+    wait_until(lambda: not is_alive(pids[0]))
 
 
 def test_a_server_that_is_killed_during_its_start_is_named_with_the_signal(server):
