@@ -1,6 +1,7 @@
 """Building the CPU ops: without warnings, once, and with a clear word when it cannot be done."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -63,6 +64,13 @@ def test_an_interrupted_build_leaves_no_compiler_behind(tmp_path):
     assert building.returncode == 130
     assert len(list(tmp_path.glob("compiler.begun.*"))) == len(list(tmp_path.glob("compiler.ended.*")))
     assert list(tmp_path.glob("ops*/")) == []
+
+
+def test_a_first_use_says_that_it_compiles(tmp_path):
+    environment = {**os.environ, "CXX": "true", "ENGINE_BUILD_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", "from engine.ops import build; build._link = lambda *_: None; build.library()"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert re.match(r"compiling \d+ files of the CPU ops", done.stderr)
 
 
 def test_a_folder_in_which_nothing_can_be_built_is_named_by_its_variable(tmp_path, monkeypatch):
