@@ -12,7 +12,9 @@ from engine.settings.config import Config
 from engine.wire import Delta
 
 MAX_AT_ONCE = 128  # of one exchange
-ASK_AGAIN_S = 0.25  # after a refusal, when the exchange has nothing open whose end would make room
+# After a refusal, when the exchange has nothing open whose end would make room. Soon, whatever the refusal says: when
+# the gateway stops, its client has to be told.
+ASK_AGAIN_S = 0.25
 
 Ask = Callable[[], AsyncGenerator[Delta, None]]
 
@@ -52,7 +54,7 @@ async def side_by_side(asks: Sequence[Ask], at_once: int, timeout_s: float) -> A
             elif not line.was_refused(index):
                 if clock() >= deadline:
                     raise item
-                await asyncio.sleep(item.retry_after_s or ASK_AGAIN_S)
+                await asyncio.sleep(ASK_AGAIN_S)
     finally:
         for task in tasks:
             task.cancel()

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from engine.errors import Overloaded, queue_full
+from engine.errors import EngineUnavailable, Overloaded, queue_full
 from engine.settings.config import Config
 from engine.wire import Delta, Usage
 from gateway import choices
@@ -113,6 +113,29 @@ def test_one_that_has_answers_waits_until_others_make_room_and_gives_up_after_it
     model.room = 2
     with pytest.raises(Overloaded):
         asyncio.run(crowded_out(0.05, TIMEOUT_S))
+
+
+def test_one_that_waits_for_its_key_to_have_tokens_again_is_told_when_the_gateway_stops():
+    refused = queue_full(1, 1)
+    refused.retry_after_s = 60
+
+    async def answer(index, asked):
+        await asyncio.sleep(0)
+        asked.append(index)
+        if len(asked) == 5:
+            raise EngineUnavailable("the gateway is stopping")
+        if index > 0:
+            raise refused
+        yield a_delta(index)
+
+    async def stopped():
+        asked = []
+        asks = [partial(answer, index, asked) for index in range(2)]
+        with pytest.raises(EngineUnavailable, match="is stopping"):
+            async for _ in side_by_side(asks, AT_ONCE, TIMEOUT_S):
+                pass
+
+    asyncio.run(asyncio.wait_for(stopped(), 20))
 
 
 def test_an_exchange_that_is_left_while_it_waits_asks_for_nothing_more():
