@@ -99,8 +99,9 @@ def export_if_needed(config: Config, source: Source, report: Callable[[str], Non
     finally:
         exporter.stdout.close()
         if not result:
+            exporter.kill()  # Paddle would speak of a SIGTERM for long, and threads begin to compile the next file
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(exporter.pid, signal.SIGTERM)  # it may be compiling
+                os.killpg(exporter.pid, signal.SIGTERM)  # the compilers remove their files then
         status = exporter.wait()
     if status != 0:
         last_lines = "\n".join(logs.tail(log_path, 5))
