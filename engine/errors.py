@@ -158,7 +158,8 @@ KINDS: dict[str, type[RequestError]] = {
 
 
 def queue_full(num_waiting: int, limit: int) -> Overloaded:
-    return Overloaded("cached task num ({value}) exceeds the limit ({limit})", value=num_waiting, limit=limit)
+    text = "{value} requests are waiting, at most MAX_CACHED_TASK_NUM({limit}) may"
+    return Overloaded(text, value=num_waiting, limit=limit)
 
 
 def tokens_full(num_tokens: int, limit: int) -> Overloaded:

@@ -106,19 +106,19 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def run(config: Config) -> None:
+    # Before anything listens: it may find a setting wrong
+    app = make_app(TritonBackend(Connections(config.triton_target)), config) if config.http_ports else None
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     watching = asyncio.create_task(end_when_hung())
-    await asyncio.gather(serve_grpc(config, stop), serve_http(config, stop))
+    await asyncio.gather(serve_grpc(config, stop), *[serve_http(app, config, stop)] if app else [])
     watching.cancel()
 
 
-async def serve_http(config: Config, stop: asyncio.Event) -> None:
-    if config.http_ports:
-        app = make_app(TritonBackend(Connections(config.triton_target)), config)
-        socks = [listen(config.service_host, number) for number in config.http_ports]
-        await serve(app, socks, stop, config.drain_timeout_s, server_context(config))
+async def serve_http(app: web.Application, config: Config, stop: asyncio.Event) -> None:
+    socks = [listen(config.service_host, number) for number in config.http_ports]
+    await serve(app, socks, stop, config.drain_timeout_s, server_context(config))
 
 
 async def serve_grpc(config: Config, stop: asyncio.Event) -> None:

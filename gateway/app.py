@@ -10,6 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from aiohttp import web
 
@@ -21,7 +22,7 @@ from gateway import answers, facts, half_closed, keys, questions
 from gateway.answers import CALL, REQUEST_TIMEOUT
 from gateway.backend import Backend
 from gateway.body import parse_body, read_payload
-from gateway.choices import side_by_side
+from gateway.choices import most_at_once, side_by_side
 from gateway.document import as_document
 from gateway.heads import peer_of
 from gateway.health import ANSWER_WITHIN_S, readiness
@@ -120,7 +121,8 @@ async def complete(request: web.Request) -> web.StreamResponse:
         bodies = [wire.with_owner(each, call.owner) for each in exchange.requests]
         if call.traceparent:
             bodies = [{**each, "traceparent": call.traceparent} for each in bodies]
-        running = side_by_side([app[BACKEND].generate(each, timeout_s) for each in bodies])
+        asks = [partial(app[BACKEND].generate, each, timeout_s) for each in bodies]
+        running = side_by_side(asks, most_at_once(app[CONFIG]), timeout_s)
         if room.num_bytes:
             running = _giving_back(room, running)
         if exchange.stream:

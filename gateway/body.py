@@ -14,6 +14,7 @@ from engine.errors import InvalidRequest
 from gateway.backend import timeout
 from gateway.intake import Room
 
+PIECE = 1 << 12  # bytes that are unpacked at once: each gzip member, of 20 or more, copies what is left of them
 BODY_TIMEOUT_S = 60.0  # for all of a body; one whose later chunks are malformed never ends otherwise
 
 
@@ -57,13 +58,20 @@ def _unpacked(payload: bytes, encoding: str, limit: int) -> bytes:
     if encoding not in ("gzip", "deflate"):
         raise InvalidRequest("the Content-Encoding of the request is not supported, gzip and deflate are")
     is_raw = encoding == "deflate" and payload[:1] and payload[0] & 0x0F != zlib.DEFLATED
-    unpacker = zlib.decompressobj(-zlib.MAX_WBITS if is_raw else zlib.MAX_WBITS | 32)  # 32: gzip or zlib, as it begins
-    try:
-        payload = unpacker.decompress(payload, limit + 1)
-    except zlib.error:
-        raise InvalidRequest(f"the request is not valid {encoding}") from None
-    if len(payload) > limit:
-        raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=len(payload))
+    wbits = -zlib.MAX_WBITS if is_raw else zlib.MAX_WBITS | 32  # 32: gzip or zlib, as it begins
+    unpacker, unpacked, at = zlib.decompressobj(wbits), bytearray(), 0
+    while piece := payload[at : at + PIECE]:
+        try:
+            if unpacker.eof and encoding != "gzip":
+                raise zlib.error("more than one stream")
+            if unpacker.eof:  # another member (RFC 1952)
+                unpacker = zlib.decompressobj(zlib.MAX_WBITS | 16)
+            unpacked += unpacker.decompress(piece, limit + 1 - len(unpacked))
+        except zlib.error:
+            raise InvalidRequest(f"the request is not valid {encoding}") from None
+        if len(unpacked) > limit:
+            raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=len(unpacked))
+        at += len(piece) - len(unpacker.unused_data)
     if not unpacker.eof:
         raise InvalidRequest(f"the request is not valid {encoding}, its end is missing")
-    return payload
+    return bytes(unpacked)

@@ -6,8 +6,10 @@ CACHE [QUANT]` exports into the cache what is not there yet, and writes `step TE
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +19,7 @@ from pathlib import Path
 from engine.errors import ConfigError, SetupError
 from engine.settings.config import Config
 from server_scripts import logs
-from server_scripts.child import ROOT, without_secrets
+from server_scripts.child import OF_ITS_OWN, ROOT, without_secrets
 
 EXEC_CHILD = Path(__file__).with_name("exec_child.py")  # the export ends when this process is killed
 EXPORTER = "server_scripts.model_source"
@@ -82,7 +84,9 @@ def export_if_needed(config: Config, source: Source, report: Callable[[str], Non
     command += [str(source.path), str(Path(config.export_cache_dir).expanduser()), *filter(None, [source.quant])]
     with log_path.open("wb") as log:
         env = without_secrets(os.environ)
-        exporter = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=env)
+        exporter = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=env, **OF_ITS_OWN
+        )
     assert exporter.stdout
     result = ""
     try:
@@ -95,7 +99,9 @@ def export_if_needed(config: Config, source: Source, report: Callable[[str], Non
     finally:
         exporter.stdout.close()
         if not result:
-            exporter.terminate()
+            exporter.kill()  # Paddle would speak of a SIGTERM for long, and threads begin to compile the next file
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(exporter.pid, signal.SIGTERM)  # the compilers remove their files then
         status = exporter.wait()
     if status != 0:
         last_lines = "\n".join(logs.tail(log_path, 5))

@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 import aiohttp
 from tqdm import tqdm
 
+from engine.address import connect_host, in_url
 from engine.errors import ConfigError
 from engine.settings.config import Config
 from server_scripts.completion import add_completion
@@ -116,15 +117,18 @@ async def run(given: argparse.Namespace, config: Config) -> None:
                 await _ask_all(given, session, done, Progress(bar, output))
 
 
+def _own_url(config: Config) -> str:
+    if not config.http_ports:
+        raise BatchError("the server has no HTTP port (SERVICE_HTTP_PORT=-1); --url names another server", 2)
+    scheme = "https" if config.tls_cert_file else "http"
+    return f"{scheme}://{in_url(connect_host(config.service_host))}:{config.http_ports[0]}"
+
+
 def _session(url: str | None, config: Config, headers: Json) -> aiohttp.ClientSession:
     tls = client_context(config) if config.tls_cert_file and not url else True
-    host = "127.0.0.1" if config.service_host in ("0.0.0.0", "::") else config.service_host
-    own = (
-        f"http{'s' if config.tls_cert_file else ''}://{f'[{host}]' if ':' in host else host}:{config.service_http_port}"
-    )
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
     connector = aiohttp.TCPConnector(limit=0, ssl=tls)
-    return aiohttp.ClientSession(url or own, headers=headers, timeout=timeout, connector=connector)
+    return aiohttp.ClientSession(url or _own_url(config), headers=headers, timeout=timeout, connector=connector)
 
 
 async def _ask_all(given: argparse.Namespace, session: aiohttp.ClientSession, done: set[str], told: Progress) -> None:

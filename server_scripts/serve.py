@@ -76,11 +76,20 @@ def prepare(config: Config, run_dir: RunDir, orphans: State | None) -> None:
     `orphans`, which may serve on."""
     find_tritonserver()
     server_context(config)
+    check_call_format(config)
     make_folder("FD_LOG_DIR", config.log_path)
     if orphans:
         run_dir.write_state(replace(orphans, supervisor=myself()))
     else:
         begin_anew(config, run_dir)
+
+
+def check_call_format(config: Config) -> None:
+    """Of somebody's file, which every worker of the gateway is going to read."""
+    if config.tool_call_parser.endswith(".py"):
+        from gateway.openai.dialect import dialect_of  # with the gateway, which is not needed otherwise
+
+        dialect_of(config)
 
 
 def begin_anew(config: Config, run_dir: RunDir) -> None:

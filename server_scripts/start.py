@@ -128,9 +128,13 @@ def absolute_paths(config: Config) -> dict[str, str]:
     return {name: str(path.expanduser().absolute()) for name, path in paths.items()}
 
 
+def _nothing(_number: int, _frame: object) -> None:
+    """Instead of SIG_IGN: Python complains when that comes between a signal and its handler."""
+
+
 def _interrupt(number: int, _frame: object) -> NoReturn:
     for other in STOP_SIGNALS:
-        signal.signal(other, signal.SIG_IGN)  # another one must not cut short how this one is answered
+        signal.signal(other, _nothing)  # another one must not cut short how this one is answered
     raise Interrupted(number)
 
 

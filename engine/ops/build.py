@@ -11,10 +11,12 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -51,6 +53,8 @@ FLAGS += ["-fno-math-errno", "-Wall", "-Wextra"]  # errors in the tests: a newer
 
 Report = Callable[[str], None]
 
+log = logging.getLogger(__name__)
+
 
 class BuildError(SetupError):
     """The ops could not be compiled; the message says what is missing or what the compiler said."""
@@ -61,7 +65,7 @@ def build_dir() -> Path:
     return Path(os.environ.get("ENGINE_BUILD_DIR") or default)
 
 
-def library(name: str = KERNELS, report: Report = lambda line: None) -> Path:
+def library(name: str = KERNELS, report: Report = log.warning) -> Path:
     """The path of an up-to-date library, compiled now if need be."""
     folder = build_dir() / f"ops-{build_key()}"
     if not folder.exists():
@@ -119,7 +123,7 @@ def _build(folder: Path, report: Report) -> None:
         def compile_one(item: tuple[Path, list[str]]) -> str:
             begun = time.monotonic()
             said = _run([*compiler(), *FLAGS, *item[1], "-c", "-o", str(item[0])])
-            report(f"  {item[0].stem:<20} {time.monotonic() - begun:5.1f} s")
+            log.debug("  %-20s %5.1f s", item[0].stem, time.monotonic() - begun)
             return said
 
         with ThreadPoolExecutor(jobs) as pool:
@@ -178,8 +182,13 @@ def main() -> int:
     def report(line: str) -> None:
         print(line, flush=True)  # noqa: T201 - a command for people
 
+    logging.basicConfig(level=logging.DEBUG, format="%(message)s", stream=sys.stdout)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or its compilers would go on without it
     try:
         report(f"the CPU ops are ready: {library(report=report)}")
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 130
     except BuildError as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -90,7 +90,7 @@ class PromptReader:
         if not token_ids:
             raise InvalidRequest("The prompt has no tokens", field=request.source)
         if limit := request.truncate_prompt_tokens:
-            token_ids = token_ids[-(limit if limit > 0 else self.max_seq_len) :]
+            token_ids = token_ids[-(limit if limit > 0 else self._longest_prompt(request)) :]
         check_head(request, self.head is not None)
         self.check_ids(request.source, token_ids)
         max_new_tokens = 0 if request.pooling else self._max_new_tokens(request, len(token_ids))
@@ -179,9 +179,16 @@ class PromptReader:
         self.check_size(request.source, text)
         return self.tokenizer.encode(text, add_special_tokens=False)  # the template has written them
 
+    def _longest_prompt(self, request: GenerationRequest) -> int:
+        """Beside the answer that is asked for."""
+        answer_len = 0 if request.pooling else _shortest_answer(request)
+        if not request.cut_max_dec_len:
+            answer_len = max(answer_len, request.max_dec_len or 0)
+        return max(1, min(self.max_seq_len, self.model_len - answer_len))
+
     def _max_new_tokens(self, request: GenerationRequest, prompt_len: int) -> int:
         maximum = request.max_dec_len
-        minimum = request.min_dec_len or int(maximum != 0)
+        minimum = _shortest_answer(request)
         self._check_len(request.source, prompt_len)
         num_made = request.best_of or request.n
         longest = min(self.model_len - prompt_len, self.max_dec_len, self._room(prompt_len, num_made))
@@ -192,7 +199,11 @@ class PromptReader:
                 limit = self._limit("MAX_DEC_LEN", self.max_dec_len)
                 text = f"The parameter {{field}}({{value}}) exceeds the limit {limit}({{limit}})."
                 raise InvalidRequest(text, field=name, value=value, limit=self.max_dec_len)
-        self._check_fits("min_dec_len", prompt_len, minimum)
+        if request.min_dec_len:
+            self._check_fits("min_dec_len", prompt_len, minimum)
+        elif (maximum is None or request.cut_max_dec_len) and prompt_len + minimum > self.model_len:
+            text = "The prompt has {value} tokens, the model takes {limit} and an answer"
+            raise PromptTooLong(text, field=request.source, value=prompt_len, limit=self.model_len - minimum)
         if maximum is None:
             return max(minimum, longest)
         if minimum > maximum:
@@ -256,3 +267,7 @@ class PromptReader:
                     raise InvalidRequest(text, field="bad_words", value=shown(word))
                 words.append(token_ids)
         return tuple(dict.fromkeys(words))
+
+
+def _shortest_answer(request: GenerationRequest) -> int:
+    return request.min_dec_len or int(request.max_dec_len != 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -78,6 +79,11 @@ class Answers:
         _ = self.owners
         if self.api_key and not is_key(self.api_key):  # a secret: not shown
             raise ConfigError("API_KEY has a character that is no visible ASCII, which no HTTP header can carry")
+
+    def check_origin(self) -> None:
+        if not re.fullmatch(r"|\*|null|[a-z][a-z0-9+.-]*://[^\s/,*?#]+", self.cors_allow_origin, re.IGNORECASE):
+            expected = "one origin such as https://chat.example.com, or *"
+            raise ConfigError(f"CORS_ALLOW_ORIGIN is {self.cors_allow_origin!r}, it must be {expected}")
 
     def check_tls(self) -> None:
         if bool(self.tls_cert_file) != bool(self.tls_key_file):

@@ -51,6 +51,7 @@ class Config(Processes, Answers, Capacity, Loras, Ports):  # dataclass takes the
             self.check_loras,
             self.check_socket_paths,
             self.check_key,
+            self.check_origin,
             self.check_tls,
             self.check_capture_sizes,
             self.check_swap_space,

@@ -51,7 +51,7 @@ def written(form: Form, any_whitespace: bool = True, thought: str = "") -> str:
     options = SOME_WHITESPACE if any_whitespace else NO_WHITESPACE
     answer = {
         "json": lambda: {"json_schema": {**form.value, "x-guidance": options}},
-        "regex": lambda: _regex(form.value),
+        "regex": lambda: _regex(form),
         "choice": lambda: _choice(form.value),
         "grammar": lambda: _grammar(form),
         "token_ids": lambda: _token_ids(form.value),
@@ -63,9 +63,11 @@ def written(form: Form, any_whitespace: bool = True, thought: str = "") -> str:
     return json.dumps({"grammars": [before, {"name": "answer", **answer}]}, ensure_ascii=False)
 
 
-def _regex(regex: str) -> Json:
+def _regex(form: Form) -> Json:
     """Digits and letters of `\\d` and `\\w` are those of ASCII, as in JSON schemas."""
-    return {"lark_grammar": f"start: /{regex_to_lark(regex, 'dw')}/"}
+    if (len(form.value) - len(form.value.rstrip("\\"))) % 2:
+        raise InvalidRequest("The `{field}` ends with a backslash that escapes nothing", field=form.field)
+    return {"lark_grammar": f"start: /{regex_to_lark(form.value, 'dw')}/"}
 
 
 def _choice(texts: list[str]) -> Json:

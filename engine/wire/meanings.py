@@ -58,7 +58,8 @@ MEANINGS = {
         "[head](#scores-of-pairs) makes of it"
     ),
     "text_pair": "with `pooling` `score`: the text that is scored together with `text`",
-    "truncate_prompt_tokens": "of a longer prompt only so many tokens are read, the last ones; -1: `MAX_SEQ_LEN`",
+    "truncate_prompt_tokens": "of a longer prompt only so many tokens are read, the last ones; -1: as many as fit "
+    "beside the answer that is asked for (`max_dec_len`, else one token), `MAX_SEQ_LEN` at most",
     "guided_json": (
         "a JSON schema, as an object or a text: [the answer](#answers-of-a-given-form) is JSON that it allows"
     ),

@@ -1,9 +1,10 @@
 """A stream that can be gone on with after a lost connection, as server-sent events have it. With the header
-`Last-Event-ID` every event has an id, the number of tokens of each choice so far; a request with the last id that its
+`Last-Event-ID` every event has an id, the number of tokens of each choice with it; a request with the last id that its
 client has seen goes on after it. The header `X-Request-Id` names the request."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,11 +27,16 @@ class NumberedExchange(OpenAIExchange):
         self._num_tokens = num_tokens
 
     def event(self, index: int, answer: Delta) -> bytes:
+        begins = self._completion.is_chat and not self._choice(index, answer).has_begun
+        before = list(self._num_tokens)
         self._num_tokens[answer.index] = answer.send_idx + len(answer.token_ids)
-        events = super().event(index, answer)
-        begin = events.rfind(b"\n\n", 0, -2) + 2 if events.count(b"\n\n") > 1 else 0  # of the last one
-        name = b"id: %s\n" % ",".join(map(str, self._num_tokens)).encode()
-        return events[:begin] + name + events[begin:] if events else events
+        events = super().event(index, answer).split(b"\n\n")[:-1]
+        counts = [before if begins and place == 0 else self._num_tokens for place in range(len(events))]  # the role
+        return b"".join(map(_with_id, counts, events))
+
+
+def _with_id(num_tokens: Sequence[int], event: bytes) -> bytes:
+    return b"id: %s\n%s\n\n" % (",".join(map(str, num_tokens)).encode(), event)
 
 
 def parse_again(body: dict[str, Any], is_chat: bool, call: Call) -> OpenAIExchange:

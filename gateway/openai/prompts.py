@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import InvalidRequest
-from engine.wire import FIELDS, OfPrompt, TokenLogprob, shown
+from engine.wire import FIELDS, OfPrompt, TokenLogprob, shown, within
 from gateway.openai.refusals import refuse_more
 
 A_TEXT, IDS, A_BOOL = (FIELDS[name].check for name in ("text", "input_ids", "stream"))
@@ -51,16 +51,20 @@ def sources_of(name: str, body: Mapping[str, Any], limit: int) -> list[Json]:
         raise InvalidRequest("`{field}` is missing", field=name)
     given = body[name]
     is_one = isinstance(given, str) or (isinstance(given, list) and given and not isinstance(given[0], (str, list)))
-    prompts = [given] if is_one else given
-    if not isinstance(prompts, list) or not prompts:
+    if is_one:
+        return [_source(name, given)]
+    if not isinstance(given, list) or not given:
         text = "`{field}` must be a text, a list of token ids, or a list of either, it is {value}"
         raise InvalidRequest(text, field=name, value=shown(given))
-    refuse_more(name, len(prompts), limit)
-    return [_source(name, each) for each in prompts]
+    refuse_more(name, len(given), limit)
+    return [within(name, f"[{place}]", _source, each) for place, each in enumerate(given)]
 
 
 def _source(name: str, given: Any) -> Json:
     """Continued as it stands."""
+    if not isinstance(given, (str, list)):
+        text = "`{field}` must be a text or a list of token ids, it is {value}"
+        raise InvalidRequest(text, field=name, value=shown(given))
     if isinstance(given, str):
         return {"text": A_TEXT(name, given), "apply_chat_template": False}
     return {"input_ids": IDS(name, given)}

@@ -50,6 +50,8 @@ def test_every_default_is_a_value_that_may_be_given():
         ("BATCH_SIZE", "", "batch_size", 50),  # empty is like unset
         ("CORS_ALLOW_ORIGIN", "", "cors_allow_origin", ""),  # unless it says something
         ("CORS_ALLOW_ORIGIN", "http://chat", "cors_allow_origin", "http://chat"),
+        ("CORS_ALLOW_ORIGIN", "https://[::1]:8443", "cors_allow_origin", "https://[::1]:8443"),
+        ("CORS_ALLOW_ORIGIN", "null", "cors_allow_origin", "null"),  # of a page that is a file
         ("REASONING_PARSER", "ernie-x1", "reasoning_parser", "ernie"),
         ("TOOL_CALL_PARSER", "ernie-45-vl-thinking", "tool_call_parser", "hermes"),
     ],
@@ -103,6 +105,9 @@ def test_an_old_name_still_works(old, field):
         ),
         ({"MP_NNODE": "17"}, "MP_NNODE is 17, it must be at least 1 and at most 16"),
         ({"DRAIN_TIMEOUT": "1e10"}, "DRAIN_TIMEOUT is 1e10, it must be at least 0 and at most 1e+06"),  # Triton's limit
+        ({"CORS_ALLOW_ORIGIN": "a,b"}, "CORS_ALLOW_ORIGIN is 'a,b', it must be one origin such as https://"),
+        ({"CORS_ALLOW_ORIGIN": "http://a, http://b"}, "CORS_ALLOW_ORIGIN is 'http://a, http://b', it must be one"),
+        ({"CORS_ALLOW_ORIGIN": "http://a/"}, "CORS_ALLOW_ORIGIN is 'http://a/', it must be one"),  # no browser's
         ({"HTTP_PORT": "x"}, "HTTP_PORT is 'x', it must be a whole number"),  # the name that was used
         ({"METRICS_HTTP_PORT": "70000"}, "METRICS_HTTP_PORT is 70000, it must be at least 1 and at most 65535"),
         ({"SERVICE_HTTP_PORT": "0"}, "SERVICE_HTTP_PORT is 0, it must be a port from 1 to 65535, or -1 for none"),

@@ -153,6 +153,13 @@ def test_a_body_may_be_compressed(gateway, encoding):
     assert (status, json.loads(payload)["result"]) == (200, "a")
 
 
+def test_a_packed_body_may_have_several_members(gateway):
+    body = json.dumps(NATIVE).encode()
+    packed = b"".join(gzip.compress(body[at : at + 1]) for at in range(len(body)))
+    status, _, payload = gateway.send("POST", CHAT, packed, {"Content-Encoding": "gzip"})
+    assert (status, json.loads(payload)["result"]) == (200, "a")
+
+
 def test_a_body_may_be_deflated_without_a_head(gateway):
     packer = zlib.compressobj(wbits=-15)
     packed = packer.compress(json.dumps(NATIVE).encode()) + packer.flush()
@@ -164,7 +171,10 @@ def test_a_body_may_be_deflated_without_a_head(gateway):
     [
         ("gzip", b"{}", "not valid gzip"),
         ("gzip", gzip.compress(b'{"text": "hi"}', mtime=0)[:-9], "its end is missing"),
+        ("gzip", gzip.compress(b'{"text": "hi"}', mtime=0) + b"garbage", "not valid gzip"),
+        ("gzip", gzip.compress(b'{"text": "hi"}', mtime=0) + gzip.compress(b" ")[:-1], "its end is missing"),
         ("deflate", b"{}", "not valid deflate"),
+        ("deflate", zlib.compress(b'{"text": "hi"}') * 2, "not valid deflate"),
         ("deflate", b"", "its end is missing"),
         ("br", b"{}", "gzip and deflate are"),
     ],

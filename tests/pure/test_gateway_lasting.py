@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from engine.errors import EngineUnavailable
-from engine.wire import ModelState
+from engine.wire import Delta, Final, ModelState
 from gateway import lasting
 from gateway.backend import ModelLost, ModelUnreachable
 from tests.pure.gateway_fake import FakeBackend, openai_client, running
@@ -124,7 +124,8 @@ def numbered(gateway, last, request_id="q", **fields):
 
 
 def text_of(events, index=0):
-    chunks = [json.loads(data[6:])["choices"][0] for _, data in events if data != "data: [DONE]"]
+    objects = [json.loads(data[6:]) for _, data in events if data != "data: [DONE]"]
+    chunks = [chunk for each in objects for chunk in each["choices"]]
     return "".join(chunk["delta"].get("content") or "" for chunk in chunks if chunk["index"] == index)
 
 
@@ -132,7 +133,7 @@ def test_the_id_of_an_event_says_where_a_lost_stream_goes_on():
     backend = a_backend(("a", "b", "data: \n\n"), ("b", "data: \n\n"))
     with running(backend) as gateway:
         whole = numbered(gateway, "0")
-        assert [event_id for event_id, _ in whole] == [None, "1", "2", "3", None, "3"]
+        assert [event_id for event_id, _ in whole] == ["0", "1", "2", "3", "3", "3"]  # the role, and [DONE] at the end
         assert text_of(whole) == "abdata: \n\n"
         rest = numbered(gateway, "1")
     assert text_of(rest) == "bdata: \n\n"
@@ -141,10 +142,38 @@ def test_the_id_of_an_event_says_where_a_lost_stream_goes_on():
     assert {body["req_id"] for body in backend.bodies} == {"q"}
 
 
+class Resumed(FakeBackend):
+    """Every answer is "abc", the last of it with its end, and goes on where its client was."""
+
+    async def generate(self, body, timeout_s):
+        for place in range(3):
+            for index, begin in enumerate(body["resume_from"]):
+                token = "abc"[place] if place >= begin else ""
+                gained = self.gained(body, list("abc")[: max(place, begin)], token) | {"index": index}
+                if place == 2:
+                    is_end = index == len(body["resume_from"]) - 1
+                    yield Final(**gained, **self._end(body, list("abc")), is_end=is_end)
+                elif token:
+                    yield Delta(**gained)
+
+
+@pytest.mark.parametrize(("n", "last"), [(1, "0"), (2, "0,0")])
+def test_a_stream_that_is_cut_after_any_event_goes_on_with_what_its_client_has_not_seen(n, last):
+    fields = {"n": n, "stream_options": {"include_usage": True}}
+    with running(Resumed()) as gateway:
+        whole = numbered(gateway, last, **fields)
+        assert (whole[-1][1], len(whole)) == ("data: [DONE]", 4 * n + 2)
+        for num_seen, (event_id, _) in enumerate(whole, 1):
+            rest = numbered(gateway, event_id, **fields)
+            assert None not in [each for each, _ in (*whole, *rest)]
+            for index in range(n):
+                assert text_of(whole[:num_seen] + rest, index) == "abc"
+
+
 def test_the_id_has_a_number_for_each_of_several_answers():
     backend = a_backend(("a", "b"), ("b",))
     with running(backend) as gateway:
-        assert [event_id for event_id, _ in numbered(gateway, "0,0", n=2)][:4] == [None, "1,0", None, "1,1"]
+        assert [event_id for event_id, _ in numbered(gateway, "0,0", n=2)][:4] == ["0,0", "1,0", "1,0", "1,1"]
         assert text_of(numbered(gateway, "1,1", n=2), 1) == "b"
     assert backend.bodies[1]["resume_from"] == [1, 1]
 

@@ -275,6 +275,18 @@ def test_a_refusal_says_where_in_a_field_it_is_wrong():
             assert gateway.refused(CHAT, {**A_CHAT, **fields})[1]["error"]["message"] == text
 
 
+def test_a_refusal_says_which_of_several_prompts_is_wrong():
+    with running(FakeBackend("a")) as gateway:
+        for path, name in ((COMPLETIONS, "prompt"), ("/v1/embeddings", "input")):
+            for given, text in (
+                (["a", None], f"`{name}[1]` must be a text or a list of token ids, it is null"),
+                (["a", ""], f"The `{name}[1]` in input parameters cannot be empty"),
+                ([[1], [-1]], f"The `{name}[1]` must "),
+            ):
+                error = gateway.refused(path, {name: given})[1]["error"]
+                assert (error["param"], error["message"][: len(text)]) == (name, text)
+
+
 def test_of_several_names_of_a_field_a_refusal_of_the_model_has_the_clients():
     budget, form = (InvalidRequest("{field}", field=name) for name in ("reasoning_max_tokens", "guided_regex"))
     for error, fields in (
@@ -365,7 +377,7 @@ TOO_LONG = "Input text is too long, input_ids_len (9) + {field} ({value}) > max_
             'The request_id "req_id" already',
             "request_id",
         ),
-        (A_CHAT, queue_full(1, 0), "cached task num (1) exceeds", None),
+        (A_CHAT, queue_full(1, 0), "1 requests are waiting", None),
         (A_CHAT, EngineUnavailable("of max_dec_len"), "of max_dec_len", None),
     ],
 )

@@ -196,7 +196,7 @@ def test_the_settings_limit_the_schedule():
     loop = a_loop(batch_size=2, max_num_batched_tokens=5, max_cached_task_num=1, block_ratio=1.0)
     for first in (10, 20, 30):
         loop.add(a_request(range(first, first + 4), 1))
-    with pytest.raises(Overloaded, match=r"cached task num \(1\) exceeds the limit \(1\)"):
+    with pytest.raises(Overloaded, match=r"1 requests are waiting, at most MAX_CACHED_TASK_NUM\(1\) may"):
         loop.add(a_request([40]))
     loop.turn()
     assert loop.executor.batches == [[("10", 4), ("20", 1)]]

@@ -1,6 +1,7 @@
 """Building the CPU ops: without warnings, once, and with a clear word when it cannot be done."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -48,6 +49,28 @@ def test_a_failing_compiler_leaves_nothing_behind(tmp_path, monkeypatch):
         build.library()
     build.build_key.cache_clear()
     assert list(tmp_path.glob("ops-*")) == []
+
+
+def test_an_interrupted_build_leaves_no_compiler_behind(tmp_path):
+    compiler = tmp_path / "compiler"
+    compiler.write_text('[ "$1" = --version ] || { : > "$0.begun.$$"; sleep 1; : > "$0.ended.$$"; }')
+    environment = {**os.environ, "CXX": f"sh {compiler}", "ENGINE_BUILD_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "engine.ops.build"]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as building:
+        while not list(tmp_path.glob("compiler.begun.*")):
+            time.sleep(0.01)
+        building.terminate()
+        assert building.communicate()[1] == "interrupted\n"
+    assert building.returncode == 130
+    assert len(list(tmp_path.glob("compiler.begun.*"))) == len(list(tmp_path.glob("compiler.ended.*")))
+    assert list(tmp_path.glob("ops*/")) == []
+
+
+def test_a_first_use_says_that_it_compiles(tmp_path):
+    environment = {**os.environ, "CXX": "true", "ENGINE_BUILD_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", "from engine.ops import build; build._link = lambda *_: None; build.library()"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert re.match(r"compiling \d+ files of the CPU ops", done.stderr)
 
 
 def test_a_folder_in_which_nothing_can_be_built_is_named_by_its_variable(tmp_path, monkeypatch):

@@ -261,7 +261,7 @@ def test_beyond_the_waiting_queue_requests_are_refused_and_the_others_go_on():
         wait_until(lambda: any(listener.ends for listener in listeners))
         executor.step_s = 0
         refused = [ended for listener in listeners if type(ended := listener.wait()) is Overloaded]
-        assert str(refused[0]) == "cached task num (3) exceeds the limit (3)"
+        assert str(refused[0]) == "3 requests are waiting, at most MAX_CACHED_TASK_NUM(3) may"
         assert len(listeners) - len(refused) >= 5
         assert is_empty(client)
 

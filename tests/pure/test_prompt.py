@@ -144,6 +144,16 @@ def test_a_text_with_a_token_that_the_model_does_not_know_is_refused(reader):
     assert small.read(a_request(text="hi", apply_chat_template=False))
 
 
+def test_an_expression_that_ends_within_an_escape_is_refused(reader):
+    for pattern in ("a\\", "\\", "a\\\\\\"):
+        error = refusal(reader, guided_regex=pattern)
+        assert (error.field, str(error)) == (
+            "guided_regex",
+            "The `guided_regex` ends with a backslash that escapes nothing",
+        )
+    assert reader.read(a_request(guided_regex="a\\\\")).sampling.form
+
+
 # --- lengths: the model takes 100 tokens, of these 80 in the prompt and 50 in the answer
 
 
@@ -204,7 +214,29 @@ def test_a_length_that_may_be_cut_is_as_long_as_there_is_room(reader):
 def test_a_prompt_may_fill_the_model_but_for_one_token(reader):
     reader = replace(reader, max_seq_len=100)
     assert sampling_of(reader, input_ids=[1] * 99).max_new_tokens == 1
-    assert type(refusal(reader, input_ids=[1] * 100)) is PromptTooLong
+    for fields in ({}, {"max_dec_len": 5, "cut_max_dec_len": True}):
+        too_long = refusal(reader, input_ids=[1] * 100, **fields)
+        assert str(too_long) == "The prompt has 100 tokens, the model takes 99 and an answer"
+        assert (type(too_long), too_long.field) == (PromptTooLong, "input_ids")
+    assert refusal(reader, input_ids=[1] * 100, max_dec_len=1).field == "max_dec_len"
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt_len"),
+    [
+        ({}, 99),
+        ({"max_dec_len": 5}, 95),
+        ({"max_dec_len": 0}, 100),
+        ({"min_dec_len": 7}, 93),
+        ({"max_dec_len": 50, "cut_max_dec_len": True}, 99),
+        ({"pooling": "last"}, 100),
+    ],
+)
+def test_a_prompt_is_cut_so_that_the_answer_that_is_asked_for_fits(reader, fields, prompt_len):
+    long, ids = replace(reader, max_seq_len=100), [*range(200)]
+    read = long.read(a_request(input_ids=ids, truncate_prompt_tokens=-1, **fields))
+    assert read.token_ids == ids[-prompt_len:]
+    assert len(reader.read(a_request(input_ids=ids, truncate_prompt_tokens=-1, **fields)).token_ids) == 80
 
 
 def test_the_models_own_length_is_not_blamed_on_a_setting(reader):

@@ -55,6 +55,23 @@ def a_request(custom_id, url="/v1/chat/completions", **fields):
     return {"custom_id": str(custom_id), "method": "POST", "url": url, "body": {**BODIES[url], **fields}}
 
 
+def test_a_server_without_an_http_port_is_a_sentence_and_that_of_triton_is_one(files, tmp_path):
+    files.write(a_request("1"))
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "SERVICE_HTTP_PORT": "-1"}
+
+    def run(**environ):
+        command = [*RUN, str(files.input), str(files.output)]
+        return subprocess.run(command, env={**env, **environ}, capture_output=True, text=True, timeout=60)
+
+    done = run()
+    assert done.returncode == 2
+    assert "run_batch: the server has no HTTP port (SERVICE_HTTP_PORT=-1); --url" in done.stderr
+    assert "Traceback" not in done.stderr
+    with running(FakeBackend("a")) as gateway:
+        assert run(TRITON_HTTP_PORT=str(gateway.port)).returncode == 0
+    assert files.answers()["1"]["response"]["status_code"] == 200
+
+
 def test_every_path_of_the_server_may_be_asked_and_an_error_is_the_affair_of_its_line(files):
     wrong = a_request("wrong", temperature=-1)
     files.write(*[a_request(path, path) for path in BODIES], wrong)

@@ -132,7 +132,7 @@ def test_too_many_waiting_requests_are_refused_but_never_a_replay():
     scheduler = a_scheduler(max_batch=2, max_waiting=3)
     for first in range(10, 15):
         scheduler.add(a_request([first]))
-    with pytest.raises(Overloaded, match=r"cached task num \(3\) exceeds the limit \(3\)"):
+    with pytest.raises(Overloaded, match=r"3 requests are waiting, at most MAX_CACHED_TASK_NUM\(3\) may"):
         scheduler.add(a_request([15]))
     scheduler.add(a_request([15]), replay=True)
     assert len(run(scheduler)) == 6
@@ -177,7 +177,7 @@ def test_requests_that_can_start_at_once_do_not_count_as_waiting_ones():
     step(scheduler, an_executor(scheduler))
     scheduler.add(a_request([11]))  # beside the running one
     scheduler.add(a_request([12]))
-    with pytest.raises(Overloaded, match=r"cached task num \(1\)"):
+    with pytest.raises(Overloaded, match=r"1 requests are waiting"):
         scheduler.add(a_request([13]))
 
 

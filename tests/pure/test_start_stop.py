@@ -19,6 +19,7 @@ from server_scripts.model_source import Source, export_if_needed
 from server_scripts.run_dir import Process, RunDir, State, read_stat
 from tests.pure.fake_server import fake_server, kill_supervisor
 from tests.pure.model_server import Fault, ModelServer
+from tests.pure.service_fakes import wait_until
 from tests.server import a_server, is_alive
 
 ALL = {"engine": "", "tritonserver": "with helper", "gateway-0": "", "health": ""}
@@ -45,6 +46,14 @@ def test_a_wrong_setting_is_one_line_and_status_2(server):
     assert (
         server.command("start_server").stderr == done.stderr + "start_server: BLOCK_RATIO is 'x', it must be a number\n"
     )
+
+
+def test_a_file_with_a_format_of_calls_is_read_before_anything_is_started(server):
+    server.env["TOOL_CALL_PARSER"] = "/no/such/file.py"
+    done = server.command("start_server")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("start_server: TOOL_CALL_PARSER is '/no/such/file.py': FileNotFoundError: ")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["MODEL_DIR", "EXPORT_CACHE_DIR", "RUN_DIR", "FD_LOG_DIR"])
@@ -346,6 +355,43 @@ def test_a_signal_does_not_wait_for_a_server_that_is_silent_in_mid_file(server):
             assert start.wait(10) == 128 + signal.SIGTERM
             assert "interrupted, nothing is left running" in start.stdout.read()
     assert RunDir(server.run_dir).read_state() is None
+
+
+def test_two_signals_at_the_same_moment_are_answered_once_and_without_a_traceback():
+    program = """
+import os, signal
+from server_scripts.start import STOP_SIGNALS, Interrupted, _interrupt
+for number in STOP_SIGNALS:
+    signal.signal(number, _interrupt)
+signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+for number in STOP_SIGNALS:
+    os.kill(os.getpid(), number)
+try:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+except Interrupted:
+    print("interrupted")
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")
+
+
+def test_a_signal_ends_what_an_export_has_started(server, tmp_path, monkeypatch):
+    compiler = (
+        "import subprocess, sys; c = subprocess.Popen(['sleep', '600']); print('step', c.pid, flush=True); c.wait()"
+    )
+    (tmp_path / "slow.py").write_text(compiler)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("server_scripts.model_source.EXPORTER", "slow")
+    pids = []
+
+    def interrupt(line):
+        pids.append(int(line))
+        raise KeyboardInterrupt
+
+    config = Config(log_dir=str(tmp_path), export_cache_dir=str(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        export_if_needed(config, Source(tmp_path, "m"), interrupt)
+    wait_until(lambda: not is_alive(pids[0]))
 
 
 def test_a_server_that_is_killed_during_its_start_is_named_with_the_signal(server):

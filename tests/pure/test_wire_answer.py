@@ -145,7 +145,7 @@ def test_an_error_is_worded_with_the_names_that_its_client_knows():
     assert str(error) == "min_dec_len 1.5 exceeds max_dec_len 1"
     names = {"min_dec_len": "min_tokens", "max_dec_len": "max_tokens"}
     assert error.worded(names) == "min_tokens 1.5 exceeds max_tokens 1"
-    assert str(queue_full(4, 3)) == "cached task num (4) exceeds the limit (3)"
+    assert str(queue_full(4, 3)) == "4 requests are waiting, at most MAX_CACHED_TASK_NUM(3) may"
 
 
 def test_what_a_client_wrote_stays_as_it_is_in_an_errors_words():

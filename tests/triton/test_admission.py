@@ -88,6 +88,12 @@ def test_a_key_has_no_more_requests_open_than_its_limit_over_all_workers(server)
     assert metric(server, 'llm_key_refused_total{key="alice"}') == 6
 
 
+def test_of_more_prompts_than_a_key_may_have_open_the_others_wait(server):
+    body = {"prompt": [f"Count to {number}." for number in range(5)], "max_tokens": 4}
+    status, _, text = ask(server, "/v1/completions", body, "alices")
+    assert (status, [choice["index"] for choice in json.loads(text).get("choices", ())]) == (200, [0, 1, 2, 3, 4])
+
+
 def test_a_key_that_has_used_its_tokens_is_told_when_there_are_more(server):
     body = {**LONG, "min_dec_len": 90, "max_dec_len": 90}
     assert ask(server, "/v1/completions", body, "bobs")[0] == 200
