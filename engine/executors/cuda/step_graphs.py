@@ -37,8 +37,6 @@ DTYPES |= {"temperature": torch.float32, "top_p": torch.float32, "min_p": torch.
 Run = Callable[[Inputs], Outputs]
 Choose = Callable[[Tensor, Mapping[str, Tensor], Cuts], dict[str, Tensor]]  # by logits and CHOICE: `token_ids`
 Arrays = dict[str, np.ndarray]
-
-
 Made = TypeVar("Made")
 
 
@@ -110,9 +108,7 @@ class StepGraphs:
     def capture(self, run: Run, choose: Choose | None, nobodys_block: int) -> None:
         """For the caches that are allocated now. `choose`: not of a rank that never does."""
         self.nobodys_block = nobodys_block
-        shapes = sorted(
-            [*self._decodes, *self._prompts], reverse=True
-        )  # those after the largest find room in its memory
+        shapes = sorted([*self._decodes, *self._prompts], reverse=True)  # others find room in the memory of the largest
         if not shapes:
             return
         started, free = time.monotonic(), torch.cuda.mem_get_info(self._device)[0]
