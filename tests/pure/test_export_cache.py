@@ -10,7 +10,7 @@ import pytest
 
 import engine.exporting.cache
 from engine.errors import TokenizerError
-from engine.exporting.cache import export_cached
+from engine.exporting.cache import NUM_PIECES, PIECE, WHOLE_UP_TO, _identity, _print, export_cached
 from engine.exporting.export import ExportOptions
 from engine.exporting.manifest import GRAPH_VERSION, is_exported
 
@@ -50,6 +50,34 @@ def test_the_cache_exports_once_until_something_changes(a_checkpoint, tmp_path, 
     os.utime(a_checkpoint / "model.safetensors", ns=(0, 0))
     assert cached() != first
     assert len(no_paddle) == 3
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+@pytest.mark.parametrize("place", [0, 0.5, 1])
+def test_other_content_of_the_same_size_and_time_is_exported_anew(a_checkpoint, tmp_path, name, place):
+    """As of two fine-tunes of one model, in layers of images and object stores whose files all have one time."""
+    path = a_checkpoint / name
+    content, times = bytearray(path.read_bytes()), (path.stat().st_atime_ns, path.stat().st_mtime_ns)
+    options = ExportOptions()
+    first = _identity(a_checkpoint, options)
+    content[int(place * (len(content) - 1))] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=times)
+    assert _identity(a_checkpoint, options) != first
+
+
+def test_of_large_files_pieces_are_read_all_over(tmp_path):
+    path = tmp_path / "model.safetensors"
+    size = 3 * WHOLE_UP_TO
+    with path.open("wb") as file:
+        file.truncate(size)
+    prints, longest = {_print(path)}, size // NUM_PIECES + PIECE
+    for count, start in enumerate(range(0, size - longest + 1, longest), start=2):
+        with path.open("r+b") as file:
+            file.seek(start)
+            file.write(bytes([count % 255 + 1]) * longest)
+        prints.add(_print(path))
+        assert len(prints) == count
 
 
 def test_a_checkpoint_whose_tokenizer_cannot_be_read_is_refused_before_the_work(a_checkpoint, tmp_path, no_paddle):
