@@ -10,6 +10,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from engine.exporting.complete import is_complete
 from engine.exporting.export import COPIED_FILES, ExportOptions, OnProgress, export
 from engine.exporting.manifest import CONFIG, GRAPH_VERSION, is_exported, refuse_static_graph
 from engine.file_lock import file_lock
@@ -35,20 +36,27 @@ def export_cached(
     refuse_static_graph(checkpoint_dir, options.ranks)
     name = f"{checkpoint_dir.name}-{_identity(checkpoint_dir, options)}"
     out_dir = cache_dir / name
-    if is_exported(out_dir, options.ranks):
+    if _is_made(out_dir, options):
         return out_dir
     Tokenizer.load(checkpoint_dir)
     cache_dir.mkdir(parents=True, exist_ok=True)
     waits = "wait for another process that exports the same checkpoint"
     with file_lock(cache_dir / f".{name}.lock", lambda: progress(waits)):
-        if not is_exported(out_dir, options.ranks):
+        if not _is_made(out_dir, options):
+            if out_dir.exists():
+                progress(f"{out_dir} is damaged, and is made anew")
+                out_dir.rename(cache_dir / f".{name}.damaged.partial")
             _remove_left_overs(cache_dir, name)
             export(checkpoint_dir, out_dir, options, progress)
     return out_dir
 
 
+def _is_made(out_dir: Path, options: ExportOptions) -> bool:
+    return is_complete(out_dir) and is_exported(out_dir, options.ranks)
+
+
 def _remove_left_overs(cache_dir: Path, name: str) -> None:
-    """Of exports that were killed: of this one, whose lock we hold, and what is too old to be going on of others."""
+    """Of exports that were killed or damaged: of this one, whose lock we hold; of others what is too old to go on."""
     for path in cache_dir.glob(".*.partial"):
         if path.name.startswith(f".{name}.") or path.lstat().st_mtime < time.time() - LEFT_OVER_AFTER_S:
             shutil.rmtree(path, ignore_errors=True)

@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import tempfile
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ import numpy as np
 
 from engine.dtypes import WEIGHT_DTYPES
 from engine.exporting import head
+from engine.exporting.complete import complete_or_absent
 from engine.exporting.manifest import CONFIG, DECODER, Graph, Manifest, rank_dir, refuse_static_graph
 from engine.models.checkpoint import Checkpoint, open_tensors
 from engine.models.config import DecoderConfig
@@ -124,7 +123,7 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
     if options.max_seq_len is None:
         max_seq_len = min(max_seq_len, whole_number(keys, "infer_model_max_seq_len", max_seq_len))
     manifest = _manifest(model, shards[0], max_seq_len, parameters)
-    with _complete_or_absent(out_dir) as partial:
+    with complete_or_absent(out_dir) as partial:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "No ccache found")  # Paddle's own, at import
             from engine.exporting.save import save_rank
@@ -188,19 +187,6 @@ def _untied_where_stored_apart(model: DecoderConfig, checkpoint: Checkpoint, pro
         return model
     progress(f"config.json: tie_word_embeddings is true, but {LM_HEAD} is not {TABLE}: it is used as it is stored")
     return replace(model, tied_embeddings=False)
-
-
-@contextmanager
-def _complete_or_absent(out_dir: Path) -> Iterator[Path]:
-    """A folder to fill, which takes the name `out_dir` if all goes well."""
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", suffix=".partial", dir=out_dir.parent))
-    try:
-        yield partial
-        partial.chmod(0o755)  # mkdtemp makes it private
-        partial.rename(out_dir)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _max_seq_len(model: DecoderConfig, wanted: int | None, progress: OnProgress) -> int:

@@ -94,6 +94,44 @@ def test_an_older_graph_version_in_the_cache_is_made_anew(a_checkpoint, tmp_path
     assert export_cached(a_checkpoint, tmp_path / "cache", ExportOptions()) != first
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda d: (d / "rank_0/model.json").unlink(),
+        lambda d: (d / "rank_0/model.pdiparams").write_bytes(b"cut off"),
+        lambda d: (d / "tokenizer.json").unlink(),
+        lambda d: (d / "manifest.json").write_text(""),
+        lambda d: (d / "files.json").write_text(""),
+        shutil.rmtree,
+    ],
+    ids=["no program", "other weights", "no tokenizer", "empty manifest", "empty sizes", "nothing"],
+)
+def test_a_damaged_entry_is_made_anew(a_checkpoint, tmp_path, no_paddle, damage):
+    steps: list[str] = []
+    made = export_cached(a_checkpoint, tmp_path / "cache", ExportOptions())
+    files = {path: path.stat().st_size for path in made.rglob("*")}
+    damage(made)
+    says_so = [f"{made} is damaged, and is made anew"] if made.exists() else []
+    assert export_cached(a_checkpoint, tmp_path / "cache", ExportOptions(), steps.append) == made
+    assert {path: path.stat().st_size for path in made.rglob("*")} == files
+    assert steps[: len(says_so)] == says_so
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == [f".{made.name}.lock", made.name]
+
+
+def test_nothing_takes_its_name_before_it_is_on_the_disk(a_checkpoint, tmp_path, no_paddle, monkeypatch):
+    synced: list[str] = []
+
+    def fsync(handle: int) -> None:
+        path = Path(f"/proc/self/fd/{handle}").resolve()
+        assert ".partial" in str(path)
+        synced.append(path.name)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    made = export_cached(a_checkpoint, tmp_path / "cache", ExportOptions())
+    assert sorted(synced[:-1]) == sorted(path.name for path in made.rglob("*"))
+    assert synced[-1].startswith(f".{made.name}.")
+
+
 def test_what_a_killed_export_left_is_cleared_away(a_checkpoint, tmp_path, no_paddle):
     made = export_cached(a_checkpoint, tmp_path / "cache", ExportOptions())
     left_over = tmp_path / "cache" / f".{made.name}.abc.partial"
