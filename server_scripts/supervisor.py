@@ -117,7 +117,7 @@ class Supervisor:
         self.sleep(sleep_s)
         self.reap()
         self._act_on_observation()
-        self._watch_helpers()
+        self._watch_stub()
         self._end_stopped()
         self._start_what_is_due()
         self.every_turn()
@@ -191,12 +191,12 @@ class Supervisor:
         log.info("started %s, pid %d", child.spec.name, child.process.pid)
         self._write_state()
 
-    def _watch_helpers(self) -> None:
+    def _watch_stub(self) -> None:
         """Triton 2.51 does not notice that its stub has died: every request would fail and the server look healthy."""
-        for child in self.children:
-            if child.process and not all(helper.is_alive for helper in child.helpers):
-                log.error("a process that belongs to %s has died, ending %s", child.spec.name, child.spec.name)
-                child.kill()
+        triton = self.named(TRITONSERVER)
+        if triton and triton.process and not all(helper.is_alive for helper in triton.helpers):
+            log.error("a process that belongs to %s has died, ending %s", TRITONSERVER, TRITONSERVER)
+            triton.kill()
 
     def _end_stopped(self) -> None:
         """Of several that share a port none can be asked whether it answers, and clients of one that is stopped would
@@ -214,9 +214,11 @@ class Supervisor:
         health.note_healthy(seen, engine, [child for child in self.children if child is not engine])
         if triton is None or not triton.was_running(seen.at):
             return
-        if seen.state is not None and not triton.helpers:
-            triton.find_helpers()
-            self._write_state()
+        has_ranks = engine and engine.healthy_since and self.config.mp_num > self.config.mp_nnode
+        for child in (triton, engine if has_ranks else None):
+            if seen.state is not None and child and not child.helpers:
+                child.find_helpers()
+                self._write_state()
         if self.state.phase == "ready":
             self._end(triton, health.why_triton_must_end(seen, triton, self.config))
         if engine and engine.process:

@@ -121,6 +121,15 @@ def test_a_dead_helper_of_tritonserver_restarts_it(tmp_path):
         server.wait_until(lambda: server.pid_now("tritonserver helper"))
 
 
+def test_a_dead_rank_is_left_to_the_engine_which_ends_and_says_why(tmp_path):
+    with fake_server(tmp_path, ALL | {"engine": "with helper"}, mp_num=2) as server:
+        server.wait_until_ready()
+        server.kill("engine helper")
+        num_asked = server.num_asked
+        server.wait_until(lambda: server.num_asked > num_asked + 10)
+        assert server.notes.count("engine started") == 1
+
+
 def test_a_silent_model_restarts_tritonserver(tmp_path):
     with fake_server(tmp_path, ALL) as server:
         server.wait_until_ready()
@@ -134,10 +143,12 @@ def test_a_silent_model_restarts_tritonserver(tmp_path):
         server.answer(**READY)
 
 
-@pytest.mark.parametrize("name", ["gateway-0", "tritonserver helper"])
+@pytest.mark.parametrize("name", ["gateway-0", "tritonserver helper", "engine helper"])
 def test_what_is_stopped_for_too_long_is_started_anew(tmp_path, name):
-    with fake_server(tmp_path, ALL) as server:
+    """Ranks are the engine's helpers."""
+    with fake_server(tmp_path, ALL | {"engine": "with helper"}, mp_num=2) as server:
         server.wait_until_ready()
+        server.wait_until(lambda: server.pid_now(name))
         pid, owner = server.pid_of(name), name.removesuffix(" helper")
         os.kill(pid, signal.SIGSTOP)
         server.wait_until_replaced(name, pid)

@@ -12,8 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from server_scripts.child import MAX_STOPPED_S
 from server_scripts.run_dir import children_of
-from tests.server import running_server
+from tests.server import is_alive, running_server
 from tests.triton.test_server import facts, post, wait_until_idle
 
 NUM_STREAMS = 8
@@ -66,3 +67,15 @@ def test_a_rank_that_fails_costs_a_pause_and_not_a_token(server, undisturbed, nu
         assert [future.result() for future in disturbed] == undisturbed
     assert facts(server)["num_restarts"] == restarts + 1
     wait_until_idle(server)
+
+
+def test_a_rank_that_is_stopped_while_nothing_runs_is_noticed(server, undisturbed):
+    """By the supervisor: the engine only would when it has something to compute."""
+    restarts, [rank] = facts(server)["num_restarts"], children_of(server.pid_of("engine"))
+    os.kill(rank, signal.SIGSTOP)
+    stopped_at = time.monotonic()
+    while is_alive(rank):
+        assert time.monotonic() < stopped_at + MAX_STOPPED_S + 5
+        time.sleep(0.2)
+    assert ask(server, 0) == undisturbed[0]
+    assert facts(server)["num_restarts"] == restarts + 1
