@@ -54,9 +54,10 @@ def make_host(graph_dir: Path, config: Config, peers: Sequence[socket] = ()) -> 
     """The ranks of this machine; `peers` are connections to the first rank of each other one."""
     if config.mp_num == 1:
         return make_rank(graph_dir, config)
-    from engine.executors.ranks import RanksExecutor, start_ranks, wait_until_ready
+    from engine.executors.ranks import RanksExecutor, refuse_second_group, start_ranks, wait_until_ready
     from engine.ops.cpu import group
 
+    refuse_second_group(config)
     num_hosts, (first_rank, *others) = config.machines.num_hosts, config.machines.ranks
     # A GPU's ranks only tell one another in it where they are; those of the CPU exchange everything through it.
     is_gpu = config.device == GPU
@@ -64,10 +65,18 @@ def make_host(graph_dir: Path, config: Config, peers: Sequence[socket] = ()) -> 
     memberships = [group.Membership(rank, config.mp_num, segment_fd, num_hosts) for rank in others]
     connections = start_ranks(graph_dir, config, memberships)
     mine = group.Membership(first_rank, config.mp_num, segment_fd, num_hosts, tuple(peers))
-    first = make_rank(graph_dir, config, mine)
-    wait_until_ready(connections)
-    if not is_gpu:
-        os.close(segment_fd)
+    try:
+        first = make_rank(graph_dir, config, mine)
+        wait_until_ready(connections)
+    except BaseException:
+        for connection in connections:
+            connection.close()
+        if not is_gpu:
+            group.leave()
+        raise
+    finally:
+        if not is_gpu:
+            os.close(segment_fd)
     return RanksExecutor(first, connections) if connections else first
 
 

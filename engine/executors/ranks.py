@@ -26,7 +26,7 @@ from typing import Any
 import msgpack
 
 from engine.core.types import Arrival, Batch, Copy, Executor, Reading, Row, Sampling, Step, Swaps
-from engine.errors import InvalidRequest, SetupError, literally
+from engine.errors import ConfigError, InvalidRequest, SetupError, literally
 from engine.ops.cpu.group import Membership
 from engine.settings.config import Config
 
@@ -105,7 +105,8 @@ class RanksExecutor:
 
 def serve(first: Connection, executor: Executor) -> None:
     """What a rank does that is not the first: as it is told, until the connection ends."""
-    first.send_bytes(pack(READY))
+    with contextlib.suppress(ConnectionError):  # where the first rank has failed, it has said why
+        first.send_bytes(pack(READY))
     steps: deque[Step] = deque()  # that were launched; where the first rank runs ahead, so does this one
     while True:
         try:
@@ -148,6 +149,18 @@ def end_with(first: Connection) -> None:
     threading.Thread(target=watch, name="watches the first rank", daemon=True).start()
 
 
+_started: list[Connection] = []  # to ranks, by this process, ever
+
+
+def refuse_second_group(config: Config) -> None:
+    """Raises ConfigError while this process has ranks: the ops know of one group."""
+    if not all(connection.closed for connection in _started):
+        raise ConfigError(
+            f"MP_NUM is {config.mp_num}, but this process has a model of several ranks, of which it can have one at a"
+            " time: close() that one first, or use another process"
+        )
+
+
 def start_ranks(graph_dir: Path, config: Config, memberships: Sequence[Membership]) -> list[Connection]:
     """A process for each, which load at the same time. To be called by the main thread: they die with it."""
     connections = []
@@ -159,6 +172,7 @@ def start_ranks(graph_dir: Path, config: Config, memberships: Sequence[Membershi
         theirs.close()
         ours.send((graph_dir.absolute(), config, membership))
         connections.append(ours)
+        _started.append(ours)
         name = f"rank {membership.rank}"
         threading.Thread(target=_end_with, args=(name, process, ours), name=name, daemon=True).start()
     return connections

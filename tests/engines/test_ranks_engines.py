@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from engine.core.loop import Loop
-from engine.errors import InvalidRequest
+from engine.errors import ConfigError, InvalidRequest, SetupError
 from engine.executors import make_executor
 from engine.models.adapters import identified
 from engine.settings.config import Config
@@ -125,6 +125,35 @@ def test_ranks_die_with_the_first_however_it_ends(exported):
     first.kill()
     first.communicate()
     wait_until(lambda: not is_alive(rank))
+
+
+def test_a_process_leads_one_group_at_a_time(exported, capfd):
+    """A model without other ranks may live beside it."""
+    graph_dir = exported("qwen2", block_size=BLOCK_SIZE, num_ranks=2)
+    config = Config(mp_num=2, cpu_threads=1, batch_size=8, max_num_batched_tokens=17)
+    requests = random_requests(seed=2)[:8]
+    first = make_executor(graph_dir, config)
+    first.allocate(400)
+    with pytest.raises(ConfigError, match=r"MP_NUM is 2, but this process .* close\(\) that one first"):
+        make_executor(graph_dir, config)
+    expected = answers_of(exported("qwen2", block_size=BLOCK_SIZE), requests)
+    assert tokens_of(run(first, config, requests)[0]) == tokens_of(expected)
+    first.close()
+    assert tokens_of(answers_of(graph_dir, requests, mp_num=2, cpu_threads=1)) == tokens_of(expected)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_group_that_could_not_be_made_is_in_nobodys_way(exported, tmp_path, capfd):
+    """Whichever rank has failed: the others end without a word, and the next group can be made."""
+    graph_dir = exported("qwen2", block_size=BLOCK_SIZE, num_ranks=2)
+    requests = random_requests(seed=2)[:2]
+    for rank in range(2):
+        broken = shutil.copytree(graph_dir, tmp_path / f"broken-{rank}")
+        (broken / f"rank_{rank}" / "model.json").write_text("{")
+        with pytest.raises(SetupError, match="is cut off or not JSON"):
+            make_executor(broken, Config(mp_num=2, cpu_threads=1))
+    assert len(answers_of(graph_dir, requests, mp_num=2, cpu_threads=1)) == 2
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def a_group(graph_dir, num_ranks):

@@ -42,7 +42,8 @@ class CpuExecutor:
         self._is_first = membership.rank == 0
         self._num_sharing = membership.ranks_per_host
         cpu.set_num_threads(config.cpu_threads or max(1, num_cpus() // self._num_sharing))
-        if membership.num_ranks > 1:
+        self._has_group = membership.num_ranks > 1
+        if self._has_group:
             group.join(membership)
         self._specs = model.graph().caches
         assert all(spec.axes[0] == BLOCK for spec in self._specs), "a block must lie in one piece to be copied"
@@ -80,7 +81,8 @@ class CpuExecutor:
     def close(self) -> None:
         self._thread.shutdown()
         del self._program, self._caches, self._adapters
-        group.leave()
+        if self._has_group:  # else it would be that of another model in this process
+            group.leave()
 
     def _compute(self, batch: Batch, wait_for_mask: Callable[[], Mask]) -> StepOutput:
         self._slots.place(batch)

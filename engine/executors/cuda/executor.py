@@ -135,7 +135,8 @@ class CudaExecutor:
         self._graphs.clear()
         self._caches.clear()
         del self._program, self._adapted, self._adapters, self._host_cache
-        group.leave()
+        if self._membership.num_ranks > 1:  # else it would be that of another model in this process
+            group.leave()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # for another process
 
