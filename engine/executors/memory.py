@@ -54,9 +54,9 @@ def run_longest_step(executor: Executor, config: Config, model_len: int, num_blo
 
 
 def num_blocks(config: Config, model_len: int, block_size: int, block_bytes: int, free_bytes: int) -> int:
-    """Blocks of the pool. With NUM_GPU_BLOCKS_OVERRIDE so many, with BLOCK_BS that times the blocks of the longest
-    request. Without: what `free_bytes` holds, on the CPU the share KV_CACHE_MEMORY_FRACTION of them, but no more than
-    BATCH_SIZE of the longest requests can use."""
+    """Blocks of the pool. With NUM_GPU_BLOCKS_OVERRIDE so many, with BLOCK_BS that times the blocks of the model's
+    length, whatever of it MAX_SEQ_LEN and MAX_DEC_LEN leave to a request. Without: what `free_bytes` holds, on the CPU
+    the share KV_CACHE_MEMORY_FRACTION of them, but no more than BATCH_SIZE requests of that length can use."""
     per_request = -(-max(config.max_dec_len, model_len) // block_size)
     is_gpu, fitting = config.device == GPU, free_bytes // block_bytes
     if is_gpu and config.num_gpu_blocks_override:
@@ -79,7 +79,7 @@ def num_blocks(config: Config, model_len: int, block_size: int, block_bytes: int
     if count < 1:
         raise ConfigError(
             f"{origin}, it must be larger: of the {free_bytes / 2**30:.1f} GiB that are free the KV cache would have no"
-            f" block, the longest request needs {per_request}"
+            f" block, the model's length needs {per_request}"
         )
     return count
 

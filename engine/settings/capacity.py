@@ -16,7 +16,10 @@ class Capacity:
     max_dec_len: int = setting(1024, "MAX_DEC_LEN", "longest answer, in tokens", minimum=1)
     batch_size: int = setting(50, "BATCH_SIZE", "requests in one step at most", minimum=1, maximum=1024)
     block_bs: float | None = setting(
-        None, "BLOCK_BS", "KV blocks = BLOCK_BS x blocks of the longest request; unset: from free memory", minimum=0.001
+        None,
+        "BLOCK_BS",
+        "KV blocks = BLOCK_BS x blocks of the model's length, or of MAX_DEC_LEN if more; unset: from free memory",
+        minimum=0.001,
     )
     block_ratio: float = setting(
         0.75,

@@ -22,10 +22,11 @@ def blocks(model_len=1000, block_size=64, block_bytes=1024, free_bytes=GIB, **se
         ({"block_bs": 1.0}, 16),  # ceil(1000 / 64)
         ({"block_bs": 2.5}, 40),
         ({"block_bs": 0.33}, 5),
+        ({"block_bs": 1.0, "max_seq_len": 300}, 16),  # no request is longer than 400
         ({"block_bs": 1.0, "max_dec_len": 2000}, 32),  # the longer of answer and model
     ],
 )
-def test_block_bs_multiplies_the_blocks_of_the_longest_request(settings, expected):
+def test_block_bs_multiplies_the_blocks_of_the_models_length(settings, expected):
     assert blocks(**settings) == expected
 
 
@@ -48,7 +49,7 @@ def test_blocks_that_do_not_fit_are_refused_with_what_would():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"block_bs": 0.01}, "BLOCK_BS is 0.01, it must be larger: .* no block, the longest request needs 16"),
+        ({"block_bs": 0.01}, "BLOCK_BS is 0.01, it must be larger: .* no block, the model's length needs 16"),
         ({"free_bytes": 1000}, "KV_CACHE_MEMORY_FRACTION is 0.5, it must be larger: of the 0.0 GiB"),
     ],
 )
