@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import fcntl
 import json
+import re
 import sys
 import time
 import uuid
@@ -24,6 +25,7 @@ from typing import Any, BinaryIO
 
 import aiohttp
 from tqdm import tqdm
+from yarl import URL
 
 from engine.address import connect_host, in_url
 from engine.errors import ConfigError
@@ -37,6 +39,7 @@ PAUSE_S = 1.0  # before a request is repeated, if the server does not say
 NOT_NOW = (429, 503)  # repeated until the server has room, or is gone
 PERHAPS = (500, 502, 504)  # repeated as often as this:
 NUM_TRIES = 3
+A_PATH = re.compile(r"/(?!/)[^\\\x00-\x1f\x7f\ud800-\udfff]*")  # what others read as //host/path is none
 Json = dict[str, Any]
 
 
@@ -104,6 +107,7 @@ async def run(given: argparse.Namespace, config: Config) -> None:
     if given.at_once < 1:
         raise BatchError(f"--at-once must be at least 1, it is {given.at_once}", 2)
     known = _check(given.input)
+    server = _server(given.url or _own_url(config))
     with given.output.open("ab", buffering=0) as output:
         try:
             fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -114,7 +118,7 @@ async def run(given: argparse.Namespace, config: Config) -> None:
         key = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
         with tqdm(total=len(known), initial=len(known & done), desc="requests", unit="") as bar:
             async with _session(given.url, config, key) as session:
-                await _ask_all(given, session, done, Progress(bar, output))
+                await _ask_all(given, server, session, done, Progress(bar, output))
 
 
 def _own_url(config: Config) -> str:
@@ -124,16 +128,28 @@ def _own_url(config: Config) -> str:
     return f"{scheme}://{in_url(connect_host(config.service_host))}:{config.http_ports[0]}"
 
 
+def _server(url: str) -> URL:
+    try:
+        server = URL(url)
+        if server.scheme in ("http", "https") and server == server.origin():
+            return server
+    except ValueError:
+        pass
+    raise BatchError(f"--url must be http://host:port or https://host:port, without a path; it is {url!r}", 2)
+
+
 def _session(url: str | None, config: Config, headers: Json) -> aiohttp.ClientSession:
     tls = client_context(config) if config.tls_cert_file and not url else True
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
     connector = aiohttp.TCPConnector(limit=0, ssl=tls)
-    return aiohttp.ClientSession(url or _own_url(config), headers=headers, timeout=timeout, connector=connector)
+    return aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector)
 
 
-async def _ask_all(given: argparse.Namespace, session: aiohttp.ClientSession, done: set[str], told: Progress) -> None:
+async def _ask_all(
+    given: argparse.Namespace, server: URL, session: aiohttp.ClientSession, done: set[str], told: Progress
+) -> None:
     try:
-        async with session.get("/health"):
+        async with session.get(server / "health"):
             pass
     except aiohttp.ClientError as error:
         raise BatchError(f"there is no server to ask: {error}") from None
@@ -141,7 +157,7 @@ async def _ask_all(given: argparse.Namespace, session: aiohttp.ClientSession, do
 
     async def ask_some() -> None:
         for request in to_ask:
-            await _ask(session, request, told)
+            await _ask(session, server, request, told)
 
     tasks = [asyncio.create_task(ask_some()) for _ in range(given.at_once)]
     try:
@@ -152,13 +168,16 @@ async def _ask_all(given: argparse.Namespace, session: aiohttp.ClientSession, do
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _ask(session: aiohttp.ClientSession, request: Json, told: Progress) -> None:
+async def _ask(session: aiohttp.ClientSession, server: URL, request: Json, told: Progress) -> None:
+    target = URL(f"{server.origin()}{request['url']}")  # joined, it could name another host, and that have the key
+    if target.origin() != server:  # the file has changed since it was checked
+        raise BatchError(f"the url {request['url']!r} is none of the server's", 2)
     num_tries = 0
     while True:
         num_tries += 1
         pause, why = PAUSE_S, ""
         try:
-            async with session.post(request["url"], json=request["body"]) as response:
+            async with session.post(target, json=request["body"]) as response:
                 body = _json(await response.read())
                 if response.status == 401:
                     raise BatchError("the server refuses the key, which is that of API_KEY", 2)
@@ -217,7 +236,7 @@ def _problem(request: Any) -> str:
         return f"custom_id must be a text, it is {request.get('custom_id')!r}"
     if request.get("method", "POST") != "POST":
         return f"method must be POST, it is {request['method']!r}"
-    if not isinstance(request.get("url"), str) or not request["url"].startswith("/"):
+    if not isinstance(request.get("url"), str) or not A_PATH.fullmatch(request["url"]):
         return f"url must be a path of the server's such as /v1/chat/completions, it is {request.get('url')!r}"
     if not isinstance(request.get("body"), dict):
         return f"body must be an object, it is {type(request.get('body')).__name__}"

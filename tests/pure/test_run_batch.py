@@ -1,13 +1,16 @@
 """`run_batch`: every request of a file gets its line, once, whatever happens in between."""
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from yarl import URL
 
 from engine.errors import InvalidRequest, Overloaded
 from tests.pure.gateway_fake import WAIT, FakeBackend, running
@@ -130,6 +133,10 @@ def test_who_is_told_to_come_back_later_does(files, monkeypatch):
         (a_request("first"), "line 2: custom_id 'first' is that of line 1"),
         ({**a_request("b"), "method": "GET"}, "line 2: method must be POST, it is 'GET'"),
         ({**a_request("b"), "url": "v1/completions"}, "line 2: url must be a path"),
+        *[
+            ({**a_request("b"), "url": url}, "line 2: url must be a path")
+            for url in ("//h:1/v1", "http://h/v1", "/\\h/v1", "\\\\h/v1", "/\t/h/v1", "/\n/h/v1", "/\ud800", "@h/v1")
+        ],
         ({**a_request("b"), "body": []}, "line 2: body must be an object, it is list"),
         (a_request("b", stream=True), "line 2: body.stream must be false"),
     ],
@@ -141,6 +148,29 @@ def test_a_wrong_line_is_found_before_anything_is_asked(files, capsys, monkeypat
     monkeypatch.setattr(sys, "argv", ["run_batch", str(files.input), str(files.output), "--url", "http://127.0.0.1:1"])
     assert run_batch.main() == 2
     assert says in capsys.readouterr().err
+    assert not files.output.exists()
+
+
+def test_the_key_goes_to_no_other_host_though_the_file_changes_after_it_was_checked(files):
+    from server_scripts.run_batch import BatchError, _ask
+
+    server = URL("http://127.0.0.1:1")
+    session = Mock()
+    session.post.side_effect = BatchError("asked")
+    with pytest.raises(BatchError, match="asked"):
+        asyncio.run(_ask(session, server, {"url": "//elsewhere:2/v1", "body": {}}, Mock()))
+    assert session.post.call_args.args[0].origin() == server
+    with pytest.raises(BatchError, match="'@elsewhere/v1' is none of the server's"):
+        asyncio.run(_ask(session, server, {"url": "@elsewhere/v1", "body": {}}, Mock()))
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8000", "localhost:8000", "http://h/v1", "http://h/v1/", "http://", "ftp://h"]
+)
+def test_a_server_that_is_no_address_is_named_before_anything_is_asked(files, url):
+    files.write(a_request("a"))
+    status, said = files.run(url)
+    assert (status, f"without a path; it is {url!r}" in said, "Traceback" in said) == (2, True, False)
     assert not files.output.exists()
 
 
