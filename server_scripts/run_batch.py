@@ -39,6 +39,7 @@ PAUSE_S = 1.0  # before a request is repeated, if the server does not say
 NOT_NOW = (429, 503)  # repeated until the server has room, or is gone
 PERHAPS = (500, 502, 504)  # repeated as often as this:
 NUM_TRIES = 3
+OWN = b'{"id": "batch_req_'  # how a line of the output begins
 A_PATH = re.compile(r"/(?!/)[^\\\x00-\x1f\x7f\ud800-\udfff]*")  # what others read as //host/path is none
 Json = dict[str, Any]
 
@@ -106,6 +107,8 @@ async def run(given: argparse.Namespace, config: Config) -> None:
     """Raises BatchError."""
     if given.at_once < 1:
         raise BatchError(f"--at-once must be at least 1, it is {given.at_once}", 2)
+    if given.output.exists() and given.output.samefile(given.input):
+        raise BatchError(f"{given.output} is the input, the answers need a file of their own", 2)
     known = _check(given.input)
     server = _server(given.url or _own_url(config))
     with given.output.open("ab", buffering=0) as output:
@@ -248,10 +251,11 @@ def _done(path: Path) -> tuple[set[str], int]:
     done, size = set(), 0
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if not line.endswith(b"\n"):
+            is_whole = line.endswith(b"\n")
+            if not is_whole and OWN.startswith(line[: len(OWN)]):
                 break
             try:
-                answer = json.loads(line)
+                answer = json.loads(line if is_whole else b"")
                 done.add(answer["response"] and answer["custom_id"])
             except (ValueError, KeyError, TypeError):  # the input, perhaps
                 raise BatchError(f"{path}, line {number} is no answer of run_batch's", 2) from None

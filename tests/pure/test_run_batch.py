@@ -104,7 +104,7 @@ def test_it_goes_on_after_an_interruption_and_asks_nothing_twice(files):
         assert process.returncode == 130
         assert set(files.answers()) == {"0", "1"}
         with files.output.open("a") as output:
-            output.write('{"id": "x", "custom_id": "2", "resp')  # of a write that did not end
+            output.write('{"id": "batch_req_x", "custom_id": "2", "resp')  # of a write that did not end
         backend.go()
         assert files.run(gateway.url)[0] == 0
         assert set(files.answers()) == {str(index) for index in range(6)}
@@ -182,6 +182,25 @@ def test_what_keeps_it_from_working_is_said(files):
         status, said = files.run(gateway.url, API_KEY="wrong")
         assert (status, "refuses the key" in said, files.answers()) == (2, True, {})
         assert files.run(gateway.url, API_KEY="secret")[0] == 0
-    files.output.write_text(files.input.read_text())
+
+
+@pytest.mark.parametrize("end", ["\n", ""])
+@pytest.mark.parametrize("line", [json.dumps(a_request("a")), "notes", '{"id": "batch"}', "[]"])
+def test_a_file_that_is_no_output_of_run_batch_stays_as_it_is(files, line, end):
+    files.write(a_request("a"))
+    files.output.write_text(line + end)
     status, said = files.run("http://127.0.0.1:1")
-    assert (status, "is no answer of run_batch's" in said) == (2, True)
+    assert (status, "line 1 is no answer of run_batch's" in said) == (2, True)
+    assert files.output.read_text() == line + end
+
+
+@pytest.mark.parametrize("link", [os.link, os.symlink, None])
+def test_the_input_is_not_written_over_by_whichever_of_its_names(files, link):
+    files.input.write_text(json.dumps(a_request("a")))
+    if link:
+        link(files.input, files.output)
+    else:
+        files.output = files.input
+    status, said = files.run("http://127.0.0.1:1")
+    assert (status, "is the input" in said) == (2, True)
+    assert files.input.read_text() == json.dumps(a_request("a"))
