@@ -21,13 +21,13 @@ from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions
 from engine.exporting.kept import with_kept
 from engine.exporting.manifest import Manifest, is_exported
-from engine.serving.answer import OpenAnswer
+from engine.serving.answer import OpenAnswer, best
 from engine.serving.prompt import Prompt, PromptReader
 from engine.settings.config import Config
 from engine.settings.device import with_device
 from engine.text.grammar import MatcherGrammars
 from engine.text.tokenizer import Tokenizer
-from engine.wire import parse_request
+from engine.wire import GenerationRequest, parse_request
 from engine.wire.fields import FIELDS
 
 NAME_OF = {alias: name for name, (aliases, _) in FIELDS.items() for alias in aliases}
@@ -48,6 +48,7 @@ class Answer:
 class _Open:
     """A request and its answer in the making."""
 
+    asked: GenerationRequest
     request: Request
     answer: OpenAnswer
     prompt: Prompt
@@ -60,7 +61,7 @@ class _Open:
             token_ids=answer.token_ids,
             finish_reason=answer.finish_reason,
             prompt_token_ids=self.request.token_ids[: self.request.prompt_len],
-            logprobs=[logprobs for logprobs in answer.logprobs if logprobs],
+            logprobs=[logprobs for logprobs in answer.logprobs if logprobs and self.asked.logprobs >= 0],
             prompt_logprobs=self.request.scores,
             embedding=list(memoryview(self.prompt.pooled(self.request.hidden)).cast("f"))
             if self.request.hidden
@@ -105,7 +106,8 @@ class LLM:
     ) -> list[Answer]:
         """A prompt is a text (continued as it stands), token ids, or a dict of native request fields such as
         `{"messages": [...]}`. `sampling` holds native request fields for all of them (`max_dec_len`, ...); those of a
-        prompt win, by whichever of their names. A prompt with `n` has that many answers, one after the other.
+        prompt win, by whichever of their names. A prompt with `n` has that many answers, one after the other; with
+        `best_of` or `use_beam_search` the likeliest, the best first.
         Raises InvalidRequest before anything runs if one of the prompts is refused, NoToken when the model breaks down.
         """
         prompts = [prompts] if isinstance(prompts, str | dict) else prompts
@@ -121,7 +123,7 @@ class LLM:
                 executor = self._loop.executor
                 self._loop = Loop(executor, self._num_blocks, self._config, self._grammars)
                 raise
-        return [item.finished() for item in opened]
+        return [item.finished() for of_prompt in of_prompts for item in best(of_prompt, of_prompt[0].asked.n)]
 
     def close(self) -> None:
         self._loop.executor.close()
@@ -162,7 +164,7 @@ class LLM:
             for number in range(read.n)
         ]
         requests[0].forks = requests[1:]
-        return [_Open(each, OpenAnswer(self.tokenizer, request), read) for each in requests]
+        return [_Open(request, each, OpenAnswer(self.tokenizer, request), read) for each in requests]
 
     def _advance(self, item: _Open, update: Update) -> int:
         """The number of answers that these tokens have ended."""

@@ -77,6 +77,22 @@ def test_several_answers_to_a_prompt_follow_each_other_each_with_its_own_seed(ll
     assert llm._loop.is_idle
 
 
+@pytest.mark.parametrize("logprobs", [-1, 0])
+def test_of_best_of_answers_the_n_likeliest_are_given_the_best_first(llm, logprobs):
+    fields = {"temperature": 1, "max_dec_len": 5, "logprobs": 0}
+    alone = [llm.generate("a", {**fields, "seed": seed}, progress=False)[0] for seed in (5, 6, 7, 8)]
+    means = [sum(each.chosen for each in answer.logprobs) / len(answer.logprobs) for answer in alone]
+    likeliest = [alone[means.index(mean)].token_ids for mean in sorted(means, reverse=True)]
+    asked = {**fields, "seed": 5, "best_of": 4, "n": 2, "logprobs": logprobs}
+    *answers, next_one = llm.generate(
+        ["a", {"input_ids": [ord("k")], "best_of": 1, "n": 1, **GREEDY}], asked, progress=False
+    )
+    assert [answer.token_ids for answer in answers] == likeliest[:2]
+    assert likeliest[:2] != [answer.token_ids for answer in alone[:2]]
+    assert [bool(answer.logprobs) for answer in answers] == [logprobs == 0] * 2
+    assert next_one.token_ids == list(b"lmn")
+
+
 def test_more_answers_than_run_at_once_are_all_given(llm):
     answers = llm.generate("a", {**GREEDY, "n": 5}, progress=False)
     assert [answer.text for answer in answers] == ["bcd"] * 5
