@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -95,6 +96,7 @@ class LLM:
         self._grammars = MatcherGrammars(lambda: self.tokenizer, Manifest.read(graph_dir).vocab_size)
         self._loop = Loop(executor, self._num_blocks, self._config, self._grammars)
         self._lock = threading.Lock()  # of the loop: calls from several threads take turns
+        self._pid, self._is_closed = os.getpid(), False
         cache_size = (self._num_blocks, executor.block_size)
         self._reader = PromptReader.load(config, graph_dir, self.tokenizer, lambda: cache_size)
 
@@ -108,12 +110,18 @@ class LLM:
         `{"messages": [...]}`. `sampling` holds native request fields for all of them (`max_dec_len`, ...); those of a
         prompt win, by whichever of their names. A prompt with `n` has that many answers, one after the other; with
         `best_of` or `use_beam_search` the likeliest, the best first.
-        Raises InvalidRequest before anything runs if one of the prompts is refused, NoToken when the model breaks down.
+        Raises InvalidRequest before anything runs if one of the prompts is refused, NoToken when the model breaks down,
+        RuntimeError after `close` and in a fork of the process that made this.
         """
+        if os.getpid() != self._pid:  # it would wait for threads that are its parent's
+            text = f"this LLM belongs to process {self._pid}, of which this is a fork: start processes with 'spawn', "
+            raise RuntimeError(text + "with an LLM in each")
         prompts = [prompts] if isinstance(prompts, str | dict) else prompts
         of_prompts = [self._open(index, prompt, sampling or {}) for index, prompt in enumerate(prompts)]
         opened = [item for of_prompt in of_prompts for item in of_prompt]
         with self._lock:
+            if self._is_closed:
+                raise RuntimeError("this LLM is closed")
             try:
                 for first, *_ in of_prompts:
                     self._loop.add(first.request)
@@ -126,7 +134,13 @@ class LLM:
         return [item.finished() for of_prompt in of_prompts for item in best(of_prompt, of_prompt[0].asked.n)]
 
     def close(self) -> None:
-        self._loop.executor.close()
+        """When the call that runs has ended. Harmless when it is closed; a fork closes nothing of its parent's."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._loop.executor.close()
 
     def _run(self, opened: list[_Open], progress: bool) -> None:
         by_id = {item.request.request_id: item for item in opened}

@@ -1,5 +1,7 @@
 """The engine offline, with the counting executor: byte tokens, so that "a" continues "bcd"."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -197,8 +199,34 @@ def test_the_offline_engine_needs_no_sockets():
 def test_a_wrong_setting_is_refused_with_its_keyword_and_its_limit(tmp_path):
     with pytest.raises(ConfigError, match="^batch_size is 0, it must be at least 1"):
         LLM(tmp_path, batch_size=0)
-    with pytest.raises(TypeError, match="batchsize"):
+    with pytest.raises(ConfigError, match="^there is no setting batchsize; did you mean batch_size"):
         LLM(tmp_path, batchsize=8)
+    with pytest.raises(ConfigError, match="^there is no setting nonsense$"):
+        LLM(tmp_path, nonsense=3)
+
+
+def test_a_closed_llm_may_be_closed_again_and_says_that_it_is(llm, monkeypatch):
+    llm.close()
+    monkeypatch.setattr(llm._loop.executor, "close", lambda: pytest.fail("closed twice"))
+    llm.close()
+    with pytest.raises(RuntimeError, match="^this LLM is closed$"):
+        llm.generate("a", GREEDY, progress=False)
+
+
+def test_a_fork_may_not_use_the_llm_of_its_parent_which_goes_on(llm):
+    with llm._lock:  # by another thread of the parent, so nobody gives it back in the child
+        pid = os.fork()
+        if not pid:
+            signal.alarm(10)
+            try:
+                llm.close()
+                llm.generate("a", GREEDY, progress=False)
+            except RuntimeError as error:
+                os._exit(0 if f"belongs to process {os.getppid()}" in str(error) else 1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert [answer.text for answer in llm.generate("a", GREEDY, progress=False)] == ["bcd"]
 
 
 def test_a_prompt_whose_form_cannot_be_compiled_is_refused_and_the_next_call_works(llm):
