@@ -4,8 +4,8 @@ A line of the input is {"custom_id": "1", "method": "POST", "url": "/v1/chat/com
 of the server's. A line of the output has the custom_id and the response, in the order of their ends. Requests that have
 a line there already are not asked again: the same command goes on where it was interrupted.
 
-Exit status 0 when every request has its line, be it an error; 1 when the server is gone; 2 when a setting or a line
-of the input is wrong, before anything is asked; 130 after Ctrl-C.
+Exit status 0 when every request has its line, be it an error; 1 when the server is gone or an answer cannot be written;
+2 when a setting or a line of the input is wrong, before anything is answered; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -67,7 +67,14 @@ class Progress:
         told = body if isinstance(body, dict) else {}
         response = {"status_code": status, "request_id": told.get("id"), "body": body}
         line = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": request["custom_id"], "response": response}
-        self.output.write(json.dumps({**line, "error": None}, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+        # What is no Unicode text, half a surrogate pair, has become its escape again: the same to who reads the JSON.
+        payload = json.dumps({**line, "error": None}, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+        try:
+            num_written = self.output.write(payload)
+        except OSError as error:
+            raise BatchError(f"an answer cannot be written: {error}; the same command goes on") from None
+        if num_written < len(payload):
+            raise BatchError("an answer cannot be written whole: the disk is full; the same command goes on")
         usage = told.get("usage") or {}
         self.num_tokens += usage.get("completion_tokens") or usage.get("output_tokens") or 0
         self.num_errors += status >= 400
@@ -227,6 +234,8 @@ def _check(path: Path) -> set[str]:
                     f"{path}, line {number}: custom_id {custom_id!r} is that of line {known[custom_id]}", 2
                 )
             known[custom_id] = number
+    except RecursionError:
+        raise BatchError(f"{path}, the line after {number} is nested too deeply", 2) from None
     except ValueError as error:
         raise BatchError(f"{path}, the line after {number} is no JSON: {error}", 2) from None
     return set(known)
@@ -257,7 +266,7 @@ def _done(path: Path) -> tuple[set[str], int]:
             try:
                 answer = json.loads(line if is_whole else b"")
                 done.add(answer["response"] and answer["custom_id"])
-            except (ValueError, KeyError, TypeError):  # the input, perhaps
+            except (ValueError, KeyError, TypeError, RecursionError):  # the input, perhaps
                 raise BatchError(f"{path}, line {number} is no answer of run_batch's", 2) from None
             size += len(line)
     return done, size

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -128,6 +129,7 @@ def test_who_is_told_to_come_back_later_does(files, monkeypatch):
     ("line", "says"),
     [
         ("{", "the line after 1 is no JSON"),
+        ("[" * 100_000, "the line after 1 is nested too deeply"),
         ([1], "line 2: must be a JSON object, it is list"),
         ({"url": "/v1/completions"}, "line 2: custom_id must be a text, it is None"),
         (a_request("first"), "line 2: custom_id 'first' is that of line 1"),
@@ -182,6 +184,31 @@ def test_what_keeps_it_from_working_is_said(files):
         status, said = files.run(gateway.url, API_KEY="wrong")
         assert (status, "refuses the key" in said, files.answers()) == (2, True, {})
         assert files.run(gateway.url, API_KEY="secret")[0] == 0
+
+
+def test_ids_that_are_no_unicode_text_stay_apart(files):
+    files.write(a_request("\ud800"), a_request("\ud801"))
+    with running(FakeBackend("a")) as gateway:
+        assert files.run(gateway.url)[0] == 0
+        assert sorted(files.answers()) == ["\ud800", "\ud801"]
+        assert files.run(gateway.url)[0] == 0
+        assert sorted(files.answers()) == ["\ud800", "\ud801"]
+
+
+@pytest.mark.parametrize("write", [Mock(side_effect=OSError(28, "No space left on device")), Mock(return_value=3)])
+def test_an_answer_that_cannot_be_written_is_no_wrong_setting(write):
+    from server_scripts.run_batch import BatchError, Progress
+
+    with pytest.raises(BatchError, match="an answer cannot be written") as caught:
+        Progress(Mock(), SimpleNamespace(write=write)).write({"custom_id": "a"}, 200, {})
+    assert caught.value.status == 1
+
+
+def test_a_certificate_that_is_not_there_is_named(files):
+    files.write(a_request("a"))
+    environ = {"TLS_CERT_FILE": "certs/mine.pem", "TLS_KEY_FILE": "certs/mine.key"}
+    status, said = files.run("", **environ)
+    assert (status, "TLS_CERT_FILE is 'certs/mine.pem': [Errno 2] No such file" in said) == (2, True)
 
 
 @pytest.mark.parametrize("end", ["\n", ""])
