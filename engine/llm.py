@@ -72,7 +72,11 @@ class _Open:
 
 class LLM:
     """`model_dir` is an exported model or a checkpoint, which is exported once. Settings other than the environment's
-    are given by their field names, `LLM(path, batch_size=8)`, and checked like those: raises ConfigError."""
+    are given by their field names, `LLM(path, batch_size=8)`, and checked like those: raises ConfigError.
+
+    With `mp_num` above 1, a rank that ends is RankFailed or GroupError in the call that runs and in later ones: close
+    this and make another. On GPUs, and with several machines, it ends this process at once, without exceptions: nothing
+    else would wake who waits for it."""
 
     def __init__(self, model_dir: str | Path, **settings: Any):
         config = with_device(Config.from_env().changed(**settings))
@@ -90,7 +94,7 @@ class LLM:
             options = with_kept(graph_dir, options, config)
             graph_dir = export_cached(graph_dir, Path(config.export_cache_dir).expanduser(), options)
         self.tokenizer = Tokenizer.load(graph_dir)
-        executor = make_executor(graph_dir, config)
+        executor = make_executor(graph_dir, config, owns_process=False)
         self._num_blocks = allocate_cache(executor, config, Manifest.read(graph_dir).max_seq_len)
         self._config = replace(config, max_cached_task_num=2**31, max_waiting_tokens=2**62)  # nobody else is waiting
         self._grammars = MatcherGrammars(lambda: self.tokenizer, Manifest.read(graph_dir).vocab_size)
