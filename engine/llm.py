@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -21,13 +22,13 @@ from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions
 from engine.exporting.kept import with_kept
 from engine.exporting.manifest import Manifest, is_exported
-from engine.serving.answer import OpenAnswer
+from engine.serving.answer import OpenAnswer, best
 from engine.serving.prompt import Prompt, PromptReader
 from engine.settings.config import Config
 from engine.settings.device import with_device
 from engine.text.grammar import MatcherGrammars
 from engine.text.tokenizer import Tokenizer
-from engine.wire import parse_request
+from engine.wire import GenerationRequest, parse_request
 from engine.wire.fields import FIELDS
 
 NAME_OF = {alias: name for name, (aliases, _) in FIELDS.items() for alias in aliases}
@@ -48,6 +49,7 @@ class Answer:
 class _Open:
     """A request and its answer in the making."""
 
+    asked: GenerationRequest
     request: Request
     answer: OpenAnswer
     prompt: Prompt
@@ -60,7 +62,7 @@ class _Open:
             token_ids=answer.token_ids,
             finish_reason=answer.finish_reason,
             prompt_token_ids=self.request.token_ids[: self.request.prompt_len],
-            logprobs=[logprobs for logprobs in answer.logprobs if logprobs],
+            logprobs=[logprobs for logprobs in answer.logprobs if logprobs and self.asked.logprobs >= 0],
             prompt_logprobs=self.request.scores,
             embedding=list(memoryview(self.prompt.pooled(self.request.hidden)).cast("f"))
             if self.request.hidden
@@ -70,7 +72,11 @@ class _Open:
 
 class LLM:
     """`model_dir` is an exported model or a checkpoint, which is exported once. Settings other than the environment's
-    are given by their field names, `LLM(path, batch_size=8)`, and checked like those: raises ConfigError."""
+    are given by their field names, `LLM(path, batch_size=8)`, and checked like those: raises ConfigError.
+
+    With `mp_num` above 1, a rank that ends is RankFailed or GroupError in the call that runs and in later ones: close
+    this and make another. On GPUs, and with several machines, it ends this process at once, without exceptions: nothing
+    else would wake who waits for it."""
 
     def __init__(self, model_dir: str | Path, **settings: Any):
         config = with_device(Config.from_env().changed(**settings))
@@ -88,12 +94,13 @@ class LLM:
             options = with_kept(graph_dir, options, config)
             graph_dir = export_cached(graph_dir, Path(config.export_cache_dir).expanduser(), options)
         self.tokenizer = Tokenizer.load(graph_dir)
-        executor = make_executor(graph_dir, config)
+        executor = make_executor(graph_dir, config, owns_process=False)
         self._num_blocks = allocate_cache(executor, config, Manifest.read(graph_dir).max_seq_len)
         self._config = replace(config, max_cached_task_num=2**31, max_waiting_tokens=2**62)  # nobody else is waiting
         self._grammars = MatcherGrammars(lambda: self.tokenizer, Manifest.read(graph_dir).vocab_size)
         self._loop = Loop(executor, self._num_blocks, self._config, self._grammars)
         self._lock = threading.Lock()  # of the loop: calls from several threads take turns
+        self._pid, self._is_closed = os.getpid(), False
         cache_size = (self._num_blocks, executor.block_size)
         self._reader = PromptReader.load(config, graph_dir, self.tokenizer, lambda: cache_size)
 
@@ -105,13 +112,20 @@ class LLM:
     ) -> list[Answer]:
         """A prompt is a text (continued as it stands), token ids, or a dict of native request fields such as
         `{"messages": [...]}`. `sampling` holds native request fields for all of them (`max_dec_len`, ...); those of a
-        prompt win, by whichever of their names. A prompt with `n` has that many answers, one after the other.
-        Raises InvalidRequest before anything runs if one of the prompts is refused, NoToken when the model breaks down.
+        prompt win, by whichever of their names. A prompt with `n` has that many answers, one after the other; with
+        `best_of` or `use_beam_search` the likeliest, the best first.
+        Raises InvalidRequest before anything runs if one of the prompts is refused, NoToken when the model breaks down,
+        RuntimeError after `close` and in a fork of the process that made this.
         """
+        if os.getpid() != self._pid:  # it would wait for threads that are its parent's
+            text = f"this LLM belongs to process {self._pid}, of which this is a fork: start processes with 'spawn', "
+            raise RuntimeError(text + "with an LLM in each")
         prompts = [prompts] if isinstance(prompts, str | dict) else prompts
         of_prompts = [self._open(index, prompt, sampling or {}) for index, prompt in enumerate(prompts)]
         opened = [item for of_prompt in of_prompts for item in of_prompt]
         with self._lock:
+            if self._is_closed:
+                raise RuntimeError("this LLM is closed")
             try:
                 for first, *_ in of_prompts:
                     self._loop.add(first.request)
@@ -121,10 +135,16 @@ class LLM:
                 executor = self._loop.executor
                 self._loop = Loop(executor, self._num_blocks, self._config, self._grammars)
                 raise
-        return [item.finished() for item in opened]
+        return [item.finished() for of_prompt in of_prompts for item in best(of_prompt, of_prompt[0].asked.n)]
 
     def close(self) -> None:
-        self._loop.executor.close()
+        """When the call that runs has ended. Harmless when it is closed; a fork closes nothing of its parent's."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._loop.executor.close()
 
     def _run(self, opened: list[_Open], progress: bool) -> None:
         by_id = {item.request.request_id: item for item in opened}
@@ -162,7 +182,7 @@ class LLM:
             for number in range(read.n)
         ]
         requests[0].forks = requests[1:]
-        return [_Open(each, OpenAnswer(self.tokenizer, request), read) for each in requests]
+        return [_Open(request, each, OpenAnswer(self.tokenizer, request), read) for each in requests]
 
     def _advance(self, item: _Open, update: Update) -> int:
         """The number of answers that these tokens have ended."""

@@ -15,7 +15,10 @@ def client_context(config: Config) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the file needs not to have its authority's
-    context.load_verify_locations(config.tls_cert_file)
+    try:
+        context.load_verify_locations(config.tls_cert_file)
+    except OSError as error:
+        raise OSError(f"TLS_CERT_FILE is {config.tls_cert_file!r}: {error}") from None
     return context
 
 

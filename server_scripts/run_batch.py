@@ -4,8 +4,8 @@ A line of the input is {"custom_id": "1", "method": "POST", "url": "/v1/chat/com
 of the server's. A line of the output has the custom_id and the response, in the order of their ends. Requests that have
 a line there already are not asked again: the same command goes on where it was interrupted.
 
-Exit status 0 when every request has its line, be it an error; 1 when the server is gone; 2 when a setting or a line
-of the input is wrong, before anything is asked; 130 after Ctrl-C.
+Exit status 0 when every request has its line, be it an error; 1 when the server is gone or an answer cannot be written;
+2 when a setting or a line of the input is wrong, before anything is answered; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import fcntl
 import json
+import re
 import sys
 import time
 import uuid
@@ -24,6 +25,7 @@ from typing import Any, BinaryIO
 
 import aiohttp
 from tqdm import tqdm
+from yarl import URL
 
 from engine.address import connect_host, in_url
 from engine.errors import ConfigError
@@ -37,6 +39,8 @@ PAUSE_S = 1.0  # before a request is repeated, if the server does not say
 NOT_NOW = (429, 503)  # repeated until the server has room, or is gone
 PERHAPS = (500, 502, 504)  # repeated as often as this:
 NUM_TRIES = 3
+OWN = b'{"id": "batch_req_'  # how a line of the output begins
+A_PATH = re.compile(r"/(?!/)[^\\\x00-\x1f\x7f\ud800-\udfff]*")  # what others read as //host/path is none
 Json = dict[str, Any]
 
 
@@ -63,7 +67,14 @@ class Progress:
         told = body if isinstance(body, dict) else {}
         response = {"status_code": status, "request_id": told.get("id"), "body": body}
         line = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": request["custom_id"], "response": response}
-        self.output.write(json.dumps({**line, "error": None}, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+        # What is no Unicode text, half a surrogate pair, has become its escape again: the same to who reads the JSON.
+        payload = json.dumps({**line, "error": None}, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+        try:
+            num_written = self.output.write(payload)
+        except OSError as error:
+            raise BatchError(f"an answer cannot be written: {error}; the same command goes on") from None
+        if num_written < len(payload):
+            raise BatchError("an answer cannot be written whole: the disk is full; the same command goes on")
         usage = told.get("usage") or {}
         self.num_tokens += usage.get("completion_tokens") or usage.get("output_tokens") or 0
         self.num_errors += status >= 400
@@ -103,7 +114,10 @@ async def run(given: argparse.Namespace, config: Config) -> None:
     """Raises BatchError."""
     if given.at_once < 1:
         raise BatchError(f"--at-once must be at least 1, it is {given.at_once}", 2)
+    if given.output.exists() and given.output.samefile(given.input):
+        raise BatchError(f"{given.output} is the input, the answers need a file of their own", 2)
     known = _check(given.input)
+    server = _server(given.url or _own_url(config))
     with given.output.open("ab", buffering=0) as output:
         try:
             fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -114,7 +128,7 @@ async def run(given: argparse.Namespace, config: Config) -> None:
         key = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
         with tqdm(total=len(known), initial=len(known & done), desc="requests", unit="") as bar:
             async with _session(given.url, config, key) as session:
-                await _ask_all(given, session, done, Progress(bar, output))
+                await _ask_all(given, server, session, done, Progress(bar, output))
 
 
 def _own_url(config: Config) -> str:
@@ -124,16 +138,28 @@ def _own_url(config: Config) -> str:
     return f"{scheme}://{in_url(connect_host(config.service_host))}:{config.http_ports[0]}"
 
 
+def _server(url: str) -> URL:
+    try:
+        server = URL(url)
+        if server.scheme in ("http", "https") and server == server.origin():
+            return server
+    except ValueError:
+        pass
+    raise BatchError(f"--url must be http://host:port or https://host:port, without a path; it is {url!r}", 2)
+
+
 def _session(url: str | None, config: Config, headers: Json) -> aiohttp.ClientSession:
     tls = client_context(config) if config.tls_cert_file and not url else True
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
     connector = aiohttp.TCPConnector(limit=0, ssl=tls)
-    return aiohttp.ClientSession(url or _own_url(config), headers=headers, timeout=timeout, connector=connector)
+    return aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector)
 
 
-async def _ask_all(given: argparse.Namespace, session: aiohttp.ClientSession, done: set[str], told: Progress) -> None:
+async def _ask_all(
+    given: argparse.Namespace, server: URL, session: aiohttp.ClientSession, done: set[str], told: Progress
+) -> None:
     try:
-        async with session.get("/health"):
+        async with session.get(server / "health"):
             pass
     except aiohttp.ClientError as error:
         raise BatchError(f"there is no server to ask: {error}") from None
@@ -141,7 +167,7 @@ async def _ask_all(given: argparse.Namespace, session: aiohttp.ClientSession, do
 
     async def ask_some() -> None:
         for request in to_ask:
-            await _ask(session, request, told)
+            await _ask(session, server, request, told)
 
     tasks = [asyncio.create_task(ask_some()) for _ in range(given.at_once)]
     try:
@@ -152,13 +178,16 @@ async def _ask_all(given: argparse.Namespace, session: aiohttp.ClientSession, do
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _ask(session: aiohttp.ClientSession, request: Json, told: Progress) -> None:
+async def _ask(session: aiohttp.ClientSession, server: URL, request: Json, told: Progress) -> None:
+    target = URL(f"{server.origin()}{request['url']}")  # joined, it could name another host, and that have the key
+    if target.origin() != server:  # the file has changed since it was checked
+        raise BatchError(f"the url {request['url']!r} is none of the server's", 2)
     num_tries = 0
     while True:
         num_tries += 1
         pause, why = PAUSE_S, ""
         try:
-            async with session.post(request["url"], json=request["body"]) as response:
+            async with session.post(target, json=request["body"]) as response:
                 body = _json(await response.read())
                 if response.status == 401:
                     raise BatchError("the server refuses the key, which is that of API_KEY", 2)
@@ -205,6 +234,8 @@ def _check(path: Path) -> set[str]:
                     f"{path}, line {number}: custom_id {custom_id!r} is that of line {known[custom_id]}", 2
                 )
             known[custom_id] = number
+    except RecursionError:
+        raise BatchError(f"{path}, the line after {number} is nested too deeply", 2) from None
     except ValueError as error:
         raise BatchError(f"{path}, the line after {number} is no JSON: {error}", 2) from None
     return set(known)
@@ -217,7 +248,7 @@ def _problem(request: Any) -> str:
         return f"custom_id must be a text, it is {request.get('custom_id')!r}"
     if request.get("method", "POST") != "POST":
         return f"method must be POST, it is {request['method']!r}"
-    if not isinstance(request.get("url"), str) or not request["url"].startswith("/"):
+    if not isinstance(request.get("url"), str) or not A_PATH.fullmatch(request["url"]):
         return f"url must be a path of the server's such as /v1/chat/completions, it is {request.get('url')!r}"
     if not isinstance(request.get("body"), dict):
         return f"body must be an object, it is {type(request.get('body')).__name__}"
@@ -229,12 +260,13 @@ def _done(path: Path) -> tuple[set[str], int]:
     done, size = set(), 0
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if not line.endswith(b"\n"):
+            is_whole = line.endswith(b"\n")
+            if not is_whole and OWN.startswith(line[: len(OWN)]):
                 break
             try:
-                answer = json.loads(line)
+                answer = json.loads(line if is_whole else b"")
                 done.add(answer["response"] and answer["custom_id"])
-            except (ValueError, KeyError, TypeError):  # the input, perhaps
+            except (ValueError, KeyError, TypeError, RecursionError):  # the input, perhaps
                 raise BatchError(f"{path}, line {number} is no answer of run_batch's", 2) from None
             size += len(line)
     return done, size

@@ -23,11 +23,14 @@ if TYPE_CHECKING:
 LOADING = "the model is being loaded"
 
 
-def make_executor(graph_dir: Path, config: Config, tell: Callable[[str], None] = lambda reason: None) -> Executor:
+def make_executor(
+    graph_dir: Path, config: Config, tell: Callable[[str], None] = lambda reason: None, *, owns_process: bool = True
+) -> Executor:
     """The executor of DEVICE for the exported model in `graph_dir`, with all its ranks. Raises SetupError.
 
     With several machines it waits for them and tells for which. On those that are not the master it does not return:
-    their ranks do what the master's executor says.
+    their ranks do what the master's executor says. Without `owns_process` a rank of a CPU that ends raises here, in
+    the step that waits for it, where it would end this process.
     """
     config = with_device(config)
     check_swap_space(config)
@@ -44,13 +47,13 @@ def make_executor(graph_dir: Path, config: Config, tell: Callable[[str], None] =
     if missing := manifest.missing_files(graph_dir, machines.ranks):
         raise ModelError(f"{graph_dir}: {missing[0]} is missing; export the model again from its checkpoint")
     if machines.num_hosts == 1:
-        return make_host(graph_dir, config)
+        return make_host(graph_dir, config, owns_process=owns_process)
     from engine.executors.hosts import follow, lead
 
     return lead(graph_dir, config, tell) if machines.is_master else follow(graph_dir, config, tell)
 
 
-def make_host(graph_dir: Path, config: Config, peers: Sequence[socket] = ()) -> Executor:
+def make_host(graph_dir: Path, config: Config, peers: Sequence[socket] = (), *, owns_process: bool = True) -> Executor:
     """The ranks of this machine; `peers` are connections to the first rank of each other one."""
     if config.mp_num == 1:
         return make_rank(graph_dir, config)
@@ -63,7 +66,7 @@ def make_host(graph_dir: Path, config: Config, peers: Sequence[socket] = ()) -> 
     is_gpu = config.device == GPU
     segment_fd = os.memfd_create("llm_group") if is_gpu else group.create_segment(config.mp_num, num_hosts)
     memberships = [group.Membership(rank, config.mp_num, segment_fd, num_hosts) for rank in others]
-    connections = start_ranks(graph_dir, config, memberships)
+    connections = start_ranks(graph_dir, config, memberships, ends_process=owns_process or is_gpu)
     mine = group.Membership(first_rank, config.mp_num, segment_fd, num_hosts, tuple(peers))
     try:
         first = make_rank(graph_dir, config, mine)

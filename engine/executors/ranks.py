@@ -1,7 +1,8 @@
 """The ranks of one model as one executor: this process is the first rank of its host, the others are its children.
 
 What is launched here is told to all of them; they compute in step, the ops of the graph add up what each has. A rank
-that ends takes this process with it, and so the whole group: who started it starts it again.
+that ends takes this process with it, and so the whole group: who started it starts it again. Where the process is
+somebody else's, it ends the group alone, and what is launched raises; on a GPU nothing else would wake who waits.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import msgpack
 
 from engine.core.types import Arrival, Batch, Copy, Executor, Reading, Row, Sampling, Step, Swaps
 from engine.errors import ConfigError, InvalidRequest, SetupError, literally
+from engine.ops.cpu import group
 from engine.ops.cpu.group import Membership
 from engine.settings.config import Config
 
@@ -41,7 +43,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class RankFailed(SetupError):
-    """A rank could not be started; the message says why."""
+    """A rank could not be started, or has ended; the message says why."""
 
 
 class RanksExecutor:
@@ -99,8 +101,11 @@ class RanksExecutor:
             raise
 
     def _tell(self, message: bytes) -> None:
-        for other in self._others:
-            other.send_bytes(message)
+        try:
+            for other in self._others:
+                other.send_bytes(message)
+        except OSError:
+            raise RankFailed("a rank has ended, and the group with it") from None
 
 
 def serve(first: Connection, executor: Executor) -> None:
@@ -161,7 +166,9 @@ def refuse_second_group(config: Config) -> None:
         )
 
 
-def start_ranks(graph_dir: Path, config: Config, memberships: Sequence[Membership]) -> list[Connection]:
+def start_ranks(
+    graph_dir: Path, config: Config, memberships: Sequence[Membership], ends_process: bool
+) -> list[Connection]:
     """A process for each, which load at the same time. To be called by the main thread: they die with it."""
     connections = []
     for membership in memberships:
@@ -174,7 +181,9 @@ def start_ranks(graph_dir: Path, config: Config, memberships: Sequence[Membershi
         connections.append(ours)
         _started.append(ours)
         name = f"rank {membership.rank}"
-        threading.Thread(target=_end_with, args=(name, process, ours), name=name, daemon=True).start()
+        segment_fd = None if ends_process else os.dup(membership.segment_fd)
+        args = (name, process, ours, segment_fd)
+        threading.Thread(target=_end_with, args=args, name=name, daemon=True).start()
     return connections
 
 
@@ -195,13 +204,19 @@ def die_with_parent() -> None:
         os._exit(1)
 
 
-def _end_with(name: str, process: subprocess.Popen[bytes], connection: Connection) -> None:
+def _end_with(name: str, process: subprocess.Popen[bytes], connection: Connection, segment_fd: int | None) -> None:
+    """Who waits for that rank in the middle of an op, perhaps the main thread, is woken by the end of the group, in
+    `segment_fd`, or without it by that of the process."""
     status = process.wait()
     if status and not connection.closed:
         how = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
         log.error("%s %s: its group ends", name, how)
-        logging.shutdown()
-        os._exit(1)  # the main thread may wait for that rank in the middle of an op
+        if segment_fd is None:
+            logging.shutdown()
+            os._exit(1)
+        group.abort(segment_fd)
+    if segment_fd is not None:
+        os.close(segment_fd)
 
 
 def pack(*fields: Any) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol, TypeVar
 
 from engine.core.types import Logprobs
 from engine.text.text_stream import Delta, TextOptions, TextStream
@@ -29,6 +30,13 @@ class OpenAnswer:
         """Of token_ids, those whose text is certain."""
         return len(self.ends)
 
+    @property
+    def mean_logprob(self) -> float:
+        """Of all its tokens, where they are known."""
+        stop_token = [self.stop_token[1]] if self.stop_token else []
+        known = [each.chosen for each in (*self.logprobs, *stop_token) if each]
+        return sum(known) / max(len(known), 1)
+
     def text_len(self, num_tokens: int) -> int:
         """Characters of the first tokens, as far as they are visible."""
         return self.ends[min(num_tokens, len(self.ends)) - 1] if num_tokens and self.ends else 0
@@ -53,6 +61,21 @@ class OpenAnswer:
         self.text += delta.text
         self.ends += delta.ends
         self.stop_string = delta.stopped
+
+
+class Answering(Protocol):
+    @property
+    def answer(self) -> OpenAnswer: ...
+
+
+A = TypeVar("A", bound=Answering)
+
+
+def best(all_of_them: Sequence[A], n: int) -> list[A]:
+    """The `n` that are likeliest by the token, the best first; as they come where no more than these were made."""
+    if len(all_of_them) <= n:
+        return list(all_of_them)
+    return sorted(all_of_them, key=lambda each: -each.answer.mean_logprob)[:n]
 
 
 def _text_options(request: GenerationRequest) -> TextOptions:

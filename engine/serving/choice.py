@@ -52,13 +52,6 @@ class Choice:
         """Of an answer that may be chosen they are known, whether somebody has asked or not."""
         return self.sampling.num_logprobs >= 0 and (self._request.logprobs >= 0 or not self._request.is_chosen)
 
-    @property
-    def mean_logprob(self) -> float:
-        """Of all its tokens, where they are known."""
-        stop_token = [self.answer.stop_token[1]] if self.answer.stop_token else []
-        known = [each.chosen for each in (*self.answer.logprobs, *stop_token) if each]
-        return sum(known) / max(len(known), 1)
-
     def go_on(self, num_sent: int) -> None:
         """For a client that has so many of its tokens: the next response begins after them."""
         self.num_sent, self.is_over = num_sent, False

@@ -14,6 +14,7 @@ from engine.core.types import Logprobs, OfPrompt
 from engine.errors import Cancelled, RequestError, TimedOut, as_request_error
 from engine.link.journal import Submission
 from engine.serving.accounts import Account
+from engine.serving.answer import best
 from engine.serving.choice import Asked, Choice
 from engine.serving.latency import Ended, Latency
 
@@ -215,12 +216,12 @@ class Reply:
         """With the last of the answers: those that are likeliest by the token are told, and no others."""
         if any(each.is_open for each in self.choices):
             return
-        best = sorted(self.choices, key=lambda each: -each.mean_logprob)[: self._request.n]
-        places = [(each.index, each.num_sent) for each in self.choices[: len(best)]]
-        self.choices[:] = best
-        for each, (index, num_sent) in zip(best, places, strict=True):
+        chosen = best(self.choices, self._request.n)
+        places = [(each.index, each.num_sent) for each in self.choices[: len(chosen)]]
+        self.choices[:] = chosen
+        for each, (index, num_sent) in zip(chosen, places, strict=True):
             each.index, each.num_sent = index, num_sent  # of the client, who may have a part of them
-        for each in best:
+        for each in chosen:
             self._finish(each, each.answer.finish_reason or "", latency)
 
     def _finish(self, choice: Choice, reason: str, latency: Latency) -> None:

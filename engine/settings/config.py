@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -35,7 +36,12 @@ class Config(Processes, Answers, Capacity, Loras, Ports):  # dataclass takes the
 
     def changed(self, **settings: Any) -> Config:
         """With other values, by the names of the fields. Checked like the environment's: raises ConfigError."""
-        values = dict(settings)
+        values, names = dict(settings), [f.name for f in fields(self)]
+        if unknown := [name for name in settings if name not in names]:
+            close = difflib.get_close_matches(unknown[0], names, n=1)
+            raise ConfigError(
+                f"there is no setting {unknown[0]}" + "".join(f"; did you mean {name}?" for name in close)
+            )
         for f in fields(self):
             if f.name in settings and not (settings[f.name] is None and f.default is None):
                 values[f.name] = parse(f.name, str(settings[f.name]), str(f.type), f.metadata["setting"])

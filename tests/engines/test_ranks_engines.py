@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,9 @@ import pytest
 from engine.core.loop import Loop
 from engine.errors import ConfigError, InvalidRequest, SetupError
 from engine.executors import make_executor
+from engine.executors.ranks import RankFailed
 from engine.models.adapters import identified
+from engine.ops.cpu.kernels import GroupError
 from engine.settings.config import Config
 from server_scripts.run_dir import children_of
 from tests.lora_adapters import make_adapter
@@ -114,6 +117,33 @@ def test_a_rank_that_dies_takes_its_group_with_it(exported, number):
     finally:
         first.kill()
         first.communicate()
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_in_somebody_elses_process_a_rank_that_dies_is_an_exception(exported, is_running):
+    """In the middle of a step or idle; the other ranks end, and a new group can be started."""
+    graph_dir, requests = exported("qwen2", block_size=BLOCK_SIZE, num_ranks=4), random_requests(seed=2)[:8]
+    config = Config(max_dec_len=64, batch_size=NUM_REQUESTS, mp_num=4, cpu_threads=1)
+    before = children_of(os.getpid())
+    executor = make_executor(graph_dir, config, owns_process=False)
+    executor.allocate(400)
+    expected, _ = run(executor, config, requests)
+    ranks = [pid for pid in children_of(os.getpid()) if pid not in before]
+    if is_running:
+        os.kill(ranks[1], signal.SIGSTOP)  # the others wait for it
+        killing = threading.Timer(0.5, os.kill, (ranks[1], signal.SIGKILL))
+        killing.start()
+        with pytest.raises(GroupError, match="the group of ranks has been ended"):
+            run(executor, config, requests)
+        killing.join()
+    else:
+        os.kill(ranks[1], signal.SIGKILL)
+    wait_until(lambda: not any(is_alive(pid) for pid in ranks[1:2]))
+    with pytest.raises(RankFailed, match="a rank has ended, and the group with it"):
+        run(executor, config, requests)
+    executor.close()
+    wait_until(lambda: not any(is_alive(pid) for pid in ranks))
+    assert answers_of(graph_dir, requests, mp_num=4, cpu_threads=1) == expected
 
 
 def test_ranks_die_with_the_first_however_it_ends(exported):

@@ -1,5 +1,7 @@
 """The engine offline, with the counting executor: byte tokens, so that "a" continues "bcd"."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -28,7 +30,7 @@ def llm(tmp_path, monkeypatch):
     write_tokenizer(tmp_path)
     Manifest(400, 64, 4, 1, "float32", ()).write(tmp_path)
     monkeypatch.setattr(llm_module, "is_exported", lambda directory: True)
-    monkeypatch.setattr(llm_module, "make_executor", lambda directory, config: CountingExecutor(12, 4))
+    monkeypatch.setattr(llm_module, "make_executor", lambda directory, config, owns_process: CountingExecutor(12, 4))
     monkeypatch.setattr(llm_module, "allocate_cache", lambda executor, config, model_len: executor.num_blocks)
     llm = LLM(tmp_path, batch_size=4)
     yield llm
@@ -75,6 +77,22 @@ def test_several_answers_to_a_prompt_follow_each_other_each_with_its_own_seed(ll
     stopped = llm.generate("a", {**GREEDY, "n": 2, "stop": "c"}, progress=False)
     assert [answer.text for answer in stopped] == ["b", "b"]
     assert llm._loop.is_idle
+
+
+@pytest.mark.parametrize("logprobs", [-1, 0])
+def test_of_best_of_answers_the_n_likeliest_are_given_the_best_first(llm, logprobs):
+    fields = {"temperature": 1, "max_dec_len": 5, "logprobs": 0}
+    alone = [llm.generate("a", {**fields, "seed": seed}, progress=False)[0] for seed in (5, 6, 7, 8)]
+    means = [sum(each.chosen for each in answer.logprobs) / len(answer.logprobs) for answer in alone]
+    likeliest = [alone[means.index(mean)].token_ids for mean in sorted(means, reverse=True)]
+    asked = {**fields, "seed": 5, "best_of": 4, "n": 2, "logprobs": logprobs}
+    *answers, next_one = llm.generate(
+        ["a", {"input_ids": [ord("k")], "best_of": 1, "n": 1, **GREEDY}], asked, progress=False
+    )
+    assert [answer.token_ids for answer in answers] == likeliest[:2]
+    assert likeliest[:2] != [answer.token_ids for answer in alone[:2]]
+    assert [bool(answer.logprobs) for answer in answers] == [logprobs == 0] * 2
+    assert next_one.token_ids == list(b"lmn")
 
 
 def test_more_answers_than_run_at_once_are_all_given(llm):
@@ -181,8 +199,34 @@ def test_the_offline_engine_needs_no_sockets():
 def test_a_wrong_setting_is_refused_with_its_keyword_and_its_limit(tmp_path):
     with pytest.raises(ConfigError, match="^batch_size is 0, it must be at least 1"):
         LLM(tmp_path, batch_size=0)
-    with pytest.raises(TypeError, match="batchsize"):
+    with pytest.raises(ConfigError, match="^there is no setting batchsize; did you mean batch_size"):
         LLM(tmp_path, batchsize=8)
+    with pytest.raises(ConfigError, match="^there is no setting nonsense$"):
+        LLM(tmp_path, nonsense=3)
+
+
+def test_a_closed_llm_may_be_closed_again_and_says_that_it_is(llm, monkeypatch):
+    llm.close()
+    monkeypatch.setattr(llm._loop.executor, "close", lambda: pytest.fail("closed twice"))
+    llm.close()
+    with pytest.raises(RuntimeError, match="^this LLM is closed$"):
+        llm.generate("a", GREEDY, progress=False)
+
+
+def test_a_fork_may_not_use_the_llm_of_its_parent_which_goes_on(llm):
+    with llm._lock:  # by another thread of the parent, so nobody gives it back in the child
+        pid = os.fork()
+        if not pid:
+            signal.alarm(10)
+            try:
+                llm.close()
+                llm.generate("a", GREEDY, progress=False)
+            except RuntimeError as error:
+                os._exit(0 if f"belongs to process {os.getppid()}" in str(error) else 1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert [answer.text for answer in llm.generate("a", GREEDY, progress=False)] == ["bcd"]
 
 
 def test_a_prompt_whose_form_cannot_be_compiled_is_refused_and_the_next_call_works(llm):

@@ -1,13 +1,17 @@
 """`run_batch`: every request of a file gets its line, once, whatever happens in between."""
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
+from yarl import URL
 
 from engine.errors import InvalidRequest, Overloaded
 from tests.pure.gateway_fake import WAIT, FakeBackend, running
@@ -101,7 +105,7 @@ def test_it_goes_on_after_an_interruption_and_asks_nothing_twice(files):
         assert process.returncode == 130
         assert set(files.answers()) == {"0", "1"}
         with files.output.open("a") as output:
-            output.write('{"id": "x", "custom_id": "2", "resp')  # of a write that did not end
+            output.write('{"id": "batch_req_x", "custom_id": "2", "resp')  # of a write that did not end
         backend.go()
         assert files.run(gateway.url)[0] == 0
         assert set(files.answers()) == {str(index) for index in range(6)}
@@ -125,11 +129,16 @@ def test_who_is_told_to_come_back_later_does(files, monkeypatch):
     ("line", "says"),
     [
         ("{", "the line after 1 is no JSON"),
+        ("[" * 100_000, "the line after 1 is nested too deeply"),
         ([1], "line 2: must be a JSON object, it is list"),
         ({"url": "/v1/completions"}, "line 2: custom_id must be a text, it is None"),
         (a_request("first"), "line 2: custom_id 'first' is that of line 1"),
         ({**a_request("b"), "method": "GET"}, "line 2: method must be POST, it is 'GET'"),
         ({**a_request("b"), "url": "v1/completions"}, "line 2: url must be a path"),
+        *[
+            ({**a_request("b"), "url": url}, "line 2: url must be a path")
+            for url in ("//h:1/v1", "http://h/v1", "/\\h/v1", "\\\\h/v1", "/\t/h/v1", "/\n/h/v1", "/\ud800", "@h/v1")
+        ],
         ({**a_request("b"), "body": []}, "line 2: body must be an object, it is list"),
         (a_request("b", stream=True), "line 2: body.stream must be false"),
     ],
@@ -144,6 +153,29 @@ def test_a_wrong_line_is_found_before_anything_is_asked(files, capsys, monkeypat
     assert not files.output.exists()
 
 
+def test_the_key_goes_to_no_other_host_though_the_file_changes_after_it_was_checked(files):
+    from server_scripts.run_batch import BatchError, _ask
+
+    server = URL("http://127.0.0.1:1")
+    session = Mock()
+    session.post.side_effect = BatchError("asked")
+    with pytest.raises(BatchError, match="asked"):
+        asyncio.run(_ask(session, server, {"url": "//elsewhere:2/v1", "body": {}}, Mock()))
+    assert session.post.call_args.args[0].origin() == server
+    with pytest.raises(BatchError, match="'@elsewhere/v1' is none of the server's"):
+        asyncio.run(_ask(session, server, {"url": "@elsewhere/v1", "body": {}}, Mock()))
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8000", "localhost:8000", "http://h/v1", "http://h/v1/", "http://", "ftp://h"]
+)
+def test_a_server_that_is_no_address_is_named_before_anything_is_asked(files, url):
+    files.write(a_request("a"))
+    status, said = files.run(url)
+    assert (status, f"without a path; it is {url!r}" in said, "Traceback" in said) == (2, True, False)
+    assert not files.output.exists()
+
+
 def test_what_keeps_it_from_working_is_said(files):
     files.write(a_request("a"))
     status, said = files.run("http://127.0.0.1:1")
@@ -152,6 +184,50 @@ def test_what_keeps_it_from_working_is_said(files):
         status, said = files.run(gateway.url, API_KEY="wrong")
         assert (status, "refuses the key" in said, files.answers()) == (2, True, {})
         assert files.run(gateway.url, API_KEY="secret")[0] == 0
-    files.output.write_text(files.input.read_text())
+
+
+def test_ids_that_are_no_unicode_text_stay_apart(files):
+    files.write(a_request("\ud800"), a_request("\ud801"))
+    with running(FakeBackend("a")) as gateway:
+        assert files.run(gateway.url)[0] == 0
+        assert sorted(files.answers()) == ["\ud800", "\ud801"]
+        assert files.run(gateway.url)[0] == 0
+        assert sorted(files.answers()) == ["\ud800", "\ud801"]
+
+
+@pytest.mark.parametrize("write", [Mock(side_effect=OSError(28, "No space left on device")), Mock(return_value=3)])
+def test_an_answer_that_cannot_be_written_is_no_wrong_setting(write):
+    from server_scripts.run_batch import BatchError, Progress
+
+    with pytest.raises(BatchError, match="an answer cannot be written") as caught:
+        Progress(Mock(), SimpleNamespace(write=write)).write({"custom_id": "a"}, 200, {})
+    assert caught.value.status == 1
+
+
+def test_a_certificate_that_is_not_there_is_named(files):
+    files.write(a_request("a"))
+    environ = {"TLS_CERT_FILE": "certs/mine.pem", "TLS_KEY_FILE": "certs/mine.key"}
+    status, said = files.run("", **environ)
+    assert (status, "TLS_CERT_FILE is 'certs/mine.pem': [Errno 2] No such file" in said) == (2, True)
+
+
+@pytest.mark.parametrize("end", ["\n", ""])
+@pytest.mark.parametrize("line", [json.dumps(a_request("a")), "notes", '{"id": "batch"}', "[]"])
+def test_a_file_that_is_no_output_of_run_batch_stays_as_it_is(files, line, end):
+    files.write(a_request("a"))
+    files.output.write_text(line + end)
     status, said = files.run("http://127.0.0.1:1")
-    assert (status, "is no answer of run_batch's" in said) == (2, True)
+    assert (status, "line 1 is no answer of run_batch's" in said) == (2, True)
+    assert files.output.read_text() == line + end
+
+
+@pytest.mark.parametrize("link", [os.link, os.symlink, None])
+def test_the_input_is_not_written_over_by_whichever_of_its_names(files, link):
+    files.input.write_text(json.dumps(a_request("a")))
+    if link:
+        link(files.input, files.output)
+    else:
+        files.output = files.input
+    status, said = files.run("http://127.0.0.1:1")
+    assert (status, "is the input" in said) == (2, True)
+    assert files.input.read_text() == json.dumps(a_request("a"))
