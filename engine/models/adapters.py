@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +23,13 @@ from engine.errors import SetupError
 from engine.models.decoder import Decoder
 from engine.models.families import read_model
 from engine.models.formats import FLOAT32
-from engine.models.keys import read_json
+from engine.models.keys import object_in, read_json
 from engine.models.layers import Linear
 from engine.models.weights import Part, Shard, found_in
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MAX_CONFIG_BYTES = 1 << 20
+MAX_HEADER_BYTES = 16 << 20  # of the weights: names, shapes and notes
 PREFIX = "base_model.model."  # of PEFT's names before those of the checkpoint
 DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 # key of adapter_config.json -> what asks for nothing special beside null, false and empty ones
@@ -61,19 +65,31 @@ def network_of(graph_dir: Path, rank: int = 0, num_ranks: int = 1) -> Decoder:
 
 def identified(directory: Path) -> Adapter:
     """An adapter as it is now, by a name that it shares with the same files only."""
+    return _digest(_read(directory / CONFIG), _read(directory / WEIGHTS)), str(directory)
+
+
+def checked(directory: Path, network: Decoder, max_rank: int) -> Adapter:
+    """The same, of files that the model can have. Raises AdapterError."""
     if not _is_text(str(directory)):
         raise AdapterError(f"adapter {str(directory)!r}: its path is not UTF-8")
-    return _digest(*_read_files(directory)), str(directory)
+    return _read_adapter(directory, network, max_rank)[0]
 
 
 def read_pairs(adapter: Adapter, network: Decoder, max_rank: int) -> list[Pair]:
-    """Raises AdapterError, also when the files are others than `identified` has seen."""
+    """Raises AdapterError, also when the files are others than before."""
     adapter_id, directory = adapter
+    return _read_adapter(Path(directory), network, max_rank, adapter_id)[1]
+
+
+def _read_adapter(directory: Path, network: Decoder, max_rank: int, adapter_id: str = "") -> tuple[Adapter, list[Pair]]:
     try:
-        config, weights = _read_files(Path(directory))
-        if adapter_id != _digest(config, weights):
+        config = _read(directory / CONFIG, MAX_CONFIG_BYTES)
+        rank, scale = _rank_and_scale(object_in(config, CONFIG, AdapterError), max_rank)
+        most = MAX_HEADER_BYTES + 4 * rank * sum(sum(part.shape) for part in _parts(network))
+        weights = _read(directory / WEIGHTS, most)
+        digest = _digest(config, weights)
+        if adapter_id not in ("", digest):
             raise AdapterError("its files have changed since it was loaded")
-        rank, scale = _rank_and_scale(read_json(Path(directory) / CONFIG, AdapterError), max_rank)
         tensors = _tensors(weights)
         pairs = [pair for linear in found_in(network, Linear) for pair in _pairs_of(linear, tensors, (rank, scale))]
         if tensors:
@@ -83,20 +99,34 @@ def read_pairs(adapter: Adapter, network: Decoder, max_rank: int) -> list[Pair]:
             raise AdapterError(f"{WEIGHTS} has no tensor for any layer of the model")
     except AdapterError as error:
         raise AdapterError(f"adapter {directory}: {error}") from None
-    return pairs
+    return (digest, str(directory)), pairs
 
 
 def most_bytes(network: Decoder, max_rank: int) -> int:
     """Of an adapter for every linear layer."""
-    parts = [part for linear in found_in(network, Linear) for part in linear.weight.parts]
-    return sum(4 * max_rank * sum(part.rank_shape) for part in parts)
+    return sum(4 * max_rank * sum(part.rank_shape) for part in _parts(network))
 
 
-def _read_files(directory: Path) -> tuple[bytes, bytes]:
+def _parts(network: Decoder) -> list[Part]:
+    return [part for linear in found_in(network, Linear) for part in linear.weight.parts]
+
+
+def _read(path: Path, max_bytes: int | None = None) -> bytes:
+    """Of what is no file, or too large, nothing is read: whoever names it must not have others wait for it."""
     try:
-        return (directory / CONFIG).read_bytes(), (directory / WEIGHTS).read_bytes()
+        with open(path, "rb", opener=_open_at_once) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise AdapterError(f"{path.name} is no file")
+            if max_bytes is not None and status.st_size > max_bytes:
+                raise AdapterError(f"{path.name} has {status.st_size} bytes, at most {max_bytes} are read")
+            return file.read(status.st_size)
     except OSError as error:
-        raise AdapterError(f"{error.filename} cannot be read: {error.strerror}") from None
+        raise AdapterError(f"{path.name} cannot be read: {error.strerror}") from None
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # a FIFO would wait for a writer
 
 
 def _is_text(path: str) -> bool:

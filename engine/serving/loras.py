@@ -13,7 +13,7 @@ from typing import Any
 
 from engine import wire
 from engine.errors import InvalidRequest, UnknownModel, literally
-from engine.models.adapters import Adapter, AdapterError, identified, network_of, read_pairs
+from engine.models.adapters import Adapter, AdapterError, checked, network_of
 from engine.settings.config import Config
 from engine.settings.processes import LORAS_FILE
 from engine.wire import LOAD_LORA, LORA_FIELDS, UNLOAD_LORA, shown
@@ -60,9 +60,7 @@ class LoraNames:
                 for name in fields.keys() - given.keys():
                     raise InvalidRequest("`{field}` is missing", field=name)
                 self._check_may_change(owner)
-                with self._lock:
-                    self._adapters = change(**given)
-                    self._keep()
+                change(**given)
                 log.info("%s: %s", key, given["lora_name"])
                 return wire.Loras(self.names())
         return None
@@ -73,13 +71,33 @@ class LoraNames:
         if owner.name:
             raise InvalidRequest("adapters are everybody's: who has a key of a name cannot load or unload them")
 
-    def _load(self, lora_name: str, lora_path: str) -> dict[str, Adapter]:
+    def _load(self, lora_name: str, lora_path: str) -> None:
+        """Waits for the disk, others meanwhile change what is loaded."""
+        self._check_room(lora_name)
+        adapter = self._read(lora_path)
+        with self._lock:
+            self._check_room(lora_name)
+            self._change({**self._adapters, lora_name: adapter})
+
+    def _unload(self, lora_name: str) -> None:
+        """Requests that have it go on with it."""
+        with self._lock:
+            self.find(lora_name)
+            self._change({name: adapter for name, adapter in self._adapters.items() if name != lora_name})
+
+    def _change(self, adapters: dict[str, Adapter]) -> None:
+        self._adapters = adapters
+        self._keep()
+
+    def _check_room(self, lora_name: str) -> None:
         if lora_name in self._adapters:
             raise InvalidRequest("The `{field}` {value} is loaded already", field="lora_name", value=shown(lora_name))
         if len(self._adapters) >= self._config.max_loras:
             text = "{value} adapters are loaded, at most MAX_LORAS({limit}) may be"
             value, limit = len(self._adapters), self._config.max_loras
             raise InvalidRequest(text, field="lora_name", value=value, limit=limit)
+
+    def _read(self, lora_path: str) -> Adapter:
         assert self._config.lora_path
         folder = self._config.lora_path.resolve()
         try:
@@ -90,19 +108,12 @@ class LoraNames:
             text = "The `{field}` {value} is not in LORA_DIR"
             raise InvalidRequest(text, field="lora_path", value=shown(lora_path))
         try:
-            return {**self._adapters, lora_name: self._checked(path)}
+            return self._checked(path)
         except AdapterError as error:
             raise InvalidRequest(literally(str(error)), field="lora_path") from None
 
-    def _unload(self, lora_name: str) -> dict[str, Adapter]:
-        """Requests that have it go on with it."""
-        self.find(lora_name)
-        return {name: adapter for name, adapter in self._adapters.items() if name != lora_name}
-
     def _checked(self, path: Path) -> Adapter:
-        adapter = identified(path)
-        read_pairs(adapter, network_of(self._graph_dir), self._config.max_lora_rank)
-        return adapter
+        return checked(path, network_of(self._graph_dir), self._config.max_lora_rank)
 
     def _of_settings(self) -> dict[str, Adapter]:
         return {name: self._checked(path) for name, path in self._config.lora_paths.items()}

@@ -1,7 +1,9 @@
 """Which adapters a server has: what of PEFT's files is refused, LORA_MODULES, loading and unloading."""
 
 import json
+import os
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -9,12 +11,17 @@ from safetensors.numpy import load_file, save_file
 
 from engine.errors import ConfigError, InvalidRequest, UnknownModel
 from engine.llm import LLM
-from engine.models.adapters import AdapterError, identified, network_of, read_pairs
+from engine.models.adapters import AdapterError, checked, identified, network_of
+from engine.serving import loras
 from engine.serving.loras import LoraNames
+from engine.serving.options import ServiceOptions
+from engine.serving.prompt import PromptReader
+from engine.serving.service import Service
 from engine.settings.config import Config
 from engine.settings.processes import LORAS_FILE
 from engine.wire import Loras, Owner
 from tests.lora_adapters import make_adapter
+from tests.pure.service_fakes import PATIENCE_S, FakeEngine, FakeSender, a_payload
 
 NOBODY = Owner()
 A = "base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"
@@ -33,7 +40,7 @@ def model(checkpoint):
 
 def refusal(directory, model, max_rank=16):
     with pytest.raises(AdapterError) as caught:
-        read_pairs(identified(directory), network_of(model), max_rank)
+        checked(directory, network_of(model), max_rank)
     assert str(caught.value).startswith(f"adapter {directory}: ")
     return str(caught.value).removeprefix(f"adapter {directory}: ")
 
@@ -90,15 +97,24 @@ def test_files_that_are_cut_off_or_missing_are_refused(good, model, tmp_path):
     (broken / "adapter_config.json").write_text("{")
     assert "adapter_config.json" in refusal(broken, model)
     (broken / "adapter_config.json").unlink()
-    with pytest.raises(AdapterError, match="adapter_config.json cannot be read: No such file"):
-        identified(broken)
+    assert refusal(broken, model) == "adapter_config.json cannot be read: No such file or directory"
 
 
-def test_the_same_files_have_the_same_name_wherever_they_are(good, tmp_path):
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_nothing_is_read_of_what_is_no_file_or_too_large(good, model, tmp_path, name):
+    broken = shutil.copytree(good, tmp_path / "broken")
+    os.truncate(broken / name, 1 << 40)
+    assert refusal(broken, model).startswith(f"{name} has {1 << 40} bytes, at most ")
+    (broken / name).unlink()
+    os.mkfifo(broken / name)  # opening it would wait for a writer
+    assert refusal(broken, model) == f"{name} is no file"
+
+
+def test_the_same_files_have_the_same_name_wherever_they_are(good, model, tmp_path):
     one, _ = identified(good)
     assert identified(shutil.copytree(good, tmp_path / "copy"))[0] == one
     with pytest.raises(AdapterError, match="its path is not UTF-8"):
-        identified(tmp_path / "\udc80")
+        checked(tmp_path / "\udc80", network_of(model), 16)
     with (tmp_path / "copy" / "adapter_config.json").open("a") as file:
         file.write(" ")
     assert identified(tmp_path / "copy")[0] != one
@@ -177,6 +193,43 @@ def test_what_is_loaded_can_be_asked_for_until_it_is_unloaded(model, folder):
         with pytest.raises(UnknownModel, match=r'The `lora_name` "one" is none that is loaded, there are \[two\]'):
             ask(names, "one")
     assert names.answer({"text": "Hi"}, Owner()) is None
+
+
+def test_a_disk_that_does_not_answer_holds_up_no_other_request(model, folder, tokenizer, monkeypatch):
+    names = LoraNames(Config(lora_modules="one=a", lora_dir=str(folder)), model)
+    answers, is_read = threading.Event(), threading.Event()
+    read = loras.checked
+
+    def slow(*args):
+        is_read.set()
+        assert answers.wait(PATIENCE_S)
+        return read(*args)
+
+    monkeypatch.setattr(loras, "checked", slow)
+    reader = PromptReader(tokenizer, vocab_size=400, model_len=100, max_seq_len=80, max_dec_len=50, loras=names)
+    engine = FakeEngine()
+    service = Service(tokenizer, reader, engine, ServiceOptions())
+
+    def ask(**fields):
+        service.submit(a_payload(**fields), sender := FakeSender())
+        return sender
+
+    try:
+        first = ask(load_lora_adapter={"lora_name": "two", "lora_path": "a"})
+        assert is_read.wait(PATIENCE_S)
+        others = [ask(load_lora_adapter={"lora_name": name, "lora_path": "a"}) for name in ("three", "four")]
+        others[1].cancelled = True
+        generation = ask(req_id="a", input_ids=[1, 2])
+        engine.give([1, 2], b"a", "length")
+        assert generation.final["tokens_all"] == "a"
+        assert ask(unload_lora_adapter={"lora_name": "one"}).final["lora_names"] == []
+        assert not any(sender.is_over for sender in (first, *others))
+        answers.set()
+        assert [sender.final.get("error_code", 0) for sender in (first, *others)] == [0, 0, 499]
+        assert names.names() == ["two", "three"]
+    finally:
+        answers.set()
+        service.close(drain_s=0)
 
 
 @pytest.mark.parametrize("path", ["..", "../secret", "link", "/etc", "a/../../secret", "\0", "{tmp}/secret"])
