@@ -61,7 +61,7 @@ class LoraNames:
                     raise InvalidRequest("`{field}` is missing", field=name)
                 self._check_may_change(owner)
                 change(**given)
-                log.info("%s: %s", key, given["lora_name"])
+                log.info("%s: %s", key, shown(given["lora_name"]))
                 return wire.Loras(self.names())
         return None
 

@@ -179,6 +179,12 @@ def unload(names, name, owner=NOBODY):
     return names.answer({"unload_lora_adapter": {"lora_name": name}}, owner)
 
 
+def test_the_log_has_the_names_of_adapters_escaped(model, folder, caplog):
+    caplog.set_level("INFO")
+    load(LoraNames(Config(lora_dir=str(folder)), model), "x\n\x1b[31m", "a")
+    assert caplog.messages == [r'load_lora_adapter: "x\n\u001b[31m"']
+
+
 def test_what_is_loaded_can_be_asked_for_until_it_is_unloaded(model, folder):
     names = LoraNames(Config(lora_dir=str(folder), max_loras=2), model)
     assert load(names, "one", "a") == Loras(["one"])
