@@ -13,6 +13,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 import ml_dtypes
@@ -28,6 +29,7 @@ from engine.models.layers import Linear
 from engine.models.weights import Part, Shard, found_in
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MAX_ALPHA = float(np.finfo(np.float32).max)
 MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 16 << 20  # of the weights: names, shapes and notes
 PREFIX = "base_model.model."  # of PEFT's names before those of the checkpoint
@@ -68,11 +70,12 @@ def identified(directory: Path) -> Adapter:
     return _digest(_read(directory / CONFIG), _read(directory / WEIGHTS)), str(directory)
 
 
-def checked(directory: Path, network: Decoder, max_rank: int) -> Adapter:
-    """The same, of files that the model can have. Raises AdapterError."""
+def checked(directory: Path, graph_dir: Path, max_rank: int) -> Adapter:
+    """The same, of files that the exported model can have. Raises AdapterError."""
     if not _is_text(str(directory)):
         raise AdapterError(f"adapter {str(directory)!r}: its path is not UTF-8")
-    return _read_adapter(directory, network, max_rank)[0]
+    dtype = read_json(graph_dir / "config.json").get("infer_model_dtype") or "float32"  # of activations
+    return _read_adapter(directory, network_of(graph_dir), max_rank, dtype=dtype)[0]
 
 
 def read_pairs(adapter: Adapter, network: Decoder, max_rank: int) -> list[Pair]:
@@ -81,7 +84,9 @@ def read_pairs(adapter: Adapter, network: Decoder, max_rank: int) -> list[Pair]:
     return _read_adapter(Path(directory), network, max_rank, adapter_id)[1]
 
 
-def _read_adapter(directory: Path, network: Decoder, max_rank: int, adapter_id: str = "") -> tuple[Adapter, list[Pair]]:
+def _read_adapter(
+    directory: Path, network: Decoder, max_rank: int, adapter_id: str = "", dtype: str = "float32"
+) -> tuple[Adapter, list[Pair]]:
     try:
         config = _read(directory / CONFIG, MAX_CONFIG_BYTES)
         rank, scale = _rank_and_scale(object_in(config, CONFIG, AdapterError), max_rank)
@@ -91,7 +96,8 @@ def _read_adapter(directory: Path, network: Decoder, max_rank: int, adapter_id: 
         if adapter_id not in ("", digest):
             raise AdapterError("its files have changed since it was loaded")
         tensors = _tensors(weights)
-        pairs = [pair for linear in found_in(network, Linear) for pair in _pairs_of(linear, tensors, (rank, scale))]
+        form = rank, scale, dtype
+        pairs = [pair for linear in found_in(network, Linear) for pair in _pairs_of(linear, tensors, form)]
         if tensors:
             more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
             raise AdapterError(f"{WEIGHTS} has tensor {min(tensors)}{more}, for which the model has no place")
@@ -139,17 +145,17 @@ def _digest(config: bytes, weights: bytes) -> str:
 
 def _rank_and_scale(keys: Mapping[str, Any], max_rank: int) -> tuple[int, float]:
     if keys.get("peft_type") != "LORA":
-        raise AdapterError(f"{CONFIG}: peft_type is {keys.get('peft_type')!r}, supported is 'LORA'")
+        raise AdapterError(f"{CONFIG}: peft_type is {short(keys.get('peft_type'))}, supported is 'LORA'")
     for name, harmless in REFUSED.items():
         if (value := keys.get(name)) and value not in harmless:
-            raise AdapterError(f"{CONFIG}: {name} is {value!r}, which is not supported")
+            raise AdapterError(f"{CONFIG}: {name} is {short(value)}, which is not supported")
     rank, alpha = keys.get("r"), keys.get("lora_alpha")
     if type(rank) is not int or rank < 1:
-        raise AdapterError(f"{CONFIG}: r is {rank!r}, it must be a positive whole number")
+        raise AdapterError(f"{CONFIG}: r is {short(rank)}, it must be a positive whole number")
     if rank > max_rank:
-        raise AdapterError(f"{CONFIG}: r is {rank}, at most MAX_LORA_RANK({max_rank}) is supported")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise AdapterError(f"{CONFIG}: lora_alpha is {alpha!r}, it must be a number")
+        raise AdapterError(f"{CONFIG}: r is {short(rank)}, at most MAX_LORA_RANK({max_rank}) is supported")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= MAX_ALPHA:
+        raise AdapterError(f"{CONFIG}: lora_alpha is {short(alpha)}, it must be a number of at most {MAX_ALPHA:g}")
     return rank, alpha / (math.sqrt(rank) if keys.get("use_rslora") else rank)
 
 
@@ -167,9 +173,9 @@ def _tensors(weights: bytes) -> dict[str, np.ndarray]:
     }
 
 
-def _pairs_of(linear: Linear, tensors: dict[str, np.ndarray], form: tuple[int, float]) -> Iterator[Pair]:
+def _pairs_of(linear: Linear, tensors: dict[str, np.ndarray], form: tuple[int, float, str]) -> Iterator[Pair]:
     """Takes what is the layer's out of `tensors`."""
-    first, (rank, scale) = 0, form
+    first, (rank, scale, dtype) = 0, form
     for part in linear.weight.parts:
         rows, columns = part.axes
         names = [f"{PREFIX}{part.tensor.removesuffix('weight')}lora_{which}.weight" for which in "AB"]
@@ -179,7 +185,10 @@ def _pairs_of(linear: Linear, tensors: dict[str, np.ndarray], form: tuple[int, f
             share = np.zeros((rank, columns.size), np.float32)
             share[:, : columns.stop - columns.start] = a[:, columns.start : columns.stop]
             order = rows.order()[: rows.stop - rows.start]  # the zeros that fill up a rank's share add nothing
-            b = b[rows.start : rows.stop][order].T.astype(np.float32) * np.float32(scale)
+            with np.errstate(over="ignore"):
+                b = b[rows.start : rows.stop][order].T.astype(np.float32) * np.float32(scale)
+            for name, array in zip(names, (share, b), strict=True):
+                _check_finite(name, array, dtype)
             yield Pair(linear.weight.name, first, share, b)
         first += rows.size
 
@@ -191,3 +200,9 @@ def _check(part: Part, tensors: Mapping[str, np.ndarray], names: list[str], rank
             raise AdapterError(f"tensor {name} is missing in {WEIGHTS}")
         if tensors[name].shape != shape:
             raise AdapterError(f"tensor {name} has shape {tensors[name].shape}, model and r ask for {shape}")
+
+
+def _check_finite(name: str, array: np.ndarray, dtype: str) -> None:
+    most = float(ml_dtypes.finfo(dtype).max)
+    if array.size and not -most <= array.min() <= array.max() <= most:
+        raise AdapterError(f"tensor {name} has a value, or with its scale has one, that is no number of {dtype}")

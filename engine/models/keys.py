@@ -27,7 +27,7 @@ def object_in(data: bytes, name: Path | str, error: type[SetupError]) -> dict[st
     """Of a file with that name. Raises `error`."""
     try:
         value = json.loads(data)
-    except ValueError as reason:
+    except (ValueError, RecursionError) as reason:
         raise error(f"{name} is not JSON: {reason}") from None
     if not isinstance(value, dict):
         raise error(f"{name} holds a JSON {type(value).__name__}, an object was expected")

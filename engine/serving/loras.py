@@ -13,7 +13,7 @@ from typing import Any
 
 from engine import wire
 from engine.errors import InvalidRequest, UnknownModel, literally
-from engine.models.adapters import Adapter, AdapterError, checked, network_of
+from engine.models.adapters import Adapter, AdapterError, checked
 from engine.settings.config import Config
 from engine.settings.processes import LORAS_FILE
 from engine.wire import LOAD_LORA, LORA_FIELDS, UNLOAD_LORA, shown
@@ -113,7 +113,7 @@ class LoraNames:
             raise InvalidRequest(literally(str(error)), field="lora_path") from None
 
     def _checked(self, path: Path) -> Adapter:
-        return checked(path, network_of(self._graph_dir), self._config.max_lora_rank)
+        return checked(path, self._graph_dir, self._config.max_lora_rank)
 
     def _of_settings(self) -> dict[str, Adapter]:
         return {name: self._checked(path) for name, path in self._config.lora_paths.items()}

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from engine.errors import ConfigError, InvalidRequest, UnknownModel
 from engine.llm import LLM
-from engine.models.adapters import AdapterError, checked, identified, network_of
+from engine.models.adapters import AdapterError, checked, identified
 from engine.serving import loras
 from engine.serving.loras import LoraNames
 from engine.serving.options import ServiceOptions
@@ -40,7 +40,7 @@ def model(checkpoint):
 
 def refusal(directory, model, max_rank=16):
     with pytest.raises(AdapterError) as caught:
-        checked(directory, network_of(model), max_rank)
+        checked(directory, model, max_rank)
     assert str(caught.value).startswith(f"adapter {directory}: ")
     return str(caught.value).removeprefix(f"adapter {directory}: ")
 
@@ -60,7 +60,13 @@ def refusal(directory, model, max_rank=16):
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which is not supported"),
         ({"r": 17}, "r is 17, at most MAX_LORA_RANK(16) is supported"),
         ({"r": True}, "r is True, it must be a positive whole number"),
-        ({"lora_alpha": None}, "lora_alpha is None, it must be a number"),
+        ({"lora_alpha": None}, "lora_alpha is None, it must be a number of at most 3.40282e+38"),
+        ({"lora_alpha": 1e39}, "lora_alpha is 1e+39, it must be a number of at most 3.40282e+38"),
+        ({"lora_alpha": float("nan")}, "lora_alpha is nan, it must be a number of at most 3.40282e+38"),
+        (
+            {"lora_alpha": 10**400},
+            f"lora_alpha is 1{'0' * 17}...{'0' * 19}, it must be a number of at most 3.40282e+38",
+        ),
     ],
 )
 def test_what_would_be_computed_otherwise_is_refused_by_name(good, model, tmp_path, keys, trouble):
@@ -96,8 +102,31 @@ def test_files_that_are_cut_off_or_missing_are_refused(good, model, tmp_path):
     assert f"adapter_model.safetensors ({len(weights) - 1} bytes) is cut off" in refusal(broken, model)
     (broken / "adapter_config.json").write_text("{")
     assert "adapter_config.json" in refusal(broken, model)
+    (broken / "adapter_config.json").write_text("[" * 100_000)
+    assert refusal(broken, model).startswith("adapter_config.json is not JSON: maximum recursion depth exceeded")
     (broken / "adapter_config.json").unlink()
     assert refusal(broken, model) == "adapter_config.json cannot be read: No such file or directory"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [(np.nan, 8, None), (-np.inf, 8, None), (8, 3e38, None), (60000, 8, "float16"), (np.nan, 8, "bfloat16")],
+)
+def test_what_would_make_every_answer_no_number_is_refused(good, model, tmp_path, case):
+    """Also where the model's type has no such number once the weights are scaled."""
+    value, alpha, dtype = case
+    model = shutil.copytree(model, tmp_path / "model")
+    keys = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**keys, "infer_model_dtype": dtype}))
+    broken = shutil.copytree(good, tmp_path / "broken")
+    tensors = load_file(good / "adapter_model.safetensors")
+    name = A.replace("lora_A", "lora_B")
+    tensors[name][0, 0] = value
+    save_file(tensors, broken / "adapter_model.safetensors")
+    config = json.loads((good / "adapter_config.json").read_text())
+    (broken / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": alpha}))
+    trouble = f"has a value, or with its scale has one, that is no number of {dtype or 'float32'}"
+    assert refusal(broken, model) == f"tensor {name} {trouble}"
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
@@ -114,7 +143,7 @@ def test_the_same_files_have_the_same_name_wherever_they_are(good, model, tmp_pa
     one, _ = identified(good)
     assert identified(shutil.copytree(good, tmp_path / "copy"))[0] == one
     with pytest.raises(AdapterError, match="its path is not UTF-8"):
-        checked(tmp_path / "\udc80", network_of(model), 16)
+        checked(tmp_path / "\udc80", model, 16)
     with (tmp_path / "copy" / "adapter_config.json").open("a") as file:
         file.write(" ")
     assert identified(tmp_path / "copy")[0] != one
@@ -229,7 +258,7 @@ def test_a_disk_that_does_not_answer_holds_up_no_other_request(model, folder, to
         engine.give([1, 2], b"a", "length")
         assert generation.final["tokens_all"] == "a"
         assert ask(unload_lora_adapter={"lora_name": "one"}).final["lora_names"] == []
-        assert not any(sender.is_over for sender in (first, *others))
+        assert not first.is_over and not others[0].is_over
         answers.set()
         assert [sender.final.get("error_code", 0) for sender in (first, *others)] == [0, 0, 499]
         assert names.names() == ["two", "three"]
