@@ -13,7 +13,7 @@ from typing import Any
 
 from engine import wire
 from engine.errors import InvalidRequest, UnknownModel, literally
-from engine.models.adapters import Adapter, AdapterError, checked
+from engine.models.adapters import CONFIG, WEIGHTS, Adapter, AdapterError, checked
 from engine.settings.config import Config
 from engine.settings.processes import LORAS_FILE
 from engine.wire import LOAD_LORA, LORA_FIELDS, UNLOAD_LORA, shown
@@ -102,10 +102,11 @@ class LoraNames:
         folder = self._config.lora_path.resolve()
         try:
             path = (folder / lora_path).resolve()
+            is_inside = all((path / name).resolve().is_relative_to(folder) for name in ("", CONFIG, WEIGHTS))
         except (OSError, ValueError, RuntimeError):  # no path, a loop of links
-            path = folder.parent
-        if not path.is_relative_to(folder):
-            text = "The `{field}` {value} is not in LORA_DIR"
+            is_inside = False
+        if not is_inside:
+            text = "The `{field}` {value} is not in LORA_DIR, or a link in it leads out"
             raise InvalidRequest(text, field="lora_path", value=shown(lora_path))
         try:
             return self._checked(path)

@@ -197,6 +197,10 @@ def folder(good, tmp_path):
     shutil.copytree(good, tmp_path / "secret")
     (folder / "link").symlink_to(tmp_path / "secret")
     (folder / "inner").symlink_to(folder / "a")
+    for name, there in (("of links", folder / "a"), ("of links out", tmp_path / "secret")):
+        (folder / name).mkdir()
+        (folder / name / "adapter_config.json").symlink_to("../a/adapter_config.json")
+        (folder / name / "adapter_model.safetensors").symlink_to(there / "adapter_model.safetensors")
     return folder
 
 
@@ -219,6 +223,8 @@ def test_what_is_loaded_can_be_asked_for_until_it_is_unloaded(model, folder):
     assert load(names, "one", "a") == Loras(["one"])
     assert load(names, "two", folder / "inner") == Loras(["one", "two"])
     assert names.find("two") == identified(folder / "a")
+    unload(names, "two")
+    assert load(names, "two", "of links") == Loras(["one", "two"])  # as in a hub's cache
     for again, trouble in (("one", 'The `lora_name` "one" is loaded already'),
                            ("three", r"2 adapters are loaded, at most MAX_LORAS\(2\) may be")):  # fmt: skip
         with pytest.raises(InvalidRequest, match=trouble):
@@ -267,7 +273,9 @@ def test_a_disk_that_does_not_answer_holds_up_no_other_request(model, folder, to
         service.close(drain_s=0)
 
 
-@pytest.mark.parametrize("path", ["..", "../secret", "link", "/etc", "a/../../secret", "\0", "{tmp}/secret"])
+@pytest.mark.parametrize(
+    "path", ["..", "../secret", "link", "/etc", "a/../../secret", "\0", "of links out", "{tmp}/secret"]
+)
 def test_nothing_outside_of_the_folder_is_looked_at(model, folder, path):
     names = LoraNames(Config(lora_dir=str(folder)), model)
     with pytest.raises(InvalidRequest, match="The `lora_path` .* is not in LORA_DIR"):
