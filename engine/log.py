@@ -1,4 +1,4 @@
-"""One form of log line for every process of the server."""
+"""One form of log line for every process of the server, and of texts for a terminal."""
 
 from __future__ import annotations
 
@@ -9,4 +9,17 @@ from typing import TextIO
 def configure(level: str, stream: TextIO | None = None, process: str = "") -> None:
     """`level` is LOG_LEVEL's value. `process` tells apart those that share a file. Without `stream`: standard error."""
     who = f" {process}" if process else ""
-    logging.basicConfig(level=level, stream=stream, format=f"%(asctime)s %(levelname)s{who} %(name)s: %(message)s")
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(_Formatter(f"%(asctime)s %(levelname)s{who} %(name)s: %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler])
+
+
+def printable(text: str) -> str:
+    """What clients and files have named may be in it: no terminal is to obey that. Lines stay lines."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        """Further lines are indented: only a log line begins like one."""
+        return printable(super().format(record)).replace("\n", "\n    ")

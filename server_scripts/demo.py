@@ -13,6 +13,7 @@ from pathlib import Path
 
 from engine.address import connect_host, in_url
 from engine.errors import ConfigError
+from engine.log import printable
 from engine.settings.config import Config
 from server_scripts.probe import Probe
 from server_scripts.run_dir import RunDir, State
@@ -39,7 +40,7 @@ def main() -> int:
         print(f"demo: {error}", file=sys.stderr)
         return 2
     if state := running(run_dir):
-        print(f"a server runs already, asking that one: {state.model}")
+        print(f"a server runs already, asking that one: {printable(state.model)}")
     elif (status := start()) or (state := running(run_dir)) is None:
         return status or 1
     if "SERVICE_HTTP_PORT" not in state.ports:
@@ -49,7 +50,7 @@ def main() -> int:
         for question in QUESTIONS:
             print(f"\n> {question}")
             for piece in answer(state, question, config):
-                print(piece, end="", flush=True)
+                print(printable(piece), end="", flush=True)
             print()
     except (OSError, http.client.HTTPException, ValueError) as error:
         print(f"demo: the server did not answer: {error}", file=sys.stderr)

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.errors import ConfigError, SetupError
@@ -24,6 +24,7 @@ from server_scripts.child import OF_ITS_OWN, ROOT, without_secrets
 EXEC_CHILD = Path(__file__).with_name("exec_child.py")  # the export ends when this process is killed
 EXPORTER = "server_scripts.model_source"
 EXPORT_LOG = "export.log"
+WRONG_SETTING = 2  # exit status
 
 
 class ModelUnavailable(SetupError):
@@ -78,7 +79,8 @@ def _download(config: Config, name: str, report: Callable[[str], None]) -> Sourc
 
 
 def export_if_needed(config: Config, source: Source, report: Callable[[str], None]) -> Path:
-    """The exported model's folder."""
+    """The exported model's folder. Raises ModelUnavailable, and ConfigError for what the settings ask of it."""
+    replace(config, served_model_name=source.label).check_loras()
     log_path = config.log_path / EXPORT_LOG
     command = [sys.executable, "-I", "-S", str(EXEC_CHILD), str(os.getpid()), sys.executable, "-m", EXPORTER]
     command += [str(source.path), str(Path(config.export_cache_dir).expanduser()), *filter(None, [source.quant])]
@@ -105,6 +107,8 @@ def export_if_needed(config: Config, source: Source, report: Callable[[str], Non
         status = exporter.wait()
     if status != 0:
         last_lines = "\n".join(logs.tail(log_path, 5))
+        if status == WRONG_SETTING and last_lines:
+            raise ConfigError(last_lines)
         raise ModelUnavailable(f"exporting {source.path}: {last_lines or f'exit status {status}'}")
     return Path(result)
 
@@ -156,9 +160,18 @@ def export(checkpoint_dir: Path, cache_dir: Path, quant: str | None = None) -> P
         raise ConfigError(f"EXPORT_CACHE_DIR is {str(cache_dir)!r}: {error}") from None
 
 
-def check_loras(graph_dir: Path) -> None:
-    """Before anything is started. Raises SetupError."""
-    if (config := Config.from_env()).lora_modules:
+def check_settings(graph_dir: Path) -> None:
+    """What the engine would find, before anything is started. Raises SetupError."""
+    from engine.executors import check_num_ranks
+    from engine.executors.memory import check_swap_space
+    from engine.exporting.manifest import Manifest
+    from engine.settings.device import GPU, with_device
+
+    config = Config.from_env()
+    if config.swap_space and (found := with_device(config)).device != GPU:  # whose memory a model that goes may have
+        check_swap_space(found)
+    check_num_ranks(graph_dir, Manifest.read(graph_dir), config)
+    if config.lora_modules:
         from engine.models.adapters import AdapterError
         from engine.serving.loras import LoraNames
 
@@ -171,7 +184,10 @@ def check_loras(graph_dir: Path) -> None:
 if __name__ == "__main__":
     try:
         graph_dir = export(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
-        check_loras(graph_dir)
+        check_settings(graph_dir)
         print("result", graph_dir, flush=True)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(WRONG_SETTING)
     except (SetupError, OSError) as error:
         sys.exit(str(error))

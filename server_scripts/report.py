@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from engine.address import connect_host, in_url
+from engine.log import printable
 from server_scripts import logs
 from server_scripts.child import Child
 from server_scripts.processes import ENGINE, TRITONSERVER
@@ -32,7 +33,7 @@ class Report:
         self._started = time.monotonic()
 
     def __call__(self, text: str) -> None:
-        first, *others = text.splitlines()
+        first, *others = printable(text).splitlines()
         lines = [f"[{time.monotonic() - self._started:6.1f} s] {first}", *(f"           {line}" for line in others)]
         try:
             os.write(self.fd, ("\n".join(lines) + "\n").encode(errors="replace"))
@@ -89,4 +90,4 @@ def summary(state: State) -> str:
     for name, (what, form) in ADDRESSES.items():
         if name in state.ports:
             lines.append(f"{what:<8} {form.format(scheme=state.scheme, host=host, port=state.ports[name])}")
-    return "\n".join([*lines, f"{'logs':<8} {state.log_dir}", f"{'stop':<8} stop_server"])
+    return printable("\n".join([*lines, f"{'logs':<8} {state.log_dir}", f"{'stop':<8} stop_server"]))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from engine.errors import ConfigError, SetupError
+from engine.log import printable
 from engine.settings.config import Config
 from server_scripts.child import ROOT, describe_exit
 from server_scripts.options import Parser
@@ -48,7 +49,7 @@ def main() -> int:
         os.environ.update(absolute_paths(Config.from_env()))  # the server runs in another folder
         return mode(given.model_name or "", report)
     except ConfigError as error:
-        for line in str(error).splitlines():
+        for line in printable(str(error)).splitlines():
             print(f"start_server: {line}", file=sys.stderr)
         return 2
     except (SetupError, OSError) as error:

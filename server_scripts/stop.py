@@ -14,6 +14,7 @@ import sys
 import time
 
 from engine.errors import ConfigError
+from engine.log import printable
 from engine.settings.config import Config
 from engine.settings.processes import STOPPING_FILE
 from engine.settings.stopping import Stopping
@@ -107,7 +108,7 @@ def end(run_dir: RunDir, state: State, seconds: float | None) -> None:
     supervisor = state.supervisor
     if state.phase != "stopping":
         supervisor.kill(signal.SIGTERM)
-    print(f"stop_server: stopping {state.model} (pid {supervisor.pid})", flush=True)
+    print(f"stop_server: stopping {printable(state.model)} (pid {supervisor.pid})", flush=True)
     if not wait_for_end(run_dir, supervisor, state.stop_timeout_s if seconds is None else seconds):
         print("stop_server: time is up, killing what is left", flush=True)
         supervisor.kill(signal.SIGTERM)  # the second time it insists

@@ -35,11 +35,7 @@ def make_executor(
     config = with_device(config)
     check_swap_space(config)
     manifest, machines = Manifest.read(graph_dir), config.machines
-    if manifest.num_ranks != config.mp_num:
-        num_ranks = manifest.num_ranks
-        raise ConfigError(
-            f"MP_NUM is {config.mp_num}, {graph_dir} was exported for {num_ranks}; set MP_NUM={num_ranks}"
-        )
+    check_num_ranks(graph_dir, manifest, config)
     if config.device == GPU:
         check_gpus(config)
     elif not manifest.graph().parameters:
@@ -51,6 +47,14 @@ def make_executor(
     from engine.executors.hosts import follow, lead
 
     return lead(graph_dir, config, tell) if machines.is_master else follow(graph_dir, config, tell)
+
+
+def check_num_ranks(graph_dir: Path, manifest: Manifest, config: Config) -> None:
+    """Raises ConfigError."""
+    if (num_ranks := manifest.num_ranks) != config.mp_num:
+        raise ConfigError(
+            f"MP_NUM is {config.mp_num}, {graph_dir} was exported for {num_ranks}; set MP_NUM={num_ranks}"
+        )
 
 
 def make_host(graph_dir: Path, config: Config, peers: Sequence[socket] = (), *, owns_process: bool = True) -> Executor:

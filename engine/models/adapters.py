@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 import ml_dtypes
@@ -21,11 +24,14 @@ from engine.errors import SetupError
 from engine.models.decoder import Decoder
 from engine.models.families import read_model
 from engine.models.formats import FLOAT32
-from engine.models.keys import read_json
+from engine.models.keys import object_in, read_json
 from engine.models.layers import Linear
 from engine.models.weights import Part, Shard, found_in
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MAX_ALPHA = float(np.finfo(np.float32).max)
+MAX_CONFIG_BYTES = 1 << 20
+MAX_HEADER_BYTES = 16 << 20  # of the weights: names, shapes and notes
 PREFIX = "base_model.model."  # of PEFT's names before those of the checkpoint
 DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 # key of adapter_config.json -> what asks for nothing special beside null, false and empty ones
@@ -61,21 +67,37 @@ def network_of(graph_dir: Path, rank: int = 0, num_ranks: int = 1) -> Decoder:
 
 def identified(directory: Path) -> Adapter:
     """An adapter as it is now, by a name that it shares with the same files only."""
+    return _digest(_read(directory / CONFIG), _read(directory / WEIGHTS)), str(directory)
+
+
+def checked(directory: Path, graph_dir: Path, max_rank: int) -> Adapter:
+    """The same, of files that the exported model can have. Raises AdapterError."""
     if not _is_text(str(directory)):
         raise AdapterError(f"adapter {str(directory)!r}: its path is not UTF-8")
-    return _digest(*_read_files(directory)), str(directory)
+    dtype = read_json(graph_dir / "config.json").get("infer_model_dtype") or "float32"  # of activations
+    return _read_adapter(directory, network_of(graph_dir), max_rank, dtype=dtype)[0]
 
 
 def read_pairs(adapter: Adapter, network: Decoder, max_rank: int) -> list[Pair]:
-    """Raises AdapterError, also when the files are others than `identified` has seen."""
+    """Raises AdapterError, also when the files are others than before."""
     adapter_id, directory = adapter
+    return _read_adapter(Path(directory), network, max_rank, adapter_id)[1]
+
+
+def _read_adapter(
+    directory: Path, network: Decoder, max_rank: int, adapter_id: str = "", dtype: str = "float32"
+) -> tuple[Adapter, list[Pair]]:
     try:
-        config, weights = _read_files(Path(directory))
-        if adapter_id != _digest(config, weights):
+        config = _read(directory / CONFIG, MAX_CONFIG_BYTES)
+        rank, scale = _rank_and_scale(object_in(config, CONFIG, AdapterError), max_rank)
+        most = MAX_HEADER_BYTES + 4 * rank * sum(sum(part.shape) for part in _parts(network))
+        weights = _read(directory / WEIGHTS, most)
+        digest = _digest(config, weights)
+        if adapter_id not in ("", digest):
             raise AdapterError("its files have changed since it was loaded")
-        rank, scale = _rank_and_scale(read_json(Path(directory) / CONFIG, AdapterError), max_rank)
         tensors = _tensors(weights)
-        pairs = [pair for linear in found_in(network, Linear) for pair in _pairs_of(linear, tensors, (rank, scale))]
+        form = rank, scale, dtype
+        pairs = [pair for linear in found_in(network, Linear) for pair in _pairs_of(linear, tensors, form)]
         if tensors:
             more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
             raise AdapterError(f"{WEIGHTS} has tensor {min(tensors)}{more}, for which the model has no place")
@@ -83,20 +105,34 @@ def read_pairs(adapter: Adapter, network: Decoder, max_rank: int) -> list[Pair]:
             raise AdapterError(f"{WEIGHTS} has no tensor for any layer of the model")
     except AdapterError as error:
         raise AdapterError(f"adapter {directory}: {error}") from None
-    return pairs
+    return (digest, str(directory)), pairs
 
 
 def most_bytes(network: Decoder, max_rank: int) -> int:
     """Of an adapter for every linear layer."""
-    parts = [part for linear in found_in(network, Linear) for part in linear.weight.parts]
-    return sum(4 * max_rank * sum(part.rank_shape) for part in parts)
+    return sum(4 * max_rank * sum(part.rank_shape) for part in _parts(network))
 
 
-def _read_files(directory: Path) -> tuple[bytes, bytes]:
+def _parts(network: Decoder) -> list[Part]:
+    return [part for linear in found_in(network, Linear) for part in linear.weight.parts]
+
+
+def _read(path: Path, max_bytes: int | None = None) -> bytes:
+    """Of what is no file, or too large, nothing is read: whoever names it must not have others wait for it."""
     try:
-        return (directory / CONFIG).read_bytes(), (directory / WEIGHTS).read_bytes()
+        with open(path, "rb", opener=_open_at_once) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise AdapterError(f"{path.name} is no file")
+            if max_bytes is not None and status.st_size > max_bytes:
+                raise AdapterError(f"{path.name} has {status.st_size} bytes, at most {max_bytes} are read")
+            return file.read(status.st_size)
     except OSError as error:
-        raise AdapterError(f"{error.filename} cannot be read: {error.strerror}") from None
+        raise AdapterError(f"{path.name} cannot be read: {error.strerror}") from None
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # a FIFO would wait for a writer
 
 
 def _is_text(path: str) -> bool:
@@ -109,17 +145,17 @@ def _digest(config: bytes, weights: bytes) -> str:
 
 def _rank_and_scale(keys: Mapping[str, Any], max_rank: int) -> tuple[int, float]:
     if keys.get("peft_type") != "LORA":
-        raise AdapterError(f"{CONFIG}: peft_type is {keys.get('peft_type')!r}, supported is 'LORA'")
+        raise AdapterError(f"{CONFIG}: peft_type is {short(keys.get('peft_type'))}, supported is 'LORA'")
     for name, harmless in REFUSED.items():
         if (value := keys.get(name)) and value not in harmless:
-            raise AdapterError(f"{CONFIG}: {name} is {value!r}, which is not supported")
+            raise AdapterError(f"{CONFIG}: {name} is {short(value)}, which is not supported")
     rank, alpha = keys.get("r"), keys.get("lora_alpha")
     if type(rank) is not int or rank < 1:
-        raise AdapterError(f"{CONFIG}: r is {rank!r}, it must be a positive whole number")
+        raise AdapterError(f"{CONFIG}: r is {short(rank)}, it must be a positive whole number")
     if rank > max_rank:
-        raise AdapterError(f"{CONFIG}: r is {rank}, at most MAX_LORA_RANK({max_rank}) is supported")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise AdapterError(f"{CONFIG}: lora_alpha is {alpha!r}, it must be a number")
+        raise AdapterError(f"{CONFIG}: r is {short(rank)}, at most MAX_LORA_RANK({max_rank}) is supported")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= MAX_ALPHA:
+        raise AdapterError(f"{CONFIG}: lora_alpha is {short(alpha)}, it must be a number of at most {MAX_ALPHA:g}")
     return rank, alpha / (math.sqrt(rank) if keys.get("use_rslora") else rank)
 
 
@@ -137,9 +173,9 @@ def _tensors(weights: bytes) -> dict[str, np.ndarray]:
     }
 
 
-def _pairs_of(linear: Linear, tensors: dict[str, np.ndarray], form: tuple[int, float]) -> Iterator[Pair]:
+def _pairs_of(linear: Linear, tensors: dict[str, np.ndarray], form: tuple[int, float, str]) -> Iterator[Pair]:
     """Takes what is the layer's out of `tensors`."""
-    first, (rank, scale) = 0, form
+    first, (rank, scale, dtype) = 0, form
     for part in linear.weight.parts:
         rows, columns = part.axes
         names = [f"{PREFIX}{part.tensor.removesuffix('weight')}lora_{which}.weight" for which in "AB"]
@@ -149,7 +185,10 @@ def _pairs_of(linear: Linear, tensors: dict[str, np.ndarray], form: tuple[int, f
             share = np.zeros((rank, columns.size), np.float32)
             share[:, : columns.stop - columns.start] = a[:, columns.start : columns.stop]
             order = rows.order()[: rows.stop - rows.start]  # the zeros that fill up a rank's share add nothing
-            b = b[rows.start : rows.stop][order].T.astype(np.float32) * np.float32(scale)
+            with np.errstate(over="ignore"):
+                b = b[rows.start : rows.stop][order].T.astype(np.float32) * np.float32(scale)
+            for name, array in zip(names, (share, b), strict=True):
+                _check_finite(name, array, dtype)
             yield Pair(linear.weight.name, first, share, b)
         first += rows.size
 
@@ -161,3 +200,9 @@ def _check(part: Part, tensors: Mapping[str, np.ndarray], names: list[str], rank
             raise AdapterError(f"tensor {name} is missing in {WEIGHTS}")
         if tensors[name].shape != shape:
             raise AdapterError(f"tensor {name} has shape {tensors[name].shape}, model and r ask for {shape}")
+
+
+def _check_finite(name: str, array: np.ndarray, dtype: str) -> None:
+    most = float(ml_dtypes.finfo(dtype).max)
+    if array.size and not -most <= array.min() <= array.max() <= most:
+        raise AdapterError(f"tensor {name} has a value, or with its scale has one, that is no number of {dtype}")

@@ -17,13 +17,20 @@ class ModelError(SetupError):
 def read_json(path: Path, error: type[SetupError] = ModelError) -> dict[str, Any]:
     """The object in a file. Raises `error` that names the file."""
     try:
-        value = json.loads(path.read_bytes())
+        data = path.read_bytes()
     except FileNotFoundError:
         raise error(f"{path} is missing") from None
-    except ValueError as reason:
-        raise error(f"{path} is not JSON: {reason}") from None
+    return object_in(data, path, error)
+
+
+def object_in(data: bytes, name: Path | str, error: type[SetupError]) -> dict[str, Any]:
+    """Of a file with that name. Raises `error`."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as reason:
+        raise error(f"{name} is not JSON: {reason}") from None
     if not isinstance(value, dict):
-        raise error(f"{path} holds a JSON {type(value).__name__}, an object was expected")
+        raise error(f"{name} holds a JSON {type(value).__name__}, an object was expected")
     return value
 
 

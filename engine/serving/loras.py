@@ -13,7 +13,7 @@ from typing import Any
 
 from engine import wire
 from engine.errors import InvalidRequest, UnknownModel, literally
-from engine.models.adapters import Adapter, AdapterError, identified, network_of, read_pairs
+from engine.models.adapters import CONFIG, WEIGHTS, Adapter, AdapterError, checked
 from engine.settings.config import Config
 from engine.settings.processes import LORAS_FILE
 from engine.wire import LOAD_LORA, LORA_FIELDS, UNLOAD_LORA, shown
@@ -60,10 +60,8 @@ class LoraNames:
                 for name in fields.keys() - given.keys():
                     raise InvalidRequest("`{field}` is missing", field=name)
                 self._check_may_change(owner)
-                with self._lock:
-                    self._adapters = change(**given)
-                    self._keep()
-                log.info("%s: %s", key, given["lora_name"])
+                change(**given)
+                log.info("%s: %s", key, shown(given["lora_name"]))
                 return wire.Loras(self.names())
         return None
 
@@ -73,36 +71,50 @@ class LoraNames:
         if owner.name:
             raise InvalidRequest("adapters are everybody's: who has a key of a name cannot load or unload them")
 
-    def _load(self, lora_name: str, lora_path: str) -> dict[str, Adapter]:
+    def _load(self, lora_name: str, lora_path: str) -> None:
+        """Waits for the disk, others meanwhile change what is loaded."""
+        self._check_room(lora_name)
+        adapter = self._read(lora_path)
+        with self._lock:
+            self._check_room(lora_name)
+            self._change({**self._adapters, lora_name: adapter})
+
+    def _unload(self, lora_name: str) -> None:
+        """Requests that have it go on with it."""
+        with self._lock:
+            self.find(lora_name)
+            self._change({name: adapter for name, adapter in self._adapters.items() if name != lora_name})
+
+    def _change(self, adapters: dict[str, Adapter]) -> None:
+        self._adapters = adapters
+        self._keep()
+
+    def _check_room(self, lora_name: str) -> None:
         if lora_name in self._adapters:
             raise InvalidRequest("The `{field}` {value} is loaded already", field="lora_name", value=shown(lora_name))
         if len(self._adapters) >= self._config.max_loras:
             text = "{value} adapters are loaded, at most MAX_LORAS({limit}) may be"
             value, limit = len(self._adapters), self._config.max_loras
             raise InvalidRequest(text, field="lora_name", value=value, limit=limit)
+
+    def _read(self, lora_path: str) -> Adapter:
         assert self._config.lora_path
         folder = self._config.lora_path.resolve()
         try:
             path = (folder / lora_path).resolve()
+            is_inside = all((path / name).resolve().is_relative_to(folder) for name in ("", CONFIG, WEIGHTS))
         except (OSError, ValueError, RuntimeError):  # no path, a loop of links
-            path = folder.parent
-        if not path.is_relative_to(folder):
-            text = "The `{field}` {value} is not in LORA_DIR"
+            is_inside = False
+        if not is_inside:
+            text = "The `{field}` {value} is not in LORA_DIR, or a link in it leads out"
             raise InvalidRequest(text, field="lora_path", value=shown(lora_path))
         try:
-            return {**self._adapters, lora_name: self._checked(path)}
+            return self._checked(path)
         except AdapterError as error:
             raise InvalidRequest(literally(str(error)), field="lora_path") from None
 
-    def _unload(self, lora_name: str) -> dict[str, Adapter]:
-        """Requests that have it go on with it."""
-        self.find(lora_name)
-        return {name: adapter for name, adapter in self._adapters.items() if name != lora_name}
-
     def _checked(self, path: Path) -> Adapter:
-        adapter = identified(path)
-        read_pairs(adapter, network_of(self._graph_dir), self._config.max_lora_rank)
-        return adapter
+        return checked(path, self._graph_dir, self._config.max_lora_rank)
 
     def _of_settings(self) -> dict[str, Adapter]:
         return {name: self._checked(path) for name, path in self._config.lora_paths.items()}

@@ -1,9 +1,9 @@
 """From a client's JSON to a stream of JSON responses: check, tokenize, submit, detokenize, send. No Triton here.
 
 Threads: the caller of `submit` only hands the payload over, and answers a probe, which so waits for nobody; `intake`
-threads parse and tokenize, one more takes what may be urgent; the engine client's thread delivers tokens; `sender`
-threads turn what has gathered into responses. A response that takes long to send holds up its own request only: tokens
-that arrive meanwhile are merged into its next response.
+threads parse and tokenize, one more takes what may be urgent, and one reads adapters; the engine client's thread
+delivers tokens; `sender` threads turn what has gathered into responses. A response that takes long to send holds up its
+own request only: tokens that arrive meanwhile are merged into its next response.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from engine import wire
 from engine.errors import Cancelled, EngineUnavailable, RequestError, as_request_error, waited_too_long
@@ -58,6 +59,7 @@ class Service:
         self._closing = threading.Event()  # what is open does not go on
         self._intake = ThreadPoolExecutor(NUM_INTAKE_THREADS, "intake")
         self._urgent = ThreadPoolExecutor(1, "urgent")
+        self._loading = ThreadPoolExecutor(1, "loading")  # waits for disks
         self._threads = [
             threading.Thread(target=self._send_forever, name=f"sender-{i}", daemon=True)
             for i in range(NUM_SENDER_THREADS)
@@ -93,7 +95,7 @@ class Service:
     def close(self, drain_s: float) -> None:
         """Refuses new requests, waits up to `drain_s` seconds for the open ones, then ends them with an error."""
         deadline = time.monotonic() + drain_s
-        for pool in (self._intake, self._urgent):
+        for pool in (self._intake, self._urgent, self._loading):
             pool.shutdown(wait=True)
         self._readiness.is_draining = True
         while self._replies and time.monotonic() < deadline:
@@ -126,6 +128,9 @@ class Service:
             if wire.ABORT in body:
                 sender.send(wire.write_answer(self._abort(body[wire.ABORT], owner)), True)
                 return
+            if wire.LOAD_LORA in body and self._reader.loras:
+                self._loading.submit(self._load_lora, body, owner, sender, received)
+                return
             if loras := self._reader.loras and self._reader.loras.answer(body, owner):
                 sender.send(wire.write_answer(loras), True)
                 return
@@ -135,14 +140,20 @@ class Service:
             req_id = wire.req_id_of(body)
             self._check_open()
             reply = self._let_in(wire.parse_request(body), owner, sender, received)
-        except (RequestError, RecursionError) as error:
-            self._refuse(as_request_error(error), req_id, sender, received)
-            return
-        except Exception as error:  # a bug of ours must not leave a client waiting
-            log.exception("a request could not be accepted")
-            self._refuse(as_request_error(error), req_id, sender, received)
+        except Exception as error:
+            self._refuse(error, req_id, sender, received)
             return
         self._start(reply)
+
+    def _load_lora(self, body: dict[str, Any], owner: wire.Owner, sender: Sender, received: float) -> None:
+        try:
+            if sender.is_cancelled():
+                raise Cancelled("the client has cancelled the request")
+            loras = self._reader.loras and self._reader.loras.answer(body, owner)
+            assert loras
+            sender.send(wire.write_answer(loras), True)
+        except Exception as error:
+            self._refuse(error, None, sender, received)
 
     def _check_open(self) -> None:
         if self._readiness.is_draining:
@@ -175,7 +186,10 @@ class Service:
         reply.cancel_all()
         return wire.Aborted(name, True)
 
-    def _refuse(self, error: RequestError, req_id: str | None, sender: Sender, received: float) -> None:
+    def _refuse(self, reason: Exception, req_id: str | None, sender: Sender, received: float) -> None:
+        if not isinstance(reason, RequestError | RecursionError):  # a bug of ours must not leave a client waiting
+            log.error("a request could not be accepted", exc_info=reason)
+        error = as_request_error(reason)
         log.info("refused: %s", error.kind)  # the text may quote what the client wrote
         self.latency.ended(Ended(error.kind, time.time() - received))
         try:

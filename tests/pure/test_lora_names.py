@@ -1,7 +1,9 @@
 """Which adapters a server has: what of PEFT's files is refused, LORA_MODULES, loading and unloading."""
 
 import json
+import os
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -9,12 +11,17 @@ from safetensors.numpy import load_file, save_file
 
 from engine.errors import ConfigError, InvalidRequest, UnknownModel
 from engine.llm import LLM
-from engine.models.adapters import AdapterError, identified, network_of, read_pairs
+from engine.models.adapters import AdapterError, checked, identified
+from engine.serving import loras
 from engine.serving.loras import LoraNames
+from engine.serving.options import ServiceOptions
+from engine.serving.prompt import PromptReader
+from engine.serving.service import Service
 from engine.settings.config import Config
 from engine.settings.processes import LORAS_FILE
 from engine.wire import Loras, Owner
 from tests.lora_adapters import make_adapter
+from tests.pure.service_fakes import PATIENCE_S, FakeEngine, FakeSender, a_payload
 
 NOBODY = Owner()
 A = "base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"
@@ -33,7 +40,7 @@ def model(checkpoint):
 
 def refusal(directory, model, max_rank=16):
     with pytest.raises(AdapterError) as caught:
-        read_pairs(identified(directory), network_of(model), max_rank)
+        checked(directory, model, max_rank)
     assert str(caught.value).startswith(f"adapter {directory}: ")
     return str(caught.value).removeprefix(f"adapter {directory}: ")
 
@@ -53,7 +60,13 @@ def refusal(directory, model, max_rank=16):
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which is not supported"),
         ({"r": 17}, "r is 17, at most MAX_LORA_RANK(16) is supported"),
         ({"r": True}, "r is True, it must be a positive whole number"),
-        ({"lora_alpha": None}, "lora_alpha is None, it must be a number"),
+        ({"lora_alpha": None}, "lora_alpha is None, it must be a number of at most 3.40282e+38"),
+        ({"lora_alpha": 1e39}, "lora_alpha is 1e+39, it must be a number of at most 3.40282e+38"),
+        ({"lora_alpha": float("nan")}, "lora_alpha is nan, it must be a number of at most 3.40282e+38"),
+        (
+            {"lora_alpha": 10**400},
+            f"lora_alpha is 1{'0' * 17}...{'0' * 19}, it must be a number of at most 3.40282e+38",
+        ),
     ],
 )
 def test_what_would_be_computed_otherwise_is_refused_by_name(good, model, tmp_path, keys, trouble):
@@ -89,16 +102,48 @@ def test_files_that_are_cut_off_or_missing_are_refused(good, model, tmp_path):
     assert f"adapter_model.safetensors ({len(weights) - 1} bytes) is cut off" in refusal(broken, model)
     (broken / "adapter_config.json").write_text("{")
     assert "adapter_config.json" in refusal(broken, model)
+    (broken / "adapter_config.json").write_text("[" * 100_000)
+    assert refusal(broken, model).startswith("adapter_config.json is not JSON: maximum recursion depth exceeded")
     (broken / "adapter_config.json").unlink()
-    with pytest.raises(AdapterError, match="adapter_config.json cannot be read: No such file"):
-        identified(broken)
+    assert refusal(broken, model) == "adapter_config.json cannot be read: No such file or directory"
 
 
-def test_the_same_files_have_the_same_name_wherever_they_are(good, tmp_path):
+@pytest.mark.parametrize(
+    "case",
+    [(np.nan, 8, None), (-np.inf, 8, None), (8, 3e38, None), (60000, 8, "float16"), (np.nan, 8, "bfloat16")],
+)
+def test_what_would_make_every_answer_no_number_is_refused(good, model, tmp_path, case):
+    """Also where the model's type has no such number once the weights are scaled."""
+    value, alpha, dtype = case
+    model = shutil.copytree(model, tmp_path / "model")
+    keys = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**keys, "infer_model_dtype": dtype}))
+    broken = shutil.copytree(good, tmp_path / "broken")
+    tensors = load_file(good / "adapter_model.safetensors")
+    name = A.replace("lora_A", "lora_B")
+    tensors[name][0, 0] = value
+    save_file(tensors, broken / "adapter_model.safetensors")
+    config = json.loads((good / "adapter_config.json").read_text())
+    (broken / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": alpha}))
+    trouble = f"has a value, or with its scale has one, that is no number of {dtype or 'float32'}"
+    assert refusal(broken, model) == f"tensor {name} {trouble}"
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_nothing_is_read_of_what_is_no_file_or_too_large(good, model, tmp_path, name):
+    broken = shutil.copytree(good, tmp_path / "broken")
+    os.truncate(broken / name, 1 << 40)
+    assert refusal(broken, model).startswith(f"{name} has {1 << 40} bytes, at most ")
+    (broken / name).unlink()
+    os.mkfifo(broken / name)  # opening it would wait for a writer
+    assert refusal(broken, model) == f"{name} is no file"
+
+
+def test_the_same_files_have_the_same_name_wherever_they_are(good, model, tmp_path):
     one, _ = identified(good)
     assert identified(shutil.copytree(good, tmp_path / "copy"))[0] == one
     with pytest.raises(AdapterError, match="its path is not UTF-8"):
-        identified(tmp_path / "\udc80")
+        checked(tmp_path / "\udc80", model, 16)
     with (tmp_path / "copy" / "adapter_config.json").open("a") as file:
         file.write(" ")
     assert identified(tmp_path / "copy")[0] != one
@@ -152,6 +197,10 @@ def folder(good, tmp_path):
     shutil.copytree(good, tmp_path / "secret")
     (folder / "link").symlink_to(tmp_path / "secret")
     (folder / "inner").symlink_to(folder / "a")
+    for name, there in (("of links", folder / "a"), ("of links out", tmp_path / "secret")):
+        (folder / name).mkdir()
+        (folder / name / "adapter_config.json").symlink_to("../a/adapter_config.json")
+        (folder / name / "adapter_model.safetensors").symlink_to(there / "adapter_model.safetensors")
     return folder
 
 
@@ -163,11 +212,19 @@ def unload(names, name, owner=NOBODY):
     return names.answer({"unload_lora_adapter": {"lora_name": name}}, owner)
 
 
+def test_the_log_has_the_names_of_adapters_escaped(model, folder, caplog):
+    caplog.set_level("INFO")
+    load(LoraNames(Config(lora_dir=str(folder)), model), "x\n\x1b[31m", "a")
+    assert caplog.messages == [r'load_lora_adapter: "x\n\u001b[31m"']
+
+
 def test_what_is_loaded_can_be_asked_for_until_it_is_unloaded(model, folder):
     names = LoraNames(Config(lora_dir=str(folder), max_loras=2), model)
     assert load(names, "one", "a") == Loras(["one"])
     assert load(names, "two", folder / "inner") == Loras(["one", "two"])
     assert names.find("two") == identified(folder / "a")
+    unload(names, "two")
+    assert load(names, "two", "of links") == Loras(["one", "two"])  # as in a hub's cache
     for again, trouble in (("one", 'The `lora_name` "one" is loaded already'),
                            ("three", r"2 adapters are loaded, at most MAX_LORAS\(2\) may be")):  # fmt: skip
         with pytest.raises(InvalidRequest, match=trouble):
@@ -179,7 +236,46 @@ def test_what_is_loaded_can_be_asked_for_until_it_is_unloaded(model, folder):
     assert names.answer({"text": "Hi"}, Owner()) is None
 
 
-@pytest.mark.parametrize("path", ["..", "../secret", "link", "/etc", "a/../../secret", "\0", "{tmp}/secret"])
+def test_a_disk_that_does_not_answer_holds_up_no_other_request(model, folder, tokenizer, monkeypatch):
+    names = LoraNames(Config(lora_modules="one=a", lora_dir=str(folder)), model)
+    answers, is_read = threading.Event(), threading.Event()
+    read = loras.checked
+
+    def slow(*args):
+        is_read.set()
+        assert answers.wait(PATIENCE_S)
+        return read(*args)
+
+    monkeypatch.setattr(loras, "checked", slow)
+    reader = PromptReader(tokenizer, vocab_size=400, model_len=100, max_seq_len=80, max_dec_len=50, loras=names)
+    engine = FakeEngine()
+    service = Service(tokenizer, reader, engine, ServiceOptions())
+
+    def ask(**fields):
+        service.submit(a_payload(**fields), sender := FakeSender())
+        return sender
+
+    try:
+        first = ask(load_lora_adapter={"lora_name": "two", "lora_path": "a"})
+        assert is_read.wait(PATIENCE_S)
+        others = [ask(load_lora_adapter={"lora_name": name, "lora_path": "a"}) for name in ("three", "four")]
+        others[1].cancelled = True
+        generation = ask(req_id="a", input_ids=[1, 2])
+        engine.give([1, 2], b"a", "length")
+        assert generation.final["tokens_all"] == "a"
+        assert ask(unload_lora_adapter={"lora_name": "one"}).final["lora_names"] == []
+        assert not first.is_over and not others[0].is_over
+        answers.set()
+        assert [sender.final.get("error_code", 0) for sender in (first, *others)] == [0, 0, 499]
+        assert names.names() == ["two", "three"]
+    finally:
+        answers.set()
+        service.close(drain_s=0)
+
+
+@pytest.mark.parametrize(
+    "path", ["..", "../secret", "link", "/etc", "a/../../secret", "\0", "of links out", "{tmp}/secret"]
+)
 def test_nothing_outside_of_the_folder_is_looked_at(model, folder, path):
     names = LoraNames(Config(lora_dir=str(folder)), model)
     with pytest.raises(InvalidRequest, match="The `lora_path` .* is not in LORA_DIR"):

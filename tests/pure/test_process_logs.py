@@ -1,11 +1,15 @@
 """Log files: as many as promised, as long as promised, and what their end says."""
 
+import io
+import logging
 import os
 
 import pytest
 
+from engine.log import configure
 from engine.settings.config import Config
 from server_scripts import logs, serve
+from server_scripts.report import Report
 from server_scripts.run_dir import RunDir
 
 
@@ -117,3 +121,21 @@ def test_a_reader_that_has_left_hurts_nobody(tmp_path, pipe):
     path.write_text("to nobody\n")
     reader.close()
     logs.Console({"": path}, writer.fileno()).copy()
+
+
+def test_what_is_named_by_clients_and_files_forges_no_line_and_moves_no_terminal(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr(logging.root, "level", logging.root.level)
+    configure("INFO", stream)
+    logging.getLogger("a").info("loaded %s", "x\n2026 INFO root: y\x1b[31m\r\x85ö")
+    assert stream.getvalue().endswith(r" INFO a: loaded x" + "\n    2026 INFO root: y" + r"\x1b[31m\r\x85ö" + "\n")
+
+
+def test_the_report_of_a_start_moves_no_terminal():
+    reader, writer = os.pipe()
+    Report(writer)("failed: tensor \x1b[31m\nsecond\u2028line")
+    os.close(writer)
+    with os.fdopen(reader, encoding="utf-8") as file:
+        lines = file.read().splitlines()
+    assert [line.lstrip() for line in lines] == ["[   0.0 s] failed: tensor \\x1b[31m", "second\\u2028line"]

@@ -78,7 +78,7 @@ def test_what_a_library_prints_during_an_export_is_no_step(server, tmp_path, mon
     assert told == ["one"]
 
 
-@pytest.mark.parametrize(("variable", "status"), [("RUN_DIR", 2), ("FD_LOG_DIR", 2), ("EXPORT_CACHE_DIR", 1)])
+@pytest.mark.parametrize(("variable", "status"), [("RUN_DIR", 2), ("FD_LOG_DIR", 2), ("EXPORT_CACHE_DIR", 2)])
 def test_a_folder_that_cannot_be_made_is_named_by_its_variable(server, tmp_path, variable, status):
     (tmp_path / "file").touch()
     server.env[variable] = str(tmp_path / "file" / "a" / "b")
@@ -146,8 +146,25 @@ def test_a_setting_that_the_model_cannot_follow_is_named(exported, checkpoint, t
         model_source.export(checkpoint("qwen2"), tmp_path)
     assert model_source.export(graph_dir, tmp_path) == graph_dir
     assert capsys.readouterr().out == f"step note: DTYPE has no effect: {graph_dir} is exported already\n"
-    with pytest.raises(ConfigError, match="LORA_MODULES: .*/none/adapter_config.json cannot be read"):
-        model_source.check_loras(graph_dir)
+    with pytest.raises(ConfigError, match="LORA_MODULES: adapter .*/none: adapter_config.json cannot be read"):
+        model_source.check_settings(graph_dir)
+
+
+@pytest.mark.parametrize(
+    ("env", "trouble"),
+    [
+        ({"SWAP_SPACE": "1"}, "SWAP_SPACE is 1, but on the CPU the KV cache is in the host's memory itself"),
+        ({"MP_NUM": "2"}, "MP_NUM is 2, {graph_dir} was exported for 1; set MP_NUM=1"),
+        ({"LORA_MODULES": "a=/none"}, "LORA_MODULES: adapter /none: adapter_config.json cannot be read"),
+        ({"LORA_MODULES": "qwen2=/none"}, "LORA_MODULES has 'qwen2', which is the model's own name"),
+    ],
+)
+def test_a_setting_that_does_not_fit_the_model_is_status_2_before_anything_is_started(server, exported, env, trouble):
+    server.env.update({"DEVICE": "cpu", "MODEL_DIR": str(exported("qwen2")), **env})
+    done = server.command("start_server")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"start_server: {trouble.format(graph_dir=exported('qwen2'))}")
+    assert "starting the engine" not in done.stdout
 
 
 def test_a_quantization_that_is_not_built_is_refused_before_anything_is_fetched(server):

@@ -127,5 +127,5 @@ def test_a_crash_changes_no_answer_of_an_adapter(server, client):
 def test_a_start_with_an_adapter_that_does_not_fit_says_so(tmp_path, adapters):
     server = a_server(tmp_path, {"LORA_MODULES": "one=one", "LORA_DIR": str(adapters), "MAX_LORA_RANK": "4"})
     started = server.command("start_server")
-    assert started.returncode == 1
+    assert started.returncode == 2
     assert "adapter_config.json: r is 8, at most MAX_LORA_RANK(4) is supported" in started.stdout + started.stderr
