@@ -74,7 +74,7 @@ def _pairs(text: str) -> Iterator[tuple[Any, Any]]:
         return
     try:
         given = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"LORA_MODULES is no JSON: {error}") from None
     for each in given if isinstance(given, list) else [given]:
         if not isinstance(each, dict):
