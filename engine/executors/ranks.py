@@ -154,12 +154,13 @@ def end_with(first: Connection) -> None:
     threading.Thread(target=watch, name="watches the first rank", daemon=True).start()
 
 
-_started: list[Connection] = []  # to ranks, by this process, ever
+_open: list[Connection] = []  # to the ranks of this process
 
 
 def refuse_second_group(config: Config) -> None:
     """Raises ConfigError while this process has ranks: the ops know of one group."""
-    if not all(connection.closed for connection in _started):
+    _open[:] = [connection for connection in _open if not connection.closed]
+    if _open:
         raise ConfigError(
             f"MP_NUM is {config.mp_num}, but this process has a model of several ranks, of which it can have one at a"
             " time: close() that one first, or use another process"
@@ -179,7 +180,7 @@ def start_ranks(
         theirs.close()
         ours.send((graph_dir.absolute(), config, membership))
         connections.append(ours)
-        _started.append(ours)
+        _open.append(ours)
         name = f"rank {membership.rank}"
         segment_fd = None if ends_process else os.dup(membership.segment_fd)
         args = (name, process, ours, segment_fd)
