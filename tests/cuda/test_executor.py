@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cud
 from engine.core.loop import Loop  # noqa: E402
 from engine.core.types import Arrival, Batch, Request, Row, Sampling  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
-from engine.executors.cuda.step_graphs import Captured  # noqa: E402
+from engine.executors.cuda.step_graphs import StepGraphs  # noqa: E402
 from engine.executors.memory import allocate_cache  # noqa: E402
 from engine.executors.reference import ReferenceExecutor  # noqa: E402
 from engine.exporting.manifest import Manifest  # noqa: E402
@@ -132,8 +132,12 @@ def test_every_way_of_choosing_gives_what_the_definition_gives(exported, device,
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter records nothing")
 def test_of_decode_steps_usual_choices_are_recorded(exported, device, monkeypatch):
     loop, tokens, cuts = a_loop(exported("qwen2"), device), [], []
-    choose = Captured.choose
-    monkeypatch.setattr(Captured, "choose", lambda captured, cut: cuts.append(cut) or choose(captured, cut))
+    choose = StepGraphs.choose
+    monkeypatch.setattr(
+        StepGraphs,
+        "choose",
+        lambda graphs, captured, cut, count: cuts.append(cut) or choose(graphs, captured, cut, count),
+    )
     for settings in USUAL, [{**fields, "num_logprobs": 0} for fields in USUAL]:
         requests = requests_with(settings, 12)
         tokens.append(answers_of(loop, requests)[0])

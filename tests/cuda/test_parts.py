@@ -20,12 +20,15 @@ from engine.executors.cuda.step_graphs import (  # noqa: E402
     apart,
     decode_shapes,
     empty_step,
+    filled_up,
     prompt_shapes,
+    untold,
 )
 from engine.executors.cuda.transfer import IN_FLIGHT, Download, Uploads  # noqa: E402
 from engine.executors.memory import allocate_cache  # noqa: E402
 from engine.models.constants import constants_of  # noqa: E402
 from engine.models.kv_cache import ATTENTION_AXES, CacheSpec  # noqa: E402
+from engine.ops.cuda.mailbox import Mailbox  # noqa: E402
 from tests.cuda.arrays import array  # noqa: E402
 from tests.cuda.test_executor import SETTINGS  # noqa: E402
 
@@ -65,7 +68,7 @@ def test_what_is_sent_arrives_with_its_shape_and_type(device):
             "floats": np.full(3, turn / 2, np.float32),
         }
         tensors = uploads.send(arrays)
-        sent.append((arrays, Download(tensors, device)))
+        sent.append((arrays, Download.of(tensors, device)))
     for arrays, download in sent:
         for name, found in download.wait().items():
             assert found.shape == arrays[name].shape
@@ -118,10 +121,11 @@ def test_a_step_that_is_filled_up_gives_the_same_logits(exported, device, case):
     inputs = step_inputs(rows)
     graphs = StepGraphs(SETTINGS, 4, device)
     graphs.nobodys_block = caches.nobodys_block
-    padded = graphs.padded(inputs, Shape(*shape))
-    numbers = apart(torch.from_numpy(padded["numbers"]).to(device), empty_step(Shape(*shape), 0))
+    empty = empty_step(Shape(*shape), 0)
+    numbers = apart(told(inputs, empty, device), empty)
     tables = torch.full((shape[1], 40), caches.nobodys_block, dtype=torch.int32, device=device)
-    tables[:, : padded["block_tables"].shape[1]] = torch.from_numpy(padded["block_tables"]).to(device)
+    own = graphs._tables(inputs["block_tables"], shape[1])
+    tables[:, : own.shape[1]] = torch.from_numpy(own).to(device)
     found = executor._compute({**numbers, "block_tables": tables}).logits[: len(inputs["logit_rows"])].clone()
     written = {name: tensor.clone() for name, tensor in caches.tensors.items()}
     for name, tensor in caches.tensors.items():
@@ -130,6 +134,10 @@ def test_a_step_that_is_filled_up_gives_the_same_logits(exported, device, case):
     assert torch.allclose(found, expected, atol=1e-4)
     for name, tensor in caches.tensors.items():
         assert torch.allclose(written[name][:-1], tensor[:-1], atol=1e-5)
+
+
+def told(inputs, empty, device):
+    return torch.from_numpy(np.concatenate(filled_up(inputs, empty))).to(device)
 
 
 def step_inputs(rows):
@@ -165,7 +173,7 @@ def test_a_step_that_wants_its_rows_in_another_order_is_none_of_decodes(device):
 def test_a_decode_step_is_also_told_how_to_choose(device):
     """Each number in its place, whatever its type; nobody's rows take the likeliest token for nobody's slot. Of more
     choices than the graph has rows it is told nothing."""
-    graphs, inputs = StepGraphs(SETTINGS, 4, device), step_inputs([(0, 17, 1), (2, 64, 1), (1, 3, 1)])
+    inputs, empty = step_inputs([(0, 17, 1), (2, 64, 1), (1, 3, 1)]), empty_step(Shape(4, 4, 4), 9)
     choice = {
         "seed": np.array([2**64 - 1, 5, 6], np.uint64),
         "counter": np.array([2**40, 1, 2]),
@@ -175,17 +183,57 @@ def test_a_decode_step_is_also_told_how_to_choose(device):
         "top_k": np.array([7, 0, 2], np.int32),
         "min_p": np.array([0.125, 0, 0], np.float32),
     }
-    shape, more = Shape(4, 4, 4), {"bias": np.ones(2, np.float32)}
-    padded = graphs.padded(inputs | choice | more, shape)
-    assert padded.keys() == {"numbers", "block_tables", "bias"}
-    found = apart(torch.from_numpy(padded["numbers"]).to(device), empty_step(shape, 0))
-    nobodys = {"slots": SETTINGS.batch_size, "top_p": 1}
+    more = choice | {"bias": np.ones(2, np.float32)}
+    assert untold(more, empty).keys() == {"bias"}
+    found = apart(told(inputs | more, empty, device), empty)
+    nobodys = {"slots": 9, "top_p": 1}
     for name, wanted in choice.items():
         signed = wanted.astype(np.int64) if name == "seed" else wanted
         expected = [*signed.tolist(), nobodys.get(name, 0)]
         assert array(found[name]).tolist() == expected
     forked = {name: np.repeat(each, 2) for name, each in choice.items()}
-    assert graphs.padded(inputs | forked, shape).keys() == {"numbers", "block_tables", *choice}
+    assert untold(forked, empty) == forked
+    assert array(apart(told(inputs | forked, empty, device), empty)["slots"]).tolist() == [9] * 4
+
+
+def test_steps_take_what_they_were_told_in_turn(device):
+    """Also when the next one is told before; rows of tables have room behind them, which stays as it is."""
+    mailbox = Mailbox(2, 3000, 4, device)
+    numbers = torch.zeros(1001, dtype=torch.int32, device=device)
+    tables = torch.full((3, 50), -1, dtype=torch.int32, device=device)
+    steps = [
+        (np.arange(step, step + 1001, dtype=np.int32), step_tables(width)) for step, width in enumerate((40, 1, 7))
+    ]
+    mailbox.tell([steps[0][0][:1], steps[0][0][1:]], steps[0][1])
+    for step, (own, own_tables) in enumerate(steps):
+        if step + 1 < len(steps):
+            mailbox.tell([steps[step + 1][0]], steps[step + 1][1])
+        before = array(tables)
+        mailbox.take(numbers, tables)
+        assert np.array_equal(array(numbers), own)
+        width = own_tables.shape[1]
+        assert np.array_equal(array(tables)[:, :width], own_tables)
+        assert np.array_equal(array(tables)[:, width:], before[:, width:])
+
+
+def step_tables(width):
+    return np.arange(7, 7 + 3 * width, dtype=np.int32).reshape(3, width)
+
+
+def test_tokens_are_answered_to_the_host_in_turn_and_kept_by_slot(device):
+    mailbox, last_tokens = Mailbox(2, 10, 4, device), torch.zeros(5, dtype=torch.int32, device=device)
+    numbers, tables = (torch.zeros(size, dtype=torch.int32, device=device) for size in (1, (3, 1)))
+    found = []
+    for step in range(4):
+        mailbox.tell([np.zeros(1, np.int32)], np.zeros((3, 1), np.int32))
+        mailbox.take(numbers, tables)
+        tokens = torch.tensor([10, 20, 30], dtype=torch.int32, device=device) + step
+        mailbox.answer(tokens, torch.tensor([4, 0, 1], device=device), last_tokens)
+        found.append(Download({"tokens": mailbox.answers(2)}, device))
+        if step:
+            assert found[step - 1].wait()["tokens"].tolist() == [9 + step, 19 + step]
+    assert found[3].wait()["tokens"].tolist() == [13, 23]
+    assert array(last_tokens).tolist() == [23, 33, 0, 0, 13]
 
 
 @pytest.mark.parametrize(("block_size", "is_taken"), [(8, False), (48, False), (16, True), (64, True), (256, True)])

@@ -23,7 +23,7 @@ from engine.executors.cuda.load import load_program
 from engine.executors.cuda.program import GROUPS, Inputs, Outputs, Program
 from engine.executors.cuda.reading import StepReading
 from engine.executors.cuda.sampling import fields_to_send
-from engine.executors.cuda.step_graphs import Arrays, Captured, StepGraphs
+from engine.executors.cuda.step_graphs import CHOICE, Arrays, Captured, StepGraphs, untold
 from engine.executors.cuda.transfer import Download, Uploads
 from engine.executors.readings import LOGITS_BYTES, most_read
 from engine.executors.slots import Choices, Slots
@@ -42,8 +42,8 @@ NO_CHOICES = Choices([], [], None)
 
 class Begun(NamedTuple):
     outputs: Outputs  # of each row that is wanted
-    sent: Mapping[str, Tensor]  # all that was sent up, by name
-    captured: Captured | None  # which has its choices recorded, where these are the usual ones
+    sent: Mapping[str, Tensor]  # what a choice is made by, by name
+    captured: Captured | None  # which has its choices recorded, where these are the usual ones: nothing is `sent` then
 
 
 class CudaExecutor:
@@ -94,9 +94,8 @@ class CudaExecutor:
         self._caches.clear()
         try:
             self._caches.allocate(num_blocks)
-            self._graphs.capture(
-                self._compute, None if self._membership.rank else self._choose, self._caches.nobodys_block
-            )
+            last_tokens = None if self._membership.rank else self._last_tokens
+            self._graphs.capture(self._compute, last_tokens, self._caches.nobodys_block)
         except torch.cuda.OutOfMemoryError:
             free, total = (number / 2**30 for number in torch.cuda.mem_get_info(self._device))
             raise ConfigError(
@@ -159,11 +158,13 @@ class CudaExecutor:
             groups = self._adapters.groups(self._slots.adapters, batch, inputs, sizes)
         more = {**groups, **fields, "slots": np.array(choices.slots, np.int64)}
         if shape:
-            sent = self._uploads.send(self._graphs.padded(inputs | more, shape))
-            captured = self._graphs.replay(sent, shape)
-            told = {name: tensor[: len(choices.slots)] for name, tensor in captured.told.items() if name not in sent}
-            is_usual = choices.logit_rows is None and fields.keys() < told.keys()
-            return Begun(captured.outputs.first(num_logits), sent | told, captured if is_usual else None)
+            captured = self._graphs.replay(inputs | more, shape)
+            left = untold(more, captured.empty)
+            outputs = captured.outputs.first(num_logits)
+            if not left and choices.logit_rows is None and not batch.has_mask:
+                return Begun(outputs, {}, captured)
+            told = {name: tensor[: len(choices.slots)] for name, tensor in captured.told.items() if name in CHOICE}
+            return Begun(outputs, told | (self._uploads.send(left) if left else {}), None)
         sent = self._uploads.send(inputs | more)
         fresh = [] if self._is_invariant else fresh_prompts.find(inputs["query_starts"], inputs["context_lens"])
         known = {"query_starts": KnownStarts(sent["query_starts"], fresh)} if fresh else {}
@@ -176,11 +177,11 @@ class CudaExecutor:
     def choose(self, logits: Tensor, rows: SamplingRows, begun: Begun) -> Download:
         """Begins to choose tokens. `logits`: of each choice; `rows`: what was sent, as the host has it."""
         cuts = Cuts.of(rows)
-        if begun.captured and rows.mask is None:
-            return Download({"token_ids": begun.captured.choose(cuts)[: len(logits)]}, self._device)
+        if begun.captured:
+            return Download({"token_ids": self._graphs.choose(begun.captured, cuts, len(logits))}, self._device)
         masks = {} if rows.mask is None else self._uploads.send({"mask": rows.mask})
         sampled = self._choose(logits, {**begun.sent, **masks}, cuts, int(rows.num_logprobs.max()))
-        return Download(sampled, self._device)
+        return Download.of(sampled, self._device)
 
     def accept(self, batch: Batch, rows: SamplingRows, sampled: SampledRows) -> StepOutput:
         return self._slots.accept(batch, rows, sampled)

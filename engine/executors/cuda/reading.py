@@ -33,7 +33,7 @@ class StepReading:
         first = len(outputs.logits) - self._num_pooled - self._num_scored
         logits = outputs.logits[first : first + self._num_scored]
         found = report(logits, sent["scored"], sent["num_scored_logprobs"], self._rows.max_logprobs)
-        self._download = Download({"hidden": hidden, **found}, hidden.device)
+        self._download = Download.of({"hidden": hidden, **found}, hidden.device)
 
     def result(self) -> list[OfPrompt]:
         assert self._download and self._rows.given is not None

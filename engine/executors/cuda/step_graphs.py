@@ -22,20 +22,20 @@ from torch import Tensor
 
 from engine.executors.cuda.cache import MIN_BLOCK_SIZE
 from engine.executors.cuda.program import GROUPS, Inputs, Outputs
-from engine.ops.cuda.sampler import CUTS, Cuts
+from engine.executors.cuda.transfer import IN_FLIGHT
+from engine.ops.cuda.mailbox import Mailbox
+from engine.ops.cuda.sampler import CUTS, Cuts, sample
 from engine.ops.sampling_rows import SamplingRows
 from engine.settings.config import Config
 
 log = logging.getLogger(__name__)
 
 TOKENS = (64, 128, 256, 512)  # of steps with prompts; above, the GPU takes longer than the host
-NAMES = ("token_ids", "positions", "query_starts", "context_lens", "logit_rows")  # inputs of one axis
 # What a choice reads of each row, those of 8 bytes first, which have to lie so.
 CHOICE = ("seed", "counter", "slots", "temperature", "top_p", "top_k", "min_p")
 DTYPES = {"seed": torch.int64, "counter": torch.int64, "slots": torch.int64}
 DTYPES |= {"temperature": torch.float32, "top_p": torch.float32, "min_p": torch.float32}  # others int32
 Run = Callable[[Inputs], Outputs]
-Choose = Callable[[Tensor, Mapping[str, Tensor], Cuts], dict[str, Tensor]]  # by logits and CHOICE: `token_ids`
 Arrays = dict[str, np.ndarray]
 Made = TypeVar("Made")
 
@@ -52,18 +52,10 @@ class Shape(NamedTuple):
 
 class Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    numbers: Tensor  # those of `empty_step` one after another
-    told: Mapping[str, Tensor]  # those of CHOICE
-    tables: Tensor
-    more: Mapping[str, Tensor]
+    told: Mapping[str, Tensor]  # its inputs, and those of CHOICE
+    empty: Arrays  # what it is told but for the block tables, of a step that is all nobody's
     outputs: Outputs
-    choices: Mapping[Cuts, tuple[torch.cuda.CUDAGraph, Tensor]]  # with the token ids
-
-    def choose(self, cuts: Cuts) -> Tensor:
-        """By what it is told: i32 [num_logits], overwritten by the next one."""
-        graph, token_ids = self.choices[cuts]
-        graph.replay()
-        return token_ids
+    choices: Mapping[Cuts, torch.cuda.CUDAGraph]
 
 
 class StepGraphs:
@@ -83,6 +75,7 @@ class StepGraphs:
         self._decodes = decode_shapes(config.cudagraph_capture_sizes, config.batch_size) if is_used else []
         self._prompts = prompt_shapes(config.batch_size, config.max_step_tokens) if is_used else []
         self._captured: dict[tuple[Shape, bool], Captured] = {}
+        self._mailbox: Mailbox  # of what is captured
         self.nobodys_block = 0
 
     def shape_for(self, inputs: Arrays) -> Shape | None:
@@ -95,60 +88,71 @@ class StepGraphs:
         at = bisect_left(shapes, (num_tokens,))
         return shapes[at] if at < len(shapes) and num_logits <= shapes[at].num_logits else None
 
-    def replay(self, sent: Mapping[str, Tensor], shape: Shape) -> Captured:
-        """With the outputs of shape.num_logits rows, overwritten by the next one. `sent`: of `padded`."""
-        captured, tables = self._captured[shape, GROUPS in sent], sent["block_tables"]
-        for name, tensor in captured.more.items():
-            tensor.copy_(sent[name], non_blocking=True)
-        captured.numbers.copy_(sent["numbers"], non_blocking=True)
-        captured.tables[:, : tables.shape[1]].copy_(tables, non_blocking=True)
+    def replay(self, inputs: Arrays, shape: Shape) -> Captured:
+        """With the outputs of shape.num_logits rows, overwritten by the next one."""
+        captured = self._captured[shape, GROUPS in inputs]
+        self._mailbox.tell(filled_up(inputs, captured.empty), self._tables(inputs["block_tables"], shape.num_requests))
         captured.graph.replay()
         return captured
 
-    def capture(self, run: Run, choose: Choose | None, nobodys_block: int) -> None:
-        """For the caches that are allocated now. `choose`: not of a rank that never does."""
+    def choose(self, captured: Captured, cuts: Cuts, num_tokens: int) -> Tensor:
+        """By what the last step was told: i32, on the host as soon as that has ended."""
+        captured.choices[cuts].replay()
+        return self._mailbox.answers(num_tokens)
+
+    def capture(self, run: Run, last_tokens: Tensor | None, nobodys_block: int) -> None:
+        """For the caches that are allocated now. `last_tokens`: by slot; not of a rank that never chooses."""
         self.nobodys_block = nobodys_block
         shapes = sorted([*self._decodes, *self._prompts], reverse=True)  # others find room in the memory of the largest
         if not shapes:
             return
         started, free = time.monotonic(), torch.cuda.mem_get_info(self._device)[0]
+        kinds = [(shape, is_adapted) for shape in shapes for is_adapted in (False, True)[: 1 + bool(self._of_adapters)]]
+        steps = {kind: self._empty_step(*kind) for kind in kinds}
         most = max(shape.num_requests for shape in shapes)
         tables = torch.full((most, self._width), nobodys_block, dtype=torch.int32, device=self._device)  # of all shapes
+        num_numbers = max(sum([array.nbytes // 4 for array in step.values()]) for step in steps.values())
+        self._mailbox = Mailbox(IN_FLIGHT, num_numbers + tables.numel(), most, self._device)
         pool = torch.cuda.graph_pool_handle()
-        for shape in shapes:
-            for is_adapted in (False, True)[: 1 + bool(self._of_adapters)]:
-                captured = self._record(run, shape, (tables, pool), is_adapted)
-                if choose:
-                    captured = captured._replace(choices=self._record_choices(choose, captured, pool))
-                self._captured[shape, is_adapted] = captured
+        for (shape, is_adapted), step in steps.items():
+            captured = self._record(run, step, tables[: shape.num_requests], pool)
+            if last_tokens is not None and shape.is_decode:
+                captured = captured._replace(choices=self._record_choices(captured, last_tokens, pool))
+            self._captured[shape, is_adapted] = captured
         used, seconds = free - torch.cuda.mem_get_info(self._device)[0], time.monotonic() - started
         log.info("CUDA graphs of %d steps captured in %.1f s, %.2f GB", len(self._captured), seconds, used / 1e9)
 
-    def _record(self, run: Run, shape: Shape, shared: tuple[Tensor, tuple[int, int]], is_adapted: bool) -> Captured:
-        step, more = empty_step(shape, self._nobodys_slot), {}
-        tables, pool = shared[0][: shape.num_requests], shared[1]
-        numbers = torch.from_numpy(_together(step)).to(self._device)
-        named = apart(numbers, step)
-        inputs: dict[str, Tensor | None] = {name: named[name] for name in NAMES}
-        if shape.is_decode:
+    def _empty_step(self, shape: Shape, is_adapted: bool) -> Arrays:
+        groups = self._of_adapters((shape.num_tokens, shape.num_logits)) if is_adapted and self._of_adapters else {}
+        return empty_step(shape, self._nobodys_slot) | groups
+
+    def _record(self, run: Run, step: Arrays, tables: Tensor, pool: tuple[int, int]) -> Captured:
+        mailbox, parts = self._mailbox, filled_up({}, step)
+        numbers = torch.from_numpy(np.concatenate(parts)).to(self._device)
+        told = apart(numbers, step)
+        inputs: dict[str, Tensor | None] = {name: tensor for name, tensor in told.items() if name not in CHOICE}
+        if CHOICE[0] in told:  # a decode step
             inputs["logit_rows"] = None
-        if is_adapted and self._of_adapters:
-            groups = self._of_adapters((shape.num_tokens, shape.num_logits))
-            more = {name: torch.from_numpy(array).to(self._device) for name, array in groups.items()}
-        inputs |= {"block_tables": tables, **more}
-        graph, outputs = self._graph_of(partial(run, inputs), pool)
-        told = {name: named[name] for name in CHOICE if name in named}
-        return Captured(graph, numbers, told, tables, more, outputs, {})
+        inputs["block_tables"] = tables
+
+        def taken() -> Outputs:
+            mailbox.take(numbers, tables)
+            return run(inputs)
+
+        mailbox.tell(parts, self._tables(np.empty((0, 1), np.int32), len(tables)))
+        graph, outputs = self._graph_of(taken, pool)
+        return Captured(graph, {**told, "block_tables": tables}, step, outputs, {})
 
     def _record_choices(
-        self, choose: Choose, captured: Captured, pool: tuple[int, int]
-    ) -> dict[Cuts, tuple[torch.cuda.CUDAGraph, Tensor]]:
-        logits, told = captured.outputs.logits, captured.told
-        choices = {}
-        for cuts in CUTS if told else ():
-            graph, sampled = self._graph_of(partial(choose, logits, told, cuts), pool)
-            choices[cuts] = graph, sampled["token_ids"]
-        return choices
+        self, captured: Captured, last_tokens: Tensor, pool: tuple[int, int]
+    ) -> dict[Cuts, torch.cuda.CUDAGraph]:
+        mailbox, told = self._mailbox, captured.told
+
+        def choose(cuts: Cuts) -> None:
+            token_ids = sample(captured.outputs.logits, told, cuts)["token_ids"]
+            mailbox.answer(token_ids, told["slots"], last_tokens)
+
+        return {cuts: self._graph_of(partial(choose, cuts), pool)[0] for cuts in CUTS}
 
     def _graph_of(self, run: Callable[[], Made], pool: tuple[int, int]) -> tuple[torch.cuda.CUDAGraph, Made]:
         run()  # whatever is compiled or set up at the first call
@@ -158,21 +162,15 @@ class StepGraphs:
             made = run()
         return graph, made
 
+    def _tables(self, tables: np.ndarray, num_requests: int) -> np.ndarray:
+        """With rows of nobody's behind them."""
+        rest = num_requests - len(tables)
+        if not rest:
+            return tables
+        return np.concatenate([tables, np.full((rest, tables.shape[1]), self.nobodys_block, np.int32)])
+
     def clear(self) -> None:
         self._captured.clear()
-
-    def padded(self, inputs: Arrays, shape: Shape) -> Arrays:
-        """What such a step has to be told: `numbers`, those of `empty_step` one after another, and what is left."""
-        step = empty_step(shape, self._nobodys_slot)
-        step["query_starts"][:] = np.maximum(step["query_starts"], len(inputs["token_ids"]))
-        told = {name for name, array in step.items() if name in inputs and len(inputs[name]) <= len(array)}
-        for name in told:
-            step[name][: len(inputs[name])] = inputs[name]
-        num_requests, width = inputs["block_tables"].shape
-        tables = np.full((shape.num_requests, width), self.nobodys_block, np.int32)
-        tables[:num_requests] = inputs["block_tables"]
-        left = {name: array for name, array in inputs.items() if name not in told}
-        return {**left, "numbers": _together(step), "block_tables": tables}
 
 
 def empty_step(shape: Shape, nobodys_slot: int) -> Arrays:
@@ -189,8 +187,25 @@ def empty_step(shape: Shape, nobodys_slot: int) -> Arrays:
     return arrays | {"query_starts": starts.astype(np.int32), "logit_rows": np.arange(num_logits, dtype=np.int32)}
 
 
-def _together(step: Arrays) -> np.ndarray:
-    return np.concatenate([np.ascontiguousarray(array).view(np.int32) for array in step.values()])
+def untold(inputs: Arrays, empty: Arrays) -> Arrays:
+    """What a recorded step is not told of `inputs`: what it has no place for, or not for so many rows."""
+    return {name: array for name, array in inputs.items() if name not in empty or len(array) > len(empty[name])}
+
+
+def filled_up(inputs: Arrays, empty: Arrays) -> list[np.ndarray]:
+    """All that a step is told, `empty` but for what `inputs` has, as i32."""
+    parts = []
+    for name, whole in empty.items():
+        array = inputs.get(name, whole)
+        if len(array) > len(whole):
+            array = whole
+        elif len(array) < len(whole):
+            rest = whole[len(array) :]
+            if name == "query_starts":
+                rest = np.maximum(rest, array[-1])
+            array = np.concatenate([array, rest])
+        parts.append(np.ascontiguousarray(array, whole.dtype).view(np.int32))
+    return parts
 
 
 def apart(numbers: Tensor, step: Arrays) -> dict[str, Tensor]:

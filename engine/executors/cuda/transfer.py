@@ -48,17 +48,22 @@ class Uploads:
 
 
 class Download:
-    """Tensors that are on their way to the host. Even of none, `wait` waits for all that was begun before."""
+    """Pinned tensors that what was begun so far writes. Even of none, `wait` waits for all that."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device):
+    def __init__(self, hosts: Mapping[str, Tensor], device: torch.device):
+        self._hosts = hosts
+        self._done = torch.cuda.Event() if device.type == "cuda" else None
+        if self._done:
+            self._done.record()
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], device: torch.device) -> Download:
         is_gpu = device.type == "cuda"
-        self._hosts = {
+        hosts = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_gpu).copy_(tensor, non_blocking=True)
             for name, tensor in tensors.items()
         }
-        self._done = torch.cuda.Event() if is_gpu else None
-        if self._done:
-            self._done.record()
+        return cls(hosts, device)
 
     def wait(self) -> dict[str, np.ndarray]:
         if self._done:

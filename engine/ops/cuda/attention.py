@@ -31,7 +31,7 @@ DECODE = {"num_warps": 2, "num_stages": 2}  # of a program; stages: tiles that a
 PREFILL = 128, MAX_TILE, {"num_warps": 8, "num_stages": 2, "maxnreg": 128}
 INT8_PREFILL = 64, MAX_TILE, {"num_warps": 4, "num_stages": 1, "maxnreg": 168}
 PROGRAMS_PER_SM = 4  # of the decode kernel, that run at once
-MAX_SPLITS = 32
+MAX_SPLITS = 64
 
 
 def paged_attention(

@@ -28,7 +28,7 @@ def cut(rows: Rows, wanted: Tensor, *, by_count: bool) -> None:
     given = rows.logits, rows.temperature, rows.min_p, wanted, rows.most, *kept, *sums
     sizes = vocab, num_parts, by_count, padded_parts, PIVOTS, ROUNDS, PART
     for number in range(ROUNDS):
-        _weigh_pivots[(num_rows, num_parts)](*given, *sizes, number, num_warps=8)
+        _weigh_pivots[(num_rows, num_parts)](*given, *sizes, number)
     _gather[(num_rows, num_parts)](*given, candidates, *sizes, MOST_CANDIDATES)
     _bisect[(num_rows,)](*given, candidates, rows.spare, *sizes, MOST_CANDIDATES, num_warps=8)
 
