@@ -17,7 +17,6 @@ from torch import Tensor
 
 from engine.ops.cuda.launch import PDL, begin_next, wait_for_inputs
 
-HEADER = 4  # numbers, of which the first is the width of the tables; what follows lies as arrays of 8 bytes have to
 PROGRAMS = 16  # that take a step's numbers, which is how the device counts steps
 BLOCK = 512
 
@@ -27,9 +26,9 @@ class Mailbox:
     that a step is told, its tables included; `num_tokens`: the most that it chooses."""
 
     def __init__(self, num_turns: int, num_numbers: int, num_tokens: int, device: torch.device):
-        size, is_gpu = HEADER + num_numbers + num_numbers % 2, device.type == "cuda"
-        self._num_turns = num_turns
-        self._told = torch.empty(num_turns, size, dtype=torch.int32, pin_memory=is_gpu)
+        self._num_turns, is_gpu = num_turns, device.type == "cuda"
+        # Each time the width of the tables, then the numbers, then the tables, row by row.
+        self._told = torch.empty(num_turns, 1 + num_numbers, dtype=torch.int32, pin_memory=is_gpu)
         self._answers = torch.empty(num_turns, num_tokens, dtype=torch.int32, pin_memory=is_gpu)
         self._hosts = self._told.numpy()
         self._taken = torch.zeros(1, dtype=torch.int64, device=device)  # by how many programs
@@ -40,13 +39,13 @@ class Mailbox:
         self._turn = (self._turn + 1) % self._num_turns
         host, parts = self._hosts[self._turn], [*numbers, tables.reshape(-1)]
         host[0] = tables.shape[1]
-        np.concatenate(parts, out=host[HEADER : HEADER + sum([len(part) for part in parts])])
+        np.concatenate(parts, out=host[1 : 1 + sum([len(part) for part in parts])])
 
     def take(self, numbers: Tensor, tables: Tensor) -> None:
         """What the step was told. `tables` may have longer rows, whose rest stays as it is."""
         _take[(PROGRAMS,)](
             self._told, self._taken, numbers, tables, self._told.stride(0), len(numbers), *tables.shape,
-            self._num_turns, HEADER, PROGRAMS, BLOCK, **PDL,
+            self._num_turns, PROGRAMS, BLOCK, **PDL,
         )  # fmt: skip
 
     def answer(self, token_ids: Tensor, slots: Tensor, last_tokens: Tensor) -> None:
@@ -64,7 +63,7 @@ class Mailbox:
 @triton.jit
 def _take(
     told, taken, numbers, tables, size, num_numbers, num_rows, row_len,
-    TURNS: tl.constexpr, HEADER: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
+    TURNS: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     begin_next()
     wait_for_inputs()
@@ -74,7 +73,7 @@ def _take(
     end = num_numbers + num_rows * width
     for start in range(tl.program_id(0) * BLOCK, end, PROGRAMS * BLOCK):
         at = start + tl.arange(0, BLOCK)
-        values = tl.load(told + HEADER + at, mask=at < end, other=0)
+        values = tl.load(told + 1 + at, mask=at < end, other=0)
         tl.store(numbers + at, values, mask=at < num_numbers)
         cell = at - num_numbers
         tl.store(tables + cell // width * row_len + cell % width, values, mask=(cell >= 0) & (at < end))
