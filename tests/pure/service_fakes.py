@@ -4,21 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 
 from engine.errors import EngineUnavailable
 from engine.link import messages
-
-PATIENCE_S = 60  # only a test that fails waits that long
-
-
-def wait_until(condition):
-    """-> what it came to, which is true."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "it has not come true"
-        time.sleep(0.001)
-    return value
+from tests.patience import wait_until
 
 
 class FakeSender:

@@ -21,7 +21,8 @@ from engine.settings.config import Config
 from engine.settings.processes import LORAS_FILE
 from engine.wire import Loras, Owner
 from tests.lora_adapters import make_adapter
-from tests.pure.service_fakes import PATIENCE_S, FakeEngine, FakeSender, a_payload
+from tests.patience import PATIENCE_S
+from tests.pure.service_fakes import FakeEngine, FakeSender, a_payload
 
 NOBODY = Owner()
 A = "base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"

@@ -17,7 +17,8 @@ from engine.serving.prompt import Prompt
 from engine.serving.reply import Reply
 from engine.wire import parse_request
 from tests.byte_tokenizer import EOS_ID
-from tests.pure.service_fakes import PATIENCE_S, FakeSender
+from tests.patience import PATIENCE_S
+from tests.pure.service_fakes import FakeSender
 
 
 @pytest.fixture

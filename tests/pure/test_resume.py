@@ -20,10 +20,11 @@ from engine.serving.prompt import PromptReader
 from engine.serving.service import Service
 from engine.text.tokenizer import Tokenizer
 from tests.byte_tokenizer import write_tokenizer
+from tests.patience import PATIENCE_S, wait_until
 from tests.pure.counting_engine import SlowExecutor
 from tests.pure.counting_executor import answer
 from tests.pure.engine_helpers import a_server, is_empty
-from tests.pure.service_fakes import PATIENCE_S, FakeSender, a_payload, wait_until
+from tests.pure.service_fakes import FakeSender, a_payload
 
 ANSWER_LEN = 60
 PROMPT = [3, 4, 5]

@@ -16,7 +16,8 @@ from engine.serving.prompt import PromptReader
 from engine.serving.service import Service
 from engine.settings.stopping import Stopping
 from tests.byte_tokenizer import EOS_ID
-from tests.pure.service_fakes import PATIENCE_S, FakeEngine, FakeSender, a_payload, wait_until
+from tests.patience import PATIENCE_S, wait_until
+from tests.pure.service_fakes import FakeEngine, FakeSender, a_payload
 
 
 @pytest.fixture(autouse=True)

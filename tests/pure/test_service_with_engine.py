@@ -17,9 +17,10 @@ from engine.serving.prompt import PromptReader
 from engine.serving.service import Service
 from engine.text.tokenizer import Tokenizer
 from tests.byte_tokenizer import write_tokenizer
+from tests.patience import wait_until
 from tests.pure.counting_executor import CountingExecutor, answer
 from tests.pure.engine_helpers import a_free_address, a_server, an_engine_process
-from tests.pure.service_fakes import FakeSender, a_payload, wait_until
+from tests.pure.service_fakes import FakeSender, a_payload
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ from server_scripts import model_source
 from server_scripts import stop as stop_module
 from server_scripts.model_source import Source, export_if_needed
 from server_scripts.run_dir import Process, RunDir, State, read_stat
+from tests.patience import wait_until
 from tests.pure.fake_server import fake_server, kill_supervisor
 from tests.pure.model_server import Fault, ModelServer
-from tests.pure.service_fakes import wait_until
 from tests.server import a_server, is_alive
 
 ALL = {"engine": "", "tritonserver": "with helper", "gateway-0": "", "health": ""}

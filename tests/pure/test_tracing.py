@@ -18,9 +18,10 @@ from engine.serving.prompt import PromptReader
 from engine.serving.service import Service
 from engine.settings.config import Config
 from engine.tracing import Context, Span, Tracer
+from tests.patience import wait_until
 from tests.pure.counting_executor import CountingExecutor
 from tests.pure.gateway_fake import FakeBackend, running
-from tests.pure.service_fakes import FakeEngine, FakeSender, a_payload, wait_until
+from tests.pure.service_fakes import FakeEngine, FakeSender, a_payload
 
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 SECRET = "what nobody may read"
