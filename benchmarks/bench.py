@@ -13,17 +13,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import platform
-import socket
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +26,7 @@ import aiohttp
 import numpy as np
 
 from benchmarks.random_checkpoint import SHAPES, make_checkpoint, write_shape
+from benchmarks.server import running_server
 from engine.core.loop import Loop
 from engine.core.types import Request, Sampling
 from engine.executors import make_executor
@@ -132,7 +128,8 @@ def measure_http(
     prompt_len, answer_len = lengths
     vocab_size = Manifest.read(graph_dir).vocab_size
     rows = []
-    with a_server(graph_dir, max(streams)) as port:
+    with running_server(settings_for(graph_dir, max(streams))) as server:
+        port = server.ports["SERVICE_HTTP_PORT"]
         for count in streams:
             rng = np.random.default_rng(0)
             prompts = [prompt_ids(rng, vocab_size, prompt_len) for _ in range(count)]
@@ -141,29 +138,11 @@ def measure_http(
     return rows
 
 
-@contextlib.contextmanager
-def a_server(graph_dir: Path, batch_size: int) -> Iterator[int]:
-    """Starts the real server on free ports, gives its HTTP port, stops it."""
-    names = ("HEALTH_HTTP_PORT", "SERVICE_GRPC_PORT", "METRICS_HTTP_PORT", "SERVICE_HTTP_PORT")
-    with tempfile.TemporaryDirectory() as folder:
-        ports = dict(zip(names, free_ports(len(names)), strict=True))
-        env = os.environ | {name: str(port) for name, port in ports.items()}
-        env |= {"MODEL_DIR": str(graph_dir), "RUN_DIR": f"{folder}/run", "FD_LOG_DIR": f"{folder}/log"}
-        env |= {"BATCH_SIZE": str(batch_size), "MAX_CACHED_TASK_NUM": str(batch_size)}
-        env |= {"MAX_NUM_BATCHED_TOKENS": str(MAX_TOKENS_IN_STEP), "ENABLE_PREFIX_CACHING": "0"}
-        subprocess.run([sys.executable, "-m", "server_scripts.start"], env=env, check=True, stdout=sys.stderr)
-        try:
-            yield ports["SERVICE_HTTP_PORT"]
-        finally:
-            subprocess.run([sys.executable, "-m", "server_scripts.stop"], env=env, check=True, stdout=sys.stderr)
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
+def settings_for(graph_dir: Path, batch_size: int) -> dict[str, str]:
+    """Of a server that is to be as fast as it can, for so many streams."""
+    most = {"BATCH_SIZE": str(batch_size), "MAX_CACHED_TASK_NUM": str(batch_size)}
+    most |= {"MAX_NUM_BATCHED_TOKENS": str(MAX_TOKENS_IN_STEP), "ENABLE_PREFIX_CACHING": "0"}
+    return {"MODEL_DIR": str(graph_dir), **most}
 
 
 def print_tables(offline: list[dict], http: list[dict]) -> None:
