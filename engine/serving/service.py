@@ -29,7 +29,6 @@ from engine.serving.resumption import Resumption
 from engine.serving.stages import spans_of
 from engine.serving.state import state_of
 from engine.serving.tokens import answer_about_tokens
-from engine.text.tokenizer import Tokenizer
 from engine.wire import GenerationRequest
 
 log = logging.getLogger(__name__)
@@ -44,7 +43,7 @@ LAST_WORDS_S = 5.0  # at most, for the final responses of requests that a stop h
 class Service:
     """`reader` checks requests against the model's limits; `client` is the way to the engine."""
 
-    def __init__(self, tokenizer: Tokenizer, reader: PromptReader, client: EngineClient, options: ServiceOptions):
+    def __init__(self, reader: PromptReader, client: EngineClient, options: ServiceOptions):
         self.client = client
         self.latency = Latency()
         self._tracer = options.tracer
@@ -53,7 +52,7 @@ class Service:
         self._replies = OpenReplies()
         self._admission = Admission(client, self._replies, options)
         self.accounts = self._admission.accounts
-        self._resumption = Resumption(tokenizer, reader, self._replies, options.is_first_model)
+        self._resumption = Resumption(reader, self._replies, options.is_first_model)
         self._readiness = Readiness(client, options)
         self._ready: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()  # replies with something to send
         self._closing = threading.Event()  # what is open does not go on
@@ -125,16 +124,10 @@ class Service:
                 self._tell_state(sender, body[wire.PROBE] == wire.METRICS)
                 return
             owner = wire.owner_of(body)
-            if wire.ABORT in body:
-                sender.send(wire.write_answer(self._abort(body[wire.ABORT], owner)), True)
-                return
-            if wire.LOAD_LORA in body and self._reader.loras:
+            if wire.LOAD_LORA in body:
                 self._loading.submit(self._load_lora, body, owner, sender, received)
                 return
-            if loras := self._reader.loras and self._reader.loras.answer(body, owner):
-                sender.send(wire.write_answer(loras), True)
-                return
-            if answer := answer_about_tokens(body, self._reader):
+            if answer := self._answer_at_once(body, owner):
                 sender.send(wire.write_answer(answer), True)
                 return
             req_id = wire.req_id_of(body)
@@ -145,13 +138,19 @@ class Service:
             return
         self._start(reply)
 
+    def _answer_at_once(self, body: dict[str, Any], owner: wire.Owner) -> wire.Answer | None:
+        """To a question that needs no engine; None: it is none."""
+        if wire.ABORT in body:
+            return self._abort(body[wire.ABORT], owner)
+        return self._reader.loras.answer(body, owner) or answer_about_tokens(body, self._reader)
+
     def _load_lora(self, body: dict[str, Any], owner: wire.Owner, sender: Sender, received: float) -> None:
         try:
             if sender.is_cancelled():
                 raise Cancelled("the client has cancelled the request")
-            loras = self._reader.loras and self._reader.loras.answer(body, owner)
-            assert loras
-            sender.send(wire.write_answer(loras), True)
+            answer = self._answer_at_once(body, owner)
+            assert answer
+            sender.send(wire.write_answer(answer), True)
         except Exception as error:
             self._refuse(error, None, sender, received)
 
