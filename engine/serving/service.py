@@ -18,13 +18,14 @@ from typing import Any
 from engine import wire
 from engine.errors import Cancelled, EngineUnavailable, RequestError, as_request_error, waited_too_long
 from engine.link.client import EngineClient
+from engine.serving.accounts import Account
 from engine.serving.admission import Admission
 from engine.serving.latency import Ended, Latency
 from engine.serving.open_replies import OpenReplies
 from engine.serving.options import ServiceOptions
 from engine.serving.prompt import PromptReader
 from engine.serving.readiness import Readiness
-from engine.serving.reply import Reply, Sender
+from engine.serving.reply import Reply, Sender, Ways
 from engine.serving.resumption import Resumption
 from engine.serving.stages import spans_of
 from engine.serving.state import state_of
@@ -55,6 +56,7 @@ class Service:
         self._resumption = Resumption(reader, self._replies, options.is_first_model)
         self._readiness = Readiness(client, options)
         self._ready: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()  # replies with something to send
+        self._ways = Ways(self._ready.put, self._forget, client.cancel, options.streaming)
         self._closing = threading.Event()  # what is open does not go on
         self._intake = ThreadPoolExecutor(NUM_INTAKE_THREADS, "intake")
         self._urgent = ThreadPoolExecutor(1, "urgent")
@@ -132,11 +134,12 @@ class Service:
                 return
             req_id = wire.req_id_of(body)
             self._check_open()
-            reply = self._let_in(wire.parse_request(body), owner, sender, received)
+            request = wire.parse_request(body)
+            reply = self._let_in(request, owner, sender, received)
         except Exception as error:
             self._refuse(error, req_id, sender, received)
             return
-        self._start(reply)
+        self._start(reply, (owner.name, owner.priority + max(request.priority, 0 if owner.name else -100)))
 
     def _answer_at_once(self, body: dict[str, Any], owner: wire.Owner) -> wire.Answer | None:
         """To a question that needs no engine; None: it is none."""
@@ -165,15 +168,10 @@ class Service:
         if request.resume_from is not None:
             self._resumption.end_before(request)
 
-        def make() -> Reply:
-            reply = Reply(self._resumption.asked(request), sender, received)
-            reply.streaming &= self._options.streaming
-            reply.wake, reply.leave, reply.cancel = self._ready.put, self._forget, self.client.cancel
-            return reply
+        def make(account: Account) -> Reply:
+            return Reply(self._resumption.asked(request), sender, received, account, self._ways)
 
-        reply = self._admission.enter(owner, make)
-        reply.standing = owner.name, owner.priority + max(request.priority, 0 if owner.name else -100)
-        return reply
+        return self._admission.enter(owner, make)
 
     def _abort(self, req_id: object, owner: wire.Owner) -> wire.Aborted:
         """Who has a key of a name may end their own requests only."""
@@ -196,12 +194,13 @@ class Service:
         except Exception:
             log.exception("a refusal could not be sent")
 
-    def _start(self, reply: Reply) -> None:
+    def _start(self, reply: Reply, standing: tuple[str, int]) -> None:
+        """`standing`: its owner and priority."""
         try:
             submissions = reply.submissions()
             reply.begin()
             if submissions:
-                self.client.submit(reply.prompt.token_ids, submissions, reply.prompt.salt, reply.standing)
+                self.client.submit(reply.prompt.token_ids, submissions, reply.prompt.salt, standing)
         except Exception as error:
             reply.ended(as_request_error(error))
         if reply.is_over:  # cancelled before the engine client knew it
