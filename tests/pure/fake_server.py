@@ -31,6 +31,7 @@ from server_scripts.takeover import left_running
 
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = Path(__file__).with_name("fake_child.py")
+ALL = {"engine": "", "tritonserver": "with helper", "gateway-0": "", "health": ""}  # and what they do
 READY = {"state": {"ready": True, "engine_silent_s": 0.0, "num_open": 0}}
 TIMEOUT_S = 60.0
 
