@@ -39,15 +39,19 @@ from engine.settings.config import Config
 from server_scripts.processes import ENGINE_DEFAULTS
 
 MAX_TOKENS_IN_STEP = 4096
+Case = tuple[int, int, int]  # requests, and the tokens of each prompt and answer
+
+
+def case_of(text: str) -> Case:
+    num_requests, prompt_len, answer_len = map(int, text.split("x"))
+    return num_requests, prompt_len, answer_len
 
 
 def prompt_ids(rng: np.random.Generator, vocab_size: int, count: int) -> list[int]:
     return rng.integers(100, vocab_size - 1000, count).tolist()
 
 
-def measure_offline(
-    graph_dir: Path, cases: list[tuple[int, int, int]], repeats: int, **settings: Any
-) -> list[dict[str, float]]:
+def measure_offline(graph_dir: Path, cases: list[Case], repeats: int, **settings: Any) -> list[dict[str, float]]:
     most, longest = max(case[0] for case in cases), max(case[1] + case[2] for case in cases)
     limits = {"max_num_batched_tokens": MAX_TOKENS_IN_STEP, "batch_size": most, "enable_prefix_caching": False}
     config, model = Config(**{**limits, **settings}), Manifest.read(graph_dir)
@@ -64,13 +68,14 @@ def measure_offline(
     return rows
 
 
-def run_case(loop: Loop, vocab_size: int, case: tuple[int, int, int]) -> dict[str, float]:
+def run_case(loop: Loop, vocab_size: int, case: Case) -> dict[str, float]:
     num_requests, prompt_len, answer_len = case
     rng = np.random.default_rng(0)
     for index in range(num_requests):
         ids = prompt_ids(rng, vocab_size, prompt_len)
         loop.add(Request(str(index), ids, prompt_len, Sampling(max_new_tokens=answer_len, temperature=0)))
-    started, first, num_early = time.perf_counter(), {}, 0
+    first: dict[Request, float] = {}
+    started, num_early = time.perf_counter(), 0
     while not loop.is_idle:
         for update in loop.turn():
             first.setdefault(update.request, time.perf_counter())
@@ -122,10 +127,8 @@ async def run_streams(port: int, prompts: list[list[int]], answer_len: int, rate
     return {"output_tok_s": len(prompts) * answer_len / (ended - started), **shown}
 
 
-def measure_http(
-    graph_dir: Path, streams: list[int], lengths: tuple[int, int], repeats: int, rate: float
-) -> list[dict]:
-    prompt_len, answer_len = lengths
+def measure_http(graph_dir: Path, streams: list[int], case: Case, repeats: int, rate: float) -> list[dict]:
+    _, prompt_len, answer_len = case
     vocab_size = Manifest.read(graph_dir).vocab_size
     rows = []
     with running_server(settings_for(graph_dir, max(streams))) as server:
@@ -190,7 +193,7 @@ def main() -> None:
     )
     parser.add_argument("--work-dir", type=Path, default=Path("build/bench"), help="checkpoints are kept here")
     args = parser.parse_args()
-    cases = [tuple(int(number) for number in case.split("x")) for case in args.cases]
+    cases = [case_of(text) for text in args.cases]
     if args.load_format == "dummy":
         checkpoint = write_shape(args.shape, args.work_dir / f"{args.shape}-shape")
     else:
@@ -198,7 +201,7 @@ def main() -> None:
     options = ExportOptions(quant_type=args.quant_type, num_ranks=args.mp_num, load_format=args.load_format)
     graph_dir = export_cached(checkpoint, args.work_dir / "exported", options)
     offline = measure_offline(graph_dir, cases, args.repeats, mp_num=args.mp_num, cpu_threads=args.cpu_threads)
-    http = measure_http(graph_dir, args.streams, cases[0][1:], args.repeats, args.arrivals) if args.streams else []
+    http = measure_http(graph_dir, args.streams, cases[0], args.repeats, args.arrivals) if args.streams else []
     print_tables(offline, http)
     print(
         json.dumps(

@@ -87,6 +87,12 @@ def packed(op: str, rows: np.ndarray) -> np.ndarray:
 
 
 @functools.cache
+def bf16_kind() -> int:
+    """Of what `packed` makes for `linear`."""
+    return WEIGHT_KINDS.index("packed" if cpu.load().packed_bytes("linear", (1, 2), 2) else "bfloat16")
+
+
+@functools.cache
 def weights_of(name: str, op: str) -> list[tuple[np.ndarray, np.ndarray | None]]:
     """With their scales; as many layers as it takes to leave no weight in a cache."""
     num_out, width = LINEARS.get(name, (VOCAB, HIDDEN))
@@ -104,8 +110,7 @@ def bench_linear(name: str, op: str, tokens: int, limits: tuple[float, float]) -
     kernels, (num_out, width) = cpu.load().kernels, LINEARS.get(name, (VOCAB, HIDDEN))
     x, y = (in_large_pages(array) for array in (random_f32(tokens, width), np.zeros((tokens, num_out), np.float32)))
     sizes, x_at, y_at = (tokens, width, num_out), x.ctypes.data, y.ctypes.data
-    weights = weights_of(name, op)
-    kind = WEIGHT_KINDS.index("packed" if cpu.load().packed_bytes("linear", (1, 2), 2) else "bfloat16")
+    weights, kind = weights_of(name, op), bf16_kind()
 
     def run():  # without the wrapper: fresh memory for the outputs would be part of the time
         for weight, scale in weights:
