@@ -135,11 +135,12 @@ class Service:
             req_id = wire.req_id_of(body)
             self._check_open()
             request = wire.parse_request(body)
+            standing = owner.name, owner.priority + max(request.priority, 0 if owner.name else -100)
             reply = self._let_in(request, owner, sender, received)
         except Exception as error:
             self._refuse(error, req_id, sender, received)
             return
-        self._start(reply, (owner.name, owner.priority + max(request.priority, 0 if owner.name else -100)))
+        self._start(reply, standing)
 
     def _answer_at_once(self, body: dict[str, Any], owner: wire.Owner) -> wire.Answer | None:
         """To a question that needs no engine; None: it is none."""
