@@ -92,7 +92,8 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path, nargs="?", default=DEMO_MODEL)
     checkpoint = parser.parse_args().checkpoint
     is_bundled = checkpoint.resolve() == DEMO_MODEL
-    exact, rows = [], []
+    exact: list[np.ndarray] = []
+    rows = []
     print("weights                KL mean     KL p99   other token   perplexity   right")
     with tempfile.TemporaryDirectory() as folder:
         for name, options in EXPORTS.items():

@@ -13,17 +13,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import platform
-import socket
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +26,7 @@ import aiohttp
 import numpy as np
 
 from benchmarks.random_checkpoint import SHAPES, make_checkpoint, write_shape
+from benchmarks.server import running_server
 from engine.core.loop import Loop
 from engine.core.types import Request, Sampling
 from engine.executors import make_executor
@@ -43,15 +39,19 @@ from engine.settings.config import Config
 from server_scripts.processes import ENGINE_DEFAULTS
 
 MAX_TOKENS_IN_STEP = 4096
+Case = tuple[int, int, int]  # requests, and the tokens of each prompt and answer
+
+
+def case_of(text: str) -> Case:
+    num_requests, prompt_len, answer_len = map(int, text.split("x"))
+    return num_requests, prompt_len, answer_len
 
 
 def prompt_ids(rng: np.random.Generator, vocab_size: int, count: int) -> list[int]:
     return rng.integers(100, vocab_size - 1000, count).tolist()
 
 
-def measure_offline(
-    graph_dir: Path, cases: list[tuple[int, int, int]], repeats: int, **settings: Any
-) -> list[dict[str, float]]:
+def measure_offline(graph_dir: Path, cases: list[Case], repeats: int, **settings: Any) -> list[dict[str, float]]:
     most, longest = max(case[0] for case in cases), max(case[1] + case[2] for case in cases)
     limits = {"max_num_batched_tokens": MAX_TOKENS_IN_STEP, "batch_size": most, "enable_prefix_caching": False}
     config, model = Config(**{**limits, **settings}), Manifest.read(graph_dir)
@@ -68,13 +68,14 @@ def measure_offline(
     return rows
 
 
-def run_case(loop: Loop, vocab_size: int, case: tuple[int, int, int]) -> dict[str, float]:
+def run_case(loop: Loop, vocab_size: int, case: Case) -> dict[str, float]:
     num_requests, prompt_len, answer_len = case
     rng = np.random.default_rng(0)
     for index in range(num_requests):
         ids = prompt_ids(rng, vocab_size, prompt_len)
         loop.add(Request(str(index), ids, prompt_len, Sampling(max_new_tokens=answer_len, temperature=0)))
-    started, first, num_early = time.perf_counter(), {}, 0
+    first: dict[Request, float] = {}
+    started, num_early = time.perf_counter(), 0
     while not loop.is_idle:
         for update in loop.turn():
             first.setdefault(update.request, time.perf_counter())
@@ -126,13 +127,12 @@ async def run_streams(port: int, prompts: list[list[int]], answer_len: int, rate
     return {"output_tok_s": len(prompts) * answer_len / (ended - started), **shown}
 
 
-def measure_http(
-    graph_dir: Path, streams: list[int], lengths: tuple[int, int], repeats: int, rate: float
-) -> list[dict]:
-    prompt_len, answer_len = lengths
+def measure_http(graph_dir: Path, streams: list[int], case: Case, repeats: int, rate: float) -> list[dict]:
+    _, prompt_len, answer_len = case
     vocab_size = Manifest.read(graph_dir).vocab_size
     rows = []
-    with a_server(graph_dir, max(streams)) as port:
+    with running_server(settings_for(graph_dir, max(streams))) as server:
+        port = server.ports["SERVICE_HTTP_PORT"]
         for count in streams:
             rng = np.random.default_rng(0)
             prompts = [prompt_ids(rng, vocab_size, prompt_len) for _ in range(count)]
@@ -141,29 +141,11 @@ def measure_http(
     return rows
 
 
-@contextlib.contextmanager
-def a_server(graph_dir: Path, batch_size: int) -> Iterator[int]:
-    """Starts the real server on free ports, gives its HTTP port, stops it."""
-    names = ("HEALTH_HTTP_PORT", "SERVICE_GRPC_PORT", "METRICS_HTTP_PORT", "SERVICE_HTTP_PORT")
-    with tempfile.TemporaryDirectory() as folder:
-        ports = dict(zip(names, free_ports(len(names)), strict=True))
-        env = os.environ | {name: str(port) for name, port in ports.items()}
-        env |= {"MODEL_DIR": str(graph_dir), "RUN_DIR": f"{folder}/run", "FD_LOG_DIR": f"{folder}/log"}
-        env |= {"BATCH_SIZE": str(batch_size), "MAX_CACHED_TASK_NUM": str(batch_size)}
-        env |= {"MAX_NUM_BATCHED_TOKENS": str(MAX_TOKENS_IN_STEP), "ENABLE_PREFIX_CACHING": "0"}
-        subprocess.run([sys.executable, "-m", "server_scripts.start"], env=env, check=True, stdout=sys.stderr)
-        try:
-            yield ports["SERVICE_HTTP_PORT"]
-        finally:
-            subprocess.run([sys.executable, "-m", "server_scripts.stop"], env=env, check=True, stdout=sys.stderr)
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
+def settings_for(graph_dir: Path, batch_size: int) -> dict[str, str]:
+    """Of a server that is to be as fast as it can, for so many streams."""
+    most = {"BATCH_SIZE": str(batch_size), "MAX_CACHED_TASK_NUM": str(batch_size)}
+    most |= {"MAX_NUM_BATCHED_TOKENS": str(MAX_TOKENS_IN_STEP), "ENABLE_PREFIX_CACHING": "0"}
+    return {"MODEL_DIR": str(graph_dir), **most}
 
 
 def print_tables(offline: list[dict], http: list[dict]) -> None:
@@ -211,7 +193,7 @@ def main() -> None:
     )
     parser.add_argument("--work-dir", type=Path, default=Path("build/bench"), help="checkpoints are kept here")
     args = parser.parse_args()
-    cases = [tuple(int(number) for number in case.split("x")) for case in args.cases]
+    cases = [case_of(text) for text in args.cases]
     if args.load_format == "dummy":
         checkpoint = write_shape(args.shape, args.work_dir / f"{args.shape}-shape")
     else:
@@ -219,7 +201,7 @@ def main() -> None:
     options = ExportOptions(quant_type=args.quant_type, num_ranks=args.mp_num, load_format=args.load_format)
     graph_dir = export_cached(checkpoint, args.work_dir / "exported", options)
     offline = measure_offline(graph_dir, cases, args.repeats, mp_num=args.mp_num, cpu_threads=args.cpu_threads)
-    http = measure_http(graph_dir, args.streams, cases[0][1:], args.repeats, args.arrivals) if args.streams else []
+    http = measure_http(graph_dir, args.streams, cases[0], args.repeats, args.arrivals) if args.streams else []
     print_tables(offline, http)
     print(
         json.dumps(

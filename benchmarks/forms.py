@@ -98,7 +98,7 @@ def main() -> None:
         chosen = [int(rng.choice(token_ids)) for token_ids in allowed]
         started = time.process_time()
         for request, token_id in zip(requests, chosen, strict=True):
-            if token_id != EOS_ID:
+            if token_id != EOS_ID and request.grammar:
                 request.grammar.advance([token_id])
                 request.grammar.forced()
         advance_s.append(time.process_time() - started)

@@ -15,9 +15,6 @@ import asyncio
 import json
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -26,10 +23,10 @@ import aiohttp
 import grpc
 from tritonclient.grpc import service_pb2_grpc
 
-from benchmarks.bench import cpu_name, free_ports
+from benchmarks.bench import cpu_name
+from benchmarks.server import Server, running_server
 from engine.wire.triton import infer_request
 
-PORTS = ("HEALTH_HTTP_PORT", "SERVICE_GRPC_PORT", "METRICS_HTTP_PORT", "SERVICE_HTTP_PORT")
 STREAMS_PER_CHANNEL = 32
 TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 
@@ -75,24 +72,25 @@ async def over_http(port: int, bodies: list[dict[str, Any]]) -> int:
         return sum(await asyncio.gather(*map(one, bodies)))
 
 
-def cpu_seconds(run_dir: Path) -> dict[str, float]:
-    """Of each process of the server so far."""
-    state = json.loads((run_dir / "state.json").read_text())
+def cpu_seconds(server: Server) -> dict[str, float]:
+    """Of each of its processes so far."""
+    state = server.run_dir.read_state()
+    assert state
     spent = {"client": sum(os.times()[:2])}
-    for process in state["processes"]:
-        fields = Path(f"/proc/{process['pid']}/stat").read_text().rpartition(")")[2].split()
-        spent[process["name"]] = (int(fields[11]) + int(fields[12])) / TICKS_A_SECOND
+    for process in state.processes:
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+        spent[process.name] = (int(fields[11]) + int(fields[12])) / TICKS_A_SECOND
     return spent
 
 
-def measure(args: argparse.Namespace, count: int, ports: dict[str, int], run_dir: Path) -> dict[str, Any]:
+def measure(args: argparse.Namespace, count: int, server: Server) -> dict[str, Any]:
     over, port = {"grpc": (over_grpc, "SERVICE_GRPC_PORT"), "http": (over_http, "SERVICE_HTTP_PORT")}[args.protocol]
     runs = []
     for _ in range(args.repeats + 1):
         bodies = [body_of(index, args.prompt_len, args.answer_len) for index in range(count)]
-        before, started = cpu_seconds(run_dir), time.perf_counter()
-        num_responses = asyncio.run(over(ports[port], bodies))
-        seconds, after = time.perf_counter() - started, cpu_seconds(run_dir)
+        before, started = cpu_seconds(server), time.perf_counter()
+        num_responses = asyncio.run(over(server.ports[port], bodies))
+        seconds, after = time.perf_counter() - started, cpu_seconds(server)
         spent = {name: 1e6 * (after[name] - before.get(name, 0.0)) / num_responses for name in after}
         rates = {"output_tok_s": count * args.answer_len / seconds, "responses_s": num_responses / seconds}
         runs.append(rates | {f"{name}_us": each for name, each in spent.items()})
@@ -108,19 +106,12 @@ def main() -> None:
     parser.add_argument("--answer-len", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
-    ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
+    settings = {"MODEL_DIR": args.model_dir, "BATCH_SIZE": str(max(args.streams)), "MAX_NUM_BATCHED_TOKENS": "4096"}
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        env = os.environ | {name: str(port) for name, port in ports.items()} | {"MODEL_DIR": args.model_dir}
-        env |= {"RUN_DIR": f"{folder}/run", "FD_LOG_DIR": f"{folder}/log", "SERVICE_HOST": "127.0.0.1"}
-        env |= {"BATCH_SIZE": str(max(args.streams)), "MAX_NUM_BATCHED_TOKENS": "4096"}
-        subprocess.run([sys.executable, "-m", "server_scripts.start"], env=env, check=True, stdout=sys.stderr)
-        try:
-            for count in args.streams:
-                rows.append(measure(args, count, ports, Path(folder, "run")))
-                print(", ".join(f"{name} {value:.0f}" for name, value in rows[-1].items()), flush=True)
-        finally:
-            subprocess.run([sys.executable, "-m", "server_scripts.stop"], env=env, check=True, stdout=sys.stderr)
+    with running_server(settings) as server:
+        for count in args.streams:
+            rows.append(measure(args, count, server))
+            print(", ".join(f"{name} {value:.0f}" for name, value in rows[-1].items()), flush=True)
     print(json.dumps({"hardware": cpu_name(), "protocol": args.protocol, "rows": rows}))
 
 

@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +87,12 @@ def packed(op: str, rows: np.ndarray) -> np.ndarray:
 
 
 @functools.cache
+def bf16_kind() -> int:
+    """Of what `packed` makes for `linear`."""
+    return WEIGHT_KINDS.index("packed" if cpu.load().packed_bytes("linear", (1, 2), 2) else "bfloat16")
+
+
+@functools.cache
 def weights_of(name: str, op: str) -> list[tuple[np.ndarray, np.ndarray | None]]:
     """With their scales; as many layers as it takes to leave no weight in a cache."""
     num_out, width = LINEARS.get(name, (VOCAB, HIDDEN))
@@ -103,8 +110,7 @@ def bench_linear(name: str, op: str, tokens: int, limits: tuple[float, float]) -
     kernels, (num_out, width) = cpu.load().kernels, LINEARS.get(name, (VOCAB, HIDDEN))
     x, y = (in_large_pages(array) for array in (random_f32(tokens, width), np.zeros((tokens, num_out), np.float32)))
     sizes, x_at, y_at = (tokens, width, num_out), x.ctypes.data, y.ctypes.data
-    weights = weights_of(name, op)
-    kind = WEIGHT_KINDS.index("packed" if cpu.load().packed_bytes("linear", (1, 2), 2) else "bfloat16")
+    weights, kind = weights_of(name, op), bf16_kind()
 
     def run():  # without the wrapper: fresh memory for the outputs would be part of the time
         for weight, scale in weights:
@@ -166,6 +172,35 @@ def sampling_cases(rows: int) -> dict[str, SamplingRows]:
     return cases
 
 
+def cases() -> Iterator[tuple[str, Callable[[tuple[float, float]], dict]]]:
+    """How its name begins, and what measures it."""
+    for op in OPS:
+        weights_of.cache_clear()
+        for tokens in (1, 2, 4, 8, 32, 128, 1024):
+            for name in LINEARS:
+                yield f"{op} {name} T={tokens}", functools.partial(bench_linear, name, op, tokens)
+        for tokens in (1, 8, 32):
+            yield f"{op} logits T={tokens}", functools.partial(bench_linear, "logits", op, tokens)
+    for shape, bits in itertools.product(ATTENTIONS, (16, 8)):
+        yield "attention", functools.partial(bench_attention, *shape, bits)
+    for name, run, num_bytes in small_cases():
+        yield name, functools.partial(bench_small, name, run, num_bytes)
+
+
+def small_cases() -> Iterator[tuple[str, Callable[[], object], int]]:
+    """And the bytes that each reads and writes."""
+    for tokens in (1, 32, 1024):
+        x, weight, wide = random_f32(tokens, HIDDEN), random_f32(HIDDEN), random_f32(tokens, 2 * FFN)
+        norm = functools.partial(cpu.add_rms_norm, x, x.copy(), weight, epsilon=1e-6)
+        yield f"add_rms_norm T={tokens}", norm, x.nbytes * 4
+        yield f"swiglu T={tokens}", functools.partial(cpu.swiglu, wide), wide.nbytes * 3 // 2
+    for scale in (1.0, 4.0):
+        logits = random_f32(32, VOCAB) * np.float32(scale)
+        for name, rows in sampling_cases(32).items():
+            sample = functools.partial(cpu.sample, logits, rows)
+            yield f"sample {name} S=32 sigma={scale:.0f}", sample, logits.nbytes
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=cpu.num_threads())
@@ -175,47 +210,6 @@ def main() -> None:
     limits = measured_limits(options.threads)
     print(f"{cpu.cpu_isa()}, {options.threads} threads: bf16 {limits[0] / 1e9:.0f} GFLOP/s, {limits[1] / 1e9:.1f} GB/s")
     print(f"{'':<40} {'measured':>14} {'limit':>14}   ratio")
-
-    def cases():
-        for op in OPS:
-            weights_of.cache_clear()
-            for tokens in (1, 2, 4, 8, 32, 128, 1024):
-                for name in LINEARS:
-                    yield f"{op} {name} T={tokens}", functools.partial(bench_linear, name, op, tokens)
-            for tokens in (1, 8, 32):
-                yield f"{op} logits T={tokens}", functools.partial(bench_linear, "logits", op, tokens)
-        for shape, bits in itertools.product(ATTENTIONS, (16, 8)):
-            yield "attention", functools.partial(bench_attention, *shape, bits)
-        for tokens in (1, 32, 1024):
-            x, weight, wide = random_f32(tokens, HIDDEN), random_f32(HIDDEN), random_f32(tokens, 2 * FFN)
-            yield (
-                "add_rms_norm",
-                functools.partial(
-                    bench_small,
-                    f"add_rms_norm T={tokens}",
-                    functools.partial(cpu.add_rms_norm, x, x.copy(), weight, epsilon=1e-6),
-                    x.nbytes * 4,
-                ),
-            )
-            yield (
-                "swiglu",
-                functools.partial(
-                    bench_small, f"swiglu T={tokens}", functools.partial(cpu.swiglu, wide), wide.nbytes * 3 // 2
-                ),
-            )
-        for scale in (1.0, 4.0):
-            logits = random_f32(32, VOCAB) * np.float32(scale)
-            for name, rows in sampling_cases(32).items():
-                yield (
-                    "sample",
-                    functools.partial(
-                        bench_small,
-                        f"sample {name} S=32 sigma={scale:.0f}",
-                        functools.partial(cpu.sample, logits, rows),
-                        logits.nbytes,
-                    ),
-                )
-
     rows = [case(limits) for name, case in cases() if options.only in name]
     print(json.dumps({"isa": cpu.cpu_isa(), "threads": options.threads, "limits": limits, "rows": rows}))
 

@@ -29,6 +29,7 @@ from engine.exporting.cache import export_cached
 from engine.exporting.export import QUANT_TYPES, ExportOptions
 from engine.exporting.manifest import Manifest
 from engine.garbage import collect_garbage_seldom
+from engine.models.adapters import Adapter
 from engine.settings.config import Config
 
 PROMPT_LEN, ANSWER_LEN = 128, 32
@@ -73,7 +74,7 @@ def main() -> None:
             loop.adapters.need(adapter)
         load_ms = 1e3 * (time.perf_counter() - started) / MOST
         for count in args.requests:
-            kinds = {"none": [()], "one": adapters[:1], "each": adapters[: min(count, MOST)]}
+            kinds: dict[str, list[Adapter]] = {"none": [()], "one": adapters[:1], "each": adapters[: min(count, MOST)]}
             asked = {kind: [some[at % len(some)] for at in range(count)] for kind, some in kinds.items()}
             runs = []
             for turn in range(args.rounds + 1):  # each comes first in its turn

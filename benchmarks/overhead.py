@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +24,7 @@ from engine.ops.sampling_rows import SampledRows
 from engine.settings.config import Config
 
 NUM_ROWS, NUM_STEPS, BLOCK_SIZE = 256, 200, 64
-PLAIN: dict[str, float] = {"temperature": 0.8, "top_p": 0.9}
+PLAIN: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9}
 CASES = {
     "sampled": (PLAIN, 128, 0),
     "repetition penalty, prompts of 1024": (PLAIN | {"repetition_penalty": 1.1}, 1024, 0),
@@ -53,10 +55,10 @@ class NoGraph:
         return self._output
 
 
-def measure(sampling: dict[str, float], prompt_len: int, num_waiting: int) -> float:
+def measure(sampling: dict[str, Any], prompt_len: int, num_waiting: int) -> float:
     """Microseconds a row."""
-    unlimited = {"max_num_batched_tokens": 1 << 20, "max_cached_task_num": 1 << 20, "max_waiting_tokens": 1 << 30}
-    config = Config(batch_size=NUM_ROWS, **unlimited)
+    unlimited = Config(max_num_batched_tokens=1 << 20, max_cached_task_num=1 << 20, max_waiting_tokens=1 << 30)
+    config = replace(unlimited, batch_size=NUM_ROWS)
     loop = Loop(NoGraph(), NUM_ROWS * 32, config)  # type: ignore[arg-type]
     rng = np.random.default_rng(0)
     for index in range(NUM_ROWS + num_waiting):

@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -41,7 +42,7 @@ LLAMA3 = {
     "bos_token_id": 128000,
     "eos_token_id": 128001,
 }
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": QWEN2
     | {
         "vocab_size": 151936,

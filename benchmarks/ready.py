@@ -16,15 +16,13 @@ import json
 import multiprocessing
 import os
 import statistics
-import tempfile
 import time
 from collections import defaultdict
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 from benchmarks.bench import cpu_name
 from benchmarks.front import body_of, over_http
-from benchmarks.storm.server import Server
+from benchmarks.server import running_server
 from benchmarks.storm.watch import is_ready
 from gateway.heads import allow_connections
 
@@ -69,23 +67,17 @@ def main() -> None:
     args = parser.parse_args()
     allow_connections()
     spawn = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="ready-") as folder:
-        server = Server(
-            Path(folder), {"MODEL_DIR": os.path.abspath(args.model), "MAX_CACHED_TASK_NUM": str(args.streams)}
-        )
-        server.start()
-        try:
-            (yes, told), (ours, theirs) = spawn.Pipe(), spawn.Pipe()
-            spawn.Process(target=say_yes, args=(told,), daemon=True).start()
-            ports = {HEALTH: server.ports["HEALTH_HTTP_PORT"], YES: yes.recv()}
-            spawn.Process(target=ask, args=(ports, theirs), daemon=True).start()
-            began, bodies = time.monotonic(), [body_of(index, 16, args.answer_len) for index in range(args.streams)]
-            asyncio.run(over_http(server.ports["SERVICE_HTTP_PORT"], bodies))
-            seconds = time.monotonic() - began
-            ours.send("enough")
-            taken_ms, num_not_ready = ours.recv()
-        finally:
-            server.stop()
+    settings = {"MODEL_DIR": os.path.abspath(args.model), "MAX_CACHED_TASK_NUM": str(args.streams)}
+    with running_server(settings) as server:
+        (yes, told), (ours, theirs) = spawn.Pipe(), spawn.Pipe()
+        spawn.Process(target=say_yes, args=(told,), daemon=True).start()
+        ports = {HEALTH: server.ports["HEALTH_HTTP_PORT"], YES: yes.recv()}
+        spawn.Process(target=ask, args=(ports, theirs), daemon=True).start()
+        began, bodies = time.monotonic(), [body_of(index, 16, args.answer_len) for index in range(args.streams)]
+        asyncio.run(over_http(server.ports["SERVICE_HTTP_PORT"], bodies))
+        seconds = time.monotonic() - began
+        ours.send("enough")
+        taken_ms, num_not_ready = ours.recv()
     report = {"streams": args.streams, "seconds": round(seconds, 1), "not_ready": num_not_ready}
     for name, taken in taken_ms.items():
         quantiles = statistics.quantiles(taken, n=100)

@@ -39,6 +39,7 @@ class Scripted:
     def __init__(self, executor: Executor, script: list[list[int]]):
         self._executor, self._script = executor, script
         self.block_size, self.block_bytes = executor.block_size, executor.block_bytes
+        self.runs_ahead, self.most_read = False, executor.most_read
         self._request_of: dict[int, int] = {}
         self._num_new: dict[int, int] = {}
         self._num_arrived = 0
@@ -110,7 +111,7 @@ def main() -> None:
     rows = []
     for count in args.requests:
         for name, script in scripts(count, model.vocab_size).items():
-            rates = {"off": [], "on": []}
+            rates: dict[str, list[float]] = {"off": [], "on": []}
             for _ in range(args.rounds):
                 rates["off"].append(measure(executor, num_blocks, plain, script)[0])
                 rate, accepted = measure(executor, num_blocks, drafting, script)

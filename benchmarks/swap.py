@@ -53,7 +53,8 @@ class Conversations:
             said += self._rng.integers(100, VOCABULARY, num_tokens).tolist()
         sampling = Sampling(ANSWER_LEN, temperature=0)
         requests = [Request(str(next(self._names)), list(said), len(said), sampling) for said in conversations]
-        started, seconds = time.perf_counter(), {}
+        seconds: dict[str, float] = {}
+        started = time.perf_counter()
         for request in requests:
             self._loop.add(request)
         while len(seconds) < len(requests):
@@ -95,7 +96,7 @@ def main() -> None:
     collect_garbage_seldom()
     for swap_space in args.swap_space:
         settings = {"device": "gpu", "batch_size": args.conversations, "num_gpu_blocks_override": args.blocks}
-        config, started = Config(**settings, swap_space=swap_space), time.perf_counter()  # type: ignore[arg-type]
+        config, started = Config(**settings, swap_space=swap_space), time.perf_counter()
         executor = make_executor(model_dir, config)
         num_blocks = allocate_cache(executor, config, Manifest.read(model_dir).max_seq_len)
         ready = {"ready, s": time.perf_counter() - started}

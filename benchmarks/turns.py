@@ -16,6 +16,7 @@ import os
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.bench import MAX_TOKENS_IN_STEP, run_case
@@ -32,8 +33,8 @@ RATES = ("prefill_tok_s", "decode_tok_s")
 def take_turns(graph_dir: Path, most: tuple[int, int]) -> None:
     """The engine of one tree: answers each case that it is told, of at most so many requests and tokens of each."""
     most_requests, longest = most
-    limits = {"max_num_batched_tokens": MAX_TOKENS_IN_STEP, "batch_size": most_requests}
-    config, model = Config(enable_prefix_caching=False, **limits), Manifest.read(graph_dir)
+    limits = Config(max_num_batched_tokens=MAX_TOKENS_IN_STEP, batch_size=most_requests)
+    config, model = replace(limits, enable_prefix_caching=False), Manifest.read(graph_dir)
     executor = make_executor(graph_dir, config)
     collect_garbage_seldom()
     num_blocks = most_requests * (longest // executor.block_size + 2)
@@ -43,8 +44,10 @@ def take_turns(graph_dir: Path, most: tuple[int, int]) -> None:
         print(json.dumps(run_case(Loop(executor, num_blocks, config), model.vocab_size, case)), flush=True)
 
 
-def numbers(case: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in case.split("x"))
+def numbers(case: str) -> tuple[int, int, int]:
+    """Not that of `bench`, which is each tree's own."""
+    num_requests, prompt_len, answer_len = map(int, case.split("x"))
+    return num_requests, prompt_len, answer_len
 
 
 class Tree:

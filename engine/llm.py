@@ -18,9 +18,8 @@ from engine.core.updates import FAILED, Update
 from engine.errors import InvalidRequest, NoToken
 from engine.executors import make_executor
 from engine.executors.memory import allocate_cache
+from engine.exporting.by_settings import options_of
 from engine.exporting.cache import export_cached
-from engine.exporting.export import ExportOptions
-from engine.exporting.kept import with_kept
 from engine.exporting.manifest import Manifest, is_exported
 from engine.serving.answer import OpenAnswer, best
 from engine.serving.prompt import Prompt, PromptReader
@@ -82,16 +81,7 @@ class LLM:
         config = with_device(Config.from_env().changed(**settings))
         graph_dir = Path(model_dir)
         if not is_exported(graph_dir):
-            options = ExportOptions(
-                config.dtype,
-                config.quant_type,
-                config.block_size,
-                num_ranks=config.mp_num,
-                int8_cache=config.use_cache_kv_int8,
-                load_format=config.load_format,
-                hf_overrides=config.hf_overrides,
-            )
-            options = with_kept(graph_dir, options, config)
+            options = options_of(config, graph_dir)
             graph_dir = export_cached(graph_dir, Path(config.export_cache_dir).expanduser(), options)
         self.tokenizer = Tokenizer.load(graph_dir)
         executor = make_executor(graph_dir, config, owns_process=False)

@@ -129,9 +129,8 @@ def as_stored(quant: str | None, config: Config) -> tuple[str, str]:
 
 
 def export(checkpoint_dir: Path, cache_dir: Path, quant: str | None = None) -> Path:
+    from engine.exporting.by_settings import options_of
     from engine.exporting.cache import export_cached
-    from engine.exporting.export import ExportOptions
-    from engine.exporting.kept import with_kept
     from engine.exporting.manifest import is_exported
     from engine.settings.unused import set_for_an_export
 
@@ -141,17 +140,10 @@ def export(checkpoint_dir: Path, cache_dir: Path, quant: str | None = None) -> P
         for name in set_for_an_export(config):
             print("step", f"note: {name} has no effect: {checkpoint_dir} is exported already", flush=True)
         return checkpoint_dir
+    dtype, quant_type = as_stored(quant, config)
     int8_cache = config.use_cache_kv_int8 or (quant or "").endswith("c8")
-    options = ExportOptions(
-        *as_stored(quant, config),
-        config.block_size,
-        num_ranks=config.mp_num,
-        ranks=ranks,
-        int8_cache=int8_cache,
-        load_format=config.load_format,
-        hf_overrides=config.hf_overrides,
-    )
-    options = with_kept(checkpoint_dir, options, config)
+    config = replace(config, dtype=dtype, quant_type=quant_type, use_cache_kv_int8=int8_cache)
+    options = options_of(config, checkpoint_dir)
     try:
         return export_cached(checkpoint_dir, cache_dir, options, lambda step: print("step", step, flush=True))
     except OSError as error:

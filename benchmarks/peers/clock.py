@@ -68,7 +68,8 @@ def measure(run: Callable[[Prompts, int, Clock], None]) -> None:
     cases = {case_name(case): case for case in CASES}
     for line in sys.stdin:
         num_requests, prompt_len, answer_len = case = cases[line.strip()]
-        prompts, clock, runs = make_prompts(num_requests, prompt_len), Clock(), []
+        prompts, clock = make_prompts(num_requests, prompt_len), Clock()
+        runs: list[tuple[float, list[float]]] = []
         run(prompts, WARM_UP, clock)
         while len(runs) < TRIES and not (runs and min(runs)[0] < MAX_OTHERS):
             run(prompts, answer_len, clock)

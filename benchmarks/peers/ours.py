@@ -1,6 +1,7 @@
 """This engine, stepped by hand, in its own environment: `python -m benchmarks.peers.ours GRAPH_DIR THREADS`."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.bench import as_the_engine_runs
@@ -15,8 +16,8 @@ from engine.settings.config import Config
 
 
 def main(graph_dir: Path, threads: int) -> None:
-    limits = {"batch_size": MAX_REQUESTS, "max_num_batched_tokens": MAX_TOKENS_IN_STEP, "cpu_threads": threads}
-    config = Config(enable_prefix_caching=False, **limits)
+    limits = Config(batch_size=MAX_REQUESTS, max_num_batched_tokens=MAX_TOKENS_IN_STEP, cpu_threads=threads)
+    config = replace(limits, enable_prefix_caching=False)
     executor = make_executor(graph_dir, config)
     collect_garbage_seldom()
     num_blocks = allocate_cache(executor, config, Manifest.read(graph_dir).max_seq_len)

@@ -19,18 +19,19 @@ from pathlib import Path
 
 import aiohttp
 
-from benchmarks.bench import a_server, free_ports
+from benchmarks.bench import settings_for
 from benchmarks.peers.clock import MAX_REQUESTS, WARM_UP, make_prompts
 from benchmarks.peers.rivals import Failed, Rival
 from benchmarks.peers.table import Rates
+from benchmarks.server import free_ports, running_server
 
 STREAMS, PROMPT_LEN, ANSWER_LEN = (1, 8, 32), 128, 64
 READY_WITHIN_S = 300
 
 
 def ours(graph_dir: Path, seed: int) -> Rates:
-    with a_server(graph_dir, MAX_REQUESTS) as port:
-        return asyncio.run(drive(port, "default", seed))
+    with running_server(settings_for(graph_dir, MAX_REQUESTS)) as server:
+        return asyncio.run(drive(server.ports["SERVICE_HTTP_PORT"], "default", seed))
 
 
 def theirs(rival: Rival, model: Path, seed: int) -> Rates:

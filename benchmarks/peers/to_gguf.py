@@ -34,7 +34,9 @@ def tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
             start, end = entry["data_offsets"]
             file.seek(8 + size + start)
             bits = np.frombuffer(file.read(end - start), np.uint16).astype(np.uint32) << 16
-            layer, part, leaf = re.fullmatch(r"model\.(?:layers\.(\d+)\.)?(.+)\.(weight|bias)", name).groups()
+            found = re.fullmatch(r"model\.(?:layers\.(\d+)\.)?(.+)\.(weight|bias)", name)
+            assert found
+            layer, part, leaf = found.groups()
             prefix = f"blk.{layer}." if layer else ""
             yield f"{prefix}{NAMES[part]}.{leaf}", bits.view(np.float32).reshape(entry["shape"])
 

@@ -34,13 +34,13 @@ from typing import Any
 from benchmarks.storm.clients import Clients
 from benchmarks.storm.ledger import Ledger
 from benchmarks.storm.load import BATCH_SIZE, MAX_WAITING, Load
-from benchmarks.storm.server import KINDS, Server
+from benchmarks.storm.server import KINDS, StormServer
 from benchmarks.storm.watch import growth, watch
 
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "demo_model"
 
 
-async def storm(server: Server, ledger: Ledger, args: argparse.Namespace) -> Any:
+async def storm(server: StormServer, ledger: Ledger, args: argparse.Namespace) -> Any:
     """-> what was seen of the server meanwhile."""
     clients = Clients(server.ports["SERVICE_HTTP_PORT"], server.ports["SERVICE_GRPC_PORT"])
     load = Load(clients, ledger, random.Random(args.seed))
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     settings = {"MODEL_DIR": str(args.model), "BATCH_SIZE": str(BATCH_SIZE), "MAX_CACHED_TASK_NUM": str(MAX_WAITING)}
     settings |= {"PUSH_MODE_HTTP_WORKERS": "2", "ENGINE_MAX_CRASHES": "1000", "MP_NUM": str(args.mp_num)}
     with tempfile.TemporaryDirectory(prefix="storm-") as folder:
-        server = Server(Path(folder), settings)
+        server = StormServer(Path(folder), settings)
         server.start()
         try:
             before = server.footprint()

@@ -71,14 +71,16 @@ class Load:
     async def _ask(self, manner: Manner) -> None:
         fields, right = self._rng.choice(self._cases)
         fields = self._named(fields)
-        lost_at, tries, attempt = time.monotonic() + PATIENCE_S, 1, None
-        while (attempt := await self._try(manner, fields, right, attempt)).outcome in ("error", "cut"):
+        lost_at, tries = time.monotonic() + PATIENCE_S, 1
+        attempt = await self._try(manner, fields, right, None)
+        while attempt.outcome in ("error", "cut"):
             if attempt.error == "overloaded" and not manner.asks_again:
                 return self._ledger.settle("refused", tries)
             if time.monotonic() > lost_at:
                 return self._ledger.settle("lost", tries)
             await asyncio.sleep(self._rng.uniform(0.2, 1.0))
             tries += 1
+            attempt = await self._try(manner, fields, right, attempt)
         self._ledger.settle(attempt.outcome, tries, attempt.why_wrong)
 
     async def _try(self, manner: Manner, fields: dict[str, Any], right: Right, before: Attempt | None) -> Attempt:

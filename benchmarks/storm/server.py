@@ -1,4 +1,4 @@
-"""The storm's server: the real one on ports of its own, what can be seen of it from outside, and who disturbs it."""
+"""The storm's server: what can be seen of it from outside, and who disturbs it."""
 
 from __future__ import annotations
 
@@ -7,37 +7,22 @@ import contextlib
 import os
 import random
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.server import Server
 from benchmarks.storm.ledger import Ledger
 from engine.settings.config import Config
 from server_scripts.probe import Probe
-from server_scripts.run_dir import Process, RunDir, children_of
+from server_scripts.run_dir import Process, children_of
 
-PORTS = ("HEALTH_HTTP_PORT", "SERVICE_GRPC_PORT", "METRICS_HTTP_PORT", "SERVICE_HTTP_PORT")
 KINDS = ("engine", "rank", "stub", "tritonserver", "gateway", "health", "supervisor")
 MIN_AGE_S = 2.0  # of a victim: one that has not begun to work tells nothing
 
 
-class Server:
-    def __init__(self, folder: Path, settings: dict[str, str]):
-        self.ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
-        self.env = os.environ | {name: str(port) for name, port in self.ports.items()}
-        self.env |= {"RUN_DIR": f"{folder}/run", "FD_LOG_DIR": f"{folder}/log", "SERVICE_HOST": "127.0.0.1", **settings}
-        self.run_dir = RunDir(folder / "run")
-
-    def start(self) -> None:
-        subprocess.run([sys.executable, "-m", "server_scripts.start"], env=self.env, check=True, stdout=sys.stderr)
-
-    def stop(self) -> None:
-        subprocess.run([sys.executable, "-m", "server_scripts.stop", "10"], env=self.env, check=True, stdout=sys.stderr)
-
+class StormServer(Server):
     def processes(self) -> dict[str, list[Process]]:
         """Of each kind, as the state file has them."""
         found: dict[str, list[Process]] = defaultdict(list)
@@ -96,14 +81,3 @@ def environment_of(pid: str) -> bytes:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/environ").read_bytes()
     return b""
-
-
-def free_ports(count: int) -> list[int]:
-    """Below those that the kernel gives to clients: one of these could take a port while its process is down."""
-    found: set[int] = set()
-    while len(found) < count:
-        port = random.randrange(10000, 20000)
-        with socket.socket() as sock:
-            if sock.connect_ex(("127.0.0.1", port)):
-                found.add(port)
-    return list(found)

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.storm.server import Server, age_s
+from benchmarks.storm.server import StormServer, age_s
 
 ASK_EVERY_S, LOOK_EVERY_S = 0.1, 2.0
 MB = 2**20
@@ -27,7 +27,7 @@ class Sample(NamedTuple):
     mb: float
 
 
-def watch(server: Server, until_told: Connection) -> None:
+def watch(server: StormServer, until_told: Connection) -> None:
     """Sends what it has seen: the memory of each kind, milliseconds of each question, number of noes."""
     memory: dict[str, list[Sample]] = defaultdict(list)
     ready_ms: list[float] = []

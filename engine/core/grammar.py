@@ -31,7 +31,9 @@ class Grammars(Protocol):
 
 
 @dataclass(eq=False)
-class Waiting:
+class Compilation:
+    """Of the form that a request wants."""
+
     request: Request
     is_replay: bool
     grammars: Future[Sequence[Grammar]]
@@ -55,7 +57,7 @@ class Compiling:
     """In a thread of somebody else's: the steps of other requests do not wait."""
 
     def __init__(self) -> None:
-        self._waiting: list[Waiting] = []
+        self._waiting: list[Compilation] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -68,7 +70,7 @@ class Compiling:
         return [each.request for each in self._waiting]
 
     def add(self, request: Request, is_replay: bool, grammars: Future[Sequence[Grammar]]) -> None:
-        self._waiting.append(Waiting(request, is_replay, grammars))
+        self._waiting.append(Compilation(request, is_replay, grammars))
 
     def drop(self, request_id: str) -> bool:
         """False when it is not here (any more)."""
@@ -82,7 +84,7 @@ class Compiling:
         """For the next one, but not for long: more may arrive."""
         wait([each.grammars for each in self._waiting], WAIT_S, FIRST_COMPLETED)
 
-    def take_ready(self) -> list[Waiting]:
+    def take_ready(self) -> list[Compilation]:
         ready = [each for each in self._waiting if each.grammars.done()]
         self._waiting = [each for each in self._waiting if each not in ready]
         return ready

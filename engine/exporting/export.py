@@ -10,7 +10,7 @@ import json
 import logging
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -97,46 +97,28 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
     refuse_static_graph(checkpoint_dir)
     keys, checkpoint = _open(checkpoint_dir, options.load_format)
     keys |= options.overrides
-    model = read_model(keys)
-    dtype = options.dtype
-    scores = None
+    model, scores = _model_of(keys, checkpoint, progress), None
     if checkpoint:
-        if head.TENSOR in checkpoint and LM_HEAD not in checkpoint:  # it was made to score, and writes nothing
-            model = replace(model, tied_embeddings=True)
-        model = _untied_where_stored_apart(model, checkpoint, progress)
         scores = head.head_of(checkpoint_dir, keys, checkpoint, TABLE if model.tied_embeddings else LM_HEAD)
-        dtype = checkpoint.graph_dtype(TABLE) if dtype == "auto" else dtype
-    elif dtype == "auto":
-        dtype = "bfloat16"
-    ranks = options.ranks or range(options.num_ranks)
-    weight_format = _weight_format(dtype, options.quant_type, checkpoint.quantization if checkpoint else None)
-    int8_cache = options.int8_cache or keys.get("infer_model_cachekv_int8_type") is not None
-    first = Shard(weight_format, dtype, options.block_size, 0, options.num_ranks, int8_cache)
-    if checkpoint:
-        first = replace(first, plain=checkpoint.plain(weights_of(model.network(first)).values()))
-    shards = [replace(first, rank=rank) for rank in ranks]
-    if checkpoint:
-        ignored = {head.TENSOR} | ({LM_HEAD} if model.tied_embeddings else set())
-        checkpoint.check(weights_of(model.network(shards[0])).values(), ignored)
-    parameters = "model.pdiparams" if checkpoint else ""
+    shards = _shards(model, keys, checkpoint, options)
     max_seq_len = _max_seq_len(model, options.max_seq_len, progress)
     if options.max_seq_len is None:
         max_seq_len = min(max_seq_len, whole_number(keys, "infer_model_max_seq_len", max_seq_len))
-    manifest = _manifest(model, shards[0], max_seq_len, parameters)
+    manifest = _manifest(model, shards[0], max_seq_len, "model.pdiparams" if checkpoint else "")
     with complete_or_absent(out_dir) as partial:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "No ccache found")  # Paddle's own, at import
             from engine.exporting.save import save_rank
         for shard in shards:
             of_rank = f" of rank {shard.rank}" if len(shards) > 1 else ""
-            progress(f"load weights{of_rank} as {weight_format.name}")
+            progress(f"load weights{of_rank} as {shard.format.name}")
             save_rank(rank_dir(partial, shard.rank), model.network(shard), manifest.graph(), checkpoint, progress)
         progress("write manifest.json, config.json and the tokenizer's files")
         _copy_files(checkpoint_dir, partial, progress)
         if scores is not None:
             np.save(partial / head.FILE, scores)
         digest = checkpoint.digest() if checkpoint else "none"
-        added = manifest.config_keys() | {"infer_model_dtype": dtype, "infer_model_checkpoint": digest}
+        added = manifest.config_keys() | {"infer_model_dtype": shards[0].dtype, "infer_model_checkpoint": digest}
         (partial / CONFIG).write_text(json.dumps(keys | added, indent=2) + "\n")
         manifest.write(partial)
     progress(f"{out_dir} is ready")
@@ -151,6 +133,38 @@ def _open(directory: Path, load_format: str) -> tuple[dict[str, Any], Checkpoint
     keys = read_json(directory / CONFIG)
     quantization = read_quantization(keys)
     return keys, Checkpoint(open_tensors(directory), quantization)
+
+
+def _model_of(keys: Mapping[str, Any], checkpoint: Checkpoint | None, progress: OnProgress) -> DecoderConfig:
+    """What config.json says, but for tied embeddings: of these the checkpoint is right, as transformers has it."""
+    model = read_model(keys)
+    if checkpoint is None:
+        return model
+    if head.TENSOR in checkpoint and LM_HEAD not in checkpoint:  # it was made to score, and writes nothing
+        return replace(model, tied_embeddings=True)
+    if not model.tied_embeddings or LM_HEAD not in checkpoint or checkpoint.are_equal(TABLE, LM_HEAD):
+        return model
+    progress(f"config.json: tie_word_embeddings is true, but {LM_HEAD} is not {TABLE}: it is used as it is stored")
+    return replace(model, tied_embeddings=False)
+
+
+def _shards(
+    model: DecoderConfig, keys: Mapping[str, Any], checkpoint: Checkpoint | None, options: ExportOptions
+) -> list[Shard]:
+    """Of the ranks that are written. Raises ModelError unless they are made of what the checkpoint holds."""
+    dtype = options.dtype
+    if dtype == "auto":
+        dtype = checkpoint.graph_dtype(TABLE) if checkpoint else "bfloat16"
+    weight_format = _weight_format(dtype, options.quant_type, checkpoint.quantization if checkpoint else None)
+    int8_cache = options.int8_cache or keys.get("infer_model_cachekv_int8_type") is not None
+    first = Shard(weight_format, dtype, options.block_size, 0, options.num_ranks, int8_cache)
+    if checkpoint:
+        first = replace(first, plain=checkpoint.plain(weights_of(model.network(first)).values()))
+    shards = [replace(first, rank=rank) for rank in options.ranks or range(options.num_ranks)]
+    if checkpoint:
+        ignored = {head.TENSOR} | ({LM_HEAD} if model.tied_embeddings else set())
+        checkpoint.check(weights_of(model.network(shards[0])).values(), ignored)
+    return shards
 
 
 def _weight_format(dtype: str, quant_type: str, quantization: Quantization | None) -> Format:
@@ -179,14 +193,6 @@ def _manifest(model: DecoderConfig, shard: Shard, max_seq_len: int, parameters: 
     caches = tuple(found_in(network, CacheSpec))
     graph = Graph(DECODER, "model.json", parameters, STEP_INPUTS, network.outputs, caches)
     return Manifest(model.vocab_size, max_seq_len, shard.block_size, shard.num_ranks, shard.format.name, (graph,))
-
-
-def _untied_where_stored_apart(model: DecoderConfig, checkpoint: Checkpoint, progress: OnProgress) -> DecoderConfig:
-    """As transformers has it: where config.json ties what the checkpoint holds as two, the checkpoint is right."""
-    if not model.tied_embeddings or LM_HEAD not in checkpoint or checkpoint.are_equal(TABLE, LM_HEAD):
-        return model
-    progress(f"config.json: tie_word_embeddings is true, but {LM_HEAD} is not {TABLE}: it is used as it is stored")
-    return replace(model, tied_embeddings=False)
 
 
 def _max_seq_len(model: DecoderConfig, wanted: int | None, progress: OnProgress) -> int:

@@ -100,45 +100,35 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantization | None:
         what = "one group in config_groups, no kv_cache_scheme and no sparsity_config are supported"
         raise ModelError(f"config.json: {KEY}: {what}")
     weights, inputs = an_object(groups[0], "weights"), an_object(groups[0], "input_activations")
-    strategy, size = weights.get("strategy"), weights.get("group_size") or -1
     if weights.get("type") == "float":
         blocks = (f"{FP8_BLOCK}x{FP8_BLOCK}", [FP8_BLOCK, FP8_BLOCK], None)
-        _need(
-            weights,
-            "compressed-tensors weights of floats",
-            num_bits=(8,),
-            strategy=("tensor", "channel", "block"),
-            block_structure=blocks,
-        )
+        known = {"num_bits": (8,), "strategy": ("tensor", "channel", "block"), "block_structure": blocks}
+        _need(weights, "compressed-tensors weights of floats", **known)
         return None
-    _need(
-        weights,
-        "compressed-tensors weights",
-        type=("int",),
-        num_bits=(4, 8),
-        actorder=(None, False, "weight", "static"),
-    )
+    _check_whole_numbers(weights, inputs)
+    if inputs or config.get("format") == "int-quantized":
+        form = "a8w8" if inputs else "weight_only_int8"
+        return Quantization("compressed-tensors", form, False, -1, ("weight", "weight_scale"), as_stored)
+    _need(config, "compressed-tensors", format=("pack-quantized",))
+    return _packed(weights)
+
+
+def _check_whole_numbers(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
+    order = (None, False, "weight", "static")
+    _need(weights, "compressed-tensors weights", type=("int",), num_bits=(4, 8), actorder=order)
     if weights["num_bits"] == 8:
         _need(weights, "compressed-tensors weights of 8 bits", strategy=("channel",), symmetric=(True,))
-    elif inputs or strategy not in ("group", "channel"):
-        raise ModelError(
-            f"config.json: {KEY}: weights of 4 bits by {strategy!r} with inputs {dict(inputs)} are not supported"
-        )
+    elif inputs or weights.get("strategy") not in ("group", "channel"):
+        what = f"weights of 4 bits by {weights.get('strategy')!r} with inputs {dict(inputs)}"
+        raise ModelError(f"config.json: {KEY}: {what} are not supported")
     if inputs:
-        _need(
-            inputs,
-            "compressed-tensors input_activations",
-            type=("int",),
-            num_bits=(8,),
-            dynamic=(True,),
-            strategy=("token",),
-            symmetric=(True,),
-        )
-        return Quantization("compressed-tensors", "a8w8", False, -1, ("weight", "weight_scale"), as_stored)
-    if config.get("format") == "int-quantized":
-        return Quantization("compressed-tensors", "weight_only_int8", False, -1, ("weight", "weight_scale"), as_stored)
-    _need(config, "compressed-tensors", format=("pack-quantized",))
-    bits, ends = weights["num_bits"], ("weight_packed", "weight_scale", "weight_shape")
+        by_token = {"dynamic": (True,), "strategy": ("token",), "symmetric": (True,)}
+        _need(inputs, "compressed-tensors input_activations", type=("int",), num_bits=(8,), **by_token)
+
+
+def _packed(weights: Mapping[str, Any]) -> Quantization:
+    """Several codes in a word."""
+    bits, size = weights["num_bits"], weights.get("group_size") or -1
 
     def read(tensors: Tensors) -> Codes:
         rows, width = (int(size) for size in tensors["weight_shape"])
@@ -149,9 +139,9 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantization | None:
             zero = unpack(zero, axis=0)[:rows] if zero.dtype == np.int32 else (zero + 8).astype(np.uint8)
         return Codes(codes, _floats(tensors["weight_scale"]), zero)
 
-    form = "weight_only_int8" if bits == 8 else "weight_only_int4"
-    has_zero = not weights.get("symmetric", True)
-    return Quantization("compressed-tensors", form, has_zero, size, ends, read, ("weight_zero_point", "weight_g_idx"))
+    form, has_zero = "weight_only_int8" if bits == 8 else "weight_only_int4", not weights.get("symmetric", True)
+    ends, optional = ("weight_packed", "weight_scale", "weight_shape"), ("weight_zero_point", "weight_g_idx")
+    return Quantization("compressed-tensors", form, has_zero, size, ends, read, optional)
 
 
 METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization | None]] = {

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from engine.errors import Overloaded
 from engine.wire import Owner
 
-MAX_ACCOUNTS = (
-    10_000  # beyond, strangers share one: names come from the gateway's file, or from who asks Triton directly
-)
+# Beyond, strangers share one: names come from the gateway's file, or from who asks Triton directly.
+MAX_ACCOUNTS = 10_000
 
 
 @dataclass(eq=False)
@@ -60,9 +59,8 @@ class Account:
         now, rate = time.monotonic(), limit / 60
         self._used, self._used_at = max(0.0, self._used - (now - self._used_at) * rate), now
         if self._used >= limit:
-            text = "{owner} has used {value} tokens within a minute, at most {limit} may be".replace(
-                "{owner}", owner.name
-            )
+            text = "{owner} has used {value} tokens within a minute, at most {limit} may be"
+            text = text.replace("{owner}", owner.name)
             raise _overloaded(text, int(self._used), limit, math.floor((self._used - limit) / rate) + 1)
 
 

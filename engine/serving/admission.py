@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from engine.errors import InvalidRequest, queue_full, tokens_full
 from engine.link.client import EngineClient
-from engine.serving.accounts import Accounts
+from engine.serving.accounts import Account, Accounts
 from engine.serving.open_replies import OpenReplies
 from engine.serving.options import ServiceOptions
 from engine.serving.reply import Reply
@@ -50,13 +50,12 @@ class Admission:
         if num_tokens >= self._options.max_waiting_tokens:
             raise tokens_full(num_tokens, self._options.max_waiting_tokens)
 
-    def enter(self, owner: Owner, make: Callable[[], Reply]) -> Reply:
+    def enter(self, owner: Owner, make: Callable[[Account], Reply]) -> Reply:
         """With the request counted as its owner's, until it ends or is refused. It is open then."""
         account = self.accounts.of(owner)
         account.enter(owner)
         try:
-            reply = make()
-            reply.account = account
+            reply = make(account)
             self._replies.add(reply)
         except BaseException:
             account.leave()

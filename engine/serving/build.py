@@ -22,4 +22,4 @@ def build_service(config: Config) -> Service:
 
     loras = LoraNames.of_server(config)
     reader = PromptReader.load(config, config.graph_path, tokenizer, cache_size, loras)
-    return Service(tokenizer, reader, client, ServiceOptions.of(config))
+    return Service(reader, client, ServiceOptions.of(config))

@@ -49,6 +49,14 @@ ENGINE_FAMILIES = (
     ("llm_drafted_tokens_total", COUNTER, "Tokens tried ahead of the model", "num_drafted_tokens"),
     ("llm_accepted_tokens_total", COUNTER, "Of these, the model's own", "num_accepted_tokens"),
 )
+# The same of an account
+KEY_FAMILIES = (
+    ("llm_key_requests_open", GAUGE, "Requests accepted and not ended, by key", "num_open"),
+    ("llm_key_requests_total", COUNTER, "Requests let in, by key", "num_requests"),
+    ("llm_key_refused_total", COUNTER, "Requests beyond a key's limits", "num_refused"),
+    ("llm_key_prompt_tokens_total", COUNTER, "Tokens of prompts, by key", "num_prompt_tokens"),
+    ("llm_key_generated_tokens_total", COUNTER, "Tokens of ended answers, by key", "num_generated_tokens"),
+)
 # The predecessor's gauges, one family with the member's name as label and value: member, counter
 OLD_MEMBERS = (("batch_size", "num_running"), ("max_block_num", "num_blocks"))
 END_REASONS = ("stop", "length", *KINDS)
@@ -90,20 +98,11 @@ def _histogram(family: str, doc: str, histogram: Histogram) -> Iterator[Sample]:
 
 
 def _of_keys(service: Service) -> Iterator[Sample]:
-    """Families of one value a name: those of a label must come one after the other."""
-    accounts = [(account, (("key", account.name),)) for account in service.accounts.named()]
-    for account, key in accounts:
-        yield Sample("llm_key_requests_open", GAUGE, "Requests accepted and not ended, by key", key, account.num_open)
-    for account, key in accounts:
-        yield Sample("llm_key_requests_total", COUNTER, "Requests let in, by key", key, account.num_requests)
-    for account, key in accounts:
-        yield Sample("llm_key_refused_total", COUNTER, "Requests beyond a key's limits", key, account.num_refused)
-    for account, key in accounts:
-        doc = "Tokens of prompts, by key"
-        yield Sample("llm_key_prompt_tokens_total", COUNTER, doc, key, account.num_prompt_tokens)
-    for account, key in accounts:
-        doc = "Tokens of ended answers, by key"
-        yield Sample("llm_key_generated_tokens_total", COUNTER, doc, key, account.num_generated_tokens)
+    """The values of a family one after the other, as Prometheus wants them."""
+    accounts = service.accounts.named()
+    for family, kind, doc, name in KEY_FAMILIES:
+        for account in accounts:
+            yield Sample(family, kind, doc, (("key", account.name),), getattr(account, name))
 
 
 def _predecessor(stats: dict[str, float], max_batch_size: int) -> Iterator[Sample]:

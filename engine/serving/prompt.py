@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from engine.core.types import Sampling
-from engine.errors import InvalidRequest, PromptTooLong
+from engine.errors import InvalidRequest
 from engine.exporting.head import is_of_tokens, load_head
 from engine.exporting.manifest import Manifest
 from engine.serving.form import Forms
+from engine.serving.lengths import CacheSize, Lengths
 from engine.serving.loras import LoraNames
 from engine.serving.of_prompt import check_head, check_reading
 from engine.settings.config import Config
 from engine.text.tokenizer import Tokenizer
 from engine.wire import SCORE, GenerationRequest, shown
-
-CacheSize = Callable[[], tuple[int, int] | None]
 
 
 @dataclass(frozen=True)
@@ -43,19 +41,15 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PromptReader:
-    """`model_len` limits prompt and answer together; `cache_size` gives the blocks of the KV cache and the tokens of
-    each, None when they are not known yet."""
+    """For one model, by the settings of its server."""
 
     tokenizer: Tokenizer
     vocab_size: int  # of the model, at least the tokenizer's
-    model_len: int
-    max_seq_len: int
-    max_dec_len: int
-    cache_size: CacheSize = lambda: None
+    lengths: Lengths
+    loras: LoraNames
     forms: Forms = Forms()
     head: np.ndarray | None = None  # of a model that scores, and writes no answers
     joins_pairs: bool = False  # it was made to write: the two texts of a pair are one
-    loras: LoraNames | None = None  # None: there are none
 
     @classmethod
     def load(
@@ -68,46 +62,47 @@ class PromptReader:
     ) -> PromptReader:
         """For the exported model in `graph_dir`."""
         model = Manifest.read(graph_dir)
+        model_len = model.max_seq_len
+        max_seq_len, max_dec_len = min(config.max_seq_len, model_len), min(config.max_dec_len, model_len)
         return cls(
             tokenizer=tokenizer,
             vocab_size=model.vocab_size,
-            model_len=model.max_seq_len,
-            max_seq_len=min(config.max_seq_len, model.max_seq_len),
-            max_dec_len=min(config.max_dec_len, model.max_seq_len),
-            cache_size=cache_size,
+            lengths=Lengths(model_len, max_seq_len, max_dec_len, cache_size),
+            loras=loras or LoraNames(config, graph_dir),
             forms=Forms.of_server(config),
             head=load_head(graph_dir),
             joins_pairs=is_of_tokens(graph_dir),
-            loras=loras or LoraNames(config, graph_dir),
         )
 
     def read(self, request: GenerationRequest) -> Prompt:
         """Raises InvalidRequest; the message names the field, the value and the limit."""
-        try:
-            token_ids = self._token_ids(request)
-        except InvalidRequest as error:  # the tokenizer's and the template's know no fields
-            raise (error if error.field else error.blaming(request.source)) from None
-        if not token_ids:
-            raise InvalidRequest("The prompt has no tokens", field=request.source)
-        if limit := request.truncate_prompt_tokens:
-            token_ids = token_ids[-(limit if limit > 0 else self._longest_prompt(request)) :]
+        token_ids = self._prompt_ids(request)
         check_head(request, self.head is not None)
         self.check_ids(request.source, token_ids)
-        max_new_tokens = 0 if request.pooling else self._max_new_tokens(request, len(token_ids))
-        if request.pooling:
-            self._check_len(request.source, len(token_ids))
+        max_new_tokens = self.lengths.max_new_tokens(request, len(token_ids))
         check_reading(request, len(token_ids))
         self.check_ids("eos_token_ids", request.eos_token_ids)
         self.check_ids("bad_words_token_ids", request.bad_words_token_ids)
         self.check_ids("logit_bias", [token_id for token_id, _ in request.logit_bias])
-        num_made = request.best_of or request.n
-        is_choosing = request.is_chosen and not request.use_beam_search
-        stop_ids = self._stop_ids(request)
         thought = self.forms.thought_of(request, token_ids, self.tokenizer)
+        sampling = self._sampling(request, max_new_tokens, thought)
+        self._check_something_is_left(sampling)
+        for answer in request.answer_ids:
+            self.check_ids("answer_ids", answer)
+            if len(answer) > max_new_tokens:
+                text = "The `{field}` has {value} tokens, the answer at most {limit}"
+                raise InvalidRequest(text, field="answer_ids", value=len(answer), limit=max_new_tokens)
+        head = self.head if request.pooling == SCORE else None
+        n = request.n if request.use_beam_search else request.best_of or request.n
+        return Prompt(token_ids, sampling, n, request.cache_salt or "", head, thought)
+
+    def _sampling(self, request: GenerationRequest, max_new_tokens: int, thought: str | None) -> Sampling:
+        stop_ids = self._stop_ids(request)
         form = self.forms.of(request, thought, stop_ids, self.tokenizer)
         if request.form and request.form.kind == "token_ids":
             self.check_ids(request.form.field, request.form.value)
-        sampling = Sampling(
+        is_choosing = request.is_chosen and not request.use_beam_search
+        return Sampling(
             max_new_tokens=max_new_tokens,
             min_new_tokens=request.min_dec_len or 0,
             temperature=request.temperature,
@@ -122,22 +117,24 @@ class PromptReader:
             bad_words=self._bad_words(request),
             logit_bias=request.logit_bias,
             num_logprobs=max(request.logprobs, 0) if is_choosing else request.logprobs,
-            num_beams=num_made if request.use_beam_search else 0,
+            num_beams=(request.best_of or request.n) if request.use_beam_search else 0,
             length_penalty=request.length_penalty,
             num_prompt_logprobs=request.prompt_logprobs,
             pooling="last" if request.pooling == SCORE else request.pooling or "",
             form=form,
-            adapter=self.loras.find(request.lora_name) if self.loras and request.lora_name else (),
+            adapter=self.loras.find(request.lora_name) if request.lora_name else (),
         )
-        self._check_something_is_left(sampling)
-        for answer in request.answer_ids:
-            self.check_ids("answer_ids", answer)
-            if len(answer) > max_new_tokens:
-                text = "The `{field}` has {value} tokens, the answer at most {limit}"
-                raise InvalidRequest(text, field="answer_ids", value=len(answer), limit=max_new_tokens)
-        head = self.head if request.pooling == SCORE else None
-        n = num_made if is_choosing else request.n
-        return Prompt(token_ids, sampling, n, request.cache_salt or "", head, thought)
+
+    def _prompt_ids(self, request: GenerationRequest) -> list[int]:
+        try:
+            token_ids = self._token_ids(request)
+        except InvalidRequest as error:  # the tokenizer's and the template's know no fields
+            raise (error if error.field else error.blaming(request.source)) from None
+        if not token_ids:
+            raise InvalidRequest("The prompt has no tokens", field=request.source)
+        if limit := request.truncate_prompt_tokens:
+            token_ids = token_ids[-(limit if limit > 0 else self.lengths.longest_prompt(request)) :]
+        return token_ids
 
     def _token_ids(self, request: GenerationRequest) -> list[int]:
         if request.input_ids is not None:
@@ -164,13 +161,8 @@ class PromptReader:
         return self.tokenizer.encode(text + pair) if self.joins_pairs else self.tokenizer.encode(text, pair=pair)
 
     def check_size(self, field: str, text: str) -> None:
-        """Refuses what is too long whatever its tokens are, before time goes into finding them."""
         num_bytes = len(text.encode("utf-8", "surrogatepass"))  # the tokenizer refuses lone surrogates
-        limit = self.max_seq_len * self.tokenizer.max_token_bytes
-        if num_bytes > limit:
-            name = self._limit("MAX_SEQ_LEN", self.max_seq_len)
-            sentence = f"The prompt has {{value}} bytes, at most {{limit}} fit the limit {name}({self.max_seq_len})."
-            raise PromptTooLong(sentence, field=field, value=num_bytes, limit=limit)
+        self.lengths.check_bytes(field, num_bytes, self.tokenizer.max_token_bytes)
 
     def _chat_ids(self, request: GenerationRequest, messages: list[dict]) -> list[int]:
         if request.system:
@@ -178,64 +170,6 @@ class PromptReader:
         text = self.tokenizer.render_chat(messages, **(request.chat_template_kwargs or {}))
         self.check_size(request.source, text)
         return self.tokenizer.encode(text, add_special_tokens=False)  # the template has written them
-
-    def _longest_prompt(self, request: GenerationRequest) -> int:
-        """Beside the answer that is asked for."""
-        answer_len = 0 if request.pooling else _shortest_answer(request)
-        if not request.cut_max_dec_len:
-            answer_len = max(answer_len, request.max_dec_len or 0)
-        return max(1, min(self.max_seq_len, self.model_len - answer_len))
-
-    def _max_new_tokens(self, request: GenerationRequest, prompt_len: int) -> int:
-        maximum = request.max_dec_len
-        minimum = _shortest_answer(request)
-        self._check_len(request.source, prompt_len)
-        num_made = request.best_of or request.n
-        longest = min(self.model_len - prompt_len, self.max_dec_len, self._room(prompt_len, num_made))
-        if maximum is not None and request.cut_max_dec_len:
-            maximum = min(maximum, max(minimum, longest))
-        for name, value in (("min_dec_len", minimum), ("max_dec_len", maximum or 1)):
-            if value > self.max_dec_len:
-                limit = self._limit("MAX_DEC_LEN", self.max_dec_len)
-                text = f"The parameter {{field}}({{value}}) exceeds the limit {limit}({{limit}})."
-                raise InvalidRequest(text, field=name, value=value, limit=self.max_dec_len)
-        if request.min_dec_len:
-            self._check_fits("min_dec_len", prompt_len, minimum)
-        elif (maximum is None or request.cut_max_dec_len) and prompt_len + minimum > self.model_len:
-            text = "The prompt has {value} tokens, the model takes {limit} and an answer"
-            raise PromptTooLong(text, field=request.source, value=prompt_len, limit=self.model_len - minimum)
-        if maximum is None:
-            return max(minimum, longest)
-        if minimum > maximum:
-            text = "The parameter {field}({value}) exceeds {max_dec_len}({limit})."
-            raise InvalidRequest(text, field="min_dec_len", value=minimum, limit=maximum)
-        self._check_fits("max_dec_len", prompt_len, maximum)
-        return maximum
-
-    def _check_len(self, source: str, prompt_len: int) -> None:
-        if prompt_len > self.max_seq_len:
-            name = self._limit("MAX_SEQ_LEN", self.max_seq_len)
-            text = f"Length of input token({{value}}) exceeds the limit {name}({{limit}})."
-            raise PromptTooLong(text, field=source, value=prompt_len, limit=self.max_seq_len)
-
-    def _limit(self, setting: str, value: int) -> str:
-        """Whose limit it is: where the model ends, its length or its window, no setting helps."""
-        return setting if value < self.model_len else "of the model"
-
-    def _room(self, prompt_len: int, n: int) -> int:
-        """The longest that each of `n` answers can be when they run at once. They share the full blocks of the prompt;
-        the last token needs no place."""
-        if (cache_size := self.cache_size()) is None:
-            return self.model_len
-        num_blocks, block_size = cache_size
-        num_shared = prompt_len // block_size
-        return (num_shared + (num_blocks - num_shared) // n) * block_size - prompt_len + 1
-
-    def _check_fits(self, name: str, prompt_len: int, answer_len: int) -> None:
-        if prompt_len + answer_len > self.model_len:
-            text = f"Input text is too long, input_ids_len ({prompt_len}) + {{field}} ({{value}}) > "
-            text += f"max_seq_len ({self.model_len})"
-            raise PromptTooLong(text, field=name, value=answer_len, limit=self.model_len - prompt_len)
 
     def _stop_ids(self, request: GenerationRequest) -> tuple[int, ...]:
         stop_ids = request.eos_token_ids
@@ -267,7 +201,3 @@ class PromptReader:
                     raise InvalidRequest(text, field="bad_words", value=shown(word))
                 words.append(token_ids)
         return tuple(dict.fromkeys(words))
-
-
-def _shortest_answer(request: GenerationRequest) -> int:
-    return request.min_dec_len or int(request.max_dec_len != 0)

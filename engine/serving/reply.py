@@ -29,22 +29,28 @@ class Sender(Protocol):
     def is_cancelled(self) -> bool: ...
 
 
+class Ways(NamedTuple):
+    """Out of the replies of a service."""
+
+    wake: Callable[[Reply], None]  # puts it into the senders' queue
+    leave: Callable[[Reply], None]  # called once, before its final response
+    cancel: Callable[[str, bool], None]  # the engine forgets a choice; whether its answer is complete
+    streaming: bool = True  # False: only whole answers leave the server
+
+
 class Reply:
     """One request's way back, with all its choices. The engine client's thread calls `tokens` and `ended`, one sender
     thread at a time calls `send_gathered`, the cancel thread `end_if_cancelled`."""
 
-    def __init__(self, asked: Asked, sender: Sender, received: float):
+    def __init__(self, asked: Asked, sender: Sender, received: float, account: Account, ways: Ways):
         request, self.prompt, self.choices = self.asked = asked
         self.req_id = request.req_id  # chosen by the client, who may use it again
         self.engine_id = uuid.uuid4().hex  # never used again
         self.has_left = threading.Event()  # it is kept for who asks again
         self._is_choosing = len(self.choices) > request.n  # the best of them, as soon as all are known
-        self.streaming = not (request.return_all_tokens or self._is_choosing)
-        self.wake: Callable[[Reply], None] = lambda reply: None  # puts this reply into the senders' queue
-        self.leave: Callable[[Reply], None] = lambda reply: None  # called once, before the final response
-        self.cancel: Callable[[str, bool], None] = lambda engine_id, is_complete: None  # the engine forgets this choice
-        self.account = Account("")
-        self.standing = ("", 0)  # owner and priority
+        self.streaming = ways.streaming and not (request.return_all_tokens or self._is_choosing)
+        self.account = account
+        self._ways = ways
         self._request = request
         self._sender = sender
         self.received, self._accepted = received, time.time()
@@ -86,7 +92,7 @@ class Reply:
     def cancel_all(self) -> None:
         """Harmless for choices that have ended."""
         for choice in self.choices:
-            self.cancel(self._engine_id(choice), self._error is None)
+            self._ways.cancel(self._engine_id(choice), self._error is None)
 
     @property
     def first_id(self) -> str:
@@ -164,7 +170,7 @@ class Reply:
     def _wake_once(self, worthwhile: bool) -> None:
         if worthwhile and not self._awake:
             self._awake = True
-            self.wake(self)
+            self._ways.wake(self)
 
     # The sender
 
@@ -204,7 +210,7 @@ class Reply:
                 self._note_arrival(choice, len(gathered), latency)
             choice.answer.push(gathered, finish_reason)
         if choice.answer.finish_reason and self._is_choosing:
-            self.cancel(self._engine_id(choice), True)  # as in `_finish`
+            self._ways.cancel(self._engine_id(choice), True)  # as in `_finish`
             self._choose(latency)
         elif choice.answer.finish_reason:
             self._finish(choice, choice.answer.finish_reason, latency)
@@ -231,7 +237,7 @@ class Reply:
         if is_end:
             self._send_final(payload)
             return
-        self.cancel(self._engine_id(choice), True)  # harmless, unless it was a stop string: the engine knows none
+        self._ways.cancel(self._engine_id(choice), True)  # harmless, unless it was a stop string: the engine knows none
         self._sender.send(payload, False)
         choice.is_told()
 
@@ -250,7 +256,7 @@ class Reply:
     def _send_final(self, payload: bytes) -> None:
         with self._asking, self._lock:
             self._ended = True
-        self.leave(self)
+        self._ways.leave(self)
         self._sender.send(payload, True)
 
     def _note_arrival(self, choice: Choice, count: int, latency: Latency) -> None:

@@ -7,7 +7,6 @@ from engine.serving.choice import Asked
 from engine.serving.kept import KeptAnswers, check_same
 from engine.serving.open_replies import OpenReplies
 from engine.serving.prompt import PromptReader
-from engine.text.tokenizer import Tokenizer
 from engine.wire import GenerationRequest, shown
 
 LEAVE_WITHIN_S = 5.0  # the reply to the connection before
@@ -16,10 +15,9 @@ LEAVE_WITHIN_S = 5.0  # the reply to the connection before
 class Resumption:
     """`is_first_model`: what is computed once more is what was computed, whoever computed it."""
 
-    def __init__(self, tokenizer: Tokenizer, reader: PromptReader, replies: OpenReplies, is_first_model: bool):
+    def __init__(self, reader: PromptReader, replies: OpenReplies, is_first_model: bool):
         self.kept = KeptAnswers()
         self._is_first_model = is_first_model
-        self._tokenizer = tokenizer
         self._reader = reader
         self._replies = replies
 
@@ -27,7 +25,7 @@ class Resumption:
         """With what is known of its answer. Raises UnknownAnswer when the client has a part of one that would not be
         the same again."""
         if request.resume_from is None:
-            return Asked.now(request, self._reader.read(request), self._tokenizer)
+            return self._anew(request)
         asked = self.kept.take(request)
         if asked is None:
             is_same_model = self._is_first_model and not request.lora_name  # its adapter may be another by now
@@ -35,9 +33,12 @@ class Resumption:
             if any(request.resume_from) and not is_same:
                 text = "The answer to {field} {value} is not known any more: ask again without `{resume_from}`"
                 raise UnknownAnswer(text, field="req_id", value=shown(request.req_id))
-            asked = Asked.now(request, self._reader.read(request), self._tokenizer)
+            asked = self._anew(request)
         asked.go_on(request)
         return asked
+
+    def _anew(self, request: GenerationRequest) -> Asked:
+        return Asked.now(request, self._reader.read(request), self._reader.tokenizer)
 
     def end_before(self, request: GenerationRequest) -> None:
         """Its client asks again: it has lost a connection of which nobody has told us yet."""

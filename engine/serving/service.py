@@ -18,18 +18,18 @@ from typing import Any
 from engine import wire
 from engine.errors import Cancelled, EngineUnavailable, RequestError, as_request_error, waited_too_long
 from engine.link.client import EngineClient
+from engine.serving.accounts import Account
 from engine.serving.admission import Admission
 from engine.serving.latency import Ended, Latency
 from engine.serving.open_replies import OpenReplies
 from engine.serving.options import ServiceOptions
 from engine.serving.prompt import PromptReader
 from engine.serving.readiness import Readiness
-from engine.serving.reply import Reply, Sender
+from engine.serving.reply import Reply, Sender, Ways
 from engine.serving.resumption import Resumption
 from engine.serving.stages import spans_of
 from engine.serving.state import state_of
 from engine.serving.tokens import answer_about_tokens
-from engine.text.tokenizer import Tokenizer
 from engine.wire import GenerationRequest
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ LAST_WORDS_S = 5.0  # at most, for the final responses of requests that a stop h
 class Service:
     """`reader` checks requests against the model's limits; `client` is the way to the engine."""
 
-    def __init__(self, tokenizer: Tokenizer, reader: PromptReader, client: EngineClient, options: ServiceOptions):
+    def __init__(self, reader: PromptReader, client: EngineClient, options: ServiceOptions):
         self.client = client
         self.latency = Latency()
         self._tracer = options.tracer
@@ -53,9 +53,10 @@ class Service:
         self._replies = OpenReplies()
         self._admission = Admission(client, self._replies, options)
         self.accounts = self._admission.accounts
-        self._resumption = Resumption(tokenizer, reader, self._replies, options.is_first_model)
+        self._resumption = Resumption(reader, self._replies, options.is_first_model)
         self._readiness = Readiness(client, options)
         self._ready: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()  # replies with something to send
+        self._ways = Ways(self._ready.put, self._forget, client.cancel, options.streaming)
         self._closing = threading.Event()  # what is open does not go on
         self._intake = ThreadPoolExecutor(NUM_INTAKE_THREADS, "intake")
         self._urgent = ThreadPoolExecutor(1, "urgent")
@@ -125,33 +126,35 @@ class Service:
                 self._tell_state(sender, body[wire.PROBE] == wire.METRICS)
                 return
             owner = wire.owner_of(body)
-            if wire.ABORT in body:
-                sender.send(wire.write_answer(self._abort(body[wire.ABORT], owner)), True)
-                return
-            if wire.LOAD_LORA in body and self._reader.loras:
+            if wire.LOAD_LORA in body:
                 self._loading.submit(self._load_lora, body, owner, sender, received)
                 return
-            if loras := self._reader.loras and self._reader.loras.answer(body, owner):
-                sender.send(wire.write_answer(loras), True)
-                return
-            if answer := answer_about_tokens(body, self._reader):
+            if answer := self._answer_at_once(body, owner):
                 sender.send(wire.write_answer(answer), True)
                 return
             req_id = wire.req_id_of(body)
             self._check_open()
-            reply = self._let_in(wire.parse_request(body), owner, sender, received)
+            request = wire.parse_request(body)
+            standing = owner.name, owner.priority + max(request.priority, 0 if owner.name else -100)
+            reply = self._let_in(request, owner, sender, received)
         except Exception as error:
             self._refuse(error, req_id, sender, received)
             return
-        self._start(reply)
+        self._start(reply, standing)
+
+    def _answer_at_once(self, body: dict[str, Any], owner: wire.Owner) -> wire.Answer | None:
+        """To a question that needs no engine; None: it is none."""
+        if wire.ABORT in body:
+            return self._abort(body[wire.ABORT], owner)
+        return self._reader.loras.answer(body, owner) or answer_about_tokens(body, self._reader)
 
     def _load_lora(self, body: dict[str, Any], owner: wire.Owner, sender: Sender, received: float) -> None:
         try:
             if sender.is_cancelled():
                 raise Cancelled("the client has cancelled the request")
-            loras = self._reader.loras and self._reader.loras.answer(body, owner)
-            assert loras
-            sender.send(wire.write_answer(loras), True)
+            answer = self._answer_at_once(body, owner)
+            assert answer
+            sender.send(wire.write_answer(answer), True)
         except Exception as error:
             self._refuse(error, None, sender, received)
 
@@ -166,15 +169,10 @@ class Service:
         if request.resume_from is not None:
             self._resumption.end_before(request)
 
-        def make() -> Reply:
-            reply = Reply(self._resumption.asked(request), sender, received)
-            reply.streaming &= self._options.streaming
-            reply.wake, reply.leave, reply.cancel = self._ready.put, self._forget, self.client.cancel
-            return reply
+        def make(account: Account) -> Reply:
+            return Reply(self._resumption.asked(request), sender, received, account, self._ways)
 
-        reply = self._admission.enter(owner, make)
-        reply.standing = owner.name, owner.priority + max(request.priority, 0 if owner.name else -100)
-        return reply
+        return self._admission.enter(owner, make)
 
     def _abort(self, req_id: object, owner: wire.Owner) -> wire.Aborted:
         """Who has a key of a name may end their own requests only."""
@@ -197,12 +195,13 @@ class Service:
         except Exception:
             log.exception("a refusal could not be sent")
 
-    def _start(self, reply: Reply) -> None:
+    def _start(self, reply: Reply, standing: tuple[str, int]) -> None:
+        """`standing`: its owner and priority."""
         try:
             submissions = reply.submissions()
             reply.begin()
             if submissions:
-                self.client.submit(reply.prompt.token_ids, submissions, reply.prompt.salt, reply.standing)
+                self.client.submit(reply.prompt.token_ids, submissions, reply.prompt.salt, standing)
         except Exception as error:
             reply.ended(as_request_error(error))
         if reply.is_over:  # cancelled before the engine client knew it

@@ -18,9 +18,9 @@ def state_of(service: Service, reader: PromptReader, max_running: int, with_metr
     return wire.ModelState(
         ready=not reason,
         reason=reason,
-        model_len=reader.model_len,
-        max_seq_len=reader.max_seq_len,
-        max_dec_len=reader.max_dec_len,
+        model_len=reader.lengths.model_len,
+        max_seq_len=reader.lengths.max_seq_len,
+        max_dec_len=reader.lengths.max_dec_len,
         num_labels=0 if reader.head is None else len(reader.head),
         num_running=int(stats.get("num_running", 0)),
         num_waiting=int(stats.get("num_waiting", 0)),
@@ -29,7 +29,7 @@ def state_of(service: Service, reader: PromptReader, max_running: int, with_metr
         engine_silent_s=min(client.silent_s, 1e9),
         engine_step_s=stats.get("step_age_s", 0.0),
         num_restarts=client.num_restarts,
-        loras=reader.loras.names() if reader.loras else None,
+        loras=reader.loras.names(),
         metrics=[*samples(service, max_running)] if with_metrics else None,
         last_requests=service.latency.last() if with_metrics else None,
     )

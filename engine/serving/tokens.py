@@ -30,7 +30,7 @@ def _tokenize(question: dict[str, Any], reader: PromptReader) -> wire.Tokenized:
     # A chat template writes special tokens itself.
     token_ids = reader.tokenizer.encode(text, given.get("add_special_tokens", source == "prompt"))
     names = [reader.tokenizer.token_name(each) for each in token_ids] if given.get("return_token_strs") else None
-    return wire.Tokenized(token_ids, reader.model_len, names)
+    return wire.Tokenized(token_ids, reader.lengths.model_len, names)
 
 
 def _rendered(given: dict[str, Any], reader: PromptReader) -> str:

@@ -64,10 +64,6 @@ class Delta(NamedTuple):
     ends: Sequence[int]  # of the tokens whose text is now complete: the characters of the whole answer up to there
     stopped: str | None  # the stop string that ended the text
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.ends)
-
 
 @dataclass(frozen=True)
 class TextOptions:
@@ -86,15 +82,14 @@ class TextStream:
     """The text of one answer, in deltas that are final: token ids in, text out.
 
     All deltas together are `Tokenizer.decode` of all tokens, up to the stop string. Held back are incomplete
-    characters and what may be the beginning of a stop string. The `num_tokens` of all deltas together count
+    characters and what may be the beginning of a stop string. The `ends` of all deltas together are those of
     the tokens of the visible text, with the one in whose middle a stop string began.
 
     What is visible after n tokens depends on these tokens alone, not on how they were grouped. So after a
-    crash a new stream is given as `pushed_ids` every token that was pushed into the old one (not only the
-    visible ones); its deltas go on where those of the old one ended.
+    crash an answer is pushed once more as far as it is known, and goes on where it was.
     """
 
-    def __init__(self, tokenizer: Tokenizer, options: TextOptions = PLAIN, pushed_ids: Iterable[int] = ()):
+    def __init__(self, tokenizer: Tokenizer, options: TextOptions = PLAIN):
         skipped_ids = tokenizer.special_ids if options.skip_special_tokens else frozenset()
         self.stopped: str | None = None
         self._include_stop = options.include_stop
@@ -106,7 +101,6 @@ class TextStream:
         self._ends: deque[int] = deque()  # of each token not yet visible, in half characters
         self._last_end = 0  # of the last visible token
         self._is_finished = False
-        self.push(pushed_ids)
 
     def push(self, token_ids: Iterable[int]) -> Delta:
         """Tokens after the one that ended the text are ignored."""

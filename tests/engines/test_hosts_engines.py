@@ -17,8 +17,8 @@ from engine.link.journal import Submission
 from engine.link.messages import STARTING
 from engine.settings.config import Config
 from tests.checkpoints import make_checkpoint
+from tests.patience import PATIENCE_S, wait_until
 from tests.pure.engine_helpers import ROOT, Collector, a_client
-from tests.pure.service_fakes import PATIENCE_S, wait_until
 from tests.pure.test_company import run
 from tests.server import free_ports
 

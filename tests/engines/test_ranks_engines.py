@@ -20,7 +20,7 @@ from engine.ops.cpu.kernels import GroupError
 from engine.settings.config import Config
 from server_scripts.run_dir import children_of
 from tests.lora_adapters import make_adapter
-from tests.pure.service_fakes import PATIENCE_S, wait_until
+from tests.patience import PATIENCE_S, wait_until
 from tests.pure.test_beams import a_search
 from tests.pure.test_company import BLOCK_SIZE, NUM_REQUESTS, random_requests, run
 from tests.pure.test_readings import hidden_of, requests_of

@@ -16,8 +16,8 @@ from engine.link.client import EngineClient
 from engine.link.journal import Submission
 from engine.link.server import Server
 from engine.settings.config import Config
+from tests.patience import PATIENCE_S, wait_until
 from tests.pure.counting_executor import CountingExecutor
-from tests.pure.service_fakes import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 

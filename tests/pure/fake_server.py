@@ -28,9 +28,11 @@ from server_scripts.report import Report
 from server_scripts.run_dir import Process, RunDir, State
 from server_scripts.supervisor import Supervisor
 from server_scripts.takeover import left_running
+from tests.patience import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = Path(__file__).with_name("fake_child.py")
+ALL = {"engine": "", "tritonserver": "with helper", "gateway-0": "", "health": ""}  # and what they do
 READY = {"state": {"ready": True, "engine_silent_s": 0.0, "num_open": 0}}
 TIMEOUT_S = 60.0
 
@@ -117,16 +119,12 @@ class FakeServer:
 
     def kill(self, name: str) -> int:
         """-> the pid that it had."""
-        self.wait_until(lambda: self.pid_now(name))
-        pid = self.pid_of(name)
+        pid = self.wait_until(lambda: self.pid_now(name))
         os.kill(pid, signal.SIGKILL)
         return pid
 
-    def wait_until(self, condition) -> None:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not condition():
-            assert time.monotonic() < deadline, self.log
-            time.sleep(0.01)
+    def wait_until(self, condition) -> Any:
+        return wait_until(condition, lambda: self.log)
 
     def wait_until_ready(self) -> None:
         """And until all that should run have begun to."""

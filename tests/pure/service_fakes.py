@@ -1,24 +1,36 @@
-"""Both ends of the service for tests: a stream that remembers its responses, an engine that is driven by hand."""
+"""The service for tests, and both of its ends: a stream that remembers its responses, an engine driven by hand."""
 
 from __future__ import annotations
 
 import json
 import threading
-import time
+from contextlib import contextmanager
+from pathlib import Path
 
 from engine.errors import EngineUnavailable
 from engine.link import messages
+from engine.serving.lengths import Lengths
+from engine.serving.loras import LoraNames
+from engine.serving.options import ServiceOptions
+from engine.serving.prompt import PromptReader
+from engine.serving.service import Service
+from engine.settings.config import Config
+from tests.patience import wait_until
 
-PATIENCE_S = 60  # only a test that fails waits that long
+
+def a_reader(tokenizer, vocab_size=400, lengths=(100, 80, 50), loras=None, **more):
+    """`lengths`: of prompt and answer together, of a prompt, of an answer."""
+    loras = loras or LoraNames(Config(), Path())
+    return PromptReader(tokenizer, vocab_size, Lengths(*lengths), loras, **more)
 
 
-def wait_until(condition):
-    """-> what it came to, which is true."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "it has not come true"
-        time.sleep(0.001)
-    return value
+@contextmanager
+def a_service(reader, client, **options):
+    service = Service(reader, client, ServiceOptions(**options))
+    try:
+        yield service
+    finally:
+        service.close(drain_s=0)
 
 
 class FakeSender:
@@ -128,3 +140,9 @@ class FakeEngine:
 
 def a_payload(**fields):
     return json.dumps([fields]).encode()
+
+
+def answer_to(service, **body):
+    sender = FakeSender()
+    service.submit(a_payload(**body), sender)
+    return sender.final

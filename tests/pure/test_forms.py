@@ -7,11 +7,11 @@ import pytest
 
 from engine.errors import InvalidRequest
 from engine.serving.form import Forms
-from engine.serving.prompt import PromptReader
 from engine.text.tokenizer import Tokenizer
 from engine.wire import parse_request
 from engine.wire.forms import Form
 from tests.byte_tokenizer import EOS_ID, write_tokenizer
+from tests.pure.service_fakes import a_reader
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CLOSED = {**SCHEMA, "additionalProperties": False}
@@ -32,7 +32,7 @@ def refusal(**fields):
 
 def asked(tokenizer, options=None, **fields):
     """The field and the form that the engine gets."""
-    reader = PromptReader(tokenizer, 330, 200, 100, 100, forms=Forms(**(options or {})))
+    reader = a_reader(tokenizer, 330, (200, 100, 100), forms=Forms(**(options or {})))
     return reader.read(parsed(**fields)).sampling.form
 
 
@@ -241,7 +241,7 @@ def test_the_end_of_the_prompt_says_whether_a_model_thinks_and_else_its_client_a
 ):
     write_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}" + end)
-    reader = PromptReader(Tokenizer.load(tmp_path), 330, 200, 100, 100, forms=Forms(thought=server))
+    reader = a_reader(Tokenizer.load(tmp_path), 330, (200, 100, 100), forms=Forms(thought=server))
     for flag, expected in ((True, usually), (False, without)):
         prompt = reader.read(parsed(guided_regex="a", chat_template_kwargs={"enable_thinking": flag}))
         assert (prompt.thought, "thought" in prompt.sampling.form[1]) == (expected, expected != "never")

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from engine import wire
 from engine.errors import InvalidRequest, RequestError
-from engine.serving.prompt import PromptReader
 from engine.serving.tokens import answer_about_tokens
 from engine.text.tokenizer import Tokenizer
 from engine.wire import checks, schema_of
@@ -35,6 +34,7 @@ from tests.fuzz import (
     tools,
     turns,
 )
+from tests.pure.service_fakes import a_reader
 
 # JSON Schema takes 5.0 for an integer, the checks do not.
 TYPES = jsonschema.Draft202012Validator.TYPE_CHECKER.redefine(
@@ -58,7 +58,7 @@ def reader(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(folder)
     tokenizer = Tokenizer.load(folder)
-    return PromptReader(tokenizer, tokenizer.vocab_size, model_len=64, max_seq_len=48, max_dec_len=32)
+    return a_reader(tokenizer, tokenizer.vocab_size, (64, 48, 32))
 
 
 def outcome(ask, *arguments):

@@ -7,12 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.serving.prompt import PromptReader
-from engine.serving.service import Service, ServiceOptions
 from engine.text.tokenizer import Tokenizer
 from tests.byte_tokenizer import write_tokenizer
 from tests.fuzz import INSIDE, any_json, bodies, deep, examples, payload_of
-from tests.pure.service_fakes import FakeEngine, FakeSender, a_payload
+from tests.pure.service_fakes import FakeEngine, FakeSender, a_payload, a_reader, a_service
 
 KNOWN = (200, 400, 404, 409, 503)
 OPEN = {"text": "the open one", "req_id": "open", "infer_seed": 1}
@@ -25,19 +23,17 @@ def ask(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(folder)
     tokenizer, engine = Tokenizer.load(folder), FakeEngine()
-    reader = PromptReader(tokenizer, tokenizer.vocab_size, model_len=64, max_seq_len=48, max_dec_len=32)
-    service = Service(tokenizer, reader, engine, ServiceOptions())
-    service.submit(a_payload(**OPEN), FakeSender())
-    engine.listener_of(tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": OPEN["text"]}]), False))
-    engine.reason = "the engine takes nothing"
 
     def ask(payload):
         sender = FakeSender()
         service.submit(payload, sender)
         return sender.final
 
-    yield ask
-    service.close(0)
+    with a_service(a_reader(tokenizer, tokenizer.vocab_size, (64, 48, 32)), engine) as service:
+        service.submit(a_payload(**OPEN), FakeSender())
+        engine.listener_of(tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": OPEN["text"]}]), False))
+        engine.reason = "the engine takes nothing"
+        yield ask
 
 
 @pytest.fixture(autouse=True)

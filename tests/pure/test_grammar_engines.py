@@ -16,11 +16,11 @@ from engine.text.forms import written
 from engine.text.grammar import MatcherGrammars
 from engine.wire.forms import FORMS
 from tests.byte_tokenizer import EOS_ID
+from tests.patience import wait_until
 from tests.pure.engine_helpers import Collector, a_client, a_free_address
 from tests.pure.guided import PROMPT, VOCAB_SIZE, Guided, a_request
 from tests.pure.random_model import RandomModel
 from tests.pure.random_schemas import random_schema
-from tests.pure.service_fakes import wait_until
 
 SCHEMA = {
     "type": "array",

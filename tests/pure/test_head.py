@@ -17,6 +17,7 @@ from engine.settings.config import Config
 from engine.text.tokenizer import Tokenizer
 from engine.wire import parse_request
 from tests.checkpoints import FAMILIES, SEEDS, make_checkpoint, random_tensors, write_tensors
+from tests.pure.service_fakes import a_reader
 from tests.pure.test_models import GOLDEN, golden
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,7 +117,7 @@ def test_a_chat_template_that_knows_query_and_document_writes_the_pair(tmp_path)
         "{{ messages | selectattr('role', 'eq', 'document') | map(attribute='content') | first }} !"
     )
     tokenizer = Tokenizer.load(directory)
-    reader = PromptReader(tokenizer, 320, model_len=99, max_seq_len=40, max_dec_len=9, head=HEAD)
+    reader = a_reader(tokenizer, 320, (99, 40, 9), head=HEAD)
     asked = {"req_id": "a", "text": "ab", "text_pair": "ba", "pooling": "score"}
     assert reader.read(parse_request(asked)).token_ids == tokenizer.encode("ab ? ba !", add_special_tokens=False)
     with pytest.raises(InvalidRequest, match="exceeds the limit MAX_SEQ_LEN"):

@@ -12,7 +12,7 @@ from engine.errors import HostLost, SetupError
 from engine.executors import hosts, meeting
 from engine.executors.ranks import pack, unpack
 from engine.settings.machines import Machines
-from tests.pure.service_fakes import PATIENCE_S, wait_until
+from tests.patience import PATIENCE_S, wait_until
 from tests.server import free_ports
 
 FACTS = {"MP_NUM": 4, "BATCH_SIZE": 50}

@@ -15,13 +15,13 @@ from engine.models.adapters import AdapterError, checked, identified
 from engine.serving import loras
 from engine.serving.loras import LoraNames
 from engine.serving.options import ServiceOptions
-from engine.serving.prompt import PromptReader
 from engine.serving.service import Service
 from engine.settings.config import Config
 from engine.settings.processes import LORAS_FILE
 from engine.wire import Loras, Owner
 from tests.lora_adapters import make_adapter
-from tests.pure.service_fakes import PATIENCE_S, FakeEngine, FakeSender, a_payload
+from tests.patience import PATIENCE_S
+from tests.pure.service_fakes import FakeEngine, FakeSender, a_payload, a_reader
 
 NOBODY = Owner()
 A = "base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"
@@ -248,9 +248,8 @@ def test_a_disk_that_does_not_answer_holds_up_no_other_request(model, folder, to
         return read(*args)
 
     monkeypatch.setattr(loras, "checked", slow)
-    reader = PromptReader(tokenizer, vocab_size=400, model_len=100, max_seq_len=80, max_dec_len=50, loras=names)
     engine = FakeEngine()
-    service = Service(tokenizer, reader, engine, ServiceOptions())
+    service = Service(a_reader(tokenizer, loras=names), engine, ServiceOptions())
 
     def ask(**fields):
         service.submit(a_payload(**fields), sender := FakeSender())

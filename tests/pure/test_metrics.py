@@ -9,8 +9,8 @@ from engine.serving.accounts import Accounts
 from engine.serving.latency import BUCKETS_S, Ended, Histogram, Latency
 from engine.serving.metrics import MetricsThread, samples
 from engine.wire import Owner
+from tests.patience import wait_until
 from tests.pure import fake_triton
-from tests.pure.service_fakes import wait_until
 
 
 @pytest.fixture

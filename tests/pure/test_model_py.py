@@ -14,10 +14,11 @@ from engine.exporting.manifest import Manifest
 from engine.serving import service as service_module
 from engine.settings.config import Config
 from tests.byte_tokenizer import write_tokenizer
+from tests.patience import wait_until
 from tests.pure import fake_triton
 from tests.pure.counting_executor import CountingExecutor, answer
 from tests.pure.engine_helpers import a_server
-from tests.pure.service_fakes import a_payload, wait_until
+from tests.pure.service_fakes import a_payload
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "model_repository" / "model"

@@ -22,10 +22,10 @@ from engine.link import messages
 from engine.link import server as server_module
 from engine.settings.config import Config
 from engine.settings.processes import ENGINE_PROGRESS_FILE
+from tests.patience import PATIENCE_S, wait_until
 from tests.pure.counting_engine import SlowExecutor
 from tests.pure.counting_executor import CountingExecutor
 from tests.pure.engine_helpers import ROOT, a_client, a_free_address, a_server, connected, is_empty, submit
-from tests.pure.service_fakes import PATIENCE_S, wait_until
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,7 @@ from engine.link import messages
 from engine.link import server as server_module
 from engine.link.client import EngineClient
 from engine.link.journal import Submission
+from tests.patience import PATIENCE_S, wait_until
 from tests.pure.counting_engine import POISON, SlowExecutor
 from tests.pure.counting_executor import CountingExecutor, answer, logprobs_of
 from tests.pure.engine_helpers import (
@@ -32,7 +33,6 @@ from tests.pure.engine_helpers import (
     is_empty,
     submit,
 )
-from tests.pure.service_fakes import PATIENCE_S, wait_until
 
 
 @pytest.fixture(autouse=True)

@@ -12,11 +12,13 @@ from engine.core.holdings import Holdings
 from engine.core.types import Request, Sampling
 from engine.errors import InvalidRequest, PromptTooLong
 from engine.serving.form import Forms
+from engine.serving.lengths import Lengths
 from engine.serving.prompt import PromptReader
 from engine.settings.config import Config
 from engine.text.tokenizer import Tokenizer
 from engine.wire import parse_request
 from tests.byte_tokenizer import EOS_ID, write_tokenizer
+from tests.pure.service_fakes import a_reader
 from tests.pure.test_tokenizer import SPECIAL, a_byte_level_backend
 
 VOCAB_SIZE = 330
@@ -24,7 +26,7 @@ VOCAB_SIZE = 330
 
 @pytest.fixture(scope="module")
 def reader(tokenizer):
-    return PromptReader(tokenizer, VOCAB_SIZE, model_len=100, max_seq_len=80, max_dec_len=50)
+    return a_reader(tokenizer, VOCAB_SIZE)
 
 
 def a_request(**fields):
@@ -93,7 +95,7 @@ def test_a_template_that_writes_the_beginning_of_the_text_gets_no_second_one():
     backend = a_byte_level_backend()
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     tokenizer = Tokenizer(backend, SPECIAL, {"default": "{{ bos_token }}{{ messages[0].content }}"})
-    reader = PromptReader(tokenizer, 500, model_len=100, max_seq_len=80, max_dec_len=50)
+    reader = a_reader(tokenizer, 500)
     chat, plain = (reader.read(a_request(text="hi", apply_chat_template=on)).token_ids for on in (True, False))
     assert chat == plain == tokenizer.encode("hi")
     assert plain.count(0) == 1
@@ -212,7 +214,7 @@ def test_a_length_that_may_be_cut_is_as_long_as_there_is_room(reader):
 
 
 def test_a_prompt_may_fill_the_model_but_for_one_token(reader):
-    reader = replace(reader, max_seq_len=100)
+    reader = replace(reader, lengths=Lengths(100, 100, 50))
     assert sampling_of(reader, input_ids=[1] * 99).max_new_tokens == 1
     for fields in ({}, {"max_dec_len": 5, "cut_max_dec_len": True}):
         too_long = refusal(reader, input_ids=[1] * 100, **fields)
@@ -233,14 +235,14 @@ def test_a_prompt_may_fill_the_model_but_for_one_token(reader):
     ],
 )
 def test_a_prompt_is_cut_so_that_the_answer_that_is_asked_for_fits(reader, fields, prompt_len):
-    long, ids = replace(reader, max_seq_len=100), [*range(200)]
+    long, ids = replace(reader, lengths=Lengths(100, 100, 50)), [*range(200)]
     read = long.read(a_request(input_ids=ids, truncate_prompt_tokens=-1, **fields))
     assert read.token_ids == ids[-prompt_len:]
     assert len(reader.read(a_request(input_ids=ids, truncate_prompt_tokens=-1, **fields)).token_ids) == 80
 
 
 def test_the_models_own_length_is_not_blamed_on_a_setting(reader):
-    reader = replace(reader, model_len=16, max_seq_len=16, max_dec_len=16)
+    reader = replace(reader, lengths=Lengths(16, 16, 16))
     assert str(refusal(reader, input_ids=[1] * 17)) == "Length of input token(17) exceeds the limit of the model(16)."
     too_long = refusal(reader, input_ids=[1], max_dec_len=17)
     assert str(too_long) == "The parameter max_dec_len(17) exceeds the limit of the model(16)."
@@ -261,14 +263,14 @@ def test_the_models_own_length_is_not_blamed_on_a_setting(reader):
     ],
 )
 def test_without_a_length_all_answers_fit_the_kv_cache(reader, cache_size, n, max_new_tokens):
-    small = replace(reader, cache_size=lambda: cache_size)
+    small = replace(reader, lengths=Lengths(100, 80, 50, lambda: cache_size))
     assert sampling_of(small, input_ids=[1] * 10, n=n).max_new_tokens == max_new_tokens
     if cache_size and max_new_tokens > 1:
         pool = BlockPool(*cache_size)
         leader, *forks = [Request("", [1] * 10, 10, Sampling(max_new_tokens)) for _ in range(n)]
         leader.forks = forks
         assert Holdings(pool, 1.0).most_blocks(leader) <= pool.num_blocks
-        if max_new_tokens < reader.max_dec_len:
+        if max_new_tokens < reader.lengths.max_dec_len:
             for each in (leader, *forks):
                 each.sampling = Sampling(max_new_tokens + 1)
             assert Holdings(pool, 1.0).most_blocks(leader) > pool.num_blocks
@@ -311,7 +313,7 @@ def test_how_long_a_model_may_think_is_a_form(tmp_path):
     marks = {text: added[-1]["id"] + index for index, text in enumerate(("<think>", "</think>"), 1)}
     added += [{**added[-1], "id": token_id, "content": text, "special": False} for text, token_id in marks.items()]
     (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
-    knowing = PromptReader(Tokenizer.load(tmp_path), VOCAB_SIZE, 100, 80, 50, forms=Forms(thought="may"))
+    knowing = a_reader(Tokenizer.load(tmp_path), VOCAB_SIZE, forms=Forms(thought="may"))
 
     def form_of(reader, **fields):
         return sampling_of(reader, **{"text": "hi", "reasoning_max_tokens": 7, **fields}).form
@@ -326,7 +328,7 @@ def test_how_long_a_model_may_think_is_a_form(tmp_path):
     assert form_of(knowing, apply_chat_template=False) == ()
     field, form = form_of(knowing, guided_regex="a")
     assert (field, "{0,7}" in form, "lazy" in form) == ("guided_regex", True, False)
-    unknowing = PromptReader(Tokenizer.load(tmp_path), VOCAB_SIZE, 100, 80, 50)
+    unknowing = a_reader(Tokenizer.load(tmp_path), VOCAB_SIZE)
     assert "REASONING_PARSER" in str(refusal(unknowing, text="hi", reasoning_max_tokens=7))
 
 

@@ -6,8 +6,8 @@ from safetensors.numpy import load_file
 
 from engine.dtypes import from_bf16, from_fp8, to_bf16
 from engine.executors.cpu.program import Program, allocated
+from engine.exporting.by_settings import options_of
 from engine.exporting.export import ExportOptions, export
-from engine.exporting.kept import with_kept
 from engine.exporting.manifest import Manifest
 from engine.graph import load
 from engine.models.keys import ModelError
@@ -182,23 +182,23 @@ def test_a_cpu_computes_with_floats_of_eight_bits_as_with_the_numbers_that_they_
 
 
 @pytest.mark.parametrize(
-    ("settings", "given", "expected"),
+    ("settings", "expected"),
     [
-        ({"device": "gpu"}, {}, "weight_only_fp8"),
-        ({"device": "cpu"}, {}, "none"),
-        ({"device": "gpu", "batch_invariant": True}, {}, "none"),
-        ({"device": "gpu"}, {"dtype": "bfloat16"}, "none"),
-        ({"device": "gpu"}, {"quant_type": "a8w8"}, "a8w8"),
+        ({"device": "gpu"}, "weight_only_fp8"),
+        ({"device": "cpu"}, "none"),
+        ({"device": "gpu", "batch_invariant": True}, "none"),
+        ({"device": "gpu", "dtype": "bfloat16"}, "none"),
+        ({"device": "gpu", "quant_type": "a8w8"}, "a8w8"),
     ],
 )
 def test_floats_of_eight_bits_stay_so_on_a_gpu_unless_something_else_is_asked_for(
-    settings, given, expected, tmp_path, monkeypatch
+    settings, expected, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("engine.exporting.kept.with_device", lambda config: config)
+    monkeypatch.setattr("engine.exporting.by_settings.with_device", lambda config: config)
     quantized, plain = make_fp8(tmp_path, "compressed rows")
-    options, config = ExportOptions(**given), Config(**settings)
-    assert with_kept(quantized, options, config).quant_type == expected
-    assert with_kept(plain, options, config) == options
+    config = Config(**settings)
+    assert options_of(config, quantized).quant_type == expected
+    assert options_of(config, plain).quant_type == config.quant_type
 
 
 def inputs_of(prompt):

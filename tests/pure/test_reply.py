@@ -11,13 +11,15 @@ import pytest
 from engine.core.types import Logprobs, Sampling
 from engine.errors import EngineUnavailable, NoToken
 from engine.serving import reply as reply_module
+from engine.serving.accounts import Account
 from engine.serving.choice import Asked
 from engine.serving.latency import Latency
 from engine.serving.prompt import Prompt
-from engine.serving.reply import Reply
+from engine.serving.reply import Reply, Ways
 from engine.wire import parse_request
 from tests.byte_tokenizer import EOS_ID
-from tests.pure.service_fakes import PATIENCE_S, FakeSender
+from tests.patience import PATIENCE_S
+from tests.pure.service_fakes import FakeSender
 
 
 @pytest.fixture
@@ -28,13 +30,15 @@ def make(tokenizer):
         request = parse_request({"req_id": "a", "input_ids": [1, 2], **fields})
         prompt = Prompt([1, 2], Sampling(99, seed=5, num_logprobs=num_logprobs), request.n)
         sender = sender or FakeSender()
-        reply = Reply(Asked.now(request, prompt, tokenizer), sender, received=0.0)
-        reply.sender = sender
+        calls, cancelled = [], []
+        ways = Ways(
+            wake=lambda reply: calls.append("wake"),
+            leave=lambda reply: calls.append("leave"),
+            cancel=lambda name, is_complete: cancelled.append(name.removeprefix(f"{reply.engine_id}-")),
+        )
+        reply = Reply(Asked.now(request, prompt, tokenizer), sender, 0.0, Account(""), ways)
+        reply.calls, reply.cancelled, reply.sender = calls, cancelled, sender
         reply.listeners = [each.listener for each in reply.submissions()]
-        reply.calls, reply.cancelled = [], []
-        reply.wake = lambda reply: reply.calls.append("wake")
-        reply.leave = lambda reply: reply.calls.append("leave")
-        reply.cancel = lambda name, is_complete: reply.cancelled.append(name.removeprefix(f"{reply.engine_id}-"))
         return reply
 
     return make

@@ -15,15 +15,13 @@ from engine.link import server as server_module
 from engine.link.client import EngineClient
 from engine.serving import kept as kept_module
 from engine.serving import service as service_module
-from engine.serving.options import ServiceOptions
-from engine.serving.prompt import PromptReader
-from engine.serving.service import Service
 from engine.text.tokenizer import Tokenizer
 from tests.byte_tokenizer import write_tokenizer
+from tests.patience import PATIENCE_S, wait_until
 from tests.pure.counting_engine import SlowExecutor
 from tests.pure.counting_executor import answer
 from tests.pure.engine_helpers import a_server, is_empty
-from tests.pure.service_fakes import PATIENCE_S, FakeSender, a_payload, wait_until
+from tests.pure.service_fakes import FakeSender, a_payload, a_reader, a_service
 
 ANSWER_LEN = 60
 PROMPT = [3, 4, 5]
@@ -32,7 +30,7 @@ EXPECTED = answer(PROMPT, Sampling(ANSWER_LEN, temperature=0, seed=1))
 
 @pytest.fixture
 def options():
-    return ServiceOptions()
+    return {}
 
 
 class HeldExecutor(SlowExecutor):
@@ -70,12 +68,10 @@ def service(tmp_path, monkeypatch, options, executor):
     monkeypatch.setattr(server_module, "IDLE_WAIT_MS", 5)
     monkeypatch.setattr(service_module, "MIN_CANCEL_POLL_S", 0.002)
     write_tokenizer(tmp_path)
-    tokenizer = Tokenizer.load(tmp_path)
-    reader = PromptReader(tokenizer, vocab_size=2**31 - 1, model_len=160, max_seq_len=80, max_dec_len=120)
+    reader = a_reader(Tokenizer.load(tmp_path), 2**31 - 1, (160, 80, 120))
     with a_server(executor, batch_size=12, max_num_batched_tokens=32) as server:
-        service = Service(tokenizer, reader, EngineClient(server.address), options)
-        yield service
-        service.close(drain_s=0)
+        with a_service(reader, EngineClient(server.address), **options) as service:
+            yield service
 
 
 def ask(service, req_id="a", sender=None, **fields):
@@ -179,7 +175,7 @@ def test_an_answer_that_is_not_known_and_would_be_another_is_refused(service):
     assert error["error_msg"] == 'The answer to req_id "b" is not known any more: ask again without `resume_from`'
 
 
-@pytest.mark.parametrize("options", [ServiceOptions(is_first_model=False)])
+@pytest.mark.parametrize("options", [{"is_first_model": False}])
 def test_where_there_was_another_model_nobody_goes_on_with_an_answer_of_which_only_the_length_is_told(service):
     assert ask(service, resume_from=10).final["error_type"] == "unknown_answer"
     known = ask(service, resume_from=10, answer_ids=EXPECTED[:10])

@@ -5,12 +5,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from engine.errors import ConfigError
 from server_scripts.run_dir import Process, RunDir, State, children_of, read_stat
+from tests.patience import wait_until
 
 
 @pytest.fixture
@@ -126,10 +126,7 @@ def test_a_process_whose_first_thread_alone_has_ended_is_alive():
     with ending:
         ending.stdout.readline()
         process = Process.of("ending", ending.pid)
-        deadline = time.monotonic() + 60
-        while read_stat(ending.pid).state != "Z":
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: read_stat(ending.pid).state == "Z")
         assert process.is_alive
         ending.kill()
     assert not process.is_alive

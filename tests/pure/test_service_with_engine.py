@@ -12,14 +12,12 @@ from engine.core.types import Sampling
 from engine.link import client as client_module
 from engine.link.client import EngineClient
 from engine.serving import service as service_module
-from engine.serving.options import ServiceOptions
-from engine.serving.prompt import PromptReader
-from engine.serving.service import Service
 from engine.text.tokenizer import Tokenizer
 from tests.byte_tokenizer import write_tokenizer
+from tests.patience import wait_until
 from tests.pure.counting_executor import CountingExecutor, answer
 from tests.pure.engine_helpers import a_free_address, a_server, an_engine_process
-from tests.pure.service_fakes import FakeSender, a_payload, wait_until
+from tests.pure.service_fakes import FakeSender, a_payload, a_reader, a_service
 
 
 @pytest.fixture
@@ -30,18 +28,15 @@ def address(monkeypatch):
 
 
 @pytest.fixture
-def limits():
-    return {"model_len": 160, "max_seq_len": 80, "max_dec_len": 120}
+def lengths():
+    return 160, 80, 120
 
 
 @pytest.fixture
-def service(tmp_path, address, limits):
+def service(tmp_path, address, lengths):
     write_tokenizer(tmp_path)
-    tokenizer = Tokenizer.load(tmp_path)
-    reader = PromptReader(tokenizer, vocab_size=2**31 - 1, **limits)
-    service = Service(tokenizer, reader, EngineClient(address), ServiceOptions())
-    yield service
-    service.close(drain_s=0)
+    with a_service(a_reader(Tokenizer.load(tmp_path), 2**31 - 1, lengths), EngineClient(address)) as service:
+        yield service
 
 
 def ask(service, req_id, prompt, max_dec_len, **fields):
@@ -151,7 +146,7 @@ def test_100_clients_that_leave_at_random_moments_leave_nothing_behind(service, 
         assert service.client.stats["num_dropped"] > 0
 
 
-@pytest.mark.parametrize("limits", [{"model_len": 160, "max_seq_len": 150, "max_dec_len": 120}])
+@pytest.mark.parametrize("lengths", [(160, 150, 120)])
 def test_the_scores_of_a_prompt_come_once_whatever_the_engine_does(service, address):
     """Killed in the prompt, killed in the answers: each of these has begun with its scores, and goes on without."""
     prompt = list(range(1000, 1120))
@@ -171,7 +166,7 @@ def test_the_scores_of_a_prompt_come_once_whatever_the_engine_does(service, addr
         assert not any("prompt_logprobs" in fields for fields in others)
 
 
-@pytest.mark.parametrize("limits", [{"model_len": 200, "max_seq_len": 150, "max_dec_len": 120}])
+@pytest.mark.parametrize("lengths", [(200, 150, 120)])
 def test_who_asks_again_gets_the_scores_with_the_beginning_of_the_answer_only(service, address):
     prompt = list(range(100, 190))
     with an_engine_process(address):
@@ -205,7 +200,7 @@ def test_a_request_for_no_token_brings_scores_embeddings_or_nothing(service, add
             assert (refused["error_code"], refused["error_field"]) == (400, field)
 
 
-@pytest.mark.parametrize("limits", [{"model_len": 20_000, "max_seq_len": 10_000, "max_dec_len": 120}])
+@pytest.mark.parametrize("lengths", [(20_000, 10_000, 120)])
 def test_scores_that_would_be_too_many_are_refused_with_their_number(service):
     refused = ask(service, 1, list(range(6000)), 4, prompt_logprobs=20, n=2).final
     assert (refused["error_field"], refused["error_value"], refused["error_limit"]) == (
@@ -233,7 +228,7 @@ def answers_of(sender):
     return [answers[index] for index in sorted(answers)]
 
 
-@pytest.mark.parametrize("limits", [{"model_len": 2000, "max_seq_len": 1100, "max_dec_len": 120}])
+@pytest.mark.parametrize("lengths", [(2000, 1100, 120)])
 def test_eight_answers_are_those_of_their_seeds_and_their_prompt_is_computed_once(service, address):
     with a_server(CountingExecutor(40, 64), address, batch_size=8, enable_prefix_caching=False) as server:
         sender = ask_several(service, 7, list(range(1000)), 20, 8)

@@ -17,10 +17,9 @@ from server_scripts.reload import NotReloaded, follow, reload, running
 from server_scripts.run_dir import Process, State
 from server_scripts.swap import WANTED_FILE, WHY, Wanted
 from server_scripts.takeover import prints
-from tests.pure.fake_server import READY, TIMEOUT_S, a_run_dir, fake_server
+from tests.pure.fake_server import ALL, READY, TIMEOUT_S, a_run_dir, fake_server
 from tests.server import is_alive
 
-ALL = {"engine": "", "tritonserver": "with helper", "gateway-0": "", "health": ""}
 BUSY = {"state": {**READY["state"], "num_open": 1}}
 
 

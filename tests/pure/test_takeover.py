@@ -9,10 +9,8 @@ import pytest
 from engine.settings.config import Config
 from server_scripts.run_dir import Process, State
 from server_scripts.takeover import fingerprint, left_running
-from tests.pure.fake_server import TIMEOUT_S, a_run_dir, fake_server, kill_supervisor
+from tests.pure.fake_server import ALL, TIMEOUT_S, a_run_dir, fake_server, kill_supervisor
 from tests.server import is_alive
-
-ALL = {"engine": "", "tritonserver": "with helper", "gateway-0": "", "health": ""}
 
 
 def pids_of(server):

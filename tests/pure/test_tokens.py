@@ -1,14 +1,13 @@
 """Questions about tokens: as the model counts them, without its engine."""
 
 import json
+from functools import partial
 
 import pytest
 
 from engine import wire
-from engine.serving.prompt import PromptReader
-from engine.serving.service import Service, ServiceOptions
 from engine.text.tokenizer import Tokenizer
-from tests.pure.service_fakes import FakeEngine, FakeSender
+from tests.pure.service_fakes import FakeEngine, a_reader, a_service, answer_to
 
 CHAT = [{"role": "user", "content": "Hi there"}]
 
@@ -17,17 +16,9 @@ CHAT = [{"role": "user", "content": "Hi there"}]
 def ask(tokenizer):
     engine = FakeEngine()
     engine.reason = "the engine is not there"
-    reader = PromptReader(tokenizer, tokenizer.vocab_size, model_len=64, max_seq_len=48, max_dec_len=32)
-    service = Service(tokenizer, reader, engine, ServiceOptions())
-
-    def ask(**body):
-        sender = FakeSender()
-        service.submit(json.dumps([body]).encode(), sender)
-        return sender.final
-
-    yield ask
+    with a_service(a_reader(tokenizer, tokenizer.vocab_size, (64, 48, 32)), engine) as service:
+        yield partial(answer_to, service)
     assert engine.prompts == {}
-    service.close(0)
 
 
 def test_the_tokens_of_a_prompt_are_those_that_its_answer_would_begin_with(ask, tokenizer):

@@ -14,13 +14,13 @@ from engine.core.loop import Loop
 from engine.core.types import OfPrompt, Request, Sampling
 from engine.errors import ConfigError
 from engine.serving.options import ServiceOptions
-from engine.serving.prompt import PromptReader
 from engine.serving.service import Service
 from engine.settings.config import Config
 from engine.tracing import Context, Span, Tracer
+from tests.patience import wait_until
 from tests.pure.counting_executor import CountingExecutor
 from tests.pure.gateway_fake import FakeBackend, running
-from tests.pure.service_fakes import FakeEngine, FakeSender, a_payload, wait_until
+from tests.pure.service_fakes import FakeEngine, FakeSender, a_payload, a_reader
 
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 SECRET = "what nobody may read"
@@ -85,8 +85,7 @@ def test_an_http_request_is_a_part_of_its_clients_trace_and_the_models_request_o
 def test_the_stages_of_a_request_follow_one_another_and_tell_numbers_only(collector, tokenizer):
     config = Config(**collected_at(collector.server_port), served_model_name="m")
     engine = FakeEngine()
-    reader = PromptReader(tokenizer, vocab_size=400, model_len=100, max_seq_len=80, max_dec_len=50)
-    service = Service(tokenizer, reader, engine, ServiceOptions(tracer=Tracer.of(config, "model")))
+    service = Service(a_reader(tokenizer), engine, ServiceOptions(tracer=Tracer.of(config, "model")))
 
     def ask(req_id, **fields):
         sender = FakeSender()

@@ -7,10 +7,10 @@ import http.client
 import json
 import re
 import threading
-import time
 
 import pytest
 
+from tests.patience import wait_until
 from tests.server import running_server
 
 KEYS = {
@@ -43,13 +43,6 @@ def ask(server, path, body=None, key="operators"):
 def metric(server, name):
     found = re.search(rf"^{re.escape(name)} (\S+)$", ask(server, "/metrics")[2], re.M)
     return float(found[1]) if found else 0.0
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @contextlib.contextmanager

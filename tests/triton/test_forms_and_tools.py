@@ -16,7 +16,8 @@ import jsonschema
 import pydantic
 import pytest
 
-from tests.triton.test_server import CHAT, ROOT, GrpcStream, facts, post, stream_lines, wait_until_idle
+from tests.server import ROOT
+from tests.triton.asking import CHAT, GrpcStream, facts, post, stream_lines, wait_until_idle
 
 SETTINGS = {"BATCH_SIZE": "16", "SPECULATE_METHOD": "ngram", "TOOL_CALL_PARSER": "hermes"}
 CAPITAL = {

@@ -19,8 +19,9 @@ import pytest
 from tritonclient.grpc import service_pb2_grpc
 
 from engine.wire.triton import LENGTH_BYTES, infer_request, request_of
+from tests.patience import wait_until
 from tests.server import a_server, running_server
-from tests.triton.test_hostile import pids
+from tests.triton.unharmed import pids
 
 ROOT = Path(__file__).resolve().parents[2]
 CERTIFICATES = ROOT / "tests" / "certificates"
@@ -33,10 +34,7 @@ KEY = "s3cret-key"
 @contextlib.contextmanager
 def a_started_server(folder, **env):
     with running_server(folder, env) as server:
-        deadline = time.monotonic() + 60
-        while not pids(server):  # the supervisor notes the stub a moment later
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: pids(server))  # the supervisor notes the stub a moment later
         yield server
 
 

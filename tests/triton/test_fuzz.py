@@ -20,7 +20,7 @@ from gateway.connections import SERVICE
 from gateway.parts import DOCUMENT
 from tests.fuzz import INSIDE, bodies, examples, payload_of
 from tests.hostile_requests import odd_messages
-from tests.triton.test_hostile import a_channel, said, unbroken_server
+from tests.triton.unharmed import a_channel, said, unbroken_server
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_DEC_LEN = 8  # so that whatever is asked is answered soon

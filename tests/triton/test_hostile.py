@@ -10,9 +10,8 @@ import socket
 import time
 import urllib.request
 
-import grpc
 import pytest
-from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.grpc import service_pb2
 
 from benchmarks.storm.watch import resident_mb
 from engine.wire.triton import LENGTH_BYTES, infer_request, request_of
@@ -20,10 +19,11 @@ from gateway.connections import SERVICE
 from tests.fuzz import INSIDE
 from tests.half_requests import NEEDS_SOCK_DIAG, HalfRequests
 from tests.hostile_requests import REFUSED, changed
-from tests.server import running_server
+from tests.patience import wait_until
+from tests.triton.asking import wait_until_idle
+from tests.triton.unharmed import a_channel, a_stub, pids, said, unbroken_server
 
 METHODS = [method.name for method in service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods]
-PROCESSES = ("supervisor", "engine", "tritonserver", "stub", "gateway-0", "health")
 MEGABYTES_4 = 4 << 20
 RANDOM = random.Random(6)
 MESSAGES = [b"", b"\x00", b"\xff" * 64, b"\x0a\x03abc", b"\x2a\x00" * 1000, *[RANDOM.randbytes(n) for n in (1, 7, 300)]]
@@ -48,20 +48,6 @@ TEXTS = {
 }
 
 
-@contextlib.contextmanager
-def unbroken_server(folder, env):
-    """All of its processes run until the end, and none of them logs a traceback."""
-    with running_server(folder, env) as running:
-        deadline = time.monotonic() + 60  # the supervisor notes the stub a moment later
-        while not (before := pids(running)):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        yield running
-        assert pids(running) == before
-        for path in running.log_dir.iterdir():
-            assert "Traceback" not in path.read_text(errors="replace"), path
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -83,36 +69,6 @@ def unharmed(server):
     payload = last.infer_response.raw_output_contents[0][LENGTH_BYTES:]
     assert json.loads(payload)[0]["is_end"] == 1
     assert pids(server) == before != []
-
-
-def pids(server):
-    try:
-        return [server.pid_of(name) for name in PROCESSES]
-    except LookupError:
-        return []
-
-
-@contextlib.contextmanager
-def a_channel(server):
-    with grpc.insecure_channel(server.grpc_url, [("grpc.max_send_message_length", -1)]) as channel:
-        yield channel
-
-
-@contextlib.contextmanager
-def a_stub(server):
-    with a_channel(server) as channel:
-        yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
-
-
-def said(ask):
-    """All that came back, as one text with nothing of the inside in it."""
-    try:
-        text = "".join(map(str, ask()))
-    except grpc.RpcError as error:
-        text = f"{error.code()} {error.details()}"
-    assert text, "there was no answer"
-    assert [word for word in INSIDE if word in text] == []
-    return text
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -170,15 +126,7 @@ def test_streams_that_are_left_half_way_hold_nothing(server):
                 next(call)
         for call in calls:
             call.cancel()
-        deadline = time.monotonic() + 60
-        while True:
-            probe = infer_request({"probe": True})
-            [response] = stub.ModelStreamInfer(iter([probe]), timeout=60)
-            [state] = json.loads(response.infer_response.raw_output_contents[0][LENGTH_BYTES:])
-            if not (state["num_open"] or state["num_running"] or state["num_blocks_held"]):
-                break
-            assert time.monotonic() < deadline, state
-            time.sleep(0.05)
+    wait_until_idle(server)
 
 
 @pytest.mark.parametrize("port", ["SERVICE_GRPC_PORT", "SERVICE_HTTP_PORT", "HEALTH_HTTP_PORT", "METRICS_HTTP_PORT"])
@@ -223,7 +171,4 @@ def test_messages_that_are_never_ended_take_little_memory_and_leave_it(server):
     for each in clients:
         each.close()
     assert peak_mb < 1000
-    deadline = time.monotonic() + 30
-    while (now_mb := resident_mb(gateway)) > 160:
-        assert time.monotonic() < deadline, now_mb
-        time.sleep(0.1)
+    wait_until(lambda: resident_mb(gateway) <= 160, lambda: f"{resident_mb(gateway)} MB", patience_s=30)

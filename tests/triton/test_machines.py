@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from server_scripts.run_dir import RunDir
-from tests.server import ROOT, a_server, is_alive
+from tests.patience import wait_until
+from tests.server import ROOT, a_server, is_alive, pids_of, state_of
 
 IPS = ("10.231.77.1", "10.231.77.2")
 TIMEOUT_S = 90
@@ -76,8 +76,8 @@ class Host:
         return process
 
     def pids(self) -> list[int]:
-        state = RunDir(self.server.run_dir).read_state()
-        return [state.supervisor.pid, *(process.pid for process in state.processes)] if state else []
+        state = state_of(self.server)
+        return pids_of(state) if state else []
 
 
 def num_replays(master: Host) -> int:
@@ -102,13 +102,6 @@ def tokens_of(lines: list[dict]) -> list[int]:
     assert [line["error_msg"] for line in lines if line["error_msg"]] == []
     assert lines[-1]["is_end"] == 1
     return [token_id for line in lines for token_id in line["token_ids"]]
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it has not come true"
-        time.sleep(0.2)
 
 
 def ip(*arguments: str) -> None:
@@ -153,7 +146,7 @@ def running(hosts):
         assert status == 0, text
     assert pids and not any(map(is_alive, pids))
     for host in hosts:
-        assert RunDir(host.server.run_dir).read_state() is None
+        assert state_of(host.server) is None
         assert list(Path("/dev/shm").glob(f"{RunDir(host.server.run_dir).shm_prefix}*")) == []
 
 

@@ -9,13 +9,13 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-import numpy as np
 import pytest
-import tritonclient.grpc as triton_client
 
 from engine.exporting.export import ExportOptions, export
 from tests.checkpoints import make_checkpoint
+from tests.patience import wait_until
 from tests.server import running_server, state_of
+from tests.triton.asking import GrpcStream, stream_lines
 
 one_rank, two_ranks = pytest.param("1", id="one rank"), pytest.param("2", id="two ranks")
 PROMPTS = ("Hello", "Tell me", "A", "Why is the sky blue?")
@@ -33,29 +33,9 @@ def a_body(prompt, req_id):
     return {"text": prompt, "req_id": req_id, "stream": True, **fixed}
 
 
-def over_http(server, body):
-    request = urllib.request.Request(f"{server.http_url}/v1/chat/completions", json.dumps(body).encode())
-    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
-        return [json.loads(line) for line in response]
-
-
 def over_grpc(server, body):
-    answers, is_over = [], threading.Event()
-
-    def note(result, error):
-        line = {"is_end": 1, "error_msg": str(error)} if error else json.loads(result.as_numpy("OUT")[0])
-        answers.append(line[0] if isinstance(line, list) else line)
-        if answers[-1]["is_end"]:
-            is_over.set()
-
-    tensor = triton_client.InferInput("IN", [1], "BYTES")
-    tensor.set_data_from_numpy(np.array([json.dumps([body])], dtype=np.object_))
-    with triton_client.InferenceServerClient(server.grpc_url) as client:
-        client.start_stream(note)
-        client.async_stream_infer("model", [tensor])
-        assert is_over.wait(TIMEOUT_S)
-        client.stop_stream()
-    return answers
+    with GrpcStream(server) as stream:
+        return stream.lines(body)
 
 
 class Load:
@@ -66,7 +46,7 @@ class Load:
         self.failures = []
         self._server = server
         self._is_over = threading.Event()
-        asks = [over_http, over_grpc] * 4
+        asks = [stream_lines, over_grpc] * 4
         self._threads = [threading.Thread(target=self._run, args=(n, ask)) for n, ask in enumerate(asks)]
 
     def __enter__(self):
@@ -93,12 +73,8 @@ class Load:
 
     def wait_for(self, count):
         """So many answers more."""
-        target, pause = len(self.answers) + count, threading.Event()
-        for _ in range(TIMEOUT_S * 20):
-            if len(self.answers) >= target or self.failures:
-                return
-            pause.wait(0.05)
-        raise AssertionError(f"{len(self.answers)} answers, not {target}")
+        target = len(self.answers) + count
+        wait_until(lambda: len(self.answers) >= target or self.failures, patience_s=TIMEOUT_S)
 
     def tokens(self):
         """Of every answer, with its prompt."""
@@ -111,7 +87,7 @@ class Load:
 
 def answers_of(server):
     """Of the model of now, to every prompt."""
-    return {prompt: over_http(server, a_body(prompt, f"alone {prompt}"))[-1]["tokens_all_ids"] for prompt in PROMPTS}
+    return {prompt: stream_lines(server, a_body(prompt, f"alone {prompt}"))[-1]["tokens_all_ids"] for prompt in PROMPTS}
 
 
 def models(server):
@@ -184,10 +160,10 @@ def test_a_checkpoint_that_cannot_be_exported_changes_nothing_at_all(server, tmp
 
 @on(one_rank)
 def test_what_was_begun_by_the_old_model_is_not_gone_on_with_by_the_new(server, tmp_path):
-    whole = over_http(server, a_body("Hello", "begun"))[-1]["tokens_all_ids"]
+    whole = stream_lines(server, a_body("Hello", "begun"))[-1]["tokens_all_ids"]
     assert reloaded(server, make_checkpoint(tmp_path / "third", "mistral")).returncode == 0
     with pytest.raises(urllib.error.HTTPError) as refused:
-        over_http(server, {**a_body("Hello", "begun"), "resume_from": 10})
+        stream_lines(server, {**a_body("Hello", "begun"), "resume_from": 10})
     with refused.value as answer:
         assert answer.code == 404
-    assert over_http(server, {**a_body("Hello", "begun"), "resume_from": 0})[-1]["tokens_all_ids"] != whole
+    assert stream_lines(server, {**a_body("Hello", "begun"), "resume_from": 0})[-1]["tokens_all_ids"] != whole

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.server import running_server
-from tests.triton.test_server import GrpcStream, post
+from tests.triton.asking import GrpcStream, post
 
 SETTINGS = {"BATCH_SIZE": "8"}
 TEXT = "The capital of France is Paris. The capital of Italy is Rome."

@@ -2,97 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import os
-import queue
 import random
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-import numpy as np
 import openai
 import pytest
-import tritonclient.grpc as triton
 import tritonclient.http as triton_http
-import tritonclient.utils as triton_errors
 
-from tests.server import free_ports, running_server, state_of
+from tests.patience import wait_until
+from tests.server import ROOT, free_ports, running_server, state_of
+from tests.triton.asking import (
+    CHAT,
+    GrpcStream,
+    facts,
+    get,
+    health_of,
+    long_answers,
+    post,
+    stream_lines,
+    wait_until_idle,
+)
 
-ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {"BATCH_SIZE": "32", "MAX_CACHED_TASK_NUM": "200", "TRITON_HTTP_PORT": str(free_ports(1)[0])}
-CHAT = [{"role": "user", "content": "What is the capital of France?"}]
-
-
-def post(server, path, body, headers=None):
-    """Status and JSON of a native answer in one piece."""
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    connection = http.client.HTTPConnection("127.0.0.1", server.ports["SERVICE_HTTP_PORT"], timeout=120)
-    with contextlib.closing(connection):
-        connection.request("POST", path, data, {"Content-Type": "application/json", **(headers or {})})
-        response = connection.getresponse()
-        return response.status, json.loads(response.read())
-
-
-def stream_lines(server, body):
-    request = urllib.request.Request(f"{server.http_url}/v1/chat/completions", json.dumps(body).encode())
-    with urllib.request.urlopen(request, timeout=120) as response:
-        return [json.loads(line) for line in response]
-
-
-def grpc_request(fields):
-    tensor = triton.InferInput("IN", [1], "BYTES")
-    tensor.set_data_from_numpy(np.array([json.dumps([fields]).encode()], dtype=np.object_))
-    return [tensor]
-
-
-class GrpcStream:
-    """One bidirectional stream to Triton, as a client of the predecessor has it."""
-
-    def __init__(self, server):
-        self.answers: queue.Queue = queue.Queue()
-        self.client = triton.InferenceServerClient(f"127.0.0.1:{server.ports['SERVICE_GRPC_PORT']}")
-        self.client.start_stream(lambda result, error: self.answers.put((result, error)))
-
-    def ask(self, fields):
-        self.client.async_stream_infer("model", grpc_request(fields), request_id=str(fields.get("req_id")))
-
-    def next(self):
-        result, error = self.answers.get(timeout=120)
-        assert error is None, error
-        return json.loads(result.as_numpy("OUT")[0])
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.client.stop_stream(cancel_requests=True)
-        self.client.close()
-
-
-def facts(server):
-    """What the model says of itself, without a request in the way."""
-    with GrpcStream(server) as stream:
-        stream.ask({"probe": True})
-        return stream.next()[0]
-
-
-def wait_until_idle(server, seconds=60):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        state = facts(server)
-        if not (state["num_open"] or state["num_running"] or state["num_waiting"] or state["num_blocks_held"]):
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"still busy: {state}")
 
 
 # --- the main job -----------------------------------------------------------------------------------------------
@@ -185,14 +125,21 @@ def test_both_base_urls_answer_the_openai_client(server):
 def test_grpc_streams_the_same_answer_as_http(server):
     fields = {"text": "What is the capital of Japan?", "req_id": "g1", "max_dec_len": 64, "temperature": 0}
     with GrpcStream(server) as stream:
-        stream.ask(fields)
-        answers = []
-        while not answers or not answers[-1]["is_end"]:
-            (answer,) = stream.next()
-            answers.append(answer)
+        answers = stream.lines(fields)
     _, over_http = post(server, "/v1/chat/completions", fields | {"req_id": "g2"})
     assert "".join(answer["token"] for answer in answers) == over_http["result"]
     assert "Tokyo" in over_http["result"]
+
+
+def test_one_grpc_stream_may_have_many_requests_at_once(server):
+    with GrpcStream(server) as stream:
+        for name in range(20):
+            stream.ask({"req_id": f"many-{name}", "text": f"What is {name} plus 5?", "max_dec_len": 12})
+        ended = []
+        while len(ended) < 20:
+            [answer] = stream.next()
+            ended += [answer["req_id"]] * answer["is_end"]
+        assert sorted(ended) == sorted(f"many-{name}" for name in range(20))
 
 
 def test_seeded_sampling_repeats_itself_and_seed_zero_is_a_seed(server):
@@ -226,10 +173,7 @@ def several_answers(server, client, n):
     yield body["input_ids"], ["".join(tokens) for tokens in of_each]
     with GrpcStream(server) as stream:
         body = fields()
-        stream.ask(body)
-        answers = [stream.next()[0]]
-        while not answers[-1]["is_end"]:
-            answers += stream.next()
+        answers = stream.lines(body)
     whole = {each["index"]: each["tokens_all"] for each in answers if "finish_reason" in each}
     yield body["input_ids"], [whole[index] for index in range(n)]
     extra = {"ignore_eos": options.pop("ignore_eos")}
@@ -296,25 +240,8 @@ def test_a_stop_string_ends_the_text_before_itself(client):
 # --- what must hold ---------------------------------------------------------------------------------------------
 
 
-def long_answers(server, count, seed=0, length=96):
-    """Requests whose answers take a while: greedy and seeded, forced to their full length."""
-    rng = random.Random(seed)
-    return [
-        {
-            "text": f"Tell me a short story. {rng.randint(0, 999)}",
-            "max_dec_len": length,
-            "ignore_eos": True,
-            "stream": True,
-            "temperature": 0 if index % 2 else 8.0,
-            "seed": index,
-            "req_id": f"long-{seed}-{index}-{time.monotonic_ns()}",
-        }
-        for index in range(count)
-    ]
-
-
 def test_a_killed_engine_costs_a_pause_and_not_a_token(server):
-    bodies = long_answers(server, 16, length=400)
+    bodies = long_answers(16, length=400)
 
     def tokens(body):
         *_, last = stream_lines(server, body | {"req_id": body["req_id"] + str(time.monotonic_ns())})
@@ -335,7 +262,7 @@ def test_a_killed_engine_costs_a_pause_and_not_a_token(server):
 
 def test_a_hundred_clients_that_leave_hold_nothing(server):
     rng = random.Random(1)
-    bodies = long_answers(server, 100, seed=2)
+    bodies = long_answers(100, seed=2)
 
     def leave(body):
         connection = http.client.HTTPConnection("127.0.0.1", server.ports["SERVICE_HTTP_PORT"], timeout=120)
@@ -353,7 +280,7 @@ def test_a_hundred_clients_that_leave_hold_nothing(server):
 
 
 def test_answers_do_not_depend_on_company(server):
-    bodies = [body | {"stream": False} for body in long_answers(server, 24, seed=3)]
+    bodies = [body | {"stream": False} for body in long_answers(24, seed=3)]
 
     def tokens(body):
         return post(server, "/v1/chat/completions", body | {"req_id": f"{body['req_id']}-{time.monotonic_ns()}"})[1][
@@ -366,157 +293,24 @@ def test_answers_do_not_depend_on_company(server):
     assert together[:6] == alone
 
 
-# --- bad input --------------------------------------------------------------------------------------------------
-
-BAD_BODIES = [
-    (b"{", 400, "not valid JSON"),
-    (b"[]", 400, "JSON object"),
-    ({}, 400, ""),
-    ({"text": ""}, 400, "`text`"),
-    ({"text": 3}, 400, "`text`"),
-    ({"text": "hi", "max_dec_len": -1}, 400, "`max_dec_len`"),
-    ({"text": "hi", "max_dec_len": "9"}, 400, "`max_dec_len`"),
-    ({"text": "hi", "max_dec_len": 10**9}, 400, "MAX_DEC_LEN"),
-    ({"text": "hi", "min_dec_len": 9, "max_dec_len": 3}, 400, "min_dec_len"),
-    ({"text": "hi", "topp": 1.5}, 400, "`topp`"),
-    ({"text": "hi", "temperature": -1}, 400, "`temperature`"),
-    ({"text": "hi", "topp": 0.5, "top_p": 0.5}, 400, "top_p"),
-    ({"text": "hi", "max_declen": 5}, 400, "max_dec_len"),
-    ({"input_ids": [1, -5]}, 400, "`input_ids`"),
-    ({"input_ids": [10**6]}, 400, "vocabulary"),
-    ({"input_ids": []}, 400, "`input_ids`"),
-    ({"messages": [], "req_id": "x"}, 400, "`messages`"),
-    ({"messages": [{"role": "user"}], "req_id": "x"}, 400, "content"),
-    ({"text": "word " * 9000, "max_dec_len": 5}, 400, "the model(4096)"),
-    ({"text": "hi", "stop_sequences": [""]}, 400, "`stop_sequences`"),
-    ({"text": "hi", "logit_bias": {"x": 1}}, 400, "`logit_bias`"),
-    ({"text": "hi", "stream": "yes"}, 400, "`stream`"),
-]
-
-
-@pytest.mark.parametrize(("body", "status", "named"), BAD_BODIES, ids=range(len(BAD_BODIES)))
-def test_bad_input_is_refused_with_a_reason_and_the_server_goes_on(server, body, status, named):
-    given, answer = post(server, "/v1/chat/completions", body)
-    text = json.dumps(answer)
-    assert given == status, text
-    assert named in text
-    assert post(server, "/v1/chat/completions", {"messages": CHAT, "max_dec_len": 4, "req_id": "after"})[0] == 200
-
-
-def test_a_huge_body_is_refused(server):
-    assert post(server, "/v1/chat/completions", b'{"text": "' + b"x" * (17 << 20) + b'"}')[0] == 413
-
-
-def test_openai_errors_have_openais_shape(client):
-    with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(model="demo", messages=CHAT, temperature=-1)
-    assert "temperature" in refused.value.message
-
-
-def test_a_duplicate_req_id_is_refused_while_the_first_goes_on(server):
-    first = long_answers(server, 1, seed=5, length=1000)[0]
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(stream_lines, server, first)
-        deadline = time.monotonic() + 60
-        while not facts(server)["num_open"] and time.monotonic() < deadline:
-            pass
-        status, answer = post(server, "/v1/chat/completions", first | {"stream": False})
-        assert (status, answer["error_type"]) == (409, "duplicate_request")
-        assert running.result()[-1]["finish_reason"] == "length"
-
-
-def test_grpc_errors_are_bare_objects(server):
-    with GrpcStream(server) as stream:
-        stream.ask({"req_id": "e1", "text": ""})
-        answer = stream.next()
-        assert answer["error_code"] == 400 and answer["req_id"] == "e1" and "cannot be empty" in answer["error_msg"]
-        assert (answer["is_end"], answer["token"], answer["error_field"]) == (1, "", "text")
-        stream.ask({"req_id": "e2", "text": "Hi", "max_dec_len": 2})
-        [line] = stream.next()
-        assert (line["req_id"], line["error_msg"], line["error_code"]) == ("e2", "", 0)
-
-
-def test_tritonclient_finds_what_is_open_and_is_told_of_what_is_not(server):
-    with triton.InferenceServerClient(server.grpc_url) as client:
-        assert client.is_server_live() and client.is_server_ready() and client.is_model_ready("model")
-        assert client.get_server_metadata().name == "triton"
-        assert client.get_model_metadata("model").inputs[0].name == "IN"
-        assert client.get_model_config("model").config.model_transaction_policy.decoupled
-        assert client.get_inference_statistics("model").model_stats[0].inference_stats.success.count
-        with pytest.raises(triton_errors.InferenceServerException, match="unknown model: 'other' is not found"):
-            client.get_model_metadata("other")
-        with pytest.raises(triton_errors.InferenceServerException, match="decoupled transaction policy"):
-            client.infer("model", grpc_request({"req_id": "x", "text": "Hi"}))
-        with pytest.raises(triton_errors.InferenceServerException, match="does not have this method"):
-            client.register_system_shared_memory("mine", "/llm_server", 64)
-
-
-def test_one_grpc_stream_may_have_many_requests_at_once(server):
-    with GrpcStream(server) as stream:
-        for name in range(20):
-            stream.ask({"req_id": f"many-{name}", "text": f"What is {name} plus 5?", "max_dec_len": 12})
-        ended = []
-        while len(ended) < 20:
-            [answer] = stream.next()
-            ended += [answer["req_id"]] * answer["is_end"]
-        assert sorted(ended) == sorted(f"many-{name}" for name in range(20))
-
-
-def test_a_full_queue_is_an_error_and_every_accepted_request_is_answered(tmp_path):
-    env = {"BATCH_SIZE": "2", "MAX_CACHED_TASK_NUM": "3"}
-    env["PUSH_MODE_HTTP_WORKERS"] = "2"
-    with running_server(tmp_path, env) as server:
-        statuses = []
-        bodies = [body | {"stream": False} for body in long_answers(server, 30, seed=7)]
-        with ThreadPoolExecutor(30) as pool:
-            for status, answer in pool.map(lambda body: post(server, "/v1/chat/completions", body), bodies):
-                statuses.append(status)
-                if status == 429:
-                    assert "at most MAX_CACHED_TASK_NUM(3) may" in answer["error_msg"]
-        assert set(statuses) == {200, 429}
-        assert statuses.count(200) >= 5
-        wait_until_idle(server)
-
-
-def test_without_an_http_port_grpc_is_served_alone(tmp_path):
-    env = {"SERVICE_HTTP_PORT": "-1", "DISABLE_STREAMING": "1"}
-    with running_server(tmp_path, env) as server, GrpcStream(server) as stream:
-        stream.ask({"text": "What is the capital of Italy?", "req_id": "only", "max_dec_len": 64, "temperature": 0})
-        (answer,) = stream.next()  # in one piece, as DISABLE_STREAMING says
-        assert answer["is_end"] == 1 and "Rome" in answer["tokens_all"]
-        with pytest.raises(ConnectionRefusedError):
-            get(server.ports["SERVICE_HTTP_PORT"], "/health")
-        assert "SERVICE_HTTP_PORT" not in state_of(server).ports
-        assert "HTTP " not in server.command("start_server").stdout  # it says what runs
-
-
 # --- operators --------------------------------------------------------------------------------------------------
 
 
-def get(port, path):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    with contextlib.closing(connection):
-        connection.request("GET", path)
-        response = connection.getresponse()
-        return response.status, response.read().decode()
-
-
 def test_health_answers_on_its_own_port(server):
-    for path in ("/v2/health/live", "/v2/health/ready"):
-        assert get(server.ports["HEALTH_HTTP_PORT"], path) == (200, "")
+    for what in ("live", "ready"):
+        assert health_of(server, what) == (200, "")
 
 
 def test_metrics_are_on_tritons_page(server):
     post(server, "/v1/chat/completions", {"messages": CHAT, "max_dec_len": 16})
-    deadline = time.monotonic() + 60
     names = ("llm_generated_tokens_total", "llm_time_to_first_token_seconds_bucket", "llm_kv_blocks",
              "llm_engine_restarts_total", "inference_server_metrics", "nv_trt_llm_kv_cache_block_metrics")  # fmt: skip
-    while time.monotonic() < deadline:
+
+    def missing():
         page = get(server.ports["METRICS_HTTP_PORT"], "/metrics")[1]
-        if all(name in page for name in names):
-            return
-        time.sleep(0.2)
-    raise AssertionError([name for name in names if name not in page])
+        return [name for name in names if name not in page]
+
+    wait_until(lambda: not missing(), missing)
 
 
 def test_prompts_do_not_reach_the_logs(server):
@@ -529,29 +323,16 @@ def test_prompts_do_not_reach_the_logs(server):
             assert secret not in path.read_text(errors="replace"), path
 
 
-def test_an_engine_that_keeps_dying_fails_requests_and_readiness(tmp_path):
-    env = {"ENGINE_MAX_CRASHES": "2"}
-    with running_server(tmp_path, env) as server:
-        done = threading.Event()
-
-        def kill_on():
-            while not done.wait(0.05):
-                with contextlib.suppress(LookupError, ProcessLookupError):
-                    os.kill(server.pid_of("engine"), signal.SIGKILL)
-
-        killer = threading.Thread(target=kill_on)
-        killer.start()
-        try:
-            body = long_answers(server, 1)[0] | {"stream": False}
-            status, answer = post(server, "/v1/chat/completions", body)
-            assert (status, answer["error_type"]) == (503, "engine_unavailable")
-            deadline = time.monotonic() + 60  # an answer may be a moment old
-            while get(server.ports["HEALTH_HTTP_PORT"], "/v2/health/ready")[0] != 503:
-                assert time.monotonic() < deadline
-            assert get(server.ports["HEALTH_HTTP_PORT"], "/v2/health/live")[0] == 200
-        finally:
-            done.set()
-            killer.join()
+def test_without_an_http_port_grpc_is_served_alone(tmp_path):
+    env = {"SERVICE_HTTP_PORT": "-1", "DISABLE_STREAMING": "1"}
+    with running_server(tmp_path, env) as server, GrpcStream(server) as stream:
+        stream.ask({"text": "What is the capital of Italy?", "req_id": "only", "max_dec_len": 64, "temperature": 0})
+        (answer,) = stream.next()  # in one piece, as DISABLE_STREAMING says
+        assert answer["is_end"] == 1 and "Rome" in answer["tokens_all"]
+        with pytest.raises(ConnectionRefusedError):
+            get(server.ports["SERVICE_HTTP_PORT"], "/health")
+        assert "SERVICE_HTTP_PORT" not in state_of(server).ports
+        assert "HTTP " not in server.command("start_server").stdout  # it says what runs
 
 
 # --- the README -------------------------------------------------------------------------------------------------

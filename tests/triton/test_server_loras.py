@@ -14,11 +14,10 @@ import pytest
 
 from tests.lora_adapters import make_adapter
 from tests.server import ROOT, a_server, running_server
-from tests.triton.test_server import GrpcStream, post
+from tests.triton.asking import CHAT, GrpcStream, post
 
 DEMO = ROOT / "demo_model"
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
-NATIVE = {"messages": QUESTION, "temperature": 0, "max_dec_len": 20, "ignore_eos": True}
+NATIVE = {"messages": CHAT, "temperature": 0, "max_dec_len": 20, "ignore_eos": True}
 LONG = {"temperature": 0, "max_tokens": 400, "extra_body": {"ignore_eos": True}}
 
 
@@ -46,7 +45,7 @@ class Answer(Thread):
         self.start()
 
     def run(self):
-        stream = self._client.chat.completions.create(model=self._model, messages=QUESTION, stream=True, **LONG)
+        stream = self._client.chat.completions.create(model=self._model, messages=CHAT, stream=True, **LONG)
         for chunk in stream:
             self.text += chunk.choices[0].delta.content or ""
 
@@ -62,7 +61,6 @@ def load(server, name):
 
 
 def change(server, kind, **body):
-
     request = urllib.request.Request(f"{server.http_url}/v1/{kind}_lora_adapter", json.dumps(body).encode())
     with urllib.request.urlopen(request, timeout=120) as response:
         return response.read().decode()
@@ -80,14 +78,14 @@ def test_requests_of_the_model_and_of_two_adapters_are_answered_together_as_alon
     assert len(set(alone.values())) == 3 and "Paris" in alone["default"]
     together = [(model, Answer(client, model)) for model in models * 4]
     assert all(answer.whole() == alone[model] for model, answer in together)
-    status, message = post(server, "/v1/messages", {"model": "one", "messages": QUESTION, "max_tokens": 20})
+    status, message = post(server, "/v1/messages", {"model": "one", "messages": CHAT, "max_tokens": 20})
     assert status == 200 and message["model"] == "one"
     _, native = post(server, "/v1/completions", {**NATIVE, "lora_name": "two"})
     assert alone["two"].startswith(native["result"]) and native["result"]
     with pytest.raises(
         openai.NotFoundError, match=r'The `model` "gpt-4" is none that is loaded, there are \[one, two\]'
     ):
-        client.chat.completions.create(model="gpt-4", messages=QUESTION)
+        client.chat.completions.create(model="gpt-4", messages=CHAT)
     assert change(server, "unload", lora_name="two") == "Success: LoRA adapter 'two' removed successfully."
 
 
@@ -100,7 +98,7 @@ def test_adapters_come_and_go_while_others_and_their_own_answers_stream(server, 
     change(server, "unload", lora_name="one")
     three = Answer(client, "three")
     with pytest.raises(openai.NotFoundError, match=r"there are \[three\]"):
-        client.chat.completions.create(model="one", messages=QUESTION)
+        client.chat.completions.create(model="one", messages=CHAT)
     for model, answer in running:
         assert answer.whole() == expected[model]
     with GrpcStream(server) as stream:

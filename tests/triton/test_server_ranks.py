@@ -14,8 +14,9 @@ import pytest
 
 from server_scripts.child import MAX_STOPPED_S
 from server_scripts.run_dir import children_of
+from tests.patience import wait_until
 from tests.server import is_alive, running_server
-from tests.triton.test_server import facts, post, wait_until_idle
+from tests.triton.asking import facts, post, wait_until_idle
 
 NUM_STREAMS = 8
 
@@ -73,9 +74,6 @@ def test_a_rank_that_is_stopped_while_nothing_runs_is_noticed(server, undisturbe
     """By the supervisor: the engine only would when it has something to compute."""
     restarts, [rank] = facts(server)["num_restarts"], children_of(server.pid_of("engine"))
     os.kill(rank, signal.SIGSTOP)
-    stopped_at = time.monotonic()
-    while is_alive(rank):
-        assert time.monotonic() < stopped_at + MAX_STOPPED_S + 5
-        time.sleep(0.2)
+    wait_until(lambda: not is_alive(rank), patience_s=MAX_STOPPED_S + 5)
     assert ask(server, 0) == undisturbed[0]
     assert facts(server)["num_restarts"] == restarts + 1

@@ -9,16 +9,15 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from engine.settings.processes import TRITON_FOLDER
-from tests.server import a_server, is_clean, state_of
+from tests.patience import wait_until
+from tests.server import ROOT, a_server, is_clean, state_of
 
-ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 60.0
 START = [sys.executable, "-m", "server_scripts.start"]
 
@@ -34,60 +33,63 @@ def server(tmp_path):
 @contextmanager
 def starting(server, *arguments, command=START, stdout=None):
     """A start_server that has not ended, with its output in start.out, or in `stdout`."""
-    with (server.run_dir.parent / "start.out").open("w+") as out:
+    with (server.run_dir.parent / "start.out").open("w") as out:
         process = subprocess.Popen([*command, *arguments], env=server.env, cwd=ROOT, stdout=stdout or out, stderr=out)
         try:
-            yield process, out
+            yield process
         finally:
             process.kill()
             process.wait()
 
 
-def wait_until(condition, out):
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, Path(out.name).read_text()
-        time.sleep(0.02)
+def output_of(server):
+    return (server.run_dir.parent / "start.out").read_text()
+
+
+def wait_for(server, phase, num_processes=0):
+    """-> the state that says so, of a start with this many processes at least."""
+
+    def found():
+        state = state_of(server)
+        return state and state.phase == phase and len(state.processes) >= num_processes and state
+
+    return wait_until(found, lambda: output_of(server))
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_during_the_start_leaves_nothing(server, number, status):
-    with starting(server) as (process, out):
-        wait_until(lambda: (state := state_of(server)) and state.phase == "starting" and state.processes, out)
-        state = state_of(server)
+    with starting(server) as process:
+        state = wait_for(server, "starting", 1)
         process.send_signal(number)
         assert process.wait(TIMEOUT_S) == status
         assert is_clean(server, state)
-        assert "interrupted, nothing is left running" in Path(out.name).read_text()
+        assert "interrupted, nothing is left running" in output_of(server)
 
 
 def test_a_second_signal_during_the_start_leaves_nothing_either(server):
-    with starting(server) as (process, out):
-        wait_until(lambda: (state := state_of(server)) and state.phase == "starting" and len(state.processes) > 1, out)
-        state = state_of(server)
+    with starting(server) as process:
+        state = wait_for(server, "starting", 2)
         process.send_signal(signal.SIGINT)
-        wait_until(lambda: (now := state_of(server)) is None or now.phase == "stopping", out)
+        wait_until(lambda: (now := state_of(server)) is None or now.phase == "stopping")
         process.send_signal(signal.SIGINT)
         assert process.wait(TIMEOUT_S) == 130
         assert is_clean(server, state)
 
 
 def test_ctrl_c_in_the_demo_leaves_nothing_and_no_traceback(server):
-    with starting(server, command=[sys.executable, "-m", "server_scripts.demo"]) as (process, out):
-        wait_until(lambda: (state := state_of(server)) and state.phase == "starting" and state.processes, out)
-        state = state_of(server)
+    with starting(server, command=[sys.executable, "-m", "server_scripts.demo"]) as process:
+        state = wait_for(server, "starting", 1)
         process.send_signal(signal.SIGINT)
         assert process.wait(TIMEOUT_S) == 128 + signal.SIGTERM
         assert is_clean(server, state)
-        assert "Traceback" not in Path(out.name).read_text()
+        assert "Traceback" not in output_of(server)
 
 
 def test_a_start_that_is_killed_takes_the_server_with_it(server):
-    with starting(server) as (process, out):
-        wait_until(lambda: (state := state_of(server)) and state.phase == "starting" and state.processes, out)
-        state = state_of(server)
+    with starting(server) as process:
+        state = wait_for(server, "starting", 1)
         process.kill()
-        wait_until(lambda: is_clean(server, state), out)
+        wait_until(lambda: is_clean(server, state))
 
 
 def test_an_engine_that_cannot_start_fails_the_start_with_its_log(server):
@@ -110,29 +112,28 @@ def test_a_supervisor_that_breaks_fails_the_start_and_says_why(server):
 
 def test_the_foreground_ends_with_0_and_copies_the_logs(server):
     server.env["OUTPUT_LOG_TO_CONSOLE"] = "1"
-    with starting(server, "--foreground") as (process, out):
-        wait_until(lambda: (state := state_of(server)) and state.phase == "ready", out)
-        state = state_of(server)
+    with starting(server, "--foreground") as process:
+        state = wait_for(server, "ready")
         assert state.supervisor.pid == process.pid
         process.send_signal(signal.SIGTERM)
         assert process.wait(TIMEOUT_S) == 0
         assert is_clean(server, state)
-        text = Path(out.name).read_text()
+        text = output_of(server)
     assert re.search(r"^\[engine\] .*ready: \d+ blocks", text, re.M)
     assert re.search(r"^\[tritonserver\] .*Started GRPCInferenceService", text, re.M)
 
 
 def test_a_terminal_that_stands_still_holds_up_no_restart_and_no_end(server):
     read_fd, write_fd = os.pipe()
-    with starting(server, "--foreground", stdout=write_fd) as (process, out):
-        wait_until(lambda: (state := state_of(server)) and state.phase == "ready", out)
+    with starting(server, "--foreground", stdout=write_fd) as process:
+        wait_for(server, "ready")
         with open(f"/proc/self/fd/{write_fd}", "wb", opener=nonblocking, buffering=0) as again:
             while again.write(b"x"):
                 pass
         for _ in range(2):
             before = server.pid_of("health")
             os.kill(before, signal.SIGKILL)
-            wait_until(lambda before=before: pid_now(server, "health") not in (None, before), out)
+            wait_until(lambda before=before: pid_now(server, "health") not in (None, before))
         process.send_signal(signal.SIGTERM)
         assert process.wait(TIMEOUT_S) == 0
     os.close(read_fd)
@@ -152,9 +153,8 @@ def test_process_1_of_a_container_reaps_and_stops(server):
     isolate = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
     if not shutil.which("unshare") or subprocess.run([*isolate, "true"], capture_output=True).returncode:
         pytest.skip("unshare cannot make a process namespace here")
-    with starting(server, "--foreground", command=[*isolate, *START]) as (process, out):
-        wait_until(lambda: (state := state_of(server)) and state.phase == "ready", out)
-        assert state_of(server).supervisor.pid == 1
+    with starting(server, "--foreground", command=[*isolate, *START]) as process:
+        assert wait_for(server, "ready").supervisor.pid == 1
         [supervisor] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         os.kill(int(supervisor), signal.SIGTERM)
         assert process.wait(TIMEOUT_S) == 0

@@ -14,15 +14,14 @@ import time
 import urllib.request
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tritonclient.grpc as triton_client
 
 from server_scripts.health import ENGINE_SILENT_S
 from server_scripts.run_dir import RunDir
+from tests.patience import wait_until
 from tests.server import a_server, is_alive, is_clean, pids_of, running_server, state_of
-
-TIMEOUT_S = 60.0
+from tests.triton.asking import grpc_request, health_of
 
 
 @pytest.fixture
@@ -129,9 +128,7 @@ class GrpcStream:
         self._client.start_stream(self._note)
         body = {"text": "Tell me", "req_id": str(number), "ignore_eos": True, "temperature": 0}
         body |= {"max_dec_len": max_dec_len, "min_dec_len": max_dec_len, **more}
-        tensor = triton_client.InferInput("IN", [1], "BYTES")
-        tensor.set_data_from_numpy(np.array([json.dumps([body])], dtype=np.object_))
-        self._client.async_stream_infer("model", [tensor])
+        self._client.async_stream_infer("model", grpc_request(body))
 
     def _note(self, result, error):
         if error:  # the stream's end: its request has had its own
@@ -241,13 +238,6 @@ def test_who_has_lost_a_gateway_worker_asks_again_and_goes_on_and_nothing_is_com
     assert settled(num_generated, running) - before < 3 * count + 30
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_stop_with_many_streams_gives_each_its_one_end_and_tritonserver_ends_by_itself(server):
     server.env.update({"DRAIN_TIMEOUT": "0.5", "BATCH_SIZE": "16", "MAX_DEC_LEN": "4000"})
     assert server.command("start_server").returncode == 0
@@ -264,24 +254,13 @@ def test_a_stop_with_many_streams_gives_each_its_one_end_and_tritonserver_ends_b
     assert "has not ended in time" not in (server.log_dir / "console.log").read_text()
 
 
-def status_of(server, what):
-    connection = http.client.HTTPConnection("127.0.0.1", server.ports["HEALTH_HTTP_PORT"], timeout=20)
-    with contextlib.closing(connection):
-        connection.request("GET", f"/v2/health/{what}")
-        response = connection.getresponse()
-        return response.status, response.read().decode()
-
-
 def test_a_stopped_engine_is_not_ready_long_before_it_is_ended_and_ready_when_it_goes_on(running):
-    assert [status_of(running, what)[0] for what in ("live", "ready", "started")] == [200, 200, 200]
+    assert [health_of(running, what)[0] for what in ("live", "ready", "started")] == [200, 200, 200]
     engine = running.pid_of("engine")
     os.kill(engine, signal.SIGSTOP)
-    stopped_at = time.monotonic()
-    while status_of(running, "ready")[0] == 200:
-        assert time.monotonic() - stopped_at < ENGINE_SILENT_S / 2
-        time.sleep(0.05)
-    assert "the engine has been silent for" in status_of(running, "ready")[1]
-    assert [status_of(running, what)[0] for what in ("live", "started")] == [200, 200]
+    wait_until(lambda: health_of(running, "ready")[0] != 200, patience_s=ENGINE_SILENT_S / 2)
+    assert "the engine has been silent for" in health_of(running, "ready")[1]
+    assert [health_of(running, what)[0] for what in ("live", "started")] == [200, 200]
     os.kill(engine, signal.SIGCONT)
-    wait_until(lambda: status_of(running, "ready")[0] == 200)
+    wait_until(lambda: health_of(running, "ready")[0] == 200)
     assert running.pid_of("engine") == engine

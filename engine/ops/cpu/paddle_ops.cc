@@ -17,6 +17,8 @@ using Tensors = std::vector<Tensor>;
 using Types = std::vector<DataType>;
 using Shapes = std::vector<Shape>;
 using OptionalTensor = paddle::optional<Tensor>;
+using OptionalType = paddle::optional<DataType>;
+using OptionalShape = paddle::optional<Shape>;
 
 const LlmKernels& kernels() {
   static const LlmKernels* chosen = [] {
@@ -69,9 +71,19 @@ T* writable(const Tensor& x) {
 int64_t half(int64_t size) { return size < 0 ? -1 : size / 2; }
 int64_t twice(int64_t size) { return size < 0 ? -1 : size * 2; }
 
-Types f32_type(const DataType&) { return kF32; }
-Types f32_type2(const DataType&, const DataType&) { return kF32; }
-Types f32_type3(const DataType&, const DataType&, const DataType&) { return kF32; }
+// What most ops make, whatever else they are given.
+template <class... Rest>
+Types f32(const Rest&...) {
+  return kF32;
+}
+template <class... Rest>
+Shapes as_first(const Shape& x, const Rest&...) {
+  return {x};
+}
+template <class... Rest>
+Shapes rows_by_rows(const Shape& x, const Shape& weight, const Rest&...) {
+  return {{x[0], weight[0]}};
+}
 
 // ---- embedding ----
 
@@ -120,7 +132,6 @@ Tensors rms_norm(const Tensor& x, const Tensor& weight, float epsilon) {
                      epsilon);
   return {y};
 }
-Shapes rms_norm_shape(const Shape& x, const Shape&, const float&) { return {x}; }
 
 // ---- add_rms_norm ----
 
@@ -151,9 +162,6 @@ Tensors head_norm(const Tensor& qkv, const Tensor& q_weight, const Tensor& k_wei
                       qkv.shape()[0], num_heads, num_kv_heads, head_dim, epsilon);
   return {y};
 }
-Shapes head_norm_shape(const Shape& qkv, const Shape&, const Shape&, const int&, const int&, const float&) {
-  return {qkv};
-}
 
 // ---- linear ----
 
@@ -167,10 +175,6 @@ Tensors linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias
                    y.data<float>(), rows, width, num_out);
   return {y};
 }
-Shapes linear_shape(const Shape& x, const Shape& weight, const paddle::optional<Shape>&) {
-  return {{x[0], weight[0]}};
-}
-Types linear_type(const DataType&, const DataType&, const paddle::optional<DataType>&) { return kF32; }
 
 // ---- linear_int8, linear_a8w8, linear_int4 ----
 
@@ -210,12 +214,6 @@ Tensors linear_int8(const Tensor& x, const Tensor& weight, const Tensor& scale, 
 Tensors linear_a8w8(const Tensor& x, const Tensor& weight, const Tensor& scale, const OptionalTensor& bias) {
   return of_bytes("linear_a8w8", kernels().linear_a8w8, x, {weight, scale, {}}, bias);
 }
-Shapes linear_of_bytes_shape(const Shape& x, const Shape& weight, const Shape&, const paddle::optional<Shape>&) {
-  return {{x[0], weight[0]}};
-}
-Types linear_of_bytes_type(const DataType&, const DataType&, const DataType&, const paddle::optional<DataType>&) {
-  return kF32;
-}
 
 Tensors linear_int4(const Tensor& x, const Tensor& weight, const Tensor& scale, const OptionalTensor& zero,
                     const OptionalTensor& bias) {
@@ -226,14 +224,6 @@ Tensors linear_int4(const Tensor& x, const Tensor& weight, const Tensor& scale, 
   need(op, "scale", scale, {num_out, width / 64}, {DataType::BFLOAT16});
   if (zero) need(op, "zero", *zero, {num_out, width / 64}, {DataType::BFLOAT16});
   return quantized(op, kernels().linear_int4, x, {weight, scale, zero}, bias);
-}
-Shapes linear_int4_shape(const Shape& x, const Shape& weight, const Shape&, const paddle::optional<Shape>&,
-                         const paddle::optional<Shape>&) {
-  return {{x[0], weight[0]}};
-}
-Types linear_int4_type(const DataType&, const DataType&, const DataType&, const paddle::optional<DataType>&,
-                       const paddle::optional<DataType>&) {
-  return kF32;
 }
 
 // ---- linear_fp8: made into a weight of bf16 ----
@@ -370,7 +360,6 @@ Tensors all_reduce(const Tensor& x) {
   PD_CHECK(!trouble, "all_reduce: ", trouble);
   return {y};
 }
-Shapes all_reduce_shape(const Shape& x) { return {x}; }
 
 Tensors all_gather(const Tensor& x, int num_ranks, int width) {
   need("all_gather", "x", x, {-1, -1}, kF32);
@@ -394,22 +383,22 @@ PD_BUILD_OP(llm_embedding)
     .Attrs({"first_id: int"})
     .SetKernelFn(PD_KERNEL(embedding))
     .SetInferShapeFn(PD_INFER_SHAPE(embedding_shape))
-    .SetInferDtypeFn(PD_INFER_DTYPE(f32_type2));
+    .SetInferDtypeFn(PD_INFER_DTYPE(f32<DataType, DataType>));
 
 PD_BUILD_OP(llm_gather_rows)
     .Inputs({"x", "rows"})
     .Outputs({"y"})
     .SetKernelFn(PD_KERNEL(gather_rows))
     .SetInferShapeFn(PD_INFER_SHAPE(gather_rows_shape))
-    .SetInferDtypeFn(PD_INFER_DTYPE(f32_type2));
+    .SetInferDtypeFn(PD_INFER_DTYPE(f32<DataType, DataType>));
 
 PD_BUILD_OP(llm_rms_norm)
     .Inputs({"x", "weight"})
     .Outputs({"y"})
     .Attrs({"epsilon: float"})
     .SetKernelFn(PD_KERNEL(rms_norm))
-    .SetInferShapeFn(PD_INFER_SHAPE(rms_norm_shape))
-    .SetInferDtypeFn(PD_INFER_DTYPE(f32_type2));
+    .SetInferShapeFn(PD_INFER_SHAPE(as_first<Shape, float>))
+    .SetInferDtypeFn(PD_INFER_DTYPE(f32<DataType, DataType>));
 
 PD_BUILD_OP(llm_add_rms_norm)
     .Inputs({"x", "residual", "weight"})
@@ -425,43 +414,43 @@ PD_BUILD_OP(llm_head_norm)
     .Outputs({"y"})
     .Attrs({"num_heads: int", "num_kv_heads: int", "epsilon: float"})
     .SetKernelFn(PD_KERNEL(head_norm))
-    .SetInferShapeFn(PD_INFER_SHAPE(head_norm_shape))
-    .SetInferDtypeFn(PD_INFER_DTYPE(f32_type3));
+    .SetInferShapeFn(PD_INFER_SHAPE(as_first<Shape, Shape, int, int, float>))
+    .SetInferDtypeFn(PD_INFER_DTYPE(f32<DataType, DataType, DataType>));
 
 PD_BUILD_OP(llm_linear)
     .Inputs({"x", "weight", paddle::Optional("bias")})
     .Outputs({"y"})
     .SetKernelFn(PD_KERNEL(linear))
-    .SetInferShapeFn(PD_INFER_SHAPE(linear_shape))
-    .SetInferDtypeFn(PD_INFER_DTYPE(linear_type));
+    .SetInferShapeFn(PD_INFER_SHAPE(rows_by_rows<OptionalShape>))
+    .SetInferDtypeFn(PD_INFER_DTYPE(f32<DataType, DataType, OptionalType>));
 
 PD_BUILD_OP(llm_linear_int8)
     .Inputs({"x", "weight", "scale", paddle::Optional("bias")})
     .Outputs({"y"})
     .SetKernelFn(PD_KERNEL(linear_int8))
-    .SetInferShapeFn(PD_INFER_SHAPE(linear_of_bytes_shape))
-    .SetInferDtypeFn(PD_INFER_DTYPE(linear_of_bytes_type));
+    .SetInferShapeFn(PD_INFER_SHAPE(rows_by_rows<Shape, OptionalShape>))
+    .SetInferDtypeFn(PD_INFER_DTYPE(f32<DataType, DataType, DataType, OptionalType>));
 
 PD_BUILD_OP(llm_linear_a8w8)
     .Inputs({"x", "weight", "scale", paddle::Optional("bias")})
     .Outputs({"y"})
     .SetKernelFn(PD_KERNEL(linear_a8w8))
-    .SetInferShapeFn(PD_INFER_SHAPE(linear_of_bytes_shape))
-    .SetInferDtypeFn(PD_INFER_DTYPE(linear_of_bytes_type));
+    .SetInferShapeFn(PD_INFER_SHAPE(rows_by_rows<Shape, OptionalShape>))
+    .SetInferDtypeFn(PD_INFER_DTYPE(f32<DataType, DataType, DataType, OptionalType>));
 
 PD_BUILD_OP(llm_linear_fp8)
     .Inputs({"x", "weight", "scale", paddle::Optional("bias")})
     .Outputs({"y"})
     .SetKernelFn(PD_KERNEL(linear_fp8))
-    .SetInferShapeFn(PD_INFER_SHAPE(linear_of_bytes_shape))
-    .SetInferDtypeFn(PD_INFER_DTYPE(linear_of_bytes_type));
+    .SetInferShapeFn(PD_INFER_SHAPE(rows_by_rows<Shape, OptionalShape>))
+    .SetInferDtypeFn(PD_INFER_DTYPE(f32<DataType, DataType, DataType, OptionalType>));
 
 PD_BUILD_OP(llm_linear_int4)
     .Inputs({"x", "weight", "scale", paddle::Optional("zero"), paddle::Optional("bias")})
     .Outputs({"y"})
     .SetKernelFn(PD_KERNEL(linear_int4))
-    .SetInferShapeFn(PD_INFER_SHAPE(linear_int4_shape))
-    .SetInferDtypeFn(PD_INFER_DTYPE(linear_int4_type));
+    .SetInferShapeFn(PD_INFER_SHAPE(rows_by_rows<Shape, OptionalShape, OptionalShape>))
+    .SetInferDtypeFn(PD_INFER_DTYPE(f32<DataType, DataType, DataType, OptionalType, OptionalType>));
 
 PD_BUILD_OP(llm_rotary_angles)
     .Inputs({"positions", "inv_freq"})
@@ -469,7 +458,7 @@ PD_BUILD_OP(llm_rotary_angles)
     .Attrs({"attention_scaling: float"})
     .SetKernelFn(PD_KERNEL(rotary_angles))
     .SetInferShapeFn(PD_INFER_SHAPE(rotary_angles_shape))
-    .SetInferDtypeFn(PD_INFER_DTYPE(f32_type2));
+    .SetInferDtypeFn(PD_INFER_DTYPE(f32<DataType, DataType>));
 
 PD_BUILD_OP(llm_paged_attention)
     .Inputs({"qkv", "cos_sin", "kv_cache", "query_starts", "context_lens", "block_tables"})
@@ -485,14 +474,14 @@ PD_BUILD_OP(llm_swiglu)
     .Outputs({"y"})
     .SetKernelFn(PD_KERNEL(swiglu))
     .SetInferShapeFn(PD_INFER_SHAPE(swiglu_shape))
-    .SetInferDtypeFn(PD_INFER_DTYPE(f32_type));
+    .SetInferDtypeFn(PD_INFER_DTYPE(f32<DataType>));
 
 PD_BUILD_OP(llm_all_reduce)
     .Inputs({"x"})
     .Outputs({"y"})
     .SetKernelFn(PD_KERNEL(all_reduce))
-    .SetInferShapeFn(PD_INFER_SHAPE(all_reduce_shape))
-    .SetInferDtypeFn(PD_INFER_DTYPE(f32_type));
+    .SetInferShapeFn(PD_INFER_SHAPE(as_first<>))
+    .SetInferDtypeFn(PD_INFER_DTYPE(f32<DataType>));
 
 PD_BUILD_OP(llm_all_gather)
     .Inputs({"x"})
@@ -500,4 +489,4 @@ PD_BUILD_OP(llm_all_gather)
     .Attrs({"num_ranks: int", "width: int"})
     .SetKernelFn(PD_KERNEL(all_gather))
     .SetInferShapeFn(PD_INFER_SHAPE(all_gather_shape))
-    .SetInferDtypeFn(PD_INFER_DTYPE(f32_type));
+    .SetInferDtypeFn(PD_INFER_DTYPE(f32<DataType>));

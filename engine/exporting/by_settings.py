@@ -1,4 +1,4 @@
-"""Which numbers an export keeps of a checkpoint, or may not have, because of what will run it."""
+"""What the settings ask of the export of a checkpoint, and which numbers it keeps because of what will run it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,22 @@ from engine.settings.config import Config
 from engine.settings.device import GPU, with_device
 
 
-def with_kept(checkpoint_dir: Path, options: ExportOptions, config: Config) -> ExportOptions:
+def options_of(config: Config, checkpoint_dir: Path) -> ExportOptions:
     """Where nothing else is asked for, 8-bit floats stay what they are on a GPU. Raises ConfigError."""
-    if options.dtype == "float16" and with_device(config).device != GPU:
+    if config.dtype == "float16" and with_device(config).device != GPU:
         raise ConfigError(
             "DTYPE or the model's name asks for float16, which only GPUs compute with: take bfloat16 or float32"
         )
+    options = ExportOptions(
+        config.dtype,
+        config.quant_type,
+        config.block_size,
+        num_ranks=config.mp_num,
+        ranks=config.machines.exported_ranks,
+        int8_cache=config.use_cache_kv_int8,
+        load_format=config.load_format,
+        hf_overrides=config.hf_overrides,
+    )
     is_free = (options.dtype, options.quant_type, options.load_format) == ("auto", "none", "auto")
     if not is_free or config.batch_invariant or not (checkpoint_dir / CONFIG).exists():
         return options

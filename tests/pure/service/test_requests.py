@@ -6,59 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine import wire
 from engine.errors import EngineUnavailable
-from engine.serving import readiness as readiness_module
 from engine.serving import reply as reply_module
 from engine.serving import service as service_module
-from engine.serving.options import ServiceOptions
 from engine.serving.prompt import PromptReader
-from engine.serving.service import Service
-from engine.settings.stopping import Stopping
 from tests.byte_tokenizer import EOS_ID
-from tests.pure.service_fakes import PATIENCE_S, FakeEngine, FakeSender, a_payload, wait_until
-
-
-@pytest.fixture(autouse=True)
-def short_waits(monkeypatch):
-    monkeypatch.setattr(service_module, "MIN_CANCEL_POLL_S", 0.002)
-
-
-@pytest.fixture
-def engine():
-    return FakeEngine()
-
-
-@pytest.fixture
-def make(tokenizer, engine):
-    """A service on the fake engine. Every sender that `ask` makes is checked in the end."""
-    services, senders = [], []
-
-    def make(checked=True, **options):
-        reader = PromptReader(tokenizer, vocab_size=400, model_len=100, max_seq_len=80, max_dec_len=50)
-        service = Service(tokenizer, reader, engine, ServiceOptions(**options))
-
-        def ask(prompt=(1, 2), req_id="a", before_send=lambda fields, final: None, **fields):
-            sender = FakeSender(before_send)
-            senders.append(sender)
-            service.submit(a_payload(req_id=req_id, input_ids=list(prompt), **fields), sender)
-            return sender
-
-        service.ask = ask
-        services.extend([service] * checked)
-        return service
-
-    yield make
-    for service in services:
-        service.close(drain_s=0)
-        assert service.num_open == 0
-    for sender in senders:
-        assert sender.final
-
-
-@pytest.fixture
-def service(make):
-    return make()
+from tests.patience import PATIENCE_S, wait_until
+from tests.pure.service_fakes import FakeSender, a_payload, answer_to
 
 
 def test_a_request_is_answered_as_its_tokens_come(service, engine):
@@ -171,29 +125,23 @@ def test_a_request_that_has_waited_for_too_long_is_ended_by_the_engine_with_429(
     assert begun.final["tokens_all"] == "ab"
 
 
-def an_abort(service, req_id, **owner):
-    sender = FakeSender()
-    service.submit(a_payload(abort=req_id, **({"_owner": owner} if owner else {})), sender)
-    return sender.final
-
-
 def test_an_aborted_request_ends_with_499_and_the_engine_forgets_it(service, engine):
     running = service.ask([1], "a")
     engine.give([1], b"x")
-    assert an_abort(service, "a") == {"is_end": 1, "req_id": "a", "aborted": True}
+    assert answer_to(service, abort="a") == {"is_end": 1, "req_id": "a", "aborted": True}
     assert (running.final["error_code"], running.final["error_msg"]) == (499, "the request was aborted")
     wait_until(lambda: engine.listeners == {})
     wait_until(lambda: service.num_open == 0)
-    assert an_abort(service, "a")["aborted"] is False
-    assert an_abort(service, "")["error_code"] == 400
+    assert answer_to(service, abort="a")["aborted"] is False
+    assert answer_to(service, abort="")["error_code"] == 400
 
 
 def test_who_has_a_key_of_a_name_ends_their_own_requests_only(service, engine):
     running = service.ask([1], "a", _owner={"name": "alice"})
     engine.listener_of([1])
-    assert an_abort(service, "a", name="bob")["aborted"] is False
+    assert answer_to(service, abort="a", _owner={"name": "bob"})["aborted"] is False
     assert not running.is_over
-    assert an_abort(service, "a", name="alice")["aborted"] is True
+    assert answer_to(service, abort="a", _owner={"name": "alice"})["aborted"] is True
     assert running.final["error_code"] == 499
 
 
@@ -220,14 +168,6 @@ def test_where_a_request_stands_is_told_to_the_engine_and_a_key_cannot_be_made_m
         engine.give([number + 1], b"x", "length")
         assert sender.final
     assert engine.standings == [("", -3), ("a", 1), ("a", 2)]
-
-
-def test_metrics_are_told_with_a_probe_that_asks_for_them(service):
-    for probe, has_metrics in ((True, False), ("metrics", True)):
-        sender = FakeSender()
-        service.submit(a_payload(probe=probe), sender)
-        assert bool(sender.final["metrics"]) == has_metrics
-    assert ["llm_requests_running", "gauge", "Requests in the batch", [], 1, ""] in sender.final["metrics"]
 
 
 def test_a_machine_that_only_holds_ranks_refuses_and_names_the_one_that_serves(make, engine):
@@ -386,194 +326,3 @@ def test_an_error_of_the_engine_is_the_final_response(service, engine):
     listener.ended(EngineUnavailable("gone"))
     assert sender.final["error_msg"] == "gone"
     assert service.latency.num_ended == {"engine_unavailable": 1}
-
-
-# --- probes
-
-
-def probe(service):
-    sender = FakeSender()
-    service.submit(a_payload(probe=True), sender)
-    return sender.final
-
-
-def test_a_probe_tells_the_state_without_a_token(service, engine):
-    state = probe(service)
-    assert (state["ready"], state["reason"], state["is_end"]) == (True, "", 1)
-    assert (state["num_running"], state["num_blocks_held"], state["num_open"]) == (1, 2, 0)
-    assert (state["model_len"], state["max_seq_len"], state["max_dec_len"]) == (100, 80, 50)
-    assert engine.prompts == {}
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "reason"),
-    [
-        ("reason", "given up", "given up"),
-        ("silent_s", float("inf"), "the engine is starting"),
-        ("silent_s", 3.0, "the engine has been silent for 3 s"),
-        ("stats", {"step_age_s": 8.0, "step_limit_s": 7.0}, "the engine has been computing one step for 8 s"),
-        ("stats", {"step_age_s": 8.0, "step_limit_s": 0.1}, "the engine has been computing one step for 8 s"),
-        ("stats", {"step_age_s": 61.0, "step_limit_s": 90.0}, "the engine has been computing one step for 61 s"),
-        ("stats", {"step_age_s": 61.0}, "the engine has been computing one step for 61 s"),
-    ],
-)
-def test_a_probe_tells_why_the_model_is_not_ready(service, engine, field, value, reason):
-    setattr(engine, field, value)
-    state = probe(service)
-    assert (state["ready"], state["reason"]) == (False, reason)
-
-
-@pytest.mark.parametrize(
-    ("silent_s", "stats"),
-    [
-        (1.5, {}),
-        (0.1, {"step_age_s": 4.0, "step_limit_s": 0.1}),  # other processes may have had the cores
-        (0.1, {"step_age_s": 30.0, "step_limit_s": 40.0}),  # a long one, as it was to be expected
-        (0.1, {"step_age_s": 50.0, "step_limit_s": 0.0}),  # the first one ever
-    ],
-)
-def test_a_long_step_is_no_reason_not_to_be_ready(service, engine, silent_s, stats):
-    engine.silent_s, engine.stats = silent_s, stats
-    assert probe(service)["ready"]
-
-
-@pytest.fixture
-def busy_intake(service, monkeypatch):
-    """Every intake thread has a request that takes long; -> what ends that."""
-    gate, entered = threading.Event(), threading.Semaphore(0)
-    read = PromptReader.read
-    monkeypatch.setattr(
-        PromptReader, "read", lambda self, request: (entered.release(), gate.wait(PATIENCE_S), read(self, request))[2]
-    )
-    for number in range(service_module.NUM_INTAKE_THREADS):
-        service.ask([number], f"long {number}")
-        assert entered.acquire(timeout=PATIENCE_S)
-    yield gate
-    gate.set()
-    for number in range(service_module.NUM_INTAKE_THREADS):
-        service.client.give([number], b"a", "length")
-
-
-def test_a_probe_waits_for_no_request_that_is_read(service, busy_intake):
-    sender = FakeSender()
-    service.submit(wire.PROBE_PAYLOAD, sender)
-    assert sender.is_over and sender.final["ready"] is True
-
-
-def test_an_abort_waits_for_no_request_that_is_read_and_is_taken_in_by_a_full_server(service, engine, busy_intake):
-    engine.stats["num_waiting_tokens"] = 1 << 40
-    assert an_abort(service, "nobody's")["aborted"] is False
-    engine.stats["num_waiting_tokens"] = 0
-    sender = FakeSender()
-    service.submit(a_payload(text='so much of "abort"' + " more" * wire.request.MAX_URGENT_BYTES), sender)
-    assert not sender.is_over  # a long text waits for its turn, whatever it speaks of
-    sender.cancelled = True
-
-
-def test_a_request_whose_client_left_before_it_was_read_is_not_read(service, engine, busy_intake):
-    sender = FakeSender()
-    sender.cancelled = True
-    service.submit(b"[{ no json", sender)
-    busy_intake.set()
-    assert sender.final["error_type"] == "cancelled"
-
-
-def test_what_waits_to_be_read_counts_as_waiting(make, engine, monkeypatch):
-    gate, entered = threading.Event(), threading.Semaphore(0)
-    monkeypatch.setattr(service_module, "NUM_INTAKE_THREADS", 1)
-    service = make(max_running=1, max_waiting=2)
-    monkeypatch.setattr(
-        service_module.wire, "only_object", lambda payload: (entered.release(), gate.wait(PATIENCE_S), {})[2]
-    )
-    first = service.ask([1], "first")
-    assert entered.acquire(timeout=PATIENCE_S)
-    waiting = [service.ask([n], f"waits {n}") for n in range(3)]
-    refused = service.ask([9], "refused")
-    is_over = refused.is_over  # at once, not when its turn comes
-    gate.set()
-    assert (is_over, refused.final["error_code"], refused.final["error_type"]) == (True, 429, "overloaded")
-    assert {sender.final["error_code"] for sender in (first, *waiting)} == {400}
-
-
-# --- stopping
-
-
-def announce(path, stopping):
-    """All of it or nothing, as the supervisor does."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(stopping.text())
-    partial.replace(path)
-
-
-def test_an_announced_end_turns_readiness_off_then_refuses_then_ends_what_is_open(make, engine, tmp_path, monkeypatch):
-    path, now_s = tmp_path / "stopping", [100.0]
-    monkeypatch.setattr(readiness_module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    service = make(stopping_file=path, drain_s=1.0)
-    open_one = service.ask([1], "open")
-    engine.listener_of([1])
-    announce(path, Stopping(refuse_at=110.0))
-    wait_until(lambda: service.not_ready_reason() == "the server is stopping")
-    before = service.ask([2], "before")
-    engine.give([2], b"b", "length")
-    assert before.final["tokens_all"] == "b"
-    now_s[0] = 110.9
-    wait_until(lambda: service._readiness.is_draining)
-    assert service.ask([3], "after").final["error_msg"] == "the server is stopping"
-    time.sleep(0.02)  # it is asked all the time whether the time is up
-    assert not open_one.is_over
-    now_s[0] = 111.0
-    assert (open_one.final["error_code"], open_one.final["error_msg"]) == (503, "the server is stopping")
-    assert len(engine.cancelled) == 1
-    assert probe(service)["reason"] == "the server is stopping"
-
-
-def test_an_announced_end_may_say_why_and_when_what_is_open_is_ended(make, engine, tmp_path, monkeypatch):
-    path, now_s = tmp_path / "stopping", [100.0]
-    monkeypatch.setattr(readiness_module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    service = make(stopping_file=path, drain_s=1.0)
-    announce(path, Stopping(110.0, "another model comes", 115.0))
-    wait_until(lambda: service.not_ready_reason() == "another model comes")
-    open_one, short_one = service.ask([1], "open"), service.ask([2], "short")
-    engine.give([2], b"b", "length")
-    assert short_one.final["tokens_all"] == "b"
-    now_s[0] = 114.9  # later than `drain_s` after its beginning
-    wait_until(lambda: service._readiness.is_draining)
-    time.sleep(0.02)  # it is asked all the time whether the time is up
-    assert not open_one.is_over
-    now_s[0] = 115.0
-    assert open_one.final["error_msg"] == "another model comes"
-    assert service.ask([3], "late").final["error_msg"] == "another model comes"
-
-
-def test_a_stop_waits_for_open_requests_and_refuses_new_ones(service, engine):
-    open_one = service.ask([1], "open")
-    engine.listener_of([1])
-    stopping = threading.Thread(target=service.close, args=[PATIENCE_S])
-    stopping.start()
-    wait_until(lambda: service.not_ready_reason() == "the server is stopping")
-    late = service.ask([2], "late")
-    assert (late.final["error_code"], late.final["error_msg"]) == (503, "the server is stopping")
-    engine.give([1], b"ab", "length")
-    stopping.join(PATIENCE_S)
-    assert open_one.final["tokens_all"] == "ab"
-
-
-def test_a_stop_that_has_waited_long_enough_ends_what_is_open(service, engine):
-    senders = [service.ask([n], str(n)) for n in range(20)]
-    for n in range(20):
-        engine.listener_of([n])
-    service.close(drain_s=0.01)
-    assert {sender.final["error_msg"] for sender in senders} == {"the server is stopping"}
-    assert service.not_ready_reason() == "the server is stopping"
-
-
-@pytest.mark.parametrize("finish_reason", [None, "length"])
-def test_a_stream_that_takes_nothing_does_not_keep_the_server(make, engine, finish_reason, monkeypatch):
-    monkeypatch.setattr(service_module, "LAST_WORDS_S", 0.1)
-    service, gate = make(checked=False), threading.Event()
-    sender = FakeSender(lambda fields, final: gate.wait(PATIENCE_S))
-    service.submit(a_payload(req_id="a", input_ids=[1]), sender)
-    engine.give([1], b"a", finish_reason)
-    service.close(drain_s=0.01)
-    assert sender.sent == []  # it is still being sent
-    gate.set()

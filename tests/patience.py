@@ -1,0 +1,15 @@
+"""How long a test waits for what must come: only one that fails waits that long."""
+
+import time
+
+PATIENCE_S = 60
+
+
+def wait_until(condition, why_not=lambda: "it has not come true", patience_s=PATIENCE_S):
+    """-> what it came to, which is true. Looks again after a tenth of the time that it has waited."""
+    began = time.monotonic()
+    while not (value := condition()):
+        waited_s = time.monotonic() - began
+        assert waited_s < patience_s, why_not()
+        time.sleep(min(max(0.001, waited_s / 10), 0.02))
+    return value
