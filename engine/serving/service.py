@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 NUM_INTAKE_THREADS = 2
 NUM_SENDER_THREADS = 4
 MIN_CANCEL_POLL_S, MAX_CANCEL_POLL_S = 0.05, 0.5
-CANCEL_POLL_SHARE = 0.03  # of one core: the cores belong to the kernels
+CANCEL_POLL_SHARE = 0.01  # of one core: the cores belong to the kernels
 LAST_WORDS_S = 5.0  # at most, for the final responses of requests that a stop has ended
 
 

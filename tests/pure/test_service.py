@@ -314,7 +314,7 @@ def test_a_question_that_took_long_does_not_put_off_the_next_one_for_long(servic
     asked = threading.Event()
 
     def slowly():
-        time.sleep(1)  # of which CANCEL_POLL_SHARE is half a minute's
+        time.sleep(1)  # of which CANCEL_POLL_SHARE is more than a minute's
         asked.set()
         sender.is_cancelled = lambda: True
         return False
