@@ -58,6 +58,7 @@ from engine.wire.request import (
     req_id_of,
 )
 from engine.wire.schema import schema_of
+from engine.wire.shared import SHARE, SHARED, as_line, lines_of, shared_of
 from engine.wire.tokens import DETOKENIZE_FIELDS, TOKENIZE_FIELDS, Detokenized, Tokenized, checked
 
 __all__ = [
@@ -80,6 +81,8 @@ __all__ = [
     "PROBE_PAYLOAD",
     "QUESTIONS",
     "SCORE",
+    "SHARE",
+    "SHARED",
     "TIMES",
     "TOKENIZE",
     "TOKENIZE_FIELDS",
@@ -101,6 +104,7 @@ __all__ = [
     "TokenLogprob",
     "Tokenized",
     "Usage",
+    "as_line",
     "check_keys",
     "checked",
     "described",
@@ -108,6 +112,7 @@ __all__ = [
     "int_in",
     "json_object",
     "kind_of",
+    "lines_of",
     "may_be_urgent",
     "misspelt",
     "objects",
@@ -119,6 +124,7 @@ __all__ = [
     "read_answer",
     "req_id_of",
     "schema_of",
+    "shared_of",
     "shown",
     "to_follow",
     "with_owner",

@@ -1,5 +1,6 @@
 """The service between clients and engine: whatever happens, every request gets exactly one final response."""
 
+import json
 import threading
 import time
 from types import SimpleNamespace
@@ -297,6 +298,55 @@ def test_tokens_that_come_during_a_slow_send_are_merged_and_nobody_else_waits(se
     gate.set()
     assert slow.final["tokens_all"] == "abcdefg"
     assert [fields["token"] for fields, _ in slow.sent] == ["a", "bcdefg"]
+
+
+class Lines:
+    """A shared stream's sender."""
+
+    def __init__(self):
+        self.sent = []  # tag, fields
+        self.num_finals = 0
+
+    def send(self, payload, final):
+        assert not self.num_finals
+        for tag, line in wire.lines_of(payload):
+            [fields] = json.loads(line)
+            self.sent.append((tag, fields))
+        self.num_finals += final
+
+    def is_cancelled(self):
+        assert not self.num_finals
+        return False
+
+
+def test_requests_that_share_a_stream_have_their_last_responses_on_their_own(make, engine):
+    service, shared = make(), Lines()
+    service.submit(a_payload(**{wire.SHARE: "s"}), shared)
+    wait_until(lambda: service._shared._streams)
+    first = service.ask([1], "first", **{wire.SHARED: ["s", 7]})
+    second = service.ask([2], "second", **{wire.SHARED: ["s", 8]})
+    stranger = service.ask([3], "third", **{wire.SHARED: ["another", 7]})
+    for prompt in ([1], [2], [3]):
+        engine.give(prompt, b"a")
+    wait_until(lambda: len(shared.sent) == 2 and stranger.sent)
+    for prompt in ([1], [2], [3]):
+        engine.give(prompt, b"b", "length")
+    assert {(tag, fields["req_id"], fields["token"]) for tag, fields in shared.sent} == {
+        (7, "first", "a"),
+        (8, "second", "a"),
+    }
+    for sender in (first, second, stranger):
+        assert (sender.final["tokens_all"], sender.final["send_idx"]) == ("ab", 1)
+    assert [len(sender.sent) for sender in (first, second, stranger)] == [1, 1, 2]
+    service.close(0)
+    assert shared.num_finals == 1
+
+
+@pytest.mark.parametrize("place", [7, ["s"], ["s", "7"], [[], 7], {"s": 7}])
+def test_a_place_that_is_none_is_nowhere(service, engine, place):
+    sender = service.ask([1], **{wire.SHARED: place})
+    engine.give([1], b"a", "length")
+    assert sender.final["tokens_all"] == "a"
 
 
 def test_a_client_that_leaves_cancels_its_request(service, engine):
