@@ -342,6 +342,13 @@ def test_requests_that_share_a_stream_have_their_last_responses_on_their_own(mak
     assert shared.num_finals == 1
 
 
+def test_two_requests_of_one_place_are_answered_both(service, engine):
+    senders = [service.ask([n], f"{n}", **{wire.SHARED: ["s", 7]}) for n in (1, 2)]
+    for n in (1, 2):
+        engine.give([n], b"a", "length")
+    assert [sender.final["tokens_all"] for sender in senders] == ["a", "a"]
+
+
 @pytest.mark.parametrize("place", [7, ["s"], ["s", "7"], [[], 7], {"s": 7}])
 def test_a_place_that_is_none_is_nowhere(service, engine, place):
     sender = service.ask([1], **{wire.SHARED: place})
