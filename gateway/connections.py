@@ -91,6 +91,10 @@ class Connections:
         self.is_closed = False
         self.was_there_at = -COMING_BACK_S  # tritonserver, when it last took a request
 
+    @property
+    def num_running(self) -> int:
+        return sum(len(each.calls) for each in self._connections)
+
     @contextlib.contextmanager
     def infer(self, request: bytes) -> Iterator[Inference]:
         """Cancelled in the end, if it has not ended."""

@@ -15,6 +15,7 @@ from engine.errors import EngineUnavailable, RequestError, TimedOut
 from engine.wire.triton import infer_request, read_response
 from gateway.backend import ModelLost, timeout
 from gateway.connections import SERVICE, Connections, Inference
+from gateway.shared_stream import Arrivals, SharedStream
 from gateway.silence import Silence
 
 PROBE_TIMEOUT_S = 60.0  # whoever probes has a shorter one
@@ -26,9 +27,64 @@ class TritonBackend:
 
     def __init__(self, connections: Connections):
         self._connections = connections
+        self._shared: SharedStream | None = None
 
     def generate(self, body: dict[str, Any], timeout_s: float) -> AsyncGenerator[wire.Delta, None]:
+        if stream := self._stream_for(body):
+            return self._ask_sharing(stream, body, timeout_s)
         return cast("AsyncGenerator[wire.Delta, None]", self._ask(body, timeout_s))  # a probe alone has other answers
+
+    def _stream_for(self, body: dict[str, Any]) -> SharedStream | None:
+        """To share, where others run. Of several choices the last to end has to come last, and who goes on has tokens
+        that are not counted here: these do not share."""
+        if not self._connections.num_running or body.get("n") not in (None, 1) or body.get("resume_from") is not None:
+            return None
+        if self._shared is None or not self._shared.is_open:
+            self._shared = SharedStream(self._connections)
+        return self._shared
+
+    async def _ask_sharing(
+        self, stream: SharedStream, body: dict[str, Any], timeout_s: float
+    ) -> AsyncGenerator[wire.Delta, None]:
+        with stream.join(body) as (body, arrivals):
+            own = asyncio.create_task(self._forward(body, arrivals))
+            error = _silent(timeout_s)
+            silence = Silence(lambda: arrivals.fail(error), timeout_s)
+            try:
+                while True:
+                    answer = await arrivals.next()
+                    silence.ends()
+                    if isinstance(answer, wire.Failure):
+                        await own
+                        raise answer.error
+                    yield answer
+                    if answer.is_end:
+                        await own
+                        return
+                    silence.begins()
+            finally:
+                silence.close()
+                own.cancel()
+
+    async def _forward(self, body: dict[str, Any], arrivals: Arrivals) -> None:
+        """What comes on the request's own stream, its end above all."""
+        try:
+            with self._connections.infer(infer_request(body).SerializeToString()) as inference:
+                async with contextlib.aclosing(inference.responses()) as responses:
+                    async for response in responses:
+                        answer = _read(response)
+                        assert isinstance(answer, wire.Delta | wire.Failure)
+                        arrivals.put(answer)
+                        if answer.is_end:
+                            await _read_to_end(responses)
+                            return
+            raise ModelLost("the model ended the stream without a final response")
+        except asyncio.CancelledError:
+            if not self._connections.is_closed:
+                raise
+            arrivals.fail(EngineUnavailable("the gateway is stopping"))
+        except Exception as error:
+            arrivals.fail(error)
 
     async def _ask(self, body: dict[str, Any], timeout_s: float) -> AsyncGenerator[wire.Answer, None]:
         with self._connections.infer(infer_request(body).SerializeToString()) as inference:
@@ -53,8 +109,7 @@ class TritonBackend:
                 silence.begins()
         except asyncio.CancelledError:
             if silence.was_too_long:
-                text = "the model sent no response for {limit} s, the request is cancelled"
-                raise TimedOut(text, limit=float(timeout_s)) from None
+                raise _silent(timeout_s) from None
             if self._connections.is_closed:
                 raise EngineUnavailable("the gateway is stopping") from None
             raise
@@ -95,6 +150,10 @@ class TritonBackend:
 
     async def close(self) -> None:
         await self._connections.close()
+
+
+def _silent(timeout_s: float) -> TimedOut:
+    return TimedOut("the model sent no response for {limit} s, the request is cancelled", limit=float(timeout_s))
 
 
 def _read(response: bytes) -> wire.Answer:

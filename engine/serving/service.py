@@ -27,6 +27,7 @@ from engine.serving.prompt import PromptReader
 from engine.serving.readiness import Readiness
 from engine.serving.reply import Reply, Sender, Ways
 from engine.serving.resumption import Resumption
+from engine.serving.shared_streams import SharedStreams
 from engine.serving.stages import spans_of
 from engine.serving.state import state_of
 from engine.serving.tokens import answer_about_tokens
@@ -36,8 +37,9 @@ log = logging.getLogger(__name__)
 
 NUM_INTAKE_THREADS = 2
 NUM_SENDER_THREADS = 4
+MOST_TOGETHER = 64  # replies whose responses wait for one another on a shared stream
 MIN_CANCEL_POLL_S, MAX_CANCEL_POLL_S = 0.05, 0.5
-CANCEL_POLL_SHARE = 0.03  # of one core: the cores belong to the kernels
+CANCEL_POLL_SHARE = 0.01  # of one core: the cores belong to the kernels
 LAST_WORDS_S = 5.0  # at most, for the final responses of requests that a stop has ended
 
 
@@ -53,6 +55,7 @@ class Service:
         self._replies = OpenReplies()
         self._admission = Admission(client, self._replies, options)
         self.accounts = self._admission.accounts
+        self._shared = SharedStreams()
         self._resumption = Resumption(reader, self._replies, options.is_first_model)
         self._readiness = Readiness(client, options)
         self._ready: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()  # replies with something to send
@@ -106,6 +109,7 @@ class Service:
         deadline = time.monotonic() + LAST_WORDS_S
         while self._replies and time.monotonic() < deadline:  # the client has ended each of them, the senders say so
             time.sleep(0.005)
+        self._shared.close()
         for _ in range(NUM_SENDER_THREADS):
             self._ready.put(None)
         for thread in self._threads:
@@ -125,6 +129,11 @@ class Service:
             if body.get(wire.PROBE):
                 self._tell_state(sender, body[wire.PROBE] == wire.METRICS)
                 return
+            if isinstance(name := body.get(wire.SHARE), str):
+                self._shared.open(name, sender)
+                return
+            if shared := wire.shared_of(body):
+                sender = self._shared.join(*shared, sender)
             owner = wire.owner_of(body)
             if wire.LOAD_LORA in body:
                 self._loading.submit(self._load_lora, body, owner, sender, received)
@@ -217,8 +226,12 @@ class Service:
     # Sending
 
     def _send_forever(self) -> None:
+        num_sent = 0
         while (reply := self._ready.get()) is not None:
             reply.send_gathered(self.latency)
+            num_sent += 1
+            if num_sent % MOST_TOGETHER == 0 or self._ready.empty():
+                self._shared.flush()
 
     def _forget(self, reply: Reply) -> None:
         """Just before its final response, so that a client may use its req_id again as soon as it has that."""
@@ -235,6 +248,7 @@ class Service:
         wait, queue_s = MIN_CANCEL_POLL_S, self._options.queue_timeout_s
         while not self._closing.wait(wait):
             started = time.monotonic()
+            self._shared.end_unused()
             replies = self._replies.all()
             if self._readiness.is_time_up():
                 for reply in replies:

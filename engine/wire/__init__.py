@@ -58,4 +58,5 @@ from engine.wire.request import (
     req_id_of,
 )
 from engine.wire.schema import schema_of
+from engine.wire.shared import SHARE, SHARED, as_line, lines_of, shared_of
 from engine.wire.tokens import DETOKENIZE_FIELDS, TOKENIZE_FIELDS, Detokenized, Tokenized, checked

@@ -17,6 +17,7 @@ from engine.wire.fields import FIELDS
 from engine.wire.forms import FORMS, Form
 from engine.wire.loras import LORA_FIELDS
 from engine.wire.owner import OWNER
+from engine.wire.shared import SHARE
 
 PROBE = "probe"  # a request with this key set is answered at once with the ModelState, with METRICS also its metrics
 PROBE_PAYLOAD = b'[{"probe":true}]'  # so written, it is answered before all that waits to be read
@@ -24,7 +25,7 @@ METRICS = "metrics"
 ABORT = "abort"  # a request with this key set ends the one with the req_id that it holds, and is answered with Aborted
 MAX_URGENT_BYTES = 16 << 10  # of a probe or an abort: a req_id, however escaped
 TOKENIZE, DETOKENIZE = "tokenize", "detokenize"  # one with this key is answered with Tokenized or Detokenized
-QUESTIONS = (PROBE, ABORT, TOKENIZE, DETOKENIZE, *LORA_FIELDS)  # none of them asks for an answer of the model's
+QUESTIONS = (PROBE, ABORT, SHARE, TOKENIZE, DETOKENIZE, *LORA_FIELDS)  # none of them asks for an answer of the model's
 MAX_KEYS = 1000  # of a request, most of them none of ours
 MAX_UNKNOWN_KEYS = 100  # that are compared with ours
 MAX_MISSPELT_LEN = 40  # characters; a longer key is none of ours, and comparing it takes long
@@ -53,8 +54,8 @@ OF_TEMPLATE = ("tools", "documents", "add_generation_prompt", "continue_final_me
 
 
 def may_be_urgent(payload: bytes) -> bool:
-    """Whether it may be a probe or an abort, which wait for no other request; only reading it tells."""
-    return len(payload) <= MAX_URGENT_BYTES and any(b'"%s"' % key.encode() in payload for key in (PROBE, ABORT))
+    """Whether it may be a probe, an abort or a stream, which wait for no other request; only reading it tells."""
+    return len(payload) <= MAX_URGENT_BYTES and any(b'"%s"' % key.encode() in payload for key in (PROBE, ABORT, SHARE))
 
 
 @dataclass(frozen=True)

@@ -45,13 +45,16 @@ def as_string(payload: bytes) -> bytes:
 
 def read_response(response: service_pb2.ModelStreamInferResponse) -> wire.Answer:
     """What the model has sent, a failure, too. Raises EngineUnavailable when it is not the model's."""
+    return wire.read_answer(payload_of(response))
+
+
+def payload_of(response: service_pb2.ModelStreamInferResponse) -> bytes:
+    """Raises EngineUnavailable when it is not the model's."""
     if response.error_message:  # Triton's own words: the model is not loaded, its process has died
         raise EngineUnavailable(f"the model server failed: {response.error_message}")
     result = response.infer_response
     if contents := result.raw_output_contents:
-        payload = contents[0][LENGTH_BYTES:]
-    elif result.outputs and result.outputs[0].contents.bytes_contents:
-        payload = result.outputs[0].contents.bytes_contents[0]
-    else:
-        raise EngineUnavailable("the model sent an empty response")
-    return wire.read_answer(payload)
+        return contents[0][LENGTH_BYTES:]
+    if result.outputs and result.outputs[0].contents.bytes_contents:
+        return result.outputs[0].contents.bytes_contents[0]
+    raise EngineUnavailable("the model sent an empty response")

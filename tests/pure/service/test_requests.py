@@ -1,11 +1,14 @@
 """The service between clients and engine: whatever happens, every request gets exactly one final response."""
 
+import json
+import queue
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 
+from engine import wire
 from engine.errors import EngineUnavailable
 from engine.serving import reply as reply_module
 from engine.serving import service as service_module
@@ -239,6 +242,82 @@ def test_tokens_that_come_during_a_slow_send_are_merged_and_nobody_else_waits(se
     assert [fields["token"] for fields, _ in slow.sent] == ["a", "bcdefg"]
 
 
+class Lines:
+    """A shared stream's sender."""
+
+    def __init__(self):
+        self.sent = []  # tag, fields
+        self.num_finals = 0
+
+    def send(self, payload, final):
+        assert not self.num_finals
+        for tag, line in wire.lines_of(payload):
+            [fields] = json.loads(line)
+            self.sent.append((tag, fields))
+        self.num_finals += final
+
+    def is_cancelled(self):
+        assert not self.num_finals
+        return False
+
+
+def test_requests_that_share_a_stream_have_their_last_responses_on_their_own(make, engine):
+    service, shared = make(), Lines()
+    service.submit(a_payload(**{wire.SHARE: "s"}), shared)
+    wait_until(lambda: service._shared._streams)
+    first = service.ask([1], "first", **{wire.SHARED: ["s", 7]})
+    second = service.ask([2], "second", **{wire.SHARED: ["s", 8]})
+    stranger = service.ask([3], "third", **{wire.SHARED: ["another", 7]})
+    for prompt in ([1], [2], [3]):
+        engine.give(prompt, b"a")
+    wait_until(lambda: len(shared.sent) == 2 and stranger.sent)
+    for prompt in ([1], [2], [3]):
+        engine.give(prompt, b"b", "length")
+    assert {(tag, fields["req_id"], fields["token"]) for tag, fields in shared.sent} == {
+        (7, "first", "a"),
+        (8, "second", "a"),
+    }
+    for sender in (first, second, stranger):
+        assert (sender.final["tokens_all"], sender.final["send_idx"]) == ("ab", 1)
+    assert [len(sender.sent) for sender in (first, second, stranger)] == [1, 1, 2]
+    service.close(0)
+    assert shared.num_finals == 1
+
+
+def test_what_is_shared_is_sent_however_busy_the_senders_are(make, engine, monkeypatch):
+    class Busy(queue.SimpleQueue):
+        def empty(self):
+            return False
+
+    monkeypatch.setattr(service_module, "queue", SimpleNamespace(SimpleQueue=Busy))
+    monkeypatch.setattr(service_module, "MOST_TOGETHER", 3)
+    monkeypatch.setattr(service_module, "NUM_SENDER_THREADS", 1)
+    service, shared = make(), Lines()
+    service.submit(a_payload(**{wire.SHARE: "s"}), shared)
+    wait_until(lambda: service._shared._streams)
+    senders = [service.ask([n], f"{n}", **{wire.SHARED: ["s", n]}) for n in (1, 2, 3)]
+    for n in (1, 2, 3):
+        engine.give([n], b"a")
+    wait_until(lambda: len(shared.sent) == 3)
+    for n, sender in enumerate(senders, 1):
+        engine.give([n], b"b", "length")
+        assert sender.final["tokens_all"] == "ab"
+
+
+def test_two_requests_of_one_place_are_answered_both(service, engine):
+    senders = [service.ask([n], f"{n}", **{wire.SHARED: ["s", 7]}) for n in (1, 2)]
+    for n in (1, 2):
+        engine.give([n], b"a", "length")
+    assert [sender.final["tokens_all"] for sender in senders] == ["a", "a"]
+
+
+@pytest.mark.parametrize("place", [7, ["s"], ["s", "7"], [[], 7], {"s": 7}])
+def test_a_place_that_is_none_is_nowhere(service, engine, place):
+    sender = service.ask([1], **{wire.SHARED: place})
+    engine.give([1], b"a", "length")
+    assert sender.final["tokens_all"] == "a"
+
+
 def test_a_client_that_leaves_cancels_its_request(service, engine):
     sender = service.ask([1])
     name, _ = engine.listener_of([1])
@@ -254,7 +333,7 @@ def test_a_question_that_took_long_does_not_put_off_the_next_one_for_long(servic
     asked = threading.Event()
 
     def slowly():
-        time.sleep(1)  # of which CANCEL_POLL_SHARE is half a minute's
+        time.sleep(1)  # of which CANCEL_POLL_SHARE is more than a minute's
         asked.set()
         sender.is_cancelled = lambda: True
         return False

@@ -1,0 +1,143 @@
+"""Streams that several requests share (engine/wire/shared.py): a response costs Triton, the stub and the gateway many
+times what its words do. Knows no answers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+
+from engine import wire
+from engine.serving.reply import Sender
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 1.0  # that a stream nobody needs stays open: Triton waits for all of them when it is to stop
+
+
+class SharedStreams:
+    """By the names that gateways gave them. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, _SharedStream] = {}
+        self._num_sharing: Counter[str] = Counter()  # open requests by stream, whether that is there or not
+        self._lock = threading.Lock()
+
+    def open(self, name: str, sender: Sender) -> None:
+        with self._lock:
+            before, self._streams[name] = self._streams.get(name), _SharedStream(sender)
+        if before:
+            before.end()
+
+    def join(self, name: str, tag: int, own: Sender) -> Sender:
+        with self._lock:
+            self._num_sharing[name] += 1
+        return _SharingSender(self, name, tag, own)
+
+    def leave(self, name: str) -> None:
+        with self._lock:
+            self._num_sharing[name] -= 1
+            self._num_sharing += Counter()  # without those of none
+
+    def put(self, name: str, line: bytes) -> bool:
+        """For the next `flush`. False when there is no such stream."""
+        stream = self._streams.get(name)
+        return stream is not None and stream.put(line)
+
+    def flush(self) -> None:
+        for stream in list(self._streams.values()):
+            stream.flush()
+
+    def end_unused(self) -> None:
+        for name, stream in list(self._streams.items()):
+            if stream.is_unused(name in self._num_sharing):
+                self._end(name, stream)
+
+    def close(self) -> None:
+        for name, stream in list(self._streams.items()):
+            self._end(name, stream)
+
+    def _end(self, name: str, stream: _SharedStream) -> None:
+        with self._lock:
+            if self._streams.get(name) is stream:
+                del self._streams[name]
+        stream.end()
+
+
+class _SharingSender:
+    """Of one request. Its last response goes on its own stream, which that ends."""
+
+    def __init__(self, streams: SharedStreams, name: str, tag: int, own: Sender):
+        self._streams, self._name, self._tag = streams, name, tag
+        self._own = own
+
+    def send(self, payload: bytes, final: bool) -> None:
+        if not final and self._streams.put(self._name, wire.as_line(self._tag, payload)):
+            return
+        self._streams.flush()  # not to be held up by this one
+        if final:
+            self._streams.leave(self._name)
+        self._own.send(payload, final)
+
+    def is_cancelled(self) -> bool:
+        return self._own.is_cancelled()
+
+
+class _SharedStream:
+    def __init__(self, sender: Sender):
+        self._sender = sender
+        self._lines: list[bytes] = []
+        self._needed_at = time.monotonic()
+        self._is_over = False
+        self._lock = threading.Lock()  # of the lines, and of the end
+        self._sending = threading.Lock()  # held around the above: lines are sent in their order
+
+    def put(self, line: bytes) -> bool:
+        with self._lock:
+            if not self._is_over:
+                self._lines.append(line)
+            return not self._is_over
+
+    def flush(self) -> None:
+        """Waits for no other flush: who is at it sends these lines, too."""
+        while self._lines and self._sending.acquire(blocking=False):
+            try:
+                self._send(is_end=False)
+            finally:
+                self._sending.release()
+
+    def end(self) -> None:
+        with self._sending:
+            self._send(is_end=True)
+
+    def is_unused(self, is_needed: bool) -> bool:
+        """Or its gateway has left."""
+        now = time.monotonic()
+        if is_needed:
+            self._needed_at = now
+        if not self._sending.acquire(blocking=False):
+            return False
+        try:  # after the end the question itself would crash Triton
+            return self._is_over or now - self._needed_at > IDLE_S or self._sender.is_cancelled()
+        finally:
+            self._sending.release()
+
+    def _send(self, is_end: bool) -> None:
+        with self._lock:
+            if self._is_over:
+                return
+            lines, self._lines = self._lines, []
+            self._is_over = is_end
+        if lines or is_end:
+            self._try_to_send(b"\n".join(lines), is_end)
+
+    def _try_to_send(self, response: bytes, is_end: bool) -> None:
+        """What is lost with a stream is missed by its gateway, which asks for it again."""
+        try:
+            self._sender.send(response, is_end)
+        except Exception:
+            log.exception("a shared stream is broken")
+            if not is_end:
+                self._is_over = True
+                self._try_to_send(b"", True)
