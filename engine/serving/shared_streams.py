@@ -6,13 +6,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from bisect import bisect_left
 from collections import Counter
+from itertools import accumulate
 
 from engine import wire
 from engine.serving.reply import Sender
 
 log = logging.getLogger(__name__)
 
+MOST_BYTES = 1 << 18  # of a response, but for one line that is longer: it goes through the memory of /dev/shm
 IDLE_S = 1.0  # that a stream nobody needs stays open: Triton waits for all of them when it is to stop
 
 
@@ -109,6 +112,8 @@ class _SharedStream:
 
     def end(self) -> None:
         with self._sending:
+            while self._lines and not self._is_over:
+                self._send(is_end=False)
             self._send(is_end=True)
 
     def is_unused(self, is_needed: bool) -> bool:
@@ -126,8 +131,11 @@ class _SharedStream:
     def _send(self, is_end: bool) -> None:
         with self._lock:
             if self._is_over:
+                self._lines = []  # lost with it, those that came while it broke
                 return
-            lines, self._lines = self._lines, []
+            sizes = list(accumulate(map(len, self._lines)))
+            count = len(sizes) if is_end else bisect_left(sizes, MOST_BYTES) + 1
+            lines, self._lines = self._lines[:count], self._lines[count:]
             self._is_over = is_end
         if lines or is_end:
             self._try_to_send(b"\n".join(lines), is_end)

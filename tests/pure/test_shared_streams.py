@@ -17,8 +17,7 @@ from gateway.backend import ModelLost
 from gateway.connections import Connections
 from gateway.shared_stream import Arrivals
 from gateway.triton_client import TritonBackend
-
-PATIENCE_S = 60  # only a test that fails waits that long
+from tests.patience import PATIENCE_S
 
 
 class Sender:
@@ -103,7 +102,21 @@ def test_a_stream_ends_once_whatever_ends_it(streams, end):
     for _ in range(2):
         streams.close()
         streams.end_unused()
-    assert shared.sent == [(b"7 [1]", True)]
+    assert shared.sent == [(b"7 [1]", False), (b"", True)]
+
+
+@pytest.mark.parametrize("last", ["flush", "close"])
+def test_much_is_sent_in_several_responses(streams, monkeypatch, last):
+    monkeypatch.setattr(shared_streams, "MOST_BYTES", 12)
+    shared = Sender()
+    streams.open("s", shared)
+    a = streams.join("s", 7, Sender())
+    for number in range(5):
+        a.send(b"[%d]" % number, False)
+    a.send(b"[a line of its own]", False)
+    getattr(streams, last)()
+    parts = [b"7 [0]\n7 [1]\n7 [2]", b"7 [3]\n7 [4]\n7 [a line of its own]"]
+    assert shared.sent == [(part, False) for part in parts] + [(b"", True)] * (last == "close")
 
 
 def test_a_response_that_takes_long_holds_up_one_thread_which_sends_what_comes_meanwhile(streams):
@@ -123,6 +136,23 @@ def test_a_response_that_takes_long_holds_up_one_thread_which_sends_what_comes_m
     gate.set()
     sending.join(PATIENCE_S)
     assert shared.sent == [(b"7 [1]", False), (b"7 [2]", False)]
+
+
+def test_what_is_left_when_a_stream_breaks_is_lost_with_it(streams, monkeypatch):
+    """Nobody tries for ever to send it."""
+    monkeypatch.setattr(shared_streams, "MOST_BYTES", 1)
+    shared, own = Sender(), Sender()
+    streams.open("s", shared)
+    a = streams.join("s", 7, own)
+    shared.is_broken = True
+    for number in range(3):
+        a.send(b"[%d]" % number, False)
+    flushing = threading.Thread(target=streams.flush, daemon=True)
+    flushing.start()
+    flushing.join(PATIENCE_S)
+    assert not flushing.is_alive()
+    a.send(b"[3]", True)
+    assert own.sent == [(b"[3]", True)]
 
 
 def test_a_stream_that_breaks_is_left(streams):
