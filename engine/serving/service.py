@@ -39,7 +39,7 @@ NUM_INTAKE_THREADS = 2
 NUM_SENDER_THREADS = 4
 MOST_TOGETHER = 64  # replies whose responses wait for one another on a shared stream
 MIN_CANCEL_POLL_S, MAX_CANCEL_POLL_S = 0.05, 0.5
-CANCEL_POLL_SHARE = 0.01  # of one core: the cores belong to the kernels
+CANCEL_POLL_SHARE = 0.003  # of one core: the cores belong to the kernels
 LAST_WORDS_S = 5.0  # at most, for the final responses of requests that a stop has ended
 
 
