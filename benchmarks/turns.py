@@ -3,6 +3,10 @@
     git worktree add ../before main~1
     python -m benchmarks.turns build/bench/exported/qwen2.5-0.5b-... ../before . --cases 1x32x32 8x32x16 32x128x2
 
+With --http the server of this tree takes its turns, too, a client for each request: what the way to the clients costs.
+
+    python -m benchmarks.turns build/bench/exported/qwen2.5-0.5b-... . --http --cases 1x128x64 8x128x64 32x128x64
+
 A machine drifts within a minute by more than most changes bring. So the engines of all trees are loaded, and a case of
 about a second is answered by each while the others wait. Of a tree is told its median, and by the first tree's the
 median of the ratios of turns beside one another, with their quartiles. Every tree compiles its own ops.
@@ -11,15 +15,21 @@ median of the ratios of turns beside one another, with their quartiles. Every tr
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.bench import MAX_TOKENS_IN_STEP, run_case
+import numpy as np
+
+from benchmarks.bench import MAX_TOKENS_IN_STEP, prompt_ids, run_case, run_streams, settings_for
+from benchmarks.server import running_server
 from engine.core.loop import Loop
 from engine.executors import make_executor
 from engine.exporting.manifest import Manifest
@@ -27,7 +37,8 @@ from engine.garbage import collect_garbage_seldom
 from engine.settings.config import Config
 from server_scripts.processes import ENGINE_DEFAULTS
 
-RATES = ("prefill_tok_s", "decode_tok_s")
+RATES = ("prefill_tok_s", "decode_tok_s", "output_tok_s")  # over HTTP the last one
+Turns = Mapping[str, list[dict[str, float]]]  # by who took them
 
 
 def take_turns(graph_dir: Path, most: tuple[int, int]) -> None:
@@ -64,12 +75,26 @@ class Tree:
         return json.loads(self._process.stdout.readline())
 
 
+class Clients:
+    """Of the server at this port."""
+
+    def __init__(self, port: int, vocab_size: int):
+        self._port, self._vocab_size = port, vocab_size
+
+    def turn(self, case: str) -> dict[str, float]:
+        num_requests, prompt_len, answer_len = numbers(case)
+        rng = np.random.default_rng(0)
+        prompts = [prompt_ids(rng, self._vocab_size, prompt_len) for _ in range(num_requests)]
+        return asyncio.run(run_streams(self._port, prompts, answer_len, rate=0))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("graph_dir", type=Path)
     parser.add_argument("trees", nargs="*")
     parser.add_argument("--cases", nargs="+", default=["1x32x32", "8x32x16", "32x128x2"])
     parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--http", action="store_true", help="the server of this tree, too")
     parser.add_argument("--worker", nargs=2, type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -77,20 +102,26 @@ def main() -> None:
         return
     cases = [numbers(case) for case in args.cases]
     most = max(case[0] for case in cases), max(case[1] + case[2] for case in cases)
-    trees = {path: Tree(os.path.abspath(path), args.graph_dir, most) for path in args.trees}
-    for case in args.cases:
-        turns: dict[str, list[dict[str, float]]] = {path: [] for path in trees}
-        for number in range(args.turns + 1):
-            for path in sorted(trees, reverse=number % 2 == 1):
-                turns[path].append(trees[path].turn(case))
-        for rate in RATES:
-            print(f"{case:12}{rate:15}", "   ".join(told(turns, path, rate) for path in trees), flush=True)
+    takers: dict[str, Tree | Clients] = {path: Tree(os.path.abspath(path), args.graph_dir, most) for path in args.trees}
+    with contextlib.ExitStack() as stack:
+        if args.http:
+            server = stack.enter_context(running_server(settings_for(args.graph_dir, most[0])))
+            port, vocab_size = server.ports["SERVICE_HTTP_PORT"], Manifest.read(args.graph_dir).vocab_size
+            takers["HTTP"] = Clients(port, vocab_size)
+        for case in args.cases:
+            turns: Turns = {name: [] for name in takers}
+            for number in range(args.turns + 1):
+                for name in sorted(takers, reverse=number % 2 == 1):
+                    turns[name].append(takers[name].turn(case))
+            for rate in RATES:
+                names = [name for name in takers if rate in turns[name][0]]
+                print(f"{case:12}{rate:15}", "   ".join(told(turns, name, rate) for name in names), flush=True)
 
 
-def told(turns: dict[str, list[dict[str, float]]], path: str, rate: str) -> str:
+def told(turns: Turns, name: str, rate: str) -> str:
     """Without the first turn, in which buffers of these sizes are made."""
-    own, first = ([turn[rate] for turn in turns[each][1:]] for each in (path, next(iter(turns))))
-    text = f"{path} {statistics.median(own):.1f}"
+    own, first = ([turn[rate] for turn in turns[each][1:]] for each in (name, next(iter(turns))))
+    text = f"{name} {statistics.median(own):.1f}"
     if own == first:
         return text
     low, middle, high = statistics.quantiles([a / b for a, b in zip(own, first, strict=True)], n=4)
