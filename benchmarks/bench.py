@@ -17,7 +17,6 @@ import json
 import os
 import platform
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,6 @@ from engine.exporting.export import LOAD_FORMATS, QUANT_TYPES, ExportOptions
 from engine.exporting.manifest import Manifest
 from engine.garbage import collect_garbage_seldom
 from engine.settings.config import Config
-from server_scripts.processes import ENGINE_DEFAULTS
 
 MAX_TOKENS_IN_STEP = 4096
 Case = tuple[int, int, int]  # requests, and the tokens of each prompt and answer
@@ -169,16 +167,7 @@ def cpu_name() -> str:
     return f"{lines[0].split(':')[1].strip() if lines else platform.machine()}, {os.cpu_count()} cores"
 
 
-def as_the_engine_runs(module: str = "benchmarks.bench") -> None:
-    """Starts this process anew with the engine's environment, so that both tables measure the same engine."""
-    missing = ENGINE_DEFAULTS.keys() - os.environ.keys()
-    if missing:
-        environ = os.environ | {name: ENGINE_DEFAULTS[name] for name in missing}
-        os.execve(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]], environ)
-
-
 def main() -> None:
-    as_the_engine_runs()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen2.5-0.5b", choices=SHAPES)
     parser.add_argument("--cases", nargs="+", default=["1x128x64", "8x128x64", "32x128x64"])

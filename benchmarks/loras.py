@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.bench import as_the_engine_runs, cpu_name, prompt_ids
+from benchmarks.bench import cpu_name, prompt_ids
 from benchmarks.random_adapter import make_adapter
 from benchmarks.random_checkpoint import make_checkpoint
 from engine.core.loop import Loop
@@ -52,7 +52,6 @@ def run_once(loop: Loop, vocab_size: int, adapters: list[tuple[str, ...]]) -> tu
 
 
 def main() -> None:
-    as_the_engine_runs("benchmarks.loras")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)

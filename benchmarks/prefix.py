@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.bench import as_the_engine_runs, prompt_ids
+from benchmarks.bench import prompt_ids
 from benchmarks.random_checkpoint import make_checkpoint
 from engine.core.loop import Loop
 from engine.core.types import Request, Sampling
@@ -40,7 +40,6 @@ def milliseconds(loop: Loop, token_ids: list[int], sampling: Sampling) -> float:
 
 
 def main() -> None:
-    as_the_engine_runs("benchmarks.prefix")
     graph_dir = export_cached(make_checkpoint(SHAPE, WORK / SHAPE), WORK / "exported", ExportOptions())
     config, model, rng, rows = Config(), Manifest.read(graph_dir), np.random.default_rng(0), []
     executor = make_executor(graph_dir, config)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.bench import as_the_engine_runs, cpu_name, prompt_ids
+from benchmarks.bench import cpu_name, prompt_ids
 from benchmarks.random_checkpoint import SHAPES, make_checkpoint
 from engine.core.loop import Loop
 from engine.core.types import Batch, Executor, Request, Sampling, Step, StepOutput
@@ -94,7 +94,6 @@ def scripts(num_requests: int, vocab_size: int) -> dict[str, tuple[list, list]]:
 
 
 def main() -> None:
-    as_the_engine_runs("benchmarks.speculation")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen2.5-0.5b", choices=SHAPES)
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 8])

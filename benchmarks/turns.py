@@ -35,7 +35,6 @@ from engine.executors import make_executor
 from engine.exporting.manifest import Manifest
 from engine.garbage import collect_garbage_seldom
 from engine.settings.config import Config
-from server_scripts.processes import ENGINE_DEFAULTS
 
 RATES = ("prefill_tok_s", "decode_tok_s", "output_tok_s")  # over HTTP the last one
 Turns = Mapping[str, list[dict[str, float]]]  # by who took them
@@ -64,7 +63,7 @@ def numbers(case: str) -> tuple[int, int, int]:
 class Tree:
     def __init__(self, path: str, graph_dir: Path, most: tuple[int, int]):
         command = [sys.executable, __file__, str(graph_dir.resolve()), "--worker", *map(str, most)]
-        environ = ENGINE_DEFAULTS | os.environ | {"PYTHONPATH": path}
+        environ = os.environ | {"PYTHONPATH": path}
         self._process = subprocess.Popen(
             command, cwd=path, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

@@ -27,12 +27,6 @@ LOG_NAMES = {
     "supervisor": "console.log",
 }
 
-# What the caller's environment does not set already; docs/ops.md says what was measured.
-ENGINE_DEFAULTS = {
-    "OMP_WAIT_POLICY": "passive",  # threads without work look for it for some microseconds, then sleep
-    "GOMP_SPINCOUNT": "1000",
-}
-
 # Answers that slow clients have not read wait in tritonserver, and what clients have begun to say in the gateway: else
 # they keep that memory for good.
 MEMORY_DEFAULTS = {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -58,12 +52,12 @@ def all_specs(config: Config, graph_dir: Path, served_name: str, run_dir: RunDir
     return specs
 
 
-def engine_spec(config: Config, environ: Mapping[str, str], log_path: Path) -> ChildSpec:
+def engine_spec(config: Config, environ: dict[str, str], log_path: Path) -> ChildSpec:
     command = [sys.executable, "-m", "engine.process"]
     return ChildSpec(
         name=ENGINE,
         command=command,
-        env={**ENGINE_DEFAULTS, **environ},
+        env=environ,
         log_path=log_path,
         max_crashes=config.engine_max_crashes,
         progress_file=config.run_path / ENGINE_PROGRESS_FILE,

@@ -4,7 +4,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.bench import as_the_engine_runs
 from benchmarks.peers.clock import MAX_REQUESTS, MAX_TOKENS_IN_STEP, Clock, Prompts, measure
 from engine.core.loop import Loop
 from engine.core.types import Request, Sampling
@@ -36,5 +35,4 @@ def main(graph_dir: Path, threads: int) -> None:
 
 
 if __name__ == "__main__":
-    as_the_engine_runs("benchmarks.peers.ours")
     main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -48,7 +48,7 @@ ISA_FLAGS = {
     "amx": [*AVX512, *BF16, "-DLLM_TILES"],
 }
 # No contraction: a*b + c must round alike in every loop the compiler makes of it.
-FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=off"]
+FLAGS = ["-std=c++17", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-ffp-contract=off"]
 FLAGS += ["-fno-math-errno", "-Wall", "-Wextra"]  # errors in the tests: a newer compiler may know new ones
 
 Report = Callable[[str], None]
@@ -155,13 +155,13 @@ def sources(into: Path) -> dict[Path, list[str]]:
     for isa, flags in reversed(ISA_FLAGS.items()):
         if is_x86 or isa == "portable":
             objects[into / f"{isa}.o"] = [str(SOURCES / "kernels.cc"), *flags, f"-DLLM_ISA={isa}"]
-    for name in ("runtime", "program", "sampler", "candidates", "segment", "peers", "group"):
+    for name in ("runtime", "program", "sampler", "candidates", "team", "segment", "peers", "group"):
         objects[into / f"{name}.o"] = [str(SOURCES / f"{name}.cc"), *(["-DLLM_X86"] if is_x86 else [])]
     return objects
 
 
 def _link(folder: Path, objects: list[Path]) -> None:
-    link = [*compiler(), "-shared", "-fopenmp"]
+    link = [*compiler(), "-shared", "-pthread"]
     kernels = [str(path) for path in objects if path.stem != "paddle_ops"]
     _run([*link, "-o", str(folder / KERNELS), *kernels, f"-Wl,-soname,{KERNELS}"])
     if paddle := _paddle():

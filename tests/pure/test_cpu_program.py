@@ -106,7 +106,7 @@ def test_weights_of_few_bits_are_packed_and_change_no_bit(op, width, num_out, nu
 
 @pytest.mark.parametrize("graph", [gated_graph(256, 256, False), product_graph("linear_int4", 2048, 256)])
 def test_weights_are_packed_without_threads_that_stay(graph):
-    """The steps are another thread's. With more threads than cores libgomp wakes some for each operation."""
+    """The steps are another thread's."""
     left, before = set(), cpu.num_threads()
 
     def make():

@@ -24,7 +24,7 @@ from gateway.app import make_app
 from gateway.health import make_health_app
 from gateway.openai.refusals import REFUSED
 from gateway.openai.request import OF_PROMPT, PASSED_ON
-from server_scripts.processes import ENGINE_DEFAULTS, LOG_NAMES
+from server_scripts.processes import LOG_NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
 README, *DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -133,7 +133,7 @@ def test_the_table_of_settings_is_the_codes():
 def test_every_variable_that_the_code_reads_is_on_the_page():
     paths = [path for name in CODE for path in ((ROOT / name).rglob("*.py") if "." not in name else [ROOT / name])]
     reads = re.compile(r'environ(?:\.get|\.setdefault|\.pop)?[(\[]"(\w+)"')
-    names = {name for path in paths for name in reads.findall(path.read_text())} | set(ENGINE_DEFAULTS)
+    names = {name for path in paths for name in reads.findall(path.read_text())}
     assert {"RUN_DIR", "CPU_ISA", "MODEL_MIRROR"} < names
     documented = set(re.findall(r"\w+", text_of("docs/settings.md")))
     assert names - documented == {"PATH", "LD_LIBRARY_PATH"}

@@ -60,14 +60,6 @@ def test_tritonserver_and_gateway_return_the_memory_of_what_slow_clients_left_un
         assert [each for each, env in envs.items() if name in env] == ["tritonserver", "gateway-0"]
 
 
-def test_what_the_caller_has_set_for_the_engine_stays(tmp_path, monkeypatch):
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    env = all_specs(tmp_path, monkeypatch, Config(engine_max_crashes=5))["engine"].env
-    assert (env["OMP_WAIT_POLICY"], env["GOMP_SPINCOUNT"]) == ("passive", "7")
-    assert env["GRAPH_DIR"] == str(tmp_path / "graph")
-
-
 def test_only_the_engine_is_ever_given_up(tmp_path, monkeypatch):
     specs = all_specs(tmp_path, monkeypatch, Config(engine_max_crashes=5))
     assert {name: spec.max_crashes for name, spec in specs.items()} == {"engine": 5, "gateway-0": None, "health": None}

@@ -42,12 +42,12 @@ void any_linear_int4(const LlmQuantizedLinear* args) { linear_int4(*args); }
 void any_linear_a8w8(const LlmQuantizedLinear* args) { linear_a8w8(*args); }
 void any_pack_rows(const void* rows, int64_t num_rows, int64_t row_bytes, int64_t unit, void* packed) {
   (unit == 2 ? pack_rows<uint16_t> : pack_rows<uint32_t>)(rows, num_rows, row_bytes, packed);
-  dismiss_threads();
+  llm_dismiss_threads();
 }
 
 int64_t any_pack_weight(const uint16_t* weight, uint16_t* packed, int64_t num_out, int64_t width) {
   const int64_t elements = pack_weight(weight, packed, num_out, width);
-  dismiss_threads();
+  llm_dismiss_threads();
   return elements;
 }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 from ctypes import POINTER, c_bool, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import fields
 
@@ -129,10 +128,6 @@ class Counts(ctypes.Structure):
 
 @functools.cache
 def c_library() -> ctypes.CDLL:
-    # OpenMP reads these when it is loaded. Threads that spin for long while they wait cost whole steps as soon as
-    # another process wants a core; some microseconds of it bridge the gap to the next op.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     lib = ctypes.CDLL(str(build.library()))
     lib.llm_kernels.argtypes, lib.llm_kernels.restype = [c_char_p], POINTER(Kernels)
     lib.llm_isas.argtypes, lib.llm_isas.restype = [c_int], c_char_p

@@ -135,15 +135,14 @@ inline void multiply_packed(const PackedArgs& a) {
   const int threads = count <= 1 || a.rows * a.num_out * a.width / 8 < kSerialWork ? 1 : llm_num_threads();
   const bool looks_ahead = num_tiles > 1 || count >= 8 * threads;
   int64_t taken = 0;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
+  together(threads, [&] {
     TileRegisters registers;
     take_pieces(&taken, count, threads, looks_ahead, [&](int64_t i, int64_t next) {
       const int64_t block = i / num_pairs;
       multiply_pair(a, i % num_pairs, min(next, count - 1) % num_pairs, block * num_tiles / num_blocks,
                     (block + 1) * num_tiles / num_blocks, registers);
     });
-  }
+  });
 }
 
 inline void linear_bf16(const float* x, const Bf16Weight& weight, const float* bias, float* y, int64_t rows,

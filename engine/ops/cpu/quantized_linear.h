@@ -87,8 +87,7 @@ void quantized_linear(const LlmQuantizedLinear& a) {
   const int64_t cuts = least > more ? least : more, count = num_panels * (a.rows > 0 ? cuts : 0);
   const int threads = count <= 1 || a.rows * a.num_out * a.width / 8 < kSerialWork ? 1 : llm_num_threads();
   int64_t taken = 0;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
+  together(threads, [&] {
     TileRegisters registers;
     take_pieces(&taken, count, threads, true, [&](int64_t i, int64_t next) {
       const int64_t cut = i / num_panels, t = cut * a.rows / cuts, t_end = (cut + 1) * a.rows / cuts;
@@ -98,7 +97,7 @@ void quantized_linear(const LlmQuantizedLinear& a) {
       else
         multiply_panel(q, panel, then, t, t_end, a.y + t * a.num_out + panel * kPanel, a.num_out, registers);
     });
-  }
+  });
 }
 
 inline void linear_int8(const LlmQuantizedLinear& a) { quantized_linear<Int8>(a); }

@@ -1,7 +1,7 @@
 // Picks the instruction set; owns the number of threads and the scratch memory.
 #include "runtime.h"
 
-#include <omp.h>
+#include <sched.h>
 #include <sys/mman.h>
 
 #include <atomic>
@@ -103,7 +103,9 @@ const char* llm_isas(int only_supported) {
 
 int llm_num_threads() {
   const int count = num_threads.load(std::memory_order_relaxed);
-  return count > 0 ? count : omp_get_max_threads();
+  if (count > 0) return count;
+  cpu_set_t allowed;
+  return sched_getaffinity(0, sizeof allowed, &allowed) ? 1 : CPU_COUNT(&allowed);
 }
 
 void llm_set_num_threads(int count) { num_threads = count; }

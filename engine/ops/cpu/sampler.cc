@@ -1,5 +1,6 @@
 // Picks a token for each row of logits, as "Sampling" in docs/ops.md defines it, without sorting the row.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -9,6 +10,7 @@
 #include "kernels.h"
 #include "philox.h"
 #include "runtime.h"
+#include "team.h"
 
 namespace {
 
@@ -124,9 +126,10 @@ class RowSampler {
 
 extern "C" void llm_sample(const LlmKernels* kernels, const float* logits, int64_t rows, int64_t vocab,
                            const LlmSampling* sampling) {
-#pragma omp parallel for schedule(dynamic, 1) num_threads(llm_num_threads()) if (rows > 1)
-  for (int64_t row = 0; row < rows; row++) {
+  std::atomic<int64_t> taken{0};
+  together(rows > 1 ? llm_num_threads() : 1, [&] {
     thread_local Workspace workspace;
-    RowSampler(*kernels, *sampling, vocab, row, workspace).sample(logits + row * vocab);
-  }
+    for (int64_t row; (row = taken++) < rows;)
+      RowSampler(*kernels, *sampling, vocab, row, workspace).sample(logits + row * vocab);
+  });
 }

@@ -1,38 +1,21 @@
 #include "segment.h"
 
-#include <linux/futex.h>
-#include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
-#include <ctime>
 #include <stdexcept>
 #include <string>
 
+#include "futex.h"
+
 namespace {
 
-// A rank that is a little late is waited for awake: sleeping and being woken costs 50 us on an idle machine. It
-// looks, lets others have the core, and looks again, for there may be more ranks than cores.
-constexpr int kLooks = 50, kYields = 40;
 constexpr timespec kNap = {0, 50'000'000};  // how soon a sleeper sees that the group is aborted
 
 static_assert(std::atomic<uint32_t>::is_always_lock_free, "flags are shared by processes");
-
-inline void pause_briefly() {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-long futex(std::atomic<uint32_t>& word, int op, uint32_t value, const timespec* timeout) {
-  return syscall(SYS_futex, &word, op, value, timeout, nullptr, 0);
-}
 
 int64_t block_bytes(int64_t ranks) { return static_cast<int64_t>(sizeof(Header) + sizeof(float) * kValues) * ranks; }
 
@@ -63,7 +46,7 @@ Header& Segment::block(int64_t host) const {
 
 void Segment::raise(Flag& flag, uint32_t turn) const {
   flag.turn.store(turn);  // sequentially consistent, as is counting oneself asleep: one of the two sees the other
-  if (flag.sleepers.load()) futex(flag.turn, FUTEX_WAKE, INT32_MAX, nullptr);
+  if (flag.sleepers.load()) futex(flag.turn, FUTEX_WAKE, INT32_MAX);
 }
 
 void Segment::check() const {
@@ -72,13 +55,7 @@ void Segment::check() const {
 
 void Segment::wait_for(Flag& flag, uint32_t turn) const {
   const auto is_before = [turn](uint32_t reached) { return static_cast<int32_t>(reached - turn) < 0; };
-  for (int yields = 0; yields < kYields; yields++) {
-    for (int looks = 0; looks < kLooks; looks++) {
-      if (!is_before(flag.turn.load(std::memory_order_acquire))) return;
-      pause_briefly();
-    }
-    sched_yield();
-  }
+  if (seen_awake([&] { return !is_before(flag.turn.load(std::memory_order_acquire)); })) return;
   struct Asleep {
     Flag& flag;
     explicit Asleep(Flag& flag) : flag(flag) { flag.sleepers++; }

@@ -1,0 +1,38 @@
+// Waiting for a word of memory to change
+#pragma once
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdint>
+#include <ctime>
+
+// Who waits looks and lets others have the core by turns for some 50 us, then sleeps: being woken costs that much.
+constexpr int kLooks = 50, kYields = 40;
+
+inline void pause_briefly() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// is_done() was seen within a while.
+template <class IsDone>
+inline bool seen_awake(IsDone is_done, int yields = kYields) {
+  for (; yields > 0; yields--) {
+    for (int looks = 0; looks < kLooks; looks++) {
+      if (is_done()) return true;
+      pause_briefly();
+    }
+    sched_yield();
+  }
+  return false;
+}
+
+inline long futex(std::atomic<uint32_t>& word, int op, uint32_t value, const timespec* timeout = nullptr) {
+  return syscall(SYS_futex, &word, op, value, timeout, nullptr, 0);
+}
