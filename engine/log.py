@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 from typing import TextIO
+from unicodedata import category
+
+KEPT = "\n\t\u200c\u200d"
 
 
 def configure(level: str, stream: TextIO | None = None, process: str = "") -> None:
@@ -15,8 +18,9 @@ def configure(level: str, stream: TextIO | None = None, process: str = "") -> No
 
 
 def printable(text: str) -> str:
-    """What clients and files have named may be in it: no terminal is to obey that. Lines stay lines."""
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+    """What clients and files have named may be in it: no terminal is to obey that. Lines stay lines, and the spaces and
+    joiners that scripts and emoji need what they are."""
+    return "".join(c if c.isprintable() or c in KEPT or category(c) == "Zs" else repr(c)[1:-1] for c in text)
 
 
 class _Formatter(logging.Formatter):

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from engine.log import configure
+from engine.log import configure, printable
 from engine.settings.config import Config
 from server_scripts import logs, serve
 from server_scripts.report import Report
@@ -139,3 +139,10 @@ def test_the_report_of_a_start_moves_no_terminal():
     with os.fdopen(reader, encoding="utf-8") as file:
         lines = file.read().splitlines()
     assert [line.lstrip() for line in lines] == ["[   0.0 s] failed: tensor \\x1b[31m", "second\\u2028line"]
+
+
+def test_joiners_and_wide_spaces_are_told_as_they_are():
+    """Persian and emoji are written with the one, Chinese with the other."""
+    text = "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645 \U0001f469\u200d\U0001f4bb \u4f60\u3000\u597d 1\u202f000"
+    assert printable(text) == text
+    assert printable("a\u202eb\u200fc\ufeff") == r"a\u202eb\u200fc\ufeff"  # what turns or hides the text
