@@ -15,6 +15,9 @@ namespace {
 // that has not entered, so one whose core another process has delays nothing.
 constexpr uint32_t kInside = 0x7fff, kOpen = 0x8000, kNumber = 0x10000;
 
+bool is_open(uint32_t door) { return door & kOpen; }
+uint32_t number_of(uint32_t door) { return door / kNumber; }
+
 class Team {
  public:
   explicit Team(int threads) : threads_(threads) {
@@ -31,60 +34,50 @@ class Team {
   void run(LlmWork work, void* context) {
     open(work, context);
     work(context);
-    if (door_.fetch_and(~kOpen) & kInside)
-      while (!seen_awake([this] { return !(door_.load(std::memory_order_acquire) & kInside); })) {
+    if (door_.fetch_sub(kOpen) & kInside)
+      while (!seen_awake([this] { return !(door_ & kInside); })) {
       }
   }
 
  private:
+  // All of the door's changes are sequentially consistent, as is counting oneself asleep: of who opens it and who goes to
+  // sleep one sees the other.
   void open(LlmWork work, void* context) {
     work_ = work;
     context_ = context;
-    number_ += kNumber;
-    door_.store(number_ | kOpen);  // sequentially consistent, as is counting oneself asleep: one of the two sees the other
-    if (asleep_.load()) futex(door_, FUTEX_WAKE_PRIVATE, INT_MAX);
+    door_ += kNumber | kOpen;
+    if (asleep_) futex(door_, FUTEX_WAKE_PRIVATE, INT_MAX);
   }
 
   void help() {
-    for (uint32_t last = 0;;) {
-      const uint32_t door = next_open(last);
-      last = number_of(door);
-      if (!enter(door)) continue;
-      if (!work_) return;
-      work_(context_);
-      door_.fetch_sub(1, std::memory_order_release);
+    for (uint32_t last = 0;;) {  // the number of what this one has done
+      wait_for_more_than(last);
+      const uint32_t door = door_++;
+      if (has_more_than(last, door)) {
+        last = number_of(door);
+        if (!work_) return;
+        work_.load()(context_);
+      }
+      door_--;
     }
   }
 
-  static uint32_t number_of(uint32_t door) { return door & ~(kOpen | kInside); }
-
-  // The door when it is open to work that is not `last`, which this helper has done.
-  uint32_t next_open(uint32_t last) {
+  void wait_for_more_than(uint32_t last) {
     uint32_t door = 0;
-    const auto is_next = [&] {
-      door = door_.load();
-      return (door & kOpen) && number_of(door) != last;
-    };
-    if (seen_awake(is_next)) return door;
+    const auto is_there = [&] { return has_more_than(last, door = door_); };
+    if (seen_awake(is_there)) return;
     asleep_++;
-    while (!is_next()) futex(door_, FUTEX_WAIT_PRIVATE, door);
+    while (!is_there()) futex(door_, FUTEX_WAIT_PRIVATE, door);
     asleep_--;
-    return door;
   }
 
-  // Whether the work that was seen there can still be entered.
-  bool enter(uint32_t door) {
-    const uint32_t number = number_of(door);
-    while ((door & kOpen) && number_of(door) == number)
-      if (door_.compare_exchange_weak(door, door + 1)) return true;
-    return false;
-  }
+  // The end is more, whatever its number: numbers return.
+  bool has_more_than(uint32_t last, uint32_t door) const { return is_open(door) && (number_of(door) != last || !work_); }
 
   alignas(64) std::atomic<uint32_t> door_{0};
   std::atomic<uint32_t> asleep_{0};
-  LlmWork work_ = nullptr;
+  std::atomic<LlmWork> work_{nullptr};  // null: the end
   void* context_ = nullptr;
-  alignas(64) uint32_t number_ = 0;
   const int threads_;
   std::vector<std::thread> helpers_;
 };

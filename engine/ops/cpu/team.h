@@ -12,9 +12,9 @@ void llm_dismiss_threads();
 }
 #pragma GCC visibility pop
 
-// body() in so many threads. A body is of a type of its own, so that this is compiled for its instruction set alone.
+// body() in so many threads. Static: of code that is compiled for several instruction sets no copy may be shared.
 template <class Body>
-inline void together(int threads, Body body) {
+static void together(int threads, Body body) {
   if (threads == 1) return body();
   llm_together(threads, [](void* context) { (*static_cast<Body*>(context))(); }, &body);
 }
