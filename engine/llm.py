@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from engine.core.loop import Loop
@@ -42,6 +43,11 @@ class Answer:
     logprobs: list[Logprobs]  # one for each token id, when asked for
     prompt_logprobs: list[Logprobs]  # one for each token of the prompt but the first, when asked for
     embedding: list[float]  # of the prompt, or its scores, when asked for: not normalized
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's numbers are those of JSON to their users."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 @dataclass(frozen=True)
@@ -110,6 +116,8 @@ class LLM:
         if os.getpid() != self._pid:  # it would wait for threads that are its parent's
             text = f"this LLM belongs to process {self._pid}, of which this is a fork: start processes with 'spawn', "
             raise RuntimeError(text + "with an LLM in each")
+        if not isinstance(sampling or {}, dict):
+            raise TypeError(f"`sampling` is of type {type(sampling).__name__}, it must be a dict of request fields")
         prompts = [prompts] if isinstance(prompts, str | dict) else prompts
         of_prompts = [self._open(index, prompt, sampling or {}) for index, prompt in enumerate(prompts)]
         opened = [item for of_prompt in of_prompts for item in of_prompt]
@@ -150,14 +158,20 @@ class LLM:
         """One for each answer; the others are forks of the first."""
         if isinstance(prompt, str):
             prompt = {"text": prompt, "apply_chat_template": False}
+        elif isinstance(prompt, Sequence | np.ndarray):
+            prompt = {"input_ids": [_plain(token_id) for token_id in prompt]}
         elif not isinstance(prompt, dict):
-            prompt = {"input_ids": list(prompt)}
+            kind = type(prompt).__name__
+            raise TypeError(
+                f"prompt {index} is of type {kind}, it must be a text, token ids or a dict of request fields"
+            )
         own = {NAME_OF.get(key, key) for key in prompt}
         shared = {key: value for key, value in sampling.items() if NAME_OF.get(key, key) not in own}
-        request = parse_request({**shared, **prompt, "req_id": str(index)})
-        if request.resume_from is not None or request.answer_ids:
-            raise InvalidRequest(f"prompt {index}: `resume_from` and `answer_ids` are for a server")
+        fields = {key: _plain(value) for key, value in {**shared, **prompt}.items()}
         try:
+            request = parse_request({**fields, "req_id": str(index)})
+            if request.resume_from is not None or request.answer_ids:
+                raise InvalidRequest("`resume_from` and `answer_ids` are for a server")
             read = self._reader.read(request)
         except InvalidRequest as error:
             raise InvalidRequest(f"prompt {index}: {error}") from None

@@ -190,7 +190,9 @@ async def _ask(session: aiohttp.ClientSession, server: URL, request: Json, told:
             async with session.post(target, json=request["body"]) as response:
                 body = _json(await response.read())
                 if response.status == 401:
-                    raise BatchError("the server refuses the key, which is that of API_KEY", 2)
+                    has_key = "Authorization" in session.headers
+                    said = "refuses the key, which is that of API_KEY" if has_key else "wants a key: set API_KEY"
+                    raise BatchError(f"the server {said}", 2)
                 if response.status not in NOT_NOW and (response.status not in PERHAPS or num_tries == NUM_TRIES):
                     told.write(request, response.status, body)
                     return
@@ -218,7 +220,12 @@ def _requests(path: Path) -> Iterator[tuple[int, Json]]:
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                yield number, json.loads(line)
+                try:
+                    yield number, json.loads(line)
+                except RecursionError:
+                    raise BatchError(f"{path}, line {number} is nested too deeply", 2) from None
+                except ValueError as error:
+                    raise BatchError(f"{path}, line {number} is no JSON: {error}", 2) from None
 
 
 def _check(path: Path) -> set[str]:
@@ -234,10 +241,8 @@ def _check(path: Path) -> set[str]:
                     f"{path}, line {number}: custom_id {custom_id!r} is that of line {known[custom_id]}", 2
                 )
             known[custom_id] = number
-    except RecursionError:
-        raise BatchError(f"{path}, the line after {number} is nested too deeply", 2) from None
-    except ValueError as error:
-        raise BatchError(f"{path}, the line after {number} is no JSON: {error}", 2) from None
+    except UnicodeDecodeError as error:
+        raise BatchError(f"{path}, the line after {number} is no UTF-8: {error}", 2) from None
     return set(known)
 
 

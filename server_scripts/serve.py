@@ -153,7 +153,8 @@ def a_supervisor(config: Config, run_dir: RunDir, model_name: str, report: Repor
 
 
 def live(supervisor: Supervisor, report: Report, on_ready: Callable[[], None] | None = None) -> int:
-    """0 after a stop signal; 1 when the server did not become ready, with the reason reported."""
+    """0 after a stop signal, 128 + its number before the server was ready; 1 when it did not become ready, with the
+    reason reported."""
     supervisor.adopt_and_listen()
     progress = StartProgress(supervisor, report)
     try:
@@ -172,6 +173,7 @@ def live(supervisor: Supervisor, report: Report, on_ready: Callable[[], None] | 
         shut_down(supervisor)
     if not is_ready:
         report("interrupted, nothing is left running")
+        return 128 + supervisor.stop_signal
     return 0
 
 

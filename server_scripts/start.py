@@ -46,7 +46,10 @@ def main() -> int:
         os.sched_setaffinity(0, range(os.cpu_count() or 1))  # less what a container may not use
     mode = change if given.reload else run if given.foreground else detach
     try:
-        os.environ.update(absolute_paths(Config.from_env()))  # the server runs in another folder
+        config = Config.from_env()
+        if config.lora_path and not config.lora_path.is_dir():
+            raise ConfigError(f"LORA_DIR is {config.lora_dir!r}, there is no such folder")
+        os.environ.update(absolute_paths(config))  # the server runs in another folder
         return mode(given.model_name or "", report)
     except ConfigError as error:
         for line in printable(str(error)).splitlines():

@@ -49,6 +49,7 @@ class Supervisor:
     every_turn: Callable[[], None] = lambda: None
     children: list[Child] = field(init=False)
     seen: Observation = field(init=False, default=Observation())  # the last one that was acted on
+    stop_signal: int = field(init=False, default=0)  # the last one
     num_stop_signals: int = field(init=False, default=0)  # the first asks for an orderly end, the second insists
 
     def __post_init__(self) -> None:
@@ -66,6 +67,7 @@ class Supervisor:
                 signal.signal(number, self._on_stop_signal)
 
     def _on_stop_signal(self, number: int, _frame: object) -> None:
+        self.stop_signal = number
         self.num_stop_signals += 1
 
     def sleep(self, seconds: float) -> None:

@@ -54,6 +54,7 @@ class Config(Processes, Answers, Capacity, Loras, Ports):  # dataclass takes the
         of_each = (
             self.check_http_port,
             self.check_model_paths,
+            self.check_overrides,
             self.check_loras,
             self.check_socket_paths,
             self.check_key,

@@ -44,8 +44,10 @@ def read_keys(path: str) -> dict[str, Owner]:
         if not isinstance(fields, dict):
             raise ConfigError(f"API_KEYS: {name} must have an object with a `key`")
         key = fields.pop("key", None)
-        if not isinstance(key, str) or not is_key(key) or key in owners:
-            raise ConfigError(f"API_KEYS: the key of {name} must be a text of visible ASCII that nobody else has")
+        if not isinstance(key, str) or not is_key(key):
+            raise ConfigError(f"API_KEYS: the key of {name} must be a text of visible ASCII without blanks")
+        if key in owners:
+            raise ConfigError(f"API_KEYS: the key of {name} is that of {owners[key].name}, too")
         owners[key] = Owner(name, **{limit: _limit(name, limit, value) for limit, value in fields.items()})
     return owners
 

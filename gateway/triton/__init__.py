@@ -34,7 +34,9 @@ class GenerateExchange(NativeExchange):
 
 class Triton:
     name = "triton"
-    paths: Collection[str] = (f"{ROOT}/generate", f"{ROOT}/generate_stream")
+    paths: Collection[str] = tuple(
+        f"{root}/{way}" for root in (ROOT, f"{ROOT}/versions/{VERSION}") for way in ("generate", "generate_stream")
+    )
     content_type = "text/event-stream"
 
     def fields(self, path: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from gateway.health import NOT_REACHABLE, Health, as_response
 from gateway.parts import BACKEND, READY, TRITON
 from gateway.triton import ROOT
 
+PREFIX = "/v2/"  # of Triton's paths; its clients expect its form of errors on all of them
 SERVER = {"name": "triton", "version": __version__, "extensions": ["generate"]}
 METADATA = {
     "name": MODEL,
@@ -64,6 +65,10 @@ def _check_model(request: web.Request) -> None:
     request[CALL].protocols = [TRITON]
     if (name := request.match_info["model"]) != MODEL:
         raise web.HTTPNotFound(text=f"Request for unknown model: '{name[:100]}' is not found")
+    if (version := request.match_info.get("version", VERSION)) != VERSION:
+        raise web.HTTPNotFound(
+            text=f"Request for unknown model: '{MODEL}' has no version {version[:100]}, it is {VERSION}"
+        )
 
 
 ROUTES = {
@@ -72,5 +77,11 @@ ROUTES = {
     "/v2/health/ready": show_ready,
     "/v2/models/{model}": show_model,
     "/v2/models/{model}/ready": show_model_ready,
+    "/v2/models/{model}/versions/{version}": show_model,
+    "/v2/models/{model}/versions/{version}/ready": show_model_ready,
 }
-SAMPLES: dict[str, Any] = {"/v2": SERVER, "/v2/models/{model}": METADATA}
+SAMPLES: dict[str, Any] = {
+    "/v2": SERVER,
+    "/v2/models/{model}": METADATA,
+    "/v2/models/{model}/versions/{version}": METADATA,
+}

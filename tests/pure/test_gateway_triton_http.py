@@ -31,6 +31,28 @@ def test_tritons_own_client_learns_what_there_is_and_that_infer_is_not():
             assert not client.is_server_live() and not client.is_server_ready() and not client.is_model_ready("model")
 
 
+def test_tritons_own_client_may_name_the_version():
+    with running(FakeBackend("a")) as gateway, triton.InferenceServerClient(f"127.0.0.1:{gateway.port}") as client:
+        assert client.is_model_ready("model", "1") and not client.is_model_ready("model", "2")
+        assert client.get_model_metadata("model", "1") == client.get_model_metadata("model")
+        with pytest.raises(InferenceServerException, match="'model' has no version 2, it is 1"):
+            client.get_model_metadata("model", "2")
+        assert json.loads(gateway.post("/v2/models/model/versions/1/generate", {"IN": IN})["OUT"])
+
+
+def test_tritons_own_client_can_print_every_refusal():
+    with running(FakeBackend("a"), api_key="secret") as gateway:
+        with triton.InferenceServerClient(f"127.0.0.1:{gateway.port}") as client:
+            key = {"Authorization": "Bearer secret"}
+            for ask in (client.get_inference_statistics, client.get_model_repository_index):
+                with pytest.raises(InferenceServerException) as refused:
+                    ask(headers=key)
+                assert str(refused.value).startswith("[404] ")
+            with pytest.raises(InferenceServerException) as refused:
+                client.get_model_metadata("model")
+            assert "the API key is missing or wrong" in str(refused.value)
+
+
 def test_generate_answers_once_and_generate_stream_as_it_comes():
     backend = FakeBackend("a", "b")
     with running(backend) as gateway:

@@ -36,12 +36,10 @@ def test_owners_are_found_by_their_keys(write):
         ({}, "must hold an object with a name or more"),
         ({"a b": {"key": "s3cret"}}, "'a b' is no name of up to 64 letters"),
         ({"a": "s3cret"}, "a must have an object with a `key`"),
-        ({"a": {}}, "the key of a must be a text of visible ASCII that nobody else has"),
+        ({"a": {}}, "the key of a must be a text of visible ASCII without blanks"),
         ({"a": {"key": "s3cret\n"}}, "the key of a must be a text of visible ASCII"),
-        (
-            {"a": {"key": "s3cret"}, "b": {"key": "s3cret"}},
-            "the key of b must be a text of visible ASCII that nobody else",
-        ),
+        ({"a": {"key": "a s3cret"}}, "the key of a must be a text of visible ASCII without blanks"),
+        ({"a": {"key": "s3cret"}, "b": {"key": "s3cret"}}, "the key of b is that of a, too"),
         (
             {"a": {"key": "s3cret", "max_request": 1}},
             "a has 'max_request', there are key, max_requests, tokens_per_minute",

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from engine import llm as llm_module
@@ -124,6 +125,24 @@ def test_a_wrong_prompt_is_named_and_nothing_of_the_call_remains(llm):
         llm.generate(["a", [1] * 40], {"temperature": 0, "max_dec_len": 12}, progress=False)
     assert llm._loop.is_idle
     assert llm.generate("k", GREEDY, progress=False)[0].text == "lmn"
+
+
+def test_numbers_of_numpy_are_numbers(llm):
+    [expected] = llm.generate([[3, 4, 5]], {"max_dec_len": 2, "temperature": 0})
+    for prompt in (np.array([3, 4, 5]), [*np.array([3, 4, 5])]):
+        assert llm.generate([prompt], {"max_dec_len": np.int64(2), "temperature": np.float32(0)}) == [expected]
+
+
+def test_what_no_prompt_can_be_is_named(llm):
+    for prompts, place, kind in (([1, 2], 0, "int"), (["a", None], 1, "NoneType")):
+        with pytest.raises(
+            TypeError, match=f"^prompt {place} is of type {kind}, it must be a text, token ids or a dict"
+        ):
+            llm.generate(prompts)
+    with pytest.raises(TypeError, match="^`sampling` is of type list, it must be a dict of request fields"):
+        llm.generate("a", ["b"])
+    with pytest.raises(InvalidRequest, match="^prompt 1: .*top_p"):
+        llm.generate(["a", {"text": "b", "top_p": 7}])
 
 
 def test_an_interrupted_call_does_not_disturb_the_next(llm, monkeypatch):

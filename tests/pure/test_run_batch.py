@@ -128,8 +128,8 @@ def test_who_is_told_to_come_back_later_does(files, monkeypatch):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("{", "the line after 1 is no JSON"),
-        ("[" * 100_000, "the line after 1 is nested too deeply"),
+        ("{", "line 2 is no JSON"),
+        ("[" * 100_000, "line 2 is nested too deeply"),
         ([1], "line 2: must be a JSON object, it is list"),
         ({"url": "/v1/completions"}, "line 2: custom_id must be a text, it is None"),
         (a_request("first"), "line 2: custom_id 'first' is that of line 1"),
@@ -183,6 +183,8 @@ def test_what_keeps_it_from_working_is_said(files):
     with running(FakeBackend("a"), api_key="secret") as gateway:
         status, said = files.run(gateway.url, API_KEY="wrong")
         assert (status, "refuses the key" in said, files.answers()) == (2, True, {})
+        status, said = files.run(gateway.url)
+        assert (status, "wants a key: set API_KEY" in said) == (2, True)
         assert files.run(gateway.url, API_KEY="secret")[0] == 0
 
 

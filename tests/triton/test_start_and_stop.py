@@ -56,9 +56,10 @@ def wait_for(server, phase, num_processes=0):
     return wait_until(found, lambda: output_of(server))
 
 
+@pytest.mark.parametrize("how", [(), ("--foreground",)])
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_during_the_start_leaves_nothing(server, number, status):
-    with starting(server) as process:
+def test_a_signal_during_the_start_leaves_nothing(server, number, status, how):
+    with starting(server, *how) as process:
         state = wait_for(server, "starting", 1)
         process.send_signal(number)
         assert process.wait(TIMEOUT_S) == status
