@@ -154,7 +154,7 @@ async def _giving_back(room: Room, running: answers.Answers) -> answers.Answers:
 
 def _protocols_of(path: str) -> Sequence[ClientProtocol]:
     """Those that a request may speak. Elsewhere than on their paths, the ones that share theirs."""
-    others = [TRITON] if path.startswith(triton.PREFIX) else [NATIVE, OPENAI]
+    others: list[ClientProtocol] = [TRITON] if path.startswith(triton.PREFIX) else [NATIVE, OPENAI]
     return [each for each in PROTOCOLS if path in each.paths] or questions.PROTOCOLS.get(path) or others
 
 
