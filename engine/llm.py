@@ -46,8 +46,8 @@ class Answer:
 
 
 def _plain(value: Any) -> Any:
-    """NumPy's numbers are those of JSON to their users."""
-    return value.item() if isinstance(value, np.generic) else value
+    """NumPy's numbers and arrays are those of JSON to their users."""
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ from gateway.parts import (
 )
 from gateway.protocol import Call, ClientProtocol, Exchange
 from gateway.spans import begin_tracing, traced
-from gateway.triton import ROOT
+from gateway.triton import PREFIX, ROOTS
 from gateway.triton import facts as triton
 from gateway.web import is_for_people
 
@@ -99,7 +99,7 @@ def make_app(backend: Backend, config: Config, request_timeout_s: float = REQUES
             *[web.get(path, show) for path, show in {**facts.ROUTES, **triton.ROUTES}.items()],
             *[web.post(path, ask) for path, ask in questions.ROUTES.items()],
             *[web.post(path, complete) for path in paths],
-            web.post(f"{ROOT}/infer", triton.refuse_infer),
+            *[web.post(f"{root}/infer", triton.refuse_infer) for root in ROOTS],
         ]
     )
     app[DOCUMENT] = as_document(app, PROTOCOLS, UNGUARDED)
@@ -154,7 +154,7 @@ async def _giving_back(room: Room, running: answers.Answers) -> answers.Answers:
 
 def _protocols_of(path: str) -> Sequence[ClientProtocol]:
     """Those that a request may speak. Elsewhere than on their paths, the ones that share theirs."""
-    others: list[ClientProtocol] = [TRITON] if path.startswith(triton.PREFIX) else [NATIVE, OPENAI]
+    others: list[ClientProtocol] = [TRITON] if f"{path}/".startswith(PREFIX) else [NATIVE, OPENAI]
     return [each for each in PROTOCOLS if path in each.paths] or questions.PROTOCOLS.get(path) or others
 
 

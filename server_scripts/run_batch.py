@@ -221,11 +221,12 @@ def _requests(path: Path) -> Iterator[tuple[int, Json]]:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
-                    yield number, json.loads(line)
+                    request = json.loads(line)
                 except RecursionError:
                     raise BatchError(f"{path}, line {number} is nested too deeply", 2) from None
                 except ValueError as error:
                     raise BatchError(f"{path}, line {number} is no JSON: {error}", 2) from None
+                yield number, request
 
 
 def _check(path: Path) -> set[str]:

@@ -31,6 +31,7 @@ from engine.models.layers import STEP_INPUTS
 from engine.models.paddlenlp import rank_files, read_export
 from engine.models.quantization import Quantization, read_quantization
 from engine.models.weights import Shard, found_in, weights_of
+from engine.settings.setting import json_object
 
 log = logging.getLogger(__name__)
 
@@ -81,12 +82,9 @@ class ExportOptions:
     @property
     def overrides(self) -> dict[str, Any]:
         try:
-            keys = json.loads(self.hf_overrides or "{}")
+            return json_object(self.hf_overrides)
         except ValueError as error:
             raise ModelError(f"hf_overrides is {self.hf_overrides!r}, it must be a JSON object: {error}") from None
-        if not isinstance(keys, dict):
-            raise ModelError(f"hf_overrides is {self.hf_overrides!r}, it must be a JSON object")
-        return keys
 
 
 def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress: OnProgress = log.info) -> None:

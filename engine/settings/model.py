@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from engine.errors import ConfigError
 from engine.settings.machines import Machines, read_machines
-from engine.settings.setting import expanded, setting
+from engine.settings.setting import expanded, json_object, setting
 
 
 @dataclass(frozen=True)
@@ -79,11 +78,9 @@ class Model:
 
     def check_overrides(self) -> None:
         try:
-            is_object = isinstance(json.loads(self.hf_overrides or "{}"), dict)
-        except ValueError:
-            is_object = False
-        if not is_object:
-            raise ConfigError(f"HF_OVERRIDES is {self.hf_overrides!r}, it must be a JSON object")
+            json_object(self.hf_overrides)
+        except ValueError as error:
+            raise ConfigError(f"HF_OVERRIDES is {self.hf_overrides!r}, it must be a JSON object: {error}") from None
 
     def check_model_paths(self) -> None:
         for env, text in (("MODEL_DIR", self.model_dir), ("EXPORT_CACHE_DIR", self.export_cache_dir)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -78,6 +79,14 @@ def _range(low: float | None, high: float | None) -> str:
         return f"{low:g}"
     limits = [f"at least {low:g}"] if low is not None else []
     return " and ".join(limits + [f"at most {high:g}"] if high is not None else limits)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """An empty text is an empty one. Raises ValueError, which says what is wrong of other texts."""
+    found = json.loads(text or "{}")
+    if not isinstance(found, dict):
+        raise ValueError(f"{text!r} is none")
+    return found
 
 
 def expanded(env: str, text: str) -> Path:

@@ -17,7 +17,9 @@ from gateway.native.answer import NativeExchange
 from gateway.native.request import parse
 from gateway.protocol import Call
 
+PREFIX = "/v2/"  # of Triton's paths; its clients take errors on all of them in its form alone
 ROOT = f"/v2/models/{MODEL}"
+ROOTS = (ROOT, f"{ROOT}/versions/{VERSION}")
 
 
 class GenerateExchange(NativeExchange):
@@ -34,9 +36,7 @@ class GenerateExchange(NativeExchange):
 
 class Triton:
     name = "triton"
-    paths: Collection[str] = tuple(
-        f"{root}/{way}" for root in (ROOT, f"{ROOT}/versions/{VERSION}") for way in ("generate", "generate_stream")
-    )
+    paths: Collection[str] = tuple(f"{root}/{way}" for root in ROOTS for way in ("generate", "generate_stream"))
     content_type = "text/event-stream"
 
     def fields(self, path: str) -> dict[str, Any]:

@@ -9,12 +9,11 @@ from aiohttp import web
 
 from engine import __version__
 from engine.wire.triton import DATATYPE, INPUT, MODEL, OUTPUT, VERSION
-from gateway.answers import CALL, in_one_piece
+from gateway.answers import in_one_piece
 from gateway.health import NOT_REACHABLE, Health, as_response
-from gateway.parts import BACKEND, READY, TRITON
+from gateway.parts import BACKEND, READY
 from gateway.triton import ROOT
 
-PREFIX = "/v2/"  # of Triton's paths; its clients expect its form of errors on all of them
 SERVER = {"name": "triton", "version": __version__, "extensions": ["generate"]}
 METADATA = {
     "name": MODEL,
@@ -53,16 +52,14 @@ async def show_model(request: web.Request) -> web.Response:
     return in_one_piece(METADATA)
 
 
-async def refuse_infer(request: web.Request) -> web.Response:
+async def refuse_infer(_: web.Request) -> web.Response:
     """Refused as Triton does: the model answers with a stream, which generate and generate_stream can tell."""
-    request[CALL].protocols = [TRITON]
     raise web.HTTPBadRequest(
         text=f"infer doesn't support models with decoupled transaction policy; POST {ROOT}/generate or generate_stream"
     )
 
 
 def _check_model(request: web.Request) -> None:
-    request[CALL].protocols = [TRITON]
     if (name := request.match_info["model"]) != MODEL:
         raise web.HTTPNotFound(text=f"Request for unknown model: '{name[:100]}' is not found")
     if (version := request.match_info.get("version", VERSION)) != VERSION:

@@ -48,9 +48,12 @@ def test_tritons_own_client_can_print_every_refusal():
                 with pytest.raises(InferenceServerException) as refused:
                     ask(headers=key)
                 assert str(refused.value).startswith("[404] ")
-            with pytest.raises(InferenceServerException) as refused:
-                client.get_model_metadata("model")
-            assert "the API key is missing or wrong" in str(refused.value)
+            for ask in (client.get_server_metadata, lambda: client.get_model_metadata("model")):
+                with pytest.raises(InferenceServerException) as refused:
+                    ask()
+                assert "the API key is missing or wrong" in str(refused.value)
+            with pytest.raises(InferenceServerException, match="decoupled transaction policy"):
+                client.infer("model", [triton.InferInput("IN", [1], "BYTES")], model_version="1", headers=key)
 
 
 def test_generate_answers_once_and_generate_stream_as_it_comes():

@@ -129,7 +129,7 @@ def test_a_wrong_prompt_is_named_and_nothing_of_the_call_remains(llm):
 
 def test_numbers_of_numpy_are_numbers(llm):
     [expected] = llm.generate([[3, 4, 5]], {"max_dec_len": 2, "temperature": 0})
-    for prompt in (np.array([3, 4, 5]), [*np.array([3, 4, 5])]):
+    for prompt in (np.array([3, 4, 5]), [*np.array([3, 4, 5])], {"input_ids": np.array([3, 4, 5])}):
         assert llm.generate([prompt], {"max_dec_len": np.int64(2), "temperature": np.float32(0)}) == [expected]
 
 

@@ -41,13 +41,14 @@ def test_a_wrong_setting_is_one_line_and_status_2(server):
 
 def test_overrides_that_are_none_and_a_folder_that_is_not_there_are_wrong_settings(server):
     for name, value, says in (
-        ("LORA_DIR", "/no/such/folder", "LORA_DIR is '/no/such/folder', there is no such folder"),
-        ("HF_OVERRIDES", "{bad", "HF_OVERRIDES is '{bad', it must be a JSON object"),
-        ("HF_OVERRIDES", "[1]", "HF_OVERRIDES is '[1]', it must be a JSON object"),
+        ("LORA_DIR", "/no/such/folder", "LORA_DIR is '/no/such/folder', there is no such folder\n"),
+        ("HF_OVERRIDES", "{bad", "HF_OVERRIDES is '{bad', it must be a JSON object: Expecting property name"),
+        ("HF_OVERRIDES", "[1]", "HF_OVERRIDES is '[1]', it must be a JSON object: '[1]' is none\n"),
     ):
         server.env[name] = value
         done = server.command("start_server")
-        assert (done.returncode, done.stdout, done.stderr) == (2, "", f"start_server: {says}\n")
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert done.stderr.startswith(f"start_server: {says}")
         del server.env[name]
 
 

@@ -22,8 +22,8 @@ inline void pause_briefly() {
 
 // is_done() was seen within a while.
 template <class IsDone>
-inline bool seen_awake(IsDone is_done, int yields = kYields) {
-  for (; yields > 0; yields--) {
+inline bool seen_awake(IsDone is_done) {
+  for (int yields = 0; yields < kYields; yields++) {
     for (int looks = 0; looks < kLooks; looks++) {
       if (is_done()) return true;
       pause_briefly();

@@ -89,7 +89,6 @@ thread_local std::unique_ptr<Team> team;  // of the calling thread
 extern "C" {
 
 void llm_together(int threads, LlmWork work, void* context) {
-  if (threads <= 1) return work(context);
   // A child of fork has none of the threads, and their handles are not to be waited for.
   [[maybe_unused]] static const int once = pthread_atfork(nullptr, nullptr, [] { team.release(); });
   if (!team || team->threads() != threads) {

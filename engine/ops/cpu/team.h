@@ -5,7 +5,7 @@
 extern "C" {
 using LlmWork = void (*)(void* context);
 // work(context) in this thread, and in up to threads - 1 others that have the time to come before this one is done with
-// it. All have left it on return. Work takes its pieces one after the other until none is left.
+// it: two threads or more. All have left it on return. Work takes its pieces one after the other until none is left.
 void llm_together(int threads, LlmWork work, void* context);
 // Ends the threads that have helped the calling one, which will not need them soon.
 void llm_dismiss_threads();
