@@ -4,7 +4,8 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --no-warn-script-location --no-input --constraint constraints.txt
 # STORM="--kill engine gateway": more options of benchmarks.storm
-DISTURBED = --mp-num 2 --kill engine rank stub tritonserver gateway health supervisor --stop engine stub tritonserver gateway
+DISTURBED = --mp-num 2 --kill engine rank fork grammar stub tritonserver gateway health supervisor \
+  --stop engine fork grammar stub tritonserver gateway
 STORM_SECONDS ?= 300
 SOAK_SECONDS ?= 14400
 TRITONSERVER = nvidia-pytriton==0.7.0
@@ -13,8 +14,9 @@ TRITONSERVER = nvidia-pytriton==0.7.0
 MADE = $(VENV)/.made
 RUNTIME = $(VENV)/.runtime
 TESTS = $(VENV)/.tests
+KERNELS = $(VENV)/.kernels
 OPS = $(VENV)/.ops
-OP_SOURCES = $(wildcard engine/ops/build.py engine/ops/cpu/*)
+OP_SOURCES = $(wildcard engine/ops/*.py engine/ops/cpu/*)
 
 # Before gigabytes are installed for one.
 define check_gpu
@@ -27,9 +29,11 @@ define check_venv
   { echo "error: $(VENV) exists and is no virtual environment; name another folder: make VENV=..." >&2; exit 1; }
 endef
 
-.PHONY: demo demo-gpu install install-cuda test quick test-clients test-gpu sanitize lint bench bench-gpu bench-peers storm soak clean
+.PHONY: demo demo-gpu install install-cuda test quick test-clients test-gpu image-steps sanitize lint bench bench-gpu bench-peers storm soak clean
 
-demo: install  ## starts the server with the bundled model and asks it three questions
+# pip has one core busy for half a minute, the compiler another. The rest of the ops is compiled by the start.
+demo:  ## starts the server with the bundled model and asks it three questions
+	@$(MAKE) --no-print-directory --jobs 2 $(RUNTIME) $(KERNELS)
 	@$(BIN)/python -m server_scripts.demo
 
 demo-gpu:  ## the same on an NVIDIA GPU
@@ -63,6 +67,14 @@ test-gpu:  ## the tests that need an NVIDIA GPU, then those of the whole server,
 	@$(MAKE) install install-cuda $(TESTS)
 	$(BIN)/python -m pytest tests/cuda
 	DEVICE=gpu $(BIN)/python -m pytest tests/triton --deselect tests/triton/test_machines.py
+
+# IMAGE_BINDS="/etc/pip.conf ...": more files of this machine that the steps see, for packages. 2 GB in build/image.
+DOCKERFILE = dockerfiles/Dockerfile.cpu
+image-steps: install $(TESTS)  ## executes the steps of a Dockerfile without Docker, and tests what they have made
+	@[ "$$(id -u)" = 0 ] && command -v mmdebstrap >/dev/null || \
+	  { echo "error: needs root and mmdebstrap: apt-get install mmdebstrap" >&2; exit 1; }
+	$(BIN)/python -m tests.image.steps $(DOCKERFILE) build/image
+	IMAGE=build/image $(BIN)/python -m pytest tests/image
 
 # After the flags of engine/ops/build.py, so that these win. Checks as calls, as otherwise compiling takes ten times as
 # long. Without what Paddle itself does: casts of types that another library has as well, new[] with delete. Tile
@@ -127,6 +139,11 @@ $(RUNTIME): requirements.txt constraints.txt pyproject.toml | $(MADE)
 $(TESTS): requirements-test.txt constraints.txt | $(RUNTIME)
 	@echo "== installing what the tests need"
 	$(PIP) --requirement requirements-test.txt
+	@touch $@
+
+$(KERNELS): $(OP_SOURCES) | $(MADE)
+	@echo "== compiling the kernels of the CPU ops for this machine"
+	@$(BIN)/python -m engine.ops.build --kernels
 	@touch $@
 
 $(OPS): $(OP_SOURCES) $(RUNTIME)

@@ -42,6 +42,8 @@ QUANTS = (
     "float32",
 )
 MODES = ("master", "slave")
+# Static graphs for two nodes, or with a draft layer, have names of their own; the hub has one checkpoint for all.
+OF_MIRROR = re.compile(r"^(deepseek-ai/DeepSeek-(?:R1|V3))(?:-MTP)?(?:-2nodes)?$")
 NAME_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}")
 
 
@@ -81,7 +83,7 @@ class Options:
             if self.speculate_dir is not None:
                 raise DownloadError(
                     "speculate_model_path is for a mirror of static models (MODEL_MIRROR), which has the "
-                    "draft in a folder of its own; in a checkpoint of the hub it is part of the model"
+                    "draft in a folder of its own; in a checkpoint of the hub it is part of the model: leave it out"
                 )
             return
         _check_url("MODEL_MIRROR", self.mirror)
@@ -140,6 +142,7 @@ def download(name: str, directory: str | Path = "downloads", options: Options | 
 
 
 def _from_hub(repo_id: str, quant: str | None, model_dir: Path, options: Options) -> int:
+    repo_id = OF_MIRROR.sub(r"\1", repo_id)
     checkpoint_dir = model_dir if quant is None else model_dir.parent
     others = [checkpoint_dir, *(checkpoint_dir / other for other in QUANTS)]
     try:

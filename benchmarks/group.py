@@ -16,7 +16,7 @@ from multiprocessing import reduction
 
 import numpy as np
 
-from benchmarks.kernels import HIDDEN, LAYERS, LINEARS, bf16_kind, packed, random_f32, seconds
+from benchmarks.kernels import HIDDEN, LAYERS, LINEARS, packed, prepared, random_f32, seconds
 from engine.dtypes import to_bf16
 from engine.ops import cpu
 from engine.ops.cpu import group
@@ -38,21 +38,20 @@ def bench_sum(shape: tuple[int, int]) -> float:
 
 def bench_step(num_ranks: int, tokens: int) -> float:
     """Median time of all layers' products, with the sums after those that need one."""
-    linear, kind, all_reduce = cpu.load().kernels.linear, bf16_kind(), cpu.c_library().llm_all_reduce
+    all_reduce = cpu.c_library().llm_all_reduce
     layer = []
     for name, (num_out, width) in LINEARS.items():
         split = name in SPLIT_BY_COLUMNS
         num_out, width = (num_out, width // num_ranks) if split else (num_out // num_ranks, width)
         bits = packed("linear", to_bf16(random_f32(num_out, width)))
-        weights = [bits.copy() for _ in range(LAYERS)]
-        layer.append((weights, random_f32(tokens, width), np.empty((tokens, num_out), np.float32), split))
+        x, y = random_f32(tokens, width), np.empty((tokens, num_out), np.float32)
+        layer.append(([prepared("linear", [x, bits.copy()], y) for _ in range(LAYERS)], y, split))
     total = np.empty((tokens, HIDDEN), np.float32)
 
     def run():
         for i in range(LAYERS):
-            for weights, x, y, split in layer:
-                sizes = (tokens, x.shape[1], y.shape[1])
-                linear(x.ctypes.data, weights[i].ctypes.data, kind, None, y.ctypes.data, *sizes)
+            for calls, y, split in layer:
+                calls[i]()
                 if split:
                     assert all_reduce(y.ctypes.data, total.ctypes.data, y.size) is None
 

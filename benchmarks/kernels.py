@@ -23,7 +23,7 @@ import numpy as np
 from engine.dtypes import to_bf16
 from engine.executors.cpu.program import large_pages
 from engine.ops import build, cpu
-from engine.ops.cpu.library import WEIGHT_KINDS, Attention, QuantizedLinear
+from engine.ops.cpu.calls import Packed
 from engine.ops.reference import to_cached_int8
 from engine.ops.sampling_rows import SamplingRows
 
@@ -76,20 +76,20 @@ def in_large_pages(array: np.ndarray) -> np.ndarray:
     return copy
 
 
+def prepared(op: str, inputs: list, y: np.ndarray, attributes: dict | None = None) -> Callable[[], None]:
+    """Return a function that computes `op` into `y`."""
+    return cpu.load().prepared(op, inputs, y, attributes or {})
+
+
 def packed(op: str, rows: np.ndarray) -> np.ndarray:
     """As the engine has what `op` multiplies with."""
     ops = cpu.load()
     if not (num_bytes := ops.packed_bytes(op, rows.shape, rows.itemsize)):
         return rows
+    assert num_bytes == rows.nbytes, "a copy holds no more than the shape says"
     into = large_pages(num_bytes)
     ops.pack(op, rows, into)
-    return into
-
-
-@functools.cache
-def bf16_kind() -> int:
-    """Of what `packed` makes for `linear`."""
-    return WEIGHT_KINDS.index("packed" if cpu.load().packed_bytes("linear", (1, 2), 2) else "bfloat16")
+    return into[:num_bytes].view(rows.dtype).reshape(rows.shape).view(Packed)
 
 
 @functools.cache
@@ -100,25 +100,23 @@ def weights_of(name: str, op: str) -> list[tuple[np.ndarray, np.ndarray | None]]
     if op == "linear":
         bits = packed(op, to_bf16(random_f32(num_out, width)))
         return [(bits.copy(), None) for _ in range(copies)]
-    codes = RNG.integers(-128, 128, (num_out, width if op != "linear_int4" else width // 2), np.int8)
+    kind, columns = (np.uint8, width // 2) if op == "linear_int4" else (np.int8, width)
+    codes = RNG.integers(-128, 128, (num_out, columns), np.int8).view(kind)
     scale = packed(op, to_bf16(random_f32(num_out, width // 64))) if op == "linear_int4" else random_f32(num_out)
     return [(packed(op, codes), scale.copy()) for _ in range(copies)]
 
 
 def bench_linear(name: str, op: str, tokens: int, limits: tuple[float, float]) -> dict:
     """Limit: the reading of the weight, or products and sums; of bytes with bytes in half the time of bf16."""
-    kernels, (num_out, width) = cpu.load().kernels, LINEARS.get(name, (VOCAB, HIDDEN))
+    num_out, width = LINEARS.get(name, (VOCAB, HIDDEN))
     x, y = (in_large_pages(array) for array in (random_f32(tokens, width), np.zeros((tokens, num_out), np.float32)))
-    sizes, x_at, y_at = (tokens, width, num_out), x.ctypes.data, y.ctypes.data
-    weights, kind = weights_of(name, op), bf16_kind()
+    weights = weights_of(name, op)
+    # Into the same memory: fresh memory for the outputs would be part of the time.
+    calls = [prepared(op, [x, weight, *([] if scale is None else [scale])], y) for weight, scale in weights]
 
-    def run():  # without the wrapper: fresh memory for the outputs would be part of the time
-        for weight, scale in weights:
-            if scale is None:
-                kernels.linear(x_at, weight.ctypes.data, kind, None, y_at, *sizes)
-            else:
-                args = QuantizedLinear(x_at, weight.ctypes.data, scale.ctypes.data, None, None, y_at, *sizes, True)
-                getattr(kernels, op)(ctypes.addressof(args))
+    def run():
+        for call in calls:
+            call()
 
     each = seconds(run, 3 if tokens >= 128 else 7) / len(weights)
     flops, num_bytes = 2 * tokens * num_out * width, sum(a.nbytes for a in weights[0] if a is not None)
@@ -138,11 +136,13 @@ def bench_attention(requests: int, tokens: int, context: int, bits: int, limits:
     qkv, angles, out = (in_large_pages(random_f32(rows, width)) for width in widths)
     lens = np.full(requests, context, np.int32)
 
+    given = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "scale": 0.125}
+    tables = tables.reshape(requests, blocks)
+    calls = [prepared("paged_attention", [qkv, angles, cache, starts, lens, tables], out, given) for cache in caches]
+
     def run():
-        for cache in caches:
-            arrays = (array.ctypes.data for array in (qkv, angles, cache, starts, lens, tables, out))
-            args = Attention(*arrays, requests, HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM, 64, blocks, 0.125, bits)
-            cpu.load().kernels.paged_attention(ctypes.addressof(args))
+        for call in calls:
+            call()
 
     each = seconds(run, 5) / len(caches)
     seen = requests * (tokens * context + tokens * (tokens + 1) // 2)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.core.cache_groups import FULL_ATTENTION
 from engine.core.loop import Loop
 from engine.core.types import Batch, Request, Sampling, StepOutput
 from engine.executors.slots import Choices, Slots
@@ -36,6 +37,7 @@ class NoGraph:
     """Every token is 7."""
 
     block_size, block_bytes, runs_ahead, most_read = BLOCK_SIZE, 1, False, 0
+    cache_groups = FULL_ATTENTION
 
     def __init__(self) -> None:
         self._slots = Slots(NUM_ROWS, 64, BLOCK_SIZE, 1 << 17)

@@ -13,6 +13,7 @@ FP8_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype
 FP8_BLOCK = 128  # columns that share a scale, where a row of 8-bit floats has several
 # Of numbers with 4 bits: how many have a scale of their own, and what the number of them in a row is a multiple of.
 CODES_PER_SCALE, CODES_ALIGNED = 64, 128
+SMALL_GROUP = 32  # the other number of them that may have a scale
 
 
 def scale_bytes(cache_dtype: np.dtype | str) -> int:

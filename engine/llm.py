@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ from engine.executors.memory import allocate_cache
 from engine.exporting.by_settings import options_of
 from engine.exporting.cache import export_cached
 from engine.exporting.manifest import Manifest, is_exported
+from engine.grammars.pool import GrammarPool
 from engine.serving.answer import OpenAnswer, best
 from engine.serving.prompt import Prompt, PromptReader
 from engine.settings.config import Config
 from engine.settings.device import with_device
-from engine.text.grammar import MatcherGrammars
+from engine.settings.foreign.keywords import own_keywords
 from engine.text.tokenizer import Tokenizer
 from engine.wire import GenerationRequest, parse_request
 from engine.wire.fields import FIELDS
@@ -77,14 +79,15 @@ class _Open:
 
 class LLM:
     """`model_dir` is an exported model or a checkpoint, which is exported once. Settings other than the environment's
-    are given by their field names, `LLM(path, batch_size=8)`, and checked like those: raises ConfigError.
+    are given by their field names, `LLM(path, batch_size=8)`, or as FastDeploy and vLLM name them (`max_num_seqs=8`),
+    and checked like those: raises ConfigError.
 
     With `mp_num` above 1, a rank that ends is RankFailed or GroupError in the call that runs and in later ones: close
     this and make another. On GPUs, and with several machines, it ends this process at once, without exceptions: nothing
     else would wake who waits for it."""
 
     def __init__(self, model_dir: str | Path, **settings: Any):
-        config = with_device(Config.from_env().changed(**settings))
+        config = with_device(Config.from_env().changed(**own_keywords(settings)))
         graph_dir = Path(model_dir)
         if not is_exported(graph_dir):
             options = options_of(config, graph_dir)
@@ -93,7 +96,7 @@ class LLM:
         executor = make_executor(graph_dir, config, owns_process=False)
         self._num_blocks = allocate_cache(executor, config, Manifest.read(graph_dir).max_seq_len)
         self._config = replace(config, max_cached_task_num=2**31, max_waiting_tokens=2**62)  # nobody else is waiting
-        self._grammars = MatcherGrammars(lambda: self.tokenizer, Manifest.read(graph_dir).vocab_size)
+        self._grammars = GrammarPool(partial(Tokenizer.load, graph_dir), Manifest.read(graph_dir).vocab_size, config)
         self._loop = Loop(executor, self._num_blocks, self._config, self._grammars)
         self._lock = threading.Lock()  # of the loop: calls from several threads take turns
         self._pid, self._is_closed = os.getpid(), False
@@ -130,6 +133,7 @@ class LLM:
                 self._run(opened, progress)
             except BaseException:
                 # Refused, or interrupted at any line of the scheduler's books: the next call begins with new ones.
+                self._grammars.close()
                 executor = self._loop.executor
                 self._loop = Loop(executor, self._num_blocks, self._config, self._grammars)
                 raise
@@ -142,6 +146,7 @@ class LLM:
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
+                self._grammars.close()
                 self._loop.executor.close()
 
     def _run(self, opened: list[_Open], progress: bool) -> None:

@@ -12,7 +12,7 @@ import json
 import math
 import mmap
 import struct
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import ml_dtypes  # noqa: F401 - lets numpy know bfloat16
 import numpy as np
 
 from engine.errors import SetupError
+from engine.protobuf import fields
 
 ELEMENT_TYPES = {  # Paddle's VarType
     0: "bool",
@@ -34,7 +35,6 @@ ELEMENT_TYPES = {  # Paddle's VarType
 }
 RECORD_HEADER = struct.Struct("<IQIi")
 DENSE_TENSOR = 7  # a VarType, too
-FIXED_SIZES = {1: 8, 5: 4}  # bytes of a protocol buffer's field by its wire type
 
 
 class PaddleFileError(SetupError):
@@ -62,7 +62,7 @@ def read_params(path: Path, names: Collection[str]) -> dict[str, np.ndarray]:
     for name in sorted(names):
         try:
             params[name], offset = _read_record(buffer, offset)
-        except PaddleFileError as error:
+        except (PaddleFileError, ValueError) as error:
             raise PaddleFileError(f"{path}: parameter {name}: {error}") from None
     if offset != len(buffer):
         raise PaddleFileError(f"{path} has {len(buffer)} bytes, the graph's parameters end at {offset}")
@@ -114,7 +114,7 @@ def _read_record(buffer: mmap.mmap, offset: int) -> tuple[np.ndarray, int]:
 
 def _read_tensor_desc(message: bytes) -> tuple[int, tuple[int, ...]]:
     element_type, shape = -1, []
-    for field, value in _fields(message):
+    for field, value in fields(message):
         if field == 1:
             element_type = value
         elif field == 2:
@@ -153,42 +153,15 @@ def _read_json(document: dict[str, Any]) -> Program:
 def _read_protobuf(data: bytes) -> Program:
     """ProgramDesc: its blocks are field 1, a block's variables 3 and its ops 4."""
     parameters, ops = [], []
-    blocks = [block for field, block in _fields(data) if field == 1]
-    for field, message in (item for block in blocks for item in _fields(block)):
+    blocks = [block for field, block in fields(data) if field == 1]
+    for field, message in (item for block in blocks for item in fields(block)):
         if field == 3:  # name, type, is it kept
-            variable = dict(_fields(message))
-            if variable.get(3) and dict(_fields(variable[2]))[1] == DENSE_TENSOR:
+            variable = dict(fields(message))
+            if variable.get(3) and dict(fields(variable[2]))[1] == DENSE_TENSOR:
                 parameters.append(variable[1].decode())
         elif field == 4:  # 3: name, 4: each attribute, of which 1 is the name and 3 a whole number
-            of_op = list(_fields(message))
-            attributes = [dict(_fields(value)) for number, value in of_op if number == 4]
+            of_op = list(fields(message))
+            attributes = [dict(fields(value)) for number, value in of_op if number == 4]
             named = {each[1].decode(): each[3] for each in attributes if 3 in each}
             ops.append((dict(of_op)[3].decode(), named))
     return Program(tuple(parameters), tuple(ops))
-
-
-def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """Numbers and values of a protocol buffer's message: whole numbers, and bytes of everything else."""
-    position = 0
-    while position < len(message):
-        tag, position = _read_varint(message, position)
-        size, position = _read_varint(message, position) if tag & 7 in (0, 2) else (FIXED_SIZES[tag & 7], position)
-        if tag & 7 == 0:
-            yield tag >> 3, size  # the number itself
-            continue
-        begin, position = position, position + size
-        if position > len(message):
-            raise PaddleFileError("its description is cut off")
-        yield tag >> 3, message[begin:position]
-
-
-def _read_varint(message: bytes, position: int) -> tuple[int, int]:
-    value = shift = 0
-    while position < len(message):
-        byte = message[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-        shift += 7
-    raise PaddleFileError("its description is cut off")

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import zmq
 
@@ -28,7 +31,7 @@ from engine.settings.processes import ENGINE_PROGRESS_FILE
 log = logging.getLogger(__name__)
 
 
-def main() -> int:
+def main() -> NoReturn:
     config = Config.from_env()
     configure(config.log_level)
     try:
@@ -45,7 +48,9 @@ def main() -> int:
     log.info("ready: %d blocks of %d tokens", pool.num_blocks, pool.block_size)
     server.run(loop, bounds)
     log.info("stopped")
-    return 0
+    logging.shutdown()
+    # The kernel takes back memory, sockets and the GPU at once; destructors of CUDA graphs and caches take seconds.
+    os._exit(0)
 
 
 def note_progress(path: Path) -> None:
@@ -59,19 +64,18 @@ def make_loop(config: Config, tell: Callable[[str], None]) -> tuple[Loop, Bounds
     from engine.executors import make_executor
     from engine.executors.memory import allocate_cache
     from engine.exporting.manifest import Manifest
+    from engine.grammars.pool import GrammarPool
     from engine.serving.loras import LoraNames
     from engine.settings.device import with_device
-    from engine.text.grammar import MatcherGrammars
     from engine.text.tokenizer import Tokenizer
 
     config = with_device(config)
     model = Manifest.read(config.graph_path)
-    grammars = MatcherGrammars(lambda: Tokenizer.load(config.graph_path), model.vocab_size)
-    loading = grammars.load()
+    grammars = GrammarPool(partial(Tokenizer.load, config.graph_path), model.vocab_size, config)
+    grammars.load()
     executor = make_executor(config.graph_path, config, tell)
     collect_garbage_seldom()
     num_blocks = allocate_cache(executor, config, model.max_seq_len)
-    loading.result()
     loop = Loop(executor, num_blocks, config, grammars)
     for adapter in LoraNames.of_server(config).all():
         try:
@@ -83,7 +87,7 @@ def make_loop(config: Config, tell: Callable[[str], None]) -> tuple[Loop, Bounds
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        main()
     except HostLost as error:
         log.error("%s; the engine starts anew and waits for it", error)
         sys.exit(error.exit_status)

@@ -137,7 +137,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m gateway",
         description="Serve HTTP and gRPC in front of the model. Settings are environment variables: "
-        "python -m engine.settings.config",
+        "python -m engine.settings.table",
     )
     parser.add_argument("--index", type=int, default=0, help="which of the workers this is, for the log")
     return parser.parse_args()

@@ -30,9 +30,10 @@ def in_one_piece(fields: Any, status: int = 200, headers: dict[str, str] | None 
     return web.Response(body=dump(fields), status=status, content_type="application/json", headers=headers)
 
 
-async def gather(exchange: Exchange, answers: Answers) -> web.Response:
+async def gather(request: web.Request, exchange: Exchange, answers: Answers) -> web.Response:
     async with contextlib.aclosing(answers):
         async for index, answer in answers:
+            _note_length(request[CALL], answer)
             exchange.gather(index, answer)
     return in_one_piece(exchange.whole())
 
@@ -45,6 +46,7 @@ async def stream(request: web.Request, exchange: Exchange, answers: Answers) -> 
     async with contextlib.aclosing(answers):
         try:
             async for index, answer in answers:
+                _note_length(request[CALL], answer)
                 if event := exchange.event(index, answer):
                     response = response or await _begin(request)
                     await _write(request, response, event)
@@ -56,9 +58,14 @@ async def stream(request: web.Request, exchange: Exchange, answers: Answers) -> 
             known, call = as_known(error), request[CALL]
             call.late_status = known.code
             await _write(request, response, call.protocols[0].error_event(known, call))
-    assert response is not None, "an exchange that says nothing of its last answer"
+    response = response or await _begin(request)  # a client that resumes a stream may have all of it
     await response.write_eof()
     return response
+
+
+def _note_length(call: Call, answer: Delta) -> None:
+    if answer.max_dec_len is not None:
+        call.max_tokens = min(answer.max_dec_len, call.max_tokens or answer.max_dec_len)
 
 
 async def _begin(request: web.Request) -> web.StreamResponse:

@@ -11,21 +11,24 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from typing import Any
 
 from aiohttp import web
 
 from engine import wire
-from engine.errors import EngineUnavailable, InvalidRequest, RequestError
+from engine.errors import EngineUnavailable
 from engine.settings.config import Config
-from engine.settings.served import OWN_NAME, ServedModel
-from gateway import answers, facts, half_closed, keys, questions
+from engine.settings.served import ServedModel
+from gateway import answers, facts, half_closed, keys, questions, stored
 from gateway.answers import CALL, REQUEST_TIMEOUT
 from gateway.backend import Backend
 from gateway.body import parse_body, read_payload
 from gateway.choices import most_at_once, side_by_side
 from gateway.document import as_document
+from gateway.headers import add_headers
 from gateway.heads import peer_of
 from gateway.health import ANSWER_WITHIN_S, readiness
+from gateway.http_refusals import http_refusal
 from gateway.intake import Intake, Room
 from gateway.lasting import LastingBackend
 from gateway.openai.dialect import dialect_of
@@ -47,10 +50,13 @@ from gateway.parts import (
     RUNNING,
     SERVED,
     TRITON,
+    TRITON_TEXT,
+    name_adapter,
     num_labels,
     served_name,
 )
 from gateway.protocol import Call, ClientProtocol, Exchange
+from gateway.request_id import UniqueIds, given_id, request_id_of, take_answer_id
 from gateway.spans import begin_tracing, traced
 from gateway.triton import PREFIX, ROOTS
 from gateway.triton import facts as triton
@@ -58,15 +64,13 @@ from gateway.web import is_for_people
 
 log = logging.getLogger(__name__)
 
-PROTOCOLS: Sequence[ClientProtocol] = (NATIVE, OPENAI, RESPONSES, ANTHROPIC, EMBEDDINGS, *RANKINGS, TRITON)
+WITH_NATIVE_FIELDS: Sequence[ClientProtocol] = (NATIVE, TRITON_TEXT, TRITON)
+PROTOCOLS: Sequence[ClientProtocol] = (  # of a path, the first that speaks a body has it
+    *(NATIVE, OPENAI, RESPONSES, ANTHROPIC, EMBEDDINGS, *RANKINGS, TRITON_TEXT, TRITON),
+)
 
 REQUEST_TIMEOUT_S = 300.0  # without a new answer of the model, unless a request says otherwise
 
-CORS = {
-    "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
-    "Access-Control-Allow-Headers": "*, Authorization, Content-Type",
-    "Access-Control-Max-Age": "86400",
-}
 # A browser sends no key; they say nothing of the model.
 UNGUARDED = (
     *("/health", "/ping", "/version", "/openapi.json", "/docs", "/page/{file}"),
@@ -90,16 +94,16 @@ def make_app(backend: Backend, config: Config, request_timeout_s: float = REQUES
     begin_tracing(app, config)
     half_closed.allow(app)
     app[DRAINING] = asyncio.Event()
-    if config.cors_allow_origin:
-        app.on_response_prepare.append(_add_cors)
+    app.on_response_prepare.append(add_headers)
     app.on_cleanup.append(_close_backend)
     paths = dict.fromkeys(path for protocol in PROTOCOLS for path in protocol.paths)
     app.add_routes(
         [
-            *[web.get(path, show) for path, show in {**facts.ROUTES, **triton.ROUTES}.items()],
+            *[web.post(path, complete) for path in paths],  # first, as a reader of the document wants to see them
             *[web.post(path, ask) for path, ask in questions.ROUTES.items()],
-            *[web.post(path, complete) for path in paths],
+            *stored.ROUTES,
             *[web.post(f"{root}/infer", triton.refuse_infer) for root in ROOTS],
+            *[web.get(path, show) for path, show in {**facts.ROUTES, **triton.ROUTES}.items()],
         ]
     )
     app[DOCUMENT] = as_document(app, PROTOCOLS, UNGUARDED)
@@ -115,32 +119,45 @@ async def complete(request: web.Request) -> web.StreamResponse:
         if call.protocols[0] in RANKINGS:
             call.num_labels = await num_labels(app)
         async with app[INTAKE].reading(len(payload)):
-            call.exchange = exchange = _parse(payload, call)
-        del payload
+            body = _read(payload, call)
+        call.previous = await stored.previous_of(request, body)
+        async with app[INTAKE].reading(len(payload)):
+            call.exchange = exchange = _parse(body, call)
+        del payload, body
         timeout_s = exchange.timeout_s or app[REQUEST_TIMEOUT]
         bodies = [wire.with_owner(each, call.owner) for each in exchange.requests]
         if call.traceparent:
             bodies = [{**each, "traceparent": call.traceparent} for each in bodies]
-        asks = [partial(app[BACKEND].generate, each, timeout_s) for each in bodies]
+        model = UniqueIds(app[BACKEND], call, exchange)
+        if bodies[0].get(wire.STORE, {}).get("is_background") and not exchange.stream:
+            return await stored.begin_in_background(request, model, bodies[0])
+        asks = [partial(model.generate, index, each, timeout_s) for index, each in enumerate(bodies)]
         running = side_by_side(asks, most_at_once(app[CONFIG]), timeout_s)
         if room.num_bytes:
             running = _giving_back(room, running)
         if exchange.stream:
             return await answers.stream(request, exchange, running)
-        return await answers.gather(exchange, running)
+        return await answers.gather(request, exchange, running)
     finally:
         room.give_back()
 
 
-def _parse(payload: bytes, call: Call) -> Exchange:
+def _read(payload: bytes, call: Call) -> dict[str, Any]:
+    """Return the body, whose protocol is known then."""
     body = parse_body(payload)
-    protocol = next(each for each in call.protocols if len(call.protocols) == 1 or each.speaks(body))
-    call.protocols = [protocol]
+    call.protocols = [next(each for each in call.protocols if len(call.protocols) == 1 or each.speaks(body))]
+    return body
+
+
+def _parse(body: dict[str, Any], call: Call) -> Exchange:
+    [protocol] = call.protocols
+    call.given_id = given_id(call)
+    if call.given_id and protocol not in WITH_NATIVE_FIELDS:
+        body["request_id"] = call.given_id
     exchange = protocol.parse(body, call)
-    if call.config.has_loras and protocol not in (NATIVE, TRITON):
-        name = body.get("model") or OWN_NAME
-        for each in exchange.requests if name not in (call.model_name, OWN_NAME) else ():
-            each["lora_name"] = wire.FIELDS["lora_name"].check("model", name)
+    take_answer_id(call, exchange)
+    if protocol not in WITH_NATIVE_FIELDS:
+        name_adapter(call, exchange, body.get("model"))
     return exchange
 
 
@@ -163,9 +180,10 @@ def _protocols_of(path: str) -> Sequence[ClientProtocol]:
 
 @web.middleware
 async def accounted(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Counts the request as running, and logs its end in one line without a word of the client's."""
+    """Counts the request as running, and logs its end in one line with no words of the client's but its id."""
     protocols, headers = _protocols_of(request.path), request.headers
     call = request[CALL] = Call(request.path, served_name(request.app), protocols, headers, config=request.app[CONFIG])
+    call.request_id = request_id_of(call)
     running = request.app[RUNNING]
     running.append(request)
     if peer := peer_of(request.transport):
@@ -181,7 +199,7 @@ async def accounted(request: web.Request, handler: Handler) -> web.StreamRespons
         running.remove(request)
         resource = request.match_info.route.resource
         log.info(
-            "%s %s %s %.3fs %s%s %d tokens",
+            "%s %s %s %.3fs %s%s %d tokens id=%s",
             request.method if request.method in ("GET", "POST", "HEAD", "OPTIONS") else "OTHER",
             resource.canonical if resource else "-",
             status,
@@ -189,6 +207,7 @@ async def accounted(request: web.Request, handler: Handler) -> web.StreamRespons
             call.protocols[0].name if len(call.protocols) == 1 else "-",
             f" {call.owner.name}" if call.owner.name else "",
             call.exchange.num_tokens if call.exchange else 0,
+            call.request_id,
         )
 
 
@@ -202,7 +221,7 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
             raise EngineUnavailable("the server is stopping")
         return await handler(request)
     except web.HTTPException as error:
-        return _http_refusal(error, request)
+        return http_refusal(error, request)
     except ConnectionError:  # the client has left, or does not read
         if request.transport is not None:
             request.transport.abort()
@@ -222,31 +241,6 @@ def _check_key(request: web.Request) -> None:
         except keys.WrongKey:
             call.protocols = [OPENAI] if OPENAI in call.protocols else call.protocols
             raise
-
-
-def _http_refusal(error: web.HTTPException, request: web.Request) -> web.Response:
-    """aiohttp's own refusals: 404, 405, 408, 413."""
-    if error.status == 405:
-        message = f"this path does not take {request.method}, it takes {error.headers['Allow']}"
-    elif error.status == 413:
-        message = f"the request body is larger than the limit of {request.app[CONFIG].max_body_bytes} bytes"
-    elif request.match_info.route.resource is None:
-        message = "no such path, see GET / for what there is"
-    else:
-        message = error.text or error.reason
-    known = (InvalidRequest if error.status < 500 else RequestError)(message)
-    known.code = error.status
-    response = answers.refusal(known, request)
-    if error.status == 408:
-        response.force_close()  # what still comes of the body is no request
-    if "Allow" in error.headers:
-        response.headers["Allow"] = error.headers["Allow"]
-    return response
-
-
-async def _add_cors(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers.update(CORS)
-    response.headers["Access-Control-Allow-Origin"] = request.app[CONFIG].cors_allow_origin
 
 
 async def _close_backend(app: web.Application) -> None:

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
 from engine.errors import EngineUnavailable
-from engine.wire import Aborted, Delta, Detokenized, Loras, ModelState, Owner, Tokenized
+from engine.wire import Aborted, Delta, Detokenized, Loras, ModelState, Owner, StoredResponse, Tokenized
 
 if sys.version_info >= (3, 11):
     from asyncio import timeout as timeout
@@ -53,6 +53,10 @@ class Backend(Protocol):
 
     async def change_loras(self, question: dict[str, Any], owner: Owner) -> Loras:
         """`question` has the key LOAD_LORA or UNLOAD_LORA. Raises a RequestError."""
+        ...
+
+    async def stored_response(self, body: dict[str, Any]) -> StoredResponse:
+        """`body` has the key STORED, or STORE with a request in the background. Raises a RequestError as above."""
         ...
 
     async def is_live(self) -> bool:

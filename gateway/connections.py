@@ -31,7 +31,7 @@ CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.enable_retries", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),  # Triton is restarted by its supervisor: be there when it is back
-    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 250),
     ("grpc.min_reconnect_backoff_ms", 20_000),  # no pause but the time that an attempt may take on a busy machine
     ("grpc.enable_http_proxy", 0),
     ("grpc.default_authority", "localhost"),  # else the path of the socket, escaped

@@ -12,14 +12,17 @@ from aiohttp import web
 from engine import __version__
 from engine.errors import KINDS, RequestError
 from engine.wire import Final, Usage
-from gateway import facts, questions
+from gateway import facts, questions, stored
 from gateway.keys import WrongKey
 from gateway.protocol import Call, ClientProtocol
 from gateway.triton import facts as triton
 
 Json = dict[str, Any]
 
-ABOUT = "Beside the fields that are named any others may be sent, which do nothing; null is like an absent field."
+ABOUT = (
+    "A field that is not named here is refused if it looks like a misspelling of one that is, or if another API has it "
+    "and it would change the answer; any other is accepted without effect. `null` is like an absent field."
+)
 HTTP_ERRORS = {408: "the body was not complete in time", 413: "the body is larger than MAX_BODY_BYTES"}
 OF_FACTS = (401, 404, 500, 503, 504)
 AN_ERROR = RequestError("internal error")
@@ -76,8 +79,8 @@ def _exchange(path: str, speaking: Sequence[ClientProtocol], schemas: Json) -> J
 
 
 def _plain(path: str) -> Json:
-    """Any other path: `facts` and `questions` know what is asked and told there."""
-    samples, content = {**facts.SAMPLES, **triton.SAMPLES, **questions.SAMPLES}, {}
+    """Any other path: `facts`, `questions` and `stored` know what is asked and told there."""
+    samples, content = {**facts.SAMPLES, **triton.SAMPLES, **questions.SAMPLES, **stored.SAMPLES}, {}
     if path in samples:
         content = {"application/json": {"schema": _shape(samples[path])}}
     elif kind := {**facts.TEXTS, **questions.TEXTS}.get(path):

@@ -41,6 +41,7 @@ class EmbeddingExchange:
     """A `gateway.protocol.Exchange`. Its answer is never streamed."""
 
     requests: list[dict[str, Any]]
+    answer_id: str
     names: Mapping[str, str]
     timeout_s: float | None
     model: str
@@ -120,6 +121,7 @@ class Embeddings(OpenAI):
         name = REQ_ID("request_id", body.get("request_id", f"embd-{uuid.uuid4().hex}"))
         return EmbeddingExchange(
             requests=[{**each, **options, "req_id": f"{name[:240]}-{at}"} for at, each in enumerate(sources)],
+            answer_id=name,
             names=dict.fromkeys(("text", "input_ids"), "input") | {"req_id": "request_id", "lora_name": "model"},
             timeout_s=options.get("timeout"),
             model=model_of(body, call.model_name),

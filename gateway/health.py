@@ -170,7 +170,7 @@ async def serve(apps: Mapping[int, web.Application], host: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m gateway.health",
-        description="Serve the health port. Settings are environment variables: python -m engine.settings.config",
+        description="Serve the health port. Settings are environment variables: python -m engine.settings.table",
     )
     parser.parse_args()
     config = Config.from_env()

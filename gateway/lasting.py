@@ -8,18 +8,20 @@ import asyncio
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from engine.errors import EngineUnavailable
 from engine.settings.served import ServedModel
-from engine.wire import Aborted, Delta, Detokenized, Loras, ModelState, Owner, Tokenized, parse_request
+from engine.wire import Aborted, Delta, Detokenized, Loras, ModelState, Owner, StoredResponse, Tokenized, parse_request
 from gateway.backend import COMING_BACK_S, Backend, ModelLost, ModelUnreachable
 from gateway.health import Shared
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 0.25
+T = TypeVar("T")
+LOOK_EVERY_S = 0.1
 MAX_LOSSES = 3  # in a row: a request without a new answer for so long may be the one that ends the server
 
 
@@ -51,12 +53,20 @@ class LastingBackend:
 
     async def lora_names(self, timeout_s: float) -> Sequence[str]:
         """A server that has just died is waited for: without it nobody knows them."""
+        return (await self._patiently(self._backend.probe, timeout_s)).loras or ()
+
+    async def stored_response(self, body: dict[str, Any], timeout_s: float) -> StoredResponse:
+        """Ask again when the server has died: a response that it has stored is lost, one that begins is not."""
+        return await self._patiently(partial(self._backend.stored_response, body), timeout_s)
+
+    async def _patiently(self, ask: Callable[[], Awaitable[T]], timeout_s: float) -> T:
         patience = Patience(self._ready, self._served, timeout_s)
         while True:
             try:
-                return (await self._backend.probe()).loras or ()
+                return await ask()
             except EngineUnavailable as error:
                 await patience.wait(error, Known())
+                await patience.wait_for_turn(Known())
 
     async def abort(self, req_id: str, owner: Owner) -> Aborted:
         return await self._backend.abort(req_id, owner)

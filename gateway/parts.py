@@ -7,6 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
+from engine import wire
 from engine.settings.config import Config
 from engine.settings.served import OWN_NAME, ServedModel
 from gateway.anthropic import Anthropic
@@ -16,13 +17,15 @@ from gateway.intake import Intake
 from gateway.lasting import LastingBackend
 from gateway.native import Native
 from gateway.openai import OpenAI
+from gateway.protocol import Call, Exchange
 from gateway.ranking import Reranking, Scores
 from gateway.received import Peer
 from gateway.responses import Responses
 from gateway.triton import Triton
+from gateway.triton.text import TritonText
 
 NATIVE, OPENAI, EMBEDDINGS = Native(), OpenAI(), Embeddings()
-RESPONSES, ANTHROPIC, TRITON = Responses(), Anthropic(), Triton()
+RESPONSES, ANTHROPIC, TRITON, TRITON_TEXT = Responses(), Anthropic(), Triton(), TritonText()
 RANKINGS = (Scores(), Reranking())
 
 BACKEND = web.AppKey("backend", LastingBackend)
@@ -38,7 +41,14 @@ DOCUMENT = web.AppKey("document", dict[str, Any])  # OpenAPI's
 
 
 def served_name(app: web.Application) -> str:
-    return app[SERVED].now().name or app[CONFIG].served_model_name or OWN_NAME
+    return app[SERVED].name(app[CONFIG].served_model_name)
+
+
+def name_adapter(call: Call, exchange: Exchange, model: str | None) -> None:
+    """Say in the model's requests which adapter they are for, if `model` names one."""
+    if call.config.has_loras and model not in (None, "", call.model_name, OWN_NAME):
+        for each in exchange.requests:
+            each["lora_name"] = wire.FIELDS["lora_name"].check("model", model)
 
 
 async def num_labels(app: web.Application) -> int:

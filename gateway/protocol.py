@@ -12,13 +12,14 @@ from typing import Any, Protocol
 
 from engine.errors import RequestError
 from engine.settings.config import Config
-from engine.wire import Delta, Owner
+from engine.wire import Delta, Owner, StoredResponse
 
 
 class Exchange(Protocol):
     """One readable request and its answer in the making, which is either streamed or gathered."""
 
     requests: list[dict[str, Any]]  # the model's, one a prompt
+    answer_id: str  # by which the client knows the answer; may change until the first byte is sent
     names: Mapping[str, str]  # of the model's fields, where its client calls them otherwise
     stream: bool
     timeout_s: float | None  # for an answer of the model; None: the gateway's
@@ -51,10 +52,15 @@ class Call:
     protocols: Sequence[ClientProtocol]  # that it may speak: one when that is known
     headers: Mapping[str, str] = field(default_factory=dict)  # of the request
     req_id: str | None = None  # for errors, as soon as its protocol has found it
+    request_id: str = ""  # for the response's header and the log
+    given_id: str = ""  # the one that the client's header chooses for the answer
+    max_tokens: int | None = None  # the longest answer that there is room for, if the client asked for more
+    has_begun: bool = False  # the response's headers are sent
     exchange: Exchange | None = None
     owner: Owner = Owner()  # of the key that it carries
     traceparent: str = ""  # of its span, where it is traced
     late_status: int | None = None  # of a failure after the first byte
+    previous: StoredResponse | None = None  # that the request goes on with
     num_labels: int = 0  # by which the model scores prompts, where that is asked
     config: Config = field(default_factory=Config)  # the server's
 

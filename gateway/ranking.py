@@ -42,7 +42,7 @@ class Ranking:
     pairs: Sequence[tuple[str, str]]
     has_head: bool
     options: Json  # of every request
-    name: str
+    answer_id: str
     top_n: int | None = None  # None: a score of each pair in its place; else the best pairs, the best first
     told: bool = False  # are the texts of these
     is_activated: bool = True  # what a head says is made a number from 0 to 1
@@ -63,7 +63,7 @@ class Ranking:
             texts = [{"text": text, "apply_chat_template": False, "pooling": POOLINGS[0]} for text in place_of]
         self.timeout_s: float | None = self.options.get("timeout")
         self.requests: list[Json] = [
-            {**each, **self.options, "req_id": f"{self.name[:240]}-{at}"} for at, each in enumerate(texts)
+            {**each, **self.options, "req_id": f"{self.answer_id[:240]}-{at}"} for at, each in enumerate(texts)
         ]
         names = ("text_1", "text_2") if self.top_n is None else ("documents", "documents")
         called = {"req_id": "request_id", "lora_name": "model"}
@@ -82,13 +82,13 @@ class Ranking:
         scores = [self._score(a, b) for a, b in self._places]
         if self.top_n is None:
             data = [{"index": at, "object": "score", "score": score} for at, score in enumerate(scores)]
-            head = {"id": self.name, "object": "list", "created": int(time.time()), "model": self.model}
+            head = {"id": self.answer_id, "object": "list", "created": int(time.time()), "model": self.model}
             return {**head, "data": data, "usage": usage}
         best = sorted(range(len(scores)), key=lambda at: -scores[at])[: self.top_n]
         results: list[Json] = [{"index": at, "relevance_score": scores[at]} for at in best]
         for each in results if self.told else ():
             each["document"] = {"text": self.pairs[each["index"]][1]}
-        return {"id": self.name, "model": self.model, "results": results, "usage": usage}
+        return {"id": self.answer_id, "model": self.model, "results": results, "usage": usage}
 
     def _score(self, a: int, b: int) -> float:
         if self.has_head:

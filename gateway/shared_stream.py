@@ -94,8 +94,9 @@ class SharedStream:
                 arrivals.only_own()
 
     def _deliver(self, response: bytes) -> None:
-        for tag, payload in wire.lines_of(response):
+        shared = wire.read_shared(response)
+        if isinstance(shared, wire.Failure):
+            raise shared.error
+        for tag, answer in shared.answers:
             if arrivals := self._sharing.get(tag):  # else its client has left
-                answer = wire.read_answer(payload)
-                assert isinstance(answer, wire.Delta)
                 arrivals.put(answer)

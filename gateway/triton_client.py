@@ -36,8 +36,10 @@ class TritonBackend:
 
     def _stream_for(self, body: dict[str, Any]) -> SharedStream | None:
         """To share, where others run. Of several choices the last to end has to come last, and who goes on has tokens
-        that are not counted here: these do not share."""
-        if not self._connections.num_running or body.get("n") not in (None, 1) or body.get("resume_from") is not None:
+        that are not counted here: these do not share. Nor does a response that outlives its connection."""
+        if not self._connections.num_running or body.get("n") not in (None, 1):
+            return None
+        if body.get("resume_from") is not None or body.get(wire.STORE, {}).get("is_background"):
             return None
         if self._shared is None or not self._shared.is_open:
             self._shared = SharedStream(self._connections)
@@ -135,6 +137,11 @@ class TritonBackend:
         loras = await self._one_answer(wire.with_owner(question, owner))
         assert isinstance(loras, wire.Loras)
         return loras
+
+    async def stored_response(self, body: dict[str, Any]) -> wire.StoredResponse:
+        response = await self._one_answer(body)
+        assert isinstance(response, wire.StoredResponse)
+        return response
 
     async def _one_answer(self, body: dict[str, Any]) -> wire.Answer:
         async with contextlib.aclosing(self._ask(body, PROBE_TIMEOUT_S)) as answers:

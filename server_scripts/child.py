@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 HEALTHY_AFTER_S = 60.0  # without a crash until the next one counts as the first, whatever was computed
 MAX_BACK_OFF_S = 30.0
 MAX_STOPPED_S = 15.0  # by SIGSTOP; as long as an engine may be silent
+MAX_SUSPECTS, SUSPECTS_S = 8, 300.0  # so many different requests within that time, or with nothing computed between
 HOST_LOST_S = 1.0  # until an engine that has lost another machine starts to wait for it
 START_AGAIN_S = 5.0  # when not even a process could be made
 SECRETS = {"API_KEY", "API_KEYS", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}  # the hub's token by both of its names
@@ -37,7 +38,9 @@ class ChildSpec:
     cwd: Path = ROOT
     max_crashes: int | None = None  # in a row; None: it is always started again
     progress_file: Path | None = None  # it writes that when it has done its work once; None: to answer is enough
+    suspect_file: Path | None = None  # has the hash of the request that it computes alone, if it does
     socket: Path | None = None  # it would not take over that of one that was killed
+    helper_program: str = ""  # file name of the program that its helpers run; empty: any of its children is one
 
 
 @dataclass
@@ -54,13 +57,14 @@ class Child:
     num_crashes: int = 0  # in a row
     restart_at: float | None = None  # None: running, not started yet, or given up
     last_words: str = ""  # how it ended
+    suspects: dict[str, list[float]] = field(default_factory=dict)  # requests that it ended with, alone: when
 
     def start(self) -> None:
         """When the machine has no process left for it, `process` stays None and the next start is due later."""
         self.helpers, self.is_ours = [], True
         self.healthy_since = self.restart_at = None
         try:
-            for left in filter(None, (self.spec.progress_file, self.spec.socket)):
+            for left in filter(None, (self.spec.progress_file, self.spec.suspect_file, self.spec.socket)):
                 left.unlink(missing_ok=True)
             started = self._popen()
         except OSError as error:
@@ -108,8 +112,14 @@ class Child:
 
     def find_helpers(self) -> None:
         if self.process:
-            found = (Process.of(self._helper_name, pid) for pid in children_of(self.process.pid))
-            self.helpers = [process for process in found if process]
+            pids = [pid for pid in children_of(self.process.pid) if self._is_helper(pid)]
+            self.helpers = [process for pid in pids if (process := Process.of(self._helper_name, pid))]
+
+    def _is_helper(self, pid: int) -> bool:
+        try:
+            return not self.spec.helper_program or Path(f"/proc/{pid}/exe").readlink().name == self.spec.helper_program
+        except OSError:  # it has ended
+            return False
 
     def signal(self, number: int) -> None:
         """To the process, for it to end what it started."""
@@ -134,13 +144,33 @@ class Child:
             self.last_words = "has lost another machine, and is going to wait for it"
             return False
         is_healthy = self.healthy_since is not None and now - self.healthy_since >= HEALTHY_AFTER_S
-        self.num_crashes = 1 if is_healthy or self._has_progressed() else self.num_crashes + 1
+        self._count_crash(is_healthy or self._has_progressed(), now)
         self.last_words = "has ended" if status is None else describe_exit(status)
         self.process = None
         self.healthy_since = None
         if self.spec.max_crashes is None or self.num_crashes < self.spec.max_crashes:
             self.restart_at = now + back_off(self.num_crashes)
         return True
+
+    def _count_crash(self, is_first: bool, now: float) -> None:
+        """A crash that a request is to blame for does not count, unless too many different ones are: then it is
+        something else that fails."""
+        if is_first:  # else nothing has worked in between, however long that took
+            self.suspects = {each: at for each, at in self.suspects.items() if now - at[-1] < SUSPECTS_S}
+        if (suspect := self._suspect()) is None:
+            self.num_crashes = 1 if is_first else self.num_crashes + 1
+            return
+        self.suspects.setdefault(suspect, []).append(now)
+        if len(self.suspects) >= MAX_SUSPECTS:
+            self.num_crashes = max(self.num_crashes + 1, sum(map(len, self.suspects.values())))
+        elif len(self.suspects[suspect]) > 1:  # it is to blame, for the crash before it was alone, too
+            self.num_crashes = 0
+
+    def _suspect(self) -> str | None:
+        try:
+            return self.spec.suspect_file.read_text() if self.spec.suspect_file else None
+        except OSError:
+            return None
 
     def _has_progressed(self) -> bool:
         """Since its start. Then the next start is at once: to wait is for what crashes again and again for nothing."""
@@ -153,8 +183,8 @@ def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def back_off(num_crashes: int) -> float:
-    """The first restart is at once, as clients are waiting; then 1, 2, 4, ... seconds."""
-    return 0.0 if num_crashes <= 1 else min(2.0 ** (num_crashes - 2), MAX_BACK_OFF_S)
+    """The first restart is at once, as clients are waiting; then after 0.25, 0.5, 1, 2, ... seconds."""
+    return 0.0 if num_crashes <= 1 else min(2.0 ** (num_crashes - 4), MAX_BACK_OFF_S)
 
 
 def describe_exit(status: int) -> str:

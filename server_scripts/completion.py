@@ -21,6 +21,7 @@ _llm_{name}() {{
 complete -o filenames -F _llm_{name} {name}
 """
 CASE = '    {names}) COMPREPLY=($(compgen -W "{values}" -- "$word")); return ;;'
+REFUSED = "refused"  # destination of options that are known and not supported, which are not completed
 BEFORE = {"bash": "", "zsh": "autoload -Uz compinit bashcompinit\ncompinit\nbashcompinit\n"}
 
 
@@ -37,7 +38,7 @@ def add_completion(parser: argparse.ArgumentParser, values: Mapping[str, Sequenc
 
 
 def script(parser: argparse.ArgumentParser, values: Mapping[str, Sequence[str]]) -> str:
-    options = [action for action in parser._actions if action.option_strings]
+    options = [action for action in parser._actions if action.option_strings and action.dest != REFUSED]
     cases = [
         CASE.format(names="|".join(action.option_strings), values=" ".join(map(str, known)))
         for action in options

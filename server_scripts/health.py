@@ -53,6 +53,7 @@ class HealthMonitor:
         self._check_for_s = check_for_s
         self._check_until: float | None = None
         self._stop = threading.Event()
+        self._soon = threading.Event()
 
     def again(self, check: Callable[[], None]) -> HealthMonitor:
         """One that has seen nothing yet."""
@@ -63,11 +64,19 @@ class HealthMonitor:
 
     def stop(self) -> None:
         self._stop.set()
+        self._soon.set()
+
+    def ask_soon(self) -> None:
+        """Ask as often as during the start, once: a process that was started anew counts as healthy after an answer."""
+        self._soon.set()
 
     def _run(self) -> None:
         while not self._stop.is_set():
+            self._soon.clear()
             self.ask()
-            self._stop.wait(self._ask_every_s if self.latest.checked else ASK_EVERY_WHILE_STARTING_S)
+            if self.latest.checked and not self._stop.is_set():
+                self._soon.wait(self._ask_every_s)
+            self._stop.wait(ASK_EVERY_WHILE_STARTING_S)
 
     def ask(self) -> None:
         at, before = time.monotonic(), self.latest

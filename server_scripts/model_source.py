@@ -40,16 +40,31 @@ class Source:
     quant: str | None = None  # that its name asks for
 
 
+def local_folder(name: str, model_dir: str) -> Path | None:
+    """Return the absolute path of the folder that the user means by `name`; None if it names a model to fetch.
+
+    A path begins with `.`, `/` or `~` or ends with `/`. `org/model` is a folder if it holds a model; below MODEL_DIR it
+    is what an earlier start has fetched, perhaps not completely, and remains a name.
+    """
+    path = Path(name).expanduser()
+    if name.startswith((".", "/", "~")) or name.endswith("/"):
+        return path.absolute()
+    is_fetched = path.absolute() == (Path(model_dir).expanduser() / name).absolute()
+    return path.absolute() if name and (path / "config.json").exists() and not is_fetched else None
+
+
 def find_source(config: Config, name: str, report: Callable[[str], None]) -> Source:
-    """Fetches the model if it goes by a name. Raises ModelUnavailable, and ConfigError for what the name asks for."""
-    if name:
+    """Return where the model is. Fetch it if `name` is that of a model and not an absolute path; without a name the
+    model is in MODEL_DIR. Raises ModelUnavailable, and ConfigError for what the name asks for."""
+    if name and not name.startswith("/"):
         return _download(config, name, report)
-    path = Path(config.model_dir).expanduser().absolute()
+    path = Path(name or config.model_dir).expanduser().absolute()
     if not (path / "config.json").exists():
-        what = "which has no config.json" if path.is_dir() else "which is no folder"
+        what = "has no config.json" if path.is_dir() else "is no folder" if path.exists() else "does not exist"
+        given = f"the model is the folder {name}, which" if name else f"MODEL_DIR is {config.model_dir!r}, which"
         raise ModelUnavailable(
-            f"MODEL_DIR is {config.model_dir!r}, {what}. Set MODEL_DIR to a checkpoint or an exported model, "
-            "or name a model to fetch: start_server org/model"
+            f"{given} {what}. Set MODEL_DIR to a checkpoint or an exported model, or name one: "
+            "start_server ./folder, or start_server org/model to fetch it"
         )
     return Source(path, config.served_model_name or path.resolve().name)
 
@@ -71,8 +86,10 @@ def _download(config: Config, name: str, report: Callable[[str], None]) -> Sourc
         report(f"fetching {name} into {config.model_dir}")
         done = download(name, Path(config.model_dir).expanduser(), options)
     except (DownloadError, OSError) as error:
-        meant = f". To serve the folder {name}: MODEL_DIR={name} start_server" if Path(name).is_dir() else ""
-        into = f" into MODEL_DIR, which is {config.model_dir!r}" if isinstance(error.__cause__, OSError) else ""
+        meant = f". A folder is given as a path: start_server ./{name}" if "/" not in name else ""
+        into = ""
+        if isinstance(error.__cause__, OSError):
+            into, meant = f" into MODEL_DIR, which is {config.model_dir!r}", "; set MODEL_DIR to another folder"
         raise ModelUnavailable(f"fetching {name}{into}: {error}{meant}") from None
     report(f"{name} is complete, {done.num_fetched} files fetched")
     return Source(done.model_dir.absolute(), config.served_model_name or name, None if done.is_static else quant)
@@ -159,10 +176,11 @@ def check_settings(graph_dir: Path) -> None:
     from engine.exporting.manifest import Manifest
     from engine.settings.device import GPU, with_device
 
-    config = Config.from_env()
+    config, manifest = Config.from_env(), Manifest.read(graph_dir)
+    config.model_len(manifest.max_seq_len)
     if config.swap_space and (found := with_device(config)).device != GPU:  # whose memory a model that goes may have
         check_swap_space(found)
-    check_num_ranks(graph_dir, Manifest.read(graph_dir), config)
+    check_num_ranks(graph_dir, manifest, config)
     if config.lora_modules:
         from engine.models.adapters import AdapterError
         from engine.serving.loras import LoraNames

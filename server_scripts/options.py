@@ -1,70 +1,59 @@
-"""The options of `start_server`: every setting under its own name (MAX_DEC_LEN is `--max-dec-len`), and under those of
-other servers. An option is written into the environment, where all processes find it."""
+"""The options of `start_server`: every setting under its own name (MAX_DEC_LEN is `--max-dec-len`), and those of other
+servers (engine/settings/foreign). An option is written into the environment, where all processes find it."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import sys
 from collections.abc import MutableMapping, Sequence
 from dataclasses import fields
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from engine.errors import ConfigError
 from engine.settings.config import Config
-from server_scripts.completion import add_completion
+from engine.settings.foreign import table
+from engine.settings.foreign.row import FASTDEPLOY, VLLM, Row
+from engine.settings.setting import Setting
+from server_scripts.completion import REFUSED, add_completion
 
 # Shown by --help; the others are in docs/settings.md.
 COMMON = (
     *("MODEL_DIR", "SERVED_MODEL_NAME", "SERVICE_HTTP_PORT", "SERVICE_GRPC_PORT", "SERVICE_HOST", "DEVICE", "DTYPE"),
-    *("QUANT_TYPE", "MP_NUM", "MAX_SEQ_LEN", "MAX_DEC_LEN", "BATCH_SIZE", "BLOCK_BS", "CPU_THREADS"),
+    *("QUANT_TYPE", "MP_NUM", "MAX_MODEL_LEN", "MAX_SEQ_LEN", "MAX_DEC_LEN", "BATCH_SIZE", "BLOCK_BS", "CPU_THREADS"),
     *("REASONING_PARSER", "TOOL_CALL_PARSER", "SPECULATE_METHOD", "RUN_DIR", "FD_LOG_DIR"),
 )
-# Other names, most of them vLLM's and FastDeploy's.
-SYNONYMS = {
-    "--port": "SERVICE_HTTP_PORT",
-    "--grpc-port": "SERVICE_GRPC_PORT",
-    "--health-port": "HEALTH_HTTP_PORT",
-    "--metrics-port": "METRICS_HTTP_PORT",
-    "--host": "SERVICE_HOST",
-    "--model": "model_name",
-    "--tensor-parallel-size": "MP_NUM",
-    "--nnodes": "MP_NNODE",
-    "--ips": "POD_IPS",
-    "--max-num-seqs": "BATCH_SIZE",
-    "--quantization": "QUANT_TYPE",
-    "--kv-cache-ratio": "BLOCK_RATIO",
-    "--log-dir": "FD_LOG_DIR",
-    "--ssl-certfile": "TLS_CERT_FILE",
-    "--ssl-keyfile": "TLS_KEY_FILE",
-    "--guided-decoding-disable-any-whitespace": "GUIDED_DECODING_DISABLE_ANY_WHITESPACE",
-}
-# Options of theirs that are none here, and what is.
-ANSWERS = {
-    "--max-model-len": "prompt and answer have a limit each, --max-seq-len and --max-dec-len",
-    "--api-key": "others on the machine can read a command line; set the variable API_KEY, or --api-keys FILE",
-    "--otel-exporter-otlp-headers": "they may hold a secret; set the variable OTEL_EXPORTER_OTLP_HEADERS",
-    "--kv-cache-dtype": "--use-cache-kv-int8 stores the cache in 8 bits",
-    "--enforce-eager": "--no-use-cudagraph does that",
-    "--workers": "--push-mode-http-workers is the number of gateway processes",
-    "--speculative-config": "--speculate-method ngram, --speculate-max-draft-token-num",
-    "--enable-lora": "--lora-modules and --lora-dir say where adapters are",
-    "--max-cpu-loras": "--max-loras is how many adapters are in memory",
-    "--trust-remote-code": "no code of a checkpoint is ever run",
-    "--tokenizer": "the tokenizer is the checkpoint's",
-    "--chat-template": "the chat template is the checkpoint's",
-    "--pipeline-parallel-size": "layers are split over ranks, --mp-num",
-    "--data-parallel-size": "start several servers, each with ports and a --run-dir of its own",
-    "--enable-chunked-prefill": "it always is; --max-num-batched-tokens is the size of a step",
-    "--enable-auto-tool-choice": "calls of tools are always read; --tool-call-parser says in which format",
-    "--engine-worker-queue-port": "the engine listens on a Unix socket in --run-dir",
-    "--allowed-origins": "--cors-allow-origin",
-}
+IS_CLOSE, IS_COMMON = 0.62, 0.05  # similarity, up to 1, from which an option is suggested; what a common one has ahead
+
+
+SHORT = {"--grpc-port": "SERVICE_GRPC_PORT", "--health-port": "HEALTH_HTTP_PORT"}  # names of our own
+BOOLEANS = {"0": False, "1": True, "false": False, "true": True}
+FOREIGN = "foreign"  # destination of other servers' options
+SETTINGS: dict[str, Setting] = {f.metadata["setting"].env: f.metadata["setting"] for f in fields(Config)}
+
+
+class _Foreign(argparse.Action):
+    """Collects (row, name, value) of other servers' options, in the order in which they are given."""
+
+    def __call__(self, parser: argparse.ArgumentParser, given: Any, value: Any, option: str | None = None) -> None:
+        row, name = self.const, option or ""
+        if row.is_always_refused:
+            parser.error(f"{name} is not supported: {row.instead}")
+        if row.is_flag:
+            value = str(int(not name.startswith("--no-")))
+        setattr(given, self.dest, [*(getattr(given, self.dest) or ()), (row, name, value)])
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes the options of `Config` beside its own, and answers what it does not know."""
+    """Takes the options of `Config` and those of other servers beside its own, and answers what it does not know."""
 
     def __init__(self, usage: str, description: str):
-        epilog = "Every setting of docs/settings.md is an option and an environment variable; the option wins."
+        epilog = (
+            "examples:\n  start_server Qwen/Qwen2.5-0.5B-Instruct --port 8000\n"
+            "  start_server ./folder --max-dec-len 4096\n  stop_server\n\n"
+            "Every setting of docs/settings.md is an option and an environment variable; the option wins. Options of"
+            "\nvLLM, FastDeploy, TGI and llama-server are taken as well, or answered: docs/migrating.md."
+        )
         raw = argparse.RawDescriptionHelpFormatter
         super().__init__(
             prog="start_server",
@@ -74,45 +63,110 @@ class Parser(argparse.ArgumentParser):
             formatter_class=raw,
             allow_abbrev=False,
         )
-        self.envs: dict[str, tuple[str, ...]] = {}  # destination -> the setting's names, the one that counts first
+        self.envs: dict[str, str] = {}  # destination -> the setting's variable
+        self._flags: set[str] = set()  # options that take no value, or one of BOOLEANS
         values = {}
         group = self.add_argument_group("common settings")
         for f in fields(Config):
             setting = f.metadata["setting"]
             if setting.internal or not f.repr:  # others on the machine can read a command line
                 continue
-            names = dict.fromkeys(
-                [*(name for name, env in SYNONYMS.items() if env == setting.env), own_name(setting.env)]
-            )
-            text = f"{setting.doc} ({setting.env})".replace("%", "%%").replace("`", "")
-            self.envs[f"env_{f.name}"] = (setting.env, *setting.old)
+            names = dict.fromkeys([*_synonyms(setting.env), own_name(setting.env)])
+            choices = f"; one of {', '.join(setting.choices)}" if setting.choices else ""
+            text = f"{setting.doc}{choices} ({setting.env})".replace("%", "%%").replace("`", "")
+            self.envs[f"env_{f.name}"] = setting.env
             how = {"action": argparse.BooleanOptionalAction} if f.type == "bool" else {"metavar": "VALUE"}
+            if f.type == "bool":
+                self._flags |= set(names)
             shown = text if setting.env in COMMON else argparse.SUPPRESS
             group.add_argument(*names, dest=f"env_{f.name}", default=None, help=shown, **how)
             values[f"env_{f.name}"] = setting.choices
+        for row in table.ROWS:
+            self._add_foreign(row)
         add_completion(self, values)
 
     def parse_into(
         self, environ: MutableMapping[str, str], arguments: Sequence[str] | None = None
     ) -> argparse.Namespace:
-        """What is no setting; the settings are in `environ` then."""
-        given, unknown = self.parse_known_args(arguments)
+        """Return what is no setting, and as `notes` a sentence for each option without effect; the settings are in
+        `environ` then."""
+        given, unknown = self.parse_known_args(self._normalized(sys.argv[1:] if arguments is None else arguments))
         if unknown:
             self._answer(unknown)
-        for destination, names in self.envs.items():
+        for destination, name in self.envs.items():
             if (value := getattr(given, destination)) is not None:
-                for name in names:
-                    environ.pop(name, None)
-                environ[names[0]] = str(int(value)) if isinstance(value, bool) else value
+                _set(environ, name, str(int(value)) if isinstance(value, bool) else value)
+        given.notes = []
+        for row, name, value in getattr(given, FOREIGN) or ():
+            try:
+                meaning = row.meaning(name, value, environ)
+            except ConfigError as error:
+                self.error(str(error))
+            for env, text in meaning.settings.items():
+                _set(environ, env, text)
+            given.notes += meaning.notes
         return given
 
+    def _add_foreign(self, row: Row) -> None:
+        """Add an option that is more than another name of a setting."""
+        names = [name for name in row.names if name not in self._option_string_actions]
+        if not row.is_option or not names:
+            return
+        if row.is_flag:
+            self._flags |= set(names)
+            names += [name.replace("--", "--no-", 1) for name in names if name.startswith("--")]
+        nargs = 0 if row.is_flag else "?" if row.is_always_refused else None
+        where = REFUSED if row.is_always_refused else FOREIGN
+        self.add_argument(*names, dest=where, action=_Foreign, nargs=nargs, const=row, help=argparse.SUPPRESS)
+
+    def _normalized(self, arguments: Sequence[str]) -> list[str]:
+        """Underscores in names become dashes, `--use-warmup 1` becomes `--use-warmup`, with 0 `--no-use-warmup`."""
+        rest, result = list(arguments), []
+        while rest:
+            name, sign, value = rest.pop(0).partition("=")
+            if not name.startswith("--"):
+                result.append(name + sign + value)
+                continue
+            name = table.dashed(name)
+            if name in self._flags and not sign and rest and rest[0].lower() in BOOLEANS:
+                sign, value = "=", rest.pop(0)
+            if name in self._flags and value.lower() in BOOLEANS:
+                result.append(name if BOOLEANS[value.lower()] else name.replace("--", "--no-", 1))
+            else:
+                result.append(name + sign + value)
+        return result
+
     def _answer(self, unknown: Sequence[str]) -> NoReturn:
-        name = next((each for each in unknown if each.startswith("-")), unknown[0]).partition("=")[0]
-        if why := ANSWERS.get(name.replace("_", "-")):
-            self.error(f"{name} is no option here: {why}")
-        known = [each for each in self._option_string_actions if each.startswith("--")]
-        close = difflib.get_close_matches(name, known, n=1)
-        self.error(f"{name} is no option{f', did you mean {close[0]}?' if close else ', see --help'}")
+        name = next((each for each in unknown if each.startswith("-")), "").partition("=")[0]
+        if not name:
+            self.error(f"only one model can be served, {unknown[0]!r} is another argument")
+        meant = self._closest(name)
+        self.error(f"{name} is no option{f', did you mean {meant}?' if meant else ', see --help'}")
+
+    def _closest(self, name: str) -> str | None:
+        """Return the option that was probably meant. Of those that are about as similar it is one that --help shows."""
+        scores = {
+            option: difflib.SequenceMatcher(None, name.lstrip("-"), option.lstrip("-")).ratio()
+            + (0 if action.help == argparse.SUPPRESS else IS_COMMON)
+            for option, action in self._option_string_actions.items()
+            if option.startswith("--")
+        }
+        best = max(scores, key=lambda option: scores[option])
+        return best if scores[best] >= IS_CLOSE else None
+
+
+def _synonyms(env: str) -> list[str]:
+    """Return other names of a setting, which --help shows: those of vLLM and FastDeploy."""
+    rows = [row for row in table.ROWS if row.is_option and row.is_synonym and row.setting == env]
+    short = [name for name, of in SHORT.items() if of == env]
+    return short + [name for row in rows if {VLLM, FASTDEPLOY} & {*row.servers} for name in row.names]
+
+
+def _set(environ: MutableMapping[str, str], env: str, text: str) -> None:
+    """Set a setting's variable, and unset its old names."""
+    for name in SETTINGS[env].old:
+        environ.pop(name, None)
+    environ[env] = text
 
 
 def own_name(env: str) -> str:

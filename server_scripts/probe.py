@@ -11,7 +11,7 @@ import http.client
 import json
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from engine import wire
@@ -26,6 +26,9 @@ REQUEST_TIMEOUT_S = 60.0  # for a real request, which may be the first of a larg
 HEALTH_TIMEOUT_S = 4.0
 OPEN_TIMEOUT_S = 2.0
 CHANNEL_OPTIONS = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
+
+
+Json = dict[str, Any]
 
 
 class ProbeError(Exception):
@@ -43,7 +46,7 @@ class Probe:
     def state(self, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
         """What the model says about itself and the engine, see engine.wire.ModelState."""
         with self._channel(self._config.triton_target, "tritonserver") as channel:
-            return self._infer(channel, {wire.PROBE: True}, timeout_s).fields()
+            return self._infer(channel, {wire.PROBE: True}, timeout_s, _of_model)
 
     def check_all_ports(self) -> None:
         """A real request through every enabled port. Raises ProbeError at the first that is not answered."""
@@ -68,9 +71,9 @@ class Probe:
 
     def _check_request(self, target: str, name: str, port: int = 0) -> None:
         with self._channel(target, name, port) as channel:
-            answer = self._infer(channel, self._a_request(), REQUEST_TIMEOUT_S)
-        if isinstance(answer, wire.Failure):
-            raise ProbeError(f"{name}: {answer.error}")
+            answer = self._infer(channel, self._a_request(), REQUEST_TIMEOUT_S, _of_gateway if port else _of_model)
+        if answer.get("error_code"):
+            raise ProbeError(f"{name}: {answer['error_msg']}")
 
     def check_ready(self) -> None:
         self.http(self._config.health_http_port, "GET", "/v2/health/ready")
@@ -88,19 +91,20 @@ class Probe:
         text = {"text": "Hi", "apply_chat_template": False, "max_dec_len": max_dec_len}
         return {"req_id": f"start-{uuid.uuid4()}", **text}
 
-    def _infer(self, channel: Any, body: dict[str, Any], timeout_s: float) -> wire.Answer:
-        """The last response of a streamed request. Reads on to the end of the stream: Triton 2.51 keeps the model
-        loaded for a stream that was left before, and its exit would take the whole exit timeout."""
+    def _infer(self, channel: Any, body: Json, timeout_s: float, read: Callable[[bytes], Json]) -> Json:
+        """The fields of the last response of a streamed request, as `read` has them. Reads on to the end of the stream:
+        Triton 2.51 keeps the model loaded for a stream that was left before, and its exit would take the whole exit
+        timeout."""
         from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
-        from engine.wire.triton import infer_request, read_response
+        from engine.wire.triton import infer_request, payload_of
 
-        answer: wire.Answer | None = None
+        answer: Json = {}
         metadata, requests = [(name.lower(), value) for name, value in self._key.items()], iter([infer_request(body)])
         responses = GRPCInferenceServiceStub(channel).ModelStreamInfer(requests, timeout=timeout_s, metadata=metadata)
         for response in responses:
-            answer = read_response(response)
-        if answer is None or not answer.is_end:
+            answer = read(payload_of(response))
+        if not answer.get("is_end"):
             raise ProbeError("the answer had no end")
         return answer
 
@@ -153,6 +157,15 @@ class Probe:
         if response.status != 200:
             raise ProbeError(f"port {port}: {method} {path} was answered with {response.status}: {text[:500]}")
         return text
+
+
+def _of_model(payload: bytes) -> Json:
+    return wire.read_answer(payload).fields()
+
+
+def _of_gateway(payload: bytes) -> Json:
+    answer = json.loads(payload)
+    return answer[0] if isinstance(answer, list) else answer
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engine.settings.config import Config
 from engine.settings.device import may_be_gpu
-from engine.settings.processes import ENGINE_PROGRESS_FILE, TRITON_FOLDER
+from engine.settings.processes import ENGINE_PROGRESS_FILE, ENGINE_SUSPECT_FILE, TRITON_FOLDER
 from server_scripts import triton
 from server_scripts.child import ChildSpec, without_secrets
 from server_scripts.run_dir import RunDir
@@ -61,6 +61,7 @@ def engine_spec(config: Config, environ: dict[str, str], log_path: Path) -> Chil
         log_path=log_path,
         max_crashes=config.engine_max_crashes,
         progress_file=config.run_path / ENGINE_PROGRESS_FILE,
+        suspect_file=config.run_path / ENGINE_SUSPECT_FILE,
     )
 
 
@@ -71,4 +72,6 @@ def triton_spec(config: Config, environ: Mapping[str, str], run_dir: RunDir, log
     watch_gpus = may_be_gpu(config)
     command = [*PRIVATE, *triton.command(found, folder, config, run_dir.shm_prefix, watch_gpus)]
     env = triton.environment(found, folder, {**MEMORY_DEFAULTS, **environ}, watch_gpus)
-    return ChildSpec(TRITONSERVER, command, env, log_path, cwd=folder, socket=config.triton_page)
+    return ChildSpec(
+        TRITONSERVER, command, env, log_path, cwd=folder, socket=config.triton_page, helper_program=triton.STUB
+    )

@@ -55,7 +55,8 @@ def running(run_dir: RunDir, config: Config) -> State:
     if state.phase != "ready":
         raise NotReloaded(f"the server is not ready, it is {state.phase}")
     if others := [name for name, text in takeover.prints(config).items() if state.settings.get(name) != text]:
-        text = "is not as it was when the server was started, and --reload changes the model only"
+        is_changed = "has" if len(others) == 1 else "have"
+        text = f"{is_changed} changed since the server was started, and --reload changes the model only"
         raise ConfigError(f"{', '.join(others)} {text}")
     return state
 

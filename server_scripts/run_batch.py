@@ -1,4 +1,4 @@
-"""`run_batch in.jsonl out.jsonl`: asks the running server all requests of a file, in OpenAI's batch format.
+"""Ask the running server all requests of a file in OpenAI's batch format, and write its answers to another file.
 
 A line of the input is {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {...}}, with any path
 of the server's. A line of the output has the custom_id and the response, in the order of their ends. Requests that have

@@ -105,6 +105,14 @@ class State:
         return cls(**values)
 
 
+def read_state(run_path: Path) -> State | None:
+    """None when no server has been started, all was cleaned up since, or another version wrote it."""
+    try:
+        return State.from_json((run_path / "state.json").read_text())
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        return None
+
+
 def make_folder(variable: str, path: Path, mode: int = 0o777) -> None:
     """For what this process writes."""
     try:
@@ -155,11 +163,7 @@ class RunDir:
         self.write("state.json", json.dumps(asdict(state), indent=2) + "\n")
 
     def read_state(self) -> State | None:
-        """None when no server has been started, all was cleaned up since, or another version wrote it."""
-        try:
-            return State.from_json((self.path / "state.json").read_text())
-        except (FileNotFoundError, ValueError, TypeError, KeyError):
-            return None
+        return read_state(self.path)
 
     def touch_all(self) -> None:
         """Those who sweep /tmp take what has been left alone for some days."""

@@ -13,9 +13,11 @@ from pathlib import Path
 from engine.errors import ConfigError
 from engine.log import configure
 from engine.settings.config import Config
+from engine.settings.device import check_packages
+from engine.settings.foreign.table import notes_on_variables
 from engine.settings.processes import TRITON_FOLDER
 from engine.settings.tls import server_context
-from engine.settings.unused import likely_misspelt, settings_without_effect
+from engine.settings.unused import likely_misspelt
 from server_scripts import logs, ports, takeover
 from server_scripts.health import HealthMonitor
 from server_scripts.model_source import export_if_needed, find_source
@@ -25,7 +27,7 @@ from server_scripts.report import Report, StartProgress, summary
 from server_scripts.run_dir import Process, RunDir, State, make_folder
 from server_scripts.shutdown import shut_down, stop_timeout_s
 from server_scripts.stop import kill_all
-from server_scripts.supervisor import TURN_S, StartFailed, Supervisor
+from server_scripts.supervisor import TURN_S, TURN_WHILE_STARTING_S, StartFailed, Supervisor
 from server_scripts.swap import change_model, release, what_is_wanted
 from server_scripts.triton import find_tritonserver
 
@@ -75,6 +77,7 @@ def prepare(config: Config, run_dir: RunDir, orphans: State | None) -> None:
     """Checks what can be checked at once. What an earlier server of this run directory has left behind goes, but for
     `orphans`, which may serve on."""
     find_tritonserver()
+    check_packages(config)
     server_context(config)
     check_call_format(config)
     make_folder("FD_LOG_DIR", config.log_path)
@@ -126,7 +129,7 @@ def new_state(config: Config, model: str, phase: str) -> State:
 
 def a_supervisor(config: Config, run_dir: RunDir, model_name: str, report: Report, orphans: State | None) -> Supervisor:
     """Of the orphans, if they have the same settings and model."""
-    for sentence in [*likely_misspelt(), *settings_without_effect()]:
+    for sentence in [*likely_misspelt(), *notes_on_variables()]:
         report(f"note: {sentence}")
     source = find_source(config, model_name or config.model_name, report)
     report(f"model {source.path}")
@@ -180,7 +183,7 @@ def live(supervisor: Supervisor, report: Report, on_ready: Callable[[], None] | 
 def watch(supervisor: Supervisor) -> None:
     """Until a stop signal."""
     while not supervisor.num_stop_signals:
-        supervisor.turn(TURN_S)
+        supervisor.turn(TURN_WHILE_STARTING_S if supervisor.is_triton_coming_back else TURN_S)
         if wanted := what_is_wanted(supervisor.run_dir):
             change_model(supervisor, wanted)
 

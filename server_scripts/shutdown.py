@@ -1,8 +1,8 @@
-"""The end of a server, in order: readiness, who takes requests, those who answer them, the engine when nobody needs it
-any more.
+"""The end of a server, in order: readiness, the gateways, then tritonserver, the engine and the health port together.
 
-Tritonserver is asked to end when nothing is open in it: before that it calls off every stream without a final
-response, waits for its exit timeout all the same, and corrupts its heap at the end of that."""
+A tritonserver with nothing open holds nothing that has to be saved, and is killed: its own shutdown takes two seconds,
+as it sleeps for one before it unloads a model and then checks once a second. Asked to end earlier, it cancels every
+stream without a final response, waits for its exit timeout all the same, and corrupts its heap at the end of that."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ log = logging.getLogger("supervisor")
 STOP_MARGIN_S = 10.0  # beyond the drain timeout, for the last answers to reach their clients
 STOP_WHILE_STARTING_S = 5.0  # there are no requests yet
 ASK_MODEL_EVERY_S = 0.2
-IDLE_TRITON_S = 5.0  # for its own unloading, which takes two or three
+UNLOAD_S = 5.0  # for tritonserver to unload the model, which takes two or three
 ENGINE_STOP_S = 10.0
 KILL_S = 5.0
 
 
 def stop_timeout_s(config: Config) -> float:
     """The longest that `shut_down` takes."""
-    return config.drain_delay_s + config.drain_timeout_s + STOP_MARGIN_S + IDLE_TRITON_S + ENGINE_STOP_S + 3 * KILL_S
+    return config.drain_delay_s + config.drain_timeout_s + STOP_MARGIN_S + UNLOAD_S + ENGINE_STOP_S + 3 * KILL_S
 
 
 def shut_down(supervisor: Supervisor) -> None:
@@ -47,9 +47,14 @@ def shut_down(supervisor: Supervisor) -> None:
     triton = [child for child in supervisor.children if child.spec.name == TRITONSERVER]
     front = [child for child in supervisor.children if child.spec.name not in (ENGINE, HEALTH, TRITONSERVER)]
     ask_to_end(supervisor, front, deadline)
-    _wait_for_answers(supervisor, triton, deadline)
-    ask_to_end(supervisor, triton, min(deadline, time.monotonic()) + IDLE_TRITON_S)
-    kill_late(supervisor, front + triton)
+    is_idle = _wait_for_answers(supervisor, triton, deadline)
+    if is_idle and not config.otlp_endpoint:
+        kill_late(supervisor, front)
+        for child in triton:
+            child.kill()
+    else:  # unloading the model ends what is open, and sends its last spans
+        ask_to_end(supervisor, triton, min(deadline, time.monotonic()) + UNLOAD_S)
+        kill_late(supervisor, front + triton)
     ask_to_end(supervisor, engine, time.monotonic() + ENGINE_STOP_S)
     kill_late(supervisor, engine)
     _kill_adopted(supervisor)
@@ -80,12 +85,13 @@ def _wait(supervisor: Supervisor, children: Sequence[Child], deadline: float) ->
         supervisor.every_turn()
 
 
-def _wait_for_answers(supervisor: Supervisor, triton: Sequence[Child], deadline: float) -> None:
-    """Until the model has ended every request; the gateway has waited for its own."""
+def _wait_for_answers(supervisor: Supervisor, triton: Sequence[Child], deadline: float) -> bool:
+    """Wait until the model has ended every request; the gateway has waited for its own. Return False if it has not."""
     while any(child.process for child in triton) and supervisor.num_stop_signals < 2 and time.monotonic() < deadline:
         if not supervisor.monitor.probe.num_open():
-            return
+            return True
         _wait(supervisor, triton, time.monotonic() + ASK_MODEL_EVERY_S)
+    return False
 
 
 def kill_late(supervisor: Supervisor, children: Sequence[Child]) -> None:

@@ -1,7 +1,7 @@
-"""`start_server [model_name] [--foreground | --reload]`: exit status 0 when the server answers a request through every
-port, with --reload when the one that runs has changed to the model.
+"""Start the server with a model, and return when it has answered a request through every port.
 
-1: it will not, or a server runs already; 2: a setting is wrong; 128 + n: ended by signal n.
+With --foreground it stays in the foreground, with --reload the server that runs changes to another model. Exit status:
+0 when the server answers, 1 when it does not or one runs already, 2 when a setting is wrong, 128 + n after signal n.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from engine import __version__
 from engine.errors import ConfigError, SetupError
 from engine.log import printable
 from engine.settings.config import Config
+from engine.settings.foreign.table import check_variables
 from server_scripts.child import ROOT, describe_exit
+from server_scripts.model_source import local_folder
 from server_scripts.options import Parser
 from server_scripts.processes import log_paths
 from server_scripts.report import Report
@@ -42,15 +45,19 @@ def main() -> int:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, _interrupt)
     report = Report()
+    for note in given.notes:
+        report(f"note: {note}")
     if "OMPI_COMM_WORLD_SIZE" in os.environ:  # mpirun binds what it starts to one core, as if it did the computing
         os.sched_setaffinity(0, range(os.cpu_count() or 1))  # less what a container may not use
     mode = change if given.reload else run if given.foreground else detach
     try:
+        check_variables()
         config = Config.from_env()
         if config.lora_path and not config.lora_path.is_dir():
             raise ConfigError(f"LORA_DIR is {config.lora_dir!r}, there is no such folder")
         os.environ.update(absolute_paths(config))  # the server runs in another folder
-        return mode(given.model_name or "", report)
+        name = given.model_name or config.model_name
+        return mode(str(local_folder(name, config.model_dir) or name), report)
     except ConfigError as error:
         for line in printable(str(error)).splitlines():
             print(f"start_server: {line}", file=sys.stderr)
@@ -145,7 +152,9 @@ def _interrupt(number: int, _frame: object) -> NoReturn:
 def parse_arguments() -> argparse.Namespace:
     """Settings among them are in the environment then."""
     parser = Parser("start_server [model_name] [--foreground | --reload] [settings]", str(__doc__))
-    parser.add_argument("model_name", nargs="?", help="model to fetch into MODEL_DIR; default: MODEL_DIR is the model")
+    text = "folder of a model (./folder), or the name of one to fetch into MODEL_DIR; default: MODEL_DIR is the model"
+    parser.add_argument("model_name", nargs="?", help=text)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--foreground", action="store_true", help="stay, and stop the server when asked to end")
     how.add_argument("--reload", action="store_true", help="have the running server change to this model")

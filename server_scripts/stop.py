@@ -1,4 +1,4 @@
-"""`stop_server [seconds]`: ends the server and everything that belongs to it, and says what it waits for.
+"""Stop the server and everything that belongs to it, and say what is waited for.
 
 Running requests may end, for DRAIN_TIMEOUT or for the seconds given; what is still there then is killed. Exit status
 0 when nothing is left, also when nothing was running; 1 when something could not be ended; 130 after Ctrl-C.
@@ -9,20 +9,22 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import shlex
 import signal
 import sys
 import time
+from pathlib import Path
 
 from engine.errors import ConfigError
 from engine.log import printable
 from engine.settings.config import Config
-from engine.settings.processes import STOPPING_FILE
+from engine.settings.processes import DEFAULT_LOG_DIR, STOPPING_FILE, default_run_path
 from engine.settings.stopping import Stopping
 from server_scripts.completion import add_completion
 from server_scripts.processes import GATEWAY
-from server_scripts.run_dir import Process, RunDir, State
+from server_scripts.run_dir import Process, RunDir, State, read_state
 
-POLL_S = 0.1
+POLL_S = 0.02
 NEWS_EVERY_S = 5.0
 INSIST_S = 15.0  # for the supervisor to kill what has not ended
 KILL_S = 5.0
@@ -37,12 +39,12 @@ def main() -> int:
     parser.add_argument("seconds", nargs="?", type=_seconds, help="how long requests may still run")
     add_completion(parser)
     given = parser.parse_args()
-    # Only this setting matters, and a wrong one elsewhere must not keep a server running.
-    config = Config(run_dir=os.environ.get("RUN_DIR", ""))
+    # Only these settings matter, and a wrong one elsewhere must not keep a server running.
+    config = Config(run_dir=os.environ.get("RUN_DIR", ""), log_dir=os.environ.get("FD_LOG_DIR") or DEFAULT_LOG_DIR)
     try:
         if config.run_path.exists():
             return stop(RunDir(config.run_path), given.seconds)
-        print("stop_server: no server was running")
+        say_that_none_runs(config.run_path)
         return 0
     except (ConfigError, OSError) as error:
         print(f"stop_server: {error}", file=sys.stderr)
@@ -67,7 +69,7 @@ def stop(run_dir: RunDir, seconds: float | None) -> int:
     state, lock = find(run_dir)
     if state is None:
         if lock is not None:
-            print("stop_server: no server was running")
+            say_that_none_runs(run_dir.path)
             return 0
         # Of another version, or of another container that shares the folder.
         why = f"a server has locked {run_dir.path} and does not say which processes it has"
@@ -90,6 +92,15 @@ def stop(run_dir: RunDir, seconds: float | None) -> int:
         return 1
     print(f"stop_server: stopped after {time.monotonic() - started:.1f} s")
     return 0
+
+
+def say_that_none_runs(run_path: Path, folder: Path = default_run_path()) -> None:  # noqa: B008 - never changes
+    """Name the servers of this user that run with another FD_LOG_DIR as well."""
+    print("stop_server: no server was running")
+    for path in sorted(folder.parent.glob(f"{folder.name}*")):
+        if path != run_path and (state := read_state(path)) and state.supervisor.is_alive:
+            command = f"FD_LOG_DIR={shlex.quote(state.log_dir)} stop_server"
+            print(printable(f"stop_server: another one runs (pid {state.supervisor.pid}): {command}"))
 
 
 def find(run_dir: RunDir) -> tuple[State | None, int | None]:

@@ -27,7 +27,7 @@ from server_scripts.run_dir import Process, RunDir, State
 log = logging.getLogger("supervisor")
 
 PR_SET_CHILD_SUBREAPER = 36
-TURN_S = 0.5
+TURN_S = 0.2  # until a death is noticed that no signal tells: of the stub, which is a child of tritonserver
 TURN_WHILE_STARTING_S = 0.05  # somebody waits for it
 
 
@@ -119,7 +119,7 @@ class Supervisor:
         self.sleep(sleep_s)
         self.reap()
         self._act_on_observation()
-        self._watch_stub()
+        self._watch_triton()
         self._end_stopped()
         self._start_what_is_due()
         self.every_turn()
@@ -193,12 +193,28 @@ class Supervisor:
         log.info("started %s, pid %d", child.spec.name, child.process.pid)
         self._write_state()
 
-    def _watch_stub(self) -> None:
+    @property
+    def is_triton_coming_back(self) -> bool:
+        """True while a tritonserver that was restarted has not answered yet."""
+        triton = self.named(TRITONSERVER)
+        return bool(self.state.phase == "ready" and triton and triton.process and triton.healthy_since is None)
+
+    def _watch_triton(self) -> None:
         """Triton 2.51 does not notice that its stub has died: every request would fail and the server look healthy."""
         triton = self.named(TRITONSERVER)
+        if self.is_triton_coming_back:
+            self.monitor.ask_soon()
+        if self.state.phase == "ready":
+            self._find_helpers(triton)
         if triton and triton.process and not all(helper.is_alive for helper in triton.helpers):
             log.error("a process that belongs to %s has died, ending %s", TRITONSERVER, TRITONSERVER)
             triton.kill()
+
+    def _find_helpers(self, child: Child | None) -> None:
+        if child and not child.helpers:
+            child.find_helpers()
+            if child.helpers:
+                self._write_state()
 
     def _end_stopped(self) -> None:
         """Of several that share a port none can be asked whether it answers, and clients of one that is stopped would
@@ -218,9 +234,8 @@ class Supervisor:
             return
         has_ranks = engine and engine.healthy_since and self.config.mp_num > self.config.mp_nnode
         for child in (triton, engine if has_ranks else None):
-            if seen.state is not None and child and not child.helpers:
-                child.find_helpers()
-                self._write_state()
+            if seen.state is not None:
+                self._find_helpers(child)
         if self.state.phase == "ready":
             self._end(triton, health.why_triton_must_end(seen, triton, self.config))
         if engine and engine.process:

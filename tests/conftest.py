@@ -8,12 +8,16 @@ from pathlib import Path
 import pytest
 
 from engine.exporting.export import ExportOptions, export
-from tests.checkpoints import make_checkpoint
+from tests import family_checkpoints
+from tests.checkpoints import FAMILIES, make_checkpoint
 
 
 def pytest_configure():
     # A shell starts background jobs with SIGINT ignored, and children inherit that: tests that send it would wait.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Under nohup SIGHUP is ignored, and children inherit that as well. A handler is reset to the default by exec.
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
     gc.set_threshold(
         50_000, 20
     )  # libraries and thousands of tests are no garbage, but are looked at whenever it is sought
@@ -31,11 +35,12 @@ def checkpoint(tmp_path_factory) -> Callable[[str], Path]:
     """The checkpoint of a family, as tests/golden knows it. Do not write into it."""
     folder = tmp_path_factory.mktemp("checkpoints")
 
-    def make(family: str) -> Path:
+    def checkpoint_of(family: str) -> Path:
         directory = folder / family
-        return directory if directory.exists() else make_checkpoint(directory, family)
+        make = make_checkpoint if family in FAMILIES else family_checkpoints.make_checkpoint
+        return directory if directory.exists() else make(directory, family)
 
-    return make
+    return checkpoint_of
 
 
 @pytest.fixture(scope="session")

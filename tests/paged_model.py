@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from engine.core.cache_groups import table_name
 from engine.dtypes import held_as
 from engine.exporting.manifest import Manifest, rank_dir
 from engine.graph import load
@@ -22,10 +23,11 @@ class PagedModel:
     """A few requests over one pool. Their blocks are shuffled, so that a table read wrongly shows."""
 
     def __init__(self, model: Manifest, run: Run, num_requests: int = 1, num_blocks: int = 12):
-        self.caches = make_caches(model.graph().caches, num_requests * num_blocks)
+        num_groups = len(model.graph().cache_groups)
+        self.caches = make_caches(model.graph().caches, num_groups * num_requests * num_blocks)
         self.block_size = model.block_size
-        pool = np.random.default_rng(0).permutation(num_requests * num_blocks).astype(np.int32)
-        self.block_tables = pool.reshape(num_requests, num_blocks)
+        pool = np.random.default_rng(0).permutation(num_groups * num_requests * num_blocks).astype(np.int32)
+        self.block_tables = pool.reshape(num_groups, num_requests, num_blocks)
         self.context_lens = [0] * num_requests
         self._run = run
 
@@ -70,14 +72,14 @@ class PagedModel:
         starts = np.cumsum([0, *counts])
         contexts = [self.context_lens[request] for request in requests]
         positions = [np.arange(c, c + n) for c, n in zip(contexts, counts, strict=True)]
-        assert max(map(max, positions)) < self.block_tables.shape[1] * self.block_size, "the cache is too small"
+        assert max(map(max, positions)) < self.block_tables.shape[2] * self.block_size, "the cache is too small"
         rows = [np.arange(end - num_logits, end) for end in starts[1:]]
         inputs = {
             "token_ids": np.concatenate(list(tokens.values())),
             "positions": np.concatenate(positions),
             "query_starts": starts,
             "context_lens": np.array(contexts),
-            "block_tables": self.block_tables[requests],
+            **{table_name(group): tables[requests] for group, tables in enumerate(self.block_tables)},
             "logit_rows": np.concatenate(rows),
         }
         for request, count in zip(requests, counts, strict=True):

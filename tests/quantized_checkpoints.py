@@ -3,6 +3,7 @@ with numpy alone."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,8 +59,10 @@ def half(scale: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(scale.astype(np.float16))
 
 
-def compressed(bits: int, format: str, symmetric: bool = True, inputs: dict | None = None) -> dict:
-    how = {"strategy": "group", "group_size": GROUP} if bits == 4 else {"strategy": "channel", "group_size": None}
+def compressed(
+    bits: int, format: str, symmetric: bool = True, inputs: dict | None = None, group_size: int = GROUP
+) -> dict:
+    how = {"strategy": "group", "group_size": group_size} if bits == 4 else {"strategy": "channel", "group_size": None}
     weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, **how}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}, "ignore": []}
@@ -74,6 +77,12 @@ KINDS: dict[str, tuple[dict, Callable[..., Tensors], str]] = {
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq, "weight_only_int4"),
     "w4a16": (compressed(4, "pack-quantized"), w4a16, "weight_only_int4"),
     "w4a16 with zeros": (compressed(4, "pack-quantized", symmetric=False), w4a16, "weight_only_int4"),
+    "w4a16 of 32": (compressed(4, "pack-quantized", group_size=32), w4a16, "weight_only_int4_g32"),
+    "w4a16 of 32 with zeros": (
+        compressed(4, "pack-quantized", symmetric=False, group_size=32),
+        w4a16,
+        "weight_only_int4_g32",
+    ),
     "w8a16": (compressed(8, "pack-quantized"), w8a16, "weight_only_int8"),
     "w8a8": (compressed(8, "int-quantized", inputs=BY_TOKEN), w8a8, "a8w8"),
 }
@@ -82,7 +91,8 @@ KINDS: dict[str, tuple[dict, Callable[..., Tensors], str]] = {
 def random_codes(kind: str, matrix: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Codes, scales and zeros that make numbers of the size of the matrix's."""
     rng = np.random.default_rng(seed)
-    groups = (len(matrix), matrix.shape[1] // GROUP if KINDS[kind][2] == "weight_only_int4" else 1)
+    group_size = {"weight_only_int4": GROUP, "weight_only_int4_g32": 32}.get(KINDS[kind][2], matrix.shape[1])
+    groups = (len(matrix), matrix.shape[1] // group_size)
     size = (matrix.std() * rng.uniform(0.5, 1.5, groups)).astype(np.float16).astype(np.float32)
     if groups[1] == 1:
         return rng.integers(-127, 128, matrix.shape, np.int8), size / np.float32(64), np.zeros(groups, np.uint8)
@@ -164,3 +174,12 @@ def change_tensors(checkpoint: Path, change: Callable[[Tensors], object]) -> Non
     tensors = load_file(checkpoint / "model.safetensors")
     change(tensors)
     save_file(tensors, checkpoint / "model.safetensors")
+
+
+def change_quantization(checkpoint: Path, change: Callable[[dict], object]) -> None:
+    """Change what config.json says of the weights."""
+    path = checkpoint / "config.json"
+    keys = json.loads(path.read_text())
+    config = keys["quantization_config"]
+    change(config["config_groups"]["group_0"]["weights"] if "config_groups" in config else config)
+    path.write_text(json.dumps(keys))

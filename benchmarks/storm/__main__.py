@@ -3,12 +3,13 @@
     python -m benchmarks.storm --seconds 300 --kill engine --stop engine --every 10
 
 An oracle of right answers (greedy and seeded) is made first, without disturbance. Then --clients clients ask for them
-again, each time in a random protocol: some leave in the middle, some read slowly, bad requests are mixed in, and every
+again, each time in a random protocol: some leave in the middle, some read slowly, some have grammars; bad requests and
+hostile grammars are mixed in, and every
 ten seconds there is a burst of more requests than the server takes; bad ones, and of a burst those that are too many,
 count as refused. Who was cut or failed asks again with the same req_id for what has not come (`resume_from`, or
 `Last-Event-ID`), which is counted. Kinds of processes to --kill
-and to --stop (SIGSTOP, and SIGCONT a little later): engine, rank, stub, tritonserver, gateway, health, supervisor
-(which is started again, as an init system would).
+and to --stop (SIGSTOP, and SIGCONT a little later): engine, rank, fork (server of grammar workers), grammar (worker),
+stub, tritonserver, gateway, health, supervisor (which is started again, as an init system would).
 
 Exit status 1 when a request was lost or answered wrongly, when something is left behind, when memory has grown by more
 than --max-growth, or when the death of another process than a gateway's showed as more than a pause. What each kind of
@@ -77,6 +78,8 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     memory = {kind: growth(sizes) for kind, sizes in samples.items()}
     broken = ledger.broken_promises() + [f"{count} {what} are still held" for what, count in held.items() if count]
     stays = {"files": before["files"]}  # generated configuration
+    memory.pop("grammar", None)  # as large as the grammar
+    before["workers"] = after["workers"]  # some are kept, for the next request with the same grammar
     broken += [f"left behind: {dict(more)}" for more in (after - before, stopped - Counter(stays)) if more]
     broken += [f"{kind} has grown by {grown:.1%}" for kind, (_, _, grown) in memory.items() if grown > args.max_growth]
     quantiles = statistics.quantiles(answered_ms, n=100)
@@ -94,6 +97,9 @@ def print_table(report: dict[str, Any]) -> None:
             f"{kind:18}{effect['times']:6}{effect['open']:7}{effect['paused']:9}{effect['longest_s']:12.1f}"
             f"{effect['error']:8}{effect['cut']:6}{effect['refused']:19}"
         )
+    print("\nlongest waits")
+    for line in report["slowest"]:
+        print(f"  {line}")
     print("\n           processes   files in RUN_DIR   in /dev/shm")
     for when, left in report["left"].items():
         print(f"{when:11}{left['processes']:9}{left['files']:19}{left['shm']:14}")

@@ -15,6 +15,7 @@ import aiohttp
 import grpc
 from tritonclient.grpc import service_pb2_grpc
 
+from benchmarks.hostile_grammars import hostile_grammar
 from benchmarks.storm.ledger import Part
 from engine.wire.triton import infer_request
 
@@ -28,21 +29,35 @@ BAD_BODIES: tuple[dict[str, Any], ...] = (
     {"text": ""}, {"text": 3}, {"text": "hi", "max_dec_len": -1}, {"text": "hi", "topp": 1.5}, {"input_ids": [10**7]},
     {"text": "hi", "max_declen": 5}, {"text": "word " * 9000}, {"messages": [{"role": "user"}], "req_id": "x"},
 )  # fmt: skip
+WITH_GRAMMAR = 0.2  # of the requests
+GRAMMARS: tuple[dict[str, Any], ...] = (
+    {"guided_choice": ["Paris", "Rome", "Parma", "none of these"]},
+    {"guided_regex": "[A-Z][a-z]{2,9}( [A-Z][a-z]{2,9}){0,20}"},
+    {"guided_json": {"type": "array", "items": {"enum": PLACES}, "minItems": 2, "maxItems": 9}},
+    {"guided_grammar": 'root ::= "(" root ")" | [0-9]{1,8}'},
+)
 
 Parts = AsyncGenerator[Part, None]
 
 
 def a_request(rng: random.Random) -> dict[str, Any]:
     """Native fields; greedy or seeded, some short and some long."""
+    grammar = rng.choice(GRAMMARS) if rng.random() < WITH_GRAMMAR else {}
     return {
         "text": rng.choice(PROMPTS).format(rng.choice(PLACES)),
         "temperature": rng.choice([0, 1]),
         "topp": 0.9,
         "infer_seed": rng.randrange(2**31),
         "max_dec_len": rng.choice([8, 60, 120, 250]),
-        "ignore_eos": rng.random() < 0.5,
+        "ignore_eos": rng.random() < 0.5 and not grammar,
         "penalty_score": rng.choice([1.0, 1.1]),
+        **grammar,
     }
+
+
+def a_hostile_request(rng: random.Random) -> dict[str, Any]:
+    """A request whose grammar may take any time and memory, or crash what compiles it."""
+    return {"text": "Hello", "max_dec_len": 60, "temperature": 1, **hostile_grammar(rng)}
 
 
 class Clients:
@@ -116,6 +131,7 @@ def as_openai(fields: dict[str, Any]) -> dict[str, Any]:
     body = {"model": "default", "messages": [{"role": "user", "content": fields["text"]}], "stream": True}
     body |= {name: fields[name] for name in ("temperature", "ignore_eos")}
     body |= {"top_p": fields["topp"], "seed": fields["infer_seed"], "max_tokens": fields["max_dec_len"]}
+    body |= {name: value for name, value in fields.items() if name.startswith("guided_")}
     return body | {"repetition_penalty": fields["penalty_score"], "request_id": fields["req_id"]}
 
 

@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 PAUSE_S = 0.5  # less is not noticed under load
-INVISIBLE = frozenset({"engine", "rank", "stub", "tritonserver", "health", "supervisor"})  # their end is a pause only
+NUM_SLOWEST = 5
+# Their end is a pause only; `fork` is the fork server of grammar workers, `grammar` one of these.
+INVISIBLE = frozenset({"engine", "rank", "fork", "grammar", "stub", "tritonserver", "health", "supervisor"})
 TOO_MANY = frozenset({"overloaded", "duplicate_request"})  # no disturbance's fault: of bursts, and of who asks again
 
 
@@ -46,6 +48,14 @@ class Effect:
     longest_s: float = 0.0
 
 
+class Silence(NamedTuple):
+    """The time that a client waited for a part of its answer."""
+
+    seconds: float = 0.0
+    since: float = 0.0
+    name: str = ""  # of the attempt
+
+
 @dataclass(eq=False)
 class Attempt:
     """One try at an answer, compared with the right one as it comes."""
@@ -61,8 +71,14 @@ class Attempt:
     why_wrong: str = ""
     struck_by: str = ""
     gap_s: float = 0.0  # the longest since it was struck
+    name: str = ""  # its protocol and req_id
+    silent_since: float = 0.0  # an attempt that goes on after another has its silence as well
+    longest: Silence = Silence()
 
     def take(self, part: Part, now: float) -> None:
+        if not part.error:
+            self.note_silence(now)
+            self.silent_since = now
         self.gap_s, self.last_at = max(self.gap_s, now - self.last_at), now
         if self.outcome:
             self.is_wrong("something came after the end")
@@ -88,6 +104,9 @@ class Attempt:
                 self.is_wrong(f"the end, {part.finish_reason}, after {len(self.text)} characters")
             self.outcome = self.outcome or "right"
 
+    def note_silence(self, now: float) -> None:
+        self.longest = max(self.longest, Silence(now - self.silent_since, self.silent_since, self.name))
+
     def is_wrong(self, why: str) -> None:
         self.outcome, self.why_wrong = "wrong", self.why_wrong or why
 
@@ -101,11 +120,16 @@ class Ledger:
         self.why_wrong: list[str] = []
         self._open: set[Attempt] = set()
         self._last = ""  # disturbance
+        self._strikes: list[tuple[float, str]] = []
+        self._silences: list[Silence] = []  # the longest
 
-    def begin(self, right: Right, now: float, is_stream: bool = True, before: Attempt | None = None) -> Attempt:
+    def begin(
+        self, right: Right, now: float, is_stream: bool = True, before: Attempt | None = None, name: str = ""
+    ) -> Attempt:
         """`before`: the attempt that it goes on after."""
-        attempt = Attempt(right, now, is_stream)
+        attempt = Attempt(right, now, is_stream, name=name, silent_since=now)
         if before:
+            attempt.silent_since = now if before.error in TOO_MANY else before.silent_since
             attempt.token_ids, attempt.text, attempt.event_id = before.token_ids, before.text, before.event_id
         self._open.add(attempt)
         return attempt
@@ -113,6 +137,7 @@ class Ledger:
     def strike(self, kind: str, now: float) -> None:
         """The disturbance comes now, to all that are open."""
         self._last = kind
+        self._strikes.append((now, kind))
         self.effects[kind].times += 1
         self.effects[kind].open += len(self._open)
         for attempt in self._open:
@@ -124,6 +149,9 @@ class Ledger:
         attempt.outcome = attempt.outcome or outcome
         self._open.discard(attempt)
         self._account(attempt, now)
+        if attempt.error not in TOO_MANY:
+            attempt.note_silence(now)
+            self._silences = sorted([*self._silences, attempt.longest], reverse=True)[:NUM_SLOWEST]
         self.attempts[attempt.outcome] += 1
         if attempt.error:
             self.errors[attempt.error] += 1
@@ -154,7 +182,18 @@ class Ledger:
     def report(self) -> dict[str, Any]:
         effects = {kind: asdict(effect) for kind, effect in self.effects.items()}
         told = {"requests": dict(self.requests), "attempts": dict(self.attempts), "errors": dict(self.errors)}
-        return told | {"effects": effects, "wrong": self.why_wrong[:10]}
+        return told | {"effects": effects, "wrong": self.why_wrong[:10], "slowest": self.slowest()}
+
+    def slowest(self) -> list[str]:
+        """Return the longest silences with the disturbances during each, for a line of the report each."""
+        lines = []
+        for silence in self._silences:
+            strikes = [
+                (at - silence.since, kind) for at, kind in self._strikes if -1 < at - silence.since < silence.seconds
+            ]
+            causes = ", ".join(f"{kind} at {after_s:.1f} s" for after_s, kind in strikes)
+            lines.append(f"{silence.seconds:.1f} s without a part, {silence.name}: {causes or 'no disturbance'}")
+        return lines
 
     def broken_promises(self) -> list[str]:
         broken = [f"{self.requests[name]} requests are {name}" for name in ("lost", "wrong") if self.requests[name]]

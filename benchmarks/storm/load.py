@@ -8,12 +8,12 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.storm.clients import BAD_BODIES, CUT, LAST_EVENT_ID, Clients, Parts, a_request
+from benchmarks.storm.clients import BAD_BODIES, CUT, LAST_EVENT_ID, Clients, Parts, a_hostile_request, a_request
 from benchmarks.storm.ledger import Attempt, Ledger, Part, Right
 
 BATCH_SIZE, MAX_WAITING = 32, 64
 BURST_EVERY_S, BURST = 10.0, BATCH_SIZE + MAX_WAITING + 50  # more than the server takes
-BAD, SLOW = 0.03, 0.05  # shares of the requests
+BAD, HOSTILE, SLOW = 0.03, 0.03, 0.05  # shares of the requests
 SLOW_S = 0.05  # between two parts
 PATIENCE_S = 90.0  # without a part, or without an answer however often it was asked for: lost
 REFUSALS = ("invalid_request", "prompt_too_long")
@@ -58,6 +58,9 @@ class Load:
             if self._rng.random() < BAD:
                 await self._ask_badly()
                 continue
+            if self._rng.random() < HOSTILE:
+                await self._ask_with_hostile_grammar()
+                continue
             style = self._rng.choice(list(self._clients.styles))
             leaves = style != "whole" and self._rng.random() < leave
             pause_s = SLOW_S if self._rng.random() < SLOW else 0.0
@@ -85,7 +88,8 @@ class Load:
 
     async def _try(self, manner: Manner, fields: dict[str, Any], right: Right, before: Attempt | None) -> Attempt:
         """Goes on after what the attempt `before` has brought."""
-        attempt = self._ledger.begin(right, time.monotonic(), manner.style != "whole", before)
+        name = f"{manner.style} {fields['req_id']}" + ("" if manner.asks_again else " in a burst")
+        attempt = self._ledger.begin(right, time.monotonic(), manner.style != "whole", before, name)
         if before:
             fields = fields | {"resume_from": len(before.token_ids), LAST_EVENT_ID: before.event_id}
         parts, num_parts, outcome = self._clients.styles[manner.style](fields), 0, "cut"
@@ -116,6 +120,20 @@ class Load:
             self._ledger.settle("refused")
         elif error not in ("overloaded", "engine_unavailable"):  # asked before it was looked at
             self._ledger.settle("wrong", why=f"a bad request got {error or 'an answer'}")
+
+    async def _ask_with_hostile_grammar(self) -> None:
+        """It may be refused or answered; what matters is that others do not notice."""
+        parts, error = self._clients.native_stream(self._named(a_hostile_request(self._rng))), ""
+        try:
+            async for part in parts:
+                error = part.error
+        except NOBODY:
+            pass
+        finally:
+            await parts.aclose()
+        is_expected = error in ("", "overloaded", "engine_unavailable", *REFUSALS)
+        why = "" if is_expected else f"a hostile grammar got {error}"
+        self._ledger.settle("hostile" if is_expected else "wrong", why=why)
 
 
 async def _next(parts: Parts) -> Part:

@@ -16,9 +16,9 @@ from benchmarks.server import Server
 from benchmarks.storm.ledger import Ledger
 from engine.settings.config import Config
 from server_scripts.probe import Probe
-from server_scripts.run_dir import Process, children_of
+from server_scripts.run_dir import Process, children_of, read_stat
 
-KINDS = ("engine", "rank", "stub", "tritonserver", "gateway", "health", "supervisor")
+KINDS = ("engine", "rank", "fork", "grammar", "stub", "tritonserver", "gateway", "health", "supervisor")
 MIN_AGE_S = 2.0  # of a victim: one that has not begun to work tells nothing
 
 
@@ -31,7 +31,12 @@ class StormServer(Server):
                 name = "stub" if process.name == "tritonserver helper" else process.name.partition("-")[0]
                 found[name].append(process)
         for engine in found["engine"]:
-            found["rank"] += filter(None, (Process.of("rank", pid) for pid in children_of(engine.pid)))
+            children = children_of(engine.pid)
+            servers = [pid for pid in children if is_fork_server(pid)]
+            workers = [pid for server in servers for pid in children_of(server)]
+            ranks = [pid for pid in children if pid not in servers]
+            for kind, pids in (("rank", ranks), ("fork", servers), ("grammar", workers)):
+                found[kind] += filter(None, (Process.of(kind, pid) for pid in pids))
         return found
 
     def wait_until_idle(self, limit_s: float = 60.0) -> dict[str, Any]:
@@ -47,9 +52,14 @@ class StormServer(Server):
     def footprint(self) -> Counter[str]:
         """What of it is on this machine now: processes, files of its run directory, and of shared memory."""
         mark = f"RUN_DIR={self.run_dir.path}".encode()
-        environments = map(environment_of, filter(str.isdecimal, os.listdir("/proc")))
+        pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+        of_server = [pid for pid in pids if mark in environment_of(pid).split(b"\0")]
+        workers = [
+            pid for pid in of_server if is_fork_server(pid) and (stat := read_stat(pid)) and is_fork_server(stat.parent)
+        ]
         return Counter(
-            processes=sum(mark in environment.split(b"\0") for environment in environments),
+            processes=len(of_server) - len(workers),
+            workers=len(workers),
             files=sum(path.is_file() for path in self.run_dir.path.rglob("*")),
             shm=sum(name.startswith(self.run_dir.shm_prefix) for name in os.listdir("/dev/shm")),
         )
@@ -73,11 +83,18 @@ class StormServer(Server):
                 await asyncio.to_thread(self.start)
 
 
+def is_fork_server(pid: int) -> bool:
+    """Of grammar workers; these have its command line."""
+    with contextlib.suppress(OSError):
+        return b"engine.grammars.fork_server" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
 def age_s(process: Process) -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - process.start_time / os.sysconf("SC_CLK_TCK")
 
 
-def environment_of(pid: str) -> bytes:
+def environment_of(pid: int) -> bytes:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/environ").read_bytes()
     return b""

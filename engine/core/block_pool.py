@@ -18,13 +18,14 @@ class OutOfBlocks(Exception):
     """The scheduler's daily business, not a client's fault."""
 
 
-def chain_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Names a full block by its tokens and the key of the block before it: equal keys mean equal prefixes."""
+def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Return the hash of a full block: of its tokens and the hash of the block before it. Equal hashes mean equal
+    prefixes."""
     return hashlib.blake2b(parent + array("i", token_ids).tobytes(), digest_size=16).digest()
 
 
-def root_key(salt: str, adapter_id: str = "") -> bytes:
-    """What first blocks have in place of a parent; no block's key is equal to it, whatever the salt."""
+def root_hash(salt: str, adapter_id: str = "") -> bytes:
+    """Return the parent hash of a first block. No block hash is equal to it, whatever the salt."""
     key = b""
     for text, kind in ((salt, b"salt"), (adapter_id, b"adapter")):
         if text:
@@ -66,10 +67,17 @@ class BlockPool:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def __contains__(self, key: bytes) -> bool:
+        """Return whether the block with this key can be found, here or on the host."""
+        return key in self._block_of or bool(self._host and key in self._host)
+
+    def is_on_device(self, key: bytes) -> bool:
+        return key in self._block_of
+
     def find(self, keys: Sequence[bytes]) -> int:
         """How many of `keys`, from the first on, can be found."""
         for count, key in enumerate(keys):
-            if key not in self._block_of and not (self._host and key in self._host):
+            if key not in self:
                 return count
         return len(keys)
 
@@ -124,12 +132,20 @@ class BlockPool:
     def is_shared(self, block: int) -> bool:
         return self._holders[block] > 1
 
+    def is_published(self, block: int) -> bool:
+        """Return whether the block can be found by its key, so that its content must not change."""
+        return block in self._key_of
+
     def publish(self, block: int, key: bytes) -> None:
         """The held `block` is full and computed: from now on `find` finds it. The first block of a key stays."""
         assert block in self._holders, f"block {block} is published but nobody holds it"
         if self.caching and key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
+
+    def unpublish(self, block: int) -> None:
+        """Let the held `block` change: it can no longer be found, what the host has of it can."""
+        del self._block_of[self._key_of.pop(block)]
 
     def give_back(self, blocks: Sequence[int]) -> None:
         """Last block first, so that the end of a prefix goes before its beginning."""

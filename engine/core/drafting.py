@@ -14,8 +14,8 @@ MAX_PAUSE = 64  # tokens without a draft after drafts that were wrong
 
 class Drafter(Protocol):
     def propose(self, request: Request, limit: int) -> Sequence[int]:
-        """Up to `limit` tokens that may follow those of `request`; none when nothing is likely. Called once for each
-        step that computes its last token."""
+        """Return up to `limit` tokens that may follow those of `request`; none when nothing is likely. Called for each
+        step that may compute its last token, and again if the step has left the request out."""
         ...
 
 
@@ -63,6 +63,8 @@ class NgramDrafter:
             return
         begin, draft = memory.drafted
         memory.drafted = None
+        if len(token_ids) == begin:
+            return  # no step has tried it
         if token_ids[begin : begin + len(draft)] == draft:
             memory.size = min(2 * memory.size, self._max_draft)
             memory.pause = 1

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from engine.core.types import Grammar, Request
 from engine.errors import as_request_error
 
-WAIT_S = 0.005  # for a form, while nothing else is to be computed; arrivals are looked at in between
+LONG_S = 0.2  # most grammars are compiled in milliseconds
 
 
 class Choice(NamedTuple):
@@ -21,12 +22,25 @@ class Choice(NamedTuple):
 
 
 class Grammars(Protocol):
+    @property
+    def is_busy(self) -> bool:
+        """Whether `poll` has something to do."""
+        ...
+
     def begin(self, request: Request) -> Future[Sequence[Grammar]]:
-        """For the request and its forks, each with what is known of its answer. Fails with InvalidRequest."""
+        """For the request and its forks, each with what is known of its answer. Fails with RequestError."""
+        ...
+
+    def cancel(self, begun: Future[Sequence[Grammar]]) -> None:
+        """Nothing of what `begin` has begun is wanted any more."""
+        ...
+
+    def poll(self, timeout_s: float = 0.0) -> None:
+        """Go on with what was begun, waiting so long for something to do."""
         ...
 
     def masks(self, choices: Sequence[Choice]) -> Any:
-        """Of a step, see `engine.core.types.Step.mask`."""
+        """Of a step, see `engine.core.types.Step.mask`. Says of each grammar whether it `is_left_out`."""
         ...
 
 
@@ -38,6 +52,8 @@ class Compilation:
     is_replay: bool
     grammars: Future[Sequence[Grammar]]
     dropped: set[str] = field(default_factory=set)  # of the request and its forks
+    began_at: float = field(default_factory=time.monotonic)
+    is_long: bool = False
 
     @property
     def wanted(self) -> list[Request]:
@@ -54,7 +70,7 @@ class Compilation:
 
 
 class Compiling:
-    """In a thread of somebody else's: the steps of other requests do not wait."""
+    """In other processes: the steps of other requests do not wait."""
 
     def __init__(self) -> None:
         self._waiting: list[Compilation] = []
@@ -72,17 +88,21 @@ class Compiling:
     def add(self, request: Request, is_replay: bool, grammars: Future[Sequence[Grammar]]) -> None:
         self._waiting.append(Compilation(request, is_replay, grammars))
 
-    def drop(self, request_id: str) -> bool:
-        """False when it is not here (any more)."""
+    def drop(self, request_id: str) -> Compilation | None:
+        """None when it is not here (any more)."""
         for each in self._waiting:
             if request_id in [wanted.request_id for wanted in each.wanted]:
                 each.dropped.add(request_id)
-                return True
-        return False
+                return each
+        return None
 
-    def wait(self) -> None:
-        """For the next one, but not for long: more may arrive."""
-        wait([each.grammars for each in self._waiting], WAIT_S, FIRST_COMPLETED)
+    def take_long(self) -> list[str]:
+        """Return the requests whose compilation has begun to take long since the last call."""
+        before = time.monotonic() - LONG_S
+        found = [each for each in self._waiting if not each.is_long and each.began_at < before]
+        for each in found:
+            each.is_long = True
+        return [request.request_id for each in found for request in each.wanted]
 
     def take_ready(self) -> list[Compilation]:
         ready = [each for each in self._waiting if each.grammars.done()]

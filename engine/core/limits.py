@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.core.cache_groups import FULL_ATTENTION, CacheGroup
+
+
+@dataclass(frozen=True)
+class PrefillLimits:
+    """Limits of the prompts that one step computes side by side, so that short prompts need not wait for long ones."""
+
+    max_prefills: int  # prompts in a step
+    max_long: int  # long ones among them
+    long_tokens: int  # a prompt of more tokens is long
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -13,6 +24,8 @@ class Limits:
     max_waiting: int = 128  # beyond what can start at once
     max_waiting_tokens: int = 1 << 20  # of the prompts of all that wait; one alone may have more
     most_read: int = 1 << 10  # tokens in the readings of a step, see Executor
+    prefills: PrefillLimits | None = None  # None: prompts are computed in the order of their arrival
+    cache_groups: tuple[CacheGroup, ...] = FULL_ATTENTION  # of the model
 
 
 @dataclass

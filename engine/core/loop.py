@@ -10,13 +10,14 @@ from engine.core.adapters import Adapters
 from engine.core.block_pool import BlockPool
 from engine.core.drafting import NgramDrafter
 from engine.core.grammar import Compiling, Grammars
-from engine.core.limits import Counters, Limits
+from engine.core.limits import Counters, Limits, PrefillLimits
 from engine.core.scheduler import Scheduler
 from engine.core.types import Executor, Request, Step
 from engine.core.updates import FAILED, Update
-from engine.errors import RequestError
+from engine.errors import RequestError, queue_full
 from engine.settings.config import Config
 
+WAIT_S = 0.005  # for grammars, while nothing else is to be computed; arrivals are looked at in between
 STEP_MARGIN = 3.0  # a step of n tokens takes no longer than n steps of one, times this for contexts that grow
 
 
@@ -52,6 +53,8 @@ class Loop:
             config.max_cached_task_num,
             config.max_waiting_tokens,
             executor.most_read,
+            _prefill_limits(config),
+            executor.cache_groups,
         )
         self.scheduler = Scheduler(pool, limits, _drafter(config))
         self.adapters = Adapters(executor, config.max_loras, self._adapters_in_use)
@@ -74,6 +77,8 @@ class Loop:
             self.adapters.need(request.sampling.adapter)
         if request.sampling.form:
             assert self._grammars
+            if len(self._compiling) >= self.scheduler.limits.max_waiting and not replay:
+                raise queue_full(len(self._compiling), self.scheduler.limits.max_waiting)
             self._compiling.add(request, replay, self._grammars.begin(request))
         else:
             self.scheduler.add(request, replay)
@@ -82,7 +87,10 @@ class Loop:
         """Harmless when the request has ended. `is_complete`: its answer is, by what only its user knows."""
         running = self.scheduler.running.get(request_id)
         num_computed = running.num_computed - running.num_cached if running else 0
-        if self._compiling.drop(request_id) or self.scheduler.drop(request_id):
+        compilation = self._compiling.drop(request_id)
+        if compilation and not compilation.wanted and self._grammars:
+            self._grammars.cancel(compilation.grammars)
+        if compilation or self.scheduler.drop(request_id):
             self._num_dropped += 1
             self._num_wasted_tokens += 0 if is_complete else num_computed
             self._check_when_idle()
@@ -94,18 +102,23 @@ class Loop:
         request = self.scheduler.waiting.get(request_id)
         return request is None or request.num_preemptions > 0 or request.num_new_tokens > 0
 
+    def take_long_compilations(self) -> list[str]:
+        """Return the requests whose grammars have begun to take long since the last call."""
+        return self._compiling.take_long() if self._compiling else []
+
     def turn(self) -> list[Update]:
         """Waits for the step that runs, launches the next one, and returns what the first has brought: it can be sent
         while the second runs. Empty when nothing ran. Where the executor can, launches first and waits then."""
         if self._steps and self.executor.runs_ahead and self.scheduler.may_run_ahead():
             self._launch()
         updates = self._collect() if self._steps else []
+        if self._grammars and self._grammars.is_busy:
+            self._grammars.poll()
         if self._compiling:
             updates += self._take_compiled()
-        if not self._steps and not self._launch():
-            assert self.scheduler.is_idle, "requests wait and none can be computed"
-            if self._compiling:
-                self._compiling.wait()
+        if not self._steps and not self._launch() and not self.is_idle:
+            assert self._grammars and self._grammars.is_busy, "requests wait and none can be computed"
+            self._grammars.poll(WAIT_S)
         return updates
 
     def _adapters_in_use(self) -> set[str]:
@@ -187,6 +200,13 @@ class Loop:
     def _check_when_idle(self) -> None:
         if self.is_idle:
             self.scheduler.check()
+
+
+def _prefill_limits(config: Config) -> PrefillLimits | None:
+    if not (config.max_num_partial_prefills or config.max_long_partial_prefills):
+        return None
+    max_prefills = config.max_num_partial_prefills or config.batch_size
+    return PrefillLimits(max_prefills, config.max_long_partial_prefills or 1, config.long_prefill_tokens)
 
 
 def _drafter(config: Config) -> NgramDrafter | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.core.block_pool import OutOfBlocks
-from engine.core.holdings import Holdings
+from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.limits import Counters, Limits
 from engine.core.types import Arrival, Copy, Request, State
 from engine.core.waiting import Waiting
@@ -24,16 +24,15 @@ class Roster:
     A request with forks computes the prompt for all of them: with its first token they join, holding the same blocks.
     """
 
-    def __init__(self, holdings: Holdings, limits: Limits, counters: Counters):
-        self.holdings = holdings
+    def __init__(self, cache: KVCacheManager, limits: Limits, counters: Counters):
+        self.cache = cache
         self.waiting = Waiting()  # a request with forks stands for them all
         self.running: dict[str, Request] = {}  # oldest first
         self.leader_of: dict[str, Request] = {}  # of forks whose prompt is not computed yet, and of beams
         self._limits = limits
         self._counters = counters
         self._free_slots = list(range(limits.max_batch - 1, -1, -1))
-        self._arrivals: list[Arrival] = []  # for the next batch, as are the copies
-        self._copies: list[Copy] = []
+        self._arrivals: list[Arrival] = []  # for the next batch
 
     @property
     def num_running(self) -> int:
@@ -45,7 +44,7 @@ class Roster:
         while request.forks and not request.search and not self._could_run(request):
             apart.append(request.forks.pop())
         if not self._could_run(request):
-            pool, need = self.holdings.pool, self.holdings.most_blocks(request)
+            pool, need = self.cache.pool, self.cache.max_blocks(request)
             text = f"prompt ({request.prompt_len} tokens) and answer (up to {{value}}) need {need} KV blocks of "
             text += f"{pool.block_size} tokens, the server has {pool.num_blocks}"
             field = "max_dec_len" if pool.blocks_for(request.prompt_len) <= pool.num_blocks else None
@@ -65,7 +64,7 @@ class Roster:
     def _could_run(self, request: Request) -> bool:
         """Alone, with its forks."""
         has_slots = len(request.forks) < self._limits.max_batch
-        return has_slots and self.holdings.most_blocks(request) <= self.holdings.pool.num_blocks
+        return has_slots and self.cache.max_blocks(request) <= self.cache.pool.num_blocks
 
     def drop(self, request_id: str) -> Request | None:
         """See `Scheduler.drop`."""
@@ -88,15 +87,15 @@ class Roster:
         request.state = State.ENDED
         return request
 
-    def admit(self, is_ahead: bool) -> Request | None:
+    def admit(self, is_ahead: bool, max_tokens: int | None = None) -> Request | None:
         """Moves a waiting request to the running ones, with its blocks: the first, or one soon after it that fits.
-        `is_ahead`: a step still computes."""
+        `is_ahead`: a step still computes. `max_tokens`: longer ones stay in their places."""
         passed: list[Request] = []
-        for request in self.waiting.first(LOOK_AHEAD):
+        for request in self.waiting.first(LOOK_AHEAD, max_tokens):
             if is_ahead and request.reads_answer:  # its slot may be that of one which a step still computes
                 return None
             has_slots = len(request.forks) < len(self._free_slots)
-            if has_slots and self.holdings.take_prompt(request, self.running.values()):
+            if has_slots and self.cache.allocate_prompt(request, self._free_slots[-1], self.running.values()):
                 for each in passed:
                     each.num_passed += 1
                 self._begin(request)
@@ -125,16 +124,15 @@ class Roster:
 
     def take_news(self) -> tuple[list[Arrival], list[Copy]]:
         """What the executor has to know before the next step."""
-        news = self._arrivals, self._copies
-        self._arrivals, self._copies = [], []
+        news = self._arrivals, self.cache.copies
+        self._arrivals, self.cache.copies = [], []
         return news
 
     def has_room(self, request: Request) -> bool:
         """A block for the next position of `request`; False when it had to be preempted itself."""
         while True:
             try:
-                if copy := self.holdings.make_room(request):
-                    self._copies.append(copy)
+                self.cache.allocate(request)
                 return True
             except OutOfBlocks:
                 youngest = next(reversed(self.running.values()))
@@ -145,8 +143,6 @@ class Roster:
     def preempt(self, request: Request) -> None:
         if request.search:  # it begins anew when it comes back
             request.search.restart()
-            slots = {each.slot for each in (request, *request.forks)}
-            self._copies = [copy for copy in self._copies if copy.slot not in slots]
             for each in (request, *request.forks):
                 del each.token_ids[each.prompt_len :]
         self._take_out(request)
@@ -158,7 +154,7 @@ class Roster:
         self.waiting.put_back(request)
 
     def join_forks(self, leader: Request) -> None:
-        self.holdings.share(leader)
+        self.cache.share(leader)
         for fork in leader.forks:
             del self.leader_of[fork.request_id]
             fork.state, fork.scores = State.RUNNING, leader.scores
@@ -174,7 +170,7 @@ class Roster:
 
     def check(self) -> None:
         """All books agree. Between two steps."""
-        self.holdings.check(self.running.values())
+        self.cache.check(self.running.values())
         assert not any(request.block_ids for request in self.waiting)
         holders = [each for request in self.running.values() for each in (request, *request.forks)]
         slots = [each.slot for each in holders] + self._free_slots
@@ -183,7 +179,7 @@ class Roster:
     def _take_out(self, request: Request) -> None:
         del self.running[request.request_id]
         for each in (request, *request.forks):
-            self.holdings.release(each)
+            self.cache.free(each)
             self._give_up_slot(each)
 
     def _give_up_slot(self, request: Request) -> None:

@@ -9,12 +9,12 @@ from engine.core import beams, reading
 from engine.core.block_pool import BlockPool
 from engine.core.drafting import Drafter
 from engine.core.grammar import Choice
-from engine.core.holdings import Holdings
-from engine.core.limits import Counters, Limits
+from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.limits import Counters, Limits, PrefillLimits
 from engine.core.roster import LOOK_AHEAD, Roster
 from engine.core.searches import Searches
 from engine.core.types import PENDING, Batch, Logprobs, OfPrompt, Request, Row, State, StepOutput
-from engine.core.updates import FAILED, Update, append, make
+from engine.core.updates import FAILED, Update, append, follow, make
 
 SPEED_OF_HOST = 8  # tokens that come back from there in the time of one that is computed
 RUNNING = State.RUNNING  # looked up once
@@ -24,7 +24,8 @@ Launched = tuple[Request, Row, Sequence[Request]]  # whose row it is, and the fo
 
 class Scheduler:
     """A budget of tokens a step. Running decodes go first, so that a long prompt only slows them down; what is left of
-    the budget goes to prompts that have begun, then to waiting requests that the `Roster` admits.
+    the budget goes to prompts that have begun, then to waiting requests that the `Roster` admits; with
+    `Limits.prefills` it is divided among them.
 
     `next_batch` and `apply` take turns; `add` and `drop` may come in between, while the step runs. Where
     `may_run_ahead` allows it, `next_batch` may come once more before the `apply` of the step before: the tokens of that
@@ -38,8 +39,8 @@ class Scheduler:
         self.counters = Counters()
         self.now = 0.0  # as the loop says, for whoever asks when a request began
         self._drafter = drafter
-        self._holdings = Holdings(pool, limits.block_ratio)
-        self._roster = Roster(self._holdings, limits, self.counters)
+        self._cache = KVCacheManager(pool, limits)
+        self._roster = Roster(self._cache, limits, self.counters)
         self._searches = Searches(self._roster)
         self.waiting, self.running = self._roster.waiting, self._roster.running
         self._launched: deque[list[Launched]] = deque()  # steps that were not applied yet
@@ -77,7 +78,8 @@ class Scheduler:
         running = self.running.values()
         if any(request.reads_answer for request in (*running, *self.waiting.first(LOOK_AHEAD))):
             return False
-        return sum([request.num_computed >= request.room for request in running]) <= self.pool.num_available
+        num_full = sum([request.num_computed >= request.room for request in running])
+        return num_full * len(self.limits.cache_groups) <= self.pool.num_available
 
     def next_batch(self) -> Batch | None:
         """None when there is nothing to compute."""
@@ -86,16 +88,20 @@ class Scheduler:
         self._num_readable = self.limits.most_read
         in_prompt = self._schedule_decodes(launched)
         budget = self.limits.max_batched_tokens - sum(len(row.token_ids) for _, row, _ in launched)
-        for request in in_prompt:
-            # Else it has been preempted, or has only to be joined by its forks.
-            if budget > 0 and request.slot >= 0 and request.num_computed < len(request.token_ids):
-                budget -= self._launch_prompt(launched, request, budget)
-        while budget > self._waited_for() and (admitted := self._roster.admit(is_ahead=bool(self._launched))):
-            budget -= self._launch_prompt(launched, admitted, budget)
+        # Others have been preempted, or have only to be joined by their forks.
+        begun = [each for each in in_prompt if each.slot >= 0 and each.num_computed < len(each.token_ids)]
+        if self.limits.prefills:
+            self._launch_side_by_side(launched, begun, budget, self.limits.prefills)
+        else:
+            for request in begun:
+                if budget > 0:
+                    budget -= self._launch_prompt(launched, request, budget)
+            while budget > self._waited_for() and (admitted := self._roster.admit(is_ahead=bool(self._launched))):
+                budget -= self._launch_prompt(launched, admitted, budget)
         if not launched:
             return None
         self._launched.append(launched)
-        self._holdings.begin_step()
+        self._cache.begin_step()
         has_mask = any(request.grammar and row.num_sampled for request, row, _ in launched)
         is_read = self._num_readable < self.limits.most_read
         rows = [row for _, row, _ in launched]
@@ -113,8 +119,9 @@ class Scheduler:
     def apply(self, output: StepOutput) -> list[Update]:
         """Enters what the step brought. Finished requests have given their blocks back on return."""
         launched = self._launched.popleft()
-        self._holdings.end_step()
+        self._cache.end_step()
         updates: list[Update] = []
+        guided: list[Update] = []
         sampled, readings = zip(output.token_ids, output.logprobs, strict=True), iter(output.readings)
         block_size, is_read = self.pool.block_size, bool(output.readings)
         for request, row, forks in launched:
@@ -123,6 +130,11 @@ class Scheduler:
             of_forks = [next(sampled) for _ in forks] if forks else ()
             told = next(readings) if is_read and row.reading else None
             if request.slot < 0:  # dropped meanwhile
+                continue
+            if num_sampled and request.grammar and request.grammar.is_left_out and not request.grammar.error:
+                assert request.is_told  # the mask of a first token is always there
+                request.grammar.is_left_out = False
+                self._roster.preempt(request)  # what was chosen is no token; it is computed again
                 continue
             if num_sampled > 1:
                 request.num_computed -= num_sampled - len(token_ids)  # drafts that were wrong
@@ -134,12 +146,12 @@ class Scheduler:
             else:
                 update = self._read(request, row, told, (token_ids, logprobs))
             if request.num_computed >= (request.num_published + 1) * block_size:
-                self._holdings.publish(request)
+                self._cache.publish(request)
             if of_forks:
                 self._roster.join_forks(request)
-            self._tell(request, update, updates)
-            if of_forks:
-                self._tell_forks(forks, of_forks, updates)
+            guided += self._tell(request, update, updates)
+            guided += self._tell_forks(forks, of_forks, updates)
+        self._follow(guided, updates)
         updates += self._searches.end()
         self.counters.num_generated_tokens += sum([len(update.token_ids) for update in updates])
         return updates
@@ -155,7 +167,7 @@ class Scheduler:
         prompt. Preempts if it must: only requests younger than all that have a row."""
         in_prompt = []
         spare = self.limits.max_batched_tokens - self.num_running  # for drafts
-        for request in list(self.running.values()):
+        for request in self._computable():
             start, token_ids = request.num_computed, request.token_ids[-1:]
             num_left = len(request.token_ids) - start
             if num_left > 1 or not request.is_told:
@@ -163,7 +175,9 @@ class Scheduler:
                     launched += [(beam, row, ()) for beam, row in self._searches.rows(request)]
                     continue
                 if num_left or request.forks:
-                    in_prompt.append(request)
+                    has_room = start < request.room or not num_left
+                    if has_room or (request.slot >= 0 and self._roster.has_room(request)):
+                        in_prompt.append(request)
                     continue
             if start == len(request.token_ids):  # the token before is still being chosen
                 if request.num_new_tokens + 1 >= request.sampling.max_new_tokens:
@@ -175,14 +189,36 @@ class Scheduler:
                 token_ids += self._drafts(request, spare)
                 spare -= len(token_ids) - 1
             request.num_computed = start + len(token_ids)
-            new = self._holdings.new_blocks(request) if len(request.block_ids) > request.num_placed else ()
+            new = self._cache.take_new_blocks(request) if request.has_new_blocks else ()
             row = make(Row, (request.slot, start, token_ids, new, len(token_ids), (), None))
             launched.append((request, row, ()))
         return in_prompt
 
+    def _computable(self) -> list[Request]:
+        """Return the running requests but for those of which it is not known yet what may follow."""
+        running = self.running.values()
+        return [each for each in running if each.grammar is None or each.grammar.is_ready or not each.is_told]
+
     def _waited_for(self) -> int:
         """Tokens that could be computed while the host's blocks come back: a step is no longer for these."""
         return self.pool.num_coming_back * self.pool.block_size // SPEED_OF_HOST
+
+    def _launch_side_by_side(
+        self, launched: list[Launched], prompts: list[Request], budget: int, limits: PrefillLimits
+    ) -> None:
+        """Divide the step among as many prompts as `limits` allow. Each may have an equal share; what the shortest
+        leave of theirs goes to the others, so that a short prompt is done at once beside a long one."""
+        while len(prompts) < limits.max_prefills and budget > max(len(prompts), self._waited_for()):
+            num_long = sum(len(request.token_ids) > limits.long_tokens for request in prompts)
+            max_tokens = limits.long_tokens if num_long >= limits.max_long else None
+            admitted = self._roster.admit(is_ahead=bool(self._launched), max_tokens=max_tokens)
+            if admitted is None:
+                break
+            prompts.append(admitted)
+        prompts.sort(key=lambda request: len(request.token_ids) - request.num_computed)
+        for index, request in enumerate(prompts):
+            if (share := budget // (len(prompts) - index)) > 0:
+                budget -= self._launch_prompt(launched, request, share)
 
     def _launch_prompt(self, launched: list[Launched], request: Request, budget: int) -> int:
         """A chunk of its prompt; the last one gives the first token, its own and those of its forks. Returns its
@@ -193,7 +229,12 @@ class Scheduler:
             budget = min(budget, self._num_readable)
             if not budget:
                 return 0
+        budget = self._cache.chunk_len(request, min(budget, len(request.token_ids) - start))
         token_ids = request.token_ids[start : start + budget]
+        if request.grammar and not request.grammar.is_ready and start + len(token_ids) == len(request.token_ids):
+            token_ids.pop()  # until it is known what may follow
+            if not token_ids:
+                return 0
         request.num_computed = start + len(token_ids)
         is_last = request.num_computed == len(request.token_ids)
         forks = tuple(request.forks) if is_last and not request.search else ()
@@ -202,7 +243,7 @@ class Scheduler:
         asked = None if request.is_told else reading.of_chunk(request, start, is_last)
         if asked:
             self._num_readable -= len(asked.scored) + asked.num_pooled
-        row = Row(request.slot, start, token_ids, self._holdings.new_blocks(request), num_sampled, slots, asked)
+        row = Row(request.slot, start, token_ids, self._cache.take_new_blocks(request), num_sampled, slots, asked)
         launched.append((request, row, forks))
         return len(token_ids)
 
@@ -216,7 +257,7 @@ class Scheduler:
             drafts = self._drafter.propose(request, limit)
             if request.grammar:
                 drafts = drafts[: request.grammar.num_allowed(drafts)]
-        return drafts[: self._holdings.stretch(request, len(drafts), len(self.running))] if drafts else ()
+        return drafts[: self._cache.allocate_drafts(request, len(drafts), len(self.running))] if drafts else ()
 
     # What a step has brought
 
@@ -232,21 +273,41 @@ class Scheduler:
             return append(request, token_ids, logprobs)
         return Update(request, (), None, "length") if reading.ends_with(request, row) else None
 
-    def _tell_forks(self, forks: Sequence[Request], gained: Sequence[Gained], updates: list[Update]) -> None:
-        for fork, tokens in zip(forks, gained, strict=True):
-            if fork.state is RUNNING:
-                self._tell(fork, append(fork, *tokens), updates)
-
-    def _tell(self, request: Request, update: Update | None, updates: list[Update]) -> None:
+    def _tell(self, request: Request, update: Update | None, updates: list[Update]) -> Sequence[Update]:
+        """Returns the update if the request has a grammar, which is told of it."""
         if request.state is RUNNING:
-            if update is not None:
-                if not request.is_told:
-                    if update.finish_reason != FAILED:
-                        self._holdings.keep_scores(request)
-                    update = update._replace(of_prompt=reading.whole(request))
-                updates.append(update)
-                if update.finish_reason:
-                    self._roster.leave(request)
-                    request.state = State.ENDED
+            if update and request.grammar:
+                if update.finish_reason is None:
+                    request.grammar.advance(update.token_ids)
+                return (update,)
+            if update:
+                self._enter(request, update, updates)
         elif not request.forks:  # dropped, and none of its forks needs it any more
             self._roster.leave(request)
+        return ()
+
+    def _tell_forks(
+        self, forks: Sequence[Request], gained: Sequence[Gained], updates: list[Update]
+    ) -> Sequence[Update]:
+        """See `_tell`."""
+        guided: list[Update] = []
+        for fork, tokens in zip(forks, gained, strict=True):
+            if fork.state is RUNNING:
+                guided += self._tell(fork, append(fork, *tokens), updates)
+        return guided
+
+    def _follow(self, guided: Sequence[Update], updates: list[Update]) -> None:
+        """Once the grammars of all are told of what the step has brought."""
+        for update in guided:
+            assert update.request.grammar
+            self._enter(update.request, follow(update.request.grammar, update), updates)
+
+    def _enter(self, request: Request, update: Update, updates: list[Update]) -> None:
+        if not request.is_told:
+            if update.finish_reason != FAILED:
+                self._cache.keep_logprobs(request)
+            update = update._replace(of_prompt=reading.whole(request))
+        updates.append(update)
+        if update.finish_reason:
+            self._roster.leave(request)
+            request.state = State.ENDED

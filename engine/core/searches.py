@@ -26,7 +26,7 @@ class Searches:
                 return ()
         rows = []
         for beam in running:
-            new = self._roster.holdings.new_blocks(beam)
+            new = self._roster.cache.take_new_blocks(beam)
             rows.append((beam, Row(beam.slot, beam.num_computed, beam.token_ids[-1:], new)))
             beam.num_computed += 1
         return rows
@@ -34,10 +34,10 @@ class Searches:
     def grow(self, beam: Request, logprobs: Logprobs) -> None:
         """With the last of the beams of a search all go on, in whatever slot: what each wrote is held by those that it
         has become."""
-        search, holdings = beam.search, self._roster.holdings
+        search, cache = beam.search, self._roster.cache
         assert search
         if not search.has_begun:
-            holdings.publish(beam)
+            cache.publish(beam)
         is_number = logprobs.chosen == logprobs.chosen
         if is_number and not search.hear(logprobs):
             return
@@ -46,7 +46,7 @@ class Searches:
             self._found.append(leader)
             return
         members = [leader, *leader.forks]
-        holdings.branch(members, search.parents)
+        cache.branch(members, search.parents)
         for each, found in zip(members, search.running, strict=False):
             each.state = State.RUNNING
             each.token_ids[each.prompt_len :] = found.token_ids

@@ -8,7 +8,9 @@ from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from engine.core.cache_groups import CacheGroup
 from engine.errors import RequestError
+from engine.sampling_parameters import SamplingParameters
 
 if TYPE_CHECKING:
     from engine.core.beams import BeamSearch
@@ -19,18 +21,11 @@ PENDING = -2  # in a row: the token that the step before chooses for its slot, w
 
 
 @dataclass(frozen=True)
-class Sampling:
+class Sampling(SamplingParameters):
     """How the tokens of one answer are chosen (docs/ops.md, section Sampling) and when it ends."""
 
     max_new_tokens: int  # 0: the prompt is only read
     min_new_tokens: int = 0  # stop ids cannot be chosen before
-    temperature: float = 1.0  # 0: the likeliest token
-    top_p: float = 1.0
-    top_k: int = 0  # 0: all
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
     seed: int = 0  # 64 bits, unsigned
     stop_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not appear
@@ -45,12 +40,16 @@ class Sampling:
     # What the weights gain, of prompt and answer: a name that other files never have, and the folder that they are in
     adapter: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> Sampling:
+        """Return what `dataclasses.astuple` was made of."""
+        return cls(**dict(zip(cls.__dataclass_fields__, values, strict=True)))
+
     @property
     def reads_answer(self) -> bool:
         """Whether the next token depends on those before by more than their number and the logits."""
-        has_penalty = self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
         is_bound = bool(self.form) or self.num_beams > 0
-        return has_penalty or is_bound or any(len(word) > 1 for word in self.bad_words)
+        return self.has_penalty or is_bound or any(len(word) > 1 for word in self.bad_words)
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,11 @@ class Grammar(Protocol):
     """What one answer of a given form may still become. What cannot be followed any more has an `error`; nothing else
     of it means anything then."""
 
-    error: RequestError | None
+    is_ready: bool  # False: what may follow is still being found out, so that no token can be chosen
+    is_left_out: bool  # of the last step: there was no mask in time, so that what was chosen is no token
+
+    @property
+    def error(self) -> RequestError | None: ...
 
     @property
     def is_complete(self) -> bool:
@@ -73,7 +76,8 @@ class Grammar(Protocol):
         ...
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """The answer has gained these."""
+        """The answer has gained these. Takes effect when something is asked of this, so that what the answers of a step
+        have gained can be told together."""
         ...
 
     def forced(self) -> Sequence[int]:
@@ -108,11 +112,14 @@ class Request:
     # The scheduler's
     state: State = State.WAITING
     slot: int = -1  # its place in the batch while it runs
-    block_ids: list[int] = field(default_factory=list)  # position // block_size -> block
-    keys: list[bytes] = field(default_factory=list)  # names of its leading full blocks, as many as were needed so far
+    block_ids: list[list[int]] = field(default_factory=list)  # of each cache group: position // block_size -> block
+    num_freed: list[int] = field(default_factory=list)  # of each: leading blocks that its window has passed
+    block_hashes: list[bytes] = field(default_factory=list)  # of its leading full blocks, as many as were needed so far
     num_computed: int = 0  # leading tokens whose keys and values are in the blocks once all launched steps have run
     num_published: int = 0  # leading full blocks that the prefix cache has been told of
-    num_placed: int = 0  # leading blocks that the executor has been told of
+    num_placed: list[int] = field(default_factory=list)  # of each group: leading blocks that the executor knows
+    has_new_blocks: bool = False  # it has blocks that the executor does not know
+    branch_point: int = 0  # position up to which other prompts share its attention blocks, but no state was kept
     has_shared_tail: bool = False  # its last block may have other holders: to be copied before it is written
     room: int = 0  # positions below may be written
     num_cached: int = 0  # tokens that the prefix cache held at the last admission
@@ -183,7 +190,7 @@ class Row(NamedTuple):
     slot: int
     start: int
     token_ids: Sequence[int]
-    new_block_ids: Sequence[int] = ()  # that the slot's block table gains
+    new_block_ids: Sequence[Sequence[int]] = ()  # for each cache group, appended to the slot's block table; or nothing
     num_sampled: int = 1  # of the last ones, each gives a token: 0 inside a prompt, 1 + k when the last k are drafts
     forks: Sequence[int] = ()  # slots that also choose a token after the last one
     reading: Reading | None = None
@@ -193,7 +200,8 @@ class Copy(NamedTuple):
     """Before the step: `target` becomes a copy of the block `source`, and takes its place in a slot's table."""
 
     slot: int
-    place: int  # in the block table
+    group: int  # index of the cache group
+    place: int  # in its block table
     source: int
     target: int
 
@@ -260,7 +268,8 @@ class Executor(Protocol):
     """
 
     block_size: int  # tokens of a block, decided at export
-    block_bytes: int  # of a block of the KV cache in all layers
+    block_bytes: int  # of a block of the KV cache, in all layers of its group
+    cache_groups: tuple[CacheGroup, ...]  # of the graph
     runs_ahead: bool  # a step may be launched while the one before runs, with PENDING tokens
     most_read: int  # tokens in the readings of a step: the logits of each are in memory at once; 0: it has none
 
@@ -270,6 +279,11 @@ class Executor(Protocol):
 
     def allocate(self, num_blocks: int) -> None:
         """Makes the KV cache, in place of the one before. Its content is undefined."""
+        ...
+
+    def warm_up(self) -> None:
+        """Compile and run once whatever a request can reach. Called after the first `allocate`; the content of the
+        cache is lost."""
         ...
 
     def load_adapter(self, adapter: tuple[str, ...]) -> None:

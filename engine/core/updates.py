@@ -24,11 +24,6 @@ class Update(NamedTuple):
 
 
 def append(request: Request, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None) -> Update:
-    update = _enter(request, token_ids, logprobs)
-    return update if request.grammar is None else _guided(request, request.grammar, update)
-
-
-def _enter(request: Request, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None) -> Update:
     if token_ids[0] == NO_TOKEN:
         return Update(request, (), None, FAILED)
     if len(token_ids) == 1:
@@ -41,11 +36,10 @@ def _enter(request: Request, token_ids: Sequence[int], logprobs: Sequence[Logpro
     return Update(request, token_ids, logprobs, None)
 
 
-def _guided(request: Request, grammar: Grammar, update: Update) -> Update:
-    """Its grammar follows. Where nothing may come any more the answer ends, without a step for the stop id."""
-    _, token_ids, logprobs, finish_reason, *_ = update
-    if finish_reason is None:
-        grammar.advance(token_ids)
+def follow(grammar: Grammar, update: Update) -> Update:
+    """Return `update` as its grammar wants it, which has been told of its tokens. Where nothing may come any more the
+    answer ends, without a step for the stop id."""
+    request, token_ids, logprobs, finish_reason, *_ = update
     if grammar.error:
         return Update(request, (), None, FAILED, grammar.error)
     if finish_reason or not grammar.is_complete:

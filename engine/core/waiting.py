@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from itertools import islice
 from math import inf
 
 from engine.core.types import Request
@@ -36,8 +37,11 @@ class Waiting:
     def __iter__(self) -> Iterator[Request]:
         return (request for *_, request in self._order)
 
-    def first(self, count: int) -> list[Request]:
-        return [request for *_, request in self._order[:count]]
+    def first(self, count: int, max_tokens: int | None = None) -> list[Request]:
+        """Return the first `count`, with `max_tokens` of those that have no more tokens."""
+        if max_tokens is None:
+            return [request for *_, request in self._order[:count]]
+        return list(islice((request for request in self if len(request.token_ids) <= max_tokens), count))
 
     def get(self, request_id: str) -> Request | None:
         return self._place_of[request_id][2] if request_id in self._place_of else None

@@ -15,6 +15,7 @@ NEEDED = (
     "config.json generation_config.json *.safetensors *.safetensors.index.json chat_template.* "
     "tokenizer*.json *.model *.tiktoken vocab.* merges.txt added_tokens.json special_tokens_map.json"
 ).split()
+IN_PADDLE = ("model_state*.pdparams", "model_state.pdparams.index.json")  # where there is no safetensors file
 UNNEEDED = ("consolidated*",)  # the same weights once more, in the layout of their authors
 
 # A static model's name may end in how it was exported, which says nothing about the checkpoint.
@@ -50,19 +51,22 @@ def list_hub(repo_id: str, endpoint: str | None, policy: Policy, stop: Stop) -> 
         raise Temporary(f"{repo_id}: HF_HUB_OFFLINE forbids asking the hub")
     info = _find_repo(repo_id, endpoint, policy, stop)
     where = f"{info.id} on {endpoint or constants.ENDPOINT}"
-    files = []
-    for sibling in info.siblings or []:
+    files, siblings = [], info.siblings or []
+    has_safetensors = any(fnmatchcase(each.rfilename, "*.safetensors") for each in siblings)
+    needed = NEEDED if has_safetensors else (*NEEDED, *IN_PADDLE)
+    for sibling in siblings:
         path = sibling.rfilename
         if any(fnmatchcase(path, name) for name in UNNEEDED) or "/" in path:
             continue
-        if any(fnmatchcase(path, name) for name in NEEDED):
+        if any(fnmatchcase(path, name) for name in needed):
             url = hf_hub_url(info.id, check_path(path), revision=info.sha, endpoint=endpoint)
             files.append(RemoteFile(path, url, _digest(sibling, where), sibling.size))
     paths = {file.path for file in files}
     if "config.json" not in paths:
         raise DownloadError(f"{where}: no config.json, this is not a model that can be exported")
-    if not any(path.endswith(".safetensors") for path in paths):
-        raise DownloadError(f"{where}: no safetensors weights, and other formats are not read")
+    if not any(path.endswith((".safetensors", ".pdparams")) for path in paths):
+        convert = "`from_pretrained` and `save_pretrained` of transformers convert a checkpoint that you trust"
+        raise DownloadError(f"{where}: no safetensors weights, and other formats are not read; {convert}")
     authorization = build_hf_headers().get("authorization")
     return Listing(sorted(files, key=lambda file: (file.path != "config.json", file.size)), info.sha, authorization)
 

@@ -43,7 +43,7 @@ def make_executor(
     if missing := manifest.missing_files(graph_dir, machines.ranks):
         raise ModelError(f"{graph_dir}: {missing[0]} is missing; export the model again from its checkpoint")
     if machines.num_hosts == 1:
-        return make_host(graph_dir, config, owns_process=owns_process)
+        return make_host(graph_dir, config, owns_process=owns_process, tell=tell)
     from engine.executors.hosts import follow, lead
 
     return lead(graph_dir, config, tell) if machines.is_master else follow(graph_dir, config, tell)
@@ -57,10 +57,18 @@ def check_num_ranks(graph_dir: Path, manifest: Manifest, config: Config) -> None
         )
 
 
-def make_host(graph_dir: Path, config: Config, peers: Sequence[socket] = (), *, owns_process: bool = True) -> Executor:
-    """The ranks of this machine; `peers` are connections to the first rank of each other one."""
+def make_host(
+    graph_dir: Path,
+    config: Config,
+    peers: Sequence[socket] = (),
+    *,
+    owns_process: bool = True,
+    tell: Callable[[str], None] = lambda progress: None,
+) -> Executor:
+    """Start the ranks of this machine; `peers` are connections to the first rank of each other one, and `tell` is
+    called with the progress of long preparations."""
     if config.mp_num == 1:
-        return make_rank(graph_dir, config)
+        return make_rank(graph_dir, config, tell=tell)
     from engine.executors.ranks import RanksExecutor, refuse_second_group, start_ranks, wait_until_ready
     from engine.ops.cpu import group
 
@@ -73,7 +81,7 @@ def make_host(graph_dir: Path, config: Config, peers: Sequence[socket] = (), *, 
     connections = start_ranks(graph_dir, config, memberships, ends_process=owns_process or is_gpu)
     mine = group.Membership(first_rank, config.mp_num, segment_fd, num_hosts, tuple(peers))
     try:
-        first = make_rank(graph_dir, config, mine)
+        first = make_rank(graph_dir, config, mine, tell)
         wait_until_ready(connections)
     except BaseException:
         for connection in connections:
@@ -87,12 +95,17 @@ def make_host(graph_dir: Path, config: Config, peers: Sequence[socket] = (), *, 
     return RanksExecutor(first, connections) if connections else first
 
 
-def make_rank(graph_dir: Path, config: Config, membership: Membership | None = None) -> Executor:
-    """One rank of the model, in this process; without `membership` there is no other."""
+def make_rank(
+    graph_dir: Path,
+    config: Config,
+    membership: Membership | None = None,
+    tell: Callable[[str], None] = lambda progress: None,
+) -> Executor:
+    """Load one rank of the model in this process; without `membership` there is no other."""
     if config.device == GPU:
         from engine.executors.cuda.executor import CudaExecutor  # torch, too
 
-        return CudaExecutor(graph_dir, config, membership=membership)
+        return CudaExecutor(graph_dir, config, membership=membership, report=tell)
     from engine.executors.cpu.executor import CpuExecutor
 
     return CpuExecutor(graph_dir, config, membership)

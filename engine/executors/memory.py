@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from engine.core.cache_groups import FULL_ATTENTION, CacheGroup
 from engine.core.types import Arrival, Batch, Executor, Row, Sampling
 from engine.errors import ConfigError
 from engine.settings.config import Config
@@ -19,14 +22,17 @@ CGROUP_FILES = (
 def allocate_cache(executor: Executor, config: Config, model_len: int) -> int:
     """Makes the KV cache as large as settings and memory allow, after the longest step has been tried on a small one.
     Returns its number of blocks. Raises ConfigError when there is no room."""
-    config = with_device(config)
+    config, model_len = with_device(config), config.model_len(model_len)
     num_tokens = min(config.max_step_tokens, model_len)
-    run_longest_step(executor, config, model_len, -(-num_tokens // executor.block_size))
-    count = num_blocks(config, model_len, executor.block_size, executor.block_bytes, executor.free_bytes())
+    small = -(-num_tokens // executor.block_size)
+    executor.allocate(small)
+    executor.warm_up()
+    run_longest_step(executor, config, model_len, small)
+    sizes = BlockSizes(executor.block_size, executor.block_bytes, executor.cache_groups)
+    count = num_blocks(config, model_len, sizes, executor.free_bytes())
+    executor.allocate(count)
     if config.use_warmup:
         run_longest_step(executor, config, model_len, count)
-    else:
-        executor.allocate(count)
     return count
 
 
@@ -45,19 +51,33 @@ def check_swap_space(config: Config) -> None:
 
 
 def run_longest_step(executor: Executor, config: Config, model_len: int, num_blocks: int) -> None:
-    """On a cache of `num_blocks`, whose content is lost."""
-    executor.allocate(num_blocks)
+    """Run it on the cache of `num_blocks`, whose content is lost."""
     num_tokens = min(config.max_step_tokens, model_len, num_blocks * executor.block_size)
     arrival = Arrival(0, [0] * num_tokens, num_tokens, Sampling(max_new_tokens=1))
-    row = Row(0, 0, [0] * num_tokens, list(range(-(-num_tokens // executor.block_size))))
+    blocks = list(range(-(-num_tokens // executor.block_size)))  # other ranks get it as a message
+    row = Row(0, 0, [0] * num_tokens, [blocks] * len(executor.cache_groups))
     executor.launch(Batch([row], [arrival])).result()
 
 
-def num_blocks(config: Config, model_len: int, block_size: int, block_bytes: int, free_bytes: int) -> int:
-    """Blocks of the pool. With NUM_GPU_BLOCKS_OVERRIDE so many, with BLOCK_BS that times the blocks of the model's
-    length, whatever of it MAX_SEQ_LEN and MAX_DEC_LEN leave to a request. Without: what `free_bytes` holds, on the CPU
-    the share KV_CACHE_MEMORY_FRACTION of them, but no more than BATCH_SIZE requests of that length can use."""
-    per_request = -(-max(config.max_dec_len, model_len) // block_size)
+class BlockSizes(NamedTuple):
+    """What a request needs of the pool."""
+
+    block_size: int  # tokens
+    block_bytes: int
+    groups: Sequence[CacheGroup] = FULL_ATTENTION
+
+    def blocks_for(self, num_tokens: int, max_chunk: int) -> int:
+        """Return the blocks of a request of so many tokens, whose prompt is computed in chunks of `max_chunk`."""
+        count = -(-num_tokens // self.block_size)
+        return sum(group.max_blocks(count, self.block_size, max_chunk) for group in self.groups)
+
+
+def num_blocks(config: Config, model_len: int, sizes: BlockSizes, free_bytes: int) -> int:
+    """Return the blocks of the pool. With NUM_GPU_BLOCKS_OVERRIDE so many, with BLOCK_BS that times the blocks of the
+    longest request. Without: what `free_bytes` holds, on the CPU the share KV_CACHE_MEMORY_FRACTION of them, but no
+    more than BATCH_SIZE requests of `model_len` can use."""
+    longest = min(model_len, config.max_prompt_len + config.max_answer_len)
+    per_request, block_bytes = sizes.blocks_for(longest, config.max_step_tokens), sizes.block_bytes
     is_gpu, fitting = config.device == GPU, free_bytes // block_bytes
     if is_gpu and config.num_gpu_blocks_override:
         count, origin = config.num_gpu_blocks_override, f"NUM_GPU_BLOCKS_OVERRIDE is {config.num_gpu_blocks_override}"
@@ -67,7 +87,7 @@ def num_blocks(config: Config, model_len: int, block_size: int, block_bytes: int
         most = int(100 * free_bytes / block_bytes / per_request) / 100
     else:
         share = 1 if is_gpu else config.kv_cache_memory_fraction
-        count = min(int(fitting * share), config.batch_size * per_request)
+        count = min(int(fitting * share), config.batch_size * sizes.blocks_for(model_len, config.max_step_tokens))
         name = "GPU_MEMORY_UTILIZATION" if is_gpu else "KV_CACHE_MEMORY_FRACTION"
         origin = f"{name} is {getattr(config, name.lower()):g}"
         most = float(count)
@@ -79,7 +99,7 @@ def num_blocks(config: Config, model_len: int, block_size: int, block_bytes: int
     if count < 1:
         raise ConfigError(
             f"{origin}, it must be larger: of the {free_bytes / 2**30:.1f} GiB that are free the KV cache would have no"
-            f" block, the model's length needs {per_request}"
+            f" block, a request of {longest} tokens needs {per_request}"
         )
     return count
 

@@ -34,7 +34,7 @@ from engine.settings.config import Config
 
 log = logging.getLogger(__name__)
 
-LAUNCH, ALLOCATE, FREE_BYTES = "launch", "allocate", "free_bytes"  # free_bytes is answered
+LAUNCH, ALLOCATE, WARM_UP, FREE_BYTES = "launch", "allocate", "warm_up", "free_bytes"  # free_bytes is answered
 LOAD, DROP = "load", "drop"  # an adapter; load is answered with what is wrong
 READY = "ready"  # of a rank that has loaded its graph; else it says why not
 PR_SET_PDEATHSIG = 1
@@ -52,6 +52,7 @@ class RanksExecutor:
     def __init__(self, first: Executor, others: Sequence[Connection]):
         self.block_size, self.block_bytes = first.block_size, first.block_bytes
         self.runs_ahead, self.most_read = first.runs_ahead, first.most_read
+        self.cache_groups = first.cache_groups
         self._first = first
         self._others = others
         self._has_failed = False
@@ -65,6 +66,11 @@ class RanksExecutor:
         self._tell(pack(ALLOCATE, num_blocks))
         with self._all_or_none():
             self._first.allocate(num_blocks)
+
+    def warm_up(self) -> None:
+        self._tell(pack(WARM_UP))
+        with self._all_or_none():
+            self._first.warm_up()
 
     def load_adapter(self, adapter: tuple[str, ...]) -> None:
         """By all or by none."""
@@ -125,6 +131,8 @@ def serve(first: Connection, executor: Executor) -> None:
             steps.popleft().result()
         if kind == ALLOCATE:
             executor.allocate(fields[0])
+        elif kind == WARM_UP:
+            executor.warm_up()
         elif kind == FREE_BYTES:
             first.send_bytes(pack(executor.free_bytes()))
         elif kind == LOAD:
@@ -232,7 +240,7 @@ def unpack_batch(fields: Sequence[Any]) -> Batch:
     rows, arrivals, copies, has_mask, is_read, swaps = fields
     return Batch(
         [row._replace(reading=row.reading and Reading(*row.reading)) for row in starmap(Row, rows)],
-        [Arrival(slot, ids, prompt_len, Sampling(*sampling)) for slot, ids, prompt_len, sampling in arrivals],
+        [Arrival(slot, ids, prompt_len, Sampling.of(sampling)) for slot, ids, prompt_len, sampling in arrivals],
         [Copy(*copy) for copy in copies],
         has_mask,
         is_read,

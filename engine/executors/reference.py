@@ -37,7 +37,8 @@ class ReferenceExecutor:
         self.block_size = model.block_size
         self.block_bytes = sum(spec.block_bytes for spec in self._specs)
         self.most_read = most_read(model.vocab_size)
-        self._slots = Slots(NUM_SLOTS, MAX_BLOCKS, self.block_size, model.vocab_size)
+        self.cache_groups = model.graph().cache_groups
+        self._slots = Slots(NUM_SLOTS, MAX_BLOCKS, self.block_size, model.vocab_size, self.cache_groups)
         self._caches: dict[str, np.ndarray] = {}
 
     def free_bytes(self) -> int:
@@ -45,6 +46,9 @@ class ReferenceExecutor:
 
     def allocate(self, num_blocks: int) -> None:
         self._caches = {spec.name: np.zeros(spec.shape_of(num_blocks), held_as(spec.dtype)) for spec in self._specs}
+
+    def warm_up(self) -> None:
+        """Do nothing: all kernels are compiled when the server is installed."""
 
     def load_adapter(self, adapter: tuple[str, ...]) -> None:
         raise InvalidRequest("the definition of the ops has no adapters")

@@ -9,10 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine.core.cache_groups import FULL_ATTENTION, STATE, CacheGroup, table_name
 from engine.core.types import Arrival, Batch, Logprobs, StepOutput
 from engine.executors.adjustments import NONE, Bias, Seen, joined
 from engine.executors.readings import Readings, rows_read
 from engine.ops.sampling_rows import SampledRows, SamplingRows
+from engine.sampling_parameters import PARAMETERS
 
 Sample = Callable[[np.ndarray, SamplingRows], SampledRows]
 
@@ -45,12 +47,19 @@ class Choices(NamedTuple):
 
 
 class Slots:
-    """`max_blocks`: of the longest request, in a block table."""
+    """The slots of an executor. `max_blocks`: of the longest request, in the block table of one cache group."""
 
-    def __init__(self, num_slots: int, max_blocks: int, block_size: int, vocab_size: int):
-        self._block_size = block_size
-        self._block_tables = np.zeros((num_slots, max_blocks), np.int32)
-        self._num_blocks = [0] * num_slots
+    def __init__(
+        self,
+        num_slots: int,
+        max_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        groups: Sequence[CacheGroup] = FULL_ATTENTION,
+    ):
+        self.num_slots, self._block_size, self._groups = num_slots, block_size, groups
+        self._block_tables = np.zeros((len(groups), num_slots, max_blocks), np.int32)
+        self._num_blocks = np.zeros((len(groups), num_slots), np.int64)
         self._rows = SamplingRows.greedy(num_slots)  # its `counter` is the number of tokens that the answer has
         self._seen = Seen(num_slots, min(max_blocks * block_size, vocab_size + 1))  # NO_TOKEN is one more
         self._biases: dict[int, Bias] = {}  # of slots that have one
@@ -63,11 +72,14 @@ class Slots:
             self._arrive(arrival)
         for row in batch.rows:
             if row.new_block_ids:
-                start = self._num_blocks[row.slot]
-                end = self._num_blocks[row.slot] = start + len(row.new_block_ids)
-                self._block_tables[row.slot, start:end] = row.new_block_ids
+                for group, block_ids in enumerate(row.new_block_ids):
+                    if self._groups[group].window:  # those behind it are never read
+                        block_ids = [max(block, 0) for block in block_ids]
+                    start = self._num_blocks[group, row.slot]
+                    end = self._num_blocks[group, row.slot] = start + len(block_ids)
+                    self._block_tables[group, row.slot, start:end] = block_ids
         for copy in batch.copies:
-            self._block_tables[copy.slot, copy.place] = copy.target
+            self._block_tables[copy.group, copy.slot, copy.place] = copy.target
 
     def graph_inputs(self, batch: Batch) -> dict[str, np.ndarray]:
         """The inputs of docs/ops.md but for the caches: i32, by name."""
@@ -81,12 +93,17 @@ class Slots:
         logit_rows = _runs(query_starts[1:] - counts, counts)
         if batch.is_read:
             logit_rows = np.concatenate([logit_rows, rows_read(batch, query_starts)])
+        places = np.array(slots)
+        tables = {
+            table_name(index): self._block_tables[index, places, : 1 if group.kind == STATE else width]
+            for index, group in enumerate(self._groups)
+        }
         return {
             "token_ids": np.fromiter(chain.from_iterable(token_ids), np.int32, query_starts[-1]),
             "positions": _runs(context_lens, lengths),
             "query_starts": query_starts,
             "context_lens": context_lens,
-            "block_tables": self._block_tables[np.array(slots), :width],
+            **tables,
             "logit_rows": logit_rows,
         }
 
@@ -146,13 +163,10 @@ class Slots:
 
     def _arrive(self, arrival: Arrival) -> None:
         slot, token_ids, prompt_len, sampling = arrival
-        self._num_blocks[slot] = 0
+        self._num_blocks[:, slot] = 0
         rows = self._rows
-        rows.temperature[slot] = sampling.temperature
-        rows.top_p[slot], rows.top_k[slot], rows.min_p[slot] = sampling.top_p, sampling.top_k, sampling.min_p
-        rows.repetition_penalty[slot] = sampling.repetition_penalty
-        rows.frequency_penalty[slot] = sampling.frequency_penalty
-        rows.presence_penalty[slot] = sampling.presence_penalty
+        for parameter in PARAMETERS:
+            rows.values[parameter.name][slot] = getattr(sampling, parameter.name)
         rows.seed[slot], rows.counter[slot] = sampling.seed, len(token_ids) - prompt_len
         rows.num_logprobs[slot] = sampling.num_logprobs
         self._biases.pop(slot, None)
@@ -160,7 +174,7 @@ class Slots:
         if sampling.adapter:
             self.adapters[slot] = sampling.adapter[0]
         self.readings.begin(slot)
-        if sampling.repetition_penalty != 1 or sampling.frequency_penalty or sampling.presence_penalty:
+        if sampling.has_penalty:
             prompt = token_ids[:prompt_len] if sampling.repetition_penalty != 1 else ()  # that one reads it, too
             self._seen.begin(slot, prompt, token_ids[prompt_len:])
         else:

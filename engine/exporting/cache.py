@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from engine.exporting.complete import is_complete
-from engine.exporting.export import COPIED_FILES, ExportOptions, OnProgress, export
+from engine.exporting.export import ExportOptions, OnProgress, copied_files, export
 from engine.exporting.manifest import CONFIG, GRAPH_VERSION, is_exported, refuse_static_graph
 from engine.file_lock import file_lock
 from engine.models.checkpoint import weight_files
@@ -67,7 +67,7 @@ def _identity(checkpoint_dir: Path, options: ExportOptions) -> str:
     paths = [checkpoint_dir / CONFIG]
     if options.load_format != "dummy":
         paths += rank_files(checkpoint_dir) or weight_files(checkpoint_dir)
-    paths += [path for name in COPIED_FILES if (path := checkpoint_dir / name).exists()]
+    paths += copied_files(checkpoint_dir)
     files = [(path.name, path.stat().st_mtime_ns, _print(path)) for path in paths]
     return hashlib.sha256(json.dumps([GRAPH_VERSION, asdict(options), files]).encode()).hexdigest()[:16]
 

@@ -26,12 +26,13 @@ from engine.models.config import DecoderConfig
 from engine.models.families import read_model
 from engine.models.formats import FORMATS, QUANTIZED, Format, with_zero
 from engine.models.keys import ModelError, read_json, whole_number
-from engine.models.kv_cache import CacheSpec
-from engine.models.layers import STEP_INPUTS
+from engine.models.layers import step_inputs
+from engine.models.paddle_checkpoint import as_in_transformers
 from engine.models.paddlenlp import rank_files, read_export
 from engine.models.quantization import Quantization, read_quantization
-from engine.models.weights import Shard, found_in, weights_of
+from engine.models.weights import Shard, weights_of
 from engine.settings.setting import json_object
+from engine.text.sentencepiece import model_file
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class ExportOptions:
     dtype: str = "auto"  # of weights and KV cache; auto: float32 stays, bfloat16 and float16 become bfloat16
     quant_type: str = "none"  # how the matrices of linear layers are stored instead
     block_size: int = 64  # tokens a KV block
-    max_seq_len: int | None = None  # None: what the model was made for, or its sliding window if that is less
+    max_seq_len: int | None = None  # None: what the model was made for
     num_ranks: int = 1  # each with its own graph
     ranks: tuple[int, ...] = ()  # that are written, those of one machine; none: all
     int8_cache: bool = False  # keys and values as int8 instead
@@ -99,9 +100,10 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
     if checkpoint:
         scores = head.head_of(checkpoint_dir, keys, checkpoint, TABLE if model.tied_embeddings else LM_HEAD)
     shards = _shards(model, keys, checkpoint, options)
-    max_seq_len = _max_seq_len(model, options.max_seq_len, progress)
+    max_seq_len = _max_seq_len(model, options.max_seq_len)
     if options.max_seq_len is None:
         max_seq_len = min(max_seq_len, whole_number(keys, "infer_model_max_seq_len", max_seq_len))
+    model = model.for_length(max_seq_len)
     manifest = _manifest(model, shards[0], max_seq_len, "model.pdiparams" if checkpoint else "")
     with complete_or_absent(out_dir) as partial:
         with warnings.catch_warnings():
@@ -130,7 +132,8 @@ def _open(directory: Path, load_format: str) -> tuple[dict[str, Any], Checkpoint
         return read_export(directory)
     keys = read_json(directory / CONFIG)
     quantization = read_quantization(keys)
-    return keys, Checkpoint(open_tensors(directory), quantization)
+    keys, tensors = as_in_transformers(keys, open_tensors(directory))
+    return keys, Checkpoint(tensors, quantization and quantization.with_zeros_of(tensors))
 
 
 def _model_of(keys: Mapping[str, Any], checkpoint: Checkpoint | None, progress: OnProgress) -> DecoderConfig:
@@ -179,32 +182,32 @@ def _weight_format(dtype: str, quant_type: str, quantization: Quantization | Non
 
 
 def _copy_files(checkpoint_dir: Path, out_dir: Path, progress: OnProgress) -> None:
-    for name in COPIED_FILES:
-        if (checkpoint_dir / name).exists():
-            shutil.copyfile(checkpoint_dir / name, out_dir / name)
-    if not (out_dir / "tokenizer.json").exists():
+    paths = copied_files(checkpoint_dir)
+    for path in paths:
+        shutil.copyfile(path, out_dir / path.name)
+    if not any(path.name == "tokenizer.json" or path.suffix == ".model" for path in paths):
         progress(f"{checkpoint_dir} has no tokenizer.json: the graph can be run, but not served")
+
+
+def copied_files(directory: Path) -> list[Path]:
+    """Return those files of a checkpoint that an exported model has as well: its tokenizer and what it generates by."""
+    found = [path for name in COPIED_FILES if (path := directory / name).exists()]
+    vocabulary = None if (directory / "tokenizer.json").exists() else model_file(directory)
+    return [*found, vocabulary] if vocabulary else found
 
 
 def _manifest(model: DecoderConfig, shard: Shard, max_seq_len: int, parameters: str) -> Manifest:
     network = model.network(shard)
-    caches = tuple(found_in(network, CacheSpec))
-    graph = Graph(DECODER, "model.json", parameters, STEP_INPUTS, network.outputs, caches)
-    return Manifest(model.vocab_size, max_seq_len, shard.block_size, shard.num_ranks, shard.format.name, (graph,))
+    layout = network.cache_layout
+    inputs = step_inputs(len(layout.groups))
+    graph = Graph(DECODER, "model.json", parameters, inputs, network.outputs, layout.caches, layout.groups)
+    sizes = (model.vocab_size, max_seq_len, shard.block_size, shard.num_ranks)
+    return Manifest(*sizes, shard.format.name, (graph,))
 
 
-def _max_seq_len(model: DecoderConfig, wanted: int | None, progress: OnProgress) -> int:
-    """The wanted length, checked against what the model computes exactly."""
-    window = model.sliding_window
-    if wanted is None and window is not None and window < model.max_position_embeddings:
-        progress(f"sliding_window is {window}: sliding windows are not supported, the model is exact up to that length")
-        return window
+def _max_seq_len(model: DecoderConfig, wanted: int | None) -> int:
+    """Return the wanted length, or the longest."""
     length = model.max_position_embeddings if wanted is None else wanted
     if not 1 <= length <= model.max_position_embeddings:
         raise ModelError(f"max_seq_len is {length}, the model was made for 1 to {model.max_position_embeddings}")
-    if window is not None and length > window:
-        raise ModelError(
-            f"config.json: sliding_window is {window}, sliding windows are not supported;"
-            f" up to that length the model is exact without one: give max_seq_len {window} or less"
-        )
     return length

@@ -11,12 +11,13 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from engine.core.cache_groups import CacheGroup
 from engine.exporting.files import CONFIG, MANIFEST
 from engine.models.formats import QUANTIZED
 from engine.models.keys import ModelError, read_json
 from engine.models.kv_cache import CacheSpec
 
-GRAPH_VERSION = 5  # raised whenever the same checkpoint exports to another graph or manifest
+GRAPH_VERSION = 7  # raised whenever the same checkpoint exports to another graph or manifest
 DECODER = "decoder"  # the graph that makes tokens
 VERSION_KEY = "infer_model_graph_version"  # in config.json, of every version
 
@@ -31,6 +32,7 @@ class Graph:
     inputs: tuple[str, ...]  # but for the caches
     outputs: tuple[str, ...]  # in the program's order
     caches: tuple[CacheSpec, ...]
+    cache_groups: tuple[CacheGroup, ...]  # by the index of their block table
 
 
 @dataclass(frozen=True)

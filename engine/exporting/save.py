@@ -39,7 +39,7 @@ class Traced(nn.Layer):
     @paddle.jit.not_to_static  # traced as it stands: no branch depends on values
     def forward(self, inputs: list[Tensor]) -> list[Tensor]:
         named = dict(zip(self._names, inputs, strict=True))
-        return list(self._network(Run(register_paddle_ops(), self._params, named)))
+        return list(self._network(Run(register_paddle_ops(), self._params, named, self._network.cache_layout.inputs)))
 
 
 def save_rank(
@@ -112,7 +112,7 @@ def _dtype_of(array: np.ndarray) -> Any:
 def _input_specs(graph: Graph) -> list[paddle.static.InputSpec]:
     """Ids and positions of a step, then the caches."""
     step = [
-        paddle.static.InputSpec([None, None] if name == "block_tables" else [None], "int32", name)
+        paddle.static.InputSpec([None, None] if name.startswith("block_tables") else [None], "int32", name)
         for name in graph.inputs
     ]
     caches = [

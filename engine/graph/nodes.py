@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.errors import SetupError
-
-IN_PLACE = {"add_rms_norm": 1, "paged_attention": 2}  # op: which input it updates
+from engine.ops.catalogue import OPS
 
 
 class GraphError(SetupError):
@@ -38,11 +37,8 @@ class Node:
     @property
     def updated(self) -> Value | None:
         """The input whose storage the op changes and gives back as its last output."""
-        index = IN_PLACE.get(self.op)
+        index = OPS[self.op].updated
         return None if index is None else self.inputs[index]
-
-
-ROWS_OF = {"gather_rows": 1}  # which input an op's rows are those of, the first otherwise
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,7 @@ class Graph:
         """The numbers of the values that have a row for each element of this input."""
         found = {self.inputs[name].id}
         for node in self.nodes:
-            rows = node.inputs[ROWS_OF.get(node.op, 0)]
+            rows = node.inputs[OPS[node.op].rows_of]
             if rows and rows.id in found:
                 found |= {value.id for value in node.outputs}
         return found

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.graph.nodes import IN_PLACE, Graph, GraphError, Node, Value
+from engine.graph.nodes import Graph, GraphError, Node, Value
+from engine.ops.catalogue import EXPORTED, OPS
 
 DTYPES = {
     "0.t_bool": "bool",
@@ -95,8 +96,11 @@ class _Reader:
 
     def _read_node(self, operation: dict[str, Any], name: str) -> None:
         op = name.removeprefix(OP_PREFIX).removesuffix("_")
-        if name.endswith("_") != (op in IN_PLACE):
-            raise GraphError(f"{name!r}: in place, as the underscore says, are {', '.join(IN_PLACE)}")
+        if op not in OPS or OPS[op].fuses:
+            raise GraphError(f"{operation['#']!r} is not an op of the catalogue (docs/ops.md)")
+        if name.endswith("_") != (OPS[op].updated is not None):
+            in_place = ", ".join(each.name for each in EXPORTED if each.updated is not None)
+            raise GraphError(f"{name!r}: in place, as the underscore says, are {in_place}")
         self.nodes.append(
             Node(
                 op=op,

@@ -10,6 +10,8 @@ ends with it.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import logging
 import math
 import os
@@ -35,14 +37,15 @@ MAX_RECEIVED = 50  # messages in a row: an engine that is faster than we are mus
 
 
 class EngineClient:
-    """`failed_file` is written by the supervisor when it gives the engine up; its text is the reason."""
+    """`failed_file` is written by the supervisor when it gives the engine up; its text is the reason. `suspect_file`
+    tells the supervisor of a request that is computed alone."""
 
-    def __init__(self, address: str, failed_file: Path | None = None):
+    def __init__(self, address: str, failed_file: Path | None = None, suspect_file: Path | None = None):
         self.stats: dict[str, Any] = {}  # of the engine, from its last answer
         self.num_restarts = 0  # engine processes seen after the first
         self.silent_s = math.inf  # since the engine last answered; a pause of this process is no silence of the engine
         self._address = address
-        self._failed_file = failed_file
+        self._failed_file, self._suspect_file = failed_file, suspect_file
         self._journal = Journal()
         self._lock = threading.Lock()  # of the commands
         self._commands: deque[Callable[[], None]] = deque()
@@ -52,7 +55,8 @@ class EngineClient:
         self._last_look = time.monotonic()
         self._last_ping = 0.0
         self._closing = False
-        self._crash_search = CrashSearch(self._submit)
+        self._crash_search = CrashSearch(self._submit, self._note_suspect)
+        self._note_suspect(None)  # of a process before this one
         self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
         self._thread.start()
 
@@ -171,6 +175,8 @@ class EngineClient:
                 if kind == messages.TOKENS:
                     for update in fields[1]:
                         self._tokens(update)
+                elif kind == messages.COMPILING:
+                    self._crash_search.survived(self._journal.name_of(fields[1]))  # what compiles it is another process
                 elif kind == messages.REFUSED:
                     request_id, error_kind, text, cause = fields[1:]
                     self._refused(request_id, error_of(error_kind, text, **cause))
@@ -195,7 +201,7 @@ class EngineClient:
             entry.replay |= entry.submitted
             entry.submitted = False
         if is_restart:
-            self._crash_search.begin(entries)
+            self._crash_search.begin(sorted(entries, key=lambda name: entries[name].has_grammar))  # these take longer
         else:
             self._crash_search.call_off()
             for name in entries:
@@ -220,6 +226,17 @@ class EngineClient:
                 self._refused(each.request_id, as_request_error(error))
             return False
         return True
+
+    def _note_suspect(self, name: str | None) -> None:
+        """Tell the supervisor whose crash it would be: that of a grammar, or of a request without one."""
+        if self._suspect_file is None:
+            return
+        _, submissions = self._journal.find(name) if name else (None, [])
+        with contextlib.suppress(OSError):  # a full disk: the crash counts as one that is not attributed
+            self._suspect_file.unlink(missing_ok=True)
+            if submissions:
+                blamed = "".join(submissions[0].sampling.form) or submissions[0].request_id
+                self._suspect_file.write_text(hashlib.sha256(blamed.encode()).hexdigest())
 
     def _cancelled(self, entry: Entry, request_id: str, is_complete: bool) -> None:
         if self._epoch:

@@ -1,6 +1,7 @@
 """Which request crashes the engine? Decides in which order a new engine process gets what is open. No sockets here.
 
-After a crash requests are submitted one by one, each when the one before has got a token: it is alone until then. If
+After a crash requests are submitted one by one, each when the one before has got a token, or its grammar takes long to
+compile, in another process: it is alone until then. If
 the engine crashes again, the one that was alone is the suspect, and the next engine process gets it first. If that
 crashes, too, the suspect is the culprit; if not, it was somebody else.
 """
@@ -12,10 +13,11 @@ from collections.abc import Callable, Iterable
 
 
 class CrashSearch:
-    """`submit` gives a request to the engine; False when it is no longer open."""
+    """`submit` gives a request to the engine; False when it is no longer open. `tell_alone` is called with a request
+    before it is computed alone, and with None when no request is."""
 
-    def __init__(self, submit: Callable[[str], bool]):
-        self._submit = submit
+    def __init__(self, submit: Callable[[str], bool], tell_alone: Callable[[str | None], None] = lambda name: None):
+        self._submit, self._tell_alone = submit, tell_alone
         self._waiting: deque[str] = deque()
         self._alone: str | None = None
         self._suspect: str | None = None
@@ -49,9 +51,10 @@ class CrashSearch:
         """Whoever is open has been submitted otherwise."""
         self._waiting.clear()
         self._alone = None
+        self._tell_alone(None)
 
     def survived(self, request_id: str) -> None:
-        """It has got a token, or has ended."""
+        """It has got a token, has ended, or waits for its grammar."""
         if request_id == self._alone:
             self._alone = None
             if request_id == self._suspect:
@@ -61,4 +64,7 @@ class CrashSearch:
     def _next(self) -> None:
         while self._waiting and self._alone is None:
             request_id = self._waiting.popleft()
+            self._tell_alone(request_id)
             self._alone = request_id if self._submit(request_id) else None
+        if self._alone is None:
+            self._tell_alone(None)

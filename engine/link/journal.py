@@ -50,6 +50,10 @@ class Entry:
     submitted: bool = False  # to the engine process of now
     replay: bool = False
 
+    @property
+    def has_grammar(self) -> bool:
+        return any(submission.sampling.form for submission in self.answers.values())
+
 
 class Journal:
     def __init__(self) -> None:
@@ -77,6 +81,11 @@ class Journal:
         with self._lock:
             entry = self._entries.get(name)
             return entry, list(entry.answers.values()) if entry else []
+
+    def name_of(self, request_id: str) -> str:
+        """Return the name of the entry that an answer belongs to; empty when it is not open."""
+        with self._lock:
+            return self._entry_of[request_id].name if request_id in self._entry_of else ""
 
     def entries(self) -> dict[str, Entry]:
         with self._lock:

@@ -17,6 +17,7 @@ import msgpack
 
 from engine.core.types import Logprobs, OfPrompt, Request, Sampling
 from engine.errors import RequestError, error_of
+from engine.sampling_parameters import MAX_INT, PARAMETERS
 from engine.settings.config import Config
 from engine.wire.checks import MAX_LOGPROBS, MAX_N, POOLINGS
 
@@ -29,6 +30,9 @@ PONG = "pong"  # engine -> client: [epoch, stats]; while it starts the stats are
 # engine -> client: [epoch, [[request_id, token_ids, logprobs of each, finish_reason, what its prompt has told], ...]]
 TOKENS = "tokens"
 STARTING = "starting"
+COMPILING = (
+    "compiling"  # engine -> client: [epoch, request_id]  its grammar takes long to compile: nothing is computed yet
+)
 REFUSED = "refused"  # engine -> client: [epoch, request_id, error kind, text, cause]
 
 ID_BYTES = 5  # of a token id, at most
@@ -36,22 +40,15 @@ ID_BYTES = 5  # of a token id, at most
 # every character may be escaped, and what its translation adds; and the rest
 SAMPLING_BYTES = 4 << 20
 MAX_REQUEST_ID_LEN = 64
-MAX_INT = 2**31 - 1
-RANGES = {
+RANGES: dict[str, tuple[float, float]] = {
     "max_new_tokens": (0, MAX_INT),
     "min_new_tokens": (0, MAX_INT),
-    "top_k": (0, MAX_INT),
     "seed": (0, 2**64 - 1),
     "num_logprobs": (-1, MAX_LOGPROBS),
     "num_beams": (0, MAX_N),
     "length_penalty": (-10.0, 10.0),
     "num_prompt_logprobs": (-1, MAX_LOGPROBS),
-    "temperature": (0.0, 100.0),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.01, 10.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "presence_penalty": (-2.0, 2.0),
+    **{each.name: (each.type(each.low), each.type(each.high)) for each in PARAMETERS},
 }
 
 
@@ -67,7 +64,7 @@ ANY = Bounds()
 
 def most_bytes(config: Config) -> int:
     """Of a message to the engine."""
-    return ID_BYTES * config.max_seq_len + MAX_N * (ID_BYTES * config.max_dec_len + SAMPLING_BYTES)
+    return ID_BYTES * config.max_prompt_len + MAX_N * (ID_BYTES * config.max_answer_len + SAMPLING_BYTES)
 
 
 def pack(kind: str, *fields: Any) -> bytes:
@@ -122,7 +119,7 @@ def pack_sampling(sampling: Sampling) -> tuple[Any, ...]:
 def unpack_sampling(fields: Any, bounds: Bounds) -> Sampling:
     """Raises ValueError."""
     _check(isinstance(fields, tuple) and len(fields) == len(Sampling.__dataclass_fields__), "sampling")
-    sampling = Sampling(*fields)
+    sampling = Sampling.of(fields)
     for name, (low, high) in RANGES.items():
         value = getattr(sampling, name)
         kinds = (int,) if isinstance(low, int) else (int, float)

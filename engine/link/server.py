@@ -2,7 +2,8 @@
 
 One thread does everything, but for a second that takes the socket while a step runs, so that a long step is not taken
 for silence. A client is whoever sends; one that is silent for `CLIENT_TIMEOUT_S` has died and its requests are dropped;
-should it come back, it is told.
+should it come back, it is told. When another client has come since, it has a successor, which asks for the same
+answers: its requests must not hold their places for longer than `SUCCEEDED_TIMEOUT_S`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from engine.link.messages import ANY, Bounds
 log = logging.getLogger(__name__)
 
 CLIENT_TIMEOUT_S = 10.0
+SUCCEEDED_TIMEOUT_S = 1.0
 MAX_GAP_S = 1.0  # of the time between two looks at the socket, so much at most counts as silence of the clients
 IDLE_WAIT_MS = 200
 PULSE_S = 0.1  # between two looks at the socket while a step runs
@@ -65,6 +67,7 @@ class Server:
         self._starting = reason
 
     def run(self, loop: Loop, bounds: Bounds = ANY) -> None:
+        """Serve until `close` is called. The executor of the loop stays open."""
         try:
             self.begin(loop, bounds)
             while not self._closing:
@@ -72,7 +75,6 @@ class Server:
         finally:
             self._is_over.set()
             self._pulse.join()
-            loop.executor.close()
             self._context.destroy(linger=0)
 
     def begin(self, loop: Loop, bounds: Bounds = ANY) -> None:
@@ -95,6 +97,8 @@ class Server:
         updates = self.loop.turn()
         with self._lock:
             self._send_updates(updates)
+            for request_id in self.loop.take_long_compilations():
+                self._send(self._client_of[request_id], messages.COMPILING, request_id)
 
     def close(self) -> None:
         """Ends `run` after the current step. May be called from a signal handler."""
@@ -193,15 +197,19 @@ class Server:
         # A paused container pauses its clients too: they must get the time to speak before they count as dead.
         self._listened_s += min(now - self._last_look, MAX_GAP_S)
         self._last_look = now
-        for client in [c for c, seen in self._last_seen.items() if self._listened_s - seen > CLIENT_TIMEOUT_S]:
+        newest = next(reversed(self._last_seen), None)
+        for client, seen in list(self._last_seen.items()):
+            silent_s, limit_s = self._listened_s - seen, CLIENT_TIMEOUT_S if client == newest else SUCCEEDED_TIMEOUT_S
+            if silent_s <= limit_s:
+                continue
             orphans = [request_id for request_id, owner in self._client_of.items() if owner == client]
             if orphans:
-                log.warning("a client is silent for %.0f s, dropping its %d requests", CLIENT_TIMEOUT_S, len(orphans))
+                log.warning("a client is silent for %.0f s, dropping its %d requests", silent_s, len(orphans))
             del self._last_seen[client]
             for request_id in orphans:
                 del self._client_of[request_id]
                 self.loop.drop(request_id)
-                text = f"the server has not spoken to its engine for {CLIENT_TIMEOUT_S:.0f} s"
+                text = f"the server has not spoken to its engine for {silent_s:.0f} s"
                 self._refuse(client, request_id, EngineUnavailable(text))
 
     def _epoch_of(self, client: bytes) -> str:

@@ -175,13 +175,14 @@ def _tensors(weights: bytes) -> dict[str, np.ndarray]:
 
 def _pairs_of(linear: Linear, tensors: dict[str, np.ndarray], form: tuple[int, float, str]) -> Iterator[Pair]:
     """Takes what is the layer's out of `tensors`."""
-    first, (rank, scale, dtype) = 0, form
+    first, (rank, scale, dtype), used = 0, form, set()
     for part in linear.weight.parts:
         rows, columns = part.axes
         names = [f"{PREFIX}{part.tensor.removesuffix('weight')}lora_{which}.weight" for which in "AB"]
         if any(name in tensors for name in names):
             _check(part, tensors, names, rank)
-            a, b = (tensors.pop(name) for name in names)
+            a, b = (tensors[name] for name in names)
+            used.update(names)
             share = np.zeros((rank, columns.size), np.float32)
             share[:, : columns.stop - columns.start] = a[:, columns.start : columns.stop]
             order = rows.order()[: rows.stop - rows.start]  # the zeros that fill up a rank's share add nothing
@@ -191,6 +192,8 @@ def _pairs_of(linear: Linear, tensors: dict[str, np.ndarray], form: tuple[int, f
                 _check_finite(name, array, dtype)
             yield Pair(linear.weight.name, first, share, b)
         first += rows.size
+    for name in used:  # a packed tensor belongs to several parts
+        del tensors[name]
 
 
 def _check(part: Part, tensors: Mapping[str, np.ndarray], names: list[str], rank: int) -> None:

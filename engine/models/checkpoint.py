@@ -14,11 +14,18 @@ from safetensors import SafetensorError, safe_open
 from engine.models.formats import Format, Fp8
 from engine.models.fp8 import Scaled, fp8_bytes, stacked, with_fp8
 from engine.models.keys import ModelError, read_json
+from engine.models.paddle_checkpoint import read_pdparams
 from engine.models.quantization import Quantization
 from engine.models.stored import Stored
 from engine.models.weights import Part, Share, Weight
 
 DTYPES = ("F32", "F16", "BF16")  # as safetensors spells them
+WEIGHTS = ("model.safetensors", "model_state.pdparams")
+HEADS = ("lm_head.", "score.")  # names that do not begin with `model.`
+CONVERT = (
+    'convert it with transformers and PyTorch if you trust it: python -c "from transformers import AutoModelForCausalLM'
+    " as M; M.from_pretrained('{0}', torch_dtype='auto').save_pretrained('{0}')\""
+)
 READ_AT_ONCE = 1 << 20  # elements; bounds what reading needs beside the tensor itself
 
 
@@ -109,6 +116,11 @@ class Checkpoint:
             codes = self.quantization.read({end: self._tensors[name][:] for end, name in names.items()})
             if codes.codes.shape != part.shape:
                 raise ModelError(f"has codes for {codes.codes.shape}, config.json asks for {part.shape}")
+            num_groups = self.quantization.num_groups(part.shape[1]) or codes.scale.shape[1]
+            groups = (part.shape[0], num_groups)
+            if codes.scale.shape != groups or (codes.zero is not None and codes.zero.shape != groups):
+                zero = "" if codes.zero is None else f" and zero points for {codes.zero.shape}"
+                raise ModelError(f"has scales for {codes.scale.shape}{zero}, config.json asks for {groups}")
             rows, columns = part.axes
             stored = format.adopt(codes.part(slice(rows.start, rows.stop), slice(columns.start, columns.stop)))
         except (ModelError, ValueError) as error:
@@ -136,7 +148,7 @@ class Checkpoint:
         for part in weight.parts:
             self._read_part(part, result[row : row + part.rank_shape[0]])
             row += part.rank_shape[0]
-        return result
+        return result + np.float32(weight.offset) if weight.offset else result
 
     def _read_part(self, part: Part, target: np.ndarray) -> None:
         tensor, (rows, *columns) = self._find(part.tensor), part.axes
@@ -167,23 +179,40 @@ def open_tensors(directory: Path) -> dict[str, Stored]:
     tensors: dict[str, Stored] = {}
     for path in weight_files(directory):
         tensors |= _open(path)
-    return with_fp8(tensors)
+    return with_fp8(_with_prefix(tensors))
+
+
+def _with_prefix(tensors: dict[str, Stored]) -> dict[str, Stored]:
+    """Return the tensors by the names that they have in a model that writes text, where the decoder is stored alone."""
+    if "embed_tokens.weight" not in tensors:
+        return tensors
+    return {name if name.startswith(HEADS) else f"model.{name}": tensor for name, tensor in tensors.items()}
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """model.safetensors, or the files its index names."""
-    index_path = directory / "model.safetensors.index.json"
+    """Return model.safetensors, without one Paddle's model_state.pdparams, or the files that the index of it names."""
+    there = [name for name in WEIGHTS if any(directory.glob(f"{name}*"))]
+    name = (there or WEIGHTS)[0]
+    index_path = directory / f"{name}.index.json"
     if index_path.exists():
         names = sorted(set(read_json(index_path).get("weight_map", {}).values()))
         paths = [directory / name for name in names]
     else:
-        paths = [directory / "model.safetensors"]
+        paths = [directory / name]
     for path in paths:
         if not path.exists():
-            raise ModelError(f"{path} is missing; weights are read from model.safetensors or its shards")
+            raise ModelError(f"{path} is missing; {_how_to_convert(directory)}")
     if not paths:
         raise ModelError(f"{index_path} names no files: weight_map is missing or empty")
     return paths
+
+
+def _how_to_convert(directory: Path) -> str:
+    for name in ("pytorch_model.bin", "pytorch_model.bin.index.json"):
+        if (directory / name).exists():
+            what = f"there is only {name}, which is not read because loading it may run code"
+            return f"{what}; {CONVERT.format(directory)}"
+    return "weights are read from model.safetensors or its shards"
 
 
 def _filled_up(array: np.ndarray, zeros: np.ndarray) -> np.ndarray:
@@ -192,6 +221,8 @@ def _filled_up(array: np.ndarray, zeros: np.ndarray) -> np.ndarray:
 
 
 def _open(path: Path) -> dict[str, Stored]:
+    if path.suffix == ".pdparams":
+        return read_pdparams(path)
     try:
         file = safe_open(path, "numpy")
         handles = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping

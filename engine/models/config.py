@@ -6,8 +6,8 @@ Knows the keys that families share, old and new; a family knows its own. Knows n
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine.models.keys import ModelError, an_object, number, whole_number
@@ -18,6 +18,7 @@ from engine.models.weights import Shard
 if TYPE_CHECKING:
     from engine.models.decoder import Decoder  # made of what a config says
 
+TYPES = ("full_attention", "sliding_attention")  # of layer_types
 Family = TypeVar("Family", bound="DecoderConfig")
 
 
@@ -36,7 +37,14 @@ class DecoderConfig(ABC):
     rms_norm_eps: float
     rope: Rope
     tied_embeddings: bool  # the output projection is the embedding table
-    sliding_window: int | None = None  # some layer looks back only so far: exact up to this length
+    windows: tuple[int, ...] = ()  # of each layer, the positions that it attends to; 0: all; nothing: all layers all
+    slides: tuple[bool, ...] = ()  # whether a layer is of the kind with windows, even where no window is left
+    sliding_rope: Rope | None = None  # of these layers; None: that of all
+    norm_offset: float = 0.0  # added to the weights of norms: 1 where the checkpoint has what differs from 1
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0  # of what mixer and MLP add
+    logit_multiplier: float = 1.0
+    logit_softcap: float = 0.0  # logits become cap * tanh(logit / cap); 0: they stay
     has_rotary_pairs: bool = False  # what turns together lies side by side in the checkpoint, not half a head apart
 
     @classmethod
@@ -46,22 +54,47 @@ class DecoderConfig(ABC):
 
     @abstractmethod
     def network(self, shard: Shard) -> Decoder:
-        """Of one rank."""
+        """Return the network of one rank."""
+
+    def for_length(self: Family, max_seq_len: int) -> Family:
+        """Return the model as it is exported for this length: windows that reach that far are none."""
+        windows = tuple(0 if window >= max_seq_len else window for window in self.windows)
+        return replace(self, rope=self.rope.for_length(max_seq_len), windows=windows)
+
+    def window(self, layer: int | None) -> int:
+        """Return the window of a layer, 0 if it attends to everything."""
+        return self.windows[layer] if self.windows and layer is not None else 0
+
+    def rope_of(self, layer: int | None) -> Rope:
+        """Return the positions of a layer, which those with a window may have for themselves."""
+        has_own = self.sliding_rope and self.slides and layer is not None and self.slides[layer]
+        return self.sliding_rope if has_own and self.sliding_rope else self.rope
 
 
-def read_decoder(family: type[Family], keys: Mapping[str, Any], head_dim: int | None = None, **own: Any) -> Family:
-    """The keys all families share, beside the family's `own` fields. `head_dim`: where no key says another.
+SILU, GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new")
+
+
+def read_decoder(
+    family: type[Family],
+    keys: Mapping[str, Any],
+    own: Mapping[str, Any],
+    head_dim: int | None = None,
+    activations: Collection[str] = SILU,
+) -> Family:
+    """Read the keys that all families share, beside the family's `own` fields. `head_dim`: where no key says another.
+    `activations`: names of that which the family computes.
 
     Raises ModelError for anything a decoder would compute differently.
     """
-    _refuse_what_is_not_built(keys)
+    _refuse_what_is_not_built(keys, activations)
     hidden_size = whole_number(keys, "hidden_size")
     num_heads = whole_number(keys, "num_attention_heads")
     head_dim = whole_number(keys, "head_dim", head_dim or hidden_size // num_heads)
     max_positions = whole_number(keys, "max_position_embeddings")
-    rope = read_rope(keys, head_dim, max_positions)
+    rope = own.get("rope") or read_rope(keys, head_dim, max_positions)
     if dual_chunk := an_object(keys, "dual_chunk_attention_config"):  # not built, and not needed up to that length
         max_positions = min(max_positions, whole_number(dual_chunk, "original_max_position_embeddings"))
+    own = {"slides": tuple(map(bool, own.get("windows", ()))), "rope": rope, **own}
     config = family(
         vocab_size=whole_number(keys, "vocab_size"),
         hidden_size=hidden_size,
@@ -71,8 +104,7 @@ def read_decoder(family: type[Family], keys: Mapping[str, Any], head_dim: int | 
         num_kv_heads=whole_number(keys, "num_key_value_heads", num_heads),
         head_dim=head_dim,
         max_position_embeddings=max(max_positions, rope.max_positions),
-        rms_norm_eps=number(keys, "rms_norm_eps", 1e-6),
-        rope=rope,
+        rms_norm_eps=number(keys, "rms_norm_eps", number(keys, "norm_epsilon", 1e-6)),
         tied_embeddings=bool(keys.get("tie_word_embeddings", False)),
         **own,
     )
@@ -80,23 +112,28 @@ def read_decoder(family: type[Family], keys: Mapping[str, Any], head_dim: int | 
     return config
 
 
-def sliding_window(keys: Mapping[str, Any], by_default: bool) -> int | None:
-    """The window of the layers that have one, None when none has. `by_default`: some have, without `layer_types`."""
-    layer_types = keys.get("layer_types")
-    for kind in layer_types or ():
-        if kind not in ("full_attention", "sliding_attention"):
-            raise ModelError(f"config.json: layer_types has {kind!r}, supported is 'full_attention'")
-    has_sliding_layers = by_default if layer_types is None else "sliding_attention" in layer_types
-    if not has_sliding_layers or keys.get("sliding_window", 4096) is None:
-        return None
-    return whole_number(keys, "sliding_window", 4096)
+def layer_windows(keys: Mapping[str, Any], slides: Callable[[int], bool]) -> tuple[int, ...]:
+    """Return the window of each layer, 0 for full attention: by `layer_types`, without these of the layers for which
+    `slides` is true."""
+    num_layers = whole_number(keys, "num_hidden_layers")
+    layer_types = keys.get("layer_types") or [TYPES[slides(layer)] for layer in range(num_layers)]
+    for kind in layer_types:
+        if kind not in TYPES:
+            raise ModelError(f"config.json: layer_types has {kind!r}, supported are {', '.join(map(repr, TYPES))}")
+    if len(layer_types) != num_layers:
+        raise ModelError(f"config.json: layer_types has {len(layer_types)} layers, num_hidden_layers is {num_layers}")
+    has_window = TYPES[True] in layer_types and keys.get("sliding_window", 4096) is not None
+    window = whole_number(keys, "sliding_window", 4096) if has_window else 0
+    return tuple(window * (kind == TYPES[True]) for kind in layer_types)
 
 
-def _refuse_what_is_not_built(keys: Mapping[str, Any]) -> None:
+def _refuse_what_is_not_built(keys: Mapping[str, Any], activations: Collection[str]) -> None:
     read_quantization(keys)
-    activation = keys.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise ModelError(f"config.json: hidden_act is {activation!r}, supported is 'silu'")
+    for name in ("hidden_act", "hidden_activation"):
+        activation = keys.get(name)
+        if activation is not None and activation not in activations:
+            supported = " or ".join(map(repr, activations))
+            raise ModelError(f"config.json: {name} is {activation!r}, supported is {supported}")
     if keys.get("is_causal", True) is not True:
         raise ModelError(f"config.json: is_causal is {keys['is_causal']!r}, supported is True: models that write text")
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):

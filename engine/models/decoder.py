@@ -1,120 +1,79 @@
-"""The decoder that dense families share: grouped-query attention, a gated MLP, a residual between them.
-
-A family gives its layers (`Decoder.of`), which it may put together of other parts than these.
-"""
+"""The decoder that families share: layers of a mixer and an MLP with norms around them, and a residual between them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.dtypes import scale_bytes
+from engine.models.attention import Attention
 from engine.models.config import DecoderConfig
 from engine.models.formats import head_format
 from engine.models.keys import ModelError
-from engine.models.kv_cache import ATTENTION_AXES, CacheSpec
-from engine.models.layers import (
-    HIDDEN,
-    LOGIT_ROWS,
-    LOGITS,
-    WHERE,
-    Embedding,
-    Head,
-    Linear,
-    Norm,
-    Place,
-    Rotary,
-    Run,
-    Tensor,
-)
+from engine.models.kv_cache import CacheLayout
+from engine.models.layers import HIDDEN, LOGIT_ROWS, LOGITS, Embedding, Head, Norm, Place, Run, Tensor, scaled
+from engine.models.mlp import GatedMlp, Mlp
 from engine.models.weights import Shard
 
-
-@dataclass(frozen=True)
-class Attention:
-    """Query, key and value projections, optional norms of the heads, attention over the paged cache."""
-
-    qkv_proj: Linear
-    head_norms: tuple[Norm, ...]  # of queries and of keys, or none
-    o_proj: Linear
-    cache: CacheSpec
-    num_heads: int  # of this rank
-    head_dim: int
-
-    @classmethod
-    def of(
-        cls, config: DecoderConfig, place: Place, qkv_bias: bool = False, o_bias: bool = False, head_norms: bool = False
-    ) -> Attention:
-        shard, head_dim = place.shard, config.head_dim
-        heads, kv_heads = shard.heads(config.num_heads), shard.heads(config.num_kv_heads)
-        queries, keys = (each.each(head_dim, config.has_rotary_pairs) for each in (heads, kv_heads))
-        qkv = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": kv_heads.each(head_dim)}
-        norms = ("self_attn.q_norm", "self_attn.k_norm") if head_norms else ()
-        cache_shape = (-1, 2, kv_heads.size, shard.block_size, head_dim + scale_bytes(shard.cache_dtype))
-        return cls(
-            qkv_proj=Linear.columns(place, "qkv_proj", qkv, config.hidden_size, qkv_bias),
-            head_norms=tuple(Norm.of(place, name, head_dim, config.rms_norm_eps) for name in norms),
-            o_proj=Linear.rows(place, "self_attn.o_proj", config.hidden_size, heads.each(head_dim), o_bias),
-            cache=CacheSpec(f"kv_cache_{place.layer}", shard.cache_dtype, cache_shape, ATTENTION_AXES),
-            num_heads=heads.size,
-            head_dim=head_dim,
-        )
-
-    def __call__(self, run: Run, x: Tensor, cos_sin: Tensor) -> Tensor:
-        """All but the output projection, which not every row needs."""
-        heads = {"num_heads": self.num_heads, "num_kv_heads": self.cache.shape[2]}
-        qkv = self.qkv_proj(run, x)
-        if self.head_norms:
-            weights = [run.params[norm.weight.name] for norm in self.head_norms]
-            qkv = run.ops.head_norm(qkv, *weights, **heads, epsilon=self.head_norms[0].epsilon)
-        where = [run.inputs[name] for name in WHERE]
-        cache = run.inputs[self.cache.name]
-        out, _ = run.ops.paged_attention(qkv, cos_sin, cache, *where, **heads, scale=self.head_dim**-0.5)
-        return out
-
-
-@dataclass(frozen=True)
-class GatedMlp:
-    gate_up_proj: Linear
-    down_proj: Linear
-
-    @classmethod
-    def of(cls, config: DecoderConfig, place: Place, bias: bool = False) -> GatedMlp:
-        inner = place.shard.share(config.intermediate_size)
-        gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
-        return cls(
-            Linear.columns(place, "gate_up_proj", gate_up, config.hidden_size, bias),
-            Linear.rows(place, "mlp.down_proj", config.hidden_size, inner, bias),
-        )
-
-    def __call__(self, run: Run, x: Tensor) -> Tensor:
-        return self.down_proj(run, run.ops.swiglu(self.gate_up_proj(run, x)))
+PRE_NORM = ("input", "", "post_attention", "")
+POST_NORM = ("", "post_attention", "", "post_feedforward")
 
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    input_norm: Norm
-    attention: Attention
-    mlp_norm: Norm
-    mlp: GatedMlp
+    """A mixer and an MLP. Each reads the residual through its norm, if it has one, and what it adds to the residual
+    goes through its post norm, if it has one."""
+
+    mixer_norm: Norm | None
+    mixer: Attention
+    mixer_post_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp: GatedMlp | Mlp
+    mlp_post_norm: Norm | None
+    multiplier: float  # of what mixer and MLP add
 
     @classmethod
-    def of(cls, config: DecoderConfig, place: Place, attention: Attention, mlp: GatedMlp) -> DecoderLayer:
-        """With the norms before attention and MLP."""
-        size, epsilon = config.hidden_size, config.rms_norm_eps
-        return cls(
-            Norm.of(place, "input_layernorm", size, epsilon),
-            attention,
-            Norm.of(place, "post_attention_layernorm", size, epsilon),
-            mlp,
-        )
+    def of(
+        cls,
+        config: DecoderConfig,
+        place: Place,
+        parts: tuple[Attention, GatedMlp | Mlp],
+        norms: tuple[str, str, str, str] = PRE_NORM,
+        kind: type[Norm] = Norm,
+    ) -> DecoderLayer:
+        """`parts`: mixer and MLP. `norms`: names in the checkpoint of those before and after the mixer, before and
+        after the MLP; empty: there is none."""
+        made = [kind.of(config, place, f"{name}_layernorm") if name else None for name in norms]
+        return cls(made[0], parts[0], made[1], made[2], parts[1], made[3], config.residual_multiplier)
+
+    def __call__(
+        self, run: Run, x: Tensor, residual: Tensor | None, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return what is to be added to the residual, and the residual. `x` is to be added to it, too; at first there
+        is only that. `rows`: those that are still needed behind the mixer."""
+        x, residual = _enter(run, self.mixer_norm, x, residual)
+        x = self.mixer(run, x)
+        if rows is not None:
+            x, residual = run.ops.gather_rows(x, rows), run.ops.gather_rows(residual, rows)
+        x = self._leave(run, self.mixer_post_norm, self.mixer.o_proj(run, x))
+        x, residual = _enter(run, self.mlp_norm, x, residual)
+        return self._leave(run, self.mlp_post_norm, self.mlp(run, x)), residual
+
+    def _leave(self, run: Run, norm: Norm | None, x: Tensor) -> Tensor:
+        return scaled(run, norm.alone(run, x) if norm else x, self.multiplier)
+
+
+def _enter(run: Run, norm: Norm | None, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return what a mixer or MLP reads, and the residual with `x` added to it."""
+    if norm:
+        return norm(run, x, residual)
+    total = x if residual is None else run.ops.add(x, residual)
+    return total, total
 
 
 @dataclass(frozen=True)
 class Decoder:
     """From the tokens of a step to the logits of the rows that are wanted, and what these are made of."""
 
-    rotary: Rotary
     embedding: Embedding
     layers: tuple[DecoderLayer, ...]
     norm: Norm
@@ -123,30 +82,30 @@ class Decoder:
     outputs = (LOGITS, HIDDEN)  # in the order in which a call gives them
 
     @classmethod
-    def of(cls, config: DecoderConfig, shard: Shard, layer: Callable[[Place], DecoderLayer]) -> Decoder:
+    def of(
+        cls, config: DecoderConfig, shard: Shard, layer: Callable[[Place], DecoderLayer], norm: type[Norm] = Norm
+    ) -> Decoder:
         """Raises ModelError where the ranks cannot share the heads."""
         _check_ranks(config, shard.num_ranks)
         top = Place(shard)
-        embedding = Embedding.of(top, config.vocab_size, config.hidden_size)
+        embedding = Embedding.of(config, top)
         return cls(
-            rotary=Rotary.of(config.rope),
             embedding=embedding,
             layers=tuple(layer(Place(shard, i)) for i in range(config.num_layers)),
-            norm=Norm.of(top, "norm", config.hidden_size, config.rms_norm_eps),
-            head=Head.of(embedding, config.tied_embeddings, head_format(shard.format, shard.dtype)),
+            norm=norm.of(config, top, "norm"),
+            head=Head.of(config, embedding, head_format(shard.format, shard.dtype)),
         )
 
+    @property
+    def cache_layout(self) -> CacheLayout:
+        """Return how the caches of all layers lie in memory. Raises ModelError where that is not supported."""
+        return CacheLayout.of([layer.mixer.cache for layer in self.layers])
+
     def __call__(self, run: Run) -> tuple[Tensor, ...]:
-        cos_sin = self.rotary(run)
         x, residual = self.embedding(run), None
         for layer in self.layers:
-            x, residual = layer.input_norm(run, x, residual)
-            x = layer.attention(run, x, cos_sin)
-            if layer is self.layers[-1]:  # from here on no row needs another one
-                rows = run.inputs[LOGIT_ROWS]
-                x, residual = run.ops.gather_rows(x, rows), run.ops.gather_rows(residual, rows)
-            x, residual = layer.mlp_norm(run, layer.attention.o_proj(run, x), residual)
-            x = layer.mlp(run, x)
+            is_last = layer is self.layers[-1]  # from its mixer on no row needs another one
+            x, residual = layer(run, x, residual, run.inputs[LOGIT_ROWS] if is_last else None)
         x, _ = self.norm(run, x, residual)
         return self.head(run, x), x
 

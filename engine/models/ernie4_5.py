@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from engine.models.attention import Attention, AttentionOptions
 from engine.models.config import DecoderConfig, read_decoder
-from engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp
+from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.layers import Place
+from engine.models.mlp import GatedMlp
 from engine.models.weights import Shard
 
 # What transformers takes where config.json has no such key
@@ -22,11 +24,11 @@ class Ernie45(DecoderConfig):
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> Ernie45:
         given = {"tie_word_embeddings": True, **DEFAULTS, **keys}
-        return read_decoder(cls, given, has_rotary_pairs=True, use_bias=bool(keys.get("use_bias")))
+        return read_decoder(cls, given, {"has_rotary_pairs": True, "use_bias": bool(keys.get("use_bias"))})
 
     def network(self, shard: Shard) -> Decoder:
         return Decoder.of(self, shard, self._layer)
 
     def _layer(self, place: Place) -> DecoderLayer:
-        attention = Attention.of(self, place, qkv_bias=self.use_bias, o_bias=self.use_bias)
-        return DecoderLayer.of(self, place, attention, GatedMlp.of(self, place, self.use_bias))
+        attention = Attention.of(self, place, AttentionOptions(self.use_bias, self.use_bias))
+        return DecoderLayer.of(self, place, (attention, GatedMlp.of(self, place, self.use_bias)))

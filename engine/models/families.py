@@ -7,18 +7,42 @@ from typing import Any
 
 from engine.models.config import DecoderConfig
 from engine.models.ernie4_5 import Ernie45
+from engine.models.exaone4 import Exaone4
+from engine.models.gemma2 import Gemma2
+from engine.models.gemma3 import Gemma3
+from engine.models.glm4 import Glm4
+from engine.models.granite import Granite
+from engine.models.hunyuan import HunYuan
 from engine.models.keys import ModelError
-from engine.models.llama import Llama
+from engine.models.llama import InternLm3, Llama, SeedOss
 from engine.models.mistral import Mistral
+from engine.models.olmo2 import Olmo2, Olmo3
+from engine.models.phi3 import Phi3
 from engine.models.qwen2 import Qwen2
 from engine.models.qwen3 import Qwen3
+from engine.models.smollm3 import SmolLm3
+from engine.models.starcoder2 import Starcoder2
 
 FAMILIES: dict[str, type[DecoderConfig]] = {
     "llama": Llama,
     "mistral": Mistral,
+    "ministral": Mistral,
     "qwen2": Qwen2,
     "qwen3": Qwen3,
     "ernie4_5": Ernie45,
+    "exaone4": Exaone4,
+    "gemma2": Gemma2,
+    "gemma3_text": Gemma3,
+    "glm4": Glm4,
+    "granite": Granite,
+    "hunyuan_v1_dense": HunYuan,
+    "internlm3": InternLm3,
+    "olmo2": Olmo2,
+    "olmo3": Olmo3,
+    "phi3": Phi3,
+    "seed_oss": SeedOss,
+    "smollm3": SmolLm3,
+    "starcoder2": Starcoder2,
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from engine.dtypes import WEIGHT_DTYPES, to_bf16
+from engine.dtypes import CODES_PER_SCALE, SMALL_GROUP, WEIGHT_DTYPES, to_bf16
 from engine.models.quantize import Codes, to_fp8, to_int4, to_int8
 
 
@@ -93,9 +93,10 @@ class Int8:
 
 @dataclass(frozen=True)
 class Int4:
-    """Half a byte an element and a scale a group of 64 in a row, and the group's zero where a checkpoint has one."""
+    """Half a byte an element and a scale a group in a row, and the group's zero where a checkpoint has one."""
 
     name: str
+    group: int = CODES_PER_SCALE
     has_zero: bool = False
     read_as = "float32"
 
@@ -103,12 +104,12 @@ class Int4:
         return (name, f"{name}_scale", f"{name}_zero")[: 2 + self.has_zero]
 
     def store(self, matrix: np.ndarray) -> tuple[np.ndarray, ...]:
-        codes, scale = to_int4(matrix)
+        codes, scale = to_int4(matrix, self.group)
         return (codes, scale, to_bf16(np.full(scale.shape, 8, np.float32)))[: 2 + self.has_zero]
 
     def adopt(self, codes: Codes) -> tuple[np.ndarray, ...]:
         if codes.codes.dtype == np.uint8:
-            return codes.as_int4(self.has_zero)
+            return codes.as_int4(self.has_zero, self.group)
         return self.store(codes.values())
 
     def linear(self, ops: Any, x: Any, stored: Sequence[Any], bias: Any | None) -> Any:
@@ -141,6 +142,7 @@ WEIGHT_ONLY_INT8: Format = Int8("weight_only_int8", "linear_int8")
 QUANTIZED: dict[str, Format] = {
     "weight_only_int8": WEIGHT_ONLY_INT8,
     "weight_only_int4": Int4("weight_only_int4"),
+    "weight_only_int4_g32": Int4("weight_only_int4_g32", SMALL_GROUP),
     "a8w8": Int8("a8w8", "linear_a8w8"),
     "weight_only_fp8": Fp8("weight_only_fp8"),
 }

@@ -1,4 +1,4 @@
-"""Llama 1 to 3."""
+"""Llama 1 to 3, and families that are the same network: Seed-OSS and InternLM3."""
 
 from __future__ import annotations
 
@@ -6,25 +6,51 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from engine.models.attention import Attention, AttentionOptions
 from engine.models.config import DecoderConfig, read_decoder
-from engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp
+from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.layers import Place
+from engine.models.mlp import GatedMlp
 from engine.models.weights import Shard
 
 
 @dataclass(frozen=True, kw_only=True)
 class Llama(DecoderConfig):
     attention_bias: bool
+    output_bias: bool  # of the projection behind attention
     mlp_bias: bool
 
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> Llama:
         biases = {name: bool(keys.get(name)) for name in ("attention_bias", "mlp_bias")}
-        return read_decoder(cls, keys, **biases)
+        return read_decoder(cls, keys, {"output_bias": biases["attention_bias"], **biases})
 
     def network(self, shard: Shard) -> Decoder:
         return Decoder.of(self, shard, self._layer)
 
     def _layer(self, place: Place) -> DecoderLayer:
-        attention = Attention.of(self, place, qkv_bias=self.attention_bias, o_bias=self.attention_bias)
-        return DecoderLayer.of(self, place, attention, GatedMlp.of(self, place, self.mlp_bias))
+        options = AttentionOptions(qkv_bias=self.attention_bias, o_bias=self.output_bias)
+        mlp = GatedMlp.of(self, place, self.mlp_bias)
+        return DecoderLayer.of(self, place, (Attention.of(self, place, options), mlp))
+
+
+class SeedOss(Llama):
+    """The output projection has a bias of its own choice."""
+
+    @classmethod
+    def read(cls, keys: Mapping[str, Any]) -> SeedOss:
+        names = {"attention_bias": "attention_bias", "output_bias": "attention_out_bias", "mlp_bias": "mlp_bias"}
+        given = {"attention_bias": True, **keys}
+        return read_decoder(cls, keys, {own: bool(given.get(name)) for own, name in names.items()}, head_dim=128)
+
+
+class InternLm3(Llama):
+    """The keys of biases have other names."""
+
+    @classmethod
+    def read(cls, keys: Mapping[str, Any]) -> InternLm3:
+        qkv_bias = bool(keys.get("qkv_bias", keys.get("attention_bias")))
+        bias = bool(keys.get("bias", keys.get("mlp_bias")))
+        given = {"rms_norm_eps": 1e-5, **keys}
+        own = {"attention_bias": qkv_bias, "output_bias": bias, "mlp_bias": bias}
+        return read_decoder(cls, given, own, head_dim=128)

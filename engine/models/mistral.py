@@ -1,4 +1,4 @@
-"""Mistral: Llama without biases, whose layers look back over a window unless config.json takes it away."""
+"""Mistral and Ministral: Llama without biases, some or all of whose layers have a sliding window."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.models.config import DecoderConfig, read_decoder, sliding_window
-from engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp
+from engine.models.attention import Attention, AttentionOptions
+from engine.models.config import DecoderConfig, layer_windows, read_decoder
+from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.layers import Place
+from engine.models.mlp import GatedMlp
 from engine.models.weights import Shard
 
 
@@ -16,11 +18,12 @@ from engine.models.weights import Shard
 class Mistral(DecoderConfig):
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> Mistral:
-        # All layers have the window: use_sliding_window is not one of its keys.
-        return read_decoder(cls, keys, sliding_window=sliding_window(keys, by_default=True))
+        # use_sliding_window is not one of its keys.
+        return read_decoder(cls, keys, {"windows": layer_windows(keys, lambda layer: True)})
 
     def network(self, shard: Shard) -> Decoder:
         return Decoder.of(self, shard, self._layer)
 
     def _layer(self, place: Place) -> DecoderLayer:
-        return DecoderLayer.of(self, place, Attention.of(self, place), GatedMlp.of(self, place))
+        attention = Attention.of(self, place, AttentionOptions(window=self.window(place.layer)))
+        return DecoderLayer.of(self, place, (attention, GatedMlp.of(self, place)))

@@ -1,7 +1,7 @@
 """Reads a static graph that PaddleNLP has exported as if it were the checkpoint it was made from.
 
 Of its programs only the names of parameters are needed: the graph that is served is made anew. Dense Llama and Qwen2
-in bf16, fp16, weight_only_int8 and weight_only_int4, of one rank or several; every other kind is refused in a sentence.
+in bf16, fp16, weight_only_int8 and weight_only_int4, of one rank or several; paddlenlp_kinds.py refuses the others.
 The scales of a static int8 KV cache are left out, as ours has one for each key and value.
 """
 
@@ -17,12 +17,11 @@ import numpy as np
 
 from engine.models.checkpoint import Checkpoint
 from engine.models.keys import ModelError, read_json, whole_number
+from engine.models.paddlenlp_kinds import FROM_CHECKPOINT, kind_of, refuse
 from engine.models.quantization import KEY, Quantization, as_stored
 from engine.models.stored import Joined, Stored
 from engine.paddle_files import PaddleFileError, read_params, read_program
 
-MODEL_TYPES = ("llama", "qwen2")
-QUANT_TYPES = (None, "", "none", "weight_only_int8", "weight_only_int4")
 KINDS = "Llama or Qwen2 in bf16, fp16, weight_only_int8 or weight_only_int4"
 OLDEST_ARCH = 75  # of a GPU: the layout of quantized matrices is one from there on
 OF_LAYER = re.compile(r"fuse(llama|qwen2)\.(\d+)\.(\w+?)(_weight|_weight_scale|_bias|)")
@@ -105,7 +104,11 @@ def program_of(parameters: Path) -> Path:
 def read_export(directory: Path) -> tuple[dict[str, Any], Checkpoint]:
     """Its config.json, and its weights by their names in a checkpoint."""
     keys = read_json(directory / "config.json")
-    _refuse(directory, keys)
+    refuse(directory, keys.get("model_type"), keys.get("quant_type"))
+    if keys.get("use_fake_parameter"):
+        raise ModelError(
+            f"{directory}: config.json has use_fake_parameter, its scales stand for none: {FROM_CHECKPOINT}"
+        )
     files = rank_files(directory)
     wanted = keys.get("tensor_parallel_degree")
     if isinstance(wanted, int) and wanted > 1 and wanted != len(files):
@@ -132,31 +135,20 @@ def read_export(directory: Path) -> tuple[dict[str, Any], Checkpoint]:
     return keys, Checkpoint(tensors, _quantization(directory, tensors))
 
 
-def _refuse(directory: Path, keys: Mapping[str, Any]) -> None:
-    """What is not built, by what config.json says."""
-    model_type, quant_type = keys.get("model_type"), keys.get("quant_type")
-    what = f"{directory} is a static graph of another program"
-    if model_type not in MODEL_TYPES:
-        raise ModelError(
-            f"{what}: its model_type is {model_type!r}, supported are PaddleNLP's {', '.join(MODEL_TYPES)}"
-        )
-    if quant_type not in QUANT_TYPES:
-        supported = ", ".join(filter(None, QUANT_TYPES))
-        raise ModelError(f"{what}: its quant_type is {quant_type!r}, supported are {supported}")
-    if keys.get("use_fake_parameter"):
-        raise ModelError(f"{what}: use_fake_parameter is set in its config.json, its scales stand for none")
-
-
 def _read_rank(path: Path) -> dict[str, np.ndarray]:
     program_path = program_of(path)
     program = read_program(program_path)
+    model_type, quant_type = kind_of(program.parameters)
+    if model_type:
+        refuse(program_path, model_type, quant_type)
     for arch in (given["arch"] for op, given in program.ops if op == "weight_only_linear" and "arch" in given):
         if arch < OLDEST_ARCH:
             what = f"its weights are laid out for GPUs of arch {arch}, supported are {OLDEST_ARCH} and above"
-            raise ModelError(f"{program_path}: {what}")
+            raise ModelError(f"{program_path}: {what}: export it on such a GPU, or {FROM_CHECKPOINT} and QUANT_TYPE")
     if b"pre_caches_0" in program_path.read_bytes():
         raise ModelError(
-            f"{program_path} begins with a prefix that lies outside of it (pre_caches), which is not supported"
+            f"{program_path} begins with a prefix that lies outside of it (pre_caches), which is not supported:"
+            f" {FROM_CHECKPOINT}"
         )
     return read_params(path, program.parameters)
 
@@ -226,4 +218,4 @@ def _quantization(directory: Path, tensors: Mapping[str, Stored]) -> Quantizatio
     if len(formats) > 1:
         raise ModelError(f"{directory} has matrices of 8 and of 4 bits, all of one kind are supported")
     name = "weight_only_int8" if formats == {"I8"} else "weight_only_int4"
-    return Quantization("PaddleNLP", name, False, -1, ("weight", "weight_scale"), as_stored)
+    return Quantization("PaddleNLP", name, False, 0, ("weight", "weight_scale"), as_stored)

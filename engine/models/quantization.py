@@ -1,21 +1,22 @@
 """What a checkpoint's quantization_config says, and the tensors in which its linear layers are stored.
 
 Read as they are: compressed-tensors (8 bits a weight, with or without 8 bits an activation; 4 bits in groups), GPTQ and
-AWQ (4 bits). 8-bit floats are read as plain numbers (fp8.py). Every other variant is refused in a sentence. Knows
-neither files nor ranks.
+AWQ (4 bits). 8-bit floats are read as plain numbers (fp8.py). Every other variant is refused in a sentence, and so is a
+checkpoint whose tensors contradict its config. Knows neither files nor ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from engine.dtypes import CODES_PER_SCALE, FP8_BLOCK
+from engine.dtypes import CODES_PER_SCALE, FP8_BLOCK, SMALL_GROUP
 from engine.models.keys import ModelError, an_object
 from engine.models.quantize import Codes
+from engine.models.stored import Stored
 
 KEY = "quantization_config"
 Tensors = Mapping[str, np.ndarray]  # of one layer, by the ends of their names
@@ -28,10 +29,25 @@ class Quantization:
     method: str  # for people
     format: str  # of engine.models.formats
     has_zero: bool
-    group_size: int  # -1: a row
+    group_size: int  # -1: a row, 0: the config does not say
     ends: tuple[str, ...]  # of the tensors' names, the first for the codes: `<layer>.qweight`
     read: Callable[[Tensors], Codes]
     optional: tuple[str, ...] = ()
+    symmetric_word: int | None = None  # what every word of `qzeros` is when no layer has zero points of its own
+
+    def num_groups(self, num_columns: int) -> int:
+        """Return the number of scales that the config promises for a row of `num_columns` weights, 0 for any."""
+        if self.group_size < 1:
+            return -self.group_size
+        return -(-num_columns // self.group_size)
+
+    def with_zeros_of(self, tensors: Mapping[str, Stored]) -> Quantization:
+        """Return this quantization with the zero points that the tensors have: configs may omit or misstate `sym`."""
+        if self.has_zero or self.symmetric_word is None:
+            return self
+        zeros = (tensor[:] for name, tensor in tensors.items() if name.endswith(".qzeros"))
+        word = np.uint32(self.symmetric_word)
+        return replace(self, has_zero=any((words.view(np.uint32) != word).any() for words in zeros))
 
 
 def read_quantization(keys: Mapping[str, Any]) -> Quantization | None:
@@ -48,10 +64,10 @@ def read_quantization(keys: Mapping[str, Any]) -> Quantization | None:
     if quantization is None:
         return None
     size = quantization.group_size
-    if size != -1 and (size < 1 or size % CODES_PER_SCALE):
-        raise ModelError(
-            f"config.json: {KEY}: the group size is {size}, supported are multiples of {CODES_PER_SCALE}, -1"
-        )
+    if size != -1 and (size < 1 or size % SMALL_GROUP):
+        raise ModelError(f"config.json: {KEY}: the group size is {size}, supported are multiples of {SMALL_GROUP}, -1")
+    if size != -1 and size % CODES_PER_SCALE:
+        return replace(quantization, format="weight_only_int4_g32")
     return quantization
 
 
@@ -62,20 +78,30 @@ def is_fp8(keys: Mapping[str, Any]) -> bool:
 
 def _gptq(config: Mapping[str, Any]) -> Quantization:
     _need(config, "gptq", bits=(4,), checkpoint_format=("gptq", "gptq_v2", None))
-    zero_offset = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
+    is_v2 = config.get("checkpoint_format") == "gptq_v2"
+    zero_offset, wrong_zero = (0, 7) if is_v2 else (1, 9)
 
     def read(tensors: Tensors) -> Codes:
-        scale = _floats(tensors["scales"])
         codes, zero = unpack(tensors["qweight"], axis=0), unpack(tensors["qzeros"], axis=1) + np.uint8(zero_offset)
-        if "g_idx" in tensors and not np.array_equal(
-            tensors["g_idx"], np.arange(len(codes)) // (len(codes) // len(scale))
-        ):
-            raise ModelError("its groups are not in the order of the inputs (desc_act), which is not supported")
-        return Codes(codes.T, scale.T, zero.T)
+        if (zero == wrong_zero).all():
+            written, named = ("gptq", "gptq_v2") if is_v2 else ("gptq_v2", "gptq")
+            raise ModelError(
+                f"all of its zero points are {wrong_zero} when read as checkpoint_format {named!r}: its zeros are"
+                f" stored as {written!r} has them, so config.json must say so in {KEY}.checkpoint_format"
+            )
+        _check_order(tensors.get("g_idx"), len(codes), len(tensors["scales"]))
+        return Codes(codes.T, _floats(tensors["scales"]).T, zero.T)
 
-    size = config.get("group_size", 128)
-    ends = ("qweight", "qzeros", "scales")
-    return Quantization("gptq", "weight_only_int4", not config.get("sym", True), size, ends, read, ("g_idx",))
+    ends, has_zero = ("qweight", "qzeros", "scales"), not config.get("sym", True)
+    size, word = config.get("group_size", 128), 0x88888888 if is_v2 else 0x77777777
+    return Quantization("gptq", "weight_only_int4", has_zero, size, ends, read, ("g_idx",), word)
+
+
+def _check_order(g_idx: np.ndarray | None, num_inputs: int, num_groups: int) -> None:
+    """Raise ModelError unless consecutive inputs form the groups. -1 stands for an order that was never set."""
+    in_order = np.arange(num_inputs) // max(1, num_inputs // num_groups)
+    if g_idx is not None and not (np.array_equal(g_idx, in_order) or (g_idx == -1).all()):
+        raise ModelError("its groups are not in the order of the inputs (desc_act), which is not supported")
 
 
 def _awq(config: Mapping[str, Any]) -> Quantization:
@@ -133,6 +159,10 @@ def _packed(weights: Mapping[str, Any]) -> Quantization:
     def read(tensors: Tensors) -> Codes:
         rows, width = (int(size) for size in tensors["weight_shape"])
         codes, zero = unpack(tensors["weight_packed"], axis=1, bits=bits)[:, :width], tensors.get("weight_zero_point")
+        if has_zero != (zero is not None):
+            found = "has no weight_zero_point" if has_zero else "has a weight_zero_point"
+            raise ModelError(f"it {found}, but config.json: {KEY}: symmetric of its weights is {not has_zero}")
+        _check_order(tensors.get("weight_g_idx"), width, tensors["weight_scale"].shape[1])
         if bits == 8:
             return Codes((codes.astype(np.int16) - 128).astype(np.int8), _floats(tensors["weight_scale"]))
         if zero is not None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import ml_dtypes
 import numpy as np
 
-from engine.dtypes import CODES_ALIGNED, CODES_PER_SCALE, from_bf16, to_bf16
+from engine.dtypes import CODES_ALIGNED, CODES_PER_SCALE, SMALL_GROUP, from_bf16, to_bf16
 
 AT_ONCE = 1 << 18  # elements: what is made of them fits in a cache
 LARGEST_INT8, SMALLEST_INT4, LARGEST_FP8 = 127, -8, 448
@@ -45,8 +46,8 @@ class Codes:
         return np.repeat(of_groups.astype(np.float32), size, axis=1)[:, : self.codes.shape[1]]
 
     def part(self, rows: slice, columns: slice) -> Codes:
-        """Columns of several groups have a scale each if they are of 8 bits, else one for 64, at a multiple of which
-        they begin."""
+        """Columns of several groups have a scale each if they are of 8 bits, else one for 64, or for 32 where groups
+        are no multiples of 64. They begin at a multiple of that."""
         codes, num_groups = self.codes[rows, columns], self.scale.shape[1]
         size = self.codes.shape[1] // num_groups
         group = min(columns.start // size, num_groups - 1)
@@ -55,16 +56,17 @@ class Codes:
             return Codes(codes, self.scale[rows, one], None if self.zero is None else self.zero[rows, one])
         if codes.dtype == np.int8:
             return Codes(codes, self._each(self.scale)[rows, columns])
-        if columns.start % CODES_PER_SCALE:
-            raise ValueError(f"columns from {columns.start} on do not begin a group of {CODES_PER_SCALE}")
-        some = slice(columns.start, columns.stop, CODES_PER_SCALE)
+        unit = SMALL_GROUP if size % CODES_PER_SCALE else CODES_PER_SCALE
+        if columns.start % unit:
+            raise ValueError(f"columns from {columns.start} on do not begin a group of {unit}")
+        some = slice(columns.start, columns.stop, unit)
         zero = None if self.zero is None else self._each(self.zero)[rows, some]
         return Codes(codes, self._each(self.scale)[rows, some], zero)
 
-    def as_int4(self, has_zero: bool) -> tuple[np.ndarray, ...]:
-        """The parameters of `linear_int4`."""
+    def as_int4(self, has_zero: bool, group: int = CODES_PER_SCALE) -> tuple[np.ndarray, ...]:
+        """Return the parameters of `linear_int4` with a scale for `group` codes."""
         packed = pack_int4(self.codes)
-        num_groups = 2 * packed.shape[1] // CODES_PER_SCALE
+        num_groups = 2 * packed.shape[1] // group
         zero = np.full_like(self.scale, 8) if self.zero is None else self.zero.astype(np.float32)
         made = [packed]
         for of_groups in (self.scale, zero)[: 1 + has_zero]:
@@ -82,9 +84,9 @@ def to_int8(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return _by_rows(matrix, _rows_to_int8)
 
 
-def to_int4(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes [N, K' / 2], two a byte, and scales bf16 [N, K' / 64], with K up to K' filled with zeros."""
-    return _by_rows(matrix, _rows_to_int4)
+def to_int4(matrix: np.ndarray, group: int = CODES_PER_SCALE) -> tuple[np.ndarray, np.ndarray]:
+    """Codes [N, K' / 2], two a byte, and scales bf16 [N, K' / group], with K up to K' filled with zeros."""
+    return _by_rows(matrix, partial(_rows_to_int4, group=group))
 
 
 def to_fp8(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -118,11 +120,11 @@ def _rows_to_fp8(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return _divide(rows, scale).astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scale
 
 
-def _rows_to_int4(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _rows_to_int4(rows: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
     """Of each group the element furthest from zero becomes -8, or a little less of it if that makes the sum of squared
     errors smaller: a scale may be negative."""
     padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % CODES_ALIGNED)))
-    groups = padded.reshape(len(rows), -1, CODES_PER_SCALE)
+    groups = padded.reshape(len(rows), -1, group)
     furthest = np.take_along_axis(groups, np.abs(groups).argmax(axis=2)[..., None], axis=2)
     best_scale, best_error = np.zeros_like(furthest), np.full_like(furthest, np.inf)
     for share in SCALES_TRIED:

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from engine.models.attention import HEADS, Attention, AttentionOptions
 from engine.models.config import DecoderConfig, read_decoder
-from engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp
+from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.layers import Place
-from engine.models.qwen2 import upper_window
+from engine.models.mlp import GatedMlp
+from engine.models.qwen2 import upper_windows
 from engine.models.weights import Shard
 
 
@@ -19,13 +21,14 @@ class Qwen3(DecoderConfig):
 
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> Qwen3:
-        own = {"attention_bias": bool(keys.get("attention_bias")), "sliding_window": upper_window(keys)}
-        return read_decoder(cls, keys, head_dim=128, **own)
+        own = {"attention_bias": bool(keys.get("attention_bias")), "windows": upper_windows(keys)}
+        return read_decoder(cls, keys, own, head_dim=128)
 
     def network(self, shard: Shard) -> Decoder:
         return Decoder.of(self, shard, self._layer)
 
     def _layer(self, place: Place) -> DecoderLayer:
         bias = self.attention_bias
-        attention = Attention.of(self, place, qkv_bias=bias, o_bias=bias, head_norms=True)
-        return DecoderLayer.of(self, place, attention, GatedMlp.of(self, place))
+        options = AttentionOptions(bias, bias, norms=HEADS, window=self.window(place.layer))
+        attention = Attention.of(self, place, options)
+        return DecoderLayer.of(self, place, (attention, GatedMlp.of(self, place)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,13 @@ class Rope:
     inv_freq: np.ndarray  # f32 [head_dim / 2]
     attention_scaling: float = 1.0  # multiplies cosines and sines
     max_positions: int = 0  # what the scaling was made for, where it says so
+    name: str = "inv_freq"  # of the frequencies in the graph, where layers have different ones
+    long: Rope | None = None  # instead of this one, for a model that is served longer than `long_from`
+    long_from: int = 0  # tokens
+
+    def for_length(self, max_seq_len: int) -> Rope:
+        """Return the positions of a model that is exported for this length."""
+        return self.long if self.long and max_seq_len > self.long_from else self
 
 
 def read_rope(keys: Mapping[str, Any], head_dim: int, max_position_embeddings: int) -> Rope:
@@ -26,25 +33,85 @@ def read_rope(keys: Mapping[str, Any], head_dim: int, max_position_embeddings: i
     scaling = {**an_object(keys, "rope_scaling"), **an_object(keys, "rope_parameters")}
     if any(isinstance(value, Mapping) for value in scaling.values()):
         raise ModelError(f"config.json: rope_parameters is {scaling!r}, one set for all layers is supported")
+    return _read(keys, scaling, head_dim, max_position_embeddings)
+
+
+def ropes_by_layer_type(
+    keys: Mapping[str, Any], head_dim: int, max_position_embeddings: int, local: Mapping[str, Any] | None = None
+) -> tuple[Rope, Rope]:
+    """Return the positions of layers with full and with sliding attention. `local`: what the sliding ones have where
+    config.json does not give a set for each type; None: as the others, but unscaled."""
+    given = an_object(keys, "rope_parameters")
+    full, sliding = given.get("full_attention"), given.get("sliding_attention")
+    if not isinstance(full, Mapping) and not isinstance(sliding, Mapping):
+        full = {**an_object(keys, "rope_scaling"), **given}
+        sliding = {"rope_theta": full.get("rope_theta", keys.get("rope_theta"))} if local is None else local
+    ropes = [_read(keys, each or {}, head_dim, max_position_embeddings) for each in (full, sliding)]
+    return ropes[0], replace(ropes[1], name="inv_freq_sliding")
+
+
+def no_rotation(name: str = "inv_freq_none") -> Rope:
+    """Return the positions of layers that do not rotate: all angles are zero."""
+    return Rope(np.zeros(1, np.float32), name=name)
+
+
+def _read(keys: Mapping[str, Any], scaling: Mapping[str, Any], head_dim: int, max_position_embeddings: int) -> Rope:
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
     if rope_type not in ROPE_TYPES:
         supported = ", ".join(ROPE_TYPES)
         raise ModelError(f"config.json: rope_type is {rope_type!r}, supported are {supported}")
-    for source in (keys, scaling):
-        if source.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
-            factor = source["partial_rotary_factor"]
-            raise ModelError(f"config.json: partial_rotary_factor is {factor!r}, supported is 1.0")
+    factor = number(scaling, "partial_rotary_factor", default=number(keys, "partial_rotary_factor", default=1.0))
+    rotary_dim = int(head_dim * factor)
+    if factor > 1 or rotary_dim % 2 or not rotary_dim:
+        raise ModelError(
+            f"config.json: partial_rotary_factor is {factor:g}, of a head of {head_dim} an even number must be rotated"
+        )
     theta = number(scaling, "rope_theta", default=number(keys, "rope_theta", default=10000.0))
     # Rounded where transformers rounds: the last digit of a frequency moves every late position.
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
     inv_freq = np.float32(1.0) / (theta ** exponents.astype(np.float64)).astype(np.float32)
     original = keys.get("original_max_position_embeddings")
-    scaling = {"original_max_position_embeddings": original or max_position_embeddings, **scaling, "theta": theta}
+    scaling = {
+        "original_max_position_embeddings": original or max_position_embeddings,
+        **scaling,
+        "theta": theta,
+        "max_position_embeddings": max_position_embeddings,
+    }
     return ROPE_TYPES[rope_type](inv_freq, scaling)
 
 
 def _linear(inv_freq: np.ndarray, scaling: Mapping[str, Any]) -> Rope:
     return Rope(inv_freq / np.float32(number(scaling, "factor")))
+
+
+def _dynamic(inv_freq: np.ndarray, scaling: Mapping[str, Any]) -> Rope:
+    """Unscaled up to the length that the model was made for. A constant `alpha` stretches the base instead."""
+    if not scaling.get("alpha"):
+        return Rope(inv_freq)
+    dim = 2 * len(inv_freq)
+    base = scaling["theta"] * number(scaling, "alpha") ** (dim / (dim - 2))
+    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    return Rope(np.float32(1.0) / (base ** exponents.astype(np.float64)).astype(np.float32))
+
+
+def _longrope(inv_freq: np.ndarray, scaling: Mapping[str, Any]) -> Rope:
+    """Ding et al., 2024: a factor for each dimension, one set up to the original length and one beyond it. A model has
+    one of them for all positions, by the length that it is exported for: cached keys must not change."""
+    original = whole_number(scaling, "original_max_position_embeddings")
+    ratio = number(scaling, "factor", default=scaling["max_position_embeddings"] / original)
+    magnitude = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 else 1.0
+    magnitude = number(scaling, "attention_factor", default=magnitude)
+    short, long = (_divided(inv_freq, scaling, name) for name in ("short_factor", "long_factor"))
+    return Rope(short, magnitude, long=Rope(long, magnitude), long_from=original)
+
+
+def _divided(inv_freq: np.ndarray, scaling: Mapping[str, Any], name: str) -> np.ndarray:
+    factors = scaling.get(name)
+    if not isinstance(factors, list) or not all(isinstance(each, int | float) and each > 0 for each in factors):
+        raise ModelError(f"config.json: {name} is {str(factors)[:80]}, it must be a list of positive numbers")
+    if len(factors) != len(inv_freq):
+        raise ModelError(f"config.json: {name} has {len(factors)} numbers, positions need {len(inv_freq)}")
+    return (inv_freq / np.array(factors, np.float32)).astype(np.float32)
 
 
 def _llama3(inv_freq: np.ndarray, scaling: Mapping[str, Any]) -> Rope:
@@ -96,7 +163,10 @@ def _yarn_magnitude(factor: float, mscale: float) -> float:
 
 ROPE_TYPES: dict[str, Callable[[np.ndarray, Mapping[str, Any]], Rope]] = {
     "default": lambda inv_freq, scaling: Rope(inv_freq),
+    "dynamic": _dynamic,
     "linear": _linear,
     "llama3": _llama3,
+    "longrope": _longrope,
+    "su": _longrope,  # its first name
     "yarn": _yarn,
 }

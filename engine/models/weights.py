@@ -6,7 +6,7 @@ Plain values: no files, no Paddle.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,21 +24,28 @@ class Share:
     start: int
     stop: int
     size: int
-    paired: int = 0  # of so many in the checkpoint 0 and 1, 2 and 3 .. are what the graph has half of them apart
+    width: int = 1  # rows of a head, where it is a share of heads
+    paired: int = 0  # of the first so many of a head the checkpoint has 0 and 1, 2 and 3 .. where the graph has halves
 
     @classmethod
     def whole(cls, count: int) -> Share:
         return cls(count, 0, count, count)
 
-    def each(self, width: int, has_pairs: bool = False) -> Share:
+    def each(self, width: int, paired: int = 0) -> Share:
         """The same, where each has `width` rows or columns."""
-        paired = width if has_pairs else 0
-        return Share(self.count * width, self.start * width, self.stop * width, self.size * width, paired)
+        return Share(self.count * width, self.start * width, self.stop * width, self.size * width, width, paired)
+
+    def within(self, count: int, start: int) -> Share:
+        """The same rows in a tensor of `count` rows, where they begin at `start`."""
+        return replace(self, count=count, start=start + self.start, stop=start + self.stop)
 
     def order(self) -> np.ndarray:
         """Where in the rank's part of a tensor that is which the graph has first, second .."""
-        places = np.arange(self.size)
-        return places.reshape(-1, self.paired // 2, 2).swapaxes(1, 2).reshape(-1) if self.paired else places
+        if not self.paired:
+            return np.arange(self.size)
+        places = np.arange(self.size).reshape(-1, self.width)
+        turned = places[:, : self.paired].reshape(-1, self.paired // 2, 2).swapaxes(1, 2)
+        return np.concatenate([turned.reshape(-1, self.paired), places[:, self.paired :]], axis=1).reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,7 @@ class Weight:
     name: str
     parts: tuple[Part, ...]
     format: Format = FLOAT32
+    offset: float = 0.0  # added to what the checkpoint has
 
     @property
     def shape(self) -> tuple[int, ...]:

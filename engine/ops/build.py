@@ -1,11 +1,15 @@
-"""Compiles the CPU kernels and their Paddle wrapper: `python -m engine.ops.build`.
+"""Compile the CPU kernels and their Paddle wrapper: `python -m engine.ops.build`.
 
 Both libraries lie in one folder named by a hash of all that made them. A folder under that name is
 complete; processes that build at the same time wait for one another.
+
+There are builds with the kernels of one instruction set, which a first use makes, and builds with all, which the
+command makes and which are preferred. Both take the objects that have been compiled before.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import hashlib
@@ -27,26 +31,18 @@ from pathlib import Path
 
 from engine.errors import SetupError
 from engine.file_lock import file_lock
+from engine.ops import generated, instruction_sets
+from engine.ops.instruction_sets import COMPILER_FLAGS, wanted_isa
 
 SOURCES = Path(__file__).parent / "cpu"
 KERNELS = "libllm_ops.so"
 PADDLE_OPS = "libllm_paddle_ops.so"
+WRAPPER = "paddle_ops"  # the object of it that is compiled with Paddle's headers
 WARNINGS = "warnings"  # what the compiler said; it lies beside the libraries with the objects, for the tests
+OBJECTS = "objects"  # folders of compiled kernels: without Paddle's wrapper, as they are made before it is installed
 PARTIAL = "ops.partial-"  # followed by anything: a build that is going on, or was killed
 UNUSED_AFTER_S = 30 * 24 * 3600
 
-X86 = ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2"]
-AVX512 = [*X86, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
-# g++ 12 warns of its own intrinsics (GCC bug 105593).
-AVX512 += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
-BF16 = ["-mavx512vnni", "-mavx512bf16"]
-ISA_FLAGS = {
-    "portable": [],
-    "avx2": X86,
-    "avx512": AVX512,
-    "avx512_bf16": [*AVX512, *BF16],
-    "amx": [*AVX512, *BF16, "-DLLM_TILES"],
-}
 # No contraction: a*b + c must round alike in every loop the compiler makes of it.
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-ffp-contract=off"]
 FLAGS += ["-fno-math-errno", "-Wall", "-Wextra"]  # errors in the tests: a newer compiler may know new ones
@@ -65,9 +61,12 @@ def build_dir() -> Path:
     return Path(os.environ.get("ENGINE_BUILD_DIR") or default)
 
 
-def library(name: str = KERNELS, report: Report = log.warning) -> Path:
-    """The path of an up-to-date library, compiled now if need be."""
+def library(name: str = KERNELS, report: Report = log.warning, all_isas: bool = False) -> Path:
+    """Return the path of an up-to-date library, compiled now if need be: for the instruction set that CPU_ISA names or
+    the best one of this machine, unless there is a build for all."""
     folder = build_dir() / f"ops-{build_key()}"
+    isa = None if all_isas or folder.exists() else wanted_isa()
+    folder = folder.with_name(f"{folder.name}-{isa}") if isa else folder
     if not folder.exists():
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -75,10 +74,9 @@ def library(name: str = KERNELS, report: Report = log.warning) -> Path:
             raise BuildError(f"ENGINE_BUILD_DIR: the folder {folder.parent} cannot be made: {error.strerror}") from None
         if not os.access(folder.parent, os.W_OK):
             raise BuildError(f"ENGINE_BUILD_DIR: the folder {folder.parent} cannot be written to by this user")
-        waits = "another process is compiling the ops, waiting for it"
-        with file_lock(folder.parent / "ops.lock", lambda: report(waits)):
+        with _lock(report):
             if not folder.exists():
-                _build(folder, report)
+                _build(folder, isa, report)
                 _remove_unused(folder.parent)
     with contextlib.suppress(OSError):  # not ours to change
         os.utime(folder)  # it is in use
@@ -88,13 +86,27 @@ def library(name: str = KERNELS, report: Report = log.warning) -> Path:
     return path
 
 
+def _lock(report: Report) -> contextlib.AbstractContextManager[None]:
+    waits = "another process is compiling the ops, waiting for it"
+    return file_lock(build_dir() / "ops.lock", lambda: report(waits))
+
+
 @functools.cache
 def build_key() -> str:
+    return hashlib.sha256(f"{source_key()} paddle {_paddle()}".encode()).hexdigest()[:16]
+
+
+@functools.cache
+def source_key() -> str:
+    """Return the hash of what makes the kernels."""
     digest = hashlib.sha256()
-    for path in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cc"), Path(__file__)]):
+    scripts = [Path(__file__), Path(instruction_sets.__file__)]
+    for path in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cc"), *scripts]):
         digest.update(path.name.encode() + path.read_bytes())
+    for name, text in generated.files().items():
+        digest.update(name.encode() + text.encode())
     digest.update(_run([*compiler(), "--version"]).encode())
-    digest.update(f"{platform.machine()} paddle {_paddle()}".encode())
+    digest.update(platform.machine().encode())
     return digest.hexdigest()[:16]
 
 
@@ -113,21 +125,18 @@ def _paddle() -> tuple[str, Path] | None:
     return importlib.metadata.version("paddlepaddle"), Path(spec.submodule_search_locations[0])
 
 
-def _build(folder: Path, report: Report) -> None:
+def compile_kernels(report: Report) -> None:
+    """Compile what does not need Paddle, for a later build to take."""
+    with _lock(report), tempfile.TemporaryDirectory(prefix=PARTIAL, dir=build_dir()) as made:
+        objects = sources(Path(made), wanted_isa())
+        _compile({path: command for path, command in objects.items() if path.stem != WRAPPER}, report)
+
+
+def _build(folder: Path, isa: str | None, report: Report) -> None:
     started = time.monotonic()
-    jobs = os.cpu_count() or 1
     with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=folder.parent) as made:
-        objects = sources(Path(made))
-        report(f"compiling {len(objects)} files of the CPU ops, {min(jobs, len(objects))} at a time")
-
-        def compile_one(item: tuple[Path, list[str]]) -> str:
-            begun = time.monotonic()
-            said = _run([*compiler(), *FLAGS, *item[1], "-c", "-o", str(item[0])])
-            log.debug("  %-20s %5.1f s", item[0].stem, time.monotonic() - begun)
-            return said
-
-        with ThreadPoolExecutor(jobs) as pool:
-            (Path(made) / WARNINGS).write_text("".join(pool.map(compile_one, objects.items())))
+        objects = sources(Path(made), isa)
+        (Path(made) / WARNINGS).write_text(_compile(objects, report))
         _link(Path(made), list(objects))
         os.chmod(made, 0o755)  # a temporary folder is private, this one is for all users
         os.rename(made, folder)
@@ -135,40 +144,74 @@ def _build(folder: Path, report: Report) -> None:
     report(f"compiled the CPU ops in {time.monotonic() - started:.1f} s: {folder}")
 
 
+def _compile(objects: dict[Path, list[str]], report: Report) -> str:
+    """Make the object files, or take them from earlier builds. Return what the compiler said."""
+    known = build_dir() / f"{OBJECTS}-{source_key()}"
+    missing = [path for path in objects if not (known / path.name).exists()]
+    jobs = min(os.cpu_count() or 1, len(missing))
+    with contextlib.suppress(FileNotFoundError):
+        os.utime(known)  # it is in use
+    if missing:
+        known.mkdir(exist_ok=True)
+        report(f"compiling {len(missing)} files of the CPU ops, {jobs} at a time")
+
+    def make(path: Path) -> str:
+        kept, said = known / path.name, known / f"{path.stem}.{WARNINGS}"
+        if path in missing:
+            begun = time.monotonic()
+            text = _run([*compiler(), *FLAGS, *objects[path], "-c", "-o", str(path)])
+            log.debug("  %-20s %5.1f s", path.stem, time.monotonic() - begun)
+            if path.stem == WRAPPER:
+                return text
+            said.write_text(text)
+            shutil.copyfile(path, partial := kept.with_suffix(".partial"))
+            partial.rename(kept)
+        else:
+            shutil.copyfile(kept, path)
+        return said.read_text()
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return "".join(pool.map(make, objects))
+
+
 def _remove_unused(parent: Path) -> None:
     """Builds of other sources that nobody has used for long, and what killed builds left. Under the lock."""
-    builds = parent.glob("ops-" + 16 * "[0-9a-f]")
+    key = 16 * "[0-9a-f]"
+    builds = [path for name in (f"ops-{key}", f"ops-{key}-*", f"{OBJECTS}-{key}") for path in parent.glob(name)]
     unused = [path for path in builds if path.lstat().st_mtime < time.time() - UNUSED_AFTER_S]
     for path in [*unused, *parent.glob(f"{PARTIAL}*")]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def sources(into: Path) -> dict[Path, list[str]]:
-    """Object file -> its own compiler arguments; the slowest first."""
+def sources(into: Path, isa: str | None = None) -> dict[Path, list[str]]:
+    """Return the compiler arguments of each object file, the slowest first, with the kernels of `isa` or of all
+    instruction sets. Write the generated headers into `into`."""
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     objects = {}
+    for name, text in generated.files().items():
+        (into / name).write_text(text)
     if paddle := _paddle():
         include = paddle[1] / "include"
         isystem = ["-isystem", str(include), "-isystem", str(include / "third_party")]
         defines = ["-DPADDLE_WITH_CUSTOM_KERNEL", "-DPADDLE_NO_PYTHON"]
-        objects[into / "paddle_ops.o"] = [str(SOURCES / "paddle_ops.cc"), *isystem, *defines]
-    for isa, flags in reversed(ISA_FLAGS.items()):
-        if is_x86 or isa == "portable":
-            objects[into / f"{isa}.o"] = [str(SOURCES / "kernels.cc"), *flags, f"-DLLM_ISA={isa}"]
-    for name in ("runtime", "program", "sampler", "candidates", "team", "segment", "peers", "group"):
+        objects[into / f"{WRAPPER}.o"] = [str(SOURCES / "paddle_ops.cc"), *isystem, *defines]
+    for name, flags in reversed(COMPILER_FLAGS.items()):
+        if (is_x86 or name == "portable") and isa in (None, name):
+            objects[into / f"{name}.o"] = [str(SOURCES / "kernels.cc"), *flags, f"-DLLM_ISA={name}"]
+    for name in ("runtime", "calls", "program", "sampler", "candidates", "team", "segment", "peers", "group"):
         objects[into / f"{name}.o"] = [str(SOURCES / f"{name}.cc"), *(["-DLLM_X86"] if is_x86 else [])]
-    return objects
+    return {path: [*arguments, "-I", str(into), "-I", str(SOURCES)] for path, arguments in objects.items()}
 
 
 def _link(folder: Path, objects: list[Path]) -> None:
     link = [*compiler(), "-shared", "-pthread"]
-    kernels = [str(path) for path in objects if path.stem != "paddle_ops"]
+    kernels = [str(path) for path in objects if path.stem != WRAPPER]
     _run([*link, "-o", str(folder / KERNELS), *kernels, f"-Wl,-soname,{KERNELS}"])
     if paddle := _paddle():
         core = paddle[1] / "base"
         needs = [f"-L{folder}", f"-l:{KERNELS}", f"-L{core}", "-Wl,--no-as-needed", "-l:libpaddle.so"]
         search = ["-Wl,-rpath,$ORIGIN", "-Wl,--allow-shlib-undefined"]
-        _run([*link, "-o", str(folder / PADDLE_OPS), str(folder / "paddle_ops.o"), *needs, *search])
+        _run([*link, "-o", str(folder / PADDLE_OPS), str(folder / f"{WRAPPER}.o"), *needs, *search])
 
 
 def _run(command: list[str]) -> str:
@@ -182,10 +225,19 @@ def main() -> int:
     def report(line: str) -> None:
         print(line, flush=True)  # noqa: T201 - a command for people
 
+    parser = argparse.ArgumentParser(prog="python -m engine.ops.build", description="Compile the CPU ops.")
+    parser.add_argument(
+        "--kernels", action="store_true", help="for this machine's instruction set only, without Paddle's wrapper"
+    )
+    given = parser.parse_args()
     logging.basicConfig(level=logging.DEBUG, format="%(message)s", stream=sys.stdout)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # or its compilers would go on without it
     try:
-        report(f"the CPU ops are ready: {library(report=report)}")
+        if given.kernels:
+            build_dir().mkdir(parents=True, exist_ok=True)
+            compile_kernels(report)
+        else:
+            report(f"the CPU ops are ready: {library(report=report, all_isas=True)}")
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130

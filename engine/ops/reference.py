@@ -13,8 +13,9 @@ from typing import Protocol
 import numpy as np
 
 from engine.core.types import NO_TOKEN
-from engine.dtypes import CODES_PER_SCALE, as_f32, from_bf16, from_fp8, scale_bytes, to_bf16
+from engine.dtypes import as_f32, from_bf16, from_fp8, scale_bytes, to_bf16
 from engine.ops.sampling_rows import SampledRows, SamplingRows
+from engine.sampling_parameters import PARAMETERS
 
 LARGEST = np.float32(127)  # code of an activation
 NUMBERS_PER_STEP = 64  # of activations, where a row has more steps than one
@@ -80,6 +81,13 @@ def add_rms_norm(
     return rms_norm(residual, weight, epsilon=epsilon), residual
 
 
+def layer_norm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None, *, epsilon: float) -> np.ndarray:
+    centered = x.astype(np.float64)
+    centered -= centered.mean(axis=-1, keepdims=True)
+    y = centered / np.sqrt(np.square(centered).mean(axis=-1, keepdims=True) + epsilon) * weight
+    return (y if bias is None else y + bias).astype(np.float32)
+
+
 def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
     if weight.dtype == np.uint16:
         x = from_bf16(to_bf16(x))
@@ -109,7 +117,8 @@ def linear_int4(
     zero: np.ndarray | None = None,
     bias: np.ndarray | None = None,
 ) -> np.ndarray:
-    y = in_steps(x, NUMBERS_PER_STEP) @ int4_numbers(weight, scale, zero)[:, : x.shape[1]].T
+    group = 2 * weight.shape[1] // scale.shape[1]
+    y = in_steps(x, group) @ int4_numbers(weight, scale, zero)[:, : x.shape[1]].T
     return (y if bias is None else y + bias).astype(np.float32)
 
 
@@ -130,7 +139,7 @@ def in_steps(x: np.ndarray, group: int) -> np.ndarray:
 
 def int4_numbers(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray | None = None) -> np.ndarray:
     """float64 [N, K'] of two codes a byte, the first in the lower half."""
-    numbers = np.stack([codes & 15, codes >> 4], axis=2).reshape(*scale.shape, CODES_PER_SCALE).astype(np.float64)
+    numbers = np.stack([codes & 15, codes >> 4], axis=2).reshape(*scale.shape, -1).astype(np.float64)
     origin = 8 if zero is None else from_bf16(zero)[:, :, None]
     return ((numbers - origin) * from_bf16(scale)[:, :, None]).reshape(len(codes), -1)
 
@@ -180,10 +189,13 @@ def paged_attention(  # noqa: PLR0913 - the inputs of the catalogue, in its orde
     query_starts: np.ndarray,
     context_lens: np.ndarray,
     block_tables: np.ndarray,
+    sinks: np.ndarray | None = None,
     *,
     num_heads: int,
     num_kv_heads: int,
     scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray]:
     block_size, head_dim = kv_cache.shape[3], kv_cache.shape[4] - scale_bytes(kv_cache.dtype)
     heads = qkv.reshape(len(qkv), num_heads + 2 * num_kv_heads, head_dim)
@@ -202,8 +214,10 @@ def paged_attention(  # noqa: PLR0913 - the inputs of the catalogue, in its orde
             block = block_tables[b, position // block_size]
             kv_cache[block, :, :, position % block_size] = key[row], value[row]
         for position, row in enumerate(rows, context_len):
-            seen = block_tables[b, : position // block_size + 1]
-            out[row] = _attend(query[row] * np.float32(scale), kv_cache[seen], position + 1)
+            first = max(0, position - window + 1) if window else 0
+            seen = block_tables[b, first // block_size : position // block_size + 1]
+            places = first % block_size, position + 1 - first // block_size * block_size
+            out[row] = _attend(query[row] * np.float32(scale), kv_cache[seen], places, softcap, sinks)
     return out.reshape(len(qkv), num_heads * head_dim), kv_cache
 
 
@@ -221,27 +235,93 @@ def from_cached_int8(rows: np.ndarray) -> np.ndarray:
     return rows[..., :-2] * from_bf16(np.ascontiguousarray(rows[..., -2:]).view(np.uint16))
 
 
-def _attend(query: np.ndarray, blocks: np.ndarray, num_positions: int) -> np.ndarray:
-    """One token: query [Hq, D] over the first positions of blocks [n, 2, Hkv, block_size, D], block by block."""
+def _attend(
+    query: np.ndarray, blocks: np.ndarray, places: tuple[int, int], softcap: float, sinks: np.ndarray | None
+) -> np.ndarray:
+    """Attend with the query [Hq, D] of one token to the positions from places[0] to below places[1] of the blocks
+    [n, 2, Hkv, block_size, D], block by block."""
     rounded = (lambda x: from_bf16(to_bf16(x.astype(np.float32)))) if blocks.dtype == np.uint16 else (lambda x: x)
     numbers = from_cached_int8(blocks) if blocks.dtype == np.int8 else as_f32(blocks)
     grouped = rounded(query).reshape(numbers.shape[2], -1, query.shape[-1])  # [Hkv, heads a group, D]
     largest = np.full((*grouped.shape[:2], 1), -np.inf)
     total, out = np.zeros_like(largest), np.zeros(grouped.shape)
+    if sinks is not None:
+        largest, total = sinks.astype(np.float64).reshape(largest.shape), np.ones_like(largest)
     block_size = numbers.shape[3]
     for i, (keys, values) in enumerate(numbers.astype(np.float64)):
-        count = min(block_size, num_positions - i * block_size)
-        scores = np.einsum("hgd,hpd->hgp", grouped, keys[:, :count])
+        first, end = max(0, places[0] - i * block_size), min(block_size, places[1] - i * block_size)
+        keys, values = keys[:, first:end], values[:, first:end]
+        scores = np.einsum("hgd,hpd->hgp", grouped, keys)
+        if softcap:
+            scores = softcap * np.tanh(scores / softcap)
         before, largest = largest, np.maximum(largest, scores.max(axis=-1, keepdims=True))
         weights, keep = rounded(np.exp(scores - largest)), np.exp(before - largest)
         total = total * keep + weights.sum(axis=-1, keepdims=True)
-        out = out * keep + np.einsum("hgp,hpd->hgd", weights, values[:, :count])
+        out = out * keep + np.einsum("hgp,hpd->hgd", weights, values)
     return (out / total).reshape(query.shape)
 
 
 def swiglu(gate_up: np.ndarray) -> np.ndarray:
     gate, up = np.split(gate_up.astype(np.float64), 2, axis=1)
     return (gate / (1 + np.exp(-gate)) * up).astype(np.float32)
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    x = x.astype(np.float64)
+    return (x / (1 + np.exp(-2 * 0.79788456 * (x + 0.044715 * x**3)))).astype(np.float32)
+
+
+def geglu(gate_up: np.ndarray) -> np.ndarray:
+    gate, up = np.split(gate_up, 2, axis=1)
+    return (gelu(gate).astype(np.float64) * up).astype(np.float32)
+
+
+def add(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    return x + y
+
+
+def scale(x: np.ndarray, *, factor: float) -> np.ndarray:
+    return x * np.float32(factor)
+
+
+def softcap(x: np.ndarray, *, cap: float) -> np.ndarray:
+    return (cap * np.tanh(x.astype(np.float64) / cap)).astype(np.float32)
+
+
+def square_sums(qkv: np.ndarray, *, num_heads: int, num_kv_heads: int, head_dim: int) -> np.ndarray:
+    squares = qkv.astype(np.float64) ** 2
+    ends = num_heads * head_dim, (num_heads + num_kv_heads) * head_dim
+    sums = [squares[:, : ends[0]].sum(axis=1), squares[:, ends[0] : ends[1]].sum(axis=1)]
+    return np.stack(sums, axis=1).astype(np.float32)
+
+
+def wide_norm(  # noqa: PLR0913 - the inputs of the catalogue, in its order
+    qkv: np.ndarray,
+    sums: np.ndarray,
+    q_weight: np.ndarray,
+    k_weight: np.ndarray,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_size: int,
+    k_size: int,
+    epsilon: float,
+) -> np.ndarray:
+    y, start = qkv.astype(np.float64), 0
+    for part, (weight, size) in enumerate(((q_weight, q_size), (k_weight, k_size))):
+        end = start + len(weight)
+        y[:, start:end] *= weight / np.sqrt(sums[:, part : part + 1].astype(np.float64) / size + epsilon)
+        start = end
+    return y.astype(np.float32)
+
+
+def rotate_heads(
+    qkv: np.ndarray, cos_sin: np.ndarray, *, num_heads: int, num_kv_heads: int, head_dim: int
+) -> np.ndarray:
+    heads = qkv.reshape(len(qkv), -1, head_dim).copy()
+    heads[:, : num_heads + num_kv_heads] = rotate(heads[:, : num_heads + num_kv_heads], cos_sin)
+    return heads.reshape(qkv.shape)
 
 
 def gather_rows(x: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -299,6 +379,10 @@ def pick(adjusted: np.ndarray, rows: SamplingRows, row: int) -> int:
         return NO_TOKEN
     if rows.temperature[row] == 0:
         return int(adjusted.argmax())
+    for parameter in PARAMETERS:
+        value = getattr(rows, parameter.name)[row]
+        if parameter.keeps and value != parameter.neutral:
+            adjusted = np.where(parameter.keeps(adjusted, value), adjusted, -np.inf)
     weights = np.exp((adjusted.astype(np.float64) - largest) / rows.temperature[row])  # the largest is 1
     order = np.lexsort((np.arange(len(weights)), -adjusted))  # likeliest first, lowest id on a tie
     order = order[weights[order] >= rows.min_p[row]]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from engine.sampling_parameters import PARAMETERS
 
 
 class _Column:
@@ -30,17 +33,13 @@ def _empty(dtype: type) -> np.ndarray:
 
 @dataclass
 class SamplingRows:
-    """S rows. What row s has seen are the entries `seen_starts[s] .. seen_ends[s]` of ids and counts, which may be
-    anywhere in arrays that hold more; its biases are the entries `bias_starts[s] .. bias_starts[s + 1]`."""
+    """S rows, with a column for each parameter of `engine.sampling_parameters` and for those named here.
+
+    What row s has seen are the entries `seen_starts[s] .. seen_ends[s]` of ids and counts, which may be anywhere in
+    arrays that hold more; its biases are the entries `bias_starts[s] .. bias_starts[s + 1]`.
+    """
 
     values: np.ndarray  # ROW [S]
-    temperature = _Column(np.float32)  # 0 takes the largest logit
-    top_p = _Column(np.float32)  # 1 keeps all
-    top_k = _Column(np.int32)  # 0 keeps all
-    min_p = _Column(np.float32)  # 0 keeps all
-    repetition_penalty = _Column(np.float32)  # 1 changes nothing
-    frequency_penalty = _Column(np.float32)
-    presence_penalty = _Column(np.float32)
     num_logprobs = _Column(np.int32)  # -1 none, 0 the chosen token's alone
     seed = _Column(np.uint64)
     counter = _Column(np.int64)  # index of the token in the answer
@@ -54,12 +53,18 @@ class SamplingRows:
     mask: np.ndarray | None = None  # u32 [S, ceil(V / 32)]; bit i of word w = token 32 w + i is allowed
     given: np.ndarray | None = None  # i32 [S]; these tokens instead of any that are chosen
 
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> np.ndarray: ...  # the columns of parameters
+
     @classmethod
     def greedy(cls, num_rows: int) -> SamplingRows:
         """Rows that take the largest logit: what every other row is an edit of."""
         rows = cls(np.zeros(num_rows, ROW))
-        rows.values["top_p"] = rows.values["repetition_penalty"] = 1
-        rows.values["num_logprobs"] = -1
+        for parameter in PARAMETERS:
+            rows.values[parameter.name] = parameter.neutral
+        rows.temperature[:] = 0
+        rows.num_logprobs[:] = -1
         return rows
 
     @property
@@ -78,7 +83,11 @@ class SamplingRows:
         return zip(self.bias_ids[part], self.bias[part], strict=True)
 
 
-# As LlmSamplingRow of engine/ops/cpu/kernels.h has them.
+for _parameter in PARAMETERS:
+    _column = _Column(np.int32 if _parameter.type is int else np.float32)
+    _column.__set_name__(SamplingRows, _parameter.name)
+    setattr(SamplingRows, _parameter.name, _column)
+# LlmSamplingRow of the C library is generated from it.
 ROW = np.dtype([(name, it.dtype) for name, it in vars(SamplingRows).items() if isinstance(it, _Column)], align=True)
 
 

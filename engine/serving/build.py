@@ -8,13 +8,14 @@ from engine.serving.options import ServiceOptions
 from engine.serving.prompt import PromptReader
 from engine.serving.service import Service
 from engine.settings.config import Config
-from engine.settings.processes import ENGINE_FAILED_FILE
+from engine.settings.processes import ENGINE_FAILED_FILE, ENGINE_SUSPECT_FILE
 from engine.text.tokenizer import Tokenizer
 
 
 def build_service(config: Config) -> Service:
     tokenizer = Tokenizer.load(config.graph_path)
-    client = EngineClient(f"ipc://{config.engine_socket}", config.run_path / ENGINE_FAILED_FILE)
+    files = (config.run_path / ENGINE_FAILED_FILE, config.run_path / ENGINE_SUSPECT_FILE)
+    client = EngineClient(f"ipc://{config.engine_socket}", *files)
 
     def cache_size() -> tuple[int, int] | None:
         stats = client.stats

@@ -83,6 +83,7 @@ class Choice:
             "times": times,
             "of_prompt": None if self.num_sent else self._told_of_prompt(),
             "thought": None if self.num_sent else self._thought,
+            "max_dec_len": None if self.num_sent else self._reduced_len(),
         }
         if answer.finish_reason is None:
             return wire.Delta(**gained)
@@ -97,9 +98,23 @@ class Choice:
             embedding=self._embedding(),
         )
 
+    def so_far(self, begin: int = 0) -> wire.Delta:
+        """Return the answer from this token on, whatever of it has been sent."""
+        num_sent, self.num_sent = self.num_sent, begin
+        try:
+            return self.news(0.0, None, is_end=not self.is_open)
+        finally:
+            self.num_sent = num_sent
+
     def is_told(self) -> None:
         """The news have been sent."""
         self.num_sent, self.is_over = self.answer.num_visible, not self.is_open
+
+    def _reduced_len(self) -> int | None:
+        """Return the longest answer that there is room for if the client asked for more and let that be reduced."""
+        request, longest = self._request, self.sampling.max_new_tokens
+        is_reduced = request.cut_max_dec_len and not request.pooling and (request.max_dec_len or 0) > longest
+        return longest if is_reduced else None
 
     def _told_of_prompt(self) -> wire.OfPrompt | None:
         request, ids, logprobs = self._request, self._prompt_ids, None
@@ -133,7 +148,8 @@ class Choice:
         self, token_id: int, logprob: float | None, top: tuple[wire.TokenLogprob, ...] = ()
     ) -> wire.TokenLogprob:
         text, data = self._tokenizer.token_text(token_id), self._tokenizer.token_bytes(token_id)
-        return wire.TokenLogprob(token_id, text, tuple(data), logprob, top)
+        known = None if logprob is None else wire.likely(logprob)
+        return wire.TokenLogprob(token_id, text, tuple(data), known, top)
 
 
 class Asked(NamedTuple):
@@ -142,6 +158,8 @@ class Asked(NamedTuple):
     request: GenerationRequest
     prompt: Prompt
     choices: list[Choice]
+    owner: str = ""
+    storing: wire.Storing | None = None  # None: its response is not stored
 
     @classmethod
     def now(cls, request: GenerationRequest, prompt: Prompt, tokenizer: Tokenizer) -> Asked:

@@ -3,11 +3,12 @@ thought, not what a form is made of (engine/text/forms.py)."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 from engine.errors import InvalidRequest
 from engine.settings.config import Config
-from engine.text.forms import bounded_thought, free_answer, free_thought, written
+from engine.text.forms import Thought, bounded_thought, free_answer, free_thought, written
 from engine.text.tokenizer import Tokenizer
 from engine.wire import THOUGHT_BEGIN, THOUGHT_END, GenerationRequest
 
@@ -41,7 +42,8 @@ class Forms:
         if form is None and not (will_think and budget):
             return ()
         field = form.field if form else "reasoning_max_tokens"
-        if not tokenizer.eos_token_ids or not stop_ids:
+        needs_end = form is None or form.kind != "token_ids"
+        if needs_end and not (tokenizer.eos_token_ids and stop_ids):
             text = "The `{field}` needs an end-of-sequence token, which the model lacks or `{ignore_eos}` forbids"
             raise InvalidRequest(text, field=field)
         rule = free_thought(THOUGHT_END) if will_think else ""
@@ -53,7 +55,8 @@ class Forms:
             return field, free_answer(rule, begin)
         is_compact = request.guided_decoding_disable_any_whitespace
         any_whitespace = self.any_whitespace if is_compact is None else not is_compact
-        return field, written(form, any_whitespace, rule)
+        before = Thought(rule, _begin(tokenizer) if thought == "may" else "") if rule else None
+        return field, written(form, any_whitespace, before)
 
     def thought_of(self, request: GenerationRequest, prompt_ids: list[int], tokenizer: Tokenizer) -> str | None:
         """Whether an answer to this prompt begins with one, in the words of `Config.thought`; None: nobody tells it
@@ -69,6 +72,12 @@ class Forms:
         if (request.chat_template_kwargs or {}).get("enable_thinking") is False:
             return "never"
         return self.thought
+
+
+def _begin(tokenizer: Tokenizer) -> str:
+    """Return what opens a thought, in Lark: its token, so that no part of its text begins an answer, or its text."""
+    token_ids = tokenizer.encode(THOUGHT_BEGIN, add_special_tokens=False)
+    return f"<[{token_ids[0]}]>" if len(token_ids) == 1 else json.dumps(THOUGHT_BEGIN)
 
 
 def _mark(text: str, tokenizer: Tokenizer) -> int:

@@ -1,57 +1,102 @@
-"""Answers whose client has left, or has been sent the end, kept for a while: it may have lost its connection and ask
-again. Nothing of them is computed meanwhile; their blocks are in the prefix cache until somebody needs the room."""
+"""Answers that are kept after their end, within limits of time and of tokens: for a client that has lost its connection
+and asks again, and for one that has asked for its response to be stored. Nothing of them is computed meanwhile; their
+blocks are in the prefix cache until somebody needs the room."""
 
 from __future__ import annotations
 
+import json
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+from functools import cached_property
 
-from engine.errors import DuplicateRequest
+from engine.errors import DuplicateRequest, RequestError
 from engine.serving.choice import Asked
 from engine.wire import GenerationRequest, shown
 
 KEPT_S = 60.0
 MAX_TOKENS = 1 << 19  # of all prompts and answers that are kept: some 100 bytes each, with logprobs some kilobytes
+BYTES_PER_TOKEN = 4  # by which the text beside the tokens is counted
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """An answer that has ended, with the error that ended it."""
+
+    asked: Asked
+    error: RequestError | None = None
+    since: float = field(default_factory=time.monotonic)
+
+    @cached_property
+    def size(self) -> int:
+        """The memory it takes, counted in tokens without logprobs."""
+        asked = self.asked
+        has_logprobs = asked.prompt.sampling.num_logprobs >= 0
+        num_beside = len(json.dumps(asked.storing.about)) // BYTES_PER_TOKEN if asked.storing else 0
+        num_answered = asked.num_tokens * (1 + 20 * has_logprobs) + 21 * asked.num_scores
+        return len(asked.prompt.token_ids) + num_answered + num_beside
 
 
 class KeptAnswers:
-    """By req_id, the oldest first. Thread-safe."""
+    """Kept answers by owner and req_id. Beyond `max_tokens` the oldest of the owner that has most is dropped, so that
+    one of them cannot push out what the others have. Thread-safe."""
 
-    def __init__(self) -> None:
-        self._kept: OrderedDict[str, tuple[float, int, Asked]] = OrderedDict()  # since when, its size
+    def __init__(self, kept_s: float, max_tokens: int) -> None:
+        self._kept_s, self._max_tokens = kept_s, max_tokens
+        self._kept: dict[str, OrderedDict[str, Kept]] = {}  # by owner, the oldest first
+        self._sizes: Counter[str] = Counter()  # by owner
         self._size = 0
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return sum(map(len, self._kept.values()))
 
-    def keep(self, asked: Asked) -> None:
-        has_logprobs = asked.prompt.sampling.num_logprobs >= 0
-        size = len(asked.prompt.token_ids) + asked.num_tokens * (1 + 20 * has_logprobs) + 21 * asked.num_scores
+    def keep(self, kept: Kept) -> None:
+        owner, req_id = kept.asked.owner, kept.asked.request.req_id
         with self._lock:
-            self._remove(asked.request.req_id)
-            self._kept[asked.request.req_id] = (time.monotonic(), size, asked)
-            self._size += size
-            while self._kept:
-                req_id, (since, _, _) = next(iter(self._kept.items()))
-                if self._size <= MAX_TOKENS and time.monotonic() - since <= KEPT_S:
-                    break
-                self._remove(req_id)
+            self._drop_old(owner)
+            self._pop(owner, req_id)
+            self._kept.setdefault(owner, OrderedDict())[req_id] = kept
+            self._grow(owner, kept.size)
+            while self._size > self._max_tokens:
+                largest = max(self._sizes, key=self._sizes.__getitem__)
+                self._pop(largest, next(iter(self._kept[largest])))
 
-    def take(self, request: GenerationRequest) -> Asked | None:
-        """For the one who has asked before. Raises DuplicateRequest when it was another who did, under its name."""
+    def get(self, owner: str, req_id: str) -> Kept | None:
         with self._lock:
-            since, _, asked = self._kept.get(request.req_id, (0.0, 0, None))
-            if asked is None or time.monotonic() - since > KEPT_S:
-                return None
-            check_same(asked, request)
-            self._remove(request.req_id)
-            return asked
+            self._drop_old(owner)
+            return self._kept.get(owner, OrderedDict()).get(req_id)
 
-    def _remove(self, req_id: str) -> None:
-        if req_id in self._kept:
-            self._size -= self._kept.pop(req_id)[1]
+    def pop(self, owner: str, req_id: str) -> Kept | None:
+        with self._lock:
+            self._drop_old(owner)
+            return self._pop(owner, req_id)
+
+    def drop_old(self) -> None:
+        with self._lock:
+            for owner in list(self._kept):
+                self._drop_old(owner)
+
+    def _drop_old(self, owner: str) -> None:
+        end = time.monotonic() - self._kept_s
+        while kept := self._kept.get(owner):
+            req_id = next(iter(kept))
+            if kept[req_id].since > end:
+                return
+            self._pop(owner, req_id)
+
+    def _pop(self, owner: str, req_id: str) -> Kept | None:
+        kept = self._kept.get(owner, OrderedDict()).pop(req_id, None)
+        if kept:
+            self._grow(owner, -kept.size)
+            if not self._kept[owner]:
+                del self._kept[owner], self._sizes[owner]
+        return kept
+
+    def _grow(self, owner: str, size: int) -> None:
+        self._sizes[owner] += size
+        self._size += size
 
 
 def check_same(asked: Asked, again: GenerationRequest) -> None:

@@ -20,6 +20,9 @@ class Lengths:
     max_seq_len: int
     max_dec_len: int
     cache_size: CacheSize = lambda: None
+    is_cut_by_setting: bool = False  # model_len is MAX_MODEL_LEN
+    num_paged: int = 1  # cache groups that keep every position
+    num_bounded: int = 0  # blocks that the others of a request need at most
 
     def check_bytes(self, field: str, num_bytes: int, max_token_bytes: int) -> None:
         """Refuses what is too long whatever its tokens are, before time goes into finding them."""
@@ -32,8 +35,10 @@ class Lengths:
     def longest_prompt(self, request: GenerationRequest) -> int:
         """Beside the answer that is asked for."""
         answer_len = 0 if request.pooling else _shortest_answer(request)
-        if not request.cut_max_dec_len:
-            answer_len = max(answer_len, request.max_dec_len or 0)
+        wanted = request.max_dec_len or 0
+        if request.cut_max_dec_len:
+            wanted = min(wanted, self.max_dec_len, self.model_len // 2)
+        answer_len = max(answer_len, wanted)
         return max(1, min(self.max_seq_len, self.model_len - answer_len))
 
     def max_new_tokens(self, request: GenerationRequest, prompt_len: int) -> int:
@@ -45,8 +50,7 @@ class Lengths:
         if request.pooling:
             return 0
         minimum, maximum = _shortest_answer(request), request.max_dec_len
-        num_made = request.best_of or request.n
-        longest = min(self.model_len - prompt_len, self.max_dec_len, self._room(prompt_len, num_made))
+        longest = self._longest_answer(request, prompt_len)
         if maximum is not None and request.cut_max_dec_len:
             maximum = min(maximum, max(minimum, longest))
         for name, value in (("min_dec_len", minimum), ("max_dec_len", maximum or 1)):
@@ -57,7 +61,7 @@ class Lengths:
         if request.min_dec_len:
             self._check_fits("min_dec_len", prompt_len, minimum)
         elif (maximum is None or request.cut_max_dec_len) and prompt_len + minimum > self.model_len:
-            text = "The prompt has {value} tokens, the model takes {limit} and an answer"
+            text = f"The prompt has {{value}} tokens, the model takes {{limit}} and an answer{self._why()}"
             raise PromptTooLong(text, field=request.source, value=prompt_len, limit=self.model_len - minimum)
         if maximum is None:
             return max(minimum, longest)
@@ -67,9 +71,20 @@ class Lengths:
         self._check_fits("max_dec_len", prompt_len, maximum)
         return maximum
 
+    def _longest_answer(self, request: GenerationRequest, prompt_len: int) -> int:
+        """Return the room for each answer. Where a length is given, answers that do not fit beside the others wait."""
+        are_at_once = request.max_dec_len is None or request.use_beam_search
+        room = self._room(prompt_len, (request.best_of or request.n) if are_at_once else 1)
+        return min(self.model_len - prompt_len, self.max_dec_len, room)
+
     def _limit(self, setting: str, value: int) -> str:
-        """Whose limit it is: where the model ends, its length or its window, no setting helps."""
-        return setting if value < self.model_len else "of the model"
+        """Name the limit: where the model ends, no larger setting helps."""
+        if value < self.model_len:
+            return setting
+        return "MAX_MODEL_LEN" if self.is_cut_by_setting else "of the model"
+
+    def _why(self) -> str:
+        return ": MAX_MODEL_LEN limits prompt and answer together" if self.is_cut_by_setting else ""
 
     def _room(self, prompt_len: int, n: int) -> int:
         """The longest that each of `n` answers can be when they run at once. They share the full blocks of the prompt;
@@ -77,13 +92,16 @@ class Lengths:
         if (cache_size := self.cache_size()) is None:
             return self.model_len
         num_blocks, block_size = cache_size
+        if not self.num_paged:
+            return self.model_len
+        num_blocks = max(0, num_blocks - n * self.num_bounded) // self.num_paged
         num_shared = prompt_len // block_size
         return (num_shared + (num_blocks - num_shared) // n) * block_size - prompt_len + 1
 
     def _check_fits(self, name: str, prompt_len: int, answer_len: int) -> None:
         if prompt_len + answer_len > self.model_len:
             text = f"Input text is too long, input_ids_len ({prompt_len}) + {{field}} ({{value}}) > "
-            text += f"max_seq_len ({self.model_len})"
+            text += f"max_seq_len ({self.model_len}){self._why()}"
             raise PromptTooLong(text, field=name, value=answer_len, limit=self.model_len - prompt_len)
 
 

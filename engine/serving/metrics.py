@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.errors import KINDS
 from engine.serving.latency import BUCKETS_S, Histogram
+from engine.serving.vllm_metrics import by_vllm_names
 
 if TYPE_CHECKING:
     from engine.serving.service import Service
@@ -62,8 +63,13 @@ OLD_MEMBERS = (("batch_size", "num_running"), ("max_block_num", "num_blocks"))
 END_REASONS = ("stop", "length", *KINDS)
 
 
-def samples(service: Service, max_batch_size: int) -> Iterator[Sample]:
-    """Every value as it is now."""
+def samples(service: Service, max_batch_size: int) -> list[Sample]:
+    """Return every value as it is now."""
+    own, model_name = list(_samples(service, max_batch_size)), service.vllm_model_name()
+    return [*own, *by_vllm_names(own, model_name)] if model_name else own
+
+
+def _samples(service: Service, max_batch_size: int) -> Iterator[Sample]:
     stats = service.client.stats
     for family, kind, doc, name in ENGINE_FAMILIES:
         yield Sample(family, kind, doc, (), stats.get(name, 0))
@@ -146,7 +152,7 @@ class MetricsThread:
                 return
 
     def update(self) -> None:
-        for sample in list(samples(self._service, self._max_batch_size)):
+        for sample in samples(self._service, self._max_batch_size):
             counter = Sample(sample.family + sample.suffix, COUNTER, *sample[2:])
             self._tell(counter if sample.kind == HISTOGRAM else sample)
 

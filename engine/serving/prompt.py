@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from engine.core.cache_groups import FULL_ATTENTION, PAGED
 from engine.core.types import Sampling
 from engine.errors import InvalidRequest
 from engine.exporting.head import is_of_tokens, load_head
@@ -62,12 +63,13 @@ class PromptReader:
     ) -> PromptReader:
         """For the exported model in `graph_dir`."""
         model = Manifest.read(graph_dir)
-        model_len = model.max_seq_len
-        max_seq_len, max_dec_len = min(config.max_seq_len, model_len), min(config.max_dec_len, model_len)
+        model_len = config.model_len(model.max_seq_len)
+        max_seq_len, max_dec_len = min(config.max_prompt_len, model_len), min(config.max_answer_len, model_len)
+        is_cut = model_len < model.max_seq_len
         return cls(
             tokenizer=tokenizer,
             vocab_size=model.vocab_size,
-            lengths=Lengths(model_len, max_seq_len, max_dec_len, cache_size),
+            lengths=Lengths(model_len, max_seq_len, max_dec_len, cache_size, is_cut, *_groups(model, config)),
             loras=loras or LoraNames(config, graph_dir),
             forms=Forms.of_server(config),
             head=load_head(graph_dir),
@@ -105,13 +107,7 @@ class PromptReader:
         return Sampling(
             max_new_tokens=max_new_tokens,
             min_new_tokens=request.min_dec_len or 0,
-            temperature=request.temperature,
-            top_p=request.topp,
-            top_k=request.top_k,
-            min_p=request.min_p,
-            repetition_penalty=request.penalty_score,
-            frequency_penalty=request.frequency_score,
-            presence_penalty=request.presence_score,
+            **vars(request.parameters),
             seed=secrets.randbits(63) if request.infer_seed is None else request.infer_seed % 2**64,
             stop_token_ids=stop_ids,
             bad_words=self._bad_words(request),
@@ -201,3 +197,12 @@ class PromptReader:
                     raise InvalidRequest(text, field="bad_words", value=shown(word))
                 words.append(token_ids)
         return tuple(dict.fromkeys(words))
+
+
+def _groups(model: Manifest, config: Config) -> tuple[int, int]:
+    """Return the number of paged cache groups, and the blocks that the other groups of a request need at most."""
+    groups = [group for graph in model.graphs for group in graph.cache_groups] or FULL_ATTENTION
+    others = [group for group in groups if group.kind != PAGED]
+    num_blocks = -(-model.max_seq_len // model.block_size)
+    sizes = [group.max_blocks(num_blocks, model.block_size, config.max_step_tokens) for group in others]
+    return len(groups) - len(others), sum(sizes)

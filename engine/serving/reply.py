@@ -43,16 +43,18 @@ class Reply:
     thread at a time calls `send_gathered`, the cancel thread `end_if_cancelled`."""
 
     def __init__(self, asked: Asked, sender: Sender, received: float, account: Account, ways: Ways):
-        request, self.prompt, self.choices = self.asked = asked
+        self.asked, self.prompt, self.choices = asked, asked.prompt, asked.choices
+        request, self.storing = asked.request, asked.storing
         self.req_id = request.req_id  # chosen by the client, who may use it again
         self.engine_id = uuid.uuid4().hex  # never used again
         self.has_left = threading.Event()  # it is kept for who asks again
         self._is_choosing = len(self.choices) > request.n  # the best of them, as soon as all are known
-        self.streaming = ways.streaming and not (request.return_all_tokens or self._is_choosing)
+        self._may_stream = ways.streaming and not (request.return_all_tokens or self._is_choosing)
+        self.streaming = self._may_stream
         self.account = account
         self._ways = ways
         self._request = request
-        self._sender = sender
+        self.sender = sender
         self.received, self._accepted = received, time.time()
         self._num_before = sum(choice.answer.num_generated for choice in self.choices)  # of an answer that goes on
         self._asked_at = received  # when the engine was last asked whether it still waits
@@ -61,7 +63,8 @@ class Reply:
         self._arrived: list[Choice] = []  # which of them have
         self._is_known = any(each.known_ids or not each.is_open for each in self.choices)  # something to say at once
         self._has_begun = self._is_known
-        self._error: RequestError | None = None
+        self._visits: list[Callable[[], None]] = []
+        self.error: RequestError | None = None
         self._awake = False  # in the senders' queue, with a sender, or ended
         self._asking = threading.Lock()  # held to ask Triton for a cancellation and to set _ended
         self._ended = False  # the final response is on its way or sent
@@ -69,11 +72,11 @@ class Reply:
     @property
     def is_over(self) -> bool:
         """Its last response is sent or will be the next."""
-        return self._ended or self._error is not None
+        return self._ended or self.error is not None
 
     @property
     def error_kind(self) -> str:
-        return self._error.kind if self._error else ""
+        return self.error.kind if self.error else ""
 
     def submissions(self) -> list[Submission]:
         """What the engine is asked for: the answers that are not all there."""
@@ -89,10 +92,34 @@ class Reply:
             self._arrived = list(self.choices) if self._is_known else []
             self._wake_once(self._is_known)
 
+    @property
+    def has_begun(self) -> bool:
+        """A token of it has come."""
+        return self._has_begun
+
+    def visit(self, call: Callable[[], None]) -> bool:
+        """Let a sender thread call `call` when nothing is being sent: what has come of the answer is complete then.
+        False when the reply has ended."""
+        with self._lock:
+            if not self._ended:
+                self._visits.append(call)
+                self._wake_once(True)
+            return not self._ended
+
+    def show(self, is_watched: bool, num_sent: int = 0) -> None:
+        """Called in a visit. Begin to send an only answer to a client that has `num_sent` tokens of it, or send no
+        more until its end."""
+        self.streaming = is_watched and self._may_stream
+        if is_watched:
+            [choice] = self.choices
+            choice.go_on(num_sent)
+            self.sender.send(self._news(choice, is_end=False), False)
+            choice.is_told()
+
     def cancel_all(self) -> None:
         """Harmless for choices that have ended."""
         for choice in self.choices:
-            self._ways.cancel(self._engine_id(choice), self._error is None)
+            self._ways.cancel(self._engine_id(choice), self.error is None)
 
     @property
     def first_id(self) -> str:
@@ -132,7 +159,7 @@ class Reply:
     def ended(self, error: RequestError) -> None:
         """With all its choices: half of what a client has asked for is no answer."""
         with self._lock:
-            self._error = self._error or error
+            self.error = self.error or error
             self._wake_once(True)
 
     def end_if_cancelled(self) -> bool:
@@ -142,7 +169,7 @@ class Reply:
             if self.is_over:
                 return False
             try:
-                if not self._sender.is_cancelled():
+                if not self.sender.is_cancelled():
                     return False
             except Exception as failure:
                 log.exception("%s: its stream is broken", self.engine_id)
@@ -178,7 +205,7 @@ class Reply:
         """Sends what has gathered, one response a choice. Whatever goes wrong, the request ends and the caller does
         not."""
         with self._lock:
-            error = self._error
+            error = self.error
             arrivals = [] if error else [(each, each.gathered, each.finish_reason) for each in self._arrived]
             for choice, _, _ in arrivals:
                 choice.gathered = []
@@ -197,8 +224,15 @@ class Reply:
             except Exception:
                 log.exception("%s: the final response could not be sent", self.engine_id)
         with self._lock:
+            visits, self._visits = self._visits, []
+        for visit in visits:
+            try:
+                visit()
+            except Exception:  # the stream of who asked is dead, or a bug of ours
+                log.exception("%s: a question about it could not be answered", self.engine_id)
+        with self._lock:
             self._awake = self._ended  # after the end nothing wakes it
-            self._wake_once(bool(self._arrived or self._error))
+            self._wake_once(bool(self._arrived or self._visits or self.error))
 
     def _respond(
         self, choice: Choice, gathered: list[tuple[int, Logprobs | None]], finish_reason: str | None, latency: Latency
@@ -215,7 +249,7 @@ class Reply:
         elif choice.answer.finish_reason:
             self._finish(choice, choice.answer.finish_reason, latency)
         elif self.streaming and choice.has_news:
-            self._sender.send(self._news(choice, is_end=False), False)
+            self.sender.send(self._news(choice, is_end=False), False)
             choice.is_told()
 
     def _choose(self, latency: Latency) -> None:
@@ -238,7 +272,7 @@ class Reply:
             self._send_final(payload)
             return
         self._ways.cancel(self._engine_id(choice), True)  # harmless, unless it was a stop string: the engine knows none
-        self._sender.send(payload, False)
+        self.sender.send(payload, False)
         choice.is_told()
 
     def _end(self, reason: str, choices: Sequence[Choice]) -> Ended:
@@ -257,7 +291,7 @@ class Reply:
         with self._asking, self._lock:
             self._ended = True
         self._ways.leave(self)
-        self._sender.send(payload, True)
+        self.sender.send(payload, True)
 
     def _note_arrival(self, choice: Choice, count: int, latency: Latency) -> None:
         now = time.time()

@@ -20,6 +20,8 @@ from engine.errors import Cancelled, EngineUnavailable, RequestError, as_request
 from engine.link.client import EngineClient
 from engine.serving.accounts import Account
 from engine.serving.admission import Admission
+from engine.serving.background import BackgroundSender
+from engine.serving.kept import Kept
 from engine.serving.latency import Ended, Latency
 from engine.serving.open_replies import OpenReplies
 from engine.serving.options import ServiceOptions
@@ -30,6 +32,7 @@ from engine.serving.resumption import Resumption
 from engine.serving.shared_streams import SharedStreams
 from engine.serving.stages import spans_of
 from engine.serving.state import state_of
+from engine.serving.stored import StoredResponses
 from engine.serving.tokens import answer_about_tokens
 from engine.wire import GenerationRequest
 
@@ -49,6 +52,7 @@ class Service:
     def __init__(self, reader: PromptReader, client: EngineClient, options: ServiceOptions):
         self.client = client
         self.latency = Latency()
+        self.vllm_model_name = options.vllm_model_name
         self._tracer = options.tracer
         self._reader = reader
         self._options = options
@@ -57,6 +61,7 @@ class Service:
         self.accounts = self._admission.accounts
         self._shared = SharedStreams()
         self._resumption = Resumption(reader, self._replies, options.is_first_model)
+        self._stored = StoredResponses(self._replies, options.stored_ttl_s, options.max_stored_tokens)
         self._readiness = Readiness(client, options)
         self._ready: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()  # replies with something to send
         self._ways = Ways(self._ready.put, self._forget, client.cancel, options.streaming)
@@ -141,15 +146,34 @@ class Service:
             if answer := self._answer_at_once(body, owner):
                 sender.send(wire.write_answer(answer), True)
                 return
-            req_id = wire.req_id_of(body)
+            if wire.STORED in body:
+                self._stored.answer(*wire.stored_question(body), owner, sender)
+                return
+            req_id, storing = wire.req_id_of(body), wire.storing_of(body)
             self._check_open()
             request = wire.parse_request(body)
-            standing = owner.name, owner.priority + max(request.priority, 0 if owner.name else -100)
-            reply = self._let_in(request, owner, sender, received)
+            if storing and storing.is_background:
+                self._begin_background(request, owner, storing, sender, received)
+                return
+            reply = self._let_in(request, owner, sender, received, storing)
         except Exception as error:
             self._refuse(error, req_id, sender, received)
             return
-        self._start(reply, standing)
+        self._start(reply, owner)
+
+    def _begin_background(
+        self, request: GenerationRequest, owner: wire.Owner, storing: wire.Storing, sender: Sender, received: float
+    ) -> None:
+        """Answer with the response that has begun, or with its answer. A gateway that has lost its connection, or a
+        client that watches the answer again, sends the request once more."""
+        if not self._stored.has(request, owner):
+            reply = self._let_in(request, owner, BackgroundSender(), received, storing)
+            reply.show(False)
+            self._start(reply, owner)
+        if storing.is_streamed:
+            self._stored.watch(request, owner, sender)
+        else:
+            self._stored.answer(request.req_id, wire.RETRIEVE, owner, sender)
 
     def _answer_at_once(self, body: dict[str, Any], owner: wire.Owner) -> wire.Answer | None:
         """To a question that needs no engine; None: it is none."""
@@ -173,13 +197,22 @@ class Service:
         if self._options.why_not_served:
             raise EngineUnavailable(self._options.why_not_served)
 
-    def _let_in(self, request: GenerationRequest, owner: wire.Owner, sender: Sender, received: float) -> Reply:
+    def _let_in(
+        self,
+        request: GenerationRequest,
+        owner: wire.Owner,
+        sender: Sender,
+        received: float,
+        storing: wire.Storing | None,
+    ) -> Reply:
         self._admission.check_room()
         if request.resume_from is not None:
             self._resumption.end_before(request)
+        elif storing:
+            self._stored.has(request, owner)  # another's response must not be lost
 
         def make(account: Account) -> Reply:
-            return Reply(self._resumption.asked(request), sender, received, account, self._ways)
+            return Reply(self._resumption.asked(request, owner.name, storing), sender, received, account, self._ways)
 
         return self._admission.enter(owner, make)
 
@@ -204,8 +237,8 @@ class Service:
         except Exception:
             log.exception("a refusal could not be sent")
 
-    def _start(self, reply: Reply, standing: tuple[str, int]) -> None:
-        """`standing`: its owner and priority."""
+    def _start(self, reply: Reply, owner: wire.Owner) -> None:
+        standing = owner.name, owner.priority + max(reply.asked.request.priority, 0 if owner.name else -100)
         try:
             submissions = reply.submissions()
             reply.begin()
@@ -238,7 +271,8 @@ class Service:
         reply.cancel_all()  # no-op unless it ends early, at a stop string or a cancellation
         if self._tracer:
             self._tracer.send(spans_of(reply, self._tracer.model_name))
-        self._resumption.kept.keep(reply.asked)
+        self._resumption.kept.keep(Kept(reply.asked))
+        self._stored.keep(reply)
         self._replies.remove(reply)
         reply.account.charge(0, reply.num_generated)
         reply.account.leave()
@@ -249,6 +283,7 @@ class Service:
         while not self._closing.wait(wait):
             started = time.monotonic()
             self._shared.end_unused()
+            self._stored.kept.drop_old()
             replies = self._replies.all()
             if self._readiness.is_time_up():
                 for reply in replies:

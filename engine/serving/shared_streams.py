@@ -15,7 +15,7 @@ from engine.serving.reply import Sender
 
 log = logging.getLogger(__name__)
 
-MOST_BYTES = 1 << 18  # of a response, but for one line that is longer: it goes through the memory of /dev/shm
+MOST_BYTES = 1 << 18  # of a response, but for one answer that is longer: it goes through the memory of /dev/shm
 IDLE_S = 1.0  # that a stream nobody needs stays open: Triton waits for all of them when it is to stop
 
 
@@ -43,10 +43,10 @@ class SharedStreams:
             self._num_sharing[name] -= 1
             self._num_sharing += Counter()  # without those of none
 
-    def put(self, name: str, line: bytes) -> bool:
+    def put(self, name: str, tag: int, answer: bytes) -> bool:
         """For the next `flush`. False when there is no such stream."""
         stream = self._streams.get(name)
-        return stream is not None and stream.put(line)
+        return stream is not None and stream.put(tag, answer)
 
     def flush(self) -> None:
         for stream in list(self._streams.values()):
@@ -76,7 +76,7 @@ class _SharingSender:
         self._own = own
 
     def send(self, payload: bytes, final: bool) -> None:
-        if not final and self._streams.put(self._name, wire.as_line(self._tag, payload)):
+        if not final and self._streams.put(self._name, self._tag, payload):
             return
         self._streams.flush()  # not to be held up by this one
         if final:
@@ -90,21 +90,21 @@ class _SharingSender:
 class _SharedStream:
     def __init__(self, sender: Sender):
         self._sender = sender
-        self._lines: list[bytes] = []
+        self._answers: list[tuple[int, bytes]] = []  # with their tags
         self._needed_at = time.monotonic()
         self._is_over = False
-        self._lock = threading.Lock()  # of the lines, and of the end
-        self._sending = threading.Lock()  # held around the above: lines are sent in their order
+        self._lock = threading.Lock()  # of the answers, and of the end
+        self._sending = threading.Lock()  # held around the above: answers are sent in their order
 
-    def put(self, line: bytes) -> bool:
+    def put(self, tag: int, answer: bytes) -> bool:
         with self._lock:
             if not self._is_over:
-                self._lines.append(line)
+                self._answers.append((tag, answer))
             return not self._is_over
 
     def flush(self) -> None:
-        """Waits for no other flush: who is at it sends these lines, too."""
-        while self._lines and self._sending.acquire(blocking=False):
+        """Waits for no other flush: who is at it sends these answers, too."""
+        while self._answers and self._sending.acquire(blocking=False):
             try:
                 self._send(is_end=False)
             finally:
@@ -112,7 +112,7 @@ class _SharedStream:
 
     def end(self) -> None:
         with self._sending:
-            while self._lines and not self._is_over:
+            while self._answers and not self._is_over:
                 self._send(is_end=False)
             self._send(is_end=True)
 
@@ -127,18 +127,19 @@ class _SharedStream:
             return self._is_over or now - self._needed_at > IDLE_S or self._sender.is_cancelled()
         finally:
             self._sending.release()
+            self.flush()  # answers whose own flush has found the lock taken
 
     def _send(self, is_end: bool) -> None:
         with self._lock:
             if self._is_over:
-                self._lines = []  # lost with it, those that came while it broke
+                self._answers = []  # lost with it, those that came while it broke
                 return
-            sizes = list(accumulate(map(len, self._lines)))
+            sizes = list(accumulate(len(answer) for _, answer in self._answers))
             count = len(sizes) if is_end else bisect_left(sizes, MOST_BYTES) + 1
-            lines, self._lines = self._lines[:count], self._lines[count:]
+            answers, self._answers = self._answers[:count], self._answers[count:]
             self._is_over = is_end
-        if lines or is_end:
-            self._try_to_send(b"\n".join(lines), is_end)
+        if answers or is_end:
+            self._try_to_send(wire.write_shared(answers), is_end)
 
     def _try_to_send(self, response: bytes, is_end: bool) -> None:
         """What is lost with a stream is missed by its gateway, which asks for it again."""
@@ -148,4 +149,4 @@ class _SharedStream:
             log.exception("a shared stream is broken")
             if not is_end:
                 self._is_over = True
-                self._try_to_send(b"", True)
+                self._try_to_send(wire.write_shared([]), True)

@@ -30,6 +30,6 @@ def state_of(service: Service, reader: PromptReader, max_running: int, with_metr
         engine_step_s=stats.get("step_age_s", 0.0),
         num_restarts=client.num_restarts,
         loras=reader.loras.names(),
-        metrics=[*samples(service, max_running)] if with_metrics else None,
+        metrics=samples(service, max_running) if with_metrics else None,
         last_requests=service.latency.last() if with_metrics else None,
     )

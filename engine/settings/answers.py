@@ -42,6 +42,18 @@ class Answers:
         "JSON that an answer must be has no whitespace between its parts, unless the request says otherwise",
     )
     disable_streaming: bool = setting(False, "DISABLE_STREAMING", "send every answer in one response")
+    stored_response_ttl_s: float = setting(
+        3600.0,
+        "STORED_RESPONSE_TTL",
+        "seconds that a response with `store` or `background` can be retrieved after its end",
+        minimum=1,
+    )
+    max_stored_response_tokens: int = setting(
+        1 << 20,
+        "MAX_STORED_RESPONSE_TOKENS",
+        "tokens of all stored responses with their prompts; beyond, the oldest of the API key with most are deleted",
+        minimum=1,
+    )
     max_body_bytes: int = setting(
         4 << 20, "MAX_BODY_BYTES", "longest request: the HTTP body, or the text over gRPC", minimum=1024
     )

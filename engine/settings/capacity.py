@@ -7,18 +7,30 @@ from dataclasses import dataclass
 from engine.errors import ConfigError
 from engine.settings.setting import setting
 
+DEFAULT_PROMPT_LEN, DEFAULT_ANSWER_LEN = 8192, 1024
+LONG_SHARE = 0.04  # of the longest prompt: a longer one is long, as at FastDeploy
+
 
 @dataclass(frozen=True)
 class Capacity:
-    max_seq_len: int = setting(
-        8192, "MAX_SEQ_LEN", "longest prompt, in tokens; the model's own limit also holds", minimum=1
+    max_model_len: int | None = setting(
+        None,
+        "MAX_MODEL_LEN",
+        "prompt and answer together, in tokens; unset: the length that the model was made for or exported with",
+        minimum=16,
     )
-    max_dec_len: int = setting(1024, "MAX_DEC_LEN", "longest answer, in tokens", minimum=1)
+    max_seq_len: int | None = setting(
+        None, "MAX_SEQ_LEN", "longest prompt, in tokens; unset: MAX_MODEL_LEN if set, else 8192", minimum=1
+    )
+    max_dec_len: int | None = setting(
+        None, "MAX_DEC_LEN", "longest answer, in tokens; unset: MAX_MODEL_LEN if set, else 1024", minimum=1
+    )
     batch_size: int = setting(50, "BATCH_SIZE", "requests in one step at most", minimum=1, maximum=1024)
     block_bs: float | None = setting(
         None,
         "BLOCK_BS",
-        "KV blocks = BLOCK_BS x blocks of the model's length, or of MAX_DEC_LEN if more; unset: from free memory",
+        "KV blocks = BLOCK_BS x blocks of the longest request: MAX_SEQ_LEN + MAX_DEC_LEN, but no more than the model"
+        " or MAX_MODEL_LEN allows; unset: from free memory",
         minimum=0.001,
     )
     block_ratio: float = setting(
@@ -75,6 +87,25 @@ class Capacity:
         " unset: 256 on the CPU, 8192 on a GPU",
         minimum=1,
     )
+    max_num_partial_prefills: int | None = setting(
+        None,
+        "MAX_NUM_PARTIAL_PREFILLS",
+        "prompts that one step computes side by side, in equal shares at least; unset: in the order of their arrival,"
+        " as many as fit",
+        minimum=1,
+    )
+    max_long_partial_prefills: int | None = setting(
+        None,
+        "MAX_LONG_PARTIAL_PREFILLS",
+        "long prompts among them; others wait while short ones go before them; unset: 1 with MAX_NUM_PARTIAL_PREFILLS",
+        minimum=1,
+    )
+    long_prefill_token_threshold: int = setting(
+        0,
+        "LONG_PREFILL_TOKEN_THRESHOLD",
+        "a prompt of more tokens is long; 0: 4% of MAX_SEQ_LEN",
+        minimum=0,
+    )
     enable_prefix_caching: bool = setting(
         True, "ENABLE_PREFIX_CACHING", "keep full blocks for prompts that begin alike"
     )
@@ -104,6 +135,32 @@ class Capacity:
         3, "SPECULATE_MAX_NGRAM_SIZE", "tokens that must have occurred before, at most", minimum=1, maximum=16
     )
     use_warmup: bool = setting(False, "USE_WARMUP", "run the longest step once before the server is ready")
+
+    @property
+    def max_prompt_len(self) -> int:
+        return self.max_seq_len or self.max_model_len or DEFAULT_PROMPT_LEN
+
+    @property
+    def max_answer_len(self) -> int:
+        return self.max_dec_len or self.max_model_len or DEFAULT_ANSWER_LEN
+
+    def model_len(self, made_for: int) -> int:
+        """Return how long prompt and answer may be together, of a model that was made for, or exported with, so many
+        tokens. Raises ConfigError where MAX_MODEL_LEN is more."""
+        if self.max_model_len and self.max_model_len > made_for:
+            raise ConfigError(f"MAX_MODEL_LEN is {self.max_model_len}, the model takes at most {made_for} tokens")
+        return self.max_model_len or made_for
+
+    @property
+    def long_prefill_tokens(self) -> int:
+        return self.long_prefill_token_threshold or int(LONG_SHARE * self.max_prompt_len)
+
+    def check_partial_prefills(self) -> None:
+        most, most_long = self.max_num_partial_prefills, self.max_long_partial_prefills
+        if most and most_long and most_long > most:
+            raise ConfigError(
+                f"MAX_LONG_PARTIAL_PREFILLS is {most_long}, it must be at most MAX_NUM_PARTIAL_PREFILLS, {most}"
+            )
 
     def check_swap_space(self) -> None:
         if self.swap_space and not self.enable_prefix_caching:

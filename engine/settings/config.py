@@ -11,6 +11,7 @@ from typing import Any
 from engine.errors import ConfigError
 from engine.settings.answers import Answers
 from engine.settings.capacity import Capacity
+from engine.settings.grammars import GrammarSettings
 from engine.settings.loras import Loras
 from engine.settings.ports import Ports
 from engine.settings.processes import Processes
@@ -18,7 +19,9 @@ from engine.settings.setting import given, parse
 
 
 @dataclass(frozen=True)
-class Config(Processes, Answers, Capacity, Loras, Ports):  # dataclass takes the fields of the last one first
+class Config(
+    Processes, GrammarSettings, Answers, Capacity, Loras, Ports
+):  # dataclass takes the fields of the last one first
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Config:
         """Raises ConfigError that names each wrong variable, its value and what was expected, a line each."""
@@ -61,6 +64,7 @@ class Config(Processes, Answers, Capacity, Loras, Ports):  # dataclass takes the
             self.check_origin,
             self.check_tls,
             self.check_capture_sizes,
+            self.check_partial_prefills,
             self.check_swap_space,
             self.check_traces,
         )

@@ -10,6 +10,7 @@ from engine.errors import ConfigError
 from engine.settings.config import Config
 
 CPU, GPU = "cpu", "gpu"
+MIN_CAPABILITY = (8, 0)  # bfloat16 products and conversions are instructions of these GPUs
 
 
 def with_device(config: Config) -> Config:
@@ -27,6 +28,12 @@ def may_be_gpu(config: Config) -> bool:
     return config.device != CPU and not _missing_package()
 
 
+def check_packages(config: Config) -> None:
+    """Raise ConfigError where a GPU is asked for and the packages for one are missing, without importing them."""
+    if config.device == GPU and (package := _missing_package()):
+        raise ConfigError(f"DEVICE is 'gpu', but {package} is missing: pip install .[cuda]")
+
+
 def _missing_package() -> str:
     return next((name for name in ("torch", "triton") if importlib.util.find_spec(name) is None), "")
 
@@ -38,7 +45,19 @@ def _why_no_gpu() -> str:
         return f"{package} is missing: pip install .[cuda]"
     import torch  # only here: it takes seconds to import, and CPU users need not have it
 
-    return "" if torch.cuda.is_available() else "torch sees no GPU"
+    return _too_old(0) if torch.cuda.is_available() else "torch sees no GPU"
+
+
+def _too_old(index: int) -> str:
+    """Return what is wrong with the compute capability of a GPU, empty if nothing is."""
+    import torch
+
+    found = torch.cuda.get_device_capability(index)
+    if found >= MIN_CAPABILITY:
+        return ""
+    (major, minor), name = found, torch.cuda.get_device_name(index)
+    needed = ".".join(map(str, MIN_CAPABILITY))
+    return f"GPU {index}, {name}, has compute capability {major}.{minor}, {needed} or more is needed (docs/gpu.md)"
 
 
 def check_gpus(config: Config) -> None:
@@ -54,3 +73,5 @@ def check_gpus(config: Config) -> None:
             f"MP_NUM is {config.mp_num}, each rank needs a GPU of its own and torch sees {torch.cuda.device_count()}"
             " (CUDA_VISIBLE_DEVICES says which those may be)"
         )
+    if trouble := next(filter(None, map(_too_old, range(config.mp_num))), ""):
+        raise ConfigError(f"MP_NUM is {config.mp_num}, but {trouble}; CUDA_VISIBLE_DEVICES leaves it out")

@@ -35,18 +35,20 @@ class Model:
         "LOAD_FORMAT",
         "`dummy`: export from config.json alone, with random weights drawn on the GPU",
         choices=("auto", "dummy"),
+        synonyms=dict.fromkeys(("safetensors", "hf"), "auto"),  # vLLM's names
     )
     dtype: str = setting(
         "auto",
         "DTYPE",
         "weights of an export; `auto`: float32 stays, 16-bit becomes bfloat16; float16 is for GPUs",
         choices=("auto", "float32", "bfloat16", "float16"),
+        synonyms={"half": "float16", "float": "float32"},  # vLLM's names
     )
     quant_type: str = setting(
         "none",
         "QUANT_TYPE",
         "matrices of an export with fewer bits (docs/ops.md); a model name's third part says it, too",
-        choices=("none", "weight_only_int8", "weight_only_int4", "a8w8", "weight_only_fp8"),
+        choices=("none", "weight_only_int8", "weight_only_int4", "weight_only_int4_g32", "a8w8", "weight_only_fp8"),
     )
     hf_overrides: str = setting(
         "", "HF_OVERRIDES", "JSON object of what an export shall find in config.json instead of what is there"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,15 +12,23 @@ from engine.errors import ConfigError
 from engine.settings.setting import expanded, setting
 
 # In the run directory. The supervisor writes why it has given the engine up, and that it is going to end the server;
-# the Triton model reads it. The engine notes that it has computed tokens, the supervisor looks when it has ended.
+# the Triton model reads it. The engine notes that it has computed tokens, the Triton model which request it computes
+# alone, to find out whether that crashes it; the supervisor looks when the engine has ended.
 ENGINE_FAILED_FILE = "engine.failed"
 ENGINE_PROGRESS_FILE = "engine.progress"
+ENGINE_SUSPECT_FILE = "engine.suspect"
 STOPPING_FILE = "stopping"  # engine.settings.stopping
 LORAS_FILE = "loras.json"  # which adapters the Triton model has, for the one after it
 # There, too: the sockets; that of tritonserver in its folder, which is made anew at every start.
 ENGINE_SOCKET = "engine.sock"
 TRITON_FOLDER, TRITON_SOCKET, TRITON_PAGE = ".triton", "grpc:1", "page"
 MAX_SOCKET_PATH = 107  # bytes, the kernel's sun_path
+DEFAULT_LOG_DIR = "log"
+
+
+def default_run_path() -> Path:
+    """Return the run directory of a server without RUN_DIR and FD_LOG_DIR. Those of others begin with this path."""
+    return Path(f"/tmp/llm-server-{os.getuid()}")
 
 
 @dataclass(frozen=True)
@@ -47,9 +56,12 @@ class Processes:
         8, "ENGINE_MAX_CRASHES", "crashes of the engine in a row after which requests fail", minimum=1
     )
     run_dir: str = setting(
-        "", "RUN_DIR", "state, sockets and generated configuration; empty: a folder of this user under /tmp"
+        "",
+        "RUN_DIR",
+        "state, sockets and generated configuration; empty: a folder of this user under /tmp, another one for each"
+        " FD_LOG_DIR",
     )
-    log_dir: str = setting("log", "FD_LOG_DIR", "log files")
+    log_dir: str = setting(DEFAULT_LOG_DIR, "FD_LOG_DIR", "log files")
     log_max_bytes: int = setting(64 << 20, "FD_LOG_MAX_BYTES", "size at which a log file is rotated", minimum=65536)
     log_backup_count: int = setting(7, "FD_LOG_BACKUP_COUNT", "older files kept of each log", minimum=0, maximum=1000)
     log_level: str = setting(
@@ -64,13 +76,23 @@ class Processes:
         "", "OTEL_EXPORTER_OTLP_HEADERS", "what is sent with them, as `name=value,name=value`", is_shown=False
     )
     otlp_service_name: str = setting("llm-server", "OTEL_SERVICE_NAME", "the name of this server in them")
+    vllm_metrics: bool = setting(
+        False,
+        "VLLM_METRICS",
+        "metrics [by vLLM's names](metrics.md#by-vllms-names), too, for dashboards and autoscalers made for it",
+    )
     output_log_to_console: bool = setting(
         False, "OUTPUT_LOG_TO_CONSOLE", "`start_server --foreground` copies the logs to its output"
     )
 
     @property
     def run_path(self) -> Path:
-        return expanded("RUN_DIR", self.run_dir or f"/tmp/llm-server-{os.getuid()}")
+        if self.run_dir:
+            return expanded("RUN_DIR", self.run_dir)
+        if self.log_dir == DEFAULT_LOG_DIR:
+            return default_run_path()
+        digest = hashlib.blake2b(os.fsencode(self.log_path), digest_size=4).hexdigest()
+        return Path(f"{default_run_path()}-{digest}")
 
     @property
     def engine_socket(self) -> Path:

@@ -38,3 +38,7 @@ class ServedModel:
         except FileNotFoundError:
             self._served, self._version = Served(), None
         return self._served
+
+    def name(self, of_settings: str) -> str:
+        """Return the name in /v1/models; `of_settings` is SERVED_MODEL_NAME."""
+        return self.now().name or of_settings or OWN_NAME

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import fields
 from typing import Any
 
@@ -30,4 +31,5 @@ def _as_text(default: Any) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
     print(markdown_table())  # noqa: T201 - this is a command

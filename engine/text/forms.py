@@ -4,27 +4,28 @@ a JSON object with one or two grammars. Knows no tokens and compiles nothing."""
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
-from llguidance import StructTag, regex_to_lark
-from llguidance.gbnf_to_lark import gbnf_to_lark
-
-from engine.errors import InvalidRequest, literally
-from engine.wire.checks import shown
+from engine.text.lark import lark_of_grammar, lark_of_regex
+from engine.text.structural_tags import TagWriter
 from engine.wire.forms import Form
 
 Json = dict[str, Any]
 # Of JSON: a space, or a new line and its indentation. A model that knows no better would write spaces for ever.
 SOME_WHITESPACE = {"whitespace_pattern": r" |\r?\n[ \t]{0,24}"}
 NO_WHITESPACE = {"whitespace_flexible": False}
-A_RULE_OF_EBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
-UNENDING = 10**6  # tokens; no answer is as long
 # What the model thinks before its answer is free. The answer may begin on another line.
-AFTER_THOUGHT = """start: thought BREAK @answer
-%s
-BREAK: /[ \\n]{0,4}/"""
+AFTER_THOUGHT = """start: {start}
+{rule}
+BREAK: /[ \\n]{{0,4}}/"""
+
+
+class Thought(NamedTuple):
+    """What an answer may hold before the constraint begins."""
+
+    rule: str  # of a thought up to its end, in Lark, by the name `thought`
+    begin: str = ""  # in Lark: the answer begins with a thought only if it begins so; empty: it always does
 
 
 def free_thought(end: str) -> str:
@@ -45,59 +46,27 @@ def free_answer(thought: str, begin: tuple[str, int] | None) -> str:
     return json.dumps({"grammars": [{"lark_grammar": f"start: {start}\n{thought}\nrest: <[*]>*"}]})
 
 
-def written(form: Form, any_whitespace: bool = True, thought: str = "") -> str:
-    """`any_whitespace` is about JSON. With the rule of a `thought` the form begins after that. Raises InvalidRequest
-    for what can be seen without compiling, by the form's field."""
+def written(form: Form, any_whitespace: bool = True, thought: Thought | None = None) -> str:
+    """Return the grammar of the form, after the `thought` if there is one. `any_whitespace` is about JSON. Raises
+    InvalidRequest for what can be seen without compiling, by the form's field. Token ids are written as they are."""
+    if form.kind == "token_ids":
+        return json.dumps(form.value)
     options = SOME_WHITESPACE if any_whitespace else NO_WHITESPACE
-    answer = {
-        "json": lambda: {"json_schema": {**form.value, "x-guidance": options}},
-        "regex": lambda: _regex(form),
-        "choice": lambda: _choice(form.value),
-        "grammar": lambda: _grammar(form),
-        "token_ids": lambda: _token_ids(form.value),
-        "structural_tag": lambda: _structural_tag(form, options),
-    }[form.kind]()
+    writers: dict[str, Callable[[], list[Json]]] = {
+        "json": lambda: [{"json_schema": {**form.value, "x-guidance": options}}],
+        "regex": lambda: [{"lark_grammar": lark_of_regex(form.field, form.value)}],
+        "choice": lambda: [_choice(form.value)],
+        "grammar": lambda: [{"lark_grammar": lark_of_grammar(form.field, form.value)}],
+        "structural_tag": lambda: TagWriter(form.field, (options, NO_WHITESPACE)).grammars(form.value),
+    }
+    answer, *others = writers[form.kind]()
     if not thought:
-        return json.dumps({"grammars": [answer]}, ensure_ascii=False)
-    before = {"lark_grammar": AFTER_THOUGHT % thought}
-    return json.dumps({"grammars": [before, {"name": "answer", **answer}]}, ensure_ascii=False)
-
-
-def _regex(form: Form) -> Json:
-    """Digits and letters of `\\d` and `\\w` are those of ASCII, as in JSON schemas."""
-    if (len(form.value) - len(form.value.rstrip("\\"))) % 2:
-        raise InvalidRequest("The `{field}` ends with a backslash that escapes nothing", field=form.field)
-    return {"lark_grammar": f"start: /{regex_to_lark(form.value, 'dw')}/"}
+        return json.dumps({"grammars": [answer, *others]}, ensure_ascii=False)
+    start = f"({thought.begin} thought BREAK)? @answer" if thought.begin else "thought BREAK @answer"
+    before = {"lark_grammar": AFTER_THOUGHT.format(start=start, rule=thought.rule)}
+    return json.dumps({"grammars": [before, {"name": "answer", **answer}, *others]}, ensure_ascii=False)
 
 
 def _choice(texts: list[str]) -> Json:
     """As one terminal, which is an automaton: of rules, each text would be an item to look at."""
     return {"lark_grammar": f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, texts))}"}
-
-
-def _grammar(form: Form) -> Json:
-    """Lark as it is, EBNF of llama.cpp's kind translated."""
-    if not A_RULE_OF_EBNF.search(form.value):
-        return {"lark_grammar": form.value}
-    try:
-        return {"lark_grammar": gbnf_to_lark(form.value)}
-    except Exception as error:  # the library raises all sorts
-        raise InvalidRequest(f"The `{{field}}` cannot be read: {literally(str(error))}", field=form.field) from None
-
-
-def _token_ids(token_ids: list[int]) -> Json:
-    """Never complete, so that an end of the answer must be one of them."""
-    return {"lark_grammar": f"start: <[{','.join(map(str, token_ids))}]>{{{UNENDING}}}"}
-
-
-def _structural_tag(form: Form, options: Json) -> Json:
-    """Free text; wherever one of the triggers occurs, one of the structures that begin with it follows."""
-    tags = []
-    for structure in form.value["structures"]:
-        begin, schema = structure["begin"], {**structure["schema"], "x-guidance": options}
-        trigger = next((each for each in form.value["triggers"] if begin.startswith(each)), None)
-        if trigger is None:
-            text = "The `{field}` has a structure that none of its triggers begins: {value}"
-            raise InvalidRequest(text, field=form.field, value=shown(begin))
-        tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=structure["end"]))
-    return {"lark_grammar": StructTag.to_grammar(tags, assume_special=False)}

@@ -6,7 +6,7 @@ A `Tokenizer` never changes after it is loaded, so any number of threads may use
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,14 @@ from engine.errors import ChatTemplateError, InvalidRequest, TokenizerError
 from engine.models.keys import read_json
 from engine.text.chat_template import ChatTemplate
 from engine.text.detokenizer import Detokenizer, TokenBytes
+from engine.text.sentencepiece import SentencePiece, model_file
 
 log = logging.getLogger(__name__)
 
 Json = Mapping[str, Any]
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 ADDED_TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
-OTHER_FORMATS = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
+OTHER_FORMATS = ("vocab.json", "merges.txt", "vocab.txt", "*.tiktoken")
 # For these classes add_bos_token and add_eos_token decide, not the post-processor in tokenizer.json.
 FLAGS_DECIDE = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
 
@@ -120,27 +121,53 @@ class Tokenizer:
 
 
 def _load(directory: Path) -> Tokenizer:
-    path = directory / "tokenizer.json"
-    if not path.is_file():
-        others = [name for name in OTHER_FORMATS if (directory / name).exists()]
-        found = f" (found {', '.join(others)})" if others else ""
-        raise TokenizerError(
-            f"there is no tokenizer.json in {directory}{found}. Only this format, of the Hugging Face "
-            "tokenizers library, is supported; transformers converts others to it: "
-            "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
-        )
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more precise
-        raise TokenizerError(f"{path} cannot be read: {error}") from error
     config = _given(_read_json(directory / "tokenizer_config.json"))
-    special_tokens = _special_tokens(_given(_read_json(directory / "special_tokens_map.json")) | config)
+    path = directory / "tokenizer.json"
+    known: dict[str, str] = {}
+    if path.is_file():
+        backend = _made(path, lambda: tokenizers.Tokenizer.from_file(str(path)))
+    else:
+        backend, known, config = _from_sentencepiece(directory, config)
+    special_tokens = _special_tokens(known | _given(_read_json(directory / "special_tokens_map.json")) | config)
     _add_missing_tokens(backend, config, special_tokens)
     _honour_flags(backend, config, special_tokens)
     model_config = _read_json(directory / "config.json")
     generation_config = _read_json(directory / "generation_config.json")
     ids = model_config | _given(generation_config)
     return Tokenizer(backend, special_tokens, _chat_templates(directory, config), ids)
+
+
+def _made(path: Path, make: Callable[[], tokenizers.Tokenizer]) -> tokenizers.Tokenizer:
+    try:
+        return make()
+    except Exception as error:  # the library raises nothing more precise
+        raise TokenizerError(f"{path} cannot be read: {error}") from error
+
+
+def _from_sentencepiece(directory: Path, config: Json) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[str, Any]]:
+    """Return the tokenizer of a *.model file, the special tokens it names, and tokenizer_config.json with the flags
+    that the classes of such tokenizers have where it does not set them."""
+    path = model_file(directory)
+    if path is None:
+        others = sorted(path.name for name in OTHER_FORMATS for path in directory.glob(name))
+        found = f" (found {', '.join(others)})" if others else ""
+        raise TokenizerError(
+            f"there is no tokenizer.json in {directory}{found}. Supported are this format, of the Hugging Face "
+            "tokenizers library, and SentencePiece's *.model; transformers converts others to the first: "
+            "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+        )
+    model = SentencePiece.read(path)
+    backend = _made(path, lambda: model.backend(prefix_every_segment=config.get("legacy", True)))
+    listed = _read_json(directory / "added_tokens.json").items()
+    added = {str(token_id): {"content": text, "normalized": False} for text, token_id in listed}
+    has_bos = _class_of(config) in ("", *FLAGS_DECIDE)
+    flags = {"add_bos_token": has_bos, **config, "tokenizer_class": FLAGS_DECIDE[0]}
+    flags["added_tokens_decoder"] = added | config.get("added_tokens_decoder", {})
+    return backend, model.special_tokens, flags
+
+
+def _class_of(config: Json) -> str:
+    return str(config.get("tokenizer_class", "")).removesuffix("Fast")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -200,7 +227,7 @@ def _add_token(backend: tokenizers.Tokenizer, token: tokenizers.AddedToken) -> N
 
 def _honour_flags(backend: tokenizers.Tokenizer, config: Json, special: Json) -> None:
     """See FLAGS_DECIDE. A post-processor that already does what the flags say stays as it is."""
-    if str(config.get("tokenizer_class", "")).removesuffix("Fast") not in FLAGS_DECIDE:
+    if _class_of(config) not in FLAGS_DECIDE:
         return
     bos, eos = special.get("bos_token"), special.get("eos_token")
     tokens = backend.encode("a").tokens

@@ -1,27 +1,10 @@
-"""The JSON between clients and the model: what a request may hold, and what comes back.
+"""What the gateway and the model say to each other: what a request may hold, as JSON, and the answers, as msgpack.
 
 All that the gateway imports of the engine, but for errors, settings, log and address. How it travels through gRPC is in
 engine/wire/triton.py, which needs tritonclient.
 """
 
-from engine.wire.answer import (
-    THOUGHT_BEGIN,
-    THOUGHT_END,
-    TIMES,
-    UNLIKELY,
-    Aborted,
-    Answer,
-    Delta,
-    Failure,
-    Final,
-    ModelState,
-    OfPrompt,
-    TokenLogprob,
-    Usage,
-    glance_at,
-    read_answer,
-    write_answer,
-)
+from engine.wire.answer import Aborted, Answer, Failure, ModelState, native_json, read_answer, write_answer
 from engine.wire.checks import (
     MAX_LOGPROBS,
     MAX_REQ_ID_LEN,
@@ -35,11 +18,23 @@ from engine.wire.checks import (
     shown,
     within,
 )
+from engine.wire.delta import (
+    THOUGHT_BEGIN,
+    THOUGHT_END,
+    TIMES,
+    UNLIKELY,
+    Delta,
+    Final,
+    OfPrompt,
+    TokenLogprob,
+    Usage,
+    likely,
+)
 from engine.wire.fields import FIELDS
-from engine.wire.forms import FORMS, Form
-from engine.wire.json_schemas import to_follow
+from engine.wire.form import Form, json_schema, lenient_json_schema
+from engine.wire.forms import FORMS
 from engine.wire.loras import LOAD_LORA, LORA_FIELDS, UNLOAD_LORA, Loras
-from engine.wire.meanings import MEANINGS, described, plain
+from engine.wire.meanings import MEANINGS, described, native_defaults, plain
 from engine.wire.owner import OWNER, Owner, owner_of, payload_with_owner, with_owner
 from engine.wire.request import (
     ABORT,
@@ -58,5 +53,23 @@ from engine.wire.request import (
     req_id_of,
 )
 from engine.wire.schema import schema_of
-from engine.wire.shared import SHARE, SHARED, as_line, lines_of, shared_of
+from engine.wire.shared import SHARE, SHARED, SharedAnswers, read_shared, shared_of, write_shared
+from engine.wire.stored import (
+    CANCEL,
+    CANCELLED,
+    COMPLETED,
+    DELETE,
+    DELETED,
+    FAILED,
+    IN_PROGRESS,
+    INCOMPLETE,
+    QUEUED,
+    RETRIEVE,
+    STORE,
+    STORED,
+    StoredResponse,
+    Storing,
+    stored_question,
+    storing_of,
+)
 from engine.wire.tokens import DETOKENIZE_FIELDS, TOKENIZE_FIELDS, Detokenized, Tokenized, checked

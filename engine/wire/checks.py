@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 from engine.errors import InvalidRequest
+from engine.sampling_parameters import Parameter
 from engine.wire.schema import ID, IDS, MESSAGE, Check, holds
 
 MAX_STOP_SEQUENCES = 64  # and bad words
@@ -140,26 +141,21 @@ def number_in(low: float, high: float) -> Check:
     return check
 
 
-@holds(type="number", minimum=0, maximum=100)
-def temperature(key: str, value: Any) -> float:
-    if not _is_number(value) or not 0 <= value <= 100:
-        raise refusal(key, "must be >= 0 and at most 100, it is {value}", brief(value), [0, 100])
-    return float(value)
+def sampling(parameter: Parameter) -> Check:
+    is_int, low = parameter.type is int, min(parameter.low, parameter.low if parameter.off is None else parameter.off)
+    limits = {"minimum": low} if parameter.is_clipped else {"minimum": low, "maximum": parameter.high}
+    limit = None if parameter.is_clipped else [parameter.low, parameter.high]
+    is_right = _is_int if is_int else _is_number
 
+    @holds(type="integer" if is_int else "number", **limits)
+    def check(key: str, value: Any) -> float:
+        if not is_right(value) or value < low or (value > parameter.high and not parameter.is_clipped):
+            raise refusal(key, f"{parameter.needs}, it is {{value}}", brief(value), limit)
+        if value == parameter.off:
+            return parameter.neutral
+        return min(parameter.type(value), parameter.type(parameter.high))
 
-@holds(type="number", minimum=0.01, maximum=10)
-def penalty(key: str, value: Any) -> float:
-    if not _is_number(value) or not 0.01 <= value <= 10:  # below, it is 0 for some device
-        rest = "must be greater than 0 (at least 0.01) and at most 10, it is {value}"
-        raise refusal(key, rest, brief(value), [0.01, 10])
-    return float(value)
-
-
-@holds(type="integer", minimum=-1)
-def top_k(key: str, value: Any) -> int:
-    if not _is_int(value) or value < -1:
-        raise refusal(key, "must be an integer, -1 or 0 for all tokens, it is {value}", brief(value))
-    return min(max(value, 0), 2**31 - 1)
+    return check
 
 
 @holds(type=["boolean", "integer"], minimum=-1, maximum=MAX_LOGPROBS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from engine.sampling_parameters import PARAMETERS
 from engine.wire import checks, forms
 
 
@@ -23,13 +24,7 @@ FIELDS: dict[str, Field] = {
     "max_dec_len": Field(("seq_len", "max_tokens"), checks.max_len),
     "cut_max_dec_len": Field((), checks.boolean),
     "min_dec_len": Field(("min_tokens",), checks.positive_int),
-    "topp": Field(("top_p",), checks.number_in(0, 1)),
-    "top_k": Field((), checks.top_k),
-    "min_p": Field((), checks.number_in(0, 1)),
-    "temperature": Field((), checks.temperature),
-    "penalty_score": Field(("repetition_penalty",), checks.penalty),
-    "frequency_score": Field(("frequency_penalty",), checks.number_in(-2, 2)),
-    "presence_score": Field(("presence_penalty",), checks.number_in(-2, 2)),
+    **{each.field: Field(each.aliases, checks.sampling(each)) for each in PARAMETERS},
     "n": Field((), checks.int_in(1, checks.MAX_N)),
     "best_of": Field((), checks.int_in(1, checks.MAX_N)),
     "use_beam_search": Field((), checks.boolean),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
+
+import msgspec
 
 from engine.wire import checks
 from engine.wire.fields import Field
@@ -16,11 +16,10 @@ LORA_FIELDS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Loras:
+class Loras(msgspec.Struct, frozen=True, tag="loras", array_like=True):
     """The answer to both: the names of those that there are now."""
 
-    names: Sequence[str]
+    names: list[str]
     is_end: ClassVar[bool] = True
 
     def fields(self) -> dict[str, object]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import MISSING, fields
+from typing import Any
 
+from engine.sampling_parameters import PARAMETERS
 from engine.wire.fields import FIELDS
 from engine.wire.request import GenerationRequest
 from engine.wire.schema import Json, schema_of
@@ -23,15 +25,9 @@ MEANINGS = {
         "longest answer in tokens, up to `MAX_DEC_LEN`; 0: none, the prompt is only read; default: `MAX_DEC_LEN`, or "
         "what is left of the context"
     ),
-    "cut_max_dec_len": "a `max_dec_len` for which there is no room means the longest that there is room for",
+    "cut_max_dec_len": "reduce a `max_dec_len` for which there is no room to the longest that there is room for",
     "min_dec_len": "shortest answer in tokens; ids that end it cannot be chosen before",
-    "temperature": "0 to 100; 0: always the likeliest token",
-    "topp": "0 to 1: choose from the likeliest tokens that have this probability together",
-    "top_k": "choose from the likeliest k tokens; 0 or -1: from all",
-    "min_p": "0 to 1: choose from tokens with at least this share of the likeliest one's probability",
-    "penalty_score": "0.01 to 10, for tokens of prompt and answer; above 1: fewer repetitions",
-    "frequency_score": "-2 to 2, times the occurrences in the answer",
-    "presence_score": "-2 to 2, for tokens that are in the answer",
+    **{each.field: each.meaning for each in PARAMETERS},
     "n": "1 to 16 answers to the prompt, which is computed once; those that do not fit beside the others wait",
     "best_of": (
         "up to 16 answers that are made, of which the `n` likeliest are told: see [The best](#the-best-of-several)"
@@ -59,17 +55,18 @@ MEANINGS = {
     ),
     "text_pair": "with `pooling` `score`: the text that is scored together with `text`",
     "truncate_prompt_tokens": "of a longer prompt only so many tokens are read, the last ones; -1: as many as fit "
-    "beside the answer that is asked for (`max_dec_len`, else one token), `MAX_SEQ_LEN` at most",
+    "beside the answer that is asked for (`max_dec_len`, else one token; of one that may be reduced half of the "
+    "context at most), `MAX_SEQ_LEN` at most",
     "guided_json": (
         "a JSON schema, as an object or a text: [the answer](#answers-of-a-given-form) is JSON that it allows"
     ),
     "guided_regex": "a regular expression that the whole answer matches",
     "guided_choice": "a list of up to 4096 texts: the answer is one of them",
     "guided_grammar": "a grammar, Lark's or EBNF: the answer follows it",
-    "allowed_token_ids": "a list of 2 to 1024 token ids: the answer has no others, and ends only by one of them",
+    "allowed_token_ids": "a list of 1 to 1024 token ids: the answer has no others, and ends only by one of them",
     "structural_tag": (
-        "`structures`, a list of `begin`, `schema` and `end`, and `triggers`: in free text, where a trigger "
-        "occurs, one of the structures that begin so follows"
+        "a `format`, [a tree of texts and structures](#structural-tags); or `structures`, a list of `begin`, `schema` "
+        "and `end`, and `triggers`: in free text, where a trigger occurs, one of the structures that begin so follows"
     ),
     "response_format": (
         "OpenAI's: `type` is `text`, `json_object` (any object, or what a `schema` or `value` beside it allows), "
@@ -108,13 +105,20 @@ MEANINGS = {
 
 def described() -> dict[str, Json]:
     """Each name that a field has in a native request, with what it holds and means as JSON Schema."""
-    defaults = {f.name: f.default for f in fields(GenerationRequest) if f.default not in (None, (), MISSING)}
+    defaults = native_defaults()
     found: dict[str, Json] = {}
     for name, field in FIELDS.items():
         default = {"default": defaults[name]} if name in defaults else {}
         schema = {**schema_of(field.check), "description": plain(MEANINGS.get(name, "")), **default}
         found |= {each: schema if each == name else {**schema, "x-alias-of": name} for each in (name, *field.aliases)}
     return found
+
+
+def native_defaults() -> dict[str, Any]:
+    """The defaults of a native request's fields, of those that have any."""
+    own = {f.name: f.default for f in fields(GenerationRequest) if f.name != "parameters"}
+    given = own | {each.field: each.default for each in PARAMETERS}
+    return {name: value for name, value in given.items() if value not in (None, (), MISSING)}
 
 
 def plain(text: str) -> str:

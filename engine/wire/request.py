@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import InvalidRequest, literally
+from engine.sampling_parameters import PARAMETERS, PENALTIES, SamplingParameters
 from engine.wire.checks import MAX_N, SCORE, kind_of, shown
 from engine.wire.fields import FIELDS
 from engine.wire.forms import FORMS, Form
 from engine.wire.loras import LORA_FIELDS
 from engine.wire.owner import OWNER
 from engine.wire.shared import SHARE
+from engine.wire.stored import STORE, STORED
 
 PROBE = "probe"  # a request with this key set is answered at once with the ModelState, with METRICS also its metrics
 PROBE_PAYLOAD = b'[{"probe":true}]'  # so written, it is answered before all that waits to be read
@@ -25,14 +27,14 @@ METRICS = "metrics"
 ABORT = "abort"  # a request with this key set ends the one with the req_id that it holds, and is answered with Aborted
 MAX_URGENT_BYTES = 16 << 10  # of a probe or an abort: a req_id, however escaped
 TOKENIZE, DETOKENIZE = "tokenize", "detokenize"  # one with this key is answered with Tokenized or Detokenized
-QUESTIONS = (PROBE, ABORT, SHARE, TOKENIZE, DETOKENIZE, *LORA_FIELDS)  # none of them asks for an answer of the model's
+# Keys that make a request none for an answer of the model, or that only the gateway may set
+QUESTIONS = (PROBE, ABORT, SHARE, TOKENIZE, DETOKENIZE, STORE, STORED, *LORA_FIELDS)
 MAX_KEYS = 1000  # of a request, most of them none of ours
 MAX_UNKNOWN_KEYS = 100  # that are compared with ours
 MAX_MISSPELT_LEN = 40  # characters; a longer key is none of ours, and comparing it takes long
 NAMES = [key for name, field in FIELDS.items() for key in (name, *field.aliases)]
 NOT_SEARCHED = (  # what changes logits, which a beam search does not
-    *("frequency_score", "presence_score", "bad_words", "bad_words_token_ids", "logit_bias", "form", "pooling"),
-    "reasoning_max_tokens",
+    *("bad_words", "bad_words_token_ids", "logit_bias", "form", "pooling", "reasoning_max_tokens"),
 )
 EXCLUSIVE = ("topp", "infer_seed")
 ACCEPTED_ONLY = (
@@ -46,16 +48,19 @@ ACCEPTED_ONLY = (
 
 # Of others' requests, what would change the answer and is not of this protocol
 REFUSED = (
-    *("min_characters", "logits_processors", "logits_processors_args", "suffix", "echo", "max_completion_tokens"),
-    *("max_new_tokens", "top_logprobs", "structured_outputs", "functions", "stop_regex", "chat_template"),
+    *("min_characters", "logits_processors", "logits_processors_args", "suffix", "echo"),
+    *("top_logprobs", "structured_outputs", "functions", "stop_regex", "chat_template"),
     *("json_schema", "regex", "ebnf"),
 )
+LENGTHS = ("max_new_tokens", "max_completion_tokens")  # others' names of `max_dec_len`
 OF_TEMPLATE = ("tools", "documents", "add_generation_prompt", "continue_final_message", "enable_thinking")
 
 
 def may_be_urgent(payload: bytes) -> bool:
-    """Whether it may be a probe, an abort or a stream, which wait for no other request; only reading it tells."""
-    return len(payload) <= MAX_URGENT_BYTES and any(b'"%s"' % key.encode() in payload for key in (PROBE, ABORT, SHARE))
+    """Whether it may be a probe, an abort, a stream or a question about a stored response, which wait for no other
+    request; only reading it tells."""
+    keys = (PROBE, ABORT, SHARE, STORED)
+    return len(payload) <= MAX_URGENT_BYTES and any(b'"%s"' % key.encode() in payload for key in keys)
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ class GenerationRequest:
     """One request as its client wrote it, checked field by field. None means: not given, take the default."""
 
     req_id: str
+    parameters: SamplingParameters = SamplingParameters()  # by which its tokens are chosen
     text: str | None = None
     input_ids: list[int] | None = None
     messages: list[dict[str, Any]] | None = None
@@ -72,13 +78,6 @@ class GenerationRequest:
     max_dec_len: int | None = None
     cut_max_dec_len: bool = False  # where it is more than there is room for; else that is an error
     min_dec_len: int | None = None
-    topp: float = 0.7
-    top_k: int = 0
-    min_p: float = 0.0
-    temperature: float = 0.95
-    penalty_score: float = 1.0
-    frequency_score: float = 0.0
-    presence_score: float = 0.0
     n: int = 1
     best_of: int | None = None  # answers that are made, or with use_beam_search begun, for n
     use_beam_search: bool = False
@@ -120,7 +119,8 @@ class GenerationRequest:
     @property
     def is_repeatable(self) -> bool:
         """Whether the same request has the same answer once more."""
-        return self.use_beam_search or self.infer_seed is not None or self.temperature == 0 or self.top_k == 1
+        is_greedy = self.parameters.temperature == 0 or self.parameters.top_k == 1
+        return self.use_beam_search or self.infer_seed is not None or is_greedy
 
     @property
     def is_continuation(self) -> bool:
@@ -163,7 +163,8 @@ def parse_request(body: dict[str, Any]) -> GenerationRequest:
         raise problems[0] if len(problems) == 1 else _all_of(problems)
     for name in ACCEPTED_ONLY:
         values.pop(name, None)
-    return GenerationRequest(**values)
+    parameters: Any = {each.name: values.pop(each.field, each.default) for each in PARAMETERS}
+    return GenerationRequest(**values, parameters=SamplingParameters(**parameters))
 
 
 def _of_search(values: dict[str, Any]) -> list[InvalidRequest]:
@@ -174,8 +175,8 @@ def _of_search(values: dict[str, Any]) -> list[InvalidRequest]:
         return [InvalidRequest(text, field="best_of", value=best_of, limit=n)]
     if values.get("use_beam_search"):
         text = "The `{field}` cannot be kept with `{use_beam_search}`"
-        names = [name for name in NOT_SEARCHED if values.get(name)]
-        names += ["penalty_score"] * (values.get("penalty_score", 1) != 1)
+        names = [each.field for each in PENALTIES if values.get(each.field, each.neutral) != each.neutral]
+        names += [name for name in NOT_SEARCHED if values.get(name)]
         return [InvalidRequest(text, field=values["form"].field if name == "form" else name) for name in names]
     if values.get("length_penalty", 1) != 1:
         text = "The `{field}` needs `{use_beam_search}`"
@@ -186,6 +187,8 @@ def _of_search(values: dict[str, Any]) -> list[InvalidRequest]:
 def _of_others(body: dict[str, Any]) -> list[InvalidRequest]:
     text = "The `{field}` is not supported, it is {value}"
     problems = [InvalidRequest(text, field=name, value=shown(body[name])) for name in REFUSED if body.get(name)]
+    text = "`{value}` is another protocol's, here it is `{field}`"
+    problems += [InvalidRequest(text, field="max_dec_len", value=name) for name in LENGTHS if body.get(name)]
     text = "The `{field}` is a variable of the chat template, it belongs into `{chat_template_kwargs}`"
     return problems + [InvalidRequest(text, field=name) for name in OF_TEMPLATE if body.get(name) is not None]
 

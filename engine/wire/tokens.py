@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
+
+import msgspec
 
 from engine.wire import checks
 from engine.wire.fields import Field
@@ -29,8 +30,7 @@ TOKENIZE_FIELDS = {
 DETOKENIZE_FIELDS = {"tokens": Field((), _any_ids)}
 
 
-@dataclass(frozen=True, slots=True)
-class Tokenized:
+class Tokenized(msgspec.Struct, frozen=True, tag="tokenized", array_like=True):
     """The answer to TOKENIZE."""
 
     tokens: list[int]
@@ -43,8 +43,7 @@ class Tokenized:
         return {"is_end": 1, **told, "token_strs": self.token_strs}
 
 
-@dataclass(frozen=True, slots=True)
-class Detokenized:
+class Detokenized(msgspec.Struct, frozen=True, tag="detokenized", array_like=True):
     """The answer to DETOKENIZE."""
 
     prompt: str

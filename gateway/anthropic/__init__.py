@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.errors import RequestError
 from gateway.anthropic.answer import MessagesExchange
-from gateway.anthropic.fields import IGNORED, REFUSED, fields
+from gateway.anthropic.fields import REFUSED, fields
 from gateway.anthropic.request import CALLED, parse
 from gateway.openai import OpenAI
 from gateway.openai.blocks import as_named_event
@@ -39,7 +39,7 @@ class Anthropic(OpenAI):
         return {"model": "default", "max_tokens": 64, "messages": messages}
 
     def parse(self, body: dict[str, Any], call: Call) -> MessagesExchange:
-        check_spelling(body, fields(), (*IGNORED, *REFUSED, *OF_BLOCKS), {**NAMES, **CALLED, **OF_RESPONSES})
+        check_spelling(body, fields(), (*REFUSED, *OF_BLOCKS), {**NAMES, **CALLED, **OF_RESPONSES})
         return MessagesExchange(parse(body, call.model_name, dialect_of(call.config)), CALLED)
 
     def error(self, error: RequestError, call: Call) -> dict[str, Any]:

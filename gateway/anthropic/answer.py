@@ -18,7 +18,7 @@ class MessagesExchange(BlockExchange):
 
     def _message(self, content: list[Json], **fields: Any) -> Json:
         completion = self.completion
-        about = {"id": completion.answer_id, "type": "message", "role": "assistant", "model": completion.model}
+        about = {"id": self.answer_id, "type": "message", "role": "assistant", "model": completion.model}
         return {**about, "content": content, **fields}
 
     def _end(self) -> Json:

@@ -35,8 +35,9 @@ OWN: dict[str, Json] = {
     "output_format": {"type": "object", "description": "an older name of the `format` in `output_config`"},
 }
 # field -> the values, besides null, false and the empty ones, that ask for nothing special
-REFUSED: dict[str, tuple[Any, ...]] = dict.fromkeys(("container", "mcp_servers", "context_management"), ())
-IGNORED = ("metadata", "service_tier", "cache_control", "inference_geo", "speed", "diagnostics", "betas")
+REFUSED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("container", "mcp_servers", "context_management", "thread", "compaction"), ())
+}
 
 
 @functools.cache

@@ -44,9 +44,7 @@ def parse(body: Json, model_name: str, dialect: Dialect) -> Completion:
         chat |= _choice(AN_OBJECT("tool_choice", body["tool_choice"]), chat.get("tools", []))
     form_name, of_output = _output(body)
     completion = parse_chat({**chat, **of_output}, True, model_name, dialect)
-    completion = replace(completion, names={**completion.names, "response_format": form_name})
-    completion.requests[0]["cut_max_dec_len"] = True  # it must be given, so many give the most that they know of
-    return completion
+    return replace(completion, names={**completion.names, "response_format": form_name})
 
 
 def chat_of(body: Json) -> Json:
@@ -124,8 +122,7 @@ def _tool(tool: Json) -> Json:
     name = wire.within("tools", "[].name", A_STRING, tool.get("name"))
     schema = wire.within("tools", "[].input_schema", AN_OBJECT, tool.get("input_schema") or {})
     function = {"name": name, "parameters": schema}
-    if tool.get("description") is not None:
-        function["description"] = tool["description"]
+    function |= {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
     return {"type": "function", "function": function}
 
 
@@ -179,6 +176,8 @@ def _output(body: Json) -> tuple[str, Json]:
         if wire.within(name, place, AN_OBJECT, form).get("type") != "json_schema":
             text = f"`{{field}}{place}` may have the type `json_schema` only, it is {{value}}"
             raise InvalidRequest(text, field=name, value=wire.shown(form))
-        wire.within(name, f"{place}.schema", wire.FORMS["guided_json"], form.get("schema"))
-        fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": form["schema"]}}
+        check = wire.lenient_json_schema if form.get("strict") is False else wire.json_schema
+        wire.within(name, f"{place}.schema", check, form.get("schema"))
+        schema = {"schema": form["schema"], "strict": form.get("strict")}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     return name, fields

@@ -1,5 +1,4 @@
-"""The responses to one request, as tritonserver makes them. Reads of them only what it takes to go on with another
-tritonserver when the first has died."""
+"""The responses to one request in the native JSON. When tritonserver dies, another goes on with it."""
 
 from __future__ import annotations
 
@@ -8,8 +7,9 @@ from collections.abc import AsyncGenerator
 from tritonclient.grpc import service_pb2
 
 from engine import wire
+from engine.errors import EngineUnavailable
 from engine.settings.served import ServedModel
-from engine.wire.triton import write_body
+from engine.wire.triton import as_string, read_response, write_body
 from gateway.backend import ModelLost, ModelUnreachable
 from gateway.connections import Connections
 from gateway.health import Shared
@@ -17,8 +17,6 @@ from gateway.inference.request import payload_of, rewritten
 from gateway.lasting import Known, Patience
 
 PATIENCE_S = 300.0  # for a tritonserver that has died, and its engine
-UNAVAILABLE = b'"error_type": "engine_unavailable"'  # a text in it would have its quotes escaped
-ERROR_MESSAGE = b"\x0a"  # a response begins so when it is Triton's own word: tag 1, a text
 
 
 async def lasting_responses(
@@ -32,20 +30,29 @@ async def lasting_responses(
         try:
             with connections.infer(asked) as inference:
                 async for response in inference.responses():
-                    if response.startswith(ERROR_MESSAGE):
+                    message = service_pb2.ModelStreamInferResponse.FromString(response)
+                    if message.error_message:
                         raise ModelLost("the process of the model has died")
-                    if UNAVAILABLE in response and patience.is_between_models(known):
-                        raise ModelUnreachable("the model has ended it before it was begun")
-                    if glance := wire.glance_at(response):
-                        patience.was_answered()
-                        known.add(glance)
-                        is_over |= glance.is_end
+                    if message.infer_response.raw_output_contents:  # Triton's end of a stream has none
+                        answer = read_response(message)
+                        if _is_unavailable(answer) and patience.is_between_models(known):
+                            raise ModelUnreachable("the model has ended it before it was begun")
+                        if isinstance(answer, wire.Delta) and (answer.token_ids or answer.is_end):
+                            patience.was_answered()
+                            known.add(answer)
+                        is_over |= answer.is_end
+                        message.infer_response.raw_output_contents[0] = as_string(wire.native_json(answer))
+                        response = message.SerializeToString()
                     yield response
             return
         except ModelUnreachable as error:
             if not is_over:
                 await patience.wait(error, known)
                 asked = _rest(request, known)
+
+
+def _is_unavailable(answer: wire.Answer) -> bool:
+    return isinstance(answer, wire.Failure) and isinstance(answer.error, EngineUnavailable)
 
 
 def _rest(message: bytes, known: Known) -> bytes:

@@ -43,7 +43,8 @@ PASSED_ON: dict[str, type[Message] | None] = {
     f"{SERVICE}/ModelConfig": service_pb2.ModelConfigRequest,
     f"{SERVICE}/ModelStatistics": service_pb2.ModelStatisticsRequest,
 }
-UNGUARDED = (HEALTH, f"{SERVICE}/ServerLive", f"{SERVICE}/ServerReady", f"{SERVICE}/ModelReady")
+REFLECTION = tuple(f"grpc.reflection.{each}.ServerReflection/ServerReflectionInfo" for each in ("v1", "v1alpha"))
+UNGUARDED = (*REFLECTION, HEALTH, f"{SERVICE}/ServerLive", f"{SERVICE}/ServerReady", f"{SERVICE}/ModelReady")
 OPEN_EXTENSIONS = ("model_configuration", "binary_tensor_data", "parameters", "statistics")
 MAX_NAME_LEN = 256
 PASS_ON_WITHIN_S = 60.0  # a method that is passed on, unless its client has less patience
@@ -120,6 +121,8 @@ class InferenceServer(grpc.GenericRpcHandler):
             return _refusing(grpc.StatusCode.UNAUTHENTICATED, text)
         if method == STREAM:
             return grpc.stream_stream_rpc_method_handler(self._infer)
+        if method in REFLECTION:
+            return grpc.stream_stream_rpc_method_handler(self._reflect)
         if method == INFER:
             text = "ModelInfer RPC doesn't support models with decoupled transaction policy"
             return _refusing(grpc.StatusCode.UNIMPLEMENTED, text)
@@ -155,6 +158,16 @@ class InferenceServer(grpc.GenericRpcHandler):
                 stream.num_requests,
                 stream.num_responses,
             )
+
+    async def _reflect(self, _: Any, context: Any) -> None:
+        from gateway.inference import reflection  # only here: few clients ask
+
+        with self._unfinished.incoming(context) as incoming:
+            while (message := await incoming.next(NAMED_WITHIN_S)) is not grpc.aio.EOF:
+                try:
+                    await context.write(reflection.answer(message))
+                except ValueError as error:
+                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
     def _passing_on(self, method: str) -> Respond:
         kind = PASSED_ON[method]

@@ -185,5 +185,5 @@ def _failure(name: str, error: RequestError) -> bytes:
     inference.model_name, inference.model_version, inference.id = MODEL, VERSION, name
     inference.parameters["triton_final_response"].bool_param = True
     inference.outputs.add(name=OUTPUT, datatype=DATATYPE, shape=[1])
-    inference.raw_output_contents.append(as_string(wire.write_answer(wire.Failure(error))))
+    inference.raw_output_contents.append(as_string(wire.native_json(wire.Failure(error))))
     return response.SerializeToString()

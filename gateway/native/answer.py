@@ -26,6 +26,10 @@ class NativeExchange:
     last: dict[int, Delta] = field(default_factory=dict)  # of each choice so far
     logprobs: defaultdict[int, list[TokenLogprob]] = field(default_factory=lambda: defaultdict(list))
     names: Mapping[str, str] = field(default_factory=dict)
+    unenforced: tuple[str, ...] = ()  # of a schema, as its client allows
+
+    def __post_init__(self) -> None:
+        self.answer_id = str(self.requests[0]["req_id"])
 
     @property
     def num_tokens(self) -> int:

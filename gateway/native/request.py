@@ -7,6 +7,7 @@ import uuid
 from typing import Any
 
 from engine import wire
+from engine.errors import InvalidRequest
 from gateway.native.answer import NativeExchange
 from gateway.openai.request import CHECKS, OF_PROMPT, PASSED_ON
 from gateway.protocol import Call
@@ -42,7 +43,9 @@ def parse(body: dict[str, Any], call: Call) -> NativeExchange:
     received = str(time.time())
     body = {key: value for key, value in body.items() if key not in wire.QUESTIONS}
     if body.get("req_id") is None:
-        body["req_id"] = str(uuid.uuid4())
+        body["req_id"] = call.given_id or str(uuid.uuid4())
+    else:
+        call.given_id = ""  # it is the client's to be unique
     call.req_id = wire.req_id_of(body)  # not what is none: it may be anything, and as deep as JSON can be
     return NativeExchange(
         requests=[body],
@@ -50,7 +53,17 @@ def parse(body: dict[str, Any], call: Call) -> NativeExchange:
         timeout_s=_checked(body, "timeout"),
         return_usage=_checked(body, "return_usage") or False,
         received=received if body.get("benchmark") else None,
+        unenforced=_unenforced(body.get("response_format")),
     )
+
+
+def _unenforced(form: Any) -> tuple[str, ...]:
+    """Return what of a schema is not enforced. The model refuses what is wrong with it."""
+    try:
+        checked = None if form is None else wire.FORMS["response_format"]("response_format", form)
+    except InvalidRequest:
+        return ()
+    return checked.unenforced if checked else ()
 
 
 def _checked(body: dict[str, Any], name: str) -> Any:

@@ -15,7 +15,7 @@ from gateway.openai.dialect import PLAIN, dialect_of
 from gateway.openai.request import parse
 from gateway.protocol import Call
 
-LAST_EVENT_ID, REQUEST_ID = "Last-Event-ID", "X-Request-Id"
+LAST_EVENT_ID = "Last-Event-ID"
 
 
 class NumberedExchange(OpenAIExchange):
@@ -41,10 +41,8 @@ def _with_id(num_tokens: Sequence[int], event: bytes) -> bytes:
 
 def parse_again(body: dict[str, Any], is_chat: bool, call: Call) -> OpenAIExchange:
     """Raises InvalidRequest. An id of 0, or none, begins."""
-    if call.headers.get(REQUEST_ID):
-        body = {**body, "request_id": call.headers[REQUEST_ID]}
-    elif not body.get("request_id"):
-        raise InvalidRequest(f"with {LAST_EVENT_ID} the header `{{field}}` must name the request", field=REQUEST_ID)
+    if not body.get("request_id"):
+        raise InvalidRequest(f"with {LAST_EVENT_ID} the header `{{field}}` must name the request", field="X-Request-Id")
     completion = parse(body, is_chat, call.model_name, dialect_of(call.config))
     variables = completion.requests[0].get("chat_template_kwargs", {})
     if variables.get("enable_thinking") is False or variables.get("continue_final_message"):

@@ -58,18 +58,15 @@ class OpenAIExchange:
 
     def __init__(self, completion: Completion):
         self.requests = completion.requests
+        self.answer_id = completion.answer_id
         self.names = completion.names
         self.stream = completion.stream
         self.timeout_s = completion.timeout_s
+        self.unenforced = completion.unenforced
         self._completion = completion
         num_choices = len(completion.requests) * completion.n
         self._choices = [Choice(index, completion.reader()) for index in range(num_choices)]
-        self._head = {
-            "id": completion.answer_id,
-            "object": "",
-            "created": int(time.time()),
-            "model": completion.model,
-        }
+        self._about = {"object": "", "created": int(time.time()), "model": completion.model}
 
     def go_on(self, num_tokens: Sequence[int]) -> None:
         """Of each choice its client has so many tokens."""
@@ -79,6 +76,10 @@ class OpenAIExchange:
     @property
     def num_tokens(self) -> int:
         return sum(choice.usage.completion_tokens for choice in self._choices)
+
+    @property
+    def _head(self) -> dict[str, Any]:
+        return {"id": self.answer_id, **self._about}
 
     def _choice(self, index: int, answer: Delta) -> Choice:
         return self._choices[index * self._completion.n + answer.index]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from engine.wire import Delta
@@ -24,7 +24,7 @@ class Block:
     index: int
     name: str = ""  # of a call
     text: str = ""  # so far; of a call its arguments
-    block_id: str = field(default_factory=lambda: uuid.uuid4().hex[:24])
+    block_id: str = ""
 
 
 class BlockExchange:
@@ -33,15 +33,18 @@ class BlockExchange:
 
     def __init__(self, completion: Completion, names: Mapping[str, str]):
         self.requests = completion.requests
+        self.answer_id = completion.answer_id
         self.names: Mapping[str, str] = {
             **names,
             **{native: names.get(name, name) for native, name in completion.names.items()},
         }
         self.stream = completion.stream
         self.timeout_s = completion.timeout_s
+        self.unenforced = completion.unenforced
         self.completion = completion
         self.choice = Choice(0, completion.reader())
         self.blocks: list[Block] = []
+        self.ids = uuid.uuid4().hex[:20]  # how those of the blocks begin
         self.num_thought_tokens = 0  # as far as answers of several tokens can be told apart
 
     @property
@@ -105,7 +108,8 @@ class BlockExchange:
             return
         if last:
             yield END, last, last.text
-        self.blocks.append(Block(part.kind, len(self.blocks), part.name or ""))
+        index = len(self.blocks)
+        self.blocks.append(Block(part.kind, index, part.name or "", block_id=f"{self.ids}{index:04x}"))
         yield BEGIN, self.blocks[-1], ""
 
 

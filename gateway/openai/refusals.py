@@ -8,12 +8,13 @@ from typing import Any
 
 from engine import wire
 from engine.errors import InvalidRequest
+from gateway.without_effect import NAMES as WITHOUT_EFFECT
 
 # field -> the values, besides null, false and the empty ones, that ask for nothing special
 REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("functions", "audio", "web_search_options", "suffix", "prompt_embeds"), ()),
     **dict.fromkeys(("json_schema", "regex", "ebnf", "early_stopping"), ()),
-    **dict.fromkeys(("chat_template", "documents", "max_new_tokens", "min_characters"), ()),
+    **dict.fromkeys(("chat_template", "documents", "min_characters"), ()),
     **dict.fromkeys(
         ("logits_processors", "logits_processors_args", "custom_logit_processor", "mm_processor_kwargs"), ()
     ),
@@ -21,12 +22,18 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "logprob_token_ids", "repetition_detection"), ()),
     **dict.fromkeys(("extra_body", "mirostat", "dry_multiplier", "xtc_probability", "top_a", "dynatemp_range"), ()),
     **{"typical_p": (1,), "tfs_z": (1,), "top_n_sigma": (-1,)},
+    **dict.fromkeys(("moderation", "whitespace_pattern", "guided_whitespace_pattern", "disaggregate_info"), ()),
+    **dict.fromkeys(("return_hidden_states", "return_routed_experts", "return_meta_info", "session_params"), ()),
+    **dict.fromkeys(("custom_params", "images_config", "media_io_kwargs", "mm_hashes", "response_max_tokens"), ()),
+    **dict.fromkeys(("prompt_token_ids", "completion_token_ids", "disable_chat_template", "bad_words_token_ids"), ()),
+    **dict.fromkeys(("temp_scaled_logprobs", "top_p_normalized_logprobs", "include_draft_logprobs"), ()),
     "return_prompt_text": (),
     "truncation_side": ("left",),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "verbosity": ("medium",),
 }
+OVERRIDING = {"enable_thinking", "chat_template_kwargs", "reasoning_max_tokens"}  # in FastDeploy's `metadata`
 ASKED_EMPTY = ("web_search_options",)  # an object without options is a wish as well
 # The same where one answer is told as blocks
 OF_BLOCKS: dict[str, tuple[Any, ...]] = {
@@ -39,7 +46,7 @@ OF_COMPLETIONS = (
     *("messages", "tools", "top_logprobs", "reasoning_effort", "enable_thinking"),
     *("add_generation_prompt", "continue_final_message"),
 )
-NOT_FALSE = ("separate_reasoning",)  # what is refused is to ask for less
+NOT_FALSE = ("separate_reasoning", "stream_reasoning", "include_logprobs_decode_token")  # to ask for less is refused
 # What may be asked of embeddings and scores, by vLLM's names
 OF_VECTORS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("messages", "mm_processor_kwargs"), ()),
@@ -55,18 +62,17 @@ ELSEWHERE = {
     **{"instructions": "messages", "input": "messages", "max_output_tokens": "max_tokens", "n_predict": "max_tokens"},
     **{"thinking": "enable_thinking", "thinking_budget": "reasoning_max_tokens", "reasoning": "reasoning_effort"},
     **dict.fromkeys(("output_config", "output_format", "format"), "response_format"),
-    **{"repeat_penalty": "repetition_penalty", "grammar": "guided_grammar"},
+    **{"repeat_penalty": "repetition_penalty", "grammar": "guided_grammar", "rid": "request_id"},
+    **{"max_new_tokens": "max_tokens", "extra_key": "cache_salt", "return_prompt_token_ids": "return_token_ids"},
 }
-# Names that clients send which do nothing: none of them is a misspelling
-IGNORED = (
-    *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-    *("prediction", "moderation", "spaces_between_special_tokens", "stream_reasoning"),
-)
 
 
 def refuse(body: dict[str, Any], is_chat: bool) -> None:
     """`body` has no nulls. Raises InvalidRequest."""
     refuse_any(body, {**REFUSED, **dict.fromkeys(OF_CHATS if is_chat else OF_COMPLETIONS, ())})
+    if inner := OVERRIDING & set(labels if isinstance(labels := body.get("metadata"), dict) else ()):
+        text = "`{field}` has {value}, which acts beside it only, as a field of the request"
+        raise InvalidRequest(text, field="metadata", value=min(inner))
     refuse_false(body, NOT_FALSE if is_chat else (*NOT_FALSE, "add_special_tokens"))
 
 
@@ -91,7 +97,8 @@ def check_spelling(
     for name in sorted(called.keys() & given.keys() - set(known)):
         text = f"`{name}` is another protocol's, here it is `{{field}}`"
         raise InvalidRequest(text, field=called[name], value=wire.shown(given[name]))
-    for problem in wire.misspelt(given, known, {*others, *IGNORED, *REFUSED, *OF_CHATS, *OF_COMPLETIONS, *NOT_FALSE}):
+    elsewhere = {*others, *WITHOUT_EFFECT, *REFUSED, *OF_CHATS, *OF_COMPLETIONS, *NOT_FALSE}
+    for problem in wire.misspelt(given, known, elsewhere):
         raise problem
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from engine import wire
 from engine.errors import InvalidRequest
+from engine.sampling_parameters import PARAMETERS
 from engine.wire import FORMS, MAX_LOGPROBS, MAX_REQ_ID_LEN, Check, int_in
 from gateway.openai.dialect import PLAIN, Dialect
 from gateway.openai.prompts import Prompts, read_prompts, sources_of
@@ -24,8 +25,8 @@ MAX_CHOICES = 128  # prompts times n
 
 # OpenAI's fields and those that clients of vLLM and SGLang send
 PASSED_ON = (
-    *("temperature", "top_p", "seed", "stop", "logit_bias", "frequency_penalty", "presence_penalty"),
-    *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "bad_words"),
+    *(each.openai_name for each in PARAMETERS),
+    *("seed", "stop", "logit_bias", "min_tokens", "ignore_eos", "stop_token_ids", "bad_words"),
     *("include_stop_str_in_output", "skip_special_tokens", "chat_template_kwargs", "cache_salt", "priority"),
     *(*FORMS, "guided_decoding_disable_any_whitespace", "reasoning_max_tokens", "thinking_token_budget"),
     *("best_of", "use_beam_search", "length_penalty", "truncate_prompt_tokens"),
@@ -67,6 +68,7 @@ class Completion:
     tools: Tools = Tools()
     dialect: Dialect = PLAIN  # of the answers
     tells_thoughts: bool = True
+    unenforced: tuple[str, ...] = ()  # keywords of schemas that the answer need not keep to, as its client allows
 
     def reader(self) -> Reader:
         return Reader(self.dialect, bool(self.tools.forced), self.tells_thoughts, self.tools.names)
@@ -76,11 +78,15 @@ def parse(body: dict[str, Any], is_chat: bool, default_model: str, dialect: Dial
     """Raises InvalidRequest for the first field that is wrong, by the client's name of it."""
     body = {key: value for key, value in body.items() if value is not None}
     refuse(body, is_chat)
+    if body.get("store"):
+        text = "`{field}` is not supported, only answers of /v1/responses are stored"
+        raise InvalidRequest(text, field="store", value=wire.shown(body["store"]))
     _spread(body)
     n = _checked(body, "n", CHECKS["n"], 1)
-    options = _options(body, is_chat)
+    options, unenforced = _options(body, is_chat)
     tools = read_tools(body, dialect) if is_chat else Tools()
-    options |= (of_tools := tools.fields(options))
+    of_tools, of_functions = tools.fields(options)
+    options |= of_tools
     sources = [chat_source(body)] if is_chat else sources_of("prompt", body, MAX_CHOICES)
     prompts = read_prompts(body, sources, options, is_chat)
     if len(sources) * n > MAX_CHOICES:
@@ -114,6 +120,7 @@ def parse(body: dict[str, Any], is_chat: bool, default_model: str, dialect: Dial
         tools=tools,
         dialect=replace(dialect, calls=tools.calls) if is_chat else PLAIN,
         tells_thoughts=_checked(body, "include_reasoning", A_BOOL, True),
+        unenforced=(*unenforced, *of_functions),
     )
 
 
@@ -145,22 +152,27 @@ def _spread(body: dict[str, Any]) -> None:
             body[name] = value
 
 
-def _options(body: dict[str, Any], is_chat: bool) -> dict[str, Any]:
-    """What all prompts share, in the wire's fields. Values are kept as they are, zeros too."""
+def _options(body: dict[str, Any], is_chat: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return what all prompts share, in the wire's fields, and what of a schema is not enforced. Values are kept as
+    they are, zeros too."""
     options: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0}  # OpenAI's defaults, not the native ones
+    unenforced: tuple[str, ...] = ()
     for name in (*PASSED_ON, *OF_PROMPT):
         if name in body and not (name in UNSET and body[name] == UNSET[name]):
             checked = _checked(body, name, CHECKS[name])
             if checked is not None:
                 options[name] = body[name] if name in AS_GIVEN else checked
+            if isinstance(checked, wire.Form):
+                unenforced += checked.unenforced
     for name in ("max_tokens", "max_completion_tokens"):  # the later one wins, as it does at OpenAI
         if name in body:
             options["max_tokens"] = _checked(body, name, CHECKS["max_tokens"])
+            options["cut_max_dec_len"] = True  # many clients send the most that some other model can do
     if is_chat and (variables := _template_variables(body)):
         options["chat_template_kwargs"] = variables
     if (logprobs := _chat_logprobs(body) if is_chat else _logprobs(body)) is not None:
         options["logprobs"] = logprobs
-    return options
+    return options, unenforced
 
 
 def _template_variables(body: dict[str, Any]) -> dict[str, Any]:

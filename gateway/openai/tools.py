@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine import wire
-from engine.errors import InvalidRequest
+from engine.errors import InvalidRequest, literally
 from gateway.openai.dialect import FORMATS, CallFormat, Dialect
 from gateway.openai.refusals import refuse_more
 
@@ -37,11 +37,13 @@ class Tools:
         """That a call must have to be one, where nothing else tells it from words."""
         return [tool["function"]["name"] for tool in self.tools] if self.calls and self.calls.bare else ()
 
-    def fields(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Of the model's request, beside its other `options`."""
+    def fields(self, options: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Return the fields of the model's request, beside its other `options`, and what of the schemas of functions is
+        not enforced in them."""
         if not self.tools:
-            return {}
+            return {}, ()
         assert self.calls
+        unenforced: tuple[str, ...] = ()
         kwargs = {**options.get("chat_template_kwargs", {}), "tools": self.tools}
         fields: dict[str, Any] = {"chat_template_kwargs": kwargs}
         if self.calls.has_special_token:
@@ -50,17 +52,22 @@ class Tools:
         if self.forced and forms not in ([], [OF_WORDS]):
             raise InvalidRequest("`{field}` cannot be kept beside a `tool_choice` that forces a call", field=forms[0])
         if self.forced:
-            fields["guided_grammar"] = self._grammar(self.calls, self.forced)
+            fields["guided_grammar"], unenforced = self._grammar(self.calls, self.forced)
         elif forms == [OF_WORDS] and self.calls.has_form:
             words = wire.FORMS[OF_WORDS](OF_WORDS, options[OF_WORDS])
             if words and words.kind == "json":
-                fields["guided_grammar"] = self._grammar(self.calls, [tool["function"] for tool in self.tools], words)
+                functions = [tool["function"] for tool in self.tools]
+                fields["guided_grammar"], unenforced = self._grammar(self.calls, functions, words)
         if "guided_grammar" in fields and forms:
             fields[OF_WORDS] = {"type": "text"}  # the grammar says it
-        return fields
+        return fields, unenforced
 
-    def _grammar(self, calls: CallFormat, known: Sequence[Mapping[str, Any]], words: wire.Form | None = None) -> str:
-        """Calls of these functions, or words of this form."""
+    def _grammar(
+        self, calls: CallFormat, known: Sequence[Mapping[str, Any]], words: wire.Form | None = None
+    ) -> tuple[str, tuple[str, ...]]:
+        """Return the grammar of calls of these functions, or words of this form, and what is not enforced of schemas.
+        Where the model may answer in words, only a function that asks for it (`strict`) has all of its schema."""
+        unenforced: list[str] = []
         before, between, after = map(_quoted, calls.forced)
         more = f"({between} call){{0,{MAX_FORCED_CALLS - 1}}}" if self.is_parallel else ""
         functions = [f"function{index}" for index in range(len(known))]
@@ -68,19 +75,26 @@ class Tools:
         rules = [f"start: {or_words}{before} call {more} {after}", f"call: {' | '.join(functions)}"]
         for rule, function in zip(functions, known, strict=True):
             around = [(_quoted(before), _quoted(after)) for before, after in calls.around(function["name"])]
-            arguments = _in_one_line(_parameters(function), AS_FAR_AS_POSSIBLE if words else ONE_LINE)
+            is_strict = function.get("strict") is True if words else function.get("strict") is not False
+            arguments = _arguments(function, is_strict)
+            unenforced += [f"{wire.shown(function['name'])}: {each}" for each in arguments.unenforced]
+            schema = _in_one_line(arguments.value, ONE_LINE if is_strict else AS_FAR_AS_POSSIBLE)
             ways = " | ".join(f"{before} {rule}_arguments {after}" for before, after in around)
-            rules += [f"{rule}: {ways}", f"{rule}_arguments: %json {arguments}"]
-        return "\n".join([*rules, f"words: %json {_in_one_line(words.value, ONE_LINE)}"] if words else rules)
+            label = _label(f"function {wire.shown(function['name'])}")
+            rules += [f"{rule}: {ways}", f"{rule}_arguments: %json {schema} {label}"]
+        if words:
+            rules.append(f"words: %json {_in_one_line(words.value, ONE_LINE)} {_label(OF_WORDS)}")
+        return "\n".join(rules), tuple(unenforced)
 
 
 def read_tools(body: Mapping[str, Any], dialect: Dialect) -> Tools:
     """Raises InvalidRequest."""
     given = body.get("tools")
     if given is None or given == []:
-        for name in ("tool_choice", "parallel_tool_calls"):
-            if name in body and body[name] not in ("none", "auto", False, True):
-                raise InvalidRequest("`{field}` needs `tools`", field=name, value=wire.shown(body[name]))
+        if body.get("tool_choice", "none") != "none":
+            text = "`{field}` is {value}, which needs `tools`"
+            raise InvalidRequest(text, field="tool_choice", value=wire.shown(body["tool_choice"]))
+        A_BOOL("parallel_tool_calls", body.get("parallel_tool_calls", True))
         return Tools()
     choice, tools = _allowed(body.get("tool_choice", "auto"), _checked_tools(given))
     is_parallel = A_BOOL("parallel_tool_calls", body.get("parallel_tool_calls", True))
@@ -109,7 +123,7 @@ def _checked_tools(given: Any) -> list[dict[str, Any]]:
             raise InvalidRequest(text, field="tools", value=wire.shown(tool))
         function = wire.within("tools", "[].function", AN_OBJECT, tool.get("function"))
         name = wire.within("tools", "[].function.name", A_STRING, function.get("name"))
-        wire.within("tools", "[].function.parameters", wire.FORMS["guided_json"], _parameters(function))
+        _arguments(function, is_strict=False)
         if name in names:
             text = "`{field}` has more than one with the name {value}: whose arguments a call has could not be told"
             raise InvalidRequest(text, field="tools", value=wire.shown(name))
@@ -151,8 +165,23 @@ def _parameters(function: Mapping[str, Any]) -> Any:
     return function.get("parameters") or {"type": "object", "properties": {}}
 
 
+def _arguments(function: Mapping[str, Any], is_strict: bool) -> wire.Form:
+    """Return the form of a function's arguments. Raise InvalidRequest that names the function."""
+    check = wire.json_schema if is_strict else wire.lenient_json_schema
+    try:
+        return wire.within("tools", "[].function.parameters", check, _parameters(function))
+    except InvalidRequest as error:
+        named = f"Function {literally(wire.shown(function['name']))}: {error.text}"
+        raise InvalidRequest(named, **error.cause) from None
+
+
 def _in_one_line(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-    return json.dumps({**wire.to_follow(dict(schema)), "x-guidance": options})
+    return json.dumps({**schema, "x-guidance": options})
+
+
+def _label(name: str) -> str:
+    """Return the comment that an error of the model has instead of the rule (engine/text/compile_errors.py)."""
+    return f"// {json.dumps(name)}"
 
 
 def _quoted(text: str) -> str:

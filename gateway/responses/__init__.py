@@ -1,21 +1,23 @@
-"""OpenAI's responses over a chat completion: stateless, so that each request has all of its conversation."""
+"""OpenAI's responses over a chat completion. A response that is stored is written again when it is retrieved: the model
+process stores the request, of which `about` is what it does not need itself, and the answer's tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from typing import Any
 
-from engine.errors import RequestError
+from engine.errors import InvalidRequest, RequestError
+from engine.wire import COMPLETED, DELETED, INCOMPLETE, StoredResponse, shown
 from gateway.openai import OpenAI
 from gateway.openai.blocks import as_named_event
 from gateway.openai.dialect import dialect_of
 from gateway.openai.refusals import OF_BLOCKS, check_spelling
 from gateway.protocol import Call
-from gateway.responses.answer import ResponsesExchange
-from gateway.responses.fields import IGNORED, REFUSED, fields
-from gateway.responses.request import NAMES, parse
+from gateway.responses.answer import Known, ResponsesExchange
+from gateway.responses.fields import REFUSED, fields
+from gateway.responses.request import NAMES, add_items, exchange_of, instructions_of, parse, tools_of
 
-PATH = "/v1/responses"
+PATH, PREVIOUS = "/v1/responses", "previous_response_id"
 
 
 class Responses(OpenAI):
@@ -33,8 +35,44 @@ class Responses(OpenAI):
         return {"model": "default", "input": "What is the capital of France?", "max_output_tokens": 64}
 
     def parse(self, body: dict[str, Any], call: Call) -> ResponsesExchange:
-        check_spelling(body, fields(), (*IGNORED, *REFUSED, *OF_BLOCKS), NAMES)
-        return parse(body, call.model_name, dialect_of(call.config))
+        check_spelling(body, fields(), ("include", *REFUSED, *OF_BLOCKS), NAMES)
+        before = self._conversation(call.previous, call) if call.previous else ()
+        return parse(body, call.model_name, dialect_of(call.config), before)
+
+    def stored(self, stored: StoredResponse, call: Call) -> dict[str, Any]:
+        """Return the object of a stored response."""
+        if stored.status == DELETED:
+            return {"id": stored.response_id, "object": "response", "deleted": True}
+        return self._exchange(stored, call).stored(stored)
+
+    def resumed(self, stored: StoredResponse, call: Call, starting_after: int) -> ResponsesExchange:
+        """Return the exchange that streams a stored response, after the event of this number."""
+        about, _ = stored.asked()
+        body = about["body"]
+        if not body.get("background"):
+            text = "the response {value} cannot be streamed: only one whose request has `background` set can be"
+            raise InvalidRequest(text, value=shown(stored.response_id))
+        exchange = self._exchange(stored, call)
+        exchange.resume(body, starting_after)
+        return exchange
+
+    def _exchange(self, stored: StoredResponse, call: Call) -> ResponsesExchange:
+        """Return the exchange of the request that has begun it."""
+        known, messages = stored.asked()
+        body = known.pop("body")
+        source = {"messages": messages, **tools_of(body)}
+        named = {**body, "request_id": stored.response_id}
+        return exchange_of(named, source, Known(**known), call.model_name, dialect_of(call.config))
+
+    def _conversation(self, previous: StoredResponse, call: Call) -> list[dict[str, Any]]:
+        """Return the messages of a stored response and its request, without the instructions."""
+        if previous.status not in (COMPLETED, INCOMPLETE):
+            text = "the response of `{field}` is {value}, only one that is {limit} can be gone on with"
+            raise InvalidRequest(text, field=PREVIOUS, value=previous.status, limit=[COMPLETED, INCOMPLETE])
+        about, messages = previous.asked()
+        messages = messages[len(instructions_of(about["body"])) :]
+        add_items(messages, self.stored(previous, call)["output"])
+        return messages
 
     def error_event(self, error: RequestError, call: Call) -> bytes:
         """In both of the shapes that clients know: that of the documents, and the one that makes them raise."""

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from engine import wire
+from engine.wire import StoredResponse
 from gateway.openai.blocks import Block, BlockExchange
 from gateway.openai.reader import CALL, REASONING
 from gateway.openai.request import Completion
@@ -21,27 +25,65 @@ TOLD: Json = {
         "temperature": 1.0,
     },
     **{"text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [], "top_p": 1.0, "reasoning": None},
-    **{"user": None},
+    **{"user": None, "background": False, "previous_response_id": None, "store": False},
 }
-OF_ALL: Json = {
-    "background": False,
-    "error": None,
-    "previous_response_id": None,
-    "store": False,
-    "truncation": "disabled",
-}
+OF_ALL: Json = {"error": None, "truncation": "disabled"}
+CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}  # of errors, by status
 DELTAS = {REASONING: "response.reasoning_text", CALL: "response.function_call_arguments"}
 PREFIXES = {REASONING: "rs_", CALL: "fc_"}
 
 
+@dataclass(frozen=True)
+class Known:
+    """What a response is written with besides its request and its answer: the same whenever it is retrieved."""
+
+    created_at: int = field(default_factory=lambda: int(time.time()))
+    ids: str = field(default_factory=lambda: uuid.uuid4().hex[:20])  # how those of its items begin
+
+    def about(self, body: Json) -> Json:
+        """Return what is stored of the request; the model process has the input."""
+        return {**asdict(self), "body": {name: value for name, value in body.items() if name != "input"}}
+
+
 class ResponsesExchange(BlockExchange):
-    def __init__(self, completion: Completion, names: Mapping[str, str], body: Json):
+    def __init__(self, completion: Completion, names: Mapping[str, str], body: Json, known: Known):
         super().__init__(completion, names)
+        self.known, self.ids = known, known.ids
         self.num_events = 0
+        self._is_resumable, self._starting_after = False, -1
         told: Json = {name: body.get(name, default) for name, default in TOLD.items()}
         told |= {"text": TOLD["text"] | told["text"], "parallel_tool_calls": bool(told["parallel_tool_calls"])}
-        about = {"id": completion.answer_id, "object": "response", "created_at": int(time.time())}
-        self._head = {**about, "model": completion.model, **OF_ALL, **told}
+        about = {"object": "response", "created_at": known.created_at}
+        self._about = {**about, "model": completion.model, **OF_ALL, **told}
+
+    @property
+    def _head(self) -> Json:
+        return {"id": self.answer_id, **self._about}
+
+    def store(self, body: Json, is_background: bool) -> None:
+        """Ask the model process to store the response."""
+        storing = {"about": self.known.about(body), "is_background": is_background}
+        self.requests[0][wire.STORE] = storing | {"is_streamed": is_background and self.stream}
+        self._is_resumable = is_background
+
+    def resume(self, body: Json, starting_after: int) -> None:
+        """Stream a response in the background from its beginning, without the events that its client has."""
+        self.stream = True
+        self.store(body, is_background=True)
+        self.requests[0]["resume_from"] = [0]
+        self._starting_after = starting_after
+
+    def stored(self, stored: StoredResponse) -> Json:
+        """Return the object of a stored response, as far as it has come."""
+        if stored.answer:
+            self.gather(0, stored.answer)
+        if self.choice.finish_reason:
+            return self.whole()
+        last = wire.IN_PROGRESS if stored.status in (wire.QUEUED, wire.IN_PROGRESS) else wire.INCOMPLETE
+        items = [_item(block, last if block is self.blocks[-1] else wire.COMPLETED) for block in self.blocks]
+        error = stored.error and {"code": CODES.get(stored.error.code, "server_error"), "message": str(stored.error)}
+        more: Json = {"output": items, "usage": None, "incomplete_details": None}
+        return {**self._head, "status": stored.status, **more, "error": error}
 
     def whole(self) -> Json:
         is_cut = self.choice.finish_reason == "length"
@@ -71,9 +113,17 @@ class ResponsesExchange(BlockExchange):
     # --- a stream ---
 
     def _numbered(self, *events: Json) -> list[Json]:
-        self.num_events += len(events)
-        first = self.num_events - len(events)
-        return [{**event, "sequence_number": first + index} for index, event in enumerate(events)]
+        """Number the events. Where a stream can be resumed the characters of deltas are counted instead, so that the
+        numbers are the same however the text is cut, and those that the client has are left out."""
+        numbered = []
+        for event in events:
+            delta = event.get("delta", "") if self._is_resumable else ""
+            self.num_events += len(delta) or 1
+            num_new = self.num_events - 1 - self._starting_after
+            if num_new > 0:
+                rest = {"delta": delta[-num_new:]} if delta else {}
+                numbered.append({**event, **rest, "sequence_number": self.num_events - 1})
+        return numbered
 
     def begin(self) -> list[Json]:
         response = {**self._head, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}

@@ -32,15 +32,17 @@ OWN: dict[str, Json] = {
     "reasoning": {"type": "object", "description": "`effort`, as `reasoning_effort` in a chat"},
     "tool_choice": {"type": ["string", "object"], "description": "`none`, `auto`, `required` or the function to call"},
     "metadata": {"type": "object", "description": "is in the answer"},
+    "store": {"type": "boolean", "description": "the response can be retrieved and gone on with"},
+    "background": {"type": "boolean", "description": "the same, and the response goes on without its client"},
+    "previous_response_id": {"type": "string", "description": "a stored response that `input` goes on with"},
 }
 # field -> the values, besides null, false and the empty ones, that ask for nothing special
 REFUSED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("store", "background", "previous_response_id", "conversation", "prompt"), ()),
+    **dict.fromkeys(("conversation", "prompt"), ()),
     **dict.fromkeys(("context_management", "moderation"), ()),
     **dict.fromkeys(("previous_response", "previous_input_messages", "enable_response_messages"), ()),
     "truncation": ("disabled",),
 }
-IGNORED = ("include", "stream_options", "max_tool_calls", "image", "access_programs", "prompt_cache_options")
 
 
 @functools.cache

@@ -4,7 +4,7 @@ where only responses have it."""
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -14,9 +14,9 @@ from gateway.openai.dialect import Dialect
 from gateway.openai.refusals import NAMES as NAMES_OF_CHAT
 from gateway.openai.refusals import OF_BLOCKS, check_parts, refuse, refuse_any, refuse_more
 from gateway.openai.refusals import REFUSED as REFUSED_IN_CHATS
-from gateway.openai.request import A_STRING, AN_OBJECT, AT_LEAST_1, chat_source
+from gateway.openai.request import A_BOOL, A_STRING, AN_OBJECT, AT_LEAST_1, chat_source
 from gateway.openai.request import parse as parse_chat
-from gateway.responses.answer import ResponsesExchange
+from gateway.responses.answer import Known, ResponsesExchange
 from gateway.responses.fields import INCLUDED, OF_CHAT, REFUSED
 
 Json = dict[str, Any]
@@ -29,25 +29,30 @@ NAMES = {**{native: CALLED.get(name, name) for native, name in NAMES_OF_CHAT.ite
 NAMES |= {"system": "instructions", "output_config": "text", "thinking": "reasoning"}
 
 
-def parse(body: Json, model_name: str, dialect: Dialect) -> ResponsesExchange:
-    """Raises InvalidRequest, by the chat's names of the fields."""
+def parse(body: Json, model_name: str, dialect: Dialect, before: Sequence[Json] = ()) -> ResponsesExchange:
+    """Raises InvalidRequest, by the chat's names of the fields. `before`: the messages that `input` goes on with."""
     body = {name: value for name, value in body.items() if value is not None}
-    for name in ("store", "previous_response_id"):
-        if body.get(name):
-            text = "`{field}` is not supported: nothing is kept here, send the conversation as `input`"
-            raise InvalidRequest(text, field=name, value=wire.shown(body[name]))
+    is_background, is_stored = (A_BOOL(name, body.get(name, False)) for name in ("background", "store"))
+    exchange = exchange_of(body, chat_of(body, before), Known(), model_name, dialect)
+    if is_stored or is_background:
+        exchange.store(body, is_background)
+    return exchange
+
+
+def exchange_of(body: Json, source: Json, known: Known, model_name: str, dialect: Dialect) -> ResponsesExchange:
+    """`source`: its messages and tools."""
     refuse(body, is_chat=True)
     refuse_any(body, {**OF_BLOCKS, **REFUSED})
     included = body.get("include", [])
     if not isinstance(included, list) or any(each not in INCLUDED for each in included):
         text = "`{field}` may hold {limit}, which do nothing here, it is {value}"
         raise InvalidRequest(text, field="include", value=wire.shown(included), limit=[*INCLUDED])
-    chat = {name: body[name] for name in OF_CHAT if name in body} | chat_of(body)
+    chat = {name: body[name] for name in OF_CHAT if name in body} | source
     chat.setdefault("request_id", f"resp_{uuid.uuid4().hex}")
     refuse_more("metadata", len(AN_OBJECT("metadata", body.get("metadata", {}))), MAX_METADATA)
     if "max_output_tokens" in body:
         chat["max_tokens"] = AT_LEAST_1("max_output_tokens", body["max_output_tokens"])
-    if "tool_choice" in body:
+    if "tool_choice" in body and ("tools" in chat or body["tool_choice"] != "auto"):  # the default, without tools, too
         chat["tool_choice"] = _choice(body["tool_choice"])
     text, reasoning = (AN_OBJECT(name, body.get(name, {})) for name in ("text", "reasoning"))
     check_parts("text", text, {"format": AN_OBJECT, "verbosity": A_STRING})
@@ -57,13 +62,17 @@ def parse(body: Json, model_name: str, dialect: Dialect) -> ResponsesExchange:
         chat["response_format"] = _form(form)
     if effort := reasoning.get("effort"):
         chat["reasoning_effort"] = effort
-    return ResponsesExchange(parse_chat(chat, True, model_name, dialect), CALLED, body)
+    return ResponsesExchange(parse_chat(chat, True, model_name, dialect), CALLED, body, known)
 
 
-def chat_of(body: Json) -> Json:
+def chat_of(body: Json, before: Sequence[Json] = ()) -> Json:
     """What its tokens are."""
+    return {"messages": _messages(body, before), **tools_of(body)}
+
+
+def tools_of(body: Json) -> Json:
     tools = [_tool(each) for each in wire.objects("tools", body.get("tools") or [])]
-    return {"messages": _messages(body), **({"tools": tools} if tools else {})}
+    return {"tools": tools} if tools else {}
 
 
 def question_of(body: Json) -> Json:
@@ -72,10 +81,8 @@ def question_of(body: Json) -> Json:
     return {**chat, **chat_source(chat)}
 
 
-def _messages(body: Json) -> list[Json]:
-    messages: list[Json] = []
-    if "instructions" in body:
-        messages.append({"role": "system", "content": A_STRING("instructions", body["instructions"])})
+def _messages(body: Json, before: Sequence[Json]) -> list[Json]:
+    messages = [*instructions_of(body), *before]
     given = body.get("input")
     if given is None:
         raise InvalidRequest("`{field}` is missing", field="input")
@@ -83,13 +90,23 @@ def _messages(body: Json) -> list[Json]:
         raise InvalidRequest("`{field}` cannot be empty", field="input", value=given)
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
-    for item in wire.objects("input", given):
+    add_items(messages, given)
+    return messages
+
+
+def instructions_of(body: Json) -> list[Json]:
+    if "instructions" not in body:
+        return []
+    return [{"role": "system", "content": A_STRING("instructions", body["instructions"])}]
+
+
+def add_items(messages: list[Json], items: Any) -> None:
+    for item in wire.objects("input", items):
         kind = item.get("type", "message")
         if not isinstance(kind, str) or kind not in ITEMS:
             text = "`{field}` may have items of {limit}, not {value}"
             raise InvalidRequest(text, field="input", value=wire.shown(kind), limit=[*ITEMS])
         ITEMS[kind](item, messages)
-    return messages
 
 
 def _message(item: Json, messages: list[Json]) -> None:

@@ -27,7 +27,7 @@ class GenerateExchange(NativeExchange):
 
     def event(self, index: int, answer: wire.Delta) -> bytes:
         self.last[answer.index] = answer
-        return b"data: " + dump(_enveloped(wire.write_answer(answer))) + b"\n\n"
+        return b"data: " + dump(_enveloped(wire.native_json(answer))) + b"\n\n"
 
     def whole(self) -> dict[str, Any]:
         """The list has an object for each of several answers."""
@@ -52,9 +52,9 @@ class Triton:
         return {INPUT: '{"text": "Hello, how are you?", "max_dec_len": 64}'}
 
     def speaks(self, body: dict[str, Any]) -> bool:
-        return INPUT in body
+        return True  # TritonText is asked before
 
-    def parse(self, body: dict[str, Any], call: Call) -> GenerateExchange:
+    def parse(self, body: dict[str, Any], call: Call) -> NativeExchange:
         if unknown := body.keys() - {INPUT, "id"}:
             raise InvalidRequest(f"unexpected input {wire.shown(min(unknown))}, the model has the input {INPUT}")
         text = body.get(INPUT)

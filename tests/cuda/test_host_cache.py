@@ -44,7 +44,7 @@ def test_blocks_go_out_are_copied_and_come_back_in_this_order(device, monkeypatc
     expected, places = list(range(NUM_BLOCKS + 1)), [None] * NUM_PLACES
     for step in range(NUM_BLOCKS + 1, 60):
         out = [(block, int(rng.integers(NUM_PLACES))) for block in some_of(rng, NUM_BLOCKS, 6)]
-        copies = [Copy(0, 0, block, int(rng.integers(NUM_BLOCKS))) for block in some_of(rng, NUM_BLOCKS, 2)]
+        copies = [Copy(0, 0, 0, block, int(rng.integers(NUM_BLOCKS))) for block in some_of(rng, NUM_BLOCKS, 2)]
         for block, place in out:
             places[place] = expected[block]
         for copy in copies:

@@ -19,13 +19,13 @@ from tests.cuda.test_executor import SETTINGS, generate, golden  # noqa: E402
 
 # The interpreter tells of what a GPU does without a word.
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{what} encountered") for what in ("overflow", "invalid value")]
-OPS = ["linear_int8", "linear_a8w8", "linear_int4", "linear_int4 with zeros"]
+OPS = ["linear_int8", "linear_a8w8", "linear_int4", "linear_int4 with zeros", "linear_int4 of 32 with zeros"]
 
 
 def stored(op, matrix, rng):
     """As the catalogue has it."""
     if op.startswith("linear_int4"):
-        codes, scale = to_int4(matrix)
+        codes, scale = to_int4(matrix, 32 if "of 32" in op else 64)
         zeros = to_bf16(rng.integers(0, 16, scale.shape).astype(np.float32))
         return codes, scale, zeros if "zeros" in op else None
     return to_int8(matrix)

@@ -1,7 +1,5 @@
 """Every op of the catalogue on the GPU against its definition in numpy, on sizes that divide nothing."""
 
-import re
-
 import numpy as np
 import pytest
 
@@ -9,9 +7,10 @@ torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cud
 
 from engine.dtypes import from_bf16, to_bf16  # noqa: E402
 from engine.ops import cuda, reference  # noqa: E402
+from engine.ops.catalogue import OPS  # noqa: E402
 from engine.ops.cuda import few_rows  # noqa: E402
 from tests.cuda.arrays import BF16_STEP, Ops, array, assert_close, floats, tensor  # noqa: E402
-from tests.cuda.conftest import IS_INTERPRETED, ROOT  # noqa: E402
+from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
 from tests.pure.paged_batch import PagedBatch  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # the interpreter tells of it
@@ -28,9 +27,9 @@ def rng():
 
 
 def test_every_op_of_the_catalogue_is_here():
-    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/ops.md").read_text(), re.M)
-    assert {"embedding", "paged_attention", "all_reduce"} <= set(rows)
-    assert [op for op in rows if not hasattr(cuda, op)] == []
+    of_gpus = [op.name for op in OPS.values() if op.cuda]
+    assert {"embedding", "paged_attention", "all_reduce"} <= set(of_gpus)
+    assert [name for name in of_gpus if not callable(getattr(cuda, name))] == []
 
 
 @pytest.mark.parametrize("width", [1, 70, 4097])
@@ -39,6 +38,9 @@ def test_norms(ops, rng, num_rows, width):
     x, residual, weight = floats(rng, num_rows, width), floats(rng, num_rows, width), floats(rng, width)
     expected = reference.rms_norm(x, weight, epsilon=1e-5)
     assert_close(ops.rms_norm(x, weight, epsilon=1e-5), expected)
+    for bias in (None, x.sum(axis=0)):
+        expected = reference.layer_norm(x + 3, weight, bias, epsilon=1e-5)
+        assert_close(ops.layer_norm(x + 3, weight, bias, epsilon=1e-5), expected)
     of_ops, of_reference = residual.copy(), residual.copy()
     expected, _ = reference.add_rms_norm(x, of_reference, weight, epsilon=1e-5)
     found, _ = ops.add_rms_norm(x, of_ops, weight, epsilon=1e-5)
@@ -75,6 +77,26 @@ def test_rotary_angles_are_exact_far_out(ops, rng):
 
 
 @pytest.mark.parametrize("width", [1, 33, 2050])
+def test_elementwise_ops_of_families(ops, rng):
+    x, y = floats(rng, 5, 70) * 3, floats(rng, 5, 70)
+    for name in ("gelu", "geglu"):
+        assert_close(getattr(ops, name)(x), getattr(reference, name)(x))
+    assert_close(ops.add(x, y), x + y)
+    assert_close(ops.scale(x, factor=0.3), reference.scale(x, factor=0.3))
+    assert_close(ops.softcap(x, cap=2.0), reference.softcap(x, cap=2.0))
+
+
+def test_wide_norms_and_rotations_of_heads(ops, rng):
+    heads = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 10}
+    qkv, q_weight, k_weight, cos_sin = floats(rng, 5, 100), floats(rng, 60), floats(rng, 20), floats(rng, 5, 4)
+    sums = reference.square_sums(qkv, **heads)
+    assert_close(ops.square_sums(qkv, **heads), sums)
+    given = {**heads, "q_size": 120, "k_size": 40, "epsilon": 1e-6}
+    expected = reference.wide_norm(qkv, sums, q_weight, k_weight, **given)
+    assert_close(ops.wide_norm(qkv, sums, q_weight, k_weight, **given), expected)
+    assert_close(ops.rotate_heads(qkv, cos_sin, **heads), reference.rotate_heads(qkv, cos_sin, **heads))
+
+
 def test_swiglu(ops, rng, width):
     x = 4 * floats(rng, 5, 2 * width)
     x[0, 0], x[1, 0] = -200, 200  # where exp overflows
@@ -139,6 +161,16 @@ BATCHES = [
     pytest.param(PagedBatch([300], [7], head_dim=128, block_size=256), id="large blocks"),
     pytest.param(PagedBatch([0, 3, 16, 40], [1, 1, 1, 1], dtype="int8", **SMALL), id="int8 decode"),
     pytest.param(PagedBatch([5, 90, 0, 9], [3, 1, 9, 40], head_dim=10, rotary_dim=4, dtype="int8", **SMALL), id="int8"),
+    pytest.param(PagedBatch([0, 3, 66], [19, 1, 28], window=5, **SMALL), id="window"),
+    pytest.param(PagedBatch([0, 3, 66], [19, 1, 28], window=16, **SMALL), id="window of blocks"),
+    pytest.param(PagedBatch([40, 90, 200], [1, 1, 1], window=37, **SMALL, dtype="int8"), id="window in decode"),
+    pytest.param(PagedBatch([9, 70], [60, 1], window=1, **SMALL), id="window of one"),
+    pytest.param(PagedBatch([0, 40], [19, 9], softcap=2.0, **SMALL), id="soft cap"),
+    pytest.param(
+        PagedBatch([0, 40, 90], [19, 9, 1], softcap=2.0, window=20, **SMALL, dtype="int8"), id="capped window int8"
+    ),
+    pytest.param(PagedBatch([0, 40, 90], [19, 9, 1], has_sinks=True, window=20, **SMALL), id="sinks"),
+    pytest.param(PagedBatch([300, 7], [1, 1], has_sinks=True, softcap=3.0, **SMALL), id="sinks in decode"),
 ]
 
 
@@ -177,8 +209,8 @@ def test_head_norm_is_a_part_of_the_attention(device, rng, counts):
     qkv, q_weight, k_weight, cos_sin, kv_cache, *rest = (
         tensor(each, device) for each in (batch.qkv, q_weight, k_weight, batch.cos_sin, batch.kv_cache, *rest)
     )
-    normed = cuda.head_norm(qkv, q_weight, k_weight, **sizes, epsilon=1e-6)
-    found, _ = cuda.paged_attention(normed, cos_sin, kv_cache, *rest, **sizes, scale=0.2)
+    given = (qkv, q_weight, k_weight, cos_sin, kv_cache, *rest)
+    found, _ = cuda.head_norm_paged_attention(*given, **sizes, epsilon=1e-6, scale=0.2)
     assert_close(array(found), expected)
     assert_close(array(kv_cache), cache)
 

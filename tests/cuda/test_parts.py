@@ -124,7 +124,7 @@ def test_a_step_that_is_filled_up_gives_the_same_logits(exported, device, case):
     empty = empty_step(Shape(*shape), 0)
     numbers = apart(told(inputs, empty, device), empty)
     tables = torch.full((shape[1], 40), caches.nobodys_block, dtype=torch.int32, device=device)
-    own = graphs._tables(inputs["block_tables"], shape[1])
+    own = graphs._stacked([inputs["block_tables"]], shape[1])
     tables[:, : own.shape[1]] = torch.from_numpy(own).to(device)
     found = executor._compute({**numbers, "block_tables": tables}).logits[: len(inputs["logit_rows"])].clone()
     written = {name: tensor.clone() for name, tensor in caches.tensors.items()}
@@ -252,7 +252,7 @@ def test_a_block_is_copied_in_every_layer(device):
     caches.allocate(3)
     for number, tensor in enumerate(caches.tensors.values()):
         tensor.copy_(torch.arange(4, device=device).view(4, 1, 1, 1, 1) + 10 * number)
-    caches.copy([Copy(0, 0, source=1, target=2), Copy(0, 0, source=2, target=0)])
+    caches.copy([Copy(0, 0, 0, source=1, target=2), Copy(0, 0, 0, source=2, target=0)])
     blocks = [tensor[:, 0, 0, 0, 0].tolist() for tensor in caches.tensors.values()]
     assert blocks == [[1, 1, 1, 3], [11, 11, 11, 13]]  # the last one is nobody's
 

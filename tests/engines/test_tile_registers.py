@@ -20,7 +20,7 @@ TESTS = (*OF_ALL_SETS, "cpu_program", "company")
 def soft_tiles(tmp_path_factory) -> Path:
     """A folder for ENGINE_BUILD_DIR: the ops of this build with two files made anew."""
     folder = tmp_path_factory.mktemp("soft-tiles")
-    into = Path(shutil.copytree(build.library().parent, folder / f"ops-{build.build_key()}"))
+    into = Path(shutil.copytree(build.library(all_isas=True).parent, folder / f"ops-{build.build_key()}"))
     objects = build.sources(into)
     for name in ("amx.o", "runtime.o"):
         flags = [*build.FLAGS, *objects[into / name], "-DLLM_SOFT_TILES"]

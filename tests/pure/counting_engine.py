@@ -51,12 +51,18 @@ def allocate_cache(executor, config, model_len):
     return executor.num_blocks
 
 
+def load_tokenizer(graph_dir):
+    return SimpleNamespace(eos_token_ids=())
+
+
 if __name__ == "__main__":
+    from tests.pure import counting_engine  # the fork server of grammars cannot import what __main__ has
+
     if len(sys.argv) == 1:
         executors.make_executor = make_executor
         memory.allocate_cache = allocate_cache
         manifest.Manifest.read = lambda graph_dir: SimpleNamespace(max_seq_len=100, vocab_size=2000)
-        Tokenizer.load = lambda graph_dir: SimpleNamespace(eos_token_ids=())
+        Tokenizer.load = counting_engine.load_tokenizer
         runpy.run_module("engine.process", run_name="__main__")
     address, step_s, max_steps = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
     config = Config(batch_size=12, max_num_batched_tokens=32)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from engine.core.cache_groups import FREED, FULL_ATTENTION, STATE, CacheGroup
 from engine.core.types import PENDING, Batch, Logprobs, OfPrompt, Row, Sampling, StepOutput
 
 
@@ -44,7 +45,7 @@ class Slot:
     token_ids: list[int]
     prompt_len: int
     sampling: Sampling
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: list[list[int]] = field(default_factory=list)  # of each cache group
 
     def choose(self) -> int:
         last, index = self.token_ids[-1], len(self.token_ids) - self.prompt_len
@@ -72,9 +73,10 @@ class CountingExecutor:
     runs_ahead = False
     most_read = 6
 
-    def __init__(self, num_blocks: int = 16, block_size: int = 4):
+    def __init__(self, num_blocks: int = 16, block_size: int = 4, groups: Sequence[CacheGroup] = FULL_ATTENTION):
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.cache_groups = tuple(groups)
         self.batches: list[list[tuple[str, int]]] = []  # (first token of the prompt, tokens) of each row
         self.cache: dict[tuple[int, int], int] = {}  # (block, offset) -> name
         self.on_host: dict[int, list[int]] = {}  # place -> names
@@ -89,11 +91,15 @@ class CountingExecutor:
     def allocate(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
 
+    def warm_up(self) -> None: ...
+
     def launch(self, batch: Batch) -> CountingStep:
         self.num_running += 1
         for arrival in batch.arrivals:
             self.sums.pop(arrival.slot, None)
-            self.slots[arrival.slot] = Slot(list(arrival.token_ids), arrival.prompt_len, arrival.sampling)
+            self.slots[arrival.slot] = Slot(
+                list(arrival.token_ids), arrival.prompt_len, arrival.sampling, [[] for _ in self.cache_groups]
+            )
         for block, place in batch.swaps.out if batch.swaps else ():
             self.on_host[place] = self._names(block)
         for copy in batch.copies:
@@ -101,18 +107,25 @@ class CountingExecutor:
         for block, place in batch.swaps.back if batch.swaps else ():
             self._put(block, self.on_host[place])
         for row in batch.rows:
-            self.slots[row.slot].block_ids += row.new_block_ids
+            for block_ids, new in zip(self.slots[row.slot].block_ids, row.new_block_ids, strict=False):
+                block_ids += new
         for copy in batch.copies:
-            assert self.slots[copy.slot].block_ids[copy.place] in (copy.source, copy.target)
-            self.slots[copy.slot].block_ids[copy.place] = copy.target
+            block_ids = self.slots[copy.slot].block_ids[copy.group]
+            assert block_ids[copy.place] in (copy.source, copy.target)
+            block_ids[copy.place] = copy.target
         self.batches.append([(str(self.slots[row.slot].token_ids[0]), len(row.token_ids)) for row in batch.rows])
-        holders = Counter(block for row in batch.rows for block in self.slots[row.slot].block_ids)
+        holders = Counter(block for row in batch.rows for block in self._held(row))
         rows = [row._replace(token_ids=self._known(row)) for row in batch.rows]
         for row in rows:
             self._write(row, holders)
         for row in rows:
             self._attend(row)
         return CountingStep(self, self._choose(batch))
+
+    def _held(self, row: Row) -> Iterator[int]:
+        """The blocks of the slot of `row` that this row or a later one reads or writes."""
+        for group, block_ids in zip(self.cache_groups, self.slots[row.slot].block_ids, strict=True):
+            yield from block_ids[group.first_block(row.start, self.block_size) :]
 
     def _names(self, block: int) -> list[int]:
         return [self.cache.get((block, offset), 0) for offset in range(self.block_size)]
@@ -164,20 +177,41 @@ class CountingExecutor:
         known = row.token_ids[: len(row.token_ids) - num_drafts]
         assert slot.token_ids[row.start : row.start + len(known)] == known
         names = list(prefix_names([*slot.token_ids[: row.start], *row.token_ids]))
-        for position in range(row.start, row.start + len(row.token_ids)):
-            place = self._place(slot, position)
-            assert 0 <= place[0] < self.num_blocks
-            assert holders[place[0]] == 1, f"slot {row.slot} writes into a block that others read"
-            self.cache[place] = names[position]
+        for index, group in enumerate(self.cache_groups):
+            if group.kind == STATE:
+                self._update_state(row, slot.block_ids[index], names, holders)
+                continue
+            for position in range(row.start, row.start + len(row.token_ids)):
+                place = self._place(slot, index, position)
+                assert 0 <= place[0] < self.num_blocks
+                assert holders[place[0]] == 1, f"slot {row.slot} writes into a block that others read"
+                self.cache[place] = names[position]
+
+    def _update_state(self, row: Row, block_ids: Sequence[int], names: Sequence[int], holders: Counter[int]) -> None:
+        """A state is the name of all tokens so far. It is kept in the first place of its block."""
+        [block] = block_ids
+        assert holders[block] == 1, f"slot {row.slot} changes a state that others read"
+        if row.start:
+            found = self.cache.get((block, 0))
+            assert found == names[row.start - 1], f"slot {row.slot} continues another state at position {row.start}"
+        self.cache[block, 0] = names[-1]
 
     def _attend(self, row: Row) -> None:
+        """Each query of the row reads its window, or everything before it."""
         slot = self.slots[row.slot]
-        for position, name in enumerate(prefix_names([*slot.token_ids[: row.start], *row.token_ids])):
-            found = self.cache.get(self._place(slot, position))
-            assert found == name, f"slot {row.slot} finds another prefix at position {position}"
+        names = list(prefix_names([*slot.token_ids[: row.start], *row.token_ids]))
+        for index, group in enumerate(self.cache_groups):
+            if group.kind == STATE:
+                continue
+            first = max(0, row.start - group.window + 1) if group.window else 0
+            for position in range(first, len(names)):
+                found = self.cache.get(self._place(slot, index, position))
+                assert found == names[position], f"slot {row.slot} finds another prefix at position {position}"
 
-    def _place(self, slot: Slot, position: int) -> tuple[int, int]:
-        return slot.block_ids[position // self.block_size], position % self.block_size
+    def _place(self, slot: Slot, group: int, position: int) -> tuple[int, int]:
+        block = slot.block_ids[group][position // self.block_size]
+        assert block != FREED, f"position {position} was freed, but is read"
+        return block, position % self.block_size
 
 
 def logprobs_of(token_id: int, count: int) -> Logprobs:

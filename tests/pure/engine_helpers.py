@@ -68,8 +68,8 @@ def a_server(executor=None, address=None, max_message_bytes=-1, **settings):
 
 
 @contextmanager
-def a_client(address, failed_file=None):
-    client = EngineClient(address, failed_file)
+def a_client(address, failed_file=None, suspect_file=None):
+    client = EngineClient(address, failed_file, suspect_file)
     try:
         yield client
     finally:

@@ -156,7 +156,7 @@ def fake_server(
     folder: Path, children: dict[str, str], answers: dict[str, Any] | None = None, **options
 ) -> Iterator[FakeServer]:
     """`children`: name -> what fake_child.py is to do. `answers`: what is answered at first, ready unless it says
-    something else. `options`: fields of Config, and `check_for_s`."""
+    something else. `options`: fields of Config, `ask_every_s` and `check_for_s`."""
     file = folder / "answers.json"
     if answers is not None or not file.exists():
         file.write_text(json.dumps(READY if answers is None else answers))
@@ -177,7 +177,7 @@ def main(folder: Path, children: dict[str, str], options: dict) -> int:
     logging.basicConfig(level="INFO", stream=sys.stdout)
     child.MAX_BACK_OFF_S = child.HOST_LOST_S = 0.1
     child.MAX_STOPPED_S = 0.5
-    timing = {"ask_every_s": 0.05, "check_for_s": options.pop("check_for_s", 30.0)}
+    timing = {"ask_every_s": options.pop("ask_every_s", 0.05), "check_for_s": options.pop("check_for_s", 30.0)}
     settings = {"drain_delay_s": 0.0, "drain_timeout_s": 1.0, "check_health_interval_s": 60.0}
     settings |= {"start_timeout_s": TIMEOUT_S} | options
     run_dir = a_run_dir(folder)

@@ -12,7 +12,7 @@ from typing import Any
 
 import openai
 
-from engine.errors import EngineUnavailable, TimedOut
+from engine.errors import EngineUnavailable, TimedOut, UnknownAnswer
 from engine.settings.config import Config
 from engine.wire import (
     DETOKENIZE,
@@ -28,6 +28,7 @@ from engine.wire import (
     ModelState,
     OfPrompt,
     Owner,
+    StoredResponse,
     Tokenized,
     TokenLogprob,
     Usage,
@@ -70,6 +71,8 @@ class FakeBackend:
         self.stop_reason = stop_reason
         self.state = ModelState(ready=True, model_len=8192) if state is None else state
         self.thought: str | None = None  # what it knows of the prompt
+        self.max_dec_len: int | None = None  # to which it reduces a longer one
+        self.stored: list[Any] = []
         self.bodies: list[dict[str, Any]] = []
         self.num_probes = 0
         self.aborts: list[tuple[str, str]] = []
@@ -131,6 +134,7 @@ class FakeBackend:
             fields["of_prompt"] = OfPrompt([1, 2, 3], "<s>Hi é", PROMPT_LOGPROBS)
         if not texts:
             fields["thought"] = self.thought
+            fields["max_dec_len"] = self.max_dec_len if body.get("cut_max_dec_len") else None
         if text:
             texts.append(text)
             if body.get("logprobs", -1) >= 0:
@@ -162,6 +166,16 @@ class FakeBackend:
         if self.script:
             raise self.script[0]
         return Loras(["one"])
+
+    async def stored_response(self, body: dict[str, Any]) -> StoredResponse:
+        """The next of `stored`, else there is none."""
+        self.bodies.append(json.loads(json.dumps(body)))
+        if not self.stored:
+            raise UnknownAnswer("there is no such response")
+        response = self.stored.pop(0)
+        if isinstance(response, Exception):
+            raise response
+        return response() if callable(response) else response
 
     async def probe(self, with_metrics: bool = False) -> ModelState:
         self.num_probes += 1

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from functools import lru_cache
+from pathlib import Path
 
 from engine.core.loop import Loop
 from engine.core.types import Request, Sampling
+from engine.grammars.pool import GrammarPool
 from engine.settings.config import Config
 from engine.text.forms import written
-from engine.text.grammar import MatcherGrammars
+from engine.text.tokenizer import Tokenizer
 from engine.wire.forms import FORMS
-from tests.byte_tokenizer import EOS_ID
+from tests.byte_tokenizer import EOS_ID, write_tokenizer
 from tests.pure.random_model import RandomModel
 
 PROMPT = [72, 101, 108]
@@ -18,10 +22,31 @@ VOCAB_SIZE = EOS_ID + 10  # more than the tokenizer has
 STOP_IDS = (EOS_ID, EOS_ID - 2)
 
 
+def load_tokenizer():
+    """The one of the fixture `tokenizer`, in another process."""
+    with tempfile.TemporaryDirectory() as directory:
+        write_tokenizer(Path(directory))
+        return Tokenizer.load(Path(directory))
+
+
+@lru_cache
+def shared_grammars():
+    """Those of all tests that do not look at them: to start their processes takes most of a second."""
+    return GrammarPool(load_tokenizer, VOCAB_SIZE)
+
+
+def begun(grammars, request):
+    """What `begin` comes to."""
+    future = grammars.begin(request)
+    while not future.done():
+        grammars.poll(1)
+    return future.result()
+
+
 def a_request(name, field, value, token_ids=(), **sampling):
     """One more answer for each of `forks`."""
     num_forks = sampling.pop("forks", 0)
-    options = {"any_whitespace": sampling.pop("any_whitespace", True), "thought": sampling.pop("thought", "")}
+    options = {"any_whitespace": sampling.pop("any_whitespace", True), "thought": sampling.pop("thought", None)}
     form = (field, written(FORMS[field](field, value), **options)) if field else ()
     seed = sampling.pop("seed", 0)
     given = {"max_new_tokens": 900, "temperature": 1.0, "stop_token_ids": STOP_IDS, "form": form, **sampling}
@@ -40,7 +65,7 @@ class Guided:
         self.tokenizer = tokenizer
         likely = [token_id for text in '"}],:0' for token_id in tokenizer.encode(text)]
         self.model = RandomModel(VOCAB_SIZE, tuple(likely))
-        self.grammars = grammars or MatcherGrammars(lambda: tokenizer, VOCAB_SIZE)
+        self.grammars = grammars or shared_grammars()
         self.loop = Loop(
             self.model, num_blocks, Config(**{"batch_size": 32, "max_cached_task_num": 1000, **settings}), self.grammars
         )

@@ -21,7 +21,8 @@ NEVER = object()  # in a script: nothing more comes
 
 
 class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """Answers a request with one response for each item of its script: bytes, or an error that ends it."""
+    """Answers a request with one response for each item of its script: what the model writes, a text that it says, or
+    an error that ends it."""
 
     def __init__(self, *script):
         self.script = script
@@ -49,7 +50,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
                     elif isinstance(item, grpc.StatusCode):
                         await context.abort(item, "unix:/run/secret/socket has failed")
                     else:
-                        yield a_response(item, request.id)
+                        yield a_response(said(item) if isinstance(item, str) else item, request.id)
                         self.num_sent += 1
             except (asyncio.CancelledError, GeneratorExit):
                 self.num_cancelled += 1
@@ -74,6 +75,16 @@ def a_response(payload, name=""):
     response.infer_response.id = name
     response.infer_response.raw_output_contents.append(len(payload).to_bytes(LENGTH_BYTES, "little") + payload)
     return response
+
+
+def said(text):
+    return wire.write_answer(wire.Delta("", text, [], 0, wire.Usage(), 0))
+
+
+def text_of(response):
+    """What the client of the gateway sees of it."""
+    [fields] = json.loads(response.infer_response.raw_output_contents[0][LENGTH_BYTES:])
+    return fields["token"]
 
 
 def a_request(name="", **body):
@@ -111,10 +122,11 @@ async def a_client(port):
 
 
 async def answers(responses):
-    """(id, the model's object or its error's, Triton's error) of each response."""
+    """(id, the text or the object of an error, Triton's error) of each response."""
     found = []
     async for response in responses:
         payload = b"".join(response.infer_response.raw_output_contents)[LENGTH_BYTES:]
-        fields = json.loads(payload) if payload.startswith((b"{", b"[")) else payload.decode()
-        found.append((response.infer_response.id, fields, response.error_message))
+        fields = json.loads(payload) if payload else ""
+        told = fields[0]["token"] if isinstance(fields, list) else fields
+        found.append((response.infer_response.id, told, response.error_message))
     return found

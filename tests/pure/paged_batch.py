@@ -20,6 +20,9 @@ class PagedBatch:
     rotary_dim: int = 16
     block_size: int = 8
     dtype: str = "f32"
+    window: int = 0
+    softcap: float = 0.0
+    has_sinks: bool = False
     seed: int = 0
 
     def __post_init__(self):
@@ -38,7 +41,13 @@ class PagedBatch:
         self.cos_sin = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
         cache = (num_blocks, 2, self.num_kv_heads, self.block_size, self.head_dim)
         cache = rng.standard_normal(cache).astype(np.float32)
+        self.sinks = rng.standard_normal(self.num_heads).astype(np.float32) if self.has_sinks else None
         self.kv_cache = {"f32": np.array, "bf16": to_bf16, "int8": to_cached_int8}[self.dtype](cache)
+
+    @property
+    def attributes(self) -> dict[str, float]:
+        heads = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
+        return {**heads, "scale": self.head_dim**-0.5, "window": self.window, "softcap": self.softcap}
 
     def run(self, ops, kv_cache: np.ndarray) -> np.ndarray:
         return self.run_part(ops, kv_cache, {b: (0, n) for b, n in enumerate(self.count)})
@@ -50,7 +59,6 @@ class PagedBatch:
         query_starts = np.cumsum([0, *(end - first for first, end in part.values())], dtype=np.int32)
         context_lens = (self.context_lens[chosen] + [first for first, _ in part.values()]).astype(np.int32)
         arrays = self.qkv[rows], self.cos_sin[rows], kv_cache, query_starts, context_lens, self.block_tables[chosen]
-        heads = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
-        out, same = ops.paged_attention(*arrays, **heads, scale=self.head_dim**-0.5)
+        out, same = ops.paged_attention(*arrays, self.sinks, **self.attributes)
         assert same is kv_cache
         return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from engine.core.cache_groups import FULL_ATTENTION
 from engine.core.types import Batch, StepOutput
 from engine.executors.slots import Slots
 from engine.executors.step import StepWhenAsked
@@ -17,6 +18,7 @@ class RandomModel:
     block_bytes = 1
     runs_ahead = False
     most_read = 0
+    cache_groups = FULL_ATTENTION
 
     def __init__(self, vocab_size: int, likely_ids: tuple[int, ...] = (), block_size: int = 16):
         """`likely_ids`: without them JSON would hardly ever end."""
@@ -31,6 +33,8 @@ class RandomModel:
         return 1 << 20
 
     def allocate(self, num_blocks: int) -> None: ...
+
+    def warm_up(self) -> None: ...
 
     def launch(self, batch: Batch) -> StepWhenAsked:
         return StepWhenAsked(lambda mask: self._compute(batch, mask))

@@ -7,6 +7,7 @@ import threading
 from contextlib import contextmanager
 from pathlib import Path
 
+from engine import wire
 from engine.errors import EngineUnavailable
 from engine.link import messages
 from engine.serving.lengths import Lengths
@@ -33,6 +34,12 @@ def a_service(reader, client, **options):
         service.close(drain_s=0)
 
 
+def fields_of(payload):
+    """What the JSON of an answer would have."""
+    [fields] = json.loads(b"[%s]" % wire.native_json(wire.read_answer(payload)))
+    return fields[0] if isinstance(fields, list) else fields
+
+
 class FakeSender:
     """Remembers every response; `before_send` may wait, raise, or do anything else."""
 
@@ -47,8 +54,7 @@ class FakeSender:
         if self._final_tried:
             self.misuses.append(f"send after the final response: {payload!r}")
         self._final_tried |= final
-        body = json.loads(payload)
-        [fields] = body if isinstance(body, list) else [body]
+        fields = fields_of(payload)
         self.before_send(fields, final)
         self.sent.append((fields, final))
 

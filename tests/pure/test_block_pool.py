@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from engine.core.block_pool import BlockPool, OutOfBlocks, chain_key, root_key
+from engine.core.block_pool import BlockPool, OutOfBlocks, hash_block, root_hash
 from engine.core.host_blocks import HostBlocks
 from engine.core.types import Swaps
 
@@ -15,7 +15,7 @@ def keys_of(token_ids, size=SIZE, salt=""):
     """The keys of the full blocks of `token_ids`."""
     keys = []
     for start in range(0, len(token_ids) - size + 1, size):
-        keys.append(chain_key(keys[-1] if keys else root_key(salt), token_ids[start : start + size]))
+        keys.append(hash_block(keys[-1] if keys else root_hash(salt), token_ids[start : start + size]))
     return keys
 
 

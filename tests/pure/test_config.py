@@ -10,7 +10,7 @@ import pytest
 from engine.errors import ConfigError
 from engine.settings.config import Config
 from engine.settings.table import markdown_table
-from engine.settings.unused import WITHOUT_EFFECT, likely_misspelt, settings_without_effect
+from engine.settings.unused import likely_misspelt
 
 SETTINGS = {field.name: field.metadata["setting"] for field in fields(Config)}
 
@@ -23,7 +23,7 @@ def test_the_defaults_are_those_the_predecessor_documents():
     config = Config()
     ports = config.health_http_port, config.service_grpc_port, config.metrics_http_port, config.service_http_port
     assert ports == (8110, 8811, 8722, 9965)
-    assert (config.max_seq_len, config.max_dec_len, config.batch_size) == (8192, 1024, 50)
+    assert (config.max_prompt_len, config.max_answer_len, config.batch_size) == (8192, 1024, 50)
     assert (config.block_ratio, config.max_cached_task_num, config.push_mode_http_workers) == (0.75, 128, 1)
 
 
@@ -153,39 +153,30 @@ def test_a_step_holds_at_least_two_tokens_a_request():
     assert Config(batch_size=20, max_num_batched_tokens=10).max_step_tokens == 40
 
 
+def test_the_length_of_the_model_is_that_of_prompt_and_answer_where_these_are_not_set():
+    config = Config.from_env({"MAX_MODEL_LEN": "32768", "MAX_DEC_LEN": "2048"})
+    assert (config.max_prompt_len, config.max_answer_len, config.model_len(131072)) == (32768, 2048, 32768)
+    assert (Config().model_len(131072), Config(max_model_len=4096).model_len(4096)) == (131072, 4096)
+    with pytest.raises(ConfigError, match="^MAX_MODEL_LEN is 4097, the model takes at most 4096 tokens$"):
+        Config(max_model_len=4097).model_len(4096)
+
+
+def test_the_limits_of_partial_prefills_go_together():
+    assert Config(max_seq_len=10000).long_prefill_tokens == 400
+    assert Config(max_seq_len=10000, long_prefill_token_threshold=7).long_prefill_tokens == 7
+    variables = {"MAX_NUM_PARTIAL_PREFILLS": "2", "MAX_LONG_PARTIAL_PREFILLS": "3"}
+    with pytest.raises(ConfigError, match="^MAX_LONG_PARTIAL_PREFILLS is 3, it must be at most MAX_NUM_PARTIAL_PREFIL"):
+        Config.from_env(variables)
+
+
 def test_paths_are_made_from_the_settings(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert Config(run_dir="~/run").run_path == tmp_path / "run"
     assert Config().run_path == Path(f"/tmp/llm-server-{os.getuid()}")
     assert Config(log_dir="log").log_path == Path.cwd() / "log"
-
-
-def test_every_setting_of_the_predecessor_works_or_is_named():
-    names = """
-        HEALTH_HTTP_PORT HTTP_PORT SERVICE_GRPC_PORT GRPC_PORT METRICS_HTTP_PORT METRICS_PORT INTER_PROC_PORT
-        INFER_QUEUE_PORT INTER_QUEUE_PORT SERVICE_HTTP_PORT PUSH_MODE_HTTP_PORT MODEL_DIR CONFIG_JSON_FILE
-        FD_MODEL_CONFIG_PATH DISTRIBUTED_CONFIG model_name MP_NUM MP_NNODE POD_IPS POD_0_IP HOST_IP DEVICE
-        CUDA_VISIBLE_DEVICES DTYPE BLOCK_SIZE USE_CACHE_KV_INT8 USE_CACHE_KV_INT4 RETURN_FULL_HIDDEN_STATES
-        USE_DYNAMIC_GRAPH MAX_SEQ_LEN MAX_DEC_LEN BATCH_SIZE BLOCK_BS BLOCK_RATIO ENC_DEC_BLOCK_NUM
-        MAX_PREFILL_BATCH MAX_CACHED_TASK_NUM PUSH_MODE_HTTP_WORKERS DISABLE_STREAMING DISABLE_CAPACITY_CHECKER
-        ENGINE_MAX_NEED_NUM STOP_THRESHOLD USE_HF_TOKENIZER USE_FAST_TOKENIZER MAX_STOP_SEQS_NUM STOP_SEQS_MAX_LEN
-        BAD_TOKENS FIRST_TOKEN_ID USE_WARMUP SPECULATE_METHOD SPECULATE_MAX_DRAFT_TOKEN_NUM SPECULATE_MAX_NGRAM_SIZE
-        SPECULATE_MODEL_PATH SPECULATE_MODEL_QUANT_TYPE CHECK_HEALTH_INTERVAL USE_CUSTOM_HEALTH_CHECKER SHM_UUID
-        RECORD_TIME_INTERVAL FD_LOG_DIR FD_DEBUG FD_LOG_BACKUP_COUNT OUTPUT_LOG_TO_CONSOLE SERVER_WAITTING_TIME
-        FLAGS_blha_use_fp32_qk_sum FLAGS_mla_use_tensorcore FLAGS_cascade_attention_max_partition_size
-        INFERENCE_MSG_QUEUE_ID
-    """.split()
-    working = {name for setting in SETTINGS.values() for name in (setting.env, *setting.old)}
-    working.add("CUDA_VISIBLE_DEVICES")  # torch reads it
-    assert set(names) - working - WITHOUT_EFFECT.keys() == set()
-
-
-def test_settings_of_the_predecessor_that_do_nothing_are_named():
-    assert settings_without_effect({"MAX_PREFILL_BATCH": "4", "ENC_DEC_BLOCK_NUM": ""}) == [
-        "MAX_PREFILL_BATCH has no effect: MAX_NUM_BATCHED_TOKENS limits a step instead"
-    ]
-    assert settings_without_effect({}) == []
-    assert not WITHOUT_EFFECT.keys() & {setting.env for setting in SETTINGS.values()}
+    one, other = (Config(log_dir=name).run_path for name in ("prefill_log", "decode_log"))
+    assert one != other and {one.parent, other.parent} == {Path("/tmp")}
+    assert one == Config(log_dir=str(Path.cwd() / "prefill_log")).run_path != Config().run_path
 
 
 @pytest.mark.parametrize(

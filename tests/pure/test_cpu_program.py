@@ -72,11 +72,12 @@ def test_a_program_makes_the_bits_of_its_ops(hidden, inner, is_read_twice):
 
 def product_graph(op: str, width: int, num_out: int) -> tuple[Graph, dict[str, np.ndarray]]:
     """Rows of a table times a weight of few bits, and the swiglu of that."""
-    packed_width = -(-width // 128) * 64 if op == "linear_int4" else width
+    packed_width = -(-width // 128) * 64 if op.startswith("linear_int4") else width
     weight = np.random.default_rng(0).integers(-128, 128, (num_out, packed_width), np.int8)
     params = {"table": random(VOCAB, width), "weight": weight, "scale": random(num_out), "bias": random(num_out)}
-    if op == "linear_int4":
-        scale, zero = to_bf16(random(num_out, packed_width // 32)), to_bf16(8 + random(num_out, packed_width // 32))
+    if op.startswith("linear_int4"):
+        groups = (num_out, 2 * packed_width // (32 if "of 32" in op else 64))
+        scale, zero = to_bf16(random(*groups)), to_bf16(8 + random(*groups))
         params |= {"weight": weight.view(np.uint8), "scale": scale, "zero": zero}
     inputs = {name: Value(n, "int32", (-1,)) for n, name in enumerate(("token_ids", "logit_rows"))}
     inputs["block_tables"] = Value(2, "int32", (-1, -1))
@@ -85,13 +86,13 @@ def product_graph(op: str, width: int, num_out: int) -> tuple[Graph, dict[str, n
     given = [values[name] for name in ("weight", "scale", "zero", "bias") if name in params]
     nodes = (
         Node("embedding", (inputs["token_ids"], values["table"]), (x,), {"first_id": 0}),
-        Node(op, (x, *given), (both,), {}),
+        Node(op.split()[0], (x, *given), (both,), {}),
         Node("swiglu", (both,), (gated,), {}),
     )
     return Graph(inputs, values, nodes, {"gated": gated}), params
 
 
-@pytest.mark.parametrize("op", ["linear_int8", "linear_a8w8", "linear_int4"])
+@pytest.mark.parametrize("op", ["linear_int8", "linear_a8w8", "linear_int4", "linear_int4 of 32"])
 @pytest.mark.parametrize(("width", "num_out"), [(70, 82), (70, 64), (2300, 192)])  # of whole panels, and not
 @pytest.mark.parametrize("num_rows", [1, 9, 600])
 def test_weights_of_few_bits_are_packed_and_change_no_bit(op, width, num_out, num_rows):
@@ -101,7 +102,7 @@ def test_weights_of_few_bits_are_packed_and_change_no_bit(op, width, num_out, nu
         {"token_ids": token_ids, "logit_rows": token_ids, "block_tables": np.zeros((1, 1), np.int32)}
     )
     given = [params[name] for name in ("weight", "scale", "zero", "bias") if name in params]
-    assert np.array_equal(found["gated"], cpu.swiglu(getattr(cpu, op)(params["table"][token_ids], *given)))
+    assert np.array_equal(found["gated"], cpu.swiglu(getattr(cpu, op.split()[0])(params["table"][token_ids], *given)))
 
 
 @pytest.mark.parametrize("graph", [gated_graph(256, 256, False), product_graph("linear_int4", 2048, 256)])

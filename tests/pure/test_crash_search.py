@@ -85,3 +85,23 @@ def test_a_lost_connection_ends_the_trials_without_a_verdict(bench):
     trials.add("c")
     assert given == ["a", "a", "c"]
     assert trials.note_crash() is None
+
+
+def test_who_is_computed_alone_is_told_before():
+    said = []
+
+    def submit(request_id):
+        said.append(request_id)
+        return request_id != "b"
+
+    search = CrashSearch(submit, lambda request_id: said.append(f"alone: {request_id}"))
+    search.begin("abc")
+    assert said == ["alone: a", "a"]
+    search.survived("a")
+    assert said[2:] == ["alone: b", "b", "alone: c", "c"]
+    search.survived("c")
+    search.add("d")
+    assert said[6:] == ["alone: None", "d"]
+    search.begin("e")
+    search.call_off()
+    assert said[8:] == ["alone: e", "e", "alone: None"]

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,16 +12,23 @@ from engine.executors import make_executor
 from engine.graph import GraphError
 from engine.settings import device
 from engine.settings.config import Config
-from engine.settings.device import with_device
+from engine.settings.device import check_packages, with_device
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
 def machine(monkeypatch):
     """Makes this machine one with these packages and GPUs."""
 
-    def make(*packages, num_gpus=0):
+    def make(*packages, num_gpus=0, capabilities=((9, 0),) * 8):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in packages or None)
-        cuda = SimpleNamespace(is_available=lambda: num_gpus > 0, device_count=lambda: num_gpus)
+        cuda = SimpleNamespace(
+            is_available=lambda: num_gpus > 0,
+            device_count=lambda: num_gpus,
+            get_device_capability=lambda index: capabilities[index],
+            get_device_name=lambda index: "Tesla T4",
+        )
         monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
         device._why_no_gpu.cache_clear()
 
@@ -42,6 +50,23 @@ def test_without_a_gpu_auto_is_the_cpu_and_gpu_an_error_that_says_what_is_missin
     with pytest.raises(ConfigError) as caught:
         with_device(Config(device="gpu"))
     assert str(caught.value) == f"DEVICE is 'gpu', but {trouble}"
+
+
+def test_a_gpu_that_is_too_old_is_refused_with_the_capability_that_is_needed(machine):
+    machine("torch", "triton", num_gpus=2, capabilities=[(7, 5), (8, 0)])
+    assert with_device(Config()).device == "cpu"
+    message = r"GPU 0, Tesla T4, has compute capability 7\.5, 8\.0 or more is needed \(docs/gpu\.md\)"
+    with pytest.raises(ConfigError, match=message):
+        with_device(Config(device="gpu"))
+    machine("torch", "triton", num_gpus=2, capabilities=[(8, 0), (7, 0)])
+    assert with_device(Config()).device == "gpu"
+    with pytest.raises(ConfigError, match=r"MP_NUM is 2, but GPU 1, Tesla T4, has compute capability 7\.0"):
+        device.check_gpus(Config(mp_num=2))
+
+
+def test_the_documentation_names_the_compute_capability_that_is_checked():
+    needed = ".".join(map(str, device.MIN_CAPABILITY))
+    assert f"compute capability {needed} or more" in (ROOT / "docs/gpu.md").read_text()
 
 
 def test_with_a_gpu_auto_takes_it_and_cpu_does_not(machine):
@@ -71,3 +96,12 @@ def test_numbers_of_float16_are_refused_on_the_cpu(exported):
     message = "is float16, which only GPUs compute with: export with bfloat16"
     with pytest.raises(GraphError, match=message):
         make_executor(exported("qwen2", dtype="float16"), Config(device="cpu"))
+
+
+def test_a_start_on_a_gpu_is_refused_before_anything_is_exported_where_packages_are_missing(machine):
+    machine("triton")
+    with pytest.raises(ConfigError, match="^DEVICE is 'gpu', but torch is missing: pip install"):
+        check_packages(Config(device="gpu"))
+    check_packages(Config(device="auto"))
+    machine("torch", "triton")
+    check_packages(Config(device="gpu"))

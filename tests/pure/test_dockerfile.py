@@ -1,4 +1,4 @@
-"""The images are made as `make install` makes .venv, run as nobody special, and say whether they are ready."""
+"""The images are made as `make install` makes .venv, run as user 1000, and say whether they are ready."""
 
 import re
 import shutil
@@ -57,9 +57,26 @@ def test_the_installation_is_the_one_of_the_makefile(instructions):
     assert not any("pip install" in line for line in instructions("RUN"))
 
 
-def test_the_server_runs_in_the_foreground_without_privileges(instructions):
+def test_the_server_runs_in_the_foreground_behind_the_process_that_drops_privileges(instructions):
     assert instructions("CMD")[-1] == '["start_server", "--foreground"]'
-    assert instructions("USER") == ["1000"]
+    assert instructions("ENTRYPOINT") == ['["python", "-I", "-m", "server_scripts.container"]']
+    assert instructions("USER") == []  # root, for the folders; server_scripts/container.py
+
+
+def test_what_root_runs_imports_nothing_from_the_folder_that_the_server_writes_to(instructions):
+    [workdir] = instructions("WORKDIR")[1:]
+    assert workdir == "/home/llm"
+    for line in [*instructions("ENTRYPOINT"), *instructions("HEALTHCHECK")]:
+        assert '["python", "-I", ' in line
+
+
+def test_the_names_of_the_predecessors_documents_exist(instructions):
+    """`docker build -f ./dockerfiles/Dockerfile_serving_cuda124_cudnn9` and /opt/output/download_model.py"""
+    alias = ROOT / "dockerfiles/Dockerfile_serving_cuda124_cudnn9"
+    assert alias.resolve() == ROOT / "dockerfiles/Dockerfile.cuda"
+    linked = "ln --symbolic /opt/llm-server/download_model.py /opt/output/download_model.py"
+    assert any(linked in line for line in instructions("RUN"))
+    assert instructions("WORKDIR")[0] == "/opt/llm-server"
 
 
 def test_what_the_server_writes_belongs_to_its_user(instructions):
@@ -72,9 +89,9 @@ def test_what_the_server_writes_belongs_to_its_user(instructions):
 
 def test_the_health_check_asks_the_ready_port(instructions):
     [check] = instructions("HEALTHCHECK")
-    assert '["python", "-m", "server_scripts.probe"]' in check
-    command = [sys.executable, "-m", "server_scripts.probe"]
-    done = subprocess.run(command, cwd=ROOT, env={"HEALTH_HTTP_PORT": "1"}, capture_output=True, text=True)
+    assert '["python", "-I", "-m", "server_scripts.probe"]' in check
+    command = [sys.executable, "-I", "-m", "server_scripts.probe"]
+    done = subprocess.run(command, cwd="/", env={"HEALTH_HTTP_PORT": "1"}, capture_output=True, text=True)
     assert done.returncode == 1
     assert "refused" in done.stdout
 

@@ -1,6 +1,8 @@
 """The README and the pages under docs/ are true: what they list exists, what exists and matters is listed."""
 
+import ast
 import importlib.util
+import inspect
 import json
 import re
 import subprocess
@@ -13,13 +15,16 @@ import yaml
 
 from engine import wire
 from engine.errors import RequestError
+from engine.ops.catalogue import EXPORTED, OPS, documentation
 from engine.serving import metrics
 from engine.serving.accounts import Accounts
 from engine.serving.latency import Latency
 from engine.settings import config
-from engine.settings import unused as unused_settings
+from engine.settings.foreign.page import page as migrating_page
+from engine.settings.foreign.table import WITHOUT_EFFECT
 from engine.settings.table import markdown_table
 from engine.wire import Owner, checks
+from gateway import without_effect
 from gateway.app import make_app
 from gateway.health import make_health_app
 from gateway.openai.refusals import REFUSED
@@ -29,6 +34,7 @@ from server_scripts.processes import LOG_NAMES
 ROOT = Path(__file__).resolve().parents[2]
 README, *DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 CODE = ("engine", "gateway", "server_scripts", "model_repository", "download_model.py")
+OTHERS = {"fastdeploy", "vllm"}  # packages whose commands docs/migrating.md names
 pages = pytest.mark.parametrize("page", [README, *DOCS], ids=lambda page: page.name)
 
 
@@ -112,15 +118,29 @@ def test_every_path_that_is_named_exists(page):
 def test_every_command_that_is_named_exists(page):
     text = page.read_text()
     modules = re.findall(r"python -m ([\w.]+)", text)
-    assert [name for name in modules if importlib.util.find_spec(name) is None] == []
-    targets = re.findall(r"^([a-z]+):", text_of("Makefile"), re.M)
-    assert set(re.findall(r"(?:`|^)make ([a-z]+)", text, re.M)) <= set(targets)
+    ours = [name for name in modules if name.partition(".")[0] not in OTHERS]
+    assert [name for name in ours if importlib.util.find_spec(name) is None] == []
+    targets = re.findall(r"^([a-z-]+):", text_of("Makefile"), re.M)
+    assert set(re.findall(r"(?:`|^)make ([a-z-]+)", text, re.M)) <= set(targets)
 
 
 @pages
 def test_the_json_of_curl_examples_is_a_valid_native_request(page):
     for body in re.findall(r"-d '(\{.*?\})'", page.read_text()):
         wire.parse_request({"req_id": "x"} | json.loads(body))
+
+
+def test_every_module_that_a_page_or_a_help_text_names_is_a_command():
+    folders = ("engine", "gateway", "server_scripts", "benchmarks")
+    texts = [page.read_text() for page in (README, *DOCS)] + [
+        path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py")
+    ]
+    named = set(re.findall(rf"python -m ((?:{'|'.join(folders)})[\w.]*\w)", "\n".join(texts)))
+    assert "engine.settings.table" in named
+    for module in named:
+        path = ROOT / module.replace(".", "/")
+        is_command = (path / "__main__.py").exists() or '__name__ == "__main__"' in path.with_suffix(".py").read_text()
+        assert is_command, f"python -m {module} does nothing"
 
 
 # --- docs/settings.md -----------------------------------------------------------------------------------------------
@@ -141,7 +161,11 @@ def test_every_variable_that_the_code_reads_is_on_the_page():
 
 def test_the_settings_without_effect_are_not_settings():
     envs = {f.metadata["setting"].env for f in fields(config.Config)}
-    assert envs.isdisjoint(unused_settings.WITHOUT_EFFECT)
+    assert envs.isdisjoint(WITHOUT_EFFECT)
+
+
+def test_the_page_for_migrating_is_the_codes():
+    assert text_of("docs/migrating.md") == migrating_page(), "python -m engine.settings.foreign.page prints the page"
 
 
 # --- docs/api.md ----------------------------------------------------------------------------------------------------
@@ -169,8 +193,7 @@ def test_the_table_of_fields_has_every_field_with_its_aliases():
 
 
 def test_the_table_of_fields_has_their_defaults():
-    defaults = {f.name: f.default for f in fields(wire.GenerationRequest) if f.default not in (None, ())}
-    del defaults["req_id"]  # has none
+    defaults = wire.native_defaults()
     documented = {name: default for name, (_, default) in field_rows().items() if default is not None}
     acts_in_gateway = {"stream": False, "return_usage": False, "timeout": 300}
     assert documented == defaults | acts_in_gateway
@@ -217,10 +240,12 @@ def test_every_field_of_openai_that_is_passed_on_or_refused_is_named():
 # --- docs/metrics.md ------------------------------------------------------------------------------------------------
 
 
-def families():
+def families(vllm_model_name=""):
     """(name, type, label names) of all that the server tells; a histogram's three counters are one."""
     client = SimpleNamespace(stats={}, num_restarts=0)
-    service = SimpleNamespace(client=client, num_open=0, latency=Latency(), accounts=Accounts())
+    service = SimpleNamespace(
+        client=client, num_open=0, latency=Latency(), accounts=Accounts(), vllm_model_name=lambda: vllm_model_name
+    )
     service.accounts.of(Owner("a"))
     found = {}
     for sample in metrics.samples(service, 1):
@@ -234,6 +259,20 @@ def test_the_table_of_metrics_has_every_family_with_its_labels():
         words = code_words(meaning if labels == "one a value" else labels)
         documented[name.strip("`"), kind] = set(words)
     assert documented == families()
+
+
+def test_the_table_of_vllms_metrics_has_every_family_with_its_labels():
+    documented = {
+        (name, kind): {"model_name", *code_words(labels)}
+        for names, kind, labels, _ in table("docs/metrics.md", "vLLM's family")
+        for name in code_words(names)
+    }
+    assert documented == {each: labels for each, labels in families("m").items() if each[0].startswith("vllm:")}
+
+
+def test_the_table_of_fields_without_effect_has_each_with_its_reason():
+    documented = {reason: tuple(code_words(names)) for names, reason in table("docs/api.md", "fields")}
+    assert documented == without_effect.WITHOUT_EFFECT
 
 
 def test_every_reason_of_an_end_is_named():
@@ -269,11 +308,38 @@ def test_the_table_of_processes_has_their_logs():
     assert rows == LOG_NAMES
 
 
-def test_every_op_is_defined_built_for_the_cpu_registered_and_in_the_table():
-    from engine.ops import reference
-    from engine.ops.cpu.kernels import CpuOps
-    from engine.ops.cpu.paddle_ops import OPS
+# --- docs/ops.md ----------------------------------------------------------------------------------------------------
 
-    rows = {names.strip("`") for names, *_ in table("docs/ops.md", "op (registered as `llm_<op>`)")}
-    assert rows == set(OPS)
-    assert {op for op in OPS if not hasattr(reference, op) or not hasattr(CpuOps, op)} == set()
+
+def test_the_table_of_ops_is_the_catalogues():
+    assert documentation() in text_of("docs/ops.md"), "python -m engine.ops.catalogue prints table and formulas"
+
+
+def test_every_op_of_the_catalogue_has_a_reference_with_its_inputs_and_attributes():
+    from engine.ops import reference
+
+    for op in EXPORTED:
+        parameters = inspect.signature(getattr(reference, op.name)).parameters
+        given = [name for name in parameters if name != "group"]
+        assert given == [*(each.name for each in op.inputs), *(each.name for each in op.attributes)], op.name
+
+
+def test_every_op_of_the_catalogue_has_a_kernel_for_cpus():
+    assert [op.name for op in EXPORTED if not (ROOT / "engine/ops/cpu" / op.header).is_file()] == []
+
+
+def test_every_op_for_gpus_is_in_the_module_that_the_catalogue_names():
+    """Read, not imported: torch need not be there."""
+    missing = []
+    for op in OPS.values():
+        if op.cuda:
+            tree = ast.parse(text_of(f"engine/ops/cuda/{op.cuda}.py"))
+            defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+            assigned = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
+            defined |= {target.id for target in assigned if isinstance(target, ast.Name)}
+            missing += [op.name] * (op.name not in defined)
+    assert missing == []
+    fused = {name for op in OPS.values() if op.cuda for name in op.fuses}
+    assert {op.name for op in EXPORTED if not op.cuda} <= fused, (
+        "every op can be computed, if only with the one behind it"
+    )

@@ -137,6 +137,17 @@ def test_the_page_shows_every_path_and_field_and_fetches_nothing_from_elsewhere(
     assert "default-src 'none'" in headers["Content-Security-Policy"]
     names = {*document["paths"], *wire.FIELDS, *PASSED_ON, *OF_PROMPT}
     assert [name for name in names if f"{name}</code>" not in text] == []
+    assert text.index(f"<h2><code>POST {CHAT}</code>") == text.index("<h2>")
+
+
+def test_its_first_sentence_says_what_becomes_of_fields_that_it_does_not_name(document):
+    about = document["info"]["description"]
+    assert about.startswith("A field that is not named here is refused if")
+    with running(FakeBackend("hi", "there")) as gateway:
+        chat = {"messages": [{"role": "user", "content": "Hi"}]}
+        assert gateway.refused(CHAT, {**chat, "temprature": 1})[0] == 400  # looks like a misspelling
+        assert gateway.refused(CHAT, {**chat, "max_output_tokens": 1})[0] == 400  # of another API
+        assert gateway.post(CHAT, {**chat, "colour": "red", "temperature": None})["choices"]
 
 
 @pytest.mark.parametrize("path", ["/openapi.json", "/docs", "/version"])

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engine.core.cache_groups import CacheGroup
 from engine.dtypes import as_f32, from_bf16
 from engine.exporting.__main__ import main
 from engine.exporting.export import ExportOptions, export
@@ -58,14 +59,14 @@ def test_the_length_defaults_to_what_the_model_was_made_for(exported):
     assert Manifest.read(exported("llama")).max_seq_len == 1024
 
 
-def test_a_sliding_window_limits_the_length(a_checkpoint, tmp_path, no_paddle):
-    change_config(use_sliding_window=True, max_window_layers=0)(a_checkpoint)
-    steps: list[str] = []
-    export(a_checkpoint, tmp_path / "out", ExportOptions(), steps.append)
-    assert Manifest.read(tmp_path / "out").max_seq_len == 128
-    assert any("sliding_window is 128" in step for step in steps)
-    with pytest.raises(ModelError, match=r"sliding_window is 128, .* max_seq_len 128 or less"):
-        export(a_checkpoint, tmp_path / "more", ExportOptions(max_seq_len=129))
+def test_a_sliding_window_is_a_cache_group_where_prompts_can_be_longer(a_checkpoint, tmp_path, no_paddle):
+    change_config(use_sliding_window=True, max_window_layers=1)(a_checkpoint)
+    export(a_checkpoint, tmp_path / "out", ExportOptions())
+    manifest = Manifest.read(tmp_path / "out")
+    assert manifest.max_seq_len == 1024
+    assert manifest.graph().cache_groups == (CacheGroup(), CacheGroup("sliding_window", 128))
+    export(a_checkpoint, tmp_path / "less", ExportOptions(max_seq_len=128))
+    assert Manifest.read(tmp_path / "less").graph().cache_groups == (CacheGroup(),)
 
 
 def test_a_chat_template_file_goes_along(a_checkpoint, tmp_path, no_paddle):
@@ -110,6 +111,24 @@ def test_rounding_to_bfloat16_is_to_nearest_even_and_keeps_odd_values(tmp_path):
     made = load(tmp_path / "out")[1]["embed_tokens.weight"][0, :6]
     assert made[[0, 1, 2, 3, 5]].tolist() == [0x3F80, 0x3F82, 0x3F81, 0x7F80, 0x8000]
     assert np.isnan(from_bf16(made[4:5]))
+
+
+def test_names_without_the_prefix_of_the_model_export_like_those_with_it(a_checkpoint, tmp_path):
+    """Embedding models are stored as the decoder alone, whose names begin with `layers`."""
+    export(a_checkpoint, tmp_path / "with", ExportOptions())
+    tensors = {name.removeprefix("model."): tensor for name, tensor in tensors_of("qwen2").items()}
+    write_tensors(a_checkpoint / "model.safetensors", tensors)
+    export(a_checkpoint, tmp_path / "without", ExportOptions())
+    found, wanted = ((tmp_path / name / "rank_0/model.pdiparams").read_bytes() for name in ("without", "with"))
+    assert found == wanted
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model.bin.index.json"])
+def test_weights_in_another_format_are_refused_with_the_way_to_convert_them(name, a_checkpoint, tmp_path):
+    (a_checkpoint / "model.safetensors").rename(a_checkpoint / name)
+    message = rf"only {name}.*convert it.*from_pretrained\('{a_checkpoint}'.*save_pretrained\('{a_checkpoint}'\)"
+    with pytest.raises(ModelError, match=message):
+        export(a_checkpoint, tmp_path / "out", ExportOptions())
 
 
 def test_shards_export_like_one_file(a_checkpoint, tmp_path):

@@ -81,8 +81,8 @@ def test_of_large_files_pieces_are_read_all_over(tmp_path):
 
 
 def test_a_checkpoint_whose_tokenizer_cannot_be_read_is_refused_before_the_work(a_checkpoint, tmp_path, no_paddle):
-    (a_checkpoint / "tokenizer.json").rename(a_checkpoint / "tokenizer.model")
-    with pytest.raises(TokenizerError, match=rf"no tokenizer.json in {a_checkpoint} \(found tokenizer.model\)"):
+    (a_checkpoint / "tokenizer.json").rename(a_checkpoint / "vocab.json")
+    with pytest.raises(TokenizerError, match=rf"no tokenizer.json in {a_checkpoint} \(found vocab.json\)"):
         export_cached(a_checkpoint, tmp_path / "cache", ExportOptions())
     assert not (tmp_path / "cache").exists()
     assert no_paddle == []

@@ -19,6 +19,11 @@ LONE = "\ud800"  # a surrogate without its other half: JSON can say it, UTF-8 ca
 WITH_LONE = [{"enum": [LONE]}, {"properties": {LONE: {}}}, {"description": LONE}, {"anyOf": [{"pattern": [LONE]}]}]
 TAG = {"structures": [{"begin": "<n>", "schema": {"type": "null"}, "end": "</n>"}], "triggers": ["<n"]}
 
+PART = {"type": "tag", "begin": "<n>", "content": {"type": "json_schema", "json_schema": {"type": "null"}}}
+FORMAT = {"type": "triggered_tags", "triggers": ["<n"], "tags": [{**PART, "end": "</n>"}]}
+FLAGS = {"at_least_one": False, "stop_after_first": False}
+TREE = {"type": "triggered_tags", "tags": [{**PART, "end": ["</n>"], "trigger": "<n"}], "excludes": [], **FLAGS}
+
 
 def parsed(**fields):
     return parse_request({"req_id": "a", "text": "hi", **fields})
@@ -45,9 +50,11 @@ def asked(tokenizer, options=None, **fields):
         ("guided_choice", ["a", "b"], "choice", ["a", "b"]),
         ("guided_grammar", 'root ::= "a"', "grammar", 'root ::= "a"'),
         ("allowed_token_ids", [7, 3, 7], "token_ids", [3, 7]),
-        ("structural_tag", TAG, "structural_tag", TAG),
-        ("structural_tag", json.dumps(TAG), "structural_tag", TAG),
-        ("response_format", {"type": "structural_tag", **TAG}, "structural_tag", TAG),
+        ("allowed_token_ids", [7], "token_ids", [7]),
+        ("structural_tag", TAG, "structural_tag", TREE),
+        ("structural_tag", json.dumps(TAG), "structural_tag", TREE),
+        ("response_format", {"type": "structural_tag", **TAG}, "structural_tag", TREE),
+        ("response_format", {"type": "structural_tag", "format": FORMAT}, "structural_tag", TREE),
         ("response_format", {"type": "json_object"}, "json", {"type": "object"}),
         ("response_format", {"type": "json_object", "schema": {"type": "array"}}, "json", {"type": "array"}),
         ("response_format", {"type": "json_object", "value": {"type": "array"}}, "json", {"type": "array"}),
@@ -76,7 +83,7 @@ def test_objects_have_the_properties_that_are_named_and_no_others_unless_that_ma
     }
     assert json.dumps(inner) == given  # the client's own is not written into
     assert left({"type": "object"}) and left({**SCHEMA, "additionalProperties": True})
-    assert left({**SCHEMA, "required": ["a", "b"]}) and left({**SCHEMA, "minProperties": 2})
+    assert left({**SCHEMA, "required": ["a", "b"]}) and left({**SCHEMA, "required": ["a"], "minProperties": 2})
     assert left({"allOf": [SCHEMA, {"properties": {"b": {}}}]}) and left(
         {**SCHEMA, "anyOf": [{"properties": {"b": {}}}]}
     )
@@ -93,6 +100,33 @@ def test_formats_that_the_standard_does_not_know_are_notes():
     assert parsed(guided_json={"properties": {"format": {"enum": [1]}}}).form.value["properties"] == {
         "format": {"enum": [1]}
     }
+
+
+@pytest.mark.parametrize("bound", [-(2**63), 2**63 - 1, 2**64 - 1])
+def test_the_limits_of_64_bit_integers_are_no_bounds(bound):
+    schema = {"properties": {"a": {"type": "integer", "minimum": bound}, "minimum": {"type": "integer", "maximum": 5}}}
+    without = {"properties": {"a": {"type": "integer"}, "minimum": {"type": "integer", "maximum": 5}}}
+    assert parsed(guided_json={**schema, "additionalProperties": True}).form.value["properties"] == {
+        **without["properties"]
+    }
+    elsewhere = {"$ref": "#/x/y", "x": {"y": {"exclusiveMaximum": bound, "const": {"maximum": bound}}}}
+    assert parsed(guided_json=elsewhere).form.value == {"$ref": "#/x/y", "x": {"y": {"const": {"maximum": bound}}}}
+    lark = f'start: %json {{"type": "integer", "maximum": {bound}}} "%json" %json {{"maximum": 3}} b\nb: "b"'
+    expected = 'start: %json {"type": "integer"} "%json" %json {"maximum": 3} b\nb: "b"'
+    assert parsed(guided_grammar=lark).form.value == expected
+    tag = {"structures": [{"begin": "<n>", "schema": {"minimum": bound}, "end": ""}], "triggers": ["<n"]}
+    assert parsed(structural_tag=tag).form.value["tags"][0]["content"]["json_schema"] == {}
+
+
+@pytest.mark.parametrize("bound", [2**53 + 1, -(2**53) - 1, 2**63, -(2**63) + 1, 1e300, float("-inf"), 10**400])
+def test_other_bounds_beyond_2_to_the_53_are_refused(bound):
+    error = refusal(guided_json={"anyOf": [{"type": "integer", "exclusiveMinimum": bound}]})
+    assert (error.field, error.limit) == ("guided_json", 2**53)
+    assert str(error).startswith(f"The `guided_json` sets `exclusiveMinimum` to {str(bound)[:40]}; bounds beyond +-900")
+    lark = f"start: %json {json.dumps({'maximum': bound})}"
+    assert refusal(guided_grammar=lark).field == "guided_grammar"
+    exact = {"type": "integer", "minimum": -(2**53), "maximum": 2**53}
+    assert parsed(guided_json=exact).form.value == exact
 
 
 def nested(depth):
@@ -115,12 +149,12 @@ def nested(depth):
         ("guided_choice", ["a", 1], "`guided_choice[]` in input parameters must be a string, it is a number"),
         ("guided_choice", ["a"] * 4097, "`guided_choice` has 4097 items, the limit is 4096"),
         ("guided_grammar", 5, "`guided_grammar` in input parameters must be a string"),
-        ("allowed_token_ids", [7, 7], "`allowed_token_ids` must hold at least 2 token ids to choose from, it has 1"),
+        ("allowed_token_ids", [], "`allowed_token_ids` must hold at least one token id, it is empty"),
         ("allowed_token_ids", 5, "`allowed_token_ids` must be a list of token ids, it is a number"),
         ("allowed_token_ids", [-1], "`allowed_token_ids` must hold token ids, -1 is none"),
         ("allowed_token_ids", [1] * 1025, "`allowed_token_ids` has 1025 items, the limit is 1024"),
-        ("structural_tag", {"structures": []}, "`structural_tag` must have a list of `structures`, it is []"),
-        ("structural_tag", {**TAG, "triggers": None}, "`structural_tag` must have a list of `triggers`, it is null"),
+        ("structural_tag", {"structures": []}, "`structural_tag` must have a `format`, or a list of `structures`, it"),
+        ("structural_tag", {**TAG, "triggers": None}, "must have a `format`, or a list of `triggers`, it is null"),
         ("structural_tag", {**TAG, "structures": [{"begin": ""}]}, "`structural_tag.structures[].begin` in input"),
         ("response_format", {"type": "yaml"}, "`response_format` must have a `type` of `text`, `json_object`, `json"),
         ("response_format", {"type": "json_schema"}, "`response_format.json_schema` must be an object, it is null"),
@@ -172,6 +206,7 @@ def test_a_form_needs_a_token_that_ends_the_answer(tokenizer):
         asked(tokenizer, guided_regex="a", ignore_eos=True)
     assert caught.value.field == "guided_regex"
     assert asked(tokenizer, guided_regex="a", ignore_eos=True, eos_token_ids=[EOS_ID])
+    assert asked(tokenizer, allowed_token_ids=[7], ignore_eos=True) == ("allowed_token_ids", "[7]")
 
 
 def test_tokens_that_the_model_does_not_have_cannot_be_the_only_ones(tokenizer):

@@ -148,7 +148,7 @@ def test_fields_reach_the_model_as_those_of_a_chat_do():
         extra_body={"seed": 3, "temperature": 0.5, "top_k": 5},
     )
     assert {**body, "stop": ["x"], "temperature": 0.5, "top_k": 5, "max_tokens": 10**9, "seed": 3} == body
-    assert body["cut_max_dec_len"] is True  # of clients that know of no limit
+    assert body["cut_max_dec_len"] is True
     assert body["response_format"]["json_schema"]["schema"] == form["schema"]
     assert sent(extra_body={"output_format": form})["response_format"] == body["response_format"]
     assert body["chat_template_kwargs"] == {"reasoning_effort": "low"}
@@ -176,6 +176,7 @@ def test_fields_reach_the_model_as_those_of_a_chat_do():
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools"),
         ({"tool_choice": {"type": "never"}}, "tool_choice"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tool_choice": {"type": "auto"}}, "tool_choice"),
         ({"thinking": {"type": "deep"}}, "thinking"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
         ({"output_config": {"format": {"type": "json_schema", "schema": 5}}}, "output_config.format.schema"),

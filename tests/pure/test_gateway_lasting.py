@@ -193,7 +193,7 @@ def test_an_answer_in_one_piece_comes_again_whole():
         ({"Last-Event-ID": "0"}, {}, "with Last-Event-ID the header `X-Request-Id` must name the request"),
         ({"Last-Event-ID": "x", "X-Request-Id": "q"}, {}, 'the header `Last-Event-ID` is "x", expected the id of an'),
         ({"Last-Event-ID": "1", "X-Request-Id": "q"}, {"n": 2}, "with n=2 that is 2 numbers"),
-        ({"Last-Event-ID": "1", "X-Request-Id": "q" * 300}, {}, "`request_id` has 300 characters, the limit"),
+        ({"Last-Event-ID": "1", "X-Request-Id": "q" * 300}, {}, "`X-Request-Id` has 300 characters, the limit"),
     ],
 )
 def test_an_id_that_is_none_is_refused_by_name(headers, fields, text):

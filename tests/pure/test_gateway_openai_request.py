@@ -1,6 +1,7 @@
 """OpenAI's requests: what of them reaches the model, what is refused, and how."""
 
 import json
+import re
 
 import openai
 import pytest
@@ -87,6 +88,28 @@ def test_the_newer_name_of_max_tokens_wins():
     assert sent({**A_CHAT, "max_tokens": 5, "max_completion_tokens": 7})["max_tokens"] == 7
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body", "told"),
+    [
+        (CHAT, {**A_CHAT, "max_tokens": 4096}, "50"),
+        (CHAT, {**A_CHAT, "max_completion_tokens": 4096}, "50"),
+        (COMPLETIONS, {"prompt": ["a", "b"], "max_tokens": 4096}, "50"),
+        ("/v1/messages", {**A_CHAT, "max_tokens": 4096}, "50"),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 4096}, "50"),
+        (CHAT, A_CHAT, None),
+        (CHAT, {"text": "a", "max_dec_len": 4096}, None),
+    ],
+)
+def test_a_header_tells_that_the_length_of_an_answer_was_reduced(path, body, told, stream):
+    backend = FakeBackend("a", finish_reason="length")
+    backend.max_dec_len = 50
+    with running(backend) as gateway:
+        status, headers, payload = gateway.send("POST", path, {**body, "stream": stream})
+    assert (status, headers["X-Reduced-Max-Tokens"]) == (200, told)
+    assert re.search(rb'"length"|"max_tokens"|"max_output_tokens"', payload)
+
+
 @pytest.mark.parametrize(("asked", "sent_on"), [(0, 0), (2, 2), (False, None), (None, None)])
 def test_a_completion_with_logprobs_0_asks_for_those_of_the_tokens_themselves(asked, sent_on):
     assert sent({**A_COMPLETION, "logprobs": asked}, COMPLETIONS).get("logprobs") == sent_on
@@ -117,7 +140,7 @@ def test_what_is_harmless_is_ignored():
     harmless = {
         "user": "u",
         "metadata": {},
-        "store": True,
+        "store": False,
         "service_tier": "auto",
         "tools": [],
         "tool_choice": "none",
@@ -164,6 +187,9 @@ def test_any_model_name_is_taken_and_none_is_the_served_one():
         (CHAT, {"tools": [A_TOOL] * 129, "tool_choice": "required"}, "tools"),
         (CHAT, {"tools": [A_TOOL], "tool_choice": "required", "guided_regex": "a"}, "guided_regex"),
         (CHAT, {"tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"tool_choice": "auto"}, "tool_choice"),
+        (CHAT, {"tool_choice": "auto", "tools": []}, "tool_choice"),
+        (CHAT, {"parallel_tool_calls": "auto"}, "parallel_tool_calls"),
         (CHAT, {"response_format": {"type": "yaml"}}, "response_format"),
         (CHAT, {"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
         (CHAT, {"guided_json": "{"}, "guided_json"),
@@ -269,7 +295,10 @@ def test_a_refusal_says_where_in_a_field_it_is_wrong():
             ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, f"{NO_CALLS}, it is [{{}}]"),
             ({"tools": [5]}, "The `tools[]` must be an object, it is a number"),
             ({"tools": [{"type": "function"}]}, "The `tools[].function` must be an object, it is null"),
-            ({"tools": [function]}, "The `tools[].function.parameters` must be an object, it is a number"),
+            (
+                {"tools": [function]},
+                'Function "f": The `tools[].function.parameters` must be an object, it is a number',
+            ),
             ({"tools": [A_TOOL] * 2}, f'`tools` has more than one with the name "f": {NO_TELLING}'),
         ):
             assert gateway.refused(CHAT, {**A_CHAT, **fields})[1]["error"]["message"] == text

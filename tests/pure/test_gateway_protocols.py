@@ -26,6 +26,7 @@ class TelegramExchange:
     names: dict
     stream: bool
     timeout_s: float | None = None
+    answer_id: str = "t"
     text: str = ""
     num_tokens: int = 0
 
@@ -84,7 +85,7 @@ def test_its_requests_are_answered_whole_and_streamed(path, caplog):
     assert chunks == [b"HI STOP\n", b"THERE STOP\n", b" STOP\n"]
     assert backend.bodies == [{"text": "hello", "req_id": "t"}] * 2
     lines = [record.getMessage() for record in caplog.records if record.name == "gateway.app"]
-    assert all(line.endswith(" telegrams 2 tokens") for line in lines)
+    assert all(" telegrams 2 tokens id=" in line for line in lines)
 
 
 @pytest.mark.parametrize(

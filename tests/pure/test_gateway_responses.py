@@ -6,7 +6,8 @@ import openai
 import pydantic
 import pytest
 
-from engine.errors import EngineUnavailable, InvalidRequest, PromptTooLong
+from engine.errors import DuplicateRequest, EngineUnavailable, InvalidRequest, PromptTooLong
+from engine.wire import StoredResponse
 from tests.pure.gateway_fake import FakeBackend, openai_client, running
 from tests.pure.test_gateway_tools import CALLS
 
@@ -144,6 +145,7 @@ def test_fields_reach_the_model_as_those_of_a_chat_do():
     assert '"time' in forced["guided_grammar"].replace("\\", "") and "weather" not in forced["guided_grammar"]
     assert "guided_grammar" in sent(tools=[WEATHER], tool_choice="required")
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "time"}]}
+    assert "guided_grammar" not in sent(tool_choice="auto")  # the default there, with tools or without
     once = sent(tools=[WEATHER, TIME], tool_choice=allowed, parallel_tool_calls=False)
     assert once["guided_grammar"] == forced["guided_grammar"]
 
@@ -160,9 +162,10 @@ def test_the_tokens_of_an_input_can_be_counted():
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"store": True}, "store"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"background": True}, "background"),
+        ({"store": 5}, "store"),
+        ({"background": "yes"}, "background"),
+        ({"previous_response_id": [5]}, "previous_response_id"),
+        ({"conversation": "conv_1"}, "conversation"),
         ({"truncation": "auto"}, "truncation"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"previous_input_messages": [{}]}, "previous_input_messages"),
@@ -220,3 +223,73 @@ def test_errors_of_the_model_are_the_clients_exceptions_before_the_first_event_a
     assert last["sequence_number"] == 5
     with running(FakeBackend(InvalidRequest("no", field="messages"))) as gateway:
         assert gateway.refused(PATH, ASKED)[1]["error"]["param"] == "input"
+
+
+def a_stored_response(backend, status="in_progress", **more):
+    """As the model process has it of the last request."""
+    body = backend.bodies[-1]
+    storing = body["_store"]
+    return StoredResponse(body["req_id"], status, json.dumps([storing["about"], body["messages"]]), **more)
+
+
+def test_a_request_in_the_background_is_answered_with_what_there_is_of_it():
+    backend = FakeBackend("a")
+    backend.stored = [lambda: a_stored_response(backend, "queued")]
+    with running(backend) as gateway, openai_client(gateway) as client:
+        begun = client.responses.create(**ASKED, background=True, metadata={"a": "b"})
+        assert (begun.status, begun.output, begun.usage, begun.background) == ("queued", [], None, True)
+        assert backend.bodies[0]["_store"]["is_background"] and begun.metadata == {"a": "b"}
+        error = EngineUnavailable("the engine has crashed too often")
+        backend.stored = [a_stored_response(backend, "failed", error=error)]
+        failed = client.responses.retrieve(begun.id)
+    assert (failed.id, failed.created_at, failed.status) == (begun.id, begun.created_at, "failed")
+    assert (failed.error.code, failed.error.message) == ("server_error", "the engine has crashed too often")
+    assert backend.bodies[1] == {"_stored": {"id": begun.id, "action": "retrieve"}}
+
+
+def test_a_header_that_names_a_response_in_the_background_gets_a_suffix_where_another_has_the_id():
+    backend = FakeBackend("a")
+    duplicate = DuplicateRequest("it is open")
+    backend.stored = [duplicate, lambda: a_stored_response(backend, "queued")]
+    with running(backend) as gateway, openai_client(gateway) as client:
+        begun = client.responses.create(**ASKED, background=True, extra_headers={"X-Request-Id": "mine"})
+    assert [body["req_id"] for body in backend.bodies] == ["mine", begun.id]
+    assert begun.id.startswith("mine-") and begun._request_id == begun.id
+
+
+@pytest.mark.parametrize("status", ["queued", "in_progress", "failed", "cancelled"])
+def test_only_a_response_that_is_complete_can_be_gone_on_with(status):
+    backend = FakeBackend("a")
+    with running(backend) as gateway:
+        gateway.post(PATH, {**ASKED, "store": True})
+        backend.stored = [a_stored_response(backend, status)]
+        code, answer = gateway.refused(PATH, {**ASKED, "previous_response_id": "resp_1"})
+    assert (code, answer["error"]["param"]) == (400, "previous_response_id")
+
+
+def test_a_client_of_the_native_protocol_cannot_store_anything():
+    backend = FakeBackend("a")
+    with running(backend) as gateway:
+        gateway.post("/v1/chat/completions", {"text": "Hi", "_store": {"about": {}, "is_background": True}})
+    assert "_store" not in backend.bodies[0]
+
+
+@pytest.mark.parametrize("query", ["stream=yes", "stream=true&starting_after=x", "stream=true&starting_after=-5"])
+def test_a_wrong_way_to_retrieve_is_refused_by_its_name(query):
+    backend = FakeBackend("a")
+    with running(backend) as gateway:
+        gateway.post(PATH, {**ASKED, "store": True})
+        backend.bodies[-1]["_store"]["about"]["body"]["background"] = True
+        backend.stored = [a_stored_response(backend, "completed")]
+        status, _, payload = gateway.send("GET", f"{PATH}/resp_1?{query}")
+    assert status == 400 and json.loads(payload)["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("cut", [("Sunny", " and", " warm."), ("S", "unny and warm", "."), ("Sunny and warm.",)])
+def test_the_numbers_of_a_stream_in_the_background_do_not_depend_on_how_its_text_is_cut(cut):
+    asked = {"background": True, "stream": True, "extra_body": {"include_reasoning": True}}
+    events = ask(FakeBackend(*THINKS[:2], *cut), **asked)
+    of_whole = ask(FakeBackend("".join(THINKS[:2]), "Sunny and warm."), **asked)
+    numbers = {event.sequence_number: event.type for event in events}
+    assert {event.sequence_number: event.type for event in of_whole}.items() <= numbers.items()
+    assert [*numbers] == sorted(numbers)

@@ -1,17 +1,20 @@
 """Tools and thoughts over OpenAI's chat completions, with the unmodified client."""
 
+import contextlib
 import json
+from functools import partial
 
 import pytest
 
 from engine.errors import ConfigError, InvalidRequest
+from engine.grammars.pool import GrammarPool
 from engine.settings.config import Config
 from engine.text.tokenizer import Tokenizer
 from gateway.app import make_app
 from gateway.openai.dialect import FORMATS, PLAIN, dialect_of
 from tests.byte_tokenizer import write_tokenizer
 from tests.pure.gateway_fake import FakeBackend, openai_client, running
-from tests.pure.guided import Guided, a_request
+from tests.pure.guided import VOCAB_SIZE, Guided, a_request
 from tests.pure.test_openai_reader import read
 
 CHAT = "/v1/chat/completions"
@@ -172,12 +175,14 @@ def test_words_of_a_form_leave_room_for_calls(tmp_path, name):
     ask(backend, settings, **asked, parallel_tool_calls=False)
     [body] = backend.bodies
     assert body["response_format"] == {"type": "text"} and len(body["chat_template_kwargs"]["tools"]) == 3
-    told, guided, grammar = set(), Guided(Tokenizer.load(tmp_path)), body["guided_grammar"]
-    for seed in range(16):
-        text = guided.run(a_request(f"{seed}", "guided_grammar", grammar, seed=seed, temperature=5.0))
-        content, _, calls = read(text, calls=FORMATS[name], names=["weather", "time", "odd"])
-        assert bool(content) != bool(calls)
-        told |= {name for name, _ in calls} or {content}
+    told, grammar = set(), body["guided_grammar"]
+    with contextlib.closing(GrammarPool(partial(Tokenizer.load, tmp_path), VOCAB_SIZE)) as grammars:
+        guided = Guided(Tokenizer.load(tmp_path), grammars=grammars)
+        for seed in range(16):
+            text = guided.run(a_request(f"{seed}", "guided_grammar", grammar, seed=seed, temperature=5.0))
+            content, _, calls = read(text, calls=FORMATS[name], names=["weather", "time", "odd"])
+            assert bool(content) != bool(calls)
+            told |= {name for name, _ in calls} or {content}
     assert {"weather", "time"} < told and told - {"weather", "time", "odd"} <= {"{}", '{"city": "Rome"}'}
     for fields in ({"response_format": {"type": "text"}}, {"response_format": CITY, "tools": []}):
         ask(backend, settings, **fields)
@@ -235,6 +240,73 @@ def test_an_error_in_the_form_of_a_forced_call_blames_the_tools():
     with running(FakeBackend(InvalidRequest("The `{field}` is", field="guided_grammar"))) as gateway:
         status, answer = gateway.refused(CHAT, {**ASKED, "tool_choice": "required"})
     assert (status, answer["error"]["param"], answer["error"]["message"]) == (400, "tools", "The `tools` is")
+
+
+def of_unique(name="w", **more):
+    parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
+
+
+def test_what_a_forced_call_cannot_keep_to_is_refused_by_the_name_of_its_function_or_told():
+    asked = {**ASKED, "tools": [TIME, of_unique()], "tool_choice": "required"}
+    with running(FakeBackend("{}"), tool_call_parser="hermes") as gateway:
+        status, answer = gateway.refused(CHAT, asked)
+        assert (status, answer["error"]["param"]) == (400, "tools")
+        says = 'Function "w": The `tools[].function.parameters` has keywords that cannot be enforced'
+        assert answer["error"]["message"].startswith(says)
+        assert "uniqueItems at $.properties.a;" in answer["error"]["message"]
+        allowed = {**asked, "tools": [TIME, of_unique(strict=False)]}
+        status, headers, _ = gateway.send("POST", CHAT, allowed)
+        assert (status, headers["X-Unenforced-Keywords"]) == (200, '"w": uniqueItems at $.properties.a')
+
+
+def test_what_a_call_that_may_be_words_cannot_keep_to_is_told_unless_the_function_is_strict():
+    asked = {**ASKED, "response_format": CITY}
+    with running(FakeBackend("{}"), tool_call_parser="hermes") as gateway:
+        status, headers, _ = gateway.send("POST", CHAT, {**asked, "tools": [of_unique()]})
+        assert (status, headers["X-Unenforced-Keywords"]) == (200, '"w": uniqueItems at $.properties.a')
+        status, answer = gateway.refused(CHAT, {**asked, "tools": [of_unique(strict=True)]})
+        assert (status, 'Function "w"' in answer["error"]["message"]) == (400, True)
+        status, headers, _ = gateway.send(
+            "POST", CHAT, {**ASKED, "tools": [of_unique(strict=True)]}
+        )  # nothing is forced
+        assert (status, "X-Unenforced-Keywords" in headers) == (200, False)
+
+
+SAID = {"messages": MESSAGES}
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("strict", [None, False])
+def test_a_form_that_is_not_strict_is_taken_and_what_is_not_enforced_is_told_in_every_protocol(path, strict):
+    schema = {"schema": {"items": {"not": {"type": "null"}}}, **({} if strict is None else {"strict": strict})}
+    form = {"type": "json_schema", "name": "x", **schema}
+    asked = {
+        CHAT: {**SAID, "response_format": {"type": "json_schema", "json_schema": schema}},
+        "/v1/responses": {"input": "hi", "text": {"format": form}},
+        "/v1/messages": {**SAID, "max_tokens": 9, "output_config": {"format": form}},
+    }[path]
+    with running(FakeBackend("[]")) as gateway:
+        status, headers, _ = gateway.send("POST", path, asked)
+    expected = (400, None) if strict is None else (200, "not at $.items")
+    assert (status, headers.get("X-Unenforced-Keywords")) == expected
+
+
+def test_a_native_answer_tells_what_is_not_enforced():
+    form = {"type": "json_schema", "json_schema": {"schema": {"not": {"type": "null"}}, "strict": False}}
+    with running(FakeBackend("[]")) as gateway:
+        status, headers, _ = gateway.send("POST", CHAT, {"text": "hi", "response_format": form})
+    assert (status, headers["X-Unenforced-Keywords"]) == (200, "not at $")
+
+
+def test_an_error_in_a_schema_that_the_library_finds_names_the_function_and_no_rule(tokenizer):
+    guided, backend = Guided(tokenizer), FakeBackend("{}")
+    wrong = {"type": "function", "function": {"name": 'a "b"', "parameters": {"type": "objekt"}}}
+    ask(backend, tools=[TIME, wrong], tool_choice="required")
+    guided.run(a_request("a", "guided_grammar", backend.bodies[0]["guided_grammar"]))
+    assert guided.errors["a"].worded({"guided_grammar": "tools"}) == (
+        'The `tools` cannot be compiled: function "a \\"b\\"": Invalid type: objekt'
+    )
 
 
 # Thoughts

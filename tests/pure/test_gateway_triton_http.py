@@ -95,3 +95,52 @@ def test_health_needs_no_key_and_the_rest_does():
         assert gateway.send("GET", "/v2/health/ready")[0] == gateway.send("GET", "/v2/health/live")[0] == 200
         assert gateway.send("GET", "/v2")[0] == gateway.send("POST", GENERATE, {"IN": IN})[0] == 401
         assert gateway.send("POST", GENERATE, {"IN": IN}, {"Authorization": "Bearer secret"})[0] == 200
+
+
+# --- as clients of Triton's vLLM and TensorRT-LLM backends ask ---
+
+
+def test_a_text_with_parameters_is_answered_with_a_text():
+    backend = FakeBackend("a", "b", finish_reason="length")
+    envelope = {"model_name": "model", "model_version": "1"}
+    with running(backend) as gateway:
+        asked = {"text_input": "hi", "parameters": {"max_tokens": 9000, "temperature": 0}, "stream": False}
+        assert gateway.post(GENERATE, asked) == {**envelope, "text_output": "ab", "finish_reason": "length"}
+        several = gateway.post(GENERATE, {"text_input": "hi", "n": 2})
+        assert several == {**envelope, "text_output": ["ab", "ab"], "finish_reason": ["length", "length"]}
+        for fields in ({}, {"stream": True}):
+            told = events(gateway.stream(f"{GENERATE}_stream", {**asked, "stream": None, **fields}))
+            assert [each["text_output"] for each in told] == ["a", "b", ""]
+        gateway.stream(f"{GENERATE}_stream", asked)
+    assert told[0] == {**envelope, "text_output": "a", "index": 0}
+    assert told[-1] == {**envelope, "text_output": "", "index": 0, "finish_reason": "length"}
+    assert [body["return_all_tokens"] for body in backend.bodies] == [True, True, False, False, True]
+    expected = {"text": "hi", "max_tokens": 9000, "temperature": 0, "cut_max_dec_len": True}
+    assert backend.bodies[0] == {**expected, "return_all_tokens": True, "req_id": backend.bodies[0]["req_id"]}
+
+
+def test_the_names_of_other_backends_are_understood():
+    backend = FakeBackend("a")
+    asked = {"text_input": "hi", "max_tokens": 5, "stop_words": ["x", ""], "bad_words": [""]}
+    with running(backend) as gateway:
+        gateway.post(GENERATE, {**asked, "parameters": {"max_completion_tokens": 7, "max_tokens": 2000, "seed": None}})
+    [body] = backend.bodies
+    assert {**body, "max_tokens": 7, "stop_sequences": ["x"]} == body
+    assert not {"bad_words", "stop_words", "max_completion_tokens", "seed"} & body.keys()
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"text_input": 5}, "text_input"),
+        ({"parameters": [1]}, "parameters"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream": True}, "`stream` is true, which is for generate_stream"),
+        ({"parameters": {"text": "other"}}, "`text` is not supported beside `text_input`"),
+        ({"logprobs": 0}, "`logprobs` is not supported beside `text_input`"),
+    ],
+)
+def test_what_a_text_cannot_be_asked_with_is_refused_by_name(fields, text):
+    with running(FakeBackend("a")) as gateway:
+        status, answer = gateway.refused(GENERATE, {"text_input": "hi", **fields})
+    assert (status, text in answer["error"]) == (400, True), answer

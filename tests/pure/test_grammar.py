@@ -10,11 +10,12 @@ import pytest
 
 from engine.core.types import Request, Sampling
 from engine.errors import InvalidRequest
-from engine.text.forms import bounded_thought, free_answer, free_thought
-from engine.text.grammar import Matcher, MatcherGrammars
+from engine.grammars.matcher import Matcher
+from engine.grammars.pool import GrammarPool
+from engine.text.forms import Thought, bounded_thought, free_answer, free_thought
 from engine.wire.forms import MAX_CHOICES
 from tests.byte_tokenizer import EOS_ID
-from tests.pure.guided import PROMPT, STOP_IDS, VOCAB_SIZE, Guided, a_request
+from tests.pure.guided import PROMPT, STOP_IDS, Guided, a_request, begun
 from tests.pure.random_schemas import random_schema
 
 PERSON = {
@@ -80,14 +81,14 @@ def test_of_4096_texts_each_can_be_the_answer_and_nothing_else(guided, tokenizer
     texts += [text[: rng.randrange(4, length)] for text in texts]
     request = a_request("a", "guided_choice", texts)
     for text in texts:
-        [grammar] = guided.grammars.begin(request).result()
+        [grammar] = begun(guided.grammars, request)
         whole, part = tokenizer.encode(text), tokenizer.encode(text[:3])
         assert grammar.num_allowed([*whole, EOS_ID]) == len(whole) + 1
         assert grammar.num_allowed([*part, EOS_ID]) == len(part)
     answers = [guided.run(a_request(f"{seed}", "guided_choice", texts, seed=seed)) for seed in range(20)]
     assert set(answers) <= set(texts) and len(set(answers)) > 3
     over = tokenizer.encode("hm</think>")
-    text = guided.run(a_request("b", "guided_choice", texts, token_ids=over, thought=free_thought("</think>")))
+    text = guided.run(a_request("b", "guided_choice", texts, token_ids=over, thought=Thought(free_thought("</think>"))))
     assert any(text[num_spaces:] in texts for num_spaces in range(5))
 
 
@@ -118,6 +119,22 @@ def test_an_answer_of_some_tokens_has_no_other_and_ends_only_by_one_of_them(guid
     assert (set(words) <= {65}, end, guided.ends["b"]) == (True, min(STOP_IDS), "stop")  # not by 70
 
 
+def test_an_answer_may_be_one_token_over_and_over_also_the_end_that_is_ignored(guided):
+    guided.run(a_request("a", "allowed_token_ids", [65], max_new_tokens=40))
+    assert (guided.token_ids["a"], guided.ends["a"]) == ([65] * 40, "length")
+    ignored = {"stop_token_ids": (), "max_new_tokens": 40}
+    guided.run(a_request("b", "allowed_token_ids", [min(STOP_IDS)], **ignored))
+    assert (guided.token_ids["b"], guided.ends["b"]) == ([min(STOP_IDS)] * 40, "length")
+    assert "[65]" not in guided.grammars._compiler._grammars
+
+
+def test_an_answer_of_some_tokens_that_goes_on_has_no_other(guided):
+    guided.run(a_request("a", "allowed_token_ids", [65, 70], token_ids=[70, 65], max_new_tokens=10, forks=1))
+    assert set(guided.token_ids["a"]) | set(guided.token_ids["a-"]) == {65, 70}
+    guided.run(a_request("b", "allowed_token_ids", [65, 70], token_ids=[66]))
+    assert "`answer_ids` do not have the form that `allowed_token_ids` asks for" in guided.errors["b"].worded({})
+
+
 def test_structures_are_kept_in_free_text(guided, tokenizer):
     tag = {"triggers": ["<"], "structures": [{"begin": "<n>", "schema": {"type": "integer"}, "end": "</n>"}]}
     likely = tuple((token_id, 3.0) for token_id in tokenizer.encode("<"))
@@ -129,11 +146,37 @@ def test_structures_are_kept_in_free_text(guided, tokenizer):
 
 def test_a_form_begins_after_what_the_model_thinks(guided, tokenizer):
     over = tokenizer.encode("hm {</think>\n")
-    text = guided.run(a_request("a", "guided_json", PERSON, token_ids=over, thought=free_thought("</think>")))
+    thought = Thought(free_thought("</think>"))
+    text = guided.run(a_request("a", "guided_json", PERSON, token_ids=over, thought=thought))
     jsonschema.validate(guided.json("a"), PERSON)
-    free = guided.run(a_request("b", "guided_json", PERSON, thought=free_thought("</think>"), max_new_tokens=5))
+    free = guided.run(a_request("b", "guided_json", PERSON, thought=thought, max_new_tokens=5))
     assert not free.lstrip().startswith("{")
     assert text.lstrip().startswith("{")
+
+
+CONSTRAINTS = {
+    "guided_choice": (["yes", "no"], r"yes|no"),
+    "guided_regex": ("[ab]{3}", r"[ab]{3}"),
+    "guided_json": ({"enum": ["yes"]}, r'"yes"'),
+    "guided_grammar": ('start: "(" /[0-9]/ ")"', r"\([0-9]\)"),
+}
+
+
+@pytest.mark.parametrize("field", CONSTRAINTS)
+@pytest.mark.parametrize("mark", ["text", "token"])
+def test_an_answer_that_does_not_begin_with_a_thought_has_its_form_from_the_first_token_on(
+    guided, tokenizer, field, mark
+):
+    """ "<" begins a thought, ">" ends it."""
+    value, pattern = CONSTRAINTS[field]
+    [begin] = tokenizer.encode("<")
+    thought = Thought(free_thought(">"), f"<[{begin}]>" if mark == "token" else '"<"')
+    for seed in range(5):
+        text = guided.run(a_request(f"{seed}", field, value, thought=thought, seed=seed, logit_bias=((begin, -100.0),)))
+        assert re.fullmatch(pattern, text)
+        bias = ((begin, 80.0), (tokenizer.encode(">")[0], 90.0))
+        text = guided.run(a_request(f"thinks {seed}", field, value, thought=thought, seed=seed, logit_bias=bias))
+        assert re.fullmatch(rf"(?s:<.*?>)[ \n]{{0,4}}({pattern})", text)
 
 
 @pytest.mark.parametrize("method", ["none", "ngram"])
@@ -154,7 +197,9 @@ def test_a_thought_ends_when_its_tokens_are_spent(tokenizer, method):
     assert ids("begins", ("<", begin), ((begin, 90.0), never)) == [*[begin] * 6, end, *[begin] * 23]
     assert ids("has none", ("<", begin), ((a, 90.0), never)) == [a] * 30
     assert ids("ends early", None, ((end, 90.0),)) == [end] * 30
-    guided.run(a_request("form", "guided_regex", "[ab]{3}", thought=thought, logit_bias=((begin, 90.0), never)))
+    guided.run(
+        a_request("form", "guided_regex", "[ab]{3}", thought=Thought(thought), logit_bias=((begin, 90.0), never))
+    )
     assert guided.token_ids["form"][:6] == [*[begin] * 5, end]
     assert re.fullmatch(r"[ \n]{0,4}[ab]{3}", guided.text("form")[6:])
 
@@ -290,25 +335,22 @@ def test_ten_thousand_rules_one_below_the_other_are_survived(guided, name):
     assert text == "a"
 
 
-def test_a_form_is_compiled_once_and_the_least_used_one_forgotten(guided, monkeypatch):
-    monkeypatch.setattr("engine.text.grammar.MAX_CACHED", 300)
-    for name in ("a", "b"):
-        guided.run(a_request(name, "guided_choice", ["x" * 200]))
-    assert len(guided.grammars._compiled) == 1
-    guided.run(a_request("c", "guided_choice", ["y" * 200]))
-    [kept] = guided.grammars._compiled
-    assert "yyy" in kept
-
-
 class SlowGrammars:
     """Compiled when the test says so."""
 
+    is_busy = True
+
     def __init__(self):
-        self.futures = []
+        self.futures, self.cancelled = [], []
 
     def begin(self, request):
         self.futures.append(Future())
         return self.futures[-1]
+
+    def cancel(self, begun):
+        self.cancelled.append(begun)
+
+    def poll(self, timeout_s=0.0): ...
 
 
 def test_while_a_form_is_compiled_others_go_on(tokenizer):
@@ -334,6 +376,7 @@ def test_who_leaves_while_the_form_is_compiled_is_forgotten(tokenizer):
     guided.loop.drop("a-")
     guided.loop.drop("a-")
     assert guided.loop.stats()["num_dropped"] == 2
+    assert grammars.cancelled == grammars.futures
     grammars.futures[0].set_exception(InvalidRequest("no"))
     guided.run()
     assert guided.ends == {}
@@ -368,13 +411,11 @@ def test_sampling_without_a_form_needs_no_grammars(tokenizer):
     assert guided.grammars.futures == []
 
 
-def test_the_vocabulary_can_be_there_before_the_first_request(tokenizer):
-    grammars = MatcherGrammars(lambda: tokenizer, VOCAB_SIZE)
-    grammars.load().result()
-    guided = Guided(tokenizer, grammars=grammars)
-    grammars._load_tokenizer = None
-    assert guided.run(a_request("a", "guided_choice", ["x"])) == "x"
-
-
 def test_a_model_without_an_end_of_sequence_token_starts_all_the_same():
-    MatcherGrammars(lambda: type("Endless", (), {"eos_token_ids": ()}), 9).load().result()
+    grammars = GrammarPool(Endless, 9)
+    grammars.wait_until_loaded()
+    grammars.close()
+
+
+class Endless:
+    eos_token_ids = ()

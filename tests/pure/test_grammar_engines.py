@@ -9,16 +9,16 @@ from engine.core.loop import Loop
 from engine.core.types import Request, Sampling
 from engine.errors import InvalidRequest
 from engine.executors import make_executor
+from engine.grammars.pool import GrammarPool
 from engine.link.journal import Submission
 from engine.link.server import Server
 from engine.settings.config import Config
 from engine.text.forms import written
-from engine.text.grammar import MatcherGrammars
 from engine.wire.forms import FORMS
 from tests.byte_tokenizer import EOS_ID
 from tests.patience import wait_until
 from tests.pure.engine_helpers import Collector, a_client, a_free_address
-from tests.pure.guided import PROMPT, VOCAB_SIZE, Guided, a_request
+from tests.pure.guided import PROMPT, VOCAB_SIZE, Guided, a_request, load_tokenizer
 from tests.pure.random_model import RandomModel
 from tests.pure.random_schemas import random_schema
 
@@ -45,11 +45,11 @@ class Bytes:
 
 def answers_of(graph_dir, **settings):
     config = Config(max_dec_len=256, batch_size=8, **settings)
-    executor = make_executor(graph_dir, config)
+    executor, grammars = make_executor(graph_dir, config), GrammarPool(Bytes, 300, config)
     form = ("guided_json", written(FORMS["guided_json"]("guided_json", SCHEMA), any_whitespace=False))
     try:
         executor.allocate(100)
-        loop = Loop(executor, 100, config, MatcherGrammars(Bytes, 300))
+        loop = Loop(executor, 100, config, grammars)
         for seed in range(6):
             sampling = Sampling(256, temperature=float(seed % 2), seed=seed, stop_token_ids=(299,), form=form)
             loop.add(Request(str(seed), [seed + 7, 20], 2, sampling))
@@ -61,6 +61,7 @@ def answers_of(graph_dir, **settings):
         return answers, loop.stats()
     finally:
         executor.close()
+        grammars.close()
 
 
 def test_ranks_and_drafts_change_no_token_of_an_answer_that_has_a_form(exported):
@@ -91,8 +92,8 @@ class Engine:
     def __init__(self, address, tokenizer):
         likely = [token_id for text in '"}],:0' for token_id in tokenizer.encode(text)]
         self.model = Slow(VOCAB_SIZE, tuple(likely))
-        self.server = Server(address)
-        self.server.begin(Loop(self.model, 400, Config(), MatcherGrammars(lambda: tokenizer, VOCAB_SIZE)))
+        self.server, self.grammars = Server(address), GrammarPool(load_tokenizer, VOCAB_SIZE)
+        self.server.begin(Loop(self.model, 400, Config(), self.grammars))
         self._thread = threading.Thread(target=self.server.run, args=[self.server.loop])
         self._thread.start()
 
@@ -108,6 +109,7 @@ class Engine:
         self.server.close()
         self.model.may_step.release(1000)
         self._thread.join()
+        self.grammars.close()
 
 
 def test_an_answer_goes_on_in_its_form_after_a_crash(tokenizer):
@@ -131,6 +133,20 @@ def test_an_answer_goes_on_in_its_form_after_a_crash(tokenizer):
         assert listener.wait() == "stop"
         assert listener.token_ids[:-1] == expected[:-1]
         assert client.num_restarts == 3
+
+
+def test_after_a_crash_nobody_waits_for_a_grammar_that_takes_long_to_compile(tokenizer):
+    """Requests are tried one by one then."""
+    address, slow, quick = a_free_address(), Collector(), Collector()
+    form = ("guided_json", json.dumps({"grammars": [{"json_schema": {"type": "integer", "multipleOf": 7777777}}]}))
+    with a_client(address) as client:
+        with Engine(address, tokenizer) as engine:
+            client.submit(PROMPT, [Submission("slow", Sampling(9, stop_token_ids=(EOS_ID,), form=form), slow)])
+            client.submit(PROMPT, [Submission("quick", Sampling(30), quick)])
+            wait_until(lambda: engine.model.may_step.release() or quick.token_ids)
+        with Engine(address, tokenizer) as engine:
+            wait_until(lambda: engine.model.may_step.release() or quick.ends)
+            assert quick.wait() == "length" and not slow.ends
 
 
 def test_a_form_that_cannot_be_compiled_is_refused_over_the_socket(tokenizer):

@@ -162,7 +162,7 @@ def ops_of(document: dict) -> list[dict]:
         (lambda data: data[:21] + b"\x63" + data[22:], "element type 99 is unknown"),
         (lambda data: data[:20] + b"\x18" + data[21:], "unknown field 3"),
         (lambda data: data[:21] + b"\x02" + data[22:], r"is int32 \[320, 64\], the graph expects float32"),
-        (lambda data: data[:22] + b"\xff" * 6 + data[28:], "description is cut off"),
+        (lambda data: data[:22] + b"\xff" * 6 + data[28:], "embed_tokens.weight: the message is cut off"),
     ],
 )
 def test_damaged_parameters_are_named(a_copy, damage, message):

@@ -15,14 +15,14 @@ from gateway.inference import server, unfinished
 from gateway.inference import stream as stream_module
 from gateway.intake import LARGE_BYTES
 from tests.half_requests import NEEDS_SOCK_DIAG, HalfRequests
-from tests.pure.inference_fake import NEVER, WAIT, FakeTriton, a_client, a_request, answers, run, serving
+from tests.pure.inference_fake import NEVER, WAIT, FakeTriton, a_client, a_request, answers, run, serving, text_of
 
 
 def test_a_slow_reader_holds_tritonserver_back_and_loses_nothing(tmp_path):
     """32 MB of answers: for the one who reads nothing some windows' worth is made at most."""
 
     async def scenario():
-        triton = FakeTriton(*[b"x" * 2**15] * 1024)
+        triton = FakeTriton(*["x" * 2**15] * 1024)
         async with serving(tmp_path, triton) as (_, port), a_client(port) as stub:
             call = stub.ModelStreamInfer(iter([a_request()]))
             await call.read()
@@ -43,7 +43,7 @@ def test_a_client_that_takes_nothing_for_long_is_taken_for_gone(tmp_path, monkey
     monkeypatch.setattr(stream_module, "READ_WITHIN_S", 0.1)
 
     async def scenario():
-        triton = FakeTriton(*[b"x" * 2**15] * 2048)
+        triton = FakeTriton(*["x" * 2**15] * 2048)
         async with serving(tmp_path, triton) as (front, port), a_client(port) as stub:
             call = stub.ModelStreamInfer(iter([a_request()]))
             await call.read()
@@ -57,7 +57,7 @@ def test_a_client_that_takes_nothing_for_long_is_taken_for_gone(tmp_path, monkey
 
 def test_a_text_that_is_too_long_is_refused_before_tritonserver(tmp_path):
     async def scenario():
-        triton = FakeTriton(b"a")
+        triton = FakeTriton("a")
         async with serving(tmp_path, triton, max_body_bytes=2000) as (_, port), a_client(port) as stub:
             [(_, fields, _)] = await answers(stub.ModelStreamInfer(iter([a_request("x", text="x" * 2000)])))
             assert fields["error_msg"] == "The request has 2013 bytes, at most MAX_BODY_BYTES(2000) are taken"
@@ -73,7 +73,7 @@ def test_a_text_that_is_too_long_is_refused_before_tritonserver(tmp_path):
 
 def test_large_requests_that_nobody_has_begun_to_answer_are_limited_and_small_ones_are_not(tmp_path):
     async def scenario():
-        triton = FakeTriton(WAIT, b"a", NEVER)
+        triton = FakeTriton(WAIT, "a", NEVER)
         large = {"text": "x" * (2 * LARGE_BYTES)}
         async with serving(tmp_path, triton) as (front, port), a_client(port) as stub:
             front._way.intake.max_bytes = 5 * LARGE_BYTES
@@ -114,7 +114,7 @@ def test_what_is_begun_and_never_ended_is_refused_when_it_is_too_much_and_others
         return held
 
     async def scenario():
-        triton = FakeTriton(WAIT, b"a")
+        triton = FakeTriton(WAIT, "a")
         async with serving(tmp_path, triton) as (front, port), a_client(port) as stub:
             front._unfinished._max_bytes = limit
             idle, busy = stub.ModelStreamInfer(), stub.ModelStreamInfer(iter([a_request()]))
@@ -123,7 +123,7 @@ def test_what_is_begun_and_never_ended_is_refused_when_it_is_too_much_and_others
             triton.go.set()
             assert await answers(busy) == [("", "a", "")]
             await idle.write(a_request())
-            assert (await idle.read()).infer_response.raw_output_contents[0][4:] == b"a"
+            assert text_of(await idle.read()) == "a"
 
     run(scenario())
 
@@ -132,7 +132,7 @@ def test_there_are_so_many_streams_at_once_and_one_that_ends_makes_room(tmp_path
     monkeypatch.setattr(server, "MAX_CALLS", 2)
 
     async def scenario():
-        async with serving(tmp_path, FakeTriton(WAIT, b"a")) as (front, port), a_client(port) as stub:
+        async with serving(tmp_path, FakeTriton(WAIT, "a")) as (front, port), a_client(port) as stub:
             calls = [stub.ModelStreamInfer() for _ in range(2)]
             while len(front._streams) < 2:
                 await asyncio.sleep(0.005)
@@ -151,7 +151,7 @@ def test_a_message_that_has_come_is_not_refused_for_those_that_have_not(tmp_path
     """It waits for its turn to be read, and has one end."""
 
     async def scenario():
-        async with serving(tmp_path, FakeTriton(b"a")) as (front, port), a_client(port) as stub:
+        async with serving(tmp_path, FakeTriton("a")) as (front, port), a_client(port) as stub:
             async with front._way.intake.reading(LARGE_BYTES + 1):
                 asked = asyncio.ensure_future(answers(stub.ModelStreamInfer(iter([a_request("1", text="x" * 10**5)]))))
                 while not front._way.intake.num_bytes:
@@ -167,7 +167,7 @@ def test_a_message_that_has_come_is_not_refused_for_those_that_have_not(tmp_path
 @NEEDS_SOCK_DIAG
 def test_of_a_connection_with_too_much_the_streams_that_wait_are_told_so_and_then_the_others(tmp_path):
     async def scenario():
-        triton = FakeTriton(b"a", NEVER)
+        triton = FakeTriton("a", NEVER)
         async with serving(tmp_path, triton) as (front, port), a_client(port) as stub:
             busy, idle = stub.ModelStreamInfer(), stub.ModelStreamInfer()
             await busy.write(a_request("busy"))
@@ -196,7 +196,7 @@ def test_without_the_kernels_word_all_is_served_and_the_log_says_it(tmp_path, mo
     async def scenario():
         monkeypatch.setattr(received, "received_by", unknown)
         monkeypatch.setattr(received, "LOOK_EVERY_S", 0.01)
-        async with serving(tmp_path, FakeTriton(b"a")) as (_, port), a_client(port) as stub:
+        async with serving(tmp_path, FakeTriton("a")) as (_, port), a_client(port) as stub:
             for _ in range(3):
                 assert await answers(stub.ModelStreamInfer(iter([a_request()]))) == [("", "a", "")]
                 await asyncio.sleep(0.05)
@@ -226,7 +226,7 @@ def test_the_kernel_tells_of_each_client_what_it_has_sent(host):
 
 def test_metadata_that_is_too_large_is_refused(tmp_path):
     async def scenario():
-        async with serving(tmp_path, FakeTriton(b"a")) as (_, port), a_client(port) as stub:
+        async with serving(tmp_path, FakeTriton("a")) as (_, port), a_client(port) as stub:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await answers(stub.ModelStreamInfer(iter([a_request()]), metadata=[("x", "y" * 20_000)]))
             assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -239,7 +239,7 @@ def test_a_stream_has_so_many_requests_at_once_and_reads_on_when_one_ends(tmp_pa
     monkeypatch.setattr(stream_module, "MAX_OPEN", 2)
 
     async def scenario():
-        triton = FakeTriton(WAIT, b"a")
+        triton = FakeTriton(WAIT, "a")
         async with serving(tmp_path, triton) as (_, port), a_client(port) as stub:
             asked = asyncio.ensure_future(answers(stub.ModelStreamInfer(iter([a_request(name) for name in "1234"]))))
             await triton.is_waiting.wait()

@@ -6,6 +6,8 @@ import time
 
 import grpc
 import pytest
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from tritonclient.grpc import service_pb2
 
 from engine import wire
@@ -13,7 +15,18 @@ from gateway import lasting
 from gateway.connections import SERVICE
 from gateway.inference import stream as stream_module
 from gateway.intake import LARGE_BYTES
-from tests.pure.inference_fake import NEVER, PATIENCE_S, WAIT, FakeTriton, a_client, a_request, answers, run, serving
+from tests.pure.inference_fake import (
+    NEVER,
+    PATIENCE_S,
+    WAIT,
+    FakeTriton,
+    a_client,
+    a_request,
+    answers,
+    run,
+    serving,
+    text_of,
+)
 
 METHODS = [method.name for method in service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods]
 OPEN = {"ServerLive", "ServerReady", "ServerMetadata", "ModelReady", "ModelMetadata", "ModelConfig", "ModelStatistics"}
@@ -21,11 +34,11 @@ OPEN = {"ServerLive", "ServerReady", "ServerMetadata", "ModelReady", "ModelMetad
 
 def test_an_answer_is_passed_on_as_it_is_and_the_request_is_written_anew(tmp_path):
     async def scenario():
-        triton = FakeTriton(b"\xff any", b"bytes")
+        triton = FakeTriton("any", "text")
         async with serving(tmp_path, triton) as (_, port), a_client(port) as stub:
             request = a_request("an id")
             responses = [each async for each in stub.ModelStreamInfer(iter([request]))]
-        assert [each.infer_response.raw_output_contents[0][4:] for each in responses] == [b"\xff any", b"bytes"]
+        assert [text_of(each) for each in responses] == ["any", "text"]
         assert [each.infer_response.id for each in responses] == ["an id"] * 2
         assert triton.requests == [request]
 
@@ -34,7 +47,7 @@ def test_an_answer_is_passed_on_as_it_is_and_the_request_is_written_anew(tmp_pat
 
 def test_a_stream_may_have_several_requests_and_one_that_is_none_spoils_no_other(tmp_path):
     async def scenario():
-        async with serving(tmp_path, FakeTriton(b"a", b"b")) as (_, port), a_client(port) as stub:
+        async with serving(tmp_path, FakeTriton("a", "b")) as (_, port), a_client(port) as stub:
             wrong = a_request("wrong")
             wrong.model_name = "other"
             found = await answers(stub.ModelStreamInfer(iter([a_request("1"), wrong, a_request("2")])))
@@ -89,11 +102,11 @@ def test_a_deadline_of_the_client_cancels_its_request(tmp_path):
 
 def test_an_idle_stream_waits_for_its_client(tmp_path):
     async def scenario():
-        async with serving(tmp_path, FakeTriton(b"a")) as (_, port), a_client(port) as stub:
+        async with serving(tmp_path, FakeTriton("a")) as (_, port), a_client(port) as stub:
             call = stub.ModelStreamInfer()
             await asyncio.sleep(0.1)
             await call.write(a_request())
-            assert (await call.read()).infer_response.raw_output_contents[0][4:] == b"a"
+            assert text_of(await call.read()) == "a"
             await call.done_writing()
             assert await call.read() is grpc.aio.EOF
             assert await call.code() == grpc.StatusCode.OK
@@ -108,7 +121,7 @@ def test_an_idle_stream_waits_for_its_client(tmp_path):
         (grpc.StatusCode.DATA_LOSS, "the model server failed: DATA_LOSS", 500),
     ],
 )
-@pytest.mark.parametrize("before", [[], [b"a"]])
+@pytest.mark.parametrize("before", [[], ["a"]])
 def test_a_failure_of_tritonserver_is_the_last_answer_and_shows_no_address(tmp_path, monkeypatch, failure, before):
     monkeypatch.setattr(lasting, "LOOK_EVERY_S", 0.01)
     code, text, status = failure
@@ -131,14 +144,13 @@ def test_a_request_outlives_tritonserver_and_goes_on_after_what_has_come(tmp_pat
         triton = FakeTriton()
         triton.scripts = [
             [a_line("a", [7, 8], 0), grpc.StatusCode.UNAVAILABLE],
-            [b"no answer", grpc.StatusCode.INTERNAL],
+            ["", grpc.StatusCode.INTERNAL],
             [a_line("b", [9], 2, is_last=True)],
         ]
         async with serving(tmp_path, triton) as (_, port), a_client(port) as stub:
             asked = a_request("x", req_id='"token_ids": [1]', temperature=1)
             responses = [each async for each in stub.ModelStreamInfer(iter([asked]))]
-        lines = [each.infer_response.raw_output_contents[0][4:] for each in responses]
-        assert [line for line in lines if line != b"no answer"] == [a_line("a", [7, 8], 0), a_line("b", [9], 2, True)]
+        assert list(map(text_of, responses)) == ["a", "", "b"]
         known = {"resume_from": [2], "answer_ids": [[7, 8]], "infer_seed": 5}
         assert [body_of(each) for each in triton.requests] == [
             body_of(asked),
@@ -187,7 +199,7 @@ def test_no_tritonserver_is_the_same(tmp_path):
 
 def test_a_defect_of_ours_ends_the_request_and_says_nothing_of_itself(tmp_path, monkeypatch):
     async def scenario():
-        async with serving(tmp_path, FakeTriton(b"a")) as (front, port), a_client(port) as stub:
+        async with serving(tmp_path, FakeTriton("a")) as (front, port), a_client(port) as stub:
             monkeypatch.setattr(front._connections, "infer", lambda request: 1 // 0)
             [(_, fields, _)] = await answers(stub.ModelStreamInfer(iter([a_request()])))
         assert (fields["error_msg"], fields["error_code"]) == ("internal error", 500)
@@ -252,7 +264,7 @@ def test_what_is_for_clients_is_passed_on_with_name_and_version_alone(tmp_path):
 @pytest.mark.parametrize("given", [None, "", "Bearer", "Bearer x", "Basic key", "key", "Bearer key2"])
 def test_without_the_key_only_health_is_answered(tmp_path, given):
     async def scenario():
-        triton = FakeTriton(b"a")
+        triton = FakeTriton("a")
         async with serving(tmp_path, triton, api_key="key") as (_, port), a_client(port) as stub:
             metadata = [] if given is None else [("authorization", given)]
             call = stub.ModelStreamInfer(metadata=metadata)  # says nothing: it is refused all the same
@@ -270,7 +282,7 @@ def test_without_the_key_only_health_is_answered(tmp_path, given):
 @pytest.mark.parametrize("given", ["Bearer key", "bearer  key "])
 def test_with_the_key_requests_are_answered_and_it_goes_no_further(tmp_path, given):
     async def scenario():
-        async with serving(tmp_path, FakeTriton(b"a"), api_key="key") as (_, port), a_client(port) as stub:
+        async with serving(tmp_path, FakeTriton("a"), api_key="key") as (_, port), a_client(port) as stub:
             responses = stub.ModelStreamInfer(iter([a_request()]), metadata=[("authorization", given)])
             assert await answers(responses) == [("", "a", "")]
 
@@ -282,7 +294,7 @@ def test_with_the_key_requests_are_answered_and_it_goes_no_further(tmp_path, giv
 
 def test_a_stop_lets_running_requests_end_and_refuses_new_ones(tmp_path):
     async def scenario():
-        triton = FakeTriton(b"a", WAIT, b"b")
+        triton = FakeTriton("a", WAIT, "b")
         async with serving(tmp_path, triton) as (front, port), a_client(port) as stub:
             call = stub.ModelStreamInfer()  # its client may have more to ask
             await call.write(a_request())
@@ -293,7 +305,7 @@ def test_a_stop_lets_running_requests_end_and_refuses_new_ones(tmp_path):
                 with pytest.raises(grpc.aio.AioRpcError):
                     await answers(late.ModelStreamInfer(iter([a_request()])))
             triton.go.set()
-            assert (await call.read()).infer_response.raw_output_contents[0][4:] == b"b"
+            assert text_of(await call.read()) == "b"
             with pytest.raises(grpc.aio.AioRpcError, match="the server is stopping"):
                 await call.read()
             await draining
@@ -305,7 +317,7 @@ def test_what_runs_longer_than_the_drain_timeout_ends_with_an_error(tmp_path, mo
     monkeypatch.setattr("gateway.inference.server.LAST_WORDS_S", 0.1)
 
     async def scenario():
-        async with serving(tmp_path, FakeTriton(b"a", WAIT)) as (front, port), a_client(port) as stub:
+        async with serving(tmp_path, FakeTriton("a", WAIT)) as (front, port), a_client(port) as stub:
             call = stub.ModelStreamInfer(iter([a_request("x")]))
             await call.read()
             draining = asyncio.ensure_future(front.drain(0.05))
@@ -344,5 +356,45 @@ def test_nothing_is_left_of_a_hundred_clients_that_leave(tmp_path):
             connections, intake = front._connections._connections, front._way.intake
             while front._streams or intake.num_bytes or any(each.calls for each in connections):
                 await asyncio.sleep(0.005)
+
+    run(scenario())
+
+
+# --- reflection ---
+
+
+def test_a_client_without_the_proto_files_learns_the_services_of_the_port_without_a_key(tmp_path):
+    def ask(port):
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            pool = DescriptorPool(database := ProtoReflectionDescriptorDatabase(channel))
+            service = pool.FindServiceByName("inference.GRPCInferenceService")
+            assert [method.name for method in service.methods] == METHODS
+            assert pool.FindServiceByName("grpc.health.v1.Health").methods_by_name["Check"]
+            with pytest.raises(KeyError):
+                pool.FindServiceByName("inference.Other")
+            return {*database.get_services()}
+
+    async def scenario():
+        async with serving(tmp_path, FakeTriton(), api_key="secret") as (_, port):
+            services = await asyncio.to_thread(ask, port)
+        names = {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+        assert services == {*names, "inference.GRPCInferenceService"}
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("message", [b"\xff", b"\x22\x90\x4e" + b"x" * 10_000])
+def test_a_reflection_request_that_is_none_is_refused_in_either_version(tmp_path, message):
+    async def scenario():
+        async with (
+            serving(tmp_path, FakeTriton()) as (_, port),
+            grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+        ):
+            for version in ("v1", "v1alpha"):
+                ask = channel.stream_stream(f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo")
+                assert b"inference.GRPCInferenceService" in [each async for each in ask(iter([b"\x3a\x00"]))][0]
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    [each async for each in ask(iter([b"\x3a\x00", message]))]
+                assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
     run(scenario())

@@ -19,6 +19,7 @@ from engine.core.types import NO_TOKEN, StepOutput
 from engine.errors import ConfigError, InvalidRequest, NoToken
 from engine.exporting.manifest import Manifest
 from engine.llm import LLM
+from engine.settings.foreign.keywords import own_keywords
 from tests.byte_tokenizer import write_tokenizer
 from tests.pure.counting_executor import CountingExecutor
 
@@ -46,6 +47,22 @@ def test_answers_come_in_the_order_of_their_prompts(llm):
     assert [answer.token_ids for answer in answers] == [list(b"bcd"), list(b"lmn"), list(b"v")]
     assert [answer.prompt_token_ids for answer in answers] == [[ord("a")], [ord("k")], [ord("u")]]
     assert {answer.finish_reason for answer in answers} == {"length"}
+
+
+def test_settings_have_the_names_of_other_servers_as_well(tmp_path):
+    given = {"max_num_seqs": 8, "quantization": "wint4", "speculative_config": {"method": "ngram"}, "max_model_len": 64}
+    more = {"enable_mm": False, "tokenizer": None, "data_parallel_size": 1, "enable_prefix_caching": False}
+    assert own_keywords({**given, **more}) == {
+        "batch_size": "8",
+        "quant_type": "weight_only_int4",
+        "speculate_method": "ngram",
+        "max_model_len": 64,
+        "enable_prefix_caching": False,
+    }
+    with pytest.raises(ConfigError, match="^limit_mm_per_prompt is not supported"):
+        LLM(tmp_path, limit_mm_per_prompt={"image": 10})
+    with pytest.raises(ConfigError, match="there is no setting batchsize; did you mean batch_size?"):
+        LLM(tmp_path, batchsize=8)
 
 
 @pytest.mark.parametrize("prompt", ["a", {"text": "a", "apply_chat_template": False}, {"input_ids": [ord("a")]}])

@@ -2,6 +2,7 @@
 
 import pytest
 
+from engine.core.limits import PrefillLimits
 from engine.core.loop import Loop
 from engine.core.types import Request, Sampling
 from engine.errors import InvalidRequest, Overloaded
@@ -31,6 +32,18 @@ def test_conversations_that_do_not_fit_the_cache_find_what_they_had_said_on_the_
                 assert request.token_ids == list(range(first, first + 20 + 4 * turn))
         found.append(loop.stats()["num_cached_tokens"])
     assert found == [0, 8 * 16 + 8 * 20]
+
+
+@pytest.mark.parametrize(
+    ("settings", "limits"),
+    [
+        ({}, None),
+        ({"max_num_partial_prefills": 4}, PrefillLimits(4, 1, 327)),
+        ({"max_long_partial_prefills": 2, "long_prefill_token_threshold": 9}, PrefillLimits(50, 2, 9)),
+    ],
+)
+def test_the_settings_of_partial_prefills_reach_the_scheduler(settings, limits):
+    assert a_loop(**settings).scheduler.limits.prefills == limits
 
 
 def test_each_turn_brings_what_the_step_launched_before_has_chosen():

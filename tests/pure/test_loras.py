@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from engine.core.adapters import Adapters
-from engine.core.block_pool import root_key
+from engine.core.block_pool import root_hash
 from engine.core.loop import Loop
 from engine.core.types import Request, Sampling
 from engine.errors import InvalidRequest, Overloaded
@@ -167,7 +167,7 @@ def test_answers_to_one_prompt_and_searches_have_its_adapter(adapter, checkpoint
 
 
 def test_blocks_are_shared_by_requests_with_the_same_adapter_and_salt_only():
-    keys = [root_key(salt, adapter_id) for salt in ("", "a", "b") for adapter_id in ("", "a", "b")]
+    keys = [root_hash(salt, adapter_id) for salt in ("", "a", "b") for adapter_id in ("", "a", "b")]
     assert len(set(keys)) == len(keys)
 
 

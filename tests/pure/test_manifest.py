@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from engine.core.cache_groups import CacheGroup
 from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions, export
 from engine.exporting.manifest import GRAPH_VERSION, Graph, Manifest
@@ -12,7 +13,15 @@ from engine.models.keys import ModelError
 from engine.models.kv_cache import ATTENTION_AXES, CacheSpec
 
 CACHE = CacheSpec("cache of layer 0", "bfloat16", (-1, 2, 1, 16, 8), ATTENTION_AXES)
-GRAPH = Graph("decoder", "model.json", "model.pdiparams", ("token_ids",), ("logits", "hidden"), (CACHE,))
+GRAPH = Graph(
+    "decoder",
+    "model.json",
+    "model.pdiparams",
+    ("token_ids",),
+    ("logits", "hidden"),
+    (CACHE,),
+    (CacheGroup("sliding_window", 8),),
+)
 MODEL = Manifest(320, 64, 16, 1, "bfloat16", (GRAPH,))
 CHECKPOINT_KEYS = {"model_type": "qwen2", "vocab_size": 320}
 
@@ -137,7 +146,7 @@ def test_a_graph_of_another_program_is_called_one(files, tmp_path):
     path = write_model(tmp_path / "model", {"model_type": "gpt2"}, files)
     with pytest.raises(ModelError, match="model is not an exported model: it has no manifest.json"):
         Manifest.read(path)
-    with pytest.raises(ModelError, match="model is a static graph of another program: its model_type is 'gpt2'"):
+    with pytest.raises(ModelError, match="model is a PaddleNLP export of 'gpt2', a family that is not supported"):
         export(path, tmp_path / "out", ExportOptions())
 
 

@@ -4,16 +4,19 @@ from contextlib import nullcontext
 
 import pytest
 
+from engine.core.cache_groups import CacheGroup
 from engine.errors import ConfigError
-from engine.executors.memory import check_swap_space, free_memory_bytes, num_blocks
+from engine.executors import ranks
+from engine.executors.memory import BlockSizes, check_swap_space, free_memory_bytes, num_blocks, run_longest_step
 from engine.settings.config import Config
+from tests.pure.counting_executor import CountingExecutor
 
 GIB = 2**30
 
 
 def blocks(model_len=1000, block_size=64, block_bytes=1024, free_bytes=GIB, **settings):
     config = Config(**{"max_dec_len": 100, **settings})
-    return num_blocks(config, model_len, block_size, block_bytes, free_bytes)
+    return num_blocks(config, model_len, BlockSizes(block_size, block_bytes), free_bytes)
 
 
 @pytest.mark.parametrize(
@@ -22,12 +25,41 @@ def blocks(model_len=1000, block_size=64, block_bytes=1024, free_bytes=GIB, **se
         ({"block_bs": 1.0}, 16),  # ceil(1000 / 64)
         ({"block_bs": 2.5}, 40),
         ({"block_bs": 0.33}, 5),
-        ({"block_bs": 1.0, "max_seq_len": 300}, 16),  # no request is longer than 400
-        ({"block_bs": 1.0, "max_dec_len": 2000}, 32),  # the longer of answer and model
+        ({"block_bs": 1.0, "max_seq_len": 300}, 7),  # no request is longer than 400
+        ({"block_bs": 1.0, "max_dec_len": 2000}, 16),  # nor than the model's 1000
     ],
 )
-def test_block_bs_multiplies_the_blocks_of_the_models_length(settings, expected):
+def test_block_bs_multiplies_the_blocks_of_the_longest_request(settings, expected):
     assert blocks(**settings) == expected
+
+
+# The PaddleNLP server's table of BLOCK_BS for cards of 80 GB: weights, exported length, BLOCK_BS.
+SIZES = [
+    ("DeepSeek-R1/a8w8_fp8_wint4", 8192, 40),
+    ("DeepSeek-R1-MTP/a8w8_fp8_wint4", 8192, 36),
+    ("DeepSeek-R1/weight_only_int4", 8192, 40),
+    ("DeepSeek-R1-MTP/weight_only_int4", 8192, 36),
+    ("DeepSeek-R1-2nodes/a8w8_fp8", 8192, 50),
+    ("DeepSeek-R1-MTP-2nodes/a8w8_fp8", 8192, 36),
+    ("DeepSeek-R1-2nodes/weight_only_int8", 8192, 40),
+    ("DeepSeek-R1-MTP-2nodes/weight_only_int8", 8192, 36),
+    ("a model exported for 32K", 32768, 10),
+]
+
+
+@pytest.mark.parametrize(("weights", "exported", "block_bs"), SIZES, ids=[weights for weights, *_ in SIZES])
+def test_block_bs_holds_as_many_tokens_as_the_predecessors_table_says(weights, exported, block_bs):
+    """NUM_TOTAL_TOKEN = BLOCK_BS * INFER_MODEL_MAX_SEQ_LEN, of models that take prompts of the exported length."""
+    tokens = block_bs * exported
+    for settings in ({"max_seq_len": exported, "max_dec_len": 1024}, {"max_model_len": exported, "max_dec_len": None}):
+        config = Config(block_bs=block_bs, **settings)
+        assert num_blocks(config, config.model_len(exported), BlockSizes(64, 2**20), 2**40) * 64 == tokens
+
+
+def test_the_predecessors_example_of_a_model_with_a_long_context_fits():
+    """MAX_SEQ_LEN=8192, MAX_DEC_LEN=1024 and BLOCK_BS=5 with DeepSeek-R1-Distill-Llama-8B: 128 KiB a token."""
+    config = Config(max_seq_len=8192, max_dec_len=1024, block_bs=5)
+    assert num_blocks(config, 131072, BlockSizes(64, 8 * 2**20), 60 * GIB) == 5 * (8192 + 1024) // 64
 
 
 def test_without_block_bs_a_share_of_the_free_memory_is_taken():
@@ -49,7 +81,7 @@ def test_blocks_that_do_not_fit_are_refused_with_what_would():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"block_bs": 0.01}, "BLOCK_BS is 0.01, it must be larger: .* no block, the model's length needs 16"),
+        ({"block_bs": 0.01}, "BLOCK_BS is 0.01, it must be larger: .* no block, a request of 1000 tokens needs 16"),
         ({"free_bytes": 1000}, "KV_CACHE_MEMORY_FRACTION is 0.5, it must be larger: of the 0.0 GiB"),
     ],
 )
@@ -98,6 +130,16 @@ def test_what_does_not_fit_on_a_gpu_names_its_setting(settings, message):
 def test_swap_space_is_for_gpus_and_no_more_than_the_host_has(device, swap_space, message):
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
         check_swap_space(Config(device=device, swap_space=swap_space))
+
+
+def test_the_longest_step_can_be_sent_to_other_ranks():
+    class Recorder(CountingExecutor):
+        def launch(self, batch):
+            sent = ranks.unpack_batch(ranks.unpack(ranks.pack(*batch)))
+            assert sent.rows[0].new_block_ids == (tuple(range(16)),)
+            return super().launch(batch)
+
+    run_longest_step(Recorder(16, 4), Config(), 64, 16)
 
 
 def test_swap_space_is_that_of_all_ranks_together():
@@ -152,3 +194,10 @@ def test_a_container_without_a_limit_gives_what_the_machine_has(machine):
 
 def test_this_machine_has_memory():
     assert free_memory_bytes() > 0
+
+
+def test_windows_need_no_more_blocks_than_they_reach():
+    groups = (CacheGroup(), CacheGroup("sliding_window", 128), CacheGroup("state"))
+    config = Config(block_bs=2, max_seq_len=4096, max_dec_len=1024, max_num_batched_tokens=64)
+    count = num_blocks(config, 8192, BlockSizes(16, 1, groups), 2**40)
+    assert count == 2 * ((4096 + 1024) // 16 + (128 + config.max_step_tokens - 2) // 16 + 2 + 1)

@@ -1,5 +1,6 @@
 """The metric families and how they are told to Triton."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,11 @@ from engine.serving import metrics
 from engine.serving.accounts import Accounts
 from engine.serving.latency import BUCKETS_S, Ended, Histogram, Latency
 from engine.serving.metrics import MetricsThread, samples
+from engine.serving.options import ServiceOptions
+from engine.settings.config import Config
+from engine.settings.served import SERVED_FILE, Served
 from engine.wire import Owner
+from gateway.metrics import as_text
 from tests.patience import wait_until
 from tests.pure import fake_triton
 
@@ -18,7 +23,11 @@ def service():
     stats = {"num_running": 3, "num_waiting": 2, "num_blocks": 8, "num_blocks_held": 6, "block_size": 64}
     stats |= {"num_generated_tokens": 100, "num_preemptions": 1}
     return SimpleNamespace(
-        client=SimpleNamespace(stats=stats, num_restarts=1), num_open=5, latency=Latency(), accounts=Accounts()
+        client=SimpleNamespace(stats=stats, num_restarts=1),
+        num_open=5,
+        latency=Latency(),
+        accounts=Accounts(),
+        vllm_model_name=str,
     )
 
 
@@ -151,3 +160,43 @@ def test_the_thread_tells_by_itself_and_survives_a_triton_without_metrics(servic
     thread = MetricsThread(service, 50, without)
     wait_until(lambda: not thread._thread.is_alive())
     thread.close()
+
+
+# --- by vLLM's names ---
+
+
+def test_vllms_names_are_told_of_the_model_where_they_are_wanted(service):
+    assert not [each for each in samples(service, 50) if each.family.startswith("vllm:")]
+    service.vllm_model_name = lambda: "org/model"
+    for ended in (Ended("stop", 0.5), Ended("stop", 0.5), Ended("cancelled", 2.0), Ended("overloaded", 0.0)):
+        service.latency.ended(ended)
+    service.latency.tokens(3, 0.2, is_first=True)
+    told = as_text(samples(service, 50))
+    model = 'model_name="org/model"'
+    for line in (
+        f"vllm:num_requests_running{{{model}}} 3",
+        f"vllm:num_requests_waiting{{{model}}} 2",
+        f"vllm:kv_cache_usage_perc{{{model}}} 0.75",
+        f"vllm:generation_tokens_total{{{model}}} 100",
+        f"vllm:num_preemptions_total{{{model}}} 1",
+        f'vllm:request_success_total{{{model},finished_reason="stop"}} 2',
+        f'vllm:request_success_total{{{model},finished_reason="abort"}} 1',
+        f'vllm:time_to_first_token_seconds_bucket{{{model},le="0.25"}} 1',
+        f"vllm:inter_token_latency_seconds_count{{{model}}} 2",
+        f"vllm:time_per_output_token_seconds_count{{{model}}} 2",
+        f"vllm:e2e_request_latency_seconds_sum{{{model}}} 3.0",
+        "# TYPE vllm:e2e_request_latency_seconds histogram",
+    ):
+        assert f"\n{line}\n" in told
+    assert "overloaded" not in told.partition("vllm:")[2]
+    families = [family for family, _ in itertools.groupby(samples(service, 50), lambda each: each.family)]
+    assert len(families) == len(set(families)), "the values of a family must follow each other"
+
+
+def test_the_name_of_the_model_is_the_one_that_is_served_now(tmp_path):
+    config = Config(run_dir=str(tmp_path), served_model_name="first")
+    assert ServiceOptions.of(config).vllm_model_name() == ""
+    options = ServiceOptions.of(config.changed(vllm_metrics=True))
+    assert options.vllm_model_name() == "first"
+    (tmp_path / SERVED_FILE).write_text(Served("1", "second").text())
+    assert options.vllm_model_name() == "second"

@@ -12,7 +12,7 @@ from tests.checkpoints import COMMON, FAMILIES, tensor_list
 
 
 def a_config(family: str = "llama", **overrides) -> DecoderConfig:
-    keys = {**COMMON, **FAMILIES[family], **overrides}
+    keys = {**COMMON, "model_type": family, **FAMILIES.get(family, {}), **overrides}
     return read_model({name: value for name, value in keys.items() if value != "absent"})
 
 
@@ -28,15 +28,19 @@ def test_every_tensor_of_a_family_has_its_place_and_shape(family):
 @pytest.mark.parametrize(
     ("family", "overrides", "message"),
     [
-        ("llama", {"model_type": "gemma3"}, "model_type is 'gemma3', supported are llama, mistral, qwen2, qwen3"),
+        (
+            "llama",
+            {"model_type": "gemma3"},
+            "model_type is 'gemma3', supported are llama, mistral, ministral, qwen2, qwen3",
+        ),
         ("llama", {"model_type": "absent"}, "model_type is None"),
-        ("ernie4_5", {"model_type": "ernie4_5_moe"}, "model_type is 'ernie4_5_moe', supported are .*, ernie4_5$"),
+        ("ernie4_5", {"model_type": "ernie4_5_moe"}, "model_type is 'ernie4_5_moe', supported are .*, ernie4_5, "),
         ("llama", {"hidden_size": "absent"}, "hidden_size is missing"),
         ("llama", {"hidden_size": "72"}, "hidden_size is '72', it must be a positive whole number"),
         ("llama", {"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ("llama", {"rms_norm_eps": -1}, "rms_norm_eps is -1, it must be a positive number"),
         ("llama", {"num_key_value_heads": 3}, "num_attention_heads is 4, it must be a multiple"),
-        ("llama", {"head_dim": 15}, "head_dim is 15, rotary positions need an even one"),
+        ("llama", {"head_dim": 15}, "of a head of 15 an even number must be rotated"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu', supported is 'silu'"),
         (
             "llama",
@@ -46,16 +50,29 @@ def test_every_tensor_of_a_family_has_its_place_and_shape(family):
         ("llama", {"quantization_config": "gptq"}, "quantization_config is 'gptq', it must be an object"),
         ("qwen2", {"is_causal": False}, "is_causal is False, supported is True"),
         ("llama", {"num_local_experts": 8}, "num_local_experts is 8, mixtures of experts are not supported"),
-        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_type is 'dynamic', supported are default,"),
+        ("llama", {"rope_scaling": {"type": "axial", "factor": 2}}, "rope_type is 'axial', supported are default,"),
+        ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1]}}, "short_factor has 1 numbers, .* need 8"),
+        ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": 2}}, "short_factor is 2, it must be a list of"),
+        (
+            "gemma3_text",
+            {"hidden_act": "absent", "attn_logit_softcapping": 5.0},
+            "attn_logit_softcapping is 5.0, supported is null",
+        ),
+        (
+            "gemma2",
+            {"hidden_act": "absent", "hidden_activation": "silu"},
+            "hidden_activation is 'silu', supported is 'gelu_pytorch_tanh' or",
+        ),
         ("llama", {"rope_scaling": "linear"}, "rope_scaling is 'linear', it must be an object"),
         ("llama", {"rope_scaling": {"type": "linear"}}, "factor is missing"),
         ("llama", {"rope_scaling": {"type": "yarn", "factor": 2, "attention_factor": "x"}}, "attention_factor is 'x'"),
         ("mistral", {"sliding_window": "99"}, "sliding_window is '99', it must be a positive whole number"),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": "2"}, "max_window_layers is '2'"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": "x"}}, "factor is 'x', it must be a positive number"),
-        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, supported is 1.0"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, of a head of 18 an even number"),
         ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1}}}, "one set for all layers"),
         ("qwen3", {"layer_types": ["full_attention", "linear"]}, "layer_types has 'linear'"),
+        ("qwen3", {"layer_types": ["full_attention"]}, "layer_types has 1 layers, num_hidden_layers is 3"),
         ("qwen3", {"layer_types": [None, "linear"]}, "layer_types has None"),
     ],
 )
@@ -65,26 +82,34 @@ def test_what_is_not_supported_is_refused_by_key_and_value(family, overrides, me
 
 
 @pytest.mark.parametrize(
-    ("family", "overrides", "window"),
+    ("family", "overrides", "windows"),
     [
-        ("llama", {"sliding_window": 99}, None),  # a key that llama does not read
-        ("mistral", {}, None),
-        ("mistral", {"sliding_window": 99}, 99),
-        ("mistral", {"sliding_window": "absent"}, 4096),
-        ("mistral", {"sliding_window": 99, "use_sliding_window": False}, 99),  # a key that mistral does not read
-        ("qwen2", {"sliding_window": 99}, None),
-        ("qwen2", {"sliding_window": 99, "use_sliding_window": True, "max_window_layers": 2}, None),
-        ("qwen2", {"sliding_window": 99, "use_sliding_window": True, "max_window_layers": 1}, 99),
-        ("qwen2", {"sliding_window": 99, "use_sliding_window": True, "max_window_layers": 0}, 99),
-        ("qwen2", {"sliding_window": 99, "use_sliding_window": True, "max_window_layers": None}, None),
-        ("qwen2", {"sliding_window": "absent", "use_sliding_window": True, "max_window_layers": 1}, 4096),
-        ("qwen2", {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 1}, None),
-        ("qwen3", {"sliding_window": 99, "layer_types": ["full_attention"]}, None),
-        ("qwen3", {"sliding_window": 99, "layer_types": ["full_attention", "sliding_attention"]}, 99),
+        ("llama", {"sliding_window": 99}, ()),  # a key that llama does not read
+        ("mistral", {}, (0, 0)),
+        ("mistral", {"sliding_window": 99}, (99, 99)),
+        ("mistral", {"sliding_window": "absent"}, (4096, 4096)),
+        ("mistral", {"sliding_window": 99, "use_sliding_window": False}, (99, 99)),  # a key that mistral does not read
+        ("qwen2", {"sliding_window": 99}, (0, 0)),
+        ("qwen2", {"sliding_window": 99, "use_sliding_window": True, "max_window_layers": 2}, (0, 0)),
+        ("qwen2", {"sliding_window": 99, "use_sliding_window": True, "max_window_layers": 1}, (0, 99)),
+        ("qwen2", {"sliding_window": 99, "use_sliding_window": True, "max_window_layers": 0}, (99, 99)),
+        ("qwen2", {"sliding_window": 99, "use_sliding_window": True, "max_window_layers": None}, (0, 0)),
+        ("qwen2", {"sliding_window": "absent", "use_sliding_window": True, "max_window_layers": 1}, (0, 4096)),
+        ("qwen2", {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 1}, (0, 0)),
+        ("qwen3", {"sliding_window": 99, "layer_types": ["full_attention"] * 3}, (0, 0, 0)),
+        ("qwen3", {"sliding_window": 99, "layer_types": ["sliding_attention", *["full_attention"] * 2]}, (99, 0, 0)),
+        ("gemma2", {"sliding_window": 99, "hidden_act": "absent"}, (99, 0)),
+        ("ministral", {"sliding_window": 99}, (99, 99)),
     ],
 )
-def test_a_sliding_window_counts_only_where_the_family_uses_it(family, overrides, window):
-    assert a_config(family, **overrides).sliding_window == window
+def test_a_sliding_window_counts_only_where_the_family_uses_it(family, overrides, windows):
+    assert a_config(family, **overrides).windows == windows
+
+
+def test_windows_that_reach_as_far_as_the_exported_length_are_none():
+    model = a_config("mistral", sliding_window=99)
+    assert model.for_length(100).windows == (99, 99)
+    assert model.for_length(99).windows == (0, 0)
 
 
 def test_old_and_new_rope_keys_mean_the_same():

@@ -1,7 +1,6 @@
 """model.py, loaded as Triton loads it but with a fake of Triton's module: tensors in, responses out, nothing else."""
 
 import importlib.util
-import json
 import logging
 import re
 import sys
@@ -18,7 +17,7 @@ from tests.patience import wait_until
 from tests.pure import fake_triton
 from tests.pure.counting_executor import CountingExecutor, answer
 from tests.pure.engine_helpers import a_server
-from tests.pure.service_fakes import a_payload
+from tests.pure.service_fakes import a_payload, fields_of
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "model_repository" / "model"
@@ -74,9 +73,9 @@ def test_a_request_streams_and_ends_with_the_final_flag(model):
     *deltas, (last, flags) = sender.sent
     assert flags == 1
     assert {flags for _, flags in deltas} <= {0}
-    [fields] = json.loads(last)
+    fields = fields_of(last)
     assert fields["tokens_all_ids"] == answer([65], Sampling(20, temperature=0))
-    texts = [json.loads(payload)[0]["token"] for payload, _ in sender.sent]
+    texts = [fields_of(payload)["token"] for payload, _ in sender.sent]
     assert "".join(texts) == fields["tokens_all"]
 
 
@@ -87,8 +86,8 @@ def test_refused_requests_get_one_final_response_each_and_others_go_on(model):
         wait_until(lambda sender=sender: sender.is_over)
     for sender in refused:
         [(payload, flags)] = sender.sent
-        assert (flags, json.loads(payload)["error_code"]) == (1, 400)
-    assert json.loads(served.sent[-1][0])[0]["is_end"] == 1
+        assert (flags, fields_of(payload)["error_code"]) == (1, 400)
+    assert fields_of(served.sent[-1][0])["is_end"] == 1
 
 
 def test_a_client_that_leaves_is_noticed_and_not_asked_again_after_the_end(model):
@@ -108,15 +107,15 @@ def test_a_stop_ends_what_is_open(model_py, graph_dir, monkeypatch):
     [sender] = execute(model, a_payload(req_id="a", text="hi"))
     model.finalize()
     [(payload, flags)] = sender.sent
-    assert (flags, json.loads(payload)["error_code"]) == (1, 503)
+    assert (flags, fields_of(payload)["error_code"]) == (1, 503)
 
 
 def test_the_limits_are_the_models_and_the_settings(model, graph_dir):
     [sender] = execute(model, a_payload(probe=True))
     wait_until(lambda: sender.is_over)
-    [fields] = json.loads(sender.sent[0][0])
+    fields = fields_of(sender.sent[0][0])
     assert (fields["model_len"], fields["max_seq_len"], fields["max_dec_len"]) == (64, 64, 64)
-    assert Config().max_seq_len > 64
+    assert Config().max_prompt_len > 64
 
 
 def test_a_wrong_setting_keeps_the_model_from_loading(model_py, monkeypatch):

@@ -26,6 +26,14 @@ BATCHES = [
     pytest.param(PagedBatch([70], [150], num_heads=14, head_dim=64, block_size=64, dtype="int8"), id="prefill int8"),
     pytest.param(PagedBatch([7, 100], [1, 2], num_heads=6, head_dim=36, block_size=24, dtype="bf16"), id="few bf16"),
     pytest.param(PagedBatch([7, 100], [1, 2], num_heads=6, head_dim=70, block_size=24, dtype="int8"), id="few int8"),
+    pytest.param(PagedBatch([0, 3, 66], [19, 1, 28], window=5), id="window"),
+    pytest.param(PagedBatch([0, 3, 66], [19, 1, 28], window=16, dtype="bf16"), id="window of blocks"),
+    pytest.param(PagedBatch([40, 90, 200], [1, 1, 1], window=37, dtype="int8"), id="window in decode"),
+    pytest.param(PagedBatch([9, 70], [60, 1], window=1), id="window of one"),
+    pytest.param(PagedBatch([0, 40], [19, 9], softcap=2.0), id="soft cap"),
+    pytest.param(PagedBatch([0, 40, 90], [19, 9, 1], softcap=2.0, window=20, dtype="int8"), id="capped window int8"),
+    pytest.param(PagedBatch([0, 40, 90], [19, 9, 1], has_sinks=True, window=20), id="sinks"),
+    pytest.param(PagedBatch([300, 7], [1, 1], has_sinks=True, softcap=3.0), id="sinks in decode"),
 ]
 
 
@@ -63,6 +71,25 @@ def test_positions_beyond_a_token_are_never_read(isa, dtype, nan):
         dirty[block, :, :, position % 8] = clean[block, :, :, position % 8]
     ops = cpu.load(isa)
     assert np.array_equal(batch.run(ops, dirty), batch.run(ops, clean))
+
+
+@pytest.mark.parametrize(("dtype", "nan"), [("f32", np.nan), ("bf16", 0x7FC0), ("int8", -1)])
+def test_blocks_behind_a_window_are_never_read(isa, dtype, nan):
+    """They have been freed: whoever has them now may write anything."""
+    batch = PagedBatch([45, 30], [9, 1], dtype=dtype, window=10)
+    freed = [[0, 1, 2, 3], [0, 1]]  # positions up to 31 and 15
+    clean, dirty = batch.kv_cache.copy(), batch.kv_cache.copy()
+    for table, blocks in zip(batch.block_tables, freed, strict=True):
+        dirty[table[blocks]] = nan
+    ops = cpu.load(isa)
+    assert np.array_equal(batch.run(ops, dirty), batch.run(ops, clean))
+
+
+def test_chunks_of_a_prompt_see_the_same_window(isa):
+    batch = PagedBatch([3], [60], num_heads=6, window=21, softcap=4.0, has_sinks=True)
+    ops, whole, cut = cpu.load(isa), batch.kv_cache.copy(), batch.kv_cache.copy()
+    parts = [batch.run_part(ops, cut, {0: part}) for part in ((0, 7), (7, 8), (8, 41), (41, 60))]
+    assert np.array_equal(np.concatenate(parts), batch.run(ops, whole))
 
 
 def test_keys_and_values_of_bytes_are_half_a_step_from_their_numbers(isa):

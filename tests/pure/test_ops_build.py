@@ -6,10 +6,11 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from engine.ops import build, cpu
+from engine.ops import build, cpu, instruction_sets
 
 # What an optimizer believes of code that is right differs from one version to the next.
 BELIEFS = ("uninitialized]", "-Warray-bounds]", "-Wstringop-overflow=]", "-Wstringop-overread]")
@@ -44,10 +45,12 @@ def test_a_missing_compiler_is_named(tmp_path):
 def test_a_failing_compiler_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "false")
     monkeypatch.setenv("ENGINE_BUILD_DIR", str(tmp_path))
-    build.build_key.cache_clear()
+    for cached in (build.build_key, build.source_key):
+        cached.cache_clear()
     with pytest.raises(build.BuildError, match="failed with exit status 1"):
         build.library()
-    build.build_key.cache_clear()
+    for cached in (build.build_key, build.source_key):
+        cached.cache_clear()
     assert list(tmp_path.glob("ops-*")) == []
 
 
@@ -88,7 +91,7 @@ def test_a_folder_in_which_nothing_can_be_built_is_named_by_its_variable(tmp_pat
 def fake_builds(tmp_path, monkeypatch):
     """A build folder, and builds of empty files that take no time."""
     monkeypatch.setenv("ENGINE_BUILD_DIR", str(tmp_path))
-    monkeypatch.setattr(build, "sources", lambda into: {})
+    monkeypatch.setattr(build, "sources", lambda into, isa: {})
     monkeypatch.setattr(build, "_link", lambda folder, objects: (folder / build.KERNELS).touch())
     return tmp_path
 
@@ -101,6 +104,77 @@ def test_a_build_clears_away_what_nobody_has_used_for_a_month_and_what_killed_bu
         os.utime(fake_builds / name, (now, now - days * 86400))
     folder = build.library().parent
     assert {path.name for path in fake_builds.iterdir()} == {folder.name, f"ops-{16 * 'b'}", "ops-mine", "ops.lock"}
+
+
+@pytest.fixture
+def compiled(tmp_path, monkeypatch):
+    """The names of the objects that were compiled, on a machine with AVX2."""
+    names = []
+
+    def run(command):
+        if "-c" in command:
+            path = Path(command[command.index("-o") + 1])
+            names.append(path.stem)
+            path.touch()
+        return ""
+
+    build.build_key()  # with the real compiler
+    monkeypatch.setenv("ENGINE_BUILD_DIR", str(tmp_path))
+    monkeypatch.delenv("CPU_ISA", raising=False)
+    monkeypatch.setattr(build, "_run", run)
+    monkeypatch.setattr(instruction_sets, "best_isa", lambda cpuinfo: "avx2")
+    monkeypatch.setattr(build, "_link", lambda folder, objects: (folder / build.KERNELS).touch())
+    return names
+
+
+OTHERS = {"amx", "avx512_bf16", "avx512", "portable"}
+
+
+@pytest.mark.skipif(build.wanted_isa() is None, reason="there is one instruction set")
+def test_a_first_use_compiles_for_one_instruction_set_and_a_build_for_all_compiles_the_others(compiled):
+    build.compile_kernels(print)
+    assert "avx2" in compiled and not set(compiled) & {*OTHERS, "paddle_ops"}
+    compiled.clear()
+    folder = build.library().parent
+    assert (folder.name, compiled) == (f"ops-{build.build_key()}-avx2", ["paddle_ops"])
+    compiled.clear()
+    every = build.library(all_isas=True).parent
+    assert (every.name, set(compiled)) == (f"ops-{build.build_key()}", {*OTHERS, "paddle_ops"})
+    assert build.library().parent == every
+
+
+@pytest.mark.skipif(build.wanted_isa() is None, reason="there is one instruction set")
+def test_the_instruction_set_that_is_named_is_compiled(compiled, monkeypatch):
+    monkeypatch.setenv("CPU_ISA", "portable")
+    assert build.library().parent.name == f"ops-{build.build_key()}-portable"
+    assert "portable" in compiled and "avx2" not in compiled
+
+
+AVX512 = "avx2 fma avx512f avx512bw avx512vl avx512dq"
+
+
+@pytest.mark.parametrize(
+    ("flags", "isa"),
+    [
+        ("sse4_2", "portable"),
+        ("avx2", "portable"),
+        ("avx2 fma", "avx2"),
+        (f"{AVX512}", "avx512"),
+        (f"{AVX512} avx512_vnni avx512_bf16", "avx512_bf16"),
+        (f"{AVX512} avx512_vnni avx512_bf16 amx_tile amx_bf16 amx_int8", "amx"),
+        ("avx512f avx512bw avx512vl avx512dq avx512_vnni avx512_bf16", "portable"),
+    ],
+)
+def test_the_best_instruction_set_is_known_before_anything_is_compiled(monkeypatch, flags, isa):
+    monkeypatch.setattr(instruction_sets, "_may_use_tiles", lambda: True)
+    assert instruction_sets.best_isa(f"processor\t: 0\nflags\t\t: fpu {flags} x\nbugs\t: none\n") == isa
+    monkeypatch.setattr(instruction_sets, "_may_use_tiles", lambda: False)
+    assert instruction_sets.best_isa(f"flags\t\t: {flags}\n") == ("avx512_bf16" if isa == "amx" else isa)
+
+
+def test_it_is_the_one_that_the_kernels_choose(monkeypatch):
+    monkeypatch.delenv("CPU_ISA", raising=False)
+    assert build.wanted_isa() in (None, cpu.available_isas()[0])
 
 
 def test_a_build_that_is_used_counts_as_used(fake_builds):

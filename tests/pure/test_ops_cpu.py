@@ -1,15 +1,17 @@
 """The CPU kernels against the numpy definition, for every instruction set this machine has."""
 
-import ctypes
-
 import numpy as np
 import pytest
 
 from engine.dtypes import as_f32, from_bf16, to_bf16
 from engine.ops import cpu, reference
-from engine.ops.cpu.library import QuantizedLinear
+from engine.ops.cpu.calls import Packed
 
 pytestmark = pytest.mark.parametrize("isa", cpu.available_isas())
+
+
+OF_FEW_BITS = ["linear_int8", "linear_a8w8", "linear_int4", "linear_int4 with zeros"]
+OF_FEW_BITS += ["linear_int4 of 32", "linear_int4 of 32 with zeros"]
 
 
 def random(*shape, seed=0, scale=1.0):
@@ -53,6 +55,9 @@ def test_gather_rows_matches_reference(isa, rows, cols):
 def test_norms_match_reference(isa, rows, cols):
     ops, x, residual, weight = cpu.load(isa), random(rows, cols), random(rows, cols, seed=1), random(cols, seed=2)
     assert_close(ops.rms_norm(x, weight, epsilon=1e-5), reference.rms_norm(x, weight, epsilon=1e-5), 1e-6)
+    for bias in (None, residual.sum(axis=0)):
+        expected = reference.layer_norm(x + 3, weight, bias, epsilon=1e-5)
+        assert_close(ops.layer_norm(x + 3, weight, bias, epsilon=1e-5), expected, 1e-6)
     expected, expected_residual = reference.add_rms_norm(x, residual.copy(), weight, epsilon=1e-5)
     y, same = ops.add_rms_norm(x, residual, weight, epsilon=1e-5)
     assert same is residual
@@ -81,7 +86,7 @@ def test_linear_matches_reference(isa, rows, width, num_out, dtype):
     assert_close(cpu.load(isa).linear(x, weight, given), reference.linear(x, weight, given), 1e-6)
 
 
-@pytest.mark.parametrize("op", ["linear_int8", "linear_a8w8", "linear_int4", "linear_int4 with zeros"])
+@pytest.mark.parametrize("op", OF_FEW_BITS)
 @odd_shapes
 def test_linear_of_few_bits_matches_reference(isa, rows, width, num_out, op):
     x = random(rows, width) * random(rows, 1, seed=5)  # rows of different size
@@ -97,7 +102,7 @@ def test_linear_of_floats_of_eight_bits_matches_reference(isa, groups):
     assert_close(cpu.load(isa).linear_fp8(*inputs), reference.linear_fp8(*inputs), 1e-6)
 
 
-@pytest.mark.parametrize("op", ["linear_int8", "linear_a8w8", "linear_int4", "linear_int4 with zeros"])
+@pytest.mark.parametrize("op", OF_FEW_BITS)
 def test_a_packed_weight_is_the_same_to_the_bit(isa, op):
     """As executors have it; where it is not, the kernel packs what it reads."""
     ops, name = cpu.load(isa), op.split()[0]
@@ -105,19 +110,15 @@ def test_a_packed_weight_is_the_same_to_the_bit(isa, op):
         x, bias = random(rows, width), random(num_out, seed=2)
         weight, scale, *zero = weight_inputs(op, num_out, width)
         expected = getattr(ops, name)(x, weight, scale, *zero, bias)
-        has_groups, found = name == "linear_int4", np.empty_like(expected)
-        given = [packed(ops, weight), packed(ops, scale) if has_groups else scale]
-        given.append(packed(ops, zero[0]) if has_groups and zero[0] is not None else None)
-        arrays = [each if each is None else each.ctypes.data for each in (x, *given, bias, found)]
-        args = QuantizedLinear(*arrays, rows, width, num_out, True)
-        getattr(ops.kernels, name)(ctypes.addressof(args))
-        assert np.array_equal(found, expected)
+        if name == "linear_int4":
+            scale, zero = packed(ops, scale), [each if each is None else packed(ops, each) for each in zero]
+        assert np.array_equal(getattr(ops, name)(x, packed(ops, weight), scale, *zero, bias), expected)
 
 
 def packed(ops, rows):
     into = np.full(ops.packed_bytes("linear_int8", rows.shape, rows.itemsize), 255, np.uint8)
     ops.pack("linear_int8", rows, into)
-    return into
+    return into[: rows.nbytes].view(rows.dtype).reshape(rows.shape).view(Packed)
 
 
 def weight_inputs(op, num_out, width):
@@ -125,8 +126,9 @@ def weight_inputs(op, num_out, width):
     rng = np.random.default_rng(width)
     if op in ("linear_int8", "linear_a8w8"):
         return rng.integers(-128, 128, (num_out, width), np.int8), rng.random(num_out, np.float32) * 0.02
-    groups = (num_out, -(-width // 128) * 2)
-    codes, scale = rng.integers(0, 256, (num_out, groups[1] * 32), np.uint8), to_bf16(random(*groups, scale=0.2))
+    padded = -(-width // 128) * 128
+    groups = (num_out, padded // (32 if "of 32" in op else 64))
+    codes, scale = rng.integers(0, 256, (num_out, padded // 2), np.uint8), to_bf16(random(*groups, scale=0.2))
     return codes, scale, to_bf16(rng.integers(0, 17, groups).astype(np.float32)) if "zeros" in op else None
 
 
@@ -175,6 +177,33 @@ def test_swiglu_matches_reference(isa, rows, cols):
     assert_close(cpu.load(isa).swiglu(gate_up), reference.swiglu(gate_up), 1e-6)
 
 
+@pytest.mark.parametrize(("rows", "cols"), [(0, 2), (1, 2), (3, 8), (5, 34), (40, 1030)])
+def test_elementwise_ops_of_families_match_reference(isa, rows, cols):
+    ops, x, y = cpu.load(isa), random(rows, cols, scale=3), random(rows, cols)
+    for name in ("gelu", "geglu"):
+        assert_close(getattr(ops, name)(x), getattr(reference, name)(x), 2e-6)
+    assert np.array_equal(ops.add(x, y), x + y)
+    assert np.array_equal(ops.scale(x, factor=0.3), reference.scale(x, factor=0.3))
+    assert_close(ops.softcap(x, cap=2.0), reference.softcap(x, cap=2.0), 1e-6)
+
+
+def test_a_soft_cap_survives_large_numbers(isa):
+    x = np.float32([[0, -1e-30, 1e30, -1e30, np.inf, -np.inf, np.nan]])
+    assert np.array_equal(cpu.load(isa).softcap(x, cap=3.0), np.float32([[0, 0, 3, -3, 3, -3, np.nan]]), equal_nan=True)
+
+
+def test_wide_norms_and_rotations_of_heads_match_reference(isa):
+    ops, heads = cpu.load(isa), {"num_heads": 6, "num_kv_heads": 2, "head_dim": 10}
+    qkv, q_weight, k_weight, cos_sin = random(5, 100), random(60), random(20), random(5, 4)
+    sums = reference.square_sums(qkv, **heads)
+    assert_close(ops.square_sums(qkv, **heads), sums, 1e-6)
+    given = {**heads, "q_size": 120, "k_size": 40, "epsilon": 1e-6}
+    expected = reference.wide_norm(qkv, sums, q_weight, k_weight, **given)
+    assert_close(ops.wide_norm(qkv, sums, q_weight, k_weight, **given), expected, 1e-6)
+    expected = reference.rotate_heads(qkv, cos_sin, **heads)
+    assert_close(ops.rotate_heads(qkv, cos_sin, **heads), expected, 1e-6)
+
+
 def test_swiglu_survives_large_gates(isa):
     gate_up = np.array([[-1e30, -200, -88, -20, 20, 88, 200, 1e30, 3, 3, 3, 3, 3, 3, 3, 3]], np.float32)
     found = cpu.load(isa).swiglu(gate_up)
@@ -192,7 +221,7 @@ def test_conversion_to_bf16_rounds_to_nearest_even(isa):
     cache = np.zeros((1, 2, 1, len(values), 16), np.uint16)
     qkv = np.concatenate([np.zeros((len(values), 32), np.float32), values], axis=1)
     batch = (np.array([0, len(values)], np.int32), np.zeros(1, np.int32), np.zeros((1, 1), np.int32))
-    heads = {"num_heads": 1, "num_kv_heads": 1, "scale": 1.0}
+    heads = {"num_heads": 1, "num_kv_heads": 1, "scale": 1.0, "window": 0, "softcap": 0.0}
     cpu.load(isa).paged_attention(qkv, np.zeros((len(values), 0), np.float32), cache, *batch, **heads)
     assert np.array_equal(cache[0, 1, 0], to_bf16(values))
     assert np.all(np.abs(from_bf16(to_bf16(halfway)) - halfway) <= 2.0**-9)

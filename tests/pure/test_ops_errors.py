@@ -5,7 +5,7 @@ import pytest
 
 from engine.errors import SetupError
 from engine.ops import cpu
-from engine.ops.cpu.kernels import ArgumentError
+from engine.ops.cpu.calls import ArgumentError
 from engine.ops.sampling_rows import SamplingRows
 from engine.settings.config import Config
 from tests.pure.paged_batch import PagedBatch
@@ -22,12 +22,12 @@ def i32(*values):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: cpu.rms_norm(f32(2, 8), f32(7), epsilon=1e-6), "rms_norm: weight has shape (7,), needs (8,)"),
-        (lambda: cpu.linear(f32(2, 8), f32(3, 9)), "linear: weight has shape (3, 9), needs (any, 8)"),
-        (lambda: cpu.linear(f32(2, 8), f32(3, 8), f32(4)), "linear: bias has shape (4,), needs (3,)"),
+        (lambda: cpu.rms_norm(f32(2, 8), f32(7), epsilon=1e-6), "rms_norm: weight has shape (7), needs (8)"),
+        (lambda: cpu.linear(f32(2, 8), f32(3, 9)), "linear: weight has shape (3, 9), needs (3, 8)"),
+        (lambda: cpu.linear(f32(2, 8), f32(3, 8), f32(4)), "linear: bias has shape (4), needs (3)"),
         (
             lambda: cpu.linear(f32(2, 8), f32(3, 8).astype(np.float64)),
-            "linear: weight is float64, needs float32 or uint16",
+            "linear: weight is float64 [3, 8], which no op takes",
         ),
         (
             lambda: cpu.linear_int8(f32(2, 8), f32(3, 8), f32(3)),
@@ -35,28 +35,31 @@ def i32(*values):
         ),
         (
             lambda: cpu.linear_a8w8(f32(2, 8), np.zeros((3, 8), np.int8), f32(1)),
-            "linear_a8w8: scale has shape (1,), needs (3,)",
+            "linear_a8w8: scale has shape (1), needs (3)",
         ),
         (
             lambda: cpu.linear_int4(f32(2, 130), np.zeros((3, 65), np.uint8), f32(3, 2)),
-            "linear_int4: weight has shape (3, 65), needs (any, 128)",
+            "linear_int4: weight has shape (3, 65), needs (3, 128)",
         ),
         (
             lambda: cpu.linear_int4(f32(2, 130), np.zeros((3, 128), np.uint8), f32(3, 4)),
-            "linear_int4: scale is float32, needs uint16",
+            "linear_int4: scale is float32, needs bfloat16",
         ),
         (lambda: cpu.linear(f32(8, 2).T, f32(3, 8)), "linear: x must be dense and row-major"),
         (
             lambda: cpu.embedding(i32(1, -5), f32(5, 2), first_id=0),
-            "embedding: token_ids has values in -5 .. 1, needs 0 .. 2147483647",
+            "embedding: token_ids holds -5, needs 0 .. 2147483647",
         ),
         (
             lambda: cpu.all_gather(f32(5, 2), num_ranks=2, width=4),
             "all_gather: num_ranks is 2, this process is one of 1",
         ),
-        (lambda: cpu.all_gather(f32(5, 2), num_ranks=1, width=3), "all_gather: width is 3, needs 0 .. 2"),
-        (lambda: cpu.gather_rows(f32(5, 2), i32(-1)), "gather_rows: rows has values in -1 .. -1, needs 0 .. 4"),
-        (lambda: cpu.swiglu(f32(5, 3)), "swiglu: gate_up has shape (5, 3), needs an even width"),
+        (
+            lambda: cpu.all_gather(f32(5, 2), num_ranks=1, width=3),
+            "all_gather: width is 3, num_ranks is 1, N is 2, needs width <= num_ranks * N",
+        ),
+        (lambda: cpu.gather_rows(f32(5, 2), i32(-1)), "gather_rows: rows holds -1, needs 0 .. 4"),
+        (lambda: cpu.swiglu(f32(5, 3)), "swiglu: gate_up has shape (5, 3), needs (5, any), axis 1 a multiple of 2"),
         (
             lambda: cpu.sample(f32(2, 40), SamplingRows.greedy(3)),
             "sample: values has shape (3,), needs (2,)",
@@ -72,11 +75,11 @@ def test_a_wrong_argument_is_named(call, message):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("query_starts", i32(0, 2, 5), "query_starts [0 2 5] does not cut 0 .. 4 into requests"),
+        ("query_starts", i32(0, 2, 5), "query_starts must run from 0 to 4"),
         ("context_lens", i32(30, 0), "block_tables has 2 blocks a request, needs 4"),
-        ("block_tables", i32([0, 9], [1, 2]), "block_tables has values in 0 .. 9, needs 0 .. 3"),
-        ("block_tables", i32([0, 1]), "block_tables has shape (1, 2), needs (2, any)"),
-        ("cos_sin", f32(4, 18), "must divide, must be even and fit"),
+        ("block_tables", i32([0, 9], [1, 2]), "block_tables holds 9, needs 0 .. 3"),
+        ("block_tables", i32([0, 1]), "block_tables has shape (1, 2), needs (2, 2)"),
+        ("cos_sin", f32(4, 18), "rotary_dim is 18, head_dim is 16, needs rotary_dim <= head_dim"),
     ],
 )
 def test_a_wrong_batch_is_refused_before_it_writes(field, value, message):
@@ -86,7 +89,7 @@ def test_a_wrong_batch_is_refused_before_it_writes(field, value, message):
     setattr(batch, field, value)
     arrays = (batch.qkv, batch.cos_sin, batch.kv_cache, batch.query_starts, batch.context_lens, batch.block_tables)
     with pytest.raises(ArgumentError, match="^paged_attention: ") as raised:
-        cpu.paged_attention(*arrays, num_heads=4, num_kv_heads=2, scale=1.0)
+        cpu.paged_attention(*arrays, num_heads=4, num_kv_heads=2, scale=1.0, window=0, softcap=0.0)
     assert message in str(raised.value)
 
 

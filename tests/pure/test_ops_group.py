@@ -11,7 +11,8 @@ import pytest
 
 from engine.ops import cpu, reference
 from engine.ops.cpu import group
-from engine.ops.cpu.kernels import ArgumentError, GroupError
+from engine.ops.cpu.calls import ArgumentError
+from engine.ops.cpu.kernels import GroupError
 from tests.pure.ranks import PATIENCE_S, Processes, run_processes, run_threads, tcp_pair
 
 # One value, odd ones, a usual step, longer than a share in memory, rows longer than one.

@@ -6,7 +6,7 @@ import pytest
 from engine.dtypes import to_bf16
 from engine.ops import cpu
 from tests.pure.paged_batch import PagedBatch
-from tests.pure.test_ops_cpu import weight_inputs
+from tests.pure.test_ops_cpu import OF_FEW_BITS, weight_inputs
 
 pytestmark = pytest.mark.parametrize("isa", cpu.available_isas())
 RNG = np.random.default_rng(0)
@@ -46,12 +46,17 @@ def test_linear_rows_are_independent(isa, dtype, width, num_out):
     assert_rows_are_independent(lambda x: ops.linear(x, weight, bias), random(150, width))
 
 
-@pytest.mark.parametrize("op", ["linear_int8", "linear_a8w8", "linear_int4", "linear_int4 with zeros"])
+@pytest.mark.parametrize("op", OF_FEW_BITS)
 @pytest.mark.parametrize(("width", "num_out"), [(130, 100), (896, 64), (70, 700), (5000, 19)])
 def test_linear_rows_of_few_bits_are_independent(isa, op, width, num_out):
     """Few rows read the codes as they are stored, many make bf16 of them first."""
     function, weight = getattr(cpu.load(isa), op.split()[0]), weight_inputs(op, num_out, width)
     assert_rows_are_independent(lambda x: function(x, *weight, random(num_out)), random(150, width))
+
+
+def test_layer_norm_rows_are_independent(isa):
+    weight, bias = random(900), random(900) + 1
+    assert_rows_are_independent(lambda x: cpu.load(isa).layer_norm(x, weight, bias, epsilon=1e-5), random(150, 900))
 
 
 def test_linear_does_not_depend_on_threads(isa, num_threads):

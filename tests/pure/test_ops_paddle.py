@@ -41,12 +41,15 @@ BYTES, CODES = (
     np.arange(7 * 64, dtype=np.int32).astype(np.uint8).reshape(7, 64),
 )
 WIDE_BYTES = np.arange(600, dtype=np.int32).astype(np.uint8).reshape(3, 200) & 0xF7  # none of which is no number
+HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 CALLS = {
     "embedding": ((i32(3, 0, 3, 9), to_bf16(random(5, 12))), {"first_id": 2}),
     "all_reduce": ((random(5, 12),), {}),
     "all_gather": ((random(5, 12),), {"num_ranks": 1, "width": 11}),
     "gather_rows": ((random(5, 12), i32(4, 1)), {}),
     "rms_norm": ((random(5, 12), random(12)), {"epsilon": 1e-5}),
+    "layer_norm": ((random(5, 12), random(12), random(12)), {"epsilon": 1e-5}),
+    "layer_norm without bias": ((random(5, 12), random(12)), {"epsilon": 1e-5}),
     "head_norm": ((random(5, 64), random(8), random(8)), {"num_heads": 4, "num_kv_heads": 2, "epsilon": 1e-5}),
     "linear": ((random(5, 12), random(7, 12), random(7)), {}),
     "linear bf16": ((random(5, 12), to_bf16(random(7, 12))), {}),
@@ -58,6 +61,17 @@ CALLS = {
     "linear_fp8 of blocks": ((random(2, 200), WIDE_BYTES, random(3, 2)), {}),
     "rotary_angles": ((i32(0, 5, 70), random(4)), {"attention_scaling": 1.2}),
     "swiglu": ((random(5, 12),), {}),
+    "geglu": ((random(5, 12),), {}),
+    "gelu": ((random(5, 12),), {}),
+    "add": ((random(5, 12), random(5, 12)), {}),
+    "scale": ((random(5, 12),), {"factor": 0.3}),
+    "softcap": ((random(5, 12),), {"cap": 0.7}),
+    "square_sums": ((random(5, 64),), HEADS),
+    "wide_norm": (
+        (random(5, 64), random(5, 2) ** 2, random(32), random(16)),
+        {**HEADS, "q_size": 64, "k_size": 32, "epsilon": 1e-5},
+    ),
+    "rotate_heads": ((random(5, 64), random(5, 6)), HEADS),
 }
 
 
@@ -83,8 +97,8 @@ def test_cache_is_changed_in_place(ops, dtype):
     batch = PagedBatch([0, 5], [9, 1], dtype=dtype)
     cache = tensor(batch.kv_cache)
     arrays = (batch.query_starts, batch.context_lens, batch.block_tables)
-    heads = {"num_heads": 4, "num_kv_heads": 2, "scale": 16**-0.5}
-    out, _ = ops.paged_attention(tensor(batch.qkv), tensor(batch.cos_sin), cache, *map(tensor, arrays), **heads)
+    given = (tensor(batch.qkv), tensor(batch.cos_sin), cache, *map(tensor, arrays), None)
+    out, _ = ops.paged_attention(*given, **batch.attributes)
     expected = batch.run(cpu, batch.kv_cache)
     assert np.array_equal(out.numpy(), expected)
     found = cache.view("int16").numpy().view(np.uint16) if dtype == "bf16" else cache.numpy()

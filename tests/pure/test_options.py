@@ -8,12 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from engine.errors import ConfigError
 from engine.settings.config import Config
+from engine.settings.foreign.table import OPTIONS, ROWS, check_variables, notes_on_variables
 from server_scripts import run_batch, start, stop
-from server_scripts.options import ANSWERS, COMMON, SYNONYMS, Parser, own_name
+from server_scripts.completion import REFUSED
+from server_scripts.options import COMMON, Parser, own_name
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {f.metadata["setting"].env: f for f in fields(Config) if not f.metadata["setting"].internal}
+
+OLD_NAMES = {name for f in SETTINGS.values() for name in f.metadata["setting"].old}
 
 
 def parsed(*arguments, **environ):
@@ -31,12 +36,18 @@ def answer(capsys, *arguments):
 
 
 def test_every_setting_is_an_option_but_the_secrets():
-    known = set(Parser("", "")._option_string_actions)
+    known = {name for name, action in Parser("", "")._option_string_actions.items() if action.dest != REFUSED}
     assert {own_name(env) for env in SETTINGS} - known == {"--api-key", "--otel-exporter-otlp-headers"}
-    assert set(SYNONYMS.values()) <= set(SETTINGS) and set(COMMON) <= set(SETTINGS)
-    assert not set(ANSWERS) & known
-    named = {name for text in ANSWERS.values() for name in re.findall(r"--[\w-]+", text)}
-    assert len(named) > 8 and named - known == set()
+    assert set(COMMON) <= set(SETTINGS)
+
+
+def test_what_the_table_of_other_servers_names_exists_here():
+    known = set(Parser("", "")._option_string_actions)
+    assert {row.setting for row in ROWS if row.setting} - set(SETTINGS) - OLD_NAMES == set()
+    texts = [text for row in ROWS for text in (row.instead, row.why, *row.refused.values())]
+    named = {name for text in texts for name in re.findall(r"(?<!\w)--[\w-]+", text)}
+    assert len(named) > 8 and named - known == {"--reload"}
+    assert set(OPTIONS) <= known and not any(OPTIONS[name].is_always_refused for name in named & set(OPTIONS))
 
 
 def test_an_option_wins_over_the_variable_and_its_old_name():
@@ -57,15 +68,106 @@ def test_an_option_wins_over_the_variable_and_its_old_name():
     assert parsed("--model", "org/model")[0] == {"model_name": "org/model"}
 
 
-def test_what_is_no_option_is_answered_with_what_is(capsys):
-    for name, why in ANSWERS.items():
-        assert f"{name} is no option here: {why}\n" in answer(capsys, name, "4096")
-    assert f"{ANSWERS['--max-model-len']}\n" in answer(capsys, "--max_model_len=4096", "org/model")
+def test_a_refused_option_is_answered_with_what_is_there_instead(capsys):
+    for name, row in OPTIONS.items():
+        if row.is_always_refused:
+            assert f"{name} is not supported: {row.instead}\n" in answer(capsys, name, "4096")
+    assert "--max-cpu-loras is not supported: --max-loras" in answer(capsys, "--max_cpu_loras=4096", "org/model")
+    assert "--quantization smoothquant is not supported: a8w8" in answer(capsys, "--quantization", "smoothquant")
+    assert "--splitwise-role prefill is not supported" in answer(capsys, "--splitwise_role=prefill")
+    assert "--no-enable-chunked-prefill is not" in answer(capsys, "--enable-chunked-prefill", "0", "org/model")
+
+
+def test_an_option_without_effect_is_accepted_with_a_note():
+    given = ["--enable-chunked-prefill", "org/model", "--load-choices", "default_v1", "--static-decode-blocks=2"]
+    environ, rest = parsed(*given)
+    assert (environ, rest.model_name) == ({}, "org/model")
+    assert [note.partition(":")[0] for note in rest.notes] == [
+        f"{name} has no effect" for name in ("--enable-chunked-prefill", "--load-choices", "--static-decode-blocks")
+    ]
+    [note] = parsed("--splitwise-role", "mixed")[1].notes
+    assert note == "--splitwise-role mixed has no effect: mixed is how it works here"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ"),
+    [
+        ("--quantization wint4", {"QUANT_TYPE": "weight_only_int4"}),
+        ("-q awq", {}),
+        ("--uvicorn-log-level info --quantize fp8", {"LOG_LEVEL": "INFO", "QUANT_TYPE": "weight_only_fp8"}),
+        ("--use-warmup 1 --enable_prefix_caching=false", {"USE_WARMUP": "1", "ENABLE_PREFIX_CACHING": "0"}),
+        ("--max-waiting-time -1", {"QUEUE_TIMEOUT": "0"}),
+        ("--max-concurrency 512", {"MAX_CACHED_TASK_NUM": "462"}),
+        ("--max-concurrency 128 --max-num-seqs 128", {"BATCH_SIZE": "128", "MAX_CACHED_TASK_NUM": "1"}),
+        ("--max-concurrency 1k --max-num-seqs 100", {"BATCH_SIZE": "100", "MAX_CACHED_TASK_NUM": "900"}),
+        (
+            "--max-num-partial-prefills 4 --max-long-partial-prefills 2 --long-prefill-token-threshold 1024",
+            {
+                "MAX_NUM_PARTIAL_PREFILLS": "4",
+                "MAX_LONG_PARTIAL_PREFILLS": "2",
+                "LONG_PREFILL_TOKEN_THRESHOLD": "1024",
+            },
+        ),
+        ("--enforce-eager", {"USE_CUDAGRAPH": "0"}),
+        ("-O3", {}),
+        ('--graph-optimization-config {"use_cudagraph":true,"graph_opt_level":1}', {"USE_CUDAGRAPH": "1"}),
+        ('--graph-optimization-config {"cudagraph_capture_sizes":[1,3]}', {"CUDAGRAPH_CAPTURE_SIZES": "1,3"}),
+        (
+            '--speculative-config {"method":"ngram","num_speculative_tokens":5,"prompt_lookup_max":2}',
+            {"SPECULATE_METHOD": "ngram", "SPECULATE_MAX_DRAFT_TOKEN_NUM": "5", "SPECULATE_MAX_NGRAM_SIZE": "2"},
+        ),
+    ],
+)
+def test_values_of_other_servers_are_translated(arguments, environ):
+    assert parsed(*arguments.split())[0] == environ
+    Config.from_env(environ)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ('--speculative-config {"method":"mtp"}', "the method 'mtp' is not supported, it must be ngram"),
+        ("--speculative-config ngram", "--speculative-config is 'ngram', which is not valid JSON"),
+        ("--speculative-config [1]", "--speculative-config is '[1]', it must be a JSON object"),
+        ('--graph-optimization-config {"cudagraph_only_prefill":true}', "cudagraph_only_prefill is not supported"),
+        ('--graph-optimization-config {"cudagraph_capture_sizes":[0]}', "is [0], it must be a list of whole numbers"),
+        ("--max-concurrency 49", "--max-concurrency is 49, it must be at least BATCH_SIZE (50)"),
+        ("--max-concurrency many", "--max-concurrency is 'many', it must be a whole number"),
+    ],
+)
+def test_a_wrong_value_of_another_servers_option_is_named(arguments, message, capsys):
+    assert message in answer(capsys, *arguments.split())
+
+
+def test_a_variable_of_another_server_is_noted_or_refused():
+    assert notes_on_variables({"MAX_PREFILL_BATCH": "4", "ENC_DEC_BLOCK_NUM": ""}) == [
+        "MAX_PREFILL_BATCH has no effect: MAX_NUM_BATCHED_TOKENS limits a step instead"
+    ]
+    check_variables({"MAX_PREFILL_BATCH": "4", "FD_API_KEY": ""})
+    with pytest.raises(ConfigError, match="^FD_API_KEY is not supported: API_KEY is the key[^:]*$"):
+        check_variables({"FD_API_KEY": "a secret"})
+
+
+def test_what_is_no_option_is_answered_with_what_was_meant(capsys):
     assert "--tensor-paralel-size is no option, did you mean --tensor-parallel-size?" in answer(
         capsys, "--tensor-paralel-size", "2"
     )
+    assert "--http-port is no option, did you mean --service-http-port?" in answer(capsys, "--http-port", "8000")
+    assert "did you mean --health-http-port?" in answer(capsys, "--health-htp-port", "8000")
     assert "--xyzzy is no option, see --help" in answer(capsys, "--xyzzy")
     assert "--max is no option" in answer(capsys, "--max", "5")  # no guessing which
+    assert "--gpu is no option, see --help" in answer(capsys, "--gpu")
+    assert "only one model can be served, 'other' is another argument" in answer(capsys, "one", "other")
+
+
+@pytest.mark.parametrize("module", ["gateway", "gateway.health"])
+def test_the_command_that_a_help_text_names_prints_every_setting(module):
+    def run(*command):
+        return subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True).stdout
+
+    text = " ".join(run(module, "--help").split()).partition("environment variables")[2]
+    [named] = re.findall(r"python -m ([\w.]+)", text)
+    assert all(f"| `{env}` |" in run(named) for env in ("MAX_DEC_LEN", "SERVICE_HTTP_PORT"))
 
 
 def test_the_command_shows_the_common_ones_and_names_a_wrong_value():

@@ -139,12 +139,28 @@ def in_programs(old, new, ranks=(0, 1)):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (set_keys(model_type="mixtral"), "its model_type is 'mixtral', supported are PaddleNLP's llama, qwen2"),
+        (
+            set_keys(model_type="mixtral"),
+            "export of 'mixtral', a family that is not supported: serve a model of one that is, llama, mistral",
+        ),
+        (set_keys(model_type=["llama"]), r"export of \['llama'\], a family that is not supported"),
+        (set_keys(model_type="deepseek_v3"), "export of 'deepseek_v3', .*; of DeepSeek-R1 the distilled models are"),
+        (
+            set_keys(model_type="mistral"),
+            "only those of llama and qwen2 are read: start the server with the checkpoint that it was exported from$",
+        ),
         (
             set_keys(quant_type="a8w8"),
-            "its quant_type is 'a8w8', supported are none, weight_only_int8, weight_only_int4",
+            "quant_type 'a8w8', read are none, weight_only_int8, weight_only_int4: .* and QUANT_TYPE=a8w8$",
         ),
-        (set_keys(use_fake_parameter=True), "use_fake_parameter is set"),
+        (set_keys(quant_type="a8w8c8"), "and QUANT_TYPE=a8w8, USE_CACHE_KV_INT8=1$"),
+        (set_keys(quant_type="a8w8_fp8"), r"and QUANT_TYPE=weight_only_fp8 \(on a GPU\)$"),
+        (set_keys(quant_type=["int8"]), r"quant_type \['int8'\], read are none"),
+        # what config.json does not say, the names of the parameters do
+        (in_programs("fuseqwen2.", "fusemixtral."), "rank_0/model.json is a PaddleNLP export of 'mixtral'"),
+        (in_programs("qkv_weight_scale", "qkv_out_scale"), "rank_0/model.json .* quant_type 'a8w8'"),
+        (in_programs("ffn1_weight", "ffn1_0_weight"), "rank_0/model.json .* quant_type 'a8w8_fp8'"),
+        (set_keys(use_fake_parameter=True), "has use_fake_parameter, its scales stand for none: start the server with"),
         (set_keys(num_attention_heads=9), r"qkv_bias: 256 rows cannot be 3 matrices in the ratio of \(9, 4, 4\)"),
         (lambda d: shutil.rmtree(d / "rank_1"), "has the files of 1 ranks, its config.json speaks of 2"),
         (lambda d: (d / "rank_1/model.json").unlink(), "model.pdiparams has neither model.json nor model.pdmodel"),
@@ -152,7 +168,7 @@ def in_programs(old, new, ranks=(0, 1)):
         (lambda d: (d / "config.json").unlink(), "config.json is missing"),
         (
             in_programs('"D": 80', '"D": 70', [1]),
-            "rank_1/model.json: .* for GPUs of arch 70, supported are 75 and above",
+            "rank_1/model.json: .* for GPUs of arch 70, supported are 75 and above: export it on such a GPU, or start",
         ),
         (in_programs('"x"', '"pre_caches_0"', [1]), "begins with a prefix that lies outside of it"),
         (in_programs("ffn2_weight", "gate_weight", [1]), "its ranks have different parameters"),

@@ -19,6 +19,7 @@ from engine.link import messages
 from engine.link import server as server_module
 from engine.link.client import EngineClient
 from engine.link.journal import Submission
+from server_scripts.child import Child, ChildSpec
 from tests.patience import PATIENCE_S, wait_until
 from tests.pure.counting_engine import POISON, SlowExecutor
 from tests.pure.counting_executor import CountingExecutor, answer, logprobs_of
@@ -177,9 +178,10 @@ def test_sixteen_streams_survive_kills_of_the_engine():
             assert is_empty(client)
 
 
-def test_a_request_that_crashes_the_engine_is_found_and_ends_alone():
-    address = a_free_address()
-    with a_client(address) as client:
+def test_a_request_that_crashes_the_engine_is_found_and_ends_alone(tmp_path):
+    address, suspect = a_free_address(), tmp_path / "suspect"
+    child = Child(ChildSpec("engine", [], {}, tmp_path, max_crashes=2, suspect_file=suspect))
+    with a_client(address, suspect_file=suspect) as client:
         listeners = [submit(client, [n], 60, seed=n, temperature=n % 2) for n in range(8)]
         culprit = submit(client, [5, POISON, 5], 60)
         listeners += [submit(client, [n], 60) for n in range(8)]
@@ -187,6 +189,10 @@ def test_a_request_that_crashes_the_engine_is_found_and_ends_alone():
         while not culprit.ends:
             with an_engine_process(address) as engine:
                 wait_until(lambda engine=engine: engine.poll() is not None or culprit.ends)
+            if not culprit.ends:
+                child.has_ended(signal.SIGSEGV)
+                assert child.restart_at is not None  # it is not given up
+                suspect.unlink(missing_ok=True)  # with the next start
             num_crashes += 1
         with an_engine_process(address):
             assert all(listener.wait() == "length" for listener in listeners)
@@ -194,6 +200,7 @@ def test_a_request_that_crashes_the_engine_is_found_and_ends_alone():
         assert str(culprit.wait()) == "the engine crashes whenever it computes this request"
         assert culprit.token_ids == []
         assert num_crashes <= 4  # among others, on trial, alone; the last engine has only been met
+        assert child.num_crashes == 0 and not suspect.exists()
 
 
 def test_streams_survive_lost_connections_to_a_living_engine():

@@ -8,7 +8,8 @@ import pytest
 from tokenizers import processors
 
 from engine.core.block_pool import BlockPool
-from engine.core.holdings import Holdings
+from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.limits import Limits
 from engine.core.types import Request, Sampling
 from engine.errors import InvalidRequest, PromptTooLong
 from engine.serving.form import Forms
@@ -230,7 +231,8 @@ def test_a_prompt_may_fill_the_model_but_for_one_token(reader):
         ({"max_dec_len": 5}, 95),
         ({"max_dec_len": 0}, 100),
         ({"min_dec_len": 7}, 93),
-        ({"max_dec_len": 50, "cut_max_dec_len": True}, 99),
+        ({"max_dec_len": 40, "cut_max_dec_len": True}, 60),
+        ({"max_dec_len": 10**6, "cut_max_dec_len": True}, 50),
         ({"pooling": "last"}, 100),
     ],
 )
@@ -238,7 +240,8 @@ def test_a_prompt_is_cut_so_that_the_answer_that_is_asked_for_fits(reader, field
     long, ids = replace(reader, lengths=Lengths(100, 100, 50)), [*range(200)]
     read = long.read(a_request(input_ids=ids, truncate_prompt_tokens=-1, **fields))
     assert read.token_ids == ids[-prompt_len:]
-    assert len(reader.read(a_request(input_ids=ids, truncate_prompt_tokens=-1, **fields)).token_ids) == 80
+    short = reader.read(a_request(input_ids=ids, truncate_prompt_tokens=-1, **fields)).token_ids
+    assert len(short) == min(80, prompt_len)
 
 
 def test_the_models_own_length_is_not_blamed_on_a_setting(reader):
@@ -247,6 +250,18 @@ def test_the_models_own_length_is_not_blamed_on_a_setting(reader):
     too_long = refusal(reader, input_ids=[1], max_dec_len=17)
     assert str(too_long) == "The parameter max_dec_len(17) exceeds the limit of the model(16)."
     assert "fit the limit of the model(16)" in str(refusal(reader, text="x" * 10_000))
+    cut = replace(reader, lengths=Lengths(16, 16, 16, is_cut_by_setting=True))
+    assert "exceeds the limit MAX_MODEL_LEN(16)." in str(refusal(cut, input_ids=[1] * 17))
+    why = "max_seq_len (16): MAX_MODEL_LEN limits prompt and answer together"
+    assert why in str(refusal(cut, input_ids=[1] * 10, max_dec_len=7))
+
+
+def test_several_answers_whose_length_may_be_reduced_need_not_fit_the_kv_cache_at_once(reader):
+    small = replace(reader, lengths=Lengths(100, 80, 50, lambda: (5, 10)))
+    fields = {"input_ids": [1] * 10, "max_dec_len": 10**6, "cut_max_dec_len": True}
+    lengths = [sampling_of(small, n=n, **fields).max_new_tokens for n in (1, 2)]
+    assert lengths == [41, 41]
+    assert sampling_of(small, use_beam_search=True, n=2, **fields).max_new_tokens == 21
 
 
 @pytest.mark.parametrize(
@@ -269,11 +284,12 @@ def test_without_a_length_all_answers_fit_the_kv_cache(reader, cache_size, n, ma
         pool = BlockPool(*cache_size)
         leader, *forks = [Request("", [1] * 10, 10, Sampling(max_new_tokens)) for _ in range(n)]
         leader.forks = forks
-        assert Holdings(pool, 1.0).most_blocks(leader) <= pool.num_blocks
+        cache = KVCacheManager(pool, Limits(max_batch=n, max_batched_tokens=n))
+        assert cache.max_blocks(leader) <= pool.num_blocks
         if max_new_tokens < reader.lengths.max_dec_len:
             for each in (leader, *forks):
                 each.sampling = Sampling(max_new_tokens + 1)
-            assert Holdings(pool, 1.0).most_blocks(leader) > pool.num_blocks
+            assert cache.max_blocks(leader) > pool.num_blocks
 
 
 def test_the_seeds_of_several_answers_count_up_from_the_first(reader):

@@ -22,6 +22,7 @@ from tests.quantized_checkpoints import (
     FP8_KINDS,
     GPTQ,
     KINDS,
+    change_quantization,
     change_tensors,
     compressed,
     floats,
@@ -81,6 +82,56 @@ def test_groups_in_another_order_are_refused_with_the_tensor(tmp_path):
     change_tensors(quantized, lambda tensors: tensors.update({name: tensors[name][::-1].copy()}))
     message = r"down_proj.qweight: its groups are not in the order of the inputs \(desc_act\)"
     with pytest.raises(ModelError, match=message):
+        export(quantized, tmp_path / "out", ExportOptions())
+
+
+@pytest.mark.parametrize("says", [{}, {"sym": True}])
+def test_zero_points_of_gptq_count_whatever_its_config_says_of_symmetry(says, tmp_path):
+    quantized, plain = make_quantized(tmp_path, "gptq with zeros")
+    change_quantization(quantized, lambda config: (config.pop("sym"), config.update(says)))
+    for name, checkpoint in (("found", quantized), ("wanted", plain)):
+        export(checkpoint, tmp_path / name, ExportOptions("float32"))
+    found, wanted = (load(tmp_path / name)[1] for name in ("found", "wanted"))
+    for name in MATRICES:
+        numbers = numbers_of(found, name)[:, : wanted[name].shape[1]]
+        np.testing.assert_allclose(numbers, wanted[name], rtol=2**-7, atol=1e-7, err_msg=name)
+
+
+def test_symmetric_gptq_is_exported_without_zero_points(tmp_path):
+    quantized, _ = make_quantized(tmp_path, "gptq")
+    change_quantization(quantized, lambda config: config.pop("sym"))
+    export(quantized, tmp_path / "out", ExportOptions("float32"))
+    assert "layers.0.qkv_proj.weight_zero" not in load(tmp_path / "out")[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("gptq", {"checkpoint_format": "gptq_v2"}, "all of its zero points are 7 when read as checkpoint_format 'gptq"),
+        ("gptq", {"group_size": 64}, r"down_proj.qweight: has scales for \(256, 3\).*config.json asks for \(256, 6\)"),
+        ("awq", {"group_size": 64}, r"down_proj.qweight: has scales for \(256, 3\).*config.json asks for \(256, 6\)"),
+        ("w4a16", {"symmetric": False}, "it has no weight_zero_point, but .* symmetric of its weights is False"),
+        ("w4a16", {"group_size": 64}, r"has scales for \(256, 3\), config.json asks for \(256, 6\)"),
+        (
+            "w4a16 with zeros",
+            {"symmetric": True},
+            "it has a weight_zero_point, but .* is True",
+        ),
+    ],
+)
+def test_tensors_that_contradict_the_config_are_refused(kind, change, message, tmp_path):
+    quantized, _ = make_quantized(tmp_path, kind)
+    change_quantization(quantized, lambda config: config.update(change))
+    with pytest.raises(ModelError, match=message):
+        export(quantized, tmp_path / "out", ExportOptions())
+
+
+def test_groups_of_compressed_tensors_in_another_order_are_refused(tmp_path):
+    quantized, _ = make_quantized(tmp_path, "w4a16")
+    name = "model.layers.1.mlp.down_proj.weight_g_idx"
+    order = np.arange(384, dtype=np.int32)[::-1] // 128
+    change_tensors(quantized, lambda tensors: tensors.update({name: order.copy()}))
+    with pytest.raises(ModelError, match=r"its groups are not in the order of the inputs \(desc_act\)"):
         export(quantized, tmp_path / "out", ExportOptions())
 
 
@@ -233,7 +284,7 @@ def test_floats_of_eight_bits_without_their_scales_are_refused(change, message, 
         ),
         ({"quant_method": ["fp8"]}, r"quant_method is \['fp8'\], supported are compressed-tensors"),
         ({**GPTQ, "bits": 8}, "bits of gptq is 8, supported is 4"),
-        ({**GPTQ, "group_size": 32}, "the group size is 32, supported are multiples of 64"),
+        ({**GPTQ, "group_size": 48}, "the group size is 48, supported are multiples of 32"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format of gptq is 'marlin'"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version of awq is 'gemv'"),
         (floats("group"), "strategy of compressed-tensors weights of floats is 'group', supported is 'tensor'"),

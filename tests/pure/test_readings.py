@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.core.known_scores import KnownScores
 from engine.core.loop import Loop
+from engine.core.prompt_logprobs import PromptLogprobCache
 from engine.core.types import Batch, Logprobs, Reading, Row, Sampling
 from engine.errors import InvalidRequest
 from engine.executors import make_executor
@@ -156,7 +156,7 @@ def test_known_scores_are_those_of_the_same_beginning_and_of_as_many_of_the_like
 
 
 def test_of_known_scores_the_beginnings_of_prompts_that_were_asked_for_last_stay():
-    known = KnownScores(block_size=2, max_numbers=12)
+    known = PromptLogprobCache(block_size=2, max_numbers=12)
     scores = [logprobs_of(token_id, 1) for token_id in range(9)]
     known.keep([b"a", b"b", b"c"], scores, 1)
     assert known.find([b"a", b"b", b"c", b"d"], 1) == scores[:5]

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.core.block_pool import BlockPool
-from engine.core.limits import Limits
+from engine.core.limits import Limits, PrefillLimits
 from engine.core.scheduler import Scheduler
 from engine.core.types import PENDING, Request, Sampling
 from engine.errors import InvalidRequest, Overloaded
@@ -77,6 +77,53 @@ def test_a_prompt_that_has_begun_goes_before_one_that_waits():
         scheduler.add(a_request(fill(8, first), 1))
     run(scheduler, executor)
     assert executor.batches == [[("100", 6)], [("100", 2), ("200", 4)], [("200", 4)]]
+
+
+def prefills(max_prefills, max_long, long_tokens=8):
+    return PrefillLimits(max_prefills, max_long, long_tokens)
+
+
+def test_a_short_prompt_is_done_at_once_beside_a_long_one():
+    scheduler = a_scheduler(max_batched_tokens=8, prefills=prefills(2, 1))
+    executor = an_executor(scheduler)
+    for prompt in (fill(20, 100), [10, 11, 12], [20, 21]):
+        scheduler.add(a_request(prompt, 1))
+    run(scheduler, executor)
+    assert executor.batches == [[("10", 3), ("100", 5)], [("20", 2), ("100", 6)], [("100", 8)], [("100", 1)]]
+
+
+def test_prompts_of_a_step_have_equal_shares_and_no_more_begin_than_the_limit_says():
+    scheduler = a_scheduler(max_batched_tokens=8, prefills=prefills(2, 2))
+    executor = an_executor(scheduler)
+    for first in (100, 200, 300):
+        scheduler.add(a_request(fill(9, first), 1))
+    run(scheduler, executor)
+    assert executor.batches == [
+        [("100", 4), ("200", 4)],
+        [("100", 4), ("200", 4)],
+        [("100", 1), ("200", 1)],
+        [("300", 8)],
+        [("300", 1)],
+    ]
+
+
+def test_long_prompts_wait_for_their_limit_while_short_ones_go_before_them():
+    scheduler = a_scheduler(num_blocks=64, max_batch=8, max_batched_tokens=16, prefills=prefills(3, 1))
+    executor = an_executor(scheduler)
+    for first in (100, 200, 300, 400, 500, 600):
+        scheduler.add(a_request(fill(16, first), 1))
+    scheduler.add(a_request([10], 1))
+    assert run(scheduler, executor)[:3] == [("10", "length"), ("100", "length"), ("200", "length")]
+    assert executor.batches[:3] == [[("10", 1), ("100", 15)], [("100", 1)], [("200", 16)]]
+
+
+def test_one_prompt_at_a_time_is_what_a_limit_of_one_means():
+    scheduler = a_scheduler(prefills=prefills(1, 1))
+    executor = an_executor(scheduler)
+    for first in (10, 20):
+        scheduler.add(a_request([first], 2))
+    run(scheduler, executor)
+    assert executor.batches == [[("10", 1)], [("10", 1), ("20", 1)], [("20", 1)]]
 
 
 def test_an_answer_ends_with_its_stop_id_or_its_length():

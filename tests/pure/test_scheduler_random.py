@@ -1,12 +1,14 @@
 """Random arrivals, lengths, cancellations and pools: each answer is the one computed by hand, and everybody gets on."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
+from engine.core import kv_cache_manager
 from engine.core.block_pool import BlockPool
-from engine.core.limits import Limits
+from engine.core.cache_groups import FULL_ATTENTION, PAGED, SLIDING_WINDOW, STATE, CacheGroup
+from engine.core.limits import Limits, PrefillLimits
 from engine.core.scheduler import Scheduler
 from engine.core.types import PENDING, Request, Sampling, StepOutput
 from tests.pure.counting_executor import CountingExecutor, answer
@@ -36,6 +38,7 @@ class World:
     drafting: bool = False
     ahead: bool = False  # steps are launched before the one before is applied, where that is allowed
     num_host_blocks: int = 0
+    groups: tuple[CacheGroup, ...] = FULL_ATTENTION
     requests: dict[str, Request] = field(default_factory=dict)
     forks: set[str] = field(default_factory=set)
     num_apart: int = 0  # forks that did not fit beside their leader
@@ -50,17 +53,22 @@ class World:
     def __post_init__(self):
         rng = self.rng
         self.block_size = rng.choice([1, 2, 4, 8])
-        self.num_blocks = rng.randint(6, 40)
+        self.num_blocks = rng.randint(6, 40) * len(self.groups)
         max_batch = rng.randint(1, 6)
-        self.limits = Limits(max_batch, max_batch + rng.randrange(12), self.block_ratio, NUM_REQUESTS)
+        own = random.Random(self.num_blocks)
+        prefills = own.choice([None, PrefillLimits(own.randint(1, 4), own.randint(1, 2), own.choice([1, 4, 16]))])
+        self.limits = Limits(
+            max_batch, max_batch + rng.randrange(12), self.block_ratio, NUM_REQUESTS, prefills=prefills
+        )
+        self.limits = replace(self.limits, cache_groups=self.groups)
         pool = BlockPool(self.num_blocks, self.block_size, self.caching, self.num_host_blocks)
         self.scheduler = Scheduler(pool, self.limits, GuessingDrafter(rng) if self.drafting else None)
-        self.executor = CountingExecutor(self.num_blocks, self.block_size)
+        self.executor = CountingExecutor(self.num_blocks, self.block_size, self.groups)
 
     def add(self):
         """A request that just fits at most; half of them begin alike, some have been begun before a crash, some want
         several answers."""
-        rng, room = self.rng, self.num_blocks * self.block_size
+        rng, room = self.rng, self.num_blocks // len(self.groups) * self.block_size
         prompt_len = rng.randint(1, min(room, 40))
         start = 0 if rng.random() < 0.5 else rng.randrange(10**6)
         prompt = [start + index // 3 for index in range(prompt_len)]
@@ -197,6 +205,39 @@ def test_every_request_ends_once_with_its_own_tokens(block_ratio, caching, how):
     assert num_forks > 30
     assert num_apart > 20
     assert (num_ahead > 300) == (how == "ahead")
+
+
+WINDOW = CacheGroup(SLIDING_WINDOW, 7)
+
+
+@pytest.mark.parametrize("how", ["one token", "drafts", "ahead"])
+@pytest.mark.parametrize(
+    "groups",
+    [
+        (WINDOW,),
+        (CacheGroup(STATE),),
+        (CacheGroup(PAGED), WINDOW, WINDOW),
+        (CacheGroup(PAGED), CacheGroup(STATE), CacheGroup(STATE)),
+        (CacheGroup(STATE), CacheGroup(SLIDING_WINDOW, 1), CacheGroup(PAGED), CacheGroup(SLIDING_WINDOW, 16)),
+    ],
+    ids=["window", "state", "paged and windows", "paged and states", "all kinds"],
+)
+def test_every_request_ends_once_with_its_own_tokens_whatever_the_cache_groups(groups, how, monkeypatch):
+    monkeypatch.setattr(kv_cache_manager, "SNAPSHOT_INTERVAL", 8)
+    num_preemptions = num_cached = num_brought_back = num_accepted = 0
+    for seed in range(24):
+        rng = random.Random(f"{groups} {how} {seed}")
+        block_ratio, num_host_blocks = (0.3, 0.75, 0.99, 1)[seed // 2 % 4], (0, 1, 3, 100)[seed % 4]
+        world = World(rng, block_ratio, seed % 5 > 0, how == "drafts", how == "ahead", num_host_blocks, groups)
+        live(world, drops=0.05 if seed % 2 else 0)
+        num_preemptions += world.scheduler.counters.num_preemptions
+        num_cached += world.scheduler.counters.num_cached_tokens
+        num_accepted += world.scheduler.counters.num_accepted_tokens
+        num_brought_back += world.num_brought_back
+    has_state = any(group.kind == STATE for group in groups)
+    assert num_cached > 0 and num_brought_back > 0
+    assert num_preemptions > 0 or has_state or len(groups) == 1
+    assert (num_accepted > 0) == (how == "drafts" and not has_state)
 
 
 def test_nobody_starves_behind_requests_that_arrive_for_ever():

@@ -8,7 +8,7 @@ import pytest
 
 from engine.errors import EngineUnavailable
 from engine.settings.served import SERVED_FILE, Served, ServedModel
-from engine.wire import Failure, write_answer
+from engine.wire import Failure, Final, Usage, write_answer
 from gateway import lasting
 from gateway.backend import ModelLost, ModelUnreachable
 from server_scripts.swap import WHY
@@ -134,7 +134,8 @@ class Triton:
     async def ModelStreamInfer(self, requests, context):  # noqa: N802
         async for request in requests:
             self.num_requests += 1
-            answer = b'[{"index": 0, "is_end": 1, "token_ids": [1]}]'
+            last = {"finish_reason": "stop", "tokens_all": "a", "tokens_all_ids": [1]}
+            answer = write_answer(Final("r", "a", [1], 0, Usage(), 0, **last))
             if self.num_requests <= self._num_ended:
                 self._write("", "old", is_changing=True)
                 answer = write_answer(Failure(ENDED))
@@ -154,5 +155,5 @@ def test_over_grpc_new_requests_wait_and_what_the_old_model_has_not_begun_is_the
             write("new id", "new")
             return await asyncio.wait_for(asking, 60)
 
-    [(_, [answer], error)] = asyncio.run(ask())
-    assert (answer["token_ids"], error, triton.num_requests) == ([1], "", num_ended + 1)
+    [(_, text, error)] = asyncio.run(ask())
+    assert (text, error, triton.num_requests) == ("a", "", num_ended + 1)

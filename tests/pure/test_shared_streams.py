@@ -19,6 +19,8 @@ from gateway.shared_stream import Arrivals
 from gateway.triton_client import TritonBackend
 from tests.patience import PATIENCE_S
 
+END = wire.write_shared([])
+
 
 class Sender:
     def __init__(self):
@@ -41,28 +43,32 @@ def streams(monkeypatch):
     return SharedStreams()
 
 
+def written(number):
+    return wire.write_answer(a_delta(number, number + 1))
+
+
 def test_what_several_requests_have_is_one_response_and_their_ends_are_their_own(streams):
     shared, own, other = Sender(), Sender(), Sender()
     streams.open("s", shared)
     a, b = streams.join("s", 7, own), streams.join("s", 8, other)
-    a.send(b"[1]", False)
-    b.send(b"[2]", False)
+    a.send(written(1), False)
+    b.send(written(2), False)
     assert shared.sent == []
     streams.flush()
     streams.flush()
-    a.send(b"[3]", True)
-    assert shared.sent == [(b"7 [1]\n8 [2]", False)]
-    assert (own.sent, other.sent) == ([(b"[3]", True)], [])
+    a.send(written(3), True)
+    assert shared.sent == [(wire.write_shared([(7, written(1)), (8, written(2))]), False)]
+    assert (own.sent, other.sent) == ([(written(3), True)], [])
 
 
 def test_the_last_response_of_a_request_overtakes_nothing(streams):
     shared, own = Sender(), Sender()
     streams.open("s", shared)
     a = streams.join("s", 7, own)
-    a.send(b"[1]", False)
+    a.send(written(1), False)
     own.send = lambda payload, final: shared.sent.append(payload)
-    a.send(b"[2]", True)
-    assert shared.sent == [(b"7 [1]", False), b"[2]"]
+    a.send(written(2), True)
+    assert shared.sent == [(wire.write_shared([(7, written(1))]), False), written(2)]
 
 
 @pytest.mark.parametrize("name", ["s", "another"])
@@ -71,9 +77,9 @@ def test_without_a_shared_stream_all_goes_on_the_requests_own(streams, name):
     streams.open("s", Sender())
     streams.close()
     a = streams.join(name, 7, own)
-    a.send(b"[1]", False)
-    a.send(b"[2]", True)
-    assert own.sent == [(b"[1]", False), (b"[2]", True)]
+    a.send(written(1), False)
+    a.send(written(2), True)
+    assert own.sent == [(written(1), False), (written(2), True)]
 
 
 def test_a_stream_ends_when_nobody_shares_it_and_not_before(streams):
@@ -82,10 +88,25 @@ def test_a_stream_ends_when_nobody_shares_it_and_not_before(streams):
     a = streams.join("s", 7, Sender())
     streams.end_unused()
     assert shared.sent == []
-    a.send(b"[1]", True)
+    a.send(written(1), True)
     time.sleep(0.001)
     streams.end_unused()
-    assert shared.sent == [(b"", True)]
+    assert shared.sent == [(END, True)]
+
+
+def test_lines_that_come_while_the_stream_is_asked_about_its_client_are_sent_after_that(streams):
+    shared = Sender()
+    streams.open("s", shared)
+    a = streams.join("s", 7, Sender())
+
+    def is_cancelled():
+        a.send(written(1), False)
+        streams.flush()
+        return False
+
+    shared.is_cancelled = is_cancelled
+    streams.end_unused()
+    assert shared.sent == [(wire.write_shared([(7, written(1))]), False)]
 
 
 @pytest.mark.parametrize("end", ["cancelled", "opened again", "closed"])
@@ -93,7 +114,7 @@ def test_a_stream_ends_once_whatever_ends_it(streams, end):
     shared = Sender()
     streams.open("s", shared)
     a = streams.join("s", 7, Sender())
-    a.send(b"[1]", False)
+    a.send(written(1), False)
     if end == "cancelled":
         shared.cancelled = True
         streams.end_unused()
@@ -102,21 +123,21 @@ def test_a_stream_ends_once_whatever_ends_it(streams, end):
     for _ in range(2):
         streams.close()
         streams.end_unused()
-    assert shared.sent == [(b"7 [1]", False), (b"", True)]
+    assert shared.sent == [(wire.write_shared([(7, written(1))]), False), (END, True)]
 
 
 @pytest.mark.parametrize("last", ["flush", "close"])
 def test_much_is_sent_in_several_responses(streams, monkeypatch, last):
-    monkeypatch.setattr(shared_streams, "MOST_BYTES", 12)
+    monkeypatch.setattr(shared_streams, "MOST_BYTES", 2 * len(written(0)) + 1)
     shared = Sender()
     streams.open("s", shared)
     a = streams.join("s", 7, Sender())
     for number in range(5):
-        a.send(b"[%d]" % number, False)
-    a.send(b"[a line of its own]", False)
+        a.send(written(number), False)
+    a.send(written(5), False)
     getattr(streams, last)()
-    parts = [b"7 [0]\n7 [1]\n7 [2]", b"7 [3]\n7 [4]\n7 [a line of its own]"]
-    assert shared.sent == [(part, False) for part in parts] + [(b"", True)] * (last == "close")
+    parts = [wire.write_shared([(7, written(number)) for number in numbers]) for numbers in ((0, 1, 2), (3, 4, 5))]
+    assert shared.sent == [(part, False) for part in parts] + [(END, True)] * (last == "close")
 
 
 def test_a_response_that_takes_long_holds_up_one_thread_which_sends_what_comes_meanwhile(streams):
@@ -125,17 +146,17 @@ def test_a_response_that_takes_long_holds_up_one_thread_which_sends_what_comes_m
     a, gate, entered = streams.join("s", 7, Sender()), threading.Event(), threading.Event()
     send = shared.send
     shared.send = lambda payload, final: (entered.set(), gate.wait(PATIENCE_S), send(payload, final))
-    a.send(b"[1]", False)
+    a.send(written(1), False)
     sending = threading.Thread(target=streams.flush)
     sending.start()
     assert entered.wait(PATIENCE_S)
-    a.send(b"[2]", False)
+    a.send(written(2), False)
     streams.flush()
     streams.end_unused()
     assert shared.sent == []
     gate.set()
     sending.join(PATIENCE_S)
-    assert shared.sent == [(b"7 [1]", False), (b"7 [2]", False)]
+    assert shared.sent == [(wire.write_shared([(7, written(1))]), False), (wire.write_shared([(7, written(2))]), False)]
 
 
 def test_what_is_left_when_a_stream_breaks_is_lost_with_it(streams, monkeypatch):
@@ -146,13 +167,13 @@ def test_what_is_left_when_a_stream_breaks_is_lost_with_it(streams, monkeypatch)
     a = streams.join("s", 7, own)
     shared.is_broken = True
     for number in range(3):
-        a.send(b"[%d]" % number, False)
+        a.send(written(number), False)
     flushing = threading.Thread(target=streams.flush, daemon=True)
     flushing.start()
     flushing.join(PATIENCE_S)
     assert not flushing.is_alive()
-    a.send(b"[3]", True)
-    assert own.sent == [(b"[3]", True)]
+    a.send(written(3), True)
+    assert own.sent == [(written(3), True)]
 
 
 def test_a_stream_that_breaks_is_left(streams):
@@ -160,10 +181,10 @@ def test_a_stream_that_breaks_is_left(streams):
     streams.open("s", shared)
     a = streams.join("s", 7, own)
     shared.is_broken = True
-    a.send(b"[1]", False)
+    a.send(written(1), False)
     streams.flush()
-    a.send(b"[2]", False)
-    assert own.sent == [(b"[2]", False)]
+    a.send(written(2), False)
+    assert own.sent == [(written(2), False)]
     streams.end_unused()
     assert shared.sent == []
 
@@ -250,8 +271,9 @@ class SharingTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             self.cancelled.add(name)
             raise
 
-    def line(self, req_id, answer):
-        return wire.as_line(self.shares[req_id][1], wire.write_answer(answer))
+    def share(self, req_id, *answers):
+        tag = self.shares[req_id][1]
+        self.shared.put_nowait(wire.write_shared([(tag, wire.write_answer(answer)) for answer in answers]))
 
 
 def with_two(scenario, timeout_s=PATIENCE_S):
@@ -292,7 +314,7 @@ def test_a_request_alone_shares_nothing_and_the_second_has_its_answers_from_two_
     async def scenario(triton, first, second, ask):
         assert triton.shares["first"] is None
         triton.own["second"].put_nowait(wire.write_answer(a_final(2)))
-        triton.shared.put_nowait(triton.line("second", a_delta(0, 1)) + b"\n" + triton.line("second", a_delta(1, 2)))
+        triton.share("second", a_delta(0, 1), a_delta(1, 2))
         triton.own["second"].put_nowait(None)
         assert await second == [0, 1, 2]
         third = asyncio.create_task(ask("third"))
@@ -311,7 +333,7 @@ def test_a_client_that_leaves_cancels_its_own_stream_alone():
     async def scenario(triton, first, second, ask):
         second.cancel()
         await until(lambda: "second" in triton.cancelled)
-        triton.shared.put_nowait(triton.line("second", a_delta(0, 1)))  # was on its way
+        triton.share("second", a_delta(0, 1))  # was on its way
         assert triton.cancelled == {"second"}
 
     with_two(scenario)
@@ -328,7 +350,7 @@ def test_a_request_that_shares_times_out_too():
 
 def test_without_its_shared_stream_a_request_goes_on_and_the_next_opens_another():
     async def scenario(triton, first, second, ask):
-        triton.shared.put_nowait(triton.line("second", a_delta(0, 1)))
+        triton.share("second", a_delta(0, 1))
         triton.shared.put_nowait(None)
         for answer in (a_delta(1, 2), a_final(2)):
             triton.own["second"].put_nowait(wire.write_answer(answer))

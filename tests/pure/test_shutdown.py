@@ -10,7 +10,7 @@ from engine.settings.config import Config
 from engine.settings.processes import STOPPING_FILE
 from engine.settings.stopping import Stopping
 from server_scripts import shutdown
-from server_scripts.shutdown import ENGINE_STOP_S, IDLE_TRITON_S, STOP_MARGIN_S, STOP_WHILE_STARTING_S
+from server_scripts.shutdown import ENGINE_STOP_S, STOP_MARGIN_S, STOP_WHILE_STARTING_S, UNLOAD_S
 
 DELAY_S, DRAIN_S = 1.0, 30.0
 NEVER = math.inf
@@ -42,8 +42,9 @@ class FakeChild:
             self._ends_at = self._server.clock.now + self._takes_s
 
     def kill(self):
-        self._server.note(f"{self.spec.name} killed")
-        self._ends_at = self._server.clock.now + self._dies_after
+        if self.process:
+            self._server.note(f"{self.spec.name} killed")
+            self._ends_at = self._server.clock.now + self._dies_after
 
     def reap(self):
         if self.process and self._server.clock.now >= self._ends_at:
@@ -54,14 +55,14 @@ class FakeChild:
 class FakeServer:
     """As much of a Supervisor as a shutdown needs. `notes`: what happened, and after how many seconds."""
 
-    def __init__(self, clock, takes_s, phase="ready", busy_s=0.0, dies_after=0.0):
+    def __init__(self, clock, takes_s, phase="ready", busy_s=0.0, dies_after=0.0, otlp_endpoint=""):  # noqa: PLR0913
         self.clock = clock
         self.notes = {}
         self.children = [FakeChild(self, name, seconds, dies_after) for name, seconds in takes_s.items()]
         probe = SimpleNamespace(num_open=lambda: int(self.clock.now - self._started < busy_s))
         self.monitor = SimpleNamespace(stop=lambda: self.note("monitor stopped"), probe=probe)
         self.state = SimpleNamespace(phase=phase)
-        self.config = Config(drain_timeout_s=DRAIN_S, drain_delay_s=DELAY_S)
+        self.config = Config(drain_timeout_s=DRAIN_S, drain_delay_s=DELAY_S, otlp_endpoint=otlp_endpoint)
         self.announced = {}
         clean_up = lambda: self.note("cleaned up")  # noqa: E731
         self.run_dir = SimpleNamespace(clean_up=clean_up, write=self.announced.__setitem__)
@@ -113,11 +114,18 @@ def killed(notes):
     return {name.split()[0] for name in notes if name.endswith("killed")}
 
 
-def test_each_is_asked_when_nobody_needs_it_any_more(stop):
+def test_an_idle_server_ends_within_half_a_second_of_the_drain_delay(stop):
     notes = stop()
+    assert notes["gateway-0 ended"] <= notes["tritonserver killed"] < DELAY_S + 0.3
+    assert notes["tritonserver killed"] == notes["engine asked"] == notes["health asked"]
+    assert notes["cleaned up"] < DELAY_S + 0.5
+    assert killed(notes) == {"tritonserver"}
+
+
+def test_with_tracing_tritonserver_unloads_the_model_which_sends_its_last_spans(stop):
+    notes = stop(otlp_endpoint="http://127.0.0.1:4318")
     assert notes["gateway-0 ended"] <= notes["tritonserver asked"] < DELAY_S + 0.3
-    assert notes["tritonserver ended"] <= notes["engine asked"] == notes["health asked"]
-    assert notes["engine asked"] < notes["tritonserver ended"] + 0.2
+    assert notes["tritonserver ended"] <= notes["engine asked"] < notes["tritonserver ended"] + 0.2
     assert notes["engine ended"] <= notes["cleaned up"] < notes["engine ended"] + 0.2
     assert killed(notes) == set()
 
@@ -130,25 +138,23 @@ def test_readiness_turns_off_before_anything_is_refused(stop):
 
 
 @pytest.mark.parametrize("busy_s", [12.0, DRAIN_S + 5.0])
-def test_tritonserver_is_asked_when_nothing_is_open_in_it(stop, busy_s):
+def test_tritonserver_ends_when_nothing_is_open_in_it(stop, busy_s):
     notes = stop(gateway=10.0, busy_s=busy_s)
     assert notes["gateway-0 ended"] == pytest.approx(DELAY_S + 10.0, abs=0.1)
-    assert notes["tritonserver asked"] == pytest.approx(busy_s, abs=0.3)
-    assert killed(notes) == set()
+    assert notes["tritonserver killed"] == pytest.approx(busy_s, abs=0.3)
+    assert killed(notes) == {"tritonserver"}
 
 
 def test_a_gateway_that_does_not_end_is_killed_when_the_time_is_over(stop):
-    notes = stop(gateway=NEVER, tritonserver=2.0)
+    notes = stop(gateway=NEVER)
     assert notes["gateway-0 killed"] == pytest.approx(DELAY_S + DRAIN_S + STOP_MARGIN_S + 2.0, abs=0.2)
     assert killed(notes) == {"gateway-0"}
 
 
-@pytest.mark.parametrize(
-    ("busy_s", "asked_at"), [(0.0, DELAY_S), (12.0, 12.0), (NEVER, DELAY_S + DRAIN_S + STOP_MARGIN_S)]
-)
-def test_a_tritonserver_that_does_not_end_is_killed(stop, busy_s, asked_at):
-    notes = stop(tritonserver=NEVER, busy_s=busy_s)
-    assert notes["tritonserver killed"] == pytest.approx(asked_at + IDLE_TRITON_S, abs=0.5)
+def test_a_tritonserver_with_open_requests_may_unload_its_model_before_it_is_killed(stop):
+    notes = stop(tritonserver=NEVER, busy_s=NEVER)
+    assert notes["tritonserver asked"] == pytest.approx(DELAY_S + DRAIN_S + STOP_MARGIN_S, abs=0.3)
+    assert notes["tritonserver killed"] == pytest.approx(notes["tritonserver asked"] + UNLOAD_S, abs=0.3)
     assert killed(notes) == {"tritonserver"}
 
 
@@ -160,7 +166,7 @@ def test_an_engine_that_does_not_end_is_killed(stop):
 def test_a_server_that_was_still_starting_has_nothing_to_drain(stop):
     notes = stop(gateway=NEVER, tritonserver=NEVER, busy_s=NEVER, phase="starting")
     assert notes["announced"] == 0
-    assert notes["tritonserver killed"] == pytest.approx(STOP_WHILE_STARTING_S + IDLE_TRITON_S, abs=0.2)
+    assert notes["tritonserver killed"] == pytest.approx(STOP_WHILE_STARTING_S + UNLOAD_S, abs=0.2)
 
 
 @pytest.mark.parametrize("insists_at", [0.0, 7.0])

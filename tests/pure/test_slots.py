@@ -35,7 +35,7 @@ def pairs_of(rows, row):
 
 def test_prompts_and_decodes_lie_side_by_side():
     slots = slots_with(an_arrival(0), an_arrival(1), an_arrival(2))
-    batch = Batch([Row(2, 4, [12], [4, 6]), Row(0, 1, [21, 22], [7]), Row(1, 0, [30, 31, 32], [1, 2, 3], 0)])
+    batch = Batch([Row(2, 4, [12], [[4, 6]]), Row(0, 1, [21, 22], [[7]]), Row(1, 0, [30, 31, 32], [[1, 2, 3]], 0)])
     slots.place(batch)
     inputs = slots.graph_inputs(batch)
     assert {name: array.tolist() for name, array in inputs.items()} == {
@@ -51,7 +51,7 @@ def test_prompts_and_decodes_lie_side_by_side():
 
 def test_a_step_without_a_token_to_choose_has_no_logits():
     slots = slots_with(an_arrival())
-    inputs = slots.graph_inputs(Batch([Row(0, 0, [1, 2], [0], 0)]))
+    inputs = slots.graph_inputs(Batch([Row(0, 0, [1, 2], [[0]], 0)]))
     assert inputs["logit_rows"].shape == (0,)
     assert inputs["logit_rows"].dtype == np.int32
 
@@ -66,9 +66,9 @@ def test_drafts_want_the_logits_of_every_token_that_they_follow():
 def test_a_block_table_grows_step_by_step_and_begins_anew_with_the_next_arrival():
     slots = slots_with(an_arrival())
     for new_block_ids in ([5, 6], [], [7]):
-        slots.place(Batch([Row(0, 8, [1], new_block_ids)]))
+        slots.place(Batch([Row(0, 8, [1], [new_block_ids])]))
     assert slots.graph_inputs(Batch([Row(0, 8, [1])]))["block_tables"].tolist() == [[5, 6, 7]]
-    slots.place(Batch([Row(0, 0, [1], [3])], [an_arrival()]))
+    slots.place(Batch([Row(0, 0, [1], [[3]])], [an_arrival()]))
     assert slots.graph_inputs(Batch([Row(0, 0, [1])]))["block_tables"].tolist() == [[3]]
 
 
@@ -77,8 +77,8 @@ def test_a_copied_block_takes_its_place_in_the_table(new_block_ids):
     """Also of a fork, whose blocks come with its first row and are told as they are after the copy."""
     slots = slots_with(an_arrival())
     if not new_block_ids:
-        slots.place(Batch([Row(0, 0, [1], [5, 6])]))
-    slots.place(Batch([Row(0, 7, [1], new_block_ids)], copies=[Copy(0, 1, 6, 9)]))
+        slots.place(Batch([Row(0, 0, [1], [[5, 6]])]))
+    slots.place(Batch([Row(0, 7, [1], [new_block_ids])], copies=[Copy(0, 0, 1, 6, 9)]))
     assert slots.graph_inputs(Batch([Row(0, 7, [1])]))["block_tables"].tolist() == [[5, 9]]
 
 
@@ -182,7 +182,7 @@ def test_tokens_and_logprobs_come_back_by_row():
 
 
 def test_a_step_that_only_reads_a_prompt_chooses_nothing():
-    output = slots_with(an_arrival()).sample(Batch([Row(0, 0, [1, 2], [0], 0)]), np.zeros((0, 3)), None, sample)
+    output = slots_with(an_arrival()).sample(Batch([Row(0, 0, [1, 2], [[0]], 0)]), np.zeros((0, 3)), None, sample)
     assert (output.token_ids, output.logprobs) == ([], [])
 
 
@@ -238,7 +238,7 @@ def test_each_token_after_a_draft_is_chosen_as_if_the_draft_were_the_answer():
 def test_forks_choose_from_the_logits_of_their_leader_each_with_its_own_seed():
     arrivals = [an_arrival(slot, temperature=1.0, seed=slot % 3) for slot in range(4)]
     logits = np.random.default_rng(0).standard_normal((2, VOCAB)).astype(np.float32)
-    batch = Batch([Row(0, 0, [1, 2, 3], [0], 1, [1, 3]), Row(2, 0, [1])])
+    batch = Batch([Row(0, 0, [1, 2, 3], [[0]], 1, [1, 3]), Row(2, 0, [1])])
     together = slots_with(*arrivals).sample(batch, logits, None, sample).token_ids
     alone = []
     for slot, row in ((0, 0), (1, 0), (3, 0), (2, 1)):

@@ -98,7 +98,7 @@ def test_a_folder_that_cannot_be_written_to_is_named_by_its_variable(checkpoint,
     """In /proc not even root makes anything."""
     with pytest.raises(ConfigError, match="EXPORT_CACHE_DIR is '/proc': .* '/proc/"):
         model_source.export(checkpoint("qwen2"), Path("/proc"))
-    into = "fetching a/b into MODEL_DIR, which is '/proc': .* '/proc/a"
+    into = "fetching a/b into MODEL_DIR, which is '/proc': .* '/proc/a.*; set MODEL_DIR to another folder"
     with pytest.raises(model_source.ModelUnavailable, match=into):
         model_source.find_source(Config(model_dir="/proc"), "a/b", print)
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
@@ -120,7 +120,7 @@ def test_a_taken_port_is_status_2_and_nothing_is_left(server):
 def test_a_missing_model_says_what_to_do(server):
     done = server.command("start_server")
     assert done.returncode == 1
-    assert "which is no folder. Set MODEL_DIR to a checkpoint or an exported model, or name a model" in done.stdout
+    assert "which does not exist. Set MODEL_DIR to a checkpoint or an exported model, or name one" in done.stdout
     assert RunDir(server.run_dir).read_state() is None
 
 
@@ -137,9 +137,33 @@ def test_a_name_that_is_no_name_says_so(server):
     done = server.command("start_server", "not-a-name")
     assert done.returncode == 1
     assert "model_name is 'not-a-name', it must be org/model" in done.stdout
-    assert "MODEL_DIR=" not in done.stdout
-    done = server.command("start_server", str(ROOT / "demo_model"))
-    assert f"To serve the folder {ROOT}/demo_model: MODEL_DIR={ROOT}/demo_model start_server" in done.stdout
+    assert "A folder is given as a path: start_server ./not-a-name" in done.stdout
+
+
+@pytest.mark.parametrize("given", [["./missing"], ["--model", "./missing"], ["missing/"], ["/missing"]])
+def test_a_folder_that_is_missing_is_reported_as_missing(server, given):
+    done = server.command("start_server", *given)
+    assert done.returncode == 1
+    folder = "/missing" if given == ["/missing"] else f"{os.getcwd()}/missing"
+    assert f"the model is the folder {folder}, which does not exist. Set MODEL_DIR" in done.stdout
+
+
+def test_a_folder_is_served_by_its_path_and_what_was_fetched_before_by_its_name(tmp_path, monkeypatch):
+    for folder in ("a_model", "org/model", "fetched/org/name", "empty/folder"):
+        (tmp_path / folder).mkdir(parents=True)
+        if folder != "empty/folder":
+            (tmp_path / folder / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    for name in ("./a_model", "a_model", "a_model/", f"{tmp_path}/a_model", "../" + tmp_path.name + "/a_model"):
+        folder = model_source.local_folder(name, "fetched")
+        assert folder and folder.is_absolute() and folder.resolve() == tmp_path / "a_model"
+        monkeypatch.chdir(ROOT)  # where the server runs
+        assert model_source.find_source(Config(), str(folder), print).label == "a_model"
+        monkeypatch.chdir(tmp_path)
+    assert model_source.local_folder("org/model", "fetched") == tmp_path / "org" / "model"
+    monkeypatch.chdir(tmp_path / "fetched")
+    for name in ("org/name", "org/other", "empty/folder", ""):
+        assert model_source.local_folder(name, str(tmp_path / "fetched")) is None
 
 
 def test_a_setting_that_the_model_cannot_follow_is_named(exported, checkpoint, tmp_path, monkeypatch, capsys):

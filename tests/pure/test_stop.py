@@ -47,6 +47,15 @@ def test_stop_where_no_server_ever_was_makes_no_folder(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_stop_names_the_servers_with_another_log_directory(tmp_path, capsys):
+    with fake_server(tmp_path, ALL) as server:
+        server.wait_until_ready()
+        pid, log_dir = server.state.supervisor.pid, server.state.log_dir
+        stop_module.say_that_none_runs(tmp_path / "none", folder=tmp_path / "r")
+    expected = f"stop_server: another one runs (pid {pid}): FD_LOG_DIR={log_dir} stop_server"
+    assert capsys.readouterr().out.splitlines() == ["stop_server: no server was running", expected]
+
+
 def test_stop_insists_after_the_given_seconds(tmp_path):
     with fake_server(tmp_path, ALL | {"gateway-0": "stubborn"}, drain_timeout_s=600) as server:
         server.wait_until_ready()

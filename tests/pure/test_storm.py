@@ -96,6 +96,26 @@ def test_who_is_struck_twice_is_counted_with_both():
     assert (second.open, second.paused, second.cut) == (1, 0, 1)
 
 
+def test_the_longest_waits_are_told_with_the_disturbances_meanwhile():
+    ledger = Ledger()
+    quick, slow = ledger.begin(RIGHT, 0.0, name="whole a"), ledger.begin(RIGHT, 1.0, name="native stream b")
+    quick.take(Part("abc", (1, 2, 3), 0, "length"), 2.0)
+    ledger.end(quick, 2.0, "cut")
+    slow.take(FIRST, 2.0)
+    ledger.strike("kill stub", 2.5)
+    slow.take(Part(error="engine_unavailable"), 3.0)
+    ledger.end(slow, 3.0, "cut")
+    ledger.strike("kill engine", 9.0)
+    again = ledger.begin(RIGHT, 3.5, before=slow, name="native stream b")
+    again.take(SECOND, 6.0)
+    again.take(LAST, 6.5)
+    ledger.end(again, 6.5, "cut")
+    assert ledger.report()["slowest"][:2] == [
+        "4.0 s without a part, native stream b: kill stub at 0.5 s",
+        "2.0 s without a part, whole a: no disturbance",
+    ]
+
+
 def broken_by(kind, error="", outcome="cut"):
     ledger = Ledger()
     attempt = ledger.begin(RIGHT, 0.0)

@@ -4,23 +4,25 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
 import sys
 
 import pytest
 
 from engine.settings.processes import ENGINE_FAILED_FILE
+from server_scripts.child import ROOT
 from tests.pure.fake_server import ALL, READY, TIMEOUT_S, fake_server
 from tests.server import is_alive
 
 
-def test_the_gateway_stops_first_and_the_engine_last(tmp_path):
+def test_the_gateway_stops_first(tmp_path):
     with fake_server(tmp_path, ALL) as server:
         server.wait_until_ready()
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(TIMEOUT_S) == 0
         ended = [line for line in server.notes if line.endswith("ended")]
-        assert ended[:2] == ["gateway-0 ended", "tritonserver ended"]
-        assert set(ended[2:]) == {"engine ended", "health ended"}
+        assert ended[0] == "gateway-0 ended"
+        assert set(ended[1:]) == {"engine ended", "health ended"}  # tritonserver is killed
 
 
 def test_nothing_is_left_after_the_end_not_even_orphans(tmp_path):
@@ -111,6 +113,24 @@ def test_a_dead_helper_of_tritonserver_restarts_it(tmp_path):
         server.kill("tritonserver helper")
         server.wait_until_replaced("tritonserver", pid)
         server.wait_until(lambda: server.pid_now("tritonserver helper"))
+
+
+def test_a_helper_of_tritonserver_that_dies_before_the_model_answers_again_restarts_it(tmp_path):
+    with fake_server(tmp_path, ALL, ask_every_s=TIMEOUT_S) as server:
+        server.wait_until_ready()
+        server.answer()
+        pid = server.wait_until_replaced("tritonserver", server.kill("tritonserver"))
+        server.kill("tritonserver helper")
+        server.wait_until_replaced("tritonserver", pid)
+
+
+def test_a_tritonserver_that_was_restarted_is_asked_at_once_whether_it_answers(tmp_path):
+    """Else one that ends again soon counts as one that has never answered, whose restart waits."""
+    with fake_server(tmp_path, ALL, ask_every_s=TIMEOUT_S) as server:
+        server.wait_until_ready()
+        num_asked = server.num_asked
+        server.wait_until_replaced("tritonserver", server.kill("tritonserver"))
+        server.wait_until(lambda: server.num_asked > num_asked)
 
 
 def test_a_dead_rank_is_left_to_the_engine_which_ends_and_says_why(tmp_path):
@@ -205,6 +225,13 @@ def test_every_stop_signal_ends_the_server(tmp_path, number):
         server.wait_until_ready()
         server.process.send_signal(number)
         assert server.process.wait(20) == 0
+
+
+def test_what_the_tests_start_under_nohup_takes_sighup():
+    read = "import subprocess; subprocess.run(['grep', 'SigIgn', '/proc/self/status'])"
+    command = ["nohup", sys.executable, "-c", f"from tests import conftest; conftest.pytest_configure(); {read}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not int(done.stdout.split()[1], 16) & 1 << signal.SIGHUP - 1
 
 
 def test_nohup_keeps_a_server_running(tmp_path):

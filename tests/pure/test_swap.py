@@ -152,7 +152,7 @@ def test_the_model_alone_may_differ_and_no_secret_is_told(tmp_path):
     run_dir = a_run_dir(tmp_path)
     run_dir.write_state(a_state())
     assert running(run_dir, Config(model_dir="another", served_model_name="b", api_key="s3cret")) == a_state()
-    with pytest.raises(ConfigError, match=r"^BATCH_SIZE, FD_LOG_DIR is not as it was when the server was started"):
+    with pytest.raises(ConfigError, match=r"^BATCH_SIZE, FD_LOG_DIR have changed since the server was started"):
         running(run_dir, Config(batch_size=7, log_dir="elsewhere"))
     assert "API_KEY" not in prints(Config(api_key="s3cret"))
 

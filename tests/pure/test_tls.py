@@ -8,13 +8,14 @@ from pathlib import Path
 import grpc
 import pytest
 
+from engine import wire
 from engine.errors import ConfigError
 from engine.settings.config import Config
 from engine.settings.tls import key_and_chain, server_context
 from engine.settings.unused import likely_misspelt
 from gateway.__main__ import listen
 from server_scripts.own_tls import certified_name
-from server_scripts.probe import Probe, ProbeError
+from server_scripts.probe import Probe, ProbeError, _of_gateway
 from tests.pure.inference_fake import PATIENCE_S, FakeTriton, serving
 
 FILES = Path(__file__).resolve().parents[1] / "certificates"  # for llm.example, until the year 2126
@@ -68,16 +69,16 @@ def test_openssls_own_variable_is_not_taken_for_a_misspelt_one():
 def test_a_probe_trusts_the_certificate_whatever_its_name_is(tmp_path):
     async def scenario():
         credentials = grpc.ssl_server_credentials([key_and_chain(RIGHT)])
-        triton = FakeTriton(b'[{"is_end":1,"ready":true}]')
+        triton = FakeTriton(wire.write_answer(wire.ModelState(ready=True)))
         async with serving(tmp_path, triton, credentials) as (_, port):
             assert await asyncio.to_thread(certified_name, RIGHT, "127.0.0.1", port) == "llm.example"
             probe = Probe(RIGHT.changed(service_host="127.0.0.1", service_grpc_port=port))
 
             def ask():
                 with probe._channel(f"127.0.0.1:{port}", "gRPC", port) as channel:
-                    return probe._infer(channel, {"probe": True}, PATIENCE_S)
+                    return probe._infer(channel, {"probe": True}, PATIENCE_S, _of_gateway)
 
-            assert (await asyncio.to_thread(ask)).ready
+            assert (await asyncio.to_thread(ask))["ready"]
 
     asyncio.run(scenario())
 

@@ -228,8 +228,8 @@ def test_vocab_size_counts_added_tokens():
 
 
 def test_a_missing_file_names_the_directory_and_the_format(tmp_path):
-    (tmp_path / "tokenizer.model").touch()
-    expected = rf"no tokenizer\.json in {re.escape(str(tmp_path))} \(found tokenizer\.model\).*Hugging Face"
+    (tmp_path / "vocab.json").touch()
+    expected = rf"no tokenizer\.json in {re.escape(str(tmp_path))} \(found vocab\.json\).*Hugging Face"
     with pytest.raises(TokenizerError, match=expected):
         Tokenizer.load(tmp_path)
 

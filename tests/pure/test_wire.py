@@ -8,6 +8,7 @@ import pytest
 
 from engine import wire
 from engine.errors import InvalidRequest
+from engine.sampling_parameters import PARAMETERS
 from engine.wire.request import MAX_UNKNOWN_KEYS
 
 
@@ -61,8 +62,10 @@ def test_the_req_id_of_a_wrong_body_is_found_where_there_is_one():
 
 def test_what_is_not_given_has_the_documented_default():
     request = parsed()
-    assert (request.topp, request.temperature, request.penalty_score) == (0.7, 0.95, 1.0)
-    assert (request.frequency_score, request.presence_score, request.infer_seed) == (0.0, 0.0, None)
+    assert (request.parameters.top_p, request.parameters.temperature) == (0.7, 0.95)
+    assert request.parameters.repetition_penalty == 1.0
+    assert not request.parameters.has_penalty
+    assert request.infer_seed is None
     assert (request.max_dec_len, request.min_dec_len, request.eos_token_ids, request.logprobs) == (None, None, (), -1)
 
 
@@ -99,7 +102,8 @@ def test_null_is_like_not_given():
     ],
 )
 def test_a_field_is_read_under_each_of_its_names(fields, name, value):
-    found = getattr(parsed(**fields), name)
+    request, parameter = parsed(**fields), {each.field: each.name for each in PARAMETERS}.get(name)
+    found = getattr(request.parameters, parameter) if parameter else getattr(request, name)
     assert found == value
     assert type(found) is type(value)
 
@@ -157,7 +161,7 @@ def test_what_is_just_beyond_a_limit_is_refused(name, values):
 
 
 def test_a_huge_top_k_is_as_good_as_the_largest():
-    assert parsed(top_k=2**40).top_k == 2**31 - 1
+    assert parsed(top_k=2**40).parameters.top_k == 2**31 - 1
 
 
 def test_a_message_that_calls_tools_needs_no_content():
@@ -265,7 +269,9 @@ def test_unknown_fields_pass_unless_they_look_like_ours():
 
 
 def test_what_is_another_protocols_and_would_change_the_answer_is_refused_by_name():
-    assert {"max_completion_tokens", "min_characters", "logits_processors"} <= set(wire.request.REFUSED)
+    assert {"min_characters", "logits_processors"} <= set(wire.request.REFUSED)
+    for name in ("max_completion_tokens", "max_new_tokens"):
+        assert refusal(**{name: 9}) == f"`{name}` is another protocol's, here it is `max_dec_len`"
     for name in wire.request.REFUSED:
         assert refusal(**{name: [9]}) == f"The `{name}` is not supported, it is [9]"
         parsed(**{name: None}), parsed(**{name: False})

@@ -102,6 +102,15 @@ def wait_until_idle(server):
     wait_until(lambda: not held(), held)
 
 
+def settled(read, server):
+    """A figure that is told some time later."""
+    seen = [read(server)]
+    while len(seen) < 8 or seen[-8] != seen[-1]:
+        time.sleep(0.25)
+        seen.append(read(server))
+    return seen[-1]
+
+
 def long_answers(count, seed=0, length=96):
     """Requests whose answers take a while: greedy and seeded, forced to their full length."""
     rng = random.Random(seed)

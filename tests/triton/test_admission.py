@@ -17,7 +17,7 @@ KEYS = {
     "alice": {"key": "alices", "max_requests": 2},
     "bob": {"key": "bobs", "tokens_per_minute": 60},
 }
-LONG = {"text": "Count.", "max_dec_len": 400, "min_dec_len": 400, "temperature": 1, "seed": 5}
+LONG = {"text": "Count.", "max_dec_len": 3900, "min_dec_len": 3900, "temperature": 1, "seed": 5}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_an_abort_reaches_the_request_whichever_worker_has_it(server):
 
 
 def test_a_key_has_no_more_requests_open_than_its_limit_over_all_workers(server):
-    bodies = [{**LONG, "req_id": f"open {number}", "max_dec_len": 400} for number in range(2)]
+    bodies = [{**LONG, "req_id": f"open {number}"} for number in range(2)]
     with in_the_background(server, bodies[0], "alices"), in_the_background(server, bodies[1], "alices"):
         wait_until(lambda: metric(server, 'llm_key_requests_open{key="alice"}') == 2)
         refused = [ask(server, "/v1/completions", {**LONG, "max_dec_len": 1}, "alices") for _ in range(6)]
@@ -105,7 +105,7 @@ def test_who_is_urgent_does_not_wait_for_those_who_are_not(server):
         assert ask(server, "/v1/completions", body)[0] == 200
         ends.append(name)
 
-    first = {**LONG, "req_id": "first", "min_dec_len": 3500, "max_dec_len": 3500}  # until all others wait
+    first = {**LONG, "req_id": "first"}  # until all others wait
     with in_the_background(server, first, "operators"):
         wait_until(lambda: metric(server, "llm_requests_running") == 1)
         threads = []

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import anthropic
 import jsonschema
+import openai
 import pydantic
 import pytest
 
@@ -136,6 +137,39 @@ def test_a_hostile_form_gets_a_400_and_others_their_answers(server):
     wait_until_idle(server)
 
 
+def test_what_of_a_schema_is_not_enforced_is_refused_or_told(client):
+    schema = {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True, "minItems": 3, "maxItems": 3}
+    wanted = {"type": "json_schema", "json_schema": {"name": "letters", "schema": schema}}
+    with pytest.raises(openai.BadRequestError, match=r"`response_format.* uniqueItems at \$;"):
+        chat(client, response_format=wanted)
+    wanted["json_schema"]["strict"] = False
+    answer = client.chat.completions.with_raw_response.create(
+        model="demo", messages=CHAT, max_tokens=60, response_format=wanted
+    )
+    assert answer.headers["X-Unenforced-Keywords"] == "uniqueItems at $"
+    assert len(json.loads(answer.parse().choices[0].message.content)) == 3
+
+
+def test_a_structural_tag_of_formats_is_kept_to_streamed_or_not(client):
+    letter = {"type": "regex", "pattern": "[abc]"}
+    tag = {"type": "tag", "begin": "<n>", "content": letter, "end": "</n>"}
+    tree = {"type": "sequence", "elements": [{"type": "any_text", "max_chars": 40}, tag, {**tag, "begin": "<m>"}]}
+    wanted = {"type": "structural_tag", "format": tree}
+    for stream in (False, True):
+        answer = chat(client, response_format=wanted, stream=stream)
+        parts = [chunk.choices[0].delta.content for chunk in answer] if stream else [answer.choices[0].message.content]
+        text = "".join(filter(None, parts))
+        assert re.fullmatch(r"(?s:.{0,40})<n>[abc]</n><m>[abc]</n>", text), text
+
+
+def test_an_error_in_the_schema_of_a_tool_names_the_tool(client):
+    wrong = {"type": "function", "function": {"name": "broken", "parameters": {"type": "objekt"}}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(client, tools=[*TOOLS, wrong], tool_choice="required")
+    message = caught.value.body["message"]
+    assert message == 'The `tools` cannot be compiled: function "broken": Invalid type: objekt'
+
+
 def test_an_answer_of_a_form_is_the_same_when_the_engine_is_killed_in_its_middle(server):
     items = {
         "type": "array",
@@ -255,6 +289,9 @@ def test_only_allowed_tokens_are_chosen(client):
     answer = client.completions.create(model="demo", prompt="x", max_tokens=30, logprobs=0, extra_body=allowed)
     assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (30, "length")
     assert len(set(answer.choices[0].logprobs.tokens)) <= 2
+    alone = {"allowed_token_ids": [100], "ignore_eos": True, "return_token_ids": True}
+    answer = client.completions.create(model="demo", prompt="x", max_tokens=30, extra_body=alone)
+    assert (answer.choices[0].token_ids, answer.choices[0].finish_reason) == ([100] * 30, "length")
 
 
 def test_a_file_of_requests_is_answered_and_gone_on_with(server, client, tmp_path):

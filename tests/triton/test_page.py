@@ -30,7 +30,11 @@ def a_state(**ended):
     latency.ended(Ended("stop", 2.5, 0.5, 30, 21, **ended))
     stats = {"num_running": 3, "num_waiting": 2, "num_blocks": 8, "num_blocks_held": 6}
     service = SimpleNamespace(
-        client=SimpleNamespace(stats=stats, num_restarts=0), num_open=0, latency=latency, accounts=Accounts()
+        client=SimpleNamespace(stats=stats, num_restarts=0),
+        num_open=0,
+        latency=latency,
+        accounts=Accounts(),
+        vllm_model_name=str,
     )
     samples = [list(each) for each in metrics.samples(service, 1)]
     return ModelState(ready=True, model_len=8192, metrics=samples, last_requests=latency.last())

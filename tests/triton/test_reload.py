@@ -155,7 +155,7 @@ def test_a_checkpoint_that_cannot_be_exported_changes_nothing_at_all(server, tmp
     assert (done.returncode, state_of(server)) == (1, before)
     assert "failed: exporting" in done.stdout
     shutil.rmtree(broken)
-    assert "which is no folder" in reloaded(server, Path(broken)).stdout
+    assert "which does not exist" in reloaded(server, Path(broken)).stdout
 
 
 @on(one_rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import http.client
 import json
 import os
@@ -18,6 +19,7 @@ import openai
 import pytest
 import tritonclient.http as triton_http
 
+from tests import document_programs
 from tests.patience import wait_until
 from tests.server import ROOT, free_ports, running_server, state_of
 from tests.triton.asking import (
@@ -28,6 +30,7 @@ from tests.triton.asking import (
     health_of,
     long_answers,
     post,
+    settled,
     stream_lines,
     wait_until_idle,
 )
@@ -54,6 +57,15 @@ def test_tritons_http_client_finds_its_port_and_the_health_port_ready(server):
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/models/model/generate", body) as response:
         [answer] = json.loads(json.loads(response.read())["OUT"])
     assert "Paris" in answer["tokens_all"] and answer["is_end"] == 1
+
+
+def test_a_maximum_that_the_server_has_no_room_for_is_reduced_for_openais_client(client):
+    asked = {"model": "default", "messages": CHAT, "temperature": 0, "max_tokens": 4096}
+    told = client.chat.completions.with_raw_response.create(**asked)
+    assert told.headers["X-Reduced-Max-Tokens"] == "1024"
+    assert "Paris" in told.parse().choices[0].message.content
+    cut = client.chat.completions.create(**asked, extra_body={"ignore_eos": True}).choices[0]
+    assert cut.finish_reason == "length"
 
 
 def test_the_demo_model_answers_at_least_48_of_its_50_questions(client):
@@ -95,6 +107,26 @@ def test_native_answer_in_one_piece_has_both_keys(server):
     assert answer["tokens_all"] == answer["result"]
     assert answer["usage"]["completion_tokens"] == answer["tokens_all_num"]
     assert (answer["error_code"], answer["error_msg"]) == (0, "")
+
+
+def test_the_documented_native_program_gets_both_streams(server):
+    lines = [ast.literal_eval(line) for line in output_of(document_programs.NATIVE, server).splitlines()]
+    assert [line["is_end"] for line in lines].count(1) == 2 and lines[-1]["is_end"] == 1
+    assert {(line["error_code"], line["error_msg"]) for line in lines} == {(0, "")}
+    assert {"token", "send_idx"} <= lines[0].keys()
+
+
+def test_the_documented_program_of_openais_client_gets_all_four_answers(server):
+    completion, _, chat, stream = re.split(r"\n\n\n?", output_of(document_programs.OPENAI, server).strip())
+    assert completion.startswith("Completion(") and chat.startswith("ChatCompletion(")
+    assert repr(stream.removesuffix("None"))[1:-1] in chat
+
+
+def output_of(program, server):
+    command = [sys.executable, "-c", program.replace("ADDRESS", server.http_url.removeprefix("http://"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
 
 
 def test_both_base_urls_answer_the_openai_client(server):
@@ -191,8 +223,7 @@ def several_answers(server, client, n):
 
 
 def num_prompt_tokens(server):
-    """That were computed, not found in the cache; as Triton's page has it when it has caught up."""
-    time.sleep(2.5)
+    """That were computed, not found in the cache."""
     page = get(server.ports["METRICS_HTTP_PORT"], "/metrics")[1]
     computed, cached = (
         float(re.search(rf"^{name}(?:{{.*}})? (\S+)$", page, re.M)[1])
@@ -202,8 +233,9 @@ def num_prompt_tokens(server):
 
 
 def test_eight_answers_over_every_protocol_are_those_of_their_seeds_and_cost_one_prefill(server, client):
-    before = num_prompt_tokens(server)
+    before = settled(num_prompt_tokens, server)
     answered = list(several_answers(server, client, 8))
+    wait_until(lambda: num_prompt_tokens(server) - before >= 5000)
     assert num_prompt_tokens(server) - before == 1000 * len(answered) == 5000
     for prompt, texts in answered:
         body = {"input_ids": prompt, "max_dec_len": 16, "temperature": 8, "topp": 1, "ignore_eos": True}
@@ -252,11 +284,10 @@ def test_a_killed_engine_costs_a_pause_and_not_a_token(server):
         undisturbed = list(pool.map(tokens, bodies))
         restarts = facts(server)["num_restarts"]
         disturbed = [pool.submit(tokens, body) for body in bodies]
-        while facts(server)["num_running"] < 8:  # of those whose end nobody has seen yet
-            assert not all(future.done() for future in disturbed)
+        wait_until(lambda: facts(server)["num_running"] >= 8 or all(future.done() for future in disturbed))
         os.kill(server.pid_of("engine"), signal.SIGKILL)
         assert [future.result() for future in disturbed] == undisturbed
-    assert facts(server)["num_restarts"] == restarts + 1
+    wait_until(lambda: facts(server)["num_restarts"] == restarts + 1)
     wait_until_idle(server)
 
 

@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from tests.lora_adapters import make_adapter
+from tests.patience import wait_until
 from tests.server import ROOT, a_server, running_server
 from tests.triton.asking import CHAT, GrpcStream, post
 
@@ -114,8 +115,7 @@ def test_a_crash_changes_no_answer_of_an_adapter(server, client):
     expected = {model: Answer(client, model).whole() for model in ("one", "two", "default")}
     for name in ("engine", "stub"):
         running = {model: Answer(client, model) for model in expected}
-        while not all(len(answer.text) > 20 for answer in running.values()):
-            assert all(answer.is_alive() for answer in running.values())
+        wait_until(lambda: all(len(answer.text) > 20 for answer in running.values()))  # noqa: B023
         os.kill(server.pid_of(name), signal.SIGKILL)
         with ThreadPoolExecutor(3) as pool:
             assert dict(zip(running, pool.map(Answer.whole, running.values()), strict=True)) == expected

@@ -66,7 +66,7 @@ def test_a_rank_that_fails_costs_a_pause_and_not_a_token(server, undisturbed, nu
         [rank] = children_of(server.pid_of("engine"))
         os.kill(rank, number)
         assert [future.result() for future in disturbed] == undisturbed
-    assert facts(server)["num_restarts"] == restarts + 1
+    wait_until(lambda: facts(server)["num_restarts"] == restarts + 1)  # some may have ended before the rank did
     wait_until_idle(server)
 
 

@@ -125,7 +125,7 @@ def test_an_engine_that_keeps_dying_fails_requests_and_readiness(tmp_path):
         killer = threading.Thread(target=kill_on)
         killer.start()
         try:
-            body = long_answers(1)[0] | {"stream": False}
+            body = long_answers(1, length=1000)[0] | {"stream": False}
             status, answer = post(server, "/v1/chat/completions", body)
             assert (status, answer["error_type"]) == (503, "engine_unavailable")
             wait_until(lambda: health_of(server, "ready")[0] == 503)  # an answer may be a moment old

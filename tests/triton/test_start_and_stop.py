@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,11 +15,18 @@ from pathlib import Path
 
 import pytest
 
+from engine.settings.config import Config
 from engine.settings.processes import TRITON_FOLDER
+from server_scripts.run_dir import RunDir
 from tests.patience import wait_until
 from tests.server import ROOT, a_server, is_clean, state_of
 
 TIMEOUT_S = 60.0
+DOCUMENTED = (  # a start of FastDeploy's, with the bundled model
+    f"--model {ROOT}/demo_model --tensor-parallel-size 1 --quantization wint8 --max-model-len 4096 --max-num-seqs 20"
+    " --gpu-memory-utilization 0.9 --kv-cache-ratio 0.9 --enable-chunked-prefill --enable-prefix-caching --use-warmup 1"
+    " --max-num-partial-prefills 4 --max-long-partial-prefills 2 --splitwise-role mixed"
+)
 START = [sys.executable, "-m", "server_scripts.start"]
 
 
@@ -91,6 +99,36 @@ def test_a_start_that_is_killed_takes_the_server_with_it(server):
         state = wait_for(server, "starting", 1)
         process.kill()
         wait_until(lambda: is_clean(server, state))
+
+
+def test_servers_that_differ_only_in_ports_and_logs_run_side_by_side(tmp_path):
+    """As two instances of FastDeploy on one host: four port options and FD_LOG_DIR."""
+    servers = [
+        a_server(tmp_path / name, {"RUN_DIR": "", "FD_LOG_DIR": str(tmp_path / name)}) for name in ("one", "two")
+    ]
+    options = {
+        "--port": "SERVICE_HTTP_PORT",
+        "--engine-worker-queue-port": "SERVICE_GRPC_PORT",
+        "--metrics-port": "METRICS_HTTP_PORT",
+        "--cache-queue-port": "HEALTH_HTTP_PORT",
+    }
+    folders = [Config.from_env(server.env).run_path for server in servers]
+    try:
+        for server in servers:
+            arguments = [text for name, env in options.items() for text in (name, str(server.ports[env]))]
+            arguments += shlex.split(DOCUMENTED)
+            server.env.update(INFERENCE_MSG_QUEUE_ID="1315", FD_ATTENTION_BACKEND="FLASH_ATTN")
+            for env in options.values():
+                del server.env[env]
+            started = server.command("start_server", *arguments)
+            assert started.returncode == 0, started.stdout
+            for name in ("--enable-chunked-prefill", "INFERENCE_MSG_QUEUE_ID", "FD_ATTENTION_BACKEND"):
+                assert f"note: {name} has no effect: " in started.stdout
+        assert len({RunDir(folder).read_state().supervisor.pid for folder in folders}) == 2
+    finally:
+        for server, folder in zip(servers, folders, strict=True):
+            assert server.command("stop_server", "0").returncode == 0
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_an_engine_that_cannot_start_fails_the_start_with_its_log(server):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -21,7 +20,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 from engine.settings.config import Config
 from engine.settings.processes import TRITON_FOLDER
-from engine.wire.triton import LENGTH_BYTES, infer_request
+from engine.wire.triton import infer_request, read_response
 from server_scripts import triton
 from server_scripts.child import ChildSpec
 from server_scripts.health import HealthMonitor
@@ -91,8 +90,7 @@ def words(server, text):
     with grpc.insecure_channel(config_of(server).triton_target) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         responses = list(stub.ModelStreamInfer(iter([request]), timeout=30))
-    outputs = [response.infer_response.raw_output_contents[0][LENGTH_BYTES:] for response in responses[:-1]]
-    return [json.loads(output)[0]["token"] for output in outputs]
+    return [read_response(response).token for response in responses[:-1]]
 
 
 @pytest.fixture(scope="module")

@@ -53,9 +53,9 @@ class CpuExecutor:
         self._adapters = Adapters(graph_dir, loaded, (membership.rank, membership.num_ranks), config)
         self._caches: dict[str, np.ndarray] = {}
         self.most_read = most_read(model.vocab_size)
-        self._slots = Slots(
-            config.batch_size, -(-model.max_seq_len // self.block_size), self.block_size, model.vocab_size
-        )
+        self.cache_groups = model.graph().cache_groups
+        max_blocks = -(-model.max_seq_len // self.block_size)
+        self._slots = Slots(config.batch_size, max_blocks, self.block_size, model.vocab_size, self.cache_groups)
         self._thread = ThreadPoolExecutor(1, "step")
         log.info("graph loaded, %d threads, %s", cpu.num_threads(), cpu.cpu_isa())
 
@@ -67,6 +67,9 @@ class CpuExecutor:
         self._program.set_caches({})  # or the old ones would live beside the new
         self._caches = {spec.name: allocated(spec.shape_of(num_blocks), spec.dtype) for spec in self._specs}
         self._program.set_caches(self._caches)
+
+    def warm_up(self) -> None:
+        """Do nothing: all kernels are compiled when the server is installed."""
 
     def load_adapter(self, adapter: tuple[str, ...]) -> None:
         loaded = self._adapters.read(adapter)

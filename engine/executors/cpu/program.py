@@ -8,21 +8,22 @@ import ctypes
 import itertools
 import math
 import mmap
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 
 import numpy as np
 
-from engine.dtypes import held_as, scale_bytes
+from engine.dtypes import held_as
 from engine.executors.cpu.widening import Widened, widened
 from engine.graph import Graph, GraphError, Node, Value
+from engine.graph.fusion import fuse
 from engine.ops import cpu
+from engine.ops.catalogue import OPS
+from engine.ops.cpu.calls import NUMBER, ArgumentError, Call, Operand, Packed
 from engine.ops.cpu.kernels import CpuOps
-from engine.ops.cpu.library import WEIGHT_KINDS, Call, Counts, Group
+from engine.ops.cpu.library import Counts, Group
 
 OF_LOGITS = "logit_rows"
-PACKED = ("linear", "linear_int8", "linear_a8w8", "linear_int4")  # what these multiply with is, where that is faster
-NUMBERS = ("epsilon", "scale", "attention_scaling")  # attributes that are no whole numbers; no op has two of them
 ALIGNMENT = 64  # bytes: of a cache line
 
 
@@ -34,117 +35,104 @@ class Program:
             raise GraphError(f"parameter {halves[0]} is float16, which only GPUs compute with: export with bfloat16")
         graph, numbers = widened(graph, params)
         self._graph = graph
-        self._root = _roots(graph)
-        self._of_logits = graph.values_by_rows_of(OF_LOGITS)
-        self._gated = _only_gated(graph)
         self._kernels = cpu.load()
         self._params = {value.id: array for value, array in _copied(graph, numbers, self._kernels)}
         self._caches: dict[int, np.ndarray] = {}
-        self._room = dict.fromkeys(graph.inputs, 0)  # elements of each input, and rows of everything else
-        self._arrays: dict[int, np.ndarray] = {}
-        self._calls = (Call * 0)()
+        self._inputs: dict[str, np.ndarray] = {name: np.empty(0, np.int32) for name in graph.inputs}
+        self._fused = CallList(fuse(graph, NUMBER))
+        self._adapted = CallList(fuse(graph, NUMBER, keep_products=True))  # of steps with adapters
 
     def set_caches(self, caches: Mapping[str, np.ndarray]) -> None:
         """By the names of the graph's inputs; updated by every step. Nothing: lets go of those that are there."""
         self._caches = {self._graph.inputs[name].id: array for name, array in caches.items()}
-        self._arrays.clear()
-        if caches:
-            self._bind()
+        self._clear()
 
     def run(self, inputs: Mapping[str, np.ndarray], groups: ctypes.Array[Group] | None = None) -> dict[str, np.ndarray]:
         """The graph's outputs by name, valid until the next call. `inputs`: its own but for the caches, i32; `groups`:
         the rows that have adapters. Raises GroupError."""
-        if any(array.size > self._room[name] for name, array in inputs.items()):
-            for name, array in inputs.items():
-                self._room[name] = max(self._room[name], array.size)
-            self._bind()
+        if any(array.size > self._inputs[name].size for name, array in inputs.items()):
+            self._inputs |= {
+                name: np.empty(max(self._inputs[name].size, array.size), np.int32) for name, array in inputs.items()
+            }
+            self._clear()
         for name, array in inputs.items():
-            self._arrays[self._graph.inputs[name].id][: array.size] = array.ravel()
+            self._inputs[name][: array.size] = array.ravel()
         tables, num_logits = inputs["block_tables"], len(inputs[OF_LOGITS])
         counts = Counts(len(inputs["token_ids"]), num_logits, *tables.shape)
         if groups:
             counts.groups, counts.num_groups = ctypes.addressof(groups), len(groups)
-        self._kernels.run(self._calls, counts)
-        return {name: self._arrays[value.id][:num_logits] for name, value in self._graph.outputs.items()}
+        calls = self._adapted if groups else self._fused
+        if not calls.is_bound:
+            given = {self._graph.inputs[name].id: array for name, array in self._inputs.items()}
+            rooms = (self._inputs["token_ids"].size, self._inputs[OF_LOGITS].size)
+            calls.bind(given | self._params | self._caches, rooms)
+        self._kernels.run(calls.address, len(calls.records), counts)
+        return {name: calls.arrays[value.id][:num_logits] for name, value in self._graph.outputs.items()}
 
-    def _bind(self) -> None:
-        """Gives every value its memory: where it is read for the last time, another one's begins."""
-        graph, arrays = self._graph, dict(self._params | self._caches)
-        arrays |= {value.id: np.empty(self._room[name], np.int32) for name, value in self._inputs()}
+    def _clear(self) -> None:
+        for calls in (self._fused, self._adapted):
+            calls.clear()
+
+
+class CallList:
+    """The calls of a graph, and the memory of the values that they make."""
+
+    def __init__(self, graph: Graph):
+        self._graph = graph
+        self._root = _roots(graph)
+        self._of_logits = graph.values_by_rows_of(OF_LOGITS)
+        self.clear()
+
+    def clear(self) -> None:
+        self.arrays: dict[int, np.ndarray] = {}
+        self.records, self.address, self.is_bound = bytearray(), 0, False
+
+    def bind(self, given: Mapping[int, np.ndarray], rooms: tuple[int, int]) -> None:
+        """Give every value its memory: where it is read for the last time, another one's begins. `given`: inputs,
+        parameters and caches; `rooms`: the most rows for tokens and for logits."""
+        graph, arrays = self._graph, dict(given)
         last_use = {self._root[v.id]: node for node in graph.nodes for v in (*node.inputs, *node.outputs) if v}
         kept = arrays.keys() | {self._root[value.id] for value in graph.outputs.values()}
         free: defaultdict[tuple[int, ...], list[np.ndarray]] = defaultdict(list)
-        calls = []
+        records = []
         for node in graph.nodes:
             for value in node.outputs:
                 if (root := self._root[value.id]) not in arrays:
-                    shape = self._shape(value)
+                    shape = (rooms[value.id in self._of_logits], _width(value))
                     arrays[root] = free[shape].pop() if free[shape] else _aligned(shape)
                 arrays[value.id] = arrays[root]
-            calls.append(self._call(node, arrays))
+            records.append(_record(node, arrays, node.outputs[0].id in self._of_logits))
             for root in {self._root[value.id] for value in (*node.inputs, *node.outputs) if value}:
                 if last_use[root] is node and root not in kept:
                     free[arrays[root].shape].append(arrays[root])
-        self._arrays, self._calls = arrays, (Call * len(calls))(*calls)
-
-    def _inputs(self) -> list[tuple[str, Value]]:
-        return [(name, value) for name, value in self._graph.inputs.items() if value.id not in self._caches]
-
-    def _shape(self, value: Value) -> tuple[int, int]:
-        if value.dtype != "float32" or len(value.shape) != 2 or value.shape[1] < 0:
-            raise GraphError(f"{value} is nothing that a step can make here")
-        return self._room[OF_LOGITS if value.id in self._of_logits else "token_ids"], value.shape[1]
-
-    def _call(self, node: Node, arrays: Mapping[int, np.ndarray]) -> Call:
-        if node.op not in SIZES:
-            raise GraphError(f"the graph has the op {node.op}, which is not built for CPUs")
-        made = node.outputs[:-1] if node.updated else node.outputs
-        at = [arrays[value.id].ctypes.data if value else None for value in (*node.inputs, *made)]
-        sizes = SIZES[node.op](*[value and arrays[value.id] for value in node.inputs], **node.attributes)
-        number = next((float(node.attributes[name]) for name in NUMBERS if name in node.attributes), 0.0)
-        call = Call(list(SIZES).index(node.op), node.outputs[0].id in self._of_logits)
-        call.at[: len(at)], call.size[: len(sizes)], call.number = at, sizes, number
-        if node.outputs[0].id in self._gated:
-            call.size[len(sizes)] = True
-        return call
+        self.arrays, self.records, self.is_bound = arrays, bytearray(b"".join(records)), True
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.records))
 
 
-class Packed(np.ndarray):
-    """In the order that its op reads fastest, bf16 as kPackedBf16, in the shape that it had."""
+def _width(value: Value) -> int:
+    if value.dtype != "float32" or len(value.shape) != 2 or value.shape[1] < 0:
+        raise GraphError(f"unsupported graph output {value}: the CPU executor needs 2-D float32 of known width")
+    return value.shape[1]
 
 
-def _kind(weight: np.ndarray) -> int:
-    if isinstance(weight, Packed):
-        return WEIGHT_KINDS.index("packed")
-    return WEIGHT_KINDS.index("bfloat16" if weight.dtype == np.uint16 else "float32")
+def _record(node: Node, arrays: Mapping[int, np.ndarray], of_logits: bool) -> bytes:
+    if node.op not in NUMBER:
+        raise GraphError(f"the graph has the op {node.op}, which is not built for CPUs")
+    try:
+        inputs = [None if value is None else _operand(value, arrays[value.id]) for value in node.inputs]
+        call = Call(OPS[node.op], inputs, node.attributes)
+        call.shapes()
+        for index, value in enumerate(node.outputs):
+            call.set_output(index, arrays[value.id].ctypes.data)
+        return call.record(of_logits)
+    except (ArgumentError, TypeError) as error:
+        raise GraphError(f"the graph has a wrong op: {error}") from None
 
 
-def _linear(x: np.ndarray, weight: np.ndarray, *_: np.ndarray | None) -> tuple[int, ...]:
-    return x.shape[1], len(weight), _kind(weight)
-
-
-def _attention(_: np.ndarray, angles: np.ndarray, cache: np.ndarray, *__: np.ndarray, **given: int) -> tuple[int, ...]:
-    head_dim = cache.shape[4] - scale_bytes(cache.dtype)
-    return given["num_heads"], given["num_kv_heads"], head_dim, angles.shape[1], cache.shape[3], 8 * cache.itemsize
-
-
-# The ops in the order of LlmOp, and what `llm_run` is told of their inputs and attributes.
-SIZES: dict[str, Callable[..., tuple[int, ...]]] = {
-    "embedding": lambda ids, table, *, first_id: (table.shape[1], len(table), first_id, _kind(table)),
-    "gather_rows": lambda x, rows: (x.shape[1],),
-    "rms_norm": lambda x, weight, *, epsilon: (x.shape[1],),
-    "add_rms_norm": lambda x, residual, weight, *, epsilon: (x.shape[1],),
-    "head_norm": lambda qkv, q, k, *, num_heads, num_kv_heads, epsilon: (num_heads, num_kv_heads, q.size),
-    "linear": _linear,
-    "linear_int8": _linear,
-    "linear_a8w8": _linear,
-    "linear_int4": _linear,
-    "rotary_angles": lambda positions, inv_freq, *, attention_scaling: (len(inv_freq),),
-    "paged_attention": _attention,
-    "swiglu": lambda gate_up: (gate_up.shape[1] // 2,),
-    "all_reduce": lambda x: (x.shape[1],),
-    "all_gather": lambda x, *, num_ranks, width: (x.shape[1], width),
-}
+def _operand(value: Value, array: np.ndarray) -> Operand:
+    """Sizes that differ from step to step are not known."""
+    known = value.shape if -1 in value.shape else array.shape
+    return Operand(array.ctypes.data, array.dtype, known, isinstance(array, Packed))
 
 
 def _roots(graph: Graph) -> dict[int, int]:
@@ -158,29 +146,21 @@ def _roots(graph: Graph) -> dict[int, int]:
     return roots
 
 
-def _only_gated(graph: Graph) -> set[int]:
-    """What a linear op makes for nobody but the swiglu right behind it: the kernels may do the two as one."""
-    num_readers = Counter(value.id for node in graph.nodes for value in node.inputs if value)
-    num_readers.update(value.id for value in graph.outputs.values())
-    return {
-        made.outputs[0].id
-        for made, read in itertools.pairwise(graph.nodes)
-        if made.op in PACKED
-        and read.op == "swiglu"
-        and read.inputs[0] == made.outputs[0]
-        and num_readers[made.outputs[0].id] == 1
-    }
-
-
 def _copied(
     graph: Graph, params: Mapping[str, np.ndarray | Widened], kernels: CpuOps
 ) -> list[tuple[Value, np.ndarray]]:
-    ops = {value.id: node.op for node in graph.nodes if node.op in PACKED for value in node.inputs[1:] if value}
+    ops = {
+        value.id: node.op
+        for node in graph.nodes
+        if node.op in OPS and OPS[node.op].weights
+        for value, declared in zip(node.inputs, OPS[node.op].inputs, strict=False)
+        if value and declared.is_packable
+    }
     op_of = {name: ops.get(graph.parameters[name].id) for name in params}
     packed = {
         name: kernels.packed_bytes(op, array.shape, array.dtype.itemsize)
         for name, array in params.items()
-        if (op := op_of[name]) and len(array.shape) == 2 and (op != "linear" or array.dtype == np.uint16)
+        if (op := op_of[name]) and (op != "linear" or array.dtype == np.uint16)
     }
     sizes = [packed.get(name) or array.nbytes for name, array in params.items()]
     starts = [0, *itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]

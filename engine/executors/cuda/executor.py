@@ -6,7 +6,9 @@ step finds it: that one can be launched before the host knows the token (`Row.to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +20,7 @@ from engine.core.types import PENDING, Batch, StepOutput
 from engine.errors import ConfigError
 from engine.executors.cuda.adapters import Adapters
 from engine.executors.cuda.cache import Caches
+from engine.executors.cuda.compilation import Compiler, warn_of_late_compilation
 from engine.executors.cuda.host_cache import HostCache
 from engine.executors.cuda.load import load_program
 from engine.executors.cuda.program import GROUPS, Inputs, Outputs, Program
@@ -25,6 +28,7 @@ from engine.executors.cuda.reading import StepReading
 from engine.executors.cuda.sampling import fields_to_send
 from engine.executors.cuda.step_graphs import CHOICE, Arrays, Captured, StepGraphs, untold
 from engine.executors.cuda.transfer import Download, Uploads
+from engine.executors.cuda.warm_up import StepLimits, warm_up_batches
 from engine.executors.readings import LOGITS_BYTES, most_read
 from engine.executors.slots import Choices, Slots
 from engine.exporting.manifest import Manifest, rank_dir
@@ -35,6 +39,8 @@ from engine.ops.cuda.fresh_prompts import KnownStarts
 from engine.ops.cuda.sampler import Cuts, sample
 from engine.ops.sampling_rows import SampledRows, SamplingRows
 from engine.settings.config import Config
+
+log = logging.getLogger(__name__)
 
 TABLE = "embed_tokens.weight"
 NO_CHOICES = Choices([], [], None)
@@ -52,11 +58,21 @@ class CudaExecutor:
 
     runs_ahead = True
 
-    def __init__(self, graph_dir: Path, config: Config, device: str = "", membership: Membership | None = None):
+    def __init__(
+        self,
+        graph_dir: Path,
+        config: Config,
+        device: str = "",
+        membership: Membership | None = None,
+        report: Callable[[str], None] = lambda progress: None,
+    ):
         model = Manifest.read(graph_dir)
         max_blocks = -(-model.max_seq_len // model.block_size)
         self._membership = membership or Membership.alone()
         self._device = _device(device, self._membership.rank)
+        self._compiler = Compiler(self._device, report) if self._device.type == "cuda" else None
+        self._vocab_size = model.vocab_size
+        self._max_tokens = min(config.max_step_tokens, model.max_seq_len)  # of a step
         self._utilization = config.gpu_memory_utilization
         self._logits_bytes = 4 * config.batch_size * model.vocab_size  # of the largest batch
         self._is_invariant = config.batch_invariant
@@ -71,9 +87,10 @@ class CudaExecutor:
             self._adapters = Adapters(graph_dir, place, config, table)
             self._adapted = Program(self._program.graph, self._program.params, ops, self._adapters.layers)
             of_adapters = self._adapters.no_groups
-        self._graphs = StepGraphs(config, max_blocks, self._device, of_adapters)
+        self.cache_groups = model.graph().cache_groups
+        self._graphs = StepGraphs(config, max_blocks, self._device, of_adapters, len(self.cache_groups))
         self._uploads = Uploads(self._device)
-        self._slots = Slots(config.batch_size, max_blocks, model.block_size, model.vocab_size)
+        self._slots = Slots(config.batch_size, max_blocks, model.block_size, model.vocab_size, self.cache_groups)
         # By slot, and of nobody's.
         self._last_tokens = torch.zeros(config.batch_size + 1, dtype=torch.int32, device=self._device)
         self.block_size, self.block_bytes = model.block_size, self._caches.block_bytes
@@ -95,7 +112,7 @@ class CudaExecutor:
         try:
             self._caches.allocate(num_blocks)
             last_tokens = None if self._membership.rank else self._last_tokens
-            self._graphs.capture(self._compute, last_tokens, self._caches.nobodys_block)
+            self._graphs.capture(self._compute, last_tokens, self._caches.nobodys_block, self._compiler)
         except torch.cuda.OutOfMemoryError:
             free, total = (number / 2**30 for number in torch.cuda.mem_get_info(self._device))
             raise ConfigError(
@@ -103,6 +120,28 @@ class CudaExecutor:
                 f" fit into the {total:.1f} GiB of the GPU, {free:.1f} GiB are left: lower GPU_MEMORY_UTILIZATION or"
                 " NUM_GPU_BLOCKS_OVERRIDE, or list fewer CUDAGRAPH_CAPTURE_SIZES"
             ) from None
+
+    def warm_up(self) -> None:
+        if not self._compiler:
+            return
+        limits = StepLimits(
+            max_tokens=self._max_tokens,
+            max_context=self._caches.nobodys_block * self.block_size,
+            max_requests=self._slots.num_slots,
+            block_size=self.block_size,
+            max_prompt_logits=self.most_read,
+            num_groups=len(self.cache_groups),
+        )
+        started, fresh_lengths = time.monotonic(), self._fresh_lengths()
+        with self._compiler.recording():
+            for batch in warm_up_batches(limits, fresh_lengths[:1]):
+                self._run_alone(batch, wait=lambda step: torch.cuda.synchronize(self._device))
+        self._compiler.compile()
+        for batch in warm_up_batches(limits, fresh_lengths):
+            self._run_alone(batch, wait=CudaStep.result)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        warn_of_late_compilation()
+        log.info("steps of every kind ran in %.1f s", time.monotonic() - started)
 
     def load_adapter(self, adapter: tuple[str, ...]) -> None:
         assert self._adapters, "no setting says that there may be adapters"
@@ -138,6 +177,19 @@ class CudaExecutor:
             group.leave()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # for another process
+
+    def _run_alone(self, batch: Batch, wait: Callable[[CudaStep], object]) -> None:
+        step = self.launch(batch)
+        if batch.has_mask and not self._membership.rank:
+            step.mask(np.full((len(batch.rows), -(-self._vocab_size // 32)), 0xFFFFFFFF, np.uint32))
+        wait(step)
+
+    def _fresh_lengths(self) -> list[int]:
+        """Return the lengths of new prompts for which cuDNN makes a plan."""
+        [cache, *_] = self._caches.tensors.values()
+        if self._is_invariant or not fresh_prompts.are_taken(self._program.params[TABLE].dtype, cache):
+            return []
+        return list(range(fresh_prompts.SHORTEST, self._max_tokens + 1, fresh_prompts.STEP))
 
     def _check_type(self) -> None:
         if self._membership.num_ranks > 1 and self._program.params[TABLE].dtype == torch.float16:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import ModuleType
@@ -11,18 +10,16 @@ from typing import NamedTuple
 from torch import Tensor
 
 from engine.graph import Graph, GraphError, Node
+from engine.graph.fusion import fuse
 from engine.models.layers import HIDDEN, LOGIT_ROWS, LOGITS
+from engine.ops.catalogue import FUSED
 from engine.ops.cuda.adapters import Layer, add_adapters
 from engine.ops.cuda.fresh_prompts import KnownStarts
 
-PRODUCTS = ("linear", "linear_int8", "linear_a8w8", "linear_int4", "linear_fp8")
-FUSED_PRODUCTS = {(name, "swiglu"): f"gated_{name}" for name in PRODUCTS}
-FUSED = {("all_reduce", "add_rms_norm"): "all_reduce_add_rms_norm"}
 GROUPS, LOGIT_GROUPS = "groups", "logit_groups"  # of `engine.ops.cuda.adapters`
 OF_TOKENS, OF_LOGITS = -1, -2  # their numbers as values
 # By name; what is known of query_starts is for attention, and without logit_rows all rows are wanted.
 Inputs = Mapping[str, Tensor | KnownStarts | None]
-LAST = {"linear": "logits", "linear_int8": "logits_int8"}  # the last product of a graph, in float32
 
 
 class Outputs(NamedTuple):
@@ -53,8 +50,8 @@ class Program:
         self._params = {value.id: params[name] for name, value in graph.parameters.items()}
         self._inputs = {name: value.id for name, value in graph.inputs.items()}
         self._outputs = [graph.outputs[name].id for name in (LOGITS, HIDDEN)]
-        nodes = _fused(graph.nodes, {} if layers else FUSED_PRODUCTS)
-        self._calls = _calls(graph, nodes, {*self._params, *self._outputs}, ops)
+        fused = fuse(graph, [op.name for op in FUSED if hasattr(ops, op.name)], keep_products=bool(layers))
+        self._calls = _calls(fused.nodes, {*self._params, *self._outputs}, ops)
         if layers:
             self._inputs |= {GROUPS: OF_TOKENS, LOGIT_GROUPS: OF_LOGITS}
             self._calls = _adapted(graph, self._calls, layers)
@@ -71,15 +68,14 @@ class Program:
         return Outputs(*[values[number] for number in self._outputs])
 
 
-def _calls(graph: Graph, nodes: Sequence[Node], kept: set[int], ops: ModuleType) -> list[Call]:
-    logits = _own_logits(graph, graph.outputs[LOGITS].id)
+def _calls(nodes: Sequence[Node], kept: set[int], ops: ModuleType) -> list[Call]:
     last_use = {value.id: node for node in nodes for value in node.inputs if value is not None}
     calls = []
     for node in nodes:
         inputs = tuple(None if value is None else value.id for value in node.inputs)
         last = {number for number in inputs if number is not None and last_use[number] is node}
         outputs = tuple(value.id for value in node.outputs)
-        calls.append(Call(_op(node, logits, ops), inputs, outputs, tuple(last - kept)))
+        calls.append(Call(_op(node, ops), inputs, outputs, tuple(last - kept)))
     return calls
 
 
@@ -102,31 +98,8 @@ def _then_adapt(run: Callable[..., Tensor], layer: Layer, x: Tensor, *given: Ten
     return y
 
 
-def _own_logits(graph: Graph, output: int) -> int:
-    """What becomes the output: of several ranks, before they put together what each has."""
-    gathered = [node.inputs[0] for node in graph.nodes if node.op == "all_gather" and node.outputs[0].id == output]
-    return gathered[0].id if gathered and gathered[0] else output
-
-
-def _fused(nodes: Sequence[Node], products: Mapping[tuple[str, str], str]) -> list[Node]:
-    """As one: a product and the `swiglu` of its output, `all_reduce` and the `add_rms_norm` of its."""
-    names = {**FUSED, **products}
-    uses = Counter(value.id for node in nodes for value in node.inputs if value is not None)
-    made_by = {node.outputs[0].id: node for node in nodes}
-    fused: list[Node] = []
-    for node in nodes:
-        before = made_by.get(node.inputs[0].id) if node.inputs[0] else None
-        name = names.get((before.op, node.op)) if before else None
-        if before and name and uses[before.outputs[0].id] == 1:
-            fused.remove(before)
-            node = Node(name, (*before.inputs, *node.inputs[1:]), node.outputs, node.attributes)
-        fused.append(node)
-    return fused
-
-
-def _op(node: Node, logits: int, ops: ModuleType) -> Callable:
-    is_last = node.op in LAST and node.outputs[0].id == logits
-    op = getattr(ops, LAST[node.op] if is_last else node.op, None)
+def _op(node: Node, ops: ModuleType) -> Callable:
+    op = getattr(ops, node.op, None)
     if op is None:
         raise GraphError(f"the graph has the op {node.op}, which {ops.__name__} has not")
     return partial(op, **node.attributes) if node.attributes else op

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -20,24 +20,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.core.cache_groups import table_name
 from engine.executors.cuda.cache import MIN_BLOCK_SIZE
+from engine.executors.cuda.compilation import Compiler
 from engine.executors.cuda.program import GROUPS, Inputs, Outputs
+from engine.executors.cuda.sampling import CAPTURED
 from engine.executors.cuda.transfer import IN_FLIGHT
 from engine.ops.cuda.mailbox import Mailbox
 from engine.ops.cuda.sampler import CUTS, Cuts, sample
 from engine.ops.sampling_rows import SamplingRows
+from engine.sampling_parameters import PARAMETERS
 from engine.settings.config import Config
 
 log = logging.getLogger(__name__)
 
 TOKENS = (64, 128, 256, 512)  # of steps with prompts; above, the GPU takes longer than the host
 # What a choice reads of each row, those of 8 bytes first, which have to lie so.
-CHOICE = ("seed", "counter", "slots", "temperature", "top_p", "top_k", "min_p")
+CHOICE = ("seed", "counter", "slots", *CAPTURED)
 DTYPES = {"seed": torch.int64, "counter": torch.int64, "slots": torch.int64}
-DTYPES |= {"temperature": torch.float32, "top_p": torch.float32, "min_p": torch.float32}  # others int32
+DTYPES |= {each.name: torch.float32 for each in PARAMETERS if each.type is float}  # others int32
 Run = Callable[[Inputs], Outputs]
 Arrays = dict[str, np.ndarray]
 Made = TypeVar("Made")
+Pool = tuple[int, int]  # memory that captured graphs share
 
 
 class Shape(NamedTuple):
@@ -50,6 +55,9 @@ class Shape(NamedTuple):
         return self.num_tokens == self.num_requests
 
 
+Kind = tuple[Shape, bool]  # and whether the step has adapters
+
+
 class Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     told: Mapping[str, Tensor]  # its inputs, and those of CHOICE
@@ -60,7 +68,8 @@ class Captured(NamedTuple):
 
 class StepGraphs:
     """`max_blocks`: of the longest request, in a block table. `of_adapters`: what a step with adapters has beside the
-    usual inputs, by its numbers of tokens and logits; such steps are recorded apart."""
+    usual inputs, by its numbers of tokens and logits; such steps are recorded apart. `num_groups`: cache groups, each
+    with a block table."""
 
     def __init__(
         self,
@@ -68,13 +77,15 @@ class StepGraphs:
         max_blocks: int,
         device: torch.device,
         of_adapters: Callable[[tuple[int, int]], Arrays] | None = None,
+        num_groups: int = 1,
     ):
         self._device, self._of_adapters, self._nobodys_slot = device, of_adapters, config.batch_size
         self._width = max(max_blocks, TOKENS[-1] // MIN_BLOCK_SIZE)  # that nobody's request needs, too
+        self._table_names = [table_name(group) for group in range(num_groups)]
         is_used = config.use_cudagraph and device.type == "cuda"
         self._decodes = decode_shapes(config.cudagraph_capture_sizes, config.batch_size) if is_used else []
         self._prompts = prompt_shapes(config.batch_size, config.max_step_tokens) if is_used else []
-        self._captured: dict[tuple[Shape, bool], Captured] = {}
+        self._captured: dict[Kind, Captured] = {}
         self._mailbox: Mailbox  # of what is captured
         self.nobodys_block = 0
 
@@ -91,7 +102,8 @@ class StepGraphs:
     def replay(self, inputs: Arrays, shape: Shape) -> Captured:
         """With the outputs of shape.num_logits rows, overwritten by the next one."""
         captured = self._captured[shape, GROUPS in inputs]
-        self._mailbox.tell(filled_up(inputs, captured.empty), self._tables(inputs["block_tables"], shape.num_requests))
+        tables = [inputs[name] for name in self._table_names]
+        self._mailbox.tell(filled_up(inputs, captured.empty), self._stacked(tables, shape.num_requests))
         captured.graph.replay()
         return captured
 
@@ -100,8 +112,11 @@ class StepGraphs:
         captured.choices[cuts].replay()
         return self._mailbox.answers(num_tokens)
 
-    def capture(self, run: Run, last_tokens: Tensor | None, nobodys_block: int) -> None:
-        """For the caches that are allocated now. `last_tokens`: by slot; not of a rank that never chooses."""
+    def capture(
+        self, run: Run, last_tokens: Tensor | None, nobodys_block: int, compiler: Compiler | None = None
+    ) -> None:
+        """Capture all graphs for the caches that are allocated now. `last_tokens`: by slot; None for a rank that never
+        chooses tokens. `compiler` compiles what they launch, in parallel."""
         self.nobodys_block = nobodys_block
         shapes = sorted([*self._decodes, *self._prompts], reverse=True)  # others find room in the memory of the largest
         if not shapes:
@@ -110,41 +125,58 @@ class StepGraphs:
         kinds = [(shape, is_adapted) for shape in shapes for is_adapted in (False, True)[: 1 + bool(self._of_adapters)]]
         steps = {kind: self._empty_step(*kind) for kind in kinds}
         most = max(shape.num_requests for shape in shapes)
-        tables = torch.full((most, self._width), nobodys_block, dtype=torch.int32, device=self._device)  # of all shapes
+        num_rows = most * len(self._table_names)
+        tables = torch.full(
+            (num_rows, self._width), nobodys_block, dtype=torch.int32, device=self._device
+        )  # of all shapes
         num_numbers = max(sum([array.nbytes // 4 for array in step.values()]) for step in steps.values())
-        self._mailbox = Mailbox(IN_FLIGHT, num_numbers + tables.numel(), most, self._device)
-        pool = torch.cuda.graph_pool_handle()
-        for (shape, is_adapted), step in steps.items():
-            captured = self._record(run, step, tables[: shape.num_requests], pool)
-            if last_tokens is not None and shape.is_decode:
-                captured = captured._replace(choices=self._record_choices(captured, last_tokens, pool))
-            self._captured[shape, is_adapted] = captured
+        mailbox = partial(Mailbox, IN_FLIGHT, num_numbers + tables.numel(), most, self._device)
+        if compiler:
+            self._mailbox = mailbox()  # which counts the steps on both sides, and these are not launched
+            with compiler.recording():
+                self._record_all(run, steps, tables, last_tokens, None)
+            compiler.compile()
+        self._mailbox = mailbox()
+        self._captured = self._record_all(run, steps, tables, last_tokens, torch.cuda.graph_pool_handle())
         used, seconds = free - torch.cuda.mem_get_info(self._device)[0], time.monotonic() - started
         log.info("CUDA graphs of %d steps captured in %.1f s, %.2f GB", len(self._captured), seconds, used / 1e9)
+
+    def _record_all(
+        self, run: Run, steps: Mapping[Kind, Arrays], tables: Tensor, last_tokens: Tensor | None, pool: Pool | None
+    ) -> dict[Kind, Captured]:
+        """Without a `pool` everything is launched once, and nothing captured."""
+        all_captured = {}
+        for (shape, is_adapted), step in steps.items():
+            captured = self._record(run, step, tables[: shape.num_requests * len(self._table_names)], pool)
+            if last_tokens is not None and shape.is_decode:
+                captured = captured._replace(choices=self._record_choices(captured, last_tokens, pool))
+            all_captured[shape, is_adapted] = captured
+        return all_captured
 
     def _empty_step(self, shape: Shape, is_adapted: bool) -> Arrays:
         groups = self._of_adapters((shape.num_tokens, shape.num_logits)) if is_adapted and self._of_adapters else {}
         return empty_step(shape, self._nobodys_slot) | groups
 
-    def _record(self, run: Run, step: Arrays, tables: Tensor, pool: tuple[int, int]) -> Captured:
+    def _record(self, run: Run, step: Arrays, tables: Tensor, pool: Pool | None) -> Captured:
         mailbox, parts = self._mailbox, filled_up({}, step)
         numbers = torch.from_numpy(np.concatenate(parts)).to(self._device)
         told = apart(numbers, step)
         inputs: dict[str, Tensor | None] = {name: tensor for name, tensor in told.items() if name not in CHOICE}
         if CHOICE[0] in told:  # a decode step
             inputs["logit_rows"] = None
-        inputs["block_tables"] = tables
+        by_group = tables.chunk(len(self._table_names))
+        inputs.update(zip(self._table_names, by_group, strict=True))
 
         def taken() -> Outputs:
             mailbox.take(numbers, tables)
             return run(inputs)
 
-        mailbox.tell(parts, self._tables(np.empty((0, 1), np.int32), len(tables)))
+        mailbox.tell(parts, self._stacked([np.empty((0, 1), np.int32)] * len(by_group), len(by_group[0])))
         graph, outputs = self._graph_of(taken, pool)
-        return Captured(graph, {**told, "block_tables": tables}, step, outputs, {})
+        return Captured(graph, told, step, outputs, {})
 
     def _record_choices(
-        self, captured: Captured, last_tokens: Tensor, pool: tuple[int, int]
+        self, captured: Captured, last_tokens: Tensor, pool: Pool | None
     ) -> dict[Cuts, torch.cuda.CUDAGraph]:
         mailbox, told = self._mailbox, captured.told
 
@@ -154,20 +186,25 @@ class StepGraphs:
 
         return {cuts: self._graph_of(partial(choose, cuts), pool)[0] for cuts in CUTS}
 
-    def _graph_of(self, run: Callable[[], Made], pool: tuple[int, int]) -> tuple[torch.cuda.CUDAGraph, Made]:
-        run()  # whatever is compiled or set up at the first call
+    def _graph_of(self, run: Callable[[], Made], pool: Pool | None) -> tuple[torch.cuda.CUDAGraph, Made]:
+        made, graph = run(), torch.cuda.CUDAGraph()  # libraries set something up at the first call
         torch.cuda.synchronize(self._device)
-        graph = torch.cuda.CUDAGraph()
+        if pool is None:
+            return graph, made
         with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):  # NCCL has a thread
             made = run()
         return graph, made
 
-    def _tables(self, tables: np.ndarray, num_requests: int) -> np.ndarray:
-        """With rows of nobody's behind them."""
-        rest = num_requests - len(tables)
-        if not rest:
-            return tables
-        return np.concatenate([tables, np.full((rest, tables.shape[1]), self.nobodys_block, np.int32)])
+    def _stacked(self, tables: Sequence[np.ndarray], num_requests: int) -> np.ndarray:
+        """Return the block tables of all groups, one below the other, each filled up to `num_requests` rows and to the
+        width of the first with the block that padding writes to."""
+        parts, width = [], tables[0].shape[1]
+        for table in tables:
+            missing = num_requests - len(table), width - table.shape[1]
+            is_whole = not any(missing)
+            padding = ((0, missing[0]), (0, missing[1]))
+            parts.append(table if is_whole else np.pad(table, padding, constant_values=self.nobodys_block))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def clear(self) -> None:
         self._captured.clear()

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from engine.graph import Graph, Value
-from engine.ops.cuda import fp8, lowbit
+from engine.ops import cuda
 
 CHUNK = 16 << 20  # bytes on their way at a time, of each reader
 NUM_READERS = 4  # a disk is faster when it is asked for several things
-PACKED_BY = {**lowbit.PACKED_BY, "linear_fp8": fp8.pack}  # by op
 DRAWN_WIDTH = 0.02  # standard deviation
 CODES_WIDTH = {torch.int8: 73.3, torch.uint8: 4.61}  # of codes of 8 and of 4 bits that are all equally likely
 
@@ -91,9 +90,9 @@ def _as_the_ops_want_them(graph: Graph, tensors: dict[str, Tensor]) -> dict[str,
     """torch adds a bias of the product's own type; codes are packed."""
     names = {value.id: name for name, value in graph.parameters.items()}
     for node in graph.nodes:
-        if node.op in PACKED_BY:
+        if pack := cuda.packer(node.op):
             stored = [names[value.id] for value in node.inputs[1:-1] if value]
-            packed = PACKED_BY[node.op](*[tensors[name] for name in stored])
+            packed = pack(*[tensors[name] for name in stored])
             tensors |= dict(zip(stored, packed, strict=False))
         if node.op == "linear" and (bias := node.inputs[2]):
             weight = node.inputs[1]

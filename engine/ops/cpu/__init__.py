@@ -10,6 +10,7 @@ import functools
 import os
 
 from engine.errors import SetupError
+from engine.ops.cpu.calls import NUMBER
 from engine.ops.cpu.kernels import CpuOps
 from engine.ops.cpu.library import c_library
 
@@ -28,15 +29,15 @@ def _load(isa: str | None) -> CpuOps:
     lib = c_library()
     table = lib.llm_kernels(isa.encode() if isa else None)
     if not table:
-        known, supported = (lib.llm_isas(only).decode().split(",") for only in (0, 1))
+        known, supported = (lib.llm_isas(only, 0).decode().split(",") for only in (0, 1))
         trouble = "this machine does not support it" if isa in known else "there is no such instruction set"
         raise UnknownIsa(f"CPU_ISA is {isa!r}: {trouble}; it must be one of {', '.join(supported)}")
     return CpuOps(lib, table)
 
 
 def available_isas() -> list[str]:
-    """What this machine can run, best first."""
-    return c_library().llm_isas(1).decode().split(",")
+    """Return what this machine and this build have, best first. `python -m engine.ops.build` builds all."""
+    return c_library().llm_isas(1, 1).decode().split(",")
 
 
 def cpu_isa() -> str:
@@ -56,6 +57,6 @@ def set_num_threads(count: int) -> None:
 
 def __getattr__(name: str):
     """The ops themselves, of the default instruction set."""
-    if name.startswith("_") or name not in vars(CpuOps):
+    if name not in NUMBER and (name.startswith("_") or name not in vars(CpuOps)):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(load(), name)

@@ -4,14 +4,12 @@
 
 namespace LLM_ISA {
 
-inline void add_rms_norm(const float* x, float* residual, const float* weight, float* y, int64_t rows,
-                         int64_t cols, float epsilon) {
-  parallel_rows(rows, cols, [=](int64_t t) {
-    const float* from = x + t * cols;
-    float* into = residual + t * cols;
-    for_lanes(cols,
-              [=](int64_t c, int n) { store_n(into + c, load_n(into + c, n) + load_n(from + c, n), n); });
-    norm_row(into, weight, y + t * cols, cols, epsilon);
+inline void add_rms_norm(const LlmAddRmsNorm& a) {
+  parallel_rows(a.T, a.H, [=](int64_t t) {
+    const float* from = a.x + t * a.H;
+    float* into = a.residual + t * a.H;
+    for_lanes(a.H, [=](int64_t c, int n) { store_n(into + c, load_n(into + c, n) + load_n(from + c, n), n); });
+    norm_row(into, a.weight, a.y + t * a.H, a.H, a.epsilon);
   });
 }
 

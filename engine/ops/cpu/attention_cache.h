@@ -2,13 +2,13 @@
 #pragma once
 #include <cstring>
 
-#include "kernels.h"
+#include "catalogue.h"
 #include "vec.h"
 
 namespace LLM_ISA {
 
 template <class Cache>
-struct AttentionArgs : LlmAttention {
+struct AttentionArgs : LlmPagedAttention {
   int64_t group() const { return num_heads / num_kv_heads; }
   // Of a cached key or value: that of bytes ends in the two of its scale, a bf16.
   int64_t row_width() const { return head_dim + (sizeof(Cache) == 1 ? 2 : 0); }

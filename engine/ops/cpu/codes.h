@@ -58,9 +58,9 @@ struct A8w8 : Bytes {
   static constexpr int origin = steps == 1 ? 128 : 0;
   static constexpr bool has_scale_of_row = true, has_group_scales = false, has_zeros = false;
 };
-template <bool kHasZeros>  // which are numbers of their own: here they count how often they are to be taken off
+template <bool kHasZeros, int64_t kGroup>  // zeros are numbers of their own: here they count how often they are taken off
 struct Int4 : Nibbles {
-  static constexpr int64_t group = 64;
+  static constexpr int64_t group = kGroup;
   static constexpr int origin = kHasZeros ? 1 : 8;
   static constexpr bool has_scale_of_row = false, has_group_scales = true, has_zeros = kHasZeros;
 };

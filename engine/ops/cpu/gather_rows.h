@@ -2,14 +2,15 @@
 #pragma once
 #include <cstring>
 
+#include "catalogue.h"
 #include "parallel.h"
 #include "vec.h"
 
 namespace LLM_ISA {
 
-inline void gather_rows(const float* x, const int32_t* rows, float* y, int64_t num_rows, int64_t cols) {
-  parallel_rows(num_rows, cols, [=](int64_t s) {
-    memcpy(y + s * cols, x + rows[s] * cols, sizeof(float) * static_cast<size_t>(cols));
+inline void gather_rows(const LlmGatherRows& a) {
+  parallel_rows(a.S, a.H, [=](int64_t s) {
+    memcpy(a.y + s * a.H, a.x + a.rows[s] * a.H, sizeof(float) * static_cast<size_t>(a.H));
   });
 }
 

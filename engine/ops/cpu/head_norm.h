@@ -6,16 +6,15 @@
 
 namespace LLM_ISA {
 
-inline void head_norm(const float* qkv, const float* q_weight, const float* k_weight, float* y, int64_t rows,
-                      int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, float epsilon) {
-  const int64_t normed = num_heads + num_kv_heads, width = (normed + num_kv_heads) * head_dim;
-  parallel_rows(rows, width, [=](int64_t t) {
+inline void head_norm(const LlmHeadNorm& a) {
+  const int64_t normed = a.num_heads + a.num_kv_heads, width = (normed + a.num_kv_heads) * a.head_dim;
+  parallel_rows(a.T, width, [=](int64_t t) {
     for (int64_t h = 0; h < normed; h++) {
-      const int64_t at = t * width + h * head_dim;
-      norm_row(qkv + at, h < num_heads ? q_weight : k_weight, y + at, head_dim, epsilon);
+      const int64_t at = t * width + h * a.head_dim;
+      norm_row(a.qkv + at, h < a.num_heads ? a.q_weight : a.k_weight, a.y + at, a.head_dim, a.epsilon);
     }
-    const int64_t values = t * width + normed * head_dim;
-    memcpy(y + values, qkv + values, sizeof(float) * static_cast<size_t>(num_kv_heads * head_dim));
+    const int64_t values = t * width + normed * a.head_dim;
+    memcpy(a.y + values, a.qkv + values, sizeof(float) * static_cast<size_t>(a.num_kv_heads * a.head_dim));
   });
 }
 

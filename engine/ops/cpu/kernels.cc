@@ -1,45 +1,27 @@
 // Built once for every instruction set: LLM_ISA names it.
 #include "kernels.h"
 
-#include "add_rms_norm.h"
+#include <type_traits>
+
 #include "add_product.h"
-#include "embedding.h"
-#include "gather_rows.h"
-#include "head_norm.h"
-#include "linear_bf16.h"
-#include "paged_attention.h"
-#include "quantized_linear.h"
-#include "rms_norm.h"
-#include "rotary_angles.h"
+#include "catalogue_kernels.h"
 #include "sampling_passes.h"
-#include "swiglu.h"
 
 namespace LLM_ISA {
 namespace {
 
-void any_embedding(const LlmEmbedding* args) {
-  if (args->table_kind == kPackedBf16)
-    embedding(*args, [=](int64_t row, float* y) {
-      unpack_row(static_cast<const uint16_t*>(args->table), row, y, args->cols);
-    });
-  else if (args->table_kind == kBf16)
-    embedding(*args, static_cast<const uint16_t*>(args->table));
-  else
-    embedding(*args, static_cast<const float*>(args->table));
-}
-
-void any_linear(const float* x, const void* weight, int weight_kind, const float* bias, float* y,
-                int64_t rows, int64_t width, int64_t num_out) {
-  if (weight_kind != kFloat32)
-    linear_bf16(x, {static_cast<const uint16_t*>(weight), weight_kind == kPackedBf16}, bias, y, rows, width, num_out);
-  else
-    linear(x, static_cast<const float*>(weight), bias, y, rows, width, num_out);
+// An op as its structure says, for the table.
+template <class Args, class Op>
+const char* call(const void* args, Op op) {
+  if constexpr (std::is_void_v<decltype(op(*static_cast<const Args*>(args)))>) {
+    op(*static_cast<const Args*>(args));
+    return nullptr;
+  } else {
+    return op(*static_cast<const Args*>(args));
+  }
 }
 
 void any_add_product(const LlmAddProduct* args) { add_product(*args); }
-void any_linear_int8(const LlmQuantizedLinear* args) { linear_int8(*args); }
-void any_linear_int4(const LlmQuantizedLinear* args) { linear_int4(*args); }
-void any_linear_a8w8(const LlmQuantizedLinear* args) { linear_a8w8(*args); }
 void any_pack_rows(const void* rows, int64_t num_rows, int64_t row_bytes, int64_t unit, void* packed) {
   (unit == 2 ? pack_rows<uint16_t> : pack_rows<uint32_t>)(rows, num_rows, row_bytes, packed);
   llm_dismiss_threads();
@@ -51,15 +33,6 @@ int64_t any_pack_weight(const uint16_t* weight, uint16_t* packed, int64_t num_ou
   return elements;
 }
 
-void any_paged_attention(const LlmAttention* args) {
-  if (args->cache_bits == 8)
-    paged_attention(AttentionArgs<int8_t>{*args});
-  else if (args->cache_bits == 16)
-    paged_attention(AttentionArgs<uint16_t>{*args});
-  else
-    paged_attention(AttentionArgs<float>{*args});
-}
-
 }  // namespace
 }  // namespace LLM_ISA
 
@@ -67,25 +40,15 @@ void any_paged_attention(const LlmAttention* args) {
 #define TEXT(name) TEXT_OF(name)
 #define JOIN_OF(a, b) a##b
 #define JOIN(a, b) JOIN_OF(a, b)
+#define ENTRY(number, Args, name) \
+  [](const void* args) { return LLM_ISA::call<Args>(args, [](const Args& a) { return LLM_ISA::name(a); }); },
 
 extern "C" const LlmKernels JOIN(llm_kernels_, LLM_ISA);
 const LlmKernels JOIN(llm_kernels_, LLM_ISA) = {
     TEXT(LLM_ISA),
-    LLM_ISA::any_embedding,
-    LLM_ISA::gather_rows,
-    LLM_ISA::rms_norm,
-    LLM_ISA::add_rms_norm,
-    LLM_ISA::head_norm,
-    LLM_ISA::any_linear,
-    LLM_ISA::linear_swiglu,
+    {LLM_EACH_OP(ENTRY)},
     LLM_ISA::any_pack_weight,
-    LLM_ISA::any_linear_int8,
-    LLM_ISA::any_linear_int4,
-    LLM_ISA::any_linear_a8w8,
     LLM_ISA::any_pack_rows,
-    LLM_ISA::rotary_angles,
-    LLM_ISA::any_paged_attention,
-    LLM_ISA::swiglu,
     LLM_ISA::any_add_product,
     LLM_ISA::largest_of,
     LLM_ISA::find,

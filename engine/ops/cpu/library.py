@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import POINTER, c_bool, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import fields
 
 from engine.ops import build
+from engine.ops.catalogue import CPU_OPS
 from engine.ops.sampling_rows import SampledRows, SamplingRows
 
 
@@ -20,19 +21,9 @@ class Kernels(ctypes.Structure):
 
     _fields_ = [
         ("isa", c_char_p),
-        ("embedding", _function(c_void_p)),
-        ("gather_rows", _function(c_void_p, c_void_p, c_void_p, c_int64, c_int64)),
-        ("rms_norm", _function(c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float)),
-        ("add_rms_norm", _function(c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float)),
-        ("head_norm", _function(*[c_void_p] * 4, *[c_int64] * 4, c_float)),
-        ("linear", _function(c_void_p, c_void_p, c_int, c_void_p, c_void_p, *[c_int64] * 3)),
-        ("linear_swiglu", _function(*[c_void_p] * 4, *[c_int64] * 3, returns=c_bool)),
+        ("ops", c_void_p * len(CPU_OPS)),
         ("pack_weight", _function(c_void_p, c_void_p, c_int64, c_int64, returns=c_int64)),
-        *((f"linear_{kind}", _function(c_void_p)) for kind in ("int8", "int4", "a8w8")),
         ("pack_rows", _function(c_void_p, c_int64, c_int64, c_int64, c_void_p)),
-        ("rotary_angles", _function(c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float)),
-        ("paged_attention", _function(c_void_p)),
-        ("swiglu", _function(c_void_p, c_void_p, c_int64, c_int64)),
         ("add_product", _function(c_void_p)),
         ("largest", _function(c_void_p, c_int64, returns=c_float)),
         ("find", _function(c_void_p, c_int64, c_float, returns=c_int64)),
@@ -43,41 +34,20 @@ class Kernels(ctypes.Structure):
     ]
 
 
-WEIGHT_KINDS = ("float32", "bfloat16", "packed")  # LlmWeight of kernels.h
-
-
-class Embedding(ctypes.Structure):
-    """`LlmEmbedding` of kernels.h."""
+class Array(ctypes.Structure):
+    """`LlmArray` of calls.h."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("token_ids", "table", "y")),
-        *((name, c_int64) for name in ("rows", "cols", "table_rows", "first_id")),
-        ("table_kind", c_int32),
+        ("data", c_void_p),
+        *((name, c_int32) for name in ("type", "rank", "is_packed")),
+        ("shape", c_int64 * 5),
     ]
 
 
-class Attention(ctypes.Structure):
-    """`LlmAttention` of kernels.h."""
+class CallHead(ctypes.Structure):
+    """`LlmCall` of calls.h."""
 
-    _pointers = ("qkv", "cos_sin", "kv_cache", "query_starts", "context_lens", "block_tables", "out")
-    _sizes = ("num_requests", "num_heads", "num_kv_heads", "head_dim", "rotary_dim", "block_size", "max_blocks")
-    _fields_ = [
-        *((name, c_void_p) for name in _pointers),
-        *((name, c_int64) for name in _sizes),
-        ("scale", c_float),
-        ("cache_bits", c_int32),
-    ]
-
-
-class QuantizedLinear(ctypes.Structure):
-    """`LlmQuantizedLinear` of kernels.h."""
-
-    _fields_ = [
-        *((name, c_void_p) for name in ("x", "weight", "scale", "zero", "bias", "y")),
-        *((name, c_int64) for name in ("rows", "width", "num_out")),
-        ("is_packed", c_int32),
-        ("is_gated", c_int32),
-    ]
+    _fields_ = [("op", c_int32), ("of_logits", c_int32), ("num_bytes", c_int64)]
 
 
 class Sampling(ctypes.Structure):
@@ -86,18 +56,6 @@ class Sampling(ctypes.Structure):
     _fields_ = [
         *((field.name, c_void_p) for field in (*fields(SamplingRows), *fields(SampledRows))),
         ("max_logprobs", c_int64),
-    ]
-
-
-class Call(ctypes.Structure):
-    """`LlmCall` of program.h."""
-
-    _fields_ = [
-        ("op", c_int32),
-        ("of_logits", c_int32),
-        ("at", c_void_p * 7),
-        ("size", c_int64 * 6),
-        ("number", c_float),
     ]
 
 
@@ -130,14 +88,17 @@ class Counts(ctypes.Structure):
 def c_library() -> ctypes.CDLL:
     lib = ctypes.CDLL(str(build.library()))
     lib.llm_kernels.argtypes, lib.llm_kernels.restype = [c_char_p], POINTER(Kernels)
-    lib.llm_isas.argtypes, lib.llm_isas.restype = [c_int], c_char_p
+    lib.llm_isas.argtypes, lib.llm_isas.restype = [c_int, c_int], c_char_p
     lib.llm_num_threads.restype = c_int
     lib.llm_set_num_threads.argtypes, lib.llm_set_num_threads.restype = [c_int], None
     lib.llm_sample.argtypes = [POINTER(Kernels), c_void_p, c_int64, c_int64, POINTER(Sampling)]
     lib.llm_sample.restype = None
     lib.llm_run.argtypes, lib.llm_run.restype = [POINTER(Kernels), c_void_p, c_int64, POINTER(Counts)], c_char_p
+    for function in (lib.llm_shapes, lib.llm_check):
+        function.argtypes, function.restype = [c_int32, c_void_p, c_void_p], c_char_p
+    lib.llm_call.argtypes, lib.llm_call.restype = [POINTER(Kernels), c_int32, c_void_p, c_void_p], c_char_p
+    lib.llm_record.argtypes, lib.llm_record.restype = [POINTER(CallHead), c_void_p, c_void_p, c_void_p], c_char_p
     lib.llm_all_reduce.argtypes, lib.llm_all_reduce.restype = [c_void_p, c_void_p, c_int64], c_char_p
-    lib.llm_all_gather.argtypes, lib.llm_all_gather.restype = [c_void_p, c_void_p, *[c_int64] * 3], c_char_p
     lib.llm_join.argtypes, lib.llm_join.restype = [c_void_p], c_char_p
     lib.llm_leave.restype = None
     lib.llm_num_ranks.restype = c_int64

@@ -8,6 +8,22 @@
 namespace LLM_ISA {
 
 constexpr int64_t kPanel = 32;
+constexpr int64_t kGatedOutputs = 2 * kPanel;  // a gated product takes an N that is a multiple of this
+
+// A linear layer whose weight is stored with 8 or 4 bits an element. K: the width of x; K' is K, rounded up to 128. What is
+// packed has been put by pack_rows where it is read fastest: the weight, and the scale and zero that go with two codes a
+// byte.
+struct QuantizedLinear {
+  const float* x;      // [T, K]
+  const void* weight;  // int8 [N, K], or uint8 [N, K' / 2]: two codes a byte
+  const void* scale;   // float32 [N], or bf16 [N, K' / group]
+  const void* zero;    // with two codes a byte: as scale, or null
+  const float* bias;   // [N], or null
+  float* y;            // [T, N]; gated: swiglu of that, [T, N / 2]
+  int64_t rows, width, num_out;
+  int64_t group;  // codes that share a scale, where there are two a byte: 64 or 32
+  bool is_packed, is_gated;
+};
 
 template <class Unit>
 constexpr int64_t units_of(int64_t bytes) {
@@ -38,7 +54,7 @@ inline void pack_rows(const void* rows, int64_t num_rows, int64_t row_bytes, voi
 
 // Panel `index` of the weight, or of what belongs to it; one that is not packed is, into scratch memory.
 template <class Unit>
-inline const Unit* panel_of(const LlmQuantizedLinear& a, const void* rows, int64_t row_bytes, int64_t index, int slot) {
+inline const Unit* panel_of(const QuantizedLinear& a, const void* rows, int64_t row_bytes, int64_t index, int slot) {
   const int64_t size = kPanel * units_of<Unit>(row_bytes);
   if (a.is_packed) return static_cast<const Unit*>(rows) + index * size;
   auto* panel = static_cast<Unit*>(llm_scratch(slot, sizeof(Unit) * static_cast<size_t>(size)));

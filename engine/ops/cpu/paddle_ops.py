@@ -6,28 +6,10 @@ import functools
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 from engine.ops import build
-
-# op -> how many inputs (an optional one counts), then its attributes in the order of paddle_ops.cc
-OPS = {
-    "all_gather": (1, "num_ranks", "width"),
-    "all_reduce": (1,),
-    "embedding": (2, "first_id"),
-    "gather_rows": (2,),
-    "rms_norm": (2, "epsilon"),
-    "add_rms_norm": (3, "epsilon"),
-    "head_norm": (3, "num_heads", "num_kv_heads", "epsilon"),
-    "linear": (3,),
-    "linear_int8": (4,),
-    "linear_a8w8": (4,),
-    "linear_int4": (5,),
-    "linear_fp8": (4,),
-    "rotary_angles": (2, "attention_scaling"),
-    "paged_attention": (6, "num_heads", "num_kv_heads", "scale"),
-    "swiglu": (1,),
-}
+from engine.ops.catalogue import EXPORTED
+from engine.ops.declaration import Op
 
 
 @functools.cache
@@ -40,12 +22,15 @@ def register_paddle_ops() -> SimpleNamespace:
         from paddle.utils.cpp_extension import load_op_meta_info_and_register_op
 
     load_op_meta_info_and_register_op(str(library))
-    return SimpleNamespace(**{name: _function(name, *spec) for name, spec in OPS.items()})
+    return SimpleNamespace(**{op.name: _function(op) for op in EXPORTED})
 
 
-def _function(name: str, num_inputs: Any, *attributes: Any) -> Callable:
+def _function(declared: Op) -> Callable:
     from paddle import _C_ops
     from paddle.jit.marker import unified
+
+    name, num_inputs = declared.name, len(declared.inputs)
+    attributes = [each.name for each in declared.attributes]
 
     def op(*inputs, **values):
         if values.keys() != set(attributes):

@@ -5,6 +5,7 @@
 
 #include "attention_factors.h"
 #include "parallel.h"
+#include "softcap.h"
 
 namespace LLM_ISA {
 
@@ -17,6 +18,7 @@ struct AttentionRows {
   float *weights, *sums;          // [rows, key_width], [rows, value_width]
   float *largest, *total, *keep;  // [rows]: of the online softmax; `keep` rescales what came before
   float *query_units, *weight_units, *key_scales, *value_scales;  // [rows], [rows], [key_width]: of whole numbers
+  float softcap;
 
   SumArgs<F> scores() const { return {query, query_width, keys, weights, key_width, query_width, nullptr, query_units}; }
   SumArgs<F> output(int64_t depth) const {
@@ -29,6 +31,7 @@ using RowsOf = AttentionRows<typename Factor<Cache>::type>;
 template <class Cache>
 RowsOf<Cache> carve_scratch(const AttentionArgs<Cache>& a, int64_t rows) {
   RowsOf<Cache> r;
+  r.softcap = a.softcap;
   r.query_width = padded_dim<Cache>(a.head_dim);
   r.key_width = round_up(a.block_size, 2 * W);
   r.value_width = round_up(a.head_dim, 2 * W);
@@ -82,14 +85,29 @@ template <class Cache>
   if constexpr (sizeof(Cache) > 1) put_weights<Cache>(r.factors + at, weights[0], weights[1], all);
 }
 
-// The online softmax of rows first .. end: scores -> weights over the block's first `count` positions.
+// The positions of a block that a token sees.
+struct Seen {
+  int64_t begin, end;
+};
+
+// The online softmax of rows first .. end: scores -> weights over the seen positions of the block.
 template <class Cache>
-inline void soften(const RowsOf<Cache>& r, int64_t first, int64_t end, int64_t count) {
+inline void soften(const RowsOf<Cache>& r, int64_t first, int64_t end, Seen seen) {
+  const int64_t count = seen.end;
   for (int64_t row = first; row < end; row++) {
     float* scores = r.weights + row * r.key_width;
     vec most = set1(-INFINITY);
+    const bool is_plain = !(r.softcap > 0) && !seen.begin;
+    if (!is_plain) {
+      for_lanes(count, [&](int64_t i, int) {
+        vec score = load(scores + i);
+        if (sizeof(Cache) == 1) score *= load(r.key_scales + i);
+        store(scores + i, r.softcap > 0 ? capped(score, r.softcap) : score);
+      });
+      for (int64_t i = 0; i < seen.begin; i++) scores[i] = -INFINITY;
+    }
     for_lanes(count, [&](int64_t i, int n) {
-      if (sizeof(Cache) == 1) store(scores + i, load(scores + i) * load(r.key_scales + i));
+      if (sizeof(Cache) == 1 && is_plain) store(scores + i, load(scores + i) * load(r.key_scales + i));
       most = max(keep_first(load(scores + i), n, most), most);
     });
     r.keep[row] = largest(most);
@@ -136,7 +154,9 @@ inline void add_block(const AttentionArgs<Cache>& a, const RowsOf<Cache>& r, Blo
   using F = typename Factor<Cache>::type;
   const int64_t group = a.group(), dim = a.head_dim;
   const int64_t seen_from = block.start > first_position ? block.start - first_position : 0;
-  const int64_t rows = (num_tokens - seen_from) * group;
+  const int64_t end_of_window = block.start - first_position + a.window - 1;  // the last token that sees its beginning
+  const int64_t seen_until = a.window ? min(num_tokens, end_of_window + a.block_size) : num_tokens;
+  const int64_t rows = (seen_until - seen_from) * group;
   const SumArgs<F> scores = r.scores().from_row(seen_from * group);
   auto score_them = [&](auto m) { score_few<decltype(m)::value>(scores, block.keys); };
   by_rows(rows, score_them, [&] {
@@ -149,10 +169,12 @@ inline void add_block(const AttentionArgs<Cache>& a, const RowsOf<Cache>& r, Blo
       r.key_scales[i] = scale_of(block.keys.data + i * block.keys.stride, dim);
       r.value_scales[i] = scale_of(block.values.data + i * block.values.stride, dim);
     }
-  for (int64_t j = seen_from; j < num_tokens;) {
+  for (int64_t j = seen_from; j < seen_until;) {
     const int64_t depth = min(a.block_size, first_position + j + 1 - block.start);
-    const int64_t alike = depth == a.block_size ? num_tokens - j : 1;  // tokens that see as much of it
-    soften<Cache>(r, j * group, (j + alike) * group, depth);
+    const int64_t hidden = a.window && j > end_of_window ? j - end_of_window : 0;
+    const int64_t last_alike = a.window ? min(seen_until, end_of_window + 1) : seen_until;
+    const int64_t alike = depth == a.block_size && !hidden ? last_alike - j : 1;  // tokens that see as much of it
+    soften<Cache>(r, j * group, (j + alike) * group, {hidden, depth});
     const SumArgs<F> output = r.output(depth).from_row(j * group);
     CachedRows<Cache> seen = block.values;
     seen.count = depth;
@@ -179,11 +201,13 @@ void attend(const AttentionArgs<Cache>& a, int64_t request, int64_t first, int64
     float* rotated = r.sums + i * r.value_width;
     rotate(a.qkv + t * a.qkv_width() + (head + i % group) * dim, a.angles(t), rotated, dim, a.rotary_dim, a.scale);
     r.query_units[i] = put_query(rotated, dim, Factor<Cache>::is_rounded, r.query + i * r.query_width);
-    r.largest[i] = -INFINITY;
-    r.total[i] = 0.0f;
+    r.largest[i] = a.sinks ? a.sinks[head + i % group] : -INFINITY;
+    r.total[i] = a.sinks ? 1.0f : 0.0f;
   }
   memset(r.sums, 0, sizeof(float) * static_cast<size_t>(rows * r.value_width));
-  for (int64_t at = 0; at < end; at += a.block_size)
+  const int64_t outside = a.window && first_position >= a.window ? first_position - a.window + 1 : 0;
+  const int64_t begin = outside / a.block_size * a.block_size;
+  for (int64_t at = begin; at < end; at += a.block_size)
     add_block(a, r, Block<Cache>{rows_at(0, at), rows_at(1, at), at}, first_position, count);
   for (int64_t i = 0; i < rows; i++) {
     float* out = a.out + ((start + first + i / group) * a.num_heads + head + i % group) * dim;
@@ -200,11 +224,11 @@ template <class Cache>
 void paged_attention(const AttentionArgs<Cache>& a) {
   constexpr int64_t kRowsAtOnce = 64;
   const int64_t tokens_at_once = kRowsAtOnce > a.group() ? kRowsAtOnce / a.group() : 1;
-  const int64_t num_tokens = a.query_starts[a.num_requests];
+  const int64_t num_tokens = a.query_starts[a.B];
   const auto task_bytes = sizeof(AttentionTask) * static_cast<size_t>(num_tokens);
   auto* tasks = static_cast<AttentionTask*>(llm_scratch(2, task_bytes));
   int64_t num_tasks = 0, work = 0;
-  for (int64_t b = 0; b < a.num_requests; b++) {
+  for (int64_t b = 0; b < a.B; b++) {
     const int64_t count = a.query_starts[b + 1] - a.query_starts[b];
     work += count * (a.context_lens[b] + count) * a.num_heads * a.head_dim / 8;
     for (int64_t first = 0; first < count; first += tokens_at_once)
@@ -220,6 +244,15 @@ void paged_attention(const AttentionArgs<Cache>& a) {
     const AttentionTask& task = tasks[num_tasks - 1 - i / a.num_kv_heads];  // the longest rows first
     attend(a, task.request, task.first, task.count, i % a.num_kv_heads);
   });
+}
+
+inline void paged_attention(const LlmPagedAttention& a) {
+  if (a.kv_cache_type == kI8)
+    paged_attention(AttentionArgs<int8_t>{a});
+  else if (a.kv_cache_type == kBf16)
+    paged_attention(AttentionArgs<uint16_t>{a});
+  else
+    paged_attention(AttentionArgs<float>{a});
 }
 
 }  // namespace LLM_ISA

@@ -2,25 +2,10 @@
 #pragma once
 #include <cstdint>
 
-#include "kernels.h"
+#include "calls.h"
 
 #pragma GCC visibility push(default)
 extern "C" {
-
-// The ops of docs/ops.md by their names there.
-enum LlmOp : int32_t {
-  kEmbedding, kGatherRows, kRmsNorm, kAddRmsNorm, kHeadNorm, kLinear, kLinearInt8, kLinearA8w8, kLinearInt4,
-  kRotaryAngles, kPagedAttention, kSwiglu, kAllReduce, kAllGather,
-};
-
-struct LlmCall {
-  int32_t op;         // an LlmOp
-  int32_t of_logits;  // its rows are those of which logits are wanted, otherwise the tokens of the step
-  void* at[7];        // its inputs, then its output, in the catalogue's order; null: not given
-  int64_t size[6];    // what the kernel needs to know of them, see program.py; then of a linear call whether all
-                      // that reads its output is the swiglu that follows
-  float number;       // its attribute that is no whole number
-};
 
 // What an adapter adds to a linear call: y[t, first + n] += sum_r (sum_k x[t, k] * a[r, k]) * b[r, n].
 struct LlmPair {
@@ -42,7 +27,7 @@ struct LlmCounts {
   int64_t num_groups;
 };
 
-// Returns null, or what went wrong between the ranks.
-const char* llm_run(const LlmKernels* kernels, const LlmCall* calls, int64_t num_calls, const LlmCounts* counts);
+// `calls`: records one after another. Returns null, or what went wrong between the ranks.
+const char* llm_run(const LlmKernels* kernels, void* calls, int64_t num_bytes, const LlmCounts* counts);
 }
 #pragma GCC visibility pop

@@ -1,5 +1,6 @@
 // y[t, n] = sum_k x[t, k] * value(weight[n, k]) + bias[n] for weights of 8 and 4 bits
 #pragma once
+#include "catalogue.h"
 #include "linear.h"
 #include "parallel.h"
 #include "quantized_registers.h"
@@ -43,11 +44,11 @@ template <class F>
 inline void multiply_panel(const QuantizedArgs<F>& q, int64_t panel, int64_t then, int64_t t, int64_t t_end, float* y,
                            int64_t y_stride, TileRegisters& registers) {
   const int64_t row_bytes = q.num_words * 4, n = panel * kPanel;
-  const LlmQuantizedLinear& a = q.a;
+  const QuantizedLinear& a = q.a;
   const uint32_t* words = panel_of<uint32_t>(a, a.weight, F::codes == 8 ? row_bytes : a.width, panel, 1);
   const uint16_t *scales = nullptr, *zeros = nullptr;
-  if (F::has_group_scales) scales = panel_of<uint16_t>(a, a.scale, row_bytes / 16, panel, 2);
-  if (F::has_zeros) zeros = panel_of<uint16_t>(a, a.zero, row_bytes / 16, panel, 3);
+  if (F::has_group_scales) scales = panel_of<uint16_t>(a, a.scale, row_bytes * 4 / F::group, panel, 2);
+  if (F::has_zeros) zeros = panel_of<uint16_t>(a, a.zero, row_bytes * 4 / F::group, panel, 3);
   const uint32_t* after = a.is_packed ? words + (then - panel) * kPanel * q.num_words : words;
   for (int64_t first = 0; first < q.num_words; first += kWords) {
     const int64_t end = min(first + kWords, q.num_words);
@@ -62,7 +63,7 @@ inline void multiply_panel(const QuantizedArgs<F>& q, int64_t panel, int64_t the
 template <class F>
 inline void multiply_gated(const QuantizedArgs<F>& q, int64_t panel, int64_t then, int64_t t, int64_t t_end,
                            TileRegisters& registers) {
-  const LlmQuantizedLinear& a = q.a;
+  const QuantizedLinear& a = q.a;
   const int64_t half = a.num_out / 2;
   auto* gates = static_cast<float*>(llm_scratch(4, sizeof(float) * static_cast<size_t>(2 * kPanel * (t_end - t))));
   float* ups = gates + kPanel * (t_end - t);
@@ -74,12 +75,11 @@ inline void multiply_gated(const QuantizedArgs<F>& q, int64_t panel, int64_t the
 }
 
 template <class F>
-void quantized_linear(const LlmQuantizedLinear& a) {
+void quantized_linear(const QuantizedLinear& a) {
   const CodesOfX<F> x(a.rows, a.width);
   parallel_rows(a.rows, 2 * a.width, [&](int64_t t) { put_row(a.x + t * a.width, a.width, x, t); });
 
   const QuantizedArgs<F> q = {a, x, (F::codes == 8 ? round_up(a.width, 128) : a.width + 3) / F::codes};
-  static_assert(kGatedOutputs == 2 * kPanel);
   const int64_t num_panels = a.is_gated ? a.num_out / kGatedOutputs : (a.num_out + kPanel - 1) / kPanel;
   const int64_t wanted = 4 * llm_num_threads();
   const int64_t least = (a.rows + kRowsOfPiece - 1) / kRowsOfPiece;
@@ -100,10 +100,33 @@ void quantized_linear(const LlmQuantizedLinear& a) {
   });
 }
 
-inline void linear_int8(const LlmQuantizedLinear& a) { quantized_linear<Int8>(a); }
-inline void linear_a8w8(const LlmQuantizedLinear& a) { quantized_linear<A8w8>(a); }
-inline void linear_int4(const LlmQuantizedLinear& a) {
-  a.zero ? quantized_linear<Int4<true>>(a) : quantized_linear<Int4<false>>(a);
+template <class Args>
+const void* zero_of(const Args&) { return nullptr; }
+inline const void* zero_of(const LlmLinearInt4& a) { return a.zero; }
+inline const void* zero_of(const LlmGatedLinearInt4& a) { return a.zero; }
+template <class Args>
+int64_t group_of(const Args&) {
+  return 0;
 }
+inline int64_t group_of(const LlmLinearInt4& a) { return round_up(a.K, 128) / a.G; }
+inline int64_t group_of(const LlmGatedLinearInt4& a) { return round_up(a.K, 128) / a.G; }
+
+// The product of a layer, or of a layer with its swiglu, at y.
+template <class Args>
+QuantizedLinear product_at(const Args& a, float* y, bool is_gated = false) {
+  const bool is_packed = a.weight_is_packed != 0;
+  return {a.x, a.weight, a.scale, zero_of(a), a.bias, y, a.T, a.K, a.N, group_of(a), is_packed, is_gated};
+}
+
+inline void int4_linear(const QuantizedLinear& a) {
+  if (a.group == 32)
+    a.zero ? quantized_linear<Int4<true, 32>>(a) : quantized_linear<Int4<false, 32>>(a);
+  else
+    a.zero ? quantized_linear<Int4<true, 64>>(a) : quantized_linear<Int4<false, 64>>(a);
+}
+
+inline void linear_int8(const LlmLinearInt8& a) { quantized_linear<Int8>(product_at(a, a.y)); }
+inline void linear_a8w8(const LlmLinearA8w8& a) { quantized_linear<A8w8>(product_at(a, a.y)); }
+inline void linear_int4(const LlmLinearInt4& a) { int4_linear(product_at(a, a.y)); }
 
 }  // namespace LLM_ISA

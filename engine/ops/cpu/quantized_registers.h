@@ -73,6 +73,7 @@ template <class F, bool kIsFull>
 template <class F, bool kIsFull>
 [[gnu::noinline]] inline void multiply_tile(const QuantizedArgs<F>& q, const Tile& p, int64_t rows) {
   constexpr int64_t kStepWords = kTileHeight / F::steps, kGroupSteps = F::group / kTileBytes;
+  static_assert(kGroupSteps > 0, "a register holds more codes than a group");
   constexpr int64_t kSpan = kGroupSteps > kTurns ? kGroupSteps : kTurns;
   const int64_t num_steps = (p.end - p.first) / kStepWords;
   const code_x* x = q.x.row(p.t) + p.first * F::codes;
@@ -107,17 +108,21 @@ template <class F, bool kIsFull>
   });
 }
 
-// Rows p.t .. t_end, where that is faster; else nothing is done.
+// Rows p.t .. t_end, where that is faster; else nothing is done, nor where a register holds more codes than a group.
 template <class F>
 inline bool multiply_by_registers(const QuantizedArgs<F>& q, Tile p, int64_t t_end, TileRegisters& registers) {
-  if (t_end - p.t <= kBestByVectors || q.num_words % (kTileHeight / F::steps)) return false;
-  p.turns = (t_end - p.t + kTileHeight - 1) / kTileHeight;
-  for (; p.turn < p.turns; p.turn++, p.t += kTileHeight, p.y += kTileHeight * p.y_stride) {
-    const int64_t rows = min(kTileHeight, t_end - p.t);
-    registers.set_rows(rows, rows);
-    rows == kTileHeight ? multiply_tile<F, true>(q, p, rows) : multiply_tile<F, false>(q, p, rows);
+  if constexpr (F::group < kTileBytes) {
+    return false;
+  } else {
+    if (t_end - p.t <= kBestByVectors || q.num_words % (kTileHeight / F::steps)) return false;
+    p.turns = (t_end - p.t + kTileHeight - 1) / kTileHeight;
+    for (; p.turn < p.turns; p.turn++, p.t += kTileHeight, p.y += kTileHeight * p.y_stride) {
+      const int64_t rows = min(kTileHeight, t_end - p.t);
+      registers.set_rows(rows, rows);
+      rows == kTileHeight ? multiply_tile<F, true>(q, p, rows) : multiply_tile<F, false>(q, p, rows);
+    }
+    return true;
   }
-  return true;
 }
 #else
 template <class F>

@@ -20,7 +20,7 @@ constexpr int64_t kAhead = 32;         // words between asking and reading, wher
 
 template <class F>
 struct QuantizedArgs {
-  const LlmQuantizedLinear& a;
+  const QuantizedLinear& a;
   const CodesOfX<F>& x;
   int64_t num_words;  // of a row of the weight
 };
@@ -42,7 +42,7 @@ struct Tile {
   }
 
   template <class Body>
-  void each_vec(const LlmQuantizedLinear& a, Body body) const {  // with the number of its outputs that there are
+  void each_vec(const QuantizedLinear& a, Body body) const {  // with the number of its outputs that there are
 #pragma GCC unroll 4
     for (int c = 0; c < kCols; c++)
       body(c, static_cast<int>(a.num_out - n > c * W ? min(W, a.num_out - n - c * W) : 0));
@@ -126,7 +126,7 @@ struct Last {
 template <class F, int M>
 [[gnu::noinline]] inline void multiply_tile(const QuantizedArgs<F>& q, const Tile& p) {
   constexpr int64_t kGroupWords = F::group / F::codes;
-  const LlmQuantizedLinear& a = q.a;
+  const QuantizedLinear& a = q.a;
   vec totals[M][kCols] = {};
   if (p.first > 0)
     p.each_vec(a, [&](int c, int count) {
@@ -142,8 +142,8 @@ template <class F, int M>
       for (int i = 0; i < M; i++)
 #pragma GCC unroll 4
         for (int c = 0; c < kCols; c++) sums[i][c] -= excess[i];
-    for (int64_t w = first; w < min(first + kGroupWords, p.end); w += kBlock)
-      multiply_words<F, M>(p, q.x, w, min(kBlock, p.end - w), sums);
+    const int64_t end = min(first + kGroupWords, p.end);
+    for (int64_t w = first; w < end; w += kBlock) multiply_words<F, M>(p, q.x, w, min(kBlock, end - w), sums);
     add_group<F, M>(p, q.x, g, totals, sums);
   }
   p.each_vec(a, [&](int c, int count) {

@@ -2,6 +2,7 @@
 #pragma once
 #include <cmath>
 
+#include "catalogue.h"
 #include "parallel.h"
 #include "vec.h"
 
@@ -21,10 +22,8 @@ inline void norm_row(const float* x, const float* weight, float* y, int64_t cols
   });
 }
 
-inline void rms_norm(const float* x, const float* weight, float* y, int64_t rows, int64_t cols,
-                     float epsilon) {
-  parallel_rows(rows, cols,
-                [=](int64_t t) { norm_row(x + t * cols, weight, y + t * cols, cols, epsilon); });
+inline void rms_norm(const LlmRmsNorm& a) {
+  parallel_rows(a.T, a.H, [=](int64_t t) { norm_row(a.x + t * a.H, a.weight, a.y + t * a.H, a.H, a.epsilon); });
 }
 
 }  // namespace LLM_ISA

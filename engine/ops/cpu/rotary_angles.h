@@ -2,20 +2,20 @@
 #pragma once
 #include <cmath>
 
+#include "catalogue.h"
 #include "parallel.h"
 #include "vec.h"
 
 namespace LLM_ISA {
 
-inline void rotary_angles(const int32_t* positions, const float* inv_freq, float* y, int64_t rows,
-                          int64_t half, float scaling) {
+inline void rotary_angles(const LlmRotaryAngles& a) {
   constexpr int64_t kCost = 32;  // a cosine or sine, in elements copied
-  parallel_rows(rows, half * kCost, [=](int64_t t) {
-    float* row = y + t * 2 * half;
-    for (int64_t i = 0; i < half; i++) {
-      const float angle = static_cast<float>(positions[t]) * inv_freq[i];
-      row[i] = cosf(angle) * scaling;
-      row[half + i] = sinf(angle) * scaling;
+  parallel_rows(a.T, a.half * kCost, [=](int64_t t) {
+    float* row = a.y + t * 2 * a.half;
+    for (int64_t i = 0; i < a.half; i++) {
+      const float angle = static_cast<float>(a.positions[t]) * a.inv_freq[i];
+      row[i] = cosf(angle) * a.attention_scaling;
+      row[a.half + i] = sinf(angle) * a.attention_scaling;
     }
   });
 }

@@ -21,7 +21,8 @@
 namespace {
 
 struct Choice {
-  const LlmKernels* kernels;
+  const char* isa;
+  const LlmKernels* kernels;  // null when this build has none for it
   bool (*is_supported)();
 };
 
@@ -29,12 +30,15 @@ bool always() { return true; }
 
 }  // namespace
 
-extern "C" {
-extern const LlmKernels llm_kernels_portable;
+// Weak: a build may have the kernels of one instruction set only.
+#define KERNELS(isa) extern "C" __attribute__((weak)) const LlmKernels llm_kernels_##isa
+KERNELS(portable);
 #ifdef LLM_X86
-extern const LlmKernels llm_kernels_avx2, llm_kernels_avx512, llm_kernels_avx512_bf16, llm_kernels_amx;
+KERNELS(avx2);
+KERNELS(avx512);
+KERNELS(avx512_bf16);
+KERNELS(amx);
 #endif
-}
 
 namespace {
 
@@ -64,12 +68,12 @@ bool has_amx() {
 
 const Choice kChoices[] = {
 #ifdef LLM_X86
-    {&llm_kernels_amx, has_amx},
-    {&llm_kernels_avx512_bf16, has_avx512_bf16},
-    {&llm_kernels_avx512, has_avx512},
-    {&llm_kernels_avx2, has_avx2},
+    {"amx", &llm_kernels_amx, has_amx},
+    {"avx512_bf16", &llm_kernels_avx512_bf16, has_avx512_bf16},
+    {"avx512", &llm_kernels_avx512, has_avx512},
+    {"avx2", &llm_kernels_avx2, has_avx2},
 #endif
-    {&llm_kernels_portable, always},
+    {"portable", &llm_kernels_portable, always},
 };
 
 std::atomic<int> num_threads{0};
@@ -81,7 +85,7 @@ struct Scratch {
   size_t bytes = 0;
   ~Scratch() { std::free(memory); }
 };
-thread_local Scratch scratch[6];
+thread_local Scratch scratch[7];
 
 }  // namespace
 
@@ -89,15 +93,16 @@ extern "C" {
 
 const LlmKernels* llm_kernels(const char* isa) {
   for (const Choice& choice : kChoices)
-    if ((!isa || !std::strcmp(isa, choice.kernels->isa)) && choice.is_supported()) return choice.kernels;
+    if (choice.kernels && (!isa || !std::strcmp(isa, choice.isa)) && choice.is_supported()) return choice.kernels;
   return nullptr;
 }
 
-const char* llm_isas(int only_supported) {
+const char* llm_isas(int only_supported, int only_built) {
   thread_local std::string names;
   names.clear();
   for (const Choice& choice : kChoices)
-    if (!only_supported || choice.is_supported()) names += (names.empty() ? "" : ",") + std::string(choice.kernels->isa);
+    if ((!only_supported || choice.is_supported()) && (!only_built || choice.kernels))
+      names += (names.empty() ? "" : ",") + std::string(choice.isa);
   return names.c_str();
 }
 

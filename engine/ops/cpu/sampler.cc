@@ -36,7 +36,7 @@ class RowSampler {
  private:
   // Mask, bias, penalties; the row itself where nothing changes it.
   const float* adjusted(const float* logits) {
-    const int32_t seen = values_.seen_start, seen_end = values_.seen_end;
+    const int32_t seen = values_.seen_starts, seen_end = values_.seen_ends;
     const int32_t bias = s_.bias_starts ? s_.bias_starts[row_] : 0;
     const int32_t bias_end = s_.bias_starts ? s_.bias_starts[row_ + 1] : 0;
     if (!s_.mask && seen == seen_end && bias == bias_end) return logits;
@@ -73,6 +73,19 @@ class RowSampler {
       logit = logit - values_.frequency_penalty * static_cast<float>(count) - values_.presence_penalty;
   }
 
+  // The logit top_n_sigma standard deviations below the largest; banned tokens have no part in them.
+  float sigma_floor(const float* x, float largest) const {
+    int64_t count = 0;
+    double sum = 0, squares = 0;
+    for (int64_t i = 0; i < vocab_; i++)
+      if (x[i] > -kInfinity) count++, sum += static_cast<double>(x[i]);
+    const double mean = sum / static_cast<double>(count);
+    for (int64_t i = 0; i < vocab_; i++)
+      if (x[i] > -kInfinity) squares += (static_cast<double>(x[i]) - mean) * (static_cast<double>(x[i]) - mean);
+    const double sigma = std::sqrt(squares / static_cast<double>(count));
+    return static_cast<float>(static_cast<double>(largest) - static_cast<double>(values_.top_n_sigma) * sigma);
+  }
+
   int32_t pick(const float* x) {
     const float largest = k_.largest(x, vocab_), temperature = values_.temperature;
     if (largest == -kInfinity) return -1;
@@ -81,12 +94,14 @@ class RowSampler {
     candidates.begin(k_, x, vocab_, largest, temperature);
     const int64_t top_k = values_.top_k;
     const float min_p = values_.min_p, top_p = values_.top_p;
-    const float floor = min_p > 0 ? largest + std::log(min_p) * temperature : kLowest;
+    float floor = min_p > 0 ? largest + std::log(min_p) * temperature : kLowest;
+    if (values_.top_n_sigma > 0) floor = std::max(floor, sigma_floor(x, largest));
+    const bool has_floor = floor > kLowest;
     if (top_k > 0 && top_k < vocab_)
       candidates.take_top(top_k, floor);
-    else if (top_p < 1 && min_p <= 0)
+    else if (top_p < 1 && !has_floor)
       candidates.take_share(top_p);
-    else if (min_p > 0)
+    else if (has_floor)
       candidates.take_at_least(floor);
     else
       candidates.take_all();

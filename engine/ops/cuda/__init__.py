@@ -6,47 +6,31 @@ bfloat16 or float16; sums are float32. Grids follow from shapes alone, never fro
 CUDA graph.
 """
 
-from engine.ops.cuda.attention import paged_attention
-from engine.ops.cuda.fp8 import gated_linear_fp8, linear_fp8
-from engine.ops.cuda.group import all_gather, all_reduce, all_reduce_add_rms_norm, of_first
-from engine.ops.cuda.lowbit import (
-    gated_linear_a8w8,
-    gated_linear_int4,
-    gated_linear_int8,
-    linear_a8w8,
-    linear_int4,
-    linear_int8,
-    logits_int8,
-)
-from engine.ops.cuda.norms import add_rms_norm, rms_norm
-from engine.ops.cuda.placing import head_norm
-from engine.ops.cuda.pointwise import embedding, last_tokens_in, rotary_angles, swiglu
-from engine.ops.cuda.products import gated_linear, gather_rows, linear, logits
+from __future__ import annotations
 
-__all__ = [
-    "add_rms_norm",
-    "all_gather",
-    "all_reduce",
-    "all_reduce_add_rms_norm",
-    "embedding",
-    "gated_linear",
-    "gated_linear_a8w8",
-    "gated_linear_fp8",
-    "gated_linear_int4",
-    "gated_linear_int8",
-    "gather_rows",
-    "head_norm",
-    "last_tokens_in",
-    "linear",
-    "linear_a8w8",
-    "linear_fp8",
-    "linear_int4",
-    "linear_int8",
-    "logits",
-    "logits_int8",
-    "of_first",
-    "paged_attention",
-    "rms_norm",
-    "rotary_angles",
-    "swiglu",
-]
+from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from engine.ops.catalogue import OPS
+from engine.ops.cuda.group import of_first
+from engine.ops.cuda.pointwise import last_tokens_in
+
+__all__ = ["last_tokens_in", "of_first", "packer"]
+
+
+def __getattr__(name: str) -> Any:
+    """Return the function of an op of the catalogue, which names the module that it is in."""
+    if name not in OPS or not OPS[name].cuda:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_module(name), name)
+
+
+def packer(op: str) -> Callable | None:
+    """Return the function that puts weights in the order in which a linear layer's `op` reads them, if it has one."""
+    return getattr(_module(op), "PACKED_BY", {}).get(op) if OPS[op].cuda else None
+
+
+def _module(op: str) -> ModuleType:
+    return import_module(f"{__name__}.{OPS[op].cuda}")

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.launch import PDL, begin_next, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
 
 ROWS = 16  # of a group
 WIDTH = 1024  # columns of A that a program multiplies with
@@ -82,7 +82,7 @@ def add_adapters(y: Tensor, x: Tensor, layer: Layer, groups: Tensor) -> None:
     )
 
 
-@triton.jit
+@kernel
 def _shrink(
     x, a, slots, rows, inner, width,
     ROWS: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
@@ -106,7 +106,7 @@ def _shrink(
         tl.store(inner + at[:, None] * RANK + r[None, :], sums)
 
 
-@triton.jit
+@kernel
 def _expand(
     inner, b, blocks, slots, rows, y, num_out, num_parts,
     ROWS: tl.constexpr, RANK: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,

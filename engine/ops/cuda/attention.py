@@ -12,6 +12,7 @@ another way (fresh_prompts.py).
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,9 +22,10 @@ from torch import Tensor
 from engine.ops.cuda import fresh_prompts
 from engine.ops.cuda.fresh_prompts import KnownStarts
 from engine.ops.cuda.int8_cache import key_scales, numbers, scales_at, value_scales
-from engine.ops.cuda.launch import PDL, begin_next, num_sms, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, kernel, num_sms, wait_for_inputs
 from engine.ops.cuda.placing import HeadNorm, opened, place_all, placed, request_of, sizes_of
 
+LOG2_E = math.log2(math.e)
 MIN_ROWS = 16  # of a matrix product
 MAX_TILE = 64  # positions
 DECODE = {"num_warps": 2, "num_stages": 2}  # of a program; stages: tiles that are read ahead
@@ -32,6 +34,28 @@ PREFILL = 128, MAX_TILE, {"num_warps": 8, "num_stages": 2, "maxnreg": 128}
 INT8_PREFILL = 64, MAX_TILE, {"num_warps": 4, "num_stages": 1, "maxnreg": 168}
 PROGRAMS_PER_SM = 4  # of the decode kernel, that run at once
 MAX_SPLITS = 64
+MAX_BLOCKS = 1 << 30
+
+
+class Scoring(NamedTuple):
+    """How scores become weights."""
+
+    scale: float
+    window: int  # positions that a query attends to; 0: all
+    softcap: float  # 0: none
+    sinks: Tensor | None
+
+    @property
+    def is_plain(self) -> bool:
+        return not self.window and not self.softcap and self.sinks is None
+
+    def numbers(self, anything: Tensor) -> tuple[float, float, Tensor]:
+        """Return scale, soft cap and sinks as the kernels take them, whose powers are of two."""
+        return self.scale * LOG2_E, self.softcap * LOG2_E, anything if self.sinks is None else self.sinks
+
+    @property
+    def kinds(self) -> tuple[int, bool, bool]:
+        return self.window, self.softcap > 0, self.sinks is not None
 
 
 def paged_attention(
@@ -41,27 +65,38 @@ def paged_attention(
     query_starts: Tensor | KnownStarts,
     context_lens: Tensor,
     block_tables: Tensor,
+    sinks: Tensor | None = None,
     *,
     num_heads: int,
     num_kv_heads: int,
     scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """[T, (Hq + 2 Hkv) D] over the cache [num_blocks, 2, Hkv, block_size, D]: [T, Hq D], and the cache, updated.
     A cache of int8 has scales, too: int8_cache.py."""
     starts, fresh = query_starts if isinstance(query_starts, KnownStarts) else (query_starts, [])
     where, heads = (starts, context_lens, block_tables), opened(qkv)[0]
     num_tokens, num_requests, pairs = len(heads), len(context_lens), None
+    scoring = Scoring(scale, window, softcap, sinks)
     if num_tokens == num_requests and not fresh:
-        return _attend_all(qkv, kv_cache, where, (num_requests, num_heads), scale, cos_sin), kv_cache
-    if fresh and fresh_prompts.are_taken(heads.dtype, kv_cache):
+        return _attend_all(qkv, kv_cache, where, (num_requests, num_heads), scoring, cos_sin), kv_cache
+    if fresh and scoring.is_plain and fresh_prompts.are_taken(heads.dtype, kv_cache):
         pairs = kv_cache.new_empty(2, num_kv_heads, num_tokens, kv_cache.shape[4])
         num_requests, num_tokens, _ = fresh[0]
     query = place_all(qkv, cos_sin, kv_cache, where, num_heads, pairs)
     sizes = num_requests, num_heads
-    outs = [_attend_all(query[:num_tokens], kv_cache, where, sizes, scale)] if num_tokens else []
+    outs = [_attend_all(query[:num_tokens], kv_cache, where, sizes, scoring)] if num_tokens else []
     if pairs is not None:
         outs += [fresh_prompts.attend(query[a:b], pairs[:, :, a:b], scale) for _, a, b in fresh]
     return outs[0] if len(outs) == 1 else torch.cat(outs), kv_cache
+
+
+def head_norm_paged_attention(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, *given: Tensor, epsilon: float, **heads: Any
+) -> tuple[Tensor, Tensor]:
+    """`head_norm`, then `paged_attention`, which reads these heads anyway."""
+    return paged_attention(HeadNorm(qkv, q_weight, k_weight, epsilon), *given, **heads)
 
 
 def _attend_all(
@@ -69,7 +104,7 @@ def _attend_all(
     kv_cache: Tensor,
     where: tuple[Tensor, ...],
     sizes: tuple[int, int],
-    scale: float,
+    scoring: Scoring,
     cos_sin: Tensor | None = None,
 ) -> Tensor:
     """`sizes`: the number of requests, the first, whose tokens these are, and of heads. With `cos_sin` these are what
@@ -85,15 +120,16 @@ def _attend_all(
     rows = triton.next_power_of_2(max(group, rows))
     tokens = 1 if one_each else rows // group
     num_tiles = num_tokens if one_each else num_tokens // tokens + num_requests
-    splits = _num_splits(num_tiles * num_kv_heads, block_tables.shape[1]) if one_each else 1
+    max_blocks = min(block_tables.shape[1], scoring.window // block_size + 2 if scoring.window else MAX_BLOCKS)
+    splits = _num_splits(num_tiles * num_kv_heads, max_blocks) if one_each else 1
     partial = query.new_empty(num_tokens, num_heads, splits, head_dim + 2, dtype=torch.float32) if splits > 1 else out
     grid = num_tiles, num_kv_heads, splits
     _attend[grid](
         query, kv_cache, *where, out if splits == 1 else partial, num_requests, block_tables.shape[1],
-        scale * math.log2(math.e), query if cos_sin is None else cos_sin, *norm,
+        *scoring.numbers(query), query if cos_sin is None else cos_sin, *norm,
         num_kv_heads, group, head_dim, max(16, triton.next_power_of_2(head_dim)), block_size, min(block_size, most),
         rows, tokens, one_each, splits, 0 if cos_sin is None else cos_sin.shape[1], has_norm,
-        **options, **PDL,
+        *scoring.kinds, **options, **PDL,
     )  # fmt: skip
     if splits > 1:
         padded = triton.next_power_of_2(head_dim), triton.next_power_of_2(splits)
@@ -108,13 +144,14 @@ def _num_splits(num_programs: int, max_blocks: int) -> int:
     return 1 << max(wanted, 1).bit_length() - 1
 
 
-@triton.jit
+@kernel
 def _attend(
-    query, cache, query_starts, context_lens, block_tables, out, num_requests, table_width, scale,
+    query, cache, query_starts, context_lens, block_tables, out, num_requests, table_width, scale, softcap, sinks,
     cos_sin, q_weight, k_weight, epsilon,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, ONE_EACH: tl.constexpr,
     SPLITS: tl.constexpr, ROTARY_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """`scale` has the factor log2(e): powers are of two. ROTARY_DIM: `query` has all heads, and they are to be placed;
     0: it has turned queries."""
@@ -131,8 +168,10 @@ def _attend(
         at = row * HEAD_DIM
         is_in = is_row[:, None] & (d < HEAD_DIM)[None, :]
         num_tiles = tl.cdiv(end, TILE)
-        each = tl.cdiv(num_tiles, SPLITS)
-        start, stop = split * each, tl.minimum(split * each + each, num_tiles)
+        begins = first_seen(context + begin, WINDOW) // TILE
+        each = tl.cdiv(num_tiles - begins, SPLITS)
+        start = begins + split * each
+        stop = tl.minimum(start + each, num_tiles)
         if ROTARY_DIM > 0:
             q = placed(
                 query, cos_sin, q_weight, k_weight, epsilon, cache, block_tables + request * table_width,
@@ -142,20 +181,27 @@ def _attend(
         else:
             q = tl.load(query + at[:, None] + d[None, :], mask=is_in, other=0)
         num_seen_by_all = tl.minimum((context + begin + 1) // TILE, stop)  # tiles
-        m = tl.full([ROWS], -float("inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
+        m, total = begun(sinks, is_row & (split == 0), GROUP, ROWS, HAS_SINKS)
         sums = tl.zeros([ROWS, PADDED_DIM], tl.float32)
         table = block_tables + request * table_width
         tiles = cache + tl.program_id(1) * BLOCK_SIZE * HEAD_DIM
-        for tile in range(start, num_seen_by_all):
+        whole = start  # the first tile whose beginning all rows see
+        if WINDOW > 0:
+            whole = tl.minimum(tl.maximum(tl.cdiv(first_seen(end - 1, WINDOW), TILE), start), stop)
+            for tile in range(start, whole):
+                m, total, sums = tile_of(
+                    q, tiles, table, tile, position, end, scale, softcap, m, total, sums,
+                    NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, True, WINDOW, HAS_CAP,
+                )  # fmt: skip
+        for tile in range(whole, num_seen_by_all):
             m, total, sums = tile_of(
-                q, tiles, table, tile, position, end, scale, m, total, sums,
-                NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, False,
+                q, tiles, table, tile, position, end, scale, softcap, m, total, sums,
+                NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, False, 0, HAS_CAP,
             )  # fmt: skip
-        for tile in range(tl.maximum(start, num_seen_by_all), stop):
+        for tile in range(tl.maximum(whole, num_seen_by_all), stop):
             m, total, sums = tile_of(
-                q, tiles, table, tile, position, end, scale, m, total, sums,
-                NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, True,
+                q, tiles, table, tile, position, end, scale, softcap, m, total, sums,
+                NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, True, WINDOW, HAS_CAP,
             )  # fmt: skip
         if SPLITS == 1:
             tl.store(out + at[:, None] + d[None, :], sums / total[:, None], mask=is_in)
@@ -194,13 +240,32 @@ def rows_of(
 
 
 @triton.jit
+def first_seen(position, WINDOW: tl.constexpr):
+    """Return the first position that a query at `position` attends to."""
+    return tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else 0
+
+
+@triton.jit
+def begun(sinks, is_row, GROUP: tl.constexpr, ROWS: tl.constexpr, HAS_SINKS: tl.constexpr):
+    """Return the largest score and the total weight that rows begin with: those of their head's sink, if it has one."""
+    m = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if HAS_SINKS:
+        head = tl.program_id(1) * GROUP + tl.arange(0, ROWS) % GROUP
+        sink = tl.load(sinks + head, mask=is_row, other=0).to(tl.float32) * 1.4426950408889634
+        m = tl.where(is_row, sink, m)
+        total = tl.where(is_row, 1.0, total)
+    return m, total
+
+
+@triton.jit
 def tile_of(
-    q, tiles, table, tile, position, end, scale, m, total, sums,
+    q, tiles, table, tile, position, end, scale, softcap, m, total, sums,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr, IS_EDGE: tl.constexpr,
+    TILE: tl.constexpr, IS_EDGE: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
-    """TILE positions more. At the edge not every row sees them all, and what lies behind `end` was never written.
-    `tiles`: the keys of head program_id(1) in the first block."""
+    """TILE positions more. At an edge not every row sees them all, and what lies behind `end` was never written.
+    `tiles`: the keys of head program_id(1) in the first block. WINDOW: of the edge."""
     IS_INT8: tl.constexpr = tiles.dtype.element_ty == tl.int8
     n = tl.arange(0, TILE)
     d = tl.arange(0, PADDED_DIM)
@@ -224,8 +289,16 @@ def tile_of(
     if IS_INT8:
         scales = scales_at(tiles, block, tile * TILE % BLOCK_SIZE + n, seen < end, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
         scores = scores * key_scales(scales)[None, :]
+    if HAS_CAP:
+        scores = scores * scale
+        e = tl.exp2(tl.abs(scores) * (-2 * 1.4426950408889634 / softcap))
+        scores = softcap * tl.where(scores < 0, -1.0, 1.0) * (1 - e) / (1 + e)
+        scale = 1.0
     if IS_EDGE:
-        scores = tl.where(seen[None, :] <= position[:, None], scores, -float("inf"))
+        is_seen = seen[None, :] <= position[:, None]
+        if WINDOW > 0:
+            is_seen = is_seen & (seen[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(is_seen, scores, -float("inf"))
     largest = tl.maximum(m, tl.max(scores, 1) * scale)
     floor = tl.where(largest == -float("inf"), 0.0, largest)  # of a row that has seen nothing yet
     weights = tl.exp2(scores * scale - floor[:, None])
@@ -246,7 +319,7 @@ def _row_sums(weights, TILE: tl.constexpr):
     return first + second
 
 
-@triton.jit
+@kernel
 def _combine(
     partial, out, num_heads, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.launch import PDL, begin_next, fetch_ahead, num_sms, shared_memory, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, fetch_ahead, kernel, num_sms, shared_memory, wait_for_inputs
 
 # As measured in the layers of a model on an H200, where a kernel begins while the one before it ends.
 FEW = 8  # rows
@@ -46,7 +46,7 @@ def _num_ahead(num_programs: int) -> int:
     return min(room // per_sm, MOST_AHEAD) if per_sm <= CROWD else AHEAD
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # or one row would be another kernel
+@kernel
 def _multiply(
     x, weight, bias, out, num_rows, columns, width,
     HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr, IS_WHOLE: tl.constexpr, WEIGHTS: tl.constexpr, DEPTH: tl.constexpr,

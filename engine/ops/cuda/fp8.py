@@ -68,6 +68,9 @@ def pack(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return filled.transpose(2, 3).contiguous().view(torch.int16).squeeze(3), scale.t().contiguous()
 
 
+PACKED_BY = {"linear_fp8": pack}  # by op
+
+
 def widened(weight: Tensor, scale: Tensor) -> Tensor:
     values = weight.view(torch.float8_e4m3fn).float()
     each = scale if scale.shape[1] == 1 else scale.repeat_interleave(FP8_BLOCK, 1)[:, : weight.shape[1]]

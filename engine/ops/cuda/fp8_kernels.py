@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.ops.cuda.launch import begin_next, fetch_ahead, wait_for_inputs
+from engine.ops.cuda.launch import begin_next, fetch_ahead, kernel, wait_for_inputs
 from engine.ops.cuda.lowbit_values import round_bf16
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -36,7 +36,7 @@ def widened(words):
         )
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel
 def few(
     x, words, scale, bias, out, num_rows, columns, width, num_blocks,
     IS_BLOCKED: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr, IS_EVEN: tl.constexpr,
@@ -92,7 +92,7 @@ def few(
     tl.store(out + m[None, :] * columns + n[:, None], y, mask=(m < num_rows)[None, :] & (n < columns)[:, None])
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel
 def many(
     x, x_scale, weight, scale, bias, out, num_rows, columns, num_blocks,
     IS_BLOCKED: tl.constexpr, HAS_BIAS: tl.constexpr, IS_COPIED: tl.constexpr,
@@ -134,7 +134,7 @@ def many(
     tl.store(out + at, sums, mask=is_row[:, None] & is_column[None, :])
 
 
-@triton.jit
+@kernel
 def halve(x, both, scale, width, num_blocks, BLOCKS: tl.constexpr):
     """A row as two rows of 8-bit floats, which add up to it, and what these are multiples of: a power of two."""
     begin_next()
@@ -167,7 +167,7 @@ def _to_fp8(x):
     return x.to(tl.float8e4nv)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel
 def join(
     products, x_scale, scale, bias, out, num_rows, columns,
     HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr, BLOCK: tl.constexpr,
@@ -193,7 +193,7 @@ def _joined(products, x_scale, scale, bias, where, num_rows, width, HAS_BIAS: tl
     return y + tl.load(bias + n, mask=is_in, other=0).to(tl.float32) if HAS_BIAS else y
 
 
-@triton.jit
+@kernel
 def widen(words, scale, out, num_rows, width, IS_BLOCKED: tl.constexpr, ROWS: tl.constexpr):
     """A block of ROWS rows of weights."""
     begin_next()

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.launch import PDL, begin_next, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
 
 NARROW, WIDE = 5120, 10240  # columns: so many programs, and what each does best with
 # The exponent of an 8-bit float, as that of a float32, is too small by 2^120.
@@ -45,7 +45,7 @@ def multiply(x: Tensor, words: Tensor, scale: Tensor, bias: Tensor | None, out: 
     )  # fmt: skip
 
 
-@triton.jit
+@kernel
 def _multiply(
     x, words, scale, bias, out, columns, width, num_blocks,
     IS_BLOCKED: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr,

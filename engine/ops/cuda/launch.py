@@ -6,6 +6,8 @@ Every kernel calls `begin_next` first and, on every path, `wait_for_inputs` befo
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -15,6 +17,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 NEEDED = (9, 0)  # compute capability
 CAN_BE = not triton.knobs.runtime.interpret and torch.cuda.is_available()
 IS_USED = tl.constexpr(CAN_BE and torch.cuda.get_device_capability() >= NEEDED)
+# The Triton language compiles a kernel anew for an integer that is 1 or a multiple of 16 and for a pointer that is
+# aligned to 16 bytes. These arguments differ from step to step, and no kernel gains from knowing more about them.
+STEP_SIZES = [
+    *("num_rows", "num_tokens", "num_requests", "table_width", "count", "num_numbers", "row_len", "max_logprobs"),
+]
+STEP_ARRAYS = [
+    *("token_ids", "positions", "query_starts", "context_lens", "block_tables", "rows", "slots", "numbers", "tables"),
+    *("temperatures", "min_ps", "wanted", "seeds", "counters", "num_wanted", "mask"),
+    *("starts", "ends", "ids", "biases", "seen_counts", "repetitions", "frequencies", "presences"),
+]
 PDL = {"launch_pdl": True} if IS_USED else {}  # keywords of a launch
 HAS_COPY_ENGINE = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= NEEDED  # TMA
 
@@ -30,6 +42,11 @@ def shared_memory() -> int:
     if not torch.cuda.is_available():
         return 1 << 17
     return torch.cuda.get_device_properties().shared_memory_per_multiprocessor - 1024
+
+
+def kernel(function: Callable) -> Any:
+    """Declare a kernel of the Triton language that is compiled once for all sizes of a step."""
+    return triton.jit(function, do_not_specialize=STEP_SIZES, do_not_specialize_on_alignment=STEP_ARRAYS)
 
 
 @triton.jit

@@ -2,7 +2,8 @@
 
 A word of 16 bits has the codes of 2 or 4 columns that are 64 apart, so that each of its parts makes of a tile of words
 a tile of 64 columns, in registers, as the tensor cores take it; one row does without these (one_row.py). With
-`linear_a8w8` the codes themselves are multiplied.
+`linear_a8w8` the codes themselves are multiplied. Of 4-bit codes in groups of 32 the columns of a word are 32 apart, so
+that a part is a group there, too.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ HALF = WORDS // 2
 
 
 class Packed(NamedTuple):
-    words: Tensor  # i16 [N, blocks, 64], or i8 [N, blocks, 128]: the codes themselves
+    words: Tensor  # i16 [N, blocks, 64 or 32], or i8 [N, blocks, 128]: the codes themselves
     scale: Tensor  # f32 [N], or i64 [blocks, N]: four bf16, one for each part of a block
     zero: Tensor | None = None  # as such a scale, less 8
 
@@ -70,8 +71,9 @@ def pack_a8w8(weight: Tensor, scale: Tensor) -> Packed:
 
 
 def pack_int4(weight: Tensor, scale: Tensor, zero: Tensor | None = None) -> Packed:
-    pairs = _filled_up(weight, 2 * WORDS)
-    parts = torch.stack((pairs & 15, pairs >> 4), 2).view(len(weight), -1, 4, WORDS)
+    group = 2 * weight.shape[1] // scale.shape[1]
+    pairs = _filled_up(weight, 2 * group)
+    parts = torch.stack((pairs & 15, pairs >> 4), 2).view(len(weight), -1, 4, group)
     both = parts[:, :, ::2] | parts[:, :, 1::2] << 4
     words = both.transpose(2, 3).contiguous().view(torch.int16).squeeze(3)
     less = None if zero is None else _by_blocks(zero.float().sub(8).to(torch.bfloat16))
@@ -163,10 +165,10 @@ def _launch(given: tuple[Tensor, Tensor], weight: Packed, bias: Tensor | None, o
     (x, x_scale), (words, scale, zero) = given, weight
     num_rows, columns = out.shape
     bits, is_whole = 4 if scale.dtype == torch.int64 else 8, words.dtype == torch.int8
-    kind = bits, is_whole, zero is not None, bias is not None
+    kind = bits, is_whole, zero is not None, bias is not None, words.shape[2]
     inputs = x, x_scale, words, scale, scale if zero is None else zero, scale if bias is None else bias, out
     sizes = num_rows, columns, x.shape[1], words.shape[1]
-    if num_rows == 1 and not is_whole:
+    if num_rows == 1 and words.shape[2] == WORDS:
         multiply(x, Stored(words, scale, zero, bias), out, bits, is_gated=is_gated)
         return
     if num_rows <= FEW:
@@ -182,8 +184,9 @@ def _launch(given: tuple[Tensor, Tensor], weight: Packed, bias: Tensor | None, o
     splits = num_splits(num_rows, down * across, words.shape[1], bits)
     sums = out if splits == 1 else out.new_empty(splits, num_rows, columns, dtype=torch.float32)
     num_stages = 3 if zero is None or large.rows < 128 else 2  # an SM has no room for more
+    slice_words = min(large.words, words.shape[2]) * (1 + is_whole)
     many[(down, across, splits)](
-        *inputs[:-1], sums, *sizes, *kind, large.columns, large.rows, splits, large.words * (1 + is_whole),
+        *inputs[:-1], sums, *sizes, *kind, large.columns, large.rows, splits, slice_words,
         num_warps=8, num_stages=num_stages, **PDL,
     )  # fmt: skip
     if splits > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.ops.cuda.launch import begin_next, fetch_ahead, wait_for_inputs
+from engine.ops.cuda.launch import begin_next, fetch_ahead, kernel, wait_for_inputs
 from engine.ops.cuda.lowbit_values import INTERPRETED, bytes_of, finished, number
 
 # Of two words at a time. A code in the low bits of 128.0 in bf16 adds up to 128 + code.
@@ -18,25 +18,24 @@ shr.u32 t, $4, 12; lop3.b32 $3, t, 0x000F000F, 0x43004300, 0xEA;
 }""")
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel
 def few(
     x, x_scale, words, scale, zero, bias, out, num_rows, columns, width, num_blocks,
     BITS: tl.constexpr, IS_WHOLE: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
-    IS_GATED: tl.constexpr, IS_EVEN: tl.constexpr, SLICES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
-    LINES: tl.constexpr,
+    WIDTH: tl.constexpr, IS_GATED: tl.constexpr, IS_EVEN: tl.constexpr, SLICES: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of all rows; gated: half as many of the gate and of what it is for, whose rows of weights follow
-    all of the gate's. Each slice is the sum of every SLICES-th block of columns."""
+    all of the gate's. A block of a row of weights has WIDTH words; each slice is the sum of every SLICES-th block."""
     begin_next()
     PARTS: tl.constexpr = 1 if IS_WHOLE else 16 // BITS
-    WIDTH: tl.constexpr = 128 if IS_WHOLE else 64
     TYPE: tl.constexpr = tl.int32 if IS_WHOLE else tl.float32
     OWN: tl.constexpr = BLOCK_N // (1 + IS_GATED)
     first = tl.program_id(0) * OWN
     i = tl.arange(0, BLOCK_N)
     # Behind the last one: it again, for nobody.
     row = (tl.minimum(first + i % OWN, columns - 1) + i // OWN * columns).to(tl.int64)
-    _prefetch(words, row, num_blocks, LINES)
+    _prefetch(words, row, num_blocks, WIDTH, LINES)
     slices = tl.arange(0, SLICES)
     count = columns * (1 + IS_GATED)
     # Scales are read a round ahead, as the compiler does it with words.
@@ -83,11 +82,10 @@ def _added(
 
 
 @triton.jit
-def _prefetch(words, row, num_blocks, LINES: tl.constexpr):
+def _prefetch(words, row, num_blocks, WIDTH: tl.constexpr, LINES: tl.constexpr):
     """The first LINES blocks of these rows on their way into the L2 cache."""
     line = tl.minimum(tl.arange(0, LINES), num_blocks - 1)
-    num_words: tl.constexpr = 128 // (words.dtype.element_ty.primitive_bitwidth // 8)  # of a block
-    fetch_ahead(words + (row[:, None] * num_blocks + line[None, :]) * num_words)
+    fetch_ahead(words + (row[:, None] * num_blocks + line[None, :]) * WIDTH)
 
 
 @triton.jit

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
-from engine.ops.cuda.launch import begin_next, wait_for_inputs
+from engine.ops.cuda.launch import begin_next, kernel, wait_for_inputs
 from engine.ops.cuda.lowbit_values import finished, weights_of
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel
 def many(
     x, x_scale, words, scale, zero, bias, out, num_rows, columns, width, num_blocks,
-    BITS: tl.constexpr, IS_WHOLE: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BITS: tl.constexpr, IS_WHOLE: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, SPLITS: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of BLOCK_M rows, or a share of their sums. Programs that read the same weights begin together."""
     begin_next()
     PARTS: tl.constexpr = 1 if IS_WHOLE else 16 // BITS
-    WIDTH: tl.constexpr = 128 if IS_WHOLE else 64
     TYPE: tl.constexpr = tl.int32 if IS_WHOLE else tl.float32
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, columns - 1).to(tl.int64)
@@ -47,7 +45,7 @@ def many(
     tl.store(at, y, mask=(m < num_rows)[None, :] & (n < columns)[:, None])
 
 
-@triton.jit(do_not_specialize=["count"])
+@kernel
 def add_up(shares, out, count, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     begin_next()
     wait_for_inputs()

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.launch import PDL, begin_next, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -142,7 +142,7 @@ def codes_of(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale
 
 
-@triton.jit
+@kernel
 def _codes_of(x, codes, scale, width, BLOCK: tl.constexpr):
     begin_next()
     wait_for_inputs()
@@ -172,14 +172,16 @@ def unpack(weight: tuple[Tensor, Tensor, Tensor | None], x: Tensor) -> Tensor:
         bits,
         zero is not None,
         UNPACKED,
+        words.shape[2],
         **PDL,
     )
     return out
 
 
-@triton.jit
+@kernel
 def _unpack(
-    words, scale, zero, out, num_rows, width, BITS: tl.constexpr, HAS_ZERO: tl.constexpr, ROWS: tl.constexpr
+    words, scale, zero, out, num_rows, width, BITS: tl.constexpr, HAS_ZERO: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     """A block of ROWS rows."""
     begin_next()
@@ -188,10 +190,10 @@ def _unpack(
     is_row = (row < num_rows)[:, None]
     row = tl.minimum(row, num_rows - 1).to(tl.int64)
     block = tl.program_id(1)
-    i = tl.arange(0, 64)[None, :]
-    tile = tl.load(words + (row * tl.num_programs(1) + block)[:, None] * 64 + i)
+    i = tl.arange(0, WIDTH)[None, :]
+    tile = tl.load(words + (row * tl.num_programs(1) + block)[:, None] * WIDTH + i)
     own = weights_of(tile, scale, zero, block, row, num_rows, BITS, False, HAS_ZERO)
-    k = block * (1024 // BITS) + tl.arange(0, 1024 // BITS)[None, :]
+    k = block * (16 // BITS * WIDTH) + tl.arange(0, 16 // BITS * WIDTH)[None, :]
     values = own.to(tl.float32)
     if BITS == 8:
         values = values * tl.load(scale + row)[:, None]

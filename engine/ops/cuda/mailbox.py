@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.launch import PDL, begin_next, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
 
 PROGRAMS = 16  # that take a step's numbers, which is how the device counts steps
 BLOCK = 512
@@ -60,7 +60,7 @@ class Mailbox:
         return self._answers[self._turn, :count]
 
 
-@triton.jit
+@kernel
 def _take(
     told, taken, numbers, tables, size, num_numbers, num_rows, row_len,
     TURNS: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
@@ -79,7 +79,7 @@ def _take(
         tl.store(tables + cell // width * row_len + cell % width, values, mask=(cell >= 0) & (at < end))
 
 
-@triton.jit
+@kernel
 def _answer(
     token_ids, slots, last_tokens, taken, answers, count, most,
     TURNS: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.launch import PDL, begin_next, num_sms, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, kernel, num_sms, wait_for_inputs
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 REGISTERS = 65536  # of an SM
@@ -64,7 +64,7 @@ def multiply(x: Tensor, stored: Stored, out: Tensor, bits: int, *, is_gated: boo
     )  # fmt: skip
 
 
-@triton.jit
+@kernel
 def _multiply(
     x, words, scale, zero, bias, out, columns, width, num_blocks, groups,
     BITS: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.launch import PDL, begin_next, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
 
 ROOM = 4096  # packets a program may send at once to each rank
 MAX_PROGRAMS = 256  # times the other ranks: so many rows at once are still faster than any other way
@@ -125,7 +125,7 @@ def _bits(values):
     return values.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
 
 
-@triton.jit
+@kernel
 def _add_up(
     x, residual, weight, out, boxes, calls, num_words, epsilon, RANK: tl.constexpr, NUM_RANKS: tl.constexpr,
     IS_BF16: tl.constexpr, HAS_NORM: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,
@@ -179,7 +179,7 @@ def _add_up(
         tl.store(out + here, sums.to(tl.int32, bitcast=True), mask=is_in)
 
 
-@triton.jit
+@kernel
 def _put_together(
     x, out, boxes, calls, own, width, RANK: tl.constexpr, NUM_RANKS: tl.constexpr, ROOM: tl.constexpr
 ):  # fmt: skip
@@ -203,7 +203,7 @@ def _put_together(
     tl.store(calls + program, call)
 
 
-@triton.jit
+@kernel
 def _of_first(
     numbers, out, boxes, calls, count, RANK: tl.constexpr, NUM_RANKS: tl.constexpr, ROOM: tl.constexpr,
     BLOCK: tl.constexpr,

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from engine.dtypes import scale_bytes
 from engine.ops.cuda.int8_cache import put
-from engine.ops.cuda.launch import PDL, begin_next, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
 
 HEADS = 8  # that a program writes
 
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """Norms of query and key heads that are still to be done: `head_norm` as a part of `paged_attention`."""
+    """Norms of query and key heads that are still to be done, by `head_norm_paged_attention`."""
 
     qkv: Tensor
     q_weight: Tensor
@@ -26,11 +26,16 @@ class HeadNorm:
     epsilon: float
 
 
-def head_norm(
-    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, *, num_heads: int, num_kv_heads: int, epsilon: float
-) -> HeadNorm:
-    """Is done by the op that its output goes to in every graph, `paged_attention`, which reads these heads anyway."""
-    return HeadNorm(qkv, q_weight, k_weight, epsilon)
+def rotate_heads(qkv: Tensor, cos_sin: Tensor, *, num_heads: int, num_kv_heads: int, head_dim: int) -> Tensor:
+    """`qkv` with its query and key heads rotated."""
+    y = qkv.new_empty(qkv.shape)
+    if len(qkv):
+        grid = len(qkv), triton.cdiv(num_heads + 2 * num_kv_heads, HEADS)
+        _rotate[grid](
+            qkv, cos_sin, y, num_heads, num_kv_heads, head_dim, triton.next_power_of_2(head_dim), cos_sin.shape[1],
+            HEADS, **PDL,
+        )  # fmt: skip
+    return y
 
 
 def place_all(
@@ -87,7 +92,26 @@ def request_of(query_starts, num_requests, index, TOKENS: tl.constexpr):
     return low
 
 
-@triton.jit
+@kernel
+def _rotate(
+    qkv, cos_sin, y, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """One token, HEADS of its heads."""
+    begin_next()
+    wait_for_inputs()
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    is_head = head < NUM_HEADS + 2 * NUM_KV_HEADS
+    x = turned(
+        qkv, cos_sin, qkv, qkv, 0.0, token, head, is_head,
+        False, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, ROTARY_DIM,
+    )  # fmt: skip
+    d = tl.arange(0, PADDED_DIM)
+    to = y + token * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM + head[:, None] * HEAD_DIM + d[None, :]
+    tl.store(to, x, mask=is_head[:, None] & (d < HEAD_DIM)[None, :])
+
+
+@kernel
 def _place(
     qkv, cos_sin, cache, query_starts, context_lens, block_tables, query, pairs, q_weight, k_weight, epsilon,
     num_requests, table_width,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.launch import PDL, begin_next, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
 
 BLOCK = 1024  # elements a program
 
@@ -40,6 +40,35 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return out
 
 
+def geglu(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up, gate the first half of each row; [T, 2 F] -> [T, F]."""
+    num_rows, width = len(gate_up), gate_up.shape[1] // 2
+    out = gate_up.new_empty(num_rows, width)
+    if num_rows:
+        _gelu[(num_rows, triton.cdiv(width, BLOCK))](gate_up, out, width, True, BLOCK, **PDL)
+    return out
+
+
+def gelu(x: Tensor) -> Tensor:
+    """GELU by tanh, element by element."""
+    out = torch.empty_like(x)
+    if len(x):
+        _gelu[(len(x), triton.cdiv(x.shape[1], BLOCK))](x, out, x.shape[1], False, BLOCK, **PDL)
+    return out
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    return x + y
+
+
+def scale(x: Tensor, *, factor: float) -> Tensor:
+    return x * factor
+
+
+def softcap(x: Tensor, *, cap: float) -> Tensor:
+    return torch.tanh(x / cap) * cap
+
+
 def last_tokens_in(token_ids: Tensor, last_tokens: Tensor) -> Tensor:
     """`token_ids` where those below -1 are replaced: -2 - slot stands for the last token that was chosen for a slot."""
     out = torch.empty_like(token_ids)
@@ -49,7 +78,7 @@ def last_tokens_in(token_ids: Tensor, last_tokens: Tensor) -> Tensor:
     return out
 
 
-@triton.jit
+@kernel
 def _embedding(token_ids, table, out, first_id, num_ids, width, BLOCK: tl.constexpr):
     begin_next()
     wait_for_inputs()
@@ -62,7 +91,7 @@ def _embedding(token_ids, table, out, first_id, num_ids, width, BLOCK: tl.conste
     tl.store(out + row * width + columns, values, mask=is_in)
 
 
-@triton.jit
+@kernel
 def _rotary_angles(positions, inv_freq, out, half, attention_scaling, BLOCK: tl.constexpr):
     begin_next()
     wait_for_inputs()
@@ -75,7 +104,7 @@ def _rotary_angles(positions, inv_freq, out, half, attention_scaling, BLOCK: tl.
     tl.store(at + half, tl.sin(angles) * attention_scaling, mask=is_in)
 
 
-@triton.jit
+@kernel
 def _swiglu(gate_up, out, width, BLOCK: tl.constexpr):
     begin_next()
     wait_for_inputs()
@@ -87,7 +116,22 @@ def _swiglu(gate_up, out, width, BLOCK: tl.constexpr):
     tl.store(out + row * width + columns, gate / (1 + tl.exp(-gate)) * up, mask=is_in)
 
 
-@triton.jit
+@kernel
+def _gelu(x, out, width, HAS_GATE: tl.constexpr, BLOCK: tl.constexpr):
+    begin_next()
+    wait_for_inputs()
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_in = columns < width
+    rows = x + row * (2 * width if HAS_GATE else width)
+    value = tl.load(rows + columns, mask=is_in, other=0).to(tl.float32)
+    y = value / (1 + tl.exp(-2 * 0.79788456 * (value + 0.044715 * value * value * value)))
+    if HAS_GATE:
+        y *= tl.load(rows + width + columns, mask=is_in, other=0).to(tl.float32)
+    tl.store(out + row * width + columns, y, mask=is_in)
+
+
+@kernel
 def _last_tokens_in(token_ids, last_tokens, out, count, BLOCK: tl.constexpr):
     begin_next()
     wait_for_inputs()

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.ops.cuda import few_rows
-from engine.ops.cuda.launch import PDL, begin_next, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
 from engine.ops.cuda.pointwise import swiglu
 
 # Up to so many columns: the rows of weights of a program, and columns at a time. As measured on an H200 in the shapes
@@ -64,7 +64,7 @@ def _one_row(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, is_
     return out
 
 
-@triton.jit
+@kernel
 def _multiply(
     x, weight, bias, out, columns, width, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from download_model import DownloadError, Policy, download
+from download_model import DownloadError, Options, Policy, download
 from engine.download.transfer import Stop
 from tests.pure.download.models import CHECKPOINT, FAST, NAME, UNNEEDED, WEIGHTS, cdn_url, files_in
 from tests.pure.model_server import TOKEN, Fault, ModelServer
@@ -28,6 +28,19 @@ def test_a_checkpoint_arrives_with_the_needed_files_only(hub, tmp_path):
     assert done.model_dir == tmp_path / NAME
     assert (done.quant, done.is_static, done.num_fetched) == ("weight_only_int8", False, len(CHECKPOINT))
     assert files_in(done.model_dir) == CHECKPOINT
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("DeepSeek-R1/weight_only_int4", "DeepSeek-R1-2nodes/weight_only_int8", "DeepSeek-R1-MTP/a8w8_fp8_wint4"),
+        *("DeepSeek-R1-MTP-2nodes/a8w8_fp8", "DeepSeek-R1/a8w8_fp8_wint4"),
+    ],
+)
+def test_the_names_of_static_graphs_lead_to_the_checkpoint_and_its_family(name, server, tmp_path):
+    server.add_repo("deepseek-ai/DeepSeek-R1", CHECKPOINT | {"config.json": b'{"model_type": "of the future"}'})
+    with pytest.raises(DownloadError, match="model_type is 'of the future', supported are .*; nothing else of the"):
+        download(f"deepseek-ai/{name}", tmp_path, Options(hub_endpoint=server.url, policy=FAST))
 
 
 def test_a_second_run_asks_the_hub_for_the_list_only(server, hub, tmp_path):
@@ -152,6 +165,15 @@ def test_a_repository_that_cannot_be_exported_is_refused(missing, message, serve
     server.add_repo("an-org/odd", kept | UNNEEDED)
     with pytest.raises(DownloadError, match=message):
         download("an-org/odd", tmp_path, hub)
+
+
+def test_weights_of_paddle_are_fetched_where_there_are_no_others(server, hub, tmp_path):
+    others = {path: body for path, body in CHECKPOINT.items() if not path.startswith("model")}
+    in_paddle = {"model_state.pdparams.index.json": b"{}", "model_state-00001-of-00001.pdparams": WEIGHTS}
+    server.add_repo("an-org/in-paddle", others | in_paddle | {"optimizer.pdopt": b"", "x.pdparams": b""})
+    assert files_in(download("an-org/in-paddle", tmp_path, hub).model_dir) == others | in_paddle
+    server.add_repo("an-org/both", CHECKPOINT | in_paddle)
+    assert files_in(download("an-org/both", tmp_path, hub).model_dir) == CHECKPOINT
 
 
 def test_a_draft_model_is_not_to_be_had_from_the_hub(server, hub, tmp_path):

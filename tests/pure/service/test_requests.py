@@ -1,6 +1,5 @@
 """The service between clients and engine: whatever happens, every request gets exactly one final response."""
 
-import json
 import queue
 import threading
 import time
@@ -28,6 +27,16 @@ def test_a_request_is_answered_as_its_tokens_come(service, engine):
     assert service.num_open == 0
     assert engine.cancelled == []
     assert service.latency.num_ended == {"length": 1}
+
+
+@pytest.mark.parametrize(("max_dec_len", "told"), [(50, None), (51, 50)])
+def test_the_first_response_tells_to_what_the_length_of_the_answer_was_reduced(service, engine, max_dec_len, told):
+    sender = service.ask([1, 2], max_dec_len=max_dec_len, cut_max_dec_len=True)
+    engine.give([1, 2], b"ab")
+    wait_until(lambda: sender.sent)
+    engine.give([1, 2], b"cd", "length")
+    assert sender.final["finish_reason"] == "length"
+    assert [fields.get("max_dec_len") for fields, _ in sender.sent] == [told, None]
 
 
 @pytest.mark.parametrize(
@@ -251,9 +260,7 @@ class Lines:
 
     def send(self, payload, final):
         assert not self.num_finals
-        for tag, line in wire.lines_of(payload):
-            [fields] = json.loads(line)
-            self.sent.append((tag, fields))
+        self.sent += [(tag, answer.fields()) for tag, answer in wire.read_shared(payload).answers]
         self.num_finals += final
 
     def is_cancelled(self):

@@ -7,15 +7,15 @@ kernel merges; one that has them all merges them itself, with the same function.
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.attention import MAX_TILE, rows_of, tile_of, tile_of_queries
-from engine.ops.cuda.launch import PDL, begin_next, num_sms, wait_for_inputs
+from engine.ops.cuda.attention import MAX_TILE, Scoring, begun, first_seen, rows_of, tile_of, tile_of_queries
+from engine.ops.cuda.launch import PDL, begin_next, kernel, num_sms, wait_for_inputs
 from engine.ops.cuda.placing import HeadNorm, place_all, sizes_of
 
 UNIT = 256  # positions
@@ -35,13 +35,16 @@ def paged_attention(
     query_starts: Tensor,
     context_lens: Tensor,
     block_tables: Tensor,
+    sinks: Tensor | None = None,
     *,
     num_heads: int,
     num_kv_heads: int,
     scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """[T, (Hq + 2 Hkv) D] over the cache [num_blocks, 2, Hkv, block_size, D]: [T, Hq D], and the cache, updated."""
-    where = query_starts, context_lens, block_tables
+    where, scoring = (query_starts, context_lens, block_tables), Scoring(scale, window, softcap, sinks)
     query = place_all(qkv, cos_sin, kv_cache, where, num_heads)
     out = torch.empty_like(query)
     num_tokens, num_requests, group = len(query), len(context_lens), num_heads // num_kv_heads
@@ -53,21 +56,30 @@ def paged_attention(
     tokens = 1 if one_each else rows // group
     num_tiles = num_tokens if one_each else num_tokens // tokens + num_requests
     num_units = triton.cdiv(block_tables.shape[1] * block_size, UNIT)
-    splits = _num_splits(num_tiles * num_kv_heads, num_units) if one_each else 1
+    most_units = min(num_units, window // UNIT + 2 if window else num_units)
+    splits = _num_splits(num_tiles * num_kv_heads, most_units) if one_each else 1
     shape = num_tokens, num_heads, num_units, head_dim + 2
     partial = query.new_empty(shape, dtype=torch.float32) if splits > 1 else out
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     _attend[(num_tiles, num_kv_heads, splits)](
-        query, kv_cache, *where, partial, num_requests, block_tables.shape[1], num_units, scale * math.log2(math.e),
+        query, kv_cache, *where, partial, num_requests, block_tables.shape[1], num_units, *scoring.numbers(query),
         num_kv_heads, group, head_dim, padded_dim, block_size, min(block_size, most), UNIT, rows, tokens, one_each,
-        splits, **options, **PDL,
+        splits, *scoring.kinds, **options, **PDL,
     )  # fmt: skip
     if splits > 1:
         grid = num_tokens, num_heads
         _merge_all[grid](
-            partial, context_lens, out, num_heads, num_units, head_dim, padded_dim, UNIT, num_warps=1, **PDL
-        )
+            partial, context_lens, scoring.numbers(query)[2], out, num_heads, num_units,
+            head_dim, padded_dim, UNIT, window, sinks is not None, num_warps=1, **PDL,
+        )  # fmt: skip
     return out, kv_cache
+
+
+def head_norm_paged_attention(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, *given: Tensor, epsilon: float, **heads: Any
+) -> tuple[Tensor, Tensor]:
+    """`head_norm`, then `paged_attention`, which reads these heads anyway."""
+    return paged_attention(HeadNorm(qkv, q_weight, k_weight, epsilon), *given, **heads)
 
 
 def _num_splits(num_programs: int, num_units: int) -> int:
@@ -75,12 +87,14 @@ def _num_splits(num_programs: int, num_units: int) -> int:
     return 1 << max(wanted, 1).bit_length() - 1
 
 
-@triton.jit
+@kernel
 def _attend(
-    query, cache, query_starts, context_lens, block_tables, out, num_requests, table_width, num_units_of_table, scale,
+    query, cache, query_starts, context_lens, block_tables, out, num_requests, table_width, num_units_of_table,
+    scale, softcap, sinks,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    ONE_EACH: tl.constexpr, SPLITS: tl.constexpr,
+    ONE_EACH: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """The query heads of one key/value head for TOKENS tokens of one request; of several splits some of the units."""
     begin_next()
@@ -95,29 +109,38 @@ def _attend(
         position = context + token
         is_in = is_row[:, None] & (d < HEAD_DIM)[None, :]
         q = tl.load(query + row[:, None] * HEAD_DIM + d[None, :], mask=is_in, other=0)
-        each = tl.cdiv(tl.cdiv(end, UNIT), SPLITS)
+        begins = first_seen(context + begin, WINDOW) // UNIT
+        each = tl.cdiv(tl.cdiv(end, UNIT) - begins, SPLITS)
         num_seen_by_all = (context + begin + 1) // TILE  # tiles
-        all_m = tl.full([ROWS], -float("inf"), tl.float32)
-        all_total = tl.zeros([ROWS], tl.float32)
+        whole = tl.cdiv(first_seen(end - 1, WINDOW), TILE)  # the first tile whose beginning all rows see
+        all_m, all_total = begun(sinks, is_row, GROUP, ROWS, HAS_SINKS)
         all_sums = tl.zeros([ROWS, PADDED_DIM], tl.float32)
         table = block_tables + request * table_width
         tiles = cache + tl.program_id(1) * BLOCK_SIZE * HEAD_DIM
-        for unit in range(split * each, tl.minimum(split * each + each, tl.cdiv(end, UNIT))):
+        for unit in range(begins + split * each, tl.minimum(begins + split * each + each, tl.cdiv(end, UNIT))):
             start = unit * (UNIT // TILE)
             stop = tl.minimum(start + UNIT // TILE, tl.cdiv(end, TILE))
             edge = tl.minimum(tl.maximum(num_seen_by_all, start), stop)
             m = tl.full([ROWS], -float("inf"), tl.float32)
             total = tl.zeros([ROWS], tl.float32)
             sums = tl.zeros([ROWS, PADDED_DIM], tl.float32)
-            for tile in range(start, edge):
+            seen_from = start
+            if WINDOW > 0:
+                seen_from = tl.minimum(tl.maximum(whole, start), stop)
+                for tile in range(tl.maximum(start, first_seen(context + begin, WINDOW) // TILE), seen_from):
+                    m, total, sums = tile_of(
+                        q, tiles, table, tile, position, end, scale, softcap, m, total, sums,
+                        NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, True, WINDOW, HAS_CAP,
+                    )  # fmt: skip
+            for tile in range(seen_from, edge):
                 m, total, sums = tile_of(
-                    q, tiles, table, tile, position, end, scale, m, total, sums,
-                    NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, False,
+                    q, tiles, table, tile, position, end, scale, softcap, m, total, sums,
+                    NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, False, 0, HAS_CAP,
                 )  # fmt: skip
-            for tile in range(edge, stop):
+            for tile in range(tl.maximum(edge, seen_from), stop):
                 m, total, sums = tile_of(
-                    q, tiles, table, tile, position, end, scale, m, total, sums,
-                    NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, True,
+                    q, tiles, table, tile, position, end, scale, softcap, m, total, sums,
+                    NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, True, WINDOW, HAS_CAP,
                 )  # fmt: skip
             if SPLITS == 1:
                 all_m, all_total, all_sums = _merged(all_m, all_total, all_sums, m, total, sums)
@@ -130,10 +153,11 @@ def _attend(
             tl.store(out + row[:, None] * HEAD_DIM + d[None, :], all_sums / all_total[:, None], mask=is_in)
 
 
-@triton.jit
+@kernel
 def _merge_all(
-    partial, context_lens, out, num_heads, num_units_of_table,
-    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, UNIT: tl.constexpr,
+    partial, context_lens, sinks, out, num_heads, num_units_of_table,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, UNIT: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """One head of the one token of a request."""
     begin_next()
@@ -143,8 +167,12 @@ def _merge_all(
     one = tl.zeros([1], tl.int32)
     all_m = tl.full([1], -float("inf"), tl.float32)
     all_total = tl.zeros([1], tl.float32)
+    if HAS_SINKS:
+        all_m = tl.load(sinks + tl.program_id(1) + one).to(tl.float32) * 1.4426950408889634
+        all_total += 1
     all_sums = tl.zeros([1, PADDED_DIM], tl.float32)
-    for unit in range(0, tl.load(context_lens + tl.program_id(0)) // UNIT + 1):
+    position = tl.load(context_lens + tl.program_id(0))
+    for unit in range(first_seen(position, WINDOW) // UNIT, position // UNIT + 1):
         at = partial + (head * num_units_of_table + unit) * (HEAD_DIM + 2)
         sums = tl.load(at + d, mask=d < HEAD_DIM, other=0)
         m, total = tl.load(at + HEAD_DIM + one), tl.load(at + HEAD_DIM + 1 + one)

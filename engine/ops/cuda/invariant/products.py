@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.ops.cuda import few_rows
-from engine.ops.cuda.launch import HAS_COPY_ENGINE, PDL, begin_next, shared_memory, wait_for_inputs
+from engine.ops.cuda.launch import HAS_COPY_ENGINE, PDL, begin_next, kernel, shared_memory, wait_for_inputs
 from engine.ops.cuda.pointwise import swiglu
 
 
@@ -92,7 +92,7 @@ def _is_aligned(matrix: Tensor) -> bool:
     return matrix.data_ptr() % 16 == 0 and matrix.shape[1] * matrix.element_size() % 16 == 0
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # or one row would be another kernel
+@kernel
 def _multiply(
     x, weight, bias, out, num_rows, columns, width,
     HAS_BIAS: tl.constexpr, IS_COPIED: tl.constexpr, IS_WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,

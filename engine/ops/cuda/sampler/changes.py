@@ -8,9 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.ops.cuda.launch import kernel
+
 BLOCK = 8192  # logits a program
 ENTRIES = 256  # of biases and of what was seen, at a time
-FIELDS = ("mask", "bias_ids", "seen_ids")  # that change logits, with those that go with them
+FIELDS = ("mask", "bias_ids", "seen_ids", "top_n_sigma")  # that change logits, with those that go with them
 
 
 def changes(rows: Mapping[str, Tensor]) -> bool:
@@ -27,9 +29,11 @@ def change(logits: Tensor, rows: Mapping[str, Tensor]) -> None:
         seen = [rows[name] for name in ("seen_starts", "seen_ends", "seen_ids", "seen_counts")]
         penalties = [rows[name] for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")]
         _penalize[(num_rows,)](logits, *seen, *penalties, vocab, ENTRIES)
+    if "top_n_sigma" in rows:
+        _cut_by_sigma[(num_rows,)](logits, rows["top_n_sigma"], vocab, BLOCK, num_warps=8)
 
 
-@triton.jit
+@kernel
 def _mask(logits, mask, vocab, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -38,19 +42,19 @@ def _mask(logits, mask, vocab, BLOCK: tl.constexpr):
     tl.store(logits + row * vocab + ids, -float("inf"), mask=(ids < vocab) & is_banned)
 
 
-@triton.jit
-def _bias(logits, starts, ids, bias, vocab, BLOCK: tl.constexpr):
+@kernel
+def _bias(logits, starts, ids, biases, vocab, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     end = tl.load(starts + row + 1)
     for start in range(tl.load(starts + row), end, BLOCK):
         at = start + tl.arange(0, BLOCK)
         token_ids = tl.load(ids + at, mask=at < end, other=0)
         # Atomic: the same token may have a bias and a ban.
-        tl.atomic_add(logits + row * vocab + token_ids, tl.load(bias + at, mask=at < end, other=0), mask=at < end)
+        tl.atomic_add(logits + row * vocab + token_ids, tl.load(biases + at, mask=at < end, other=0), mask=at < end)
 
 
-@triton.jit
-def _penalize(logits, starts, ends, ids, counts, repetitions, frequencies, presences, vocab, BLOCK: tl.constexpr):
+@kernel
+def _penalize(logits, starts, ends, ids, seen_counts, repetitions, frequencies, presences, vocab, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     repetition, frequency, presence = (
         tl.load(repetitions + row),
@@ -62,8 +66,39 @@ def _penalize(logits, starts, ends, ids, counts, repetitions, frequencies, prese
         at = start + tl.arange(0, BLOCK)
         token_ids = tl.load(ids + at, mask=at < end, other=-1)
         is_in = (token_ids >= 0) & (token_ids < vocab)  # NO_TOKEN may be among them
-        count = tl.load(counts + at, mask=is_in, other=0)
+        count = tl.load(seen_counts + at, mask=is_in, other=0)
         x = tl.load(logits + row * vocab + token_ids, mask=is_in, other=0)
         x = tl.where(x > 0, x / repetition, x * repetition)
         x = tl.where(count > 0, x - frequency * count.to(tl.float32) - presence, x)
         tl.store(logits + row * vocab + token_ids, x, mask=is_in)
+
+
+@kernel
+def _cut_by_sigma(logits, wanted, vocab, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    num_sigmas = tl.load(wanted + row)
+    if num_sigmas > 0:
+        largest = tl.full([], -float("inf"), tl.float32)
+        count, total, squares = tl.zeros([], tl.float64), tl.zeros([], tl.float64), tl.zeros([], tl.float64)
+        for start in range(0, vocab, BLOCK):
+            _, values, is_allowed = _part(logits + row * vocab, start, vocab, BLOCK)
+            largest = tl.maximum(largest, tl.max(tl.where(is_allowed, values, -float("inf")), 0))
+            count += tl.sum(is_allowed.to(tl.int32), 0).to(tl.float64)
+            total += tl.sum(tl.where(is_allowed, values, 0.0).to(tl.float64), 0)
+        mean = total / count
+        for start in range(0, vocab, BLOCK):
+            _, values, is_allowed = _part(logits + row * vocab, start, vocab, BLOCK)
+            distance = tl.where(is_allowed, values.to(tl.float64) - mean, 0.0)
+            squares += tl.sum(distance * distance, 0)
+        floor = (largest.to(tl.float64) - num_sigmas.to(tl.float64) * tl.sqrt(squares / count)).to(tl.float32)
+        for start in range(0, vocab, BLOCK):
+            ids, values, _ = _part(logits + row * vocab, start, vocab, BLOCK)
+            tl.store(logits + row * vocab + ids, -float("inf"), mask=(ids < vocab) & (values < floor))
+
+
+@triton.jit
+def _part(x, start, vocab, BLOCK: tl.constexpr):
+    """Ids, logits, and which of them are allowed: a number above minus infinity."""
+    ids = start + tl.arange(0, BLOCK)
+    values = tl.load(x + ids, mask=ids < vocab, other=-float("inf"))
+    return ids, values, values > -float("inf")

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.ops.cuda.launch import kernel
 from engine.ops.cuda.sampler.row import PART, Rows, largest_of, load, weights_of
 
 
@@ -27,7 +28,7 @@ def draw(rows: Rows, sent: Mapping[str, Tensor], *, some_drawn: bool) -> Tensor:
     return token_ids
 
 
-@triton.jit
+@kernel
 def _weigh(
     logits, temperatures, min_ps, most, floor, above, equal, vocab, num_parts,
     PARTS: tl.constexpr, PART: tl.constexpr,
@@ -44,7 +45,7 @@ def _weigh(
         tl.store(equal + at, tl.sum(((values == bound) & (weights > 0)).to(tl.int32), 0))
 
 
-@triton.jit
+@kernel
 def _choose(
     logits, temperatures, min_ps, most, floor, above, equal, most_ids, spare, seeds, counters, token_ids,
     vocab, num_parts, PARTS: tl.constexpr, PART: tl.constexpr,

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.ops.cuda.launch import kernel
 from engine.ops.cuda.sampler.row import load
 
 BLOCK, LOGITS_PER_WARP = 8192, 512  # of a row at a time
@@ -26,9 +27,9 @@ def report(logits: Tensor, token_ids: Tensor, num_logprobs: Tensor, max_logprobs
     return {"logprobs": logprobs, "top_ids": top_ids, "top_logprobs": top}
 
 
-@triton.jit
+@kernel
 def _report(
-    logits, token_ids, num_wanted, logprobs, top_ids, top_logprobs, vocab, width, BLOCK: tl.constexpr
+    logits, token_ids, num_wanted, logprobs, top_ids, top_logprobs, vocab, max_logprobs, BLOCK: tl.constexpr
 ):  # fmt: skip
     """log_softmax of the model's own logits: of the chosen token and of the likeliest, lowest id first on a tie."""
     row = tl.program_id(0).to(tl.int64)
@@ -60,7 +61,7 @@ def _report(
                 first = tl.min(tl.where((values == here) & is_next, ids, vocab), 0)
                 best_id = tl.where(here > best, first, best_id)
                 best = tl.maximum(here, best)
-            tl.store(top_ids + row * width + place, best_id)
-            tl.store(top_logprobs + row * width + place, best.to(tl.float64) - log_total)
+            tl.store(top_ids + row * max_logprobs + place, best_id)
+            tl.store(top_logprobs + row * max_logprobs + place, best.to(tl.float64) - log_total)
             before = best
             before_id = best_id

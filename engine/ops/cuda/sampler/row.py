@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.ops.cuda.launch import kernel
+
 PART = 4096  # logits a program
 EVERYTHING = tl.constexpr(104.0)  # exp(-104) is 0: what lies further below the largest, in temperatures, has no weight
 ALL = tl.constexpr(2**31 - 1)
@@ -44,7 +46,7 @@ def survey(logits: Tensor, temperature: Tensor, min_p: Tensor) -> Rows:
     return Rows(logits, temperature, min_p, most, most_ids, floor, spare, new(num_rows, dtype=torch.float64), count)
 
 
-@triton.jit
+@kernel
 def _survey(logits, most, most_ids, floor, spare, vocab, num_parts, PART: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids, values = load(logits + row * vocab, part * PART, vocab, PART)

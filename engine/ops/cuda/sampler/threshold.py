@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.ops.cuda.launch import kernel
 from engine.ops.cuda.sampler.row import ALL, EVERYTHING, PART, Rows, largest_of, load, weights_of
 
 PIVOTS, ROUNDS = 8, 4
@@ -88,7 +89,7 @@ def _at(values, number, index):
     return tl.sum(tl.where(number == index, values, 0), 0)
 
 
-@triton.jit
+@kernel
 def _weigh_pivots(
     logits, temperatures, min_ps, wanted, most, floor, count, weight, pivots, counts, weights,
     vocab, num_parts, BY_COUNT: tl.constexpr, PARTS: tl.constexpr, PIVOTS: tl.constexpr, ROUNDS: tl.constexpr,
@@ -126,7 +127,7 @@ def _weigh_pivots(
             tl.store(pivots + (row * ROUNDS + ROUND) * PIVOTS + number, pivot)
 
 
-@triton.jit
+@kernel
 def _gather(
     logits, temperatures, min_ps, wanted, most, floor, count, weight, pivots, counts, weights, candidates,
     vocab, num_parts, BY_COUNT: tl.constexpr, PARTS: tl.constexpr, PIVOTS: tl.constexpr, ROUNDS: tl.constexpr,
@@ -160,7 +161,7 @@ def _num_between(
     return tl.sum(tl.load(at + first, mask=is_before, other=0) - tl.load(at + last, mask=is_before, other=0), 0)
 
 
-@triton.jit
+@kernel
 def _bisect(
     logits, temperatures, min_ps, wanted, most, floor, count, weight, pivots, counts, weights, candidates, spare,
     vocab, num_parts, BY_COUNT: tl.constexpr, PARTS: tl.constexpr, PIVOTS: tl.constexpr, ROUNDS: tl.constexpr,

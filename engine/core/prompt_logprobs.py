@@ -1,5 +1,4 @@
-"""How likely the tokens of earlier prompts were: who asks the same again needs no logits for it. Knows keys of full
-blocks and scores; no blocks, no requests."""
+"""Cache of prompt log-probabilities, keyed by block hash, so that a repeated prompt skips its logits."""
 
 from __future__ import annotations
 
@@ -8,18 +7,18 @@ from collections.abc import Sequence
 
 from engine.core.types import Logprobs
 
-MAX_NUMBERS = 1 << 18  # that are kept, of some 100 bytes each
+MAX_NUMBERS = 1 << 18  # log-probabilities that are kept, of some 100 bytes each
 
 
-class KnownScores:
-    """By the key of each block the scores of the tokens in it; what was used least recently goes first."""
+class PromptLogprobCache:
+    """Holds the log-probabilities of the tokens in each block. The least recently used block is evicted first."""
 
     def __init__(self, block_size: int, max_numbers: int = MAX_NUMBERS):
         self._block_size, self._room = block_size, max_numbers
         self._of_block: OrderedDict[bytes, tuple[int, list[Logprobs]]] = OrderedDict()  # with how many of the likeliest
 
     def keep(self, keys: Sequence[bytes], scores: Sequence[Logprobs], num_likeliest: int) -> None:
-        """`scores`: of a prompt that begins with the blocks of `keys`, from its second token on."""
+        """Keep `scores` of a prompt that begins with the blocks of `keys`, from its second token on."""
         for index in reversed(range(len(keys))):  # the end of a prefix goes before its beginning
             known, _ = self._of_block.get(keys[index], (-1, ()))
             if known < num_likeliest:
@@ -32,7 +31,7 @@ class KnownScores:
             self._forget(next(iter(self._of_block)))
 
     def find(self, keys: Sequence[bytes], num_likeliest: int) -> list[Logprobs]:
-        """Of the tokens in as many of these blocks, from the first on, as are known."""
+        """Return the scores of the longest known prefix of the blocks `keys`."""
         found: list[Logprobs] = []
         count = 0
         for key in keys:

@@ -1,0 +1,298 @@
+"""KV cache manager of one engine: allocates the blocks of every cache group to requests, shares them, frees them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from engine.core.block_pool import BlockPool, OutOfBlocks
+from engine.core.cache_groups import FREED, SLIDING_WINDOW, SNAPSHOT_INTERVAL, STATE
+from engine.core.limits import Limits
+from engine.core.prefix_cache import Prefix, PrefixCache
+from engine.core.types import Copy, Request
+
+UNLIMITED = 1 << 60  # tokens or blocks
+
+
+class KVCacheManager:
+    """The only writer of the blocks of requests. One pool serves all groups, so that any mix of them can use
+    the whole memory.
+
+    `Limits.block_ratio` is the share of the pool that prompts may fill at admission; from 1 on, a request is admitted
+    only when every block that it may come to need is certain.
+    """
+
+    def __init__(self, pool: BlockPool, limits: Limits):
+        self.pool = pool
+        self.groups = limits.cache_groups
+        self.copies: list[Copy] = []  # for the next batch
+        self._limits = limits
+        self._prefix_cache = PrefixCache(pool, self.groups)
+        self._has_states = any(group.kind == STATE for group in self.groups)
+        self._is_uniform = len(self.groups) == 1 and not self._has_states and not self.groups[0].window
+        self._num_in_flight = 0  # steps
+        self._retired: list[list[int]] = []  # of finished requests, which a launched step may still write
+
+    def max_blocks(self, request: Request) -> int:
+        """Return how many blocks the request and its forks can come to hold, all together."""
+        pool, size = self.pool, self.pool.block_size
+        own = pool.blocks_for(request.max_len)
+        full = request.prompt_len // size
+        of_forks = [pool.blocks_for(fork.max_len) - full for fork in request.forks]
+        chunk = self._limits.max_batched_tokens
+        return sum(sum(group.max_blocks(each, size, chunk) for each in (own, *of_forks)) for group in self.groups)
+
+    def allocate_prompt(self, request: Request, slot: int, running: Collection[Request]) -> bool:
+        """Allocate the blocks of its tokens, of a sliding window those of its first chunk, and reuse cached ones.
+        Return False when it has to wait. A request that is alone may always take everything. `slot`: that it will
+        have."""
+        prefix = self._prefix_cache.find(request)
+        if self._take_prompt(request, slot, running, prefix):
+            return True
+        # A snapshot and its copy may be one block more than there is.
+        without = Prefix(0, [()] * len(self.groups), 0)
+        return self._has_states and not running and self._take_prompt(request, slot, running, without)
+
+    def _take_prompt(self, request: Request, slot: int, running: Collection[Request], prefix: Prefix) -> bool:
+        pool = self.pool
+        first = [self._first_block(group, prefix) for group in range(len(self.groups))]
+        counts = [self._num_new(group, prefix, pool.blocks_for(len(request.token_ids))) for group in range(len(first))]
+        keys = [key for keys in prefix.keys for key in keys]
+        num_shared = pool.num_held_of(keys)
+        if self._limits.block_ratio >= 1:
+            promised = sum(map(self._blocks_to_come, running))
+            # Snapshots that others hold spare it no block.
+            num_copied = sum(
+                pool.num_held_of(prefix.keys[i]) for i, group in enumerate(self.groups) if group.kind == STATE
+            )
+            if self.max_blocks(request) - num_shared + num_copied + promised > pool.num_available:
+                return False
+        elif running:
+            # The beams of a search lose everything when they are preempted.
+            wanted = self.max_blocks(request) if request.search else sum(counts) + len(keys)
+            if pool.num_held + wanted - num_shared > self._limits.block_ratio * pool.num_blocks:
+                return False
+        try:
+            blocks = iter(pool.take(sum(counts), keys))
+        except OutOfBlocks:
+            return False
+        found = [[next(blocks) for _ in each] for each in prefix.keys]
+        request.block_ids = [
+            [FREED] * n + ids + [next(blocks) for _ in range(count)]
+            for n, ids, count in zip(first, found, counts, strict=True)
+        ]
+        request.num_freed = first
+        request.num_published = prefix.num_blocks
+        request.num_cached = request.num_computed = prefix.num_blocks * pool.block_size
+        request.branch_point = prefix.num_paged * pool.block_size
+        del request.scores[request.num_computed :]  # of a preempted request: they are computed again
+        for index, block_ids in enumerate(request.block_ids):
+            if self.groups[index].kind == STATE and len(block_ids) > 1:
+                self.copies.append(Copy(slot, index, 0, block_ids[0], block_ids[1]))
+                pool.give_back([block_ids.pop(0)])
+            elif self.groups[index].kind == STATE and found[index]:
+                pool.unpublish(block_ids[0])
+        self._set_room(request)
+        return True
+
+    def allocate(self, request: Request, num_tokens: int = 1) -> None:
+        """Make its next `num_tokens` positions writable: with new blocks, and with copies of those that others hold or
+        may find. Raises OutOfBlocks; what it has by then it keeps."""
+        pool, start = self.pool, request.num_computed
+        for index, group in enumerate(self.groups):
+            block_ids = request.block_ids[index]
+            if group.kind == STATE:
+                if start == self._next_snapshot(request, start - 1) and request.num_published < UNLIMITED:
+                    self._prefix_cache.publish_state(request, index)
+                if pool.is_shared(block_ids[0]) or pool.is_published(block_ids[0]):
+                    self._replace(request, request.slot, index, 0)
+                continue
+            num_freed = self._free_behind_window(request, index) if group.kind == SLIDING_WINDOW else 0
+            if start // pool.block_size < len(block_ids) and pool.is_shared(block_ids[start // pool.block_size]):
+                self._replace(request, request.slot, index, start // pool.block_size)
+            num_missing = pool.blocks_for(start + num_tokens) - len(block_ids)
+            # A prompt keeps the share of the pool that it was admitted with.
+            num_next = min(num_freed, pool.blocks_for(len(request.token_ids)) - len(block_ids), pool.num_available)
+            if num_missing > 0 or num_next > 0:
+                block_ids += pool.take(max(num_missing, num_next))
+        self._set_room(request)
+
+    def allocate_drafts(self, request: Request, num_drafts: int, num_running: int) -> int:
+        """Return how many of `num_drafts` positions behind the next one have blocks. They are allocated now if that
+        leaves every running request one."""
+        pool, end = self.pool, request.num_computed + 1 + num_drafts
+        if self._has_states:  # a rejected draft cannot be taken out of a state
+            return 0
+        if end > request.room:
+            num_missing = (pool.blocks_for(end) - request.room // pool.block_size) * len(self.groups)
+            if pool.num_available - num_missing < num_running * len(self.groups):
+                return request.room - request.num_computed - 1
+            self.allocate(request, 1 + num_drafts)
+        return num_drafts
+
+    def share(self, leader: Request) -> None:
+        """Let its forks hold what it holds."""
+        self._set_shared(leader)
+        for fork in leader.forks:
+            self.pool.share(_held_by(leader))
+            fork.block_ids = [list(block_ids) for block_ids in leader.block_ids]
+            fork.num_freed, fork.block_hashes = list(leader.num_freed), list(leader.block_hashes)
+            fork.num_computed, fork.num_published = leader.num_computed, leader.num_published
+            fork.num_cached, fork.has_new_blocks = leader.num_cached, True
+            self._set_shared(fork)
+
+    def branch(self, beams: Sequence[Request], parents: Sequence[int]) -> None:
+        """Let each beam continue the blocks of the beam that `parents` names; beams beyond them hold nothing. What they
+        write is not published."""
+        before = [(each.block_ids, each.num_freed, _held_by(each)) for each in beams]
+        num_computed = beams[0].num_computed
+        for parent in parents:
+            self.pool.share(before[parent][2])
+        for _, _, blocks in before:
+            self.pool.give_back(blocks)
+        for index, each in enumerate(beams):
+            block_ids, num_freed, _ = before[parents[index]] if index < len(parents) else ([], [], [])
+            each.block_ids, each.num_freed = [list(ids) for ids in block_ids], list(num_freed)
+            each.num_computed = each.room = num_computed
+            each.num_placed, each.has_new_blocks, each.num_published = [], True, UNLIMITED
+
+    def chunk_len(self, request: Request, num_tokens: int) -> int:
+        """Return how many of its next `num_tokens` tokens one step may compute: no more than have blocks without
+        preemption, and not beyond the position of a snapshot."""
+        start = request.num_computed
+        if self._has_states:
+            num_tokens = min(num_tokens, self._next_snapshot(request, start) - start)
+        if start + num_tokens > request.room:
+            try:
+                self.allocate(request, num_tokens)
+            except OutOfBlocks:
+                self._set_room(request)
+        return min(num_tokens, request.room - start)
+
+    def publish(self, request: Request) -> None:
+        """Make the blocks that have become full findable."""
+        count = request.num_computed // self.pool.block_size
+        if count > request.num_published and self.pool.caching:
+            self._prefix_cache.publish(request, request.num_published, count)
+        request.num_published = count
+
+    def keep_logprobs(self, request: Request) -> None:
+        """Remember the log-probabilities of its prompt, if it asked for them."""
+        self._prefix_cache.keep_logprobs(request)
+
+    def take_new_blocks(self, request: Request) -> Sequence[Sequence[int]]:
+        """Return, for each group, the blocks that the executor has not been told of."""
+        placed = request.num_placed or [0] * len(self.groups)
+        request.num_placed, request.has_new_blocks = [len(ids) for ids in request.block_ids], False
+        return [ids[start:] for ids, start in zip(request.block_ids, placed, strict=True)]
+
+    def free(self, request: Request) -> None:
+        """Free its blocks; if a step was launched that may write them, when that step has ended."""
+        blocks = _held_by(request) if self._is_uniform else self._in_order_of_value(request)
+        if self._num_in_flight:
+            self._retired.append(blocks)
+        else:
+            self.pool.give_back(blocks)
+        self.copies = [copy for copy in self.copies if copy.slot != request.slot]
+        request.block_ids, request.num_freed, request.num_placed = [], [], []
+        request.num_computed = request.num_published = request.room = 0
+        request.has_shared_tail = False
+
+    def begin_step(self) -> None:
+        self._num_in_flight += 1
+
+    def end_step(self) -> None:
+        """Free what finished requests held. A step that was launched meanwhile may still write these blocks, but it
+        does so before any later one."""
+        self._num_in_flight -= 1
+        for blocks in self._retired:
+            self.pool.give_back(blocks)
+        self._retired.clear()
+
+    def check(self, running: Collection[Request]) -> None:
+        """Check that the pool and the requests agree. Called between two steps."""
+        self.pool.check()
+        assert not self._retired
+        assert self.pool.num_held == len(set().union(*map(_held_by_all, running)))
+
+    def _first_block(self, index: int, prefix: Prefix) -> int:
+        """Return the number of leading blocks that the group does without."""
+        return 0 if self.groups[index].kind == STATE else prefix.num_blocks - len(prefix.keys[index])
+
+    def _num_new(self, index: int, prefix: Prefix, num_blocks: int) -> int:
+        """Return how many blocks of a prompt of `num_blocks` the group takes at admission beside the cached ones."""
+        group = self.groups[index]
+        if group.kind == STATE:  # a snapshot is copied, unless it comes back from the host
+            return int(not prefix.keys[index] or self.pool.is_on_device(prefix.keys[index][0]))
+        return group.max_blocks(num_blocks - prefix.num_blocks, self.pool.block_size, self._limits.max_batched_tokens)
+
+    def _free_behind_window(self, request: Request, index: int) -> int:
+        """Free the blocks that no later position reads. Return how many there were."""
+        start, block_ids = request.num_freed[index], request.block_ids[index]
+        end = self.groups[index].first_block(request.num_computed, self.pool.block_size)
+        if end > start:
+            self.pool.give_back(block_ids[start:end][::-1])
+            block_ids[start:end] = [FREED] * (end - start)
+            request.num_freed[index] = end
+        return max(0, end - start)
+
+    def _in_order_of_value(self, request: Request) -> list[int]:
+        """Return its blocks, those last that the prefix cache may lose first: of a prefix its end, of a window its
+        beginning."""
+        blocks: list[int] = []
+        for group, ids, start in zip(self.groups, request.block_ids, request.num_freed, strict=False):
+            blocks += ids[start:][::-1] if group.kind == SLIDING_WINDOW else ids[start:]
+        return blocks
+
+    def _replace(self, request: Request, slot: int, index: int, place: int) -> None:
+        """Give the request a copy of a block of its own. Raises OutOfBlocks."""
+        source = request.block_ids[index][place]
+        if self.pool.is_shared(source):
+            [target] = self.pool.take(1)
+            self.pool.give_back([source])
+        else:  # a snapshot that it holds alone: at worst, the same block again
+            self.pool.give_back([source])
+            [target] = self.pool.take(1)
+        request.block_ids[index][place] = target
+        self.copies.append(Copy(slot, index, place, source, target))
+
+    def _set_room(self, request: Request) -> None:
+        """Enter up to where its own blocks reach."""
+        size = self.pool.block_size
+        if self._is_uniform:
+            request.room = len(request.block_ids[0]) * size
+        else:
+            ends = [
+                self._next_snapshot(request, request.num_computed) if group.kind == STATE else len(ids) * size
+                for group, ids in zip(self.groups, request.block_ids, strict=True)
+            ]
+            request.room = min(ends)
+        request.has_shared_tail, request.has_new_blocks = False, True
+
+    def _set_shared(self, request: Request) -> None:
+        """Enter that others hold its last blocks, too."""
+        request.room = request.num_computed
+        request.has_shared_tail = self._has_states or request.num_computed % self.pool.block_size > 0
+
+    def _next_snapshot(self, request: Request, position: int) -> int:
+        """Return the first position after `position` at which its state is kept."""
+        size = self.pool.block_size
+        interval = max(size, SNAPSHOT_INTERVAL // size * size)
+        last = (request.prompt_len - 1) // size * size
+        points = (request.branch_point, last, (position // interval + 1) * interval)
+        return min(point for point in points if point > position)
+
+    def _blocks_to_come(self, request: Request) -> int:
+        num_held = len(_held_by_all(request) if request.search else _held_by(request))
+        return self.max_blocks(request) - num_held + request.has_shared_tail * len(self.groups)
+
+
+def _held_by(request: Request) -> list[int]:
+    """Return the blocks of the request in all groups."""
+    if len(request.block_ids) == 1 and not request.num_freed[0]:
+        return request.block_ids[0]
+    return [block for ids, start in zip(request.block_ids, request.num_freed, strict=True) for block in ids[start:]]
+
+
+def _held_by_all(request: Request) -> set[int]:
+    """Return the blocks of the request and, as long as it has some, of its forks."""
+    return {block for each in (request, *request.forks) for block in _held_by(each)}

@@ -1,0 +1,111 @@
+"""Prefix cache of one engine: finds the longest cached prefix of a prompt in all cache groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from engine.core.block_pool import BlockPool, hash_block, root_hash
+from engine.core.cache_groups import PAGED, STATE, CacheGroup
+from engine.core.prompt_logprobs import PromptLogprobCache
+from engine.core.types import Request
+
+
+class Prefix(NamedTuple):
+    """A prefix that every group of the model can continue."""
+
+    num_blocks: int
+    keys: Sequence[Sequence[bytes]]  # for each group, of the blocks that continuing takes: the last ones of the prefix
+    num_paged: int  # blocks up to which the other groups would have had to be found
+
+
+class PrefixCache:
+    """Looks up prompts by block. A block hash covers the tokens of the block and everything before it; the key of a
+    block in the pool is its hash and the group it belongs to."""
+
+    def __init__(self, pool: BlockPool, groups: Sequence[CacheGroup]):
+        self._pool, self._groups = pool, groups
+        self._logprobs = PromptLogprobCache(pool.block_size)
+
+    def find(self, request: Request) -> Prefix:
+        """Return the longest prefix of `request` whose blocks can be found in all groups."""
+        pool, groups = self._pool, self._groups
+        nothing = Prefix(0, [()] * len(groups), 0)
+        if not pool.caching:
+            return nothing
+        self._find_logprobs(request)
+        hashes = self.hashes(request, request.most_cached // pool.block_size)
+        if len(groups) == 1 and groups[0].kind == PAGED:
+            count = pool.find(hashes)
+            return Prefix(count, (hashes[:count],), count)
+        num_paged = len(hashes)
+        for index, group in enumerate(groups):
+            if group.kind == PAGED:
+                num_paged = pool.find([key_of(each, index) for each in hashes[:num_paged]])
+        count, before = num_paged, -1
+        while count != before:
+            before = count
+            for index, group in enumerate(groups):
+                if group.kind != PAGED:
+                    count = self._longest(index, hashes, count)
+        keys = [
+            [key_of(each, index) for each in hashes[self._first(group, count) : count]]
+            for index, group in enumerate(groups)
+        ]
+        return Prefix(count, keys, num_paged)
+
+    def publish(self, request: Request, start: int, end: int) -> None:
+        """Make the full blocks `start` to `end` of `request` findable in all groups that have them."""
+        hashes = self.hashes(request, end)
+        for index, group in enumerate(self._groups):
+            if group.kind != STATE:
+                for place in range(max(start, request.num_freed[index]), end):
+                    self._pool.publish(request.block_ids[index][place], key_of(hashes[place], index))
+
+    def publish_state(self, request: Request, index: int) -> None:
+        """Make the state of `request` at its position, which is the end of a block, a snapshot."""
+        count = request.num_computed // self._pool.block_size
+        if self._pool.caching and count:
+            self._pool.publish(request.block_ids[index][0], key_of(self.hashes(request, count)[-1], index))
+
+    def keep_logprobs(self, request: Request) -> None:
+        """Remember the log-probabilities of its whole prompt."""
+        if request.sampling.num_prompt_logprobs >= 0 and self._pool.caching:
+            hashes = self.hashes(request, request.prompt_len // self._pool.block_size)
+            self._logprobs.keep(hashes, request.scores, request.sampling.num_prompt_logprobs)
+
+    def hashes(self, request: Request, count: int) -> Sequence[bytes]:
+        """Return the hashes of its first `count` blocks. Each is computed once."""
+        hashes, size = request.block_hashes, self._pool.block_size
+        for index in range(len(hashes), count):
+            parent = hashes[-1] if hashes else root_hash(request.salt, *request.sampling.adapter[:1])
+            hashes.append(hash_block(parent, request.token_ids[index * size : (index + 1) * size]))
+        return hashes[:count]
+
+    def _find_logprobs(self, request: Request) -> None:
+        """Reuse what earlier requests computed: once, however often this one has to wait."""
+        num_likeliest = request.sampling.num_prompt_logprobs
+        if num_likeliest >= 0 and not request.is_told and not request.scores:
+            hashes = self.hashes(request, request.prompt_len // self._pool.block_size)
+            request.scores = self._logprobs.find(hashes, num_likeliest)
+
+    def _first(self, group: CacheGroup, count: int) -> int:
+        """Return the first block that `group` needs in order to continue behind `count` blocks."""
+        if group.kind == STATE:
+            return max(count - 1, 0)
+        return group.first_block(count * self._pool.block_size, self._pool.block_size)
+
+    def _longest(self, index: int, hashes: Sequence[bytes], count: int) -> int:
+        """Return the largest number of blocks, at most `count`, behind which the group `index` can continue."""
+        while count:
+            needed = range(self._first(self._groups[index], count), count)
+            missing = next((i for i in reversed(needed) if key_of(hashes[i], index) not in self._pool), None)
+            if missing is None:
+                return count
+            count = missing
+        return 0
+
+
+def key_of(block_hash: bytes, group: int) -> bytes:
+    """Return the pool's key of a block of the cache group with this index."""
+    return block_hash + bytes([group]) if group else block_hash

@@ -1,0 +1,75 @@
+"""Compiles kernels of the Triton language ahead of their first launch, in parallel, and reports those that were missed.
+
+Triton compiles a kernel when it is first launched with new types, constants or alignments, which takes 0.2 to 2 s each.
+Its results are kept on disk (TRITON_CACHE_DIR, by default ~/.triton), so a later start only loads them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
+
+import torch
+import triton
+
+log = logging.getLogger(__name__)
+
+
+class Compiler:
+    """Collects the kernels that are missing while steps run in `recording`, then compiles them."""
+
+    def __init__(self, device: torch.device, report: Callable[[str], None]):
+        self._device, self._report = device, report
+        self._missing: dict[tuple[int, str], tuple[Any, str]] = {}  # function and its specialization
+        triton.knobs.runtime.jit_post_compile_hook = None  # of an executor that was here before
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Skip launches of kernels that are not compiled yet and note them. What such a kernel would have written is
+        undefined memory: the results of the steps are to be thrown away."""
+
+        def note(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+            self._missing[id(fn.jit_function), key] = fn.jit_function, compile["specialization_data"]
+            return True
+
+        with _hook("jit_cache_hook", note):
+            yield
+        torch.cuda.synchronize(self._device)
+
+    def compile(self) -> None:
+        """Compile what was recorded, on all cores."""
+        total, started = len(self._missing), time.monotonic()
+        if not total:
+            return
+        num_threads = min(total, len(os.sched_getaffinity(0)))
+        with ThreadPoolExecutor(num_threads, initializer=torch.cuda.set_device, initargs=(self._device,)) as pool:
+            futures = [pool.submit(function.preload, data) for function, data in self._missing.values()]
+            for done, future in enumerate(as_completed(futures), 1):
+                future.result()
+                self._report(f"compiling GPU kernels, {done} of {total} (kept for later starts)")
+        self._missing.clear()
+        log.info("%d GPU kernels compiled or loaded in %.1f s", total, time.monotonic() - started)
+
+
+def warn_of_late_compilation() -> None:
+    """From now on, log each kernel that a request has to wait for."""
+
+    def warn(*, repr: str, **_: Any) -> None:
+        log.warning("the kernel %s was compiled while requests waited for it", repr)
+
+    triton.knobs.runtime.jit_post_compile_hook = warn
+
+
+@contextlib.contextmanager
+def _hook(name: str, function: Callable) -> Iterator[None]:
+    before = getattr(triton.knobs.runtime, name)
+    setattr(triton.knobs.runtime, name, function)
+    try:
+        yield
+    finally:
+        setattr(triton.knobs.runtime, name, before)

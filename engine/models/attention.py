@@ -1,0 +1,131 @@
+"""Attention over the paged cache, with what families vary of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.core.cache_groups import PAGED, SLIDING_WINDOW, CacheGroup
+from engine.dtypes import scale_bytes
+from engine.models.config import DecoderConfig
+from engine.models.kv_cache import LayerCache
+from engine.models.layers import ROWS, Linear, Norm, Place, Rotary, Run, Tensor
+from engine.models.rope import Rope, no_rotation
+from engine.models.weights import Share
+
+HEADS = "heads"  # a norm of each head, before it is rotated
+ROTATED_HEADS = "rotated heads"  # behind the rotation
+WIDE = "wide"  # of all queries together, and of all keys together
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What the attention of a family has beside its projections."""
+
+    qkv_bias: bool = False
+    o_bias: bool = False
+    packed: str = ""  # name of the one tensor that has queries, keys and values; empty: each has its own
+    norms: str = ""  # of queries and keys: HEADS, ROTATED_HEADS, or WIDE
+    norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    rope: Rope | None = None  # None: that of the config
+    scale: float = 0.0  # of the scores; 0: 1 / sqrt(head_dim)
+    window: int = 0  # positions that a query attends to, its own included; 0: all
+    softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: they stay
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Query, key and value projections, optional norms, rotary positions, grouped-query attention."""
+
+    qkv_proj: Linear
+    norms: tuple[Norm, ...]  # of queries and of keys, or none
+    rotary: Rotary
+    unrotated: Rotary | None  # angles for attention where heads are rotated before it
+    o_proj: Linear
+    cache: LayerCache
+    num_heads: int  # of this rank
+    num_ranks: int
+    head_dim: int
+    options: AttentionOptions
+
+    @classmethod
+    def of(cls, config: DecoderConfig, place: Place, options: AttentionOptions | None = None) -> Attention:
+        assert place.layer is not None, "attention belongs to a layer"
+        options = options or AttentionOptions()
+        shard, head_dim = place.shard, config.head_dim
+        heads, kv_heads = shard.heads(config.num_heads), shard.heads(config.num_kv_heads)
+        rope = options.rope or config.rope
+        pairs = 2 * len(rope.inv_freq) if config.has_rotary_pairs else 0
+        parts = heads.each(head_dim, pairs), kv_heads.each(head_dim, pairs), kv_heads.each(head_dim)
+        cache_shape = (-1, 2, kv_heads.size, shard.block_size, head_dim + scale_bytes(shard.cache_dtype))
+        group = CacheGroup(SLIDING_WINDOW, options.window) if options.window else CacheGroup(PAGED)
+        qkv = _named(parts, options.packed)
+        return cls(
+            qkv_proj=Linear.columns(place, "qkv_proj", qkv, config.hidden_size, options.qkv_bias),
+            norms=_norms(config, place, options, parts),
+            rotary=Rotary.of(rope),
+            unrotated=Rotary.of(no_rotation()) if options.norms == ROTATED_HEADS else None,
+            o_proj=Linear.rows(place, "self_attn.o_proj", config.hidden_size, heads.each(head_dim), options.o_bias),
+            cache=LayerCache(place.layer, shard.cache_dtype, cache_shape, group=group),
+            num_heads=heads.size,
+            num_ranks=shard.num_ranks,
+            head_dim=head_dim,
+            options=options,
+        )
+
+    def __call__(self, run: Run, x: Tensor) -> Tensor:
+        """Compute all but the output projection, which not every row needs."""
+        options, heads = self.options, {"num_heads": self.num_heads, "num_kv_heads": self.cache.shape[2]}
+        qkv, angles = self.qkv_proj(run, x), self.rotary(run)
+        if options.norms == WIDE:
+            qkv = self._wide_norm(run, qkv, heads)
+        elif options.norms:
+            if self.unrotated:
+                qkv = run.ops.rotate_heads(qkv, angles, **heads, head_dim=self.head_dim)
+                angles = self.unrotated(run)
+            weights = [run.params[norm.weight.name] for norm in self.norms]
+            qkv = run.ops.head_norm(qkv, *weights, **heads, epsilon=self.norms[0].epsilon)
+        cache, table = run.cache_of(self.cache.layer)
+        rows = [run.inputs[name] for name in ROWS]
+        scale = options.scale or self.head_dim**-0.5
+        limits = {"window": options.window, "softcap": options.softcap}
+        out, _ = run.ops.paged_attention(qkv, angles, cache, *rows, table, None, **heads, scale=scale, **limits)
+        return out
+
+    def _wide_norm(self, run: Run, qkv: Tensor, heads: dict[str, int]) -> Tensor:
+        """Each rank has a part of what one norm goes over."""
+        sums = run.ops.square_sums(qkv, **heads, head_dim=self.head_dim)
+        if self.num_ranks > 1:
+            sums = run.ops.all_reduce(sums)
+        sizes = [
+            count * self.head_dim * self.num_ranks for count in heads.values()
+        ]  # a key head that several ranks have is counted by each
+        weights = [run.params[norm.weight.name] for norm in self.norms]
+        given = {"head_dim": self.head_dim, "q_size": sizes[0], "k_size": sizes[1], "epsilon": self.norms[0].epsilon}
+        return run.ops.wide_norm(qkv, sums, *weights, **heads, **given)
+
+
+def _norms(
+    config: DecoderConfig, place: Place, options: AttentionOptions, parts: tuple[Share, ...]
+) -> tuple[Norm, ...]:
+    names = [f"self_attn.{name}" for name in options.norm_names] if options.norms else []
+    if options.norms != WIDE:
+        return tuple(Norm.of(config, place, name, config.head_dim) for name in names)
+    shares = zip(names, parts, strict=False)
+    weights = [place.weight(f"{name.split('.')[1]}.weight", [(f"{name}.weight", (share,))]) for name, share in shares]
+    return tuple(Norm(weight, config.rms_norm_eps) for weight in weights)
+
+
+def _named(parts: tuple[Share, Share, Share], packed: str) -> list[tuple[str, Share]]:
+    """Return the shares of queries, keys and values with the tensors they are in."""
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    return side_by_side(packed, parts) if packed else list(zip(names, parts, strict=True))
+
+
+def side_by_side(name: str, parts: tuple[Share, ...]) -> list[tuple[str, Share]]:
+    """Return the shares of one tensor that has all parts below each other."""
+    total, named = sum(part.count for part in parts), []
+    start = 0
+    for part in parts:
+        named.append((name, part.within(total, start)))
+        start += part.count
+    return named

@@ -1,0 +1,40 @@
+"""EXAONE 4: norms behind attention and MLP and of heads; with windows, the layers without one do not rotate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.models.attention import HEADS, Attention, AttentionOptions
+from engine.models.config import DecoderConfig, layer_windows, read_decoder
+from engine.models.decoder import POST_NORM, Decoder, DecoderLayer
+from engine.models.layers import Place
+from engine.models.mlp import GatedMlp
+from engine.models.rope import no_rotation
+from engine.models.weights import Shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exaone4(DecoderConfig):
+    has_windows: bool
+
+    @classmethod
+    def read(cls, keys: Mapping[str, Any]) -> Exaone4:
+        pattern = keys.get("sliding_window_pattern", 4)
+        if isinstance(pattern, str):  # L for a layer with a window, G for one without
+            slides = [each == "L" for each in pattern]
+        else:
+            slides = [(layer + 1) % pattern != 0 for layer in range(pattern or 1)]
+        has_windows = keys.get("sliding_window") is not None
+        windows = layer_windows(keys, lambda layer: has_windows and slides[layer % len(slides)])
+        return read_decoder(cls, {"rms_norm_eps": 1e-5, **keys}, {"windows": windows, "has_windows": has_windows})
+
+    def network(self, shard: Shard) -> Decoder:
+        return Decoder.of(self, shard, self._layer)
+
+    def _layer(self, place: Place) -> DecoderLayer:
+        assert place.layer is not None
+        rope = no_rotation() if self.has_windows and not self.slides[place.layer] else self.rope
+        options = AttentionOptions(norms=HEADS, rope=rope, window=self.window(place.layer))
+        return DecoderLayer.of(self, place, (Attention.of(self, place, options), GatedMlp.of(self, place)), POST_NORM)

@@ -1,0 +1,35 @@
+"""GLM-4: norms before and after attention and MLP; half of each head is rotated, in pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.models.attention import Attention, AttentionOptions
+from engine.models.config import DecoderConfig, read_decoder
+from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.layers import Place
+from engine.models.mlp import GatedMlp
+from engine.models.weights import Shard
+
+NORMS = ("input", "post_self_attn", "post_attention", "post_mlp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glm4(DecoderConfig):
+    attention_bias: bool
+
+    @classmethod
+    def read(cls, keys: Mapping[str, Any]) -> Glm4:
+        given = {"rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5, **keys}
+        own = {"has_rotary_pairs": True, "attention_bias": bool(keys.get("attention_bias", True))}
+        return read_decoder(cls, given, own, head_dim=128)
+
+    def network(self, shard: Shard) -> Decoder:
+        return Decoder.of(self, shard, self._layer)
+
+    def _layer(self, place: Place) -> DecoderLayer:
+        attention = Attention.of(self, place, AttentionOptions(qkv_bias=self.attention_bias))
+        mlp = GatedMlp.of(self, place, packed="mlp.gate_up_proj")
+        return DecoderLayer.of(self, place, (attention, mlp), NORMS)

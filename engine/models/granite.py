@@ -1,0 +1,44 @@
+"""Granite 3: Llama with multipliers of embeddings, scores, residuals and logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.models.attention import Attention, AttentionOptions
+from engine.models.config import DecoderConfig, read_decoder
+from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.keys import number
+from engine.models.layers import Place
+from engine.models.mlp import GatedMlp
+from engine.models.weights import Shard
+
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling", "attention_multiplier")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Granite(DecoderConfig):
+    attention_multiplier: float
+    attention_bias: bool
+    mlp_bias: bool
+
+    @classmethod
+    def read(cls, keys: Mapping[str, Any]) -> Granite:
+        given = {name: number(keys, name, 1.0) for name in MULTIPLIERS}
+        own = {
+            "embedding_multiplier": given["embedding_multiplier"],
+            "residual_multiplier": given["residual_multiplier"],
+            "logit_multiplier": 1 / given["logits_scaling"],
+            "attention_multiplier": given["attention_multiplier"],
+        }
+        biases = {name: bool(keys.get(name)) for name in ("attention_bias", "mlp_bias")}
+        return read_decoder(cls, keys, {**own, **biases})
+
+    def network(self, shard: Shard) -> Decoder:
+        return Decoder.of(self, shard, self._layer)
+
+    def _layer(self, place: Place) -> DecoderLayer:
+        bias = self.attention_bias
+        attention = Attention.of(self, place, AttentionOptions(bias, bias, scale=self.attention_multiplier))
+        return DecoderLayer.of(self, place, (attention, GatedMlp.of(self, place, self.mlp_bias)))

@@ -1,0 +1,48 @@
+"""OLMo 2 and 3: norms behind attention and MLP, one over all queries and one over all keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.models.attention import WIDE, Attention, AttentionOptions
+from engine.models.config import DecoderConfig, layer_windows, read_decoder
+from engine.models.decoder import POST_NORM, Decoder, DecoderLayer
+from engine.models.keys import whole_number
+from engine.models.layers import Place
+from engine.models.mlp import GatedMlp
+from engine.models.rope import ropes_by_layer_type
+from engine.models.weights import Shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class Olmo2(DecoderConfig):
+    attention_bias: bool
+
+    @classmethod
+    def read(cls, keys: Mapping[str, Any]) -> Olmo2:
+        return read_decoder(cls, {"rms_norm_eps": 1e-5, **keys}, {"attention_bias": bool(keys.get("attention_bias"))})
+
+    def network(self, shard: Shard) -> Decoder:
+        return Decoder.of(self, shard, self._layer)
+
+    def _layer(self, place: Place) -> DecoderLayer:
+        bias, window = self.attention_bias, self.window(place.layer)
+        options = AttentionOptions(bias, bias, norms=WIDE, rope=self.rope_of(place.layer), window=window)
+        return DecoderLayer.of(self, place, (Attention.of(self, place, options), GatedMlp.of(self, place)), POST_NORM)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Olmo3(Olmo2):
+    """Of four layers three have a window, with positions of their own."""
+
+    @classmethod
+    def read(cls, keys: Mapping[str, Any]) -> Olmo3:
+        given = {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, **keys}
+        head_dim = whole_number(keys, "hidden_size") // whole_number(keys, "num_attention_heads")
+        head_dim = whole_number(keys, "head_dim", head_dim)
+        ropes = ropes_by_layer_type(given, head_dim, whole_number(keys, "max_position_embeddings"))
+        windows = layer_windows(keys, lambda layer: (layer + 1) % 4 != 0)
+        own = {"rope": ropes[0], "sliding_rope": ropes[1], "windows": windows}
+        return read_decoder(cls, given, {"attention_bias": bool(keys.get("attention_bias")), **own})

@@ -1,0 +1,56 @@
+"""Recognises what PaddleNLP has exported, and refuses the kinds that are not read with the step to take instead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from engine.models.families import FAMILIES
+from engine.models.keys import ModelError
+
+MODEL_TYPES = ("llama", "qwen2")
+QUANT_TYPES = (None, "", "none", "weight_only_int8", "weight_only_int4")
+OF_LAYER = re.compile(r"fuse([a-z0-9_]+)\.\d+\.(\w+)")
+# Parameters that only one kind of quantization has
+A8W8, FP8 = "qkv_out_scale", "ffn1_0_weight"
+INT8_CACHE = "cache_k_scale"
+FROM_CHECKPOINT = "start the server with the checkpoint that it was exported from"
+
+
+def kind_of(parameters: Iterable[str]) -> tuple[str | None, str | None]:
+    """Return the model_type and, if the names tell it, the quant_type of an export with these parameters."""
+    found = [match for name in parameters if (match := OF_LAYER.fullmatch(name))]
+    leaves = {match[2] for match in found}
+    cache = "c8" if INT8_CACHE in leaves else ""
+    quant_type = f"a8w8{cache}_fp8" if FP8 in leaves else f"a8w8{cache}" if A8W8 in leaves else None
+    return found[0][1] if found else None, quant_type
+
+
+def refuse(export: Any, model_type: Any, quant_type: Any) -> None:
+    """Raise ModelError unless an export of this kind is read. `export` names it in the message."""
+    if model_type not in [*FAMILIES]:  # it may be anything
+        known = ", ".join(FAMILIES)
+        instead = "; of DeepSeek-R1 the distilled models are" if str(model_type).startswith("deepseek") else ""
+        raise ModelError(
+            f"{export} is a PaddleNLP export of {model_type!r}, a family that is not supported: serve a model of one"
+            f" that is, {known}{instead}"
+        )
+    if model_type not in MODEL_TYPES:
+        known = " and ".join(MODEL_TYPES)
+        raise ModelError(
+            f"{export} is a PaddleNLP export of {model_type!r}, only those of {known} are read: {FROM_CHECKPOINT}"
+        )
+    if quant_type not in QUANT_TYPES:
+        raise ModelError(
+            f"{export} is a PaddleNLP export with quant_type {quant_type!r}, read are none,"
+            f" {', '.join(filter(None, QUANT_TYPES[3:]))}: {FROM_CHECKPOINT}{_with_settings(str(quant_type))}"
+        )
+
+
+def _with_settings(quant_type: str) -> str:
+    """Return the settings that make of the checkpoint what is nearest to a quant_type of PaddleNLP."""
+    if not quant_type.startswith("a8w8"):
+        return ""
+    quant = " and QUANT_TYPE=weight_only_fp8 (on a GPU)" if quant_type.endswith("fp8") else " and QUANT_TYPE=a8w8"
+    return quant + (", USE_CACHE_KV_INT8=1" if "c8" in quant_type else "")

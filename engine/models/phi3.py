@@ -1,0 +1,30 @@
+"""Phi-3, Phi-3.5 and Phi-4: packed projections, LongRoPE, and of Phi-4-mini a part of each head rotated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.models.attention import Attention, AttentionOptions
+from engine.models.config import DecoderConfig, layer_windows, read_decoder
+from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.layers import Place
+from engine.models.mlp import GatedMlp
+from engine.models.weights import Shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phi3(DecoderConfig):
+    @classmethod
+    def read(cls, keys: Mapping[str, Any]) -> Phi3:
+        windows = layer_windows(keys, lambda layer: keys.get("sliding_window") is not None)
+        return read_decoder(cls, {"rms_norm_eps": 1e-5, **keys}, {"windows": windows})
+
+    def network(self, shard: Shard) -> Decoder:
+        return Decoder.of(self, shard, self._layer)
+
+    def _layer(self, place: Place) -> DecoderLayer:
+        options = AttentionOptions(packed="self_attn.qkv_proj", window=self.window(place.layer))
+        mlp = GatedMlp.of(self, place, packed="mlp.gate_up_proj")
+        return DecoderLayer.of(self, place, (Attention.of(self, place, options), mlp))

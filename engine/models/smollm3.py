@@ -1,0 +1,44 @@
+"""SmolLM3: Llama, some of whose layers do not rotate; these may have a sliding window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.models.attention import Attention, AttentionOptions
+from engine.models.config import DecoderConfig, layer_windows, read_decoder
+from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.keys import whole_number
+from engine.models.layers import Place
+from engine.models.mlp import GatedMlp
+from engine.models.rope import no_rotation
+from engine.models.weights import Shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmolLm3(DecoderConfig):
+    rotates: tuple[bool, ...]  # of each layer
+    attention_bias: bool
+    mlp_bias: bool
+
+    @classmethod
+    def read(cls, keys: Mapping[str, Any]) -> SmolLm3:
+        num_layers, interval = whole_number(keys, "num_hidden_layers"), whole_number(keys, "no_rope_layer_interval", 4)
+        rotates = keys.get("no_rope_layers") or [(layer + 1) % interval for layer in range(num_layers)]
+        rotates = tuple(bool(each) for each in rotates)
+        has_windows = bool(keys.get("use_sliding_window")) and keys.get("sliding_window") is not None
+        windows = layer_windows(keys, lambda layer: has_windows and not rotates[layer])
+        biases = {name: bool(keys.get(name)) for name in ("attention_bias", "mlp_bias")}
+        own = {"rotates": rotates, "windows": windows if has_windows else (), **biases}
+        return read_decoder(cls, {"rope_theta": 2e6, "tie_word_embeddings": True, **keys}, own)
+
+    def network(self, shard: Shard) -> Decoder:
+        return Decoder.of(self, shard, self._layer)
+
+    def _layer(self, place: Place) -> DecoderLayer:
+        assert place.layer is not None
+        rope = self.rope if self.rotates[place.layer] else no_rotation()
+        bias = self.attention_bias
+        attention = Attention.of(self, place, AttentionOptions(bias, bias, rope=rope, window=self.window(place.layer)))
+        return DecoderLayer.of(self, place, (attention, GatedMlp.of(self, place, self.mlp_bias)))

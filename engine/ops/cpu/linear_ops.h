@@ -1,0 +1,40 @@
+// linear and linear_fp8 of the catalogue
+#pragma once
+#include <cmath>
+#include <cstring>
+
+#include "catalogue.h"
+#include "linear_bf16.h"
+
+namespace LLM_ISA {
+
+template <class Args>  // of linear, or of gated_linear: y is given apart
+void product(const Args& a, float* y) {
+  if (a.weight_type == kBf16)
+    linear_bf16(a.x, {static_cast<const uint16_t*>(a.weight), a.weight_is_packed != 0}, a.bias, y, a.T, a.K, a.N);
+  else
+    linear(a.x, static_cast<const float*>(a.weight), a.bias, y, a.T, a.K, a.N);
+}
+
+inline void linear(const LlmLinear& a) { product(a, a.y); }
+
+inline uint16_t bf16_of_fp8(uint8_t number, float scale) {
+  const int exponent = number >> 3 & 15, mantissa = number & 7;
+  const float size = exponent ? ldexpf(8.0f + static_cast<float>(mantissa), exponent - 10)
+                              : ldexpf(static_cast<float>(mantissa), -9);
+  const float value = (number & 127) == 127 ? NAN : (number & 128 ? -size : size) * scale;
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// The engine widens the weight when it loads a graph; this is for Paddle and the tests.
+inline void linear_fp8(const LlmLinearFp8& a) {
+  auto* wide = static_cast<uint16_t*>(llm_scratch(6, sizeof(uint16_t) * static_cast<size_t>(a.N * a.K)));
+  for (int64_t n = 0; n < a.N; n++)
+    for (int64_t k = 0; k < a.K; k++)
+      wide[n * a.K + k] = bf16_of_fp8(a.weight[n * a.K + k], a.scale[n * a.G + (a.G > 1 ? k / 128 : 0)]);
+  linear_bf16(a.x, {wide, false}, a.bias, a.y, a.T, a.K, a.N);
+}
+
+}  // namespace LLM_ISA

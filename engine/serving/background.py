@@ -1,0 +1,58 @@
+"""The sender of a background response, which goes on when the client that watches it leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+
+from engine import wire
+from engine.errors import Cancelled
+from engine.serving.reply import Reply, Sender
+
+log = logging.getLogger(__name__)
+
+
+class BackgroundSender:
+    """Passes the answer on to the client that watches it, if any. Only a sender thread calls other methods than
+    `is_cancelled`."""
+
+    def __init__(self) -> None:
+        self._reply: Reply | None = None
+        self._watcher: Sender | None = None
+        self._lock = threading.Lock()  # held to ask the watcher, and to take it before its final response
+
+    def send(self, payload: bytes, final: bool) -> None:
+        if watcher := self._take() if final else self._watcher:
+            try:
+                watcher.send(payload, final)
+            except Exception:
+                log.exception("a response could not be sent to the client that watches it")
+                with contextlib.suppress(Exception):
+                    self._end_watching(self._watcher)
+
+    def is_cancelled(self) -> bool:
+        """Return False: without its watcher the response goes on."""
+        with self._lock:
+            watcher = self._watcher
+            has_left = watcher is not None and watcher.is_cancelled()
+        if has_left and self._reply:
+            self._reply.visit(lambda: self._end_watching(watcher))
+        return False
+
+    def watch(self, watcher: Sender, reply: Reply, num_sent: int) -> None:
+        """Called in a visit of the reply. The answer goes to `watcher` from now on, and no longer to the one before."""
+        self._end_watching(self._watcher)
+        self._reply, self._watcher = reply, watcher
+        reply.show(True, num_sent)
+
+    def _end_watching(self, watcher: Sender | None) -> None:
+        if watcher and watcher is self._watcher and self._reply and self._take():
+            self._reply.show(False)
+            error = Cancelled("the answer goes on without this connection")
+            watcher.send(wire.write_answer(wire.Failure(error)), True)
+
+    def _take(self) -> Sender | None:
+        with self._lock:
+            watcher, self._watcher = self._watcher, None
+        return watcher

@@ -1,0 +1,123 @@
+"""Stored responses, which their owner retrieves, cancels and deletes while they are computed and for a time after."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+
+from engine import wire
+from engine.errors import Cancelled, InvalidRequest, RequestError, UnknownAnswer
+from engine.serving.background import BackgroundSender
+from engine.serving.choice import Asked
+from engine.serving.kept import Kept, KeptAnswers, check_same
+from engine.serving.open_replies import OpenReplies
+from engine.serving.reply import Reply, Sender
+from engine.wire import GenerationRequest, Owner, StoredResponse
+
+LEAVE_WITHIN_S = 5.0  # a reply that has ended: until its response is stored
+
+
+class StoredResponses:
+    """Responses whose requests ask for it, by owner and id. One that is computed is found among the open replies, one
+    that has ended in the KeptAnswers. Thread-safe."""
+
+    def __init__(self, replies: OpenReplies, ttl_s: float, max_tokens: int):
+        self._replies, self._ttl_s = replies, ttl_s
+        self.kept = KeptAnswers(ttl_s, max_tokens)
+
+    def keep(self, reply: Reply) -> None:
+        """Store the response of a reply that ends, if it is to be stored."""
+        if reply.storing:
+            self.kept.keep(Kept(reply.asked, reply.error))
+
+    def has(self, request: GenerationRequest, owner: Owner) -> bool:
+        """Return whether this very request has been sent before. Raises DuplicateRequest if its id has another's
+        response."""
+        reply, kept = self._replies.get(request.req_id), self.kept.get(owner.name, request.req_id)
+        for each in (reply, kept):
+            if each and each.asked.storing and each.asked.owner == owner.name:
+                check_same(each.asked, request)
+                return True
+        return False
+
+    def watch(self, request: GenerationRequest, owner: Owner, sender: Sender) -> None:
+        """Send the answer to a request in the background, from where its client is, until the client leaves."""
+        [num_sent] = request.resume_from or (0,)
+        reply = self._replies.get(request.req_id)
+        if reply and reply.storing and isinstance(background := reply.sender, BackgroundSender):
+            if reply.visit(partial(background.watch, sender, reply, num_sent)):
+                return
+            reply.has_left.wait(LEAVE_WITHIN_S)
+        kept = self.kept.get(owner.name, request.req_id)
+        if kept is None:
+            raise self._unknown(request.req_id)
+        end = wire.Failure(kept.error, request.req_id) if kept.error else kept.asked.choices[0].so_far(num_sent)
+        sender.send(wire.write_answer(end), True)
+
+    def answer(self, response_id: str, action: str, owner: Owner, sender: Sender) -> None:
+        """Send a StoredResponse: at once, or when the sender thread of its reply has time. Raises UnknownAnswer."""
+
+        def send(response: StoredResponse) -> None:
+            sender.send(wire.write_answer(response), True)
+
+        reply = self._replies.get(response_id)
+        if reply and reply.storing and reply.asked.owner == owner.name:
+            if self._answer_open(reply, action, send):
+                return
+            reply.has_left.wait(LEAVE_WITHIN_S)
+        kept = (self.kept.pop if action == wire.DELETE else self.kept.get)(owner.name, response_id)
+        if kept is None:
+            text = (
+                "there is no response {value}: with `store` or `background` one is stored for {limit} s after its end"
+            )
+            raise UnknownAnswer(text, value=wire.shown(response_id), limit=self._ttl_s)
+        if action == wire.CANCEL:
+            _check_background(kept.asked)
+        send(
+            _response(
+                kept.asked, wire.DELETED if action == wire.DELETE else _status(kept.asked, kept.error), kept.error
+            )
+        )
+
+    def _unknown(self, response_id: str) -> UnknownAnswer:
+        text = "there is no response {value}: with `store` or `background` one is stored for {limit} s after its end"
+        return UnknownAnswer(text, value=wire.shown(response_id), limit=self._ttl_s)
+
+    def _answer_open(self, reply: Reply, action: str, send: Callable[[StoredResponse], None]) -> bool:
+        """False when it has ended."""
+
+        def visit() -> None:
+            if action == wire.DELETE:
+                reply.storing = None
+            if action != wire.RETRIEVE and not reply.is_over:
+                reply.ended(Cancelled(f"the response was {'deleted' if action == wire.DELETE else 'cancelled'}"))
+                reply.cancel_all()
+            status = wire.DELETED if action == wire.DELETE else _status(reply.asked, reply.error, reply.has_begun)
+            send(_response(reply.asked, status, reply.error))
+
+        if action == wire.CANCEL:
+            _check_background(reply.asked)
+        return reply.visit(visit)
+
+
+def _check_background(asked: Asked) -> None:
+    if not (asked.storing and asked.storing.is_background):
+        text = "the response {value} cannot be cancelled: only one whose request has `background` set can be"
+        raise InvalidRequest(text, value=wire.shown(asked.request.req_id))
+
+
+def _status(asked: Asked, error: RequestError | None, has_begun: bool = True) -> str:
+    if reason := asked.choices[0].answer.finish_reason:
+        return wire.INCOMPLETE if reason == "length" else wire.COMPLETED
+    if error:
+        return wire.CANCELLED if isinstance(error, Cancelled) else wire.FAILED
+    return wire.IN_PROGRESS if has_begun else wire.QUEUED
+
+
+def _response(asked: Asked, status: str, error: RequestError | None) -> StoredResponse:
+    """Called by one thread at a time for an answer that grows."""
+    about, messages = asked.storing.about if asked.storing else {}, asked.request.messages or []
+    error = error if status == wire.FAILED else None
+    request = json.dumps([about, messages])
+    return StoredResponse(asked.request.req_id, status, request, asked.choices[0].so_far(), error)

@@ -1,0 +1,100 @@
+"""Options and variables of FastDeploy 2. Those that vLLM has as well are in vllm.py."""
+
+from __future__ import annotations
+
+from engine.settings.foreign import readers
+from engine.settings.foreign.row import FASTDEPLOY, Row, ignored, refused, sets
+
+DISAGGREGATION = "prefill and decode run in the same server, interleaved in every step; leave the option out"
+ONE_POOL = "all blocks are one pool, whose blocks are taken one by one as a request grows"
+PORT = "the engine needs no port; servers that differ in this one differ in one"
+IMAGES = "requests with images are not supported"
+
+ROWS: tuple[Row, ...] = (
+    sets("--metrics-port", "METRICS_HTTP_PORT", FASTDEPLOY),
+    sets("--engine-worker-queue-port", "SERVICE_GRPC_PORT", FASTDEPLOY, remark=f"{PORT}, which gRPC takes"),
+    sets("--cache-queue-port", "HEALTH_HTTP_PORT", FASTDEPLOY, remark=f"{PORT}, which the health endpoints take"),
+    sets("--kv-cache-ratio", "BLOCK_RATIO", FASTDEPLOY),
+    sets("--workers", "PUSH_MODE_HTTP_WORKERS", FASTDEPLOY),
+    sets("--ips", "POD_IPS", FASTDEPLOY),
+    sets("--log-dir", "FD_LOG_DIR", FASTDEPLOY),
+    sets("--use-warmup", "USE_WARMUP", FASTDEPLOY, remark="also `--use-warmup 1`"),
+    sets("--use-cudagraph", "USE_CUDAGRAPH", FASTDEPLOY, remark="on by default"),
+    sets(
+        "--max-waiting-time",
+        "QUEUE_TIMEOUT",
+        FASTDEPLOY,
+        read=readers.seconds_or_no_limit,
+        remark="`-1`: no limit; the time until the request begins",
+    ),
+    sets(
+        "--max-concurrency",
+        "MAX_CACHED_TASK_NUM",
+        FASTDEPLOY,
+        read=readers.concurrency,
+        remark="less BATCH_SIZE: those that do not run wait",
+    ),
+    sets(
+        "--graph-optimization-config",
+        "CUDAGRAPH_CAPTURE_SIZES",
+        FASTDEPLOY,
+        read=readers.graph_optimization,
+        remark="and USE_CUDAGRAPH; `graph_opt_level` and `full_cuda_graph` have no effect, `cudagraph_only_prefill` is"
+        " refused",
+    ),
+    sets(
+        "--guided-decoding-disable-any-whitespace",
+        "GUIDED_DECODING_DISABLE_ANY_WHITESPACE",
+        FASTDEPLOY,
+    ),
+    ignored("--static-decode-blocks", ONE_POOL, FASTDEPLOY),
+    ignored("--enable-logprob", "requests may always ask for logprobs", FASTDEPLOY, is_flag=True),
+    ignored(
+        "--enable-custom-all-reduce",
+        "the fastest all-reduce that the devices allow is always taken",
+        FASTDEPLOY,
+        is_flag=True,
+    ),
+    ignored("--load-choices", "a checkpoint is exported once, whatever it was written by", FASTDEPLOY),
+    refused(
+        "--splitwise-role",
+        "prefill and decode run in the same server, interleaved in every step; the role is mixed",
+        FASTDEPLOY,
+        harmless=("mixed",),
+    ),
+    refused("--innode-prefill-ports", DISAGGREGATION, FASTDEPLOY),
+    refused(
+        "--dynamic-load-weight",
+        "`start_server --reload MODEL` replaces the model of the running server",
+        FASTDEPLOY,
+        harmless=("0",),
+    ),
+    refused("--enable-mm", IMAGES, FASTDEPLOY, is_flag=True),
+    refused("--scheduler-name", "requests wait in this server alone", FASTDEPLOY, harmless=("local",)),
+    refused("--router", DISAGGREGATION, FASTDEPLOY),
+    refused("--load-strategy", "`start_server --reload MODEL` replaces the model", FASTDEPLOY, harmless=("normal",)),
+    refused("--enable-early-stop", "a request ends with its max_tokens, stop or eos", FASTDEPLOY, is_flag=True),
+    refused("--early-stop-config", "a request ends with its max_tokens, stop or eos", FASTDEPLOY),
+    refused("--controller-port", "the server has no control port", FASTDEPLOY, harmless=("-1",)),
+    # Variables
+    ignored("ENABLE_V1_KVCACHE_SCHEDULER", ONE_POOL, FASTDEPLOY),
+    ignored("FD_SAMPLING_CLASS", "all sampling fields of a request are always honoured", FASTDEPLOY),
+    ignored("FD_ATTENTION_BACKEND", "there is one attention kernel for each device", FASTDEPLOY),
+    ignored("FLAGS_max_partition_size", "the number of partitions follows from the load of the GPU", FASTDEPLOY),
+    ignored("FD_USE_DEEP_GEMM", "QUANT_TYPE says how matrices are stored and multiplied", FASTDEPLOY),
+    ignored("FD_USE_MACHETE", "QUANT_TYPE says how matrices are stored and multiplied", FASTDEPLOY),
+    ignored("INFERENCE_MSG_QUEUE_ID", "no System V message queue is used", FASTDEPLOY),
+    ignored("FD_MODEL_SOURCE", "models come from the Hugging Face hub (HF_ENDPOINT) or MODEL_MIRROR", FASTDEPLOY),
+    ignored("FD_MODEL_CACHE", "MODEL_DIR says where models are kept", FASTDEPLOY),
+    refused("FD_API_KEY", "API_KEY is the key, API_KEYS a file of several", FASTDEPLOY),
+    ignored("FD_LOG_LEVEL", "LOG_LEVEL is the severity", FASTDEPLOY),
+    ignored("FD_DISABLE_CHUNKED_PREFILL", "long prompts are always computed in chunks", FASTDEPLOY),
+    ignored("FD_ENC_DEC_BLOCK_NUM", ONE_POOL, FASTDEPLOY),
+    ignored("FD_MOE_BACKEND", "there is one kernel for each op and device", FASTDEPLOY),
+    ignored("FD_USE_HF_TOKENIZER", "the tokenizer is always Hugging Face's", FASTDEPLOY),
+    ignored("FD_DETERMINISTIC_MODE", "BATCH_INVARIANT=1 makes answers independent of other requests", FASTDEPLOY),
+    ignored("FD_WORKER_ALIVE_TIMEOUT", "CHECK_HEALTH_INTERVAL is the time after which the engine hangs", FASTDEPLOY),
+    ignored("FD_SUPPORT_MAX_CONNECTIONS", "MAX_CACHED_TASK_NUM limits the requests that wait", FASTDEPLOY),
+    ignored("FD_MAX_STOP_SEQS_NUM", "the limit is fixed: 64 stop sequences", FASTDEPLOY),
+    ignored("FD_STOP_SEQS_MAX_LEN", "the limit is fixed: 1024 characters a stop sequence", FASTDEPLOY),
+)

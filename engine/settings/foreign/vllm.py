@@ -1,0 +1,177 @@
+"""Options and variables of vLLM, among them those that FastDeploy and the rank-table deployment have as well."""
+
+from __future__ import annotations
+
+from engine.settings.foreign import readers
+from engine.settings.foreign.row import FASTDEPLOY, RANK_TABLE, VLLM, Row, ignored, refused, sets
+
+ALL = (FASTDEPLOY, VLLM, RANK_TABLE)
+BOTH = (FASTDEPLOY, VLLM)
+OF_CHECKPOINT = "config.json of the checkpoint says how it is quantized"
+FROM_CHECKPOINT = ("awq", "gptq", "awq_marlin", "gptq_marlin", "compressed-tensors")
+WEIGHTS = {"wint8": "weight_only_int8", "wint4": "weight_only_int4"}
+FP8 = dict.fromkeys(("block_wise_fp8", "fp8"), "weight_only_fp8")
+QUANTIZE = "supported are wint8, wint4, block_wise_fp8, a8w8, and checkpoints in AWQ, GPTQ or compressed-tensors"
+UNSUPPORTED = {
+    "smoothquant": "a8w8 has 8 bits a weight and an activation, and is made of a plain checkpoint",
+    **dict.fromkeys(
+        ("wint2", "w4a8", "w4afp8", "tensor_wise_fp8", "wfp8afp8", "mix_quant", "nvfp4", "mxfp4"), QUANTIZE
+    ),
+    **dict.fromkeys(("bitsandbytes", "gguf", "squeezellm", "aqlm", "modelopt"), QUANTIZE),
+}
+IMAGES = "requests with images are not supported"
+SECRET = "other users of the machine can read a command line; set the variable {}"
+
+ROWS: tuple[Row, ...] = (
+    sets("--port", "SERVICE_HTTP_PORT", *ALL, remark="9965 by default"),
+    sets("--host", "SERVICE_HOST", *ALL),
+    sets(
+        "--model",
+        "model_name",
+        *ALL,
+        aliases=("--model-path",),
+        remark="a folder or a name; or the argument of `start_server`",
+    ),
+    sets("--served-model-name", "SERVED_MODEL_NAME", *ALL),
+    sets("--tensor-parallel-size", "MP_NUM", *ALL, aliases=("-tp",)),
+    sets(
+        "--max-model-len",
+        "MAX_MODEL_LEN",
+        *ALL,
+        remark="the model's length by default; MAX_SEQ_LEN and MAX_DEC_LEN limit prompt and answer one by one",
+    ),
+    sets("--max-num-seqs", "BATCH_SIZE", *ALL),
+    sets("--max-num-batched-tokens", "MAX_NUM_BATCHED_TOKENS", *ALL, remark="256 on the CPU, 8192 on a GPU by default"),
+    sets(
+        "--quantization",
+        "QUANT_TYPE",
+        *ALL,
+        aliases=("-q",),
+        values={**WEIGHTS, **FP8},
+        harmless=FROM_CHECKPOINT,
+        why=OF_CHECKPOINT,
+        refused=UNSUPPORTED,
+        remark="of a plain checkpoint: `wint8`, `wint4`, `block_wise_fp8`, `fp8` or a value of QUANT_TYPE; `awq`,"
+        " `gptq` and `compressed-tensors` are read from the checkpoint",
+    ),
+    sets("--dtype", "DTYPE", VLLM),
+    sets("--gpu-memory-utilization", "GPU_MEMORY_UTILIZATION", *BOTH),
+    sets("--num-gpu-blocks-override", "NUM_GPU_BLOCKS_OVERRIDE", *BOTH),
+    sets("--block-size", "BLOCK_SIZE", *BOTH),
+    sets("--swap-space", "SWAP_SPACE", *BOTH, remark="0 by default; GiB of all ranks together"),
+    sets("--enable-prefix-caching", "ENABLE_PREFIX_CACHING", *BOTH, remark="on by default"),
+    sets("--reasoning-parser", "REASONING_PARSER", *BOTH),
+    sets("--tool-call-parser", "TOOL_CALL_PARSER", *BOTH),
+    sets("--load-format", "LOAD_FORMAT", VLLM),
+    sets("--hf-overrides", "HF_OVERRIDES", VLLM),
+    sets("--nnodes", "MP_NNODE", VLLM),
+    sets("--ssl-certfile", "TLS_CERT_FILE", VLLM),
+    sets("--ssl-keyfile", "TLS_KEY_FILE", VLLM),
+    sets("--allowed-origins", "CORS_ALLOW_ORIGIN", VLLM, remark="one origin, not a list"),
+    sets("--lora-modules", "LORA_MODULES", VLLM),
+    sets("--max-loras", "MAX_LORAS", VLLM),
+    sets("--max-lora-rank", "MAX_LORA_RANK", VLLM),
+    sets("--api-server-count", "PUSH_MODE_HTTP_WORKERS", VLLM),
+    sets("--enforce-eager", "USE_CUDAGRAPH", VLLM, values={"1": "0", "0": "1"}, is_flag=True, remark="turned off"),
+    sets("--kv-cache-dtype", "USE_CACHE_KV_INT8", VLLM, values={"auto": "0", "int8": "1"}),
+    sets("--max-num-partial-prefills", "MAX_NUM_PARTIAL_PREFILLS", *BOTH, remark="no limit by default (theirs: 1)"),
+    sets("--max-long-partial-prefills", "MAX_LONG_PARTIAL_PREFILLS", *BOTH),
+    sets("--long-prefill-token-threshold", "LONG_PREFILL_TOKEN_THRESHOLD", *BOTH),
+    sets(
+        "--speculative-config",
+        "SPECULATE_METHOD",
+        *BOTH,
+        read=readers.speculation,
+        remark="and SPECULATE_MAX_DRAFT_TOKEN_NUM, SPECULATE_MAX_NGRAM_SIZE; the method must be `ngram`",
+    ),
+    sets(
+        "--compilation-config",
+        "CUDAGRAPH_CAPTURE_SIZES",
+        VLLM,
+        aliases=("-O",),
+        read=readers.compilation,
+        remark="of its keys only `cudagraph_capture_sizes`",
+    ),
+    refused(
+        "--enable-chunked-prefill",
+        "long prompts are always computed in chunks; MAX_NUM_BATCHED_TOKENS can be as large as the longest prompt",
+        *BOTH,
+        is_flag=True,
+        harmless=("1",),
+        why="long prompts are always computed in chunks; MAX_NUM_BATCHED_TOKENS is the size of a step",
+    ),
+    ignored(
+        "--guided-decoding-backend",
+        "every form of answer is always enforced, by llguidance",
+        *BOTH,
+        aliases=("--structured-outputs-config.backend",),
+    ),
+    ignored("--trust-remote-code", "no code of a checkpoint is ever run", VLLM, is_flag=True),
+    ignored(
+        "--enable-auto-tool-choice",
+        "calls of tools are always read; --tool-call-parser says in which format",
+        VLLM,
+        is_flag=True,
+    ),
+    ignored("--enable-lora", "--lora-modules and --lora-dir say where adapters are", VLLM, is_flag=True),
+    ignored("--disable-log-requests", "log lines have the ids of requests, never their texts", VLLM, is_flag=True),
+    ignored("--disable-log-stats", "figures are at /metrics, not in the log", VLLM, is_flag=True),
+    ignored("--distributed-executor-backend", "every rank is a process of this server", VLLM),
+    ignored("--generation-config", "generation_config.json of the model gives the defaults of requests", VLLM),
+    ignored(
+        "--enable-expert-parallel", "the weights of every layer are divided over the MP_NUM ranks", *BOTH, is_flag=True
+    ),
+    refused(
+        "--data-parallel-size",
+        "start several servers, each with ports and a --run-dir of its own",
+        *BOTH,
+        harmless=("1",),
+    ),
+    refused(
+        "--pipeline-parallel-size", "layers are divided over ranks, --mp-num", VLLM, aliases=("-pp",), harmless=("1",)
+    ),
+    refused("--tokenizer", "the tokenizer is the one in the model's folder", *BOTH),
+    refused("--chat-template", "the chat template is the one in the model's folder", *BOTH),
+    refused("--revision", "name a folder that has the revision", *BOTH, harmless=("main", "master")),
+    refused("--max-cpu-loras", "--max-loras is how many adapters are in memory", VLLM),
+    refused("--limit-mm-per-prompt", IMAGES, *BOTH),
+    refused("--mm-processor-kwargs", IMAGES, *BOTH),
+    refused("--seed", "a request has a seed of its own, the field `seed`", VLLM, harmless=("0",)),
+    refused("--api-key", SECRET.format("API_KEY, or --api-keys FILE"), VLLM),
+    refused("--otel-exporter-otlp-headers", SECRET.format("OTEL_EXPORTER_OTLP_HEADERS"), VLLM),
+    refused("--otlp-traces-endpoint", "--otel-exporter-otlp-endpoint", VLLM),
+    sets("--download-dir", "MODEL_DIR", VLLM),
+    sets("--timeout-graceful-shutdown", "DRAIN_TIMEOUT", *BOTH),
+    sets(
+        "--uvicorn-log-level",
+        "LOG_LEVEL",
+        VLLM,
+        values={"debug": "DEBUG", "trace": "DEBUG", "info": "INFO", "warning": "WARNING", "error": "ERROR"},
+        refused={"critical": "the levels are debug, info, warning and error"},
+    ),
+    ignored("--disable-uvicorn-access-log", "LOG_LEVEL=WARNING leaves requests out", VLLM, is_flag=True),
+    ignored("--disable-custom-all-reduce", "the all-reduce that is taken is the fastest", *BOTH, is_flag=True),
+    ignored("--max-logprobs", "a request may ask for 20 logprobs", *BOTH),
+    ignored("--async-scheduling", "the next step is always picked while one runs", VLLM, is_flag=True),
+    ignored("--max-seq-len-to-capture", "CUDAGRAPH_CAPTURE_SIZES says what is captured", VLLM),
+    ignored("--num-scheduler-steps", "the next step is always picked while one runs", VLLM),
+    ignored("--chat-template-content-format", "content may be a text or a list of parts", VLLM),
+    ignored("--enable-reasoning", "--reasoning-parser says so", VLLM, is_flag=True),
+    ignored("--enable-prompt-tokens-details", "answers always have them", VLLM, is_flag=True),
+    refused("--kv-transfer-config", "prefill and decode run in the same server; leave the option out", VLLM),
+    refused("--cpu-offload-gb", "all weights are in the GPU's memory; --quantization makes them smaller", VLLM),
+    refused("--override-generation-config", "edit generation_config.json of the model", VLLM),
+    refused("--rope-scaling", "--hf-overrides changes what config.json says", VLLM),
+    refused("--root-path", "a proxy in front of the server may add a path", VLLM),
+    refused("--response-role", "answers have the role assistant", VLLM, harmless=("assistant",)),
+    refused("--task", "what a model is for follows from its config.json", *BOTH, harmless=("auto", "generate")),
+    refused("--runner", "what a model is for follows from its config.json", *BOTH, harmless=("auto", "generate")),
+    # Variables
+    refused("VLLM_API_KEY", "API_KEY is the key, API_KEYS a file of several", VLLM),
+    ignored("VLLM_ATTENTION_BACKEND", "there is one attention kernel for each device", VLLM),
+    ignored("VLLM_USE_V1", "there is one engine", VLLM),
+    ignored("VLLM_LOGGING_LEVEL", "LOG_LEVEL is the severity", VLLM),
+    ignored("VLLM_CPU_KVCACHE_SPACE", "KV_CACHE_MEMORY_FRACTION or BLOCK_BS says how large the KV cache is", VLLM),
+    ignored("VLLM_CPU_OMP_THREADS_BIND", "CPU_THREADS is the number of threads", VLLM),
+    ignored("VLLM_WORKER_MULTIPROC_METHOD", "every rank is a process of its own", VLLM),
+)

@@ -1,0 +1,94 @@
+"""Operator fusion: which pairs of ops become one, on the graph alone."""
+
+import pytest
+
+from engine.graph import Graph, Node, Value
+from engine.graph.fusion import fuse
+from engine.ops.catalogue import FUSED, OPS
+from engine.ops.declaration import LOGITS
+
+ALL = [op.name for op in FUSED]
+
+
+def value(number: int) -> Value:
+    return Value(number, "float32", (-1, 8))
+
+
+def graph(*nodes: Node, output: Value, more: dict[str, Value] | None = None) -> Graph:
+    return Graph({"x": value(0)}, {}, nodes, {"logits": output, **(more or {})})
+
+
+def gated(**more) -> Graph:
+    linear = Node("linear", (value(0), value(1), None), (value(2),), {})
+    last = Node("rms_norm", (value(3), value(1)), (value(4),), {"epsilon": 0.5})
+    return graph(linear, Node("swiglu", (value(2),), (value(3),), {}), last, output=value(4), **more)
+
+
+def names(fused: Graph) -> list[str]:
+    return [node.op for node in fused.nodes]
+
+
+def test_a_linear_layer_and_the_swiglu_behind_it_become_one():
+    fused = fuse(gated(), ALL)
+    assert names(fused) == ["gated_linear", "rms_norm"]
+    assert fused.nodes[0] == Node("gated_linear", (value(0), value(1), None), (value(3),), {})
+
+
+def test_a_product_that_something_else_reads_stays():
+    assert names(fuse(gated(more={"both": value(2)}), ALL)) == ["linear", "swiglu", "rms_norm"]
+
+
+def normed(*between: Node) -> list[str]:
+    norm = Node("head_norm", (value(0), value(1), value(1)), (value(2),), {"epsilon": 0.5})
+    given = (value(2), value(3), value(4), value(5), value(6), value(7))
+    attend = Node("paged_attention", given, (value(8), value(9)), {"scale": 1.0})
+    return names(fuse(graph(norm, *between, attend, output=value(8)), ALL))
+
+
+def test_ops_that_come_between_a_pair_stay_before_it():
+    assert normed(Node("rotary_angles", (value(10),), (value(3),), {})) == [
+        "rotary_angles",
+        "head_norm_paged_attention",
+    ]
+
+
+def test_a_pair_stays_apart_where_an_op_in_between_updates_what_the_first_reads():
+    update = Node("add_rms_norm", (value(10), value(0), value(1)), (value(11), value(12)), {})
+    assert normed(update) == ["head_norm", "add_rms_norm", "paged_attention"]
+
+
+def test_a_device_without_the_fused_op_keeps_the_pair():
+    assert names(fuse(gated(), ["all_reduce_add_rms_norm"])) == ["linear", "swiglu", "rms_norm"]
+
+
+def test_products_stay_where_adapters_are_added_to_them():
+    assert names(fuse(gated(), ALL, keep_products=True)) == ["linear", "swiglu", "rms_norm"]
+
+
+@pytest.mark.parametrize("keep_products", [False, True])
+def test_a_sum_over_ranks_and_the_norm_behind_it_become_one_with_the_attributes_of_both(keep_products):
+    total = Node("all_reduce", (value(0),), (value(1),), {})
+    norm = Node("add_rms_norm", (value(1), value(2), value(3)), (value(4), value(5)), {"epsilon": 0.5})
+    [fused] = fuse(graph(total, norm, output=value(4)), ALL, keep_products).nodes
+    inputs, outputs = (value(0), value(2), value(3)), (value(4), value(5))
+    assert fused == Node("all_reduce_add_rms_norm", inputs, outputs, {"epsilon": 0.5})
+    assert fused.updated == value(2)
+
+
+@pytest.mark.parametrize("is_gathered", [False, True])
+def test_the_product_that_makes_the_logits_has_an_op_of_its_own(is_gathered):
+    nodes = [
+        Node("linear", (value(0), value(1), None), (value(2),), {}),
+        Node("linear", (value(2), value(1), None), (value(3),), {}),
+    ]
+    if is_gathered:
+        nodes.append(Node("all_gather", (value(3),), (value(4),), {"num_ranks": 2, "width": 8}))
+    fused = fuse(graph(*nodes, output=nodes[-1].outputs[0]), ALL)
+    assert names(fused) == ["linear", "logits", *["all_gather"] * is_gathered]
+
+
+def test_every_fused_op_is_made_of_ops_of_the_catalogue():
+    for op in FUSED:
+        first, second = op.fuses
+        assert op.inputs[: len(OPS[first].inputs)] == OPS[first].inputs or first == "all_reduce"
+        assert second in (*OPS, LOGITS)
