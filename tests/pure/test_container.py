@@ -49,7 +49,9 @@ def test_the_exit_status_is_that_of_the_command(folder):
 def test_the_command_has_the_input_and_the_signals_of_a_shell(folder):
     assert outcome_of(folder, "cat", given="through\n") == (0, "through\n")
     status = "grep -E '^Sig(Ign|Blk)' /proc/self/status"
-    assert outcome_of(folder, "sh", "-c", status)[1].split() == ["SigBlk:", "0" * 16, "SigIgn:", "0" * 16]
+    blocked, ignored = (int(line.split()[1], 16) for line in outcome_of(folder, "sh", "-c", status)[1].splitlines())
+    internal = 1 << 31 | 1 << 32  # 32 and 33 belong to the C library, and whoever runs the tests may have blocked them
+    assert blocked & ~internal == 0 and ignored == 0
 
 
 @needs_root

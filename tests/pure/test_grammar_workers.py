@@ -103,7 +103,7 @@ def test_a_grammar_that_needs_too_much_memory_is_refused_with_the_limit():
 
 
 def test_what_takes_long_to_compile_delays_no_other_grammar(tokenizer):
-    with grammars() as made:
+    with grammars(grammar_compile_timeout_s=120.0, grammar_compile_budget_s=600.0) as made:
         guided = Guided(tokenizer, grammars=made)
         guided.run(a_request("first", "guided_json", PERSON))
         endless = [made.begin(raw_request(str(index), {**ENDLESS, "minimum": index})) for index in range(4)]

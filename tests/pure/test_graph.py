@@ -74,7 +74,13 @@ def test_the_graph_says_what_the_catalogue_says(exported):
         "hidden": ("float32", (-1, 64)),
     }
     attention = next(node for node in graph.nodes if node.op == "paged_attention")
-    assert attention.attributes == {"num_heads": 4, "num_kv_heads": 2, "scale": pytest.approx(32**-0.5)}
+    assert attention.attributes == {
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "scale": pytest.approx(32**-0.5),
+        "window": 0,
+        "softcap": 0.0,
+    }
     assert attention.updated == graph.inputs["kv_cache_0"]
     assert [node.op for node in graph.nodes].count("head_norm") == 3
 

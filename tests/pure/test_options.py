@@ -197,7 +197,7 @@ def test_a_shell_completes_the_options_of_every_command_and_what_they_take(shell
         "start_server --max-dec": {"--max-dec-len"},
         "start_server --no-use-w": {"--no-use-warmup"},
         "start_server --device ": {*SETTINGS["DEVICE"].metadata["setting"].choices},
-        "start_server --quant-type weight_only_i": {"weight_only_int4", "weight_only_int8"},
+        "start_server --quant-type weight_only_i": {"weight_only_int4", "weight_only_int4_g32", "weight_only_int8"},
         "stop_server --comp": {"--completion"},
         "run_batch --at": {"--at-once"},
         "run_batch pyproj": {"pyproject.toml"},
