@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Fetches a model by name: resumable, verified, repeatable. A second run transfers nothing.
+"""Fetch a model by name. Downloads are resumable and verified; a second run transfers nothing.
 
     python download_model.py --model_name Qwen/Qwen2.5-0.5B-Instruct/weight_only_int8 --dir models
 
-Without further settings the checkpoint comes from the Hugging Face hub (HF_ENDPOINT and HF_TOKEN are
-respected) and the name's third part is the quantization to export. With MODEL_MIRROR set, for instance
-to https://example.com/models/static, the ready-made static graph comes from
-`$MODEL_MIRROR/$tag/$model_name/{model,node1,node2,mtp}/`. Either way the files are in `dir/model_name`.
+By default the checkpoint is fetched from the Hugging Face hub (HF_ENDPOINT and HF_TOKEN are respected), and
+the third part of the name is the quantization to export. If MODEL_MIRROR is set, for instance to
+https://example.com/models/static, the exported static graph is fetched from
+`$MODEL_MIRROR/$tag/$model_name/{model,node1,node2,mtp}/`. In both cases the files are stored in `dir/model_name`.
 
-The hub's list, names, checksums and tokens are huggingface_hub's; the bytes are fetched here, because
-its current versions drop a partial file when their process ends, and compare sizes instead of checksums.
+huggingface_hub provides the file list, checksums and tokens. The bytes are fetched by engine.download, because
+current versions of huggingface_hub drop a partial file when the process ends, and compare sizes, not checksums.
 """
 
 import argparse
@@ -42,25 +42,29 @@ QUANTS = (
     "float32",
 )
 MODES = ("master", "slave")
-# Static graphs for two nodes, or with a draft layer, have names of their own; the hub has one checkpoint for all.
-OF_MIRROR = re.compile(r"^(deepseek-ai/DeepSeek-(?:R1|V3))(?:-MTP)?(?:-2nodes)?$")
+# A mirror has separate names for static graphs for two nodes or with a draft layer; the hub has one checkpoint.
+MIRROR_VARIANT = re.compile(r"^(deepseek-ai/DeepSeek-(?:R1|V3))(?:-MTP)?(?:-2nodes)?$")
 NAME_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}")
 
 
 @dataclass(frozen=True)
-class Options:
-    """Where from and which part. `from_env` reads what the environment says."""
+class DownloadOptions:
+    """Options of a download: the source, and the part of the model that this node needs."""
 
     mirror: str | None = None  # base URL of a mirror of static models; None: the Hugging Face hub
     tag: str = DEFAULT_TAG  # version folder of the mirror
     hub_endpoint: str | None = None  # None: huggingface_hub's own
     nnodes: int = 1
     mode: str = "master"
-    speculate_dir: str | None = None  # where the draft model goes; None: no draft model
+    speculate_dir: str | None = None  # folder for the draft model; None: no draft model
     policy: Policy = field(default_factory=Policy)
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str] = os.environ, **others) -> "Options":
+    def from_env(cls, environ: Mapping[str, str] = os.environ, **others) -> "DownloadOptions":
+        """Read the options from environment variables. Raise DownloadError if one is invalid.
+
+        `others` are fields that have no variable: `nnodes`, `mode` and `speculate_dir`.
+        """
         rehash = environ.get("MD5_CHECK", "0")
         if rehash not in ("", "0", "1"):
             raise DownloadError(f"MD5_CHECK is {rehash!r}, it must be 0 or 1")
@@ -73,6 +77,7 @@ class Options:
         )
 
     def check(self) -> None:
+        """Raise DownloadError if an option is invalid or two of them contradict each other."""
         if self.nnodes < 1:
             raise DownloadError(f"nnodes is {self.nnodes}, it must be at least 1")
         if self.mode not in MODES:
@@ -97,7 +102,7 @@ class Options:
 
     @property
     def part(self) -> str:
-        """The mirror's folder for this node."""
+        """Return the folder of the mirror that has this node's part of the model."""
         if self.nnodes == 1:
             return "model"
         return "node1" if self.mode == "master" else "node2"
@@ -105,15 +110,20 @@ class Options:
 
 @dataclass(frozen=True)
 class Download:
+    """Result of a finished download."""
+
     model_dir: Path
-    quant: str | None  # to export with; None: as the checkpoint is
-    is_static: bool  # exported already
+    quant: str | None  # quantization to export with; None: the checkpoint's own data type
+    is_static: bool  # the files are an exported static graph, not a checkpoint
     speculate_dir: Path | None = None
-    num_fetched: int = 0  # files that were not there yet
+    num_fetched: int = 0  # number of files that were transferred; the others were complete already
 
 
 def parse_model_name(name: str) -> tuple[str, str | None]:
-    """`org/model[/quant]` -> (`org/model`, quant). It becomes a path and a URL, so its characters matter."""
+    """Split `org/model[/quant]` into `org/model` and the quantization, which is None if absent.
+
+    Raise DownloadError for characters that are unsafe in a path or a URL, and for an unknown quantization.
+    """
     parts = name.split("/")
     if len(parts) not in (2, 3) or not all(map(_is_name, parts)):
         raise DownloadError(f"model_name is {name!r}, it must be org/model or org/model/quantization")
@@ -123,10 +133,13 @@ def parse_model_name(name: str) -> tuple[str, str | None]:
     return "/".join(parts[:2]), quant
 
 
-def download(name: str, directory: str | Path = "downloads", options: Options | None = None) -> Download:
-    """On return `directory/name` is complete and verified; whatever prevents that is a DownloadError."""
+def download(name: str, directory: str | Path = "downloads", options: DownloadOptions | None = None) -> Download:
+    """Fetch the model `name` into `directory/name`, which is complete and verified on return.
+
+    Raise DownloadError if the name or an option is invalid, or if a file cannot be fetched or verified.
+    """
     repo_id, quant = parse_model_name(name)
-    options = options or Options.from_env()
+    options = options or DownloadOptions.from_env()
     options.check()
     model_dir = Path(directory) / name
     if options.mirror is None:
@@ -141,8 +154,8 @@ def download(name: str, directory: str | Path = "downloads", options: Options | 
     return Download(model_dir, quant, True, speculate_dir, num_fetched)
 
 
-def _from_hub(repo_id: str, quant: str | None, model_dir: Path, options: Options) -> int:
-    repo_id = OF_MIRROR.sub(r"\1", repo_id)
+def _from_hub(repo_id: str, quant: str | None, model_dir: Path, options: DownloadOptions) -> int:
+    repo_id = MIRROR_VARIANT.sub(r"\1", repo_id)
     checkpoint_dir = model_dir if quant is None else model_dir.parent
     others = [checkpoint_dir, *(checkpoint_dir / other for other in QUANTS)]
     try:
@@ -155,13 +168,13 @@ def _from_hub(repo_id: str, quant: str | None, model_dir: Path, options: Options
             options.policy,
             twins=[other for other in others if other != model_dir],
         )
-    except Denied as error:  # the hub lists some models to everyone whose files it does not give to everyone
+    except Denied as error:  # the hub lists gated models to everyone, but restricts access to their files
         raise DownloadError(f"{error}; set HF_TOKEN to a token of an account that may read the model") from None
 
 
 def _must_be_supported(config_json: Path) -> None:
-    """Before the weights of a model arrive that cannot be exported. A mirror's is exported already."""
-    from engine.models.families import read_model  # numpy: not for who only asks for help
+    """Raise DownloadError if the checkpoint cannot be exported. The check runs before the weights are fetched."""
+    from engine.models.families import read_model  # imported here because numpy would slow down --help
     from engine.models.keys import ModelError, read_json
 
     try:
@@ -170,10 +183,12 @@ def _must_be_supported(config_json: Path) -> None:
         raise DownloadError(f"{error}; nothing else of the model is fetched") from None
 
 
-def _from_mirror(name: str, part: str, target_dir: Path, options: Options) -> int:
+def _from_mirror(name: str, part: str, target_dir: Path, options: DownloadOptions) -> int:
     assert options.mirror
     mirror, place = options.mirror.rstrip("/"), f"{options.tag}/{name}/{part}"
-    quant = None if part == "mtp" else parse_model_name(name)[1]  # the draft's is not in the name
+    quant = (
+        None if part == "mtp" else parse_model_name(name)[1]
+    )  # the name does not say how the draft model is quantized
     return fill(
         target_dir,
         Record(f"{place} of a mirror", quant, is_static=True),
@@ -190,9 +205,9 @@ def _check_url(name: str, url: str) -> None:
     try:
         parts = urlsplit(url)
         is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of the host or the port
+    except ValueError:  # the host or the port is malformed
         is_url = False
-    if is_url and parts.username is not None:  # not repeated: messages end up in logs
+    if is_url and parts.username is not None:  # the value is not repeated, because messages end up in logs
         raise DownloadError(f"{name} has a user name or password in it, which is not supported")
     if not is_url or re.search(r"[?#\s]", url):
         raise DownloadError(f"{name} is {url!r}, it must be an http(s) URL without query")
@@ -204,6 +219,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the command line's arguments: model_name, dir, nnodes, mode and speculate_model_path."""
     parser = _Parser(prog="download_model.py", description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("-m", "--model_name", default=DEFAULT_MODEL, help="org/model or org/model/quantization; default: %(default)s")
@@ -219,19 +235,20 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status: 0, or 1 after an error. Ctrl-C ends the process with 130."""
     args = parse_args(argv)
     logging.basicConfig(stream=sys.stdout, format="%(message)s")
     logging.getLogger("engine.download").setLevel(logging.INFO)
     part = {"nnodes": args.nnodes, "mode": args.mode, "speculate_dir": args.speculate_model_path}
     try:
-        options = Options.from_env(**part)
+        options = DownloadOptions.from_env(**part)
         done = download(args.model_name, args.dir, options)
     except DownloadError as error:
         print(f"download_model.py: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("download_model.py: interrupted; the same command goes on from here", file=sys.stderr, flush=True)
-        os._exit(130)  # at a usual exit threads that wait for the server are waited for
+        os._exit(130)  # a normal exit would wait for threads that are blocked on the network
     kind = "static graph" if done.is_static else f"checkpoint, to be exported as {done.quant or 'it is'}"
     print(f"{done.model_dir}: complete, {done.num_fetched} files fetched ({kind})")
     return 0

@@ -70,7 +70,11 @@ def find_source(config: Config, name: str, report: Callable[[str], None]) -> Sou
 
 
 def _download(config: Config, name: str, report: Callable[[str], None]) -> Source:
-    from download_model import Options, download, parse_model_name  # only now: a model that is here needs no network
+    from download_model import (  # only now: a model that is here needs no network
+        DownloadOptions,
+        download,
+        parse_model_name,
+    )
     from engine.download.files import DownloadError
 
     news = logging.Handler()
@@ -80,7 +84,7 @@ def _download(config: Config, name: str, report: Callable[[str], None]) -> Sourc
     try:
         quant = parse_model_name(name)[1]
         mode = "master" if config.machines.is_master else "slave"
-        options = Options.from_env(nnodes=config.mp_nnode, mode=mode)
+        options = DownloadOptions.from_env(nnodes=config.mp_nnode, mode=mode)
         if options.mirror is None:
             as_stored(quant, config)  # raises before gigabytes are fetched
         report(f"fetching {name} into {config.model_dir}")

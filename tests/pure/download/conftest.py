@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from download_model import Options
+from download_model import DownloadOptions
 from tests.pure.download.models import CHECKPOINT, FAST, FOLDER, STATIC, UNNEEDED
 from tests.pure.model_server import ModelServer
 
@@ -28,10 +28,10 @@ def server():
 @pytest.fixture
 def mirror(server):
     server.add_folder(f"{FOLDER}/model", STATIC)
-    return Options(mirror=f"{server.url}/models/static", policy=FAST)
+    return DownloadOptions(mirror=f"{server.url}/models/static", policy=FAST)
 
 
 @pytest.fixture
 def hub(server):
     server.add_repo("an-org/a-model", CHECKPOINT | UNNEEDED)
-    return Options(hub_endpoint=server.url, policy=FAST)
+    return DownloadOptions(hub_endpoint=server.url, policy=FAST)

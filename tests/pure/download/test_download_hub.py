@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from download_model import DownloadError, Options, Policy, download
+from download_model import DownloadError, DownloadOptions, Policy, download
 from engine.download.transfer import Stop
 from tests.pure.download.models import CHECKPOINT, FAST, NAME, UNNEEDED, WEIGHTS, cdn_url, files_in
 from tests.pure.model_server import TOKEN, Fault, ModelServer
@@ -40,7 +40,7 @@ def test_a_checkpoint_arrives_with_the_needed_files_only(hub, tmp_path):
 def test_the_names_of_static_graphs_lead_to_the_checkpoint_and_its_family(name, server, tmp_path):
     server.add_repo("deepseek-ai/DeepSeek-R1", CHECKPOINT | {"config.json": b'{"model_type": "of the future"}'})
     with pytest.raises(DownloadError, match="model_type is 'of the future', supported are .*; nothing else of the"):
-        download(f"deepseek-ai/{name}", tmp_path, Options(hub_endpoint=server.url, policy=FAST))
+        download(f"deepseek-ai/{name}", tmp_path, DownloadOptions(hub_endpoint=server.url, policy=FAST))
 
 
 def test_a_second_run_asks_the_hub_for_the_list_only(server, hub, tmp_path):

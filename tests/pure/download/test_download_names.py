@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 import download_model
-from download_model import DownloadError, Options, download, parse_model_name
+from download_model import DownloadError, DownloadOptions, download, parse_model_name
 from tests.pure.download.models import NAME
 
 
@@ -57,13 +57,16 @@ def test_an_impossible_option_is_refused_by_name_and_value(changes, message, mir
     ["hub.example", "http://", "http://[::1", "http://a b", "http://h:99999", "http://h/?a=1", "ftp://h"],
 )
 def test_an_endpoint_or_mirror_that_is_no_url_is_refused_by_name_and_value(url, tmp_path):
-    for name, options in ("HF_ENDPOINT", Options(hub_endpoint=url)), ("MODEL_MIRROR", Options(mirror=url)):
+    for name, options in (
+        ("HF_ENDPOINT", DownloadOptions(hub_endpoint=url)),
+        ("MODEL_MIRROR", DownloadOptions(mirror=url)),
+    ):
         with pytest.raises(DownloadError, match=f"^{name} is {re.escape(repr(url))}, it must be an http"):
             download(NAME, tmp_path, options)
 
 
 def test_a_password_in_a_url_is_refused_and_not_repeated(tmp_path):
-    for options in Options(hub_endpoint="http://me:pass@h"), Options(mirror="http://me:pass@h"):
+    for options in DownloadOptions(hub_endpoint="http://me:pass@h"), DownloadOptions(mirror="http://me:pass@h"):
         with pytest.raises(DownloadError, match="has a user name or password in it") as caught:
             download(NAME, tmp_path, options)
         assert "pass@" not in str(caught.value)
@@ -71,12 +74,12 @@ def test_a_password_in_a_url_is_refused_and_not_repeated(tmp_path):
 
 def test_options_come_from_the_environment():
     environ = {"MODEL_MIRROR": "http://m", "tag": "3.1", "MD5_CHECK": "1", "HF_ENDPOINT": "http://h/"}
-    options = Options.from_env(environ, nnodes=2)
+    options = DownloadOptions.from_env(environ, nnodes=2)
     assert (options.mirror, options.tag, options.hub_endpoint) == ("http://m", "3.1", "http://h")
     assert options.policy.rehash and options.nnodes == 2
-    assert Options.from_env({}) == Options(tag="3.0.0.b4")
+    assert DownloadOptions.from_env({}) == DownloadOptions(tag="3.0.0.b4")
     with pytest.raises(DownloadError, match="MD5_CHECK is 'yes'"):
-        Options.from_env({"MD5_CHECK": "yes"})
+        DownloadOptions.from_env({"MD5_CHECK": "yes"})
 
 
 def test_the_command_line_has_the_short_and_the_long_options():
