@@ -33,10 +33,10 @@ ASK_GRPC = """
 import grpc
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 from engine.settings.config import Config
-from engine.wire.triton import infer_request, read_response
+from engine.wire.triton import infer_request, payload_of
 request = infer_request({"req_id": "a", "text": "Hi"})
 with grpc.insecure_channel(f"127.0.0.1:{Config.from_env().service_grpc_port}") as channel:
-    print([read_response(each).error for each in GRPCInferenceServiceStub(channel).ModelStreamInfer(iter([request]))])
+    print([payload_of(each).decode() for each in GRPCInferenceServiceStub(channel).ModelStreamInfer(iter([request]))])
 """
 
 
