@@ -27,7 +27,7 @@ curl -N {url}/v1/chat/completions{header} \\
   -d '{{"text": "What is the capital of Japan?", "max_dec_len": 64, "temperature": 0, "stream": true}}'
 
 {url} in a browser is a chat with it.
-OpenAI's client finds it at {url}/v1, Triton's gRPC client at {grpc}; README.md has a program for each.
+OpenAI's client finds it at {url}/v1, Triton's gRPC client at {grpc}; docs/quickstart.md has a program for each.
 Stop it: {stop}"""
 
 

@@ -366,17 +366,19 @@ def test_without_an_http_port_grpc_is_served_alone(tmp_path):
         assert "HTTP " not in server.command("start_server").stdout  # it says what runs
 
 
-# --- the README -------------------------------------------------------------------------------------------------
+# --- README.md and docs/quickstart.md ----------------------------------------------------------------------------
 
 
-def readme_examples():
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+def python_examples():
+    pages = [(ROOT / name).read_text() for name in ("README.md", "docs/quickstart.md")]
+    blocks = [block for page in pages for block in re.findall(r"```python\n(.*?)```", page, re.S)]
     return [block for block in blocks if "127.0.0.1" in block]
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_the_readmes_python_examples_run_as_they_stand(server, number):
-    code = readme_examples()[number]
+@pytest.mark.parametrize("number", range(4))
+def test_the_python_examples_run_as_they_stand(server, number):
+    assert len(python_examples()) == 4
+    code = python_examples()[number]
     code = code.replace("9965", str(server.ports["SERVICE_HTTP_PORT"]))
     code = code.replace("8811", str(server.ports["SERVICE_GRPC_PORT"]))
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -384,8 +386,8 @@ def test_the_readmes_python_examples_run_as_they_stand(server, number):
     assert len(run.stdout.split()) >= 3
 
 
-def test_the_readmes_grpc_example_ends_on_an_error(server):
-    code = next(code for code in readme_examples() if "8811" in code)
+def test_the_grpc_example_ends_on_an_error(server):
+    code = next(code for code in python_examples() if "8811" in code)
     code = code.replace("8811", str(server.ports["SERVICE_GRPC_PORT"])).replace(
         '"max_dec_len": 32', '"max_dec_len": -1'
     )

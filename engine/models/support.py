@@ -1,0 +1,96 @@
+"""The support matrix of README.md: `python -m engine.models.support` prints it.
+
+Tests compare it with the registry of families, the families that the GPU tests cover, and what each precision computes
+for each family. The module imports neither Paddle nor torch.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+RUN, NOT_RUN, REFUSED = "yes", "not run", "no"
+DEVICES = ("CPU", "CPU, several ranks", "GPU", "several GPUs")
+
+
+@dataclass(frozen=True)
+class FamilySupport:
+    """One row: the models that a `model_type` covers, and where they have run, in the order of DEVICES."""
+
+    model_type: str
+    models: str
+    devices: Sequence[str] = (RUN, RUN, NOT_RUN, NOT_RUN)
+
+
+@dataclass(frozen=True)
+class PrecisionSupport:
+    """One row: a precision, the setting that selects it, and where it has run, in the order of DEVICES.
+
+    `option` is the field of `ExportOptions` that corresponds to the setting, with its value.
+    """
+
+    stored: str
+    setting: str
+    option: tuple[str, object]
+    devices: Sequence[str] = (RUN, RUN, RUN, NOT_RUN)
+
+
+ONE_GPU, EVERYWHERE = (RUN, RUN, RUN, NOT_RUN), (RUN,) * 4
+FAMILIES = (
+    FamilySupport("llama", "Llama 1, 2, 3.x, and models of the same network", EVERYWHERE),
+    FamilySupport("mistral", "Mistral 7B, Nemo, Small; with or without a sliding window", ONE_GPU),
+    FamilySupport("ministral", "Ministral 8B"),
+    FamilySupport("qwen2", "Qwen2, Qwen2.5; with or without a sliding window", EVERYWHERE),
+    FamilySupport("qwen3", "Qwen3, dense models", ONE_GPU),
+    FamilySupport("ernie4_5", "ERNIE 4.5, dense models (0.3B)", ONE_GPU),
+    FamilySupport("exaone4", "EXAONE 4"),
+    FamilySupport("gemma2", "Gemma 2"),
+    FamilySupport("gemma3_text", "Gemma 3, text-only checkpoints"),
+    FamilySupport("glm4", "GLM-4 (0414)"),
+    FamilySupport("granite", "Granite 3, dense models"),
+    FamilySupport("hunyuan_v1_dense", "HunYuan V1, dense models"),
+    FamilySupport("internlm3", "InternLM3"),
+    FamilySupport("olmo2", "OLMo 2"),
+    FamilySupport("olmo3", "OLMo 3"),
+    FamilySupport("phi3", "Phi-3, Phi-3.5, Phi-4"),
+    FamilySupport("seed_oss", "Seed-OSS"),
+    FamilySupport("smollm3", "SmolLM3"),
+    FamilySupport("starcoder2", "StarCoder2"),
+)
+PRECISIONS = (
+    PrecisionSupport("32-bit float", "DTYPE=float32", ("dtype", "float32"), EVERYWHERE),
+    PrecisionSupport("bfloat16", "DTYPE=bfloat16", ("dtype", "bfloat16"), EVERYWHERE),
+    PrecisionSupport("float16", "DTYPE=float16", ("dtype", "float16"), (REFUSED, REFUSED, RUN, REFUSED)),
+    PrecisionSupport("8-bit integer", "QUANT_TYPE=weight_only_int8", ("quant_type", "weight_only_int8")),
+    PrecisionSupport("8-bit integer, activations too", "QUANT_TYPE=a8w8", ("quant_type", "a8w8")),
+    PrecisionSupport("4-bit integer", "QUANT_TYPE=weight_only_int4", ("quant_type", "weight_only_int4")),
+    PrecisionSupport(
+        "4-bit integer, groups of 32",
+        "QUANT_TYPE=weight_only_int4_g32",
+        ("quant_type", "weight_only_int4_g32"),
+        (RUN, RUN, NOT_RUN, NOT_RUN),
+    ),
+    PrecisionSupport("8-bit float (e4m3)", "QUANT_TYPE=weight_only_fp8", ("quant_type", "weight_only_fp8")),
+    PrecisionSupport("8-bit KV cache", "USE_CACHE_KV_INT8=1", ("int8_cache", True), (RUN, NOT_RUN, RUN, NOT_RUN)),
+)
+
+
+def family_table() -> str:
+    rows = [(f"`{each.model_type}`", each.models, *each.devices) for each in FAMILIES]
+    return _table(("`model_type`", "models", *DEVICES), rows)
+
+
+def precision_table() -> str:
+    rows = [(each.stored, f"`{each.setting}`", *each.devices) for each in PRECISIONS]
+    return _table(("precision", "setting", *DEVICES), rows)
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
+    print(f"{family_table()}\n\n{precision_table()}")  # noqa: T201 - this is a command
