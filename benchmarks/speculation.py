@@ -40,7 +40,7 @@ class Scripted:
         self._executor, self._script = executor, script
         self.block_size, self.block_bytes = executor.block_size, executor.block_bytes
         self.runs_ahead, self.most_read = False, executor.most_read
-        self.cache_groups = executor.cache_groups
+        self.cache_groups, self.takes_spans = executor.cache_groups, executor.takes_spans
         self._request_of: dict[int, int] = {}
         self._num_new: dict[int, int] = {}
         self._num_arrived = 0

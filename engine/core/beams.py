@@ -94,7 +94,7 @@ def prepare(request: Request, max_batch: int) -> None:
     num_logprobs = max(sampling.num_beams + len(sampling.stop_token_ids), sampling.num_logprobs)
     for index in range(search.num_answers, sampling.num_beams):
         name = f"{request.request_id}/{index}"
-        request.forks.append(Request(name, list(request.token_ids), request.prompt_len, sampling))
+        request.forks.append(Request(name, list(request.token_ids), request.prompt_len, sampling, spans=request.spans))
     for each in (request, *request.forks):
         each.search = search
         each.sampling = replace(sampling, temperature=0.0, min_new_tokens=0, num_logprobs=num_logprobs)

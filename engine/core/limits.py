@@ -26,6 +26,7 @@ class Limits:
     most_read: int = 1 << 10  # tokens in the readings of a step, see Executor
     prefills: PrefillLimits | None = None  # None: prompts are computed in the order of their arrival
     cache_groups: tuple[CacheGroup, ...] = FULL_ATTENTION  # of the model
+    takes_spans: bool = False  # the model, see Executor
 
 
 @dataclass

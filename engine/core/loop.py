@@ -55,6 +55,7 @@ class Loop:
             executor.most_read,
             _prefill_limits(config),
             executor.cache_groups,
+            executor.takes_spans,
         )
         self.scheduler = Scheduler(pool, limits, _drafter(config))
         self.adapters = Adapters(executor, config.max_loras, self._adapters_in_use)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from engine.core.block_pool import BlockPool, hash_block, root_hash
 from engine.core.cache_groups import PAGED, STATE, CacheGroup
 from engine.core.prompt_logprobs import PromptLogprobCache
+from engine.core.spans import hash_with_spans
 from engine.core.types import Request
 
 
@@ -20,8 +21,8 @@ class Prefix(NamedTuple):
 
 
 class PrefixCache:
-    """Looks up prompts by block. A block hash covers the tokens of the block and everything before it; the key of a
-    block in the pool is its hash and the group it belongs to."""
+    """Looks up prompts by block. A block hash covers the tokens of the block, the content of the prompt spans in it and
+    everything before it; the key of a block in the pool is its hash and the group it belongs to."""
 
     def __init__(self, pool: BlockPool, groups: Sequence[CacheGroup]):
         self._pool, self._groups = pool, groups
@@ -79,7 +80,9 @@ class PrefixCache:
         hashes, size = request.block_hashes, self._pool.block_size
         for index in range(len(hashes), count):
             parent = hashes[-1] if hashes else root_hash(request.salt, *request.sampling.adapter[:1])
-            hashes.append(hash_block(parent, request.token_ids[index * size : (index + 1) * size]))
+            start, end = index * size, (index + 1) * size
+            block_hash = hash_block(parent, request.token_ids[start:end])
+            hashes.append(hash_with_spans(block_hash, request.spans, start, end) if request.spans else block_hash)
         return hashes[:count]
 
     def _find_logprobs(self, request: Request) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.core.block_pool import OutOfBlocks
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.limits import Counters, Limits
@@ -111,16 +113,18 @@ class Roster:
         if request.state is State.WAITING:  # or dropped, and only its forks want it
             request.state = State.RUNNING
         token_ids = list(request.token_ids)  # what was launched stays as it is
+        num_computed = request.num_computed
         for each in (request, *request.forks):
             each.slot = self._free_slots.pop()
-            self._arrivals.append(Arrival(each.slot, token_ids, each.prompt_len, each.sampling))
+            self._arrivals.append(_arrival(each, token_ids, num_computed))
+            num_computed = request.prompt_len  # forks compute nothing of the prompt
         if request.num_preemptions == 0:  # one that comes back finds its own blocks: no merit of the cache
             self._counters.num_prompt_tokens += len(request.token_ids)
             self._counters.num_cached_tokens += request.num_cached
 
     def announce(self, request: Request) -> None:
         """What its slot remembers begins anew, with all its tokens."""
-        self._arrivals.append(Arrival(request.slot, list(request.token_ids), request.prompt_len, request.sampling))
+        self._arrivals.append(_arrival(request, list(request.token_ids), request.num_computed))
 
     def take_news(self) -> tuple[list[Arrival], list[Copy]]:
         """What the executor has to know before the next step."""
@@ -186,3 +190,10 @@ class Roster:
         if request.slot >= 0:
             self._free_slots.append(request.slot)
             request.slot = -1
+
+
+def _arrival(request: Request, token_ids: list[int], num_computed: int) -> Arrival:
+    """Return what the executor has to know of a request that takes a slot and computes its tokens from `num_computed`
+    on."""
+    spans = [each if each.end > num_computed else replace(each, embeddings=b"") for each in request.spans]
+    return Arrival(request.slot, token_ids, request.prompt_len, request.sampling, spans)

@@ -13,8 +13,10 @@ from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.limits import Counters, Limits, PrefillLimits
 from engine.core.roster import LOOK_AHEAD, Roster
 from engine.core.searches import Searches
+from engine.core.spans import check_spans
 from engine.core.types import PENDING, Batch, Logprobs, OfPrompt, Request, Row, State, StepOutput
 from engine.core.updates import FAILED, Update, append, follow, make
+from engine.errors import InvalidRequest
 
 SPEED_OF_HOST = 8  # tokens that come back from there in the time of one that is computed
 RUNNING = State.RUNNING  # looked up once
@@ -61,6 +63,9 @@ class Scheduler:
         assert request.token_ids and not request.block_ids
         if not self.limits.most_read:
             reading.refuse(request)
+        if request.spans and not self.limits.takes_spans:
+            raise InvalidRequest("the model takes text only: prompts cannot have images or other embeddings")
+        check_spans(request.spans, request.prompt_len)
         if request.sampling.num_beams:
             beams.prepare(request, self.limits.max_batch)
         self._roster.add(request, replay)

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from engine.core.cache_groups import CacheGroup
+from engine.core.spans import PromptSpan
 from engine.errors import RequestError
 from engine.sampling_parameters import SamplingParameters
 
@@ -104,6 +105,7 @@ class Request:
     prompt_len: int
     sampling: Sampling
     forks: list[Request] = field(default_factory=list)  # more answers to this prompt, until it is computed
+    spans: Sequence[PromptSpan] = ()  # of the prompt; forks have the same
     salt: str = ""  # requests with another one never share cached blocks
     owner: str = ""  # waiting requests of each get equal shares
     priority: int = 0  # lower is earlier
@@ -173,6 +175,7 @@ class Arrival(NamedTuple):
     token_ids: Sequence[int]  # prompt, and what of the answer is known
     prompt_len: int
     sampling: Sampling
+    spans: Sequence[PromptSpan] = ()  # without the embeddings of those that the prefix cache covers
 
 
 class Reading(NamedTuple):
@@ -272,6 +275,7 @@ class Executor(Protocol):
     cache_groups: tuple[CacheGroup, ...]  # of the graph
     runs_ahead: bool  # a step may be launched while the one before runs, with PENDING tokens
     most_read: int  # tokens in the readings of a step: the logits of each are in memory at once; 0: it has none
+    takes_spans: bool  # requests may have prompt spans
 
     def free_bytes(self) -> int:
         """Memory for the KV cache, beside what the steps so far have needed; of the rank that has least."""

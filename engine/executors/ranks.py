@@ -26,6 +26,7 @@ from typing import Any
 
 import msgpack
 
+from engine.core.spans import PromptSpan
 from engine.core.types import Arrival, Batch, Copy, Executor, Reading, Row, Sampling, Step, Swaps
 from engine.errors import ConfigError, InvalidRequest, SetupError, literally
 from engine.ops.cpu import group
@@ -52,6 +53,7 @@ class RanksExecutor:
     def __init__(self, first: Executor, others: Sequence[Connection]):
         self.block_size, self.block_bytes = first.block_size, first.block_bytes
         self.runs_ahead, self.most_read = first.runs_ahead, first.most_read
+        self.takes_spans = first.takes_spans
         self.cache_groups = first.cache_groups
         self._first = first
         self._others = others
@@ -229,7 +231,7 @@ def _end_with(name: str, process: subprocess.Popen[bytes], connection: Connectio
 
 
 def pack(*fields: Any) -> bytes:
-    return msgpack.packb(fields, default=lambda sampling: list(vars(sampling).values()))
+    return msgpack.packb(fields, default=lambda value: list(vars(value).values()))
 
 
 def unpack(message: bytes) -> list[Any]:
@@ -240,7 +242,10 @@ def unpack_batch(fields: Sequence[Any]) -> Batch:
     rows, arrivals, copies, has_mask, is_read, swaps = fields
     return Batch(
         [row._replace(reading=row.reading and Reading(*row.reading)) for row in starmap(Row, rows)],
-        [Arrival(slot, ids, prompt_len, Sampling.of(sampling)) for slot, ids, prompt_len, sampling in arrivals],
+        [
+            Arrival(slot, ids, prompt_len, Sampling.of(sampling), [PromptSpan(*span) for span in spans])
+            for slot, ids, prompt_len, sampling, spans in arrivals
+        ],
         [Copy(*copy) for copy in copies],
         has_mask,
         is_read,

@@ -27,6 +27,7 @@ MAX_BLOCKS = 256  # of one request
 class ReferenceExecutor:
     """`ops` is any module with the functions of engine.ops.reference."""
 
+    takes_spans = False
     runs_ahead = False
 
     def __init__(self, graph_dir: Path, ops: ModuleType = reference):

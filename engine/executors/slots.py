@@ -162,7 +162,7 @@ class Slots:
         return StepOutput(token_ids, _logprobs_of(batch, token_ids, rows, sampled))
 
     def _arrive(self, arrival: Arrival) -> None:
-        slot, token_ids, prompt_len, sampling = arrival
+        slot, token_ids, prompt_len, sampling, _ = arrival
         self._num_blocks[:, slot] = 0
         rows = self._rows
         for parameter in PARAMETERS:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engine.core.cache_groups import FREED, FULL_ATTENTION, STATE, CacheGroup
+from engine.core.spans import PromptSpan
 from engine.core.types import PENDING, Batch, Logprobs, OfPrompt, Row, Sampling, StepOutput
 
 
@@ -30,11 +31,12 @@ def answer(prompt: Sequence[int], sampling: Sampling) -> list[int]:
     return token_ids
 
 
-def prefix_names(token_ids: Sequence[int]) -> Iterator[int]:
-    """For each position a number that stands for all tokens up to it."""
+def prefix_names(token_ids: Sequence[int], spans: Sequence[PromptSpan] = ()) -> Iterator[int]:
+    """For each position a number that stands for all tokens and embeddings up to it."""
     name = 0
-    for token_id in token_ids:
-        name = hash((name, token_id))
+    covered = {span.start + i: (span.content_hash, i) for span in spans for i in range(span.length)}
+    for position, token_id in enumerate(token_ids):
+        name = hash((name, token_id, covered.get(position)))
         yield name
 
 
@@ -45,6 +47,7 @@ class Slot:
     token_ids: list[int]
     prompt_len: int
     sampling: Sampling
+    spans: Sequence[PromptSpan] = ()
     block_ids: list[list[int]] = field(default_factory=list)  # of each cache group
 
     def choose(self) -> int:
@@ -72,6 +75,7 @@ class CountingExecutor:
     block_bytes = 1
     runs_ahead = False
     most_read = 6
+    takes_spans = True
 
     def __init__(self, num_blocks: int = 16, block_size: int = 4, groups: Sequence[CacheGroup] = FULL_ATTENTION):
         self.num_blocks = num_blocks
@@ -98,7 +102,11 @@ class CountingExecutor:
         for arrival in batch.arrivals:
             self.sums.pop(arrival.slot, None)
             self.slots[arrival.slot] = Slot(
-                list(arrival.token_ids), arrival.prompt_len, arrival.sampling, [[] for _ in self.cache_groups]
+                list(arrival.token_ids),
+                arrival.prompt_len,
+                arrival.sampling,
+                arrival.spans,
+                [[] for _ in self.cache_groups],
             )
         for block, place in batch.swaps.out if batch.swaps else ():
             self.on_host[place] = self._names(block)
@@ -176,7 +184,7 @@ class CountingExecutor:
         num_drafts = max(row.num_sampled - 1, 0)
         known = row.token_ids[: len(row.token_ids) - num_drafts]
         assert slot.token_ids[row.start : row.start + len(known)] == known
-        names = list(prefix_names([*slot.token_ids[: row.start], *row.token_ids]))
+        names = list(prefix_names([*slot.token_ids[: row.start], *row.token_ids], slot.spans))
         for index, group in enumerate(self.cache_groups):
             if group.kind == STATE:
                 self._update_state(row, slot.block_ids[index], names, holders)
@@ -199,7 +207,7 @@ class CountingExecutor:
     def _attend(self, row: Row) -> None:
         """Each query of the row reads its window, or everything before it."""
         slot = self.slots[row.slot]
-        names = list(prefix_names([*slot.token_ids[: row.start], *row.token_ids]))
+        names = list(prefix_names([*slot.token_ids[: row.start], *row.token_ids], slot.spans))
         for index, group in enumerate(self.cache_groups):
             if group.kind == STATE:
                 continue

@@ -18,6 +18,7 @@ class RandomModel:
     block_bytes = 1
     runs_ahead = False
     most_read = 0
+    takes_spans = False
     cache_groups = FULL_ATTENTION
 
     def __init__(self, vocab_size: int, likely_ids: tuple[int, ...] = (), block_size: int = 16):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from engine.core.spans import PromptSpan
 from engine.core.types import Arrival, Batch, Copy, Row, Sampling, Swaps
 from engine.errors import ConfigError
 from engine.executors import make_executor
@@ -29,14 +30,15 @@ def test_a_model_of_which_a_rank_is_missing_is_refused(exported, tmp_path):
 
 def test_a_batch_is_the_same_after_its_way_to_another_rank():
     sampling = Sampling(5, temperature=0.5, stop_token_ids=(1, 2), bad_words=((3, 4),), logit_bias=((7, 0.5),))
-    row = Row(1, 17, [5, 6], [8], 2, [0, 3])
-    rows, arrivals, swaps = [row, Row(2, 0, [1])], [Arrival(1, [1, 2, 3], 3, sampling)], Swaps([(7, 0)], [])
+    row, span = Row(1, 17, [5, 6], [8], 2, [0, 3]), PromptSpan(1, 2, b"what", b"numbers", (1, 1, 2))
+    rows, arrivals, swaps = [row, Row(2, 0, [1])], [Arrival(1, [1, 2, 3], 3, sampling, [span])], Swaps([(7, 0)], [])
     batch = Batch(rows, arrivals, [Copy(1, 0, 2, 3, 4)], True, swaps=swaps)
     kind, *fields = unpack(pack(LAUNCH, *batch))
     sent = unpack_batch(fields)
     assert kind == LAUNCH
     assert pack(*sent) == pack(*batch)
     assert sent.arrivals[0].sampling == sampling
+    assert sent.arrivals[0].spans == [span]
     assert [tuple(row.token_ids) for row in sent.rows] == [(5, 6), (1,)]
     assert (sent.copies, sent.has_mask, sent.swaps) == ([Copy(1, 0, 2, 3, 4)], True, Swaps(((7, 0),), ()))
 

@@ -56,6 +56,7 @@ class CudaExecutor:
     """One rank of the model, on the GPU with its number. The first rank alone chooses tokens, and tells the others on
     the device. `device`: cuda, or with the Triton language's interpreter also the CPU, which takes the place of all."""
 
+    takes_spans = False
     runs_ahead = True
 
     def __init__(
