@@ -30,7 +30,7 @@ from engine.models.layers import step_inputs
 from engine.models.paddle_checkpoint import as_in_transformers
 from engine.models.paddlenlp import rank_files, read_export
 from engine.models.quantization import Quantization, read_quantization
-from engine.models.weights import Shard, weights_of
+from engine.models.weights import Shard, Weight, weights_of
 from engine.settings.setting import json_object
 from engine.text.sentencepiece import model_file
 
@@ -104,15 +104,17 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
     if options.max_seq_len is None:
         max_seq_len = min(max_seq_len, whole_number(keys, "infer_model_max_seq_len", max_seq_len))
     model = model.for_length(max_seq_len)
-    manifest = _manifest(model, shards[0], max_seq_len, "model.pdiparams" if checkpoint else "")
+    manifest = _manifest(model, shards[0], max_seq_len, has_weights=checkpoint is not None)
     with complete_or_absent(out_dir) as partial:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "No ccache found")  # Paddle's own, at import
-            from engine.exporting.save import save_rank
+            from engine.exporting.save import save_graph
         for shard in shards:
             of_rank = f" of rank {shard.rank}" if len(shards) > 1 else ""
             progress(f"load weights{of_rank} as {shard.format.name}")
-            save_rank(rank_dir(partial, shard.rank), model.network(shard), manifest.graph(), checkpoint, progress)
+            rank_dir(partial, shard.rank).mkdir()
+            for name, network in model.networks(shard).items():
+                save_graph(rank_dir(partial, shard.rank), network, manifest.graph(name), checkpoint, progress)
         progress("write manifest.json, config.json and the tokenizer's files")
         _copy_files(checkpoint_dir, partial, progress)
         if scores is not None:
@@ -160,11 +162,11 @@ def _shards(
     int8_cache = options.int8_cache or keys.get("infer_model_cachekv_int8_type") is not None
     first = Shard(weight_format, dtype, options.block_size, 0, options.num_ranks, int8_cache)
     if checkpoint:
-        first = replace(first, plain=checkpoint.plain(weights_of(model.network(first)).values()))
+        first = replace(first, plain=checkpoint.plain(_weights(model, first)))
     shards = [replace(first, rank=rank) for rank in options.ranks or range(options.num_ranks)]
     if checkpoint:
         ignored = {head.TENSOR} | ({LM_HEAD} if model.tied_embeddings else set())
-        checkpoint.check(weights_of(model.network(shards[0])).values(), ignored)
+        checkpoint.check(_weights(model, shards[0]), ignored)
     return shards
 
 
@@ -196,13 +198,21 @@ def copied_files(directory: Path) -> list[Path]:
     return [*found, vocabulary] if vocabulary else found
 
 
-def _manifest(model: DecoderConfig, shard: Shard, max_seq_len: int, parameters: str) -> Manifest:
-    network = model.network(shard)
-    layout = network.cache_layout
-    inputs = step_inputs(len(layout.groups))
-    graph = Graph(DECODER, "model.json", parameters, inputs, network.outputs, layout.caches, layout.groups)
+def _weights(model: DecoderConfig, shard: Shard) -> list[Weight]:
+    """Return the weights of all networks; those that several share are there once."""
+    networks = model.networks(shard).values()
+    return list({name: weight for network in networks for name, weight in weights_of(network).items()}.values())
+
+
+def _manifest(model: DecoderConfig, shard: Shard, max_seq_len: int, has_weights: bool) -> Manifest:
+    graphs = {}
+    for name, network in model.networks(shard).items():
+        layout, stem = network.cache_layout, "model" if name == DECODER else name
+        files = (f"{stem}.json", f"{stem}.pdiparams" if has_weights else "")
+        inputs = step_inputs(len(layout.groups))
+        graphs[name] = Graph(*files, inputs, network.outputs, layout.caches, layout.groups)
     sizes = (model.vocab_size, max_seq_len, shard.block_size, shard.num_ranks)
-    return Manifest(*sizes, shard.format.name, (graph,))
+    return Manifest(*sizes, shard.format.name, graphs)
 
 
 def _max_seq_len(model: DecoderConfig, wanted: int | None) -> int:

@@ -9,16 +9,16 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from engine.core.cache_groups import CacheGroup
 from engine.exporting.files import CONFIG, MANIFEST
+from engine.models.config import DECODER
 from engine.models.formats import QUANTIZED
 from engine.models.keys import ModelError, read_json
 from engine.models.kv_cache import CacheSpec
 
-GRAPH_VERSION = 7  # raised whenever the same checkpoint exports to another graph or manifest
-DECODER = "decoder"  # the graph that makes tokens
+GRAPH_VERSION = 8  # raised whenever the same checkpoint exports to another graph or manifest
 VERSION_KEY = "infer_model_graph_version"  # in config.json, of every version
 
 
@@ -26,7 +26,6 @@ VERSION_KEY = "infer_model_graph_version"  # in config.json, of every version
 class Graph:
     """One graph, of which every rank has its own files and caches of these shapes."""
 
-    name: str
     program: str  # file in the rank's folder
     parameters: str  # empty: there are none, they are drawn when the graph is loaded
     inputs: tuple[str, ...]  # but for the caches
@@ -44,7 +43,7 @@ class Manifest:
     block_size: int  # tokens of a KV block
     num_ranks: int
     weight_format: str  # of the matrices: a name of engine.models.formats
-    graphs: tuple[Graph, ...]
+    graphs: Mapping[str, Graph]  # by name
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
@@ -79,14 +78,14 @@ class Manifest:
         }
 
     def graph(self, name: str = DECODER) -> Graph:
-        for graph in self.graphs:
-            if graph.name == name:
-                return graph
-        raise ModelError(f"the model has no graph {name!r}, only {', '.join(graph.name for graph in self.graphs)}")
+        """Return the graph of this name. Raises ModelError that lists the names there are."""
+        if name not in self.graphs:
+            raise ModelError(f"the model has no graph {name!r}, only {', '.join(self.graphs)}")
+        return self.graphs[name]
 
     def missing_files(self, directory: Path, ranks: Collection[int] = ()) -> list[Path]:
         """Relative to `directory`; of these ranks, or of all."""
-        names = [name for graph in self.graphs for name in (graph.program, graph.parameters) if name]
+        names = [name for graph in self.graphs.values() for name in (graph.program, graph.parameters) if name]
         paths = [rank_dir(directory, rank) / name for rank in ranks or range(self.num_ranks) for name in names]
         return [path.relative_to(directory) for path in paths if not path.is_file()]
 
@@ -128,6 +127,10 @@ def _read(kind: Any, value: Any, key: str) -> Any:
         if missing := [path for name, path in names.items() if name not in value]:
             raise ModelError(f"{missing[0]} is missing")
         return kind(**{name: _read(hints[name], value[name], path) for name, path in names.items()})
+    if get_origin(kind) is Mapping:  # by name
+        if not isinstance(value, dict):
+            raise ModelError(f"{key} is {value!r}, it must be an object")
+        return {name: _read(get_args(kind)[1], item, f"{key}.{name}") for name, item in value.items()}
     if items := get_args(kind):  # tuple[item, ...]
         if not isinstance(value, list):
             raise ModelError(f"{key} is {value!r}, it must be a list")

@@ -42,14 +42,13 @@ class Traced(nn.Layer):
         return list(self._network(Run(register_paddle_ops(), self._params, named, self._network.cache_layout.inputs)))
 
 
-def save_rank(
+def save_graph(
     directory: Path, network: Decoder, graph: Graph, checkpoint: Checkpoint | None, progress: Callable[[str], None]
 ) -> None:
-    """Writes the graph and its parameters into `directory`, one after another. Without a checkpoint the graph alone."""
+    """Write one graph and its parameters into the folder of a rank. Without a checkpoint, write the graph alone."""
     paddle.set_device("cpu")
     build.library(build.PADDLE_OPS, report=progress)
     register_paddle_ops()
-    directory.mkdir()
     if checkpoint:
         kinds = _write(directory / graph.parameters, _named(network), checkpoint, progress)
     else:

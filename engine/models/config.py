@@ -18,6 +18,7 @@ from engine.models.weights import Shard
 if TYPE_CHECKING:
     from engine.models.decoder import Decoder  # made of what a config says
 
+DECODER = "decoder"  # the graph that makes tokens
 TYPES = ("full_attention", "sliding_attention")  # of layer_types
 Family = TypeVar("Family", bound="DecoderConfig")
 
@@ -55,6 +56,11 @@ class DecoderConfig(ABC):
     @abstractmethod
     def network(self, shard: Shard) -> Decoder:
         """Return the network of one rank."""
+
+    def networks(self, shard: Shard) -> dict[str, Decoder]:
+        """Return, by name, the networks of one rank that are exported, each as a graph. A family that also drafts or
+        reads images adds to the decoder."""
+        return {DECODER: self.network(shard)}
 
     def for_length(self: Family, max_seq_len: int) -> Family:
         """Return the model as it is exported for this length: windows that reach that far are none."""

@@ -201,7 +201,7 @@ class PromptReader:
 
 def _groups(model: Manifest, config: Config) -> tuple[int, int]:
     """Return the number of paged cache groups, and the blocks that the other groups of a request need at most."""
-    groups = [group for graph in model.graphs for group in graph.cache_groups] or FULL_ATTENTION
+    groups = [group for graph in model.graphs.values() for group in graph.cache_groups] or FULL_ATTENTION
     others = [group for group in groups if group.kind != PAGED]
     num_blocks = -(-model.max_seq_len // model.block_size)
     sizes = [group.max_blocks(num_blocks, model.block_size, config.max_step_tokens) for group in others]

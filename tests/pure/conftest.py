@@ -28,11 +28,10 @@ def no_paddle(monkeypatch) -> list[str]:
     """Replaces the slow half of the export. Collects the directories it was asked to fill."""
     saved = []
 
-    def save_rank(directory, network, graph, checkpoint, progress):
-        directory.mkdir()
+    def save_graph(directory, network, graph, checkpoint, progress):
         (directory / graph.program).touch()
         (directory / graph.parameters).touch()
         saved.append(directory.parent.name)
 
-    monkeypatch.setattr("engine.exporting.save.save_rank", save_rank)
+    monkeypatch.setattr("engine.exporting.save.save_graph", save_graph)
     return saved

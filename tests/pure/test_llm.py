@@ -30,7 +30,7 @@ GREEDY = {"temperature": 0, "max_dec_len": 3}
 @pytest.fixture
 def llm(tmp_path, monkeypatch):
     write_tokenizer(tmp_path)
-    Manifest(400, 64, 4, 1, "float32", ()).write(tmp_path)
+    Manifest(400, 64, 4, 1, "float32", {}).write(tmp_path)
     monkeypatch.setattr(llm_module, "is_exported", lambda directory: True)
     monkeypatch.setattr(llm_module, "make_executor", lambda directory, config, owns_process: CountingExecutor(12, 4))
     monkeypatch.setattr(llm_module, "allocate_cache", lambda executor, config, model_len: executor.num_blocks)

@@ -14,7 +14,6 @@ from engine.models.kv_cache import ATTENTION_AXES, CacheSpec
 
 CACHE = CacheSpec("cache of layer 0", "bfloat16", (-1, 2, 1, 16, 8), ATTENTION_AXES)
 GRAPH = Graph(
-    "decoder",
     "model.json",
     "model.pdiparams",
     ("token_ids",),
@@ -22,7 +21,7 @@ GRAPH = Graph(
     (CACHE,),
     (CacheGroup("sliding_window", 8),),
 )
-MODEL = Manifest(320, 64, 16, 1, "bfloat16", (GRAPH,))
+MODEL = Manifest(320, 64, 16, 1, "bfloat16", {"decoder": GRAPH})
 CHECKPOINT_KEYS = {"model_type": "qwen2", "vocab_size": 320}
 
 
@@ -70,14 +69,15 @@ def without(*path):
     [
         (without("vocab_size"), r"model/manifest\.json: vocab_size is missing; export the model again"),
         (without("graphs"), r"model/manifest\.json: graphs is missing"),
-        (without("graphs", 0, "outputs"), r"graphs\[0\]\.outputs is missing"),
-        (without("graphs", 0, "caches", 0, "axes"), r"graphs\[0\]\.caches\[0\]\.axes is missing"),
+        (without("graphs", "decoder", "outputs"), r"graphs\.decoder\.outputs is missing"),
+        (without("graphs", "decoder", "caches", 0, "axes"), r"graphs\.decoder\.caches\[0\]\.axes is missing"),
         (lambda d: d.update(num_ranks="2"), "num_ranks is '2', it must be a whole number"),
         (lambda d: d.update(num_ranks=True), "num_ranks is True, it must be a whole number"),
         (lambda d: d.update(weight_format=None), "weight_format is None, it must be a text"),
-        (lambda d: d.update(graphs={}), "graphs is {}, it must be a list"),
-        (lambda d: d.update(graphs=[7]), r"graphs\[0\] is 7, it must be an object"),
-        (lambda d: d["graphs"][0].update(inputs=[7]), r"graphs\[0\]\.inputs\[0\] is 7, it must be a text"),
+        (lambda d: d.update(graphs=[]), r"graphs is \[\], it must be an object"),
+        (lambda d: d.update(graphs={"decoder": 7}), r"graphs\.decoder is 7, it must be an object"),
+        (lambda d: d["graphs"]["decoder"].update(inputs={}), r"graphs\.decoder\.inputs is {}, it must be a list"),
+        (lambda d: d["graphs"]["decoder"].update(inputs=[7]), r"graphs\.decoder\.inputs\[0\] is 7, it must be a text"),
     ],
 )
 def test_what_is_wrong_in_a_manifest_is_named_with_its_path(change, message, tmp_path):

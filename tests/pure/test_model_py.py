@@ -38,7 +38,7 @@ def model_py(monkeypatch):
 @pytest.fixture
 def graph_dir(tmp_path):
     write_tokenizer(tmp_path)
-    Manifest(400, 64, 4, 1, "float32", ()).write(tmp_path)
+    Manifest(400, 64, 4, 1, "float32", {}).write(tmp_path)
     return tmp_path
 
 

@@ -49,7 +49,8 @@ class CpuExecutor:
         self._specs = model.graph().caches
         assert all(spec.axes[0] == BLOCK for spec in self._specs), "a block must lie in one piece to be copied"
         self.block_size, self.block_bytes = model.block_size, sum(spec.block_bytes for spec in self._specs)
-        loaded, params = graph.load(graph_dir, membership.rank)
+        self._files = graph_dir, membership.rank
+        loaded, params = graph.load(*self._files)
         self._program = Program(loaded, params)
         self._adapters = Adapters(graph_dir, loaded, (membership.rank, membership.num_ranks), config)
         self._caches: dict[str, np.ndarray] = {}
@@ -59,6 +60,10 @@ class CpuExecutor:
         self._slots = Slots(config.batch_size, max_blocks, self.block_size, model.vocab_size, self.cache_groups)
         self._thread = ThreadPoolExecutor(1, "step")
         log.info("graph loaded, %d threads, %s", cpu.num_threads(), cpu.cpu_isa())
+
+    def load_graph(self, name: str) -> Program:
+        """Load another graph of the model. Raises ModelError that lists the graphs there are."""
+        return Program(*graph.load(*self._files, name))
 
     def free_bytes(self) -> int:
         return max(0, free_memory_bytes() // self._num_sharing - self._adapters.reserved_bytes)

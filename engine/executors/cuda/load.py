@@ -13,17 +13,19 @@ from engine import graph as graphs
 from engine.errors import ConfigError
 from engine.executors.cuda import weights
 from engine.executors.cuda.program import Program
-from engine.exporting.manifest import Manifest
+from engine.exporting.manifest import DECODER, Manifest
 from engine.models.constants import constants_of
 
 log = logging.getLogger(__name__)
 
 
-def load_program(directory: Path, model: Manifest, device: torch.device, ops: ModuleType) -> Program:
-    """Of one rank's folder. `ops`: engine.ops.cuda, or one like it. Raises ConfigError where the weights are too large
-    for the device."""
+def load_program(
+    directory: Path, model: Manifest, device: torch.device, ops: ModuleType, name: str = DECODER
+) -> Program:
+    """Load the graph `name` from the folder of one rank. `ops`: engine.ops.cuda, or one like it. Raises ConfigError
+    where the weights are too large for the device."""
     started = time.monotonic()
-    files = model.graph()
+    files = model.graph(name)
     graph = graphs.read_graph(directory / files.program, files.outputs)
     size = weights.num_bytes(graph)
     try:
