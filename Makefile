@@ -29,7 +29,7 @@ define check_venv
   { echo "error: $(VENV) exists and is no virtual environment; name another folder: make VENV=..." >&2; exit 1; }
 endef
 
-.PHONY: demo demo-gpu install install-cuda test quick test-clients test-gpu image-steps sanitize lint bench bench-gpu bench-peers storm soak clean
+.PHONY: demo demo-gpu install install-cuda test quick test-clients test-gpu image-steps sanitize lint docs wheel bench bench-gpu bench-peers storm soak clean
 
 # pip has one core busy for half a minute, the compiler another. The rest of the ops is compiled by the start.
 demo:  ## starts the server with the bundled model and asks it three questions
@@ -96,6 +96,20 @@ lint: $(TESTS)  ## style, types, which part may import which
 	$(BIN)/lint-imports
 	$(BIN)/hadolint dockerfiles/*
 	$(BIN)/shellcheck .ci/run server_scripts/start_server server_scripts/stop_server
+
+SITE = build/site-env
+docs:  ## the documentation as a searchable site in build/site
+	@$(PYTHON) server_scripts/interpreter.py
+	[ $(SITE)/.made -nt requirements-docs.txt -a $(SITE)/.made -nt constraints.txt ] || { $(PYTHON) -m venv --clear $(SITE) && \
+	  $(SITE)/bin/python -m pip install -q --constraint constraints.txt -r requirements-docs.txt && touch $(SITE)/.made; }
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs build --quiet --strict --site-dir build/site
+	@echo "== build/site/index.html"
+
+# Without what earlier versions have left in build/lib, which would become a part of it.
+wheel: $(RUNTIME)  ## build/wheel: a wheel of the server with the C++ sources, the page and the demo model
+	rm -rf build/lib build/bdist.* build/wheel
+	$(BIN)/python -m pip --disable-pip-version-check wheel -q --no-deps --no-build-isolation --wheel-dir build/wheel .
+	@ls build/wheel/*.whl
 
 bench: install
 	$(BIN)/python -m benchmarks.bench

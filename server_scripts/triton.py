@@ -23,6 +23,7 @@ from engine.settings.processes import TRITON_PAGE, TRITON_SOCKET
 from server_scripts.interpreter import VERSION, find_libpython, missing_libpython
 
 ROOT = Path(__file__).resolve().parents[1]
+WHEEL = "nvidia-pytriton==0.7.0"  # installed without its dependencies: only the tritonserver inside is used
 IMAGE_BINARY = Path("/opt/tritonserver/bin/tritonserver")
 STUB = "triton_python_backend_stub"
 BACKEND_UTILS = "triton_python_backend_utils.py"
@@ -72,7 +73,7 @@ def _of_image() -> Tritonserver:
 def _of_wheel() -> Tritonserver:
     spec = importlib.util.find_spec("pytriton")
     if spec is None or not spec.submodule_search_locations:
-        raise TritonError("the package nvidia-pytriton, which brings one, is not installed (make install)")
+        raise TritonError(f"the wheel with tritonserver is not installed: pip install --no-deps {WHEEL}")
     package = Path(spec.submodule_search_locations[0])
     folder = package / "tritonserver"
     stub = folder / "python_backend_stubs" / VERSION / STUB

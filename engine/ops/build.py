@@ -57,8 +57,12 @@ class BuildError(SetupError):
 
 
 def build_dir() -> Path:
-    default = Path(__file__).resolve().parents[2] / "build"
-    return Path(os.environ.get("ENGINE_BUILD_DIR") or default)
+    """Return the folder of all builds: ENGINE_BUILD_DIR, else `build` in a clone of the repository, else, where the
+    package was installed from a wheel, a folder in the user's cache."""
+    if configured := os.environ.get("ENGINE_BUILD_DIR"):
+        return Path(configured)
+    root = Path(__file__).resolve().parents[2]
+    return root / "build" if (root / "Makefile").exists() else Path("~/.cache/llm-server/ops").expanduser()
 
 
 def library(name: str = KERNELS, report: Report = log.warning, all_isas: bool = False) -> Path:

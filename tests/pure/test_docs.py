@@ -33,9 +33,10 @@ from server_scripts.processes import LOG_NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
 README, *DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LAB, OF_ROOT = sorted((ROOT / "docs/lab").glob("*.md")), [ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
 CODE = ("engine", "gateway", "server_scripts", "model_repository", "download_model.py")
 OTHERS = {"fastdeploy", "vllm"}  # packages whose commands docs/migrating.md names
-pages = pytest.mark.parametrize("page", [README, *DOCS], ids=lambda page: page.name)
+pages = pytest.mark.parametrize("page", [README, *DOCS, *LAB, *OF_ROOT], ids=lambda page: page.name)
 
 
 def text_of(name):

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PINNED = re.compile(r'[A-Za-z0-9-]+(\[[a-z]+\])?==[0-9.]+(; python_version (<|>=) "3\.\d+")?')
 
 
-@pytest.mark.parametrize("name", ["requirements.txt", "requirements-test.txt"])
+@pytest.mark.parametrize("name", ["requirements.txt", "requirements-test.txt", "requirements-docs.txt"])
 def test_every_requirement_is_pinned_and_has_a_reason(name):
     lines = [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
     for line in lines:
@@ -24,7 +24,7 @@ def test_every_requirement_is_pinned_and_has_a_reason(name):
 def test_what_is_installed_is_pinned_down_to_the_last_package():
     """And to the versions that requirements*.txt name, also after one of these was changed."""
     locked = set(re.findall(r"^([\w-]+==[\w.]+)", (ROOT / "constraints.txt").read_text(), re.M))
-    for name in ("requirements.txt", "requirements-test.txt"):
+    for name in ("requirements.txt", "requirements-test.txt", "requirements-docs.txt"):
         for line in (ROOT / name).read_text().splitlines():
             if line and not line.startswith("#"):
                 assert re.sub(r"\[\w+\]", "", line).split("#")[0].split(";")[0].strip() in locked
