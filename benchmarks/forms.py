@@ -19,8 +19,8 @@ import numpy as np
 from engine.core.grammar import Choice
 from engine.core.types import Request, Sampling
 from engine.grammars.pool import GrammarPool
-from engine.text.forms import written
-from engine.wire.forms import FORMS
+from engine.text.grammars import write_grammar
+from engine.wire.structured_output_fields import STRUCTURED_OUTPUT_FIELDS
 
 NUM_ROWS, NUM_STEPS, VOCAB_SIZE = 32, 200, 151_936
 EOS_ID = VOCAB_SIZE - 1
@@ -81,7 +81,10 @@ def main() -> None:
 
     grammars = GrammarPool(Imported, VOCAB_SIZE)  # type: ignore[arg-type]
     grammars.wait_until_loaded()
-    form = ("guided_json", written(FORMS["guided_json"]("guided_json", SCHEMA), any_whitespace=False))
+    form = (
+        "guided_json",
+        write_grammar(STRUCTURED_OUTPUT_FIELDS["guided_json"]("guided_json", SCHEMA), any_whitespace=False),
+    )
     requests, compiled_s = [], []
     for index in range(NUM_ROWS):
         request = Request(str(index), [1], 1, Sampling(1000, stop_token_ids=(EOS_ID,), form=form))

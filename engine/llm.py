@@ -24,8 +24,8 @@ from engine.exporting.by_settings import options_of
 from engine.exporting.cache import export_cached
 from engine.exporting.manifest import Manifest, is_exported
 from engine.grammars.pool import GrammarPool
-from engine.serving.answer import OpenAnswer, best
-from engine.serving.prompt import Prompt, PromptReader
+from engine.serving.completion_output import CompletionOutput, select_best
+from engine.serving.input_processor import InputProcessor, Prompt
 from engine.settings.config import Config
 from engine.settings.device import with_device
 from engine.settings.foreign.keywords import own_keywords
@@ -56,9 +56,9 @@ def _plain(value: Any) -> Any:
 class _Open:
     """A request and its answer in the making."""
 
-    asked: GenerationRequest
+    options: GenerationRequest
     request: Request
-    answer: OpenAnswer
+    answer: CompletionOutput
     prompt: Prompt
 
     def finished(self) -> Answer:
@@ -69,7 +69,7 @@ class _Open:
             token_ids=answer.token_ids,
             finish_reason=answer.finish_reason,
             prompt_token_ids=self.request.token_ids[: self.request.prompt_len],
-            logprobs=[logprobs for logprobs in answer.logprobs if logprobs and self.asked.logprobs >= 0],
+            logprobs=[logprobs for logprobs in answer.logprobs if logprobs and self.options.logprobs >= 0],
             prompt_logprobs=self.request.scores,
             embedding=list(memoryview(self.prompt.pooled(self.request.hidden)).cast("f"))
             if self.request.hidden
@@ -101,7 +101,7 @@ class LLM:
         self._lock = threading.Lock()  # of the loop: calls from several threads take turns
         self._pid, self._is_closed = os.getpid(), False
         cache_size = (self._num_blocks, executor.block_size)
-        self._reader = PromptReader.load(config, graph_dir, self.tokenizer, lambda: cache_size)
+        self._reader = InputProcessor.load(config, graph_dir, self.tokenizer, lambda: cache_size)
 
     def generate(
         self,
@@ -122,13 +122,13 @@ class LLM:
         if not isinstance(sampling or {}, dict):
             raise TypeError(f"`sampling` is of type {type(sampling).__name__}, it must be a dict of request fields")
         prompts = [prompts] if isinstance(prompts, str | dict) else prompts
-        of_prompts = [self._open(index, prompt, sampling or {}) for index, prompt in enumerate(prompts)]
-        opened = [item for of_prompt in of_prompts for item in of_prompt]
+        by_prompt = [self._open(index, prompt, sampling or {}) for index, prompt in enumerate(prompts)]
+        opened = [item for answers in by_prompt for item in answers]
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("this LLM is closed")
             try:
-                for first, *_ in of_prompts:
+                for first, *_ in by_prompt:
                     self._loop.add(first.request)
                 self._run(opened, progress)
             except BaseException:
@@ -137,7 +137,7 @@ class LLM:
                 executor = self._loop.executor
                 self._loop = Loop(executor, self._num_blocks, self._config, self._grammars)
                 raise
-        return [item.finished() for of_prompt in of_prompts for item in best(of_prompt, of_prompt[0].asked.n)]
+        return [item.finished() for answers in by_prompt for item in select_best(answers, answers[0].options.n)]
 
     def close(self) -> None:
         """When the call that runs has ended. Harmless when it is closed; a fork closes nothing of its parent's."""
@@ -191,7 +191,7 @@ class LLM:
             for number in range(read.n)
         ]
         requests[0].forks = requests[1:]
-        return [_Open(request, each, OpenAnswer(self.tokenizer, request), read) for each in requests]
+        return [_Open(request, each, CompletionOutput(self.tokenizer, request), read) for each in requests]
 
     def _advance(self, item: _Open, update: Update) -> int:
         """The number of answers that these tokens have ended."""

@@ -65,7 +65,7 @@ def make_loop(config: Config, tell: Callable[[str], None]) -> tuple[Loop, Bounds
     from engine.executors.memory import allocate_cache
     from engine.exporting.manifest import Manifest
     from engine.grammars.pool import GrammarPool
-    from engine.serving.loras import LoraNames
+    from engine.serving.lora_registry import LoraRegistry
     from engine.settings.device import with_device
     from engine.text.tokenizer import Tokenizer
 
@@ -77,7 +77,7 @@ def make_loop(config: Config, tell: Callable[[str], None]) -> tuple[Loop, Bounds
     collect_garbage_seldom()
     num_blocks = allocate_cache(executor, config, model.max_seq_len)
     loop = Loop(executor, num_blocks, config, grammars)
-    for adapter in LoraNames.of_server(config).all():
+    for adapter in LoraRegistry.of_server(config).all():
         try:
             loop.adapters.need(adapter)
         except InvalidRequest as error:  # it has changed since it was loaded: requests for it will be told the same

@@ -187,10 +187,10 @@ def check_settings(graph_dir: Path) -> None:
     check_num_ranks(graph_dir, manifest, config)
     if config.lora_modules:
         from engine.models.adapters import AdapterError
-        from engine.serving.loras import LoraNames
+        from engine.serving.lora_registry import LoraRegistry
 
         try:
-            LoraNames(config, graph_dir)
+            LoraRegistry(config, graph_dir)
         except AdapterError as error:
             raise ConfigError(f"LORA_MODULES: {error}") from None
 

@@ -37,7 +37,7 @@ class Sampling(SamplingParameters):
     # What is asked of the prompt itself
     num_prompt_logprobs: int = -1  # of its tokens but the first, as above
     pooling: str = ""  # its hidden states behind the last layer: `last`, or the `mean` of all; empty: not wanted
-    form: tuple[str, ...] = ()  # that the answer must have: the field that says so, and engine.text.forms' word for it
+    form: tuple[str, ...] = ()  # that the answer must have: the field that says so, and the text of its grammar
     # What the weights gain, of prompt and answer: a name that other files never have, and the folder that they are in
     adapter: tuple[str, ...] = ()
 

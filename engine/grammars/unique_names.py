@@ -10,10 +10,10 @@ from functools import cached_property, partial
 import numpy as np
 from llguidance import LLMatcher
 
-from engine.wire import THOUGHT_BEGIN, THOUGHT_END
+from engine.wire import REASONING_BEGIN, REASONING_END
 
 KEYWORD = "patternProperties"  # grammars with it need this
-ALWAYS_THINKS, MAY_THINK = "start: thought BREAK", "thought BREAK)?"  # in a grammar (engine/text/forms.py)
+ALWAYS_THINKS, MAY_THINK = "start: thought BREAK", "thought BREAK)?"  # in a grammar (engine/text/grammars.py)
 NEXT_NAME = (b',"', b', "')  # after a property, with one of the separators that grammars have
 QUOTE, BACKSLASH = b'"', b"\\"
 
@@ -55,7 +55,7 @@ class NameReader:
         self._open: list[OpenObject | None] = []  # None: an array
         self._is_in_text = False
         is_thought = ALWAYS_THINKS in grammar
-        self._thought = THOUGHT_BEGIN.encode() if is_thought else b"" if MAY_THINK in grammar else None
+        self._thought = REASONING_BEGIN.encode() if is_thought else b"" if MAY_THINK in grammar else None
 
     @property
     def names(self) -> set[bytes]:
@@ -87,7 +87,7 @@ class NameReader:
         if self._thought is None:
             return text
         self._thought += text
-        begin, end = THOUGHT_BEGIN.encode(), THOUGHT_END.encode()
+        begin, end = REASONING_BEGIN.encode(), REASONING_END.encode()
         if begin.startswith(self._thought):
             return b""
         if not self._thought.lstrip(b"\xff").startswith(begin):

@@ -36,7 +36,7 @@ COMPILING = (
 REFUSED = "refused"  # engine -> client: [epoch, request_id, error kind, text, cause]
 
 ID_BYTES = 5  # of a token id, at most
-# 64 bad words of 1,024 characters, each with and without a space, a token a byte; a form of MAX_FORM_BYTES, of which
+# 64 bad words of 1,024 characters, each with and without a space, a token a byte; a form of MAX_GRAMMAR_BYTES, of which
 # every character may be escaped, and what its translation adds; and the rest
 SAMPLING_BYTES = 4 << 20
 MAX_REQUEST_ID_LEN = 64

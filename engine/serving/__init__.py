@@ -1,1 +1,1 @@
-"""What runs inside Triton: from a client's JSON to a stream of JSON responses."""
+"""Service inside the Triton model: turns a client's JSON request into a stream of responses."""

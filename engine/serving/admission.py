@@ -1,5 +1,5 @@
-"""Who is let in: bounded by bytes before a request is read, by requests and tokens before it is tokenized, and by what
-its owner may have open."""
+"""Admission control: limits the bytes of a request before it is parsed, the number of waiting requests and tokens
+before it is tokenized, and the open requests and tokens per minute of its owner."""
 
 from __future__ import annotations
 
@@ -8,57 +8,61 @@ from collections.abc import Callable
 
 from engine.errors import InvalidRequest, queue_full, tokens_full
 from engine.link.client import EngineClient
-from engine.serving.accounts import Account, Accounts
 from engine.serving.open_replies import OpenReplies
 from engine.serving.options import ServiceOptions
+from engine.serving.rate_limits import OwnerUsage, RateLimiter
 from engine.serving.reply import Reply
 from engine.wire import Owner
 
 
 class Admission:
-    """Thread-safe."""
+    """Admits requests to the service or raises the error that refuses them. Thread-safe."""
 
     def __init__(self, client: EngineClient, replies: OpenReplies, options: ServiceOptions):
-        self.accounts = Accounts()
+        self.rate_limiter = RateLimiter()
         self._client = client
         self._replies = replies
         self._options = options
-        self._num_unread = 0  # requests that wait for a thread to read them
+        self._num_unparsed = 0  # requests that wait for a parser thread
         self._lock = threading.Lock()
 
     def take(self, payload: bytes, is_urgent: bool = False) -> None:
-        """Counts it as unread, until `was_read`; a full server takes what is urgent. Raises RequestError."""
+        """Check size and queue limits and count the request as unparsed until `mark_parsed`. Urgent requests are
+        accepted by a full server, too. Raises RequestError."""
         limit = self._options.max_body_bytes
         if len(payload) > limit:
             text = "The request has {value} bytes, at most MAX_BODY_BYTES({limit}) are taken"
             raise InvalidRequest(text, value=len(payload), limit=limit)
         with self._lock:
             if not is_urgent:
-                self.check_room(self._num_unread)
-            self._num_unread += 1
+                self.check_room(self._num_unparsed)
+            self._num_unparsed += 1
 
-    def was_read(self) -> None:
+    def mark_parsed(self) -> None:
+        """Count one request less as waiting for a parser thread."""
         with self._lock:
-            self._num_unread -= 1
+            self._num_unparsed -= 1
 
-    def check_room(self, num_unread: int = 0) -> None:
-        """Before time goes into a request that the engine would refuse: into reading it, and into its tokens."""
-        num_waiting = len(self._replies) + num_unread - self._options.max_running
+    def check_room(self, num_unparsed: int = 0) -> None:
+        """Raise Overloaded if the engine would refuse another request, so that no time is spent on parsing and
+        tokenizing it."""
+        num_waiting = len(self._replies) + num_unparsed - self._options.max_running
         if num_waiting >= self._options.max_waiting:
             raise queue_full(num_waiting, self._options.max_waiting)
         num_tokens = self._client.stats.get("num_waiting_tokens", 0)
         if num_tokens >= self._options.max_waiting_tokens:
             raise tokens_full(num_tokens, self._options.max_waiting_tokens)
 
-    def enter(self, owner: Owner, make: Callable[[Account], Reply]) -> Reply:
-        """With the request counted as its owner's, until it ends or is refused. It is open then."""
-        account = self.accounts.of(owner)
-        account.enter(owner)
+    def enter(self, owner: Owner, make: Callable[[OwnerUsage], Reply]) -> Reply:
+        """Count the request as its owner's, build its reply with `make` and add it to the open replies. Raises
+        RequestError, and counts nothing then."""
+        owner_usage = self.rate_limiter.usage_of(owner)
+        owner_usage.admit(owner)
         try:
-            reply = make(account)
+            reply = make(owner_usage)
             self._replies.add(reply)
         except BaseException:
-            account.leave()
+            owner_usage.release()
             raise
-        account.charge(len(reply.prompt.token_ids), 0)
+        owner_usage.charge(len(reply.prompt.token_ids), 0)
         return reply

@@ -1,4 +1,4 @@
-"""The sender of a background response, which goes on when the client that watches it leaves."""
+"""Sender of a background response, which continues when the client that watches it disconnects."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ log = logging.getLogger(__name__)
 
 
 class BackgroundSender:
-    """Passes the answer on to the client that watches it, if any. Only a sender thread calls other methods than
-    `is_cancelled`."""
+    """Forwards responses to the client that watches the request, if there is one. Methods other than `is_cancelled` are
+    called by sender threads only."""
 
     def __init__(self) -> None:
         self._reply: Reply | None = None
@@ -32,16 +32,17 @@ class BackgroundSender:
                     self._end_watching(self._watcher)
 
     def is_cancelled(self) -> bool:
-        """Return False: without its watcher the response goes on."""
+        """Return False: the request continues without its watcher. A disconnected watcher is dropped."""
         with self._lock:
             watcher = self._watcher
-            has_left = watcher is not None and watcher.is_cancelled()
-        if has_left and self._reply:
+            is_released = watcher is not None and watcher.is_cancelled()
+        if is_released and self._reply:
             self._reply.visit(lambda: self._end_watching(watcher))
         return False
 
     def watch(self, watcher: Sender, reply: Reply, num_sent: int) -> None:
-        """Called in a visit of the reply. The answer goes to `watcher` from now on, and no longer to the one before."""
+        """Send the answer to `watcher` from token `num_sent` on, and no longer to the previous watcher. Must be called
+        in a visit of the reply (`Reply.visit`)."""
         self._end_watching(self._watcher)
         self._reply, self._watcher = reply, watcher
         reply.show(True, num_sent)

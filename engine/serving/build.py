@@ -1,11 +1,11 @@
-"""Puts the service together from the settings and an exported model: what the Triton model does at its start."""
+"""Construction of the service from the settings and an exported model, as the Triton model does at its start."""
 
 from __future__ import annotations
 
 from engine.link.client import EngineClient
-from engine.serving.loras import LoraNames
+from engine.serving.input_processor import InputProcessor
+from engine.serving.lora_registry import LoraRegistry
 from engine.serving.options import ServiceOptions
-from engine.serving.prompt import PromptReader
 from engine.serving.service import Service
 from engine.settings.config import Config
 from engine.settings.processes import ENGINE_FAILED_FILE, ENGINE_SUSPECT_FILE
@@ -13,6 +13,8 @@ from engine.text.tokenizer import Tokenizer
 
 
 def build_service(config: Config) -> Service:
+    """Return the running service of `config`, connected to the engine's socket. Raises
+    AdapterError if an adapter of LORA_MODULES is invalid."""
     tokenizer = Tokenizer.load(config.graph_path)
     files = (config.run_path / ENGINE_FAILED_FILE, config.run_path / ENGINE_SUSPECT_FILE)
     client = EngineClient(f"ipc://{config.engine_socket}", *files)
@@ -21,6 +23,6 @@ def build_service(config: Config) -> Service:
         stats = client.stats
         return (stats["num_blocks"], stats["block_size"]) if "num_blocks" in stats else None
 
-    loras = LoraNames.of_server(config)
-    reader = PromptReader.load(config, config.graph_path, tokenizer, cache_size, loras)
+    loras = LoraRegistry.of_server(config)
+    reader = InputProcessor.load(config, config.graph_path, tokenizer, cache_size, loras)
     return Service(reader, client, ServiceOptions.of(config))

@@ -1,5 +1,5 @@
-"""One of the answers to a request on its way to the client: what of it has come, and what is new since the response
-before. No threads, no sockets: its reply has both."""
+"""One of the n choices of a request: its output, and how much of it was sent to the client. Independent of threads and
+sockets, which its reply owns."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import Any, NamedTuple
 
 from engine import wire
 from engine.core.types import Logprobs, OfPrompt
-from engine.serving.answer import OpenAnswer
-from engine.serving.prompt import Prompt
+from engine.serving.completion_output import CompletionOutput
+from engine.serving.input_processor import Prompt
 from engine.text.tokenizer import Tokenizer
 from engine.wire import GenerationRequest
 
 
 class Choice:
-    """Of `prompt` it is the answer `index`."""
+    """Choice `index` of a request: owns its output, its unprocessed tokens and the number of tokens sent."""
 
     def __init__(self, index: int, request: GenerationRequest, prompt: Prompt, tokenizer: Tokenizer):
         self.index = index
         self.sampling = prompt.sampling_of(index)
-        self.answer = OpenAnswer(tokenizer, request)
-        self.num_sent = 0  # of its visible tokens, with their text
+        self.answer = CompletionOutput(tokenizer, request)
+        self.num_sent = 0  # visible tokens that were sent with their text
         self.is_over = False  # its last response is sent
-        self.first_token = self.last_token = 0.0  # when they came
-        # What the sender has not taken yet
-        self.gathered: list[tuple[int, Logprobs | None]] = []
+        self.first_token = self.last_token = 0.0  # arrival times, seconds since the epoch; 0: none
+        # Received from the engine and not yet processed by a sender thread
+        self.pending: list[tuple[int, Logprobs | None]] = []
         self.finish_reason: str | None = None
         self._request = request
-        self.of_prompt: OfPrompt | None = None  # what the engine has said of it
-        self._prompt_ids, self._pooled, self._thought = prompt.token_ids, prompt.pooled, prompt.thought
+        self.of_prompt: OfPrompt | None = None  # set by the engine before the first token
+        self._prompt_ids, self._pooled, self._reasoning = prompt.token_ids, prompt.pooled, prompt.reasoning
         self._tokenizer = tokenizer
 
     @property
@@ -39,37 +39,37 @@ class Choice:
         return self.answer.finish_reason is None
 
     @property
-    def has_news(self) -> bool:
+    def has_unsent_tokens(self) -> bool:
         return self.answer.num_visible > self.num_sent
 
     @property
-    def known_ids(self) -> list[int]:
-        """All that the engine has said."""
-        return self.answer.token_ids + [token_id for token_id, _ in self.gathered]
+    def known_token_ids(self) -> list[int]:
+        """All token ids received from the engine."""
+        return self.answer.token_ids + [token_id for token_id, _ in self.pending]
 
     @property
-    def _tells_logprobs(self) -> bool:
-        """Of an answer that may be chosen they are known, whether somebody has asked or not."""
+    def _returns_logprobs(self) -> bool:
+        """True if the client asked for log-probabilities. With `best_of` they are computed in any case."""
         return self.sampling.num_logprobs >= 0 and (self._request.logprobs >= 0 or not self._request.is_chosen)
 
-    def go_on(self, num_sent: int) -> None:
-        """For a client that has so many of its tokens: the next response begins after them."""
+    def resume(self, num_sent: int) -> None:
+        """Continue for a client that has `num_sent` tokens already: the next response begins after them."""
         self.num_sent, self.is_over = num_sent, False
 
-    def begin_with(self, token_ids: Sequence[int]) -> None:
-        """What is known of an answer that was begun elsewhere."""
+    def restore(self, token_ids: Sequence[int]) -> None:
+        """Restore the tokens of an answer that another process has begun."""
         is_all = 0 < len(token_ids) == self.sampling.max_new_tokens
         self.answer.push([(token_id, None) for token_id in token_ids], "length" if is_all else None)
 
-    def news(self, seconds: float, times: dict[str, str] | None, is_end: bool) -> wire.Delta:
-        """What was not sent yet, `seconds` after the request was accepted; of a finished answer its last, with all of
-        it."""
+    def next_delta(self, seconds: float, times: dict[str, str] | None, is_end: bool) -> wire.Delta:
+        """Return the tokens and text that were not sent yet, `seconds` after the request was accepted. A finished
+        choice returns a Final, with the whole answer."""
         answer = self.answer
         unsent = slice(self.num_sent, answer.num_visible)
         # Whole tokens, so that what a client has follows from their number. The rest comes with the last of them.
         text_end = answer.text_len(answer.num_visible) if self.is_open else len(answer.text)
         num_tokens = answer.num_visible if self.is_open else answer.num_generated  # the latter has the stop id
-        gained: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "req_id": self._request.req_id,
             "index": self.index,
             "token": answer.text[answer.text_len(self.num_sent) : text_end],
@@ -79,16 +79,16 @@ class Choice:
             "infer_seed": self.sampling.seed,
             "inference_time_cost": seconds,
             "return_all_tokens": self._request.return_all_tokens,
-            "logprobs": self._logprobs(unsent) if self._tells_logprobs else None,
+            "logprobs": self._logprobs(unsent) if self._returns_logprobs else None,
             "times": times,
-            "of_prompt": None if self.num_sent else self._told_of_prompt(),
-            "thought": None if self.num_sent else self._thought,
+            "of_prompt": None if self.num_sent else self._prompt_details(),
+            "reasoning": None if self.num_sent else self._reasoning,
             "max_dec_len": None if self.num_sent else self._reduced_len(),
         }
         if answer.finish_reason is None:
-            return wire.Delta(**gained)
+            return wire.Delta(**fields)
         return wire.Final(
-            **gained,
+            **fields,
             finish_reason=answer.finish_reason,
             stop_reason=answer.stop_string,
             tokens_all=answer.text,
@@ -98,25 +98,25 @@ class Choice:
             embedding=self._embedding(),
         )
 
-    def so_far(self, begin: int = 0) -> wire.Delta:
-        """Return the answer from this token on, whatever of it has been sent."""
+    def delta_from(self, begin: int = 0) -> wire.Delta:
+        """Return the answer from token `begin` on, independent of what has been sent."""
         num_sent, self.num_sent = self.num_sent, begin
         try:
-            return self.news(0.0, None, is_end=not self.is_open)
+            return self.next_delta(0.0, None, is_end=not self.is_open)
         finally:
             self.num_sent = num_sent
 
-    def is_told(self) -> None:
-        """The news have been sent."""
+    def mark_sent(self) -> None:
+        """Record that `next_delta` has been sent."""
         self.num_sent, self.is_over = self.answer.num_visible, not self.is_open
 
     def _reduced_len(self) -> int | None:
-        """Return the longest answer that there is room for if the client asked for more and let that be reduced."""
+        """Return the reduced max_dec_len if the client asked for more than fits and allowed the reduction."""
         request, longest = self._request, self.sampling.max_new_tokens
         is_reduced = request.cut_max_dec_len and not request.pooling and (request.max_dec_len or 0) > longest
         return longest if is_reduced else None
 
-    def _told_of_prompt(self) -> wire.OfPrompt | None:
+    def _prompt_details(self) -> wire.OfPrompt | None:
         request, ids, logprobs = self._request, self._prompt_ids, None
         if self.of_prompt and self.sampling.num_prompt_logprobs >= 0:
             scored = zip(ids[1:], self.of_prompt.scores, strict=True)
@@ -126,7 +126,7 @@ class Choice:
         return wire.OfPrompt(ids, self._tokenizer.decode(ids), logprobs)
 
     def _stop_token(self) -> wire.TokenLogprob | None:
-        is_asked_for = self._request.return_token_ids or self._tells_logprobs
+        is_asked_for = self._request.return_token_ids or self._returns_logprobs
         return self._logprob(*self.answer.stop_token) if is_asked_for and self.answer.stop_token else None
 
     def _embedding(self) -> str | None:
@@ -152,38 +152,42 @@ class Choice:
         return wire.TokenLogprob(token_id, text, tuple(data), known, top)
 
 
-class Asked(NamedTuple):
-    """A request and its answers so far."""
+class RequestState(NamedTuple):
+    """State of one request: what was asked, its prompt, and its choices with their output so far."""
 
     request: GenerationRequest
     prompt: Prompt
     choices: list[Choice]
     owner: str = ""
-    storing: wire.Storing | None = None  # None: its response is not stored
+    storing: wire.Storing | None = None  # None: the response is not stored
 
     @classmethod
-    def now(cls, request: GenerationRequest, prompt: Prompt, tokenizer: Tokenizer) -> Asked:
+    def create(cls, request: GenerationRequest, prompt: Prompt, tokenizer: Tokenizer) -> RequestState:
+        """Return the state of a request that has no tokens of this process yet. Tokens that the client has sent with
+        it (`answer_ids`) are restored."""
         choices = [Choice(index, request, prompt, tokenizer) for index in range(prompt.n)]
-        if not request.is_chosen:  # else they are made again
+        if not request.is_chosen:  # else all candidates are generated again
             for choice, token_ids in zip(choices, request.answer_ids, strict=False):
-                choice.begin_with(token_ids)
+                choice.restore(token_ids)
         return cls(request, prompt, choices)
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(each.known_ids) for each in self.choices)
+        return sum(len(each.known_token_ids) for each in self.choices)
 
     @property
     def num_scores(self) -> int:
         return sum(len(each.of_prompt.scores) for each in self.choices if each.of_prompt)
 
     def is_same(self, again: GenerationRequest) -> bool:
-        """Whether it is this request once more, from a client that may have been told the seed."""
+        """Return True if `again` repeats this request; it may contain the seed that the client was sent."""
         known: dict[str, Any] = {"resume_from": None, "answer_ids": (), "infer_seed": None, "traceparent": None}
         is_same = replace(self.request, **known) == replace(again, **known)
         return is_same and again.infer_seed in (self.request.infer_seed, self.prompt.sampling.seed)
 
-    def go_on(self, again: GenerationRequest) -> None:
-        """After what the client of `again` has."""
-        for choice, num_sent in zip(self.choices, again.resume_from or (), strict=False):  # of which some may be chosen
-            choice.go_on(num_sent)
+    def resume(self, again: GenerationRequest) -> None:
+        """Continue each choice after the tokens that the client of `again` has."""
+        for choice, num_sent in zip(
+            self.choices, again.resume_from or (), strict=False
+        ):  # there may be more candidates than choices
+            choice.resume(num_sent)

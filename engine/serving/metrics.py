@@ -50,7 +50,7 @@ ENGINE_FAMILIES = (
     ("llm_drafted_tokens_total", COUNTER, "Tokens tried ahead of the model", "num_drafted_tokens"),
     ("llm_accepted_tokens_total", COUNTER, "Of these, the model's own", "num_accepted_tokens"),
 )
-# The same of an account
+# The same of an owner_usage
 KEY_FAMILIES = (
     ("llm_key_requests_open", GAUGE, "Requests accepted and not ended, by key", "num_open"),
     ("llm_key_requests_total", COUNTER, "Requests let in, by key", "num_requests"),
@@ -83,7 +83,7 @@ def _samples(service: Service, max_batch_size: int) -> Iterator[Sample]:
             yield Sample(
                 "llm_requests_ended_total",
                 COUNTER,
-                "Ended requests by reason",
+                "RequestRecord requests by reason",
                 (("reason", reason),),
                 latency.num_ended.get(reason, 0),
             )
@@ -105,10 +105,10 @@ def _histogram(family: str, doc: str, histogram: Histogram) -> Iterator[Sample]:
 
 def _of_keys(service: Service) -> Iterator[Sample]:
     """The values of a family one after the other, as Prometheus wants them."""
-    accounts = service.accounts.named()
+    rate_limiter = service.rate_limiter.named_owners()
     for family, kind, doc, name in KEY_FAMILIES:
-        for account in accounts:
-            yield Sample(family, kind, doc, (("key", account.name),), getattr(account, name))
+        for owner_usage in rate_limiter:
+            yield Sample(family, kind, doc, (("key", owner_usage.name),), getattr(owner_usage, name))
 
 
 def _predecessor(stats: dict[str, float], max_batch_size: int) -> Iterator[Sample]:
@@ -154,9 +154,9 @@ class MetricsThread:
     def update(self) -> None:
         for sample in samples(self._service, self._max_batch_size):
             counter = Sample(sample.family + sample.suffix, COUNTER, *sample[2:])
-            self._tell(counter if sample.kind == HISTOGRAM else sample)
+            self._report(counter if sample.kind == HISTOGRAM else sample)
 
-    def _tell(self, sample: Sample) -> None:
+    def _report(self, sample: Sample) -> None:
         key = (sample.family, sample.labels)
         metric, told = self._metrics.get(key) or (self._make(sample), 0.0)
         if sample.kind == GAUGE and (sample.value != told or key not in self._metrics):

@@ -16,7 +16,7 @@ MIN_STEP_LIMIT_S = 5.0  # other processes may need the cores, too
 
 
 class Readiness:
-    """Asked from any thread."""
+    """RequestState from any thread."""
 
     def __init__(self, client: EngineClient, options: ServiceOptions):
         self.is_draining = False  # nothing is taken any more
@@ -24,7 +24,7 @@ class Readiness:
         self._options = options
         self._end: Stopping | None = None  # that is announced
 
-    def why_not(self) -> str:
+    def not_ready_reason(self) -> str:
         """Empty when a request would be answered."""
         if self.is_draining or self._end:
             return self.stopping.text
@@ -47,7 +47,7 @@ class Readiness:
         """What is told to those who are refused or ended by it."""
         return EngineUnavailable(self._end.why if self._end else Stopping.why)
 
-    def is_time_up(self) -> bool:
+    def is_drain_over(self) -> bool:
         """Of an announced end: for those who are still open. Triton would end their streams without a final response,
         and begins to do so before it tells us. To be asked all the time."""
         if self._end is None and self._options.stopping_file:

@@ -13,10 +13,10 @@ from engine import wire
 from engine.core.types import Logprobs, OfPrompt
 from engine.errors import Cancelled, RequestError, TimedOut, as_request_error
 from engine.link.journal import Submission
-from engine.serving.accounts import Account
-from engine.serving.answer import best
-from engine.serving.choice import Asked, Choice
-from engine.serving.latency import Ended, Latency
+from engine.serving.choice import Choice, RequestState
+from engine.serving.completion_output import select_best
+from engine.serving.latency import LatencyStats, RequestRecord
+from engine.serving.rate_limits import OwnerUsage
 
 log = logging.getLogger(__name__)
 
@@ -29,43 +29,47 @@ class Sender(Protocol):
     def is_cancelled(self) -> bool: ...
 
 
-class Ways(NamedTuple):
+class ReplyCallbacks(NamedTuple):
     """Out of the replies of a service."""
 
-    wake: Callable[[Reply], None]  # puts it into the senders' queue
-    leave: Callable[[Reply], None]  # called once, before its final response
+    enqueue: Callable[[Reply], None]  # puts it into the senders' queue
+    on_finished: Callable[[Reply], None]  # called once, before its final response
     cancel: Callable[[str, bool], None]  # the engine forgets a choice; whether its answer is complete
     streaming: bool = True  # False: only whole answers leave the server
 
 
 class Reply:
     """One request's way back, with all its choices. The engine client's thread calls `tokens` and `ended`, one sender
-    thread at a time calls `send_gathered`, the cancel thread `end_if_cancelled`."""
+    thread at a time calls `send_pending`, the cancel thread `end_if_cancelled`."""
 
-    def __init__(self, asked: Asked, sender: Sender, received: float, account: Account, ways: Ways):
-        self.asked, self.prompt, self.choices = asked, asked.prompt, asked.choices
-        request, self.storing = asked.request, asked.storing
+    def __init__(
+        self, state: RequestState, sender: Sender, received: float, owner_usage: OwnerUsage, callbacks: ReplyCallbacks
+    ):
+        self.state, self.prompt, self.choices = state, state.prompt, state.choices
+        request, self.storing = state.request, state.storing
         self.req_id = request.req_id  # chosen by the client, who may use it again
         self.engine_id = uuid.uuid4().hex  # never used again
-        self.has_left = threading.Event()  # it is kept for who asks again
+        self.is_released = threading.Event()  # it is finished for who asks again
         self._is_choosing = len(self.choices) > request.n  # the best of them, as soon as all are known
-        self._may_stream = ways.streaming and not (request.return_all_tokens or self._is_choosing)
+        self._may_stream = callbacks.streaming and not (request.return_all_tokens or self._is_choosing)
         self.streaming = self._may_stream
-        self.account = account
-        self._ways = ways
+        self.owner_usage = owner_usage
+        self._callbacks = callbacks
         self._request = request
         self.sender = sender
         self.received, self._accepted = received, time.time()
         self._num_before = sum(choice.answer.num_generated for choice in self.choices)  # of an answer that goes on
-        self._asked_at = received  # when the engine was last asked whether it still waits
-        # Shared between threads, under the lock, as is what the choices have gathered
+        self._asked_at = received  # when the engine was last state whether it still waits
+        # Shared between threads, under the lock, as is what the choices have pending
         self._lock = threading.Lock()
         self._arrived: list[Choice] = []  # which of them have
-        self._is_known = any(each.known_ids or not each.is_open for each in self.choices)  # something to say at once
+        self._is_known = any(
+            each.known_token_ids or not each.is_open for each in self.choices
+        )  # something to say at once
         self._has_begun = self._is_known
         self._visits: list[Callable[[], None]] = []
         self.error: RequestError | None = None
-        self._awake = False  # in the senders' queue, with a sender, or ended
+        self._is_enqueued = False  # in the senders' queue, with a sender, or ended
         self._asking = threading.Lock()  # held to ask Triton for a cancellation and to set _ended
         self._ended = False  # the final response is on its way or sent
 
@@ -79,9 +83,9 @@ class Reply:
         return self.error.kind if self.error else ""
 
     def submissions(self) -> list[Submission]:
-        """What the engine is asked for: the answers that are not all there."""
+        """What the engine is state for: the answers that are not all there."""
         return [
-            Submission(self._engine_id(each), each.sampling, _Listener(self, each), each.known_ids)
+            Submission(self._engine_id(each), each.sampling, _Listener(self, each), each.known_token_ids)
             for each in self.choices
             if each.is_open and not each.finish_reason
         ]
@@ -90,7 +94,7 @@ class Reply:
         """What is known of an answer that goes on is sent."""
         with self._lock:
             self._arrived = list(self.choices) if self._is_known else []
-            self._wake_once(self._is_known)
+            self._enqueue_once(self._is_known)
 
     @property
     def has_begun(self) -> bool:
@@ -103,7 +107,7 @@ class Reply:
         with self._lock:
             if not self._ended:
                 self._visits.append(call)
-                self._wake_once(True)
+                self._enqueue_once(True)
             return not self._ended
 
     def show(self, is_watched: bool, num_sent: int = 0) -> None:
@@ -112,14 +116,14 @@ class Reply:
         self.streaming = is_watched and self._may_stream
         if is_watched:
             [choice] = self.choices
-            choice.go_on(num_sent)
+            choice.resume(num_sent)
             self.sender.send(self._news(choice, is_end=False), False)
-            choice.is_told()
+            choice.mark_sent()
 
     def cancel_all(self) -> None:
         """Harmless for choices that have ended."""
         for choice in self.choices:
-            self._ways.cancel(self._engine_id(choice), self.error is None)
+            self._callbacks.cancel(self._engine_id(choice), self.error is None)
 
     @property
     def first_id(self) -> str:
@@ -150,17 +154,17 @@ class Reply:
             self._has_begun = True
             if choice not in self._arrived:
                 self._arrived.append(choice)
-            choice.gathered += zip(token_ids, of_each, strict=True)
+            choice.pending += zip(token_ids, of_each, strict=True)
             choice.finish_reason = finish_reason
             # Without streaming and stop strings all but the time of the first token can wait for the end.
             worthwhile = finish_reason or self.streaming or self._request.stop_sequences or not choice.first_token
-            self._wake_once(bool(worthwhile))
+            self._enqueue_once(bool(worthwhile))
 
     def ended(self, error: RequestError) -> None:
-        """With all its choices: half of what a client has asked for is no answer."""
+        """With all its choices: half of what a client has state for is no answer."""
         with self._lock:
             self.error = self.error or error
-            self._wake_once(True)
+            self._enqueue_once(True)
 
     def end_if_cancelled(self) -> bool:
         """True if the client has left and nobody knew."""
@@ -194,32 +198,32 @@ class Reply:
         self._asked_at = now
         return True
 
-    def _wake_once(self, worthwhile: bool) -> None:
-        if worthwhile and not self._awake:
-            self._awake = True
-            self._ways.wake(self)
+    def _enqueue_once(self, worthwhile: bool) -> None:
+        if worthwhile and not self._is_enqueued:
+            self._is_enqueued = True
+            self._callbacks.enqueue(self)
 
     # The sender
 
-    def send_gathered(self, latency: Latency) -> None:
-        """Sends what has gathered, one response a choice. Whatever goes wrong, the request ends and the caller does
+    def send_pending(self, latency: LatencyStats) -> None:
+        """Sends what has pending, one response a choice. Whatever goes wrong, the request ends and the caller does
         not."""
         with self._lock:
             error = self.error
-            arrivals = [] if error else [(each, each.gathered, each.finish_reason) for each in self._arrived]
+            arrivals = [] if error else [(each, each.pending, each.finish_reason) for each in self._arrived]
             for choice, _, _ in arrivals:
-                choice.gathered = []
+                choice.pending = []
             self._arrived = []
         if error is None:
             try:
-                for choice, gathered, finish_reason in arrivals:
-                    self._respond(choice, gathered, finish_reason, latency)
+                for choice, pending, finish_reason in arrivals:
+                    self._respond(choice, pending, finish_reason, latency)
             except Exception as failure:  # a dead stream, or a bug of ours
                 log.exception("%s: a response could not be sent", self.engine_id)
                 error = as_request_error(failure)
         if error and not self._ended:
             try:
-                latency.ended(self._end(error.kind, self.choices))
+                latency.record_end(self._end(error.kind, self.choices))
                 self._send_final(wire.write_answer(self._failure(error)))
             except Exception:
                 log.exception("%s: the final response could not be sent", self.engine_id)
@@ -228,35 +232,39 @@ class Reply:
         for visit in visits:
             try:
                 visit()
-            except Exception:  # the stream of who asked is dead, or a bug of ours
+            except Exception:  # the stream of who state is dead, or a bug of ours
                 log.exception("%s: a question about it could not be answered", self.engine_id)
         with self._lock:
-            self._awake = self._ended  # after the end nothing wakes it
-            self._wake_once(bool(self._arrived or self._visits or self.error))
+            self._is_enqueued = self._ended  # after the end nothing wakes it
+            self._enqueue_once(bool(self._arrived or self._visits or self.error))
 
     def _respond(
-        self, choice: Choice, gathered: list[tuple[int, Logprobs | None]], finish_reason: str | None, latency: Latency
+        self,
+        choice: Choice,
+        pending: list[tuple[int, Logprobs | None]],
+        finish_reason: str | None,
+        latency: LatencyStats,
     ) -> None:
         if choice.is_over:  # by a stop string, while these were on their way
             return
         if choice.is_open:
-            if gathered:
-                self._note_arrival(choice, len(gathered), latency)
-            choice.answer.push(gathered, finish_reason)
+            if pending:
+                self._note_arrival(choice, len(pending), latency)
+            choice.answer.push(pending, finish_reason)
         if choice.answer.finish_reason and self._is_choosing:
-            self._ways.cancel(self._engine_id(choice), True)  # as in `_finish`
+            self._callbacks.cancel(self._engine_id(choice), True)  # as in `_finish`
             self._choose(latency)
         elif choice.answer.finish_reason:
             self._finish(choice, choice.answer.finish_reason, latency)
-        elif self.streaming and choice.has_news:
+        elif self.streaming and choice.has_unsent_tokens:
             self.sender.send(self._news(choice, is_end=False), False)
-            choice.is_told()
+            choice.mark_sent()
 
-    def _choose(self, latency: Latency) -> None:
+    def _choose(self, latency: LatencyStats) -> None:
         """With the last of the answers: those that are likeliest by the token are told, and no others."""
         if any(each.is_open for each in self.choices):
             return
-        chosen = best(self.choices, self._request.n)
+        chosen = select_best(self.choices, self._request.n)
         places = [(each.index, each.num_sent) for each in self.choices[: len(chosen)]]
         self.choices[:] = chosen
         for each, (index, num_sent) in zip(chosen, places, strict=True):
@@ -264,45 +272,47 @@ class Reply:
         for each in chosen:
             self._finish(each, each.answer.finish_reason or "", latency)
 
-    def _finish(self, choice: Choice, reason: str, latency: Latency) -> None:
+    def _finish(self, choice: Choice, reason: str, latency: LatencyStats) -> None:
         is_end = all(each.is_over or each is choice for each in self.choices)
         payload = self._news(choice, is_end)
-        latency.ended(self._end(reason, [choice]))
+        latency.record_end(self._end(reason, [choice]))
         if is_end:
             self._send_final(payload)
             return
-        self._ways.cancel(self._engine_id(choice), True)  # harmless, unless it was a stop string: the engine knows none
+        self._callbacks.cancel(
+            self._engine_id(choice), True
+        )  # harmless, unless it was a stop string: the engine knows none
         self.sender.send(payload, False)
-        choice.is_told()
+        choice.mark_sent()
 
-    def _end(self, reason: str, choices: Sequence[Choice]) -> Ended:
+    def _end(self, reason: str, choices: Sequence[Choice]) -> RequestRecord:
         """Of one choice, or of all that have failed together."""
         began = [each.first_token for each in choices if each.first_token]
-        return Ended(
+        return RequestRecord(
             reason,
             time.time() - self.received,
             min(began) - self.received if began else None,
             len(self.prompt.token_ids),
             sum(each.answer.num_generated for each in choices),
-            self.account.name,
+            self.owner_usage.name,
         )
 
     def _send_final(self, payload: bytes) -> None:
         with self._asking, self._lock:
             self._ended = True
-        self._ways.leave(self)
+        self._callbacks.on_finished(self)
         self.sender.send(payload, True)
 
-    def _note_arrival(self, choice: Choice, count: int, latency: Latency) -> None:
+    def _note_arrival(self, choice: Choice, count: int, latency: LatencyStats) -> None:
         now = time.time()
-        latency.tokens(count, now - (choice.last_token or self.received), not choice.first_token)
+        latency.record_tokens(count, now - (choice.last_token or self.received), not choice.first_token)
         choice.first_token = choice.first_token or now
         choice.last_token = now
 
     def _news(self, choice: Choice, is_end: bool) -> bytes:
         seconds = time.time() - self._accepted
         times = self._times(choice) if self._request.benchmark else None
-        return wire.write_answer(choice.news(seconds, times, is_end))
+        return wire.write_answer(choice.next_delta(seconds, times, is_end))
 
     def _failure(self, error: RequestError) -> wire.Failure:
         num_sent = sum(choice.num_sent for choice in self.choices)

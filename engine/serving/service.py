@@ -2,7 +2,7 @@
 
 Threads: the caller of `submit` only hands the payload over, and answers a probe, which so waits for nobody; `intake`
 threads parse and tokenize, one more takes what may be urgent, and one reads adapters; the engine client's thread
-delivers tokens; `sender` threads turn what has gathered into responses. A response that takes long to send holds up its
+delivers tokens; `sender` threads turn what has pending into responses. A response that takes long to send holds up its
 own request only: tokens that arrive meanwhile are merged into its next response.
 """
 
@@ -18,27 +18,27 @@ from typing import Any
 from engine import wire
 from engine.errors import Cancelled, EngineUnavailable, RequestError, as_request_error, waited_too_long
 from engine.link.client import EngineClient
-from engine.serving.accounts import Account
 from engine.serving.admission import Admission
 from engine.serving.background import BackgroundSender
-from engine.serving.kept import Kept
-from engine.serving.latency import Ended, Latency
+from engine.serving.finished_requests import FinishedRequest
+from engine.serving.input_processor import InputProcessor
+from engine.serving.latency import LatencyStats, RequestRecord
+from engine.serving.model_state import model_state
 from engine.serving.open_replies import OpenReplies
 from engine.serving.options import ServiceOptions
-from engine.serving.prompt import PromptReader
+from engine.serving.rate_limits import OwnerUsage
 from engine.serving.readiness import Readiness
-from engine.serving.reply import Reply, Sender, Ways
+from engine.serving.reply import Reply, ReplyCallbacks, Sender
 from engine.serving.resumption import Resumption
 from engine.serving.shared_streams import SharedStreams
-from engine.serving.stages import spans_of
-from engine.serving.state import state_of
-from engine.serving.stored import StoredResponses
-from engine.serving.tokens import answer_about_tokens
+from engine.serving.stored_responses import StoredResponses
+from engine.serving.tokenization import tokenize_or_detokenize
+from engine.serving.trace_spans import request_spans
 from engine.wire import GenerationRequest
 
 log = logging.getLogger(__name__)
 
-NUM_INTAKE_THREADS = 2
+NUM_PARSER_THREADS = 2
 NUM_SENDER_THREADS = 4
 MOST_TOGETHER = 64  # replies whose responses wait for one another on a shared stream
 MIN_CANCEL_POLL_S, MAX_CANCEL_POLL_S = 0.05, 0.5
@@ -49,24 +49,24 @@ LAST_WORDS_S = 5.0  # at most, for the final responses of requests that a stop h
 class Service:
     """`reader` checks requests against the model's limits; `client` is the way to the engine."""
 
-    def __init__(self, reader: PromptReader, client: EngineClient, options: ServiceOptions):
+    def __init__(self, reader: InputProcessor, client: EngineClient, options: ServiceOptions):
         self.client = client
-        self.latency = Latency()
+        self.latency = LatencyStats()
         self.vllm_model_name = options.vllm_model_name
         self._tracer = options.tracer
         self._reader = reader
         self._options = options
         self._replies = OpenReplies()
         self._admission = Admission(client, self._replies, options)
-        self.accounts = self._admission.accounts
+        self.rate_limiter = self._admission.rate_limiter
         self._shared = SharedStreams()
         self._resumption = Resumption(reader, self._replies, options.is_first_model)
         self._stored = StoredResponses(self._replies, options.stored_ttl_s, options.max_stored_tokens)
         self._readiness = Readiness(client, options)
         self._ready: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()  # replies with something to send
-        self._ways = Ways(self._ready.put, self._forget, client.cancel, options.streaming)
+        self._callbacks = ReplyCallbacks(self._ready.put, self._release, client.cancel, options.streaming)
         self._closing = threading.Event()  # what is open does not go on
-        self._intake = ThreadPoolExecutor(NUM_INTAKE_THREADS, "intake")
+        self._parsers = ThreadPoolExecutor(NUM_PARSER_THREADS, "intake")
         self._urgent = ThreadPoolExecutor(1, "urgent")
         self._loading = ThreadPoolExecutor(1, "loading")  # waits for disks
         self._threads = [
@@ -85,13 +85,13 @@ class Service:
         """Returns at once; whatever happens, `sender` gets exactly one final response."""
         received = time.time()
         if payload == wire.PROBE_PAYLOAD:
-            self._tell_state(sender)
+            self._send_state(sender)
             return
         try:
             is_urgent = wire.may_be_urgent(payload)
             self._admission.take(payload, is_urgent)
             try:
-                (self._urgent if is_urgent else self._intake).submit(self._accept, payload, sender, received)
+                (self._urgent if is_urgent else self._parsers).submit(self._accept, payload, sender, received)
             except RuntimeError:  # the pool is shut down
                 raise self._readiness.stopping from None
         except RequestError as error:
@@ -99,12 +99,12 @@ class Service:
 
     def not_ready_reason(self) -> str:
         """Why a request would not be answered now; empty when it would."""
-        return self._readiness.why_not()
+        return self._readiness.not_ready_reason()
 
     def close(self, drain_s: float) -> None:
         """Refuses new requests, waits up to `drain_s` seconds for the open ones, then ends them with an error."""
         deadline = time.monotonic() + drain_s
-        for pool in (self._intake, self._urgent, self._loading):
+        for pool in (self._parsers, self._urgent, self._loading):
             pool.shutdown(wait=True)
         self._readiness.is_draining = True
         while self._replies and time.monotonic() < deadline:
@@ -118,7 +118,7 @@ class Service:
         for _ in range(NUM_SENDER_THREADS):
             self._ready.put(None)
         for thread in self._threads:
-            thread.join(LAST_WORDS_S)  # a stream that takes nothing any more must not keep the server
+            thread.join(LAST_WORDS_S)  # a stream that takes nothing any more must not add the server
         if self._tracer:
             self._tracer.close()
 
@@ -127,12 +127,12 @@ class Service:
     def _accept(self, payload: bytes, sender: Sender, received: float) -> None:
         req_id = None
         try:
-            self._admission.was_read()
+            self._admission.mark_parsed()
             if sender.is_cancelled():
                 raise Cancelled("the client has cancelled the request")
             body = wire.only_object(payload)
             if body.get(wire.PROBE):
-                self._tell_state(sender, body[wire.PROBE] == wire.METRICS)
+                self._send_state(sender, body[wire.PROBE] == wire.METRICS)
                 return
             if isinstance(name := body.get(wire.SHARE), str):
                 self._shared.open(name, sender)
@@ -155,7 +155,7 @@ class Service:
             if storing and storing.is_background:
                 self._begin_background(request, owner, storing, sender, received)
                 return
-            reply = self._let_in(request, owner, sender, received, storing)
+            reply = self._admit(request, owner, sender, received, storing)
         except Exception as error:
             self._refuse(error, req_id, sender, received)
             return
@@ -167,7 +167,7 @@ class Service:
         """Answer with the response that has begun, or with its answer. A gateway that has lost its connection, or a
         client that watches the answer again, sends the request once more."""
         if not self._stored.has(request, owner):
-            reply = self._let_in(request, owner, BackgroundSender(), received, storing)
+            reply = self._admit(request, owner, BackgroundSender(), received, storing)
             reply.show(False)
             self._start(reply, owner)
         if storing.is_streamed:
@@ -179,7 +179,7 @@ class Service:
         """To a question that needs no engine; None: it is none."""
         if wire.ABORT in body:
             return self._abort(body[wire.ABORT], owner)
-        return self._reader.loras.answer(body, owner) or answer_about_tokens(body, self._reader)
+        return self._reader.loras.answer(body, owner) or tokenize_or_detokenize(body, self._reader)
 
     def _load_lora(self, body: dict[str, Any], owner: wire.Owner, sender: Sender, received: float) -> None:
         try:
@@ -197,7 +197,7 @@ class Service:
         if self._options.why_not_served:
             raise EngineUnavailable(self._options.why_not_served)
 
-    def _let_in(
+    def _admit(
         self,
         request: GenerationRequest,
         owner: wire.Owner,
@@ -207,12 +207,18 @@ class Service:
     ) -> Reply:
         self._admission.check_room()
         if request.resume_from is not None:
-            self._resumption.end_before(request)
+            self._resumption.end_previous(request)
         elif storing:
             self._stored.has(request, owner)  # another's response must not be lost
 
-        def make(account: Account) -> Reply:
-            return Reply(self._resumption.asked(request, owner.name, storing), sender, received, account, self._ways)
+        def make(owner_usage: OwnerUsage) -> Reply:
+            return Reply(
+                self._resumption.request_state(request, owner.name, storing),
+                sender,
+                received,
+                owner_usage,
+                self._callbacks,
+            )
 
         return self._admission.enter(owner, make)
 
@@ -220,7 +226,7 @@ class Service:
         """Who has a key of a name may end their own requests only."""
         name = wire.FIELDS["req_id"].check(wire.ABORT, req_id)
         reply = self._replies.get(name)
-        if reply is None or reply.is_over or owner.name not in ("", reply.account.name):
+        if reply is None or reply.is_over or owner.name not in ("", reply.owner_usage.name):
             return wire.Aborted(name, False)
         reply.ended(Cancelled("the request was aborted"))
         reply.cancel_all()
@@ -231,14 +237,14 @@ class Service:
             log.error("a request could not be accepted", exc_info=reason)
         error = as_request_error(reason)
         log.info("refused: %s", error.kind)  # the text may quote what the client wrote
-        self.latency.ended(Ended(error.kind, time.time() - received))
+        self.latency.record_end(RequestRecord(error.kind, time.time() - received))
         try:
             sender.send(wire.write_answer(wire.Failure(error, req_id)), True)
         except Exception:
             log.exception("a refusal could not be sent")
 
     def _start(self, reply: Reply, owner: wire.Owner) -> None:
-        standing = owner.name, owner.priority + max(reply.asked.request.priority, 0 if owner.name else -100)
+        standing = owner.name, owner.priority + max(reply.state.request.priority, 0 if owner.name else -100)
         try:
             submissions = reply.submissions()
             reply.begin()
@@ -249,9 +255,9 @@ class Service:
         if reply.is_over:  # cancelled before the engine client knew it
             reply.cancel_all()
 
-    def _tell_state(self, sender: Sender, with_metrics: bool = False) -> None:
+    def _send_state(self, sender: Sender, with_metrics: bool = False) -> None:
         try:
-            state = state_of(self, self._reader, self._options.max_running, with_metrics)
+            state = model_state(self, self._reader, self._options.max_running, with_metrics)
             sender.send(wire.write_answer(state), True)
         except Exception:
             log.exception("a probe could not be answered")
@@ -261,31 +267,31 @@ class Service:
     def _send_forever(self) -> None:
         num_sent = 0
         while (reply := self._ready.get()) is not None:
-            reply.send_gathered(self.latency)
+            reply.send_pending(self.latency)
             num_sent += 1
             if num_sent % MOST_TOGETHER == 0 or self._ready.empty():
                 self._shared.flush()
 
-    def _forget(self, reply: Reply) -> None:
+    def _release(self, reply: Reply) -> None:
         """Just before its final response, so that a client may use its req_id again as soon as it has that."""
         reply.cancel_all()  # no-op unless it ends early, at a stop string or a cancellation
         if self._tracer:
-            self._tracer.send(spans_of(reply, self._tracer.model_name))
-        self._resumption.kept.keep(Kept(reply.asked))
-        self._stored.keep(reply)
+            self._tracer.send(request_spans(reply, self._tracer.model_name))
+        self._resumption.finished.add(FinishedRequest(reply.state))
+        self._stored.add(reply)
         self._replies.remove(reply)
-        reply.account.charge(0, reply.num_generated)
-        reply.account.leave()
-        reply.has_left.set()
+        reply.owner_usage.charge(0, reply.num_generated)
+        reply.owner_usage.release()
+        reply.is_released.set()
 
     def _poll_cancelled(self) -> None:
         wait, queue_s = MIN_CANCEL_POLL_S, self._options.queue_timeout_s
         while not self._closing.wait(wait):
             started = time.monotonic()
             self._shared.end_unused()
-            self._stored.kept.drop_old()
+            self._stored.finished.evict_expired()
             replies = self._replies.all()
-            if self._readiness.is_time_up():
+            if self._readiness.is_drain_over():
                 for reply in replies:
                     reply.ended(self._readiness.stopping)
                     reply.cancel_all()

@@ -11,7 +11,7 @@ from engine.settings.keys import Owner, is_key, read_keys
 from engine.settings.setting import expanded, setting
 
 # By REASONING_PARSER: an answer begins with a thought "never", "may" if it says so, "does" whether it says so or not.
-THOUGHTS = {"none": "never", "qwen3": "may", "deepseek_r1": "does", "ernie": "does"}
+REASONING_MODES = {"none": "never", "qwen3": "may", "deepseek_r1": "does", "ernie": "does"}
 OF_ERNIE = ("ernie-x1", "ernie-45-vl", "ernie-45-vl-thinking", "ernie45")  # FastDeploy's names of its parsers, vLLM's
 
 
@@ -25,7 +25,7 @@ class Answers:
         "REASONING_PARSER",
         "what the model thinks before it answers is told apart in OpenAI's answers, and the form of an answer begins "
         "after it: the kind of model",
-        choices=tuple(THOUGHTS),
+        choices=tuple(REASONING_MODES),
         synonyms=dict.fromkeys(OF_ERNIE, "ernie"),
     )
     tool_call_parser: str = setting(
@@ -78,8 +78,8 @@ class Answers:
     )
 
     @property
-    def thought(self) -> str:
-        return THOUGHTS[self.reasoning_parser]
+    def reasoning(self) -> str:
+        return REASONING_MODES[self.reasoning_parser]
 
     @cached_property
     def owners(self) -> dict[str, Owner]:

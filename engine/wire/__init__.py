@@ -19,8 +19,8 @@ from engine.wire.checks import (
     within,
 )
 from engine.wire.delta import (
-    THOUGHT_BEGIN,
-    THOUGHT_END,
+    REASONING_BEGIN,
+    REASONING_END,
     TIMES,
     UNLIKELY,
     Delta,
@@ -31,8 +31,6 @@ from engine.wire.delta import (
     likely,
 )
 from engine.wire.fields import FIELDS
-from engine.wire.form import Form, json_schema, lenient_json_schema
-from engine.wire.forms import FORMS
 from engine.wire.loras import LOAD_LORA, LORA_FIELDS, UNLOAD_LORA, Loras
 from engine.wire.meanings import MEANINGS, described, native_defaults, plain
 from engine.wire.owner import OWNER, Owner, owner_of, payload_with_owner, with_owner
@@ -72,4 +70,6 @@ from engine.wire.stored import (
     stored_question,
     storing_of,
 )
+from engine.wire.structured_output import StructuredOutput, json_schema, lenient_json_schema
+from engine.wire.structured_output_fields import STRUCTURED_OUTPUT_FIELDS
 from engine.wire.tokens import DETOKENIZE_FIELDS, TOKENIZE_FIELDS, Detokenized, Tokenized, checked

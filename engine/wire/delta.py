@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 UNLIKELY = -9999.0  # in JSON, which has no infinity; OpenAI writes the same
-THOUGHT_BEGIN, THOUGHT_END = "<think>", "</think>"  # around what models think before they answer
+REASONING_BEGIN, REASONING_END = "<think>", "</think>"  # around what models think before they answer
 TIMES = (  # told with `benchmark`
     "preprocess_start_time",
     "preprocess_end_time",
@@ -78,7 +78,7 @@ class Delta(msgspec.Struct, frozen=True, tag="delta", array_like=True):
     times: dict[str, str] | None = None  # TIMES, when asked for
     index: int = 0  # of the answer among the n to the prompt
     of_prompt: OfPrompt | None = None  # with the first of each answer
-    thought: str | None = None  # the same: it "never" begins with one, "may", or "does" whether it says so or not
+    reasoning: str | None = None  # the same: it "never" begins with one, "may", or "does" whether it says so or not
     max_dec_len: int | None = None  # the same: what the request's was reduced to (`cut_max_dec_len`)
 
     @property
@@ -107,8 +107,8 @@ class Delta(msgspec.Struct, frozen=True, tag="delta", array_like=True):
             fields |= self.times
         if self.of_prompt is not None:
             fields |= self.of_prompt.fields()
-        if self.thought is not None:
-            fields["thought"] = self.thought
+        if self.reasoning is not None:
+            fields["thought"] = self.reasoning
         if self.max_dec_len is not None:
             fields["max_dec_len"] = self.max_dec_len
         return fields

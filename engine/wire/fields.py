@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from engine.sampling_parameters import PARAMETERS
-from engine.wire import checks, forms
+from engine.wire import checks
+from engine.wire.structured_output_fields import STRUCTURED_OUTPUT_FIELDS
 
 
 class Field(NamedTuple):
@@ -44,7 +45,7 @@ FIELDS: dict[str, Field] = {
     "pooling": Field((), checks.pooling),
     "text_pair": Field((), checks.filled_string),
     "truncate_prompt_tokens": Field((), checks.truncation),
-    **{name: Field((), check) for name, check in forms.FORMS.items()},
+    **{name: Field((), check) for name, check in STRUCTURED_OUTPUT_FIELDS.items()},
     "reasoning_max_tokens": Field(("thinking_token_budget",), checks.int_in(1, 10**6)),
     "guided_decoding_disable_any_whitespace": Field((), checks.boolean),
     "traceparent": Field((), checks.short_name),

@@ -15,11 +15,11 @@ from engine.errors import InvalidRequest, literally
 from engine.sampling_parameters import PARAMETERS, PENALTIES, SamplingParameters
 from engine.wire.checks import MAX_N, SCORE, kind_of, shown
 from engine.wire.fields import FIELDS
-from engine.wire.forms import FORMS, Form
 from engine.wire.loras import LORA_FIELDS
 from engine.wire.owner import OWNER
 from engine.wire.shared import SHARE
 from engine.wire.stored import STORE, STORED
+from engine.wire.structured_output_fields import STRUCTURED_OUTPUT_FIELDS, StructuredOutput
 
 PROBE = "probe"  # a request with this key set is answered at once with the ModelState, with METRICS also its metrics
 PROBE_PAYLOAD = b'[{"probe":true}]'  # so written, it is answered before all that waits to be read
@@ -34,7 +34,7 @@ MAX_UNKNOWN_KEYS = 100  # that are compared with ours
 MAX_MISSPELT_LEN = 40  # characters; a longer key is none of ours, and comparing it takes long
 NAMES = [key for name, field in FIELDS.items() for key in (name, *field.aliases)]
 NOT_SEARCHED = (  # what changes logits, which a beam search does not
-    *("bad_words", "bad_words_token_ids", "logit_bias", "form", "pooling", "reasoning_max_tokens"),
+    *("bad_words", "bad_words_token_ids", "logit_bias", "structured_output", "pooling", "reasoning_max_tokens"),
 )
 EXCLUSIVE = ("topp", "infer_seed")
 ACCEPTED_ONLY = (
@@ -97,7 +97,7 @@ class GenerationRequest:
     pooling: str | None = None  # the prompt's embedding is wanted, or its SCORE, and no answer
     text_pair: str | None = None  # scored together with `text`
     truncate_prompt_tokens: int | None = None  # only so many of the prompt, the last ones
-    form: Form | None = None  # that the answer must have: one of FORMS
+    structured_output: StructuredOutput | None = None  # from one of STRUCTURED_OUTPUT_FIELDS
     reasoning_max_tokens: int | None = None  # then its thoughts end
     guided_decoding_disable_any_whitespace: bool | None = None  # in JSON; None: the server's setting
     traceparent: str | None = None  # W3C's: of which span its own are a part
@@ -155,7 +155,7 @@ def parse_request(body: dict[str, Any]) -> GenerationRequest:
     if all(body.get(name) is None for name in ("text", "input_ids", "messages")):
         text = "The input parameters should contain either `{field}`, `{input_ids}` or `{messages}`"
         problems.append(InvalidRequest(text, field="text"))
-    problems += misspelt(body, NAMES, (PROBE, OWNER)) + _of_other_count(values) + _take_form(values)
+    problems += misspelt(body, NAMES, (PROBE, OWNER)) + _of_other_count(values) + _take_structured_output(values)
     problems += _of_search(values) + _of_others(body)
     if "text_pair" in values and ("text" not in values or "input_ids" in values or values.get("pooling") != SCORE):
         problems.append(InvalidRequest("The `{field}` needs `{text}`, and `pooling` to be `score`", field="text_pair"))
@@ -177,7 +177,9 @@ def _of_search(values: dict[str, Any]) -> list[InvalidRequest]:
         text = "The `{field}` cannot be kept with `{use_beam_search}`"
         names = [each.field for each in PENALTIES if values.get(each.field, each.neutral) != each.neutral]
         names += [name for name in NOT_SEARCHED if values.get(name)]
-        return [InvalidRequest(text, field=values["form"].field if name == "form" else name) for name in names]
+        return [
+            InvalidRequest(text, field=values[name].field if name == "structured_output" else name) for name in names
+        ]
     if values.get("length_penalty", 1) != 1:
         text = "The `{field}` needs `{use_beam_search}`"
         return [InvalidRequest(text, field="length_penalty", value=values["length_penalty"])]
@@ -193,17 +195,17 @@ def _of_others(body: dict[str, Any]) -> list[InvalidRequest]:
     return problems + [InvalidRequest(text, field=name) for name in OF_TEMPLATE if body.get(name) is not None]
 
 
-def _take_form(values: dict[str, Any]) -> list[InvalidRequest]:
-    """Whichever field it was asked for in, it is the request's `form`."""
-    forms = [form for name in FORMS if (form := values.pop(name, None))]
-    if len(forms) > 1:
-        names = str(tuple(form.field for form in forms))
-        return [InvalidRequest("Only one of {value} should be set", field=forms[0].field, value=names)]
-    if not forms:
+def _take_structured_output(values: dict[str, Any]) -> list[InvalidRequest]:
+    """Move the constraint from whichever field requests it to `structured_output`, and return the problems."""
+    found = [output for name in STRUCTURED_OUTPUT_FIELDS if (output := values.pop(name, None))]
+    if len(found) > 1:
+        names = str(tuple(output.field for output in found))
+        return [InvalidRequest("Only one of {value} should be set", field=found[0].field, value=names)]
+    if not found:
         return []
-    [values["form"]] = forms
+    [values["structured_output"]] = found
     if "min_dec_len" in values:
-        text = f"The `{{field}}` cannot be kept where the form of the answer, `{{{forms[0].field}}}`, says when it ends"
+        text = f"The `{{field}}` cannot be combined with `{{{found[0].field}}}`, whose grammar ends the answer"
         return [InvalidRequest(text, field="min_dec_len", value=values["min_dec_len"])]
     return []
 

@@ -10,8 +10,17 @@ from typing import Any
 
 from engine.wire.checks import boolean, brief, filled_string, ids, int_in, json_object, kind_of, refusal, shown, string
 from engine.wire.checks import within as at
-from engine.wire.form import Form, Json, check_depth, check_size, grammar, json_schema, object_or_text, regex
 from engine.wire.schema import holds
+from engine.wire.structured_output import (
+    Json,
+    StructuredOutput,
+    check_depth,
+    check_size,
+    grammar,
+    json_schema,
+    object_or_text,
+    regex,
+)
 
 MAX_REPEATS = 1000  # the library writes each of them out
 MAX_CHARS = 1 << 16
@@ -20,14 +29,14 @@ UNLIMITED = ("any_text", "triggered_tags")  # formats that end only where someth
 
 
 @holds(type=["object", "string"])
-def structural_tag(key: str, value: Any) -> Form:
+def structural_tag(key: str, value: Any) -> StructuredOutput:
     """With `format`, a tree of formats, or with `structures` and `triggers`, each structure with `begin`, `end` and a
     `schema` of what is between them."""
     tag = object_or_text(key, value)
     check_depth(key, tag)
     tree = _older(key, tag) if tag.get("format") is None else at(key, ".format", _format, tag["format"])
     check_size(key, tag)
-    return Form(key, "structural_tag", tree)
+    return StructuredOutput(key, "structural_tag", tree)
 
 
 def _older(key: str, tag: Json) -> Json:

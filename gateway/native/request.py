@@ -60,7 +60,7 @@ def parse(body: dict[str, Any], call: Call) -> NativeExchange:
 def _unenforced(form: Any) -> tuple[str, ...]:
     """Return what of a schema is not enforced. The model refuses what is wrong with it."""
     try:
-        checked = None if form is None else wire.FORMS["response_format"]("response_format", form)
+        checked = None if form is None else wire.STRUCTURED_OUTPUT_FIELDS["response_format"]("response_format", form)
     except InvalidRequest:
         return ()
     return checked.unenforced if checked else ()

@@ -42,8 +42,8 @@ class Choice:
         """What it has gained."""
         self.usage = answer.usage
         self.of_prompt = answer.of_prompt or self.of_prompt
-        if answer.thought:
-            self.reader.learn(answer.thought)
+        if answer.reasoning:
+            self.reader.learn(answer.reasoning)
         if not isinstance(answer, Final):
             return self.reader.push(answer.token)
         parts = self.reader.push(answer.token, is_end=True)

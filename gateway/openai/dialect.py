@@ -108,7 +108,7 @@ def dialect_of(config: Config) -> Dialect:
         template = _chat_template(config.graph_path)
         name = next((name for name, sign in SIGNS.items() if "tools" in template and sign in template), "none")
     calls = _plugged_in(name) if name.endswith(PLUGIN) else FORMATS.get(name)
-    return Dialect(calls, config.thought, AROUND.get(config.reasoning_parser, ("", "")))
+    return Dialect(calls, config.reasoning, AROUND.get(config.reasoning_parser, ("", "")))
 
 
 def _plugged_in(path: str) -> CallFormat:

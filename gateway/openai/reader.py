@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from engine.wire import THOUGHT_BEGIN, THOUGHT_END
+from engine.wire import REASONING_BEGIN, REASONING_END
 from gateway.openai.dialect import PLAIN, Dialect, OneCall
 
 CONTENT, REASONING, CALL = "content", "reasoning_content", "call"
@@ -74,10 +74,10 @@ class Reader:
 
     def _begin(self) -> bool:
         rest = self._rest.lstrip()
-        if self._may_become(THOUGHT_BEGIN, rest):
+        if self._may_become(REASONING_BEGIN, rest):
             return False
-        if rest.startswith(THOUGHT_BEGIN):
-            self._rest, self._state = rest[len(THOUGHT_BEGIN) :], self._begin_thought
+        if rest.startswith(REASONING_BEGIN):
+            self._rest, self._state = rest[len(REASONING_BEGIN) :], self._begin_thought
         else:
             self._state = self._begin_thought if self._is_thought_sure else self._begin_answer
         return True
@@ -86,7 +86,7 @@ class Reader:
         return self._skip_lines(self._thought)
 
     def _thought(self) -> bool:
-        return self._words(REASONING, THOUGHT_END, self._after_thought)
+        return self._words(REASONING, REASONING_END, self._after_thought)
 
     def _after_thought(self) -> bool:
         self._held = ""

@@ -14,7 +14,7 @@ from typing import Any
 from engine import wire
 from engine.errors import InvalidRequest
 from engine.sampling_parameters import PARAMETERS
-from engine.wire import FORMS, MAX_LOGPROBS, MAX_REQ_ID_LEN, Check, int_in
+from engine.wire import MAX_LOGPROBS, MAX_REQ_ID_LEN, STRUCTURED_OUTPUT_FIELDS, Check, int_in
 from gateway.openai.dialect import PLAIN, Dialect
 from gateway.openai.prompts import Prompts, read_prompts, sources_of
 from gateway.openai.reader import Reader
@@ -28,7 +28,12 @@ PASSED_ON = (
     *(each.openai_name for each in PARAMETERS),
     *("seed", "stop", "logit_bias", "min_tokens", "ignore_eos", "stop_token_ids", "bad_words"),
     *("include_stop_str_in_output", "skip_special_tokens", "chat_template_kwargs", "cache_salt", "priority"),
-    *(*FORMS, "guided_decoding_disable_any_whitespace", "reasoning_max_tokens", "thinking_token_budget"),
+    *(
+        *STRUCTURED_OUTPUT_FIELDS,
+        "guided_decoding_disable_any_whitespace",
+        "reasoning_max_tokens",
+        "thinking_token_budget",
+    ),
     *("best_of", "use_beam_search", "length_penalty", "truncate_prompt_tokens"),
 )
 UNSET = {"min_tokens": 0, "thinking_token_budget": -1}  # as good as not given
@@ -40,7 +45,7 @@ STRUCTURED = {name: f"guided_{name}" for name in ("json", "regex", "choice", "gr
 }
 ALWAYS_SO = ("disable_fallback", "disable_additional_properties")
 TEMPLATE_FLAGS = ("add_generation_prompt", "continue_final_message", "enable_thinking")  # of a chat
-AS_GIVEN = {"logit_bias", *FORMS}  # the checked ones are no JSON
+AS_GIVEN = {"logit_bias", *STRUCTURED_OUTPUT_FIELDS}  # the checked ones are no JSON
 CHECKS = {key: field.check for name, field in wire.FIELDS.items() for key in (name, *field.aliases)}
 A_BOOL, A_STRING, AN_OBJECT = CHECKS["stream"], CHECKS["system"], CHECKS["chat_template_kwargs"]
 STREAM_OPTIONS = dict.fromkeys(("include_usage", "continuous_usage_stats"), A_BOOL)
@@ -162,7 +167,7 @@ def _options(body: dict[str, Any], is_chat: bool) -> tuple[dict[str, Any], tuple
             checked = _checked(body, name, CHECKS[name])
             if checked is not None:
                 options[name] = body[name] if name in AS_GIVEN else checked
-            if isinstance(checked, wire.Form):
+            if isinstance(checked, wire.StructuredOutput):
                 unenforced += checked.unenforced
     for name in ("max_tokens", "max_completion_tokens"):  # the later one wins, as it does at OpenAI
         if name in body:

@@ -48,13 +48,13 @@ class Tools:
         fields: dict[str, Any] = {"chat_template_kwargs": kwargs}
         if self.calls.has_special_token:
             fields["skip_special_tokens"] = options.get("skip_special_tokens", False)
-        forms = [name for name in wire.FORMS if name in options]
+        forms = [name for name in wire.STRUCTURED_OUTPUT_FIELDS if name in options]
         if self.forced and forms not in ([], [OF_WORDS]):
             raise InvalidRequest("`{field}` cannot be kept beside a `tool_choice` that forces a call", field=forms[0])
         if self.forced:
             fields["guided_grammar"], unenforced = self._grammar(self.calls, self.forced)
         elif forms == [OF_WORDS] and self.calls.has_form:
-            words = wire.FORMS[OF_WORDS](OF_WORDS, options[OF_WORDS])
+            words = wire.STRUCTURED_OUTPUT_FIELDS[OF_WORDS](OF_WORDS, options[OF_WORDS])
             if words and words.kind == "json":
                 functions = [tool["function"] for tool in self.tools]
                 fields["guided_grammar"], unenforced = self._grammar(self.calls, functions, words)
@@ -63,7 +63,7 @@ class Tools:
         return fields, unenforced
 
     def _grammar(
-        self, calls: CallFormat, known: Sequence[Mapping[str, Any]], words: wire.Form | None = None
+        self, calls: CallFormat, known: Sequence[Mapping[str, Any]], words: wire.StructuredOutput | None = None
     ) -> tuple[str, tuple[str, ...]]:
         """Return the grammar of calls of these functions, or words of this form, and what is not enforced of schemas.
         Where the model may answer in words, only a function that asks for it (`strict`) has all of its schema."""
@@ -165,7 +165,7 @@ def _parameters(function: Mapping[str, Any]) -> Any:
     return function.get("parameters") or {"type": "object", "properties": {}}
 
 
-def _arguments(function: Mapping[str, Any], is_strict: bool) -> wire.Form:
+def _arguments(function: Mapping[str, Any], is_strict: bool) -> wire.StructuredOutput:
     """Return the form of a function's arguments. Raise InvalidRequest that names the function."""
     check = wire.json_schema if is_strict else wire.lenient_json_schema
     try:

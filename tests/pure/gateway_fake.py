@@ -70,7 +70,7 @@ class FakeBackend:
         self.finish_reason = finish_reason
         self.stop_reason = stop_reason
         self.state = ModelState(ready=True, model_len=8192) if state is None else state
-        self.thought: str | None = None  # what it knows of the prompt
+        self.reasoning: str | None = None  # what it knows of the prompt
         self.max_dec_len: int | None = None  # to which it reduces a longer one
         self.stored: list[Any] = []
         self.bodies: list[dict[str, Any]] = []
@@ -133,7 +133,7 @@ class FakeBackend:
         if not texts and asks_of_prompt(body):
             fields["of_prompt"] = OfPrompt([1, 2, 3], "<s>Hi é", PROMPT_LOGPROBS)
         if not texts:
-            fields["thought"] = self.thought
+            fields["reasoning"] = self.reasoning
             fields["max_dec_len"] = self.max_dec_len if body.get("cut_max_dec_len") else None
         if text:
             texts.append(text)

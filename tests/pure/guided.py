@@ -11,9 +11,9 @@ from engine.core.loop import Loop
 from engine.core.types import Request, Sampling
 from engine.grammars.pool import GrammarPool
 from engine.settings.config import Config
-from engine.text.forms import written
+from engine.text.grammars import write_grammar
 from engine.text.tokenizer import Tokenizer
-from engine.wire.forms import FORMS
+from engine.wire.structured_output_fields import STRUCTURED_OUTPUT_FIELDS
 from tests.byte_tokenizer import EOS_ID, write_tokenizer
 from tests.pure.random_model import RandomModel
 
@@ -46,8 +46,8 @@ def begun(grammars, request):
 def a_request(name, field, value, token_ids=(), **sampling):
     """One more answer for each of `forks`."""
     num_forks = sampling.pop("forks", 0)
-    options = {"any_whitespace": sampling.pop("any_whitespace", True), "thought": sampling.pop("thought", None)}
-    form = (field, written(FORMS[field](field, value), **options)) if field else ()
+    options = {"any_whitespace": sampling.pop("any_whitespace", True), "reasoning": sampling.pop("reasoning", None)}
+    form = (field, write_grammar(STRUCTURED_OUTPUT_FIELDS[field](field, value), **options)) if field else ()
     seed = sampling.pop("seed", 0)
     given = {"max_new_tokens": 900, "temperature": 1.0, "stop_token_ids": STOP_IDS, "form": form, **sampling}
     requests = [

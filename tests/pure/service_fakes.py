@@ -10,10 +10,10 @@ from pathlib import Path
 from engine import wire
 from engine.errors import EngineUnavailable
 from engine.link import messages
-from engine.serving.lengths import Lengths
-from engine.serving.loras import LoraNames
+from engine.serving.input_processor import InputProcessor
+from engine.serving.length_limits import LengthLimits
+from engine.serving.lora_registry import LoraRegistry
 from engine.serving.options import ServiceOptions
-from engine.serving.prompt import PromptReader
 from engine.serving.service import Service
 from engine.settings.config import Config
 from tests.patience import wait_until
@@ -21,8 +21,8 @@ from tests.patience import wait_until
 
 def a_reader(tokenizer, vocab_size=400, lengths=(100, 80, 50), loras=None, **more):
     """`lengths`: of prompt and answer together, of a prompt, of an answer."""
-    loras = loras or LoraNames(Config(), Path())
-    return PromptReader(tokenizer, vocab_size, Lengths(*lengths), loras, **more)
+    loras = loras or LoraRegistry(Config(), Path())
+    return InputProcessor(tokenizer, vocab_size, LengthLimits(*lengths), loras, **more)
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from engine import wire
 from engine.errors import RequestError
 from engine.ops.catalogue import EXPORTED, OPS, documentation
 from engine.serving import metrics
-from engine.serving.accounts import Accounts
-from engine.serving.latency import Latency
+from engine.serving.latency import LatencyStats
+from engine.serving.rate_limits import RateLimiter
 from engine.settings import config
 from engine.settings.foreign.page import page as migrating_page
 from engine.settings.foreign.table import WITHOUT_EFFECT
@@ -245,9 +245,13 @@ def families(vllm_model_name=""):
     """(name, type, label names) of all that the server tells; a histogram's three counters are one."""
     client = SimpleNamespace(stats={}, num_restarts=0)
     service = SimpleNamespace(
-        client=client, num_open=0, latency=Latency(), accounts=Accounts(), vllm_model_name=lambda: vllm_model_name
+        client=client,
+        num_open=0,
+        latency=LatencyStats(),
+        rate_limiter=RateLimiter(),
+        vllm_model_name=lambda: vllm_model_name,
     )
-    service.accounts.of(Owner("a"))
+    service.rate_limiter.usage_of(Owner("a"))
     found = {}
     for sample in metrics.samples(service, 1):
         found.setdefault((sample.family, sample.kind), set()).update(name for name, _ in sample.labels)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from engine import wire
 from engine.errors import InvalidRequest, RequestError
-from engine.serving.tokens import answer_about_tokens
+from engine.serving.tokenization import tokenize_or_detokenize
 from engine.text.tokenizer import Tokenizer
 from engine.wire import checks, schema_of
 from gateway.anthropic.request import question_of
@@ -88,7 +88,9 @@ def assert_as_its_schema_says(name, value):
     except InvalidRequest as error:
         assert error.field == name
         assert name in str(error)
-        assert not is_valid or name in wire.FORMS, str(error)  # of these more must be right than a schema can say
+        assert not is_valid or name in wire.STRUCTURED_OUTPUT_FIELDS, str(
+            error
+        )  # of these more must be right than a schema can say
     else:
         assert is_valid, value
 
@@ -129,8 +131,8 @@ def test_any_object_is_a_request_or_refused(reader, body):
 @given(body=bodies("text", "req_id", "messages"))
 def test_any_object_may_ask_about_tokens(reader, body):
     for key in (wire.TOKENIZE, wire.DETOKENIZE):
-        outcome(answer_about_tokens, {key: body}, reader)
-    outcome(answer_about_tokens, body, reader)
+        outcome(tokenize_or_detokenize, {key: body}, reader)
+    outcome(tokenize_or_detokenize, body, reader)
     outcome(wire.owner_of, body)
 
 

@@ -219,7 +219,7 @@ def test_an_answer_whose_parts_are_told_apart_cannot_be_gone_on_with():
 
 def test_where_no_thought_is_wished_it_is_not_told_apart_so_that_the_answer_can_be_gone_on_with():
     backend = a_backend(("<think>a</think>", "b"), ("b",))
-    backend.thought = "does"
+    backend.reasoning = "does"
     with running(backend, reasoning_parser="qwen3") as gateway:
         for last, text in (("0", "<think>a</think>b"), ("1", "b")):
             assert text_of(numbered(gateway, last, enable_thinking=False)) == text

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from engine.serving.latency import NUM_LAST, Ended, Latency
+from engine.serving.latency import NUM_RECENT, LatencyStats, RequestRecord
 from engine.wire import ModelState
 from gateway.web import FILES
 from tests.pure.gateway_fake import FakeBackend, running
@@ -62,23 +62,23 @@ def test_the_page_is_small_and_names_nobody_else(gateway):
 
 
 def test_the_status_has_the_numbers_and_the_last_requests_without_their_words():
-    latency = Latency()
-    for number in range(NUM_LAST + 5):
-        latency.ended(Ended("stop", float(number), 0.5, 30, number, "alice"))
+    latency = LatencyStats()
+    for number in range(NUM_RECENT + 5):
+        latency.record_end(RequestRecord("stop", float(number), 0.5, 30, number, "alice"))
     samples = [
         ["llm_kv_blocks", "gauge", "", [], 8, ""],
         ["llm_request_seconds", "histogram", "", [], 1.5, "_sum"],
         ["llm_request_seconds", "histogram", "", [["le", "1"]], 2, "_bucket"],
     ]
-    state = ModelState(ready=False, reason="starting", model_len=64, metrics=samples, last_requests=latency.last())
+    state = ModelState(ready=False, reason="starting", model_len=64, metrics=samples, last_requests=latency.recent())
     with running(FakeBackend(state=state)) as gateway:
         told = json.loads(gateway.send("GET", "/status")[2])
     assert (told["model"], told["ready"], told["reason"], told["model_len"]) == ("default", False, "starting", 64)
     assert told["metrics"] == {"llm_kv_blocks": 8, "llm_request_seconds_sum": 1.5}
-    assert len(told["last_requests"]) == NUM_LAST
+    assert len(told["last_requests"]) == NUM_RECENT
     last = told["last_requests"][0]
     assert last.pop("ended_at") > 1e9
     assert last == {
-        **{"reason": "stop", "seconds": NUM_LAST + 4, "first_token_s": 0.5, "num_prompt_tokens": 30},
-        **{"num_generated_tokens": NUM_LAST + 4, "key": "alice"},
+        **{"reason": "stop", "seconds": NUM_RECENT + 4, "first_token_s": 0.5, "num_prompt_tokens": 30},
+        **{"num_generated_tokens": NUM_RECENT + 4, "key": "alice"},
     }

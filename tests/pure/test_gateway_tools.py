@@ -334,7 +334,7 @@ def test_thoughts_are_told_apart(parser, script):
 def test_without_a_parser_or_a_thought_all_is_content():
     assert ask(FakeBackend(*THOUGHT), tools=[]).message.content == "".join(THOUGHT)
     backend = FakeBackend("It is", " Paris.")
-    backend.thought = "never"
+    backend.reasoning = "never"
     assert ask(backend, {"reasoning_parser": "deepseek_r1"}, tools=[]).message.content == "It is Paris."
 
 
@@ -355,7 +355,7 @@ def test_whether_a_model_thinks_is_what_it_knows_of_the_prompt_whatever_was_aske
     """A template may open a thought though its client wants none, or close it by a flag of its own."""
     for asked in ({}, {"enable_thinking": False}, {"reasoning_effort": "none"}):
         backend = FakeBackend(*script)
-        backend.thought = thought
+        backend.reasoning = thought
         settings = {"reasoning_parser": parser}
         answer = ask(backend, settings, tools=[], stream=stream, n=2, extra_body=asked)
         if stream:

@@ -12,8 +12,8 @@ from engine.core.types import Request, Sampling
 from engine.errors import InvalidRequest
 from engine.grammars.matcher import Matcher
 from engine.grammars.pool import GrammarPool
-from engine.text.forms import Thought, bounded_thought, free_answer, free_thought
-from engine.wire.forms import MAX_CHOICES
+from engine.text.grammars import ReasoningPrefix, limited_reasoning, unconstrained_answer, unlimited_reasoning
+from engine.wire.structured_output_fields import MAX_CHOICES
 from tests.byte_tokenizer import EOS_ID
 from tests.pure.guided import PROMPT, STOP_IDS, Guided, a_request, begun
 from tests.pure.random_schemas import random_schema
@@ -88,7 +88,11 @@ def test_of_4096_texts_each_can_be_the_answer_and_nothing_else(guided, tokenizer
     answers = [guided.run(a_request(f"{seed}", "guided_choice", texts, seed=seed)) for seed in range(20)]
     assert set(answers) <= set(texts) and len(set(answers)) > 3
     over = tokenizer.encode("hm</think>")
-    text = guided.run(a_request("b", "guided_choice", texts, token_ids=over, thought=Thought(free_thought("</think>"))))
+    text = guided.run(
+        a_request(
+            "b", "guided_choice", texts, token_ids=over, reasoning=ReasoningPrefix(unlimited_reasoning("</think>"))
+        )
+    )
     assert any(text[num_spaces:] in texts for num_spaces in range(5))
 
 
@@ -146,10 +150,10 @@ def test_structures_are_kept_in_free_text(guided, tokenizer):
 
 def test_a_form_begins_after_what_the_model_thinks(guided, tokenizer):
     over = tokenizer.encode("hm {</think>\n")
-    thought = Thought(free_thought("</think>"))
-    text = guided.run(a_request("a", "guided_json", PERSON, token_ids=over, thought=thought))
+    reasoning = ReasoningPrefix(unlimited_reasoning("</think>"))
+    text = guided.run(a_request("a", "guided_json", PERSON, token_ids=over, reasoning=reasoning))
     jsonschema.validate(guided.json("a"), PERSON)
-    free = guided.run(a_request("b", "guided_json", PERSON, thought=thought, max_new_tokens=5))
+    free = guided.run(a_request("b", "guided_json", PERSON, reasoning=reasoning, max_new_tokens=5))
     assert not free.lstrip().startswith("{")
     assert text.lstrip().startswith("{")
 
@@ -170,12 +174,14 @@ def test_an_answer_that_does_not_begin_with_a_thought_has_its_form_from_the_firs
     """ "<" begins a thought, ">" ends it."""
     value, pattern = CONSTRAINTS[field]
     [begin] = tokenizer.encode("<")
-    thought = Thought(free_thought(">"), f"<[{begin}]>" if mark == "token" else '"<"')
+    reasoning = ReasoningPrefix(unlimited_reasoning(">"), f"<[{begin}]>" if mark == "token" else '"<"')
     for seed in range(5):
-        text = guided.run(a_request(f"{seed}", field, value, thought=thought, seed=seed, logit_bias=((begin, -100.0),)))
+        text = guided.run(
+            a_request(f"{seed}", field, value, reasoning=reasoning, seed=seed, logit_bias=((begin, -100.0),))
+        )
         assert re.fullmatch(pattern, text)
         bias = ((begin, 80.0), (tokenizer.encode(">")[0], 90.0))
-        text = guided.run(a_request(f"thinks {seed}", field, value, thought=thought, seed=seed, logit_bias=bias))
+        text = guided.run(a_request(f"thinks {seed}", field, value, reasoning=reasoning, seed=seed, logit_bias=bias))
         assert re.fullmatch(rf"(?s:<.*?>)[ \n]{{0,4}}({pattern})", text)
 
 
@@ -184,10 +190,10 @@ def test_a_thought_ends_when_its_tokens_are_spent(tokenizer, method):
     """ "<" begins it, ">" ends it; the model would never do so."""
     guided = Guided(tokenizer, speculate_method=method)
     begin, end, a = tokenizer.encode("<>a")
-    thought = bounded_thought(5, ">", (end, *STOP_IDS))
+    reasoning = limited_reasoning(5, ">", (end, *STOP_IDS))
 
     def ids(name, begin, likes):
-        form = ("reasoning_max_tokens", free_answer(thought, begin))
+        form = ("reasoning_max_tokens", unconstrained_answer(reasoning, begin))
         options = {"temperature": 1.0, "max_new_tokens": 30, "stop_token_ids": STOP_IDS, "logit_bias": likes}
         guided.run(Request(name, list(PROMPT), len(PROMPT), Sampling(**options, form=form)))
         return guided.token_ids[name]
@@ -198,7 +204,9 @@ def test_a_thought_ends_when_its_tokens_are_spent(tokenizer, method):
     assert ids("has none", ("<", begin), ((a, 90.0), never)) == [a] * 30
     assert ids("ends early", None, ((end, 90.0),)) == [end] * 30
     guided.run(
-        a_request("form", "guided_regex", "[ab]{3}", thought=Thought(thought), logit_bias=((begin, 90.0), never))
+        a_request(
+            "form", "guided_regex", "[ab]{3}", reasoning=ReasoningPrefix(reasoning), logit_bias=((begin, 90.0), never)
+        )
     )
     assert guided.token_ids["form"][:6] == [*[begin] * 5, end]
     assert re.fullmatch(r"[ \n]{0,4}[ab]{3}", guided.text("form")[6:])

@@ -13,8 +13,8 @@ from engine.grammars.pool import GrammarPool
 from engine.link.journal import Submission
 from engine.link.server import Server
 from engine.settings.config import Config
-from engine.text.forms import written
-from engine.wire.forms import FORMS
+from engine.text.grammars import write_grammar
+from engine.wire.structured_output_fields import STRUCTURED_OUTPUT_FIELDS
 from tests.byte_tokenizer import EOS_ID
 from tests.patience import wait_until
 from tests.pure.engine_helpers import Collector, a_client, a_free_address
@@ -46,7 +46,10 @@ class Bytes:
 def answers_of(graph_dir, **settings):
     config = Config(max_dec_len=256, batch_size=8, **settings)
     executor, grammars = make_executor(graph_dir, config), GrammarPool(Bytes, 300, config)
-    form = ("guided_json", written(FORMS["guided_json"]("guided_json", SCHEMA), any_whitespace=False))
+    form = (
+        "guided_json",
+        write_grammar(STRUCTURED_OUTPUT_FIELDS["guided_json"]("guided_json", SCHEMA), any_whitespace=False),
+    )
     try:
         executor.allocate(100)
         loop = Loop(executor, 100, config, grammars)
@@ -151,7 +154,7 @@ def test_after_a_crash_nobody_waits_for_a_grammar_that_takes_long_to_compile(tok
 
 def test_a_form_that_cannot_be_compiled_is_refused_over_the_socket(tokenizer):
     address, listener = a_free_address(), Collector()
-    form = ("guided_regex", written(FORMS["guided_regex"]("guided_regex", "(")))
+    form = ("guided_regex", write_grammar(STRUCTURED_OUTPUT_FIELDS["guided_regex"]("guided_regex", "(")))
     with a_client(address) as client, Engine(address, tokenizer):
         client.submit(PROMPT, [Submission("a", Sampling(9, stop_token_ids=(EOS_ID,), form=form), listener)])
         error = listener.wait()

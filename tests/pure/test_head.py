@@ -12,7 +12,7 @@ from engine.exporting.export import TABLE, ExportOptions, export
 from engine.exporting.head import FILE, load_head
 from engine.llm import LLM
 from engine.models.keys import ModelError
-from engine.serving.prompt import PromptReader
+from engine.serving.input_processor import InputProcessor
 from engine.settings.config import Config
 from engine.text.tokenizer import Tokenizer
 from engine.wire import parse_request
@@ -68,7 +68,7 @@ def test_two_tokens_of_which_one_agrees_score_with_a_model_that_was_made_to_writ
     llm = LLM(directory, export_cache_dir=str(tmp_path), block_bs=1, hf_overrides=json.dumps(asked))
     token_ids = [llm.tokenizer.encode(text, add_special_tokens=False)[0] for text in "ba"]
     [scored] = llm.generate({"input_ids": prompt, "pooling": "score"}, progress=False)
-    assert PromptReader.load(Config(), next(tmp_path.glob("model-*")), llm.tokenizer).joins_pairs
+    assert InputProcessor.load(Config(), next(tmp_path.glob("model-*")), llm.tokenizer).joins_pairs
     llm.close()
     plain = LLM(directory, export_cache_dir=str(tmp_path), block_bs=1)
     said = [{"input_ids": [*prompt, each], "max_dec_len": 0, "prompt_logprobs": 0} for each in token_ids]

@@ -11,7 +11,7 @@ from llguidance import LLMatcher
 
 from engine.errors import InvalidRequest
 from engine.grammars.vocabulary import Vocabulary
-from engine.wire import FORMS
+from engine.wire import STRUCTURED_OUTPUT_FIELDS
 from engine.wire.json_schemas import to_follow
 from tests.byte_tokenizer import EOS_ID
 from tests.pure.random_keywords import random_keywords
@@ -187,7 +187,7 @@ def test_a_response_format_says_whether_all_keywords_matter(given):
     def asked(**strict):
         schema = {"schema": {"type": "array", "uniqueItems": True}, **strict}
         value = {"type": given, "json_schema": schema} if given == "json_schema" else {"type": given, **schema}
-        return FORMS["response_format"]("response_format", value)
+        return STRUCTURED_OUTPUT_FIELDS["response_format"]("response_format", value)
 
     assert asked(strict=False).unenforced == ("uniqueItems at $",)
     for strict in ({}, {"strict": True}, {"strict": None}):

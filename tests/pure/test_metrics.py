@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from engine.serving import metrics
-from engine.serving.accounts import Accounts
-from engine.serving.latency import BUCKETS_S, Ended, Histogram, Latency
+from engine.serving.latency import BUCKETS_S, Histogram, LatencyStats, RequestRecord
 from engine.serving.metrics import MetricsThread, samples
 from engine.serving.options import ServiceOptions
+from engine.serving.rate_limits import RateLimiter
 from engine.settings.config import Config
 from engine.settings.served import SERVED_FILE, Served
 from engine.wire import Owner
@@ -25,8 +25,8 @@ def service():
     return SimpleNamespace(
         client=SimpleNamespace(stats=stats, num_restarts=1),
         num_open=5,
-        latency=Latency(),
-        accounts=Accounts(),
+        latency=LatencyStats(),
+        rate_limiter=RateLimiter(),
         vllm_model_name=str,
     )
 
@@ -99,7 +99,7 @@ def test_before_the_engine_answers_everything_is_there_and_zero(service):
 
 def test_ends_are_counted_by_their_reason(thread, service):
     for reason in ("stop", "stop", "cancelled", "prompt_too_long"):
-        service.latency.ended(Ended(reason, 0.2))
+        service.latency.record_end(RequestRecord(reason, 0.2))
     thread.update()
     assert told("llm_requests_ended_total", reason="stop") == 2
     assert told("llm_requests_ended_total", reason="cancelled") == 1
@@ -110,7 +110,7 @@ def test_ends_are_counted_by_their_reason(thread, service):
 
 def test_what_a_key_has_used_is_told_by_its_name_and_nobodys_is_not(thread, service):
     for name in ("", "alice"):
-        account = service.accounts.of(Owner(name))
+        account = service.rate_limiter.usage_of(Owner(name))
         account.enter(Owner(name))
         account.charge(7, 0)
         account.charge(0, 3)
@@ -124,7 +124,7 @@ def test_what_a_key_has_used_is_told_by_its_name_and_nobodys_is_not(thread, serv
 
 def test_histograms_are_told_as_prometheus_has_them(thread, service):
     for seconds in (0.001, 0.2, 0.25, 1000):
-        service.latency.ended(Ended("stop", seconds))
+        service.latency.record_end(RequestRecord("stop", seconds))
     thread.update()
     assert told("llm_request_seconds_bucket", le="0.001") == 1
     assert told("llm_request_seconds_bucket", le="0.1") == 1
@@ -135,9 +135,9 @@ def test_histograms_are_told_as_prometheus_has_them(thread, service):
 
 
 def test_the_first_token_is_timed_from_the_request_and_the_others_from_their_forerunner():
-    latency = Latency()
-    latency.tokens(2, 0.4, is_first=True)  # a second token came with the first
-    latency.tokens(4, 0.2, is_first=False)
+    latency = LatencyStats()
+    latency.record_tokens(2, 0.4, is_first=True)  # a second token came with the first
+    latency.record_tokens(4, 0.2, is_first=False)
     assert latency.time_to_first_token.sum_s == pytest.approx(0.4)
     assert sum(latency.time_to_first_token.counts) == 1
     assert latency.inter_token.sum_s == pytest.approx(0.2)
@@ -168,9 +168,14 @@ def test_the_thread_tells_by_itself_and_survives_a_triton_without_metrics(servic
 def test_vllms_names_are_told_of_the_model_where_they_are_wanted(service):
     assert not [each for each in samples(service, 50) if each.family.startswith("vllm:")]
     service.vllm_model_name = lambda: "org/model"
-    for ended in (Ended("stop", 0.5), Ended("stop", 0.5), Ended("cancelled", 2.0), Ended("overloaded", 0.0)):
-        service.latency.ended(ended)
-    service.latency.tokens(3, 0.2, is_first=True)
+    for ended in (
+        RequestRecord("stop", 0.5),
+        RequestRecord("stop", 0.5),
+        RequestRecord("cancelled", 2.0),
+        RequestRecord("overloaded", 0.0),
+    ):
+        service.latency.record_end(ended)
+    service.latency.record_tokens(3, 0.2, is_first=True)
     told = as_text(samples(service, 50))
     model = 'model_name="org/model"'
     for line in (

@@ -11,11 +11,11 @@ import pytest
 from engine.core.types import Logprobs, Sampling
 from engine.errors import EngineUnavailable, NoToken
 from engine.serving import reply as reply_module
-from engine.serving.accounts import Account
-from engine.serving.choice import Asked
-from engine.serving.latency import Latency
-from engine.serving.prompt import Prompt
-from engine.serving.reply import Reply, Ways
+from engine.serving.choice import RequestState
+from engine.serving.input_processor import Prompt
+from engine.serving.latency import LatencyStats
+from engine.serving.rate_limits import OwnerUsage
+from engine.serving.reply import Reply, ReplyCallbacks
 from engine.wire import parse_request
 from tests.byte_tokenizer import EOS_ID
 from tests.patience import PATIENCE_S
@@ -24,19 +24,19 @@ from tests.pure.service_fakes import FakeSender
 
 @pytest.fixture
 def make(tokenizer):
-    """A reply that notes each call of `wake` and `leave`, beside its sender; its tokens are the bytes of the answer."""
+    """A reply that records the calls of its callbacks. Its tokens are the bytes of the answer."""
 
     def make(sender=None, num_logprobs=-1, **fields):
         request = parse_request({"req_id": "a", "input_ids": [1, 2], **fields})
         prompt = Prompt([1, 2], Sampling(99, seed=5, num_logprobs=num_logprobs), request.n)
         sender = sender or FakeSender()
         calls, cancelled = [], []
-        ways = Ways(
-            wake=lambda reply: calls.append("wake"),
-            leave=lambda reply: calls.append("leave"),
+        callbacks = ReplyCallbacks(
+            enqueue=lambda reply: calls.append("enqueue"),
+            on_finished=lambda reply: calls.append("finished"),
             cancel=lambda name, is_complete: cancelled.append(name.removeprefix(f"{reply.engine_id}-")),
         )
-        reply = Reply(Asked.now(request, prompt, tokenizer), sender, 0.0, Account(""), ways)
+        reply = Reply(RequestState.create(request, prompt, tokenizer), sender, 0.0, OwnerUsage(""), callbacks)
         reply.calls, reply.cancelled, reply.sender = calls, cancelled, sender
         reply.listeners = [each.listener for each in reply.submissions()]
         return reply
@@ -51,7 +51,7 @@ def give(reply, text, finish_reason=None, choice=0):
 
 
 def send(reply):
-    reply.send_gathered(Latency())
+    reply.send_pending(LatencyStats())
     return reply.sender
 
 
@@ -92,12 +92,12 @@ def test_tokens_that_come_during_a_send_are_one_response_later(make):
     sender = FakeSender(lambda fields, final: give(reply, "bcd") if fields["token"] == "a" else None)
     reply = make(sender)
     give(reply, "a")
-    assert reply.calls == ["wake"]
+    assert reply.calls == ["enqueue"]
     send(reply)
-    assert reply.calls == ["wake", "wake"]  # once for all three
+    assert reply.calls == ["enqueue", "enqueue"]  # once for all three
     send(reply)
     assert [fields["token"] for fields in sender.deltas] == ["a", "bcd"]
-    assert reply.calls == ["wake", "wake"]
+    assert reply.calls == ["enqueue", "enqueue"]
 
 
 def test_a_character_comes_when_it_is_complete_and_a_part_of_one_is_not_lost(make):
@@ -121,7 +121,7 @@ def test_a_stop_string_ends_the_answer_and_is_not_shown(make):
     final = sender.final
     assert (final["tokens_all"], final["finish_reason"], final["stop_reason"]) == ("one ", "stop", "END")
     assert final["tokens_all_num"] == final["usage"]["completion_tokens"] == len(final["tokens_all_ids"]) == 4
-    assert reply.calls[-1] == "leave"
+    assert reply.calls[-1] == "finished"
 
 
 def test_a_stop_string_is_shown_when_asked_for(make):
@@ -150,19 +150,19 @@ def test_without_streaming_there_is_one_response(make, fields, num_wakes):
     assert len(reply.sender.sent) == 1
     assert (final["token"], final["tokens_all"], final["send_idx"]) == ("abcdef", "abcdef", 0)
     assert final["token_ids"] == final["tokens_all_ids"] == list(b"abcdef")
-    assert reply.calls == ["wake"] * num_wakes + ["leave"]
+    assert reply.calls == ["enqueue"] * num_wakes + ["finished"]
 
 
 @pytest.mark.parametrize("return_all_tokens", [False, True])
 def test_the_time_to_the_first_token_is_measured_with_and_without_streaming(make, return_all_tokens, monkeypatch):
-    clock, latency = iter(range(100, 1000)), Latency()
+    clock, latency = iter(range(100, 1000)), LatencyStats()
     monkeypatch.setattr(reply_module.time, "time", lambda: float(next(clock)))
     reply = make(return_all_tokens=return_all_tokens)
     for reason in (None, None, "length"):
         before = len(reply.calls)
         give(reply, "a", reason)
         if len(reply.calls) > before:
-            reply.send_gathered(latency)
+            reply.send_pending(latency)
     assert sum(latency.time_to_first_token.counts) == 1
     assert sum(latency.inter_token.counts) == 2
     assert latency.inter_token.sum_s > 0
@@ -233,7 +233,7 @@ def test_after_its_end_nothing_wakes_it_and_nothing_is_sent(make):
     reply.listeners[0].ended(EngineUnavailable("late"))
     assert not reply.end_if_cancelled()
     send(reply)
-    assert reply.calls == ["wake", "leave"]
+    assert reply.calls == ["enqueue", "finished"]
     assert reply.sender.final["tokens_all"] == "ab"
 
 
@@ -259,7 +259,7 @@ def test_a_delta_that_cannot_be_sent_ends_the_request_with_a_final_response(make
     give(reply, "ab")
     final = send(reply).final
     assert (final["error_code"], final["error_msg"]) == (500, "internal error: ZeroDivisionError")
-    assert reply.calls == ["wake", "leave"]
+    assert reply.calls == ["enqueue", "finished"]
 
 
 def test_a_final_response_that_cannot_be_sent_is_not_tried_again(make):
@@ -269,7 +269,7 @@ def test_a_final_response_that_cannot_be_sent_is_not_tried_again(make):
     send(reply)
     send(reply)
     assert (sender.sent, sender.misuses) == ([], [])
-    assert reply.calls == ["wake", "leave"]
+    assert reply.calls == ["enqueue", "finished"]
 
 
 def test_a_slow_final_response_holds_nobody_up(make):
@@ -316,7 +316,7 @@ def test_choices_stream_side_by_side_and_the_last_line_of_the_request_alone_is_i
     ]
     assert [finals[index]["infer_seed"] for index in range(3)] == [5, 6, 7]
     assert reply.sender.final["index"] == 1
-    assert reply.calls.count("leave") == 1
+    assert reply.calls.count("finished") == 1
 
 
 def test_without_streaming_each_choice_is_one_response(make):
@@ -336,7 +336,7 @@ def test_a_stop_string_ends_its_choice_alone_and_the_engine_learns_of_it(make):
     give(reply, "xy", choice=1)
     send(reply)
     assert reply.cancelled == ["0"]
-    assert "leave" not in reply.calls
+    assert "finished" not in reply.calls
     give(reply, "late", "length", choice=0)  # was on its way
     give(reply, "z", "length", choice=1)
     finals = [fields for fields, _ in send(reply).sent if "finish_reason" in fields]
@@ -351,12 +351,12 @@ def test_an_error_of_one_choice_ends_the_request_once(make):
     reply = make(n=3)
     give(reply, "ab", "length", choice=0)
     give(reply, "c", choice=1)
-    latency = Latency()
-    reply.send_gathered(latency)
+    latency = LatencyStats()
+    reply.send_pending(latency)
     reply.listeners[2].ended(NoToken())
     give(reply, "d", choice=1)
     reply.listeners[1].ended(EngineUnavailable("second"))
-    reply.send_gathered(latency)
+    reply.send_pending(latency)
     final = send(reply).final
     assert (final["error_type"], final["is_end"], final["send_idx"]) == ("internal", 1, 3)
     assert final["usage"] == {"prompt_tokens": 2, "completion_tokens": 3}
@@ -376,12 +376,12 @@ def test_a_client_that_leaves_ends_all_choices(make):
 
 
 def test_each_choice_has_its_own_latencies(make, monkeypatch):
-    clock, latency = iter(range(1, 1000)), Latency()
+    clock, latency = iter(range(1, 1000)), LatencyStats()
     monkeypatch.setattr(reply_module.time, "time", lambda: float(next(clock)))
     reply = make(n=2)
     for choice in (0, 1):
         for reason in (None, "length"):
             give(reply, "a", reason, choice)
-            reply.send_gathered(latency)
+            reply.send_pending(latency)
     assert sum(latency.time_to_first_token.counts) == sum(latency.inter_token.counts) == 2
     assert (sum(latency.request.counts), latency.num_ended) == (2, {"length": 2})

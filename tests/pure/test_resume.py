@@ -198,12 +198,12 @@ def test_so_it_is_with_an_adapter_which_may_have_become_another(service, monkeyp
 
 def test_after_a_while_an_answer_is_forgotten(service, monkeypatch):
     ask(service, infer_seed=None, temperature=1).final  # noqa: B018
-    monkeypatch.setattr(service._resumption.kept, "_kept_s", 0.0)
+    monkeypatch.setattr(service._resumption.finished, "_retention_s", 0.0)
     assert ask(service, infer_seed=None, temperature=1, resume_from=1).final["error_code"] == 404
 
 
-def test_only_so_much_is_kept(service, monkeypatch):
-    monkeypatch.setattr(service._resumption.kept, "_max_tokens", 2 * (len(PROMPT) + ANSWER_LEN))
+def test_only_so_much_is_finished(service, monkeypatch):
+    monkeypatch.setattr(service._resumption.finished, "_max_tokens", 2 * (len(PROMPT) + ANSWER_LEN))
     for req_id in "abc":
         assert ask(service, req_id, infer_seed=None, temperature=1).final["finish_reason"]
     again = {req_id: ask(service, req_id, infer_seed=None, temperature=1, resume_from=1) for req_id in "abc"}
@@ -211,7 +211,7 @@ def test_only_so_much_is_kept(service, monkeypatch):
 
 
 def test_a_long_prompt_counts_too(service, monkeypatch):
-    monkeypatch.setattr(service._resumption.kept, "_max_tokens", 2 * (len(PROMPT) + ANSWER_LEN))
+    monkeypatch.setattr(service._resumption.finished, "_max_tokens", 2 * (len(PROMPT) + ANSWER_LEN))
     long = {"input_ids": list(range(3, 75)), "infer_seed": None, "temperature": 1}
     for req_id in "ab":
         assert ask(service, req_id, **long).final["finish_reason"]

@@ -8,8 +8,8 @@ from llguidance import LLMatcher
 
 from engine.errors import InvalidRequest
 from engine.grammars.vocabulary import Vocabulary
-from engine.text.forms import written
-from engine.wire import FORMS
+from engine.text.grammars import write_grammar
+from engine.wire import STRUCTURED_OUTPUT_FIELDS
 from tests.byte_tokenizer import EOS_ID
 from tests.pure.guided import Guided, a_request
 
@@ -130,7 +130,10 @@ def allows(vocabulary, form, text):
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_tree_of_formats_allows_what_it_says(name, vocabulary):
     tree, allowed, forbidden = FORMATS[name]
-    form = written(FORMS["response_format"]("response_format", {"type": "structural_tag", "format": tree}), False)
+    form = write_grammar(
+        STRUCTURED_OUTPUT_FIELDS["response_format"]("response_format", {"type": "structural_tag", "format": tree}),
+        False,
+    )
     assert {text: allows(vocabulary, form, text) for text in allowed} == dict.fromkeys(allowed, True)
     assert {text: allows(vocabulary, form, text) for text in forbidden} == dict.fromkeys(forbidden, False)
 
@@ -177,11 +180,13 @@ def test_what_is_wrong_with_a_tree_is_refused_with_its_place(name):
     tree, says = REFUSED[name]
     says = says.replace("`.format", r"`structural_tag\.format").replace("[const", r"\[const")
     with pytest.raises(InvalidRequest, match=says) as caught:
-        FORMS["structural_tag"]("structural_tag", {"format": tree})
+        STRUCTURED_OUTPUT_FIELDS["structural_tag"]("structural_tag", {"format": tree})
     assert caught.value.field == "structural_tag"
 
 
 def test_text_whose_end_nothing_would_tell_is_refused():
-    form = FORMS["structural_tag"]("structural_tag", {"format": {"type": "sequence", "elements": [ANY, INT]}})
+    form = STRUCTURED_OUTPUT_FIELDS["structural_tag"](
+        "structural_tag", {"format": {"type": "sequence", "elements": [ANY, INT]}}
+    )
     with pytest.raises(InvalidRequest, match="`structural_tag` has `any_text` without an end: what follows it must"):
-        written(form)
+        write_grammar(form)

@@ -8,8 +8,8 @@ from llguidance import LLMatcher
 
 from engine.grammars.unique_names import NameReader, TokensOfNames, forbid_repeated
 from engine.grammars.vocabulary import Vocabulary
-from engine.text.forms import Thought, free_thought
-from engine.wire import FORMS
+from engine.text.grammars import ReasoningPrefix, unlimited_reasoning
+from engine.wire import STRUCTURED_OUTPUT_FIELDS
 from tests.pure.guided import Guided, a_request
 
 VALUE = {"enum": [1, {}]}
@@ -73,15 +73,15 @@ def test_what_the_model_thinks_has_no_names(tokenizer):
     guided = Guided(tokenizer)
     before = '<think>{"a": 1, "b": [" </think>'
     for begin in ("", '"<think>"'):
-        thought = Thought(free_thought("</think>"), begin)
+        reasoning = ReasoningPrefix(unlimited_reasoning("</think>"), begin)
         request = a_request(
-            f"thinks {begin}", "guided_json", INNER, token_ids=tokenizer.encode(before), thought=thought, seed=1
+            f"thinks {begin}", "guided_json", INNER, token_ids=tokenizer.encode(before), reasoning=reasoning, seed=1
         )
         guided.run(request)
         assert len(checked(guided.text(request.request_id))) > 3
-    thought = Thought(free_thought("</think>"), '"<think>"')
+    reasoning = ReasoningPrefix(unlimited_reasoning("</think>"), '"<think>"')
     bias = ((tokenizer.encode("<")[0], -100.0),)
-    guided.run(a_request("does not", "guided_json", INNER, thought=thought, logit_bias=bias))
+    guided.run(a_request("does not", "guided_json", INNER, reasoning=reasoning, logit_bias=bias))
     assert len(checked(guided.text("does not"))) > 3
 
 
@@ -130,7 +130,7 @@ def test_tokens_of_several_characters_give_no_name_twice_either():
 def test_structural_tags_take_no_patterns_of_names():
     tree = {"type": "json_schema", "json_schema": INNER}
     with pytest.raises(Exception, match="`patternProperties`: that no name comes twice cannot be enforced"):
-        FORMS["structural_tag"]("structural_tag", {"format": tree})
+        STRUCTURED_OUTPUT_FIELDS["structural_tag"]("structural_tag", {"format": tree})
 
 
 def test_names_are_read_whatever_is_around_them():

@@ -43,7 +43,7 @@ STATE = wire.ModelState(ready=False, reason="the engine is starting", num_open=3
         replace(DELTA, logprobs=()),
         replace(FINAL, logprobs=LOGPROBS, return_all_tokens=True),
         replace(DELTA, index=3),
-        replace(DELTA, thought="may", max_dec_len=5),
+        replace(DELTA, reasoning="may", max_dec_len=5),
         replace(FINAL, index=15, is_end=False),
         replace(DELTA, times=dict.fromkeys(wire.TIMES, "now")),
         STATE,

@@ -10,8 +10,8 @@ from selenium.webdriver.common.keys import Keys
 
 from engine.errors import EngineUnavailable
 from engine.serving import metrics
-from engine.serving.accounts import Accounts
-from engine.serving.latency import Ended, Latency
+from engine.serving.latency import LatencyStats, RequestRecord
+from engine.serving.rate_limits import RateLimiter
 from engine.wire import ModelState
 from tests.browser import running_browser
 from tests.pure.gateway_fake import WAIT, FakeBackend, running
@@ -26,18 +26,18 @@ def browser():
 
 def a_state(**ended):
     """What a probe is told, with one request that has ended."""
-    latency = Latency()
-    latency.ended(Ended("stop", 2.5, 0.5, 30, 21, **ended))
+    latency = LatencyStats()
+    latency.record_end(RequestRecord("stop", 2.5, 0.5, 30, 21, **ended))
     stats = {"num_running": 3, "num_waiting": 2, "num_blocks": 8, "num_blocks_held": 6}
     service = SimpleNamespace(
         client=SimpleNamespace(stats=stats, num_restarts=0),
         num_open=0,
         latency=latency,
-        accounts=Accounts(),
+        accounts=RateLimiter(),
         vllm_model_name=str,
     )
     samples = [list(each) for each in metrics.samples(service, 1)]
-    return ModelState(ready=True, model_len=8192, metrics=samples, last_requests=latency.last())
+    return ModelState(ready=True, model_len=8192, metrics=samples, last_requests=latency.recent())
 
 
 def say(browser, text):

@@ -6,7 +6,7 @@ import pytest
 
 from engine import wire
 from engine.serving import service as service_module
-from engine.serving.prompt import PromptReader
+from engine.serving.input_processor import InputProcessor
 from tests.patience import PATIENCE_S
 from tests.pure.service_fakes import FakeSender, a_payload, answer_to
 
@@ -55,16 +55,16 @@ def test_a_long_step_is_no_reason_not_to_be_ready(service, engine, silent_s, sta
 def busy_intake(service, monkeypatch):
     """Every intake thread has a request that takes long; -> what ends that."""
     gate, entered = threading.Event(), threading.Semaphore(0)
-    read = PromptReader.read
+    read = InputProcessor.read
     monkeypatch.setattr(
-        PromptReader, "read", lambda self, request: (entered.release(), gate.wait(PATIENCE_S), read(self, request))[2]
+        InputProcessor, "read", lambda self, request: (entered.release(), gate.wait(PATIENCE_S), read(self, request))[2]
     )
-    for number in range(service_module.NUM_INTAKE_THREADS):
+    for number in range(service_module.NUM_PARSER_THREADS):
         service.ask([number], f"long {number}")
         assert entered.acquire(timeout=PATIENCE_S)
     yield gate
     gate.set()
-    for number in range(service_module.NUM_INTAKE_THREADS):
+    for number in range(service_module.NUM_PARSER_THREADS):
         service.client.give([number], b"a", "length")
 
 
@@ -94,7 +94,7 @@ def test_a_request_whose_client_left_before_it_was_read_is_not_read(service, eng
 
 def test_what_waits_to_be_read_counts_as_waiting(make, engine, monkeypatch):
     gate, entered = threading.Event(), threading.Semaphore(0)
-    monkeypatch.setattr(service_module, "NUM_INTAKE_THREADS", 1)
+    monkeypatch.setattr(service_module, "NUM_PARSER_THREADS", 1)
     service = make(max_running=1, max_waiting=2)
     monkeypatch.setattr(
         service_module.wire, "only_object", lambda payload: (entered.release(), gate.wait(PATIENCE_S), {})[2]

@@ -11,7 +11,7 @@ from engine import wire
 from engine.errors import EngineUnavailable
 from engine.serving import reply as reply_module
 from engine.serving import service as service_module
-from engine.serving.prompt import PromptReader
+from engine.serving.input_processor import InputProcessor
 from tests.byte_tokenizer import EOS_ID
 from tests.patience import PATIENCE_S, wait_until
 from tests.pure.service_fakes import FakeSender, a_payload, answer_to
@@ -73,7 +73,7 @@ def test_more_requests_than_the_engine_takes_are_refused_before_their_tokens_are
     service = make(max_running=1, max_waiting=0)
     first = service.ask([1])
     engine.listener_of([1])
-    monkeypatch.setattr(PromptReader, "read", None)
+    monkeypatch.setattr(InputProcessor, "read", None)
     second = service.ask([2], req_id="b")
     assert second.final["error_code"] == 429
     assert second.final["error_msg"] == "0 requests are waiting, at most MAX_CACHED_TASK_NUM(0) may"
@@ -88,7 +88,7 @@ def test_more_requests_than_the_engine_takes_are_refused_before_their_tokens_are
 def test_more_waiting_tokens_than_the_engine_takes_are_refused_before_tokens_are_found(make, engine, monkeypatch):
     service = make(max_waiting_tokens=1000)
     engine.stats["num_waiting_tokens"] = 1000
-    monkeypatch.setattr(PromptReader, "read", None)
+    monkeypatch.setattr(InputProcessor, "read", None)
     final = service.ask().final
     assert (final["error_code"], final["error_msg"]) == (
         429,

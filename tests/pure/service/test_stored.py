@@ -105,7 +105,7 @@ def test_a_deleted_response_is_gone_and_no_longer_computed(service, engine, is_o
     assert about(service)["error_code"] == 404
     wait_until(lambda: not service.num_open)
     assert about(service)["error_code"] == about(service, action=wire.DELETE)["error_code"] == 404
-    assert not engine.listeners and not service._stored.kept
+    assert not engine.listeners and not service._stored.finished
 
 
 def test_a_response_that_fails_says_why(service, engine):
@@ -142,7 +142,7 @@ def test_after_its_time_a_response_is_dropped(make, engine):
     service = make(stored_ttl_s=0.0)
     begin(service)
     engine.give(PROMPT, b"a", "length")
-    wait_until(lambda: not service.num_open and not len(service._stored.kept))
+    wait_until(lambda: not service.num_open and not len(service._stored.finished))
     assert "for 0 s after its end" in about(service)["error_msg"]
 
 

@@ -6,36 +6,44 @@ from typing import Any
 
 from engine.wire import checks
 from engine.wire.checks import Check, brief, filled_string, json_object, kind_of, refusal, within
-from engine.wire.form import Form, Json, check_size, grammar, json_schema, lenient_json_schema, regex
 from engine.wire.schema import ID, holds
 from engine.wire.structural_tags import structural_tag
+from engine.wire.structured_output import (
+    Json,
+    StructuredOutput,
+    check_size,
+    grammar,
+    json_schema,
+    lenient_json_schema,
+    regex,
+)
 
 MAX_CHOICES = 4096
 
 
 @holds(type="array", items={"type": "string", "minLength": 1}, minItems=1, maxItems=MAX_CHOICES)
-def choice(key: str, value: Any) -> Form:
+def choice(key: str, value: Any) -> StructuredOutput:
     if not isinstance(value, list) or not value:
         raise refusal(key, "must be a list of strings, it is {value}", "empty" if value == [] else kind_of(value))
     if len(value) > MAX_CHOICES:
         raise refusal(key, "has {value} items, the limit is {limit}", len(value), MAX_CHOICES)
     for item in value:
         within(key, "[]", filled_string, item)
-    return Form(key, "choice", check_size(key, value))
+    return StructuredOutput(key, "choice", check_size(key, value))
 
 
 @holds(type="array", items=ID, minItems=1, maxItems=checks.MAX_TOKEN_IDS)
-def token_ids(key: str, value: Any) -> Form:
+def token_ids(key: str, value: Any) -> StructuredOutput:
     if not isinstance(value, list):
         raise refusal(key, "must be a list of token ids, it is {value}", kind_of(value))
     token_ids = sorted(set(checks.few_ids(key, value)))
     if not token_ids:
         raise refusal(key, "must hold at least one token id, it is {value}", "empty")
-    return Form(key, "token_ids", token_ids)
+    return StructuredOutput(key, "token_ids", token_ids)
 
 
 @holds(type="object")
-def response_format(key: str, value: Any) -> Form | None:
+def response_format(key: str, value: Any) -> StructuredOutput | None:
     """OpenAI's. None: free text."""
     kind = json_object(key, value).get("type")
     if kind == "text":
@@ -44,7 +52,7 @@ def response_format(key: str, value: Any) -> Form | None:
         if kind == "json_object" and value.get(name) is not None:
             return within(key, f".{name}", _check_of(value), value[name])
     if kind == "json_object":
-        return Form(key, "json", {"type": "object"})
+        return StructuredOutput(key, "json", {"type": "object"})
     if kind == "json_schema":
         schema = within(key, ".json_schema", json_object, value.get("json_schema"))
         return within(key, ".json_schema.schema", _check_of(schema), schema.get("schema"))
@@ -54,7 +62,7 @@ def response_format(key: str, value: Any) -> Form | None:
     raise refusal(key, f"must have a `type` of {kinds}, it is {{value}}", brief(kind))
 
 
-FORMS: dict[str, Check] = {
+STRUCTURED_OUTPUT_FIELDS: dict[str, Check] = {
     "guided_json": json_schema,
     "guided_regex": regex,
     "guided_choice": choice,

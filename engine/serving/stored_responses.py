@@ -9,8 +9,8 @@ from functools import partial
 from engine import wire
 from engine.errors import Cancelled, InvalidRequest, RequestError, UnknownAnswer
 from engine.serving.background import BackgroundSender
-from engine.serving.choice import Asked
-from engine.serving.kept import Kept, KeptAnswers, check_same
+from engine.serving.choice import RequestState
+from engine.serving.finished_requests import FinishedRequest, FinishedRequestCache, check_same
 from engine.serving.open_replies import OpenReplies
 from engine.serving.reply import Reply, Sender
 from engine.wire import GenerationRequest, Owner, StoredResponse
@@ -20,24 +20,24 @@ LEAVE_WITHIN_S = 5.0  # a reply that has ended: until its response is stored
 
 class StoredResponses:
     """Responses whose requests ask for it, by owner and id. One that is computed is found among the open replies, one
-    that has ended in the KeptAnswers. Thread-safe."""
+    that has ended in the FinishedRequestCache. Thread-safe."""
 
     def __init__(self, replies: OpenReplies, ttl_s: float, max_tokens: int):
         self._replies, self._ttl_s = replies, ttl_s
-        self.kept = KeptAnswers(ttl_s, max_tokens)
+        self.finished = FinishedRequestCache(ttl_s, max_tokens)
 
-    def keep(self, reply: Reply) -> None:
+    def add(self, reply: Reply) -> None:
         """Store the response of a reply that ends, if it is to be stored."""
         if reply.storing:
-            self.kept.keep(Kept(reply.asked, reply.error))
+            self.finished.add(FinishedRequest(reply.state, reply.error))
 
     def has(self, request: GenerationRequest, owner: Owner) -> bool:
         """Return whether this very request has been sent before. Raises DuplicateRequest if its id has another's
         response."""
-        reply, kept = self._replies.get(request.req_id), self.kept.get(owner.name, request.req_id)
-        for each in (reply, kept):
-            if each and each.asked.storing and each.asked.owner == owner.name:
-                check_same(each.asked, request)
+        reply, finished = self._replies.get(request.req_id), self.finished.get(owner.name, request.req_id)
+        for each in (reply, finished):
+            if each and each.state.storing and each.state.owner == owner.name:
+                check_same(each.state, request)
                 return True
         return False
 
@@ -48,11 +48,15 @@ class StoredResponses:
         if reply and reply.storing and isinstance(background := reply.sender, BackgroundSender):
             if reply.visit(partial(background.watch, sender, reply, num_sent)):
                 return
-            reply.has_left.wait(LEAVE_WITHIN_S)
-        kept = self.kept.get(owner.name, request.req_id)
-        if kept is None:
+            reply.is_released.wait(LEAVE_WITHIN_S)
+        finished = self.finished.get(owner.name, request.req_id)
+        if finished is None:
             raise self._unknown(request.req_id)
-        end = wire.Failure(kept.error, request.req_id) if kept.error else kept.asked.choices[0].so_far(num_sent)
+        end = (
+            wire.Failure(finished.error, request.req_id)
+            if finished.error
+            else finished.state.choices[0].delta_from(num_sent)
+        )
         sender.send(wire.write_answer(end), True)
 
     def answer(self, response_id: str, action: str, owner: Owner, sender: Sender) -> None:
@@ -62,21 +66,23 @@ class StoredResponses:
             sender.send(wire.write_answer(response), True)
 
         reply = self._replies.get(response_id)
-        if reply and reply.storing and reply.asked.owner == owner.name:
+        if reply and reply.storing and reply.state.owner == owner.name:
             if self._answer_open(reply, action, send):
                 return
-            reply.has_left.wait(LEAVE_WITHIN_S)
-        kept = (self.kept.pop if action == wire.DELETE else self.kept.get)(owner.name, response_id)
-        if kept is None:
+            reply.is_released.wait(LEAVE_WITHIN_S)
+        finished = (self.finished.pop if action == wire.DELETE else self.finished.get)(owner.name, response_id)
+        if finished is None:
             text = (
                 "there is no response {value}: with `store` or `background` one is stored for {limit} s after its end"
             )
             raise UnknownAnswer(text, value=wire.shown(response_id), limit=self._ttl_s)
         if action == wire.CANCEL:
-            _check_background(kept.asked)
+            _check_background(finished.state)
         send(
             _response(
-                kept.asked, wire.DELETED if action == wire.DELETE else _status(kept.asked, kept.error), kept.error
+                finished.state,
+                wire.DELETED if action == wire.DELETE else _status(finished.state, finished.error),
+                finished.error,
             )
         )
 
@@ -93,31 +99,31 @@ class StoredResponses:
             if action != wire.RETRIEVE and not reply.is_over:
                 reply.ended(Cancelled(f"the response was {'deleted' if action == wire.DELETE else 'cancelled'}"))
                 reply.cancel_all()
-            status = wire.DELETED if action == wire.DELETE else _status(reply.asked, reply.error, reply.has_begun)
-            send(_response(reply.asked, status, reply.error))
+            status = wire.DELETED if action == wire.DELETE else _status(reply.state, reply.error, reply.has_begun)
+            send(_response(reply.state, status, reply.error))
 
         if action == wire.CANCEL:
-            _check_background(reply.asked)
+            _check_background(reply.state)
         return reply.visit(visit)
 
 
-def _check_background(asked: Asked) -> None:
-    if not (asked.storing and asked.storing.is_background):
+def _check_background(state: RequestState) -> None:
+    if not (state.storing and state.storing.is_background):
         text = "the response {value} cannot be cancelled: only one whose request has `background` set can be"
-        raise InvalidRequest(text, value=wire.shown(asked.request.req_id))
+        raise InvalidRequest(text, value=wire.shown(state.request.req_id))
 
 
-def _status(asked: Asked, error: RequestError | None, has_begun: bool = True) -> str:
-    if reason := asked.choices[0].answer.finish_reason:
+def _status(state: RequestState, error: RequestError | None, has_begun: bool = True) -> str:
+    if reason := state.choices[0].answer.finish_reason:
         return wire.INCOMPLETE if reason == "length" else wire.COMPLETED
     if error:
         return wire.CANCELLED if isinstance(error, Cancelled) else wire.FAILED
     return wire.IN_PROGRESS if has_begun else wire.QUEUED
 
 
-def _response(asked: Asked, status: str, error: RequestError | None) -> StoredResponse:
+def _response(state: RequestState, status: str, error: RequestError | None) -> StoredResponse:
     """Called by one thread at a time for an answer that grows."""
-    about, messages = asked.storing.about if asked.storing else {}, asked.request.messages or []
+    about, messages = state.storing.about if state.storing else {}, state.request.messages or []
     error = error if status == wire.FAILED else None
     request = json.dumps([about, messages])
-    return StoredResponse(asked.request.req_id, status, request, asked.choices[0].so_far(), error)
+    return StoredResponse(state.request.req_id, status, request, state.choices[0].delta_from(), error)

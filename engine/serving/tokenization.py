@@ -6,10 +6,10 @@ from typing import Any
 
 from engine import wire
 from engine.errors import InvalidRequest
-from engine.serving.prompt import PromptReader
+from engine.serving.input_processor import InputProcessor
 
 
-def answer_about_tokens(body: dict[str, Any], reader: PromptReader) -> wire.Tokenized | wire.Detokenized | None:
+def tokenize_or_detokenize(body: dict[str, Any], reader: InputProcessor) -> wire.Tokenized | wire.Detokenized | None:
     """None when the request asks something else. Raises InvalidRequest."""
     for key, answer in ((wire.TOKENIZE, _tokenize), (wire.DETOKENIZE, _detokenize)):
         if key in body:
@@ -17,7 +17,7 @@ def answer_about_tokens(body: dict[str, Any], reader: PromptReader) -> wire.Toke
     return None
 
 
-def _tokenize(question: dict[str, Any], reader: PromptReader) -> wire.Tokenized:
+def _tokenize(question: dict[str, Any], reader: InputProcessor) -> wire.Tokenized:
     given = wire.checked(question, wire.TOKENIZE_FIELDS)
     if ("prompt" in given) == ("messages" in given):
         raise InvalidRequest("Exactly one of `{field}` and `messages` must be set", field="prompt")
@@ -33,13 +33,13 @@ def _tokenize(question: dict[str, Any], reader: PromptReader) -> wire.Tokenized:
     return wire.Tokenized(token_ids, reader.lengths.model_len, names)
 
 
-def _rendered(given: dict[str, Any], reader: PromptReader) -> str:
+def _rendered(given: dict[str, Any], reader: InputProcessor) -> str:
     own = ("add_generation_prompt", "continue_final_message", "tools")
     variables = {name: given[name] for name in own if name in given}
     return reader.tokenizer.render_chat(given["messages"], **{**given.get("chat_template_kwargs", {}), **variables})
 
 
-def _detokenize(question: dict[str, Any], reader: PromptReader) -> wire.Detokenized:
+def _detokenize(question: dict[str, Any], reader: InputProcessor) -> wire.Detokenized:
     given = wire.checked(question, wire.DETOKENIZE_FIELDS)
     if "tokens" not in given:
         raise InvalidRequest("`{field}` is missing", field="tokens")

@@ -12,13 +12,13 @@ from engine.wire.json_bounds import with_exact_bounds, with_exact_bounds_in_lark
 from engine.wire.json_schemas import to_follow
 from engine.wire.schema import holds
 
-MAX_FORM_BYTES = 128 << 10  # as JSON
+MAX_GRAMMAR_BYTES = 128 << 10  # as JSON
 MAX_NESTING = 100  # of a schema
 
 Json = dict[str, Any]
 
 
-class Form(NamedTuple):
+class StructuredOutput(NamedTuple):
     field: str  # that asks for it
     kind: str  # json, regex, choice, grammar, token_ids, structural_tag
     value: Any
@@ -26,26 +26,26 @@ class Form(NamedTuple):
 
 
 @holds(type=["object", "string"])
-def json_schema(key: str, value: Any, strict: bool = True) -> Form:
+def json_schema(key: str, value: Any, strict: bool = True) -> StructuredOutput:
     """Unless it is `strict`, keywords that cannot be enforced are left out."""
     schema = object_or_text(key, value)
     check_size(key, schema)
     check_depth(key, schema)
-    return Form(key, "json", *to_follow(key, with_exact_bounds(key, schema), strict))
+    return StructuredOutput(key, "json", *to_follow(key, with_exact_bounds(key, schema), strict))
 
 
-def lenient_json_schema(key: str, value: Any) -> Form:
+def lenient_json_schema(key: str, value: Any) -> StructuredOutput:
     return json_schema(key, value, strict=False)
 
 
 @holds(type="string", minLength=1)
-def regex(key: str, value: Any) -> Form:
-    return Form(key, "regex", check_size(key, filled_string(key, value)))
+def regex(key: str, value: Any) -> StructuredOutput:
+    return StructuredOutput(key, "regex", check_size(key, filled_string(key, value)))
 
 
 @holds(type="string", minLength=1)
-def grammar(key: str, value: Any) -> Form:
-    return Form(key, "grammar", with_exact_bounds_in_lark(key, check_size(key, filled_string(key, value))))
+def grammar(key: str, value: Any) -> StructuredOutput:
+    return StructuredOutput(key, "grammar", with_exact_bounds_in_lark(key, check_size(key, filled_string(key, value))))
 
 
 def object_or_text(key: str, value: Any) -> Json:
@@ -61,8 +61,8 @@ def object_or_text(key: str, value: Any) -> Json:
 
 def check_size(key: str, value: Any) -> Any:
     num_bytes = len(string(key, json.dumps(value, ensure_ascii=False)).encode())
-    if num_bytes > MAX_FORM_BYTES:
-        raise refusal(key, "has {value} bytes, the limit is {limit}", num_bytes, MAX_FORM_BYTES)
+    if num_bytes > MAX_GRAMMAR_BYTES:
+        raise refusal(key, "has {value} bytes, the limit is {limit}", num_bytes, MAX_GRAMMAR_BYTES)
     return value
 
 

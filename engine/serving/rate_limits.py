@@ -1,5 +1,5 @@
-"""What each owner has open and has used, and whether they may have more. Kept here, beside the one engine, and not in
-the gateway, of which there may be several processes. Thread-safe."""
+"""Usage counters and rate limits by API key owner. They are kept beside the one engine and not in the gateway, which
+may have several processes. Thread-safe."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from dataclasses import dataclass, field
 from engine.errors import Overloaded
 from engine.wire import Owner
 
-# Beyond, strangers share one: names come from the gateway's file, or from who asks Triton directly.
-MAX_ACCOUNTS = 10_000
+# Owners beyond this number share one record: names come from the gateway's file, or from direct clients of Triton.
+MAX_OWNERS = 10_000
 
 
 @dataclass(eq=False)
-class Account:
-    """Of one owner, in tokens and requests since the start."""
+class OwnerUsage:
+    """Requests and tokens of one owner since the start of the process, and the check of its limits."""
 
     name: str
     num_open: int = 0
-    num_requests: int = 0  # let in
+    num_requests: int = 0  # admitted
     num_refused: int = 0
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
-    _used: float = 0.0  # tokens that count for the limit: they are forgotten at its rate
+    _used: float = 0.0  # level of a leaky bucket, in tokens: it decreases at the rate of the limit
     _used_at: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def enter(self, owner: Owner) -> None:
-        """A request is let in; every one must `leave`. Raises Overloaded."""
+    def admit(self, owner: Owner) -> None:
+        """Count a request as open, or raise Overloaded. Every admitted request must call `release` once."""
         with self._lock:
             try:
                 self._check(owner)
@@ -41,12 +41,14 @@ class Account:
             self.num_requests += 1
 
     def charge(self, num_prompt: int, num_generated: int) -> None:
+        """Add prompt and generated tokens to the counters and to the rate limit."""
         with self._lock:
             self.num_prompt_tokens += num_prompt
             self.num_generated_tokens += num_generated
             self._used += num_prompt + num_generated
 
-    def leave(self) -> None:
+    def release(self) -> None:
+        """Count a request as no longer open."""
         with self._lock:
             self.num_open -= 1
 
@@ -64,20 +66,23 @@ class Account:
             raise _overloaded(text, int(self._used), limit, math.floor((self._used - limit) / rate) + 1)
 
 
-class Accounts:
+class RateLimiter:
+    """Owns the usage record of every API key owner."""
+
     def __init__(self) -> None:
-        self._accounts: dict[str, Account] = {}
+        self._usages: dict[str, OwnerUsage] = {}
         self._lock = threading.Lock()
 
-    def of(self, owner: Owner) -> Account:
+    def usage_of(self, owner: Owner) -> OwnerUsage:
+        """Return the usage record of `owner`, which is created on first use."""
         with self._lock:
-            name = owner.name if owner.name in self._accounts or len(self._accounts) < MAX_ACCOUNTS else ""
-            return self._accounts.setdefault(name, Account(name))
+            name = owner.name if owner.name in self._usages or len(self._usages) < MAX_OWNERS else ""
+            return self._usages.setdefault(name, OwnerUsage(name))
 
-    def named(self) -> list[Account]:
-        """All but the one of nobody in particular."""
+    def named_owners(self) -> list[OwnerUsage]:
+        """Return the records of all owners that have a name."""
         with self._lock:
-            return [account for name, account in self._accounts.items() if name]
+            return [owner_usage for name, owner_usage in self._usages.items() if name]
 
 
 def _overloaded(text: str, value: int, limit: int, retry_after_s: int) -> Overloaded:

@@ -21,7 +21,7 @@ from engine.wire import LOAD_LORA, LORA_FIELDS, UNLOAD_LORA, shown
 log = logging.getLogger(__name__)
 
 
-class LoraNames:
+class LoraRegistry:
     """Thread-safe. With `file` they are kept for the next process of the same server, should this one die. Raises
     AdapterError."""
 
@@ -29,12 +29,12 @@ class LoraNames:
         self._config, self._graph_dir, self._file = config, graph_dir, file
         self._server = [str(graph_dir), config.lora_modules, config.lora_dir]  # of another one nothing is taken
         self._lock = threading.Lock()
-        kept = self._kept()
+        kept = self._load_saved()
         self._adapters: Mapping[str, Adapter] = self._of_settings() if kept is None else kept
-        self._keep()
+        self._save()
 
     @classmethod
-    def of_server(cls, config: Config) -> LoraNames:
+    def of_server(cls, config: Config) -> LoraRegistry:
         return cls(config, config.graph_path, config.run_path / LORAS_FILE)
 
     def names(self) -> list[str]:
@@ -87,7 +87,7 @@ class LoraNames:
 
     def _change(self, adapters: dict[str, Adapter]) -> None:
         self._adapters = adapters
-        self._keep()
+        self._save()
 
     def _check_room(self, lora_name: str) -> None:
         if lora_name in self._adapters:
@@ -119,7 +119,7 @@ class LoraNames:
     def _of_settings(self) -> dict[str, Adapter]:
         return {name: self._checked(path) for name, path in self._config.lora_paths.items()}
 
-    def _kept(self) -> dict[str, Adapter] | None:
+    def _load_saved(self) -> dict[str, Adapter] | None:
         if self._file is None or not self._config.has_loras:
             return None
         try:
@@ -128,7 +128,7 @@ class LoraNames:
             return None
         return {name: tuple(adapter) for name, adapter in adapters.items()} if server == self._server else None
 
-    def _keep(self) -> None:
+    def _save(self) -> None:
         if self._file is None or not self._config.has_loras:
             return
         partial = self._file.with_name(f"{self._file.name}.{os.getpid()}")  # the engine may write the same

@@ -12,8 +12,8 @@ from safetensors.numpy import load_file, save_file
 from engine.errors import ConfigError, InvalidRequest, UnknownModel
 from engine.llm import LLM
 from engine.models.adapters import AdapterError, checked, identified
-from engine.serving import loras
-from engine.serving.loras import LoraNames
+from engine.serving import lora_registry
+from engine.serving.lora_registry import LoraRegistry
 from engine.serving.options import ServiceOptions
 from engine.serving.service import Service
 from engine.settings.config import Config
@@ -215,12 +215,12 @@ def unload(names, name, owner=NOBODY):
 
 def test_the_log_has_the_names_of_adapters_escaped(model, folder, caplog):
     caplog.set_level("INFO")
-    load(LoraNames(Config(lora_dir=str(folder)), model), "x\n\x1b[31m", "a")
+    load(LoraRegistry(Config(lora_dir=str(folder)), model), "x\n\x1b[31m", "a")
     assert caplog.messages == [r'load_lora_adapter: "x\n\u001b[31m"']
 
 
 def test_what_is_loaded_can_be_asked_for_until_it_is_unloaded(model, folder):
-    names = LoraNames(Config(lora_dir=str(folder), max_loras=2), model)
+    names = LoraRegistry(Config(lora_dir=str(folder), max_loras=2), model)
     assert load(names, "one", "a") == Loras(["one"])
     assert load(names, "two", folder / "inner") == Loras(["one", "two"])
     assert names.find("two") == identified(folder / "a")
@@ -231,23 +231,23 @@ def test_what_is_loaded_can_be_asked_for_until_it_is_unloaded(model, folder):
         with pytest.raises(InvalidRequest, match=trouble):
             load(names, again, "a")
     assert unload(names, "one") == Loras(["two"])
-    for ask in (unload, LoraNames.find):
+    for ask in (unload, LoraRegistry.find):
         with pytest.raises(UnknownModel, match=r'The `lora_name` "one" is none that is loaded, there are \[two\]'):
             ask(names, "one")
     assert names.answer({"text": "Hi"}, Owner()) is None
 
 
 def test_a_disk_that_does_not_answer_holds_up_no_other_request(model, folder, tokenizer, monkeypatch):
-    names = LoraNames(Config(lora_modules="one=a", lora_dir=str(folder)), model)
+    names = LoraRegistry(Config(lora_modules="one=a", lora_dir=str(folder)), model)
     answers, is_read = threading.Event(), threading.Event()
-    read = loras.checked
+    read = lora_registry.checked
 
     def slow(*args):
         is_read.set()
         assert answers.wait(PATIENCE_S)
         return read(*args)
 
-    monkeypatch.setattr(loras, "checked", slow)
+    monkeypatch.setattr(lora_registry, "checked", slow)
     engine = FakeEngine()
     service = Service(a_reader(tokenizer, loras=names), engine, ServiceOptions())
 
@@ -277,7 +277,7 @@ def test_a_disk_that_does_not_answer_holds_up_no_other_request(model, folder, to
     "path", ["..", "../secret", "link", "/etc", "a/../../secret", "\0", "of links out", "{tmp}/secret"]
 )
 def test_nothing_outside_of_the_folder_is_looked_at(model, folder, path):
-    names = LoraNames(Config(lora_dir=str(folder)), model)
+    names = LoraRegistry(Config(lora_dir=str(folder)), model)
     with pytest.raises(InvalidRequest, match="The `lora_path` .* is not in LORA_DIR"):
         load(names, "x", path.replace("{tmp}", str(folder.parent)))
     with pytest.raises(InvalidRequest, match="adapter_config.json cannot be read: No such file"):
@@ -286,11 +286,11 @@ def test_nothing_outside_of_the_folder_is_looked_at(model, folder, path):
 
 
 def test_only_a_setting_and_nobody_with_a_key_of_a_name_lets_adapters_be_changed(model, folder):
-    names = LoraNames(Config(lora_modules=f"one={folder / 'a'}"), model)
+    names = LoraRegistry(Config(lora_modules=f"one={folder / 'a'}"), model)
     for ask in (lambda: load(names, "x", folder / "a"), lambda: unload(names, "one")):
         with pytest.raises(InvalidRequest, match="LORA_DIR is not set"):
             ask()
-    names = LoraNames(Config(lora_modules="one=a", lora_dir=str(folder)), model)
+    names = LoraRegistry(Config(lora_modules="one=a", lora_dir=str(folder)), model)
     with pytest.raises(InvalidRequest, match="who has a key of a name cannot load or unload them"):
         unload(names, "one", Owner("somebody"))
     with pytest.raises(InvalidRequest, match="`lora_path` is missing"):
@@ -300,16 +300,16 @@ def test_only_a_setting_and_nobody_with_a_key_of_a_name_lets_adapters_be_changed
 
 def test_the_next_process_of_the_server_has_what_the_last_one_had(model, folder, tmp_path, exported):
     config = Config(lora_modules="one=a", lora_dir=str(folder), run_dir=str(tmp_path), graph_dir=str(model))
-    names = LoraNames.of_server(config)
+    names = LoraRegistry.of_server(config)
     load(names, "two", "a")
     unload(names, "one")
     shutil.rmtree(folder / "a")  # the names stay as they are; requests will be told
-    assert LoraNames.of_server(config).find("two") == names.find("two")
+    assert LoraRegistry.of_server(config).find("two") == names.find("two")
     with pytest.raises(AdapterError, match="cannot be read"):  # another model begins with the settings
-        LoraNames.of_server(Config(**{**vars(config), "graph_dir": str(exported("qwen2"))}))
+        LoraRegistry.of_server(Config(**{**vars(config), "graph_dir": str(exported("qwen2"))}))
     (tmp_path / LORAS_FILE).write_text("[")
     with pytest.raises(AdapterError, match="cannot be read"):
-        LoraNames.of_server(config)
+        LoraRegistry.of_server(config)
 
 
 def test_prompts_offline_may_have_adapters(folder, exported):
@@ -329,4 +329,4 @@ def test_prompts_offline_may_have_adapters(folder, exported):
 def test_an_adapter_of_the_start_that_does_not_fit_is_named(model, folder, checkpoint, tmp_path):
     other = make_adapter(tmp_path / "other", checkpoint("llama"), 1)
     with pytest.raises(AdapterError, match=f"adapter {other}: tensor .* has shape"):
-        LoraNames(Config(lora_modules=f"one={other}"), model)
+        LoraRegistry(Config(lora_modules=f"one={other}"), model)

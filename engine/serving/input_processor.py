@@ -13,10 +13,10 @@ from engine.core.types import Sampling
 from engine.errors import InvalidRequest
 from engine.exporting.head import is_of_tokens, load_head
 from engine.exporting.manifest import Manifest
-from engine.serving.form import Forms
-from engine.serving.lengths import CacheSize, Lengths
-from engine.serving.loras import LoraNames
-from engine.serving.of_prompt import check_head, check_reading
+from engine.serving.grammar_builder import GrammarBuilder
+from engine.serving.length_limits import CacheSize, LengthLimits
+from engine.serving.lora_registry import LoraRegistry
+from engine.serving.prompt_outputs import check_classifier, check_prompt_outputs
 from engine.settings.config import Config
 from engine.text.tokenizer import Tokenizer
 from engine.wire import SCORE, GenerationRequest, shown
@@ -29,7 +29,7 @@ class Prompt:
     n: int = 1  # answers that are made
     salt: str = ""  # of the prefix cache
     head: np.ndarray | None = None  # [labels, H]: its scores are wanted, not the hidden state that they are made of
-    thought: str | None = None  # that its answers begin with, see `Forms.thought_of`
+    reasoning: str | None = None  # that its answers begin with, see `GrammarBuilder.reasoning_of`
 
     def pooled(self, hidden: bytes) -> bytes:
         """What is told of this hidden state, both f32."""
@@ -41,14 +41,14 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class PromptReader:
+class InputProcessor:
     """For one model, by the settings of its server."""
 
     tokenizer: Tokenizer
     vocab_size: int  # of the model, at least the tokenizer's
-    lengths: Lengths
-    loras: LoraNames
-    forms: Forms = Forms()
+    lengths: LengthLimits
+    loras: LoraRegistry
+    grammar_builder: GrammarBuilder = GrammarBuilder()
     head: np.ndarray | None = None  # of a model that scores, and writes no answers
     joins_pairs: bool = False  # it was made to write: the two texts of a pair are one
 
@@ -59,8 +59,8 @@ class PromptReader:
         graph_dir: Path,
         tokenizer: Tokenizer,
         cache_size: CacheSize = lambda: None,
-        loras: LoraNames | None = None,
-    ) -> PromptReader:
+        loras: LoraRegistry | None = None,
+    ) -> InputProcessor:
         """For the exported model in `graph_dir`."""
         model = Manifest.read(graph_dir)
         model_len = config.model_len(model.max_seq_len)
@@ -69,9 +69,9 @@ class PromptReader:
         return cls(
             tokenizer=tokenizer,
             vocab_size=model.vocab_size,
-            lengths=Lengths(model_len, max_seq_len, max_dec_len, cache_size, is_cut, *_groups(model, config)),
-            loras=loras or LoraNames(config, graph_dir),
-            forms=Forms.of_server(config),
+            lengths=LengthLimits(model_len, max_seq_len, max_dec_len, cache_size, is_cut, *_groups(model, config)),
+            loras=loras or LoraRegistry(config, graph_dir),
+            grammar_builder=GrammarBuilder.of_server(config),
             head=load_head(graph_dir),
             joins_pairs=is_of_tokens(graph_dir),
         )
@@ -79,15 +79,15 @@ class PromptReader:
     def read(self, request: GenerationRequest) -> Prompt:
         """Raises InvalidRequest; the message names the field, the value and the limit."""
         token_ids = self._prompt_ids(request)
-        check_head(request, self.head is not None)
+        check_classifier(request, self.head is not None)
         self.check_ids(request.source, token_ids)
         max_new_tokens = self.lengths.max_new_tokens(request, len(token_ids))
-        check_reading(request, len(token_ids))
+        check_prompt_outputs(request, len(token_ids))
         self.check_ids("eos_token_ids", request.eos_token_ids)
         self.check_ids("bad_words_token_ids", request.bad_words_token_ids)
         self.check_ids("logit_bias", [token_id for token_id, _ in request.logit_bias])
-        thought = self.forms.thought_of(request, token_ids, self.tokenizer)
-        sampling = self._sampling(request, max_new_tokens, thought)
+        reasoning = self.grammar_builder.reasoning_of(request, token_ids, self.tokenizer)
+        sampling = self._sampling(request, max_new_tokens, reasoning)
         self._check_something_is_left(sampling)
         for answer in request.answer_ids:
             self.check_ids("answer_ids", answer)
@@ -96,13 +96,13 @@ class PromptReader:
                 raise InvalidRequest(text, field="answer_ids", value=len(answer), limit=max_new_tokens)
         head = self.head if request.pooling == SCORE else None
         n = request.n if request.use_beam_search else request.best_of or request.n
-        return Prompt(token_ids, sampling, n, request.cache_salt or "", head, thought)
+        return Prompt(token_ids, sampling, n, request.cache_salt or "", head, reasoning)
 
-    def _sampling(self, request: GenerationRequest, max_new_tokens: int, thought: str | None) -> Sampling:
+    def _sampling(self, request: GenerationRequest, max_new_tokens: int, reasoning: str | None) -> Sampling:
         stop_ids = self._stop_ids(request)
-        form = self.forms.of(request, thought, stop_ids, self.tokenizer)
-        if request.form and request.form.kind == "token_ids":
-            self.check_ids(request.form.field, request.form.value)
+        grammar = self.grammar_builder.build(request, reasoning, stop_ids, self.tokenizer)
+        if request.structured_output and request.structured_output.kind == "token_ids":
+            self.check_ids(request.structured_output.field, request.structured_output.value)
         is_choosing = request.is_chosen and not request.use_beam_search
         return Sampling(
             max_new_tokens=max_new_tokens,
@@ -117,7 +117,7 @@ class PromptReader:
             length_penalty=request.length_penalty,
             num_prompt_logprobs=request.prompt_logprobs,
             pooling="last" if request.pooling == SCORE else request.pooling or "",
-            form=form,
+            form=grammar,
             adapter=self.loras.find(request.lora_name) if request.lora_name else (),
         )
 

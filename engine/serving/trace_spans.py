@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from engine.serving.reply import Reply
 
 
-def spans_of(reply: Reply, model_name: str) -> list[Span]:
+def request_spans(reply: Reply, model_name: str) -> list[Span]:
     """Of one that ends now; none of a trace that is not sampled."""
-    parent = Context.read(reply.asked.request.traceparent)
+    parent = Context.read(reply.state.request.traceparent)
     return [*_spans(reply, model_name, parent, parent.child())] if parent.is_sampled else []
 
 
 def _spans(reply: Reply, model_name: str, parent: Context, own: Context) -> Iterator[Span]:
-    request, sampling, now = reply.asked.request, reply.prompt.sampling, time.time()
+    request, sampling, now = reply.state.request, reply.prompt.sampling, time.time()
     told = [choice.of_prompt for choice in reply.choices if choice.of_prompt]
     operation = "embeddings" if request.pooling else "chat" if request.messages else "text_completion"
     attributes = {

@@ -1,4 +1,5 @@
-"""How long prompt and answer may be: by the model, the settings, and the blocks of the KV cache. Knows no tokens."""
+"""Length limits of prompt and answer: by the model, the settings and the size of the KV cache. It handles numbers of
+tokens only, no token ids."""
 
 from __future__ import annotations
 
@@ -12,20 +13,20 @@ CacheSize = Callable[[], tuple[int, int] | None]
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """In tokens. `model_len` limits prompt and answer together; `cache_size` gives the blocks of the KV cache and the
-    tokens of each, None when they are not known yet."""
+class LengthLimits:
+    """Length limits of a server, in tokens. `model_len` limits prompt and answer together. `cache_size` returns the
+    number of blocks of the KV cache and the tokens per block, or None while the engine is starting."""
 
     model_len: int
     max_seq_len: int
     max_dec_len: int
     cache_size: CacheSize = lambda: None
     is_cut_by_setting: bool = False  # model_len is MAX_MODEL_LEN
-    num_paged: int = 1  # cache groups that keep every position
-    num_bounded: int = 0  # blocks that the others of a request need at most
+    num_paged: int = 1  # cache groups that store every position
+    num_bounded: int = 0  # upper bound of the blocks that a request needs in its other cache groups
 
     def check_bytes(self, field: str, num_bytes: int, max_token_bytes: int) -> None:
-        """Refuses what is too long whatever its tokens are, before time goes into finding them."""
+        """Raise PromptTooLong for a text that exceeds the limit with any tokenization, before it is tokenized."""
         limit = self.max_seq_len * max_token_bytes
         if num_bytes > limit:
             name = self._limit("MAX_SEQ_LEN", self.max_seq_len)
@@ -33,7 +34,7 @@ class Lengths:
             raise PromptTooLong(sentence, field=field, value=num_bytes, limit=limit)
 
     def longest_prompt(self, request: GenerationRequest) -> int:
-        """Beside the answer that is asked for."""
+        """Return the length to which a prompt must be truncated so that the requested answer fits."""
         answer_len = 0 if request.pooling else _shortest_answer(request)
         wanted = request.max_dec_len or 0
         if request.cut_max_dec_len:
@@ -42,7 +43,7 @@ class Lengths:
         return max(1, min(self.max_seq_len, self.model_len - answer_len))
 
     def max_new_tokens(self, request: GenerationRequest, prompt_len: int) -> int:
-        """Of each answer to such a prompt. Raises InvalidRequest."""
+        """Return the maximum length of each answer to a prompt of `prompt_len` tokens. Raises InvalidRequest."""
         if prompt_len > self.max_seq_len:
             name = self._limit("MAX_SEQ_LEN", self.max_seq_len)
             text = f"Length of input token({{value}}) exceeds the limit {name}({{limit}})."
@@ -72,13 +73,14 @@ class Lengths:
         return maximum
 
     def _longest_answer(self, request: GenerationRequest, prompt_len: int) -> int:
-        """Return the room for each answer. Where a length is given, answers that do not fit beside the others wait."""
+        """Return the longest possible answer. If the client gives a length, the n answers need not fit the KV cache at
+        once: those that do not fit wait."""
         are_at_once = request.max_dec_len is None or request.use_beam_search
         room = self._room(prompt_len, (request.best_of or request.n) if are_at_once else 1)
         return min(self.model_len - prompt_len, self.max_dec_len, room)
 
     def _limit(self, setting: str, value: int) -> str:
-        """Name the limit: where the model ends, no larger setting helps."""
+        """Return the name of the effective limit: if the model is the limit, a larger setting does not help."""
         if value < self.model_len:
             return setting
         return "MAX_MODEL_LEN" if self.is_cut_by_setting else "of the model"
@@ -87,8 +89,8 @@ class Lengths:
         return ": MAX_MODEL_LEN limits prompt and answer together" if self.is_cut_by_setting else ""
 
     def _room(self, prompt_len: int, n: int) -> int:
-        """The longest that each of `n` answers can be when they run at once. They share the full blocks of the prompt;
-        the last token needs no place."""
+        """Return the maximum length of each of `n` answers that run at once. They share the full blocks of the prompt,
+        and the last token is not stored."""
         if (cache_size := self.cache_size()) is None:
             return self.model_len
         num_blocks, block_size = cache_size

@@ -1,4 +1,5 @@
-"""One answer in the making: its tokens, their text as it becomes certain, and why it ended. No sockets, no threads."""
+"""Output of one completion while it is generated: its tokens, their detokenized text and its finish reason. Independent
+of sockets and threads."""
 
 from __future__ import annotations
 
@@ -11,41 +12,43 @@ from engine.text.tokenizer import Tokenizer
 from engine.wire import GenerationRequest
 
 
-class OpenAnswer:
-    """Grows with `push` until `finish_reason` is set: by the engine, or by a stop string, of which it knows nothing."""
+class CompletionOutput:
+    """Tokens and text of one completion. `push` extends it until `finish_reason` is set, by the engine or by a stop
+    string, which the engine does not know."""
 
     def __init__(self, tokenizer: Tokenizer, request: GenerationRequest):
-        self.token_ids: list[int] = []  # without the stop id; at the end, those of the text
-        self.logprobs: list[Logprobs | None] = []  # of each of them
-        self.num_generated = 0  # with the stop id
-        self.stop_token: tuple[int, Logprobs | None] | None = None  # that one
-        self.text = ""  # as far as it is certain
-        self.ends: list[int] = []  # of each token whose text is certain: the characters of the text up to there
+        self.token_ids: list[int] = []  # without the stop token; after the end, only tokens of the visible text
+        self.logprobs: list[Logprobs | None] = []  # one entry per token of token_ids
+        self.num_generated = 0  # includes the stop token
+        self.stop_token: tuple[int, Logprobs | None] | None = None
+        self.text = ""  # excludes incomplete characters and possible beginnings of stop strings
+        self.ends: list[int] = []  # for each visible token: length of the text up to its end, in characters
         self.finish_reason: str | None = None
-        self.stop_string: str | None = None  # that ended it
+        self.stop_string: str | None = None  # the stop string that ended the text
         self._stream = TextStream(tokenizer, _text_options(request))
 
     @property
     def num_visible(self) -> int:
-        """Of token_ids, those whose text is certain."""
+        """Number of leading tokens of `token_ids` whose text is final."""
         return len(self.ends)
 
     @property
     def mean_logprob(self) -> float:
-        """Of all its tokens, where they are known."""
+        """Mean log-probability of the tokens whose log-probability is known; 0 if there is none."""
         stop_token = [self.stop_token[1]] if self.stop_token else []
         known = [each.chosen for each in (*self.logprobs, *stop_token) if each]
         return sum(known) / max(len(known), 1)
 
     def text_len(self, num_tokens: int) -> int:
-        """Characters of the first tokens, as far as they are visible."""
+        """Return the number of characters of the first `num_tokens` tokens, as far as they are visible."""
         return self.ends[min(num_tokens, len(self.ends)) - 1] if num_tokens and self.ends else 0
 
     def push(self, tokens: Sequence[tuple[int, Logprobs | None]], finish_reason: str | None) -> None:
-        """What the engine has made: `finish_reason` is of the last token, which with "stop" is the stop id."""
+        """Append tokens from the engine. `finish_reason` belongs to the last one, which is the stop token if the
+        reason is "stop"."""
         self.num_generated += len(tokens)
         if finish_reason == "stop":
-            *tokens, self.stop_token = tokens  # it is not part of the answer
+            *tokens, self.stop_token = tokens  # the stop token is not part of the text
         self.token_ids += [token_id for token_id, _ in tokens]
         self.logprobs += [logprobs for _, logprobs in tokens]
         self._show(self._stream.push(token_id for token_id, _ in tokens))
@@ -63,19 +66,22 @@ class OpenAnswer:
         self.stop_string = delta.stopped
 
 
-class Answering(Protocol):
+class HasCompletion(Protocol):
+    """Anything that owns a CompletionOutput: a Choice of the server, or an open request of `LLM`."""
+
     @property
-    def answer(self) -> OpenAnswer: ...
+    def answer(self) -> CompletionOutput: ...
 
 
-A = TypeVar("A", bound=Answering)
+T = TypeVar("T", bound=HasCompletion)
 
 
-def best(all_of_them: Sequence[A], n: int) -> list[A]:
-    """The `n` that are likeliest by the token, the best first; as they come where no more than these were made."""
-    if len(all_of_them) <= n:
-        return list(all_of_them)
-    return sorted(all_of_them, key=lambda each: -each.answer.mean_logprob)[:n]
+def select_best(candidates: Sequence[T], n: int) -> list[T]:
+    """Return the `n` candidates with the highest mean log-probability, best first; all of them in their order if there
+    are no more than `n`."""
+    if len(candidates) <= n:
+        return list(candidates)
+    return sorted(candidates, key=lambda each: -each.answer.mean_logprob)[:n]
 
 
 def _text_options(request: GenerationRequest) -> TextOptions:

@@ -8,11 +8,11 @@ from engine import wire
 from engine.serving.metrics import samples
 
 if TYPE_CHECKING:
-    from engine.serving.prompt import PromptReader
+    from engine.serving.input_processor import InputProcessor
     from engine.serving.service import Service
 
 
-def state_of(service: Service, reader: PromptReader, max_running: int, with_metrics: bool) -> wire.ModelState:
+def model_state(service: Service, reader: InputProcessor, max_running: int, with_metrics: bool) -> wire.ModelState:
     client, reason = service.client, service.not_ready_reason()
     stats = client.stats
     return wire.ModelState(
@@ -31,5 +31,5 @@ def state_of(service: Service, reader: PromptReader, max_running: int, with_metr
         num_restarts=client.num_restarts,
         loras=reader.loras.names(),
         metrics=samples(service, max_running) if with_metrics else None,
-        last_requests=service.latency.last() if with_metrics else None,
+        last_requests=service.latency.recent() if with_metrics else None,
     )

@@ -12,9 +12,9 @@ from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.limits import Limits
 from engine.core.types import Request, Sampling
 from engine.errors import InvalidRequest, PromptTooLong
-from engine.serving.form import Forms
-from engine.serving.lengths import Lengths
-from engine.serving.prompt import PromptReader
+from engine.serving.grammar_builder import GrammarBuilder
+from engine.serving.input_processor import InputProcessor
+from engine.serving.length_limits import LengthLimits
 from engine.settings.config import Config
 from engine.text.tokenizer import Tokenizer
 from engine.wire import parse_request
@@ -215,7 +215,7 @@ def test_a_length_that_may_be_cut_is_as_long_as_there_is_room(reader):
 
 
 def test_a_prompt_may_fill_the_model_but_for_one_token(reader):
-    reader = replace(reader, lengths=Lengths(100, 100, 50))
+    reader = replace(reader, lengths=LengthLimits(100, 100, 50))
     assert sampling_of(reader, input_ids=[1] * 99).max_new_tokens == 1
     for fields in ({}, {"max_dec_len": 5, "cut_max_dec_len": True}):
         too_long = refusal(reader, input_ids=[1] * 100, **fields)
@@ -237,7 +237,7 @@ def test_a_prompt_may_fill_the_model_but_for_one_token(reader):
     ],
 )
 def test_a_prompt_is_cut_so_that_the_answer_that_is_asked_for_fits(reader, fields, prompt_len):
-    long, ids = replace(reader, lengths=Lengths(100, 100, 50)), [*range(200)]
+    long, ids = replace(reader, lengths=LengthLimits(100, 100, 50)), [*range(200)]
     read = long.read(a_request(input_ids=ids, truncate_prompt_tokens=-1, **fields))
     assert read.token_ids == ids[-prompt_len:]
     short = reader.read(a_request(input_ids=ids, truncate_prompt_tokens=-1, **fields)).token_ids
@@ -245,19 +245,19 @@ def test_a_prompt_is_cut_so_that_the_answer_that_is_asked_for_fits(reader, field
 
 
 def test_the_models_own_length_is_not_blamed_on_a_setting(reader):
-    reader = replace(reader, lengths=Lengths(16, 16, 16))
+    reader = replace(reader, lengths=LengthLimits(16, 16, 16))
     assert str(refusal(reader, input_ids=[1] * 17)) == "Length of input token(17) exceeds the limit of the model(16)."
     too_long = refusal(reader, input_ids=[1], max_dec_len=17)
     assert str(too_long) == "The parameter max_dec_len(17) exceeds the limit of the model(16)."
     assert "fit the limit of the model(16)" in str(refusal(reader, text="x" * 10_000))
-    cut = replace(reader, lengths=Lengths(16, 16, 16, is_cut_by_setting=True))
+    cut = replace(reader, lengths=LengthLimits(16, 16, 16, is_cut_by_setting=True))
     assert "exceeds the limit MAX_MODEL_LEN(16)." in str(refusal(cut, input_ids=[1] * 17))
     why = "max_seq_len (16): MAX_MODEL_LEN limits prompt and answer together"
     assert why in str(refusal(cut, input_ids=[1] * 10, max_dec_len=7))
 
 
 def test_several_answers_whose_length_may_be_reduced_need_not_fit_the_kv_cache_at_once(reader):
-    small = replace(reader, lengths=Lengths(100, 80, 50, lambda: (5, 10)))
+    small = replace(reader, lengths=LengthLimits(100, 80, 50, lambda: (5, 10)))
     fields = {"input_ids": [1] * 10, "max_dec_len": 10**6, "cut_max_dec_len": True}
     lengths = [sampling_of(small, n=n, **fields).max_new_tokens for n in (1, 2)]
     assert lengths == [41, 41]
@@ -278,7 +278,7 @@ def test_several_answers_whose_length_may_be_reduced_need_not_fit_the_kv_cache_a
     ],
 )
 def test_without_a_length_all_answers_fit_the_kv_cache(reader, cache_size, n, max_new_tokens):
-    small = replace(reader, lengths=Lengths(100, 80, 50, lambda: cache_size))
+    small = replace(reader, lengths=LengthLimits(100, 80, 50, lambda: cache_size))
     assert sampling_of(small, input_ids=[1] * 10, n=n).max_new_tokens == max_new_tokens
     if cache_size and max_new_tokens > 1:
         pool = BlockPool(*cache_size)
@@ -329,7 +329,7 @@ def test_how_long_a_model_may_think_is_a_form(tmp_path):
     marks = {text: added[-1]["id"] + index for index, text in enumerate(("<think>", "</think>"), 1)}
     added += [{**added[-1], "id": token_id, "content": text, "special": False} for text, token_id in marks.items()]
     (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
-    knowing = a_reader(Tokenizer.load(tmp_path), VOCAB_SIZE, forms=Forms(thought="may"))
+    knowing = a_reader(Tokenizer.load(tmp_path), VOCAB_SIZE, grammar_builder=GrammarBuilder(reasoning="may"))
 
     def form_of(reader, **fields):
         return sampling_of(reader, **{"text": "hi", "reasoning_max_tokens": 7, **fields}).form
@@ -338,7 +338,7 @@ def test_how_long_a_model_may_think_is_a_form(tmp_path):
     begin, end = marks.values()
     assert (field, f"<[^{begin}]> rest" in form, f"{end}]>{{0,7}}" in form) == (field, True, True)
     assert field == "reasoning_max_tokens"
-    assert "start: thought rest" in form_of(replace(knowing, forms=Forms(thought="does")))[1]
+    assert "start: thought rest" in form_of(replace(knowing, grammar_builder=GrammarBuilder(reasoning="does")))[1]
     assert "start: thought rest" in form_of(knowing, text=None, input_ids=[1, begin])[1]
     assert form_of(knowing, text=None, input_ids=[1, begin, end]) == ()  # the template has left it out
     assert form_of(knowing, apply_chat_template=False) == ()
@@ -353,12 +353,12 @@ def test_how_long_a_model_may_think_is_a_form(tmp_path):
     [("none", "never"), ("qwen3", "may"), ("deepseek_r1", "does"), ("ernie", "does")],
 )
 def test_whether_a_model_thinks_and_says_so_is_a_setting(parser, expected, exported, tokenizer):
-    reader = PromptReader.load(Config(reasoning_parser=parser), exported("qwen2"), tokenizer)
-    assert reader.forms.thought == expected
+    reader = InputProcessor.load(Config(reasoning_parser=parser), exported("qwen2"), tokenizer)
+    assert reader.grammar_builder.reasoning == expected
 
 
 def test_a_thought_is_bounded_only_where_its_marks_are_tokens(reader):
-    apart = replace(reader, forms=Forms(thought="may"))
+    apart = replace(reader, grammar_builder=GrammarBuilder(reasoning="may"))
     assert "</think> is one token" in str(refusal(apart, text="hi", reasoning_max_tokens=7))
 
 

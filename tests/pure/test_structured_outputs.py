@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from engine.errors import InvalidRequest
-from engine.serving.form import Forms
+from engine.serving.grammar_builder import GrammarBuilder
 from engine.text.tokenizer import Tokenizer
 from engine.wire import parse_request
-from engine.wire.forms import Form
+from engine.wire.structured_output_fields import StructuredOutput
 from tests.byte_tokenizer import EOS_ID, write_tokenizer
 from tests.pure.service_fakes import a_reader
 
@@ -37,7 +37,7 @@ def refusal(**fields):
 
 def asked(tokenizer, options=None, **fields):
     """The field and the form that the engine gets."""
-    reader = a_reader(tokenizer, 330, (200, 100, 100), forms=Forms(**(options or {})))
+    reader = a_reader(tokenizer, 330, (200, 100, 100), grammar_builder=GrammarBuilder(**(options or {})))
     return reader.read(parsed(**fields)).sampling.form
 
 
@@ -62,21 +62,23 @@ def asked(tokenizer, options=None, **fields):
     ],
 )
 def test_every_field_that_asks_for_a_form(field, value, kind, given):
-    assert parsed(**{field: value}).form == Form(field, kind, given)
+    assert parsed(**{field: value}).structured_output == StructuredOutput(field, kind, given)
 
 
 def test_free_text_is_no_form():
-    assert parsed(response_format={"type": "text"}).form is None
-    assert parsed(response_format={"type": "text"}, guided_regex="a").form == Form("guided_regex", "regex", "a")
+    assert parsed(response_format={"type": "text"}).structured_output is None
+    assert parsed(response_format={"type": "text"}, guided_regex="a").structured_output == StructuredOutput(
+        "guided_regex", "regex", "a"
+    )
 
 
 def test_objects_have_the_properties_that_are_named_and_no_others_unless_that_may_forbid_too_much():
     def left(schema):
-        return parsed(guided_json=schema).form.value == schema
+        return parsed(guided_json=schema).structured_output.value == schema
 
     inner = {"$defs": {"a": SCHEMA}, "properties": {"b": {"items": {"anyOf": [SCHEMA, {"allOf": [SCHEMA]}]}}}}
     given = json.dumps(inner)
-    assert parsed(guided_json=inner).form.value == {
+    assert parsed(guided_json=inner).structured_output.value == {
         "$defs": {"a": CLOSED},
         "properties": {"b": {"items": {"anyOf": [CLOSED, {"allOf": [CLOSED]}]}}},
         "additionalProperties": False,
@@ -93,11 +95,11 @@ def test_objects_have_the_properties_that_are_named_and_no_others_unless_that_ma
 
 def test_formats_that_the_standard_does_not_know_are_notes():
     def asks_for(name):
-        return parsed(guided_json={"items": {"type": "string", "format": name}}).form.value
+        return parsed(guided_json={"items": {"type": "string", "format": name}}).structured_output.value
 
     assert asks_for("password") == {"items": {"type": "string"}}
     assert asks_for("uri") == {"items": {"type": "string", "format": "uri"}}
-    assert parsed(guided_json={"properties": {"format": {"enum": [1]}}}).form.value["properties"] == {
+    assert parsed(guided_json={"properties": {"format": {"enum": [1]}}}).structured_output.value["properties"] == {
         "format": {"enum": [1]}
     }
 
@@ -106,16 +108,19 @@ def test_formats_that_the_standard_does_not_know_are_notes():
 def test_the_limits_of_64_bit_integers_are_no_bounds(bound):
     schema = {"properties": {"a": {"type": "integer", "minimum": bound}, "minimum": {"type": "integer", "maximum": 5}}}
     without = {"properties": {"a": {"type": "integer"}, "minimum": {"type": "integer", "maximum": 5}}}
-    assert parsed(guided_json={**schema, "additionalProperties": True}).form.value["properties"] == {
+    assert parsed(guided_json={**schema, "additionalProperties": True}).structured_output.value["properties"] == {
         **without["properties"]
     }
     elsewhere = {"$ref": "#/x/y", "x": {"y": {"exclusiveMaximum": bound, "const": {"maximum": bound}}}}
-    assert parsed(guided_json=elsewhere).form.value == {"$ref": "#/x/y", "x": {"y": {"const": {"maximum": bound}}}}
+    assert parsed(guided_json=elsewhere).structured_output.value == {
+        "$ref": "#/x/y",
+        "x": {"y": {"const": {"maximum": bound}}},
+    }
     lark = f'start: %json {{"type": "integer", "maximum": {bound}}} "%json" %json {{"maximum": 3}} b\nb: "b"'
     expected = 'start: %json {"type": "integer"} "%json" %json {"maximum": 3} b\nb: "b"'
-    assert parsed(guided_grammar=lark).form.value == expected
+    assert parsed(guided_grammar=lark).structured_output.value == expected
     tag = {"structures": [{"begin": "<n>", "schema": {"minimum": bound}, "end": ""}], "triggers": ["<n"]}
-    assert parsed(structural_tag=tag).form.value["tags"][0]["content"]["json_schema"] == {}
+    assert parsed(structural_tag=tag).structured_output.value["tags"][0]["content"]["json_schema"] == {}
 
 
 @pytest.mark.parametrize("bound", [2**53 + 1, -(2**53) - 1, 2**63, -(2**63) + 1, 1e300, float("-inf"), 10**400])
@@ -126,7 +131,7 @@ def test_other_bounds_beyond_2_to_the_53_are_refused(bound):
     lark = f"start: %json {json.dumps({'maximum': bound})}"
     assert refusal(guided_grammar=lark).field == "guided_grammar"
     exact = {"type": "integer", "minimum": -(2**53), "maximum": 2**53}
-    assert parsed(guided_json=exact).form.value == exact
+    assert parsed(guided_json=exact).structured_output.value == exact
 
 
 def nested(depth):
@@ -188,8 +193,8 @@ def test_a_form_is_valid_unicode_wherever_it_has_a_text(field, value, place):
 
 
 def test_the_longest_and_the_deepest_form_are_taken():
-    assert parsed(guided_regex="x" * 131070).form
-    assert parsed(guided_json=nested(99)).form
+    assert parsed(guided_regex="x" * 131070).structured_output
+    assert parsed(guided_json=nested(99)).structured_output
 
 
 def test_what_cannot_be_together_is_refused():
@@ -198,7 +203,7 @@ def test_what_cannot_be_together_is_refused():
     )
     error = refusal(guided_json=SCHEMA, min_dec_len=3)
     assert (error.field, error.value) == ("min_dec_len", 3)
-    assert "cannot be kept where the form of the answer, `guided_json`, says when it ends" in str(error)
+    assert "cannot be combined with `guided_json`, whose grammar ends the answer" in str(error)
 
 
 def test_a_form_needs_a_token_that_ends_the_answer(tokenizer):
@@ -241,7 +246,7 @@ def test_the_setting_forbids_whitespace_unless_the_request_says_otherwise(tokeni
 
 
 def test_a_form_waits_for_the_end_of_a_thought_where_there_will_be_one(tokenizer):
-    apart = {"thought": "may"}
+    apart = {"reasoning": "may"}
 
     def waits(options, **fields):
         return "thought" in asked(tokenizer, options, guided_regex="a", **fields)[1]
@@ -276,8 +281,8 @@ def test_the_end_of_the_prompt_says_whether_a_model_thinks_and_else_its_client_a
 ):
     write_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}" + end)
-    reader = a_reader(Tokenizer.load(tmp_path), 330, (200, 100, 100), forms=Forms(thought=server))
+    reader = a_reader(Tokenizer.load(tmp_path), 330, (200, 100, 100), grammar_builder=GrammarBuilder(reasoning=server))
     for flag, expected in ((True, usually), (False, without)):
         prompt = reader.read(parsed(guided_regex="a", chat_template_kwargs={"enable_thinking": flag}))
-        assert (prompt.thought, "thought" in prompt.sampling.form[1]) == (expected, expected != "never")
-    assert replace(reader, forms=Forms()).read(parsed(guided_regex="a")).thought is None
+        assert (prompt.reasoning, "thought" in prompt.sampling.form[1]) == (expected, expected != "never")
+    assert replace(reader, grammar_builder=GrammarBuilder()).read(parsed(guided_regex="a")).reasoning is None

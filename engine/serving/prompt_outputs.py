@@ -8,7 +8,7 @@ from engine.wire import SCORE, GenerationRequest
 MAX_PROMPT_LOGPROBS = 1 << 17  # numbers of one request, some 100 bytes each
 
 
-def check_head(request: GenerationRequest, has_head: bool) -> None:
+def check_classifier(request: GenerationRequest, has_head: bool) -> None:
     """Raises InvalidRequest."""
     if request.pooling == SCORE and not has_head:
         text = "The `{field}` is {value}, which needs a checkpoint with a head that scores"
@@ -17,7 +17,7 @@ def check_head(request: GenerationRequest, has_head: bool) -> None:
         raise InvalidRequest("This model scores prompts and writes no answers: `{field}`", field="pooling")
 
 
-def check_reading(request: GenerationRequest, prompt_len: int) -> None:
+def check_prompt_outputs(request: GenerationRequest, prompt_len: int) -> None:
     """Scores and embeddings. Raises InvalidRequest."""
     if request.pooling and request.prompt_logprobs >= 0:
         raise InvalidRequest(
