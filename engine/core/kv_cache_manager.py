@@ -10,8 +10,6 @@ from engine.core.limits import Limits
 from engine.core.prefix_cache import Prefix, PrefixCache
 from engine.core.types import Copy, Request
 
-UNLIMITED = 1 << 60  # tokens or blocks
-
 
 class KVCacheManager:
     """The only writer of the blocks of requests. One pool serves all groups, so that any mix of them can use
@@ -67,8 +65,8 @@ class KVCacheManager:
             if self.max_blocks(request) - num_shared + num_copied + promised > pool.num_available:
                 return False
         elif running:
-            # The beams of a search lose everything when they are preempted.
-            wanted = self.max_blocks(request) if request.search else sum(counts) + len(keys)
+            # Requests in lockstep lose everything when one of them is preempted.
+            wanted = self.max_blocks(request) if request.in_lockstep else sum(counts) + len(keys)
             if pool.num_held + wanted - num_shared > self._limits.block_ratio * pool.num_blocks:
                 return False
         try:
@@ -101,7 +99,7 @@ class KVCacheManager:
         for index, group in enumerate(self.groups):
             block_ids = request.block_ids[index]
             if group.kind == STATE:
-                if start == self._next_snapshot(request, start - 1) and request.num_published < UNLIMITED:
+                if start == self._next_snapshot(request, start - 1):
                     self._prefix_cache.publish_state(request, index)
                 if pool.is_shared(block_ids[0]) or pool.is_published(block_ids[0]):
                     self._replace(request, request.slot, index, 0)
@@ -129,31 +127,16 @@ class KVCacheManager:
             self.allocate(request, 1 + num_drafts)
         return num_drafts
 
-    def share(self, leader: Request) -> None:
-        """Let its forks hold what it holds."""
-        self._set_shared(leader)
-        for fork in leader.forks:
-            self.pool.share(_held_by(leader))
-            fork.block_ids = [list(block_ids) for block_ids in leader.block_ids]
-            fork.num_freed, fork.block_hashes = list(leader.num_freed), list(leader.block_hashes)
-            fork.num_computed, fork.num_published = leader.num_computed, leader.num_published
-            fork.num_cached, fork.has_new_blocks = leader.num_cached, True
-            self._set_shared(fork)
-
-    def branch(self, beams: Sequence[Request], parents: Sequence[int]) -> None:
-        """Let each beam continue the blocks of the beam that `parents` names; beams beyond them hold nothing. What they
-        write is not published."""
-        before = [(each.block_ids, each.num_freed, _held_by(each)) for each in beams]
-        num_computed = beams[0].num_computed
-        for parent in parents:
-            self.pool.share(before[parent][2])
-        for _, _, blocks in before:
-            self.pool.give_back(blocks)
-        for index, each in enumerate(beams):
-            block_ids, num_freed, _ = before[parents[index]] if index < len(parents) else ([], [], [])
-            each.block_ids, each.num_freed = [list(ids) for ids in block_ids], list(num_freed)
-            each.num_computed = each.room = num_computed
-            each.num_placed, each.has_new_blocks, each.num_published = [], True, UNLIMITED
+    def fork(self, source: Request, target: Request) -> None:
+        """Let `target` hold the blocks of `source` in place of its own."""
+        self.pool.share(_held_by(source))
+        self.pool.give_back(_held_by(target))
+        target.block_ids = [list(block_ids) for block_ids in source.block_ids]
+        target.num_freed, target.block_hashes = list(source.num_freed), list(source.block_hashes)
+        target.num_computed, target.num_published = source.num_computed, source.num_published
+        target.num_cached, target.has_new_blocks = source.num_cached, True
+        self._set_shared(source)
+        self._set_shared(target)
 
     def chunk_len(self, request: Request, num_tokens: int) -> int:
         """Return how many of its next `num_tokens` tokens one step may compute: no more than have blocks without
@@ -282,8 +265,7 @@ class KVCacheManager:
         return min(point for point in points if point > position)
 
     def _blocks_to_come(self, request: Request) -> int:
-        num_held = len(_held_by_all(request) if request.search else _held_by(request))
-        return self.max_blocks(request) - num_held + request.has_shared_tail * len(self.groups)
+        return self.max_blocks(request) - len(_held_by(request)) + request.has_shared_tail * len(self.groups)
 
 
 def _held_by(request: Request) -> list[int]:
@@ -294,5 +276,5 @@ def _held_by(request: Request) -> list[int]:
 
 
 def _held_by_all(request: Request) -> set[int]:
-    """Return the blocks of the request and, as long as it has some, of its forks."""
+    """Return the blocks of the request and of its forks."""
     return {block for each in (request, *request.forks) for block in _held_by(each)}

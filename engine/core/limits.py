@@ -36,6 +36,5 @@ class Counters:
     num_preemptions: int = 0
     num_prompt_tokens: int = 0  # of requests when they are first admitted
     num_cached_tokens: int = 0  # of these, found in the prefix cache
-    num_generated_tokens: int = 0
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0  # of the drafted ones

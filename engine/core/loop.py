@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import asdict, dataclass
 
 from engine.core.adapters import Adapters
+from engine.core.beam_driver import BeamDriver
 from engine.core.block_pool import BlockPool
 from engine.core.drafting import NgramDrafter
 from engine.core.grammar import Compiling, Grammars
@@ -32,6 +33,7 @@ class Stats(Counters):
     num_blocks_held: int = 0
     block_size: int = 0
     num_steps: int = 0
+    num_generated_tokens: int = 0
     num_dropped: int = 0
     num_wasted_tokens: int = 0  # computed for answers that were dropped before their end
     step_time_s: float = 0.0
@@ -58,13 +60,14 @@ class Loop:
             executor.takes_spans,
         )
         self.scheduler = Scheduler(pool, limits, _drafter(config))
+        self._beams = BeamDriver(self.scheduler)
         self.adapters = Adapters(executor, config.max_loras, self._adapters_in_use)
         self._grammars = grammars
         self._compiling = Compiling()
         self._steps: deque[tuple[Step, int]] = deque()  # those that were launched, and their tokens
         self._running = (0, 0.0)  # tokens of the first of them, or of the last one that ran, and when it began
         self._slowest_token_s = 0.0  # seconds a token of the slowest step so far
-        self._num_steps = self._num_dropped = self._num_wasted_tokens = 0
+        self._num_steps = self._num_generated_tokens = self._num_dropped = self._num_wasted_tokens = 0
         self._step_time_s = 0.0
 
     @property
@@ -82,7 +85,7 @@ class Loop:
                 raise queue_full(len(self._compiling), self.scheduler.limits.max_waiting)
             self._compiling.add(request, replay, self._grammars.begin(request))
         else:
-            self.scheduler.add(request, replay)
+            self._beams.add(request, replay)
 
     def drop(self, request_id: str, is_complete: bool = False) -> None:
         """Harmless when the request has ended. `is_complete`: its answer is, by what only its user knows."""
@@ -91,7 +94,7 @@ class Loop:
         compilation = self._compiling.drop(request_id)
         if compilation and not compilation.wanted and self._grammars:
             self._grammars.cancel(compilation.grammars)
-        if compilation or self.scheduler.drop(request_id):
+        if compilation or self._beams.drop(request_id):
             self._num_dropped += 1
             self._num_wasted_tokens += 0 if is_complete else num_computed
             self._check_when_idle()
@@ -142,9 +145,9 @@ class Loop:
             wanted = compiled.wanted
             try:
                 compiled.enter()
-                self.scheduler.add(compiled.request, compiled.is_replay)
+                self._beams.add(compiled.request, compiled.is_replay)
                 for request_id in compiled.dropped:
-                    self.scheduler.drop(request_id)
+                    self._beams.drop(request_id)
             except RequestError as error:
                 refused += [Update(request, (), None, FAILED, error) for request in wanted]
         return refused
@@ -161,6 +164,7 @@ class Loop:
             num_blocks_held=scheduler.pool.num_held,
             block_size=scheduler.pool.block_size,
             num_steps=self._num_steps,
+            num_generated_tokens=self._num_generated_tokens,
             num_dropped=self._num_dropped,
             num_wasted_tokens=self._num_wasted_tokens,
             step_time_s=self._step_time_s,
@@ -194,7 +198,8 @@ class Loop:
         self._step_time_s += duration_s
         self._slowest_token_s = max(self._slowest_token_s, duration_s / num_tokens)
         self._num_steps += 1
-        updates = self.scheduler.apply(output)
+        updates = self._beams.advance(self.scheduler.apply(output))
+        self._num_generated_tokens += sum([len(update.token_ids) for update in updates])
         self._check_when_idle()
         return updates
 

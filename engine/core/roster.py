@@ -30,7 +30,7 @@ class Roster:
         self.cache = cache
         self.waiting = Waiting()  # a request with forks stands for them all
         self.running: dict[str, Request] = {}  # oldest first
-        self.leader_of: dict[str, Request] = {}  # of forks whose prompt is not computed yet, and of beams
+        self.leader_of: dict[str, Request] = {}  # of forks whose prompt is not computed yet
         self._limits = limits
         self._counters = counters
         self._free_slots = list(range(limits.max_batch - 1, -1, -1))
@@ -43,7 +43,7 @@ class Roster:
     def add(self, request: Request, replay: bool) -> None:
         """See `Scheduler.add`."""
         apart = []  # forks that cannot run beside it: they wait like requests, and find its prompt in the cache
-        while request.forks and not request.search and not self._could_run(request):
+        while request.forks and not request.in_lockstep and not self._could_run(request):
             apart.append(request.forks.pop())
         if not self._could_run(request):
             pool, need = self.cache.pool, self.cache.max_blocks(request)
@@ -72,19 +72,17 @@ class Roster:
         """See `Scheduler.drop`."""
         request: Request | None
         leader = self.leader_of.pop(request_id, None)
-        if leader and not leader.search:
+        if leader:
             request = next(fork for fork in leader.forks if fork.request_id == request_id)
             leader.forks.remove(request)
             self._give_up_slot(request)
             if leader.state is State.ENDED and not leader.forks:
                 self.leave(leader)
         else:
-            if leader:  # an answer of a search is wanted with all others or not at all
-                request_id = leader.request_id
             request = self.running.get(request_id) or self.waiting.get(request_id)
             if request is None or request.state is State.ENDED:
                 return None
-            if not request.forks or request.search:  # else it stays until their prompt is computed
+            if not request.forks:  # else it stays until their prompt is computed
                 self.leave(request)
         request.state = State.ENDED
         return request
@@ -123,7 +121,8 @@ class Roster:
             self._counters.num_cached_tokens += request.num_cached
 
     def announce(self, request: Request) -> None:
-        """What its slot remembers begins anew, with all its tokens."""
+        """What its slot remembers begins anew, with all its tokens and blocks."""
+        request.num_placed, request.has_new_blocks = [], True
         self._arrivals.append(_arrival(request, list(request.token_ids), request.num_computed))
 
     def take_news(self) -> tuple[list[Arrival], list[Copy]]:
@@ -145,10 +144,6 @@ class Roster:
                     return False
 
     def preempt(self, request: Request) -> None:
-        if request.search:  # it begins anew when it comes back
-            request.search.restart()
-            for each in (request, *request.forks):
-                del each.token_ids[each.prompt_len :]
         self._take_out(request)
         if request.state is State.RUNNING:
             request.state = State.WAITING
@@ -157,12 +152,32 @@ class Roster:
         self._counters.num_preemptions += 1
         self.waiting.put_back(request)
 
+    def requeue(self, request: Request, forks: list[Request]) -> None:
+        """See `Scheduler.requeue`."""
+        for each in (request, *forks):
+            if not self.waiting.drop(each.request_id):
+                self._take_out(each)
+            each.state, each.is_told = State.WAITING, False
+            del each.token_ids[each.prompt_len :]
+            del each.block_hashes[each.prompt_len // self.cache.pool.block_size :]
+        request.forks = forks
+        for fork in forks:
+            self.leader_of[fork.request_id] = request
+        request.num_preemptions += 1
+        request.num_passed = MAX_PASSED
+        self.waiting.put_back(request)
+
     def join_forks(self, leader: Request) -> None:
-        self.cache.share(leader)
+        """Let the forks run beside the request that has computed their prompt. They are as old as it is."""
+        request_ids = list(self.running)
+        younger = request_ids[request_ids.index(leader.request_id) + 1 :]
         for fork in leader.forks:
+            self.cache.fork(leader, fork)
             del self.leader_of[fork.request_id]
             fork.state, fork.scores = State.RUNNING, leader.scores
             self.running[fork.request_id] = fork
+        for request_id in younger:
+            self.running[request_id] = self.running.pop(request_id)
         leader.forks = []
 
     def leave(self, request: Request) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from engine.core import beams, reading
+from engine.core import reading
 from engine.core.block_pool import BlockPool
 from engine.core.drafting import Drafter
 from engine.core.grammar import Choice
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.limits import Counters, Limits, PrefillLimits
 from engine.core.roster import LOOK_AHEAD, Roster
-from engine.core.searches import Searches
 from engine.core.spans import check_spans
 from engine.core.types import PENDING, Batch, Logprobs, OfPrompt, Request, Row, State, StepOutput
 from engine.core.updates import FAILED, Update, append, follow, make
@@ -43,7 +42,6 @@ class Scheduler:
         self._drafter = drafter
         self._cache = KVCacheManager(pool, limits)
         self._roster = Roster(self._cache, limits, self.counters)
-        self._searches = Searches(self._roster)
         self.waiting, self.running = self._roster.waiting, self._roster.running
         self._launched: deque[list[Launched]] = deque()  # steps that were not applied yet
         self._num_readable = limits.most_read  # tokens that the readings of the next batch may still have
@@ -66,14 +64,29 @@ class Scheduler:
         if request.spans and not self.limits.takes_spans:
             raise InvalidRequest("the model takes text only: prompts cannot have images or other embeddings")
         check_spans(request.spans, request.prompt_len)
-        if request.sampling.num_beams:
-            beams.prepare(request, self.limits.max_batch)
         self._roster.add(request, replay)
 
     def drop(self, request_id: str) -> Request | None:
         """Forgets a request; its blocks come back when no step writes them any more. None if it is not here (any
         more)."""
         return self._roster.drop(request_id)
+
+    def branch(self, request: Request, source: Request, token_id: int) -> None:
+        """Let a running request give up its own tokens and continue those of `source`, with `token_id` in place of the
+        last one. They share the blocks of `source` until one of them writes. `source` may be the request itself; no
+        step may be running."""
+        assert not self._launched and request.slot >= 0 and source.slot >= 0
+        if source is not request:
+            self._cache.fork(source, request)
+            request.token_ids = list(source.token_ids)
+        elif request.token_ids[-1] == token_id:
+            return
+        request.token_ids[-1] = token_id
+        self._roster.announce(request)
+
+    def requeue(self, request: Request, forks: list[Request]) -> None:
+        """Compute a request and `forks`, which run or wait, again from their common prompt, before all that wait."""
+        self._roster.requeue(request, forks)
 
     def may_run_ahead(self) -> bool:
         """Whether the next step can be picked while one runs: no token of it depends on one that is not known, and
@@ -157,8 +170,6 @@ class Scheduler:
             guided += self._tell(request, update, updates)
             guided += self._tell_forks(forks, of_forks, updates)
         self._follow(guided, updates)
-        updates += self._searches.end()
-        self.counters.num_generated_tokens += sum([len(update.token_ids) for update in updates])
         return updates
 
     def check(self) -> None:
@@ -176,9 +187,6 @@ class Scheduler:
             start, token_ids = request.num_computed, request.token_ids[-1:]
             num_left = len(request.token_ids) - start
             if num_left > 1 or not request.is_told:
-                if request.search and request.search.has_begun:
-                    launched += [(beam, row, ()) for beam, row in self._searches.rows(request)]
-                    continue
                 if num_left or request.forks:
                     has_room = start < request.room or not num_left
                     if has_room or (request.slot >= 0 and self._roster.has_room(request)):
@@ -190,7 +198,7 @@ class Scheduler:
                 token_ids = [PENDING]
             if start >= request.room and (request.slot < 0 or not self._roster.has_room(request)):
                 continue  # preempted, in this very loop
-            if spare > 0 and (self._drafter or request.grammar):
+            if spare > 0 and (self._drafter or request.grammar) and not request.in_lockstep:
                 token_ids += self._drafts(request, spare)
                 spare -= len(token_ids) - 1
             request.num_computed = start + len(token_ids)
@@ -242,7 +250,7 @@ class Scheduler:
                 return 0
         request.num_computed = start + len(token_ids)
         is_last = request.num_computed == len(request.token_ids)
-        forks = tuple(request.forks) if is_last and not request.search else ()
+        forks = tuple(request.forks) if is_last else ()
         slots = [fork.slot for fork in forks]
         num_sampled = int(is_last and request.sampling.max_new_tokens > 0)
         asked = None if request.is_told else reading.of_chunk(request, start, is_last)
@@ -267,13 +275,10 @@ class Scheduler:
     # What a step has brought
 
     def _read(self, request: Request, row: Row, told: OfPrompt | None, gained: Gained) -> Update | None:
-        """What a row brings before its client was told anything: a chunk of a prompt, a beam. But for forks."""
+        """What a row brings before its client was told anything: a chunk of a prompt. But for forks."""
         token_ids, logprobs = gained
         if told and not reading.keep(request, row, told):
             return Update(request, (), None, FAILED)
-        if logprobs and request.search:
-            self._searches.grow(request, logprobs[0])
-            return None
         if token_ids:
             return append(request, token_ids, logprobs)
         return Update(request, (), None, "length") if reading.ends_with(request, row) else None

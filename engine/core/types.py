@@ -6,15 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from engine.core.cache_groups import CacheGroup
 from engine.core.spans import PromptSpan
 from engine.errors import RequestError
 from engine.sampling_parameters import SamplingParameters
-
-if TYPE_CHECKING:
-    from engine.core.beams import BeamSearch
 
 NO_TOKEN = -1  # the model's logits are no numbers, or bans and masks left nothing
 MEAN = "mean"  # of Sampling.pooling
@@ -110,7 +107,7 @@ class Request:
     owner: str = ""  # waiting requests of each get equal shares
     priority: int = 0  # lower is earlier
     grammar: Grammar | None = None  # of `sampling.form`; the loop sets it, as soon as it is compiled
-    search: BeamSearch | None = None  # of its beams, which are it and its forks until the end
+    in_lockstep: bool = False  # it and its forks advance together, without drafts: all have to be in the batch
     # The scheduler's
     state: State = State.WAITING
     slot: int = -1  # its place in the batch while it runs

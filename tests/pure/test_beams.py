@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from engine.core.beams import BeamSearch
+from engine.core.beam_search import BeamSearch
 from engine.core.loop import Loop
 from engine.core.types import Logprobs, Request, Sampling
 from engine.errors import InvalidRequest
@@ -77,11 +77,9 @@ class Opinions(CountingExecutor):
     def _choose(self, batch):
         output = super()._choose(batch)
         rows = [row for row in batch.rows if row.num_sampled]
-        if len(output.logprobs) > len(rows):
-            return output
+        slots = [(row, self.slots[slot]) for row in rows for slot in (row.slot, *row.forks)]
         logprobs = []
-        for row, told in zip(rows, output.logprobs, strict=True):
-            slot = self.slots[row.slot]
+        for (row, slot), told in zip(slots, output.logprobs, strict=True):
             if told and slot.sampling.num_beams:
                 told = [opinion(slot.token_ids[: row.start + len(row.token_ids)], slot.sampling.num_logprobs)]
             logprobs.append(told)
@@ -98,11 +96,10 @@ def opinion(token_ids, count):
 
 def alone(prompt, sampling):
     """The same search without an engine."""
-    search = BeamSearch(sampling, sampling.num_beams)
+    search = BeamSearch(sampling)
     while not search.is_over:
-        told = [opinion([*prompt, *beam.token_ids], 40) for beam in search.running]
-        assert [search.hear(each) for each in told][-1]
-    return [list(beam.token_ids) for beam in search.ended]
+        search.advance([opinion([*prompt, *beam.token_ids], 40) for beam in search.running])
+    return [list(beam.token_ids) for beam in search.finished]
 
 
 def random_searches(rng):
@@ -158,6 +155,31 @@ def test_fewer_answers_than_beams_are_the_best_of_them():
     assert set(told) == {"a.0", "a.1"}
 
 
+def test_a_search_beside_drafts_has_none():
+    config = Config(speculate_method="ngram")
+    loop = Loop(Opinions(64, 4), 64, config)
+    prompt = [5, 6, 7, 5, 6, 7, 5, 6]
+    token_ids, _, _ = run(loop, a_search("a", prompt, 3), Request("plain", [*prompt], 8, Sampling(8, temperature=0)))
+    assert answers_of(token_ids, "a", 3) == alone(prompt, a_search("a", prompt, 3).sampling)
+    assert loop.stats()["num_drafted_tokens"] > 0
+
+
+def test_a_search_is_preempted_and_computed_again_before_those_that_wait():
+    loop = Loop(Opinions(13, 4), 13, Config(batch_size=5, block_ratio=0.99))
+    older = [Request(f"older {n}", [n] * 7, 7, Sampling(10, temperature=0)) for n in range(3)]
+    forks = [Request(f"waits {n}", [9], 1, Sampling(2, temperature=0)) for n in range(4)]
+    waits = [Request("waits", [9], 1, Sampling(2, temperature=0), forks, priority=-1)]
+    search = a_search("a", [5, 6], 2, max_new_tokens=10, stop_token_ids=())
+    order = []
+    for each in (*older, search):
+        loop.add(each)
+    while not loop.is_idle:
+        order += [update.request.request_id for update in loop.turn() if update.finish_reason]
+        if waits and loop.stats()["num_preemptions"]:
+            loop.add(waits.pop())
+    assert order[:5] == [*(each.request_id for each in older), "a.0", "a.1"]
+
+
 def test_more_beams_than_the_server_computes_at_once_are_refused():
     loop = Loop(Opinions(64, 4), 64, Config(batch_size=4))
     with pytest.raises(InvalidRequest, match="The `best_of` is 5, the server computes 4 answers at once"):
@@ -167,7 +189,7 @@ def test_more_beams_than_the_server_computes_at_once_are_refused():
 def test_a_search_whose_model_breaks_down_ends_with_all_its_answers():
     loop = Loop(Opinions(64, 4), 64, Config())
     loop.executor._choose = lambda batch: CountingExecutor._choose(loop.executor, batch)._replace(
-        logprobs=[[Logprobs(float("nan"))] for row in batch.rows if row.num_sampled]
+        logprobs=[[Logprobs(float("nan"))] for row in batch.rows for _ in (row.slot, *row.forks)]
     )
     _, _, ends = run(loop, a_search("a", [5], 3))
     assert ends == {f"a.{n}": "failed" for n in range(3)}
