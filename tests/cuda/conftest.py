@@ -10,7 +10,7 @@ import pytest
 
 from engine.exporting.export import ExportOptions, export
 from engine.models.adapters import identified
-from tests.checkpoints import make_checkpoint
+from tests import checkpoints, family_checkpoints
 from tests.lora_adapters import make_adapter, merged
 from tests.quantized_checkpoints import KINDS, make_quantized
 
@@ -68,7 +68,8 @@ def exported():
                 if family in KINDS:
                     make_quantized(checkpoint.parent, family)
                 else:
-                    make_checkpoint(checkpoint, family)
+                    of_family = family_checkpoints if family in family_checkpoints.FAMILIES else checkpoints
+                    of_family.make_checkpoint(checkpoint, family)
             export(checkpoint, directory, ExportOptions(dtype, **options))
         return directory
 
@@ -85,7 +86,7 @@ def adapted(exported):
         graph, adapter = folder / f"{seed}-merged", folder / f"{seed}"
         if not graph.exists():
             if not checkpoint.exists():
-                make_checkpoint(checkpoint, "qwen2")
+                checkpoints.make_checkpoint(checkpoint, "qwen2")
             make_adapter(adapter, checkpoint, seed, **given)
             export(merged(folder / f"{seed}-checkpoint", checkpoint, adapter), graph, ExportOptions())
         graphs.append(graph)

@@ -153,7 +153,7 @@ def test_masks_come_after_the_launch(exported, device):
     mask = np.zeros((2, -(-Manifest.read(exported("qwen2")).vocab_size // 32)), np.uint32)
     mask[0, 3], mask[1, 7] = 1 << 5, 1 << 31
     arrivals = [Arrival(0, [1, 2, 3], 3, sampling), Arrival(1, [4, 5], 2, sampling)]
-    step = executor.launch(Batch([Row(0, 0, [1, 2, 3], [0]), Row(1, 0, [4, 5], [1])], arrivals, has_mask=True))
+    step = executor.launch(Batch([Row(0, 0, [1, 2, 3], [[0]]), Row(1, 0, [4, 5], [[1]])], arrivals, has_mask=True))
     step.mask(mask)
     assert step.result().token_ids == [[3 * 32 + 5], [7 * 32 + 31]]
 

@@ -73,7 +73,7 @@ def test_the_logits_of_a_share_are_made_in_float32(exported, device, monkeypatch
     monkeypatch.setattr(cuda, "logits", lambda x, weight, *bias: seen.append(len(weight)) or logits(x, weight, *bias))
     executor = CudaExecutor(exported("qwen2", num_ranks=2), SETTINGS, device.type)
     executor.allocate(1)
-    executor.launch(Batch([Row(0, 0, [1, 2, 3], [0])], [Arrival(0, [1, 2, 3], 3, Sampling(1))])).result()
+    executor.launch(Batch([Row(0, 0, [1, 2, 3], [[0]])], [Arrival(0, [1, 2, 3], 3, Sampling(1))])).result()
     assert set(seen) == {160}  # captured, too
 
 
@@ -90,7 +90,7 @@ def test_a_mask_is_the_first_ranks_business(loop_of):
     executor = loop_of("qwen2", max_num_batched_tokens=8).executor
     mask = np.zeros((1, 10), np.uint32)
     mask[0, 3] = 1 << 5
-    row, arrival = Row(0, 0, [1, 2, 3], [0]), Arrival(0, [1, 2, 3], 3, Sampling(4, temperature=0))
+    row, arrival = Row(0, 0, [1, 2, 3], [[0]]), Arrival(0, [1, 2, 3], 3, Sampling(4, temperature=0))
     step = executor.launch(Batch([row], [arrival], has_mask=True))
     step.mask(mask)
     assert step.result().token_ids == [[3 * 32 + 5]]

@@ -1,0 +1,88 @@
+"""Families whose layers differ from Llama's, on the GPU, against what transformers computes for them."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cuda]")
+
+from engine.core.loop import Loop  # noqa: E402
+from engine.core.types import Request, Sampling  # noqa: E402
+from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
+from engine.settings.config import Config  # noqa: E402
+from tests.cuda.conftest import IS_INTERPRETED, ROOT  # noqa: E402
+from tests.family_checkpoints import FAMILIES, prompt_lens  # noqa: E402
+
+SETTINGS = Config(batch_size=8, max_num_batched_tokens=24, cudagraph_capture_sizes="1,2,4,8", block_ratio=0.99)
+MAX_ERROR = 2e-4  # of log-probabilities in float32
+SMALL, LARGE = 20, 150  # blocks of each group: requests are preempted, or all prompts fit
+
+
+def golden(family: str) -> dict[str, np.ndarray]:
+    with np.load(ROOT / f"tests/golden/families/{family}.npz") as arrays:
+        return dict(arrays)
+
+
+def lens(family: str) -> list[int]:
+    """Return the lengths of prompts, the interpreter being too slow for more than the window's borders."""
+    return [n for n in prompt_lens(family) if not IS_INTERPRETED or n in (7, 129)]
+
+
+def run(loop: Loop, requests: list[Request]) -> dict[str, list[float]]:
+    """Answer all requests. Return the log-probabilities of the tokens of each."""
+    logprobs: dict[str, list[float]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        loop.add(request)
+    while not loop.is_idle:
+        for update in loop.turn():
+            logprobs[update.request.request_id] += [each.chosen for each in update.logprobs or ()]
+    loop.scheduler.check()
+    return logprobs
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def case(request, exported, device):
+    """Its golden answers, and an executor."""
+    family = request.param
+    executor = CudaExecutor(exported(family, block_size=16), SETTINGS, device.type)
+    yield golden(family), lens(family), executor
+    executor.close()
+
+
+def requests_of(known: dict[str, np.ndarray], lengths: list[int], count: int, **sampling: int) -> list[Request]:
+    prompts = {n: known[f"prompt_{n}"].tolist() for n in lengths}
+    return [Request(str(n), each, n, Sampling(count, temperature=0, **sampling)) for n, each in prompts.items()]
+
+
+@pytest.mark.parametrize(("num_blocks", "method"), [(LARGE, "none"), (LARGE, "ngram"), (SMALL, "none")])
+def test_tokens_are_those_of_transformers(case, num_blocks, method):
+    """All prompts at once in chunks of 24 tokens, then again out of the prefix cache; with drafts; preempted."""
+    known, lengths, executor = case
+    if IS_INTERPRETED and (num_blocks, method) != (LARGE, "none"):
+        pytest.skip("takes minutes with the interpreter")
+    count, num_groups = 4 if IS_INTERPRETED else 64, len(executor.cache_groups)
+    executor.allocate(num_blocks * num_groups)
+    loop = Loop(executor, num_blocks * num_groups, dataclasses.replace(SETTINGS, speculate_method=method))
+    for _ in range(1 if num_blocks == SMALL or IS_INTERPRETED else 2):
+        requests = requests_of(known, lengths, count)
+        run(loop, requests)
+        for n, request in zip(lengths, requests, strict=True):
+            assert request.token_ids[n:] == known[f"tokens_{n}"][:count].tolist(), f"prompt of {n}"
+    if num_blocks == SMALL:
+        assert loop.stats()["num_preemptions"] > 0
+    elif not IS_INTERPRETED:
+        assert loop.stats()["num_cached_tokens"] > 0
+
+
+def test_log_probabilities_are_those_of_transformers(case):
+    """Those of the first token behind each prompt, and of the prompt itself."""
+    known, lengths, executor = case
+    num_groups = len(executor.cache_groups)
+    executor.allocate(LARGE * num_groups)
+    loop = Loop(executor, LARGE * num_groups, SETTINGS)
+    requests = requests_of(known, lengths, 1, num_logprobs=0)
+    found = run(loop, requests)
+    for n in lengths:
+        expected = known[f"logprobs_{n}"][-1]
+        assert found[str(n)] == [pytest.approx(float(expected[known[f"tokens_{n}"][0]]), abs=MAX_ERROR)]
