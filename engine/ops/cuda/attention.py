@@ -181,7 +181,7 @@ def _attend(
         else:
             q = tl.load(query + at[:, None] + d[None, :], mask=is_in, other=0)
         num_seen_by_all = tl.minimum((context + begin + 1) // TILE, stop)  # tiles
-        m, total = begun(sinks, is_row & (split == 0), GROUP, ROWS, HAS_SINKS)
+        m, total = begun(sinks, is_row, split, GROUP, ROWS, HAS_SINKS)
         sums = tl.zeros([ROWS, PADDED_DIM], tl.float32)
         table = block_tables + request * table_width
         tiles = cache + tl.program_id(1) * BLOCK_SIZE * HEAD_DIM
@@ -204,6 +204,7 @@ def _attend(
                 NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, True, WINDOW, HAS_CAP,
             )  # fmt: skip
         if SPLITS == 1:
+            total = tl.where(is_row, total, 1.0)  # padding rows may be outside of every window
             tl.store(out + at[:, None] + d[None, :], sums / total[:, None], mask=is_in)
         else:
             width: tl.constexpr = HEAD_DIM + 2
@@ -246,15 +247,16 @@ def first_seen(position, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def begun(sinks, is_row, GROUP: tl.constexpr, ROWS: tl.constexpr, HAS_SINKS: tl.constexpr):
-    """Return the largest score and the total weight that rows begin with: those of their head's sink, if it has one."""
+def begun(sinks, is_row, split, GROUP: tl.constexpr, ROWS: tl.constexpr, HAS_SINKS: tl.constexpr):
+    """Return the largest score and the total weight that rows begin with: in the first split those of their head's
+    sink, if it has one."""
     m = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if HAS_SINKS:
         head = tl.program_id(1) * GROUP + tl.arange(0, ROWS) % GROUP
         sink = tl.load(sinks + head, mask=is_row, other=0).to(tl.float32) * 1.4426950408889634
-        m = tl.where(is_row, sink, m)
-        total = tl.where(is_row, 1.0, total)
+        m = tl.where(split == 0, sink, m)
+        total = tl.where(split == 0, 1.0, total)
     return m, total
 
 

@@ -113,7 +113,7 @@ def _attend(
         each = tl.cdiv(tl.cdiv(end, UNIT) - begins, SPLITS)
         num_seen_by_all = (context + begin + 1) // TILE  # tiles
         whole = tl.cdiv(first_seen(end - 1, WINDOW), TILE)  # the first tile whose beginning all rows see
-        all_m, all_total = begun(sinks, is_row, GROUP, ROWS, HAS_SINKS)
+        all_m, all_total = begun(sinks, is_row, 0, GROUP, ROWS, HAS_SINKS)
         all_sums = tl.zeros([ROWS, PADDED_DIM], tl.float32)
         table = block_tables + request * table_width
         tiles = cache + tl.program_id(1) * BLOCK_SIZE * HEAD_DIM
@@ -150,6 +150,7 @@ def _attend(
                 tl.store(out + at + HEAD_DIM, m, mask=is_row)
                 tl.store(out + at + HEAD_DIM + 1, total, mask=is_row)
         if SPLITS == 1:
+            all_total = tl.where(is_row, all_total, 1.0)  # padding rows may be outside of every window
             tl.store(out + row[:, None] * HEAD_DIM + d[None, :], all_sums / all_total[:, None], mask=is_in)
 
 
