@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from engine.core.host_blocks import HostBlocks
+from engine.core.prefix_lru import PrefixLRU
 from engine.core.types import Swaps
 
 
@@ -45,7 +45,7 @@ class BlockPool:
         self.caching = caching
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack, lowest id on top
         self._holders: dict[int, int] = {}  # block -> number of holders, at least 1
-        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._cached: PrefixLRU[int, None] = PrefixLRU()
         self._key_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._host = HostBlocks(num_host_blocks) if num_host_blocks else None
@@ -116,7 +116,7 @@ class BlockPool:
         if self._free:
             block = self._free.pop()
         else:
-            block, _ = self._cached.popitem(last=False)
+            block, _ = self._cached.evict()
             key = self._key_of.pop(block)
             del self._block_of[key]
             if self._host:
@@ -148,16 +148,18 @@ class BlockPool:
         del self._block_of[self._key_of.pop(block)]
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """Last block first, so that the end of a prefix goes before its beginning."""
+        """Release consecutive `blocks` of a request. Those that no other request holds are free or cached."""
+        cached = []
         for block in reversed(blocks):
             self._holders[block] -= 1  # KeyError here is a double free: let it be loud
             if self._holders[block]:
                 continue
             del self._holders[block]
             if block in self._key_of:
-                self._cached[block] = None
+                cached.append((block, None))
             else:
                 self._free.append(block)
+        self._cached.put(cached[::-1])
 
     def take_swaps(self) -> Swaps | None:
         """What has to move to the host, and back from there, before the next step."""

@@ -3,9 +3,9 @@ to move before the next step. Knows no tensors and no requests, and of the cache
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
+from engine.core.prefix_lru import PrefixLRU
 from engine.core.types import Swaps
 
 
@@ -14,7 +14,7 @@ class HostBlocks:
 
     def __init__(self, num_places: int):
         self._free = list(range(num_places - 1, -1, -1))
-        self._place_of: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
+        self._place_of: PrefixLRU[bytes, int] = PrefixLRU()
         self._wanted: set[int] = set()  # places that the next step reads: until then they are not written
         self._out: list[tuple[int, int]] = []  # for the next batch: block, place
         self._back: list[tuple[int, int]] = []
@@ -30,24 +30,21 @@ class HostBlocks:
         """`block` of the cache, with this key, will be overwritten. In the place of the one that was used least
         recently; if even that one is wanted, it is lost."""
         if key in self._place_of:
-            self._place_of.move_to_end(key)
+            self._place_of.use([key])
             return
         if self._free:
             place = self._free.pop()
         else:
-            oldest = next(iter(self._place_of))
-            if self._place_of[oldest] in self._wanted:
+            if next(iter(self._place_of.values())) in self._wanted:
                 return
-            place = self._place_of.pop(oldest)
+            _, place = self._place_of.evict()
         self._place_of[key] = place
         self._out.append((block, place))
 
     def want(self, keys: Sequence[bytes]) -> None:
-        """They are here and will be brought back: whatever is evicted for them leaves them alone. The end of a prefix
-        goes before its beginning."""
-        for key in reversed(keys):
-            self._place_of.move_to_end(key)
-            self._wanted.add(self._place_of[key])
+        """They are here and will be brought back: whatever is evicted for them leaves them alone."""
+        self._place_of.use(keys)
+        self._wanted.update([self._place_of[key] for key in keys])
 
     def bring_back(self, key: bytes, block: int) -> None:
         """A wanted one, into a new `block`."""

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
+from engine.core.prefix_lru import PrefixLRU
 from engine.core.types import Logprobs
 
 MAX_NUMBERS = 1 << 18  # log-probabilities that are kept, of some 100 bytes each
 
 
 class PromptLogprobCache:
-    """Holds the log-probabilities of the tokens in each block. The least recently used block is evicted first."""
+    """Holds the log-probabilities of the tokens in each block: of the prompt's token and of the likeliest ones."""
 
     def __init__(self, block_size: int, max_numbers: int = MAX_NUMBERS):
         self._block_size, self._room = block_size, max_numbers
-        self._of_block: OrderedDict[bytes, tuple[int, list[Logprobs]]] = OrderedDict()  # with how many of the likeliest
+        self._of_block: PrefixLRU[bytes, tuple[int, list[Logprobs]]] = PrefixLRU()  # with how many of the likeliest
 
     def keep(self, keys: Sequence[bytes], scores: Sequence[Logprobs], num_likeliest: int) -> None:
         """Keep `scores` of a prompt that begins with the blocks of `keys`, from its second token on."""
-        for index in reversed(range(len(keys))):  # the end of a prefix goes before its beginning
-            known, _ = self._of_block.get(keys[index], (-1, ()))
+        for index, key in enumerate(keys):
+            known, _ = self._of_block.get(key, (-1, ()))
             if known < num_likeliest:
-                self._forget(keys[index])
                 start, end = index * self._block_size - 1, (index + 1) * self._block_size - 1
-                self._of_block[keys[index]] = num_likeliest, list(scores[max(0, start) : end])
-                self._room -= self._block_size * (1 + num_likeliest)
-            self._of_block.move_to_end(keys[index])
+                self._of_block[key] = num_likeliest, list(scores[max(0, start) : end])
+                self._room -= self._block_size * (num_likeliest - known)
+        self._of_block.use(keys)
         while self._room < 0:
-            self._forget(next(iter(self._of_block)))
+            _, (num_kept, _) = self._of_block.evict()
+            self._room += self._block_size * (1 + num_kept)
 
     def find(self, keys: Sequence[bytes], num_likeliest: int) -> list[Logprobs]:
         """Return the scores of the longest known prefix of the blocks `keys`."""
@@ -40,11 +40,5 @@ class PromptLogprobCache:
                 break
             found += [Logprobs(each.chosen, each.top[:num_likeliest]) for each in scores]
             count += 1
-        for key in reversed(keys[:count]):
-            self._of_block.move_to_end(key)
+        self._of_block.use(keys[:count])
         return found
-
-    def _forget(self, key: bytes) -> None:
-        if key in self._of_block:
-            num_likeliest, _ = self._of_block.pop(key)
-            self._room += self._block_size * (1 + num_likeliest)
