@@ -24,7 +24,7 @@ from benchmarks.bench import cpu_name
 from benchmarks.front import body_of, over_http
 from benchmarks.server import running_server
 from benchmarks.storm.watch import is_ready
-from gateway.heads import allow_connections
+from gateway.connection_limits import allow_connections
 
 ASK_EVERY_S = 0.05
 HEALTH, YES = "GET ready", "a server that says yes"

@@ -25,15 +25,15 @@ from engine.garbage import OF_REQUESTS, collect_garbage_seldom
 from engine.log import configure
 from engine.settings.config import Config
 from engine.settings.tls import key_and_chain, server_context
-from gateway.answers import is_news
 from gateway.app import make_app
+from gateway.app_keys import BACKEND, BEGUN, DRAINING, INTAKE, RUNNING
 from gateway.backend import timeout
-from gateway.connections import Connections
-from gateway.heads import BACKLOG, MAX_HEADER_BYTES, MAX_HEADERS, Heads, allow_connections
+from gateway.connection_limits import BACKLOG, MAX_HEADER_BYTES, MAX_HEADERS, ConnectionLimiter, allow_connections
+from gateway.grpc_server.server import GrpcServer
 from gateway.health import SILENT_CLIENT_S
-from gateway.inference.server import InferenceServer
-from gateway.parts import BACKEND, BEGUN, DRAINING, INTAKE, RUNNING
+from gateway.http_responses import is_worth_logging
 from gateway.triton_client import TritonBackend
+from gateway.triton_connections import TritonConnections
 from gateway.watchdog import end_when_hung
 
 log = logging.getLogger("gateway")
@@ -49,7 +49,7 @@ async def serve(
     tls: ssl.SSLContext | None = None,
 ) -> None:
     """Serves HTTP until `stop` is set, then drains."""
-    server_logger.addFilter(is_news)
+    server_logger.addFilter(is_worth_logging)
     runner = web.AppRunner(
         app,
         handler_cancellation=True,
@@ -67,7 +67,7 @@ async def serve(
         await site.start()
         log.info("listening on %s:%d", *sock.getsockname()[:2])
     assert runner.server
-    heads = Heads(runner.server, app[RUNNING], app[BEGUN], app[INTAKE].max_bytes)
+    heads = ConnectionLimiter(runner.server, app[RUNNING], app[BEGUN], app[INTAKE].max_bytes)
     watching = asyncio.create_task(heads.watch([sock.getsockname()[1] for sock in socks]))
     await stop.wait()
     watching.cancel()
@@ -107,7 +107,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 async def run(config: Config) -> None:
     # Before anything listens: it may find a setting wrong
-    app = make_app(TritonBackend(Connections(config.triton_target)), config) if config.http_ports else None
+    app = make_app(TritonBackend(TritonConnections(config.triton_target)), config) if config.http_ports else None
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -122,7 +122,7 @@ async def serve_http(app: web.Application, config: Config, stop: asyncio.Event) 
 
 
 async def serve_grpc(config: Config, stop: asyncio.Event) -> None:
-    server = InferenceServer(Connections(config.triton_target), config)
+    server = GrpcServer(TritonConnections(config.triton_target), config)
     credentials = grpc.ssl_server_credentials([key_and_chain(config)]) if config.tls_cert_file else None
     address = f"{in_url(config.service_host)}:{config.service_grpc_port}"
     try:

@@ -19,20 +19,8 @@ from engine import wire
 from engine.errors import EngineUnavailable
 from engine.settings.config import Config
 from engine.settings.served import ServedModel
-from gateway import answers, facts, half_closed, keys, questions, stored
-from gateway.answers import CALL, REQUEST_TIMEOUT
-from gateway.backend import Backend
-from gateway.body import parse_body, read_payload
-from gateway.choices import most_at_once, side_by_side
-from gateway.document import as_document
-from gateway.headers import add_headers
-from gateway.heads import peer_of
-from gateway.health import ANSWER_WITHIN_S, readiness
-from gateway.http_refusals import http_refusal
-from gateway.intake import Intake, Room
-from gateway.lasting import LastingBackend
-from gateway.openai.dialect import dialect_of
-from gateway.parts import (
+from gateway import api_keys, endpoints, half_closed, http_responses, server_info, stored_responses
+from gateway.app_keys import (
     ANTHROPIC,
     BACKEND,
     BEGUN,
@@ -55,11 +43,23 @@ from gateway.parts import (
     num_labels,
     served_name,
 )
-from gateway.protocol import Call, ClientProtocol, Exchange
-from gateway.request_id import UniqueIds, given_id, request_id_of, take_answer_id
+from gateway.backend import Backend
+from gateway.body import parse_body, read_payload
+from gateway.body_memory import BodyMemoryBudget, BodyMemoryReservation
+from gateway.concurrent_requests import max_concurrent_requests, run_concurrently
+from gateway.connection_limits import peer_of
+from gateway.headers import add_headers
+from gateway.health import ANSWER_WITHIN_S, readiness
+from gateway.http_errors import http_refusal
+from gateway.http_responses import CONTEXT, REQUEST_TIMEOUT
+from gateway.openai.output_syntax import output_syntax_of
+from gateway.openapi import openapi_document
+from gateway.protocol import ClientProtocol, Exchange, RequestContext
+from gateway.request_id import UniqueIdBackend, given_id, request_id_of, take_answer_id
+from gateway.retry import RetryingBackend
 from gateway.spans import begin_tracing, traced
 from gateway.triton import PREFIX, ROOTS
-from gateway.triton import facts as triton
+from gateway.triton import metadata as triton
 from gateway.web import is_for_people
 
 log = logging.getLogger(__name__)
@@ -81,14 +81,14 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def make_app(backend: Backend, config: Config, request_timeout_s: float = REQUEST_TIMEOUT_S) -> web.Application:
-    app = web.Application(middlewares=[accounted, errors_as_json], client_max_size=config.max_body_bytes)
+    app = web.Application(middlewares=[log_request, errors_as_json], client_max_size=config.max_body_bytes)
     app[READY] = readiness(backend, ANSWER_WITHIN_S)
     app[SERVED] = ServedModel(config.run_path)
-    app[BACKEND] = LastingBackend(backend, app[READY], app[SERVED])
+    app[BACKEND] = RetryingBackend(backend, app[READY], app[SERVED])
     app[CONFIG] = config
-    dialect_of(config)  # somebody's file may be wrong: nobody shall learn it from a request
+    output_syntax_of(config)  # somebody's file may be wrong: nobody shall learn it from a request
     app[REQUEST_TIMEOUT] = request_timeout_s
-    app[INTAKE] = Intake.share_of_worker(config)
+    app[INTAKE] = BodyMemoryBudget.for_worker(config)
     app[RUNNING], app[BEGUN] = [], set()
     app[LABELS] = {}
     begin_tracing(app, config)
@@ -100,100 +100,102 @@ def make_app(backend: Backend, config: Config, request_timeout_s: float = REQUES
     app.add_routes(
         [
             *[web.post(path, complete) for path in paths],  # first, as a reader of the document wants to see them
-            *[web.post(path, ask) for path, ask in questions.ROUTES.items()],
-            *stored.ROUTES,
+            *[web.post(path, ask) for path, ask in endpoints.ROUTES.items()],
+            *stored_responses.ROUTES,
             *[web.post(f"{root}/infer", triton.refuse_infer) for root in ROOTS],
-            *[web.get(path, show) for path, show in {**facts.ROUTES, **triton.ROUTES}.items()],
+            *[web.get(path, show) for path, show in {**server_info.ROUTES, **triton.ROUTES}.items()],
         ]
     )
-    app[DOCUMENT] = as_document(app, PROTOCOLS, UNGUARDED)
+    app[DOCUMENT] = openapi_document(app, PROTOCOLS, UNGUARDED)
     return app
 
 
 async def complete(request: web.Request) -> web.StreamResponse:
     """A request for an answer of the model, whatever its protocol."""
-    call, app = request[CALL], request.app
-    room = Room(app[INTAKE])
+    context, app = request[CONTEXT], request.app
+    room = BodyMemoryReservation(app[INTAKE])
     try:
         payload = await read_payload(request, app[CONFIG].max_body_bytes, room)
-        if call.protocols[0] in RANKINGS:
-            call.num_labels = await num_labels(app)
+        if context.protocols[0] in RANKINGS:
+            context.num_labels = await num_labels(app)
         async with app[INTAKE].reading(len(payload)):
-            body = _read(payload, call)
-        call.previous = await stored.previous_of(request, body)
+            body = _read(payload, context)
+        context.previous = await stored_responses.previous_of(request, body)
         async with app[INTAKE].reading(len(payload)):
-            call.exchange = exchange = _parse(body, call)
+            context.exchange = exchange = _parse(body, context)
         del payload, body
         timeout_s = exchange.timeout_s or app[REQUEST_TIMEOUT]
-        bodies = [wire.with_owner(each, call.owner) for each in exchange.requests]
-        if call.traceparent:
-            bodies = [{**each, "traceparent": call.traceparent} for each in bodies]
-        model = UniqueIds(app[BACKEND], call, exchange)
+        bodies = [wire.with_owner(each, context.owner) for each in exchange.requests]
+        if context.traceparent:
+            bodies = [{**each, "traceparent": context.traceparent} for each in bodies]
+        model = UniqueIdBackend(app[BACKEND], context, exchange)
         if bodies[0].get(wire.STORE, {}).get("is_background") and not exchange.stream:
-            return await stored.begin_in_background(request, model, bodies[0])
+            return await stored_responses.begin_in_background(request, model, bodies[0])
         asks = [partial(model.generate, index, each, timeout_s) for index, each in enumerate(bodies)]
-        running = side_by_side(asks, most_at_once(app[CONFIG]), timeout_s)
+        running = run_concurrently(asks, max_concurrent_requests(app[CONFIG]), timeout_s)
         if room.num_bytes:
             running = _giving_back(room, running)
         if exchange.stream:
-            return await answers.stream(request, exchange, running)
-        return await answers.gather(request, exchange, running)
+            return await http_responses.stream(request, exchange, running)
+        return await http_responses.gather(request, exchange, running)
     finally:
-        room.give_back()
+        room.release()
 
 
-def _read(payload: bytes, call: Call) -> dict[str, Any]:
+def _read(payload: bytes, context: RequestContext) -> dict[str, Any]:
     """Return the body, whose protocol is known then."""
     body = parse_body(payload)
-    call.protocols = [next(each for each in call.protocols if len(call.protocols) == 1 or each.speaks(body))]
+    context.protocols = [next(each for each in context.protocols if len(context.protocols) == 1 or each.speaks(body))]
     return body
 
 
-def _parse(body: dict[str, Any], call: Call) -> Exchange:
-    [protocol] = call.protocols
-    call.given_id = given_id(call)
-    if call.given_id and protocol not in WITH_NATIVE_FIELDS:
-        body["request_id"] = call.given_id
-    exchange = protocol.parse(body, call)
-    take_answer_id(call, exchange)
+def _parse(body: dict[str, Any], context: RequestContext) -> Exchange:
+    [protocol] = context.protocols
+    context.given_id = given_id(context)
+    if context.given_id and protocol not in WITH_NATIVE_FIELDS:
+        body["request_id"] = context.given_id
+    exchange = protocol.parse(body, context)
+    take_answer_id(context, exchange)
     if protocol not in WITH_NATIVE_FIELDS:
-        name_adapter(call, exchange, body.get("model"))
+        name_adapter(context, exchange, body.get("model"))
     return exchange
 
 
-async def _giving_back(room: Room, running: answers.Answers) -> answers.Answers:
+async def _giving_back(room: BodyMemoryReservation, running: http_responses.Answers) -> http_responses.Answers:
     """When the model has begun to answer."""
     async with contextlib.aclosing(running):
         async for each in running:
-            room.give_back()
+            room.release()
             yield each
 
 
 def _protocols_of(path: str) -> Sequence[ClientProtocol]:
     """Those that a request may speak. Elsewhere than on their paths, the ones that share theirs."""
     others: list[ClientProtocol] = [TRITON] if f"{path}/".startswith(PREFIX) else [NATIVE, OPENAI]
-    return [each for each in PROTOCOLS if path in each.paths] or questions.PROTOCOLS.get(path) or others
+    return [each for each in PROTOCOLS if path in each.paths] or endpoints.PROTOCOLS.get(path) or others
 
 
 # --- around every request ---------------------------------------------------------------------------------------
 
 
 @web.middleware
-async def accounted(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def log_request(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Counts the request as running, and logs its end in one line with no words of the client's but its id."""
     protocols, headers = _protocols_of(request.path), request.headers
-    call = request[CALL] = Call(request.path, served_name(request.app), protocols, headers, config=request.app[CONFIG])
-    call.request_id = request_id_of(call)
+    context = request[CONTEXT] = RequestContext(
+        request.path, served_name(request.app), protocols, headers, config=request.app[CONFIG]
+    )
+    context.request_id = request_id_of(context)
     running = request.app[RUNNING]
     running.append(request)
     if peer := peer_of(request.transport):
         request.app[BEGUN].add(peer)
     start, status = time.monotonic(), CLIENT_LEFT
     try:
-        with traced(request, call) as ended:
+        with traced(request, context) as ended:
             ended["status"] = status
             response = await handler(request)
-            status = ended["status"] = call.late_status or response.status
+            status = ended["status"] = context.late_status or response.status
         return response
     finally:
         running.remove(request)
@@ -204,10 +206,10 @@ async def accounted(request: web.Request, handler: Handler) -> web.StreamRespons
             resource.canonical if resource else "-",
             status,
             time.monotonic() - start,
-            call.protocols[0].name if len(call.protocols) == 1 else "-",
-            f" {call.owner.name}" if call.owner.name else "",
-            call.exchange.num_tokens if call.exchange else 0,
-            call.request_id,
+            context.protocols[0].name if len(context.protocols) == 1 else "-",
+            f" {context.owner.name}" if context.owner.name else "",
+            context.exchange.num_tokens if context.exchange else 0,
+            context.request_id,
         )
 
 
@@ -227,19 +229,19 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
             request.transport.abort()
         return web.Response(status=CLIENT_LEFT)
     except Exception as error:
-        return answers.refusal(answers.as_known(error), request)
+        return http_responses.refusal(http_responses.as_known(error), request)
 
 
 def _check_key(request: web.Request) -> None:
-    owners, call, resource = request.app[CONFIG].owners, request[CALL], request.match_info.route.resource
+    owners, context, resource = request.app[CONFIG].owners, request[CONTEXT], request.match_info.route.resource
     is_open = is_for_people(request) or (resource is not None and resource.canonical in UNGUARDED)
     if owners and not is_open:
         try:
             bare = request.headers.get("x-api-key")  # of Anthropic's clients
             given = request.headers.get("Authorization", f"Bearer {bare}" if bare else "")
-            call.owner = keys.owner_of(given, owners)
-        except keys.WrongKey:
-            call.protocols = [OPENAI] if OPENAI in call.protocols else call.protocols
+            context.owner = api_keys.owner_of(given, owners)
+        except api_keys.InvalidApiKey:
+            context.protocols = [OPENAI] if OPENAI in context.protocols else context.protocols
             raise
 
 

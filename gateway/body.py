@@ -12,17 +12,17 @@ from aiohttp import web
 from engine import wire
 from engine.errors import InvalidRequest
 from gateway.backend import timeout
-from gateway.intake import Room
+from gateway.body_memory import BodyMemoryReservation
 
 PIECE = 1 << 12  # bytes that are unpacked at once: each gzip member, of 20 or more, copies what is left of them
 BODY_TIMEOUT_S = 60.0  # for all of a body; one whose later chunks are malformed never ends otherwise
 
 
-async def read_payload(request: web.Request, limit: int, room: Room) -> bytes:
+async def read_payload(request: web.Request, limit: int, room: BodyMemoryReservation) -> bytes:
     """A length beyond the limit is refused before a byte is read, and so is one that there is no room for."""
     if (length := request.content_length or 0) > limit:
         raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=length)
-    room.grow_to(length)
+    room.reserve(length)
     payload = bytearray()
     try:
         async with timeout(BODY_TIMEOUT_S):
@@ -30,11 +30,11 @@ async def read_payload(request: web.Request, limit: int, room: Room) -> bytes:
                 payload += piece
                 if len(payload) > limit:
                     raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=len(payload))
-                room.grow_to(len(payload))
+                room.reserve(len(payload))
     except asyncio.TimeoutError:
         raise web.HTTPRequestTimeout(text=f"the request body was not complete within {BODY_TIMEOUT_S:g} s") from None
     unpacked = _unpacked(bytes(payload), request.headers.get("Content-Encoding", "identity"), limit)
-    room.grow_to(len(unpacked))
+    room.reserve(len(unpacked))
     return unpacked
 
 

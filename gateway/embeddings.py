@@ -13,11 +13,11 @@ import numpy as np
 from engine import wire
 from engine.errors import InvalidRequest
 from engine.wire import POOLINGS, Delta, Final, int_in, schema_of
-from gateway.openai import BASE, OpenAI
+from gateway.openai import BASE, OpenAIProtocol
 from gateway.openai.prompts import sources_of
-from gateway.openai.refusals import OF_VECTORS, check_spelling, refuse_any, refuse_false
 from gateway.openai.request import A_NAME, model_of
-from gateway.protocol import Call
+from gateway.openai.unsupported_fields import OF_VECTORS, check_spelling, refuse_any, refuse_false
+from gateway.protocol import RequestContext
 
 MAX_INPUTS = 2048
 DIMENSIONS, FORMATS = int_in(1, 1 << 20), ("float", "base64")
@@ -83,7 +83,7 @@ class EmbeddingExchange:
         )
 
 
-class Embeddings(OpenAI):
+class EmbeddingsProtocol(OpenAIProtocol):
     name = "embeddings"
     paths: Collection[str] = ("/v1/embeddings", f"{BASE}/embeddings")
 
@@ -108,9 +108,9 @@ class Embeddings(OpenAI):
     def example(self, path: str) -> dict[str, Any]:
         return {"model": "default", "input": ["What is the capital of France?", "Paris is."]}
 
-    def parse(self, body: dict[str, Any], call: Call) -> EmbeddingExchange:
+    def parse(self, body: dict[str, Any], context: RequestContext) -> EmbeddingExchange:
         body = {key: value for key, value in body.items() if value is not None}
-        check_spelling(body, self.fields(call.path), [*OF_VECTORS])
+        check_spelling(body, self.fields(context.path), [*OF_VECTORS])
         refuse_any(body, OF_VECTORS)
         refuse_false(body, ("add_special_tokens",))
         is_normalized = body.get("use_activation", body.get("normalize", True))
@@ -124,7 +124,7 @@ class Embeddings(OpenAI):
             answer_id=name,
             names=dict.fromkeys(("text", "input_ids"), "input") | {"req_id": "request_id", "lora_name": "model"},
             timeout_s=options.get("timeout"),
-            model=model_of(body, call.model_name),
+            model=model_of(body, context.model_name),
             encoding=encoding,
             dimensions=DIMENSIONS("dimensions", body["dimensions"]) if "dimensions" in body else None,
             is_normalized=A_BOOL("use_activation" if "use_activation" in body else "normalize", is_normalized),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from gateway.answers import CALL
-from gateway.parts import ANTHROPIC, CONFIG
+from gateway.app_keys import ANTHROPIC, CONFIG
+from gateway.http_responses import CONTEXT
 from gateway.request_id import HEADER
 
 REDUCED = "X-Reduced-Max-Tokens"  # the longest answer that there was room for
@@ -20,14 +20,14 @@ CORS = {
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    call = request[CALL]
-    call.has_begun = True
-    response.headers[HEADER] = call.request_id
-    if call.max_tokens is not None:
-        response.headers[REDUCED] = str(call.max_tokens)
-    if unenforced := getattr(call.exchange, "unenforced", ()):
+    context = request[CONTEXT]
+    context.has_begun = True
+    response.headers[HEADER] = context.request_id
+    if context.max_tokens is not None:
+        response.headers[REDUCED] = str(context.max_tokens)
+    if unenforced := getattr(context.exchange, "unenforced", ()):
         response.headers[UNENFORCED] = ", ".join(unenforced)[:MAX_HEADER_LEN]
-    if ANTHROPIC in call.protocols:
-        response.headers["request-id"] = call.request_id  # the one that its clients read
+    if ANTHROPIC in context.protocols:
+        response.headers["request-id"] = context.request_id  # the one that its clients read
     if origin := request.app[CONFIG].cors_allow_origin:
         response.headers.update({**CORS, "Access-Control-Allow-Origin": origin})

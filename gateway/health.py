@@ -29,7 +29,7 @@ from engine.settings.config import Config
 from engine.wire import ModelState
 from gateway import half_closed
 from gateway.backend import Backend, timeout
-from gateway.heads import BACKLOG, Heads, allow_connections
+from gateway.connection_limits import BACKLOG, ConnectionLimiter, allow_connections
 from gateway.watchdog import end_when_hung
 
 NOT_REACHABLE, NOT_READY, SILENT = 1, 2, 3
@@ -42,27 +42,27 @@ MAX_AGE_S = 0.5  # an answer may be this old, so many askers cost the model no m
 
 
 @dataclass(frozen=True)
-class Health:
+class HealthStatus:
     error_code: int = 0
     error_msg: str = ""
     state: ModelState | None = None  # when the model has told it
 
 
-Check = Callable[[], Awaitable[Health]]
+Check = Callable[[], Awaitable[HealthStatus]]
 
 
-class Shared:
+class CachedHealthCheck:
     """A check whose answer is shared by all who ask at about the same time. Who asks often hardly ever waits: the next
     is on its way long before an answer is too old, as a busy model takes some tenths of a second."""
 
     def __init__(self, check: Check, timeout_s: float):
         self._check = check
         self._timeout_s = timeout_s
-        self._task: asyncio.Task[Health] | None = None
-        self._last = Health()
+        self._task: asyncio.Task[HealthStatus] | None = None
+        self._last = HealthStatus()
         self._last_at = -math.inf
 
-    async def __call__(self) -> Health:
+    async def __call__(self) -> HealthStatus:
         age_s = time.monotonic() - self._last_at
         if age_s > MAX_AGE_S / 5 and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._run())
@@ -71,49 +71,49 @@ class Shared:
         assert self._task
         return await asyncio.shield(self._task)  # one who leaves takes nothing from the others
 
-    async def _run(self) -> Health:
+    async def _run(self) -> HealthStatus:
         self._last, self._last_at = await self._checked(), time.monotonic()
         return self._last
 
-    async def _checked(self) -> Health:
+    async def _checked(self) -> HealthStatus:
         try:
             async with timeout(self._timeout_s):
                 return await self._check()
         except asyncio.TimeoutError:
-            return Health(SILENT, f"no answer within {self._timeout_s:g} s")
+            return HealthStatus(SILENT, f"no answer within {self._timeout_s:g} s")
         except RequestError as error:
-            return Health(NOT_REACHABLE, str(error))
+            return HealthStatus(NOT_REACHABLE, str(error))
         except Exception as error:
             logging.getLogger(__name__).exception("a health check failed unexpectedly")
-            return Health(NOT_READY, f"the check failed: {type(error).__name__}")
+            return HealthStatus(NOT_READY, f"the check failed: {type(error).__name__}")
 
 
-def readiness(backend: Backend, timeout_s: float) -> Shared:
-    async def check() -> Health:
+def readiness(backend: Backend, timeout_s: float) -> CachedHealthCheck:
+    async def check() -> HealthStatus:
         state = await backend.probe()
         if state.ready:
-            return Health(state=state)
-        return Health(NOT_READY, state.reason or "the model is not ready", state)
+            return HealthStatus(state=state)
+        return HealthStatus(NOT_READY, state.reason or "the model is not ready", state)
 
-    return Shared(check, timeout_s)
+    return CachedHealthCheck(check, timeout_s)
 
 
-def liveness(backend: Backend, timeout_s: float, ports: Sequence[tuple[str, int]]) -> Shared:
-    async def check() -> Health:
+def liveness(backend: Backend, timeout_s: float, ports: Sequence[tuple[str, int]]) -> CachedHealthCheck:
+    async def check() -> HealthStatus:
         if not await backend.is_live():
-            return Health(NOT_REACHABLE, "the model server does not answer")
+            return HealthStatus(NOT_REACHABLE, "the model server does not answer")
         for host, port in ports:
             try:
                 _, writer = await asyncio.open_connection(host, port)
             except OSError as error:
-                return Health(NOT_REACHABLE, f"nothing answers on port {port}: {error.strerror}")
+                return HealthStatus(NOT_REACHABLE, f"nothing answers on port {port}: {error.strerror}")
             writer.close()
-        return Health()
+        return HealthStatus()
 
-    return Shared(check, timeout_s)
+    return CachedHealthCheck(check, timeout_s)
 
 
-def as_response(health: Health) -> web.Response:
+def as_response(health: HealthStatus) -> web.Response:
     if health.error_code:
         return web.json_response({"error_code": health.error_code, "error_msg": health.error_msg}, status=503)
     return web.Response()
@@ -129,7 +129,7 @@ def make_health_app(backend: Backend, timeout_s: float, ports: Sequence[tuple[st
 
     async def answer_started(_: web.Request) -> web.Response:
         nonlocal has_started
-        health = Health() if has_started else await ready()
+        health = HealthStatus() if has_started else await ready()
         has_started |= not health.error_code
         return as_response(health)
 
@@ -159,7 +159,7 @@ async def serve(apps: Mapping[int, web.Application], host: str) -> None:
         assert runner.server
         runners.append(runner)
         await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
-        watching.append(loop.create_task(Heads(runner.server, [], set(), MAX_HEADS_BYTES).watch([port])))
+        watching.append(loop.create_task(ConnectionLimiter(runner.server, [], set(), MAX_HEADS_BYTES).watch([port])))
     await stop.wait()
     for task in watching:
         task.cancel()
@@ -175,17 +175,17 @@ def main() -> None:
     parser.parse_args()
     config = Config.from_env()
 
-    from gateway.answers import is_news
-    from gateway.connections import Connections
-    from gateway.scrape import make_metrics_app
+    from gateway.http_responses import is_worth_logging
+    from gateway.metrics_proxy import make_metrics_app
     from gateway.triton_client import TritonBackend  # app.py needs the checks of this module, not Triton
+    from gateway.triton_connections import TritonConnections
 
     configure(config.log_level)
-    server_logger.addFilter(is_news)
+    server_logger.addFilter(is_worth_logging)
     host, port = config.service_host, config.health_http_port
     served = [config.service_grpc_port, *config.http_ports]
     ports = [(connect_host(host), number) for number in served]
-    app = make_health_app(TritonBackend(Connections(config.triton_target)), ANSWER_WITHIN_S, ports)
+    app = make_health_app(TritonBackend(TritonConnections(config.triton_target)), ANSWER_WITHIN_S, ports)
     allow_connections()
     asyncio.run(serve({port: app, config.metrics_http_port: make_metrics_app(config.triton_page)}, host))
 

@@ -44,7 +44,7 @@ class Exchange(Protocol):
 
 
 @dataclass(eq=False)
-class Call:
+class RequestContext:
     """One HTTP request: for its protocol, for errors and for the log."""
 
     path: str
@@ -86,14 +86,14 @@ class ClientProtocol(Protocol):
         """Whether a body is one of its requests; the first in app.PROTOCOLS that says so has it."""
         ...
 
-    def parse(self, body: dict[str, Any], call: Call) -> Exchange:
+    def parse(self, body: dict[str, Any], context: RequestContext) -> Exchange:
         """Raises InvalidRequest."""
         ...
 
-    def error(self, error: RequestError, call: Call) -> dict[str, Any]:
+    def error(self, error: RequestError, context: RequestContext) -> dict[str, Any]:
         """The object of a refusal."""
         ...
 
-    def error_event(self, error: RequestError, call: Call) -> bytes:
+    def error_event(self, error: RequestError, context: RequestContext) -> bytes:
         """The end of a stream that has failed."""
         ...

@@ -10,23 +10,23 @@ from typing import Any
 
 from engine.errors import DuplicateRequest, InvalidRequest
 from engine.wire import MAX_REQ_ID_LEN, Delta, StoredResponse, shown
-from gateway.lasting import LastingBackend
-from gateway.protocol import Call, Exchange
+from gateway.protocol import Exchange, RequestContext
+from gateway.retry import RetryingBackend
 
 HEADER = "X-Request-Id"
 VISIBLE_ASCII = re.compile(f"[!-~]{{1,{MAX_REQ_ID_LEN}}}")
 LONGEST_NAME = MAX_REQ_ID_LEN - 16  # with room for a suffix and the number of a prompt
 
 
-def request_id_of(call: Call) -> str:
+def request_id_of(context: RequestContext) -> str:
     """Return the client's id, or a random one if there is none that a header and a log line can carry."""
-    given = call.headers.get(HEADER, "")
+    given = context.headers.get(HEADER, "")
     return given if VISIBLE_ASCII.fullmatch(given) else uuid.uuid4().hex
 
 
-def given_id(call: Call) -> str:
+def given_id(context: RequestContext) -> str:
     """Return the id that the client's header chooses, or an empty string. Raise InvalidRequest if it is unusable."""
-    given = call.headers.get(HEADER, "")
+    given = context.headers.get(HEADER, "")
     if len(given) > MAX_REQ_ID_LEN:
         text = "the header `{field}` has {value} characters, the limit is {limit}"
         raise InvalidRequest(text, field=HEADER, value=len(given), limit=MAX_REQ_ID_LEN)
@@ -36,22 +36,22 @@ def given_id(call: Call) -> str:
     return given
 
 
-def take_answer_id(call: Call, exchange: Exchange) -> None:
+def take_answer_id(context: RequestContext, exchange: Exchange) -> None:
     """Make the id of the answer that of the request, unless a header or a log line cannot carry it."""
     if VISIBLE_ASCII.fullmatch(exchange.answer_id):
-        call.request_id = exchange.answer_id
+        context.request_id = exchange.answer_id
 
 
-class UniqueIds:
+class UniqueIdBackend:
     """Asks the model under the id of the client's header, with a suffix if another open request has that id."""
 
-    def __init__(self, backend: LastingBackend, call: Call, exchange: Exchange):
-        self._backend, self._call, self._exchange = backend, call, exchange
-        self._name = f"{call.given_id[:LONGEST_NAME]}-{uuid.uuid4().hex[:8]}"
+    def __init__(self, backend: RetryingBackend, context: RequestContext, exchange: Exchange):
+        self._backend, self._context, self._exchange = backend, context, exchange
+        self._name = f"{context.given_id[:LONGEST_NAME]}-{uuid.uuid4().hex[:8]}"
 
     async def generate(self, index: int, body: dict[str, Any], timeout_s: float) -> AsyncGenerator[Delta, None]:
         """Yield the answers to `exchange.requests[index]`. A client that resumes an answer means that very id."""
-        is_named = not self._call.given_id or body.get("resume_from") is not None
+        is_named = not self._context.given_id or body.get("resume_from") is not None
         while True:
             try:
                 async with contextlib.aclosing(self._backend.generate(body, timeout_s)) as answers:
@@ -68,11 +68,11 @@ class UniqueIds:
         try:
             return await self._backend.stored_response(body, timeout_s)
         except DuplicateRequest:
-            if not self._call.given_id:
+            if not self._context.given_id:
                 raise
             return await self._backend.stored_response({**body, "req_id": self._rename(0)}, timeout_s)
 
     def _rename(self, index: int) -> str:
-        if not self._call.has_begun:
-            self._exchange.answer_id = self._call.request_id = self._name
+        if not self._context.has_begun:
+            self._exchange.answer_id = self._context.request_id = self._name
         return self._name if len(self._exchange.requests) == 1 else f"{self._name}-{index}"

@@ -16,12 +16,12 @@ from engine import wire
 from engine.errors import RequestError
 from engine.wire.triton import infer_request, payload_of
 from gateway.backend import ModelLost
-from gateway.connections import Connections
+from gateway.triton_connections import TritonConnections
 
 Answer = wire.Delta | wire.Failure
 
 
-class Arrivals:
+class ReorderBuffer:
     """The answers to one request."""
 
     def __init__(self) -> None:
@@ -62,10 +62,10 @@ class Arrivals:
 class SharedStream:
     """Of the requests that begin while it is open; each joins before it is asked."""
 
-    def __init__(self, connections: Connections):
+    def __init__(self, connections: TritonConnections):
         self._name = uuid.uuid4().hex
         self._tags = itertools.count()
-        self._sharing: dict[int, Arrivals] = {}
+        self._sharing: dict[int, ReorderBuffer] = {}
         self._reading = asyncio.create_task(self._read(connections))
 
     @property
@@ -73,16 +73,16 @@ class SharedStream:
         return not self._reading.done()
 
     @contextlib.contextmanager
-    def join(self, body: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Arrivals]]:
+    def join(self, body: dict[str, Any]) -> Iterator[tuple[dict[str, Any], ReorderBuffer]]:
         """The request that says so, and where its answers come."""
         tag = next(self._tags)
-        arrivals = self._sharing[tag] = Arrivals()
+        arrivals = self._sharing[tag] = ReorderBuffer()
         try:
             yield {**body, wire.SHARED: [self._name, tag]}, arrivals
         finally:
             del self._sharing[tag]
 
-    async def _read(self, connections: Connections) -> None:
+    async def _read(self, connections: TritonConnections) -> None:
         """Until the model ends it: nobody has shared it for some time, or it is stopping."""
         request = infer_request({wire.SHARE: self._name}).SerializeToString()
         try:

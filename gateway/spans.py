@@ -11,7 +11,7 @@ from aiohttp import web
 
 from engine.settings.config import Config
 from engine.tracing import SERVER, Context, Span, Tracer
-from gateway.protocol import Call
+from gateway.protocol import RequestContext
 
 TRACER = web.AppKey("tracer", Tracer)
 
@@ -23,7 +23,7 @@ def begin_tracing(app: web.Application, config: Config) -> None:
 
 
 @contextlib.contextmanager
-def traced(request: web.Request, call: Call) -> Iterator[dict[str, int]]:
+def traced(request: web.Request, context: RequestContext) -> Iterator[dict[str, int]]:
     """Its caller says the `status`."""
     ended = {"status": 0}
     if (tracer := request.app.get(TRACER)) is None or request.method != "POST":
@@ -31,7 +31,7 @@ def traced(request: web.Request, call: Call) -> Iterator[dict[str, int]]:
         return
     parent, start = Context.read(request.headers.get("traceparent")), time.time()
     own = parent.child()
-    call.traceparent = own.traceparent
+    context.traceparent = own.traceparent
     try:
         yield ended
     finally:

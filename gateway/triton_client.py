@@ -14,9 +14,9 @@ from engine import wire
 from engine.errors import EngineUnavailable, RequestError, TimedOut
 from engine.wire.triton import infer_request, read_response
 from gateway.backend import ModelLost, timeout
-from gateway.connections import SERVICE, Connections, Inference
-from gateway.shared_stream import Arrivals, SharedStream
-from gateway.silence import Silence
+from gateway.idle_timer import IdleTimer
+from gateway.shared_stream import ReorderBuffer, SharedStream
+from gateway.triton_connections import SERVICE, InferCall, TritonConnections
 
 PROBE_TIMEOUT_S = 60.0  # whoever probes has a shorter one
 END_TIMEOUT_S = 5.0  # for the end of the stream after the final response
@@ -25,7 +25,7 @@ END_TIMEOUT_S = 5.0  # for the end of the stream after the final response
 class TritonBackend:
     """A `gateway.backend.Backend`. Belongs to the event loop it is first used in."""
 
-    def __init__(self, connections: Connections):
+    def __init__(self, connections: TritonConnections):
         self._connections = connections
         self._shared: SharedStream | None = None
 
@@ -51,7 +51,7 @@ class TritonBackend:
         with stream.join(body) as (body, arrivals):
             own = asyncio.create_task(self._forward(body, arrivals))
             error = _silent(timeout_s)
-            silence = Silence(lambda: arrivals.fail(error), timeout_s)
+            silence = IdleTimer(lambda: arrivals.fail(error), timeout_s)
             try:
                 while True:
                     answer = await arrivals.next()
@@ -68,7 +68,7 @@ class TritonBackend:
                 silence.close()
                 own.cancel()
 
-    async def _forward(self, body: dict[str, Any], arrivals: Arrivals) -> None:
+    async def _forward(self, body: dict[str, Any], arrivals: ReorderBuffer) -> None:
         """What comes on the request's own stream, its end above all."""
         try:
             with self._connections.infer(infer_request(body).SerializeToString()) as inference:
@@ -102,8 +102,8 @@ class TritonBackend:
                         return
             raise ModelLost("the model ended the stream without a final response")
 
-    async def _in_time(self, inference: Inference, timeout_s: float) -> AsyncGenerator[bytes, None]:
-        silence = Silence(inference.cancel, timeout_s)  # time in which nobody asks for a response does not count
+    async def _in_time(self, inference: InferCall, timeout_s: float) -> AsyncGenerator[bytes, None]:
+        silence = IdleTimer(inference.cancel, timeout_s)  # time in which nobody asks for a response does not count
         try:
             async for response in inference.responses():
                 silence.ends()

@@ -35,7 +35,7 @@ def main(command: Sequence[str] | None = None) -> int:
         for path in [*named, Path.home() / ".cache"]:
             give(path)
         users.insert(0, {"user": UID, "group": UID, "extra_groups": []})
-    return Commands(users).run(command)
+    return ContainerCommands(users).run(command)
 
 
 def give(path: Path) -> None:
@@ -67,7 +67,7 @@ def give(path: Path) -> None:
         print(f"container: user {UID} may not be able to write to {path}: {trouble}", file=sys.stderr)
 
 
-class Commands:
+class ContainerCommands:
     """The command of a container and, after SIGTERM, `stop_server` for each of its users, one after the other."""
 
     def __init__(self, users: Sequence[dict[str, Any]]):

@@ -16,7 +16,7 @@ from engine.errors import ConfigError
 from engine.log import printable
 from engine.settings.config import Config
 from server_scripts.probe import Probe
-from server_scripts.run_dir import RunDir, State
+from server_scripts.run_dir import RunDir, ServerState
 
 ROOT = Path(__file__).resolve().parents[1]
 QUESTIONS = ("Who are you?", "What is the capital of France?", "What is 7 plus 5?")
@@ -74,12 +74,12 @@ def start() -> int:
             return process.wait()
 
 
-def running(run_dir: RunDir) -> State | None:
+def running(run_dir: RunDir) -> ServerState | None:
     state = run_dir.read_state()
     return state if state and state.phase == "ready" and state.supervisor.is_alive else None
 
 
-def answer(state: State, question: str, config: Config) -> Iterator[str]:
+def answer(state: ServerState, question: str, config: Config) -> Iterator[str]:
     """The answer as it is generated: the native protocol, a JSON object a line."""
     host, port = connect_host(state.host), state.ports["SERVICE_HTTP_PORT"]
     connection = Probe(config).connection(host, port)
@@ -97,7 +97,7 @@ def answer(state: State, question: str, config: Config) -> Iterator[str]:
     connection.close()
 
 
-def how_to_go_on(state: State, with_key: bool = False) -> str:
+def how_to_go_on(state: ServerState, with_key: bool = False) -> str:
     host = in_url(connect_host(state.host))
     return HOW_TO_GO_ON.format(
         header=' -H "Authorization: Bearer $API_KEY"' if with_key else "",

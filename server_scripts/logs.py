@@ -41,7 +41,7 @@ def tail(path: Path, num_lines: int) -> list[str]:
     return [line for line in text.splitlines() if line.strip()][-num_lines:]
 
 
-class Console:
+class LogConsole:
     """Copies what is appended to log files to a file descriptor, whole lines with the name of their process. In a
     thread of its own: a terminal may stand still, and nobody ever waits for it; the files keep what it has missed."""
 

@@ -32,7 +32,7 @@ class ModelUnavailable(SetupError):
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """Where the model is, exported or not yet."""
 
     path: Path
@@ -53,7 +53,7 @@ def local_folder(name: str, model_dir: str) -> Path | None:
     return path.absolute() if name and (path / "config.json").exists() and not is_fetched else None
 
 
-def find_source(config: Config, name: str, report: Callable[[str], None]) -> Source:
+def find_source(config: Config, name: str, report: Callable[[str], None]) -> ModelSource:
     """Return where the model is. Fetch it if `name` is that of a model and not an absolute path; without a name the
     model is in MODEL_DIR. Raises ModelUnavailable, and ConfigError for what the name asks for."""
     if name and not name.startswith("/"):
@@ -66,10 +66,10 @@ def find_source(config: Config, name: str, report: Callable[[str], None]) -> Sou
             f"{given} {what}. Set MODEL_DIR to a checkpoint or an exported model, or name one: "
             "start_server ./folder, or start_server org/model to fetch it"
         )
-    return Source(path, config.served_model_name or path.resolve().name)
+    return ModelSource(path, config.served_model_name or path.resolve().name)
 
 
-def _download(config: Config, name: str, report: Callable[[str], None]) -> Source:
+def _download(config: Config, name: str, report: Callable[[str], None]) -> ModelSource:
     from download_model import (  # only now: a model that is here needs no network
         DownloadOptions,
         download,
@@ -86,7 +86,7 @@ def _download(config: Config, name: str, report: Callable[[str], None]) -> Sourc
         mode = "master" if config.machines.is_master else "slave"
         options = DownloadOptions.from_env(nnodes=config.mp_nnode, mode=mode)
         if options.mirror is None:
-            as_stored(quant, config)  # raises before gigabytes are fetched
+            export_dtype(quant, config)  # raises before gigabytes are fetched
         report(f"fetching {name} into {config.model_dir}")
         done = download(name, Path(config.model_dir).expanduser(), options)
     except (DownloadError, OSError) as error:
@@ -96,10 +96,10 @@ def _download(config: Config, name: str, report: Callable[[str], None]) -> Sourc
             into, meant = f" into MODEL_DIR, which is {config.model_dir!r}", "; set MODEL_DIR to another folder"
         raise ModelUnavailable(f"fetching {name}{into}: {error}{meant}") from None
     report(f"{name} is complete, {done.num_fetched} files fetched")
-    return Source(done.model_dir.absolute(), config.served_model_name or name, None if done.is_static else quant)
+    return ModelSource(done.model_dir.absolute(), config.served_model_name or name, None if done.is_static else quant)
 
 
-def export_if_needed(config: Config, source: Source, report: Callable[[str], None]) -> Path:
+def export_if_needed(config: Config, source: ModelSource, report: Callable[[str], None]) -> Path:
     """The exported model's folder. Raises ModelUnavailable, and ConfigError for what the settings ask of it."""
     replace(config, served_model_name=source.label).check_loras()
     log_path = config.log_path / EXPORT_LOG
@@ -134,7 +134,7 @@ def export_if_needed(config: Config, source: Source, report: Callable[[str], Non
     return Path(result)
 
 
-def as_stored(quant: str | None, config: Config) -> tuple[str, str]:
+def export_dtype(quant: str | None, config: Config) -> tuple[str, str]:
     """Dtype and quantization of the export: what the third part of a model's name asks for, or the settings do. A name
     that ends in c8 asks for a KV cache of 8 bits, too."""
     if quant is None:
@@ -161,7 +161,7 @@ def export(checkpoint_dir: Path, cache_dir: Path, quant: str | None = None) -> P
         for name in set_for_an_export(config):
             print("step", f"note: {name} has no effect: {checkpoint_dir} is exported already", flush=True)
         return checkpoint_dir
-    dtype, quant_type = as_stored(quant, config)
+    dtype, quant_type = export_dtype(quant, config)
     int8_cache = config.use_cache_kv_int8 or (quant or "").endswith("c8")
     config = replace(config, dtype=dtype, quant_type=quant_type, use_cache_kv_int8=int8_cache)
     options = options_of(config, checkpoint_dir)

@@ -44,7 +44,7 @@ class _Foreign(argparse.Action):
         setattr(given, self.dest, [*(getattr(given, self.dest) or ()), (row, name, value)])
 
 
-class Parser(argparse.ArgumentParser):
+class OptionParser(argparse.ArgumentParser):
     """Takes the options of `Config` and those of other servers beside its own, and answers what it does not know."""
 
     def __init__(self, usage: str, description: str):

@@ -19,7 +19,7 @@ from engine.address import connect_host, in_url
 from engine.errors import RequestError
 from engine.settings.config import Config
 from engine.settings.tls import key_and_chain
-from server_scripts.own_tls import certified_name, client_context
+from server_scripts.tls_client import certified_name, client_context
 
 TIMEOUT_S = 10.0
 REQUEST_TIMEOUT_S = 60.0  # for a real request, which may be the first of a large model

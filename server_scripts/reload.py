@@ -1,84 +1,195 @@
-"""`start_server --reload`: has the running server change its model, and says how it goes.
+"""The model is changed under a server that runs on: who asks waits in the gateway, what has begun ends, then the engine
+and tritonserver are started anew. `server_scripts.reload_client` asks for it.
 
-The model is exported here, where somebody reads why it cannot be. The rest is the supervisor's, see `swap`, and goes on
-when this process ends."""
+What the old model has begun is ended by it or with an error, so no answer has tokens of both. A new model that does not
+become ready is ended, and the old one comes back.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import time
 import uuid
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
-from engine.errors import ConfigError, SetupError
-from engine.file_lock import file_lock
-from engine.settings.config import Config
-from server_scripts import takeover
-from server_scripts.model_source import export_if_needed, find_source
-from server_scripts.run_dir import Process, RunDir, State
-from server_scripts.swap import SAID_FILE, WANTED_FILE, Said, Wanted
+from engine.errors import SetupError
+from engine.settings.processes import STOPPING_FILE
+from engine.settings.served import SERVED_FILE, Served, ServedModel
+from engine.settings.stopping import Stopping
+from server_scripts.child import Child, ChildSpec
+from server_scripts.probe import OPEN_TIMEOUT_S, ProbeError
+from server_scripts.processes import ENGINE, TRITONSERVER, all_specs
+from server_scripts.report import StartProgress
+from server_scripts.run_dir import RunDir
+from server_scripts.shutdown import ENGINE_STOP_S, STOP_MARGIN_S, ask_to_end, kill_late
+from server_scripts.supervisor import TURN_WHILE_STARTING_S, StartFailed, Supervisor
 
-LOCK_FILE = "reload.lock"
-POLL_S = 0.1
+log = logging.getLogger("supervisor")
 
-
-class NotReloaded(SetupError):
-    """The model cannot be changed; the message says why."""
-
-
-def reload(model_name: str, report: Callable[[str], None]) -> int:
-    """0 when the server has changed to the model, 1 when it has not. Raises SetupError when that was not tried."""
-    config = Config.from_env()
-    if config.mp_nnode > 1:
-        text = "a model on several machines is changed by stop_server and start_server on each of them"
-        raise ConfigError(f"MP_NNODE is {config.mp_nnode}, --reload is for one machine: {text}")
-    if not config.run_path.exists():
-        raise NotReloaded(f"no server runs in RUN_DIR, which is {config.run_path}")
-    run_dir = RunDir(config.run_path)
-    with file_lock(run_dir.path / LOCK_FILE, lambda: report("waiting for another --reload to end")):
-        supervisor = running(run_dir, config).supervisor
-        source = find_source(config, model_name or config.model_name, report)
-        report(f"model {source.path}")
-        graph_dir = export_if_needed(config, source, report)
-        fingerprint = takeover.fingerprint(config, graph_dir, source.label)
-        wanted = Wanted(uuid.uuid4().hex, str(graph_dir), source.label, fingerprint)
-        run_dir.write(WANTED_FILE, json.dumps(asdict(wanted)))
-        return follow(run_dir, supervisor, wanted.id, report)
+REQUEST_FILE, STATUS_FILE = "reload.wanted", "reload.said"
+ASK_EVERY_S = 0.2
+NUM_IDLE = 2  # looks at the model in a row that find nothing open: a request may be on its way to it
+WHY = "the model is being changed for another, which waits for open answers for DRAIN_TIMEOUT at most"
 
 
-def running(run_dir: RunDir, config: Config) -> State:
-    """The server whose model can be changed."""
-    state = run_dir.read_state()
-    if state is None or not state.supervisor.is_alive:
-        raise NotReloaded(f"no server runs in RUN_DIR, which is {run_dir.path}")
-    if state.phase != "ready":
-        raise NotReloaded(f"the server is not ready, it is {state.phase}")
-    if others := [name for name, text in takeover.prints(config).items() if state.settings.get(name) != text]:
-        is_changed = "has" if len(others) == 1 else "have"
-        text = f"{is_changed} changed since the server was started, and --reload changes the model only"
-        raise ConfigError(f"{', '.join(others)} {text}")
-    return state
+@dataclass(frozen=True)
+class ReloadRequest:
+    """An exported model that the server is to change to. `id` is of who asks."""
+
+    id: str
+    graph_dir: str
+    label: str
+    fingerprint: str
 
 
-def follow(run_dir: RunDir, supervisor: Process, wanted_id: str, report: Callable[[str], None]) -> int:
-    num_told = 0
-    while True:
-        is_alive = supervisor.is_alive  # before the last look
-        said = read_said(run_dir, wanted_id)
-        for line in said.lines[num_told:]:
-            report(line)
-        num_told = len(said.lines)
-        if said.status is not None:
-            return said.status
-        if not is_alive:
-            raise NotReloaded("the server has ended meanwhile")
-        time.sleep(POLL_S)
+@dataclass
+class ReloadStatus:
+    """To who asks: what happens, and in the end the exit status. That it cannot be written ends no server."""
+
+    id: str
+    lines: list[str] = field(default_factory=list)
+    status: int | None = None
+
+    def write(self, run_dir: RunDir) -> None:
+        with contextlib.suppress(OSError):
+            run_dir.write(STATUS_FILE, json.dumps(asdict(self)))
 
 
-def read_said(run_dir: RunDir, wanted_id: str) -> Said:
+@dataclass(frozen=True)
+class ReloadTarget:
+    id: str
+    label: str
+    fingerprint: str
+    specs: Sequence[ChildSpec]  # of all children
+
+
+def take_reload_request(run_dir: RunDir) -> ReloadRequest | None:
+    """Once."""
+    path = run_dir.path / REQUEST_FILE
     try:
-        said = Said(**json.loads((run_dir.path / SAID_FILE).read_text()))
-    except FileNotFoundError:
-        return Said(wanted_id)
-    return said if said.id == wanted_id else Said(wanted_id)
+        wanted = ReloadRequest(**json.loads(path.read_text()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+    path.unlink()
+    return wanted
+
+
+def release(run_dir: RunDir) -> None:
+    """Nobody waits any more, whichever model there is."""
+    if (served := ServedModel(run_dir.path).now()).is_changing:
+        try:
+            run_dir.write(SERVED_FILE, Served(served.id, served.name).text())
+        except OSError as error:
+            log.error("%s could not be written: %s", SERVED_FILE, error)
+            (run_dir.path / SERVED_FILE).unlink()
+
+
+def change_model(supervisor: Supervisor, wanted: ReloadRequest) -> None:
+    """Returns when the server goes on, with the new model or the old one, or is asked to stop."""
+    run_dir, state, said = supervisor.run_dir, supervisor.state, ReloadStatus(wanted.id)
+
+    def report(text: str) -> None:
+        log.info("changing the model: %s", text)
+        said.lines.append(text)
+        said.write(run_dir)
+
+    old_specs, is_changed = [child.spec for child in supervisor.children], False
+    old = ReloadTarget(ServedModel(run_dir.path).now().id, state.model, state.fingerprint, old_specs)
+    try:
+        specs = all_specs(supervisor.config, Path(wanted.graph_dir), wanted.label, run_dir)
+        new = ReloadTarget(uuid.uuid4().hex, wanted.label, wanted.fingerprint, specs)
+        is_changed = drain(supervisor, old, report) and replace(supervisor, old, new, report)
+    except (SetupError, OSError) as error:  # of what is done before anything has ended
+        report(f"failed: {error}")
+    finally:
+        release(run_dir)
+        said.status = 0 if is_changed else 1
+        said.write(run_dir)
+
+
+def drain(supervisor: Supervisor, old: ReloadTarget, report: Callable[[str], None]) -> bool:
+    """Who asks from now on waits. True when nothing is open any more, False when the server is asked to stop."""
+    run_dir, drain_s = supervisor.run_dir, supervisor.config.drain_timeout_s
+    end_at = time.monotonic() + drain_s
+    run_dir.write(SERVED_FILE, Served(old.id, old.label, is_changing=True).text())
+    run_dir.write(STOPPING_FILE, Stopping(end_at, WHY, end_at).text())
+    supervisor.set_phase("changing")  # it is nothing that another supervisor could take over
+    report(f"new requests wait, open ones may end, for at most {drain_s:g} s")
+    num_idle = 0
+    while num_idle < NUM_IDLE and time.monotonic() < end_at + STOP_MARGIN_S and not supervisor.num_stop_signals:
+        supervisor.turn(ASK_EVERY_S)
+        try:
+            num_idle = 0 if supervisor.monitor.probe.state(OPEN_TIMEOUT_S)["num_open"] else num_idle + 1
+        except ProbeError:
+            num_idle = 0
+    if supervisor.num_stop_signals:
+        supervisor.set_phase("ready")  # there are requests, which the stop waits for
+        return False
+    return True
+
+
+def replace(supervisor: Supervisor, old: ReloadTarget, new: ReloadTarget, report: Callable[[str], None]) -> bool:
+    """False when the new model did not become ready: then it is the old one again, or the server is asked to stop."""
+    report(f"ending {old.label}")
+    end_model(supervisor)
+    progress = StartProgress(supervisor, report)
+    try:
+        # Now, so that who has a part of the old model's answer can never take it for the new one's.
+        supervisor.run_dir.write(SERVED_FILE, Served(new.id, new.label, is_changing=True).text())
+        install(supervisor, new)
+        supervisor.bring_up(progress)
+        if supervisor.num_stop_signals:
+            return False
+        report(f"{new.label} is ready")
+        return True
+    except StartFailed as failure:
+        progress.failed(failure)
+    except OSError as error:
+        report(f"failed: {error}")
+    report(f"going back to {old.label}")
+    end_model(supervisor)
+    install(supervisor, old)
+    come_back(supervisor, old)
+    if supervisor.seen.checked:
+        report(f"{old.label} is ready again")
+    return False
+
+
+def end_model(supervisor: Supervisor) -> None:
+    """The processes that know the model, which nobody asks any more."""
+    supervisor.monitor.stop()
+    supervisor.set_phase("ending the model")
+    children = [child for child in supervisor.children if child.spec.name in (ENGINE, TRITONSERVER)]
+    ask_to_end(supervisor, children, time.monotonic() + ENGINE_STOP_S)
+    kill_late(supervisor, children)
+    supervisor.run_dir.remove_shared_memory()
+
+
+def install(supervisor: Supervisor, model: ReloadTarget) -> None:
+    """As if the server had been started with it; gateways that run go on."""
+    for index, spec in enumerate(model.specs):
+        child = supervisor.children[index]
+        if spec.name in (ENGINE, TRITONSERVER):
+            supervisor.children[index] = Child(spec)
+        else:
+            child.spec = spec
+    supervisor.state.model, supervisor.state.fingerprint = model.label, model.fingerprint
+    probe = supervisor.monitor.probe
+    supervisor.watch_with(supervisor.monitor.again(probe.check_model))  # the ports make a real request wait
+
+
+def come_back(supervisor: Supervisor, old: ReloadTarget) -> None:
+    """As after a crash: what ends is started again. Nobody waits longer than for a start."""
+    with contextlib.suppress(OSError):  # who has a part of an answer then is told that it cannot be gone on with
+        supervisor.run_dir.write(SERVED_FILE, Served(old.id, old.label, is_changing=True).text())
+    supervisor.set_phase("changing")
+    supervisor.start_all()
+    deadline = time.monotonic() + supervisor.config.start_timeout_s
+    while not (supervisor.seen.checked or supervisor.num_stop_signals) and time.monotonic() < deadline:
+        supervisor.turn(TURN_WHILE_STARTING_S)
+    if not supervisor.num_stop_signals:
+        supervisor.set_phase("ready")

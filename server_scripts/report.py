@@ -11,7 +11,7 @@ from engine.log import printable
 from server_scripts import logs
 from server_scripts.child import Child
 from server_scripts.processes import ENGINE, TRITONSERVER
-from server_scripts.run_dir import State
+from server_scripts.run_dir import ServerState
 from server_scripts.supervisor import StartFailed, Supervisor
 
 NEWS_EVERY_S = 10.0  # silence would look like a hang
@@ -25,7 +25,7 @@ ADDRESSES = {
 }
 
 
-class Report:
+class Reporter:
     """Lines with the seconds since the start. That nobody reads them, or that a disk is full, stops no server."""
 
     def __init__(self, fd: int = 1):
@@ -83,7 +83,7 @@ class StartProgress:
         return logs.tail(child.spec.log_path, num_lines) if child else []
 
 
-def summary(state: State) -> str:
+def summary(state: ServerState) -> str:
     """Which server runs and where it answers."""
     host = in_url(connect_host(state.host))
     lines = [f"{state.model} is {state.phase}, pid {state.supervisor.pid}, since {time.ctime(state.since)}"]

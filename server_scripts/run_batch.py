@@ -31,7 +31,7 @@ from engine.address import connect_host, in_url
 from engine.errors import ConfigError
 from engine.settings.config import Config
 from server_scripts.completion import add_completion
-from server_scripts.own_tls import client_context
+from server_scripts.tls_client import client_context
 
 AT_ONCE = 128  # requests; more than run at once, so that the next ones wait in the server
 GONE_AFTER_S = 600.0  # without any answer
@@ -53,7 +53,7 @@ class BatchError(Exception):
 
 
 @dataclass
-class Progress:
+class BatchProgress:
     bar: tqdm
     output: BinaryIO
     num_errors: int = 0
@@ -128,7 +128,7 @@ async def run(given: argparse.Namespace, config: Config) -> None:
         key = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
         with tqdm(total=len(known), initial=len(known & done), desc="requests", unit="") as bar:
             async with _session(given.url, config, key) as session:
-                await _ask_all(given, server, session, done, Progress(bar, output))
+                await _ask_all(given, server, session, done, BatchProgress(bar, output))
 
 
 def _own_url(config: Config) -> str:
@@ -156,7 +156,7 @@ def _session(url: str | None, config: Config, headers: Json) -> aiohttp.ClientSe
 
 
 async def _ask_all(
-    given: argparse.Namespace, server: URL, session: aiohttp.ClientSession, done: set[str], told: Progress
+    given: argparse.Namespace, server: URL, session: aiohttp.ClientSession, done: set[str], told: BatchProgress
 ) -> None:
     try:
         async with session.get(server / "health"):
@@ -178,7 +178,7 @@ async def _ask_all(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _ask(session: aiohttp.ClientSession, server: URL, request: Json, told: Progress) -> None:
+async def _ask(session: aiohttp.ClientSession, server: URL, request: Json, told: BatchProgress) -> None:
     target = URL(f"{server.origin()}{request['url']}")  # joined, it could name another host, and that have the key
     if target.origin() != server:  # the file has changed since it was checked
         raise BatchError(f"the url {request['url']!r} is none of the server's", 2)

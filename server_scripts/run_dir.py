@@ -53,7 +53,7 @@ class Process:
                 (os.killpg if leads else os.kill)(self.pid, signal.SIGKILL)
 
 
-class Stat(NamedTuple):
+class ProcessStat(NamedTuple):
     state: str
     parent: int
     start_time: int
@@ -65,13 +65,13 @@ class Stat(NamedTuple):
         return self.state in "ZX" and self.num_threads <= 1
 
 
-def read_stat(pid: int) -> Stat | None:
+def read_stat(pid: int) -> ProcessStat | None:
     try:
         line = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return None
     fields = line.rpartition(b")")[2].split()  # the name before it may hold anything, also half a character
-    return Stat(fields[0].decode(), int(fields[1]), int(fields[19]), int(fields[17]))
+    return ProcessStat(fields[0].decode(), int(fields[1]), int(fields[19]), int(fields[17]))
 
 
 def children_of(pid: int) -> list[int]:
@@ -81,7 +81,7 @@ def children_of(pid: int) -> list[int]:
 
 
 @dataclass
-class State:
+class ServerState:
     """What the state file says about the server that holds the lock."""
 
     phase: str  # preparing, starting, ready, stopping; while the model is changed: changing, ending the model
@@ -98,17 +98,17 @@ class State:
     settings: dict[str, str] = field(default_factory=dict)  # of each a fingerprint
 
     @classmethod
-    def from_json(cls, text: str) -> State:
+    def from_json(cls, text: str) -> ServerState:
         values: dict[str, Any] = json.loads(text)
         values["supervisor"] = Process(**values["supervisor"])
         values["processes"] = [Process(**item) for item in values["processes"]]
         return cls(**values)
 
 
-def read_state(run_path: Path) -> State | None:
+def read_state(run_path: Path) -> ServerState | None:
     """None when no server has been started, all was cleaned up since, or another version wrote it."""
     try:
-        return State.from_json((run_path / "state.json").read_text())
+        return ServerState.from_json((run_path / "state.json").read_text())
     except (FileNotFoundError, ValueError, TypeError, KeyError):
         return None
 
@@ -159,10 +159,10 @@ class RunDir:
         partial.write_text(text)
         partial.replace(self.path / name)
 
-    def write_state(self, state: State) -> None:
+    def write_state(self, state: ServerState) -> None:
         self.write("state.json", json.dumps(asdict(state), indent=2) + "\n")
 
-    def read_state(self) -> State | None:
+    def read_state(self) -> ServerState | None:
         return read_state(self.path)
 
     def touch_all(self) -> None:

@@ -23,12 +23,12 @@ from server_scripts.health import HealthMonitor
 from server_scripts.model_source import export_if_needed, find_source
 from server_scripts.probe import Probe
 from server_scripts.processes import all_specs, log_paths
-from server_scripts.report import Report, StartProgress, summary
-from server_scripts.run_dir import Process, RunDir, State, make_folder
+from server_scripts.reload import change_model, release, take_reload_request
+from server_scripts.report import Reporter, StartProgress, summary
+from server_scripts.run_dir import Process, RunDir, ServerState, make_folder
 from server_scripts.shutdown import shut_down, stop_timeout_s
 from server_scripts.stop import kill_all
 from server_scripts.supervisor import TURN_S, TURN_WHILE_STARTING_S, StartFailed, Supervisor
-from server_scripts.swap import change_model, release, what_is_wanted
 from server_scripts.triton import find_tritonserver
 
 log = logging.getLogger("supervisor")
@@ -38,27 +38,27 @@ TOUCH_EVERY_S = 3600.0
 LAST_WORDS_S = 2.0  # for a terminal to show them
 
 
-def serve(model_name: str, report: Report, on_ready: Callable[[], None] | None) -> int:
+def serve(model_name: str, report: Reporter, on_ready: Callable[[], None] | None) -> int:
     """0 after a stop signal, 1 when the server did not become ready, with the reason reported. Without `on_ready` it is
     in the foreground: its log goes to the output, and with OUTPUT_LOG_TO_CONSOLE so do the others."""
     config = Config.from_env()
     run_dir = RunDir(config.run_path)
     lock = run_dir.lock()  # is ours alone: it goes when we go
     if lock is None:
-        return say_what_runs(run_dir)
+        return report_running_server(run_dir)
     console = None
-    orphans, forsaken = takeover.left_running(run_dir), None
+    orphans, forsaken = takeover.find_orphans(run_dir), None
     try:
         prepare(config, run_dir, orphans)
         log_file = log_paths(config)["supervisor"].open("a", buffering=1)
         configure(config.log_level, log_file)
         if on_ready is None:
-            console = logs.Console(console_paths(config), report.fd)
+            console = logs.LogConsole(console_paths(config), report.fd)
             console.start()
             report.fd = log_file.fileno()
-        supervisor = a_supervisor(config, run_dir, model_name, report, orphans)
+        supervisor = make_supervisor(config, run_dir, model_name, report, orphans)
         orphans = None  # they are its own, or have ended
-        return live(supervisor, report, on_ready)
+        return run_until_stopped(supervisor, report, on_ready)
     except Exception:
         forsaken = orphans  # a start that fails is no reason to end what answers
         raise
@@ -73,7 +73,7 @@ def serve(model_name: str, report: Report, on_ready: Callable[[], None] | None) 
             console.finish(LAST_WORDS_S)
 
 
-def prepare(config: Config, run_dir: RunDir, orphans: State | None) -> None:
+def prepare(config: Config, run_dir: RunDir, orphans: ServerState | None) -> None:
     """Checks what can be checked at once. What an earlier server of this run directory has left behind goes, but for
     `orphans`, which may serve on."""
     find_tritonserver()
@@ -82,7 +82,7 @@ def prepare(config: Config, run_dir: RunDir, orphans: State | None) -> None:
     check_call_format(config)
     make_folder("FD_LOG_DIR", config.log_path)
     if orphans:
-        run_dir.write_state(replace(orphans, supervisor=myself()))
+        run_dir.write_state(replace(orphans, supervisor=current_process()))
     else:
         begin_anew(config, run_dir)
 
@@ -90,9 +90,9 @@ def prepare(config: Config, run_dir: RunDir, orphans: State | None) -> None:
 def check_call_format(config: Config) -> None:
     """Of somebody's file, which every worker of the gateway is going to read."""
     if config.tool_call_parser.endswith(".py"):
-        from gateway.openai.dialect import dialect_of  # with the gateway, which is not needed otherwise
+        from gateway.openai.output_syntax import output_syntax_of  # with the gateway, which is not needed otherwise
 
-        dialect_of(config)
+        output_syntax_of(config)
 
 
 def begin_anew(config: Config, run_dir: RunDir) -> None:
@@ -106,16 +106,16 @@ def begin_anew(config: Config, run_dir: RunDir) -> None:
     run_dir.write_state(new_state(config, config.model_name or config.model_dir, "preparing"))
 
 
-def myself() -> Process:
+def current_process() -> Process:
     me = Process.of("supervisor", os.getpid())
     assert me
     return me
 
 
-def new_state(config: Config, model: str, phase: str) -> State:
-    return State(
+def new_state(config: Config, model: str, phase: str) -> ServerState:
+    return ServerState(
         phase=phase,
-        supervisor=myself(),
+        supervisor=current_process(),
         since=time.time(),
         model=model,
         host=config.service_host,
@@ -123,11 +123,13 @@ def new_state(config: Config, model: str, phase: str) -> State:
         log_dir=str(config.log_path),
         stop_timeout_s=stop_timeout_s(config),
         scheme="https" if config.tls_cert_file else "http",
-        settings=takeover.prints(config),
+        settings=takeover.setting_fingerprints(config),
     )
 
 
-def a_supervisor(config: Config, run_dir: RunDir, model_name: str, report: Report, orphans: State | None) -> Supervisor:
+def make_supervisor(
+    config: Config, run_dir: RunDir, model_name: str, report: Reporter, orphans: ServerState | None
+) -> Supervisor:
     """Of the orphans, if they have the same settings and model."""
     for sentence in [*likely_misspelt(), *notes_on_variables()]:
         report(f"note: {sentence}")
@@ -155,7 +157,7 @@ def a_supervisor(config: Config, run_dir: RunDir, model_name: str, report: Repor
     return supervisor
 
 
-def live(supervisor: Supervisor, report: Report, on_ready: Callable[[], None] | None = None) -> int:
+def run_until_stopped(supervisor: Supervisor, report: Reporter, on_ready: Callable[[], None] | None = None) -> int:
     """0 after a stop signal, 128 + its number before the server was ready; 1 when it did not become ready, with the
     reason reported."""
     supervisor.adopt_and_listen()
@@ -184,7 +186,7 @@ def watch(supervisor: Supervisor) -> None:
     """Until a stop signal."""
     while not supervisor.num_stop_signals:
         supervisor.turn(TURN_WHILE_STARTING_S if supervisor.is_triton_coming_back else TURN_S)
-        if wanted := what_is_wanted(supervisor.run_dir):
+        if wanted := take_reload_request(supervisor.run_dir):
             change_model(supervisor, wanted)
 
 
@@ -217,7 +219,7 @@ def console_paths(config: Config) -> dict[str, Path]:
     return own | paths if config.output_log_to_console else own
 
 
-def say_what_runs(run_dir: RunDir) -> int:
+def report_running_server(run_dir: RunDir) -> int:
     state = run_dir.read_state()
     print("start_server: a server runs already" + ("" if state else f", it has locked {run_dir.path}"))
     if state:

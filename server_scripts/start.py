@@ -23,9 +23,9 @@ from engine.settings.config import Config
 from engine.settings.foreign.table import check_variables
 from server_scripts.child import ROOT, describe_exit
 from server_scripts.model_source import local_folder
-from server_scripts.options import Parser
+from server_scripts.options import OptionParser
 from server_scripts.processes import log_paths
-from server_scripts.report import Report
+from server_scripts.report import Reporter
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1
@@ -44,7 +44,7 @@ def main() -> int:
     for number in STOP_SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, _interrupt)
-    report = Report()
+    report = Reporter()
     for note in given.notes:
         report(f"note: {note}")
     if "OMPI_COMM_WORLD_SIZE" in os.environ:  # mpirun binds what it starts to one core, as if it did the computing
@@ -71,7 +71,7 @@ def main() -> int:
         os._exit(128 + interrupted.number)  # at a usual exit threads that wait for a model's server are waited for
 
 
-def run(model_name: str, report: Report, on_ready: Callable[[], None] | None = None) -> int:
+def run(model_name: str, report: Reporter, on_ready: Callable[[], None] | None = None) -> int:
     """The server's own process; in a container it is process 1."""
     from server_scripts.serve import serve  # loads what must not be there yet when `detach` forks
 
@@ -79,15 +79,15 @@ def run(model_name: str, report: Report, on_ready: Callable[[], None] | None = N
     return serve(model_name, report, on_ready)
 
 
-def change(model_name: str, report: Report) -> int:
+def change(model_name: str, report: Reporter) -> int:
     """The model of the server that runs."""
-    from server_scripts.reload import reload
+    from server_scripts.reload_client import reload
 
     os.chdir(ROOT)
     return reload(model_name, report)
 
 
-def detach(model_name: str, report: Report) -> int:
+def detach(model_name: str, report: Reporter) -> int:
     """Forks the server, which writes to our output until it is ready, and waits for that."""
     ready_fd, write_fd = os.pipe()
     me = os.getpid()
@@ -151,7 +151,7 @@ def _interrupt(number: int, _frame: object) -> NoReturn:
 
 def parse_arguments() -> argparse.Namespace:
     """Settings among them are in the environment then."""
-    parser = Parser("start_server [model_name] [--foreground | --reload] [settings]", str(__doc__))
+    parser = OptionParser("start_server [model_name] [--foreground | --reload] [settings]", str(__doc__))
     text = "folder of a model (./folder), or the name of one to fetch into MODEL_DIR; default: MODEL_DIR is the model"
     parser.add_argument("model_name", nargs="?", help=text)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")

@@ -22,7 +22,7 @@ from engine.settings.processes import DEFAULT_LOG_DIR, STOPPING_FILE, default_ru
 from engine.settings.stopping import Stopping
 from server_scripts.completion import add_completion
 from server_scripts.processes import GATEWAY
-from server_scripts.run_dir import Process, RunDir, State, read_state
+from server_scripts.run_dir import Process, RunDir, ServerState, read_state
 
 POLL_S = 0.02
 NEWS_EVERY_S = 5.0
@@ -44,7 +44,7 @@ def main() -> int:
     try:
         if config.run_path.exists():
             return stop(RunDir(config.run_path), given.seconds)
-        say_that_none_runs(config.run_path)
+        report_no_server(config.run_path)
         return 0
     except (ConfigError, OSError) as error:
         print(f"stop_server: {error}", file=sys.stderr)
@@ -69,7 +69,7 @@ def stop(run_dir: RunDir, seconds: float | None) -> int:
     state, lock = find(run_dir)
     if state is None:
         if lock is not None:
-            say_that_none_runs(run_dir.path)
+            report_no_server(run_dir.path)
             return 0
         # Of another version, or of another container that shares the folder.
         why = f"a server has locked {run_dir.path} and does not say which processes it has"
@@ -94,7 +94,7 @@ def stop(run_dir: RunDir, seconds: float | None) -> int:
     return 0
 
 
-def say_that_none_runs(run_path: Path, folder: Path = default_run_path()) -> None:  # noqa: B008 - never changes
+def report_no_server(run_path: Path, folder: Path = default_run_path()) -> None:  # noqa: B008 - never changes
     """Name the servers of this user that run with another FD_LOG_DIR as well."""
     print("stop_server: no server was running")
     for path in sorted(folder.parent.glob(f"{folder.name}*")):
@@ -103,7 +103,7 @@ def say_that_none_runs(run_path: Path, folder: Path = default_run_path()) -> Non
             print(printable(f"stop_server: another one runs (pid {state.supervisor.pid}): {command}"))
 
 
-def find(run_dir: RunDir) -> tuple[State | None, int | None]:
+def find(run_dir: RunDir) -> tuple[ServerState | None, int | None]:
     """The server that runs; or what one has left behind, and the lock, which nobody holds then."""
     deadline = time.monotonic() + FIND_S
     while time.monotonic() < deadline:
@@ -115,7 +115,7 @@ def find(run_dir: RunDir) -> tuple[State | None, int | None]:
     return None, None
 
 
-def end(run_dir: RunDir, state: State, seconds: float | None) -> None:
+def end(run_dir: RunDir, state: ServerState, seconds: float | None) -> None:
     supervisor = state.supervisor
     if state.phase != "stopping":
         supervisor.kill(signal.SIGTERM)
@@ -142,7 +142,7 @@ def wait_for_end(run_dir: RunDir, supervisor: Process, timeout_s: float) -> bool
     return True
 
 
-def drain(run_dir: RunDir, state: State, timeout_s: float) -> None:
+def drain(run_dir: RunDir, state: ServerState, timeout_s: float) -> None:
     """In place of the supervisor: nothing is taken any more, and running requests may end."""
     run_dir.write(STOPPING_FILE, Stopping(time.monotonic()).text())
     gateways = [process for process in state.processes if process.name.startswith(GATEWAY)]
@@ -153,7 +153,7 @@ def drain(run_dir: RunDir, state: State, timeout_s: float) -> None:
         time.sleep(POLL_S)
 
 
-def kill_all(state: State | None) -> list[Process]:
+def kill_all(state: ServerState | None) -> list[Process]:
     """Ends the recorded processes that are left, by their recorded pid and start time, and what they have started.
     Returns those that stay."""
     recorded = (state.supervisor, *state.processes) if state else ()

@@ -22,7 +22,7 @@ from server_scripts import health
 from server_scripts.child import Child, ChildSpec
 from server_scripts.health import HealthMonitor, Observation
 from server_scripts.processes import ENGINE, TRITONSERVER
-from server_scripts.run_dir import Process, RunDir, State
+from server_scripts.run_dir import Process, RunDir, ServerState
 
 log = logging.getLogger("supervisor")
 
@@ -43,7 +43,7 @@ class StartFailed(Exception):
 class Supervisor:
     specs: Sequence[ChildSpec]
     run_dir: RunDir
-    state: State
+    state: ServerState
     config: Config
     monitor: HealthMonitor
     every_turn: Callable[[], None] = lambda: None

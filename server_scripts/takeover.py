@@ -10,19 +10,19 @@ from pathlib import Path
 from engine.exporting.files import CONFIG, MANIFEST
 from engine.settings.config import Config
 from server_scripts.child import ROOT
-from server_scripts.run_dir import RunDir, State
+from server_scripts.run_dir import RunDir, ServerState
 
 NOT_PRINTED = ("model_dir", "model_name", "served_model_name", "graph_dir", "api_key")
 
 
-def left_running(run_dir: RunDir) -> State | None:
+def find_orphans(run_dir: RunDir) -> ServerState | None:
     """Of a server that was ready; what was only starting is not worth keeping. To be asked by who has the lock."""
     state = run_dir.read_state()
     is_left = state and state.phase == "ready" and any(process.is_alive for process in state.processes)
     return state if is_left else None
 
 
-def prints(config: Config) -> dict[str, str]:
+def setting_fingerprints(config: Config) -> dict[str, str]:
     """Of every setting that is neither a secret nor the model's."""
     known = {f.metadata["setting"].env: getattr(config, f.name) for f in fields(config) if f.name not in NOT_PRINTED}
     return {name: hashlib.sha256(repr(value).encode()).hexdigest()[:12] for name, value in known.items()}

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from engine import wire
-from gateway.openai.refusals import REFUSED
 from gateway.openai.request import PASSED_ON
+from gateway.openai.unsupported_fields import REFUSED
 
 # A run is the same each time; FUZZ=long is for who wants to search.
 ANY = list(HealthCheck)

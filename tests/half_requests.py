@@ -8,7 +8,7 @@ import struct
 
 import pytest
 
-from gateway.received import received_by
+from gateway.inet_diag import received_by
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, WINDOW_UPDATE = 0, 1, 3, 4, 6, 8

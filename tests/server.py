@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from server_scripts.run_dir import Process, RunDir, State
+from server_scripts.run_dir import Process, RunDir, ServerState
 
 ROOT = Path(__file__).resolve().parents[1]
 PORTS = ("HEALTH_HTTP_PORT", "SERVICE_GRPC_PORT", "METRICS_HTTP_PORT", "SERVICE_HTTP_PORT")
@@ -66,15 +66,15 @@ def is_alive(pid: int) -> bool:
     return process is not None and process.is_alive
 
 
-def state_of(server: RunningServer) -> State | None:
+def state_of(server: RunningServer) -> ServerState | None:
     return RunDir(server.run_dir).read_state()
 
 
-def pids_of(state: State) -> list[int]:
+def pids_of(state: ServerState) -> list[int]:
     return [state.supervisor.pid, *(process.pid for process in state.processes)]
 
 
-def is_clean(server: RunningServer, state: State) -> bool:
+def is_clean(server: RunningServer, state: ServerState) -> bool:
     """No process, no shared memory, no state."""
     left = list(Path("/dev/shm").glob(f"{RunDir(server.run_dir).shm_prefix}*"))
     return not left and state_of(server) is None and not any(map(is_alive, pids_of(state)))

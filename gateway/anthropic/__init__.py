@@ -9,11 +9,11 @@ from engine.errors import RequestError
 from gateway.anthropic.answer import MessagesExchange
 from gateway.anthropic.fields import REFUSED, fields
 from gateway.anthropic.request import CALLED, parse
-from gateway.openai import OpenAI
-from gateway.openai.blocks import as_named_event
-from gateway.openai.dialect import dialect_of
-from gateway.openai.refusals import NAMES, OF_BLOCKS, check_spelling
-from gateway.protocol import Call
+from gateway.openai import OpenAIProtocol
+from gateway.openai.content_blocks import as_named_event
+from gateway.openai.output_syntax import output_syntax_of
+from gateway.openai.unsupported_fields import NAMES, OF_BLOCKS, check_spelling
+from gateway.protocol import RequestContext
 
 PATH = "/v1/messages"
 TYPES = {  # by status
@@ -23,7 +23,7 @@ TYPES = {  # by status
 OF_RESPONSES = {"instructions": "system", "input": "messages", "max_output_tokens": "max_tokens"}
 
 
-class Anthropic(OpenAI):
+class AnthropicProtocol(OpenAIProtocol):
     name = "anthropic"
     paths: Collection[str] = (PATH,)
     names = CALLED
@@ -38,14 +38,14 @@ class Anthropic(OpenAI):
         messages = [{"role": "user", "content": "What is the capital of France?"}]
         return {"model": "default", "max_tokens": 64, "messages": messages}
 
-    def parse(self, body: dict[str, Any], call: Call) -> MessagesExchange:
+    def parse(self, body: dict[str, Any], context: RequestContext) -> MessagesExchange:
         check_spelling(body, fields(), (*REFUSED, *OF_BLOCKS), {**NAMES, **CALLED, **OF_RESPONSES})
-        return MessagesExchange(parse(body, call.model_name, dialect_of(call.config)), CALLED)
+        return MessagesExchange(parse(body, context.model_name, output_syntax_of(context.config)), CALLED)
 
-    def error(self, error: RequestError, call: Call) -> dict[str, Any]:
+    def error(self, error: RequestError, context: RequestContext) -> dict[str, Any]:
         kind = TYPES.get(error.code, "invalid_request_error" if error.code < 500 else "api_error")
-        message = error.worded(call.exchange.names if call.exchange else self.names)
+        message = error.worded(context.exchange.names if context.exchange else self.names)
         return {"type": "error", "error": {"type": kind, "message": message}}
 
-    def error_event(self, error: RequestError, call: Call) -> bytes:
-        return as_named_event(self.error(error, call))
+    def error_event(self, error: RequestError, context: RequestContext) -> bytes:
+        return as_named_event(self.error(error, context))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from gateway.openai.blocks import Block, BlockExchange
-from gateway.openai.reader import CALL, CONTENT, REASONING
+from gateway.openai.content_blocks import ContentBlock, ContentBlockExchange
+from gateway.openai.output_parser import CONTENT, REASONING, TOOL_CALL
 
 Json = dict[str, Any]
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class MessagesExchange(BlockExchange):
+class MessagesExchange(ContentBlockExchange):
     def whole(self) -> Json:
         return self._message([_whole(block) for block in self.blocks], **self._end(), usage=self._usage())
 
@@ -39,35 +39,35 @@ class MessagesExchange(BlockExchange):
         message = self._message([], stop_reason=None, stop_sequence=None, usage={**self._usage(), "output_tokens": 0})
         return [{"type": "message_start", "message": message}]
 
-    def begin_block(self, block: Block, text: str) -> list[Json]:
+    def begin_block(self, block: ContentBlock, text: str) -> list[Json]:
         empty = {
             CONTENT: {"type": "text", "text": ""},
             REASONING: {"type": "thinking", "thinking": "", "signature": ""},
-            CALL: {"type": "tool_use", "id": _call_id(block), "name": block.name, "input": {}},
+            TOOL_CALL: {"type": "tool_use", "id": _call_id(block), "name": block.name, "input": {}},
         }[block.kind]
         return [{"type": "content_block_start", "index": block.index, "content_block": empty}]
 
-    def gain(self, block: Block, text: str) -> list[Json]:
+    def gain(self, block: ContentBlock, text: str) -> list[Json]:
         delta = {
             CONTENT: {"type": "text_delta", "text": text},
             REASONING: {"type": "thinking_delta", "thinking": text},
-            CALL: {"type": "input_json_delta", "partial_json": text},
+            TOOL_CALL: {"type": "input_json_delta", "partial_json": text},
         }[block.kind]
         return [{"type": "content_block_delta", "index": block.index, "delta": delta}]
 
-    def end_block(self, block: Block, text: str) -> list[Json]:
+    def end_block(self, block: ContentBlock, text: str) -> list[Json]:
         return [{"type": "content_block_stop", "index": block.index}]
 
     def end(self) -> list[Json]:
         return [{"type": "message_delta", "delta": self._end(), "usage": self._usage()}, {"type": "message_stop"}]
 
 
-def _call_id(block: Block) -> str:
+def _call_id(block: ContentBlock) -> str:
     return "toolu_" + block.block_id
 
 
-def _whole(block: Block) -> Json:
-    if block.kind == CALL:
+def _whole(block: ContentBlock) -> Json:
+    if block.kind == TOOL_CALL:
         return {"type": "tool_use", "id": _call_id(block), "name": block.name, "input": _input(block.text)}
     if block.kind == REASONING:
         return {"type": "thinking", "thinking": block.text, "signature": ""}

@@ -10,10 +10,10 @@ from typing import Any
 from engine import wire
 from engine.errors import InvalidRequest
 from gateway.anthropic.fields import OF_CHAT, REFUSED
-from gateway.openai.dialect import Dialect
-from gateway.openai.refusals import OF_BLOCKS, check_parts, refuse, refuse_any
-from gateway.openai.request import A_BOOL, A_STRING, AN_OBJECT, AT_LEAST_1, Completion, chat_source
+from gateway.openai.output_syntax import OutputSyntax
+from gateway.openai.request import A_BOOL, A_STRING, AN_OBJECT, AT_LEAST_1, CompletionRequest, chat_source
 from gateway.openai.request import parse as parse_chat
+from gateway.openai.unsupported_fields import OF_BLOCKS, check_parts, refuse, refuse_any
 
 Json = dict[str, Any]
 # Of the chat's fields, those with another name here
@@ -27,7 +27,7 @@ ROLES = ("user", "assistant", "system")
 KINDS = ("enabled", "adaptive", "disabled")  # of thinking
 
 
-def parse(body: Json, model_name: str, dialect: Dialect) -> Completion:
+def parse(body: Json, model_name: str, syntax: OutputSyntax) -> CompletionRequest:
     """Raises InvalidRequest, by the chat's names of the fields."""
     body = {name: value for name, value in body.items() if value is not None}
     refuse(body, is_chat=True)
@@ -37,13 +37,13 @@ def parse(body: Json, model_name: str, dialect: Dialect) -> Completion:
     AT_LEAST_1("max_tokens", body["max_tokens"])
     chat = {**chat_of(body), **{name: body[name] for name in OF_CHAT if name in body}}
     chat.setdefault("request_id", f"msg_{uuid.uuid4().hex}")
-    chat["chat_template_kwargs"] = _thinking(body, dialect, chat)
+    chat["chat_template_kwargs"] = _thinking(body, syntax, chat)
     if "stop_sequences" in body:
         chat["stop"] = body["stop_sequences"]
     if "tool_choice" in body:
         chat |= _choice(AN_OBJECT("tool_choice", body["tool_choice"]), chat.get("tools", []))
     form_name, of_output = _output(body)
-    completion = parse_chat({**chat, **of_output}, True, model_name, dialect)
+    completion = parse_chat({**chat, **of_output}, True, model_name, syntax)
     return replace(completion, names={**completion.names, "response_format": form_name})
 
 
@@ -57,7 +57,7 @@ def chat_of(body: Json) -> Json:
     return chat
 
 
-def question_of(body: Json) -> Json:
+def tokenize_body_of(body: Json) -> Json:
     """The same for the model that only counts."""
     chat = chat_of({name: value for name, value in body.items() if value is not None})
     return {**chat, **chat_source(chat)}
@@ -143,7 +143,7 @@ def _choice(choice: Json, tools: list[Json]) -> Json:
     return {"tool_choice": wanted, "parallel_tool_calls": not is_one}
 
 
-def _thinking(body: Json, dialect: Dialect, chat: Json) -> Json:
+def _thinking(body: Json, syntax: OutputSyntax, chat: Json) -> Json:
     """Thoughts are told to who asks for them. Where nobody does the model has none, if its template can say that."""
     thinking = AN_OBJECT("thinking", body.get("thinking", {}))
     kind = thinking.get("type", "disabled")
@@ -153,11 +153,11 @@ def _thinking(body: Json, dialect: Dialect, chat: Json) -> Json:
     variables = dict(AN_OBJECT("chat_template_kwargs", body.get("chat_template_kwargs", {})))
     if (budget := thinking.get("budget_tokens")) is not None:
         wire.within("thinking", ".budget_tokens", AT_LEAST_1, budget)
-    if kind == "enabled" and dialect.thought != "never":
+    if kind == "enabled" and syntax.thought != "never":
         chat["reasoning_max_tokens"] = budget
     if kind == "disabled":
         chat["include_reasoning"] = False
-        if dialect.thought == "may":
+        if syntax.thought == "may":
             variables.setdefault("enable_thinking", False)
     return variables
 

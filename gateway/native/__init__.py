@@ -11,13 +11,13 @@ from typing import Any
 
 from engine import wire
 from engine.errors import RequestError
-from gateway.as_json import dump
+from gateway.json_encoder import dump
 from gateway.native.answer import NativeExchange
 from gateway.native.request import is_native, parse
-from gateway.protocol import Call
+from gateway.protocol import RequestContext
 
 
-class Native:
+class NativeProtocol:
     name = "native"
     paths: Collection[str] = ("/v1/chat/completions", "/v1/completions")
     content_type = "application/x-ndjson"
@@ -34,15 +34,15 @@ class Native:
     def speaks(self, body: dict[str, Any]) -> bool:
         return is_native(body)
 
-    def parse(self, body: dict[str, Any], call: Call) -> NativeExchange:
-        return parse(body, call)
+    def parse(self, body: dict[str, Any], context: RequestContext) -> NativeExchange:
+        return parse(body, context)
 
-    def error(self, error: RequestError, call: Call) -> dict[str, Any]:
-        if isinstance(call.exchange, NativeExchange):
-            failure = call.exchange.failure(error, call.req_id)
+    def error(self, error: RequestError, context: RequestContext) -> dict[str, Any]:
+        if isinstance(context.exchange, NativeExchange):
+            failure = context.exchange.failure(error, context.req_id)
         else:
-            failure = wire.Failure(error, call.req_id)
+            failure = wire.Failure(error, context.req_id)
         return {**failure.fields(), "result": ""}
 
-    def error_event(self, error: RequestError, call: Call) -> bytes:
-        return dump(self.error(error, call)) + b"\n"
+    def error_event(self, error: RequestError, context: RequestContext) -> bytes:
+        return dump(self.error(error, context)) + b"\n"

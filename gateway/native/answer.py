@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.errors import RequestError
 from engine.wire import Delta, Failure, TokenLogprob, Usage
-from gateway.as_json import dump
+from gateway.json_encoder import dump
 
 OF_ONE_RESPONSE = ("token", "token_ids", "is_end", "send_idx", "usage", "logprobs")  # not of the whole answer
 

@@ -10,7 +10,7 @@ from engine import wire
 from engine.errors import InvalidRequest
 from gateway.native.answer import NativeExchange
 from gateway.openai.request import CHECKS, OF_PROMPT, PASSED_ON
-from gateway.protocol import Call
+from gateway.protocol import RequestContext
 
 IN_BOTH = {
     *PASSED_ON,
@@ -38,15 +38,15 @@ def is_native(body: dict[str, Any]) -> bool:
     return "prompt" not in given and bool(given & NATIVE_ONLY or ("timeout" in given and "model" not in given))
 
 
-def parse(body: dict[str, Any], call: Call) -> NativeExchange:
+def parse(body: dict[str, Any], context: RequestContext) -> NativeExchange:
     """Raises InvalidRequest for the fields that act in the gateway, which are under the same rules as the model's."""
     received = str(time.time())
     body = {key: value for key, value in body.items() if key not in wire.QUESTIONS}
     if body.get("req_id") is None:
-        body["req_id"] = call.given_id or str(uuid.uuid4())
+        body["req_id"] = context.given_id or str(uuid.uuid4())
     else:
-        call.given_id = ""  # it is the client's to be unique
-    call.req_id = wire.req_id_of(body)  # not what is none: it may be anything, and as deep as JSON can be
+        context.given_id = ""  # it is the client's to be unique
+    context.req_id = wire.req_id_of(body)  # not what is none: it may be anything, and as deep as JSON can be
     return NativeExchange(
         requests=[body],
         stream=_checked(body, "stream") or False,

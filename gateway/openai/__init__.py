@@ -6,20 +6,20 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from engine.errors import InvalidRequest, PromptTooLong, RequestError
-from gateway.openai.again import LAST_EVENT_ID, parse_again
 from gateway.openai.answer import OpenAIExchange, as_event
-from gateway.openai.dialect import dialect_of
 from gateway.openai.fields import fields
-from gateway.openai.refusals import ELSEWHERE, NAMES, check_spelling
+from gateway.openai.output_syntax import output_syntax_of
 from gateway.openai.request import parse
-from gateway.protocol import Call, Exchange
+from gateway.openai.resume import LAST_EVENT_ID, parse_resumed
+from gateway.openai.unsupported_fields import ELSEWHERE, NAMES, check_spelling
+from gateway.protocol import Exchange, RequestContext
 
 BASE = "/v1/chat/completions"  # the documented base URL of its client
 IS_CHAT = {BASE: True, "/v1/completions": False, f"{BASE}/chat/completions": True, f"{BASE}/completions": False}
 TYPES = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error"}  # by status
 
 
-class OpenAI:
+class OpenAIProtocol:
     """And the base of what is asked for over it."""
 
     name = "openai"
@@ -41,15 +41,15 @@ class OpenAI:
     def speaks(self, body: dict[str, Any]) -> bool:
         return True
 
-    def parse(self, body: dict[str, Any], call: Call) -> Exchange:
-        known = self.fields(call.path)
+    def parse(self, body: dict[str, Any], context: RequestContext) -> Exchange:
+        known = self.fields(context.path)
         check_spelling(body, known, called={**NAMES, **{name: own for name, own in ELSEWHERE.items() if own in known}})
-        if LAST_EVENT_ID in call.headers:
-            return parse_again(body, IS_CHAT[call.path], call)
-        return OpenAIExchange(parse(body, IS_CHAT[call.path], call.model_name, dialect_of(call.config)))
+        if LAST_EVENT_ID in context.headers:
+            return parse_resumed(body, IS_CHAT[context.path], context)
+        return OpenAIExchange(parse(body, IS_CHAT[context.path], context.model_name, output_syntax_of(context.config)))
 
-    def error(self, error: RequestError, call: Call) -> dict[str, Any]:
-        names = call.exchange.names if call.exchange else self.names
+    def error(self, error: RequestError, context: RequestContext) -> dict[str, Any]:
+        names = context.exchange.names if context.exchange else self.names
         param = names.get(error.field, error.field) if error.field else None
         if param is None and isinstance(error, InvalidRequest):
             param = names.get("text")  # the model's refusals are about the prompt: all else was checked here
@@ -61,5 +61,5 @@ class OpenAI:
         }
         return {"error": fields}
 
-    def error_event(self, error: RequestError, call: Call) -> bytes:
-        return as_event(self.error(error, call))
+    def error_event(self, error: RequestError, context: RequestContext) -> bytes:
+        return as_event(self.error(error, context))

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.wire import Delta, Final, OfPrompt, TokenLogprob, Usage
-from gateway.as_json import dump
-from gateway.openai.logprobs import Alignment, of_chat, of_completion
-from gateway.openai.reader import CALL, CONTENT, Part, Reader
-from gateway.openai.request import Completion
+from gateway.json_encoder import dump
+from gateway.openai.logprobs import TextOffsets, of_chat, of_completion
+from gateway.openai.output_parser import CONTENT, TOOL_CALL, OutputParser, OutputPart
+from gateway.openai.request import CompletionRequest
 
 DONE = b"data: [DONE]\n\n"
 
@@ -22,23 +22,23 @@ def as_event(fields: dict[str, Any]) -> bytes:
 
 
 @dataclass(eq=False)
-class Choice:
+class ChoiceState:
     """One choice as it grows."""
 
     index: int
-    reader: Reader
+    reader: OutputParser
     texts: list[str] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)  # of a chat
+    parts: list[OutputPart] = field(default_factory=list)  # of a chat
     logprobs: list[TokenLogprob] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)  # with the one that ended it
     of_prompt: OfPrompt | None = None
-    aligned: Alignment = field(default_factory=Alignment)
+    aligned: TextOffsets = field(default_factory=TextOffsets)
     usage: Usage = Usage()
     finish_reason: str | None = None
     stop_reason: str | None = None
     has_begun: bool = False
 
-    def take(self, answer: Delta) -> list[Part]:
+    def take(self, answer: Delta) -> list[OutputPart]:
         """What it has gained."""
         self.usage = answer.usage
         self.of_prompt = answer.of_prompt or self.of_prompt
@@ -56,7 +56,7 @@ class Choice:
 class OpenAIExchange:
     """A `gateway.protocol.Exchange`: writes one completion's objects and keeps the state of its choices."""
 
-    def __init__(self, completion: Completion):
+    def __init__(self, completion: CompletionRequest):
         self.requests = completion.requests
         self.answer_id = completion.answer_id
         self.names = completion.names
@@ -65,7 +65,7 @@ class OpenAIExchange:
         self.unenforced = completion.unenforced
         self._completion = completion
         num_choices = len(completion.requests) * completion.n
-        self._choices = [Choice(index, completion.reader()) for index in range(num_choices)]
+        self._choices = [ChoiceState(index, completion.reader()) for index in range(num_choices)]
         self._about = {"object": "", "created": int(time.time()), "model": completion.model}
 
     def go_on(self, num_tokens: Sequence[int]) -> None:
@@ -81,10 +81,10 @@ class OpenAIExchange:
     def _head(self) -> dict[str, Any]:
         return {"id": self.answer_id, **self._about}
 
-    def _choice(self, index: int, answer: Delta) -> Choice:
+    def _choice(self, index: int, answer: Delta) -> ChoiceState:
         return self._choices[index * self._completion.n + answer.index]
 
-    def _echo(self, choice: Choice) -> str:
+    def _echo(self, choice: ChoiceState) -> str:
         return self._completion.prompts.text(choice.index // self._completion.n, choice.of_prompt)
 
     def _tokens(self, answer: Delta) -> tuple[list[TokenLogprob], list[int]]:
@@ -114,7 +114,7 @@ class OpenAIExchange:
             events.append(DONE)
         return b"".join(events)
 
-    def _chunks(self, choice: Choice, answer: Delta) -> list[dict[str, Any]]:
+    def _chunks(self, choice: ChoiceState, answer: Delta) -> list[dict[str, Any]]:
         """What one answer adds to its choice: none while its text is held back, two with the role."""
         parts, (tokens, ids) = choice.take(answer), self._tokens(answer)
         index, text, prompts = choice.index, answer.token, self._completion.prompts
@@ -165,7 +165,7 @@ class OpenAIExchange:
         of_prompt = self._completion.prompts.fields(self._choices[0].of_prompt) if self._completion.is_chat else {}
         return {**self._head, "object": kind, "choices": choices, "usage": self._usage(), **of_prompt}
 
-    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+    def _whole_choice(self, choice: ChoiceState) -> dict[str, Any]:
         prompts, text = self._completion.prompts, self._echo(choice) + "".join(choice.texts)
         if self._completion.is_chat:
             message = {"role": "assistant", "content": "", "refusal": None, **self._message(choice.parts, choice)}
@@ -186,12 +186,12 @@ class OpenAIExchange:
             "stop_reason": choice.stop_reason,
         }
 
-    def _message(self, parts: Sequence[Part], choice: Choice) -> dict[str, Any]:
+    def _message(self, parts: Sequence[OutputPart], choice: ChoiceState) -> dict[str, Any]:
         """What these parts are in a message, or in its delta."""
         message: dict[str, Any] = {}
         calls: dict[int, dict[str, Any]] = {}
         for part in parts:
-            if part.kind != CALL:
+            if part.kind != TOOL_CALL:
                 message[part.kind] = message.get(part.kind, "") + part.text
             elif part.name is not None:
                 function = {"name": part.name, "arguments": part.text}
@@ -217,7 +217,7 @@ class OpenAIExchange:
 
     # --- logprobs ---
 
-    def _logprobs(self, choice: Choice, text: str, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    def _logprobs(self, choice: ChoiceState, text: str, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         """`text` is what the choice has gained with the tokens."""
         if not self._completion.with_logprobs:
             return None

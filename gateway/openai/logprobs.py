@@ -54,7 +54,7 @@ def _number(token: TokenLogprob) -> float:
     return UNLIKELY if token.logprob is None else token.logprob
 
 
-class Alignment:
+class TextOffsets:
     """Where tokens begin in the text of their answer, for `text_offset`.
 
     The model leaves special tokens out of the text, and the first space of some, and does not say so: a token of which

@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.errors import InvalidRequest
 from engine.wire import FIELDS, OfPrompt, TokenLogprob, shown, within
-from gateway.openai.refusals import refuse_more
+from gateway.openai.unsupported_fields import refuse_more
 
 A_TEXT, IDS, A_BOOL = (FIELDS[name].check for name in ("text", "input_ids", "stream"))
 Json = dict[str, Any]

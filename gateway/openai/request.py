@@ -15,11 +15,11 @@ from engine import wire
 from engine.errors import InvalidRequest
 from engine.sampling_parameters import PARAMETERS
 from engine.wire import MAX_LOGPROBS, MAX_REQ_ID_LEN, STRUCTURED_OUTPUT_FIELDS, Check, int_in
-from gateway.openai.dialect import PLAIN, Dialect
+from gateway.openai.output_parser import OutputParser
+from gateway.openai.output_syntax import PLAIN, OutputSyntax
 from gateway.openai.prompts import Prompts, read_prompts, sources_of
-from gateway.openai.reader import Reader
-from gateway.openai.refusals import NAMES, check_parts, refuse
 from gateway.openai.tools import Tools, read_tools, with_parsed_arguments
+from gateway.openai.unsupported_fields import NAMES, check_parts, refuse
 
 MAX_CHOICES = 128  # prompts times n
 
@@ -54,7 +54,7 @@ A_NAME = CHECKS["cache_salt"]  # short: every event repeats the model's
 
 
 @dataclass(frozen=True)
-class Completion:
+class CompletionRequest:
     """A checked request for one or several choices; `requests` holds the model's request of each prompt, in order."""
 
     answer_id: str
@@ -71,15 +71,15 @@ class Completion:
     timeout_s: float | None
     names: Mapping[str, str]  # of the model's fields -> as the client calls them
     tools: Tools = Tools()
-    dialect: Dialect = PLAIN  # of the answers
+    syntax: OutputSyntax = PLAIN  # of the answers
     tells_thoughts: bool = True
     unenforced: tuple[str, ...] = ()  # keywords of schemas that the answer need not keep to, as its client allows
 
-    def reader(self) -> Reader:
-        return Reader(self.dialect, bool(self.tools.forced), self.tells_thoughts, self.tools.names)
+    def reader(self) -> OutputParser:
+        return OutputParser(self.syntax, bool(self.tools.forced), self.tells_thoughts, self.tools.names)
 
 
-def parse(body: dict[str, Any], is_chat: bool, default_model: str, dialect: Dialect = PLAIN) -> Completion:
+def parse(body: dict[str, Any], is_chat: bool, default_model: str, syntax: OutputSyntax = PLAIN) -> CompletionRequest:
     """Raises InvalidRequest for the first field that is wrong, by the client's name of it."""
     body = {key: value for key, value in body.items() if value is not None}
     refuse(body, is_chat)
@@ -89,7 +89,7 @@ def parse(body: dict[str, Any], is_chat: bool, default_model: str, dialect: Dial
     _spread(body)
     n = _checked(body, "n", CHECKS["n"], 1)
     options, unenforced = _options(body, is_chat)
-    tools = read_tools(body, dialect) if is_chat else Tools()
+    tools = read_tools(body, syntax) if is_chat else Tools()
     of_tools, of_functions = tools.fields(options)
     options |= of_tools
     sources = [chat_source(body)] if is_chat else sources_of("prompt", body, MAX_CHOICES)
@@ -108,7 +108,7 @@ def parse(body: dict[str, Any], is_chat: bool, default_model: str, dialect: Dial
     if stream_options and not stream:
         raise InvalidRequest("`{field}` needs `stream` to be true", field="stream_options", value=True)
     check_parts("stream_options", stream_options, STREAM_OPTIONS)
-    return Completion(
+    return CompletionRequest(
         answer_id=answer_id,
         model=model_of(body, default_model),
         is_chat=is_chat,
@@ -123,7 +123,7 @@ def parse(body: dict[str, Any], is_chat: bool, default_model: str, dialect: Dial
         timeout_s=timeout_s,
         names=_names(body, is_chat) | ({"guided_grammar": "tools"} if "guided_grammar" in of_tools else {}),
         tools=tools,
-        dialect=replace(dialect, calls=tools.calls) if is_chat else PLAIN,
+        syntax=replace(syntax, calls=tools.calls) if is_chat else PLAIN,
         tells_thoughts=_checked(body, "include_reasoning", A_BOOL, True),
         unenforced=(*unenforced, *of_functions),
     )

@@ -10,8 +10,8 @@ from typing import Any
 
 from engine import wire
 from engine.errors import InvalidRequest, literally
-from gateway.openai.dialect import FORMATS, CallFormat, Dialect
-from gateway.openai.refusals import refuse_more
+from gateway.openai.output_syntax import FORMATS, OutputSyntax, ToolCallFormat
+from gateway.openai.unsupported_fields import refuse_more
 
 MAX_TOOLS = 128
 MAX_FORCED_CALLS = 16  # at once
@@ -28,7 +28,7 @@ class Tools:
     """Of one chat. Without `calls` its answers are words only."""
 
     tools: Sequence[Mapping[str, Any]] = ()  # for the template
-    calls: CallFormat | None = None
+    calls: ToolCallFormat | None = None
     forced: Sequence[Mapping[str, Any]] = ()  # functions of which one or several must be called
     is_parallel: bool = True
 
@@ -63,7 +63,7 @@ class Tools:
         return fields, unenforced
 
     def _grammar(
-        self, calls: CallFormat, known: Sequence[Mapping[str, Any]], words: wire.StructuredOutput | None = None
+        self, calls: ToolCallFormat, known: Sequence[Mapping[str, Any]], words: wire.StructuredOutput | None = None
     ) -> tuple[str, tuple[str, ...]]:
         """Return the grammar of calls of these functions, or words of this form, and what is not enforced of schemas.
         Where the model may answer in words, only a function that asks for it (`strict`) has all of its schema."""
@@ -87,7 +87,7 @@ class Tools:
         return "\n".join(rules), tuple(unenforced)
 
 
-def read_tools(body: Mapping[str, Any], dialect: Dialect) -> Tools:
+def read_tools(body: Mapping[str, Any], syntax: OutputSyntax) -> Tools:
     """Raises InvalidRequest."""
     given = body.get("tools")
     if given is None or given == []:
@@ -101,7 +101,7 @@ def read_tools(body: Mapping[str, Any], dialect: Dialect) -> Tools:
     if choice == "none":
         return Tools()
     forced = _forced(choice, [tool["function"] for tool in tools])
-    calls = dialect.calls
+    calls = syntax.calls
     if forced and not (calls and calls.has_form):
         calls = FORMATS["llama3_json"]
     if calls is None:

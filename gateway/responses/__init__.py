@@ -8,19 +8,19 @@ from typing import Any
 
 from engine.errors import InvalidRequest, RequestError
 from engine.wire import COMPLETED, DELETED, INCOMPLETE, StoredResponse, shown
-from gateway.openai import OpenAI
-from gateway.openai.blocks import as_named_event
-from gateway.openai.dialect import dialect_of
-from gateway.openai.refusals import OF_BLOCKS, check_spelling
-from gateway.protocol import Call
-from gateway.responses.answer import Known, ResponsesExchange
+from gateway.openai import OpenAIProtocol
+from gateway.openai.content_blocks import as_named_event
+from gateway.openai.output_syntax import output_syntax_of
+from gateway.openai.unsupported_fields import OF_BLOCKS, check_spelling
+from gateway.protocol import RequestContext
+from gateway.responses.answer import ResponseIdentity, ResponsesExchange
 from gateway.responses.fields import REFUSED, fields
 from gateway.responses.request import NAMES, add_items, exchange_of, instructions_of, parse, tools_of
 
 PATH, PREVIOUS = "/v1/responses", "previous_response_id"
 
 
-class Responses(OpenAI):
+class ResponsesProtocol(OpenAIProtocol):
     name = "responses"
     paths: Collection[str] = (PATH,)
     names = NAMES
@@ -34,49 +34,51 @@ class Responses(OpenAI):
     def example(self, path: str) -> dict[str, Any]:
         return {"model": "default", "input": "What is the capital of France?", "max_output_tokens": 64}
 
-    def parse(self, body: dict[str, Any], call: Call) -> ResponsesExchange:
+    def parse(self, body: dict[str, Any], context: RequestContext) -> ResponsesExchange:
         check_spelling(body, fields(), ("include", *REFUSED, *OF_BLOCKS), NAMES)
-        before = self._conversation(call.previous, call) if call.previous else ()
-        return parse(body, call.model_name, dialect_of(call.config), before)
+        before = self._conversation(context.previous, context) if context.previous else ()
+        return parse(body, context.model_name, output_syntax_of(context.config), before)
 
-    def stored(self, stored: StoredResponse, call: Call) -> dict[str, Any]:
+    def stored(self, stored: StoredResponse, context: RequestContext) -> dict[str, Any]:
         """Return the object of a stored response."""
         if stored.status == DELETED:
             return {"id": stored.response_id, "object": "response", "deleted": True}
-        return self._exchange(stored, call).stored(stored)
+        return self._exchange(stored, context).stored(stored)
 
-    def resumed(self, stored: StoredResponse, call: Call, starting_after: int) -> ResponsesExchange:
+    def resumed(self, stored: StoredResponse, context: RequestContext, starting_after: int) -> ResponsesExchange:
         """Return the exchange that streams a stored response, after the event of this number."""
         about, _ = stored.asked()
         body = about["body"]
         if not body.get("background"):
             text = "the response {value} cannot be streamed: only one whose request has `background` set can be"
             raise InvalidRequest(text, value=shown(stored.response_id))
-        exchange = self._exchange(stored, call)
+        exchange = self._exchange(stored, context)
         exchange.resume(body, starting_after)
         return exchange
 
-    def _exchange(self, stored: StoredResponse, call: Call) -> ResponsesExchange:
+    def _exchange(self, stored: StoredResponse, context: RequestContext) -> ResponsesExchange:
         """Return the exchange of the request that has begun it."""
         known, messages = stored.asked()
         body = known.pop("body")
         source = {"messages": messages, **tools_of(body)}
         named = {**body, "request_id": stored.response_id}
-        return exchange_of(named, source, Known(**known), call.model_name, dialect_of(call.config))
+        return exchange_of(
+            named, source, ResponseIdentity(**known), context.model_name, output_syntax_of(context.config)
+        )
 
-    def _conversation(self, previous: StoredResponse, call: Call) -> list[dict[str, Any]]:
+    def _conversation(self, previous: StoredResponse, context: RequestContext) -> list[dict[str, Any]]:
         """Return the messages of a stored response and its request, without the instructions."""
         if previous.status not in (COMPLETED, INCOMPLETE):
             text = "the response of `{field}` is {value}, only one that is {limit} can be gone on with"
             raise InvalidRequest(text, field=PREVIOUS, value=previous.status, limit=[COMPLETED, INCOMPLETE])
         about, messages = previous.asked()
         messages = messages[len(instructions_of(about["body"])) :]
-        add_items(messages, self.stored(previous, call)["output"])
+        add_items(messages, self.stored(previous, context)["output"])
         return messages
 
-    def error_event(self, error: RequestError, call: Call) -> bytes:
+    def error_event(self, error: RequestError, context: RequestContext) -> bytes:
         """In both of the shapes that clients know: that of the documents, and the one that makes them raise."""
-        told = self.error(error, call)
-        exchange = call.exchange
+        told = self.error(error, context)
+        exchange = context.exchange
         number = exchange.num_events if isinstance(exchange, ResponsesExchange) else 0
         return as_named_event({**told["error"], **told, "type": "error", "sequence_number": number})

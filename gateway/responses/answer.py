@@ -10,9 +10,9 @@ from typing import Any
 
 from engine import wire
 from engine.wire import StoredResponse
-from gateway.openai.blocks import Block, BlockExchange
-from gateway.openai.reader import CALL, REASONING
-from gateway.openai.request import Completion
+from gateway.openai.content_blocks import ContentBlock, ContentBlockExchange
+from gateway.openai.output_parser import REASONING, TOOL_CALL
+from gateway.openai.request import CompletionRequest
 
 Json = dict[str, Any]
 # What the answer tells of its request, and if nothing was said there
@@ -29,12 +29,12 @@ TOLD: Json = {
 }
 OF_ALL: Json = {"error": None, "truncation": "disabled"}
 CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}  # of errors, by status
-DELTAS = {REASONING: "response.reasoning_text", CALL: "response.function_call_arguments"}
-PREFIXES = {REASONING: "rs_", CALL: "fc_"}
+DELTAS = {REASONING: "response.reasoning_text", TOOL_CALL: "response.function_call_arguments"}
+PREFIXES = {REASONING: "rs_", TOOL_CALL: "fc_"}
 
 
 @dataclass(frozen=True)
-class Known:
+class ResponseIdentity:
     """What a response is written with besides its request and its answer: the same whenever it is retrieved."""
 
     created_at: int = field(default_factory=lambda: int(time.time()))
@@ -45,8 +45,8 @@ class Known:
         return {**asdict(self), "body": {name: value for name, value in body.items() if name != "input"}}
 
 
-class ResponsesExchange(BlockExchange):
-    def __init__(self, completion: Completion, names: Mapping[str, str], body: Json, known: Known):
+class ResponsesExchange(ContentBlockExchange):
+    def __init__(self, completion: CompletionRequest, names: Mapping[str, str], body: Json, known: ResponseIdentity):
         super().__init__(completion, names)
         self.known, self.ids = known, known.ids
         self.num_events = 0
@@ -96,7 +96,7 @@ class ResponsesExchange(BlockExchange):
             "usage": self._usage(),
         }
 
-    def _status(self, block: Block) -> str:
+    def _status(self, block: ContentBlock) -> str:
         is_cut = self.choice.finish_reason == "length" and block is self.blocks[-1]
         return "incomplete" if is_cut else "completed"
 
@@ -130,20 +130,20 @@ class ResponsesExchange(BlockExchange):
         kinds = ("response.created", "response.in_progress")
         return self._numbered(*[{"type": kind, "response": response} for kind in kinds])
 
-    def begin_block(self, block: Block, text: str) -> list[Json]:
+    def begin_block(self, block: ContentBlock, text: str) -> list[Json]:
         added = {"type": "response.output_item.added", "output_index": block.index}
         events = [{**added, "item": _item(block, "in_progress", is_new=True)}]
-        if block.kind != CALL:
+        if block.kind != TOOL_CALL:
             events.append({"type": "response.content_part.added", **_place(block), "part": _part(block, "")})
         return self._numbered(*events)
 
-    def gain(self, block: Block, text: str) -> list[Json]:
+    def gain(self, block: ContentBlock, text: str) -> list[Json]:
         kind = DELTAS.get(block.kind, "response.output_text")
         return self._numbered({"type": f"{kind}.delta", **_place(block), "delta": text, **_no_logprobs(block)})
 
-    def end_block(self, block: Block, text: str) -> list[Json]:
+    def end_block(self, block: ContentBlock, text: str) -> list[Json]:
         done = {"type": f"{DELTAS.get(block.kind, 'response.output_text')}.done", **_place(block)}
-        if block.kind == CALL:
+        if block.kind == TOOL_CALL:
             events = [{**done, "name": block.name, "arguments": text}]
         else:
             part = {"type": "response.content_part.done", **_place(block), "part": _part(block, text)}
@@ -156,29 +156,29 @@ class ResponsesExchange(BlockExchange):
         return self._numbered({"type": f"response.{response['status']}", "response": response})
 
 
-def _item_id(block: Block) -> str:
+def _item_id(block: ContentBlock) -> str:
     return PREFIXES.get(block.kind, "msg_") + block.block_id
 
 
-def _place(block: Block) -> Json:
+def _place(block: ContentBlock) -> Json:
     place: Json = {"item_id": _item_id(block), "output_index": block.index}
-    return place if block.kind == CALL else {**place, "content_index": 0}
+    return place if block.kind == TOOL_CALL else {**place, "content_index": 0}
 
 
-def _part(block: Block, text: str) -> Json:
+def _part(block: ContentBlock, text: str) -> Json:
     if block.kind == REASONING:
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _no_logprobs(block: Block) -> Json:
+def _no_logprobs(block: ContentBlock) -> Json:
     return {} if block.kind in DELTAS else {"logprobs": []}
 
 
-def _item(block: Block, status: str, is_new: bool = False) -> Json:
+def _item(block: ContentBlock, status: str, is_new: bool = False) -> Json:
     item: Json = {"id": _item_id(block), "status": status}
     content = [] if is_new else [_part(block, block.text)]
-    if block.kind == CALL:
+    if block.kind == TOOL_CALL:
         call_id = "call_" + block.block_id
         return {**item, "type": "function_call", "call_id": call_id, "name": block.name, "arguments": block.text}
     if block.kind == REASONING:

@@ -6,8 +6,8 @@ import functools
 from typing import Any
 
 from gateway.openai.fields import fields as fields_of_chat
-from gateway.openai.refusals import OF_BLOCKS
 from gateway.openai.request import PASSED_ON
+from gateway.openai.unsupported_fields import OF_BLOCKS
 
 Json = dict[str, Any]
 INCLUDED = (  # of what is never here

@@ -10,13 +10,13 @@ from typing import Any
 
 from engine import wire
 from engine.errors import InvalidRequest
-from gateway.openai.dialect import Dialect
-from gateway.openai.refusals import NAMES as NAMES_OF_CHAT
-from gateway.openai.refusals import OF_BLOCKS, check_parts, refuse, refuse_any, refuse_more
-from gateway.openai.refusals import REFUSED as REFUSED_IN_CHATS
+from gateway.openai.output_syntax import OutputSyntax
 from gateway.openai.request import A_BOOL, A_STRING, AN_OBJECT, AT_LEAST_1, chat_source
 from gateway.openai.request import parse as parse_chat
-from gateway.responses.answer import Known, ResponsesExchange
+from gateway.openai.unsupported_fields import NAMES as NAMES_OF_CHAT
+from gateway.openai.unsupported_fields import OF_BLOCKS, check_parts, refuse, refuse_any, refuse_more
+from gateway.openai.unsupported_fields import REFUSED as REFUSED_IN_CHATS
+from gateway.responses.answer import ResponseIdentity, ResponsesExchange
 from gateway.responses.fields import INCLUDED, OF_CHAT, REFUSED
 
 Json = dict[str, Any]
@@ -29,17 +29,19 @@ NAMES = {**{native: CALLED.get(name, name) for native, name in NAMES_OF_CHAT.ite
 NAMES |= {"system": "instructions", "output_config": "text", "thinking": "reasoning"}
 
 
-def parse(body: Json, model_name: str, dialect: Dialect, before: Sequence[Json] = ()) -> ResponsesExchange:
+def parse(body: Json, model_name: str, syntax: OutputSyntax, before: Sequence[Json] = ()) -> ResponsesExchange:
     """Raises InvalidRequest, by the chat's names of the fields. `before`: the messages that `input` goes on with."""
     body = {name: value for name, value in body.items() if value is not None}
     is_background, is_stored = (A_BOOL(name, body.get(name, False)) for name in ("background", "store"))
-    exchange = exchange_of(body, chat_of(body, before), Known(), model_name, dialect)
+    exchange = exchange_of(body, chat_of(body, before), ResponseIdentity(), model_name, syntax)
     if is_stored or is_background:
         exchange.store(body, is_background)
     return exchange
 
 
-def exchange_of(body: Json, source: Json, known: Known, model_name: str, dialect: Dialect) -> ResponsesExchange:
+def exchange_of(
+    body: Json, source: Json, identity: ResponseIdentity, model_name: str, syntax: OutputSyntax
+) -> ResponsesExchange:
     """`source`: its messages and tools."""
     refuse(body, is_chat=True)
     refuse_any(body, {**OF_BLOCKS, **REFUSED})
@@ -62,7 +64,7 @@ def exchange_of(body: Json, source: Json, known: Known, model_name: str, dialect
         chat["response_format"] = _form(form)
     if effort := reasoning.get("effort"):
         chat["reasoning_effort"] = effort
-    return ResponsesExchange(parse_chat(chat, True, model_name, dialect), CALLED, body, known)
+    return ResponsesExchange(parse_chat(chat, True, model_name, syntax), CALLED, body, identity)
 
 
 def chat_of(body: Json, before: Sequence[Json] = ()) -> Json:
@@ -75,7 +77,7 @@ def tools_of(body: Json) -> Json:
     return {"tools": tools} if tools else {}
 
 
-def question_of(body: Json) -> Json:
+def tokenize_body_of(body: Json) -> Json:
     """The same for the model that only counts."""
     chat = chat_of({name: value for name, value in body.items() if value is not None})
     return {**chat, **chat_source(chat)}

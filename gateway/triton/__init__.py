@@ -12,10 +12,10 @@ from typing import Any
 from engine import wire
 from engine.errors import InvalidRequest, RequestError
 from engine.wire.triton import INPUT, MODEL, OUTPUT, VERSION
-from gateway.as_json import dump
+from gateway.json_encoder import dump
 from gateway.native.answer import NativeExchange
 from gateway.native.request import parse
-from gateway.protocol import Call
+from gateway.protocol import RequestContext
 
 PREFIX = "/v2/"  # of Triton's paths; its clients take errors on all of them in its form alone
 ROOT = f"/v2/models/{MODEL}"
@@ -34,7 +34,7 @@ class GenerateExchange(NativeExchange):
         return _enveloped(dump([last.fields() for _, last in sorted(self.last.items())]))
 
 
-class Triton:
+class TritonGenerateProtocol:
     name = "triton"
     paths: Collection[str] = tuple(f"{root}/{way}" for root in ROOTS for way in ("generate", "generate_stream"))
     content_type = "text/event-stream"
@@ -54,22 +54,22 @@ class Triton:
     def speaks(self, body: dict[str, Any]) -> bool:
         return True  # TritonText is asked before
 
-    def parse(self, body: dict[str, Any], call: Call) -> NativeExchange:
+    def parse(self, body: dict[str, Any], context: RequestContext) -> NativeExchange:
         if unknown := body.keys() - {INPUT, "id"}:
             raise InvalidRequest(f"unexpected input {wire.shown(min(unknown))}, the model has the input {INPUT}")
         text = body.get(INPUT)
         if not isinstance(text, str):
             raise InvalidRequest(f"{INPUT} must be a text with the request as JSON, it is {wire.kind_of(text)}")
         asked = wire.only_object(text)
-        stream = call.path.endswith("_stream")
-        native = parse(asked if stream else {**asked, "return_all_tokens": True}, call)
+        stream = context.path.endswith("_stream")
+        native = parse(asked if stream else {**asked, "return_all_tokens": True}, context)
         return GenerateExchange(native.requests, stream, native.timeout_s, False, None)
 
-    def error(self, error: RequestError, call: Call) -> dict[str, Any]:
+    def error(self, error: RequestError, context: RequestContext) -> dict[str, Any]:
         return {"error": str(error)}
 
-    def error_event(self, error: RequestError, call: Call) -> bytes:
-        return b"data: " + dump(self.error(error, call)) + b"\n\n"
+    def error_event(self, error: RequestError, context: RequestContext) -> bytes:
+        return b"data: " + dump(self.error(error, context)) + b"\n\n"
 
 
 def _enveloped(payload: bytes) -> dict[str, Any]:

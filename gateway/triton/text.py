@@ -8,12 +8,12 @@ from typing import Any
 from engine import wire
 from engine.errors import InvalidRequest
 from engine.wire.triton import MODEL, VERSION
-from gateway.as_json import dump
+from gateway.json_encoder import dump
 from gateway.native.answer import NativeExchange
 from gateway.native.request import parse
 from gateway.openai.request import A_BOOL, A_STRING, AN_OBJECT
-from gateway.protocol import Call
-from gateway.triton import Triton
+from gateway.protocol import RequestContext
+from gateway.triton import TritonGenerateProtocol
 
 PROMPT, PARAMETERS, STREAM, ANSWER = "text_input", "parameters", "stream", "text_output"
 OTHER_PROMPTS = ("text", "input_ids", "messages", "text_pair")
@@ -37,7 +37,7 @@ class TextExchange(NativeExchange):
         return _envelope(texts[0] if is_one else texts) | {"finish_reason": reasons[0] if is_one else reasons}
 
 
-class TritonText(Triton):
+class TritonTextProtocol(TritonGenerateProtocol):
     name = "triton-text"
 
     def fields(self, path: str) -> dict[str, Any]:
@@ -58,13 +58,13 @@ class TritonText(Triton):
     def speaks(self, body: dict[str, Any]) -> bool:
         return PROMPT in body
 
-    def parse(self, body: dict[str, Any], call: Call) -> TextExchange:
-        is_stream = call.path.endswith("_stream")
+    def parse(self, body: dict[str, Any], context: RequestContext) -> TextExchange:
+        is_stream = context.path.endswith("_stream")
         as_it_comes = is_stream if body.get(STREAM) is None else A_BOOL(STREAM, body[STREAM])
         if as_it_comes and not is_stream:
             raise InvalidRequest("`{field}` is true, which is for generate_stream", field=STREAM, value=True)
         asked = {"text": A_STRING(PROMPT, body[PROMPT]), "cut_max_dec_len": True, **_parameters(body)}
-        native = parse({**asked, "return_all_tokens": not as_it_comes}, call)
+        native = parse({**asked, "return_all_tokens": not as_it_comes}, context)
         return TextExchange(native.requests, is_stream, native.timeout_s, False, None)
 
 

@@ -32,15 +32,15 @@ HEADERS = {
 }
 
 
-class File(NamedTuple):
+class StaticFile(NamedTuple):
     content_type: str
     body: bytes
     etag: str
 
 
-def _read(path: Path) -> File:
+def _read(path: Path) -> StaticFile:
     body = path.read_bytes()
-    return File(TYPES[path.suffix], body, hashlib.sha256(body).hexdigest()[:16])
+    return StaticFile(TYPES[path.suffix], body, hashlib.sha256(body).hexdigest()[:16])
 
 
 FILES = {path.name: _read(path) for path in Path(__file__).parent.iterdir() if path.suffix in TYPES}

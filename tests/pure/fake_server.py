@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from engine.settings.config import Config
-from server_scripts import child, serve, swap
+from server_scripts import child, reload, serve
 from server_scripts.child import ChildSpec
 from server_scripts.health import HealthMonitor
 from server_scripts.probe import ProbeError
-from server_scripts.report import Report
-from server_scripts.run_dir import Process, RunDir, State
+from server_scripts.report import Reporter
+from server_scripts.run_dir import Process, RunDir, ServerState
 from server_scripts.supervisor import Supervisor
-from server_scripts.takeover import left_running
+from server_scripts.takeover import find_orphans
 from tests.patience import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,7 +83,7 @@ class FakeServer:
         return a_run_dir(self.folder)
 
     @property
-    def state(self) -> State | None:
+    def state(self) -> ServerState | None:
         return self.run_dir.read_state()
 
     @property
@@ -183,22 +183,22 @@ def main(folder: Path, children: dict[str, str], options: dict) -> int:
     run_dir = a_run_dir(folder)
     lock = run_dir.lock()
     me = Process.of("supervisor", os.getpid())
-    swap.STOP_MARGIN_S = 0.5
+    reload.STOP_MARGIN_S = 0.5
     serve.TURN_S = 0.05  # its tests wait for what the next turn notes
     # In place of a model's folder, what its engine is to do.
-    swap.all_specs = lambda config, graph_dir, label, run_dir: [
+    reload.all_specs = lambda config, graph_dir, label, run_dir: [
         a_spec(name, graph_dir.name if name == "engine" else what, folder) for name, what in children.items()
     ]
     supervisor = Supervisor(
         specs=[a_spec(name, what, folder) for name, what in children.items()],
         run_dir=run_dir,
-        state=State("preparing", me, time.time(), "fake", "127.0.0.1", {}, str(folder), 10.0),
+        state=ServerState("preparing", me, time.time(), "fake", "127.0.0.1", {}, str(folder), 10.0),
         config=Config(**settings),
         monitor=HealthMonitor(FakeProbe(folder / "answers.json"), **timing),
     )
-    if orphans := left_running(run_dir):
+    if orphans := find_orphans(run_dir):
         supervisor.take_over(orphans.processes)
-    status = serve.live(supervisor, Report())
+    status = serve.run_until_stopped(supervisor, Reporter())
     os.close(lock)
     return status
 

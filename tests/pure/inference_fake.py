@@ -12,8 +12,8 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from engine import wire
 from engine.settings.config import Config
 from engine.wire.triton import LENGTH_BYTES, infer_request
-from gateway.connections import Connections
-from gateway.inference.server import InferenceServer
+from gateway.grpc_server.server import GrpcServer
+from gateway.triton_connections import TritonConnections
 
 PATIENCE_S = 60  # only a test that fails waits that long
 WAIT = object()  # in a script: what follows comes when the test says so
@@ -106,7 +106,7 @@ async def serving(folder, triton, credentials=None, **settings):
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(triton, behind)
     behind.add_insecure_port(config.triton_target)
     await behind.start()
-    front = InferenceServer(Connections(config.triton_target), config)
+    front = GrpcServer(TritonConnections(config.triton_target), config)
     port = await front.start("127.0.0.1:0", credentials)
     try:
         yield front, port

@@ -10,7 +10,7 @@ import pytest
 from engine.errors import HostLost
 from server_scripts import child as child_module
 from server_scripts.child import HEALTHY_AFTER_S, MAX_BACK_OFF_S, Child, ChildSpec, back_off, describe_exit
-from server_scripts.run_dir import Process, Stat, children_of
+from server_scripts.run_dir import Process, ProcessStat, children_of
 from tests.patience import wait_until
 
 
@@ -160,7 +160,7 @@ def test_an_exit_is_described_by_status_or_signal():
 def test_what_is_stopped_again_and_again_is_not_stopped_for_long(monkeypatch):
     now, state = 0.0, "T"
     child = Child(ChildSpec("gateway-0", [], {}, Path()), Process("gateway-0", 1, 0))
-    monkeypatch.setattr(child_module, "read_stat", lambda pid: Stat(state, 0, 0, 1))
+    monkeypatch.setattr(child_module, "read_stat", lambda pid: ProcessStat(state, 0, 0, 1))
     monkeypatch.setattr(child_module.time, "monotonic", lambda: now)
     for now, state in ((5, "T"), (19, "T"), (20, "S"), (21, "T"), (36, "T")):  # noqa: B007
         assert not child.is_stopped_for_long()

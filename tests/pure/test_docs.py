@@ -24,11 +24,11 @@ from engine.settings.foreign.page import page as migrating_page
 from engine.settings.foreign.table import WITHOUT_EFFECT
 from engine.settings.table import markdown_table
 from engine.wire import Owner, checks
-from gateway import without_effect
+from gateway import ignored_fields
 from gateway.app import make_app
 from gateway.health import make_health_app
-from gateway.openai.refusals import REFUSED
 from gateway.openai.request import OF_PROMPT, PASSED_ON
+from gateway.openai.unsupported_fields import REFUSED
 from server_scripts.processes import LOG_NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -277,7 +277,7 @@ def test_the_table_of_vllms_metrics_has_every_family_with_its_labels():
 
 def test_the_table_of_fields_without_effect_has_each_with_its_reason():
     documented = {reason: tuple(code_words(names)) for names, reason in table("docs/api.md", "fields")}
-    assert documented == without_effect.WITHOUT_EFFECT
+    assert documented == ignored_fields.WITHOUT_EFFECT
 
 
 def test_every_reason_of_an_end_is_named():

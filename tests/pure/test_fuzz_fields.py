@@ -12,14 +12,14 @@ from engine.errors import InvalidRequest, RequestError
 from engine.serving.tokenization import tokenize_or_detokenize
 from engine.text.tokenizer import Tokenizer
 from engine.wire import checks, schema_of
-from gateway.anthropic.request import question_of
-from gateway.as_json import dump
+from gateway.anthropic.request import tokenize_body_of
+from gateway.app_keys import ANTHROPIC, RESPONSES
 from gateway.body import parse_body
+from gateway.json_encoder import dump
 from gateway.native.request import is_native
 from gateway.native.request import parse as parse_native
 from gateway.openai.request import parse as parse_openai
-from gateway.parts import ANTHROPIC, RESPONSES
-from gateway.protocol import Call
+from gateway.protocol import RequestContext
 from tests.byte_tokenizer import write_tokenizer
 from tests.fuzz import (
     GOOD,
@@ -143,7 +143,7 @@ def test_any_object_may_come_to_the_gateway(path, body):
     body = json.loads(payload_of(body))
     is_chat = path.startswith("/v1/chat")
     if is_native(body):
-        outcome(parse_native, body, Call(path, "default", []))
+        outcome(parse_native, body, RequestContext(path, "default", []))
         return
     completion = outcome(parse_openai, body, is_chat, "default")
     for each in completion.requests if completion else ():
@@ -156,11 +156,11 @@ def test_any_object_may_come_to_the_gateway(path, body):
 def test_any_object_may_come_to_a_protocol_that_is_a_chat_in_other_words(protocol, body, turns):
     [path] = protocol.paths
     body = json.loads(payload_of({**body, **({"input": turns, "messages": turns, "max_tokens": 5} if turns else {})}))
-    call = Call(path, "default", [protocol])
+    call = RequestContext(path, "default", [protocol])
     exchange = outcome(protocol.parse, body, call)
     for each in exchange.requests if exchange else ():
         wire.parse_request(json.loads(json.dumps(each)))
-    outcome(question_of, body)
+    outcome(tokenize_body_of, body)
 
 
 @examples(40)

@@ -6,7 +6,7 @@ import numpy as np
 import openai
 import pytest
 
-from gateway import choices
+from gateway import concurrent_requests
 from tests.pure.gateway_fake import FakeBackend, openai_client, running
 
 PATH = "/v1/embeddings"
@@ -73,7 +73,7 @@ def test_numbers_are_cut_then_normalized_and_written_as_asked():
 
 
 def test_many_inputs_are_asked_for_by_and_by(monkeypatch):
-    monkeypatch.setattr(choices, "MAX_AT_ONCE", 8)
+    monkeypatch.setattr(concurrent_requests, "MAX_AT_ONCE", 8)
     backend = Embedding("one", "two")
     with running(backend) as gateway:
         answer = gateway.post(PATH, {"input": [[n + 1] for n in range(100)], "normalize": False})

@@ -14,7 +14,7 @@ from engine.errors import EngineUnavailable
 from engine.wire import ModelState
 from gateway import health
 from gateway.health import make_health_app, readiness
-from gateway.scrape import make_metrics_app
+from gateway.metrics_proxy import make_metrics_app
 from tests.pure.gateway_fake import PATIENCE_S, WAIT, FakeBackend, running
 
 

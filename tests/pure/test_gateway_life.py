@@ -21,9 +21,9 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from engine.settings.config import Config
 from gateway import __main__ as gateway_main
-from gateway import answers
+from gateway import http_responses
 from gateway.__main__ import listen
-from gateway.heads import MAX_CONNECTIONS
+from gateway.connection_limits import MAX_CONNECTIONS
 from tests.pure.gateway_fake import PATIENCE_S, WAIT, FakeBackend, chunks, events, running
 from tests.server import free_ports
 
@@ -147,7 +147,7 @@ def test_a_connection_without_a_whole_request_is_closed_however_slowly_it_comes(
 
 
 def test_a_client_that_does_not_read_is_taken_for_gone(monkeypatch):
-    monkeypatch.setattr(answers, "SURELY_BUFFERED", 0)
+    monkeypatch.setattr(http_responses, "SURELY_BUFFERED", 0)
     backend = FakeBackend(*["x" * 2**20] * 64)
     with running(backend, request_timeout_s=0.1) as gateway, contextlib.closing(gateway.connect()) as connection:
         connection.request("POST", CHAT, json.dumps({**NATIVE, "stream": True}))

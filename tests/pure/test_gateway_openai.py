@@ -7,7 +7,7 @@ import pytest
 
 from engine.errors import EngineUnavailable
 from engine.wire import TokenLogprob
-from gateway.openai.logprobs import Alignment, name_of, of_chat
+from gateway.openai.logprobs import TextOffsets, name_of, of_chat
 from tests.pure.gateway_fake import PATIENCE_S, WAIT, FakeBackend, events, openai_client, running
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -273,11 +273,11 @@ def test_completion_logprobs_have_openais_shape():
 )
 def test_offsets_of_tokens_are_those_in_the_text(text, tokens, offsets):
     tokens = [TokenLogprob(0, bytes=tuple(token)) for token in tokens]
-    assert Alignment().offsets(text, tokens) == offsets
+    assert TextOffsets().offsets(text, tokens) == offsets
     for first in range(len(text) + 1):  # a part of it may come before its token
         for num_tokens in range(len(tokens) + 1):
             if len(text[:first].encode()) >= sum(len(token.bytes) for token in tokens[:num_tokens]):
-                streamed = Alignment()
+                streamed = TextOffsets()
                 parts = (text[:first], tokens[:num_tokens]), (text[first:], tokens[num_tokens:])
                 assert [offset for part in parts for offset in streamed.offsets(*part)] == offsets
 

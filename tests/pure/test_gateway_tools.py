@@ -11,11 +11,11 @@ from engine.grammars.pool import GrammarPool
 from engine.settings.config import Config
 from engine.text.tokenizer import Tokenizer
 from gateway.app import make_app
-from gateway.openai.dialect import FORMATS, PLAIN, dialect_of
+from gateway.openai.output_syntax import FORMATS, PLAIN, output_syntax_of
 from tests.byte_tokenizer import write_tokenizer
 from tests.pure.gateway_fake import FakeBackend, openai_client, running
 from tests.pure.guided import VOCAB_SIZE, Guided, a_request
-from tests.pure.test_openai_reader import read
+from tests.pure.test_openai_output_parser import read
 
 CHAT = "/v1/chat/completions"
 KINDS = ("reasoning_content", "content")
@@ -386,15 +386,15 @@ def test_the_chat_template_says_how_calls_are_written(tmp_path, name, place):
         listed = [{"name": "default", "template": ""}, {"name": "tool_use", "template": template}]
         config = {"chat_template": listed if place == "a list" else template}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert dialect_of(Config(model_dir=str(tmp_path))).calls == FORMATS.get(name)
+    assert output_syntax_of(Config(model_dir=str(tmp_path))).calls == FORMATS.get(name)
 
 
 def test_a_file_may_say_how_calls_are_written(tmp_path):
     plugin = tmp_path / "plain.py"
-    plugin.write_text("from gateway.openai.dialect import CallFormat\nFORMAT = CallFormat('CALL:', ';')\n")
+    plugin.write_text("from gateway.openai.output_syntax import ToolCallFormat as F\nFORMAT = F('CALL:', ';')\n")
     choice = ask(FakeBackend('CALL: {"name": "time"};'), {"tool_call_parser": str(plugin)})
     assert pairs(choice.message.tool_calls) == [("time", "{}")]
-    for text, why in (("FORMAT = 5", "its FORMAT must be a CallFormat, it is int"), ("1 / 0", "ZeroDivisionError")):
+    for text, why in (("FORMAT = 5", "its FORMAT must be a ToolCallFormat, it is int"), ("1 / 0", "ZeroDivisionError")):
         wrong = tmp_path / f"{len(text)}.py"
         wrong.write_text(text)
         config = Config.from_env({"TOOL_CALL_PARSER": str(wrong)})
@@ -405,6 +405,6 @@ def test_a_file_may_say_how_calls_are_written(tmp_path):
 
 
 def test_without_files_or_with_others_there_is_no_dialect(tmp_path):
-    assert dialect_of(Config(model_dir=str(tmp_path))) == PLAIN
+    assert output_syntax_of(Config(model_dir=str(tmp_path))) == PLAIN
     (tmp_path / "tokenizer_config.json").write_text("{")
-    assert dialect_of(Config(model_dir=str(tmp_path), max_seq_len=9)) == PLAIN
+    assert output_syntax_of(Config(model_dir=str(tmp_path), max_seq_len=9)) == PLAIN

@@ -19,10 +19,10 @@ from engine.errors import (
     RequestError,
     TimedOut,
 )
-from gateway import connections
+from gateway import triton_connections
 from gateway.backend import ModelLost, ModelUnreachable
-from gateway.connections import Connections
 from gateway.triton_client import TritonBackend
+from gateway.triton_connections import TritonConnections
 
 PATIENCE_S = 60  # only a test that fails waits that long
 WAIT = object()  # in a script: nothing more comes
@@ -101,7 +101,7 @@ async def serving(servicer, port=0):
 @contextlib.asynccontextmanager
 async def connected(servicer):
     server, port = await serving(servicer)
-    backend = TritonBackend(Connections(f"127.0.0.1:{port}"))
+    backend = TritonBackend(TritonConnections(f"127.0.0.1:{port}"))
     try:
         yield backend
     finally:
@@ -185,7 +185,7 @@ def test_a_silent_model_times_out_and_its_stream_is_cancelled():
 async def connected_to_a_frozen_server():
     """Its kernel accepts connections, it says nothing: no request can be written."""
     with socket.create_server(("127.0.0.1", 0)) as frozen:
-        backend = TritonBackend(Connections(f"127.0.0.1:{frozen.getsockname()[1]}"))
+        backend = TritonBackend(TritonConnections(f"127.0.0.1:{frozen.getsockname()[1]}"))
         try:
             yield backend
         finally:
@@ -298,7 +298,7 @@ def test_a_stream_that_ends_without_a_final_response_is_an_error():
 
 def test_nobody_listening_is_engine_unavailable():
     async def scenario():
-        backend = TritonBackend(Connections("127.0.0.1:1"))
+        backend = TritonBackend(TritonConnections("127.0.0.1:1"))
         with pytest.raises(ModelUnreachable, match="^the model server does not answer$"):  # and no address
             await texts_of(backend, {})
         assert not await backend.is_live()
@@ -311,7 +311,7 @@ def test_a_server_that_comes_back_is_used_again():
     async def scenario():
         triton = FakeTriton(*tokens("a"))
         server, port = await serving(triton)
-        backend = TritonBackend(Connections(f"127.0.0.1:{port}"))
+        backend = TritonBackend(TritonConnections(f"127.0.0.1:{port}"))
         assert await texts_of(backend, {}) == ["a"]
         await server.stop(None)
         with pytest.raises(EngineUnavailable):
@@ -360,7 +360,7 @@ def test_a_stream_that_ended_before_it_was_read_loses_nothing():
 
 
 def test_busy_connections_are_joined_by_another(monkeypatch):
-    monkeypatch.setattr(connections, "STREAMS_PER_CHANNEL", 2)
+    monkeypatch.setattr(triton_connections, "STREAMS_PER_CHANNEL", 2)
 
     async def scenario():
         triton = FakeTriton(A_DELTA, WAIT)

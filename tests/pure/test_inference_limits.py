@@ -9,11 +9,11 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2
 
-from gateway import received
-from gateway.connections import SERVICE
-from gateway.inference import server, unfinished
-from gateway.inference import stream as stream_module
-from gateway.intake import LARGE_BYTES
+from gateway import inet_diag
+from gateway.body_memory import LARGE_BYTES
+from gateway.grpc_server import message_limits, server
+from gateway.grpc_server import stream as stream_module
+from gateway.triton_connections import SERVICE
 from tests.half_requests import NEEDS_SOCK_DIAG, HalfRequests
 from tests.pure.inference_fake import NEVER, WAIT, FakeTriton, a_client, a_request, answers, run, serving, text_of
 
@@ -157,7 +157,7 @@ def test_a_message_that_has_come_is_not_refused_for_those_that_have_not(tmp_path
                 while not front._way.intake.num_bytes:
                     await asyncio.sleep(0.005)
                 front._unfinished._max_bytes = -1
-                await asyncio.sleep(3 * received.LOOK_EVERY_S)
+                await asyncio.sleep(3 * inet_diag.LOOK_EVERY_S)
                 front._unfinished._max_bytes = 1 << 20
             assert await asked == [("1", "a", "")]
 
@@ -194,8 +194,8 @@ def test_without_the_kernels_word_all_is_served_and_the_log_says_it(tmp_path, mo
         raise PermissionError(1, "Operation not permitted")
 
     async def scenario():
-        monkeypatch.setattr(received, "received_by", unknown)
-        monkeypatch.setattr(received, "LOOK_EVERY_S", 0.01)
+        monkeypatch.setattr(inet_diag, "received_by", unknown)
+        monkeypatch.setattr(inet_diag, "LOOK_EVERY_S", 0.01)
         async with serving(tmp_path, FakeTriton("a")) as (_, port), a_client(port) as stub:
             for _ in range(3):
                 assert await answers(stub.ModelStreamInfer(iter([a_request()]))) == [("", "a", "")]
@@ -220,8 +220,8 @@ def test_the_kernel_tells_of_each_client_what_it_has_sent(host):
             taken.recv(5000, socket.MSG_WAITALL)
             name, port = client.getsockname()[:2]
             text = f"ipv6:%5B{name}%5D:{port}" if ":" in name else f"ipv4:{name}:{port}"
-            told = received.received_by(to[1])  # and of others' connections to the same port of another address
-            assert told[unfinished.peer_of(text)] == 5000
+            told = inet_diag.received_by(to[1])  # and of others' connections to the same port of another address
+            assert told[message_limits.peer_of(text)] == 5000
 
 
 def test_metadata_that_is_too_large_is_refused(tmp_path):

@@ -6,14 +6,14 @@ from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
 from engine.wire.triton import infer_request, request_of
-from gateway.inference import request as request_module
-from gateway.inference.request import Refused, parse, payload_of, rewritten
+from gateway.grpc_server import request as request_module
+from gateway.grpc_server.request import InvalidInferRequest, parse, payload_of, rewritten
 from tests.fuzz import examples
 from tests.hostile_requests import REFUSED, TEXT, changed, contents, odd_messages, parameter
 
 
 def refusal(request):
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(InvalidInferRequest) as caught:
         payload_of(parse(request.SerializeToString()))
     return str(caught.value)
 
@@ -28,7 +28,7 @@ def test_a_request_that_is_none_is_refused_with_a_short_sentence(name):
 
 @pytest.mark.parametrize("message", [b"\xff", b"\x0a\x05abc", b"\x2a\xff\xff\xff\xff\x0f"])
 def test_bytes_that_are_no_message_are_refused(message):
-    with pytest.raises(Refused, match="the message is no ModelInferRequest"):
+    with pytest.raises(InvalidInferRequest, match="the message is no ModelInferRequest"):
         parse(message)
 
 
@@ -73,7 +73,7 @@ def test_what_is_odd_is_refused_or_comes_to_tritonserver_as_nothing_but_its_text
     try:
         request = parse(message)
         payload = payload_of(request)
-    except Refused as error:
+    except InvalidInferRequest as error:
         assert 0 < len(str(error)) < 500
         return
     fresh = service_pb2.ModelInferRequest.FromString(rewritten(request, payload))

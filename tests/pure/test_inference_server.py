@@ -11,10 +11,10 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from tritonclient.grpc import service_pb2
 
 from engine import wire
-from gateway import lasting
-from gateway.connections import SERVICE
-from gateway.inference import stream as stream_module
-from gateway.intake import LARGE_BYTES
+from gateway import retry
+from gateway.body_memory import LARGE_BYTES
+from gateway.grpc_server import stream as stream_module
+from gateway.triton_connections import SERVICE
 from tests.pure.inference_fake import (
     NEVER,
     PATIENCE_S,
@@ -123,7 +123,7 @@ def test_an_idle_stream_waits_for_its_client(tmp_path):
 )
 @pytest.mark.parametrize("before", [[], ["a"]])
 def test_a_failure_of_tritonserver_is_the_last_answer_and_shows_no_address(tmp_path, monkeypatch, failure, before):
-    monkeypatch.setattr(lasting, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(retry, "LOOK_EVERY_S", 0.01)
     code, text, status = failure
 
     async def scenario():
@@ -132,13 +132,13 @@ def test_a_failure_of_tritonserver_is_the_last_answer_and_shows_no_address(tmp_p
             *_, (name, fields, _) = await answers(stub.ModelStreamInfer(iter([a_request("x", req_id="r")])))
         assert (name, fields["error_msg"], fields["error_code"]) == ("x", text, status)
         assert (fields["is_end"], fields["token"]) == (1, "")
-        assert len(triton.requests) == (1 + lasting.MAX_LOSSES if status == 503 else 1)
+        assert len(triton.requests) == (1 + retry.MAX_LOSSES if status == 503 else 1)
 
     run(scenario())
 
 
 def test_a_request_outlives_tritonserver_and_goes_on_after_what_has_come(tmp_path, monkeypatch):
-    monkeypatch.setattr(lasting, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(retry, "LOOK_EVERY_S", 0.01)
 
     async def scenario():
         triton = FakeTriton()
@@ -314,7 +314,7 @@ def test_a_stop_lets_running_requests_end_and_refuses_new_ones(tmp_path):
 
 
 def test_what_runs_longer_than_the_drain_timeout_ends_with_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr("gateway.inference.server.LAST_WORDS_S", 0.1)
+    monkeypatch.setattr("gateway.grpc_server.server.LAST_WORDS_S", 0.1)
 
     async def scenario():
         async with serving(tmp_path, FakeTriton("a", WAIT)) as (front, port), a_client(port) as stub:

@@ -15,7 +15,7 @@ from engine.settings.foreign.table import VARIABLES, check_variables
 from engine.text.sentencepiece import model_file
 from engine.wire import parse_request
 from gateway.health import make_health_app
-from server_scripts.options import SETTINGS, Parser
+from server_scripts.options import SETTINGS, OptionParser
 from tests.documents import ADDRESSES, COMMANDS, DOWNLOADS, FILES, LAYOUTS, REQUESTS, STARTS
 from tests.pure.gateway_fake import FakeBackend, running
 
@@ -33,7 +33,7 @@ def started(typed):
     num_variables = next((i for i, word in enumerate(words) if "=" not in word or word.startswith("-")), len(words))
     environ = dict(word.split("=", 1) for word in words[:num_variables])
     assert environ.keys() <= KNOWN
-    parser = Parser("start_server", "")
+    parser = OptionParser("start_server", "")
     parser.add_argument("model_name", nargs="?")
     parser.parse_into(environ, words[num_variables:])
     check_variables(environ)

@@ -13,7 +13,7 @@ from engine.settings.config import Config
 from engine.settings.foreign.table import OPTIONS, ROWS, check_variables, notes_on_variables
 from server_scripts import run_batch, start, stop
 from server_scripts.completion import REFUSED
-from server_scripts.options import COMMON, Parser, own_name
+from server_scripts.options import COMMON, OptionParser, own_name
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {f.metadata["setting"].env: f for f in fields(Config) if not f.metadata["setting"].internal}
@@ -23,7 +23,7 @@ OLD_NAMES = {name for f in SETTINGS.values() for name in f.metadata["setting"].o
 
 def parsed(*arguments, **environ):
     """The environment and what is no setting."""
-    parser = Parser("start_server", "")
+    parser = OptionParser("start_server", "")
     parser.add_argument("model_name", nargs="?")
     return environ, parser.parse_into(environ, arguments)
 
@@ -36,13 +36,13 @@ def answer(capsys, *arguments):
 
 
 def test_every_setting_is_an_option_but_the_secrets():
-    known = {name for name, action in Parser("", "")._option_string_actions.items() if action.dest != REFUSED}
+    known = {name for name, action in OptionParser("", "")._option_string_actions.items() if action.dest != REFUSED}
     assert {own_name(env) for env in SETTINGS} - known == {"--api-key", "--otel-exporter-otlp-headers"}
     assert set(COMMON) <= set(SETTINGS)
 
 
 def test_what_the_table_of_other_servers_names_exists_here():
-    known = set(Parser("", "")._option_string_actions)
+    known = set(OptionParser("", "")._option_string_actions)
     assert {row.setting for row in ROWS if row.setting} - set(SETTINGS) - OLD_NAMES == set()
     texts = [text for row in ROWS for text in (row.instead, row.why, *row.refused.values())]
     named = {name for text in texts for name in re.findall(r"(?<!\w)--[\w-]+", text)}

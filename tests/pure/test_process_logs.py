@@ -9,7 +9,7 @@ import pytest
 from engine.log import configure, printable
 from engine.settings.config import Config
 from server_scripts import logs, serve
-from server_scripts.report import Report
+from server_scripts.report import Reporter
 from server_scripts.run_dir import RunDir
 
 
@@ -78,7 +78,7 @@ def pipe():
 def test_the_console_copies_whole_lines_once_with_their_process(tmp_path, pipe):
     reader, writer = pipe
     path, own = tmp_path / "a.log", tmp_path / "own.log"
-    console = logs.Console({"": own, "engine": path}, writer.fileno())
+    console = logs.LogConsole({"": own, "engine": path}, writer.fileno())
     console.copy()
     path.write_text("one\ntwo")
     own.write_text("our own\n")
@@ -97,7 +97,7 @@ def test_the_console_copies_whole_lines_once_with_their_process(tmp_path, pipe):
 def test_nobody_waits_for_a_terminal_that_stands_still_and_nothing_is_lost(tmp_path, pipe):
     reader, writer = pipe
     path = tmp_path / "a.log"
-    console = logs.Console({"": path}, writer.fileno())
+    console = logs.LogConsole({"": path}, writer.fileno())
     console.start()
     lines = "".join(f"line {number}\n" for number in range(200_000))  # more than a pipe holds
     path.write_text(lines)
@@ -108,7 +108,7 @@ def test_nobody_waits_for_a_terminal_that_stands_still_and_nothing_is_lost(tmp_p
 def test_what_is_written_last_is_copied_before_the_end(tmp_path, pipe):
     reader, writer = pipe
     path = tmp_path / "a.log"
-    console = logs.Console({"": path}, writer.fileno())
+    console = logs.LogConsole({"": path}, writer.fileno())
     console.start()
     path.write_text("the last words\n")
     console.finish(60)
@@ -120,7 +120,7 @@ def test_a_reader_that_has_left_hurts_nobody(tmp_path, pipe):
     path = tmp_path / "a.log"
     path.write_text("to nobody\n")
     reader.close()
-    logs.Console({"": path}, writer.fileno()).copy()
+    logs.LogConsole({"": path}, writer.fileno()).copy()
 
 
 def test_what_is_named_by_clients_and_files_forges_no_line_and_moves_no_terminal(monkeypatch):
@@ -134,7 +134,7 @@ def test_what_is_named_by_clients_and_files_forges_no_line_and_moves_no_terminal
 
 def test_the_report_of_a_start_moves_no_terminal():
     reader, writer = os.pipe()
-    Report(writer)("failed: tensor \x1b[31m\nsecond\u2028line")
+    Reporter(writer)("failed: tensor \x1b[31m\nsecond\u2028line")
     os.close(writer)
     with os.fdopen(reader, encoding="utf-8") as file:
         lines = file.read().splitlines()

@@ -16,7 +16,7 @@ from engine.models.keys import ModelError
 from engine.ops import cpu, reference
 from engine.ops.reference import int4_values
 from engine.settings.config import Config
-from server_scripts.model_source import as_stored
+from server_scripts.model_source import export_dtype
 from tests.paged_model import PagedModel
 from tests.pure.test_models import golden
 from tests.pure.test_ranks import answers_of_ranks
@@ -172,4 +172,4 @@ def test_a_cache_of_bytes_is_the_same_in_paddle(int8_cache):
     ],
 )
 def test_the_third_part_of_a_name_says_how_weights_are_stored(quant, stored):
-    assert as_stored(quant, Config()) == stored
+    assert export_dtype(quant, Config()) == stored

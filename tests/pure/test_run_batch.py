@@ -199,10 +199,10 @@ def test_ids_that_are_no_unicode_text_stay_apart(files):
 
 @pytest.mark.parametrize("write", [Mock(side_effect=OSError(28, "No space left on device")), Mock(return_value=3)])
 def test_an_answer_that_cannot_be_written_is_no_wrong_setting(write):
-    from server_scripts.run_batch import BatchError, Progress
+    from server_scripts.run_batch import BatchError, BatchProgress
 
     with pytest.raises(BatchError, match="an answer cannot be written") as caught:
-        Progress(Mock(), SimpleNamespace(write=write)).write({"custom_id": "a"}, 200, {})
+        BatchProgress(Mock(), SimpleNamespace(write=write)).write({"custom_id": "a"}, 200, {})
     assert caught.value.status == 1
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from engine.errors import ConfigError
-from server_scripts.run_dir import Process, RunDir, State, children_of, read_stat
+from server_scripts.run_dir import Process, RunDir, ServerState, children_of, read_stat
 from tests.patience import wait_until
 
 
@@ -23,7 +23,7 @@ def sleeper():
 
 def a_state(*processes):
     supervisor = Process("supervisor", 1, 2)
-    return State("ready", supervisor, 3.0, "m", "0.0.0.0", {"A": 1}, "/log", 9.0, list(processes))
+    return ServerState("ready", supervisor, 3.0, "m", "0.0.0.0", {"A": 1}, "/log", 9.0, list(processes))
 
 
 def test_the_folder_is_made_for_its_user_alone(tmp_path):

@@ -9,9 +9,9 @@ import pytest
 from engine.errors import EngineUnavailable
 from engine.settings.served import SERVED_FILE, Served, ServedModel
 from engine.wire import Failure, Final, Usage, write_answer
-from gateway import lasting
+from gateway import retry
 from gateway.backend import ModelLost, ModelUnreachable
-from server_scripts.swap import WHY
+from server_scripts.reload import WHY
 from tests.pure.gateway_fake import WAIT, FakeBackend, openai_client, running
 from tests.pure.inference_fake import a_client, a_request, a_response, answers, serving
 
@@ -23,7 +23,7 @@ ASKED = {"text": "Hi", "req_id": "r"}
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    monkeypatch.setattr(lasting, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(retry, "LOOK_EVERY_S", 0.01)
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from engine.errors import Overloaded, RequestError, TimedOut
 from engine.serving import shared_streams
 from engine.serving.shared_streams import SharedStreams
 from gateway.backend import ModelLost
-from gateway.connections import Connections
-from gateway.shared_stream import Arrivals
+from gateway.shared_stream import ReorderBuffer
 from gateway.triton_client import TritonBackend
+from gateway.triton_connections import TritonConnections
 from tests.patience import PATIENCE_S
 
 END = wire.write_shared([])
@@ -211,7 +211,7 @@ def test_answers_are_read_in_the_order_of_their_tokens(order):
     answers = [a_delta(0, 1), a_delta(1, 2, 3), a_delta(3, 4), a_final(4)]
 
     async def scenario():
-        arrivals = Arrivals()
+        arrivals = ReorderBuffer()
         for index in order:
             arrivals.put(answers[index])
         assert await all_of(arrivals, 4) == [0, 1, 3, 4]
@@ -221,7 +221,7 @@ def test_answers_are_read_in_the_order_of_their_tokens(order):
 
 def test_a_failure_comes_after_the_tokens_before_it():
     async def scenario():
-        arrivals = Arrivals()
+        arrivals = ReorderBuffer()
         arrivals.put(wire.Failure(Overloaded("full"), "a", send_idx=2))
         arrivals.put(a_delta(0, 1, 2))
         assert await all_of(arrivals, 2) == [0, 2]
@@ -232,7 +232,7 @@ def test_a_failure_comes_after_the_tokens_before_it():
 @pytest.mark.parametrize("is_known_first", [True, False])
 def test_what_was_lost_with_a_shared_stream_is_missed_when_it_has_ended(is_known_first):
     async def scenario():
-        arrivals = Arrivals()
+        arrivals = ReorderBuffer()
         arrivals.put(a_delta(0, 1))
         for step in (arrivals.only_own, lambda: arrivals.put(a_delta(2, 3)))[:: 1 if is_known_first else -1]:
             step()
@@ -285,7 +285,7 @@ def with_two(scenario, timeout_s=PATIENCE_S):
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(triton, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        backend = TritonBackend(Connections(f"127.0.0.1:{port}"))
+        backend = TritonBackend(TritonConnections(f"127.0.0.1:{port}"))
 
         async def ask(req_id, timeout_s=PATIENCE_S):
             return [answer.send_idx async for answer in backend.generate({"req_id": req_id}, timeout_s)]
@@ -394,7 +394,7 @@ def test_choices_and_answers_that_go_on_do_not_share(fields):
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(triton, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        backend = TritonBackend(Connections(f"127.0.0.1:{port}"))
+        backend = TritonBackend(TritonConnections(f"127.0.0.1:{port}"))
         bodies = [{"req_id": "first"}, {"req_id": "second", **fields}]
         tasks = [asyncio.ensure_future(anext(backend.generate(body, PATIENCE_S))) for body in bodies]
         await until(lambda: len(triton.shares) == 2)

@@ -13,7 +13,7 @@ import pytest
 from engine.errors import ConfigError
 from engine.settings.config import Config
 from server_scripts import model_source
-from server_scripts.model_source import Source, export_if_needed
+from server_scripts.model_source import ModelSource, export_if_needed
 from server_scripts.run_dir import RunDir, read_stat
 from tests.patience import wait_until
 from tests.pure.fake_server import ALL, fake_server
@@ -78,7 +78,7 @@ def test_what_a_library_prints_during_an_export_is_no_step(server, tmp_path, mon
     monkeypatch.setattr("server_scripts.model_source.EXPORTER", "noisy")
     told = []
     config = Config(log_dir=str(tmp_path), export_cache_dir=str(tmp_path))
-    assert export_if_needed(config, Source(tmp_path, "m"), told.append) == Path("/graph")
+    assert export_if_needed(config, ModelSource(tmp_path, "m"), told.append) == Path("/graph")
     assert told == ["one"]
 
 
@@ -293,7 +293,7 @@ def test_a_signal_ends_what_an_export_has_started(server, tmp_path, monkeypatch)
 
     config = Config(log_dir=str(tmp_path), export_cache_dir=str(tmp_path))
     with pytest.raises(KeyboardInterrupt):
-        export_if_needed(config, Source(tmp_path, "m"), interrupt)
+        export_if_needed(config, ModelSource(tmp_path, "m"), interrupt)
     wait_until(lambda: not is_alive(pids[0]))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from server_scripts import stop as stop_module
-from server_scripts.run_dir import Process, RunDir, State
+from server_scripts.run_dir import Process, RunDir, ServerState
 from tests.pure.fake_server import ALL, fake_server, kill_supervisor
 from tests.server import is_alive
 
@@ -51,7 +51,7 @@ def test_stop_names_the_servers_with_another_log_directory(tmp_path, capsys):
     with fake_server(tmp_path, ALL) as server:
         server.wait_until_ready()
         pid, log_dir = server.state.supervisor.pid, server.state.log_dir
-        stop_module.say_that_none_runs(tmp_path / "none", folder=tmp_path / "r")
+        stop_module.report_no_server(tmp_path / "none", folder=tmp_path / "r")
     expected = f"stop_server: another one runs (pid {pid}): FD_LOG_DIR={log_dir} stop_server"
     assert capsys.readouterr().out.splitlines() == ["stop_server: no server was running", expected]
 
@@ -125,7 +125,7 @@ def test_stop_finds_a_start_that_has_only_just_begun(tmp_path):
                 with pytest.raises(subprocess.TimeoutExpired):
                     stopping.wait(1.0)
                 me = Process.of("supervisor", start.pid)
-                run_dir.write_state(State("preparing", me, 0.0, "m", "", {}, "", 5.0))
+                run_dir.write_state(ServerState("preparing", me, 0.0, "m", "", {}, "", 5.0))
                 assert start.wait(20) == -signal.SIGTERM
                 assert stopping.wait(20) == 0
             finally:
@@ -136,7 +136,7 @@ def test_stop_leaves_a_server_alone_that_was_started_since(tmp_path, monkeypatch
     run_dir = RunDir(tmp_path / "run")
     sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
     with subprocess.Popen(sleep) as old, subprocess.Popen(sleep) as new:
-        state = State("ready", Process.of("", old.pid), 0.0, "m", "", {}, "", 5.0)
+        state = ServerState("ready", Process.of("", old.pid), 0.0, "m", "", {}, "", 5.0)
         run_dir.write_state(state)
         locks = []
 
@@ -164,7 +164,7 @@ def test_stop_kills_what_is_recorded_and_spares_a_recycled_pid(tmp_path):
             recycled = Process("engine", other.pid, Process.of("", other.pid).start_time - 1)
             gone = Process("supervisor", other.pid, 1)
             left = [recycled, Process.of("tritonserver", ours.pid)]
-            run_dir.write_state(State("ready", gone, 0.0, "m", "", {}, "", 5.0, left))
+            run_dir.write_state(ServerState("ready", gone, 0.0, "m", "", {}, "", 5.0, left))
             assert stop(tmp_path).returncode == 0
             assert ours.wait(60) == -signal.SIGKILL
             assert other.poll() is None

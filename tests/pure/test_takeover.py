@@ -7,8 +7,8 @@ import signal
 import pytest
 
 from engine.settings.config import Config
-from server_scripts.run_dir import Process, State
-from server_scripts.takeover import fingerprint, left_running
+from server_scripts.run_dir import Process, ServerState
+from server_scripts.takeover import find_orphans, fingerprint
 from tests.pure.fake_server import ALL, TIMEOUT_S, a_run_dir, fake_server, kill_supervisor
 from tests.server import is_alive
 
@@ -76,10 +76,10 @@ def test_only_what_was_ready_and_lives_is_worth_taking_over(tmp_path, phase, is_
     run_dir = a_run_dir(tmp_path)
     me = Process.of("engine", os.getpid())
     dead = Process("supervisor", me.pid, me.start_time - 1)
-    run_dir.write_state(State(phase, dead, 0.0, "m", "", {}, "", 5.0, [me]))
-    assert (left_running(run_dir) is not None) == is_left
-    run_dir.write_state(State(phase, dead, 0.0, "m", "", {}, "", 5.0, [dead]))
-    assert left_running(run_dir) is None
+    run_dir.write_state(ServerState(phase, dead, 0.0, "m", "", {}, "", 5.0, [me]))
+    assert (find_orphans(run_dir) is not None) == is_left
+    run_dir.write_state(ServerState(phase, dead, 0.0, "m", "", {}, "", 5.0, [dead]))
+    assert find_orphans(run_dir) is None
 
 
 def test_a_fingerprint_tells_settings_and_models_apart_and_no_secret(tmp_path):

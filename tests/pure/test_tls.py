@@ -14,8 +14,8 @@ from engine.settings.config import Config
 from engine.settings.tls import key_and_chain, server_context
 from engine.settings.unused import likely_misspelt
 from gateway.__main__ import listen
-from server_scripts.own_tls import certified_name
 from server_scripts.probe import Probe, ProbeError, _of_gateway
+from server_scripts.tls_client import certified_name
 from tests.pure.inference_fake import PATIENCE_S, FakeTriton, serving
 
 FILES = Path(__file__).resolve().parents[1] / "certificates"  # for llm.example, until the year 2126

@@ -16,8 +16,8 @@ from schemathesis.specs.openapi import checks
 from engine.settings.config import Config
 from engine.text.tokenizer import Tokenizer
 from gateway.app import make_app
-from gateway.connections import SERVICE
-from gateway.parts import DOCUMENT
+from gateway.app_keys import DOCUMENT
+from gateway.triton_connections import SERVICE
 from tests.fuzz import INSIDE, bodies, examples, payload_of
 from tests.hostile_requests import odd_messages
 from tests.triton.unharmed import a_channel, said, unbroken_server

@@ -15,7 +15,7 @@ from tritonclient.grpc import service_pb2
 
 from benchmarks.storm.watch import resident_mb
 from engine.wire.triton import LENGTH_BYTES, infer_request, request_of
-from gateway.connections import SERVICE
+from gateway.triton_connections import SERVICE
 from tests.fuzz import INSIDE
 from tests.half_requests import NEEDS_SOCK_DIAG, HalfRequests
 from tests.hostile_requests import REFUSED, changed

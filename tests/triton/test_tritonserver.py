@@ -26,9 +26,9 @@ from server_scripts.child import ChildSpec
 from server_scripts.health import HealthMonitor
 from server_scripts.probe import Probe, ProbeError
 from server_scripts.processes import PRIVATE, TRITONSERVER
-from server_scripts.report import Report
+from server_scripts.report import Reporter
 from server_scripts.run_dir import Process, RunDir
-from server_scripts.serve import live, new_state
+from server_scripts.serve import new_state, run_until_stopped
 from server_scripts.stop import kill_all
 from server_scripts.supervisor import Supervisor
 from tests.server import a_server, is_alive
@@ -221,7 +221,7 @@ def main(folder: Path) -> int:
         monitor=HealthMonitor(EchoProbe(config), ask_every_s=0.2),
     )
     assert Process.of("supervisor", os.getpid()) == supervisor.state.supervisor
-    status = live(supervisor, Report())
+    status = run_until_stopped(supervisor, Reporter())
     os.close(lock)
     return status
 

@@ -1,0 +1,24 @@
+"""Who asks: the owner of the key that a request carries. Knows no HTTP."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping
+
+from engine.errors import InvalidRequest
+from engine.wire import Owner
+
+
+class InvalidApiKey(InvalidRequest):
+    kind = "invalid_api_key"
+    code = 401
+
+
+def owner_of(authorization: str, owners: Mapping[str, Owner]) -> Owner:
+    """`authorization` is the text of the header. Takes as long for a wrong key as for a right one."""
+    scheme, _, text = authorization.partition(" ")
+    given = text.strip().encode("utf-8", "surrogateescape")
+    found = [owner for key, owner in owners.items() if hmac.compare_digest(given, key.encode())]
+    if scheme.lower() != "bearer" or not found:
+        raise InvalidApiKey("the API key is missing or wrong, the header must be `Authorization: Bearer <key>`")
+    return found[0]

@@ -1,0 +1,64 @@
+"""What one worker's HTTP application is made of, by the keys under which aiohttp keeps it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from aiohttp import web
+
+from engine import wire
+from engine.settings.config import Config
+from engine.settings.served import OWN_NAME, ServedModel
+from gateway.anthropic import AnthropicProtocol
+from gateway.body_memory import BodyMemoryBudget
+from gateway.embeddings import EmbeddingsProtocol
+from gateway.health import CachedHealthCheck
+from gateway.inet_diag import Peer
+from gateway.native import NativeProtocol
+from gateway.openai import OpenAIProtocol
+from gateway.protocol import Exchange, RequestContext
+from gateway.rerank import RerankProtocol, ScoreProtocol
+from gateway.responses import ResponsesProtocol
+from gateway.retry import RetryingBackend
+from gateway.triton import TritonGenerateProtocol
+from gateway.triton.text import TritonTextProtocol
+
+NATIVE, OPENAI, EMBEDDINGS = NativeProtocol(), OpenAIProtocol(), EmbeddingsProtocol()
+RESPONSES, ANTHROPIC, TRITON, TRITON_TEXT = (
+    ResponsesProtocol(),
+    AnthropicProtocol(),
+    TritonGenerateProtocol(),
+    TritonTextProtocol(),
+)
+RANKINGS = (ScoreProtocol(), RerankProtocol())
+
+BACKEND = web.AppKey("backend", RetryingBackend)
+CONFIG = web.AppKey("config", Config)
+INTAKE = web.AppKey("intake", BodyMemoryBudget)
+READY = web.AppKey("ready", CachedHealthCheck)
+SERVED = web.AppKey("served", ServedModel)
+RUNNING = web.AppKey("running", list)  # the requests being answered
+BEGUN = web.AppKey("begun", set[Peer])  # who has begun one since heads.py has looked
+DRAINING = web.AppKey("draining", asyncio.Event)
+LABELS = web.AppKey("labels", dict[str, int])  # how many a model tells apart, by its id
+DOCUMENT = web.AppKey("document", dict[str, Any])  # OpenAPI's
+
+
+def served_name(app: web.Application) -> str:
+    return app[SERVED].name(app[CONFIG].served_model_name)
+
+
+def name_adapter(context: RequestContext, exchange: Exchange, model: str | None) -> None:
+    """Say in the model's requests which adapter they are for, if `model` names one."""
+    if context.config.has_loras and model not in (None, "", context.model_name, OWN_NAME):
+        for each in exchange.requests:
+            each["lora_name"] = wire.FIELDS["lora_name"].check("model", model)
+
+
+async def num_labels(app: web.Application) -> int:
+    """By which the served model scores prompts. Asked once, so that later requests can wait for one that is away."""
+    served, known = app[SERVED].now(), app[LABELS]
+    if served.is_changing or served.id not in known:
+        known[served.id] = (await app[BACKEND].probe()).num_labels
+    return known[served.id]

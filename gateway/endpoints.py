@@ -1,0 +1,152 @@
+"""What is posted that is no request for an answer of the model's: the end of another request, tokens, adapters."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from typing import Any
+
+from aiohttp import web
+
+from engine import wire
+from engine.errors import InvalidRequest
+from engine.settings.served import OWN_NAME
+from gateway.anthropic.fields import fields as message_fields
+from gateway.anthropic.request import tokenize_body_of
+from gateway.app_keys import ANTHROPIC, BACKEND, CONFIG, INTAKE, NATIVE, OPENAI, RESPONSES, served_name
+from gateway.body import parse_body, read_payload
+from gateway.body_memory import BodyMemoryReservation
+from gateway.http_responses import CONTEXT, json_response
+from gateway.openai.request import chat_source
+from gateway.openai.unsupported_fields import refuse_any
+from gateway.protocol import ClientProtocol
+from gateway.responses.fields import fields as response_fields
+from gateway.responses.request import tokenize_body_of as question_of_response
+
+MAX_ABORT_BYTES = 8 << 10  # a req_id, however escaped
+MAX_LORA_BYTES = 64 << 10  # a name and a path
+
+
+async def abort(request: web.Request) -> web.Response:
+    """Ends the open request with this `req_id`, whichever worker has it."""
+    context = request[CONTEXT]
+    async with _body(request, MAX_ABORT_BYTES) as body:
+        if "req_id" not in body:
+            raise InvalidRequest("`{field}` is missing", field="req_id")
+        req_id = wire.FIELDS["req_id"].check("req_id", body["req_id"])
+        return json_response((await request.app[BACKEND].abort(req_id, context.owner)).fields())
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    """The tokens of a prompt, or of a chat."""
+    return await _about_tokens(request, wire.TOKENIZE)
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    """The text of tokens."""
+    return await _about_tokens(request, wire.DETOKENIZE)
+
+
+async def count_tokens(request: web.Request) -> web.Response:
+    """How many tokens the prompt of a message has."""
+    return json_response(await _counted(request, tokenize_body_of))
+
+
+async def count_input(request: web.Request) -> web.Response:
+    """How many tokens the input of a response has."""
+    return json_response(COUNT | await _counted(request, question_of_response))
+
+
+async def _counted(request: web.Request, question: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    async with _body(request, request.app[CONFIG].max_body_bytes) as body:
+        return _count(await request.app[BACKEND].about_tokens({wire.TOKENIZE: question(body)}))
+
+
+def _count(told: wire.Tokenized | wire.Detokenized) -> dict[str, Any]:
+    assert isinstance(told, wire.Tokenized)
+    return {"input_tokens": len(told.tokens)}
+
+
+async def _about_tokens(request: web.Request, kind: str) -> web.Response:
+    async with _body(request, request.app[CONFIG].max_body_bytes) as body:
+        refuse_any(body, {"chat_template": ()})
+        if kind == wire.TOKENIZE and body.get("messages") is not None:
+            body |= chat_source(body)
+        return json_response(_without_end((await request.app[BACKEND].about_tokens({kind: body})).fields()))
+
+
+async def load_lora(request: web.Request) -> web.Response:
+    """Loads an adapter from a folder in LORA_DIR."""
+    return await _change_loras(request, wire.LOAD_LORA)
+
+
+async def unload_lora(request: web.Request) -> web.Response:
+    """Unloads an adapter, once the requests that have it have ended."""
+    return await _change_loras(request, wire.UNLOAD_LORA)
+
+
+async def _change_loras(request: web.Request, kind: str) -> web.Response:
+    """Answered in vLLM's words."""
+    async with _body(request, MAX_LORA_BYTES) as body:
+        name = wire.checked(body, wire.LORA_FIELDS[kind]).get("lora_name")
+        if name in (served_name(request.app), OWN_NAME):
+            raise InvalidRequest("The `{field}` {value} is the model's own", field="lora_name", value=wire.shown(name))
+        await request.app[BACKEND].change_loras({kind: body}, request[CONTEXT].owner)
+    done = "added" if kind == wire.LOAD_LORA else "removed"
+    return web.Response(text=f"Success: LoRA adapter '{name}' {done} successfully.")
+
+
+def _without_end(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name != "is_end"}
+
+
+@contextlib.asynccontextmanager
+async def _body(request: web.Request, limit: int) -> AsyncIterator[dict[str, Any]]:
+    """The room that it takes is its own until the end."""
+    room = BodyMemoryReservation(request.app[INTAKE])
+    try:
+        payload = await read_payload(request, limit, room)
+        async with request.app[INTAKE].reading(len(payload)):
+            body = parse_body(payload)
+        yield body
+    finally:
+        room.release()
+
+
+COUNT_TOKENS, COUNT_INPUT = "/v1/messages/count_tokens", "/v1/responses/input_tokens"
+COUNT = {"object": "response.input_tokens"}
+LORAS = {f"/v1/{kind}": kind for kind in wire.LORA_FIELDS}
+ROUTES = {
+    **{"/v1/abort": abort, "/tokenize": tokenize, "/detokenize": detokenize},
+    **{COUNT_TOKENS: count_tokens, COUNT_INPUT: count_input},
+    **dict(zip(LORAS, (load_lora, unload_lora), strict=True)),
+}
+PROTOCOLS: Mapping[str, list[ClientProtocol]] = {  # of the errors
+    **{"/v1/abort": [NATIVE], "/tokenize": [OPENAI], "/detokenize": [OPENAI]},
+    **{COUNT_TOKENS: [ANTHROPIC], COUNT_INPUT: [RESPONSES]},
+    **dict.fromkeys(LORAS, [OPENAI]),
+}
+FIELDS: Mapping[str, dict[str, Any]] = {  # as JSON Schema
+    "/v1/abort": {"req_id": wire.schema_of(wire.FIELDS["req_id"].check)},
+    "/tokenize": {name: wire.schema_of(field.check) for name, field in wire.TOKENIZE_FIELDS.items()},
+    "/detokenize": {name: wire.schema_of(field.check) for name, field in wire.DETOKENIZE_FIELDS.items()},
+    COUNT_TOKENS: {name: message_fields()[name] for name in ("messages", "system", "tools")},
+    COUNT_INPUT: {name: response_fields()[name] for name in ("input", "instructions", "tools")},
+    **{
+        path: {name: wire.schema_of(field.check) for name, field in wire.LORA_FIELDS[kind].items()}
+        for path, kind in LORAS.items()
+    },
+}
+NEEDS: Mapping[str, Collection[str]] = {
+    **{"/v1/abort": ("req_id",), "/tokenize": ("prompt", "messages"), "/detokenize": ("tokens",)},
+    **{COUNT_TOKENS: ("messages",), COUNT_INPUT: ("input",)},
+    **dict.fromkeys(LORAS, ("lora_name",)),
+}
+SAMPLES = {
+    "/v1/abort": wire.Aborted("1", True).fields(),
+    "/tokenize": _without_end(wire.Tokenized([1], 8192).fields()),
+    "/detokenize": _without_end(wire.Detokenized("Hello").fields()),
+    COUNT_TOKENS: _count(wire.Tokenized([1], 8192)),
+    COUNT_INPUT: COUNT | _count(wire.Tokenized([1], 8192)),
+}
+TEXTS = dict.fromkeys(LORAS, "text/plain")

@@ -1,0 +1,39 @@
+"""Refusals of aiohttp itself (404, 405, 408, 413), in the words and the shapes of this server."""
+
+from __future__ import annotations
+
+import difflib
+
+from aiohttp import web
+
+from engine.errors import InvalidRequest, RequestError
+from gateway import http_responses
+from gateway.app_keys import CONFIG
+
+MAX_PATH_LEN, IS_CLOSE = 100, 0.75  # of a path that is compared with those that there are; how similar they must be
+
+
+def http_refusal(error: web.HTTPException, request: web.Request) -> web.Response:
+    if error.status == 405:
+        message = f"this path does not take {request.method}, it takes {error.headers['Allow']}"
+    elif error.status == 413:
+        message = f"the request body is larger than the limit of {request.app[CONFIG].max_body_bytes} bytes"
+    elif request.match_info.route.resource is None:
+        message = _no_such_path(request)
+    else:
+        message = error.text or error.reason
+    known = (InvalidRequest if error.status < 500 else RequestError)(message)
+    known.code = error.status
+    response = http_responses.refusal(known, request)
+    if error.status == 408:
+        response.force_close()  # what still comes of the body is no request
+    if "Allow" in error.headers:
+        response.headers["Allow"] = error.headers["Allow"]
+    return response
+
+
+def _no_such_path(request: web.Request) -> str:
+    """Name the path that was probably meant, such as `/v1/chat/completions` for a base URL without `/v1`."""
+    paths = {route.resource.canonical for route in request.app.router.routes() if route.resource is not None}
+    close = difflib.get_close_matches(request.path, paths, 1, IS_CLOSE) if len(request.path) <= MAX_PATH_LEN else []
+    return f"no such path, {f'did you mean {close[0]}?' if close else 'see GET / for what there is'}"

@@ -1,0 +1,39 @@
+"""Who waits for something that takes too long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+
+class IdleTimer:
+    """Calls `give_up` when it lasts too long; it begins at once. One timer, looked at when it fires: a wait costs two
+    assignments.
+    """
+
+    def __init__(self, give_up: Callable[[], object], limit_s: float):
+        self._give_up = give_up
+        self._limit_s = limit_s
+        self._loop = asyncio.get_running_loop()
+        self.was_too_long = False
+        self.begins()
+        self._timer = self._loop.call_later(limit_s, self._look)
+
+    def begins(self) -> None:
+        self._since: float | None = self._loop.time()
+
+    def ends(self) -> None:
+        self._since = None
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        remaining_s = self._limit_s
+        if self._since is not None:
+            remaining_s += self._since - self._loop.time()
+        if remaining_s > 0:
+            self._timer = self._loop.call_later(remaining_s, self._look)
+        else:
+            self.was_too_long = True
+            self._give_up()

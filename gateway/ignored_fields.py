@@ -1,0 +1,37 @@
+"""The fields of requests to OpenAI, Anthropic and other servers that are accepted and do nothing, with reasons. What
+would change an answer is refused instead (gateway/openai/unsupported_fields.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {  # reason -> fields
+    "name the client's user, of whom nothing is kept": ("user", "safety_identifier"),
+    "labels, which metrics and logs do not have": ("metadata", "custom_labels"),
+    "choose between prices, speeds, places and payers; there is one of each": (
+        *("service_tier", "speed", "inference_geo", "billing_policy", "access_programs", "fallback_credit_token"),
+    ),
+    "about caching; all prompts are cached": (
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_control", "session_id"),
+    ),
+    "choose a server or a worker among several": (
+        *("bootstrap_host", "bootstrap_port", "bootstrap_room", "data_parallel_rank", "routed_dp_rank"),
+        "disagg_prefill_dp_rank",
+    ),
+    "help to guess tokens, which makes no difference to an answer": ("prediction", "ngram_corpus_id"),
+    "choose a library for grammars; there is one": ("guided_decoding_backend",),
+    "about spaces that tokenizers of this kind never add": ("spaces_between_special_tokens",),
+    "how many tokens a response of a stream has; they are sent as they come": (
+        *("max_streaming_response_tokens", "stream_interval"),
+    ),
+    "ask for figures that `usage`, `/metrics` or traces tell": (
+        *("collect_metrics", "return_cached_tokens_details", "trace_context", "diagnostics"),
+    ),
+    "obfuscation of streams, which there is none of": ("stream_options",),
+    "say more about fields that are refused or tools that are not there": (
+        *("routed_experts_prompt_start", "routed_experts_start_len", "max_tool_calls", "image"),
+    ),
+    "models for what the requested one declines; this one answers": ("fallbacks",),
+    "act on other paths of their servers only": ("return_token_offsets", "return_mm_kwargs"),
+}
+NAMES = tuple(name for names in WITHOUT_EFFECT.values() for name in names)

@@ -1,0 +1,118 @@
+"""What a request of OpenAI's may ask for that would change its answer and is not done here: it is refused by name. So
+is a name that looks like a misspelling of one that acts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from engine import wire
+from engine.errors import InvalidRequest
+from gateway.ignored_fields import NAMES as WITHOUT_EFFECT
+
+# field -> the values, besides null, false and the empty ones, that ask for nothing special
+REFUSED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("functions", "audio", "web_search_options", "suffix", "prompt_embeds"), ()),
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "early_stopping"), ()),
+    **dict.fromkeys(("chat_template", "documents", "min_characters"), ()),
+    **dict.fromkeys(
+        ("logits_processors", "logits_processors_args", "custom_logit_processor", "mm_processor_kwargs"), ()
+    ),
+    **dict.fromkeys(("stop_regex", "no_stop_trim", "lora_path", "vllm_xargs", "watermarking"), ()),
+    **dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "logprob_token_ids", "repetition_detection"), ()),
+    **dict.fromkeys(("extra_body", "mirostat", "dry_multiplier", "xtc_probability", "top_a", "dynatemp_range"), ()),
+    **{"typical_p": (1,), "tfs_z": (1,), "top_n_sigma": (-1,)},
+    **dict.fromkeys(("moderation", "whitespace_pattern", "guided_whitespace_pattern", "disaggregate_info"), ()),
+    **dict.fromkeys(("return_hidden_states", "return_routed_experts", "return_meta_info", "session_params"), ()),
+    **dict.fromkeys(("custom_params", "images_config", "media_io_kwargs", "mm_hashes", "response_max_tokens"), ()),
+    **dict.fromkeys(("prompt_token_ids", "completion_token_ids", "disable_chat_template", "bad_words_token_ids"), ()),
+    **dict.fromkeys(("temp_scaled_logprobs", "top_p_normalized_logprobs", "include_draft_logprobs"), ()),
+    "return_prompt_text": (),
+    "truncation_side": ("left",),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+}
+OVERRIDING = {"enable_thinking", "chat_template_kwargs", "reasoning_max_tokens"}  # in FastDeploy's `metadata`
+ASKED_EMPTY = ("web_search_options",)  # an object without options is a wish as well
+# The same where one answer is told as blocks
+OF_BLOCKS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", "use_beam_search"), ()),
+    **dict.fromkeys(("return_tokens_as_token_ids",), ()),
+    **dict.fromkeys(("n", "best_of"), (1,)),
+}
+OF_CHATS = ("echo", "add_special_tokens", "prompt")  # refused there
+OF_COMPLETIONS = (
+    *("messages", "tools", "top_logprobs", "reasoning_effort", "enable_thinking"),
+    *("add_generation_prompt", "continue_final_message"),
+)
+NOT_FALSE = ("separate_reasoning", "stream_reasoning", "include_logprobs_decode_token")  # to ask for less is refused
+# What may be asked of embeddings and scores, by vLLM's names
+OF_VECTORS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("messages", "mm_processor_kwargs"), ()),
+    **{"truncation_side": ("left",), "padding": ("do_not_pad",)},
+    **{"embed_dtype": ("float32", "float"), "endianness": ("native", "little")},
+}
+# Native name -> OpenAI's
+NAMES = {name: field.aliases[-1] for name, field in wire.FIELDS.items() if field.aliases} | {
+    **{"req_id": "request_id", "lora_name": "model"}
+}
+# What other APIs call OpenAI's fields, where a path has those
+ELSEWHERE = {
+    **{"instructions": "messages", "input": "messages", "max_output_tokens": "max_tokens", "n_predict": "max_tokens"},
+    **{"thinking": "enable_thinking", "thinking_budget": "reasoning_max_tokens", "reasoning": "reasoning_effort"},
+    **dict.fromkeys(("output_config", "output_format", "format"), "response_format"),
+    **{"repeat_penalty": "repetition_penalty", "grammar": "guided_grammar", "rid": "request_id"},
+    **{"max_new_tokens": "max_tokens", "extra_key": "cache_salt", "return_prompt_token_ids": "return_token_ids"},
+}
+
+
+def refuse(body: dict[str, Any], is_chat: bool) -> None:
+    """`body` has no nulls. Raises InvalidRequest."""
+    refuse_any(body, {**REFUSED, **dict.fromkeys(OF_CHATS if is_chat else OF_COMPLETIONS, ())})
+    if inner := OVERRIDING & set(labels if isinstance(labels := body.get("metadata"), dict) else ()):
+        text = "`{field}` has {value}, which acts beside it only, as a field of the request"
+        raise InvalidRequest(text, field="metadata", value=min(inner))
+    refuse_false(body, NOT_FALSE if is_chat else (*NOT_FALSE, "add_special_tokens"))
+
+
+def refuse_any(body: dict[str, Any], refused: Mapping[str, Collection[Any]]) -> None:
+    for name, harmless in refused.items():
+        value = body.get(name)
+        if (value or name in ASKED_EMPTY and value == {}) and value not in harmless:
+            raise InvalidRequest("`{field}` is not supported, it is {value}", field=name, value=wire.shown(value))
+
+
+def refuse_false(body: Mapping[str, Any], names: Collection[str]) -> None:
+    for name in names:
+        if body.get(name) is False:
+            raise InvalidRequest("`{field}` cannot be false", field=name, value=False)
+
+
+def check_spelling(
+    body: dict[str, Any], known: Collection[str], others: Collection[str] = (), called: Mapping[str, str] = NAMES
+) -> None:
+    """`known` are the fields of a path that act, `called` are names that they have elsewhere. Raises InvalidRequest."""
+    given = {name: value for name, value in body.items() if value is not None}
+    for name in sorted(called.keys() & given.keys() - set(known)):
+        text = f"`{name}` is another protocol's, here it is `{{field}}`"
+        raise InvalidRequest(text, field=called[name], value=wire.shown(given[name]))
+    elsewhere = {*others, *WITHOUT_EFFECT, *REFUSED, *OF_CHATS, *OF_COMPLETIONS, *NOT_FALSE}
+    for problem in wire.misspelt(given, known, elsewhere):
+        raise problem
+
+
+def check_parts(name: str, value: Mapping[str, Any], parts: Mapping[str, wire.Check]) -> None:
+    """Of the object that this field has. Raises InvalidRequest."""
+    for problem in wire.misspelt(value, parts):
+        raise problem
+    for part, check in parts.items():
+        if value.get(part) is not None:
+            wire.within(name, f".{part}", check, value[part])
+
+
+def refuse_more(name: str, count: int, limit: int) -> None:
+    """Than `limit` items."""
+    if count > limit:
+        text = "`{field}` has {value} items, the limit is {limit}"
+        raise InvalidRequest(text, field=name, value=count, limit=limit)

@@ -1,0 +1,229 @@
+"""How well texts go together: vLLM's scores, and Jina's and Cohere's reranking, over native requests. By the head of
+the checkpoint, where it has one, a request a pair; else by the cosine of embeddings, a request a text."""
+
+from __future__ import annotations
+
+import base64
+import time
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from engine import wire
+from engine.errors import InvalidRequest
+from engine.wire import MEANINGS, POOLINGS, SCORE, Delta, Final, int_in, plain, schema_of
+from gateway.openai import OpenAIProtocol
+from gateway.openai.request import A_NAME, model_of
+from gateway.openai.unsupported_fields import OF_VECTORS, check_spelling, refuse_any, refuse_more
+from gateway.protocol import RequestContext
+
+MAX_TEXTS = 2048
+CHECKS = {name: wire.FIELDS[name].check for name in ("cache_salt", "priority", "timeout", "truncate_prompt_tokens")}
+A_TEXT, A_BOOL, REQ_ID = (wire.FIELDS[name].check for name in ("text", "stream", "req_id"))
+AN_OBJECT = wire.FIELDS["chat_template_kwargs"].check
+TOP_N = int_in(0, 1 << 20)
+REFUSED: dict[str, Collection[Any]] = {
+    **dict.fromkeys(("max_tokens_per_doc", "max_tokens_per_query", "max_chunks_per_doc", "rank_fields"), ()),
+    **OF_VECTORS,
+}
+CALLED = {"text_1": ("queries", "data_1"), "text_2": ("documents", "items", "data_2")}  # by newer versions of vLLM
+TEXTS = {"type": "array", "items": schema_of(A_TEXT), "minItems": 1, "maxItems": MAX_TEXTS}
+DOCUMENT = {"anyOf": [schema_of(A_TEXT), {"type": "object", "properties": {"text": schema_of(A_TEXT)}}]}
+Json = dict[str, Any]
+
+
+@dataclass(eq=False)
+class ScoreExchange:
+    """A `gateway.protocol.Exchange`. Its answer is never streamed."""
+
+    pairs: Sequence[tuple[str, str]]
+    has_head: bool
+    options: Json  # of every request
+    answer_id: str
+    top_n: int | None = None  # None: a score of each pair in its place; else the best pairs, the best first
+    told: bool = False  # are the texts of these
+    is_activated: bool = True  # what a head says is made a number from 0 to 1
+    model: str = ""
+    stream: bool = False
+    num_tokens: int = 0
+    found: dict[int, Final] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.has_head:
+            self._places = [(place, place) for place in range(len(self.pairs))]
+            texts: list[Json] = [{"text": a, "text_pair": b, "pooling": SCORE} for a, b in self.pairs]
+        else:
+            place_of = {
+                text: place for place, text in enumerate(dict.fromkeys(text for pair in self.pairs for text in pair))
+            }
+            self._places = [(place_of[a], place_of[b]) for a, b in self.pairs]
+            texts = [{"text": text, "apply_chat_template": False, "pooling": POOLINGS[0]} for text in place_of]
+        self.timeout_s: float | None = self.options.get("timeout")
+        self.requests: list[Json] = [
+            {**each, **self.options, "req_id": f"{self.answer_id[:240]}-{at}"} for at, each in enumerate(texts)
+        ]
+        names = ("text_1", "text_2") if self.top_n is None else ("documents", "documents")
+        called = {"req_id": "request_id", "lora_name": "model"}
+        self.names: Mapping[str, str] = {**called, "text": names[0], "text_pair": names[1]}
+
+    def event(self, index: int, answer: Delta) -> bytes:
+        raise AssertionError("a score is no stream")
+
+    def gather(self, index: int, answer: Delta) -> None:
+        if isinstance(answer, Final):
+            self.found[index] = answer
+
+    def whole(self) -> Json:
+        num_tokens = sum(answer.usage.prompt_tokens for answer in self.found.values())
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        scores = [self._score(a, b) for a, b in self._places]
+        if self.top_n is None:
+            data = [{"index": at, "object": "score", "score": score} for at, score in enumerate(scores)]
+            head = {"id": self.answer_id, "object": "list", "created": int(time.time()), "model": self.model}
+            return {**head, "data": data, "usage": usage}
+        best = sorted(range(len(scores)), key=lambda at: -scores[at])[: self.top_n]
+        results: list[Json] = [{"index": at, "relevance_score": scores[at]} for at in best]
+        for each in results if self.told else ():
+            each["document"] = {"text": self.pairs[each["index"]][1]}
+        return {"id": self.answer_id, "model": self.model, "results": results, "usage": usage}
+
+    def _score(self, a: int, b: int) -> float:
+        if self.has_head:
+            logit = self._vector(a)[0]
+            return float(1 / (1 + np.exp(-logit)) if self.is_activated else logit)
+        one, other = self._vector(a), self._vector(b)
+        cosine = one @ other / max(np.linalg.norm(one) * np.linalg.norm(other), np.finfo(np.float32).tiny)
+        return float(np.clip(cosine, -1, 1))
+
+    def _vector(self, index: int) -> np.ndarray:
+        answer = self.found.get(index)
+        return np.frombuffer(base64.b64decode((answer and answer.embedding) or NOTHING), "<f4").astype(np.float64)
+
+
+NOTHING = base64.b64encode(bytes(4))
+
+
+class ScoreProtocol(OpenAIProtocol):
+    """vLLM's. The model's number of labels is asked for before a request is parsed."""
+
+    name = "scores"
+    paths: Collection[str] = ("/v1/score", "/score")
+
+    def fields(self, path: str) -> Json:
+        one_or_more = {"anyOf": [schema_of(A_TEXT), TEXTS]}
+        texts = {
+            "text_1": {**one_or_more, "description": "a text, or a list of them"},
+            "text_2": {**one_or_more, "description": "to score each of these with `text_1`, or with that in its place"},
+        }
+        others = {name: texts[own] for own, names in CALLED.items() for name in names}
+        return {**texts, **others, **self._common()}
+
+    def _common(self) -> Json:
+        common = {
+            "model": {**schema_of(A_NAME), "description": "any is accepted, and named in the answer"},
+            "request_id": {**schema_of(REQ_ID), "description": "names the requests; random if not given"},
+            "instruction": {**schema_of(A_TEXT), "description": "for the chat template that writes a pair"},
+            "chat_template_kwargs": {**schema_of(AN_OBJECT), "description": "`instruction` and others"},
+            "use_activation": {**schema_of(A_BOOL), "description": "of a head: from 0 to 1", "default": True},
+        }
+        return common | {
+            name: {**schema_of(check), "description": plain(MEANINGS[name])} for name, check in CHECKS.items()
+        }
+
+    def needs(self, path: str) -> Collection[str]:
+        return ("text_1",)
+
+    def example(self, path: str) -> Json:
+        return {"model": "default", "text_1": "Where is Paris?", "text_2": ["In France.", "At noon."]}
+
+    def parse(self, body: Json, context: RequestContext) -> ScoreExchange:
+        names = [next((each for each in others if body.get(each)), own) for own, others in CALLED.items()]
+        return self._ranking(context, body, _paired(*(_texts(name, body) for name in names)))
+
+    def _ranking(
+        self, context: RequestContext, body: Json, pairs: Sequence[tuple[str, str]], **more: Any
+    ) -> ScoreExchange:
+        body = {key: value for key, value in body.items() if value is not None}
+        check_spelling(body, self.fields(context.path), [*REFUSED])
+        refuse_any(body, REFUSED)
+        if context.num_labels > 1:
+            text = "`{field}`: the model tells {value} labels apart, a score is that of one"
+            raise InvalidRequest(text, field="model", value=context.num_labels, limit=1)
+        options = {name: check(name, body[name]) for name, check in CHECKS.items() if name in body}
+        variables = AN_OBJECT("chat_template_kwargs", body.get("chat_template_kwargs", {}))
+        if "instruction" in body:
+            variables = {"instruction": A_TEXT("instruction", body["instruction"]), **variables}
+        if variables and not context.num_labels:
+            text = "`{field}` needs a model with a head and a chat template that writes pairs"
+            raise InvalidRequest(text, field="instruction" if "instruction" in body else "chat_template_kwargs")
+        options |= {"chat_template_kwargs": variables} if variables else {}
+        name = REQ_ID("request_id", body.get("request_id", f"score-{uuid.uuid4().hex}"))
+        model = model_of(body, context.model_name)
+        more["is_activated"] = A_BOOL("use_activation", body.get("use_activation", True))
+        return ScoreExchange(pairs, context.num_labels > 0, options, name, model=model, **more)
+
+
+class RerankProtocol(ScoreProtocol):
+    """Jina's, and Cohere's second version."""
+
+    name = "reranking"
+    paths: Collection[str] = ("/v1/rerank", "/rerank", "/v2/rerank")
+
+    def fields(self, path: str) -> Json:
+        own = {
+            "query": {**schema_of(A_TEXT), "description": "what is looked for"},
+            "documents": {**TEXTS, "items": DOCUMENT, "description": "texts, or objects with a `text`"},
+            "top_n": {**schema_of(TOP_N), "description": "only so many are told, the best; 0 or not given: all"},
+            "return_documents": {
+                **schema_of(A_BOOL),
+                "description": "tell their texts as well",
+                "default": _tells_documents(path),
+            },
+        }
+        return {**own, **self._common()}
+
+    def needs(self, path: str) -> Collection[str]:
+        return ("query",)
+
+    def example(self, path: str) -> Json:
+        return {"model": "default", "query": "Where is Paris?", "documents": ["At noon.", "In France."]}
+
+    def parse(self, body: Json, context: RequestContext) -> ScoreExchange:
+        if not isinstance(query := body.get("query"), str):
+            raise InvalidRequest("`{field}` must be a text, it is {value}", field="query", value=wire.shown(query))
+        documents = body.get("documents")
+        if isinstance(documents, list):
+            plain = [each.get("text") if isinstance(each, dict) else each for each in documents]
+            body = {**body, "documents": plain}
+        pairs = [(A_TEXT("query", query), each) for each in _texts("documents", body)]
+        top_n = TOP_N("top_n", 0 if body.get("top_n") is None else body["top_n"]) or len(pairs)
+        given = body.get("return_documents")
+        told = _tells_documents(context.path) if given is None else A_BOOL("return_documents", given)
+        return self._ranking(context, body, pairs, top_n=top_n, told=told)
+
+
+def _tells_documents(path: str) -> bool:
+    """By default, as Jina; Cohere does not."""
+    return path != "/v2/rerank"
+
+
+def _texts(name: str, body: Mapping[str, Any]) -> list[str]:
+    given = body.get(name)
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, list) or not texts:
+        text = "`{field}` must be a text or a list of texts, it is {value}"
+        raise InvalidRequest(text, field=name, value=wire.shown(given))
+    refuse_more(name, len(texts), MAX_TEXTS)
+    return [A_TEXT(name, each) for each in texts]
+
+
+def _paired(ones: Sequence[str], others: Sequence[str]) -> list[tuple[str, str]]:
+    if len(ones) == 1:
+        ones = [*ones] * len(others)
+    if len(ones) != len(others):
+        text = "`text_1` has {limit} texts, `{field}` has {value}: as many are needed, or one `text_1`"
+        raise InvalidRequest(text, field="text_2", value=len(others), limit=len(ones))
+    return list(zip(ones, others, strict=True))

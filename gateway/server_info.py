@@ -1,0 +1,133 @@
+"""What the service port tells without an answer of the model. SAMPLES shows to the document what."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from aiohttp import web
+
+from engine import __version__
+from engine.wire import ModelState
+from gateway import metrics
+from gateway.app_keys import BACKEND, CONFIG, DOCUMENT, OPENAI, READY, served_name
+from gateway.health import as_response
+from gateway.http_responses import CONTEXT, REQUEST_TIMEOUT, json_response
+from gateway.openai import BASE
+from gateway.openapi_html import openapi_html
+from gateway.web import is_for_people, page, show_file
+
+STARTED = int(time.time())
+
+
+async def show_root(request: web.Request) -> web.Response:
+    """A page for people, with a chat and a live view; for programs the model's name and these paths."""
+    if is_for_people(request):
+        return page(request)
+    paths = {route.resource.canonical for route in request.app.router.routes() if route.resource is not None}
+    return json_response(_endpoints(served_name(request.app), paths))
+
+
+async def show_health(request: web.Request) -> web.Response:
+    """Whether the model answers."""
+    return as_response(await request.app[READY]())
+
+
+async def show_load(request: web.Request) -> web.Response:
+    """How many requests are open, as vLLM tells it."""
+    return json_response(_load(await request.app[BACKEND].probe()))
+
+
+async def show_metrics(request: web.Request) -> web.Response:
+    """Prometheus metrics of this server."""
+    state = await request.app[BACKEND].probe(with_metrics=True)
+    text = metrics.as_text(state.metrics or ())
+    return web.Response(text=text, headers={"Content-Type": metrics.CONTENT_TYPE})
+
+
+async def show_status(request: web.Request) -> web.Response:
+    """What the server does now, its metrics, and the last requests without their words."""
+    return json_response(_status(served_name(request.app), await request.app[BACKEND].probe(with_metrics=True)))
+
+
+async def show_version(_: web.Request) -> web.Response:
+    """The server's version."""
+    return json_response(SAMPLES["/version"])
+
+
+async def show_document(request: web.Request) -> web.Response:
+    """This document."""
+    return json_response(request.app[DOCUMENT])
+
+
+async def show_page(request: web.Request) -> web.Response:
+    """The same document as a page."""
+    headers = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
+    return web.Response(text=openapi_html(request.app[DOCUMENT]), content_type="text/html", headers=headers)
+
+
+async def list_models(request: web.Request) -> web.Response:
+    """The served model and its adapters."""
+    return json_response({"object": "list", "data": await _models(request.app)})
+
+
+async def show_model(request: web.Request) -> web.Response:
+    """The served model or an adapter, if that is its name."""
+    request[CONTEXT].protocols = [OPENAI]
+    models = {model["id"]: model for model in await _models(request.app)}
+    if (model := models.get(request.match_info["model"])) is None:
+        raise web.HTTPNotFound(text=f"the served model is {' and '.join(f'`{name}`' for name in models)}")
+    return json_response(model)
+
+
+async def _models(app: web.Application) -> list[dict[str, Any]]:
+    """Adapters may have come this moment, all else is as old as readiness is. A list never lacks them."""
+    loras = await app[BACKEND].lora_names(app[REQUEST_TIMEOUT]) if app[CONFIG].has_loras else ()
+    name, state = served_name(app), (await app[READY]()).state
+    model = _model_fields(name, state.model_len if state else None)
+    return [model, *({**model, "id": lora, "root": lora, "parent": name} for lora in loras)]
+
+
+def _model_fields(name: str, model_len: int | None) -> dict[str, Any]:
+    model = {"id": name, "object": "model", "created": STARTED, "owned_by": "paddle", "root": name, "parent": None}
+    return {**model, "max_model_len": model_len}
+
+
+def _status(name: str, state: ModelState) -> dict[str, Any]:
+    told = {"model": name, "ready": state.ready, "reason": state.reason, "model_len": state.model_len}
+    numbers = {family + suffix: value for family, _, _, labels, value, suffix in state.metrics or () if not labels}
+    return {**told, "metrics": numbers, "last_requests": state.last_requests or []}
+
+
+def _load(state: ModelState) -> dict[str, int]:
+    return {"server_load": state.num_open}
+
+
+def _endpoints(name: str, paths: set[str]) -> dict[str, Any]:
+    return {"model": name, "endpoints": sorted(paths)}
+
+
+ROUTES = {
+    "/": show_root,
+    "/page/{file}": show_file,
+    **dict.fromkeys(("/health", "/ping"), show_health),
+    "/load": show_load,
+    "/metrics": show_metrics,
+    "/status": show_status,
+    "/version": show_version,
+    "/openapi.json": show_document,
+    "/docs": show_page,
+    **{f"{prefix}/models": list_models for prefix in ("/v1", BASE)},
+    **{f"{prefix}/models/{{model:.+}}": show_model for prefix in ("/v1", BASE)},
+}
+A_MODEL = _model_fields("default", None)
+SAMPLES: dict[str, Any] = {
+    "/": _endpoints("default", {"/"}),
+    "/version": {"version": __version__},
+    "/status": _status("default", ModelState(ready=True)),
+    "/openapi.json": {},
+    "/load": _load(ModelState(ready=True)),
+    **{f"{prefix}/models": {"object": "list", "data": [A_MODEL]} for prefix in ("/v1", BASE)},
+    **{f"{prefix}/models/{{model}}": A_MODEL for prefix in ("/v1", BASE)},
+}
+TEXTS = {"/metrics": metrics.CONTENT_TYPE.partition(";")[0], "/docs": "text/html", "/page/{file}": "*/*"}
