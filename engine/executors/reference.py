@@ -13,6 +13,7 @@ from engine.dtypes import held_as
 from engine.errors import InvalidRequest
 from engine.executors.readings import most_read
 from engine.executors.slots import Slots
+from engine.executors.spans import SlotSpans
 from engine.executors.step import StepWhenAsked
 from engine.exporting.manifest import Manifest
 from engine.graph.run import run_graph
@@ -27,7 +28,6 @@ MAX_BLOCKS = 256  # of one request
 class ReferenceExecutor:
     """`ops` is any module with the functions of engine.ops.reference."""
 
-    takes_spans = False
     runs_ahead = False
 
     def __init__(self, graph_dir: Path, ops: ModuleType = reference):
@@ -40,6 +40,8 @@ class ReferenceExecutor:
         self.most_read = most_read(model.vocab_size)
         self.cache_groups = model.graph().cache_groups
         self._slots = Slots(NUM_SLOTS, MAX_BLOCKS, self.block_size, model.vocab_size, self.cache_groups)
+        self._slots.spans = SlotSpans.of(self._graph, NUM_SLOTS)
+        self.takes_spans = self._slots.spans is not None
         self._caches: dict[str, np.ndarray] = {}
 
     def free_bytes(self) -> int:

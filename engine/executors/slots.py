@@ -13,6 +13,7 @@ from engine.core.cache_groups import FULL_ATTENTION, STATE, CacheGroup, table_na
 from engine.core.types import Arrival, Batch, Logprobs, StepOutput
 from engine.executors.adjustments import NONE, Bias, Seen, joined
 from engine.executors.readings import Readings, rows_read
+from engine.executors.spans import SlotSpans
 from engine.ops.sampling_rows import SampledRows, SamplingRows
 from engine.sampling_parameters import PARAMETERS
 
@@ -65,6 +66,7 @@ class Slots:
         self._biases: dict[int, Bias] = {}  # of slots that have one
         self.readings = Readings()
         self.adapters: dict[int, str] = {}  # the ids of those that slots have
+        self.spans: SlotSpans | None = None  # of a graph that takes some
 
     def place(self, batch: Batch) -> None:
         """Takes in who has arrived and which blocks were given out. The first thing of a step."""
@@ -82,7 +84,7 @@ class Slots:
             self._block_tables[copy.group, copy.slot, copy.place] = copy.target
 
     def graph_inputs(self, batch: Batch) -> dict[str, np.ndarray]:
-        """The inputs of docs/ops.md but for the caches: i32, by name."""
+        """Return the inputs of docs/ops.md but for the caches, by name: i32, embeddings f32."""
         slots, starts, token_ids, _, num_sampled, *_ = zip(*batch.rows, strict=True)
         lengths = np.array([len(ids) for ids in token_ids], np.int32)
         query_starts = np.zeros(len(slots) + 1, np.int32)
@@ -98,13 +100,15 @@ class Slots:
             table_name(index): self._block_tables[index, places, : 1 if group.kind == STATE else width]
             for index, group in enumerate(self._groups)
         }
+        positions = _runs(context_lens, lengths)
         return {
             "token_ids": np.fromiter(chain.from_iterable(token_ids), np.int32, query_starts[-1]),
-            "positions": _runs(context_lens, lengths),
+            "positions": positions,
             "query_starts": query_starts,
             "context_lens": context_lens,
             **tables,
             "logit_rows": logit_rows,
+            **(self.spans.inputs(batch, positions) if self.spans else {}),
         }
 
     def sample(self, batch: Batch, logits: np.ndarray, mask: np.ndarray | None, sample: Sample) -> StepOutput:
@@ -174,6 +178,8 @@ class Slots:
         if sampling.adapter:
             self.adapters[slot] = sampling.adapter[0]
         self.readings.begin(slot)
+        if self.spans:
+            self.spans.begin(arrival)
         if sampling.has_penalty:
             prompt = token_ids[:prompt_len] if sampling.repetition_penalty != 1 else ()  # that one reads it, too
             self._seen.begin(slot, prompt, token_ids[prompt_len:])

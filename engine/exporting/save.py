@@ -13,10 +13,11 @@ import paddle
 from paddle import Tensor, nn
 from paddle.base.framework import EagerParamBase
 
+from engine.core.cache_groups import table_name
 from engine.exporting.manifest import Graph
 from engine.models.checkpoint import Checkpoint
 from engine.models.decoder import Decoder
-from engine.models.layers import Run
+from engine.models.layers import SPAN_EMBEDDINGS, Run
 from engine.models.weights import Constant, Weight, found_in, weights_of
 from engine.ops import build
 from engine.ops.cpu.paddle_ops import register_paddle_ops
@@ -58,7 +59,7 @@ def save_graph(
     progress("trace and save the graph")
     # Paddle would want all parameters in memory, and has no way to leave them out.
     with unittest.mock.patch("paddle.static.pir_io.save_vars_pir"):
-        paddle.jit.save(traced, str(directory / Path(graph.program).stem), input_spec=[_input_specs(graph)])
+        paddle.jit.save(traced, str(directory / Path(graph.program).stem), input_spec=[_input_specs(graph, network)])
 
 
 def _named(network: Decoder) -> list[tuple[str, Constant | Weight]]:
@@ -108,10 +109,13 @@ def _dtype_of(array: np.ndarray) -> Any:
     return "bfloat16" if array.dtype == np.uint16 else array.dtype.name
 
 
-def _input_specs(graph: Graph) -> list[paddle.static.InputSpec]:
+def _input_specs(graph: Graph, network: Decoder) -> list[paddle.static.InputSpec]:
     """Ids and positions of a step, then the caches."""
+    shapes = network.input_shapes | {table_name(index): (None, None) for index in range(len(graph.cache_groups))}
     step = [
-        paddle.static.InputSpec([None, None] if name.startswith("block_tables") else [None], "int32", name)
+        paddle.static.InputSpec(
+            list(shapes.get(name, (None,))), "float32" if name == SPAN_EMBEDDINGS else "int32", name
+        )
         for name in graph.inputs
     ]
     caches = [

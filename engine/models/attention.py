@@ -62,7 +62,7 @@ class Attention:
         return cls(
             qkv_proj=Linear.columns(place, "qkv_proj", qkv, config.hidden_size, options.qkv_bias),
             norms=_norms(config, place, options, parts),
-            rotary=Rotary.of(rope),
+            rotary=Rotary.of(rope, config.takes_spans),
             unrotated=Rotary.of(no_rotation()) if options.norms == ROTATED_HEADS else None,
             o_proj=Linear.rows(place, "self_attn.o_proj", config.hidden_size, heads.each(head_dim), options.o_bias),
             cache=LayerCache(place.layer, shard.cache_dtype, cache_shape, group=group),

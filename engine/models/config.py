@@ -46,6 +46,7 @@ class DecoderConfig(ABC):
     residual_multiplier: float = 1.0  # of what mixer and MLP add
     logit_multiplier: float = 1.0
     logit_softcap: float = 0.0  # logits become cap * tanh(logit / cap); 0: they stay
+    takes_spans: bool = False  # the embeddings of prompt spans take the place of those of tokens; positions may be 3-D
     has_rotary_pairs: bool = False  # what turns together lies side by side in the checkpoint, not half a head apart
 
     @classmethod

@@ -10,9 +10,23 @@ from engine.models.config import DecoderConfig
 from engine.models.formats import head_format
 from engine.models.keys import ModelError
 from engine.models.kv_cache import CacheLayout
-from engine.models.layers import HIDDEN, LOGIT_ROWS, LOGITS, Embedding, Head, Norm, Place, Run, Tensor, scaled
+from engine.models.layers import (
+    HIDDEN,
+    LOGIT_ROWS,
+    LOGITS,
+    POSITIONS,
+    SPAN_EMBEDDINGS,
+    Embedding,
+    Head,
+    Norm,
+    Place,
+    Rotary,
+    Run,
+    Tensor,
+    scaled,
+)
 from engine.models.mlp import GatedMlp, Mlp
-from engine.models.weights import Shard
+from engine.models.weights import Shard, found_in
 
 PRE_NORM = ("input", "", "post_attention", "")
 POST_NORM = ("", "post_attention", "", "post_feedforward")
@@ -100,6 +114,16 @@ class Decoder:
     def cache_layout(self) -> CacheLayout:
         """Return how the caches of all layers lie in memory. Raises ModelError where that is not supported."""
         return CacheLayout.of([layer.mixer.cache for layer in self.layers])
+
+    @property
+    def input_shapes(self) -> dict[str, tuple[int | None, ...]]:
+        """Return the shapes of the inputs that are not [None], but for block tables and caches. Raises ModelError where
+        layers disagree."""
+        is_3d = {rotary.axes is not None for rotary in found_in(self, Rotary)}
+        if len(is_3d) > 1:
+            raise ModelError("config.json: mrope_section must be given for all layers or for none")
+        shapes: dict[str, tuple[int | None, ...]] = {SPAN_EMBEDDINGS: (None, self.embedding.table.shape[1])}
+        return shapes | {POSITIONS: (3, None)} if True in is_3d else shapes
 
     def __call__(self, run: Run) -> tuple[Tensor, ...]:
         x, residual = self.embedding(run), None

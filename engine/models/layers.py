@@ -20,13 +20,16 @@ if TYPE_CHECKING:
 
 Tensor = Any  # of whoever's ops run
 TOKEN_IDS, POSITIONS, LOGIT_ROWS = "token_ids", "positions", "logit_rows"
+EMBEDDING_ROWS = "embedding_rows"  # i32 [T]: of a token of a prompt span, its row of SPAN_EMBEDDINGS; -1: it has none
+SPAN_EMBEDDINGS = "span_embeddings"  # f32 [E, H]
 ROWS = ("query_starts", "context_lens")  # which tokens belong to which request, and what it has in the cache
 LOGITS, HIDDEN = "logits", "hidden"  # outputs
 
 
-def step_inputs(num_groups: int) -> tuple[str, ...]:
+def step_inputs(num_groups: int, takes_spans: bool = False) -> tuple[str, ...]:
     """Return the names of the inputs of a graph with so many cache groups, but for the caches."""
-    return (TOKEN_IDS, POSITIONS, *ROWS, *map(table_name, range(num_groups)), LOGIT_ROWS)
+    of_spans = (EMBEDDING_ROWS, SPAN_EMBEDDINGS) if takes_spans else ()
+    return (TOKEN_IDS, POSITIONS, *ROWS, *map(table_name, range(num_groups)), LOGIT_ROWS, *of_spans)
 
 
 @dataclass(frozen=True)
@@ -146,24 +149,29 @@ class Linear:
 
 @dataclass(frozen=True)
 class Embedding:
-    """Vocabulary-parallel: a rank knows the rows of its share of the ids."""
+    """Vocabulary-parallel: a rank knows the rows of its share of the ids. With `takes_spans`, every rank gets the
+    embeddings of prompt spans, which are used as they come."""
 
     table: Weight
     ids: Share
     num_ranks: int
     multiplier: float
+    takes_spans: bool
 
     @classmethod
     def of(cls, config: DecoderConfig, place: Place) -> Embedding:
         ids = place.shard.share(config.vocab_size)
         axes = [("embed_tokens.weight", (ids, Share.whole(config.hidden_size)))]
         table = place.weight("embed_tokens.weight", axes, FORMATS[place.shard.dtype])
-        return cls(table, ids, place.shard.num_ranks, config.embedding_multiplier)
+        return cls(table, ids, place.shard.num_ranks, config.embedding_multiplier, config.takes_spans)
 
     def __call__(self, run: Run) -> Tensor:
         [table] = run.stored(self.table)
         x = run.ops.embedding(run.inputs[TOKEN_IDS], table, first_id=self.ids.start)
-        return scaled(run, x if self.num_ranks == 1 else run.ops.all_reduce(x), self.multiplier)
+        x = scaled(run, x if self.num_ranks == 1 else run.ops.all_reduce(x), self.multiplier)
+        if not self.takes_spans:
+            return x
+        return run.ops.replace_rows(x, run.inputs[EMBEDDING_ROWS], run.inputs[SPAN_EMBEDDINGS])
 
 
 @dataclass(frozen=True)
@@ -196,20 +204,28 @@ class Head:
 
 @dataclass(frozen=True)
 class Rotary:
-    """Cosines and sines of the step's positions."""
+    """Cosines and sines of the step's positions. `axes`: which of the three positions of a token makes an angle; None:
+    a token has one position."""
 
     inv_freq: Constant
     attention_scaling: float
+    axes: Constant | None = None
 
     @classmethod
-    def of(cls, rope: Rope) -> Rotary:
-        return cls(Constant(rope.name, rope.inv_freq), rope.attention_scaling)
+    def of(cls, rope: Rope, may_be_3d: bool = False) -> Rotary:
+        """`may_be_3d`: where all three positions are equal, as in text, one is enough."""
+        axes = None if rope.axes is None or not may_be_3d else Constant(f"{rope.name}_axes", rope.axes)
+        return cls(Constant(rope.name, rope.inv_freq), rope.attention_scaling, axes)
 
     def __call__(self, run: Run) -> Tensor:
         name = self.inv_freq.name
         if name not in run.angles:
-            scaling = {"attention_scaling": self.attention_scaling}
-            run.angles[name] = run.ops.rotary_angles(run.inputs[POSITIONS], run.params[name], **scaling)
+            positions, scaling = run.inputs[POSITIONS], {"attention_scaling": self.attention_scaling}
+            if self.axes:
+                arrays = (positions, run.params[name], run.params[self.axes.name])
+                run.angles[name] = run.ops.mrope_angles(*arrays, **scaling)
+            else:
+                run.angles[name] = run.ops.rotary_angles(positions, run.params[name], **scaling)
         return run.angles[name]
 
 

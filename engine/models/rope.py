@@ -22,10 +22,11 @@ class Rope:
     name: str = "inv_freq"  # of the frequencies in the graph, where layers have different ones
     long: Rope | None = None  # instead of this one, for a model that is served longer than `long_from`
     long_from: int = 0  # tokens
+    axes: np.ndarray | None = None  # i32 [head_dim / 2]: M-RoPE, which of three positions makes an angle
 
     def for_length(self, max_seq_len: int) -> Rope:
         """Return the positions of a model that is exported for this length."""
-        return self.long if self.long and max_seq_len > self.long_from else self
+        return replace(self.long, axes=self.axes) if self.long and max_seq_len > self.long_from else self
 
 
 def read_rope(keys: Mapping[str, Any], head_dim: int, max_position_embeddings: int) -> Rope:
@@ -77,7 +78,25 @@ def _read(keys: Mapping[str, Any], scaling: Mapping[str, Any], head_dim: int, ma
         "theta": theta,
         "max_position_embeddings": max_position_embeddings,
     }
-    return ROPE_TYPES[rope_type](inv_freq, scaling)
+    return replace(ROPE_TYPES[rope_type](inv_freq, scaling), axes=_axes(scaling, len(inv_freq)))
+
+
+def _axes(scaling: Mapping[str, Any], num_angles: int) -> np.ndarray | None:
+    """Return for each angle whether time, height or width makes it: one section behind the other (Qwen2-VL), or with
+    `mrope_interleaved` by turns as long as the sections of height and width last (Qwen3-VL)."""
+    sections = scaling.get("mrope_section")
+    if sections is None:
+        return None
+    if not isinstance(sections, list) or len(sections) != 3 or not all(type(each) is int for each in sections):
+        raise ModelError(f"config.json: mrope_section is {sections!r}, it must be a list of three whole numbers")
+    if min(sections) < 0 or sum(sections) != num_angles:
+        raise ModelError(f"config.json: mrope_section is {sections}, its sum must be {num_angles}")
+    if not scaling.get("mrope_interleaved"):
+        return np.repeat(np.arange(3, dtype=np.int32), sections)
+    axes = np.zeros(num_angles, np.int32)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return axes
 
 
 def _linear(inv_freq: np.ndarray, scaling: Mapping[str, Any]) -> Rope:
@@ -167,6 +186,7 @@ ROPE_TYPES: dict[str, Callable[[np.ndarray, Mapping[str, Any]], Rope]] = {
     "linear": _linear,
     "llama3": _llama3,
     "longrope": _longrope,
+    "mrope": lambda inv_freq, scaling: Rope(inv_freq),  # with 3-D positions, see Rope.axes
     "su": _longrope,  # its first name
     "yarn": _yarn,
 }

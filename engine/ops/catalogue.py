@@ -124,6 +124,16 @@ EXPORTED = (
         cuda="pointwise",
     ),
     op(
+        "mrope_angles",
+        "positions i32 [3, T], inv_freq [half], axes i32 [half]",
+        "y [T, 2 * half]",
+        "attention_scaling float",
+        formula="""as `rotary_angles` with `angle[t, i] = f32(positions[axes[i], t]) · inv_freq[i]`, where the rows of
+        `positions` are time, height and width (M-RoPE, Wang et al., 2024).""",
+        ids_below=(("axes", "3"),),
+        cuda="pointwise",
+    ),
+    op(
         "head_norm",
         "qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], q_weight [head_dim], k_weight [head_dim]",
         "y [T, (num_heads + 2 * num_kv_heads) * head_dim]",
@@ -180,6 +190,13 @@ EXPORTED = (
         formula="`y[s] = x[rows[s]]`.",
         ids_below=(("rows", "T"),),
         cuda="products",
+    ),
+    op(
+        "replace_rows",
+        "x [T, H], rows i32 [T], values [E, H]",
+        "y [T, H]",
+        formula="`y[t] = values[rows[t]]`, and `x[t]` where `rows[t]` is -1.",
+        cuda="pointwise",
     ),
     op(
         "geglu",

@@ -75,9 +75,9 @@ class Op:
 
     @property
     def rows_of(self) -> int:
-        """The input with as many rows as the output has."""
+        """The input that has an axis as long as the output has rows: that of the step's tokens, or of its logits."""
         rows = self.outputs[0].shape[0]
-        return next(index for index, array in enumerate(self.inputs) if array.shape[0] == rows)
+        return next(index for index, array in enumerate(self.inputs) if rows in array.shape)
 
     @cached_property
     def symbols(self) -> tuple[str, ...]:

@@ -158,6 +158,13 @@ def rotary_angles(positions: np.ndarray, inv_freq: np.ndarray, *, attention_scal
     return (np.concatenate([np.cos(angle), np.sin(angle)], axis=1) * attention_scaling).astype(np.float32)
 
 
+def mrope_angles(
+    positions: np.ndarray, inv_freq: np.ndarray, axes: np.ndarray, *, attention_scaling: float
+) -> np.ndarray:
+    angle = (positions.astype(np.float32)[axes].T * inv_freq).astype(np.float64)  # the product is float32
+    return (np.concatenate([np.cos(angle), np.sin(angle)], axis=1) * attention_scaling).astype(np.float32)
+
+
 def head_norm(  # noqa: PLR0913 - the inputs of the catalogue, in its order
     qkv: np.ndarray,
     q_weight: np.ndarray,
@@ -322,6 +329,12 @@ def rotate_heads(
     heads = qkv.reshape(len(qkv), -1, head_dim).copy()
     heads[:, : num_heads + num_kv_heads] = rotate(heads[:, : num_heads + num_kv_heads], cos_sin)
     return heads.reshape(qkv.shape)
+
+
+def replace_rows(x: np.ndarray, rows: np.ndarray, values: np.ndarray) -> np.ndarray:
+    y, is_replaced = x.copy(), rows >= 0
+    y[is_replaced] = values[rows[is_replaced]]
+    return y
 
 
 def gather_rows(x: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -76,6 +76,24 @@ def test_rotary_angles_are_exact_far_out(ops, rng):
     assert_close(ops.rotary_angles(positions, inv_freq, attention_scaling=1.25), expected, 5e-7)
 
 
+def test_mrope_angles_are_exact_far_out(ops, rng):
+    positions = rng.integers(0, 1000003, (3, 50)).astype(np.int32)
+    inv_freq = (1e6 ** -(np.arange(0, 48, 2) / 48)).astype(np.float32)
+    axes = rng.integers(0, 3, 24).astype(np.int32)
+    expected = reference.mrope_angles(positions, inv_freq, axes, attention_scaling=1.25)
+    assert_close(ops.mrope_angles(positions, inv_freq, axes, attention_scaling=1.25), expected, 5e-7)
+
+
+@pytest.mark.parametrize("width", [1, 33, 2050])
+def test_replaced_rows_are_those_of_the_values(ops, rng, width):
+    x, values = floats(rng, 7, width), floats(rng, 3, width)
+    rows = np.array([-1, 2, 0, -1, 0, 1, -1], np.int32)
+    assert np.array_equal(ops.replace_rows(x, rows, values), reference.replace_rows(x, rows, values))
+    assert np.array_equal(ops.replace_rows(x, np.full(7, -1, np.int32), values[:0]), x)
+    of_bf16 = ops.replace_rows(to_bf16(x), rows, from_bf16(to_bf16(values)))  # the interpreter rounds others otherwise
+    assert np.array_equal(of_bf16, reference.replace_rows(to_bf16(x), rows, to_bf16(values)))
+
+
 def test_elementwise_ops_of_families(ops, rng):
     x, y = floats(rng, 5, 70) * 3, floats(rng, 5, 70)
     for name in ("gelu", "geglu"):

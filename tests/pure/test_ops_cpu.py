@@ -171,6 +171,29 @@ def test_rotary_angles_match_reference(isa, rows, half):
     assert_close(found, reference.rotary_angles(*arguments, attention_scaling=1.5), 2e-7)
 
 
+@pytest.mark.parametrize(("rows", "half"), [(0, 4), (1, 1), (5, 7), (300, 32)])
+def test_mrope_angles_match_reference(isa, rows, half):
+    rng = np.random.default_rng(0)
+    positions = rng.integers(0, 131072, (3, rows), dtype=np.int32)
+    inv_freq = (1e6 ** -(np.arange(half) / half)).astype(np.float32)
+    axes = rng.integers(0, 3, half, dtype=np.int32)
+    arguments = (positions, inv_freq, axes)
+    found = cpu.load(isa).mrope_angles(*arguments, attention_scaling=1.5)
+    assert_close(found, reference.mrope_angles(*arguments, attention_scaling=1.5), 2e-7)
+    equal = np.ascontiguousarray(np.broadcast_to(positions[0], (3, rows)))
+    plain = cpu.load(isa).rotary_angles(positions[0], inv_freq, attention_scaling=1.5)
+    assert np.array_equal(cpu.load(isa).mrope_angles(equal, inv_freq, axes, attention_scaling=1.5), plain)
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(0, 3), (1, 1), (5, 33), (40, 1031)])
+def test_replace_rows_matches_reference(isa, rows, cols):
+    x, values = random(rows, cols), random(4, cols)
+    picked = np.random.default_rng(0).integers(-1, 4, rows, dtype=np.int32)
+    found = cpu.load(isa).replace_rows(x, picked, values)
+    assert np.array_equal(found, reference.replace_rows(x, picked, values))
+    assert np.array_equal(cpu.load(isa).replace_rows(x, np.full(rows, -1, np.int32), values[:0]), x)
+
+
 @pytest.mark.parametrize(("rows", "cols"), [(0, 3), (1, 1), (3, 8), (5, 33), (40, 1031)])
 def test_swiglu_matches_reference(isa, rows, cols):
     gate_up = random(rows, 2 * cols, scale=4)

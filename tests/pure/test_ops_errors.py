@@ -59,6 +59,18 @@ def i32(*values):
             "all_gather: width is 3, num_ranks is 1, N is 2, needs width <= num_ranks * N",
         ),
         (lambda: cpu.gather_rows(f32(5, 2), i32(-1)), "gather_rows: rows holds -1, needs 0 .. 4"),
+        (
+            lambda: cpu.replace_rows(f32(3, 2), i32(-1, 3, 4), f32(4, 2)),
+            "replace_rows: rows holds 4, needs -1 .. 3",
+        ),
+        (
+            lambda: cpu.mrope_angles(np.zeros((3, 5), np.int32), f32(2), i32(0, 3), attention_scaling=1.0),
+            "mrope_angles: axes holds 3, needs 0 .. 2",
+        ),
+        (
+            lambda: cpu.mrope_angles(i32(1, 2), f32(2), i32(0, 1), attention_scaling=1.0),
+            "mrope_angles: positions has shape (2), needs (3, any)",
+        ),
         (lambda: cpu.swiglu(f32(5, 3)), "swiglu: gate_up has shape (5, 3), needs (5, any), axis 1 a multiple of 2"),
         (
             lambda: cpu.sample(f32(2, 40), SamplingRows.greedy(3)),

@@ -47,6 +47,11 @@ CALLS = {
     "all_reduce": ((random(5, 12),), {}),
     "all_gather": ((random(5, 12),), {"num_ranks": 1, "width": 11}),
     "gather_rows": ((random(5, 12), i32(4, 1)), {}),
+    "replace_rows": ((random(5, 12), i32(-1, 0, 1, -1, 0), random(2, 12)), {}),
+    "mrope_angles": (
+        (np.arange(9, dtype=np.int32).reshape(3, 3), random(4), i32(0, 1, 2, 0)),
+        {"attention_scaling": 1.2},
+    ),
     "rms_norm": ((random(5, 12), random(12)), {"epsilon": 1e-5}),
     "layer_norm": ((random(5, 12), random(12), random(12)), {"epsilon": 1e-5}),
     "layer_norm without bias": ((random(5, 12), random(12)), {"epsilon": 1e-5}),

@@ -17,6 +17,7 @@ from engine.executors.cpus import num_cpus
 from engine.executors.memory import free_memory_bytes
 from engine.executors.readings import most_read
 from engine.executors.slots import Slots
+from engine.executors.spans import SlotSpans
 from engine.executors.step import Mask, StepInThread
 from engine.exporting.manifest import Manifest
 from engine.models.kv_cache import BLOCK
@@ -33,7 +34,6 @@ class CpuExecutor:
     """Steps run in a thread of their own, so that tokens are sent and requests are read meanwhile. The first rank alone
     chooses tokens."""
 
-    takes_spans = False
     runs_ahead = False
 
     def __init__(self, graph_dir: Path, config: Config, membership: Membership | None = None):
@@ -58,6 +58,8 @@ class CpuExecutor:
         self.cache_groups = model.graph().cache_groups
         max_blocks = -(-model.max_seq_len // self.block_size)
         self._slots = Slots(config.batch_size, max_blocks, self.block_size, model.vocab_size, self.cache_groups)
+        self._slots.spans = SlotSpans.of(loaded, config.batch_size)
+        self.takes_spans = self._slots.spans is not None
         self._thread = ThreadPoolExecutor(1, "step")
         log.info("graph loaded, %d threads, %s", cpu.num_threads(), cpu.cpu_isa())
 

@@ -38,7 +38,7 @@ class Program:
         self._kernels = cpu.load()
         self._params = {value.id: array for value, array in _copied(graph, numbers, self._kernels)}
         self._caches: dict[int, np.ndarray] = {}
-        self._inputs: dict[str, np.ndarray] = {name: np.empty(0, np.int32) for name in graph.inputs}
+        self._inputs = {name: np.empty(0, held_as(value.dtype)) for name, value in graph.inputs.items()}
         self._fused = CallList(fuse(graph, NUMBER))
         self._adapted = CallList(fuse(graph, NUMBER, keep_products=True))  # of steps with adapters
 
@@ -48,11 +48,11 @@ class Program:
         self._clear()
 
     def run(self, inputs: Mapping[str, np.ndarray], groups: ctypes.Array[Group] | None = None) -> dict[str, np.ndarray]:
-        """The graph's outputs by name, valid until the next call. `inputs`: its own but for the caches, i32; `groups`:
-        the rows that have adapters. Raises GroupError."""
+        """The graph's outputs by name, valid until the next call. `inputs`: its own but for the caches; `groups`: the
+        rows that have adapters. Raises GroupError."""
         if any(array.size > self._inputs[name].size for name, array in inputs.items()):
             self._inputs |= {
-                name: np.empty(max(self._inputs[name].size, array.size), np.int32) for name, array in inputs.items()
+                name: np.empty(max(self._inputs[name].size, array.size), array.dtype) for name, array in inputs.items()
             }
             self._clear()
         for name, array in inputs.items():

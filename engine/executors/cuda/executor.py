@@ -31,7 +31,9 @@ from engine.executors.cuda.transfer import Download, Uploads
 from engine.executors.cuda.warm_up import StepLimits, warm_up_batches
 from engine.executors.readings import LOGITS_BYTES, most_read
 from engine.executors.slots import Choices, Slots
+from engine.executors.spans import SlotSpans
 from engine.exporting.manifest import Manifest, rank_dir
+from engine.models.layers import SPAN_EMBEDDINGS
 from engine.ops import cuda
 from engine.ops.cpu.group import Membership
 from engine.ops.cuda import fresh_prompts, group, invariant
@@ -56,7 +58,6 @@ class CudaExecutor:
     """One rank of the model, on the GPU with its number. The first rank alone chooses tokens, and tells the others on
     the device. `device`: cuda, or with the Triton language's interpreter also the CPU, which takes the place of all."""
 
-    takes_spans = False
     runs_ahead = True
 
     def __init__(
@@ -92,8 +93,11 @@ class CudaExecutor:
         self._graphs = StepGraphs(config, max_blocks, self._device, of_adapters, len(self.cache_groups))
         self._uploads = Uploads(self._device)
         self._slots = Slots(config.batch_size, max_blocks, model.block_size, model.vocab_size, self.cache_groups)
+        self._slots.spans = self._graphs.spans = SlotSpans.of(self._program.graph, config.batch_size)
+        self.takes_spans = self._slots.spans is not None
         # By slot, and of nobody's.
         self._last_tokens = torch.zeros(config.batch_size + 1, dtype=torch.int32, device=self._device)
+        self._no_embeddings = torch.zeros(1, self._program.params[TABLE].shape[1], device=self._device)
         self.block_size, self.block_bytes = model.block_size, self._caches.block_bytes
         self.most_read = most_read(model.vocab_size)
 
@@ -249,7 +253,7 @@ class CudaExecutor:
     def _compute(self, inputs: Inputs) -> Outputs:
         token_ids = cuda.of_first(cuda.last_tokens_in(inputs["token_ids"], self._last_tokens))
         program = self._adapted if GROUPS in inputs else self._program
-        return program({**inputs, **self._caches.tensors, "token_ids": token_ids})
+        return program({SPAN_EMBEDDINGS: self._no_embeddings, **inputs, **self._caches.tensors, "token_ids": token_ids})
 
 
 class CudaStep:

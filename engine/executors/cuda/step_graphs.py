@@ -26,6 +26,8 @@ from engine.executors.cuda.compilation import Compiler
 from engine.executors.cuda.program import GROUPS, Inputs, Outputs
 from engine.executors.cuda.sampling import CAPTURED
 from engine.executors.cuda.transfer import IN_FLIGHT
+from engine.executors.spans import SlotSpans
+from engine.models.layers import SPAN_EMBEDDINGS
 from engine.ops.cuda.mailbox import Mailbox
 from engine.ops.cuda.sampler import CUTS, Cuts, sample
 from engine.ops.sampling_rows import SamplingRows
@@ -88,9 +90,13 @@ class StepGraphs:
         self._captured: dict[Kind, Captured] = {}
         self._mailbox: Mailbox  # of what is captured
         self.nobodys_block = 0
+        self.spans: SlotSpans | None = None  # of a graph that takes some
 
     def shape_for(self, inputs: Arrays) -> Shape | None:
-        """Of the graph that takes a step with these inputs; None: it has to be launched op by op."""
+        """Return that of the graph that takes a step with these inputs; None: it has to be launched op by op, as one
+        with the embeddings of prompt spans."""
+        if len(inputs.get(SPAN_EMBEDDINGS, ())):
+            return None
         num_tokens, num_requests, num_logits = (
             len(inputs[name]) for name in ("token_ids", "context_lens", "logit_rows")
         )
@@ -155,7 +161,8 @@ class StepGraphs:
 
     def _empty_step(self, shape: Shape, is_adapted: bool) -> Arrays:
         groups = self._of_adapters((shape.num_tokens, shape.num_logits)) if is_adapted and self._of_adapters else {}
-        return empty_step(shape, self._nobodys_slot) | groups
+        of_spans = self.spans.text_inputs(shape.num_tokens) if self.spans else {}
+        return empty_step(shape, self._nobodys_slot) | of_spans | groups
 
     def _record(self, run: Run, step: Arrays, tables: Tensor, pool: Pool | None) -> Captured:
         mailbox, parts = self._mailbox, filled_up({}, step)
@@ -226,29 +233,36 @@ def empty_step(shape: Shape, nobodys_slot: int) -> Arrays:
 
 def untold(inputs: Arrays, empty: Arrays) -> Arrays:
     """What a recorded step is not told of `inputs`: what it has no place for, or not for so many rows."""
-    return {name: array for name, array in inputs.items() if name not in empty or len(array) > len(empty[name])}
+    return {
+        name: array for name, array in inputs.items() if name not in empty or array.shape[-1] > empty[name].shape[-1]
+    }
 
 
 def filled_up(inputs: Arrays, empty: Arrays) -> list[np.ndarray]:
-    """All that a step is told, `empty` but for what `inputs` has, as i32."""
+    """Return all that a step is told, `empty` but for what `inputs` has, as i32 of one axis. What is missing is missing
+    at the end of the last axis."""
     parts = []
     for name, whole in empty.items():
         array = inputs.get(name, whole)
-        if len(array) > len(whole):
+        count, size = array.shape[-1], whole.shape[-1]
+        if count > size:
             array = whole
-        elif len(array) < len(whole):
-            rest = whole[len(array) :]
+        elif count < size:
+            rest = whole[..., count:]
             if name == "query_starts":
                 rest = np.maximum(rest, array[-1])
-            array = np.concatenate([array, rest])
-        parts.append(np.ascontiguousarray(array, whole.dtype).view(np.int32))
+            array = np.concatenate([array, rest], axis=-1)
+        parts.append(np.ascontiguousarray(array, whole.dtype).reshape(-1).view(np.int32))
     return parts
 
 
 def apart(numbers: Tensor, step: Arrays) -> dict[str, Tensor]:
-    """Each array of the step from all of them together."""
+    """Return each array of the step from all of them together."""
     parts = numbers.split([array.nbytes // 4 for array in step.values()])
-    return {name: part.view(DTYPES.get(name, torch.int32)) for name, part in zip(step, parts, strict=True)}
+    return {
+        name: part.view(DTYPES.get(name, torch.int32)).view(array.shape)
+        for (name, array), part in zip(step.items(), parts, strict=True)
+    }
 
 
 def decode_shapes(sizes: str, batch_size: int) -> list[Shape]:

@@ -96,10 +96,12 @@ inline std::string broken(const char* op, const char* condition,
   return std::string(op) + ": " + text + ", needs " + condition;
 }
 
-inline std::string outside(const std::string& name, const int32_t* ids, int64_t count, int64_t end) {
+inline std::string outside(const std::string& name, const int32_t* ids, int64_t count, int64_t end,
+                           int64_t begin = 0) {
   for (int64_t i = 0; i < count; i++)
-    if (ids[i] < 0 || ids[i] >= end)
-      return name + " holds " + std::to_string(ids[i]) + ", needs 0 .. " + std::to_string(end - 1);
+    if (ids[i] < begin || ids[i] >= end)
+      return name + " holds " + std::to_string(ids[i]) + ", needs " + std::to_string(begin) + " .. " +
+             std::to_string(end - 1);
   return {};
 }
 
@@ -125,6 +127,10 @@ inline std::string check_values(const LlmPagedAttention& a) {
     if (!error.empty()) return error;
   }
   return {};
+}
+
+inline std::string check_values(const LlmReplaceRows& a) {
+  return outside("replace_rows: rows", a.rows, a.T, a.E, -1);
 }
 
 inline std::string check_values(const LlmAllGather& a) {

@@ -31,6 +31,28 @@ def rotary_angles(positions: Tensor, inv_freq: Tensor, *, attention_scaling: flo
     return out
 
 
+def mrope_angles(positions: Tensor, inv_freq: Tensor, axes: Tensor, *, attention_scaling: float) -> Tensor:
+    """Return f32 [T, R]: of each token the cosines of its R/2 angles, then their sines. Angle i is made by the position
+    axes[i] of the three that a token has, i32 [3, T]."""
+    half, num_tokens = len(inv_freq), positions.shape[1]
+    out = inv_freq.new_empty(num_tokens, 2 * half)
+    if num_tokens:
+        block = triton.next_power_of_2(half)
+        arrays = (positions, inv_freq, axes, out)
+        _mrope_angles[(num_tokens,)](*arrays, num_tokens, half, attention_scaling, block, num_warps=1, **PDL)
+    return out
+
+
+def replace_rows(x: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    """Return `x` [T, H] with row rows[t] of `values` [E, H] in the place of row t, unless rows[t] is -1. The values are
+    rounded to the type of `x`."""
+    out = torch.empty_like(x)
+    if len(x):
+        grid = len(x), triton.cdiv(x.shape[1], BLOCK)
+        _replace_rows[grid](x, rows, values, out, x.shape[1], BLOCK, **PDL)
+    return out
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, gate the first half of each row; [T, 2 F] -> [T, F]."""
     num_rows, width = len(gate_up), gate_up.shape[1] // 2
@@ -102,6 +124,34 @@ def _rotary_angles(positions, inv_freq, out, half, attention_scaling, BLOCK: tl.
     at = out + row * 2 * half + columns
     tl.store(at, tl.cos(angles) * attention_scaling, mask=is_in)
     tl.store(at + half, tl.sin(angles) * attention_scaling, mask=is_in)
+
+
+@kernel
+def _mrope_angles(positions, inv_freq, axes, out, num_tokens, half, attention_scaling, BLOCK: tl.constexpr):
+    begin_next()
+    wait_for_inputs()
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    is_in = columns < half
+    axis = tl.load(axes + columns, mask=is_in, other=0)
+    position = tl.load(positions + axis * num_tokens + row, mask=is_in, other=0)
+    angles = position.to(tl.float32) * tl.load(inv_freq + columns, mask=is_in, other=0)
+    at = out + row * 2 * half + columns
+    tl.store(at, tl.cos(angles) * attention_scaling, mask=is_in)
+    tl.store(at + half, tl.sin(angles) * attention_scaling, mask=is_in)
+
+
+@kernel
+def _replace_rows(x, rows, embeddings, out, width, BLOCK: tl.constexpr):
+    begin_next()
+    wait_for_inputs()
+    row = tl.program_id(0).to(tl.int64)
+    source = tl.load(rows + row).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    num_kept = tl.where(source < 0, width, 0)
+    kept = tl.load(x + row * width + columns, mask=columns < num_kept, other=0)
+    values = tl.load(embeddings + source * width + columns, mask=columns < width - num_kept, other=0)
+    tl.store(out + row * width + columns, tl.where(source < 0, kept, values.to(kept.dtype)), mask=columns < width)
 
 
 @kernel
