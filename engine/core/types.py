@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 from engine.core.cache_groups import CacheGroup
@@ -93,9 +92,15 @@ class State(Enum):
     ENDED = "ended"  # finished or dropped; a step that was launched before may still compute it, for nobody
 
 
-@dataclass(eq=False)
-class Request:
-    """One prompt on its way to an answer. Compared by identity: two equal prompts are two requests."""
+class _WeaklyReferenced:
+    """Base of a class with slots whose objects may be keys of a WeakKeyDictionary."""
+
+    __slots__ = ("__weakref__",)
+
+
+@dataclass(eq=False, slots=True)
+class Request(_WeaklyReferenced):
+    """A prompt and its answer so far. Compared by identity: two equal prompts are two requests."""
 
     request_id: str
     token_ids: list[int]  # prompt, then everything generated so far
@@ -129,10 +134,11 @@ class Request:
     began_at: float = 0.0  # the same
     num_preemptions: int = 0
 
-    @cached_property
-    def reads_answer(self) -> bool:
-        """Its next token cannot be chosen before the last one is known, even by an executor that keeps that one."""
-        return self.sampling.reads_answer
+    # Its next token cannot be chosen before the last one is known, even by an executor that keeps that one
+    reads_answer: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reads_answer = self.sampling.reads_answer
 
     @property
     def num_new_tokens(self) -> int:
