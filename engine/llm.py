@@ -101,7 +101,7 @@ class LLM:
         self._lock = threading.Lock()  # of the loop: calls from several threads take turns
         self._pid, self._is_closed = os.getpid(), False
         cache_size = (self._num_blocks, executor.block_size)
-        self._reader = InputProcessor.load(config, graph_dir, self.tokenizer, lambda: cache_size)
+        self._processor = InputProcessor.load(config, graph_dir, self.tokenizer, lambda: cache_size)
 
     def generate(
         self,
@@ -177,7 +177,7 @@ class LLM:
             request = parse_request({**fields, "req_id": str(index)})
             if request.resume_from is not None or request.answer_ids:
                 raise InvalidRequest("`resume_from` and `answer_ids` are for a server")
-            read = self._reader.read(request)
+            read = self._processor.process(request)
         except InvalidRequest as error:
             raise InvalidRequest(f"prompt {index}: {error}") from None
         requests = [

@@ -25,7 +25,7 @@ MAX_WAITING = 4096  # spans; further ones are dropped
 MAX_AT_ONCE = 512
 GATHER_S = 1.0  # before what has come is sent
 TIMEOUT_S = 5.0
-LAST_WORDS_S = 2.0
+FINAL_RESPONSES_S = 2.0
 COMPLAIN_EVERY_S = 60.0
 INTERNAL, SERVER = 1, 2  # kinds
 TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
@@ -108,7 +108,7 @@ class Tracer:
     def close(self) -> None:
         try:
             self._waiting.put_nowait(None)
-            self._thread.join(LAST_WORDS_S)
+            self._thread.join(FINAL_RESPONSES_S)
         except queue.Full:
             pass
 

@@ -251,7 +251,7 @@ class EngineClient:
             return  # cancelled, the engine does not know yet
         entry, submission = found
         if told:
-            submission.listener.of_prompt(messages.unpack_of_prompt(told))
+            submission.listener.prompt_outputs(messages.unpack_prompt_outputs(told))
         submission.listener.tokens(token_ids, messages.unpack_logprobs(logprobs), finish_reason)
         self._crash_search.survived(entry.name)
 

@@ -15,7 +15,7 @@ from engine.errors import RequestError
 class Listener(Protocol):
     """Told what happens to one answer. Exactly one of `ended` and `tokens` with a finish_reason comes last."""
 
-    def of_prompt(self, told: OfPrompt) -> None:
+    def prompt_outputs(self, told: OfPrompt) -> None:
         """Before the first tokens of an engine process."""
         ...
 

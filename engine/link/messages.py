@@ -138,11 +138,11 @@ def unpack_sampling(fields: Any, bounds: Bounds) -> Sampling:
     return sampling
 
 
-def pack_of_prompt(told: OfPrompt | None) -> tuple[Any, ...] | None:
+def pack_prompt_outputs(told: OfPrompt | None) -> tuple[Any, ...] | None:
     return None if told is None else (pack_logprobs(told.scores), told.hidden, told.num_cached, told.began_at)
 
 
-def unpack_of_prompt(fields: tuple[Any, ...]) -> OfPrompt:
+def unpack_prompt_outputs(fields: tuple[Any, ...]) -> OfPrompt:
     scores, *others = fields
     return OfPrompt(unpack_logprobs(scores) or (), *others)
 

@@ -24,5 +24,5 @@ def build_service(config: Config) -> Service:
         return (stats["num_blocks"], stats["block_size"]) if "num_blocks" in stats else None
 
     loras = LoraRegistry.of_server(config)
-    reader = InputProcessor.load(config, config.graph_path, tokenizer, cache_size, loras)
-    return Service(reader, client, ServiceOptions.of(config))
+    processor = InputProcessor.load(config, config.graph_path, tokenizer, cache_size, loras)
+    return Service(processor, client, ServiceOptions.of(config))

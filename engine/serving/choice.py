@@ -30,7 +30,7 @@ class Choice:
         self.pending: list[tuple[int, Logprobs | None]] = []
         self.finish_reason: str | None = None
         self._request = request
-        self.of_prompt: OfPrompt | None = None  # set by the engine before the first token
+        self.prompt_outputs: OfPrompt | None = None  # set by the engine before the first token
         self._prompt_ids, self._pooled, self._reasoning = prompt.token_ids, prompt.pooled, prompt.reasoning
         self._tokenizer = tokenizer
 
@@ -44,12 +44,12 @@ class Choice:
 
     @property
     def known_token_ids(self) -> list[int]:
-        """All token ids received from the engine."""
+        """Token ids received from the engine."""
         return self.answer.token_ids + [token_id for token_id, _ in self.pending]
 
     @property
     def _returns_logprobs(self) -> bool:
-        """True if the client asked for log-probabilities. With `best_of` they are computed in any case."""
+        """Return whether the client asked for log-probabilities. With `best_of` they are computed in any case."""
         return self.sampling.num_logprobs >= 0 and (self._request.logprobs >= 0 or not self._request.is_chosen)
 
     def resume(self, num_sent: int) -> None:
@@ -75,13 +75,15 @@ class Choice:
             "token": answer.text[answer.text_len(self.num_sent) : text_end],
             "token_ids": answer.token_ids[unsent],
             "send_idx": self.num_sent,
-            "usage": wire.Usage(len(self._prompt_ids), num_tokens, self.of_prompt and self.of_prompt.num_cached),
+            "usage": wire.Usage(
+                len(self._prompt_ids), num_tokens, self.prompt_outputs and self.prompt_outputs.num_cached
+            ),
             "infer_seed": self.sampling.seed,
             "inference_time_cost": seconds,
             "return_all_tokens": self._request.return_all_tokens,
             "logprobs": self._logprobs(unsent) if self._returns_logprobs else None,
             "times": times,
-            "of_prompt": None if self.num_sent else self._prompt_details(),
+            "prompt_details": None if self.num_sent else self._prompt_details(),
             "reasoning": None if self.num_sent else self._reasoning,
             "max_dec_len": None if self.num_sent else self._reduced_len(),
         }
@@ -116,23 +118,23 @@ class Choice:
         is_reduced = request.cut_max_dec_len and not request.pooling and (request.max_dec_len or 0) > longest
         return longest if is_reduced else None
 
-    def _prompt_details(self) -> wire.OfPrompt | None:
+    def _prompt_details(self) -> wire.PromptDetails | None:
         request, ids, logprobs = self._request, self._prompt_ids, None
-        if self.of_prompt and self.sampling.num_prompt_logprobs >= 0:
-            scored = zip(ids[1:], self.of_prompt.scores, strict=True)
+        if self.prompt_outputs and self.sampling.num_prompt_logprobs >= 0:
+            scored = zip(ids[1:], self.prompt_outputs.scores, strict=True)
             logprobs = (self._named(ids[0], None), *(self._logprob(*each) for each in scored))
         if not request.return_token_ids:
-            return None if logprobs is None else wire.OfPrompt(logprobs=logprobs)
-        return wire.OfPrompt(ids, self._tokenizer.decode(ids), logprobs)
+            return None if logprobs is None else wire.PromptDetails(logprobs=logprobs)
+        return wire.PromptDetails(ids, self._tokenizer.decode(ids), logprobs)
 
     def _stop_token(self) -> wire.TokenLogprob | None:
         is_asked_for = self._request.return_token_ids or self._returns_logprobs
         return self._logprob(*self.answer.stop_token) if is_asked_for and self.answer.stop_token else None
 
     def _embedding(self) -> str | None:
-        if not self.of_prompt or not self.sampling.pooling:
+        if not self.prompt_outputs or not self.sampling.pooling:
             return None
-        return base64.b64encode(self._pooled(self.of_prompt.hidden)).decode()
+        return base64.b64encode(self._pooled(self.prompt_outputs.hidden)).decode()
 
     def _logprobs(self, unsent: slice) -> tuple[wire.TokenLogprob, ...]:
         pairs = zip(self.answer.token_ids[unsent], self.answer.logprobs[unsent], strict=True)
@@ -177,7 +179,7 @@ class RequestState(NamedTuple):
 
     @property
     def num_scores(self) -> int:
-        return sum(len(each.of_prompt.scores) for each in self.choices if each.of_prompt)
+        return sum(len(each.prompt_outputs.scores) for each in self.choices if each.prompt_outputs)
 
     def is_same(self, again: GenerationRequest) -> bool:
         """Return True if `again` repeats this request; it may contain the seed that the client was sent."""

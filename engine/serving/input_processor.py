@@ -1,4 +1,5 @@
-"""From a checked request to tokens and sampling, within the limits of this model and this server."""
+"""Input processing: converts a checked request into prompt token ids and sampling parameters, within the limits of the
+model and the server."""
 
 from __future__ import annotations
 
@@ -24,33 +25,36 @@ from engine.wire import SCORE, GenerationRequest, shown
 
 @dataclass(frozen=True)
 class Prompt:
+    """Tokenized prompt with the sampling parameters of its answers."""
+
     token_ids: list[int]
     sampling: Sampling  # of the first answer
-    n: int = 1  # answers that are made
-    salt: str = ""  # of the prefix cache
-    head: np.ndarray | None = None  # [labels, H]: its scores are wanted, not the hidden state that they are made of
-    reasoning: str | None = None  # that its answers begin with, see `GrammarBuilder.reasoning_of`
+    n: int = 1  # answers to generate
+    salt: str = ""  # prompts with different salts do not share prefix cache blocks
+    classifier: np.ndarray | None = None  # f32 [num_labels, hidden_size]; None: scores are not requested
+    reasoning: str | None = None  # see `GrammarBuilder.reasoning_of`
 
     def pooled(self, hidden: bytes) -> bytes:
-        """What is told of this hidden state, both f32."""
-        return hidden if self.head is None else (self.head @ np.frombuffer(hidden, np.float32)).tobytes()
+        """Return the pooled output for the hidden state `hidden`, f32 [hidden_size]: the scores, f32 [num_labels], if
+        they are requested, else the hidden state."""
+        return hidden if self.classifier is None else (self.classifier @ np.frombuffer(hidden, np.float32)).tobytes()
 
     def sampling_of(self, index: int) -> Sampling:
-        """Of each answer. The seeds count up, so that n=1 is the first of n=2."""
+        """Return the sampling parameters of answer `index`. Seeds count up: the answer of n=1 is the first of n=2."""
         return replace(self.sampling, seed=(self.sampling.seed + index) % 2**64)
 
 
 @dataclass(frozen=True)
 class InputProcessor:
-    """For one model, by the settings of its server."""
+    """Validates, renders and tokenizes the requests of one model. Immutable, so threads can share it."""
 
     tokenizer: Tokenizer
-    vocab_size: int  # of the model, at least the tokenizer's
+    vocab_size: int  # of the model; at least the tokenizer's
     lengths: LengthLimits
     loras: LoraRegistry
     grammar_builder: GrammarBuilder = GrammarBuilder()
-    head: np.ndarray | None = None  # of a model that scores, and writes no answers
-    joins_pairs: bool = False  # it was made to write: the two texts of a pair are one
+    classifier: np.ndarray | None = None  # f32 [num_labels, hidden_size] of a model that scores and does not generate
+    joins_pairs: bool = False  # the classifier reads logits of a generative model: a pair is one concatenated text
 
     @classmethod
     def load(
@@ -61,7 +65,7 @@ class InputProcessor:
         cache_size: CacheSize = lambda: None,
         loras: LoraRegistry | None = None,
     ) -> InputProcessor:
-        """For the exported model in `graph_dir`."""
+        """Return the processor of the exported model in `graph_dir`. `cache_size` is that of LengthLimits."""
         model = Manifest.read(graph_dir)
         model_len = config.model_len(model.max_seq_len)
         max_seq_len, max_dec_len = min(config.max_prompt_len, model_len), min(config.max_answer_len, model_len)
@@ -72,14 +76,15 @@ class InputProcessor:
             lengths=LengthLimits(model_len, max_seq_len, max_dec_len, cache_size, is_cut, *_groups(model, config)),
             loras=loras or LoraRegistry(config, graph_dir),
             grammar_builder=GrammarBuilder.of_server(config),
-            head=load_head(graph_dir),
+            classifier=load_head(graph_dir),
             joins_pairs=is_of_tokens(graph_dir),
         )
 
-    def read(self, request: GenerationRequest) -> Prompt:
-        """Raises InvalidRequest; the message names the field, the value and the limit."""
+    def process(self, request: GenerationRequest) -> Prompt:
+        """Tokenize the request and check it against all limits. Raises InvalidRequest, whose message names the field,
+        the value and the limit."""
         token_ids = self._prompt_ids(request)
-        check_classifier(request, self.head is not None)
+        check_classifier(request, self.classifier is not None)
         self.check_ids(request.source, token_ids)
         max_new_tokens = self.lengths.max_new_tokens(request, len(token_ids))
         check_prompt_outputs(request, len(token_ids))
@@ -88,15 +93,15 @@ class InputProcessor:
         self.check_ids("logit_bias", [token_id for token_id, _ in request.logit_bias])
         reasoning = self.grammar_builder.reasoning_of(request, token_ids, self.tokenizer)
         sampling = self._sampling(request, max_new_tokens, reasoning)
-        self._check_something_is_left(sampling)
+        self._check_not_all_banned(sampling)
         for answer in request.answer_ids:
             self.check_ids("answer_ids", answer)
             if len(answer) > max_new_tokens:
                 text = "The `{field}` has {value} tokens, the answer at most {limit}"
                 raise InvalidRequest(text, field="answer_ids", value=len(answer), limit=max_new_tokens)
-        head = self.head if request.pooling == SCORE else None
+        classifier = self.classifier if request.pooling == SCORE else None
         n = request.n if request.use_beam_search else request.best_of or request.n
-        return Prompt(token_ids, sampling, n, request.cache_salt or "", head, reasoning)
+        return Prompt(token_ids, sampling, n, request.cache_salt or "", classifier, reasoning)
 
     def _sampling(self, request: GenerationRequest, max_new_tokens: int, reasoning: str | None) -> Sampling:
         stop_ids = self._stop_ids(request)
@@ -124,7 +129,7 @@ class InputProcessor:
     def _prompt_ids(self, request: GenerationRequest) -> list[int]:
         try:
             token_ids = self._token_ids(request)
-        except InvalidRequest as error:  # the tokenizer's and the template's know no fields
+        except InvalidRequest as error:  # errors of the tokenizer and the template have no field
             raise (error if error.field else error.blaming(request.source)) from None
         if not token_ids:
             raise InvalidRequest("The prompt has no tokens", field=request.source)
@@ -145,7 +150,8 @@ class InputProcessor:
         return self.tokenizer.encode(request.text)
 
     def _pair_ids(self, request: GenerationRequest, text: str, pair: str) -> list[int]:
-        """As the chat template writes query and document, if it knows these; else as the tokenizer has a pair."""
+        """Return the token ids of a pair: by the chat template if it has the roles query and document, else by the
+        tokenizer's pair encoding."""
         if self.tokenizer.writes_pairs:
             messages = [{"role": "query", "content": text}, {"role": "document", "content": pair}]
             return self._chat_ids(request, messages)
@@ -157,6 +163,7 @@ class InputProcessor:
         return self.tokenizer.encode(text + pair) if self.joins_pairs else self.tokenizer.encode(text, pair=pair)
 
     def check_size(self, field: str, text: str) -> None:
+        """Raise PromptTooLong if `text` cannot fit with any tokenization."""
         num_bytes = len(text.encode("utf-8", "surrogatepass"))  # the tokenizer refuses lone surrogates
         self.lengths.check_bytes(field, num_bytes, self.tokenizer.max_token_bytes)
 
@@ -165,7 +172,7 @@ class InputProcessor:
             messages = [{"role": "system", "content": request.system}, *messages]
         text = self.tokenizer.render_chat(messages, **(request.chat_template_kwargs or {}))
         self.check_size(request.source, text)
-        return self.tokenizer.encode(text, add_special_tokens=False)  # the template has written them
+        return self.tokenizer.encode(text, add_special_tokens=False)  # the template adds them
 
     def _stop_ids(self, request: GenerationRequest) -> tuple[int, ...]:
         stop_ids = request.eos_token_ids
@@ -173,7 +180,7 @@ class InputProcessor:
             stop_ids += tuple(token_id for token_id in self.tokenizer.eos_token_ids if token_id < self.vocab_size)
         return tuple(dict.fromkeys(stop_ids))
 
-    def _check_something_is_left(self, sampling: Sampling) -> None:
+    def _check_not_all_banned(self, sampling: Sampling) -> None:
         banned = {word[-1] for word in sampling.bad_words}
         if sampling.min_new_tokens:
             banned.update(sampling.stop_token_ids)
@@ -182,12 +189,14 @@ class InputProcessor:
             raise InvalidRequest(f"The `{{field}}`, {others} may ban every token", field="bad_words")
 
     def check_ids(self, name: str, token_ids: list[int] | tuple[int, ...]) -> None:
+        """Raise InvalidRequest for the field `name` if an id is not in the model's vocabulary."""
         if token_ids and max(token_ids) >= self.vocab_size:
             text = "The `{field}` holds {value}, the vocabulary has {limit} tokens"
             raise InvalidRequest(text, field=name, value=max(token_ids), limit=self.vocab_size)
 
     def _bad_words(self, request: GenerationRequest) -> tuple[tuple[int, ...], ...]:
-        """A word has other tokens at the beginning of a text than after a space: both are banned."""
+        """Return the banned token sequences. A word is tokenized differently at the beginning of a text and after a
+        space, so both sequences are banned."""
         words: list[tuple[int, ...]] = [(token_id,) for token_id in request.bad_words_token_ids]
         for word in request.bad_words:
             for text in (word, f" {word}"):

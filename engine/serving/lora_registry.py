@@ -1,5 +1,5 @@
-"""The adapters that requests may have, by name: those of LORA_MODULES, and what was loaded and unloaded since. The
-engine is told of one with each request that has it, so it keeps no such list, and neither does the gateway."""
+"""Registry of LoRA adapters by name: those of LORA_MODULES and those loaded or unloaded at run time. It is the only
+list: each request carries its adapter to the engine, and the gateway asks for the names."""
 
 from __future__ import annotations
 
@@ -22,37 +22,41 @@ log = logging.getLogger(__name__)
 
 
 class LoraRegistry:
-    """Thread-safe. With `file` they are kept for the next process of the same server, should this one die. Raises
-    AdapterError."""
+    """Loads, unloads and finds adapters. Thread-safe. With `file` the list is saved for the next process of the same
+    server, in case this one dies. The constructor raises AdapterError if an adapter of the settings is invalid."""
 
     def __init__(self, config: Config, graph_dir: Path, file: Path | None = None):
         self._config, self._graph_dir, self._file = config, graph_dir, file
-        self._server = [str(graph_dir), config.lora_modules, config.lora_dir]  # of another one nothing is taken
+        self._server = [str(graph_dir), config.lora_modules, config.lora_dir]  # a file of another server is ignored
         self._lock = threading.Lock()
-        kept = self._load_saved()
-        self._adapters: Mapping[str, Adapter] = self._of_settings() if kept is None else kept
+        saved = self._load_saved()
+        self._adapters: Mapping[str, Adapter] = self._configured() if saved is None else saved
         self._save()
 
     @classmethod
     def of_server(cls, config: Config) -> LoraRegistry:
+        """Return the registry that the processes of the server share by a file in RUN_DIR."""
         return cls(config, config.graph_path, config.run_path / LORAS_FILE)
 
     def names(self) -> list[str]:
+        """Return the names of the loaded adapters."""
         return [*self._adapters]
 
     def all(self) -> list[Adapter]:
+        """Return the loaded adapters."""
         return [*self._adapters.values()]
 
     def find(self, name: str) -> Adapter:
-        """Raises UnknownModel."""
+        """Return the adapter called `name`. Raises UnknownModel."""
         try:
             return self._adapters[name]
         except KeyError:
-            text = "The `{field}` {value} is none that is loaded, there are {limit}"
+            text = "The `{field}` {value} is not loaded; loaded adapters: {limit}"
             raise UnknownModel(text, field="lora_name", value=shown(name), limit=self.names()) from None
 
     def answer(self, body: Mapping[str, Any], owner: wire.Owner) -> wire.Loras | None:
-        """None when the request asks something else. Raises RequestError."""
+        """Load or unload an adapter if `body` asks for it and return the loaded names; otherwise return None. Raises
+        RequestError."""
         for key, change in ((LOAD_LORA, self._load), (UNLOAD_LORA, self._unload)):
             if key in body:
                 fields = LORA_FIELDS[key]
@@ -69,10 +73,10 @@ class LoraRegistry:
         if not self._config.lora_dir:
             raise InvalidRequest("adapters are not loaded or unloaded while the server runs: LORA_DIR is not set")
         if owner.name:
-            raise InvalidRequest("adapters are everybody's: who has a key of a name cannot load or unload them")
+            raise InvalidRequest("adapters are shared: clients with an API key of a named owner cannot change them")
 
     def _load(self, lora_name: str, lora_path: str) -> None:
-        """Waits for the disk, others meanwhile change what is loaded."""
+        """Read and register an adapter. The disk is read without the lock, so the room is checked before and after."""
         self._check_room(lora_name)
         adapter = self._read(lora_path)
         with self._lock:
@@ -80,7 +84,7 @@ class LoraRegistry:
             self._change({**self._adapters, lora_name: adapter})
 
     def _unload(self, lora_name: str) -> None:
-        """Requests that have it go on with it."""
+        """Remove the name. Requests that use the adapter continue to use it."""
         with self._lock:
             self.find(lora_name)
             self._change({name: adapter for name, adapter in self._adapters.items() if name != lora_name})
@@ -116,7 +120,7 @@ class LoraRegistry:
     def _checked(self, path: Path) -> Adapter:
         return checked(path, self._graph_dir, self._config.max_lora_rank)
 
-    def _of_settings(self) -> dict[str, Adapter]:
+    def _configured(self) -> dict[str, Adapter]:
         return {name: self._checked(path) for name, path in self._config.lora_paths.items()}
 
     def _load_saved(self) -> dict[str, Adapter] | None:
@@ -131,9 +135,9 @@ class LoraRegistry:
     def _save(self) -> None:
         if self._file is None or not self._config.has_loras:
             return
-        partial = self._file.with_name(f"{self._file.name}.{os.getpid()}")  # the engine may write the same
+        partial = self._file.with_name(f"{self._file.name}.{os.getpid()}")  # the engine may write the same file
         try:
             partial.write_text(json.dumps([self._server, self._adapters]))
             os.replace(partial, self._file)
-        except OSError as error:  # a full disk: what is loaded is lost with this process
+        except OSError as error:  # disk full: the list is lost with this process
             log.error("%s could not be written: %s", self._file, error)

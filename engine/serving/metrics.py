@@ -1,7 +1,8 @@
-"""The server's metric families, for the gateway's page, and how they are told to Triton's Prometheus endpoint.
+"""Metric families of the server, for the gateway's /metrics, and the thread that reports them to Triton's endpoint.
 
-Triton takes one call a value, each a message between processes, so a thread brings them up to date once a second. To
-it, histograms are told as their `_bucket`, `_sum` and `_count` counters: Triton can only observe values one by one.
+Each update of a Triton metric is a message between processes, so a thread reports all values once a second. Histograms
+are reported as their `_bucket`, `_sum` and `_count` counters, because Triton's histograms accept single observations
+only.
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
 
 class Sample(NamedTuple):
+    """One value of a metric family, as in the Prometheus text format."""
+
     family: str
     kind: str
     doc: str
     labels: tuple[tuple[str, str], ...]
     value: float
-    suffix: str = ""  # of the family's name: _bucket, _sum or _count of a histogram
+    suffix: str = ""  # appended to the family's name: _bucket, _sum or _count of a histogram
 
 
-# family, kind, what it is, the engine's counter
+# family, kind, description, name of the engine's statistic
 ENGINE_FAMILIES = (
     ("llm_requests_running", GAUGE, "Requests in the batch", "num_running"),
     ("llm_requests_waiting", GAUGE, "Requests the engine has accepted and not begun", "num_waiting"),
@@ -46,11 +49,11 @@ ENGINE_FAMILIES = (
     ("llm_prompt_tokens_total", COUNTER, "Prompt tokens of admitted requests", "num_prompt_tokens"),
     ("llm_cached_prompt_tokens_total", COUNTER, "Of these, found in the prefix cache", "num_cached_tokens"),
     ("llm_preemptions_total", COUNTER, "Requests that gave up their blocks", "num_preemptions"),
-    ("llm_wasted_tokens_total", COUNTER, "Tokens computed for answers that nobody waited for", "num_wasted_tokens"),
+    ("llm_wasted_tokens_total", COUNTER, "Tokens computed for cancelled requests", "num_wasted_tokens"),
     ("llm_drafted_tokens_total", COUNTER, "Tokens tried ahead of the model", "num_drafted_tokens"),
     ("llm_accepted_tokens_total", COUNTER, "Of these, the model's own", "num_accepted_tokens"),
 )
-# The same of an owner_usage
+# family, kind, description, attribute of OwnerUsage
 KEY_FAMILIES = (
     ("llm_key_requests_open", GAUGE, "Requests accepted and not ended, by key", "num_open"),
     ("llm_key_requests_total", COUNTER, "Requests let in, by key", "num_requests"),
@@ -58,13 +61,13 @@ KEY_FAMILIES = (
     ("llm_key_prompt_tokens_total", COUNTER, "Tokens of prompts, by key", "num_prompt_tokens"),
     ("llm_key_generated_tokens_total", COUNTER, "Tokens of ended answers, by key", "num_generated_tokens"),
 )
-# The predecessor's gauges, one family with the member's name as label and value: member, counter
-OLD_MEMBERS = (("batch_size", "num_running"), ("max_block_num", "num_blocks"))
+# Gauges of FastDeploy, one family with the member as label name and value: member, name of the engine's statistic
+FASTDEPLOY_MEMBERS = (("batch_size", "num_running"), ("max_block_num", "num_blocks"))
 END_REASONS = ("stop", "length", *KINDS)
 
 
 def samples(service: Service, max_batch_size: int) -> list[Sample]:
-    """Return every value as it is now."""
+    """Return the current values of all families, with vLLM's names too if VLLM_METRICS is set."""
     own, model_name = list(_samples(service, max_batch_size)), service.vllm_model_name()
     return [*own, *by_vllm_names(own, model_name)] if model_name else own
 
@@ -90,8 +93,8 @@ def _samples(service: Service, max_batch_size: int) -> Iterator[Sample]:
         yield from _histogram("llm_time_to_first_token_seconds", "Request to first token", latency.time_to_first_token)
         yield from _histogram("llm_inter_token_seconds", "From token to token of a request", latency.inter_token)
         yield from _histogram("llm_request_seconds", "Request to end", latency.request)
-    yield from _of_keys(service)
-    yield from _predecessor(stats, max_batch_size)
+    yield from _owner_samples(service)
+    yield from _fastdeploy_samples(stats, max_batch_size)
 
 
 def _histogram(family: str, doc: str, histogram: Histogram) -> Iterator[Sample]:
@@ -103,17 +106,17 @@ def _histogram(family: str, doc: str, histogram: Histogram) -> Iterator[Sample]:
     yield Sample(family, HISTOGRAM, doc, (), total, "_count")
 
 
-def _of_keys(service: Service) -> Iterator[Sample]:
-    """The values of a family one after the other, as Prometheus wants them."""
+def _owner_samples(service: Service) -> Iterator[Sample]:
+    """Yield the samples of all named owners, grouped by family as Prometheus requires."""
     rate_limiter = service.rate_limiter.named_owners()
     for family, kind, doc, name in KEY_FAMILIES:
         for owner_usage in rate_limiter:
             yield Sample(family, kind, doc, (("key", owner_usage.name),), getattr(owner_usage, name))
 
 
-def _predecessor(stats: dict[str, float], max_batch_size: int) -> Iterator[Sample]:
+def _fastdeploy_samples(stats: dict[str, float], max_batch_size: int) -> Iterator[Sample]:
     num_blocks, held = stats.get("num_blocks", 0), stats.get("num_blocks_held", 0)
-    members = {name: stats.get(counter, 0) for name, counter in OLD_MEMBERS}
+    members = {name: stats.get(counter, 0) for name, counter in FASTDEPLOY_MEMBERS}
     members |= {
         "max_batch_size": max_batch_size,
         "block_num": num_blocks - held,
@@ -121,7 +124,7 @@ def _predecessor(stats: dict[str, float], max_batch_size: int) -> Iterator[Sampl
     }
     for name, value in members.items():
         yield Sample("inference_server_metrics", GAUGE, "State of the server", ((name, name),), value)
-    # With a family of this name Triton answers ORCA load headers.
+    # Triton derives its ORCA load headers from the family of this name.
     for kind, value in (("used", held), ("max", num_blocks), ("tokens_per", stats.get("block_size", 0))):
         yield Sample(
             "nv_trt_llm_kv_cache_block_metrics", GAUGE, "KV cache blocks", (("kv_cache_block_type", kind),), value
@@ -129,17 +132,18 @@ def _predecessor(stats: dict[str, float], max_batch_size: int) -> Iterator[Sampl
 
 
 class MetricsThread:
-    """Keeps Triton's endpoint up to date. `pb_utils` is Triton's module."""
+    """Thread that reports the metrics to Triton's endpoint once a second. `pb_utils` is Triton's Python module."""
 
     def __init__(self, service: Service, max_batch_size: int, pb_utils: Any):
         self._service, self._max_batch_size, self._pb_utils = service, max_batch_size, pb_utils
         self._families: dict[str, Any] = {}
-        self._metrics: dict[tuple[str, Any], tuple[Any, float]] = {}  # with the value last told
+        self._metrics: dict[tuple[str, Any], tuple[Any, float]] = {}  # with the last reported value
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
+        """Stop the thread."""
         self._closing.set()
         self._thread.join()
 
@@ -152,18 +156,19 @@ class MetricsThread:
                 return
 
     def update(self) -> None:
+        """Report all current values."""
         for sample in samples(self._service, self._max_batch_size):
             counter = Sample(sample.family + sample.suffix, COUNTER, *sample[2:])
             self._report(counter if sample.kind == HISTOGRAM else sample)
 
     def _report(self, sample: Sample) -> None:
         key = (sample.family, sample.labels)
-        metric, told = self._metrics.get(key) or (self._make(sample), 0.0)
-        if sample.kind == GAUGE and (sample.value != told or key not in self._metrics):
+        metric, reported = self._metrics.get(key) or (self._make(sample), 0.0)
+        if sample.kind == GAUGE and (sample.value != reported or key not in self._metrics):
             metric.set(sample.value)
-        elif sample.kind == COUNTER and sample.value > told:
-            metric.increment(sample.value - told)
-        elif sample.kind == COUNTER and sample.value < told:  # a new engine counts from 0: what it has done is new
+        elif sample.kind == COUNTER and sample.value > reported:
+            metric.increment(sample.value - reported)
+        elif sample.kind == COUNTER and sample.value < reported:  # a restarted engine counts from 0
             metric.increment(sample.value)
         self._metrics[key] = (metric, sample.value)
 

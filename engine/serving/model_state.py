@@ -1,4 +1,4 @@
-"""What probes are told: the model's limits, the engine's numbers, and whether a request would be answered."""
+"""Answer to probes: limits of the model, statistics of the engine, and the readiness of the server."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ if TYPE_CHECKING:
     from engine.serving.service import Service
 
 
-def model_state(service: Service, reader: InputProcessor, max_running: int, with_metrics: bool) -> wire.ModelState:
+def model_state(service: Service, processor: InputProcessor, max_running: int, with_metrics: bool) -> wire.ModelState:
+    """Return the current state of the service. `max_running` is the batch size of the engine."""
     client, reason = service.client, service.not_ready_reason()
     stats = client.stats
     return wire.ModelState(
         ready=not reason,
         reason=reason,
-        model_len=reader.lengths.model_len,
-        max_seq_len=reader.lengths.max_seq_len,
-        max_dec_len=reader.lengths.max_dec_len,
-        num_labels=0 if reader.head is None else len(reader.head),
+        model_len=processor.lengths.model_len,
+        max_seq_len=processor.lengths.max_seq_len,
+        max_dec_len=processor.lengths.max_dec_len,
+        num_labels=0 if processor.classifier is None else len(processor.classifier),
         num_running=int(stats.get("num_running", 0)),
         num_waiting=int(stats.get("num_waiting", 0)),
         num_blocks_held=int(stats.get("num_blocks_held", 0)),
@@ -29,7 +30,7 @@ def model_state(service: Service, reader: InputProcessor, max_running: int, with
         engine_silent_s=min(client.silent_s, 1e9),
         engine_step_s=stats.get("step_age_s", 0.0),
         num_restarts=client.num_restarts,
-        loras=reader.loras.names(),
+        loras=processor.loras.names(),
         metrics=samples(service, max_running) if with_metrics else None,
         last_requests=service.latency.recent() if with_metrics else None,
     )

@@ -1,4 +1,4 @@
-"""What the service is told by the settings."""
+"""Options of the service, derived from the settings."""
 
 from __future__ import annotations
 
@@ -15,24 +15,27 @@ from engine.tracing import Tracer
 
 @dataclass(frozen=True)
 class ServiceOptions:
-    streaming: bool = True  # False: only whole answers leave the server
-    hang_after_s: float = 60.0  # of a step, where those before do not say less
-    max_body_bytes: int = 4 << 20  # of one request
-    max_running: int = 1 << 10  # requests in the engine, and beyond them
-    max_waiting: int = 1 << 10
-    max_waiting_tokens: int = 1 << 20  # of their prompts
-    queue_timeout_s: float = 0.0  # from a request's arrival until it begins; 0: it may wait for ever
-    stored_ttl_s: float = 3600.0  # of a stored response, after its end
+    """Limits and options of a `Service`."""
+
+    streaming: bool = True  # False: only complete answers are sent
+    hang_after_s: float = 60.0  # a step that takes longer makes the server unready, unless earlier steps imply less
+    max_body_bytes: int = 4 << 20  # per request
+    max_running: int = 1 << 10  # requests
+    max_waiting: int = 1 << 10  # requests, in addition to max_running
+    max_waiting_tokens: int = 1 << 20  # prompt tokens of the waiting requests
+    queue_timeout_s: float = 0.0  # from the arrival of a request until it is scheduled; 0: no limit
+    stored_ttl_s: float = 3600.0  # lifetime of a stored response after its end
     max_stored_tokens: int = 1 << 20  # of all stored responses with their prompts
-    why_not_served: str = ""  # of a machine that only holds ranks: what requests are told
-    stopping_file: Path | None = None  # the supervisor writes when requests are refused from
-    drain_s: float = 30.0  # from then on, until the open ones are ended
-    tracer: Tracer | None = None  # of whom spans are told
-    vllm_model_name: Callable[[], str] = str  # the model's name in metrics with vLLM's names; empty: there are none
-    is_first_model: bool = True  # of this run directory: no client can have a part of another's answer
+    why_not_served: str = ""  # reason with which a machine that only runs ranks refuses requests
+    stopping_file: Path | None = None  # the supervisor writes here from when requests are refused
+    drain_s: float = 30.0  # seconds from then on until open requests are ended
+    tracer: Tracer | None = None  # receives the spans of requests
+    vllm_model_name: Callable[[], str] = str  # label `model_name` of metrics with vLLM's names; empty: no such metrics
+    is_first_model: bool = True  # of this run directory: then no client can have a part of an answer of another model
 
     @classmethod
     def of(cls, config: Config) -> ServiceOptions:
+        """Return the options for the settings."""
         served = ServedModel(config.run_path)
         return cls(
             streaming=not config.disable_streaming,

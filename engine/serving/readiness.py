@@ -1,4 +1,4 @@
-"""Whether a request would be answered now, and why not: the engine's health, and the announced end of the server."""
+"""Readiness of the server: the health of the engine, and the announced shutdown."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from engine.link.messages import STARTING
 from engine.serving.options import ServiceOptions
 from engine.settings.stopping import Stopping
 
-MAX_SILENCE_S = 2.0  # of an engine that is ready: it answers four times a second, also while it computes
-MIN_STEP_LIMIT_S = 5.0  # other processes may need the cores, too
+MAX_SILENCE_S = 2.0  # a ready engine answers four pings per second, also while it computes
+MIN_STEP_LIMIT_S = 5.0  # a step may be slow because other processes use the cores
 
 
 class Readiness:
     """RequestState from any thread."""
 
     def __init__(self, client: EngineClient, options: ServiceOptions):
-        self.is_draining = False  # nothing is taken any more
+        self.is_draining = False  # new requests are refused
         self._client = client
         self._options = options
-        self._end: Stopping | None = None  # that is announced
+        self._end: Stopping | None = None  # the announced shutdown
 
     def not_ready_reason(self) -> str:
-        """Empty when a request would be answered."""
+        """Return why a request would not be answered now; empty if the server is ready."""
         if self.is_draining or self._end:
             return self.stopping.text
         if failure := self._client.failure():
@@ -44,12 +44,13 @@ class Readiness:
 
     @property
     def stopping(self) -> EngineUnavailable:
-        """What is told to those who are refused or ended by it."""
+        """Error of requests that the shutdown refuses or ends."""
         return EngineUnavailable(self._end.why if self._end else Stopping.why)
 
     def is_drain_over(self) -> bool:
-        """Of an announced end: for those who are still open. Triton would end their streams without a final response,
-        and begins to do so before it tells us. To be asked all the time."""
+        """Return True when an announced shutdown must end the open requests, and refuse new ones from its announced
+        time on. Triton itself would close their streams without a final response, and starts before it calls
+        `finalize`. Must be called regularly."""
         if self._end is None and self._options.stopping_file:
             with contextlib.suppress(FileNotFoundError):
                 self._end = Stopping.of(self._options.stopping_file.read_text())

@@ -1,4 +1,4 @@
-"""One request's way back: gathers the tokens of its choices, sends them as responses, ends exactly once."""
+"""Reply to one request: collects the tokens of its choices, sends them as responses and ends exactly once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Sender(Protocol):
-    """Where responses go. `send` may take long; nothing is called after a send with `final`."""
+    """Sink of the responses to one request. `send` may block; nothing is called after a `send` with `final`."""
 
     def send(self, payload: bytes, final: bool) -> None: ...
 
@@ -30,27 +30,27 @@ class Sender(Protocol):
 
 
 class ReplyCallbacks(NamedTuple):
-    """Out of the replies of a service."""
+    """Functions of the service that its replies call."""
 
-    enqueue: Callable[[Reply], None]  # puts it into the senders' queue
-    on_finished: Callable[[Reply], None]  # called once, before its final response
-    cancel: Callable[[str, bool], None]  # the engine forgets a choice; whether its answer is complete
-    streaming: bool = True  # False: only whole answers leave the server
+    enqueue: Callable[[Reply], None]  # puts the reply into the queue of the sender threads
+    on_finished: Callable[[Reply], None]  # called once, before the final response
+    cancel: Callable[[str, bool], None]  # (engine id of a choice, whether its answer is complete): cancels it
+    streaming: bool = True  # False: only complete answers are sent
 
 
 class Reply:
-    """One request's way back, with all its choices. The engine client's thread calls `tokens` and `ended`, one sender
-    thread at a time calls `send_pending`, the cancel thread `end_if_cancelled`."""
+    """Reply to one request, with all its choices. The engine client's thread calls `tokens` and `ended`, one sender
+    thread at a time calls `send_pending`, and the polling thread calls `end_if_cancelled`."""
 
     def __init__(
         self, state: RequestState, sender: Sender, received: float, owner_usage: OwnerUsage, callbacks: ReplyCallbacks
     ):
         self.state, self.prompt, self.choices = state, state.prompt, state.choices
         request, self.storing = state.request, state.storing
-        self.req_id = request.req_id  # chosen by the client, who may use it again
-        self.engine_id = uuid.uuid4().hex  # never used again
-        self.is_released = threading.Event()  # it is finished for who asks again
-        self._is_choosing = len(self.choices) > request.n  # the best of them, as soon as all are known
+        self.req_id = request.req_id  # chosen by the client, who may reuse it
+        self.engine_id = uuid.uuid4().hex  # unique
+        self.is_released = threading.Event()  # set when the request is in the caches of finished requests
+        self._is_choosing = len(self.choices) > request.n  # the best n are sent as soon as all are finished
         self._may_stream = callbacks.streaming and not (request.return_all_tokens or self._is_choosing)
         self.streaming = self._may_stream
         self.owner_usage = owner_usage
@@ -58,32 +58,33 @@ class Reply:
         self._request = request
         self.sender = sender
         self.received, self._accepted = received, time.time()
-        self._num_before = sum(choice.answer.num_generated for choice in self.choices)  # of an answer that goes on
-        self._asked_at = received  # when the engine was last state whether it still waits
-        # Shared between threads, under the lock, as is what the choices have pending
+        self._num_before = sum(choice.answer.num_generated for choice in self.choices)  # tokens of a resumed answer
+        self._asked_at = received  # last check of the queue timeout
+        # Shared between threads, under the lock, like the pending tokens of the choices
         self._lock = threading.Lock()
-        self._arrived: list[Choice] = []  # which of them have
+        self._arrived: list[Choice] = []  # choices with pending tokens
         self._is_known = any(
             each.known_token_ids or not each.is_open for each in self.choices
-        )  # something to say at once
+        )  # there are tokens to send at once
         self._has_begun = self._is_known
         self._visits: list[Callable[[], None]] = []
         self.error: RequestError | None = None
-        self._is_enqueued = False  # in the senders' queue, with a sender, or ended
-        self._asking = threading.Lock()  # held to ask Triton for a cancellation and to set _ended
+        self._is_enqueued = False  # in the senders' queue, with a sender thread, or ended
+        self._asking = threading.Lock()  # held to query Triton for a cancellation and to set _ended
         self._ended = False  # the final response is on its way or sent
 
     @property
     def is_over(self) -> bool:
-        """Its last response is sent or will be the next."""
+        """Return whether the last response is sent or will be the next."""
         return self._ended or self.error is not None
 
     @property
     def error_kind(self) -> str:
+        """Kind of the error that ended the request, or an empty string."""
         return self.error.kind if self.error else ""
 
     def submissions(self) -> list[Submission]:
-        """What the engine is state for: the answers that are not all there."""
+        """Return the submissions to the engine: one per choice that is not complete."""
         return [
             Submission(self._engine_id(each), each.sampling, _Listener(self, each), each.known_token_ids)
             for each in self.choices
@@ -91,19 +92,19 @@ class Reply:
         ]
 
     def begin(self) -> None:
-        """What is known of an answer that goes on is sent."""
+        """Send the known tokens of a resumed answer."""
         with self._lock:
             self._arrived = list(self.choices) if self._is_known else []
             self._enqueue_once(self._is_known)
 
     @property
     def has_begun(self) -> bool:
-        """A token of it has come."""
+        """Return whether a token has arrived."""
         return self._has_begun
 
     def visit(self, call: Callable[[], None]) -> bool:
-        """Let a sender thread call `call` when nothing is being sent: what has come of the answer is complete then.
-        False when the reply has ended."""
+        """Let a sender thread call `call` while nothing is being sent, when all arrived tokens are processed. Return
+        False if the reply has ended."""
         with self._lock:
             if not self._ended:
                 self._visits.append(call)
@@ -111,45 +112,47 @@ class Reply:
             return not self._ended
 
     def show(self, is_watched: bool, num_sent: int = 0) -> None:
-        """Called in a visit. Begin to send an only answer to a client that has `num_sent` tokens of it, or send no
-        more until its end."""
+        """Start streaming the only choice to a client that has `num_sent` tokens of it, or stop streaming until its
+        end. Must be called in a visit."""
         self.streaming = is_watched and self._may_stream
         if is_watched:
             [choice] = self.choices
             choice.resume(num_sent)
-            self.sender.send(self._news(choice, is_end=False), False)
+            self.sender.send(self._encode_delta(choice, is_end=False), False)
             choice.mark_sent()
 
     def cancel_all(self) -> None:
-        """Harmless for choices that have ended."""
+        """Cancel all choices in the engine; those that have ended are not affected."""
         for choice in self.choices:
             self._callbacks.cancel(self._engine_id(choice), self.error is None)
 
     @property
     def first_id(self) -> str:
-        """Of the choice that the engine takes for all of them while they wait."""
+        """Engine id of the first open choice, which stands for all choices in the engine's waiting queue."""
         return self._engine_id(next((choice for choice in self.choices if choice.is_open), self.choices[0]))
 
     @property
     def num_generated(self) -> int:
-        """For this client."""
+        """Number of tokens generated for this client, without those of a resumed answer."""
         return sum(choice.answer.num_generated for choice in self.choices) - self._num_before
 
     def _engine_id(self, choice: Choice) -> str:
         return f"{self.engine_id}-{choice.index}"
 
-    # What the engine says
+    # Called by the engine client
 
-    def of_prompt(self, choice: Choice, told: OfPrompt) -> None:
+    def prompt_outputs(self, choice: Choice, outputs: OfPrompt) -> None:
+        """Store the prompt outputs of a choice. A restarted engine sends them again; the first ones are kept."""
         with self._lock:
-            choice.of_prompt = choice.of_prompt or told  # an engine that was started anew says it again
+            choice.prompt_outputs = choice.prompt_outputs or outputs
 
     def tokens(
         self, choice: Choice, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None, finish_reason: str | None
     ) -> None:
+        """Add tokens of a choice; `logprobs` has one item per token. `finish_reason` belongs to the last token."""
         of_each: Sequence[Logprobs | None] = logprobs or [None] * len(token_ids)
         with self._lock:
-            if self._ended:  # these come too late: whoever goes on with the answer gets them again
+            if self._ended:  # too late: a client that resumes the answer gets them again
                 return
             self._has_begun = True
             if choice not in self._arrived:
@@ -161,15 +164,15 @@ class Reply:
             self._enqueue_once(bool(worthwhile))
 
     def ended(self, error: RequestError) -> None:
-        """With all its choices: half of what a client has state for is no answer."""
+        """End the request with `error`, with all its choices. The first error is kept."""
         with self._lock:
             self.error = self.error or error
             self._enqueue_once(True)
 
     def end_if_cancelled(self) -> bool:
-        """True if the client has left and nobody knew."""
+        """End the request if its client has disconnected. Return True if this call has ended it."""
         error: RequestError = Cancelled("the client has cancelled the request")
-        with self._asking:  # after the final response the question itself would crash Triton
+        with self._asking:  # after the final response the query would crash Triton
             if self.is_over:
                 return False
             try:
@@ -182,7 +185,7 @@ class Reply:
         return True
 
     def end_if_late(self) -> bool:
-        """True if nothing has come within the request's own `timeout`, and nobody knew."""
+        """End the request if no token has arrived within its own `timeout`. Return True if this call has ended it."""
         limit_s = self._request.timeout
         if not limit_s or self._has_begun or self.is_over or time.time() - self.received < limit_s:
             return False
@@ -190,8 +193,8 @@ class Reply:
         return True
 
     def may_wait_too_long(self, limit_s: float) -> bool:
-        """True, once a second, for one that has not got a token `limit_s` after its arrival: the engine knows whether
-        it waits still."""
+        """Return True, at most once a second, if no token has arrived within `limit_s`. Only the engine knows whether
+        the request is still waiting."""
         now = time.time()
         if self._has_begun or self.is_over or now - self.received < limit_s or now - self._asked_at < 1:
             return False
@@ -203,11 +206,11 @@ class Reply:
             self._is_enqueued = True
             self._callbacks.enqueue(self)
 
-    # The sender
+    # Called by sender threads
 
     def send_pending(self, latency: LatencyStats) -> None:
-        """Sends what has pending, one response a choice. Whatever goes wrong, the request ends and the caller does
-        not."""
+        """Send the pending tokens, one response per choice, and the final response if the request has ended. An
+        exception ends the request and is not raised."""
         with self._lock:
             error = self.error
             arrivals = [] if error else [(each, each.pending, each.finish_reason) for each in self._arrived]
@@ -218,12 +221,12 @@ class Reply:
             try:
                 for choice, pending, finish_reason in arrivals:
                     self._respond(choice, pending, finish_reason, latency)
-            except Exception as failure:  # a dead stream, or a bug of ours
+            except Exception as failure:  # a broken stream, or a bug
                 log.exception("%s: a response could not be sent", self.engine_id)
                 error = as_request_error(failure)
         if error and not self._ended:
             try:
-                latency.record_end(self._end(error.kind, self.choices))
+                latency.record_end(self._record(error.kind, self.choices))
                 self._send_final(wire.write_answer(self._failure(error)))
             except Exception:
                 log.exception("%s: the final response could not be sent", self.engine_id)
@@ -232,10 +235,10 @@ class Reply:
         for visit in visits:
             try:
                 visit()
-            except Exception:  # the stream of who state is dead, or a bug of ours
-                log.exception("%s: a question about it could not be answered", self.engine_id)
+            except Exception:  # the stream of the visitor is broken, or a bug
+                log.exception("%s: a visit failed", self.engine_id)
         with self._lock:
-            self._is_enqueued = self._ended  # after the end nothing wakes it
+            self._is_enqueued = self._ended  # an ended reply is not enqueued again
             self._enqueue_once(bool(self._arrived or self._visits or self.error))
 
     def _respond(
@@ -245,7 +248,7 @@ class Reply:
         finish_reason: str | None,
         latency: LatencyStats,
     ) -> None:
-        if choice.is_over:  # by a stop string, while these were on their way
+        if choice.is_over:  # a stop string has ended it while these tokens were in flight
             return
         if choice.is_open:
             if pending:
@@ -257,36 +260,34 @@ class Reply:
         elif choice.answer.finish_reason:
             self._finish(choice, choice.answer.finish_reason, latency)
         elif self.streaming and choice.has_unsent_tokens:
-            self.sender.send(self._news(choice, is_end=False), False)
+            self.sender.send(self._encode_delta(choice, is_end=False), False)
             choice.mark_sent()
 
     def _choose(self, latency: LatencyStats) -> None:
-        """With the last of the answers: those that are likeliest by the token are told, and no others."""
+        """Send the choices with the highest mean log-probability once all choices have finished."""
         if any(each.is_open for each in self.choices):
             return
         chosen = select_best(self.choices, self._request.n)
         places = [(each.index, each.num_sent) for each in self.choices[: len(chosen)]]
         self.choices[:] = chosen
         for each, (index, num_sent) in zip(chosen, places, strict=True):
-            each.index, each.num_sent = index, num_sent  # of the client, who may have a part of them
+            each.index, each.num_sent = index, num_sent  # positions of the client, which may have a part of them
         for each in chosen:
             self._finish(each, each.answer.finish_reason or "", latency)
 
     def _finish(self, choice: Choice, reason: str, latency: LatencyStats) -> None:
         is_end = all(each.is_over or each is choice for each in self.choices)
-        payload = self._news(choice, is_end)
-        latency.record_end(self._end(reason, [choice]))
+        payload = self._encode_delta(choice, is_end)
+        latency.record_end(self._record(reason, [choice]))
         if is_end:
             self._send_final(payload)
             return
-        self._callbacks.cancel(
-            self._engine_id(choice), True
-        )  # harmless, unless it was a stop string: the engine knows none
+        self._callbacks.cancel(self._engine_id(choice), True)  # the engine does not know stop strings
         self.sender.send(payload, False)
         choice.mark_sent()
 
-    def _end(self, reason: str, choices: Sequence[Choice]) -> RequestRecord:
-        """Of one choice, or of all that have failed together."""
+    def _record(self, reason: str, choices: Sequence[Choice]) -> RequestRecord:
+        """Return the record of one choice, or of all choices that have failed together."""
         began = [each.first_token for each in choices if each.first_token]
         return RequestRecord(
             reason,
@@ -309,7 +310,7 @@ class Reply:
         choice.first_token = choice.first_token or now
         choice.last_token = now
 
-    def _news(self, choice: Choice, is_end: bool) -> bytes:
+    def _encode_delta(self, choice: Choice, is_end: bool) -> bytes:
         seconds = time.time() - self._accepted
         times = self._times(choice) if self._request.benchmark else None
         return wire.write_answer(choice.next_delta(seconds, times, is_end))
@@ -325,13 +326,13 @@ class Reply:
 
 
 class _Listener(NamedTuple):
-    """Of one choice, to the engine."""
+    """Listener of one choice, for the engine client."""
 
     reply: Reply
     choice: Choice
 
-    def of_prompt(self, told: OfPrompt) -> None:
-        self.reply.of_prompt(self.choice, told)
+    def prompt_outputs(self, outputs: OfPrompt) -> None:
+        self.reply.prompt_outputs(self.choice, outputs)
 
     def tokens(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None, finish_reason: str | None) -> None:
         self.reply.tokens(self.choice, token_ids, logprobs, finish_reason)

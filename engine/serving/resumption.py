@@ -10,45 +10,47 @@ from engine.serving.input_processor import InputProcessor
 from engine.serving.open_replies import OpenReplies
 from engine.wire import GenerationRequest, Storing, shown
 
-LEAVE_WITHIN_S = 5.0  # the reply to the connection before
+RELEASE_TIMEOUT_S = 5.0  # for the reply of the previous connection
 
 
 class Resumption:
-    """`is_first_model`: what is computed once more is what was computed, whoever computed it."""
+    """Finds or recreates the state of resumed requests. `is_first_model`: all answers of this run directory are by the
+    current model, so that generating a repeatable answer again gives the same tokens."""
 
-    def __init__(self, reader: InputProcessor, replies: OpenReplies, is_first_model: bool):
+    def __init__(self, processor: InputProcessor, replies: OpenReplies, is_first_model: bool):
         self.finished = FinishedRequestCache(RETENTION_S, MAX_TOKENS)
         self._is_first_model = is_first_model
-        self._reader = reader
+        self._processor = processor
         self._replies = replies
 
     def request_state(self, request: GenerationRequest, owner: str, storing: Storing | None) -> RequestState:
-        """With what is known of its answer. Raises UnknownAnswer when the client has a part of one that would not be
-        the same again."""
+        """Return the state of a request, with the known part of its answer if it is resumed. Raises UnknownAnswer if
+        the client has a part of an answer that is not known and would not be generated identically."""
         if request.resume_from is None:
-            return self._anew(request, owner, storing)
+            return self._create(request, owner, storing)
         if finished := self.finished.get(owner, request.req_id):
             check_same(finished.state, request)
             self.finished.pop(owner, request.req_id)
             state = finished.state
         else:
-            is_same_model = self._is_first_model and not request.lora_name  # its adapter may be another by now
+            is_same_model = self._is_first_model and not request.lora_name  # its adapter may have been replaced
             is_same = bool(request.answer_ids) or (request.is_repeatable and is_same_model)
             if any(request.resume_from) and not is_same:
                 text = "The answer to {field} {value} is not known any more: ask again without `{resume_from}`"
                 raise UnknownAnswer(text, field="req_id", value=shown(request.req_id))
-            state = self._anew(request, owner, storing)
+            state = self._create(request, owner, storing)
         state.resume(request)
         return state
 
-    def _anew(self, request: GenerationRequest, owner: str, storing: Storing | None) -> RequestState:
-        state = RequestState.create(request, self._reader.read(request), self._reader.tokenizer)
+    def _create(self, request: GenerationRequest, owner: str, storing: Storing | None) -> RequestState:
+        state = RequestState.create(request, self._processor.process(request), self._processor.tokenizer)
         return state._replace(owner=owner, storing=storing)
 
     def end_previous(self, request: GenerationRequest) -> None:
-        """Its client asks again: it has lost a connection of which nobody has told us yet."""
-        before = self._replies.get(request.req_id)
-        if before is not None:
-            check_same(before.state, request)
-            before.ended(Cancelled("the answer goes on over another connection"))
-            before.is_released.wait(LEAVE_WITHIN_S)
+        """End the open reply of a previous connection of the same request, whose loss was not noticed yet. Raises
+        DuplicateRequest if it is another request."""
+        previous = self._replies.get(request.req_id)
+        if previous is not None:
+            check_same(previous.state, request)
+            previous.ended(Cancelled("the answer goes on over another connection"))
+            previous.is_released.wait(RELEASE_TIMEOUT_S)

@@ -1,9 +1,9 @@
-"""From a client's JSON to a stream of JSON responses: check, tokenize, submit, detokenize, send. No Triton here.
+"""Service: parses, tokenizes and submits requests, detokenizes tokens and sends responses. Independent of Triton.
 
-Threads: the caller of `submit` only hands the payload over, and answers a probe, which so waits for nobody; `intake`
-threads parse and tokenize, one more takes what may be urgent, and one reads adapters; the engine client's thread
-delivers tokens; `sender` threads turn what has pending into responses. A response that takes long to send holds up its
-own request only: tokens that arrive meanwhile are merged into its next response.
+Threads: the caller of `submit` only queues the payload, and answers a plain probe, which therefore never waits. Parser
+threads parse and tokenize; one more takes urgent requests, and one loads adapters. The engine client's thread delivers
+tokens. Sender threads turn pending tokens into responses. A response that takes long to send delays its own request
+only: tokens that arrive meanwhile are merged into its next response.
 """
 
 from __future__ import annotations
@@ -40,35 +40,36 @@ log = logging.getLogger(__name__)
 
 NUM_PARSER_THREADS = 2
 NUM_SENDER_THREADS = 4
-MOST_TOGETHER = 64  # replies whose responses wait for one another on a shared stream
+MAX_REPLIES_PER_FLUSH = 64  # replies whose deltas are collected before a flush of the shared streams
 MIN_CANCEL_POLL_S, MAX_CANCEL_POLL_S = 0.05, 0.5
-CANCEL_POLL_SHARE = 0.003  # of one core: the cores belong to the kernels
-LAST_WORDS_S = 5.0  # at most, for the final responses of requests that a stop has ended
+CANCEL_POLL_SHARE = 0.003  # fraction of one core: the cores are needed by the kernels
+FINAL_RESPONSES_S = 5.0  # limit for sending the final responses of requests that a shutdown has ended
 
 
 class Service:
-    """`reader` checks requests against the model's limits; `client` is the way to the engine."""
+    """Owns the open requests and the threads that parse them and send their responses. `processor` checks and tokenizes
+    requests, `client` is the connection to the engine."""
 
-    def __init__(self, reader: InputProcessor, client: EngineClient, options: ServiceOptions):
+    def __init__(self, processor: InputProcessor, client: EngineClient, options: ServiceOptions):
         self.client = client
         self.latency = LatencyStats()
         self.vllm_model_name = options.vllm_model_name
         self._tracer = options.tracer
-        self._reader = reader
+        self._processor = processor
         self._options = options
         self._replies = OpenReplies()
         self._admission = Admission(client, self._replies, options)
         self.rate_limiter = self._admission.rate_limiter
         self._shared = SharedStreams()
-        self._resumption = Resumption(reader, self._replies, options.is_first_model)
+        self._resumption = Resumption(processor, self._replies, options.is_first_model)
         self._stored = StoredResponses(self._replies, options.stored_ttl_s, options.max_stored_tokens)
         self._readiness = Readiness(client, options)
         self._ready: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()  # replies with something to send
         self._callbacks = ReplyCallbacks(self._ready.put, self._release, client.cancel, options.streaming)
-        self._closing = threading.Event()  # what is open does not go on
-        self._parsers = ThreadPoolExecutor(NUM_PARSER_THREADS, "intake")
+        self._closing = threading.Event()  # set when open requests have been given up
+        self._parsers = ThreadPoolExecutor(NUM_PARSER_THREADS, "parser")
         self._urgent = ThreadPoolExecutor(1, "urgent")
-        self._loading = ThreadPoolExecutor(1, "loading")  # waits for disks
+        self._loading = ThreadPoolExecutor(1, "loading")  # waits for the disk
         self._threads = [
             threading.Thread(target=self._send_forever, name=f"sender-{i}", daemon=True)
             for i in range(NUM_SENDER_THREADS)
@@ -79,10 +80,11 @@ class Service:
 
     @property
     def num_open(self) -> int:
+        """Number of open requests."""
         return len(self._replies)
 
     def submit(self, payload: bytes, sender: Sender) -> None:
-        """Returns at once; whatever happens, `sender` gets exactly one final response."""
+        """Queue a request and return at once. `sender` gets exactly one final response in any case."""
         received = time.time()
         if payload == wire.PROBE_PAYLOAD:
             self._send_state(sender)
@@ -98,11 +100,11 @@ class Service:
             self._refuse(error, None, sender, received)
 
     def not_ready_reason(self) -> str:
-        """Why a request would not be answered now; empty when it would."""
+        """Return why a request would not be answered now; empty if the server is ready."""
         return self._readiness.not_ready_reason()
 
     def close(self, drain_s: float) -> None:
-        """Refuses new requests, waits up to `drain_s` seconds for the open ones, then ends them with an error."""
+        """Refuse new requests, wait up to `drain_s` seconds for the open ones, then end them with an error."""
         deadline = time.monotonic() + drain_s
         for pool in (self._parsers, self._urgent, self._loading):
             pool.shutdown(wait=True)
@@ -111,18 +113,18 @@ class Service:
             time.sleep(0.02)
         self._closing.set()
         self.client.close()
-        deadline = time.monotonic() + LAST_WORDS_S
-        while self._replies and time.monotonic() < deadline:  # the client has ended each of them, the senders say so
+        deadline = time.monotonic() + FINAL_RESPONSES_S
+        while self._replies and time.monotonic() < deadline:  # the client has ended them; the senders send it
             time.sleep(0.005)
         self._shared.close()
         for _ in range(NUM_SENDER_THREADS):
             self._ready.put(None)
         for thread in self._threads:
-            thread.join(LAST_WORDS_S)  # a stream that takes nothing any more must not add the server
+            thread.join(FINAL_RESPONSES_S)  # a blocked stream must not block the shutdown
         if self._tracer:
             self._tracer.close()
 
-    # Intake
+    # Parsing
 
     def _accept(self, payload: bytes, sender: Sender, received: float) -> None:
         req_id = None
@@ -164,8 +166,9 @@ class Service:
     def _begin_background(
         self, request: GenerationRequest, owner: wire.Owner, storing: wire.Storing, sender: Sender, received: float
     ) -> None:
-        """Answer with the response that has begun, or with its answer. A gateway that has lost its connection, or a
-        client that watches the answer again, sends the request once more."""
+        """Start a background response unless the same request has started it already, and answer with the
+        StoredResponse or stream its answer. A gateway that has lost its connection, or a client that wants to follow
+        the answer again, repeats the request."""
         if not self._stored.has(request, owner):
             reply = self._admit(request, owner, BackgroundSender(), received, storing)
             reply.show(False)
@@ -176,10 +179,10 @@ class Service:
             self._stored.answer(request.req_id, wire.RETRIEVE, owner, sender)
 
     def _answer_at_once(self, body: dict[str, Any], owner: wire.Owner) -> wire.Answer | None:
-        """To a question that needs no engine; None: it is none."""
+        """Return the answer to a request that does not need the engine, or None if `body` is another one."""
         if wire.ABORT in body:
             return self._abort(body[wire.ABORT], owner)
-        return self._reader.loras.answer(body, owner) or tokenize_or_detokenize(body, self._reader)
+        return self._processor.loras.answer(body, owner) or tokenize_or_detokenize(body, self._processor)
 
     def _load_lora(self, body: dict[str, Any], owner: wire.Owner, sender: Sender, received: float) -> None:
         try:
@@ -209,7 +212,7 @@ class Service:
         if request.resume_from is not None:
             self._resumption.end_previous(request)
         elif storing:
-            self._stored.has(request, owner)  # another's response must not be lost
+            self._stored.has(request, owner)  # raises if the id belongs to the response of another request
 
         def make(owner_usage: OwnerUsage) -> Reply:
             return Reply(
@@ -223,7 +226,7 @@ class Service:
         return self._admission.enter(owner, make)
 
     def _abort(self, req_id: object, owner: wire.Owner) -> wire.Aborted:
-        """Who has a key of a name may end their own requests only."""
+        """End an open request. Clients with an API key of a named owner can end requests of this owner only."""
         name = wire.FIELDS["req_id"].check(wire.ABORT, req_id)
         reply = self._replies.get(name)
         if reply is None or reply.is_over or owner.name not in ("", reply.owner_usage.name):
@@ -233,10 +236,10 @@ class Service:
         return wire.Aborted(name, True)
 
     def _refuse(self, reason: Exception, req_id: str | None, sender: Sender, received: float) -> None:
-        if not isinstance(reason, RequestError | RecursionError):  # a bug of ours must not leave a client waiting
+        if not isinstance(reason, RequestError | RecursionError):  # a bug must not leave a client waiting
             log.error("a request could not be accepted", exc_info=reason)
         error = as_request_error(reason)
-        log.info("refused: %s", error.kind)  # the text may quote what the client wrote
+        log.info("refused: %s", error.kind)  # the text may quote the client
         self.latency.record_end(RequestRecord(error.kind, time.time() - received))
         try:
             sender.send(wire.write_answer(wire.Failure(error, req_id)), True)
@@ -244,12 +247,12 @@ class Service:
             log.exception("a refusal could not be sent")
 
     def _start(self, reply: Reply, owner: wire.Owner) -> None:
-        standing = owner.name, owner.priority + max(reply.state.request.priority, 0 if owner.name else -100)
+        priority = owner.priority + max(reply.state.request.priority, 0 if owner.name else -100)
         try:
             submissions = reply.submissions()
             reply.begin()
             if submissions:
-                self.client.submit(reply.prompt.token_ids, submissions, reply.prompt.salt, standing)
+                self.client.submit(reply.prompt.token_ids, submissions, reply.prompt.salt, (owner.name, priority))
         except Exception as error:
             reply.ended(as_request_error(error))
         if reply.is_over:  # cancelled before the engine client knew it
@@ -257,7 +260,7 @@ class Service:
 
     def _send_state(self, sender: Sender, with_metrics: bool = False) -> None:
         try:
-            state = model_state(self, self._reader, self._options.max_running, with_metrics)
+            state = model_state(self, self._processor, self._options.max_running, with_metrics)
             sender.send(wire.write_answer(state), True)
         except Exception:
             log.exception("a probe could not be answered")
@@ -269,12 +272,13 @@ class Service:
         while (reply := self._ready.get()) is not None:
             reply.send_pending(self.latency)
             num_sent += 1
-            if num_sent % MOST_TOGETHER == 0 or self._ready.empty():
+            if num_sent % MAX_REPLIES_PER_FLUSH == 0 or self._ready.empty():
                 self._shared.flush()
 
     def _release(self, reply: Reply) -> None:
-        """Just before its final response, so that a client may use its req_id again as soon as it has that."""
-        reply.cancel_all()  # no-op unless it ends early, at a stop string or a cancellation
+        """Close the books of a reply. Called just before its final response, so that a client can reuse the req_id as
+        soon as it has received that."""
+        reply.cancel_all()  # no effect unless it ends early, by a stop string or a cancellation
         if self._tracer:
             self._tracer.send(request_spans(reply, self._tracer.model_name))
         self._resumption.finished.add(FinishedRequest(reply.state))
@@ -297,9 +301,9 @@ class Service:
                     reply.cancel_all()
             for reply in replies:
                 if reply.end_if_cancelled() or reply.end_if_late():
-                    reply.cancel_all()  # now: the senders may be busy
+                    reply.cancel_all()  # at once: the senders may be busy
                 elif queue_s and reply.may_wait_too_long(queue_s):
                     self.client.expire(reply.first_id, waited_too_long(queue_s))
-            # A poll costs a message to Triton for each reply, some 70 us. One that took long on a busy machine must not
-            # put off the next for longer still: requests of nobody would run.
+            # A poll costs about 70 us per reply for a message to Triton. A poll that was slow on a busy machine must
+            # not delay the next one too much, or requests of disconnected clients would keep running.
             wait = min(max(MIN_CANCEL_POLL_S, (time.monotonic() - started) / CANCEL_POLL_SHARE), MAX_CANCEL_POLL_S)

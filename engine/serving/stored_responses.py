@@ -1,4 +1,4 @@
-"""Stored responses, which their owner retrieves, cancels and deletes while they are computed and for a time after."""
+"""Stored responses: owners can retrieve, cancel and delete them while they are generated and for some time after."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from engine.serving.open_replies import OpenReplies
 from engine.serving.reply import Reply, Sender
 from engine.wire import GenerationRequest, Owner, StoredResponse
 
-LEAVE_WITHIN_S = 5.0  # a reply that has ended: until its response is stored
+RELEASE_TIMEOUT_S = 5.0  # until the response of an ended reply is stored
 
 
 class StoredResponses:
-    """Responses whose requests ask for it, by owner and id. One that is computed is found among the open replies, one
-    that has ended in the FinishedRequestCache. Thread-safe."""
+    """Stored responses by owner and id. Responses in progress are found among the open replies, those that have ended
+    in a FinishedRequestCache. Thread-safe."""
 
     def __init__(self, replies: OpenReplies, ttl_s: float, max_tokens: int):
         self._replies, self._ttl_s = replies, ttl_s
         self.finished = FinishedRequestCache(ttl_s, max_tokens)
 
     def add(self, reply: Reply) -> None:
-        """Store the response of a reply that ends, if it is to be stored."""
+        """Store the response of a reply that ends, if its request asks for that."""
         if reply.storing:
             self.finished.add(FinishedRequest(reply.state, reply.error))
 
     def has(self, request: GenerationRequest, owner: Owner) -> bool:
-        """Return whether this very request has been sent before. Raises DuplicateRequest if its id has another's
-        response."""
+        """Return True if the same request has been sent before. Raises DuplicateRequest if its id belongs to the
+        response of another request."""
         reply, finished = self._replies.get(request.req_id), self.finished.get(owner.name, request.req_id)
         for each in (reply, finished):
             if each and each.state.storing and each.state.owner == owner.name:
@@ -42,13 +42,14 @@ class StoredResponses:
         return False
 
     def watch(self, request: GenerationRequest, owner: Owner, sender: Sender) -> None:
-        """Send the answer to a request in the background, from where its client is, until the client leaves."""
+        """Stream the answer to a background request, after the tokens that the client has, until the client
+        disconnects. Raises UnknownAnswer."""
         [num_sent] = request.resume_from or (0,)
         reply = self._replies.get(request.req_id)
         if reply and reply.storing and isinstance(background := reply.sender, BackgroundSender):
             if reply.visit(partial(background.watch, sender, reply, num_sent)):
                 return
-            reply.is_released.wait(LEAVE_WITHIN_S)
+            reply.is_released.wait(RELEASE_TIMEOUT_S)
         finished = self.finished.get(owner.name, request.req_id)
         if finished is None:
             raise self._unknown(request.req_id)
@@ -60,7 +61,8 @@ class StoredResponses:
         sender.send(wire.write_answer(end), True)
 
     def answer(self, response_id: str, action: str, owner: Owner, sender: Sender) -> None:
-        """Send a StoredResponse: at once, or when the sender thread of its reply has time. Raises UnknownAnswer."""
+        """Retrieve, cancel or delete a response and send it as a StoredResponse, from this thread or from the sender
+        thread of its reply. Raises UnknownAnswer or InvalidRequest."""
 
         def send(response: StoredResponse) -> None:
             sender.send(wire.write_answer(response), True)
@@ -69,7 +71,7 @@ class StoredResponses:
         if reply and reply.storing and reply.state.owner == owner.name:
             if self._answer_open(reply, action, send):
                 return
-            reply.is_released.wait(LEAVE_WITHIN_S)
+            reply.is_released.wait(RELEASE_TIMEOUT_S)
         finished = (self.finished.pop if action == wire.DELETE else self.finished.get)(owner.name, response_id)
         if finished is None:
             text = (
@@ -91,7 +93,7 @@ class StoredResponses:
         return UnknownAnswer(text, value=wire.shown(response_id), limit=self._ttl_s)
 
     def _answer_open(self, reply: Reply, action: str, send: Callable[[StoredResponse], None]) -> bool:
-        """False when it has ended."""
+        """Return False if the reply has ended."""
 
         def visit() -> None:
             if action == wire.DELETE:
@@ -122,7 +124,7 @@ def _status(state: RequestState, error: RequestError | None, has_begun: bool = T
 
 
 def _response(state: RequestState, status: str, error: RequestError | None) -> StoredResponse:
-    """Called by one thread at a time for an answer that grows."""
+    """Return the StoredResponse of a request. Must be called by one thread at a time while its answer grows."""
     about, messages = state.storing.about if state.storing else {}, state.request.messages or []
     error = error if status == wire.FAILED else None
     request = json.dumps([about, messages])

@@ -1,4 +1,4 @@
-"""Questions about the model's tokens, which need no engine: of what tokens a prompt is, what text tokens are."""
+"""Tokenize and detokenize requests, which are answered without the engine."""
 
 from __future__ import annotations
 
@@ -9,39 +9,40 @@ from engine.errors import InvalidRequest
 from engine.serving.input_processor import InputProcessor
 
 
-def tokenize_or_detokenize(body: dict[str, Any], reader: InputProcessor) -> wire.Tokenized | wire.Detokenized | None:
-    """None when the request asks something else. Raises InvalidRequest."""
+def tokenize_or_detokenize(body: dict[str, Any], processor: InputProcessor) -> wire.Tokenized | wire.Detokenized | None:
+    """Return the answer to a tokenize or detokenize request, or None if `body` is another one. Raises
+    InvalidRequest."""
     for key, answer in ((wire.TOKENIZE, _tokenize), (wire.DETOKENIZE, _detokenize)):
         if key in body:
-            return answer(wire.json_object(key, body[key]), reader)
+            return answer(wire.json_object(key, body[key]), processor)
     return None
 
 
-def _tokenize(question: dict[str, Any], reader: InputProcessor) -> wire.Tokenized:
+def _tokenize(question: dict[str, Any], processor: InputProcessor) -> wire.Tokenized:
     given = wire.checked(question, wire.TOKENIZE_FIELDS)
     if ("prompt" in given) == ("messages" in given):
         raise InvalidRequest("Exactly one of `{field}` and `messages` must be set", field="prompt")
     source = "prompt" if "prompt" in given else "messages"
     try:
-        text = given["prompt"] if source == "prompt" else _rendered(given, reader)
-    except InvalidRequest as error:  # the chat template's knows no field
+        text = given["prompt"] if source == "prompt" else _rendered(given, processor)
+    except InvalidRequest as error:  # errors of the chat template have no field
         raise error.blaming(source) from None
-    reader.check_size(source, text)
-    # A chat template writes special tokens itself.
-    token_ids = reader.tokenizer.encode(text, given.get("add_special_tokens", source == "prompt"))
-    names = [reader.tokenizer.token_name(each) for each in token_ids] if given.get("return_token_strs") else None
-    return wire.Tokenized(token_ids, reader.lengths.model_len, names)
+    processor.check_size(source, text)
+    # A chat template adds special tokens itself.
+    token_ids = processor.tokenizer.encode(text, given.get("add_special_tokens", source == "prompt"))
+    names = [processor.tokenizer.token_name(each) for each in token_ids] if given.get("return_token_strs") else None
+    return wire.Tokenized(token_ids, processor.lengths.model_len, names)
 
 
-def _rendered(given: dict[str, Any], reader: InputProcessor) -> str:
+def _rendered(given: dict[str, Any], processor: InputProcessor) -> str:
     own = ("add_generation_prompt", "continue_final_message", "tools")
     variables = {name: given[name] for name in own if name in given}
-    return reader.tokenizer.render_chat(given["messages"], **{**given.get("chat_template_kwargs", {}), **variables})
+    return processor.tokenizer.render_chat(given["messages"], **{**given.get("chat_template_kwargs", {}), **variables})
 
 
-def _detokenize(question: dict[str, Any], reader: InputProcessor) -> wire.Detokenized:
+def _detokenize(question: dict[str, Any], processor: InputProcessor) -> wire.Detokenized:
     given = wire.checked(question, wire.DETOKENIZE_FIELDS)
     if "tokens" not in given:
         raise InvalidRequest("`{field}` is missing", field="tokens")
-    reader.check_ids("tokens", given["tokens"])
-    return wire.Detokenized(reader.tokenizer.decode(given["tokens"], skip_special_tokens=False))
+    processor.check_ids("tokens", given["tokens"])
+    return wire.Detokenized(processor.tokenizer.decode(given["tokens"], skip_special_tokens=False))

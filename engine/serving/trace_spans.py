@@ -1,5 +1,5 @@
-"""The spans of a request: waiting, prefill and decode, with numbers and without a word of it. By the names that
-OpenTelemetry has for generative models."""
+"""Trace spans of a request: queue, prefill and decode, with OpenTelemetry's attribute names for generative models. They
+contain numbers only, no text of prompts and answers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def request_spans(reply: Reply, model_name: str) -> list[Span]:
-    """Of one that ends now; none of a trace that is not sampled."""
+    """Return the spans of a request that ends now; none if its trace is not sampled."""
     parent = Context.read(reply.state.request.traceparent)
     return [*_spans(reply, model_name, parent, parent.child())] if parent.is_sampled else []
 
 
 def _spans(reply: Reply, model_name: str, parent: Context, own: Context) -> Iterator[Span]:
     request, sampling, now = reply.state.request, reply.prompt.sampling, time.time()
-    told = [choice.of_prompt for choice in reply.choices if choice.of_prompt]
+    outputs = [choice.prompt_outputs for choice in reply.choices if choice.prompt_outputs]
     operation = "embeddings" if request.pooling else "chat" if request.messages else "text_completion"
     attributes = {
         "gen_ai.operation.name": operation,
@@ -33,14 +33,14 @@ def _spans(reply: Reply, model_name: str, parent: Context, own: Context) -> Iter
         "gen_ai.request.choice.count": request.n,
         "gen_ai.usage.input_tokens": len(reply.prompt.token_ids),
         "gen_ai.usage.output_tokens": reply.num_generated,
-        "gen_ai.usage.cache_read.input_tokens": told[0].num_cached if told else None,
+        "gen_ai.usage.cache_read.input_tokens": outputs[0].num_cached if outputs else None,
         "gen_ai.response.finish_reasons": [each.answer.finish_reason or "error" for each in reply.choices],
         "error.type": reply.error_kind or None,
     }
     yield Span(
         f"{operation} {model_name}", own, parent.span_id, reply.received, now, attributes, error=reply.error_kind
     )
-    began = min([each.began_at for each in told if each.began_at], default=0.0)
+    began = min([each.began_at for each in outputs if each.began_at], default=0.0)
     first = min([choice.first_token for choice in reply.choices if choice.first_token], default=0.0)
     yield Span("queue", own.child(), own.span_id, reply.received, began or first or now)
     if began:

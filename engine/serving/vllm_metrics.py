@@ -1,4 +1,4 @@
-"""The server's metrics by vLLM's names, for dashboards and autoscalers that ask for those (VLLM_METRICS)."""
+"""Metrics of the server under vLLM's names, for dashboards and autoscalers that expect them (VLLM_METRICS)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from engine.serving.metrics import Sample
 
-FAMILIES = {  # vLLM's for each of ours
+FAMILIES = {  # our family -> vLLM's families
     "llm_requests_running": ("vllm:num_requests_running",),
     "llm_requests_waiting": ("vllm:num_requests_waiting",),
     "llm_kv_blocks_held": ("vllm:kv_cache_usage_perc",),
@@ -22,11 +22,11 @@ FAMILIES = {  # vLLM's for each of ours
     "llm_inter_token_seconds": ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
     "llm_request_seconds": ("vllm:e2e_request_latency_seconds",),
 }
-FINISHED_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort"}  # vLLM's for ours; it has no others
+FINISHED_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort"}  # our reason -> vLLM's
 
 
 def by_vllm_names(samples: Iterable[Sample], model_name: str) -> Iterator[Sample]:
-    """Yield what `samples` say about the model, the values of a family one after the other."""
+    """Yield the samples of vLLM's families that correspond to `samples`, grouped by family."""
     by_family = {family: list(group) for family, group in groupby(samples, lambda sample: sample.family)}
     [num_blocks] = by_family["llm_kv_blocks"]
     for family, names in FAMILIES.items():
@@ -39,5 +39,4 @@ def by_vllm_names(samples: Iterable[Sample], model_name: str) -> Iterator[Sample
                     if labels["reason"] not in FINISHED_REASONS:
                         continue
                     labels = {"finished_reason": FINISHED_REASONS[labels["reason"]]}
-                told = (("model_name", model_name), *labels.items())
-                yield sample._replace(family=name, labels=told, value=value)
+                yield sample._replace(family=name, labels=(("model_name", model_name), *labels.items()), value=value)

@@ -25,7 +25,7 @@ from engine.wire.delta import (
     UNLIKELY,
     Delta,
     Final,
-    OfPrompt,
+    PromptDetails,
     TokenLogprob,
     Usage,
     likely,

@@ -47,7 +47,7 @@ class TokenLogprob(NamedTuple):
         return {"token_id": self.token_id, "token": self.token, "bytes": self.bytes, "logprob": self.logprob}
 
 
-class OfPrompt(NamedTuple):
+class PromptDetails(NamedTuple):
     """What was asked of the prompt itself; None: it was not."""
 
     token_ids: list[int] | None = None
@@ -56,11 +56,11 @@ class OfPrompt(NamedTuple):
 
     def fields(self) -> dict[str, Any]:
         logprobs = self.logprobs and [each.fields() for each in self.logprobs]
-        values = zip(OF_PROMPT, (self.token_ids, self.text, logprobs), strict=True)
+        values = zip(PROMPT_DETAIL_NAMES, (self.token_ids, self.text, logprobs), strict=True)
         return {name: value for name, value in values if value is not None}
 
 
-OF_PROMPT = ("prompt_token_ids", "prompt_text", "prompt_logprobs")
+PROMPT_DETAIL_NAMES = ("prompt_token_ids", "prompt_text", "prompt_logprobs")
 
 
 class Delta(msgspec.Struct, frozen=True, tag="delta", array_like=True):
@@ -77,7 +77,7 @@ class Delta(msgspec.Struct, frozen=True, tag="delta", array_like=True):
     logprobs: tuple[TokenLogprob, ...] | None = None  # of each token; None: not asked for
     times: dict[str, str] | None = None  # TIMES, when asked for
     index: int = 0  # of the answer among the n to the prompt
-    of_prompt: OfPrompt | None = None  # with the first of each answer
+    prompt_details: PromptDetails | None = None  # with the first of each answer
     reasoning: str | None = None  # the same: it "never" begins with one, "may", or "does" whether it says so or not
     max_dec_len: int | None = None  # the same: what the request's was reduced to (`cut_max_dec_len`)
 
@@ -105,8 +105,8 @@ class Delta(msgspec.Struct, frozen=True, tag="delta", array_like=True):
             fields["logprobs"] = [each.fields() for each in self.logprobs]
         if self.times is not None:
             fields |= self.times
-        if self.of_prompt is not None:
-            fields |= self.of_prompt.fields()
+        if self.prompt_details is not None:
+            fields |= self.prompt_details.fields()
         if self.reasoning is not None:
             fields["thought"] = self.reasoning
         if self.max_dec_len is not None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.wire import Delta, Final, OfPrompt, TokenLogprob, Usage
+from engine.wire import Delta, Final, PromptDetails, TokenLogprob, Usage
 from gateway.json_encoder import dump
 from gateway.openai.logprobs import TextOffsets, of_chat, of_completion
 from gateway.openai.output_parser import CONTENT, TOOL_CALL, OutputParser, OutputPart
@@ -31,7 +31,7 @@ class ChoiceState:
     parts: list[OutputPart] = field(default_factory=list)  # of a chat
     logprobs: list[TokenLogprob] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)  # with the one that ended it
-    of_prompt: OfPrompt | None = None
+    of_prompt: PromptDetails | None = None
     aligned: TextOffsets = field(default_factory=TextOffsets)
     usage: Usage = Usage()
     finish_reason: str | None = None
@@ -41,7 +41,7 @@ class ChoiceState:
     def take(self, answer: Delta) -> list[OutputPart]:
         """What it has gained."""
         self.usage = answer.usage
-        self.of_prompt = answer.of_prompt or self.of_prompt
+        self.of_prompt = answer.prompt_details or self.of_prompt
         if answer.reasoning:
             self.reader.learn(answer.reasoning)
         if not isinstance(answer, Final):

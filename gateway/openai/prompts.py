@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import InvalidRequest
-from engine.wire import FIELDS, OfPrompt, TokenLogprob, shown, within
+from engine.wire import FIELDS, PromptDetails, TokenLogprob, shown, within
 from gateway.openai.unsupported_fields import refuse_more
 
 A_TEXT, IDS, A_BOOL = (FIELDS[name].check for name in ("text", "input_ids", "stream"))
@@ -22,20 +22,20 @@ class Prompts:
     num_logprobs: int | None = None  # the same, of a list of their own
     with_ids: bool = False
 
-    def text(self, index: int, told: OfPrompt | None) -> str:
+    def text(self, index: int, told: PromptDetails | None) -> str:
         """What an answer to this one begins with."""
         if not self.echo:
             return ""
         own = self.texts[index]
         return own if own is not None else (told and told.text) or ""
 
-    def echoed(self, told: OfPrompt | None) -> list[TokenLogprob]:
+    def echoed(self, told: PromptDetails | None) -> list[TokenLogprob]:
         """The tokens that an answer begins with, where these have logprobs."""
         if self.num_echoed is None or told is None:
             return []
         return [each._replace(top=each.top[: self.num_echoed]) for each in told.logprobs or ()]
 
-    def fields(self, told: OfPrompt | None) -> Json:
+    def fields(self, told: PromptDetails | None) -> Json:
         """vLLM's, of what was asked for."""
         fields: Json = {}
         if told and self.num_logprobs is not None:

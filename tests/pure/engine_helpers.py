@@ -30,7 +30,7 @@ class Collector:
         self.prompts = []  # what was told of them
         self.is_over = threading.Event()
 
-    def of_prompt(self, told):
+    def prompt_outputs(self, told):
         self.prompts.append(told)
 
     def tokens(self, token_ids, logprobs, finish_reason):

@@ -26,8 +26,8 @@ from engine.wire import (
     Final,
     Loras,
     ModelState,
-    OfPrompt,
     Owner,
+    PromptDetails,
     StoredResponse,
     Tokenized,
     TokenLogprob,
@@ -55,7 +55,7 @@ PROMPT_LOGPROBS = (
 )
 
 
-def asks_of_prompt(body: dict[str, Any]) -> bool:
+def asks_for_prompt_details(body: dict[str, Any]) -> bool:
     return body.get("prompt_logprobs", -1) >= 0 or bool(body.get("return_token_ids"))
 
 
@@ -130,8 +130,8 @@ class FakeBackend:
             "inference_time_cost": 0.25,
             "infer_seed": 3,
         }
-        if not texts and asks_of_prompt(body):
-            fields["of_prompt"] = OfPrompt([1, 2, 3], "<s>Hi é", PROMPT_LOGPROBS)
+        if not texts and asks_for_prompt_details(body):
+            fields["prompt_details"] = PromptDetails([1, 2, 3], "<s>Hi é", PROMPT_LOGPROBS)
         if not texts:
             fields["reasoning"] = self.reasoning
             fields["max_dec_len"] = self.max_dec_len if body.get("cut_max_dec_len") else None
@@ -143,7 +143,7 @@ class FakeBackend:
 
     def _end(self, body: dict[str, Any], texts: list[str]) -> dict[str, Any]:
         whole = {"tokens_all_ids": list(range(len(texts))), "tokens_all": "".join(texts)}
-        if asks_of_prompt(body):
+        if asks_for_prompt_details(body):
             whole["stop_token"] = a_logprob("</s>")._replace(token_id=2)
         return {"finish_reason": self.finish_reason, "stop_reason": self.stop_reason, **whole}
 

@@ -19,15 +19,15 @@ from engine.settings.config import Config
 from tests.patience import wait_until
 
 
-def a_reader(tokenizer, vocab_size=400, lengths=(100, 80, 50), loras=None, **more):
+def an_input_processor(tokenizer, vocab_size=400, lengths=(100, 80, 50), loras=None, **more):
     """`lengths`: of prompt and answer together, of a prompt, of an answer."""
     loras = loras or LoraRegistry(Config(), Path())
     return InputProcessor(tokenizer, vocab_size, LengthLimits(*lengths), loras, **more)
 
 
 @contextmanager
-def a_service(reader, client, **options):
-    service = Service(reader, client, ServiceOptions(**options))
+def a_service(processor, client, **options):
+    service = Service(processor, client, ServiceOptions(**options))
     try:
         yield service
     finally:

@@ -34,7 +34,7 @@ from tests.fuzz import (
     tools,
     turns,
 )
-from tests.pure.service_fakes import a_reader
+from tests.pure.service_fakes import an_input_processor
 
 # JSON Schema takes 5.0 for an integer, the checks do not.
 TYPES = jsonschema.Draft202012Validator.TYPE_CHECKER.redefine(
@@ -54,11 +54,11 @@ BORDERS += [[{"role": role, "content": text}] for role in (None, "", "user", 1) 
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory):
+def processor(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(folder)
     tokenizer = Tokenizer.load(folder)
-    return a_reader(tokenizer, tokenizer.vocab_size, (64, 48, 32))
+    return an_input_processor(tokenizer, tokenizer.vocab_size, (64, 48, 32))
 
 
 def outcome(ask, *arguments):
@@ -121,18 +121,18 @@ def test_the_bounds_of_a_schema_are_those_of_its_check(name):
 
 @examples(40)
 @given(body=bodies("text", "req_id", "messages"))
-def test_any_object_is_a_request_or_refused(reader, body):
+def test_any_object_is_a_request_or_refused(processor, body):
     request = outcome(wire.parse_request, body)
     if request is not None:
-        outcome(reader.read, request)
+        outcome(processor.read, request)
 
 
 @examples(40)
 @given(body=bodies("text", "req_id", "messages"))
-def test_any_object_may_ask_about_tokens(reader, body):
+def test_any_object_may_ask_about_tokens(processor, body):
     for key in (wire.TOKENIZE, wire.DETOKENIZE):
-        outcome(tokenize_or_detokenize, {key: body}, reader)
-    outcome(tokenize_or_detokenize, body, reader)
+        outcome(tokenize_or_detokenize, {key: body}, processor)
+    outcome(tokenize_or_detokenize, body, processor)
     outcome(wire.owner_of, body)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from engine.text.tokenizer import Tokenizer
 from tests.byte_tokenizer import write_tokenizer
 from tests.fuzz import INSIDE, any_json, bodies, deep, examples, payload_of
-from tests.pure.service_fakes import FakeEngine, FakeSender, a_payload, a_reader, a_service
+from tests.pure.service_fakes import FakeEngine, FakeSender, a_payload, a_service, an_input_processor
 
 KNOWN = (200, 400, 404, 409, 503)
 OPEN = {"text": "the open one", "req_id": "open", "infer_seed": 1}
@@ -29,7 +29,7 @@ def ask(tmp_path_factory):
         service.submit(payload, sender)
         return sender.final
 
-    with a_service(a_reader(tokenizer, tokenizer.vocab_size, (64, 48, 32)), engine) as service:
+    with a_service(an_input_processor(tokenizer, tokenizer.vocab_size, (64, 48, 32)), engine) as service:
         service.submit(a_payload(**OPEN), FakeSender())
         engine.listener_of(tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": OPEN["text"]}]), False))
         engine.reason = "the engine takes nothing"

@@ -21,7 +21,7 @@ ASKING = {
 }
 HAS_SOME = {"lora_modules": "one=/adapters/one", "served_model_name": "base"}
 UNKNOWN = UnknownModel(
-    "The `{field}` {value} is none that is loaded, there are {limit}", field="lora_name", value='"x"', limit=["one"]
+    "The `{field}` {value} is not loaded; loaded adapters: {limit}", field="lora_name", value='"x"', limit=["one"]
 )
 
 
@@ -42,7 +42,7 @@ def test_one_that_is_unknown_is_a_404_that_names_the_field_and_what_there_is(pat
     with running(FakeBackend(UNKNOWN), **HAS_SOME) as gateway:
         status, answer = gateway.refused(path, {**ASKING.get(path, {"input": "Hi"}), "model": "x"})
     assert status == 404
-    assert answer["error"]["message"] == 'The `model` "x" is none that is loaded, there are [one]'
+    assert answer["error"]["message"] == 'The `model` "x" is not loaded; loaded adapters: [one]'
 
 
 def test_a_server_without_adapters_takes_any_model_as_its_own():

@@ -17,7 +17,7 @@ from engine.settings.config import Config
 from engine.text.tokenizer import Tokenizer
 from engine.wire import parse_request
 from tests.checkpoints import FAMILIES, SEEDS, make_checkpoint, random_tensors, write_tensors
-from tests.pure.service_fakes import a_reader
+from tests.pure.service_fakes import an_input_processor
 from tests.pure.test_models import GOLDEN, golden
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,18 +117,18 @@ def test_a_chat_template_that_knows_query_and_document_writes_the_pair(tmp_path)
         "{{ messages | selectattr('role', 'eq', 'document') | map(attribute='content') | first }} !"
     )
     tokenizer = Tokenizer.load(directory)
-    reader = a_reader(tokenizer, 320, (99, 40, 9), head=HEAD)
+    processor = an_input_processor(tokenizer, 320, (99, 40, 9), classifier=HEAD)
     asked = {"req_id": "a", "text": "ab", "text_pair": "ba", "pooling": "score"}
-    assert reader.read(parse_request(asked)).token_ids == tokenizer.encode("ab ? ba !", add_special_tokens=False)
+    assert processor.process(parse_request(asked)).token_ids == tokenizer.encode("ab ? ba !", add_special_tokens=False)
     with pytest.raises(InvalidRequest, match="exceeds the limit MAX_SEQ_LEN"):
-        reader.read(parse_request({**asked, "text_pair": "b" * 60}))
+        processor.process(parse_request({**asked, "text_pair": "b" * 60}))
     told = {"chat_template_kwargs": {"instruction": "i"}}
-    assert reader.read(parse_request({**asked, **told})).token_ids
+    assert processor.process(parse_request({**asked, **told})).token_ids
     demo = Tokenizer.load(ROOT / "demo_model")
-    joining = replace(reader, tokenizer=demo, vocab_size=2048, joins_pairs=True)
-    joined = joining.read(parse_request({**asked, "text": "Par", "text_pair": "is"})).token_ids
+    joining = replace(processor, tokenizer=demo, vocab_size=2048, joins_pairs=True)
+    joined = joining.process(parse_request({**asked, "text": "Par", "text_pair": "is"})).token_ids
     assert joined == demo.encode("Paris") != demo.encode("Par", pair="is")
     with pytest.raises(InvalidRequest, match="`chat_template_kwargs` needs a chat template that writes pairs"):
-        joining.read(parse_request({**asked, **told}))
+        joining.process(parse_request({**asked, **told}))
     with pytest.raises(InvalidRequest, match="`pooling` is score, which needs a checkpoint with a head"):
-        replace(reader, head=None).read(parse_request(asked))
+        replace(processor, classifier=None).process(parse_request(asked))

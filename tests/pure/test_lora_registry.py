@@ -21,7 +21,7 @@ from engine.settings.processes import LORAS_FILE
 from engine.wire import Loras, Owner
 from tests.lora_adapters import make_adapter
 from tests.patience import PATIENCE_S
-from tests.pure.service_fakes import FakeEngine, FakeSender, a_payload, a_reader
+from tests.pure.service_fakes import FakeEngine, FakeSender, a_payload, an_input_processor
 
 NOBODY = Owner()
 A = "base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"
@@ -232,7 +232,7 @@ def test_what_is_loaded_can_be_asked_for_until_it_is_unloaded(model, folder):
             load(names, again, "a")
     assert unload(names, "one") == Loras(["two"])
     for ask in (unload, LoraRegistry.find):
-        with pytest.raises(UnknownModel, match=r'The `lora_name` "one" is none that is loaded, there are \[two\]'):
+        with pytest.raises(UnknownModel, match=r'The `lora_name` "one" is not loaded; loaded adapters: \[two\]'):
             ask(names, "one")
     assert names.answer({"text": "Hi"}, Owner()) is None
 
@@ -249,7 +249,7 @@ def test_a_disk_that_does_not_answer_holds_up_no_other_request(model, folder, to
 
     monkeypatch.setattr(lora_registry, "checked", slow)
     engine = FakeEngine()
-    service = Service(a_reader(tokenizer, loras=names), engine, ServiceOptions())
+    service = Service(an_input_processor(tokenizer, loras=names), engine, ServiceOptions())
 
     def ask(**fields):
         service.submit(a_payload(**fields), sender := FakeSender())
@@ -291,7 +291,7 @@ def test_only_a_setting_and_nobody_with_a_key_of_a_name_lets_adapters_be_changed
         with pytest.raises(InvalidRequest, match="LORA_DIR is not set"):
             ask()
     names = LoraRegistry(Config(lora_modules="one=a", lora_dir=str(folder)), model)
-    with pytest.raises(InvalidRequest, match="who has a key of a name cannot load or unload them"):
+    with pytest.raises(InvalidRequest, match="clients with an API key of a named owner cannot change them"):
         unload(names, "one", Owner("somebody"))
     with pytest.raises(InvalidRequest, match="`lora_path` is missing"):
         names.answer({"load_lora_adapter": {"lora_name": "x"}}, Owner())
@@ -320,7 +320,7 @@ def test_prompts_offline_may_have_adapters(folder, exported):
         some, none = llm.generate([{**prompt, "lora_name": "one"}, prompt], options, progress=False)
         [again] = llm.generate([{**prompt, "lora_name": "one"}], options, progress=False)
         assert some.token_ids == again.token_ids != none.token_ids
-        with pytest.raises(UnknownModel, match=r'`lora_name` "two" is none that is loaded, there are \[one\]'):
+        with pytest.raises(UnknownModel, match=r'`lora_name` "two" is not loaded; loaded adapters: \[one\]'):
             llm.generate([{**prompt, "lora_name": "two"}], options, progress=False)
     finally:
         llm.close()

@@ -110,10 +110,10 @@ def test_ends_are_counted_by_their_reason(thread, service):
 
 def test_what_a_key_has_used_is_told_by_its_name_and_nobodys_is_not(thread, service):
     for name in ("", "alice"):
-        account = service.rate_limiter.usage_of(Owner(name))
-        account.enter(Owner(name))
-        account.charge(7, 0)
-        account.charge(0, 3)
+        usage = service.rate_limiter.usage_of(Owner(name))
+        usage.admit(Owner(name))
+        usage.charge(7, 0)
+        usage.charge(0, 3)
     thread.update()
     assert told("llm_key_requests_open", key="alice") == told("llm_key_requests_total", key="alice") == 1
     assert told("llm_key_prompt_tokens_total", key="alice") == 7

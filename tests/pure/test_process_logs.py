@@ -115,7 +115,7 @@ def test_what_is_written_last_is_copied_before_the_end(tmp_path, pipe):
     assert reader.readline() == "the last words\n"
 
 
-def test_a_reader_that_has_left_hurts_nobody(tmp_path, pipe):
+def test_an_input_processor_that_has_left_hurts_nobody(tmp_path, pipe):
     reader, writer = pipe
     path = tmp_path / "a.log"
     path.write_text("to nobody\n")

@@ -20,7 +20,7 @@ from tests.patience import PATIENCE_S, wait_until
 from tests.pure.counting_engine import SlowExecutor
 from tests.pure.counting_executor import answer
 from tests.pure.engine_helpers import a_server, is_empty
-from tests.pure.service_fakes import FakeSender, a_payload, a_reader, a_service
+from tests.pure.service_fakes import FakeSender, a_payload, a_service, an_input_processor
 
 ANSWER_LEN = 60
 PROMPT = [3, 4, 5]
@@ -67,9 +67,9 @@ def service(tmp_path, monkeypatch, options, executor):
     monkeypatch.setattr(server_module, "IDLE_WAIT_MS", 5)
     monkeypatch.setattr(service_module, "MIN_CANCEL_POLL_S", 0.002)
     write_tokenizer(tmp_path)
-    reader = a_reader(Tokenizer.load(tmp_path), 2**31 - 1, (160, 80, 120))
+    processor = an_input_processor(Tokenizer.load(tmp_path), 2**31 - 1, (160, 80, 120))
     with a_server(executor, batch_size=12, max_num_batched_tokens=32) as server:
-        with a_service(reader, EngineClient(server.address), **options) as service:
+        with a_service(processor, EngineClient(server.address), **options) as service:
             yield service
 
 
@@ -189,7 +189,7 @@ def test_where_there_was_another_model_nobody_goes_on_with_an_answer_of_which_on
 def test_so_it_is_with_an_adapter_which_may_have_become_another(service, monkeypatch):
     loras = SimpleNamespace(find=lambda name: (), answer=lambda *_: None)
     for part in (service, service._resumption):
-        monkeypatch.setattr(part, "_reader", replace(service._reader, loras=loras))
+        monkeypatch.setattr(part, "_processor", replace(service._processor, loras=loras))
     assert ask(service, resume_from=10, lora_name="one").final["error_type"] == "unknown_answer"
     known = ask(service, resume_from=10, answer_ids=EXPECTED[:10], lora_name="one")
     assert known.final["tokens_all_ids"] == EXPECTED

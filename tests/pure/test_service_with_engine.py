@@ -17,7 +17,7 @@ from tests.byte_tokenizer import write_tokenizer
 from tests.patience import wait_until
 from tests.pure.counting_executor import CountingExecutor, answer
 from tests.pure.engine_helpers import a_free_address, a_server, an_engine_process
-from tests.pure.service_fakes import FakeSender, a_payload, a_reader, a_service
+from tests.pure.service_fakes import FakeSender, a_payload, a_service, an_input_processor
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def lengths():
 @pytest.fixture
 def service(tmp_path, address, lengths):
     write_tokenizer(tmp_path)
-    with a_service(a_reader(Tokenizer.load(tmp_path), 2**31 - 1, lengths), EngineClient(address)) as service:
+    with a_service(an_input_processor(Tokenizer.load(tmp_path), 2**31 - 1, lengths), EngineClient(address)) as service:
         yield service
 
 

@@ -128,7 +128,7 @@ def test_a_stream_ends_once_whatever_ends_it(streams, end):
 
 @pytest.mark.parametrize("last", ["flush", "close"])
 def test_much_is_sent_in_several_responses(streams, monkeypatch, last):
-    monkeypatch.setattr(shared_streams, "MOST_BYTES", 2 * len(written(0)) + 1)
+    monkeypatch.setattr(shared_streams, "MAX_RESPONSE_BYTES", 2 * len(written(0)) + 1)
     shared = Sender()
     streams.open("s", shared)
     a = streams.join("s", 7, Sender())
@@ -161,7 +161,7 @@ def test_a_response_that_takes_long_holds_up_one_thread_which_sends_what_comes_m
 
 def test_what_is_left_when_a_stream_breaks_is_lost_with_it(streams, monkeypatch):
     """Nobody tries for ever to send it."""
-    monkeypatch.setattr(shared_streams, "MOST_BYTES", 1)
+    monkeypatch.setattr(shared_streams, "MAX_RESPONSE_BYTES", 1)
     shared, own = Sender(), Sender()
     streams.open("s", shared)
     a = streams.join("s", 7, own)

@@ -11,7 +11,7 @@ from engine.text.tokenizer import Tokenizer
 from engine.wire import parse_request
 from engine.wire.structured_output_fields import StructuredOutput
 from tests.byte_tokenizer import EOS_ID, write_tokenizer
-from tests.pure.service_fakes import a_reader
+from tests.pure.service_fakes import an_input_processor
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CLOSED = {**SCHEMA, "additionalProperties": False}
@@ -37,8 +37,8 @@ def refusal(**fields):
 
 def asked(tokenizer, options=None, **fields):
     """The field and the form that the engine gets."""
-    reader = a_reader(tokenizer, 330, (200, 100, 100), grammar_builder=GrammarBuilder(**(options or {})))
-    return reader.read(parsed(**fields)).sampling.form
+    processor = an_input_processor(tokenizer, 330, (200, 100, 100), grammar_builder=GrammarBuilder(**(options or {})))
+    return processor.process(parsed(**fields)).sampling.form
 
 
 @pytest.mark.parametrize(
@@ -281,8 +281,10 @@ def test_the_end_of_the_prompt_says_whether_a_model_thinks_and_else_its_client_a
 ):
     write_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}" + end)
-    reader = a_reader(Tokenizer.load(tmp_path), 330, (200, 100, 100), grammar_builder=GrammarBuilder(reasoning=server))
+    processor = an_input_processor(
+        Tokenizer.load(tmp_path), 330, (200, 100, 100), grammar_builder=GrammarBuilder(reasoning=server)
+    )
     for flag, expected in ((True, usually), (False, without)):
-        prompt = reader.read(parsed(guided_regex="a", chat_template_kwargs={"enable_thinking": flag}))
+        prompt = processor.process(parsed(guided_regex="a", chat_template_kwargs={"enable_thinking": flag}))
         assert (prompt.reasoning, "thought" in prompt.sampling.form[1]) == (expected, expected != "never")
-    assert replace(reader, grammar_builder=GrammarBuilder()).read(parsed(guided_regex="a")).reasoning is None
+    assert replace(processor, grammar_builder=GrammarBuilder()).process(parsed(guided_regex="a")).reasoning is None

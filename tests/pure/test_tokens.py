@@ -7,7 +7,7 @@ import pytest
 
 from engine import wire
 from engine.text.tokenizer import Tokenizer
-from tests.pure.service_fakes import FakeEngine, a_reader, a_service, answer_to
+from tests.pure.service_fakes import FakeEngine, a_service, an_input_processor, answer_to
 
 CHAT = [{"role": "user", "content": "Hi there"}]
 
@@ -16,7 +16,7 @@ CHAT = [{"role": "user", "content": "Hi there"}]
 def ask(tokenizer):
     engine = FakeEngine()
     engine.reason = "the engine is not there"
-    with a_service(a_reader(tokenizer, tokenizer.vocab_size, (64, 48, 32)), engine) as service:
+    with a_service(an_input_processor(tokenizer, tokenizer.vocab_size, (64, 48, 32)), engine) as service:
         yield partial(answer_to, service)
     assert engine.prompts == {}
 

@@ -20,7 +20,7 @@ from engine.tracing import Context, Span, Tracer
 from tests.patience import wait_until
 from tests.pure.counting_executor import CountingExecutor
 from tests.pure.gateway_fake import FakeBackend, running
-from tests.pure.service_fakes import FakeEngine, FakeSender, a_payload, a_reader
+from tests.pure.service_fakes import FakeEngine, FakeSender, a_payload, an_input_processor
 
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 SECRET = "what nobody may read"
@@ -85,7 +85,7 @@ def test_an_http_request_is_a_part_of_its_clients_trace_and_the_models_request_o
 def test_the_stages_of_a_request_follow_one_another_and_tell_numbers_only(collector, tokenizer):
     config = Config(**collected_at(collector.server_port), served_model_name="m")
     engine = FakeEngine()
-    service = Service(a_reader(tokenizer), engine, ServiceOptions(tracer=Tracer.of(config, "model")))
+    service = Service(an_input_processor(tokenizer), engine, ServiceOptions(tracer=Tracer.of(config, "model")))
 
     def ask(req_id, **fields):
         sender = FakeSender()
@@ -96,7 +96,7 @@ def test_the_stages_of_a_request_follow_one_another_and_tell_numbers_only(collec
     engine.give(ids, b"a", "stop")
     sender, ids = ask("a", traceparent=CLIENT)
     began = time.time()
-    engine.listener_of(ids)[1].of_prompt(OfPrompt(num_cached=2, began_at=began))
+    engine.listener_of(ids)[1].prompt_outputs(OfPrompt(num_cached=2, began_at=began))
     engine.give(ids, b"abc", "stop")
     assert sender.final
     service.close(1)  # with what has not been sent

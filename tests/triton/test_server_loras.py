@@ -83,9 +83,7 @@ def test_requests_of_the_model_and_of_two_adapters_are_answered_together_as_alon
     assert status == 200 and message["model"] == "one"
     _, native = post(server, "/v1/completions", {**NATIVE, "lora_name": "two"})
     assert alone["two"].startswith(native["result"]) and native["result"]
-    with pytest.raises(
-        openai.NotFoundError, match=r'The `model` "gpt-4" is none that is loaded, there are \[one, two\]'
-    ):
+    with pytest.raises(openai.NotFoundError, match=r'The `model` "gpt-4" is not loaded; loaded adapters: \[one, two\]'):
         client.chat.completions.create(model="gpt-4", messages=CHAT)
     assert change(server, "unload", lora_name="two") == "Success: LoRA adapter 'two' removed successfully."
 

@@ -5,7 +5,7 @@ import pytest
 from engine.serving import service as service_module
 from engine.serving.options import ServiceOptions
 from engine.serving.service import Service
-from tests.pure.service_fakes import FakeEngine, FakeSender, a_payload, a_reader
+from tests.pure.service_fakes import FakeEngine, FakeSender, a_payload, an_input_processor
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def make(tokenizer, engine):
     services, senders = [], []
 
     def make(checked=True, **options):
-        service = Service(a_reader(tokenizer), engine, ServiceOptions(**options))
+        service = Service(an_input_processor(tokenizer), engine, ServiceOptions(**options))
 
         def ask(prompt=(1, 2), req_id="a", before_send=lambda fields, final: None, **fields):
             sender = FakeSender(before_send)

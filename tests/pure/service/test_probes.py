@@ -55,9 +55,11 @@ def test_a_long_step_is_no_reason_not_to_be_ready(service, engine, silent_s, sta
 def busy_intake(service, monkeypatch):
     """Every intake thread has a request that takes long; -> what ends that."""
     gate, entered = threading.Event(), threading.Semaphore(0)
-    read = InputProcessor.read
+    read = InputProcessor.process
     monkeypatch.setattr(
-        InputProcessor, "read", lambda self, request: (entered.release(), gate.wait(PATIENCE_S), read(self, request))[2]
+        InputProcessor,
+        "process",
+        lambda self, request: (entered.release(), gate.wait(PATIENCE_S), read(self, request))[2],
     )
     for number in range(service_module.NUM_PARSER_THREADS):
         service.ask([number], f"long {number}")

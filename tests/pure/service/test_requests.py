@@ -73,7 +73,7 @@ def test_more_requests_than_the_engine_takes_are_refused_before_their_tokens_are
     service = make(max_running=1, max_waiting=0)
     first = service.ask([1])
     engine.listener_of([1])
-    monkeypatch.setattr(InputProcessor, "read", None)
+    monkeypatch.setattr(InputProcessor, "process", None)
     second = service.ask([2], req_id="b")
     assert second.final["error_code"] == 429
     assert second.final["error_msg"] == "0 requests are waiting, at most MAX_CACHED_TASK_NUM(0) may"
@@ -88,7 +88,7 @@ def test_more_requests_than_the_engine_takes_are_refused_before_their_tokens_are
 def test_more_waiting_tokens_than_the_engine_takes_are_refused_before_tokens_are_found(make, engine, monkeypatch):
     service = make(max_waiting_tokens=1000)
     engine.stats["num_waiting_tokens"] = 1000
-    monkeypatch.setattr(InputProcessor, "read", None)
+    monkeypatch.setattr(InputProcessor, "process", None)
     final = service.ask().final
     assert (final["error_code"], final["error_msg"]) == (
         429,
@@ -297,7 +297,7 @@ def test_what_is_shared_is_sent_however_busy_the_senders_are(make, engine, monke
             return False
 
     monkeypatch.setattr(service_module, "queue", SimpleNamespace(SimpleQueue=Busy))
-    monkeypatch.setattr(service_module, "MOST_TOGETHER", 3)
+    monkeypatch.setattr(service_module, "MAX_REPLIES_PER_FLUSH", 3)
     monkeypatch.setattr(service_module, "NUM_SENDER_THREADS", 1)
     service, shared = make(), Lines()
     service.submit(a_payload(**{wire.SHARE: "s"}), shared)

@@ -84,7 +84,7 @@ def test_a_stop_that_has_waited_long_enough_ends_what_is_open(service, engine):
 
 @pytest.mark.parametrize("finish_reason", [None, "length"])
 def test_a_stream_that_takes_nothing_does_not_keep_the_server(make, engine, finish_reason, monkeypatch):
-    monkeypatch.setattr(service_module, "LAST_WORDS_S", 0.1)
+    monkeypatch.setattr(service_module, "FINAL_RESPONSES_S", 0.1)
     service, gate = make(checked=False), threading.Event()
     sender = FakeSender(lambda fields, final: gate.wait(PATIENCE_S))
     service.submit(a_payload(req_id="a", input_ids=[1]), sender)
