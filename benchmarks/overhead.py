@@ -36,7 +36,7 @@ CASES = {
 class NoGraph:
     """Every token is 7."""
 
-    block_size, block_bytes, runs_ahead, most_read, takes_spans = BLOCK_SIZE, 1, False, 0, False
+    block_size, block_bytes, runs_ahead, max_prompt_logits, takes_spans = BLOCK_SIZE, 1, False, 0, False
     cache_groups = FULL_ATTENTION
 
     def __init__(self) -> None:

@@ -39,7 +39,7 @@ class Scripted:
     def __init__(self, executor: Executor, script: list[list[int]]):
         self._executor, self._script = executor, script
         self.block_size, self.block_bytes = executor.block_size, executor.block_bytes
-        self.runs_ahead, self.most_read = False, executor.most_read
+        self.runs_ahead, self.max_prompt_logits = False, executor.max_prompt_logits
         self.cache_groups, self.takes_spans = executor.cache_groups, executor.takes_spans
         self._request_of: dict[int, int] = {}
         self._num_new: dict[int, int] = {}

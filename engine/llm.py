@@ -70,9 +70,9 @@ class _Open:
             finish_reason=answer.finish_reason,
             prompt_token_ids=self.request.token_ids[: self.request.prompt_len],
             logprobs=[logprobs for logprobs in answer.logprobs if logprobs and self.options.logprobs >= 0],
-            prompt_logprobs=self.request.scores,
-            embedding=list(memoryview(self.prompt.pooled(self.request.hidden)).cast("f"))
-            if self.request.hidden
+            prompt_logprobs=self.request.prompt_logprobs,
+            embedding=list(memoryview(self.prompt.pooled(self.request.pooled)).cast("f"))
+            if self.request.pooled
             else [],
         )
 

@@ -8,7 +8,7 @@ from itertools import zip_longest
 
 from engine.core.beam_search import BeamSearch
 from engine.core.scheduler import Scheduler
-from engine.core.types import OfPrompt, Request
+from engine.core.types import PromptOutputs, Request
 from engine.core.updates import FAILED, Update
 from engine.errors import InvalidRequest
 
@@ -23,7 +23,7 @@ class _Search:
     requests: list[Request]  # as submitted: first those whose answers the client wants
     request_of: list[Request]  # the same requests in the order of the running beams
     updates: dict[Request, Update] = field(default_factory=dict)  # of the last step
-    of_prompt: OfPrompt | None = None
+    prompt_outputs: PromptOutputs | None = None
 
 
 class BeamDriver:
@@ -101,7 +101,7 @@ class BeamDriver:
                 self._restart(search)
             return []
         for update in updates.values():
-            search.of_prompt = update.of_prompt or search.of_prompt
+            search.prompt_outputs = update.prompt_outputs or search.prompt_outputs
         logprobs = [updates[request].logprobs or () for request in search.request_of]
         beams.advance([of_token for (of_token,) in logprobs[: len(beams.running)]])
         if beams.is_over:
@@ -138,7 +138,9 @@ class BeamDriver:
         for request, beam in zip_longest(search.requests[: search.num_answers], beams):
             if beam:
                 reason = search.beams.finish_reason(beam)
-                updates.append(Update(request, beam.token_ids, beam.logprobs or None, reason, None, search.of_prompt))
+                updates.append(
+                    Update(request, beam.token_ids, beam.logprobs or None, reason, None, search.prompt_outputs)
+                )
             else:
                 updates.append(Update(request, (), None, FAILED))
         return updates

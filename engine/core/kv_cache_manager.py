@@ -82,7 +82,7 @@ class KVCacheManager:
         request.num_published = prefix.num_blocks
         request.num_cached = request.num_computed = prefix.num_blocks * pool.block_size
         request.branch_point = prefix.num_paged * pool.block_size
-        del request.scores[request.num_computed :]  # of a preempted request: they are computed again
+        del request.prompt_logprobs[request.num_computed :]  # of a preempted request: they are computed again
         for index, block_ids in enumerate(request.block_ids):
             if self.groups[index].kind == STATE and len(block_ids) > 1:
                 self.copies.append(Copy(slot, index, 0, block_ids[0], block_ids[1]))

@@ -23,7 +23,7 @@ class Limits:
     block_ratio: float = 0.75  # share of the blocks that prompts may fill at admission; >= 1 reserves the worst case
     max_waiting: int = 128  # beyond what can start at once
     max_waiting_tokens: int = 1 << 20  # of the prompts of all that wait; one alone may have more
-    most_read: int = 1 << 10  # tokens in the readings of a step, see Executor
+    max_prompt_logits: int = 1 << 10  # tokens of a step with prompt outputs, see Executor
     prefills: PrefillLimits | None = None  # None: prompts are computed in the order of their arrival
     cache_groups: tuple[CacheGroup, ...] = FULL_ATTENTION  # of the model
     takes_spans: bool = False  # the model, see Executor

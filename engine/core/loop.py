@@ -54,7 +54,7 @@ class Loop:
             config.block_ratio,
             config.max_cached_task_num,
             config.max_waiting_tokens,
-            executor.most_read,
+            executor.max_prompt_logits,
             _prefill_limits(config),
             executor.cache_groups,
             executor.takes_spans,

@@ -35,7 +35,7 @@ class PrefixCache:
         if not pool.caching:
             return nothing
         self._find_logprobs(request)
-        hashes = self.hashes(request, request.most_cached // pool.block_size)
+        hashes = self.hashes(request, request.max_cached_tokens // pool.block_size)
         if len(groups) == 1 and groups[0].kind == PAGED:
             count = pool.find(hashes)
             return Prefix(count, (hashes[:count],), count)
@@ -73,7 +73,7 @@ class PrefixCache:
         """Remember the log-probabilities of its whole prompt."""
         if request.sampling.num_prompt_logprobs >= 0 and self._pool.caching:
             hashes = self.hashes(request, request.prompt_len // self._pool.block_size)
-            self._logprobs.keep(hashes, request.scores, request.sampling.num_prompt_logprobs)
+            self._logprobs.keep(hashes, request.prompt_logprobs, request.sampling.num_prompt_logprobs)
 
     def hashes(self, request: Request, count: int) -> Sequence[bytes]:
         """Return the hashes of its first `count` blocks. Each is computed once."""
@@ -88,9 +88,9 @@ class PrefixCache:
     def _find_logprobs(self, request: Request) -> None:
         """Reuse what earlier requests computed: once, however often this one has to wait."""
         num_likeliest = request.sampling.num_prompt_logprobs
-        if num_likeliest >= 0 and not request.is_told and not request.scores:
+        if num_likeliest >= 0 and not request.prompt_outputs_sent and not request.prompt_logprobs:
             hashes = self.hashes(request, request.prompt_len // self._pool.block_size)
-            request.scores = self._logprobs.find(hashes, num_likeliest)
+            request.prompt_logprobs = self._logprobs.find(hashes, num_likeliest)
 
     def _first(self, group: CacheGroup, count: int) -> int:
         """Return the first block that `group` needs in order to continue behind `count` blocks."""

@@ -157,7 +157,7 @@ class Roster:
         for each in (request, *forks):
             if not self.waiting.drop(each.request_id):
                 self._take_out(each)
-            each.state, each.is_told = State.WAITING, False
+            each.state, each.prompt_outputs_sent = State.WAITING, False
             del each.token_ids[each.prompt_len :]
             del each.block_hashes[each.prompt_len // self.cache.pool.block_size :]
         request.forks = forks
@@ -174,7 +174,7 @@ class Roster:
         for fork in leader.forks:
             self.cache.fork(leader, fork)
             del self.leader_of[fork.request_id]
-            fork.state, fork.scores = State.RUNNING, leader.scores
+            fork.state, fork.prompt_logprobs = State.RUNNING, leader.prompt_logprobs
             self.running[fork.request_id] = fork
         for request_id in younger:
             self.running[request_id] = self.running.pop(request_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from engine.core import reading
+from engine.core import prompt_outputs
 from engine.core.block_pool import BlockPool
 from engine.core.drafting import Drafter
 from engine.core.grammar import Choice
@@ -13,7 +13,7 @@ from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.limits import Counters, Limits, PrefillLimits
 from engine.core.roster import LOOK_AHEAD, Roster
 from engine.core.spans import check_spans
-from engine.core.types import PENDING, Batch, Logprobs, OfPrompt, Request, Row, State, StepOutput
+from engine.core.types import PENDING, Batch, Logprobs, PromptOutputs, Request, Row, State, StepOutput
 from engine.core.updates import FAILED, Update, append, follow, make
 from engine.errors import InvalidRequest
 
@@ -44,7 +44,7 @@ class Scheduler:
         self._roster = Roster(self._cache, limits, self.counters)
         self.waiting, self.running = self._roster.waiting, self._roster.running
         self._launched: deque[list[Launched]] = deque()  # steps that were not applied yet
-        self._num_readable = limits.most_read  # tokens that the readings of the next batch may still have
+        self._num_prompt_logits_left = limits.max_prompt_logits  # of the next batch
 
     @property
     def is_idle(self) -> bool:
@@ -59,8 +59,8 @@ class Scheduler:
         """Raises InvalidRequest for what could never run and Overloaded when too many wait; a replay was admitted once
         and is never refused for the latter."""
         assert request.token_ids and not request.block_ids
-        if not self.limits.most_read:
-            reading.refuse(request)
+        if not self.limits.max_prompt_logits:
+            prompt_outputs.refuse_if_wanted(request)
         if request.spans and not self.limits.takes_spans:
             raise InvalidRequest("the model takes text only: prompts cannot have images or other embeddings")
         check_spans(request.spans, request.prompt_len)
@@ -103,7 +103,7 @@ class Scheduler:
         """None when there is nothing to compute."""
         assert not self._launched or self.may_run_ahead(), "the step before has not been applied"
         launched: list[Launched] = []
-        self._num_readable = self.limits.most_read
+        self._num_prompt_logits_left = self.limits.max_prompt_logits
         in_prompt = self._schedule_decodes(launched)
         budget = self.limits.max_batched_tokens - sum(len(row.token_ids) for _, row, _ in launched)
         # Others have been preempted, or have only to be joined by their forks.
@@ -121,9 +121,9 @@ class Scheduler:
         self._launched.append(launched)
         self._cache.begin_step()
         has_mask = any(request.grammar and row.num_sampled for request, row, _ in launched)
-        is_read = self._num_readable < self.limits.most_read
+        has_prompt_outputs = self._num_prompt_logits_left < self.limits.max_prompt_logits
         rows = [row for _, row, _ in launched]
-        return Batch(rows, *self._roster.take_news(), has_mask, is_read, self.pool.take_swaps())
+        return Batch(rows, *self._roster.take_news(), has_mask, has_prompt_outputs, self.pool.take_swaps())
 
     def choices(self) -> list[Choice]:
         """Of the step that was launched, in the order of its output."""
@@ -140,17 +140,17 @@ class Scheduler:
         self._cache.end_step()
         updates: list[Update] = []
         guided: list[Update] = []
-        sampled, readings = zip(output.token_ids, output.logprobs, strict=True), iter(output.readings)
-        block_size, is_read = self.pool.block_size, bool(output.readings)
+        sampled, of_prompts = zip(output.token_ids, output.logprobs, strict=True), iter(output.prompt_outputs)
+        block_size, has_prompt_outputs = self.pool.block_size, bool(output.prompt_outputs)
         for request, row, forks in launched:
             num_sampled = row.num_sampled
             token_ids, logprobs = next(sampled) if num_sampled else ((), None)
             of_forks = [next(sampled) for _ in forks] if forks else ()
-            told = next(readings) if is_read and row.reading else None
+            outputs = next(of_prompts) if has_prompt_outputs and row.prompt_spec else None
             if request.slot < 0:  # dropped meanwhile
                 continue
             if num_sampled and request.grammar and request.grammar.is_left_out and not request.grammar.error:
-                assert request.is_told  # the mask of a first token is always there
+                assert request.prompt_outputs_sent  # the mask of a first token is always there
                 request.grammar.is_left_out = False
                 self._roster.preempt(request)  # what was chosen is no token; it is computed again
                 continue
@@ -159,10 +159,10 @@ class Scheduler:
                 self.counters.num_drafted_tokens += num_sampled - 1
                 self.counters.num_accepted_tokens += len(token_ids) - 1
             update: Update | None
-            if token_ids and request.is_told:
+            if token_ids and request.prompt_outputs_sent:
                 update = append(request, token_ids, logprobs)
             else:
-                update = self._read(request, row, told, (token_ids, logprobs))
+                update = self._read(request, row, outputs, (token_ids, logprobs))
             if request.num_computed >= (request.num_published + 1) * block_size:
                 self._cache.publish(request)
             if of_forks:
@@ -186,7 +186,7 @@ class Scheduler:
         for request in self._computable():
             start, token_ids = request.num_computed, request.token_ids[-1:]
             num_left = len(request.token_ids) - start
-            if num_left > 1 or not request.is_told:
+            if num_left > 1 or not request.prompt_outputs_sent:
                 if num_left or request.forks:
                     has_room = start < request.room or not num_left
                     if has_room or (request.slot >= 0 and self._roster.has_room(request)):
@@ -210,7 +210,9 @@ class Scheduler:
     def _computable(self) -> list[Request]:
         """Return the running requests but for those of which it is not known yet what may follow."""
         running = self.running.values()
-        return [each for each in running if each.grammar is None or each.grammar.is_ready or not each.is_told]
+        return [
+            each for each in running if each.grammar is None or each.grammar.is_ready or not each.prompt_outputs_sent
+        ]
 
     def _waited_for(self) -> int:
         """Tokens that could be computed while the host's blocks come back: a step is no longer for these."""
@@ -235,11 +237,11 @@ class Scheduler:
 
     def _launch_prompt(self, launched: list[Launched], request: Request, budget: int) -> int:
         """A chunk of its prompt; the last one gives the first token, its own and those of its forks. Returns its
-        size, 0 where the readings of others leave it nothing."""
+        size, 0 if the prompt outputs of others leave it nothing."""
         start = request.num_computed
         request.began_at = request.began_at or self.now
-        if request.is_read and not request.is_told:
-            budget = min(budget, self._num_readable)
+        if request.wants_token_outputs and not request.prompt_outputs_sent:
+            budget = min(budget, self._num_prompt_logits_left)
             if not budget:
                 return 0
         budget = self._cache.chunk_len(request, min(budget, len(request.token_ids) - start))
@@ -253,9 +255,9 @@ class Scheduler:
         forks = tuple(request.forks) if is_last else ()
         slots = [fork.slot for fork in forks]
         num_sampled = int(is_last and request.sampling.max_new_tokens > 0)
-        asked = None if request.is_told else reading.of_chunk(request, start, is_last)
+        asked = None if request.prompt_outputs_sent else prompt_outputs.spec_of_chunk(request, start, is_last)
         if asked:
-            self._num_readable -= len(asked.scored) + asked.num_pooled
+            self._num_prompt_logits_left -= len(asked.scored_ids) + asked.num_pooled
         row = Row(request.slot, start, token_ids, self._cache.take_new_blocks(request), num_sampled, slots, asked)
         launched.append((request, row, forks))
         return len(token_ids)
@@ -274,14 +276,14 @@ class Scheduler:
 
     # What a step has brought
 
-    def _read(self, request: Request, row: Row, told: OfPrompt | None, gained: Gained) -> Update | None:
+    def _read(self, request: Request, row: Row, outputs: PromptOutputs | None, gained: Gained) -> Update | None:
         """What a row brings before its client was told anything: a chunk of a prompt. But for forks."""
         token_ids, logprobs = gained
-        if told and not reading.keep(request, row, told):
+        if outputs and not prompt_outputs.collect(request, row, outputs):
             return Update(request, (), None, FAILED)
         if token_ids:
             return append(request, token_ids, logprobs)
-        return Update(request, (), None, "length") if reading.ends_with(request, row) else None
+        return Update(request, (), None, "length") if prompt_outputs.is_finished_by(request, row) else None
 
     def _tell(self, request: Request, update: Update | None, updates: list[Update]) -> Sequence[Update]:
         """Returns the update if the request has a grammar, which is told of it."""
@@ -313,10 +315,10 @@ class Scheduler:
             self._enter(update.request, follow(update.request.grammar, update), updates)
 
     def _enter(self, request: Request, update: Update, updates: list[Update]) -> None:
-        if not request.is_told:
+        if not request.prompt_outputs_sent:
             if update.finish_reason != FAILED:
                 self._cache.keep_logprobs(request)
-            update = update._replace(of_prompt=reading.whole(request))
+            update = update._replace(prompt_outputs=prompt_outputs.take(request))
         updates.append(update)
         if update.finish_reason:
             self._roster.leave(request)

@@ -128,10 +128,10 @@ class Request(_WeaklyReferenced):
     room: int = 0  # positions below may be written
     num_cached: int = 0  # tokens that the prefix cache held at the last admission
     num_passed: int = 0  # requests that went before it although they came later
-    is_told: bool = False  # its first update has come, with all that its prompt had to tell
-    scores: list[Logprobs] = field(default_factory=list)  # of the prompt, from its second token on, when asked for
-    hidden: bytes = b""  # see OfPrompt
-    began_at: float = 0.0  # the same
+    prompt_outputs_sent: bool = False  # with its first update
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)  # see PromptOutputs, as the next two
+    pooled: bytes = b""
+    began_at: float = 0.0
     num_preemptions: int = 0
 
     # Its next token cannot be chosen before the last one is known, even by an executor that keeps that one
@@ -150,16 +150,16 @@ class Request(_WeaklyReferenced):
         return self.prompt_len + max(self.sampling.max_new_tokens - 1, 0)
 
     @property
-    def most_cached(self) -> int:
-        """Leading tokens that the prefix cache may give it: of those it has no logits and no hidden states. The last
-        one must always be computed."""
-        if self.is_told or not self.is_read:
+    def max_cached_tokens(self) -> int:
+        """Return how many leading tokens may come from the prefix cache, which has no logits and no hidden states.
+        The last token must always be computed."""
+        if self.prompt_outputs_sent or not self.wants_token_outputs:
             return len(self.token_ids) - 1
-        return len(self.scores)
+        return len(self.prompt_logprobs)
 
     @property
-    def is_read(self) -> bool:
-        """Whether each token of its prompt has something to tell."""
+    def wants_token_outputs(self) -> bool:
+        """Return whether each token of the prompt has an output."""
         return self.sampling.num_prompt_logprobs >= 0 or self.sampling.pooling == MEAN
 
     def append(self, token_id: int) -> str | None:
@@ -181,13 +181,13 @@ class Arrival(NamedTuple):
     spans: Sequence[PromptSpan] = ()  # without the embeddings of those that the prefix cache covers
 
 
-class Reading(NamedTuple):
-    """What a row of a prompt tells beside the token that follows. All is of leading or of last tokens of the row."""
+class PromptOutputSpec(NamedTuple):
+    """The outputs that a row of a prompt has to produce in addition to the next token."""
 
-    scored: Sequence[int] = ()  # the tokens that follow the first ones: how likely each was
-    num_logprobs: int = 0  # of the likeliest in the place of each of these
-    num_pooled: int = 0  # of the last ones: their hidden states are added up, for the slot
-    is_told: bool = False  # the mean of all that were
+    scored_ids: Sequence[int] = ()  # tokens that follow the first ones of the row; their logprobs are wanted
+    num_logprobs: int = 0  # most likely tokens in the place of each of these
+    num_pooled: int = 0  # last tokens of the row whose hidden states are added up for the slot
+    returns_pooled: bool = False  # the mean of all that were added for the slot
 
 
 class Row(NamedTuple):
@@ -199,7 +199,7 @@ class Row(NamedTuple):
     new_block_ids: Sequence[Sequence[int]] = ()  # for each cache group, appended to the slot's block table; or nothing
     num_sampled: int = 1  # of the last ones, each gives a token: 0 inside a prompt, 1 + k when the last k are drafts
     forks: Sequence[int] = ()  # slots that also choose a token after the last one
-    reading: Reading | None = None
+    prompt_spec: PromptOutputSpec | None = None
 
 
 class Copy(NamedTuple):
@@ -228,7 +228,7 @@ class Batch(NamedTuple):
     arrivals: Sequence[Arrival] = ()
     copies: Sequence[Copy] = ()
     has_mask: bool = False  # `Step.mask` will be called before a token can be chosen
-    is_read: bool = False  # some row has a `reading`
+    has_prompt_outputs: bool = False  # some row has a `prompt_spec`
     swaps: Swaps | None = None  # only where Config.num_host_blocks is not 0
 
     @property
@@ -236,12 +236,12 @@ class Batch(NamedTuple):
         return sum(len(row.token_ids) for row in self.rows)
 
 
-class OfPrompt(NamedTuple):
-    """What is known of a prompt, or of a part of it, when it is computed."""
+class PromptOutputs(NamedTuple):
+    """Outputs of a prompt, or of the part of it that a step has computed."""
 
-    scores: Sequence[Logprobs] = ()  # of each token but the first, when asked for
-    hidden: bytes = b""  # f32 [H], when asked for
-    num_cached: int = 0  # its tokens that the prefix cache had
+    prompt_logprobs: Sequence[Logprobs] = ()  # of each token but the first, if wanted
+    pooled: bytes = b""  # f32 [H], if wanted
+    num_cached: int = 0  # tokens that were found in the prefix cache
     began_at: float = 0.0  # when its first step was launched, seconds since the epoch
 
 
@@ -250,7 +250,7 @@ class StepOutput(NamedTuple):
 
     token_ids: Sequence[Sequence[int]]  # one, with drafts up to 1 + k; [NO_TOKEN] where none could be chosen
     logprobs: Sequence[Sequence[Logprobs] | None]  # of each token; None: not asked for
-    readings: Sequence[OfPrompt] = ()  # of every row that has a reading
+    prompt_outputs: Sequence[PromptOutputs] = ()  # of every row that has a `prompt_spec`
 
 
 class Step(Protocol):
@@ -277,7 +277,7 @@ class Executor(Protocol):
     block_bytes: int  # of a block of the KV cache, in all layers of its group
     cache_groups: tuple[CacheGroup, ...]  # of the graph
     runs_ahead: bool  # a step may be launched while the one before runs, with PENDING tokens
-    most_read: int  # tokens in the readings of a step: the logits of each are in memory at once; 0: it has none
+    max_prompt_logits: int  # tokens of a step with prompt outputs, whose logits are in memory at once; 0: unsupported
     takes_spans: bool  # requests may have prompt spans
 
     def free_bytes(self) -> int:

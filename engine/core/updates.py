@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from engine.core.types import NO_TOKEN, Grammar, Logprobs, OfPrompt, Request
+from engine.core.types import NO_TOKEN, Grammar, Logprobs, PromptOutputs, Request
 from engine.errors import RequestError
 
 FAILED = "failed"
@@ -20,7 +20,7 @@ class Update(NamedTuple):
     logprobs: Sequence[Logprobs] | None
     finish_reason: str | None
     error: RequestError | None = None  # of one that FAILED
-    of_prompt: OfPrompt | None = None  # with the first one
+    prompt_outputs: PromptOutputs | None = None  # with the first one
 
 
 def append(request: Request, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None) -> Update:

@@ -27,7 +27,7 @@ from typing import Any
 import msgpack
 
 from engine.core.spans import PromptSpan
-from engine.core.types import Arrival, Batch, Copy, Executor, Reading, Row, Sampling, Step, Swaps
+from engine.core.types import Arrival, Batch, Copy, Executor, PromptOutputSpec, Row, Sampling, Step, Swaps
 from engine.errors import ConfigError, InvalidRequest, SetupError, literally
 from engine.ops.cpu import group
 from engine.ops.cpu.group import Membership
@@ -52,7 +52,7 @@ class RanksExecutor:
 
     def __init__(self, first: Executor, others: Sequence[Connection]):
         self.block_size, self.block_bytes = first.block_size, first.block_bytes
-        self.runs_ahead, self.most_read = first.runs_ahead, first.most_read
+        self.runs_ahead, self.max_prompt_logits = first.runs_ahead, first.max_prompt_logits
         self.takes_spans = first.takes_spans
         self.cache_groups = first.cache_groups
         self._first = first
@@ -239,15 +239,18 @@ def unpack(message: bytes) -> list[Any]:
 
 
 def unpack_batch(fields: Sequence[Any]) -> Batch:
-    rows, arrivals, copies, has_mask, is_read, swaps = fields
+    rows, arrivals, copies, has_mask, has_prompt_outputs, swaps = fields
     return Batch(
-        [row._replace(reading=row.reading and Reading(*row.reading)) for row in starmap(Row, rows)],
+        [
+            row._replace(prompt_spec=row.prompt_spec and PromptOutputSpec(*row.prompt_spec))
+            for row in starmap(Row, rows)
+        ],
         [
             Arrival(slot, ids, prompt_len, Sampling.of(sampling), [PromptSpan(*span) for span in spans])
             for slot, ids, prompt_len, sampling, spans in arrivals
         ],
         [Copy(*copy) for copy in copies],
         has_mask,
-        is_read,
+        has_prompt_outputs,
         swaps and Swaps(*swaps),
     )

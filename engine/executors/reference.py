@@ -11,7 +11,7 @@ from engine import graph
 from engine.core.types import Batch, Copy, StepOutput
 from engine.dtypes import held_as
 from engine.errors import InvalidRequest
-from engine.executors.readings import most_read
+from engine.executors.prompt_outputs import max_prompt_logits
 from engine.executors.slots import Slots
 from engine.executors.spans import SlotSpans
 from engine.executors.step import StepWhenAsked
@@ -37,7 +37,7 @@ class ReferenceExecutor:
         self._specs = model.graph().caches
         self.block_size = model.block_size
         self.block_bytes = sum(spec.block_bytes for spec in self._specs)
-        self.most_read = most_read(model.vocab_size)
+        self.max_prompt_logits = max_prompt_logits(model.vocab_size)
         self.cache_groups = model.graph().cache_groups
         self._slots = Slots(NUM_SLOTS, MAX_BLOCKS, self.block_size, model.vocab_size, self.cache_groups)
         self._slots.spans = SlotSpans.of(self._graph, NUM_SLOTS)
@@ -71,9 +71,11 @@ class ReferenceExecutor:
         outputs = run_graph(self._graph, self._params, self._slots.graph_inputs(batch) | self._caches, self._ops)
         logits, hidden = outputs[LOGITS], outputs[HIDDEN]
         output = self._slots.sample(batch, logits, mask, self._ops.sample)
-        if not batch.is_read:
+        if not batch.has_prompt_outputs:
             return output
-        return output._replace(readings=self._slots.readings.read(batch, logits, hidden, self._ops.sample))
+        return output._replace(
+            prompt_outputs=self._slots.pooled_states.compute(batch, logits, hidden, self._ops.sample)
+        )
 
     def _copy(self, copy: Copy) -> None:
         for spec in self._specs:

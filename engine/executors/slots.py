@@ -12,7 +12,7 @@ import numpy as np
 from engine.core.cache_groups import FULL_ATTENTION, STATE, CacheGroup, table_name
 from engine.core.types import Arrival, Batch, Logprobs, StepOutput
 from engine.executors.adjustments import NONE, Bias, Seen, joined
-from engine.executors.readings import Readings, rows_read
+from engine.executors.prompt_outputs import PooledStates, prompt_output_rows
 from engine.executors.spans import SlotSpans
 from engine.ops.sampling_rows import SampledRows, SamplingRows
 from engine.sampling_parameters import PARAMETERS
@@ -64,7 +64,7 @@ class Slots:
         self._rows = SamplingRows.greedy(num_slots)  # its `counter` is the number of tokens that the answer has
         self._seen = Seen(num_slots, min(max_blocks * block_size, vocab_size + 1))  # NO_TOKEN is one more
         self._biases: dict[int, Bias] = {}  # of slots that have one
-        self.readings = Readings()
+        self.pooled_states = PooledStates()
         self.adapters: dict[int, str] = {}  # the ids of those that slots have
         self.spans: SlotSpans | None = None  # of a graph that takes some
 
@@ -93,8 +93,8 @@ class Slots:
         counts = np.array(num_sampled, np.int32)
         width = int((context_lens + lengths - 1).max()) // self._block_size + 1
         logit_rows = _runs(query_starts[1:] - counts, counts)
-        if batch.is_read:
-            logit_rows = np.concatenate([logit_rows, rows_read(batch, query_starts)])
+        if batch.has_prompt_outputs:
+            logit_rows = np.concatenate([logit_rows, prompt_output_rows(batch, query_starts)])
         places = np.array(slots)
         tables = {
             table_name(index): self._block_tables[index, places, : 1 if group.kind == STATE else width]
@@ -177,7 +177,7 @@ class Slots:
         self.adapters.pop(slot, None)
         if sampling.adapter:
             self.adapters[slot] = sampling.adapter[0]
-        self.readings.begin(slot)
+        self.pooled_states.begin(slot)
         if self.spans:
             self.spans.begin(arrival)
         if sampling.has_penalty:

@@ -245,13 +245,13 @@ class EngineClient:
             self._crash_search.survived(entry.name)
 
     def _tokens(self, update: Sequence[Any]) -> None:
-        request_id, token_ids, logprobs, finish_reason, told = update
+        request_id, token_ids, logprobs, finish_reason, outputs = update
         found = self._journal.enter(request_id, token_ids, is_end=finish_reason is not None)
         if found is None:
             return  # cancelled, the engine does not know yet
         entry, submission = found
-        if told:
-            submission.listener.prompt_outputs(messages.unpack_prompt_outputs(told))
+        if outputs:
+            submission.listener.prompt_outputs(messages.unpack_prompt_outputs(outputs))
         submission.listener.tokens(token_ids, messages.unpack_logprobs(logprobs), finish_reason)
         self._crash_search.survived(entry.name)
 

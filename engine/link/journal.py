@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.core.types import Logprobs, OfPrompt, Sampling
+from engine.core.types import Logprobs, PromptOutputs, Sampling
 from engine.errors import RequestError
 
 
 class Listener(Protocol):
     """Told what happens to one answer. Exactly one of `ended` and `tokens` with a finish_reason comes last."""
 
-    def prompt_outputs(self, told: OfPrompt) -> None:
+    def prompt_outputs(self, told: PromptOutputs) -> None:
         """Before the first tokens of an engine process."""
         ...
 

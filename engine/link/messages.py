@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from engine.core.types import Logprobs, OfPrompt, Request, Sampling
+from engine.core.types import Logprobs, PromptOutputs, Request, Sampling
 from engine.errors import RequestError, error_of
 from engine.sampling_parameters import MAX_INT, PARAMETERS
 from engine.settings.config import Config
@@ -138,13 +138,15 @@ def unpack_sampling(fields: Any, bounds: Bounds) -> Sampling:
     return sampling
 
 
-def pack_prompt_outputs(told: OfPrompt | None) -> tuple[Any, ...] | None:
-    return None if told is None else (pack_logprobs(told.scores), told.hidden, told.num_cached, told.began_at)
+def pack_prompt_outputs(outputs: PromptOutputs | None) -> tuple[Any, ...] | None:
+    if outputs is None:
+        return None
+    return pack_logprobs(outputs.prompt_logprobs), outputs.pooled, outputs.num_cached, outputs.began_at
 
 
-def unpack_prompt_outputs(fields: tuple[Any, ...]) -> OfPrompt:
+def unpack_prompt_outputs(fields: tuple[Any, ...]) -> PromptOutputs:
     scores, *others = fields
-    return OfPrompt(unpack_logprobs(scores) or (), *others)
+    return PromptOutputs(unpack_logprobs(scores) or (), *others)
 
 
 def pack_logprobs(logprobs: Sequence[Logprobs] | None) -> list[tuple[Any, ...]] | None:
@@ -161,7 +163,7 @@ def _unpack_answer(fields: Any, prompt_ids: Sequence[int], bounds: Bounds) -> Re
     _check(_is_request_id(request_id), "id")
     _check(_are_ids(token_ids, bounds), "tokens")
     request = Request(request_id, [*prompt_ids, *token_ids], len(prompt_ids), unpack_sampling(sampling, bounds))
-    request.is_told = request.num_new_tokens > 0
+    request.prompt_outputs_sent = request.num_new_tokens > 0
     has_ended = request.num_new_tokens >= max(request.sampling.max_new_tokens, 1)
     _check(not has_ended, "tokens: the answer has ended")
     _check(request.max_len <= bounds.max_len, "length")

@@ -181,8 +181,8 @@ class Server:
                 self._refuse(self._client_of.pop(request_id), request_id, update.error or NoToken())
                 continue
             logprobs = update.logprobs and messages.pack_logprobs(update.logprobs)
-            told = messages.pack_prompt_outputs(update.of_prompt)
-            fields = (request_id, update.token_ids, logprobs, update.finish_reason, told)
+            outputs = messages.pack_prompt_outputs(update.prompt_outputs)
+            fields = (request_id, update.token_ids, logprobs, update.finish_reason, outputs)
             by_client.setdefault(self._client_of[request_id], []).append(fields)
             if update.finish_reason:
                 del self._client_of[request_id]

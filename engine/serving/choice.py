@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from engine import wire
-from engine.core.types import Logprobs, OfPrompt
+from engine.core.types import Logprobs, PromptOutputs
 from engine.serving.completion_output import CompletionOutput
 from engine.serving.input_processor import Prompt
 from engine.text.tokenizer import Tokenizer
@@ -30,7 +30,7 @@ class Choice:
         self.pending: list[tuple[int, Logprobs | None]] = []
         self.finish_reason: str | None = None
         self._request = request
-        self.prompt_outputs: OfPrompt | None = None  # set by the engine before the first token
+        self.prompt_outputs: PromptOutputs | None = None  # set by the engine before the first token
         self._prompt_ids, self._pooled, self._reasoning = prompt.token_ids, prompt.pooled, prompt.reasoning
         self._tokenizer = tokenizer
 
@@ -121,7 +121,7 @@ class Choice:
     def _prompt_details(self) -> wire.PromptDetails | None:
         request, ids, logprobs = self._request, self._prompt_ids, None
         if self.prompt_outputs and self.sampling.num_prompt_logprobs >= 0:
-            scored = zip(ids[1:], self.prompt_outputs.scores, strict=True)
+            scored = zip(ids[1:], self.prompt_outputs.prompt_logprobs, strict=True)
             logprobs = (self._named(ids[0], None), *(self._logprob(*each) for each in scored))
         if not request.return_token_ids:
             return None if logprobs is None else wire.PromptDetails(logprobs=logprobs)
@@ -134,7 +134,7 @@ class Choice:
     def _embedding(self) -> str | None:
         if not self.prompt_outputs or not self.sampling.pooling:
             return None
-        return base64.b64encode(self._pooled(self.prompt_outputs.hidden)).decode()
+        return base64.b64encode(self._pooled(self.prompt_outputs.pooled)).decode()
 
     def _logprobs(self, unsent: slice) -> tuple[wire.TokenLogprob, ...]:
         pairs = zip(self.answer.token_ids[unsent], self.answer.logprobs[unsent], strict=True)
@@ -179,7 +179,7 @@ class RequestState(NamedTuple):
 
     @property
     def num_scores(self) -> int:
-        return sum(len(each.prompt_outputs.scores) for each in self.choices if each.prompt_outputs)
+        return sum(len(each.prompt_outputs.prompt_logprobs) for each in self.choices if each.prompt_outputs)
 
     def is_same(self, again: GenerationRequest) -> bool:
         """Return True if `again` repeats this request; it may contain the seed that the client was sent."""

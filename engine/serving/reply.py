@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from engine import wire
-from engine.core.types import Logprobs, OfPrompt
+from engine.core.types import Logprobs, PromptOutputs
 from engine.errors import Cancelled, RequestError, TimedOut, as_request_error
 from engine.link.journal import Submission
 from engine.serving.choice import Choice, RequestState
@@ -141,7 +141,7 @@ class Reply:
 
     # Called by the engine client
 
-    def prompt_outputs(self, choice: Choice, outputs: OfPrompt) -> None:
+    def prompt_outputs(self, choice: Choice, outputs: PromptOutputs) -> None:
         """Store the prompt outputs of a choice. A restarted engine sends them again; the first ones are kept."""
         with self._lock:
             choice.prompt_outputs = choice.prompt_outputs or outputs
@@ -331,7 +331,7 @@ class _Listener(NamedTuple):
     reply: Reply
     choice: Choice
 
-    def prompt_outputs(self, outputs: OfPrompt) -> None:
+    def prompt_outputs(self, outputs: PromptOutputs) -> None:
         self.reply.prompt_outputs(self.choice, outputs)
 
     def tokens(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None, finish_reason: str | None) -> None:

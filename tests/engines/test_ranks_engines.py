@@ -23,8 +23,8 @@ from tests.lora_adapters import make_adapter
 from tests.patience import PATIENCE_S, wait_until
 from tests.pure.test_beams import a_search
 from tests.pure.test_company import BLOCK_SIZE, NUM_REQUESTS, random_requests, run
-from tests.pure.test_readings import hidden_of, requests_of
-from tests.pure.test_readings import run as run_loop
+from tests.pure.test_prompt_outputs import hidden_of, requests_of
+from tests.pure.test_prompt_outputs import run as run_loop
 from tests.server import ROOT, is_alive
 
 
@@ -89,7 +89,7 @@ def test_ranks_tell_of_prompts_and_search_as_one_does(exported):
     for name in ("scores", "last", "mean"):
         first, second = one_told[name], two_told[name]
         np.testing.assert_allclose(hidden_of(first), hidden_of(second), atol=1e-4)
-        scores = [[each.chosen for each in told.scores] for told in (first, second)]
+        scores = [[each.chosen for each in told.prompt_logprobs] for told in (first, second)]
         np.testing.assert_allclose(*scores, atol=1e-4)
 
 

@@ -4,7 +4,7 @@
 
 FAMILY.npz  for the checkpoint `make_checkpoint(..., FAMILY)` and prompts of several lengths N: prompt_N, logits_N of
             the last positions, tokens_N chosen greedily.
-readings.npz  for the same checkpoints: what a prompt of READ_LEN tells (scores of its tokens, hidden states), and the
+prompt_outputs.npz  for the same checkpoints: log-probabilities and hidden states of a prompt of READ_LEN, and the
             answers of beam search to it, best first, for each of BEAMS.
 rope.json   inverse frequencies and attention scaling of several rope configurations.
 """
@@ -99,7 +99,7 @@ def make_family(family: str, directory: Path) -> None:
     print(f"{family}: closest call {min(gaps):.4f}, at least {min(varieties)} different tokens of {NUM_TOKENS}")
 
 
-def make_readings(family: str, directory: Path) -> dict[str, np.ndarray]:
+def make_prompt_outputs(family: str, directory: Path) -> dict[str, np.ndarray]:
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     prompt = torch.from_numpy(np.load(FOLDER / f"{family}.npz")[f"prompt_{READ_LEN}"].astype(np.int64))[None]
     out = model(prompt, output_hidden_states=True)
@@ -143,11 +143,11 @@ def make_ropes() -> list[dict]:
     return cases
 
 
-def make_all_readings(folder: Path) -> None:
+def make_all_prompt_outputs(folder: Path) -> None:
     arrays = {"made_with": np.array(MADE_WITH)}
     for family in FAMILIES:
-        arrays |= make_readings(family, make_checkpoint(folder / f"{family}-again", family))
-    np.savez_compressed(FOLDER / "readings.npz", **arrays)
+        arrays |= make_prompt_outputs(family, make_checkpoint(folder / f"{family}-again", family))
+    np.savez_compressed(FOLDER / "prompt_outputs.npz", **arrays)
 
 
 def write_json(name: str, cases: list[dict]) -> None:
@@ -162,7 +162,7 @@ def main() -> None:
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         for family in FAMILIES:
             make_family(family, Path(folder) / family)
-        make_all_readings(Path(folder))
+        make_all_prompt_outputs(Path(folder))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.core.cache_groups import FREED, FULL_ATTENTION, STATE, CacheGroup
 from engine.core.spans import PromptSpan
-from engine.core.types import PENDING, Batch, Logprobs, OfPrompt, Row, Sampling, StepOutput
+from engine.core.types import PENDING, Batch, Logprobs, PromptOutputs, Row, Sampling, StepOutput
 
 
 def next_token(last: int, index: int, sampling: Sampling) -> int:
@@ -74,7 +74,7 @@ class CountingExecutor:
 
     block_bytes = 1
     runs_ahead = False
-    most_read = 6
+    max_prompt_logits = 6
     takes_spans = True
 
     def __init__(self, num_blocks: int = 16, block_size: int = 4, groups: Sequence[CacheGroup] = FULL_ATTENTION):
@@ -163,16 +163,16 @@ class CountingExecutor:
             None if count < 0 else [logprobs_of(each, count) for each in ids]
             for ids, count in zip(token_ids, counts, strict=True)
         ]
-        return StepOutput(token_ids, logprobs, [self._read(row) for row in batch.rows if row.reading])
+        return StepOutput(token_ids, logprobs, [self._read(row) for row in batch.rows if row.prompt_spec])
 
-    def _read(self, row: Row) -> OfPrompt:
+    def _read(self, row: Row) -> PromptOutputs:
         """The hidden state of a token is its id."""
-        slot, reading = self.slots[row.slot], row.reading
-        assert list(reading.scored) == slot.token_ids[row.start + 1 : row.start + 1 + len(reading.scored)]
+        slot, spec = self.slots[row.slot], row.prompt_spec
+        assert list(spec.scored_ids) == slot.token_ids[row.start + 1 : row.start + 1 + len(spec.scored_ids)]
         sums = self.sums.setdefault(row.slot, [])
-        sums += row.token_ids[len(row.token_ids) - reading.num_pooled :]
-        hidden = np.float32([sum(sums) / len(sums)]).tobytes() if reading.is_told else b""
-        return OfPrompt([logprobs_of(each, reading.num_logprobs) for each in reading.scored], hidden)
+        sums += row.token_ids[len(row.token_ids) - spec.num_pooled :]
+        hidden = np.float32([sum(sums) / len(sums)]).tobytes() if spec.returns_pooled else b""
+        return PromptOutputs([logprobs_of(each, spec.num_logprobs) for each in spec.scored_ids], hidden)
 
     def _known(self, row: Row) -> Sequence[int]:
         """The step before has chosen a PENDING token at its launch."""

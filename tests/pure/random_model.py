@@ -17,7 +17,7 @@ NUM_SLOTS, MAX_BLOCKS = 64, 64
 class RandomModel:
     block_bytes = 1
     runs_ahead = False
-    most_read = 0
+    max_prompt_logits = 0
     takes_spans = False
     cache_groups = FULL_ATTENTION
 

@@ -16,12 +16,12 @@ from tests.checkpoints import FAMILIES
 from tests.golden.beams import BEAMS, MAX_NEW_TOKENS, STOP_IDS
 from tests.pure.counting_executor import CountingExecutor
 from tests.pure.test_models import GOLDEN, golden
-from tests.pure.test_readings import READ_LEN, run
+from tests.pure.test_prompt_outputs import READ_LEN, run
 
 
 def expected(family, width, penalty):
     """Up to the first stop id: what comes after is padding."""
-    with np.load(GOLDEN / "readings.npz") as arrays:
+    with np.load(GOLDEN / "prompt_outputs.npz") as arrays:
         rows = arrays[f"{family}_beams_{width}_{penalty}"].tolist()
     ends = [next((at for at, each in enumerate(row, 1) if each in STOP_IDS), len(row)) for row in rows]
     return [row[:end] for row, end in zip(rows, ends, strict=True)]

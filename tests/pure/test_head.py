@@ -39,7 +39,7 @@ def test_a_classifier_scores_as_transformers_does_and_writes_no_answer(tmp_path)
     directory, _ = a_classifier(tmp_path / "model", tie_word_embeddings=False)
     llm = LLM(directory, export_cache_dir=str(tmp_path), block_bs=1)
     prompt = golden("qwen3")["prompt_65"].tolist()
-    with np.load(GOLDEN / "readings.npz") as arrays:
+    with np.load(GOLDEN / "prompt_outputs.npz") as arrays:
         hidden = arrays["qwen3_last"]
     whole, cut, same, last = llm.generate(
         [

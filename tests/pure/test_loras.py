@@ -23,7 +23,7 @@ from tests.lora_adapters import make_adapter, merged
 from tests.paged_model import PagedModel
 from tests.pure.test_beams import a_search, answers_of
 from tests.pure.test_company import BASE, BLOCK_SIZE, an_executor, random_requests, run
-from tests.pure.test_readings import run as run_loop
+from tests.pure.test_prompt_outputs import run as run_loop
 
 PROMPT = [7 * n % 300 for n in range(40)]
 HAS_SOME = {"lora_dir": "/adapters"}

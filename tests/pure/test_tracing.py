@@ -11,7 +11,7 @@ import pytest
 
 from engine import tracing
 from engine.core.loop import Loop
-from engine.core.types import OfPrompt, Request, Sampling
+from engine.core.types import PromptOutputs, Request, Sampling
 from engine.errors import ConfigError
 from engine.serving.options import ServiceOptions
 from engine.serving.service import Service
@@ -96,7 +96,7 @@ def test_the_stages_of_a_request_follow_one_another_and_tell_numbers_only(collec
     engine.give(ids, b"a", "stop")
     sender, ids = ask("a", traceparent=CLIENT)
     began = time.time()
-    engine.listener_of(ids)[1].prompt_outputs(OfPrompt(num_cached=2, began_at=began))
+    engine.listener_of(ids)[1].prompt_outputs(PromptOutputs(num_cached=2, began_at=began))
     engine.give(ids, b"abc", "stop")
     assert sender.final
     service.close(1)  # with what has not been sent
@@ -125,7 +125,7 @@ def test_the_engine_says_when_a_request_began():
     loop.turn()
     began_at, told = first.began_at, {}
     while not loop.is_idle:
-        told |= {update.request.request_id: update.of_prompt for update in loop.turn() if update.of_prompt}
+        told |= {update.request.request_id: update.prompt_outputs for update in loop.turn() if update.prompt_outputs}
     assert before <= began_at == told["a"].began_at < told["b"].began_at <= time.time()
 
 

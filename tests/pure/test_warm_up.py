@@ -32,7 +32,7 @@ def test_every_kind_of_step_is_there():
     shapes = {(len(batch.rows), batch.num_tokens) for batch in batches}
     assert {(1, 1), (1, 513), (1, 4096), (1, 5120), (1, 8192), (256, 256), (256, 768), (2, 601)} <= shapes
     assert any(batch.has_mask for batch in batches)
-    assert any(batch.is_read for batch in batches)
+    assert any(batch.has_prompt_outputs for batch in batches)
     assert any(row.start for batch in batches for row in batch.rows)
     sampled = {arrival.sampling for batch in batches for arrival in batch.arrivals}
     assert {(each.temperature > 0, each.top_k > 0, each.top_p < 1) for each in sampled} == {

@@ -15,7 +15,7 @@ from engine.executors.cpu.adapters import Adapters
 from engine.executors.cpu.program import Program, allocated
 from engine.executors.cpus import num_cpus
 from engine.executors.memory import free_memory_bytes
-from engine.executors.readings import most_read
+from engine.executors.prompt_outputs import max_prompt_logits
 from engine.executors.slots import Slots
 from engine.executors.spans import SlotSpans
 from engine.executors.step import Mask, StepInThread
@@ -54,7 +54,7 @@ class CpuExecutor:
         self._program = Program(loaded, params)
         self._adapters = Adapters(graph_dir, loaded, (membership.rank, membership.num_ranks), config)
         self._caches: dict[str, np.ndarray] = {}
-        self.most_read = most_read(model.vocab_size)
+        self.max_prompt_logits = max_prompt_logits(model.vocab_size)
         self.cache_groups = model.graph().cache_groups
         max_blocks = -(-model.max_seq_len // self.block_size)
         self._slots = Slots(config.batch_size, max_blocks, self.block_size, model.vocab_size, self.cache_groups)
@@ -102,13 +102,15 @@ class CpuExecutor:
         inputs = self._slots.graph_inputs(batch)
         groups = self._adapters.groups(self._slots.adapters, batch, inputs) if self._slots.adapters else None
         outputs = self._program.run(inputs, groups and groups.array)
-        if not self._is_first or not (batch.is_read or any(row.num_sampled for row in batch.rows)):
+        if not self._is_first or not (batch.has_prompt_outputs or any(row.num_sampled for row in batch.rows)):
             return StepOutput([], [])
         logits = outputs[LOGITS]
         output = self._slots.sample(batch, logits, wait_for_mask(), cpu.sample)
-        if not batch.is_read:
+        if not batch.has_prompt_outputs:
             return output
-        return output._replace(readings=self._slots.readings.read(batch, logits, outputs[HIDDEN], cpu.sample))
+        return output._replace(
+            prompt_outputs=self._slots.pooled_states.compute(batch, logits, outputs[HIDDEN], cpu.sample)
+        )
 
     def _copy(self, copy: Copy) -> None:
         for cache in self._caches.values():

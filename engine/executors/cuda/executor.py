@@ -24,12 +24,12 @@ from engine.executors.cuda.compilation import Compiler, warn_of_late_compilation
 from engine.executors.cuda.host_cache import HostCache
 from engine.executors.cuda.load import load_program
 from engine.executors.cuda.program import GROUPS, Inputs, Outputs, Program
-from engine.executors.cuda.reading import StepReading
+from engine.executors.cuda.prompt_outputs import StepPromptOutputs
 from engine.executors.cuda.sampling import fields_to_send
 from engine.executors.cuda.step_graphs import CHOICE, Arrays, Captured, StepGraphs, untold
 from engine.executors.cuda.transfer import Download, Uploads
 from engine.executors.cuda.warm_up import StepLimits, warm_up_batches
-from engine.executors.readings import LOGITS_BYTES, most_read
+from engine.executors.prompt_outputs import LOGITS_BYTES, max_prompt_logits
 from engine.executors.slots import Choices, Slots
 from engine.executors.spans import SlotSpans
 from engine.exporting.manifest import Manifest, rank_dir
@@ -99,7 +99,7 @@ class CudaExecutor:
         self._last_tokens = torch.zeros(config.batch_size + 1, dtype=torch.int32, device=self._device)
         self._no_embeddings = torch.zeros(1, self._program.params[TABLE].shape[1], device=self._device)
         self.block_size, self.block_bytes = model.block_size, self._caches.block_bytes
-        self.most_read = most_read(model.vocab_size)
+        self.max_prompt_logits = max_prompt_logits(model.vocab_size)
 
     def free_bytes(self) -> int:
         """GPU_MEMORY_UTILIZATION of the device, less what everything but the cache has needed so far."""
@@ -134,7 +134,7 @@ class CudaExecutor:
             max_context=self._caches.nobodys_block * self.block_size,
             max_requests=self._slots.num_slots,
             block_size=self.block_size,
-            max_prompt_logits=self.most_read,
+            max_prompt_logits=self.max_prompt_logits,
             num_groups=len(self.cache_groups),
         )
         started, fresh_lengths = time.monotonic(), self._fresh_lengths()
@@ -227,9 +227,9 @@ class CudaExecutor:
         known = {"query_starts": KnownStarts(sent["query_starts"], fresh)} if fresh else {}
         return Begun(self._compute({**sent, **known}), sent, None)
 
-    def reading(self, batch: Batch) -> StepReading | None:
-        is_told = batch.is_read and not self._membership.rank
-        return StepReading(self._slots.readings.asked(batch)) if is_told else None
+    def prompt_outputs(self, batch: Batch) -> StepPromptOutputs | None:
+        is_sampling = batch.has_prompt_outputs and not self._membership.rank
+        return StepPromptOutputs(self._slots.pooled_states.specs(batch)) if is_sampling else None
 
     def choose(self, logits: Tensor, rows: SamplingRows, begun: Begun) -> Download:
         """Begins to choose tokens. `logits`: of each choice; `rows`: what was sent, as the host has it."""
@@ -261,12 +261,12 @@ class CudaStep:
 
     def __init__(self, executor: CudaExecutor, batch: Batch, choices: Choices, rows: SamplingRows):
         self._executor, self._batch, self._rows = executor, batch, rows
-        self._reading = executor.reading(batch)
-        fields = self._reading.fields_to_send() if self._reading else {}
+        self._prompt_outputs = executor.prompt_outputs(batch)
+        fields = self._prompt_outputs.fields_to_send() if self._prompt_outputs else {}
         self._begun = executor.begin(batch, choices, fields | (fields_to_send(rows) if choices.slots else {}))
         outputs, sent, _ = self._begun
-        if self._reading:
-            self._reading.begin(outputs, sent)
+        if self._prompt_outputs:
+            self._prompt_outputs.begin(outputs, sent)
         wanted = slice(len(choices.slots)) if choices.logit_rows is None else choices.logit_rows
         self._logits = outputs.logits[wanted]
         self.download: Download | None = None
@@ -286,7 +286,7 @@ class CudaStep:
             for name, array in arrays.items():
                 setattr(sampled, name, array)
             output = self._executor.accept(self._batch, self._rows, sampled)
-        return output._replace(readings=self._reading.result()) if self._reading else output
+        return output._replace(prompt_outputs=self._prompt_outputs.result()) if self._prompt_outputs else output
 
 
 def _device(kind: str, rank: int) -> torch.device:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from engine.core.types import Arrival, Batch, Reading, Row, Sampling
+from engine.core.types import Arrival, Batch, PromptOutputSpec, Row, Sampling
 from engine.sampling_parameters import PARAMETERS
 
 GREEDY = Sampling(max_new_tokens=2, temperature=0)
@@ -93,5 +93,5 @@ class _Builder:
         """Build a prompt of `num_tokens` whose log-probabilities and mean hidden state are wanted."""
         batch = self.batch([(0, num_tokens, GREEDY)])
         count = len(batch.rows[0].token_ids)
-        reading = Reading(scored=[0] * (count - 1), num_logprobs=1, num_pooled=count, is_told=True)
-        return batch._replace(rows=[batch.rows[0]._replace(reading=reading)], is_read=True)
+        spec = PromptOutputSpec(scored_ids=[0] * (count - 1), num_logprobs=1, num_pooled=count, returns_pooled=True)
+        return batch._replace(rows=[batch.rows[0]._replace(prompt_spec=spec)], has_prompt_outputs=True)
