@@ -21,6 +21,7 @@ from engine.graph import load
 from engine.models.families import FAMILIES
 from engine.models.qwen2 import Qwen2
 from engine.settings.config import Config
+from tests.checkpoints import COMMON
 
 BLOCK_SIZE = 16
 PLACEHOLDER = 7  # the token id of what a span covers
@@ -73,6 +74,13 @@ def with_spans(request: Request, table: np.ndarray, seed: int) -> Request:
         token_ids[start : start + length] = [PLACEHOLDER] * length
         start += length + rng.choice([0, 1, 20])
     return Request(request.request_id, token_ids, request.prompt_len, request.sampling, spans=spans)
+
+
+def an_image(start: int, rows: int, columns: int, seed: int = 0, frames: int = 1) -> PromptSpan:
+    """Return a span with a grid and random embeddings."""
+    length = frames * rows * columns
+    numbers = np.random.default_rng(seed).standard_normal((length, COMMON["hidden_size"])).astype(np.float32)
+    return PromptSpan(start, length, bytes([seed]), numbers.tobytes(), (frames, rows, columns))
 
 
 def a_loop(executor: Executor, config: Config, num_blocks: int = 200) -> Loop:

@@ -18,6 +18,7 @@ from tests.span_models import (
     MROPE,
     PLACEHOLDER,
     a_loop,
+    an_image,
     answers_of,
     export_with_spans,
     random_requests,
@@ -107,12 +108,6 @@ def test_a_text_model_has_no_inputs_for_spans(models):
 
 
 # Positions of M-RoPE
-
-
-def an_image(start, rows, columns, seed=0, frames=1):
-    length = frames * rows * columns
-    numbers = np.random.default_rng(seed).standard_normal((length, COMMON["hidden_size"])).astype(np.float32)
-    return PromptSpan(start, length, bytes([seed]), numbers.tobytes(), (frames, rows, columns))
 
 
 def test_positions_are_those_of_the_paper():
