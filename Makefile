@@ -102,7 +102,7 @@ docs:  ## the documentation as a searchable site in build/site
 	@$(PYTHON) server_scripts/interpreter.py
 	[ $(SITE)/.made -nt requirements-docs.txt -a $(SITE)/.made -nt constraints.txt ] || { $(PYTHON) -m venv --clear $(SITE) && \
 	  $(SITE)/bin/python -m pip install -q --constraint constraints.txt -r requirements-docs.txt && touch $(SITE)/.made; }
-	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs build --quiet --strict --site-dir build/site
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs build --strict --site-dir build/site
 	@echo "== build/site/index.html"
 
 # Without what earlier versions have left in build/lib, which would become a part of it.
