@@ -37,6 +37,7 @@ class NoGraph:
     """Every token is 7."""
 
     block_size, block_bytes, runs_ahead, max_prompt_logits, takes_spans = BLOCK_SIZE, 1, False, 0, False
+    max_drafts = 0
     cache_groups = FULL_ATTENTION
 
     def __init__(self) -> None:

@@ -23,6 +23,7 @@ from benchmarks.random_checkpoint import SHAPES, make_checkpoint
 from engine.core.loop import Loop
 from engine.core.types import Batch, Executor, Request, Sampling, Step, StepOutput
 from engine.executors import make_executor
+from engine.executors.drafting import with_drafts
 from engine.executors.memory import allocate_cache
 from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions
@@ -41,6 +42,7 @@ class Scripted:
         self.block_size, self.block_bytes = executor.block_size, executor.block_bytes
         self.runs_ahead, self.max_prompt_logits = False, executor.max_prompt_logits
         self.cache_groups, self.takes_spans = executor.cache_groups, executor.takes_spans
+        self.max_drafts = 0
         self._request_of: dict[int, int] = {}
         self._num_new: dict[int, int] = {}
         self._num_arrived = 0
@@ -74,7 +76,8 @@ class Scripted:
 def measure(executor: Executor, num_blocks: int, config: Config, script: tuple[list, list]) -> tuple[float, float]:
     """Tokens a second, and the share of the drafted tokens that were accepted."""
     prompts, answers = script
-    loop = Loop(Scripted(executor, answers), num_blocks, config)  # type: ignore[arg-type]
+    scripted = with_drafts(Scripted(executor, answers), config)  # type: ignore[arg-type]
+    loop = Loop(scripted, num_blocks, config)
     for index, prompt in enumerate(prompts):
         loop.add(Request(str(index), list(prompt), len(prompt), Sampling(ANSWER_LEN, temperature=0)))
     while loop.stats()["num_generated_tokens"] < len(prompts):  # the prompts

@@ -107,7 +107,8 @@ class KVCacheManager:
             num_freed = self._free_behind_window(request, index) if group.kind == SLIDING_WINDOW else 0
             if start // pool.block_size < len(block_ids) and pool.is_shared(block_ids[start // pool.block_size]):
                 self._replace(request, request.slot, index, start // pool.block_size)
-            num_missing = pool.blocks_for(start + num_tokens) - len(block_ids)
+            num_missing = pool.blocks_for(min(start + request.num_unverified + num_tokens, request.max_len))
+            num_missing -= len(block_ids)
             # A prompt keeps the share of the pool that it was admitted with.
             num_next = min(num_freed, pool.blocks_for(len(request.token_ids)) - len(block_ids), pool.num_available)
             if num_missing > 0 or num_next > 0:
@@ -115,15 +116,16 @@ class KVCacheManager:
         self._set_room(request)
 
     def allocate_drafts(self, request: Request, num_drafts: int, num_running: int) -> int:
-        """Return how many of `num_drafts` positions behind the next one have blocks. They are allocated now if that
-        leaves every running request one."""
-        pool, end = self.pool, request.num_computed + 1 + num_drafts
+        """Return how many of `num_drafts` positions behind the next one have blocks, wherever that comes to be. They
+        are allocated now if that leaves every running request one."""
+        pool, next_end = self.pool, request.num_computed + request.num_unverified + 1
+        end = min(next_end + num_drafts, request.max_len)
         if self._has_states:  # a rejected draft cannot be taken out of a state
             return 0
         if end > request.room:
             num_missing = (pool.blocks_for(end) - request.room // pool.block_size) * len(self.groups)
             if pool.num_available - num_missing < num_running * len(self.groups):
-                return request.room - request.num_computed - 1
+                return max(0, request.room - next_end)
             self.allocate(request, 1 + num_drafts)
         return num_drafts
 
@@ -153,7 +155,8 @@ class KVCacheManager:
 
     def publish(self, request: Request) -> None:
         """Make the blocks that have become full findable."""
-        count = request.num_computed // self.pool.block_size
+        # A launched step may compute what lies behind the end of an answer.
+        count = min(request.num_computed, len(request.token_ids), request.max_len) // self.pool.block_size
         if count > request.num_published and self.pool.caching:
             self._prefix_cache.publish(request, request.num_published, count)
         request.num_published = count
@@ -177,7 +180,7 @@ class KVCacheManager:
             self.pool.give_back(blocks)
         self.copies = [copy for copy in self.copies if copy.slot != request.slot]
         request.block_ids, request.num_freed, request.num_placed = [], [], []
-        request.num_computed = request.num_published = request.room = 0
+        request.num_computed = request.num_unverified = request.num_published = request.room = 0
         request.has_shared_tail = False
 
     def begin_step(self) -> None:

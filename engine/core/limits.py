@@ -27,6 +27,7 @@ class Limits:
     prefills: PrefillLimits | None = None  # None: prompts are computed in the order of their arrival
     cache_groups: tuple[CacheGroup, ...] = FULL_ATTENTION  # of the model
     takes_spans: bool = False  # the model, see Executor
+    max_drafts: int = 0  # draft tokens that the executor adds to a row, see Executor
 
 
 @dataclass

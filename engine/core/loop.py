@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from engine.core.adapters import Adapters
 from engine.core.beam_driver import BeamDriver
 from engine.core.block_pool import BlockPool
-from engine.core.drafting import NgramDrafter
 from engine.core.grammar import Compiling, Grammars
 from engine.core.limits import Counters, Limits, PrefillLimits
 from engine.core.scheduler import Scheduler
@@ -58,8 +57,9 @@ class Loop:
             _prefill_limits(config),
             executor.cache_groups,
             executor.takes_spans,
+            executor.max_drafts,
         )
-        self.scheduler = Scheduler(pool, limits, _drafter(config))
+        self.scheduler = Scheduler(pool, limits)
         self._beams = BeamDriver(self.scheduler)
         self.adapters = Adapters(executor, config.max_loras, self._adapters_in_use)
         self._grammars = grammars
@@ -134,7 +134,7 @@ class Loop:
         assert self._grammars
         masks = None
         try:
-            masks = self._grammars.masks(self.scheduler.choices())
+            masks = self._grammars.masks(self.scheduler.choices(step.drafts()))
         finally:
             step.mask(masks)  # without them, too: its thread must not wait for ever
 
@@ -213,9 +213,3 @@ def _prefill_limits(config: Config) -> PrefillLimits | None:
         return None
     max_prefills = config.max_num_partial_prefills or config.batch_size
     return PrefillLimits(max_prefills, config.max_long_partial_prefills or 1, config.long_prefill_tokens)
-
-
-def _drafter(config: Config) -> NgramDrafter | None:
-    if config.speculate_method == "none":
-        return None
-    return NgramDrafter(config.speculate_max_ngram_size, config.speculate_max_draft_token_num)

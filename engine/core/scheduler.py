@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from engine.core import prompt_outputs
 from engine.core.block_pool import BlockPool
-from engine.core.drafting import Drafter
 from engine.core.grammar import Choice
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.limits import Counters, Limits, PrefillLimits
@@ -33,13 +32,12 @@ class Scheduler:
     one are then PENDING. What it computes for a request that turns out to have ended is for nobody.
     """
 
-    def __init__(self, pool: BlockPool, limits: Limits, drafter: Drafter | None = None):
+    def __init__(self, pool: BlockPool, limits: Limits):
         assert limits.max_batched_tokens >= limits.max_batch
         self.pool = pool
         self.limits = limits
         self.counters = Counters()
         self.now = 0.0  # as the loop says, for whoever asks when a request began
-        self._drafter = drafter
         self._cache = KVCacheManager(pool, limits)
         self._roster = Roster(self._cache, limits, self.counters)
         self.waiting, self.running = self._roster.waiting, self._roster.running
@@ -91,12 +89,12 @@ class Scheduler:
     def may_run_ahead(self) -> bool:
         """Whether the next step can be picked while one runs: no token of it depends on one that is not known, and
         nobody has to be preempted."""
-        if self._drafter or len(self._launched) != 1:
+        if len(self._launched) != 1:
             return False
         running = self.running.values()
         if any(request.reads_answer for request in (*running, *self.waiting.first(LOOK_AHEAD))):
             return False
-        num_full = sum([request.num_computed >= request.room for request in running])
+        num_full = sum([request.num_computed + request.num_unverified >= request.room for request in running])
         return num_full * len(self.limits.cache_groups) <= self.pool.num_available
 
     def next_batch(self) -> Batch | None:
@@ -123,14 +121,20 @@ class Scheduler:
         has_mask = any(request.grammar and row.num_sampled for request, row, _ in launched)
         has_prompt_outputs = self._num_prompt_logits_left < self.limits.max_prompt_logits
         rows = [row for _, row, _ in launched]
-        return Batch(rows, *self._roster.take_news(), has_mask, has_prompt_outputs, self.pool.take_swaps())
+        max_drafts = self.limits.max_drafts
+        if max_drafts:  # in all rows together: what the prompts have left
+            max_drafts = self.limits.max_batched_tokens - sum(len(row.token_ids) for row in rows)
+        news, swaps = self._roster.take_news(), self.pool.take_swaps()
+        return Batch(rows, *news, has_mask, has_prompt_outputs, swaps, max_drafts)
 
-    def choices(self) -> list[Choice]:
-        """Of the step that was launched, in the order of its output."""
+    def choices(self, drafts: Mapping[int, Sequence[int]]) -> list[Choice]:
+        """Return the choices of the step that was launched, in the order of its output. `drafts`: that the executor has
+        added, by slot."""
         choices = []
         for request, row, forks in self._launched[-1]:
             if row.num_sampled:
-                choices.append(Choice(request, row.token_ids[len(row.token_ids) - row.num_sampled + 1 :]))
+                forced = row.token_ids[len(row.token_ids) - row.num_sampled + 1 :]
+                choices.append(Choice(request, forced or drafts.get(row.slot, ())))
                 choices += map(Choice, forks)
         return choices
 
@@ -142,6 +146,7 @@ class Scheduler:
         guided: list[Update] = []
         sampled, of_prompts = zip(output.token_ids, output.logprobs, strict=True), iter(output.prompt_outputs)
         block_size, has_prompt_outputs = self.pool.block_size, bool(output.prompt_outputs)
+        may_draft = self.limits.max_drafts > 0
         for request, row, forks in launched:
             num_sampled = row.num_sampled
             token_ids, logprobs = next(sampled) if num_sampled else ((), None)
@@ -154,8 +159,9 @@ class Scheduler:
                 request.grammar.is_left_out = False
                 self._roster.preempt(request)  # what was chosen is no token; it is computed again
                 continue
-            if num_sampled > 1:
-                request.num_computed -= num_sampled - len(token_ids)  # drafts that were wrong
+            if num_sampled > 1 or (may_draft and row.max_drafts):
+                request.num_computed += len(token_ids) - 1
+                request.num_unverified -= num_sampled - 1 + row.max_drafts
                 self.counters.num_drafted_tokens += num_sampled - 1
                 self.counters.num_accepted_tokens += len(token_ids) - 1
             update: Update | None
@@ -170,6 +176,7 @@ class Scheduler:
             guided += self._tell(request, update, updates)
             guided += self._tell_forks(forks, of_forks, updates)
         self._follow(guided, updates)
+        self.counters.num_drafted_tokens += output.num_drafts
         return updates
 
     def check(self) -> None:
@@ -181,8 +188,8 @@ class Scheduler:
     def _schedule_decodes(self, launched: list[Launched]) -> list[Request]:
         """A row for each running request that only misses its last token. Returns those that are still in their
         prompt. Preempts if it must: only requests younger than all that have a row."""
-        in_prompt = []
-        spare = self.limits.max_batched_tokens - self.num_running  # for drafts
+        in_prompt, may_draft = [], self.limits.max_drafts > 0
+        spare = self.limits.max_batched_tokens - self.num_running  # for tokens that a grammar forces
         for request in self._computable():
             start, token_ids = request.num_computed, request.token_ids[-1:]
             num_left = len(request.token_ids) - start
@@ -196,14 +203,19 @@ class Scheduler:
                 if request.num_new_tokens + 1 >= request.sampling.max_new_tokens:
                     continue  # and is the last
                 token_ids = [PENDING]
-            if start >= request.room and (request.slot < 0 or not self._roster.has_room(request)):
+            last = start + request.num_unverified if may_draft else start  # that it may be
+            if last >= request.room and (request.slot < 0 or not self._roster.has_room(request)):
                 continue  # preempted, in this very loop
-            if spare > 0 and (self._drafter or request.grammar) and not request.in_lockstep:
-                token_ids += self._drafts(request, spare)
-                spare -= len(token_ids) - 1
-            request.num_computed = start + len(token_ids)
+            num_sampled, max_drafts = 1, 0
+            if (may_draft or request.grammar) and not request.in_lockstep:
+                forced, max_drafts = self._reserve_drafts(request, spare)
+                token_ids += forced
+                spare -= len(forced)
+                num_sampled = len(token_ids)
+                request.num_unverified += len(forced) + max_drafts
+            request.num_computed = start + 1
             new = self._cache.take_new_blocks(request) if request.has_new_blocks else ()
-            row = make(Row, (request.slot, start, token_ids, new, len(token_ids), (), None))
+            row = make(Row, (request.slot, start, token_ids, new, num_sampled, (), None, max_drafts))
             launched.append((request, row, ()))
         return in_prompt
 
@@ -262,17 +274,17 @@ class Scheduler:
         launched.append((request, row, forks))
         return len(token_ids)
 
-    def _drafts(self, request: Request, spare: int) -> Sequence[int]:
-        """What its form forces it to say, or what the drafter guesses and its form allows."""
-        limit = min(spare, request.sampling.max_new_tokens - request.num_new_tokens - 1)
-        if limit <= 0:
-            return ()
-        drafts = request.grammar.forced()[:limit] if request.grammar else ()
-        if not drafts and self._drafter:
-            drafts = self._drafter.propose(request, limit)
-            if request.grammar:
-                drafts = drafts[: request.grammar.num_allowed(drafts)]
-        return drafts[: self._cache.allocate_drafts(request, len(drafts), len(self.running))] if drafts else ()
+    def _reserve_drafts(self, request: Request, spare: int) -> tuple[Sequence[int], int]:
+        """Return the tokens that its grammar forces now, at most `spare`, or else how many draft tokens the executor
+        may add. There are blocks for them behind the next token, wherever that comes to be."""
+        grammar = request.grammar
+        forced = grammar.forced()[:spare] if grammar and spare > 0 else ()
+        num_drafts = len(forced) or (self.limits.max_drafts if grammar is None or grammar.takes_drafts else 0)
+        num_drafts = min(num_drafts, request.max_len - 1 - request.num_computed)
+        if num_drafts > 0:
+            num_drafts = self._cache.allocate_drafts(request, num_drafts, len(self.running))
+        num_drafts = max(num_drafts, 0)
+        return (forced[:num_drafts], 0) if forced else ((), num_drafts)
 
     # What a step has brought
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -14,7 +14,7 @@ from engine.sampling_parameters import SamplingParameters
 
 NO_TOKEN = -1  # the model's logits are no numbers, or bans and masks left nothing
 MEAN = "mean"  # of Sampling.pooling
-PENDING = -2  # in a row: the token that the step before chooses for its slot, which is not known yet
+PENDING = -2  # in a row: the last token that the step before chooses for its slot, which is not known yet
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,11 @@ class Grammar(Protocol):
         """Nothing may follow."""
         ...
 
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether there can be masks after draft tokens, too. One that has an error says anything."""
+        ...
+
     def advance(self, token_ids: Sequence[int]) -> None:
         """The answer has gained these. Takes effect when something is asked of this, so that what the answers of a step
         have gained can be told together."""
@@ -81,10 +86,6 @@ class Grammar(Protocol):
         """What follows whatever the model says: in the place of each of these only it is allowed."""
         ...
 
-    def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """How many of these, from the first on, may follow."""
-        ...
-
 
 class State(Enum):
     WAITING = "waiting"  # holds nothing; its tokens are known, nothing of them is computed
@@ -92,14 +93,8 @@ class State(Enum):
     ENDED = "ended"  # finished or dropped; a step that was launched before may still compute it, for nobody
 
 
-class _WeaklyReferenced:
-    """Base of a class with slots whose objects may be keys of a WeakKeyDictionary."""
-
-    __slots__ = ("__weakref__",)
-
-
 @dataclass(eq=False, slots=True)
-class Request(_WeaklyReferenced):
+class Request:
     """A prompt and its answer so far. Compared by identity: two equal prompts are two requests."""
 
     request_id: str
@@ -119,7 +114,10 @@ class Request(_WeaklyReferenced):
     block_ids: list[list[int]] = field(default_factory=list)  # of each cache group: position // block_size -> block
     num_freed: list[int] = field(default_factory=list)  # of each: leading blocks that its window has passed
     block_hashes: list[bytes] = field(default_factory=list)  # of its leading full blocks, as many as were needed so far
-    num_computed: int = 0  # leading tokens whose keys and values are in the blocks once all launched steps have run
+    # Leading tokens whose keys and values are in the blocks once all launched steps have run; with drafts, at least so
+    # many, and at most `num_unverified` more.
+    num_computed: int = 0
+    num_unverified: int = 0  # draft tokens that launched steps may accept
     num_published: int = 0  # leading full blocks that the prefix cache has been told of
     num_placed: list[int] = field(default_factory=list)  # of each group: leading blocks that the executor knows
     has_new_blocks: bool = False  # it has blocks that the executor does not know
@@ -133,8 +131,7 @@ class Request(_WeaklyReferenced):
     pooled: bytes = b""
     began_at: float = 0.0
     num_preemptions: int = 0
-
-    # Its next token cannot be chosen before the last one is known, even by an executor that keeps that one
+    # Its next token cannot be chosen before the last one is known, even by an executor that keeps that one.
     reads_answer: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -191,7 +188,8 @@ class PromptOutputSpec(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The tokens of one slot that a step computes, from position `start` on."""
+    """The tokens of one slot that a step computes, from position `start` on. Where the step before has drafts, too, its
+    slot may come to be further than `start`, and the PENDING token with it."""
 
     slot: int
     start: int
@@ -200,6 +198,7 @@ class Row(NamedTuple):
     num_sampled: int = 1  # of the last ones, each gives a token: 0 inside a prompt, 1 + k when the last k are drafts
     forks: Sequence[int] = ()  # slots that also choose a token after the last one
     prompt_spec: PromptOutputSpec | None = None
+    max_drafts: int = 0  # draft tokens that the executor may add, each of which gives a token, too
 
 
 class Copy(NamedTuple):
@@ -230,6 +229,7 @@ class Batch(NamedTuple):
     has_mask: bool = False  # `Step.mask` will be called before a token can be chosen
     has_prompt_outputs: bool = False  # some row has a `prompt_spec`
     swaps: Swaps | None = None  # only where Config.num_host_blocks is not 0
+    max_drafts: int = 0  # draft tokens that the executor may add to all rows together
 
     @property
     def num_tokens(self) -> int:
@@ -251,10 +251,15 @@ class StepOutput(NamedTuple):
     token_ids: Sequence[Sequence[int]]  # one, with drafts up to 1 + k; [NO_TOKEN] where none could be chosen
     logprobs: Sequence[Sequence[Logprobs] | None]  # of each token; None: not asked for
     prompt_outputs: Sequence[PromptOutputs] = ()  # of every row that has a `prompt_spec`
+    num_drafts: int = 0  # draft tokens that the executor had added
 
 
 class Step(Protocol):
     """A step that was launched."""
+
+    def drafts(self) -> Mapping[int, Sequence[int]]:
+        """Return the draft tokens that the executor has added to the row of each slot. Waits until they are known."""
+        ...
 
     def mask(self, bits: Any) -> None:
         """u32 [S, ceil(V / 32)], a row for every token that is chosen; bit i of word w: token 32 w + i is allowed. So
@@ -279,6 +284,7 @@ class Executor(Protocol):
     runs_ahead: bool  # a step may be launched while the one before runs, with PENDING tokens
     max_prompt_logits: int  # tokens of a step with prompt outputs, whose logits are in memory at once; 0: unsupported
     takes_spans: bool  # requests may have prompt spans
+    max_drafts: int  # draft tokens that it adds to a row; 0: it does not draft
 
     def free_bytes(self) -> int:
         """Memory for the KV cache, beside what the steps so far have needed; of the rank that has least."""

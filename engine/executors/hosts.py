@@ -46,7 +46,7 @@ class HostsExecutor(RanksExecutor):
 class StepOfHosts:
     def __init__(self, step: Step):
         self._step = step
-        self.mask = step.mask
+        self.mask, self.drafts = step.mask, step.drafts
 
     def result(self) -> Any:
         with noticed_first():

@@ -53,7 +53,7 @@ class RanksExecutor:
     def __init__(self, first: Executor, others: Sequence[Connection]):
         self.block_size, self.block_bytes = first.block_size, first.block_bytes
         self.runs_ahead, self.max_prompt_logits = first.runs_ahead, first.max_prompt_logits
-        self.takes_spans = first.takes_spans
+        self.takes_spans, self.max_drafts = first.takes_spans, first.max_drafts
         self.cache_groups = first.cache_groups
         self._first = first
         self._others = others
@@ -239,7 +239,7 @@ def unpack(message: bytes) -> list[Any]:
 
 
 def unpack_batch(fields: Sequence[Any]) -> Batch:
-    rows, arrivals, copies, has_mask, has_prompt_outputs, swaps = fields
+    rows, arrivals, copies, has_mask, has_prompt_outputs, swaps, max_drafts = fields
     return Batch(
         [
             row._replace(prompt_spec=row.prompt_spec and PromptOutputSpec(*row.prompt_spec))
@@ -253,4 +253,5 @@ def unpack_batch(fields: Sequence[Any]) -> Batch:
         has_mask,
         has_prompt_outputs,
         swaps and Swaps(*swaps),
+        max_drafts,
     )

@@ -28,6 +28,7 @@ MAX_BLOCKS = 256  # of one request
 class ReferenceExecutor:
     """`ops` is any module with the functions of engine.ops.reference."""
 
+    max_drafts = 0
     runs_ahead = False
 
     def __init__(self, graph_dir: Path, ops: ModuleType = reference):

@@ -30,7 +30,7 @@ class Choices(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch) -> Choices:
-        slot_of_row, _, _, _, num_sampled, forks, _ = zip(*batch.rows, strict=True)
+        slot_of_row, _, _, _, num_sampled, forks, *_ = zip(*batch.rows, strict=True)
         if num_sampled.count(1) == len(slot_of_row) and not any(forks):  # the usual case
             return cls(list(slot_of_row), [()] * len(slot_of_row), None)
         rows = [row for row in batch.rows if row.num_sampled]

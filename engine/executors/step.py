@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
@@ -23,6 +23,9 @@ class StepInThread:
             self._masks.put(None)
         self._future = thread.submit(compute, batch, self._masks.get)
 
+    def drafts(self) -> Mapping[int, Sequence[int]]:
+        return {}
+
     def mask(self, bits: np.ndarray) -> None:
         self._masks.put(bits)
 
@@ -34,6 +37,9 @@ class StepWhenAsked:
     def __init__(self, compute: Callable[[Mask], StepOutput]):
         self._compute = compute
         self._mask: Mask = None
+
+    def drafts(self) -> Mapping[int, Sequence[int]]:
+        return {}
 
     def mask(self, bits: np.ndarray) -> None:
         self._mask = bits

@@ -83,8 +83,6 @@ class Pool(Protocol):
 
     def settle(self) -> None: ...
 
-    def num_allowed(self, matcher: Matcher, token_ids: Sequence[int]) -> int: ...
-
 
 class Matcher:
     """An `engine.core.types.Grammar`: one answer that follows a grammar. `field` of its request asks for that."""
@@ -118,15 +116,16 @@ class Matcher:
         self._pool.settle()
         return self.failure is None and self._is_complete
 
+    @property
+    def takes_drafts(self) -> bool:
+        return self.is_ready and not self.grammar.is_slow
+
     def advance(self, token_ids: Sequence[int]) -> None:
         self._pool.note_growth(self)
 
     def forced(self) -> Sequence[int]:
         self._pool.settle()
         return () if self.grammar.is_slow else self._forced[:MAX_FORCED]
-
-    def num_allowed(self, token_ids: Sequence[int]) -> int:
-        return 0 if self.error else self._pool.num_allowed(self, token_ids)
 
     def opened_by(self, process: WorkerProcess) -> tuple[int, Sequence[int], Sequence[int]]:
         """Return what a worker has to know first."""

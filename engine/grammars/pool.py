@@ -23,7 +23,7 @@ from engine.grammars.fork_server import Setup
 from engine.grammars.matcher import NO_MASK, NUM_LATE_STEPS, CompiledGrammar, Matcher, Opening
 from engine.grammars.processes import SharedRows, WorkerProcess
 from engine.grammars.refusals import Refusal
-from engine.grammars.worker import Followed
+from engine.grammars.worker import ALL_ALLOWED, Followed
 from engine.grammars.workers import Workers
 from engine.settings.config import Config
 from engine.text.allowed_tokens import FIELD, AllowedTokens, allowed_tokens, other_form
@@ -31,7 +31,6 @@ from engine.text.tokenizer import Tokenizer
 
 MAX_WAIT_S = 0.05  # of a step for its workers
 ROWS_OF_ANSWER = 18  # masks of one step: after the last token, and after each draft
-ALL_ALLOWED = 0xFFFFFFFF
 Batch = list[tuple[Matcher, int, list[int]]]  # answers of one grammar, each with its first row and its drafts
 
 
@@ -114,16 +113,6 @@ class GrammarPool:
         """Tell its worker with the next call of `settle`."""
         matcher.mask = NO_MASK
         self._grown.append(matcher)
-
-    def num_allowed(self, matcher: Matcher, token_ids: Sequence[int]) -> int:
-        """Return how many of these tokens may follow, from the first on."""
-        grammar, found = matcher.grammar, [0]
-        if grammar.process is None or grammar.is_slow or not matcher.is_ready:
-            return 0
-        arguments = (matcher.matcher_id, list(token_ids))
-        grammar.process.call("num_allowed", *arguments, on_reply=lambda num_tokens: found.__setitem__(0, num_tokens))
-        self._wait([grammar])
-        return found[0]
 
     def masks(self, choices: Sequence[Choice]) -> np.ndarray:
         """See `engine.core.types.Step.mask`."""

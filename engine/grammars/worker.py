@@ -32,6 +32,7 @@ QUIET = 0
 MAX_ERROR_LEN = 10_000
 STEP_CPU_S = 0.25  # for one token of one answer; some 15 ms are usual at worst
 MIN_ROWS_FOR_THREADS = 4
+ALL_ALLOWED = 0xFFFFFFFF
 LOWEST_PRIORITY = 19
 NO_NAME_LEFT = "a property must follow, but every name that it may have is taken"
 
@@ -61,7 +62,6 @@ class Worker:
             "open": self.open,
             "advance": self.advance,
             "masks": self.masks,
-            "num_allowed": self.num_allowed,
             "lower_priority": lambda: os.setpriority(os.PRIO_PROCESS, 0, LOWEST_PRIORITY),
         }
         while True:
@@ -104,9 +104,10 @@ class Worker:
             return [self._follow(*each, with_mask) for each in answers]
 
     def masks(self, answers: Sequence[tuple[int, int, Sequence[int]]], num_rows: int) -> list[str]:
-        """Write the masks of answers, each with its first row and its drafts, after each of which there is a mask too.
-        Return the error of each, or an empty text."""
+        """Write the masks of answers, each with its first row and its drafts, after each of which there is a mask too;
+        behind a draft that is not allowed everything is. Return the error of each, or an empty text."""
         with _cpu_limit(STEP_CPU_S * len(answers)):
+            answers = [(each, row, self._cut(each, row, drafts) if drafts else ()) for each, row, drafts in answers]
             where = (self._rows.ctypes.data, 4 * self._rows.shape[1], num_rows)
             drafted = [(self._matchers[each], row, list(drafts)) for each, row, drafts in answers if drafts]
             plain = [(self._matchers[each], row) for each, row, drafts in answers if not drafts]
@@ -124,12 +125,14 @@ class Worker:
                 errors.append(_error(self._matchers[matcher_id]) or self._forbid_repeated(matcher_id, rows, drafts))
             return errors
 
-    def num_allowed(self, matcher_id: int, token_ids: Sequence[int]) -> int:
-        """Return how many of these tokens may follow, from the first on."""
-        with _cpu_limit(STEP_CPU_S):
-            return self._num_allowed(matcher_id, token_ids)
+    def _cut(self, matcher_id: int, row: int, drafts: Sequence[int]) -> Sequence[int]:
+        """Return the drafts that may follow, and let everything follow behind the others."""
+        count = self._num_allowed(matcher_id, drafts)
+        self._rows[row + 1 + count : row + 1 + len(drafts)] = ALL_ALLOWED
+        return drafts[:count]
 
     def _num_allowed(self, matcher_id: int, token_ids: Sequence[int]) -> int:
+        """Return how many of these tokens may follow, from the first on."""
         count = self._matchers[matcher_id].validate_tokens(list(token_ids))
         return self._num_unrepeated(matcher_id, token_ids[:count])
 

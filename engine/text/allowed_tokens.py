@@ -19,7 +19,7 @@ class AllowedTokens:
 
     error: RequestError | None = None
     is_complete = is_left_out = False
-    is_ready = True
+    is_ready = takes_drafts = True
 
     def __init__(self, form: str, vocab_size: int):
         self.token_ids = frozenset(json.loads(form))
@@ -33,10 +33,6 @@ class AllowedTokens:
     def forced(self) -> Sequence[int]:
         """Return no tokens, also of a single id: which one comes is known, how many do not need to be."""
         return ()
-
-    def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """Return how many of these are allowed, up to the first that is not."""
-        return next((i for i, each in enumerate(token_ids) if each not in self.token_ids), len(token_ids))
 
 
 def allowed_tokens(request: Request, vocab_size: int) -> Future[Sequence[Grammar]]:

@@ -11,6 +11,7 @@ from engine.core.loop import Loop  # noqa: E402
 from engine.core.types import Arrival, Batch, Request, Row, Sampling  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
 from engine.executors.cuda.step_graphs import StepGraphs  # noqa: E402
+from engine.executors.drafting import with_drafts  # noqa: E402
 from engine.executors.memory import allocate_cache  # noqa: E402
 from engine.executors.reference import ReferenceExecutor  # noqa: E402
 from engine.exporting.manifest import Manifest  # noqa: E402
@@ -28,7 +29,7 @@ def golden(family, lengths):
 
 def a_loop(graph_dir, device, **settings):
     config = dataclasses.replace(SETTINGS, **settings)
-    executor = CudaExecutor(graph_dir, config, device.type)
+    executor = with_drafts(CudaExecutor(graph_dir, config, device.type), config)
     return Loop(executor, allocate_cache(executor, config, 512), config)
 
 

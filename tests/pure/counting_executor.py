@@ -60,6 +60,9 @@ class CountingStep:
     def __init__(self, executor: CountingExecutor, output: StepOutput):
         self._executor, self._output = executor, output
 
+    def drafts(self) -> dict[int, list[int]]:
+        return {}
+
     def mask(self, bits: object) -> None:
         raise AssertionError("nobody has a grammar here")
 
@@ -76,6 +79,7 @@ class CountingExecutor:
     runs_ahead = False
     max_prompt_logits = 6
     takes_spans = True
+    max_drafts = 0
 
     def __init__(self, num_blocks: int = 16, block_size: int = 4, groups: Sequence[CacheGroup] = FULL_ATTENTION):
         self.num_blocks = num_blocks

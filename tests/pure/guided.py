@@ -9,6 +9,7 @@ from pathlib import Path
 
 from engine.core.loop import Loop
 from engine.core.types import Request, Sampling
+from engine.executors.drafting import with_drafts
 from engine.grammars.pool import GrammarPool
 from engine.settings.config import Config
 from engine.text.grammars import write_grammar
@@ -66,9 +67,8 @@ class Guided:
         likely = [token_id for text in '"}],:0' for token_id in tokenizer.encode(text)]
         self.model = RandomModel(VOCAB_SIZE, tuple(likely))
         self.grammars = grammars or shared_grammars()
-        self.loop = Loop(
-            self.model, num_blocks, Config(**{"batch_size": 32, "max_cached_task_num": 1000, **settings}), self.grammars
-        )
+        config = Config(**{"batch_size": 32, "max_cached_task_num": 1000, **settings})
+        self.loop = Loop(with_drafts(self.model, config), num_blocks, config, self.grammars)
         self.token_ids, self.ends, self.errors = {}, {}, {}
 
     def turn(self):

@@ -19,6 +19,7 @@ class RandomModel:
     runs_ahead = False
     max_prompt_logits = 0
     takes_spans = False
+    max_drafts = 0
     cache_groups = FULL_ATTENTION
 
     def __init__(self, vocab_size: int, likely_ids: tuple[int, ...] = (), block_size: int = 16):

@@ -10,6 +10,7 @@ from engine.core.loop import Loop
 from engine.core.types import Logprobs, Request, Sampling
 from engine.errors import InvalidRequest
 from engine.executors import make_executor
+from engine.executors.drafting import with_drafts
 from engine.executors.reference import ReferenceExecutor
 from engine.settings.config import Config
 from tests.checkpoints import FAMILIES
@@ -157,7 +158,7 @@ def test_fewer_answers_than_beams_are_the_best_of_them():
 
 def test_a_search_beside_drafts_has_none():
     config = Config(speculate_method="ngram")
-    loop = Loop(Opinions(64, 4), 64, config)
+    loop = Loop(with_drafts(Opinions(64, 4), config), 64, config)
     prompt = [5, 6, 7, 5, 6, 7, 5, 6]
     token_ids, _, _ = run(loop, a_search("a", prompt, 3), Request("plain", [*prompt], 8, Sampling(8, temperature=0)))
     assert answers_of(token_ids, "a", 3) == alone(prompt, a_search("a", prompt, 3).sampling)

@@ -5,7 +5,7 @@ import pytest
 from engine.core.block_pool import BlockPool
 from engine.core.limits import Limits, PrefillLimits
 from engine.core.scheduler import Scheduler
-from engine.core.types import PENDING, Request, Sampling
+from engine.core.types import PENDING, Request, Sampling, StepOutput
 from engine.errors import InvalidRequest, Overloaded
 from tests.pure.counting_executor import CountingExecutor, answer
 
@@ -427,13 +427,38 @@ def test_nothing_is_picked_ahead_where_somebody_would_have_to_give_way():
     assert not scheduler.may_run_ahead()
 
 
-def test_drafts_need_tokens_that_are_known():
-    class Drafter:
-        def propose(self, request, limit):
-            return []
-
-    pool = BlockPool(16, 4)
-    scheduler = Scheduler(pool, Limits(4, 16), Drafter())
-    scheduler.add(a_request([10], 9))
+def test_a_step_ahead_has_room_for_the_drafts_of_both_steps():
+    """Wherever the first one ends: with one token, or with all drafts that it may have."""
+    scheduler = Scheduler(BlockPool(16, 4), Limits(4, 16, max_drafts=3))
+    request = a_request([10], 20)
+    scheduler.add(request)
     scheduler.next_batch()
-    assert not scheduler.may_run_ahead()
+    scheduler.apply(StepOutput([[11]], [None]))
+    for start, end in ((1, 5), (2, 9)):
+        [row] = scheduler.next_batch().rows
+        assert (row.start, row.max_drafts, request.room >= end) == (start, 3, True)
+    assert (request.num_computed, request.num_unverified) == (3, 6)
+    scheduler.apply(StepOutput([[12, 13, 14]], [None], num_drafts=3))
+    assert (request.num_computed, request.num_unverified) == (5, 3)
+    scheduler.apply(StepOutput([[15]], [None], num_drafts=1))
+    assert (request.num_computed, request.num_unverified) == (5, 0)
+    assert request.token_ids == [10, *range(11, 16)]
+    assert (scheduler.counters.num_drafted_tokens, scheduler.counters.num_accepted_tokens) == (4, 2)
+
+
+def test_prompts_take_the_tokens_of_a_step_before_drafts_do():
+    scheduler = Scheduler(BlockPool(16, 4), Limits(4, 8, max_drafts=3))
+    scheduler.add(a_request([10], 20))
+    assert scheduler.next_batch().max_drafts == 7
+    scheduler.apply(StepOutput([[11]], [None]))
+    scheduler.add(a_request(range(20, 25), 20))
+    batch = scheduler.next_batch()
+    assert ([row.max_drafts for row in batch.rows], batch.max_drafts) == ([3, 0], 2)
+
+
+def test_no_drafts_are_asked_for_beyond_the_end():
+    scheduler = Scheduler(BlockPool(16, 4), Limits(4, 16, max_drafts=3))
+    scheduler.add(a_request([10], 4))
+    scheduler.next_batch()
+    scheduler.apply(StepOutput([[11]], [None]))
+    assert [scheduler.next_batch().rows[0].max_drafts for _ in range(2)] == [2, 1]

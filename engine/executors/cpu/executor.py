@@ -34,6 +34,7 @@ class CpuExecutor:
     """Steps run in a thread of their own, so that tokens are sent and requests are read meanwhile. The first rank alone
     chooses tokens."""
 
+    max_drafts = 0
     runs_ahead = False
 
     def __init__(self, graph_dir: Path, config: Config, membership: Membership | None = None):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,6 +58,7 @@ class CudaExecutor:
     """One rank of the model, on the GPU with its number. The first rank alone chooses tokens, and tells the others on
     the device. `device`: cuda, or with the Triton language's interpreter also the CPU, which takes the place of all."""
 
+    max_drafts = 0
     runs_ahead = True
 
     def __init__(
@@ -270,6 +271,9 @@ class CudaStep:
         wanted = slice(len(choices.slots)) if choices.logit_rows is None else choices.logit_rows
         self._logits = outputs.logits[wanted]
         self.download: Download | None = None
+
+    def drafts(self) -> Mapping[int, Sequence[int]]:
+        return {}
 
     def mask(self, bits: np.ndarray) -> None:
         self._rows.mask = bits

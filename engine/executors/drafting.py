@@ -1,0 +1,163 @@
+"""Speculative decoding for any executor: drafts the tokens that a step verifies, in front of the executor that runs it.
+
+Knows tokens and slots; no blocks, no tensors. The scheduler has reserved the room for the drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from engine.core.types import PENDING, Arrival, Batch, Executor, Row, StepOutput
+from engine.executors.ngram import NgramDrafter
+from engine.settings.config import Config
+
+
+class Drafter(Protocol):
+    """Guesses which tokens follow those of one slot."""
+
+    def propose(self, token_ids: Sequence[int], max_drafts: int) -> Sequence[int]:
+        """Return at most `max_drafts` tokens that may follow `token_ids`, all tokens of the slot; none when nothing is
+        likely. Called when all of them are known, each time with those of the call before and more."""
+        ...
+
+
+def with_drafts(executor: Executor, config: Config) -> Executor:
+    """Return `executor`, with drafts if SPECULATE_METHOD names a method."""
+    if config.speculate_method == "none":
+        return executor
+    return DraftingExecutor(executor, config.speculate_max_draft_token_num, lambda arrival: NgramDrafter(config))
+
+
+@dataclass
+class DraftedSlot:
+    """The tokens of the request in a slot."""
+
+    token_ids: list[int]  # prompt, and what of the answer is known
+    max_len: int  # positions that it may come to hold, see `Request.max_len`
+    drafter: Drafter
+
+    def fill_in(self, row: Row) -> Row:
+        """Return the row with the token that was PENDING. A request that has ended by its length meanwhile computes the
+        last of its positions again, with the same token."""
+        start = min(len(self.token_ids), self.max_len) - 1
+        return row._replace(start=start, token_ids=[max(self.token_ids[start], 0)])  # NO_TOKEN: it has failed
+
+    def with_drafts(self, row: Row, max_drafts: int) -> Row:
+        """Return the row, which has the last token, with at most `max_drafts` draft tokens behind it."""
+        max_drafts = min(row.max_drafts, max_drafts, self.max_len - 1 - row.start)
+        drafts = self.drafter.propose(self.token_ids, max_drafts) if max_drafts > 0 else ()
+        return row._replace(token_ids=[*row.token_ids, *drafts], num_sampled=1 + len(drafts), max_drafts=0)
+
+
+@dataclass
+class DraftingStep:
+    """A step of a `DraftingExecutor`, which may still wait for the steps before."""
+
+    output: Future[StepOutput] = field(default_factory=Future)
+    drafted: Future[Mapping[int, Sequence[int]]] = field(default_factory=Future)
+    masked: Future[Any] = field(default_factory=Future)
+
+    def drafts(self) -> Mapping[int, Sequence[int]]:
+        return self.drafted.result()
+
+    def mask(self, bits: Any) -> None:
+        self.masked.set_result(bits)
+
+    def result(self) -> StepOutput:
+        return self.output.result()
+
+
+class DraftingExecutor:
+    """An executor that adds draft tokens to the rows of another one, and owns a `Drafter` for each slot.
+
+    Steps run one after another in a thread. When the tokens of a step are known there, the PENDING tokens of the next
+    one are filled in, its rows get their drafts, and the other executor launches it. So the scheduler picks a step
+    while the one before runs, and need not know how many of its drafts are accepted. The other executor, with all its
+    ranks, gets batches in which every token is known.
+    """
+
+    runs_ahead = True
+
+    def __init__(self, executor: Executor, max_drafts: int, make_drafter: Callable[[Arrival], Drafter]):
+        """`max_drafts`: of a row. `make_drafter` is called for each request that takes a slot."""
+        self.max_drafts = max_drafts
+        self.block_size, self.block_bytes = executor.block_size, executor.block_bytes
+        self.cache_groups, self.takes_spans = executor.cache_groups, executor.takes_spans
+        self.max_prompt_logits = executor.max_prompt_logits
+        self._executor = executor
+        self._make_drafter = make_drafter
+        self._slots: dict[int, DraftedSlot] = {}
+        self._error: BaseException | None = None  # of the step that has failed
+        self._thread = ThreadPoolExecutor(1, "drafts")
+
+    def free_bytes(self) -> int:
+        return self._executor.free_bytes()
+
+    def allocate(self, num_blocks: int) -> None:
+        self._executor.allocate(num_blocks)
+
+    def warm_up(self) -> None:
+        self._executor.warm_up()
+
+    def load_adapter(self, adapter: tuple[str, ...]) -> None:
+        self._thread.submit(self._executor.load_adapter, adapter).result()  # behind the steps that were launched
+
+    def drop_adapter(self, adapter_id: str) -> None:
+        self._thread.submit(self._executor.drop_adapter, adapter_id)
+
+    def launch(self, batch: Batch) -> DraftingStep:
+        step = DraftingStep()
+        step.output = self._thread.submit(self._run, batch, step)
+        return step
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+        self._executor.close()
+
+    def _run(self, batch: Batch, step: DraftingStep) -> StepOutput:
+        try:
+            if self._error:  # of the step before: what this one would begin with is undefined
+                raise self._error
+            return self._compute(batch, step)
+        except BaseException as error:
+            self._error = error
+            if not step.drafted.done():  # whoever waits for the drafts must not wait for ever
+                step.drafted.set_exception(error)
+            raise
+
+    def _compute(self, batch: Batch, step: DraftingStep) -> StepOutput:
+        for arrival in batch.arrivals:
+            max_len = arrival.prompt_len + max(arrival.sampling.max_new_tokens - 1, 0)
+            self._slots[arrival.slot] = DraftedSlot(list(arrival.token_ids), max_len, self._make_drafter(arrival))
+        filled, drafts = self._fill_in(batch)
+        step.drafted.set_result(drafts)
+        running = self._executor.launch(filled)
+        if batch.has_mask:
+            running.mask(step.masked.result())
+        output = running.result()
+        self._append(filled.rows, output)
+        return output._replace(num_drafts=sum(map(len, drafts.values())))
+
+    def _fill_in(self, batch: Batch) -> tuple[Batch, dict[int, Sequence[int]]]:
+        """Return the batch with all its tokens, and by slot those of them that were drafted here."""
+        rows, drafts, num_left = [], {}, batch.max_drafts
+        for row in batch.rows:
+            slot = self._slots[row.slot]
+            if row.token_ids[0] == PENDING:
+                row = slot.fill_in(row)
+            if row.max_drafts:
+                row = slot.with_drafts(row, num_left)
+                drafts[row.slot] = row.token_ids[1:]
+                num_left -= len(drafts[row.slot])
+            rows.append(row)
+        return batch._replace(rows=rows, max_drafts=0), drafts
+
+    def _append(self, rows: Sequence[Row], output: StepOutput) -> None:
+        """Add the tokens of a step to those of its slots."""
+        sampled = iter(output.token_ids)
+        for row in rows:
+            for slot in (row.slot, *row.forks) if row.num_sampled else ():
+                self._slots[slot].token_ids += next(sampled)
