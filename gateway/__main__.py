@@ -1,7 +1,9 @@
-"""One worker process: listens beside its siblings on the HTTP and gRPC ports (SO_REUSEPORT), drains when told to stop.
+"""Gateway worker process.
 
-SIGTERM or SIGINT: stop listening, let running requests go on for the drain timeout, then end them with an error event;
-exit status 0.
+It shares the HTTP and gRPC ports with the other workers (SO_REUSEPORT).
+
+On SIGTERM or SIGINT it stops listening, lets running requests finish within the drain timeout, ends the others with an
+error event, and exits with status 0.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from engine.log import configure
 from engine.settings.config import Config
 from engine.settings.tls import key_and_chain, server_context
 from gateway.app import make_app
-from gateway.app_keys import BACKEND, BEGUN, DRAINING, INTAKE, RUNNING
+from gateway.app_keys import BACKEND, BEGUN, BODY_MEMORY, DRAINING, RUNNING
 from gateway.backend import timeout
 from gateway.connection_limits import BACKLOG, MAX_HEADER_BYTES, MAX_HEADERS, ConnectionLimiter, allow_connections
 from gateway.grpc_server.server import GrpcServer
@@ -38,7 +40,7 @@ from gateway.watchdog import end_when_hung
 
 log = logging.getLogger("gateway")
 
-LAST_WORDS_S = 2.0  # for the error events after the drain timeout
+ERROR_EVENTS_S = 2.0  # to send the error events after the drain timeout
 
 
 async def serve(
@@ -48,13 +50,13 @@ async def serve(
     drain_timeout_s: float,
     tls: ssl.SSLContext | None = None,
 ) -> None:
-    """Serves HTTP until `stop` is set, then drains."""
+    """Serve HTTP on `socks` until `stop` is set, then drain for at most `drain_timeout_s` seconds."""
     server_logger.addFilter(is_worth_logging)
     runner = web.AppRunner(
         app,
         handler_cancellation=True,
         access_log=None,
-        shutdown_timeout=LAST_WORDS_S,
+        shutdown_timeout=ERROR_EVENTS_S,
         auto_decompress=False,
         keepalive_timeout=SILENT_CLIENT_S,
         max_headers=MAX_HEADERS,
@@ -67,24 +69,26 @@ async def serve(
         await site.start()
         log.info("listening on %s:%d", *sock.getsockname()[:2])
     assert runner.server
-    heads = ConnectionLimiter(runner.server, app[RUNNING], app[BEGUN], app[INTAKE].max_bytes)
+    heads = ConnectionLimiter(runner.server, app[RUNNING], app[BEGUN], app[BODY_MEMORY].max_bytes)
     watching = asyncio.create_task(heads.watch([sock.getsockname()[1] for sock in socks]))
     await stop.wait()
     watching.cancel()
     for sock in socks:
         asyncio.get_running_loop().remove_reader(sock)
-    await asyncio.sleep(
-        0
-    )  # asyncio forgets connections that it has accepted, but not yet begun, when the server closes
+    # A closing asyncio server drops connections that are accepted but not started: let them start.
+    await asyncio.sleep(0)
     for site in sites:
         await site.stop()
     await drain(app, drain_timeout_s)
-    await runner.cleanup()  # closes idle connections, cancels what is stuck in a client
+    await runner.cleanup()  # closes idle connections and cancels writes that block on a client
     log.info("stopped")
 
 
 async def drain(app: web.Application, timeout_s: float) -> None:
-    """New requests on open connections are refused, running ones may end; what runs longer ends with an error."""
+    """Refuse new requests on open connections and wait until the running ones have finished.
+
+    After `timeout_s` seconds the remaining requests are ended with an error.
+    """
     app[DRAINING].set()
     log.info("draining, %d running, at most %g s", len(app[RUNNING]), timeout_s)
     try:
@@ -97,6 +101,10 @@ async def drain(app: web.Application, timeout_s: float) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
+    """Return a TCP socket bound to `host` and `port`, which other workers may bind as well.
+
+    Raise OSError if that is impossible.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -106,7 +114,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def run(config: Config) -> None:
-    # Before anything listens: it may find a setting wrong
+    """Run the HTTP and gRPC servers of this worker until SIGTERM or SIGINT."""
+    # Before the ports are opened, because a wrong setting is found here
     app = make_app(TritonBackend(TritonConnections(config.triton_target)), config) if config.http_ports else None
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -117,11 +126,13 @@ async def run(config: Config) -> None:
 
 
 async def serve_http(app: web.Application, config: Config, stop: asyncio.Event) -> None:
+    """Listen on the configured HTTP ports and serve `app` until `stop` is set."""
     socks = [listen(config.service_host, number) for number in config.http_ports]
     await serve(app, socks, stop, config.drain_timeout_s, server_context(config))
 
 
 async def serve_grpc(config: Config, stop: asyncio.Event) -> None:
+    """Serve gRPC until `stop` is set, then drain. Raise OSError if the port cannot be used."""
     server = GrpcServer(TritonConnections(config.triton_target), config)
     credentials = grpc.ssl_server_credentials([key_and_chain(config)]) if config.tls_cert_file else None
     address = f"{in_url(config.service_host)}:{config.service_grpc_port}"
@@ -134,6 +145,7 @@ async def serve_grpc(config: Config, stop: asyncio.Event) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
+    """Return the command line's arguments: `index`, the number of this worker."""
     parser = argparse.ArgumentParser(
         prog="python -m gateway",
         description="Serve HTTP and gRPC in front of the model. Settings are environment variables: "
@@ -144,6 +156,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
+    """Run one worker and return its exit status: 0 after a stop signal, 1 if it cannot listen."""
     index = parse_arguments().index
     config = Config.from_env()
     configure(config.log_level, process=f"worker {index}")

@@ -1,4 +1,4 @@
-"""Who asks: the owner of the key that a request carries. Knows no HTTP."""
+"""API keys: the owner of the key that a request carries. It is independent of HTTP."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from engine.wire import Owner
 
 
 class InvalidApiKey(InvalidRequest):
+    """The API key is missing or wrong."""
+
     kind = "invalid_api_key"
     code = 401
 
 
 def owner_of(authorization: str, owners: Mapping[str, Owner]) -> Owner:
-    """`authorization` is the text of the header. Takes as long for a wrong key as for a right one."""
+    """Return the owner of the key in `authorization`, the value of the header.
+
+    The comparison takes constant time. Raise InvalidApiKey.
+    """
     scheme, _, text = authorization.partition(" ")
     given = text.strip().encode("utf-8", "surrogateescape")
     found = [owner for key, owner in owners.items() if hmac.compare_digest(given, key.encode())]

@@ -1,6 +1,7 @@
-"""The routes of the service port, and which protocol a request speaks. One worker's application, made around a Backend.
+"""HTTP application of one worker: the routes of the service port, and the protocol of each request.
 
-A path has the protocols that name it. Where there are several, the first that says so has the body.
+A path may belong to several protocols. In that case the first one in PROTOCOLS that recognizes the body handles the
+request.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from gateway.app_keys import (
     ANTHROPIC,
     BACKEND,
     BEGUN,
+    BODY_MEMORY,
     CONFIG,
     DOCUMENT,
     DRAINING,
     EMBEDDINGS,
-    INTAKE,
     LABELS,
     NATIVE,
     OPENAI,
-    RANKINGS,
     READY,
     RESPONSES,
     RUNNING,
+    SCORING,
     SERVED,
     TRITON,
     TRITON_TEXT,
@@ -65,30 +66,35 @@ from gateway.web import is_for_people
 log = logging.getLogger(__name__)
 
 WITH_NATIVE_FIELDS: Sequence[ClientProtocol] = (NATIVE, TRITON_TEXT, TRITON)
-PROTOCOLS: Sequence[ClientProtocol] = (  # of a path, the first that speaks a body has it
-    *(NATIVE, OPENAI, RESPONSES, ANTHROPIC, EMBEDDINGS, *RANKINGS, TRITON_TEXT, TRITON),
+PROTOCOLS: Sequence[ClientProtocol] = (  # the first one that recognizes the body handles the request
+    *(NATIVE, OPENAI, RESPONSES, ANTHROPIC, EMBEDDINGS, *SCORING, TRITON_TEXT, TRITON),
 )
 
-REQUEST_TIMEOUT_S = 300.0  # without a new answer of the model, unless a request says otherwise
+REQUEST_TIMEOUT_S = 300.0  # longest wait for the next answer of the model; a request may set its own `timeout`
 
-# A browser sends no key; they say nothing of the model.
+# Paths without an API key: browsers send none, and these reveal nothing about the model.
 UNGUARDED = (
     *("/health", "/ping", "/version", "/openapi.json", "/docs", "/page/{file}"),
     *("/v2/health/live", "/v2/health/ready"),
 )
-CLIENT_LEFT = 499  # in our log only
+CLIENT_DISCONNECTED = 499  # used in the log only
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def make_app(backend: Backend, config: Config, request_timeout_s: float = REQUEST_TIMEOUT_S) -> web.Application:
+    """Return the application that serves requests through `backend`.
+
+    `request_timeout_s` is the longest time without a new answer of the model, unless a request has its own `timeout`.
+    Raise ConfigError if a setting is wrong.
+    """
     app = web.Application(middlewares=[log_request, errors_as_json], client_max_size=config.max_body_bytes)
     app[READY] = readiness(backend, ANSWER_WITHIN_S)
     app[SERVED] = ServedModel(config.run_path)
     app[BACKEND] = RetryingBackend(backend, app[READY], app[SERVED])
     app[CONFIG] = config
-    output_syntax_of(config)  # somebody's file may be wrong: nobody shall learn it from a request
+    output_syntax_of(config)  # raises ConfigError now, not at the first request, if a plug-in file is wrong
     app[REQUEST_TIMEOUT] = request_timeout_s
-    app[INTAKE] = BodyMemoryBudget.for_worker(config)
+    app[BODY_MEMORY] = BodyMemoryBudget.for_worker(config)
     app[RUNNING], app[BEGUN] = [], set()
     app[LABELS] = {}
     begin_tracing(app, config)
@@ -99,7 +105,7 @@ def make_app(backend: Backend, config: Config, request_timeout_s: float = REQUES
     paths = dict.fromkeys(path for protocol in PROTOCOLS for path in protocol.paths)
     app.add_routes(
         [
-            *[web.post(path, complete) for path in paths],  # first, as a reader of the document wants to see them
+            *[web.post(path, complete) for path in paths],  # first, because the document lists routes in this order
             *[web.post(path, ask) for path, ask in endpoints.ROUTES.items()],
             *stored_responses.ROUTES,
             *[web.post(f"{root}/infer", triton.refuse_infer) for root in ROOTS],
@@ -111,17 +117,17 @@ def make_app(backend: Backend, config: Config, request_timeout_s: float = REQUES
 
 
 async def complete(request: web.Request) -> web.StreamResponse:
-    """A request for an answer of the model, whatever its protocol."""
+    """Generate an answer of the model, in the protocol of the request."""
     context, app = request[CONTEXT], request.app
-    room = BodyMemoryReservation(app[INTAKE])
+    reservation = BodyMemoryReservation(app[BODY_MEMORY])
     try:
-        payload = await read_payload(request, app[CONFIG].max_body_bytes, room)
-        if context.protocols[0] in RANKINGS:
+        payload = await read_payload(request, app[CONFIG].max_body_bytes, reservation)
+        if context.protocols[0] in SCORING:
             context.num_labels = await num_labels(app)
-        async with app[INTAKE].reading(len(payload)):
+        async with app[BODY_MEMORY].reading(len(payload)):
             body = _read(payload, context)
         context.previous = await stored_responses.previous_of(request, body)
-        async with app[INTAKE].reading(len(payload)):
+        async with app[BODY_MEMORY].reading(len(payload)):
             context.exchange = exchange = _parse(body, context)
         del payload, body
         timeout_s = exchange.timeout_s or app[REQUEST_TIMEOUT]
@@ -131,19 +137,19 @@ async def complete(request: web.Request) -> web.StreamResponse:
         model = UniqueIdBackend(app[BACKEND], context, exchange)
         if bodies[0].get(wire.STORE, {}).get("is_background") and not exchange.stream:
             return await stored_responses.begin_in_background(request, model, bodies[0])
-        asks = [partial(model.generate, index, each, timeout_s) for index, each in enumerate(bodies)]
-        running = run_concurrently(asks, max_concurrent_requests(app[CONFIG]), timeout_s)
-        if room.num_bytes:
-            running = _giving_back(room, running)
+        generators = [partial(model.generate, index, each, timeout_s) for index, each in enumerate(bodies)]
+        running = run_concurrently(generators, max_concurrent_requests(app[CONFIG]), timeout_s)
+        if reservation.num_bytes:
+            running = _release_at_first_answer(reservation, running)
         if exchange.stream:
             return await http_responses.stream(request, exchange, running)
         return await http_responses.gather(request, exchange, running)
     finally:
-        room.release()
+        reservation.release()
 
 
 def _read(payload: bytes, context: RequestContext) -> dict[str, Any]:
-    """Return the body, whose protocol is known then."""
+    """Return the JSON body and set the protocol of the request, which is known from then on."""
     body = parse_body(payload)
     context.protocols = [next(each for each in context.protocols if len(context.protocols) == 1 or each.speaks(body))]
     return body
@@ -161,16 +167,21 @@ def _parse(body: dict[str, Any], context: RequestContext) -> Exchange:
     return exchange
 
 
-async def _giving_back(room: BodyMemoryReservation, running: http_responses.Answers) -> http_responses.Answers:
-    """When the model has begun to answer."""
+async def _release_at_first_answer(
+    reservation: BodyMemoryReservation, running: http_responses.Answers
+) -> http_responses.Answers:
+    """Yield the answers of `running` and release the reserved memory when the first one arrives."""
     async with contextlib.aclosing(running):
         async for each in running:
-            room.release()
+            reservation.release()
             yield each
 
 
 def _protocols_of(path: str) -> Sequence[ClientProtocol]:
-    """Those that a request may speak. Elsewhere than on their paths, the ones that share theirs."""
+    """Return the protocols that a request to `path` may use.
+
+    On other paths the protocol decides only the form of errors.
+    """
     others: list[ClientProtocol] = [TRITON] if f"{path}/".startswith(PREFIX) else [NATIVE, OPENAI]
     return [each for each in PROTOCOLS if path in each.paths] or endpoints.PROTOCOLS.get(path) or others
 
@@ -180,7 +191,9 @@ def _protocols_of(path: str) -> Sequence[ClientProtocol]:
 
 @web.middleware
 async def log_request(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Counts the request as running, and logs its end in one line with no words of the client's but its id."""
+    """Count the request as running, and log its end in one line that contains no text of the client except the request
+    id.
+    """
     protocols, headers = _protocols_of(request.path), request.headers
     context = request[CONTEXT] = RequestContext(
         request.path, served_name(request.app), protocols, headers, config=request.app[CONFIG]
@@ -190,7 +203,7 @@ async def log_request(request: web.Request, handler: Handler) -> web.StreamRespo
     running.append(request)
     if peer := peer_of(request.transport):
         request.app[BEGUN].add(peer)
-    start, status = time.monotonic(), CLIENT_LEFT
+    start, status = time.monotonic(), CLIENT_DISCONNECTED
     try:
         with traced(request, context) as ended:
             ended["status"] = status
@@ -215,7 +228,8 @@ async def log_request(request: web.Request, handler: Handler) -> web.StreamRespo
 
 @web.middleware
 async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    if request.method == "OPTIONS":  # a browser asks before it posts
+    """Check the API key and convert exceptions into error responses of the request's protocol."""
+    if request.method == "OPTIONS":  # CORS preflight
         return web.Response(status=204)
     try:
         _check_key(request)
@@ -224,10 +238,10 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return await handler(request)
     except web.HTTPException as error:
         return http_refusal(error, request)
-    except ConnectionError:  # the client has left, or does not read
+    except ConnectionError:  # the client has disconnected or does not read
         if request.transport is not None:
             request.transport.abort()
-        return web.Response(status=CLIENT_LEFT)
+        return web.Response(status=CLIENT_DISCONNECTED)
     except Exception as error:
         return http_responses.refusal(http_responses.as_known(error), request)
 
@@ -237,7 +251,7 @@ def _check_key(request: web.Request) -> None:
     is_open = is_for_people(request) or (resource is not None and resource.canonical in UNGUARDED)
     if owners and not is_open:
         try:
-            bare = request.headers.get("x-api-key")  # of Anthropic's clients
+            bare = request.headers.get("x-api-key")  # header of Anthropic's clients
             given = request.headers.get("Authorization", f"Bearer {bare}" if bare else "")
             context.owner = api_keys.owner_of(given, owners)
         except api_keys.InvalidApiKey:

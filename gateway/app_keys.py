@@ -1,4 +1,4 @@
-"""What one worker's HTTP application is made of, by the keys under which aiohttp keeps it."""
+"""Components of one worker's HTTP application, and the keys under which aiohttp stores them."""
 
 from __future__ import annotations
 
@@ -31,33 +31,37 @@ RESPONSES, ANTHROPIC, TRITON, TRITON_TEXT = (
     TritonGenerateProtocol(),
     TritonTextProtocol(),
 )
-RANKINGS = (ScoreProtocol(), RerankProtocol())
+SCORING = (ScoreProtocol(), RerankProtocol())
 
 BACKEND = web.AppKey("backend", RetryingBackend)
 CONFIG = web.AppKey("config", Config)
-INTAKE = web.AppKey("intake", BodyMemoryBudget)
+BODY_MEMORY = web.AppKey("body_memory", BodyMemoryBudget)
 READY = web.AppKey("ready", CachedHealthCheck)
 SERVED = web.AppKey("served", ServedModel)
 RUNNING = web.AppKey("running", list)  # the requests being answered
-BEGUN = web.AppKey("begun", set[Peer])  # who has begun one since heads.py has looked
+BEGUN = web.AppKey("begun", set[Peer])  # peers that have started one since the last check of connection_limits.py
 DRAINING = web.AppKey("draining", asyncio.Event)
-LABELS = web.AppKey("labels", dict[str, int])  # how many a model tells apart, by its id
-DOCUMENT = web.AppKey("document", dict[str, Any])  # OpenAPI's
+LABELS = web.AppKey("labels", dict[str, int])  # number of labels of a model, by the model's id
+DOCUMENT = web.AppKey("document", dict[str, Any])  # the OpenAPI document
 
 
 def served_name(app: web.Application) -> str:
+    """Return the name of the served model, as clients see it."""
     return app[SERVED].name(app[CONFIG].served_model_name)
 
 
 def name_adapter(context: RequestContext, exchange: Exchange, model: str | None) -> None:
-    """Say in the model's requests which adapter they are for, if `model` names one."""
+    """Set `lora_name` in the model's requests if `model` names an adapter."""
     if context.config.has_loras and model not in (None, "", context.model_name, OWN_NAME):
         for each in exchange.requests:
             each["lora_name"] = wire.FIELDS["lora_name"].check("model", model)
 
 
 async def num_labels(app: web.Application) -> int:
-    """By which the served model scores prompts. Asked once, so that later requests can wait for one that is away."""
+    """Return the number of labels by which the served model scores prompts.
+
+    It is cached for each model, so that later requests can wait for a model server that is restarting.
+    """
     served, known = app[SERVED].now(), app[LABELS]
     if served.is_changing or served.id not in known:
         known[served.id] = (await app[BACKEND].probe()).num_labels

@@ -1,4 +1,4 @@
-"""What the gateway needs of the model. Knows nothing of HTTP or gRPC."""
+"""Interface between the gateway and the model. It is independent of HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -15,54 +15,59 @@ else:  # aiohttp needs this package before Python 3.11
     from async_timeout import timeout as timeout
 
 
-COMING_BACK_S = 30.0  # as long a model server may be gone before nobody waits for it
+RESTART_WITHIN_S = 30.0  # how long requests wait for a model server that is restarting
 
 
 class ModelUnreachable(EngineUnavailable):
-    """The model server was not there to take a request."""
+    """The model server could not be reached to accept a request."""
 
-    was_there = False  # within COMING_BACK_S: it is being started again
+    was_seen_recently = False  # True if it answered within RESTART_WITHIN_S: it is probably restarting
 
 
 class ModelLost(ModelUnreachable):
-    """It had taken the request, and broke off: it has died, or the connection to it."""
+    """The model server accepted the request and then broke off: its process or the connection died."""
 
 
 class Backend(Protocol):
-    """The model as one client: Triton for real, a script in tests."""
+    """Interface of the model. The gateway uses Triton; tests use a script of answers."""
 
     def generate(self, body: dict[str, Any], timeout_s: float) -> AsyncGenerator[Delta, None]:
-        """The answers to one request, the last one a Final; a failure is raised as a RequestError.
+        """Yield the answers to one request; the last one is a Final.
 
-        TimedOut when no answer comes for `timeout_s`, ModelUnreachable and ModelLost when none will. Closing the
-        generator cancels the request.
+        Failures are raised as RequestError.
+
+        Raise TimedOut if no answer arrives within `timeout_s` seconds, ModelUnreachable or ModelLost if the model
+        server is gone. Closing the generator cancels the request.
         """
         ...
 
     async def probe(self, with_metrics: bool = False) -> ModelState:
-        """Raises a RequestError when the model is unreachable."""
+        """Return the state of the model. Raise RequestError if it is unreachable."""
         ...
 
     async def abort(self, req_id: str, owner: Owner) -> Aborted:
-        """Ends an open request of this owner, whoever has sent it. Raises a RequestError as above."""
+        """End an open request of this owner, regardless of the connection that sent it. Raise RequestError as above."""
         ...
 
     async def about_tokens(self, question: dict[str, Any]) -> Tokenized | Detokenized:
-        """`question` has the key TOKENIZE or DETOKENIZE. Raises a RequestError."""
+        """Tokenize or detokenize: `question` has the field TOKENIZE or DETOKENIZE. Raise RequestError as above."""
         ...
 
     async def change_loras(self, question: dict[str, Any], owner: Owner) -> Loras:
-        """`question` has the key LOAD_LORA or UNLOAD_LORA. Raises a RequestError."""
+        """Load or unload an adapter: `question` has the field LOAD_LORA or UNLOAD_LORA. Raise RequestError as above."""
         ...
 
     async def stored_response(self, body: dict[str, Any]) -> StoredResponse:
-        """`body` has the key STORED, or STORE with a request in the background. Raises a RequestError as above."""
+        """Return a stored response.
+
+        `body` has the field STORED, or STORE with a background request. Raise RequestError.
+        """
         ...
 
     async def is_live(self) -> bool:
-        """Whether the server in front of the model takes requests."""
+        """Return True if the model server accepts requests."""
         ...
 
     async def close(self) -> None:
-        """Ends every running `generate` with EngineUnavailable."""
+        """End every running `generate` with EngineUnavailable."""
         ...

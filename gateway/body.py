@@ -1,4 +1,7 @@
-"""The JSON object of a request: read within a size and a time, whatever its content type says."""
+"""Request bodies: read within limits of size and time, decompressed, and parsed as a JSON object.
+
+The content type is ignored.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,19 @@ from engine.errors import InvalidRequest
 from gateway.backend import timeout
 from gateway.body_memory import BodyMemoryReservation
 
-PIECE = 1 << 12  # bytes that are unpacked at once: each gzip member, of 20 or more, copies what is left of them
-BODY_TIMEOUT_S = 60.0  # for all of a body; one whose later chunks are malformed never ends otherwise
+PIECE = 1 << 12  # bytes decompressed at once; small, because each gzip member (20 bytes or more) copies the rest
+BODY_TIMEOUT_S = 60.0  # for the whole body; without it a body with malformed later chunks would never end
 
 
-async def read_payload(request: web.Request, limit: int, room: BodyMemoryReservation) -> bytes:
-    """A length beyond the limit is refused before a byte is read, and so is one that there is no room for."""
+async def read_payload(request: web.Request, limit: int, reservation: BodyMemoryReservation) -> bytes:
+    """Return the decompressed body of at most `limit` bytes.
+
+    The Content-Length is checked against the limit and against the memory budget before a byte is read. Raise
+    HTTPRequestEntityTooLarge, HTTPRequestTimeout, Overloaded, or InvalidRequest for a wrong Content-Encoding.
+    """
     if (length := request.content_length or 0) > limit:
         raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=length)
-    room.reserve(length)
+    reservation.reserve(length)
     payload = bytearray()
     try:
         async with timeout(BODY_TIMEOUT_S):
@@ -30,15 +37,16 @@ async def read_payload(request: web.Request, limit: int, room: BodyMemoryReserva
                 payload += piece
                 if len(payload) > limit:
                     raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=len(payload))
-                room.reserve(len(payload))
+                reservation.reserve(len(payload))
     except asyncio.TimeoutError:
         raise web.HTTPRequestTimeout(text=f"the request body was not complete within {BODY_TIMEOUT_S:g} s") from None
     unpacked = _unpacked(bytes(payload), request.headers.get("Content-Encoding", "identity"), limit)
-    room.reserve(len(unpacked))
+    reservation.reserve(len(unpacked))
     return unpacked
 
 
 def parse_body(payload: bytes) -> dict[str, Any]:
+    """Return the JSON object in `payload`. Raise InvalidRequest if there is none."""
     try:
         body = json.loads(payload)
     except RecursionError:
@@ -51,14 +59,18 @@ def parse_body(payload: bytes) -> dict[str, Any]:
 
 
 def _unpacked(payload: bytes, encoding: str, limit: int) -> bytes:
-    """aiohttp would unpack all that comes: a few megabytes can be gigabytes, and nobody is served meanwhile."""
+    """Return the decompressed body.
+
+    Decompression stops at `limit` bytes: aiohttp's own would expand a few megabytes to gigabytes and block the event
+    loop.
+    """
     encoding = encoding.strip().lower() or "identity"
     if encoding == "identity":
         return payload
     if encoding not in ("gzip", "deflate"):
         raise InvalidRequest("the Content-Encoding of the request is not supported, gzip and deflate are")
     is_raw = encoding == "deflate" and payload[:1] and payload[0] & 0x0F != zlib.DEFLATED
-    wbits = -zlib.MAX_WBITS if is_raw else zlib.MAX_WBITS | 32  # 32: gzip or zlib, as it begins
+    wbits = -zlib.MAX_WBITS if is_raw else zlib.MAX_WBITS | 32  # 32: detect gzip or zlib by the header
     unpacker, unpacked, at = zlib.decompressobj(wbits), bytearray(), 0
     while piece := payload[at : at + PIECE]:
         try:

@@ -1,4 +1,4 @@
-"""How much of what clients send a worker takes in at once, counted before anything is read of it."""
+"""Memory budget of request bodies: how many bytes a worker accepts at once, checked before a body is read."""
 
 from __future__ import annotations
 
@@ -10,49 +10,56 @@ from collections.abc import AsyncIterator
 from engine.errors import Overloaded
 from engine.settings.config import Config
 
-LARGE_BYTES = 64 << 10  # smaller requests are not counted here: the model limits their number
-OPEN_BYTES = 64 << 20  # of large requests that the model has not begun to answer, in all workers
+LARGE_BYTES = 64 << 10  # smaller bodies are not counted: the model's queue limits their number
+OPEN_BYTES = 64 << 20  # of large requests without a first answer, in all workers together
 
 
 class BodyMemoryReservation:
-    """What one request takes of an Intake, until it is given back."""
+    """Memory that one request has reserved from a BodyMemoryBudget, until it is released."""
 
-    def __init__(self, intake: BodyMemoryBudget):
-        self._intake = intake
+    def __init__(self, budget: BodyMemoryBudget):
+        self._budget = budget
         self.num_bytes = 0
 
     def reserve(self, num_bytes: int) -> None:
-        """Raises Overloaded when there is no room now: who waits would hold what it waits with."""
+        """Grow the reservation to `num_bytes`.
+
+        Raise Overloaded if the budget is exhausted: a request that waited would hold the memory that it waits for.
+        """
         if num_bytes <= max(LARGE_BYTES, self.num_bytes):
             return
-        intake, more = self._intake, num_bytes - self.num_bytes
-        if intake.num_bytes + more > intake.max_bytes:
+        budget, more = self._budget, num_bytes - self.num_bytes
+        if budget.num_bytes + more > budget.max_bytes:
             text = "large requests that wait to be read have {value} bytes, with this one more than {limit}"
-            raise Overloaded(text, value=intake.num_bytes, limit=intake.max_bytes)
-        intake.num_bytes += more
+            raise Overloaded(text, value=budget.num_bytes, limit=budget.max_bytes)
+        budget.num_bytes += more
         self.num_bytes = num_bytes
 
     def release(self) -> None:
-        """Idempotent."""
-        self._intake.num_bytes -= self.num_bytes
+        """Return the memory to the budget. The call is idempotent."""
+        self._budget.num_bytes -= self.num_bytes
         self.num_bytes = 0
 
 
 class BodyMemoryBudget:
+    """Memory budget of one worker for large request bodies."""
+
     def __init__(self, max_bytes: int):
         self.max_bytes = max_bytes
-        self.num_bytes = 0  # taken
+        self.num_bytes = 0  # reserved
         self._reading = asyncio.Lock()
 
     @classmethod
     def for_worker(cls, config: Config) -> BodyMemoryBudget:
-        """At least the largest request, however many workers share."""
+        """Return the share of one worker. It is never smaller than the largest request that is allowed."""
         return cls(max(OPEN_BYTES // config.push_mode_http_workers, config.max_body_bytes))
 
     @contextlib.asynccontextmanager
     async def reading(self, num_bytes: int) -> AsyncIterator[None]:
-        """Around what keeps this process busy with a request: large ones one after the other, and after each as much
-        time for all others as it has taken."""
+        """Limit the CPU time spent on large bodies.
+
+        They are parsed one after the other, and after each one the event loop is free for as long as the parsing took.
+        """
         if num_bytes <= LARGE_BYTES:
             yield
             return

@@ -1,5 +1,6 @@
-"""How many connections HTTP has, and how much they hold that have not said all of a request's head: half a megabyte
-may be of each. What comes after the head is counted in intake.py."""
+"""Limits of HTTP connections: how many there are, and how many bytes of incomplete request headers they hold, which can
+be half a megabyte each. Bytes of bodies are counted in body_memory.py.
+"""
 
 from __future__ import annotations
 
@@ -12,29 +13,31 @@ from aiohttp import web
 from gateway.inet_diag import Peer, a_peer, watch
 
 MAX_CONNECTIONS = 4096
-BACKLOG = 1024  # connections that nobody has taken yet
-NUM_FILES = 1 << 16  # connections and what they need, if the system allows it
-MAX_HEADERS, MAX_HEADER_BYTES = 64, 8190  # of one request; of each
+BACKLOG = 1024  # connections that are not accepted yet
+NUM_FILES = 1 << 16  # open files, if the system allows it
+MAX_HEADERS, MAX_HEADER_BYTES = 64, 8190  # limits of one request: number of headers, size of each
 
 
 class ConnectionLimiter:
-    """Beyond what there may be, those without a request are closed: of too much those that have sent most, of too many
-    the oldest."""
+    """Closes connections without a running request when a limit is exceeded: first those that have sent the most bytes
+    of incomplete headers, then the oldest ones if there are too many connections.
+    """
 
     def __init__(self, server: web.Server, running: list[web.Request], begun: set[Peer], max_bytes: int):
         self._server = server
         self._running = running
-        self._begun = begun  # who has begun a request since the last look
+        self._begun = begun  # peers that have started a request since the last check
         self._max_bytes = max_bytes
-        self._known: dict[Peer, int] = {}  # bytes before the head that comes now
+        self._known: dict[Peer, int] = {}  # bytes received before the current request's headers
 
     async def watch(self, ports: Sequence[int]) -> None:
+        """Check the connections to `ports` periodically, until cancelled."""
         await watch(ports, self._look, self._could_be_too_much)
 
     def _could_be_too_much(self) -> bool:
         num_connections = len(self._server.connections)
         num_waiting = num_connections - len(self._running)
-        if len(self._begun) > 2 * MAX_CONNECTIONS:  # without a look, those are kept that are still there
+        if len(self._begun) > 2 * MAX_CONNECTIONS:  # there was no check for long: keep only open connections
             self._begun.intersection_update([peer_of(each.transport) for each in self._server.connections])
         return num_waiting * MAX_HEADERS * MAX_HEADER_BYTES > self._max_bytes or num_connections > MAX_CONNECTIONS
 
@@ -56,11 +59,13 @@ class ConnectionLimiter:
 
 
 def allow_connections() -> None:
+    """Raise the process's limit of open files, as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < NUM_FILES:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(NUM_FILES, hard), hard))
 
 
 def peer_of(transport: asyncio.BaseTransport | None) -> Peer | None:
+    """Return the client's address of a connection, or None if it is closed."""
     name = transport.get_extra_info("peername") if transport else None
     return a_peer(*name[:2]) if name else None

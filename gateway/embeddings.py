@@ -1,4 +1,4 @@
-"""OpenAI's embeddings over native requests, one an input."""
+"""OpenAI's embeddings endpoint. Each input becomes one native request."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MEANINGS = {
 
 @dataclass(eq=False)
 class EmbeddingExchange:
-    """A `gateway.protocol.Exchange`. Its answer is never streamed."""
+    """Exchange (`gateway.protocol.Exchange`) of an embeddings request. Its answer is never streamed."""
 
     requests: list[dict[str, Any]]
     answer_id: str
@@ -53,14 +53,17 @@ class EmbeddingExchange:
     found: dict[int, Final] = field(default_factory=dict)
 
     def event(self, index: int, answer: Delta) -> bytes:
-        raise AssertionError("an embedding is no stream")
+        raise AssertionError("embeddings are not streamed")
 
     def gather(self, index: int, answer: Delta) -> None:
         if isinstance(answer, Final):
             self.found[index] = answer
 
     def whole(self) -> dict[str, Any]:
-        """Raises InvalidRequest: how many dimensions there are is known now."""
+        """Return the response object.
+
+        Raise InvalidRequest if `dimensions` exceeds the model's, which is known only now.
+        """
         data = [
             {"object": "embedding", "index": index, "embedding": self._written(answer.embedding or "")}
             for index, answer in sorted(self.found.items())
@@ -84,6 +87,8 @@ class EmbeddingExchange:
 
 
 class EmbeddingsProtocol(OpenAIProtocol):
+    """OpenAI's embeddings protocol."""
+
     name = "embeddings"
     paths: Collection[str] = ("/v1/embeddings", f"{BASE}/embeddings")
 
@@ -132,7 +137,7 @@ class EmbeddingsProtocol(OpenAIProtocol):
 
 
 def _one_of(known: Sequence[str], name: str, body: Mapping[str, Any]) -> str:
-    """The first by default."""
+    """Return the value of the field `name`, by default the first of `known`. Raise InvalidRequest for any other."""
     value = body.get(name, known[0])
     if value not in known:
         text = "`{field}` must be one of {limit}, it is {value}"

@@ -1,4 +1,4 @@
-"""What is posted that is no request for an answer of the model's: the end of another request, tokens, adapters."""
+"""POST endpoints that do not generate text: abort, tokenize, detokenize, counting tokens, and loading adapters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.errors import InvalidRequest
 from engine.settings.served import OWN_NAME
 from gateway.anthropic.fields import fields as message_fields
 from gateway.anthropic.request import tokenize_body_of
-from gateway.app_keys import ANTHROPIC, BACKEND, CONFIG, INTAKE, NATIVE, OPENAI, RESPONSES, served_name
+from gateway.app_keys import ANTHROPIC, BACKEND, BODY_MEMORY, CONFIG, NATIVE, OPENAI, RESPONSES, served_name
 from gateway.body import parse_body, read_payload
 from gateway.body_memory import BodyMemoryReservation
 from gateway.http_responses import CONTEXT, json_response
@@ -23,12 +23,12 @@ from gateway.protocol import ClientProtocol
 from gateway.responses.fields import fields as response_fields
 from gateway.responses.request import tokenize_body_of as question_of_response
 
-MAX_ABORT_BYTES = 8 << 10  # a req_id, however escaped
-MAX_LORA_BYTES = 64 << 10  # a name and a path
+MAX_ABORT_BYTES = 8 << 10  # enough for a req_id in any escaped form
+MAX_LORA_BYTES = 64 << 10  # enough for a name and a path
 
 
 async def abort(request: web.Request) -> web.Response:
-    """Ends the open request with this `req_id`, whichever worker has it."""
+    """End the open request with this `req_id`, whichever worker has it."""
     context = request[CONTEXT]
     async with _body(request, MAX_ABORT_BYTES) as body:
         if "req_id" not in body:
@@ -38,22 +38,22 @@ async def abort(request: web.Request) -> web.Response:
 
 
 async def tokenize(request: web.Request) -> web.Response:
-    """The tokens of a prompt, or of a chat."""
+    """Return the tokens of a prompt or a chat."""
     return await _about_tokens(request, wire.TOKENIZE)
 
 
 async def detokenize(request: web.Request) -> web.Response:
-    """The text of tokens."""
+    """Return the text of tokens."""
     return await _about_tokens(request, wire.DETOKENIZE)
 
 
 async def count_tokens(request: web.Request) -> web.Response:
-    """How many tokens the prompt of a message has."""
+    """Return the number of tokens in the prompt of a message."""
     return json_response(await _counted(request, tokenize_body_of))
 
 
 async def count_input(request: web.Request) -> web.Response:
-    """How many tokens the input of a response has."""
+    """Return the number of tokens in the input of a response."""
     return json_response(COUNT | await _counted(request, question_of_response))
 
 
@@ -62,9 +62,9 @@ async def _counted(request: web.Request, question: Callable[[dict[str, Any]], di
         return _count(await request.app[BACKEND].about_tokens({wire.TOKENIZE: question(body)}))
 
 
-def _count(told: wire.Tokenized | wire.Detokenized) -> dict[str, Any]:
-    assert isinstance(told, wire.Tokenized)
-    return {"input_tokens": len(told.tokens)}
+def _count(answer: wire.Tokenized | wire.Detokenized) -> dict[str, Any]:
+    assert isinstance(answer, wire.Tokenized)
+    return {"input_tokens": len(answer.tokens)}
 
 
 async def _about_tokens(request: web.Request, kind: str) -> web.Response:
@@ -72,21 +72,21 @@ async def _about_tokens(request: web.Request, kind: str) -> web.Response:
         refuse_any(body, {"chat_template": ()})
         if kind == wire.TOKENIZE and body.get("messages") is not None:
             body |= chat_source(body)
-        return json_response(_without_end((await request.app[BACKEND].about_tokens({kind: body})).fields()))
+        return json_response(_without_is_end((await request.app[BACKEND].about_tokens({kind: body})).fields()))
 
 
 async def load_lora(request: web.Request) -> web.Response:
-    """Loads an adapter from a folder in LORA_DIR."""
+    """Load an adapter from a folder in LORA_DIR."""
     return await _change_loras(request, wire.LOAD_LORA)
 
 
 async def unload_lora(request: web.Request) -> web.Response:
-    """Unloads an adapter, once the requests that have it have ended."""
+    """Unload an adapter after the requests that use it have finished."""
     return await _change_loras(request, wire.UNLOAD_LORA)
 
 
 async def _change_loras(request: web.Request, kind: str) -> web.Response:
-    """Answered in vLLM's words."""
+    """Load or unload an adapter and answer in vLLM's words."""
     async with _body(request, MAX_LORA_BYTES) as body:
         name = wire.checked(body, wire.LORA_FIELDS[kind]).get("lora_name")
         if name in (served_name(request.app), OWN_NAME):
@@ -96,21 +96,21 @@ async def _change_loras(request: web.Request, kind: str) -> web.Response:
     return web.Response(text=f"Success: LoRA adapter '{name}' {done} successfully.")
 
 
-def _without_end(fields: dict[str, Any]) -> dict[str, Any]:
+def _without_is_end(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name != "is_end"}
 
 
 @contextlib.asynccontextmanager
 async def _body(request: web.Request, limit: int) -> AsyncIterator[dict[str, Any]]:
-    """The room that it takes is its own until the end."""
-    room = BodyMemoryReservation(request.app[INTAKE])
+    """Yield the JSON body of a request and keep its memory reserved until the end."""
+    reservation = BodyMemoryReservation(request.app[BODY_MEMORY])
     try:
-        payload = await read_payload(request, limit, room)
-        async with request.app[INTAKE].reading(len(payload)):
+        payload = await read_payload(request, limit, reservation)
+        async with request.app[BODY_MEMORY].reading(len(payload)):
             body = parse_body(payload)
         yield body
     finally:
-        room.release()
+        reservation.release()
 
 
 COUNT_TOKENS, COUNT_INPUT = "/v1/messages/count_tokens", "/v1/responses/input_tokens"
@@ -121,12 +121,12 @@ ROUTES = {
     **{COUNT_TOKENS: count_tokens, COUNT_INPUT: count_input},
     **dict(zip(LORAS, (load_lora, unload_lora), strict=True)),
 }
-PROTOCOLS: Mapping[str, list[ClientProtocol]] = {  # of the errors
+PROTOCOLS: Mapping[str, list[ClientProtocol]] = {  # that write the errors of a path
     **{"/v1/abort": [NATIVE], "/tokenize": [OPENAI], "/detokenize": [OPENAI]},
     **{COUNT_TOKENS: [ANTHROPIC], COUNT_INPUT: [RESPONSES]},
     **dict.fromkeys(LORAS, [OPENAI]),
 }
-FIELDS: Mapping[str, dict[str, Any]] = {  # as JSON Schema
+FIELDS: Mapping[str, dict[str, Any]] = {  # fields of a path as JSON Schema
     "/v1/abort": {"req_id": wire.schema_of(wire.FIELDS["req_id"].check)},
     "/tokenize": {name: wire.schema_of(field.check) for name, field in wire.TOKENIZE_FIELDS.items()},
     "/detokenize": {name: wire.schema_of(field.check) for name, field in wire.DETOKENIZE_FIELDS.items()},
@@ -144,8 +144,8 @@ NEEDS: Mapping[str, Collection[str]] = {
 }
 SAMPLES = {
     "/v1/abort": wire.Aborted("1", True).fields(),
-    "/tokenize": _without_end(wire.Tokenized([1], 8192).fields()),
-    "/detokenize": _without_end(wire.Detokenized("Hello").fields()),
+    "/tokenize": _without_is_end(wire.Tokenized([1], 8192).fields()),
+    "/detokenize": _without_is_end(wire.Detokenized("Hello").fields()),
     COUNT_TOKENS: _count(wire.Tokenized([1], 8192)),
     COUNT_INPUT: COUNT | _count(wire.Tokenized([1], 8192)),
 }

@@ -1,4 +1,4 @@
-"""The headers that responses have, whatever their protocol."""
+"""Response headers that are common to all protocols."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from gateway.app_keys import ANTHROPIC, CONFIG
 from gateway.http_responses import CONTEXT
 from gateway.request_id import HEADER
 
-REDUCED = "X-Reduced-Max-Tokens"  # the longest answer that there was room for
-UNENFORCED = "X-Unenforced-Keywords"  # of a schema, where its client allows that: each with its place
+REDUCED = "X-Reduced-Max-Tokens"  # the limit that was applied instead of the requested one
+UNENFORCED = "X-Unenforced-Keywords"  # schema keywords that are not enforced, with their places
 MAX_HEADER_LEN = 2000
 CORS = {
     "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
@@ -20,6 +20,7 @@ CORS = {
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """Add the request id, notes on reduced limits, and CORS headers to a response before it is sent."""
     context = request[CONTEXT]
     context.has_begun = True
     response.headers[HEADER] = context.request_id
@@ -28,6 +29,6 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     if unenforced := getattr(context.exchange, "unenforced", ()):
         response.headers[UNENFORCED] = ", ".join(unenforced)[:MAX_HEADER_LEN]
     if ANTHROPIC in context.protocols:
-        response.headers["request-id"] = context.request_id  # the one that its clients read
+        response.headers["request-id"] = context.request_id  # the header that Anthropic's clients read
     if origin := request.app[CONFIG].cors_allow_origin:
         response.headers.update({**CORS, "Access-Control-Allow-Origin": origin})

@@ -1,10 +1,11 @@
-"""Whether the server takes requests (live), whether the model answers them (ready), and whether it has ever done so
-(started). `python -m gateway.health`.
+"""Health checks: live (the server accepts requests), ready (the model answers) and started (it has answered once).
 
-/v2/health/live asks tritonserver, and connects to the gRPC port, and to the HTTP port when there is one.
-/v2/health/ready sends a probe through the model, so that a dead process behind a living port shows. Both answer 200
-with an empty body, else 503 and `{"error_code", "error_msg"}`; the codes are the predecessor's: 1 not reachable, 2 not
-ready, 3 silent. Its process has the port of Triton's metrics, too (scrape.py).
+`python -m gateway.health` serves them on the health port.
+
+/v2/health/live asks tritonserver and connects to the gRPC port and, if there is one, the HTTP port. /v2/health/ready
+sends a probe through the model, so that a dead process behind an open port is noticed. Both answer 200 with an empty
+body, or 503 with `{"error_code", "error_msg"}`. The codes are 1 not reachable, 2 not ready, 3 silent. The process also
+serves the port of Triton's metrics (metrics_proxy.py).
 """
 
 from __future__ import annotations
@@ -33,29 +34,34 @@ from gateway.connection_limits import BACKLOG, ConnectionLimiter, allow_connecti
 from gateway.watchdog import end_when_hung
 
 NOT_REACHABLE, NOT_READY, SILENT = 1, 2, 3
-ANSWER_WITHIN_S = 3.0  # else the model is taken for silent
-# Without a whole request, since the connection or the last answer: unfinished headers cannot hold it, nor can nobody.
-# Longer than the minute for which proxies keep connections, so that they are the ones who close.
+ANSWER_WITHIN_S = 3.0  # after that the model counts as silent
+# A connection is closed after this time without a complete request, also if headers keep arriving. It exceeds the
+# minute for which proxies keep connections, so that proxies are the ones to close them.
 SILENT_CLIENT_S = 75.0
-MAX_HEADS_BYTES = 16 << 20  # of unfinished requests
-MAX_AGE_S = 0.5  # an answer may be this old, so many askers cost the model no more than one
+MAX_HEADER_TOTAL_BYTES = 16 << 20  # of incomplete request headers
+MAX_AGE_S = 0.5  # a cached result may be this old, so that many callers cost the model one probe
 
 
 @dataclass(frozen=True)
 class HealthStatus:
+    """Result of a health check. `error_code` is 0 if healthy."""
+
     error_code: int = 0
     error_msg: str = ""
-    state: ModelState | None = None  # when the model has told it
+    state: ModelState | None = None  # if the model answered
 
 
-Check = Callable[[], Awaitable[HealthStatus]]
+HealthCheck = Callable[[], Awaitable[HealthStatus]]
 
 
 class CachedHealthCheck:
-    """A check whose answer is shared by all who ask at about the same time. Who asks often hardly ever waits: the next
-    is on its way long before an answer is too old, as a busy model takes some tenths of a second."""
+    """Health check whose result is cached and shared by concurrent callers.
 
-    def __init__(self, check: Check, timeout_s: float):
+    The next check starts long before a result expires, so that frequent callers hardly ever wait, even though a busy
+    model takes some tenths of a second to answer.
+    """
+
+    def __init__(self, check: HealthCheck, timeout_s: float):
         self._check = check
         self._timeout_s = timeout_s
         self._task: asyncio.Task[HealthStatus] | None = None
@@ -69,7 +75,7 @@ class CachedHealthCheck:
         if age_s <= MAX_AGE_S:
             return self._last
         assert self._task
-        return await asyncio.shield(self._task)  # one who leaves takes nothing from the others
+        return await asyncio.shield(self._task)  # a caller that is cancelled does not cancel the check for the others
 
     async def _run(self) -> HealthStatus:
         self._last, self._last_at = await self._checked(), time.monotonic()
@@ -89,6 +95,8 @@ class CachedHealthCheck:
 
 
 def readiness(backend: Backend, timeout_s: float) -> CachedHealthCheck:
+    """Return a check that the model behind `backend` answers a probe within `timeout_s` seconds."""
+
     async def check() -> HealthStatus:
         state = await backend.probe()
         if state.ready:
@@ -99,6 +107,8 @@ def readiness(backend: Backend, timeout_s: float) -> CachedHealthCheck:
 
 
 def liveness(backend: Backend, timeout_s: float, ports: Sequence[tuple[str, int]]) -> CachedHealthCheck:
+    """Return a check that the model server is live and that every (host, port) in `ports` accepts connections."""
+
     async def check() -> HealthStatus:
         if not await backend.is_live():
             return HealthStatus(NOT_REACHABLE, "the model server does not answer")
@@ -114,13 +124,14 @@ def liveness(backend: Backend, timeout_s: float, ports: Sequence[tuple[str, int]
 
 
 def as_response(health: HealthStatus) -> web.Response:
+    """Return 200 with an empty body, or 503 with the error code and message."""
     if health.error_code:
         return web.json_response({"error_code": health.error_code, "error_msg": health.error_msg}, status=503)
     return web.Response()
 
 
 def make_health_app(backend: Backend, timeout_s: float, ports: Sequence[tuple[str, int]] = ()) -> web.Application:
-    """`ports` take connections while the server is live."""
+    """Return the application of the health port. The server is live only while `ports` accept connections."""
     ready, live = readiness(backend, timeout_s), liveness(backend, timeout_s, ports)
     has_started = False
 
@@ -148,7 +159,7 @@ def make_health_app(backend: Backend, timeout_s: float, ports: Sequence[tuple[st
 
 
 async def serve(apps: Mapping[int, web.Application], host: str) -> None:
-    """Each on its port, until a signal."""
+    """Serve each application on its port until SIGTERM or SIGINT."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
@@ -159,7 +170,9 @@ async def serve(apps: Mapping[int, web.Application], host: str) -> None:
         assert runner.server
         runners.append(runner)
         await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
-        watching.append(loop.create_task(ConnectionLimiter(runner.server, [], set(), MAX_HEADS_BYTES).watch([port])))
+        watching.append(
+            loop.create_task(ConnectionLimiter(runner.server, [], set(), MAX_HEADER_TOTAL_BYTES).watch([port]))
+        )
     await stop.wait()
     for task in watching:
         task.cancel()
@@ -168,6 +181,7 @@ async def serve(apps: Mapping[int, web.Application], host: str) -> None:
 
 
 def main() -> None:
+    """Run the health process."""
     parser = argparse.ArgumentParser(
         prog="python -m gateway.health",
         description="Serve the health port. Settings are environment variables: python -m engine.settings.table",
@@ -177,7 +191,7 @@ def main() -> None:
 
     from gateway.http_responses import is_worth_logging
     from gateway.metrics_proxy import make_metrics_app
-    from gateway.triton_client import TritonBackend  # app.py needs the checks of this module, not Triton
+    from gateway.triton_client import TritonBackend  # imported here because app.py needs only the checks of this module
     from gateway.triton_connections import TritonConnections
 
     configure(config.log_level)

@@ -1,4 +1,4 @@
-"""Refusals of aiohttp itself (404, 405, 408, 413), in the words and the shapes of this server."""
+"""Error responses for aiohttp's own exceptions (404, 405, 408, 413) in the form of the request's protocol."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from engine.errors import InvalidRequest, RequestError
 from gateway import http_responses
 from gateway.app_keys import CONFIG
 
-MAX_PATH_LEN, IS_CLOSE = 100, 0.75  # of a path that is compared with those that there are; how similar they must be
+MAX_PATH_LEN, IS_CLOSE = 100, 0.75  # limits of the search for a similar path: its length, and the similarity
 
 
 def http_refusal(error: web.HTTPException, request: web.Request) -> web.Response:
+    """Return the error response for `error`, with a hint such as the allowed method or a similar path."""
     if error.status == 405:
         message = f"this path does not take {request.method}, it takes {error.headers['Allow']}"
     elif error.status == 413:
@@ -26,7 +27,7 @@ def http_refusal(error: web.HTTPException, request: web.Request) -> web.Response
     known.code = error.status
     response = http_responses.refusal(known, request)
     if error.status == 408:
-        response.force_close()  # what still comes of the body is no request
+        response.force_close()  # the rest of the body must not be read as the next request
     if "Allow" in error.headers:
         response.headers["Allow"] = error.headers["Allow"]
     return response

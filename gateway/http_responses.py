@@ -1,4 +1,4 @@
-"""Answers on their way out over HTTP: whole, as a stream, as a refusal. What they say is the protocols' affair."""
+"""HTTP responses in every form: complete, streamed, or an error. Their content is produced by the protocols."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ log = logging.getLogger(__name__)
 
 CONTEXT = web.RequestKey("context", RequestContext)
 REQUEST_TIMEOUT = web.AppKey("request_timeout", float)  # seconds
-SURELY_BUFFERED = 2**15  # bytes; a write that stays below does not wait for the client
-NOT_AGAIN = (DuplicateRequest, TimedOut)  # OpenAI's client would repeat these by itself, and in vain
-Answers = AsyncGenerator[tuple[int, Delta], None]  # with the index of the request
+SURELY_BUFFERED = 2**15  # bytes; smaller writes never wait for the client
+NOT_AGAIN = (DuplicateRequest, TimedOut)  # OpenAI's client must not retry these, because a retry fails as well
+Answers = AsyncGenerator[tuple[int, Delta], None]  # (index of the request, answer)
 
 
 def json_response(fields: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    """Return `fields` as a JSON response."""
     return web.Response(body=dump(fields), status=status, content_type="application/json", headers=headers)
 
 
 async def gather(request: web.Request, exchange: Exchange, answers: Answers) -> web.Response:
+    """Return one complete response after the last answer of every request has arrived."""
     async with contextlib.aclosing(answers):
         async for index, answer in answers:
             _note_length(request[CONTEXT], answer)
@@ -39,8 +41,10 @@ async def gather(request: web.Request, exchange: Exchange, answers: Answers) -> 
 
 
 async def stream(request: web.Request, exchange: Exchange, answers: Answers) -> web.StreamResponse:
-    """One write an event. The status is spent with the first one: a failure before it is raised, one after it is the
-    last event. A client that does not read for as long as a model may be silent is taken for gone.
+    """Stream one event per write and return the finished response.
+
+    The HTTP status is sent with the first event. An earlier failure is raised and keeps its own status; a later one
+    becomes the last event. A client that reads nothing for the request timeout is treated as disconnected.
     """
     response = None
     async with contextlib.aclosing(answers):
@@ -58,7 +62,7 @@ async def stream(request: web.Request, exchange: Exchange, answers: Answers) -> 
             known, context = as_known(error), request[CONTEXT]
             context.late_status = known.code
             await _write(request, response, context.protocols[0].error_event(known, context))
-    response = response or await _begin(request)  # a client that resumes a stream may have all of it
+    response = response or await _begin(request)  # a client that resumes a stream may already have all of it
     await response.write_eof()
     return response
 
@@ -79,8 +83,8 @@ async def _begin(request: web.Request) -> web.StreamResponse:
 async def _write(request: web.Request, response: web.StreamResponse, event: bytes) -> None:
     transport = request.transport
     if transport is None:
-        raise ConnectionResetError("the client has left")
-    if transport.get_write_buffer_size() + len(event) < SURELY_BUFFERED:  # the usual case, without a timer
+        raise ConnectionResetError("the client has disconnected")
+    if transport.get_write_buffer_size() + len(event) < SURELY_BUFFERED:  # the usual case needs no timer
         await response.write(event)
         return
     try:
@@ -94,8 +98,11 @@ async def _write(request: web.Request, response: web.StreamResponse, event: byte
 
 
 def refusal(error: RequestError, request: web.Request) -> web.Response:
-    """The whole response of a request that failed before its first byte. One that was not readable may have spoken
-    several protocols: it gets the errors of all of them in one object."""
+    """Return the error response of a request that failed before its first byte.
+
+    A request whose body was not readable may belong to several protocols; the response then has the error fields of all
+    of them in one object.
+    """
     headers = {}
     if isinstance(error, Overloaded) or error.code == 503:
         headers["Retry-After"] = str(error.retry_after_s or 1)
@@ -111,8 +118,11 @@ def refusal(error: RequestError, request: web.Request) -> web.Response:
 
 
 def is_worth_logging(record: logging.LogRecord) -> bool:
-    """A filter: aiohttp logs what is no HTTP with its bytes and a traceback: the one line without them is enough. A
-    client that leaves before it is told to go on (`Expect: 100-continue`) is no error."""
+    """Filter records of aiohttp's server log.
+
+    Malformed HTTP is logged in one line without its bytes and traceback. A client that disconnects before `100
+    Continue` is sent (`Expect: 100-continue`) is not logged, because it is no error.
+    """
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, HttpProcessingError):
         record.exc_info = None
@@ -120,7 +130,10 @@ def is_worth_logging(record: logging.LogRecord) -> bool:
 
 
 def as_known(error: Exception) -> RequestError:
-    """Anything but a RequestError is a bug of ours: its text is for our log only."""
+    """Return `error` as a RequestError.
+
+    Other exceptions are bugs of the gateway: their text goes to the log and not to the client.
+    """
     if isinstance(error, (RequestError, RecursionError)):
         return as_request_error(error)
     log.error("a request failed unexpectedly", exc_info=error)

@@ -1,4 +1,4 @@
-"""Who waits for something that takes too long."""
+"""Timer for waits that take too long."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Callable
 
 
 class IdleTimer:
-    """Calls `give_up` when it lasts too long; it begins at once. One timer, looked at when it fires: a wait costs two
-    assignments.
+    """Calls `give_up` when a wait exceeds `limit_s` seconds.
+
+    The first wait start_wait at construction.
+
+    There is one event-loop timer, which is checked when it fires, so that a wait costs only two assignments.
     """
 
     def __init__(self, give_up: Callable[[], object], limit_s: float):
@@ -16,16 +19,19 @@ class IdleTimer:
         self._limit_s = limit_s
         self._loop = asyncio.get_running_loop()
         self.was_too_long = False
-        self.begins()
+        self.start_wait()
         self._timer = self._loop.call_later(limit_s, self._look)
 
-    def begins(self) -> None:
+    def start_wait(self) -> None:
+        """Begin a wait."""
         self._since: float | None = self._loop.time()
 
-    def ends(self) -> None:
+    def end_wait(self) -> None:
+        """End the current wait."""
         self._since = None
 
     def close(self) -> None:
+        """Cancel the timer."""
         self._timer.cancel()
 
     def _look(self) -> None:

@@ -1,5 +1,7 @@
-"""The fields of requests to OpenAI, Anthropic and other servers that are accepted and do nothing, with reasons. What
-would change an answer is refused instead (gateway/openai/unsupported_fields.py)."""
+"""Request fields of OpenAI, Anthropic and other servers that are accepted without effect, with the reasons.
+
+Fields that would change an answer are refused (gateway/openai/unsupported_fields.py).
+"""
 
 from __future__ import annotations
 

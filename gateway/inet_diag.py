@@ -1,4 +1,4 @@
-"""How many bytes each connection has received, as the kernel knows it: linux/inet_diag.h, asked for by our port."""
+"""Number of bytes that each TCP connection of a port has received, from the kernel (linux/inet_diag.h)."""
 
 from __future__ import annotations
 
@@ -12,30 +12,33 @@ from collections.abc import Callable, Iterator, Sequence
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 0.2
-MAX_SHARE = 0.1  # of this process's time, for looking
+CHECK_EVERY_S = 0.2
+MAX_SHARE = 0.1  # largest share of this process's time spent on checks
 Peer = tuple[bytes, int]  # address and port of a client
 NETLINK_SOCK_DIAG, ASK, IS_DUMP, END, ERROR = 4, 20, 0x301, 3, 2
 INFO, ESTABLISHED, INFO_BYTES_RECEIVED = 2, 1 << 1, 128
 HEADER, QUESTION, ATTRIBUTE = struct.Struct("=IHHII"), struct.Struct("=BBBBI"), struct.Struct("=HH")
-OTHER_PORT, OTHER_ADDRESS, ATTRIBUTES = 6, 24, 72  # where they are in a message
-MAPPED = bytes(10) + b"\xff\xff"  # before an IPv4 address where IPv6 is spoken
+OTHER_PORT, OTHER_ADDRESS, ATTRIBUTES = 6, 24, 72  # offsets in a message
+MAPPED = bytes(10) + b"\xff\xff"  # prefix of an IPv4 address mapped into IPv6
 
 
 async def watch(ports: Sequence[int], look: Callable[[dict[Peer, int]], None], has_to: Callable[[], bool]) -> None:
-    """Gives `look` what the connections to these ports have received, every so often when it `has_to`."""
+    """Call `look` periodically with the bytes received by each connection to `ports`, whenever `has_to` returns True.
+
+    Return only if the kernel does not support the query.
+    """
     try:
         while True:
             started = time.monotonic()
             if has_to():
                 look({peer: count for port in ports for peer, count in received_by(port).items()})
-            await asyncio.sleep(max(LOOK_EVERY_S, (time.monotonic() - started) / MAX_SHARE))
+            await asyncio.sleep(max(CHECK_EVERY_S, (time.monotonic() - started) / MAX_SHARE))
     except OSError as error:
         log.warning("the system does not tell what connections receive: what is unfinished has no limit: %s", error)
 
 
 def received_by(port: int) -> dict[Peer, int]:
-    """Bytes that each connection to this port has received. Raises OSError."""
+    """Return the bytes that each connection to this port has received. Raise OSError."""
     found: dict[Peer, int] = {}
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, NETLINK_SOCK_DIAG) as sock:
         for family, num_bytes in ((socket.AF_INET, 4), (socket.AF_INET6, 16)):
@@ -50,7 +53,8 @@ def received_by(port: int) -> dict[Peer, int]:
 
 
 def a_peer(host: str, port: int) -> Peer:
-    host = host.partition("%")[0]  # without its interface
+    """Return the key of a client's address."""
+    host = host.partition("%")[0]  # without the interface name
     return _plain(socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)), port
 
 

@@ -1,4 +1,4 @@
-"""JSON as every protocol writes it."""
+"""JSON encoder of all protocols."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circ
 
 
 def dump(fields: Any) -> bytes:
-    """Compact, readable in a terminal, and one line for every reader.
+    """Return `fields` as compact UTF-8 JSON on one line.
 
-    Some clients split lines at U+0085, U+2028 and U+2029, which JSON lets pass as they are: these are escaped. A lone
-    surrogate, which has no UTF-8, becomes "?".
+    U+0085, U+2028 and U+2029 are escaped, because some clients split lines at these characters. A lone surrogate, which
+    has no UTF-8 encoding, becomes "?".
     """
     text = ENCODER.encode(fields)
     if not text.isascii():

@@ -1,5 +1,8 @@
-"""The model's metrics as Prometheus' text. All of them are counted behind the gateway, where there is one of each: it
-makes no difference which of several workers answers a scrape. So the gateway has no counters of its own."""
+"""Prometheus text format of the model's metrics.
+
+All metrics are counted behind the gateway, so that every worker returns the same values; the gateway has no counters of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def as_text(samples: Iterable[Any]) -> str:
-    """`samples` are those of engine/serving/metrics.py, in whose order the samples of a family follow each other."""
+    """Return the metrics page.
+
+    `samples` are those of engine/serving/metrics.py, in which the samples of a family are adjacent.
+    """
     lines, last = [], None
     for family, kind, doc, labels, value, suffix in samples:
         if family != last:

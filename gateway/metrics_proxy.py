@@ -1,4 +1,4 @@
-"""Triton's own page of metrics, passed on to whoever asks. Knows nothing of what is on it."""
+"""Proxy of Triton's own metrics page. The content is forwarded unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ ANSWER_WITHIN_S = 10.0
 
 
 def make_metrics_app(page: Path) -> web.Application:
-    """`page` is the socket where tritonserver serves it: to one at a time."""
+    """Return the application that forwards /metrics.
+
+    `page` is the Unix socket on which tritonserver serves it, to one client at a time.
+    """
     session = web.AppKey("session", aiohttp.ClientSession)
 
     async def connected(app: web.Application) -> AsyncIterator[None]:

@@ -1,5 +1,8 @@
-"""The OpenAPI document of the service port. It is made of what serves: the routes, what protocols say of their fields,
-the kinds of errors, and answers that the code itself writes for the shapes of theirs."""
+"""OpenAPI document of the service port.
+
+It is generated from the routes, from the fields that the protocols declare, from the kinds of errors, and from sample
+answers that the protocols write.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,15 @@ ABOUT = (
     "and it would change the answer; any other is accepted without effect. `null` is like an absent field."
 )
 HTTP_ERRORS = {408: "the body was not complete in time", 413: "the body is larger than MAX_BODY_BYTES"}
-OF_FACTS = (401, 404, 500, 503, 504)
-AN_ERROR = RequestError("internal error")
-AN_ANSWER = Final(
+GET_ERRORS = (401, 404, 500, 503, 504)
+SAMPLE_ERROR = RequestError("internal error")
+SAMPLE_ANSWER = Final(
     *("1", "Paris.", [7, 8], 0, Usage(5, 2), 3), finish_reason="stop", tokens_all="Paris.", tokens_all_ids=[7, 8]
 )
 
 
 def openapi_document(app: web.Application, protocols: Sequence[ClientProtocol], unguarded: Collection[str]) -> Json:
+    """Return the OpenAPI 3.1 document of `app`. Paths in `unguarded` need no API key."""
     schemas: Json = {}
     paths: Json = {}
     for route in app.router.routes():
@@ -48,38 +52,41 @@ def openapi_document(app: web.Application, protocols: Sequence[ClientProtocol], 
         if path in unguarded:
             operation["security"] = [{}]
         paths.setdefault(path, {})[route.method.lower()] = operation
-    schemas["Error"] = {"anyOf": [_shape(each.error(AN_ERROR, RequestContext("/", "", [each]))) for each in protocols]}
+    schemas["Error"] = {
+        "anyOf": [_shape(each.error(SAMPLE_ERROR, RequestContext("/", "", [each]))) for each in protocols]
+    }
     return {
         "openapi": "3.1.0",
         "info": {"title": "LLM server", "version": __version__, "description": ABOUT},
         "paths": paths,
         "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
-        "security": [{}, {"key": []}],  # the first: a server without keys
+        "security": [{}, {"key": []}],  # the first alternative: a server without API keys
     }
 
 
 def _exchange(path: str, speaking: Sequence[ClientProtocol], schemas: Json) -> Json:
-    """A request for an answer of the model, in any of the protocols."""
+    """Return the operation of a path that generates, with a schema for each protocol that it accepts."""
     requests, answers, examples, streams = [], [], {}, {}
     for protocol in speaking:
         example = protocol.example(path)
         exchange = protocol.parse(example, RequestContext(path, "default", [protocol]))
-        exchange.gather(0, AN_ANSWER)
+        exchange.gather(0, SAMPLE_ANSWER)
         name = f"{protocol.name}{path.replace('/', '.')}"
         request, answer = _object(protocol.fields(path), protocol.needs(path)), _shape(exchange.whole())
-        for field in answer["properties"].keys() & request["properties"].keys():  # it repeats what was asked
+        for field in answer["properties"].keys() & request["properties"].keys():  # repeated from the request
             answer["properties"][field] = request["properties"][field]
         requests.append(_named(schemas, f"{name}.request", request))
         answers.append(_named(schemas, f"{name}.answer", answer))
         examples[protocol.name] = {"value": example}
-        streams[protocol.content_type] = {"schema": {"description": "with `stream`"}}  # of each event, say some readers
+        # No schema: some readers take it for the schema of each event.
+        streams[protocol.content_type] = {"schema": {"description": "with `stream`"}}
     body = {"application/json": {"schema": {"anyOf": requests}, "examples": examples}}
     content = {"application/json": {"schema": {"anyOf": answers}}, **streams}
     return {"requestBody": {"required": True, "content": body}, "responses": {"200": _response("the answer", content)}}
 
 
 def _plain(path: str) -> Json:
-    """Any other path: `facts`, `questions` and `stored` know what is asked and told there."""
+    """Return the operation of any other path, from the samples of `server_info`, `endpoints` and `stored_responses`."""
     samples, content = {**server_info.SAMPLES, **triton.SAMPLES, **endpoints.SAMPLES, **stored_responses.SAMPLES}, {}
     if path in samples:
         content = {"application/json": {"schema": _shape(samples[path])}}
@@ -101,7 +108,7 @@ def _errors(path: str, method: str, is_unguarded: bool) -> Json:
     if method == "POST":
         texts |= HTTP_ERRORS
     else:
-        texts = {code: texts[code] for code in OF_FACTS if code != 404 or "{" in path}
+        texts = {code: texts[code] for code in GET_ERRORS if code != 404 or "{" in path}
     if is_unguarded:
         del texts[401]
     content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
@@ -113,21 +120,21 @@ def _response(description: str, content: Json) -> Json:
 
 
 def _named(schemas: Json, name: str, schema: Json) -> Json:
-    """A reference to it, under the name that it has already if another path has the same."""
+    """Add `schema` under `name`, or reuse an equal one, and return a reference to it."""
     known = next((each for each, other in schemas.items() if other == schema), name)
     schemas[known] = schema
     return {"$ref": f"#/components/schemas/{known}"}
 
 
 def _object(fields: Mapping[str, Json], needs: Collection[str]) -> Json:
-    """With any of what it needs."""
+    """Return the schema of an object with these fields, of which at least one in `needs` is required."""
     properties = {name: _or_null(schema) for name, schema in fields.items()}
     any_of = [{"required": [name], "properties": {name: fields[name]}} for name in needs]
     return {"type": "object", "properties": properties, "anyOf": any_of}
 
 
 def _or_null(schema: Json) -> Json:
-    """Null is like an absent field."""
+    """Return the schema with null allowed, because null means the same as an absent field."""
     if isinstance(kinds := schema.get("type"), (str, list)):
         return {**schema, "type": [*([kinds] if isinstance(kinds, str) else kinds), "null"]}
     if "anyOf" in schema:
@@ -136,7 +143,7 @@ def _or_null(schema: Json) -> Json:
 
 
 def _shape(sample: Any) -> Json:
-    """What is like the sample; None may be anything."""
+    """Return a schema that matches values like `sample`. None in the sample matches any value."""
     if isinstance(sample, dict):
         return {
             "type": "object",

@@ -1,4 +1,4 @@
-"""The OpenAPI document as a page for people: plain HTML, without scripts and without anything from elsewhere."""
+"""OpenAPI document as a plain HTML page, without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ summary { cursor: pointer; }
 
 
 def openapi_html(document: Json) -> str:
+    """Return the HTML page of an OpenAPI document."""
     info, schemas = document["info"], document["components"]["schemas"]
     title = f"{info['title']} {info['version']}"
     operations = [
@@ -63,7 +64,7 @@ def _request(schema: Json, schemas: Json) -> str:
 
 
 def _holds(schema: Json) -> str:
-    """What a field holds, in a few words."""
+    """Describe the values of a field in a few words."""
     if "anyOf" in schema:
         return " or ".join(filter(None, map(_holds, schema["anyOf"])))
     kinds = schema.get("type", [])

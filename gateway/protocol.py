@@ -1,7 +1,7 @@
-"""What the gateway asks of a protocol, and what is known of an HTTP request while it is answered.
+"""Interfaces of a client protocol, and the state of an HTTP request while it is answered.
 
-A protocol is a folder beside this file and a line in app.py; docs/adding.md has the steps. It translates: from a body
-to requests of the model, from the model's answers to its own objects. Of HTTP and gRPC it knows nothing.
+A protocol is a package beside this module and one line in app.py; docs/adding.md has the steps. It translates a request
+body to requests of the model, and the model's answers to its own objects. It is independent of HTTP and gRPC.
 """
 
 from __future__ import annotations
@@ -16,84 +16,91 @@ from engine.wire import Delta, Owner, StoredResponse
 
 
 class Exchange(Protocol):
-    """One readable request and its answer in the making, which is either streamed or gathered."""
+    """One parsed request and the answer that is built for it, which is either streamed or gathered."""
 
-    requests: list[dict[str, Any]]  # the model's, one a prompt
-    answer_id: str  # by which the client knows the answer; may change until the first byte is sent
-    names: Mapping[str, str]  # of the model's fields, where its client calls them otherwise
+    requests: list[dict[str, Any]]  # requests to the model, one per prompt
+    answer_id: str  # the client's id of the answer; may change until the first byte is sent
+    names: Mapping[str, str]  # the client's names of the model's fields, where they differ
     stream: bool
-    timeout_s: float | None  # for an answer of the model; None: the gateway's
+    timeout_s: float | None  # longest wait for an answer of the model; None: the gateway's default
 
     @property
     def num_tokens(self) -> int:
-        """Generated so far, for the log."""
+        """Return the number of tokens generated so far, for the log."""
         ...
 
     def event(self, index: int, answer: Delta) -> bytes:
-        """What a stream says of an answer to `requests[index]`, the end of the stream with the last; may be nothing.
-        One request may have several answers, `answer.index` says of which it is."""
+        """Return the stream events for one answer to `requests[index]`, with the end of the stream after the last one.
+
+        The result may be empty. If a request has several answers, `answer.index` says which one it is.
+        """
         ...
 
     def gather(self, index: int, answer: Delta) -> None:
-        """Keeps what `whole` needs of an answer to `requests[index]`."""
+        """Record an answer to `requests[index]` for `whole`."""
         ...
 
     def whole(self) -> dict[str, Any]:
-        """The object of an answer in one piece, when every request has had its last one."""
+        """Return the complete response object, after the last answer to every request."""
         ...
 
 
 @dataclass(eq=False)
 class RequestContext:
-    """One HTTP request: for its protocol, for errors and for the log."""
+    """State of one HTTP request, for its protocol, for errors and for the log."""
 
     path: str
-    model_name: str  # the served one
-    protocols: Sequence[ClientProtocol]  # that it may speak: one when that is known
-    headers: Mapping[str, str] = field(default_factory=dict)  # of the request
-    req_id: str | None = None  # for errors, as soon as its protocol has found it
+    model_name: str  # name of the served model
+    protocols: Sequence[ClientProtocol]  # candidates; exactly one as soon as the body is read
+    headers: Mapping[str, str] = field(default_factory=dict)  # request headers
+    req_id: str | None = None  # the request's id for errors, as soon as its protocol has read it
     request_id: str = ""  # for the response's header and the log
-    given_id: str = ""  # the one that the client's header chooses for the answer
-    max_tokens: int | None = None  # the longest answer that there is room for, if the client asked for more
-    has_begun: bool = False  # the response's headers are sent
+    given_id: str = ""  # id of the answer that the client chose in its header
+    max_tokens: int | None = None  # reduced limit of the answer's length, if the client asked for more
+    has_begun: bool = False  # True once the response's headers are sent
     exchange: Exchange | None = None
-    owner: Owner = Owner()  # of the key that it carries
-    traceparent: str = ""  # of its span, where it is traced
-    late_status: int | None = None  # of a failure after the first byte
-    previous: StoredResponse | None = None  # that the request goes on with
-    num_labels: int = 0  # by which the model scores prompts, where that is asked
-    config: Config = field(default_factory=Config)  # the server's
+    owner: Owner = Owner()  # owner of the API key
+    traceparent: str = ""  # W3C trace context of the request's span, if it is traced
+    late_status: int | None = None  # status of a failure after the first byte
+    previous: StoredResponse | None = None  # stored response that this request continues
+    num_labels: int = 0  # labels of the model's classifier; set for score and rerank requests
+    config: Config = field(default_factory=Config)  # settings of the server
 
 
 class ClientProtocol(Protocol):
-    name: str  # for the log
-    paths: Collection[str]  # where its requests are posted; a path may have several protocols
-    content_type: str  # of a stream
+    """A protocol that clients speak, such as OpenAI's."""
+
+    name: str  # name in the log
+    paths: Collection[str]  # paths of its requests; a path may have several protocols
+    content_type: str  # media type of a stream
 
     def fields(self, path: str) -> Mapping[str, dict[str, Any]]:
-        """What a request may have, as JSON Schema by name: for the document at /openapi.json."""
+        """Return the request fields as JSON Schema by name, for the document at /openapi.json."""
         ...
 
     def needs(self, path: str) -> Collection[str]:
-        """Of these fields a request must have one."""
+        """Return the fields of which a request must have at least one."""
         ...
 
     def example(self, path: str) -> dict[str, Any]:
-        """A body of one of its requests."""
+        """Return an example of a request body."""
         ...
 
     def speaks(self, body: dict[str, Any]) -> bool:
-        """Whether a body is one of its requests; the first in app.PROTOCOLS that says so has it."""
+        """Return True if `body` is a request of this protocol.
+
+        The first protocol in app.PROTOCOLS that returns True handles it.
+        """
         ...
 
     def parse(self, body: dict[str, Any], context: RequestContext) -> Exchange:
-        """Raises InvalidRequest."""
+        """Return the exchange of a request. Raise InvalidRequest."""
         ...
 
     def error(self, error: RequestError, context: RequestContext) -> dict[str, Any]:
-        """The object of a refusal."""
+        """Return the error object."""
         ...
 
     def error_event(self, error: RequestError, context: RequestContext) -> bytes:
-        """The end of a stream that has failed."""
+        """Return the event that ends a failed stream."""
         ...

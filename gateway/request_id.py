@@ -1,4 +1,4 @@
-"""The id of an HTTP request: the client's `X-Request-Id`, else that of the answer. It is echoed and logged."""
+"""Id of an HTTP request: the client's `X-Request-Id`, or that of the answer. It is returned in a header and logged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gateway.retry import RetryingBackend
 
 HEADER = "X-Request-Id"
 VISIBLE_ASCII = re.compile(f"[!-~]{{1,{MAX_REQ_ID_LEN}}}")
-LONGEST_NAME = MAX_REQ_ID_LEN - 16  # with room for a suffix and the number of a prompt
+LONGEST_NAME = MAX_REQ_ID_LEN - 16  # leaves room for a suffix and the index of a prompt
 
 
 def request_id_of(context: RequestContext) -> str:
@@ -43,14 +43,17 @@ def take_answer_id(context: RequestContext, exchange: Exchange) -> None:
 
 
 class UniqueIdBackend:
-    """Asks the model under the id of the client's header, with a suffix if another open request has that id."""
+    """Sends requests under the id in the client's header, with a suffix if another open request has the same id."""
 
     def __init__(self, backend: RetryingBackend, context: RequestContext, exchange: Exchange):
         self._backend, self._context, self._exchange = backend, context, exchange
         self._name = f"{context.given_id[:LONGEST_NAME]}-{uuid.uuid4().hex[:8]}"
 
     async def generate(self, index: int, body: dict[str, Any], timeout_s: float) -> AsyncGenerator[Delta, None]:
-        """Yield the answers to `exchange.requests[index]`. A client that resumes an answer means that very id."""
+        """Yield the answers to `exchange.requests[index]`.
+
+        A client that resumes an answer needs exactly its id, so no suffix is added then.
+        """
         is_named = not self._context.given_id or body.get("resume_from") is not None
         while True:
             try:
@@ -65,6 +68,7 @@ class UniqueIdBackend:
                 is_named, body = True, {**body, "req_id": self._rename(index)}
 
     async def begin_in_background(self, body: dict[str, Any], timeout_s: float) -> StoredResponse:
+        """Start a background response. A suffix is added to the header's id if that is in use."""
         try:
             return await self._backend.stored_response(body, timeout_s)
         except DuplicateRequest:

@@ -1,5 +1,8 @@
-"""How well texts go together: vLLM's scores, and Jina's and Cohere's reranking, over native requests. By the head of
-the checkpoint, where it has one, a request a pair; else by the cosine of embeddings, a request a text."""
+"""Scores of text pairs: vLLM's score API, and the rerank APIs of Jina and Cohere.
+
+A model with a classifier scores each pair in one request. Other models embed each text in one request, and the score is
+the cosine similarity.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ REFUSED: dict[str, Collection[Any]] = {
     **dict.fromkeys(("max_tokens_per_doc", "max_tokens_per_query", "max_chunks_per_doc", "rank_fields"), ()),
     **OF_VECTORS,
 }
-CALLED = {"text_1": ("queries", "data_1"), "text_2": ("documents", "items", "data_2")}  # by newer versions of vLLM
+CALLED = {
+    "text_1": ("queries", "data_1"),
+    "text_2": ("documents", "items", "data_2"),
+}  # names in newer versions of vLLM
 TEXTS = {"type": "array", "items": schema_of(A_TEXT), "minItems": 1, "maxItems": MAX_TEXTS}
 DOCUMENT = {"anyOf": [schema_of(A_TEXT), {"type": "object", "properties": {"text": schema_of(A_TEXT)}}]}
 Json = dict[str, Any]
@@ -37,22 +43,22 @@ Json = dict[str, Any]
 
 @dataclass(eq=False)
 class ScoreExchange:
-    """A `gateway.protocol.Exchange`. Its answer is never streamed."""
+    """Exchange (`gateway.protocol.Exchange`) of a score or rerank request. Its answer is never streamed."""
 
     pairs: Sequence[tuple[str, str]]
-    has_head: bool
-    options: Json  # of every request
+    has_classifier: bool
+    options: Json  # fields of every request to the model
     answer_id: str
-    top_n: int | None = None  # None: a score of each pair in its place; else the best pairs, the best first
-    told: bool = False  # are the texts of these
-    is_activated: bool = True  # what a head says is made a number from 0 to 1
+    top_n: int | None = None  # None: one score per pair, in order; otherwise the best pairs, best first
+    with_documents: bool = False  # the response repeats the texts of the documents
+    is_activated: bool = True  # the classifier's logit is mapped to 0..1 by a sigmoid
     model: str = ""
     stream: bool = False
     num_tokens: int = 0
     found: dict[int, Final] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.has_head:
+        if self.has_classifier:
             self._places = [(place, place) for place in range(len(self.pairs))]
             texts: list[Json] = [{"text": a, "text_pair": b, "pooling": SCORE} for a, b in self.pairs]
         else:
@@ -70,7 +76,7 @@ class ScoreExchange:
         self.names: Mapping[str, str] = {**called, "text": names[0], "text_pair": names[1]}
 
     def event(self, index: int, answer: Delta) -> bytes:
-        raise AssertionError("a score is no stream")
+        raise AssertionError("scores are not streamed")
 
     def gather(self, index: int, answer: Delta) -> None:
         if isinstance(answer, Final):
@@ -86,12 +92,12 @@ class ScoreExchange:
             return {**head, "data": data, "usage": usage}
         best = sorted(range(len(scores)), key=lambda at: -scores[at])[: self.top_n]
         results: list[Json] = [{"index": at, "relevance_score": scores[at]} for at in best]
-        for each in results if self.told else ():
+        for each in results if self.with_documents else ():
             each["document"] = {"text": self.pairs[each["index"]][1]}
         return {"id": self.answer_id, "model": self.model, "results": results, "usage": usage}
 
     def _score(self, a: int, b: int) -> float:
-        if self.has_head:
+        if self.has_classifier:
             logit = self._vector(a)[0]
             return float(1 / (1 + np.exp(-logit)) if self.is_activated else logit)
         one, other = self._vector(a), self._vector(b)
@@ -100,14 +106,16 @@ class ScoreExchange:
 
     def _vector(self, index: int) -> np.ndarray:
         answer = self.found.get(index)
-        return np.frombuffer(base64.b64decode((answer and answer.embedding) or NOTHING), "<f4").astype(np.float64)
+        return np.frombuffer(base64.b64decode((answer and answer.embedding) or EMPTY_EMBEDDING), "<f4").astype(
+            np.float64
+        )
 
 
-NOTHING = base64.b64encode(bytes(4))
+EMPTY_EMBEDDING = base64.b64encode(bytes(4))
 
 
 class ScoreProtocol(OpenAIProtocol):
-    """vLLM's. The model's number of labels is asked for before a request is parsed."""
+    """vLLM's score protocol. The number of the model's labels must be known before a request is parsed."""
 
     name = "scores"
     paths: Collection[str] = ("/v1/score", "/score")
@@ -167,7 +175,7 @@ class ScoreProtocol(OpenAIProtocol):
 
 
 class RerankProtocol(ScoreProtocol):
-    """Jina's, and Cohere's second version."""
+    """Rerank protocol of Jina and of Cohere's second API version."""
 
     name = "reranking"
     paths: Collection[str] = ("/v1/rerank", "/rerank", "/v2/rerank")
@@ -201,12 +209,12 @@ class RerankProtocol(ScoreProtocol):
         pairs = [(A_TEXT("query", query), each) for each in _texts("documents", body)]
         top_n = TOP_N("top_n", 0 if body.get("top_n") is None else body["top_n"]) or len(pairs)
         given = body.get("return_documents")
-        told = _tells_documents(context.path) if given is None else A_BOOL("return_documents", given)
-        return self._ranking(context, body, pairs, top_n=top_n, told=told)
+        with_documents = _tells_documents(context.path) if given is None else A_BOOL("return_documents", given)
+        return self._ranking(context, body, pairs, top_n=top_n, with_documents=with_documents)
 
 
 def _tells_documents(path: str) -> bool:
-    """By default, as Jina; Cohere does not."""
+    """Return True if the response contains the documents by default, as Jina's does and Cohere's does not."""
     return path != "/v2/rerank"
 
 

@@ -1,6 +1,10 @@
-"""Requests outlive the model server: one whose stream breaks is asked again when the server is back, and goes on after
-what has come. While the model is changed for another, new ones wait; of two models nobody gets one answer. Knows the
-wire's fields, not how the model is reached."""
+"""Retries of requests whose model server dies.
+
+A broken request is sent again when the server is back, and continues after the tokens that were received.
+
+While the model is reloaded new requests wait, and an answer never mixes tokens of two models. The module uses the
+fields of the wire and does not depend on how the model is reached.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +19,21 @@ from typing import Any, Protocol, TypeVar
 from engine.errors import EngineUnavailable
 from engine.settings.served import ServedModel
 from engine.wire import Aborted, Delta, Detokenized, Loras, ModelState, Owner, StoredResponse, Tokenized, parse_request
-from gateway.backend import COMING_BACK_S, Backend, ModelLost, ModelUnreachable
+from gateway.backend import RESTART_WITHIN_S, Backend, ModelLost, ModelUnreachable
 from gateway.health import CachedHealthCheck
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-LOOK_EVERY_S = 0.1
-MAX_LOSSES = 3  # in a row: a request without a new answer for so long may be the one that ends the server
+CHECK_EVERY_S = 0.1
+MAX_LOSSES = 3  # in a row; a request that loses more servers without a new answer may be the cause of the crashes
 
 
 class RetryingBackend:
-    """A `gateway.backend.Backend` around another. `ready` says whether the model can be asked, `served` which it is."""
+    """Backend (`gateway.backend.Backend`) that retries the requests of another one.
+
+    `ready` checks whether the model answers, `served` says which model it is.
+    """
 
     def __init__(self, backend: Backend, ready: CachedHealthCheck, served: ServedModel):
         self._backend = backend
@@ -34,39 +41,43 @@ class RetryingBackend:
         self._served = served
 
     async def generate(self, body: dict[str, Any], timeout_s: float) -> AsyncGenerator[Delta, None]:
-        known, asked, patience = ReceivedTokens(), body, RetryPolicy(self._ready, self._served, timeout_s)
+        """Yield the answers to one request, across restarts of the model server."""
+        received_tokens, asked, policy = ReceivedTokens(), body, RetryPolicy(self._ready, self._served, timeout_s)
         while True:
-            await patience.wait_for_turn(known)
+            await policy.wait_for_turn(received_tokens)
             try:
                 async with contextlib.aclosing(self._backend.generate(asked, timeout_s)) as answers:
                     async for answer in answers:
-                        patience.was_answered()
-                        known.add(answer)
+                        policy.was_answered()
+                        received_tokens.add(answer)
                         yield answer
                 return
             except EngineUnavailable as error:
-                await patience.wait(error, known)
-                asked = known.rest(body)
+                await policy.wait(error, received_tokens)
+                asked = received_tokens.rest(body)
 
     async def probe(self, with_metrics: bool = False) -> ModelState:
         return await self._backend.probe(with_metrics)
 
     async def lora_names(self, timeout_s: float) -> Sequence[str]:
-        """A server that has just died is waited for: without it nobody knows them."""
-        return (await self._patiently(self._backend.probe, timeout_s)).loras or ()
+        """Return the names of the loaded adapters. If the server has just died, wait until it is back."""
+        return (await self._with_retries(self._backend.probe, timeout_s)).loras or ()
 
     async def stored_response(self, body: dict[str, Any], timeout_s: float) -> StoredResponse:
-        """Ask again when the server has died: a response that it has stored is lost, one that begins is not."""
-        return await self._patiently(partial(self._backend.stored_response, body), timeout_s)
+        """Return a stored response, and ask again if the server has died.
 
-    async def _patiently(self, ask: Callable[[], Awaitable[T]], timeout_s: float) -> T:
-        patience = RetryPolicy(self._ready, self._served, timeout_s)
+        A response that it had stored is lost then, one that begins is not.
+        """
+        return await self._with_retries(partial(self._backend.stored_response, body), timeout_s)
+
+    async def _with_retries(self, ask: Callable[[], Awaitable[T]], timeout_s: float) -> T:
+        policy = RetryPolicy(self._ready, self._served, timeout_s)
         while True:
             try:
                 return await ask()
             except EngineUnavailable as error:
-                await patience.wait(error, ReceivedTokens())
-                await patience.wait_for_turn(ReceivedTokens())
+                await policy.wait(error, ReceivedTokens())
+                await policy.wait_for_turn(ReceivedTokens())
 
     async def abort(self, req_id: str, owner: Owner) -> Aborted:
         return await self._backend.abort(req_id, owner)
@@ -85,23 +96,27 @@ class RetryingBackend:
 
 
 class RetryPolicy:
-    """Of one request, with a model server that it has lost: for how long and how often."""
+    """Retry state of one request: how often its model server died, and how long to wait for the next one."""
 
     def __init__(self, ready: CachedHealthCheck, served: ServedModel, timeout_s: float):
         self._ready = ready
         self._served = served
-        self._model_id = ""  # of the one that is asked
+        self._model_id = ""  # id of the model that answers this request
         self._timeout_s = timeout_s
         self._num_losses = 0
         self._deadline = 0.0
 
     def was_answered(self) -> None:
+        """Reset the number of consecutive losses."""
         self._num_losses = 0
 
-    async def wait_for_turn(self, known: ReceivedTokens) -> None:
-        """Before the model is asked: new requests wait for the next model while the one of now ends what it has begun,
-        which only itself can go on with. Raises EngineUnavailable."""
-        if known:
+    async def wait_for_turn(self, received_tokens: ReceivedTokens) -> None:
+        """Wait until the model may be asked.
+
+        New requests wait for the next model during a reload. Raise EngineUnavailable if the model was replaced after a
+        part of the answer was received, or if the reload takes too long.
+        """
+        if received_tokens:
             if self._served.now().id != self._model_id:
                 raise EngineUnavailable("the model was changed for another before the answer had its end")
             return
@@ -110,17 +125,21 @@ class RetryPolicy:
         while (served := self._served.now()).is_changing:
             if clock() >= deadline:
                 raise EngineUnavailable("the model is being changed for another, which takes long")
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(CHECK_EVERY_S)
         self._model_id = served.id
 
-    def is_between_models(self, known: ReceivedTokens) -> bool:
-        """Too late for the one, too early for the other."""
-        return not known and self._served.now().is_changing
+    def is_between_models(self, received_tokens: ReceivedTokens) -> bool:
+        """Return True if a request that has received nothing arrived during a reload: too late for the old model and
+        too early for the new one.
+        """
+        return not received_tokens and self._served.now().is_changing
 
-    async def wait(self, error: EngineUnavailable, known: ReceivedTokens) -> None:
-        """Until the model can be asked again, or for the timeout: whoever asks then is told what is wrong. Raises
-        `error` when it is in vain, or when nothing was lost."""
-        if self.is_between_models(known):
+    async def wait(self, error: EngineUnavailable, received_tokens: ReceivedTokens) -> None:
+        """Wait until the model answers again or the timeout has passed; then the caller tries again.
+
+        Raise `error` if a retry is useless or if nothing was lost.
+        """
+        if self.is_between_models(received_tokens):
             return
         if not isinstance(error, ModelUnreachable):
             raise error
@@ -128,18 +147,18 @@ class RetryPolicy:
         if isinstance(error, ModelLost):
             log.warning("the model server has lost a request, which will be asked again: %s", error)
             self._num_losses, self._deadline = self._num_losses + 1, clock() + self._timeout_s
-        elif error.was_there and not self._deadline:
-            self._deadline = clock() + min(self._timeout_s, COMING_BACK_S)
+        elif error.was_seen_recently and not self._deadline:
+            self._deadline = clock() + min(self._timeout_s, RESTART_WITHIN_S)
         if self._num_losses > MAX_LOSSES or clock() >= self._deadline:
             raise error
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(CHECK_EVERY_S)
             if (await self._ready()).state or clock() >= self._deadline:
                 return
 
 
 class ResponseTokens(Protocol):
-    """What there is to know of a response."""
+    """Fields of a response that a retry needs."""
 
     @property
     def index(self) -> int: ...
@@ -152,30 +171,34 @@ class ResponseTokens(Protocol):
 
 
 class ReceivedTokens:
-    """What has come of the answers to a request."""
+    """Tokens that have been received of the answers to one request."""
 
     def __init__(self) -> None:
-        self._ids: defaultdict[int, list[int]] = defaultdict(list)  # of each answer, those that came here
-        self._seed: int | None = None  # of the first answer
+        self._ids: defaultdict[int, list[int]] = defaultdict(list)  # received tokens by index of the answer
+        self._seed: int | None = None  # seed of the first answer
 
     def __bool__(self) -> bool:
         return any(self._ids.values())
 
     def add(self, answer: ResponseTokens) -> None:
+        """Record the tokens of one response."""
         self._ids[answer.index] += answer.token_ids
         if answer.index == 0:
             self._seed = answer.infer_seed
 
     def rest(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The request for what has not come, in the wire's fields. Raises InvalidRequest if the model would."""
+        """Return the request for the tokens that are missing, in the wire's fields.
+
+        Raise InvalidRequest if the model would.
+        """
         request = parse_request(body)
         begins = request.resume_from or (0,) * request.n
         before = request.answer_ids or ((),) * request.n
-        came = [self._ids[index] for index in range(request.n)]
-        rest = {**body, "resume_from": [begin + len(ids) for begin, ids in zip(begins, came, strict=True)]}
-        if all(len(ids) >= begin for ids, begin in zip(before, begins, strict=True)):  # else a part is unknown
-            known = zip(before, begins, came, strict=True)
-            rest["answer_ids"] = [[*ids[:begin], *new] for ids, begin, new in known]
+        received = [self._ids[index] for index in range(request.n)]
+        rest = {**body, "resume_from": [begin + len(ids) for begin, ids in zip(begins, received, strict=True)]}
+        if all(len(ids) >= begin for ids, begin in zip(before, begins, strict=True)):  # else some are unknown
+            parts = zip(before, begins, received, strict=True)
+            rest["answer_ids"] = [[*ids[:begin], *new] for ids, begin, new in parts]
         if request.infer_seed is None and self._seed is not None:
             rest["infer_seed"] = self._seed
         return rest

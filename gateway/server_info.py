@@ -1,4 +1,7 @@
-"""What the service port tells without an answer of the model. SAMPLES shows to the document what."""
+"""GET endpoints that describe the server: health, load, metrics, status, version, models and the OpenAPI document.
+
+SAMPLES has an example of each answer for the document.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ STARTED = int(time.time())
 
 
 async def show_root(request: web.Request) -> web.Response:
-    """A page for people, with a chat and a live view; for programs the model's name and these paths."""
+    """Return the web page to browsers, and the model's name and the list of paths to programs."""
     if is_for_people(request):
         return page(request)
     paths = {route.resource.canonical for route in request.app.router.routes() if route.resource is not None}
@@ -29,50 +32,50 @@ async def show_root(request: web.Request) -> web.Response:
 
 
 async def show_health(request: web.Request) -> web.Response:
-    """Whether the model answers."""
+    """Report whether the model answers."""
     return as_response(await request.app[READY]())
 
 
 async def show_load(request: web.Request) -> web.Response:
-    """How many requests are open, as vLLM tells it."""
+    """Return the number of open requests, in vLLM's form."""
     return json_response(_load(await request.app[BACKEND].probe()))
 
 
 async def show_metrics(request: web.Request) -> web.Response:
-    """Prometheus metrics of this server."""
+    """Return the Prometheus metrics of this server."""
     state = await request.app[BACKEND].probe(with_metrics=True)
     text = metrics.as_text(state.metrics or ())
     return web.Response(text=text, headers={"Content-Type": metrics.CONTENT_TYPE})
 
 
 async def show_status(request: web.Request) -> web.Response:
-    """What the server does now, its metrics, and the last requests without their words."""
+    """Return the state of the server, its metrics, and the last requests without their text."""
     return json_response(_status(served_name(request.app), await request.app[BACKEND].probe(with_metrics=True)))
 
 
 async def show_version(_: web.Request) -> web.Response:
-    """The server's version."""
+    """Return the server's version."""
     return json_response(SAMPLES["/version"])
 
 
 async def show_document(request: web.Request) -> web.Response:
-    """This document."""
+    """Return this OpenAPI document."""
     return json_response(request.app[DOCUMENT])
 
 
 async def show_page(request: web.Request) -> web.Response:
-    """The same document as a page."""
+    """Return the OpenAPI document as an HTML page."""
     headers = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
     return web.Response(text=openapi_html(request.app[DOCUMENT]), content_type="text/html", headers=headers)
 
 
 async def list_models(request: web.Request) -> web.Response:
-    """The served model and its adapters."""
+    """List the served model and its adapters."""
     return json_response({"object": "list", "data": await _models(request.app)})
 
 
 async def show_model(request: web.Request) -> web.Response:
-    """The served model or an adapter, if that is its name."""
+    """Return the served model or the adapter of this name."""
     request[CONTEXT].protocols = [OPENAI]
     models = {model["id"]: model for model in await _models(request.app)}
     if (model := models.get(request.match_info["model"])) is None:
@@ -81,7 +84,10 @@ async def show_model(request: web.Request) -> web.Response:
 
 
 async def _models(app: web.Application) -> list[dict[str, Any]]:
-    """Adapters may have come this moment, all else is as old as readiness is. A list never lacks them."""
+    """Return the model and its adapters.
+
+    Adapters are queried now, so that one just loaded is listed; the rest is as old as the cached readiness.
+    """
     loras = await app[BACKEND].lora_names(app[REQUEST_TIMEOUT]) if app[CONFIG].has_loras else ()
     name, state = served_name(app), (await app[READY]()).state
     model = _model_fields(name, state.model_len if state else None)
@@ -94,9 +100,9 @@ def _model_fields(name: str, model_len: int | None) -> dict[str, Any]:
 
 
 def _status(name: str, state: ModelState) -> dict[str, Any]:
-    told = {"model": name, "ready": state.ready, "reason": state.reason, "model_len": state.model_len}
+    fields = {"model": name, "ready": state.ready, "reason": state.reason, "model_len": state.model_len}
     numbers = {family + suffix: value for family, _, _, labels, value, suffix in state.metrics or () if not labels}
-    return {**told, "metrics": numbers, "last_requests": state.last_requests or []}
+    return {**fields, "metrics": numbers, "last_requests": state.last_requests or []}
 
 
 def _load(state: ModelState) -> dict[str, int]:

@@ -1,5 +1,8 @@
-"""A stream of the model's that requests of this process share (engine/wire/shared.py), and what comes of each of them
-there and on its own stream, in the order of its tokens: of two streams neither waits for the other. Knows no HTTP."""
+"""Shared stream of model responses (engine/wire/shared.py).
+
+A request's answers arrive on the shared stream and on its own stream; they are merged in token order. It is independent
+of HTTP.
+"""
 
 from __future__ import annotations
 
@@ -22,45 +25,50 @@ Answer = wire.Delta | wire.Failure
 
 
 class ReorderBuffer:
-    """The answers to one request."""
+    """Answers to one request, which arrive on two streams and are delivered in token order."""
 
     def __init__(self) -> None:
-        self.from_two = True  # streams; when it is one, what is missing does not come any more
+        self.has_shared_stream = True  # if False, answers that are missing can no longer arrive
         self._in_order: asyncio.Queue[Answer | Exception] = asyncio.Queue()
-        self._early: dict[int, Answer] = {}  # by the number of tokens before them
+        self._early: dict[int, Answer] = {}  # answers that arrived too early, by the number of tokens before them
         self._num_tokens = 0
 
     def put(self, answer: Answer) -> None:
+        """Add an answer from either stream."""
         self._early[answer.send_idx] = answer
         while following := self._early.pop(self._num_tokens, None):
             self._in_order.put_nowait(following)
             if not isinstance(following, wire.Delta) or not following.token_ids:
                 break
             self._num_tokens += len(following.token_ids)
-        self._miss()
+        self._fail_if_incomplete()
 
-    def only_own(self) -> None:
-        self.from_two = False
-        self._miss()
+    def end_shared_stream(self) -> None:
+        """Note that the shared stream has ended. Fail if an answer is missing that can no longer arrive."""
+        self.has_shared_stream = False
+        self._fail_if_incomplete()
 
     def fail(self, error: Exception) -> None:
-        """After what has come in order."""
+        """Raise `error` from `next`, after the answers that are complete so far."""
         self._in_order.put_nowait(error)
 
     async def next(self) -> Answer:
-        """Raises what its streams have failed with."""
+        """Return the next answer in token order. Raise the error with which the streams failed."""
         answer = await self._in_order.get()
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    def _miss(self) -> None:
-        if self._early and not self.from_two:
+    def _fail_if_incomplete(self) -> None:
+        if self._early and not self.has_shared_stream:
             self.fail(ModelLost("a part of the answer is lost"))
 
 
 class SharedStream:
-    """Of the requests that begin while it is open; each joins before it is asked."""
+    """One stream that carries answers to the requests that start while it is open.
+
+    A request joins before it is sent.
+    """
 
     def __init__(self, connections: TritonConnections):
         self._name = uuid.uuid4().hex
@@ -70,33 +78,37 @@ class SharedStream:
 
     @property
     def is_open(self) -> bool:
+        """Return True if further requests may join."""
         return not self._reading.done()
 
     @contextlib.contextmanager
     def join(self, body: dict[str, Any]) -> Iterator[tuple[dict[str, Any], ReorderBuffer]]:
-        """The request that says so, and where its answers come."""
+        """Yield the request with its tag in the shared stream, and the buffer in which its answers arrive."""
         tag = next(self._tags)
-        arrivals = self._sharing[tag] = ReorderBuffer()
+        buffer = self._sharing[tag] = ReorderBuffer()
         try:
-            yield {**body, wire.SHARED: [self._name, tag]}, arrivals
+            yield {**body, wire.SHARED: [self._name, tag]}, buffer
         finally:
             del self._sharing[tag]
 
     async def _read(self, connections: TritonConnections) -> None:
-        """Until the model ends it: nobody has shared it for some time, or it is stopping."""
+        """Read the stream until the model ends it, because it is idle for some time or the server is stopping."""
         request = infer_request({wire.SHARE: self._name}).SerializeToString()
         try:
-            with contextlib.suppress(RequestError), connections.infer(request) as inference:  # own streams tell as well
+            with (
+                contextlib.suppress(RequestError),
+                connections.infer(request) as inference,
+            ):
                 async for response in inference.responses():
                     self._deliver(payload_of(service_pb2.ModelStreamInferResponse.FromString(response)))
         finally:
-            for arrivals in self._sharing.values():
-                arrivals.only_own()
+            for buffer in self._sharing.values():
+                buffer.end_shared_stream()
 
     def _deliver(self, response: bytes) -> None:
         shared = wire.read_shared(response)
         if isinstance(shared, wire.Failure):
             raise shared.error
         for tag, answer in shared.answers:
-            if arrivals := self._sharing.get(tag):  # else its client has left
-                arrivals.put(answer)
+            if buffer := self._sharing.get(tag):  # otherwise the client has disconnected
+                buffer.put(answer)

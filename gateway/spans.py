@@ -1,4 +1,7 @@
-"""The span of an HTTP request, of which those of the model are a part: where OTEL_EXPORTER_OTLP_ENDPOINT is set."""
+"""Trace span of an HTTP request, which is the parent of the model's spans.
+
+It is active if OTEL_EXPORTER_OTLP_ENDPOINT is set.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ TRACER = web.AppKey("tracer", Tracer)
 
 
 def begin_tracing(app: web.Application, config: Config) -> None:
+    """Set up the tracer of the application, if tracing is configured."""
     if tracer := Tracer.of(config, "gateway"):
         app[TRACER] = tracer
         app.on_cleanup.append(_close)
@@ -24,7 +28,7 @@ def begin_tracing(app: web.Application, config: Config) -> None:
 
 @contextlib.contextmanager
 def traced(request: web.Request, context: RequestContext) -> Iterator[dict[str, int]]:
-    """Its caller says the `status`."""
+    """Record the span of a request. The caller sets `status` in the yielded dict."""
     ended = {"status": 0}
     if (tracer := request.app.get(TRACER)) is None or request.method != "POST":
         yield ended

@@ -1,4 +1,4 @@
-"""Stored responses over HTTP: retrieved, cancelled, deleted, begun in the background, gone on with."""
+"""Endpoints of stored responses: retrieve, cancel, delete, run in the background, and continue a previous one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gateway.responses import PATH, PREVIOUS
 
 
 async def retrieve_response(request: web.Request) -> web.StreamResponse:
-    """A stored response, as far as it has come, or with `stream` its events."""
+    """Return a stored response as far as it has been generated, or its events with `stream`."""
     if not _is_streamed(request):
         return await _answer(request, wire.RETRIEVE)
     context = request[CONTEXT]
@@ -48,23 +48,23 @@ async def _complete(stored: wire.StoredResponse) -> http_responses.Answers:
 
 
 async def cancel_response(request: web.Request) -> web.Response:
-    """End a response that was begun in the background."""
+    """Cancel a background response."""
     return await _answer(request, wire.CANCEL)
 
 
 async def delete_response(request: web.Request) -> web.Response:
-    """Delete a stored response; one in the background is cancelled."""
+    """Delete a stored response, and cancel it if it runs in the background."""
     return await _answer(request, wire.DELETE)
 
 
 async def begin_in_background(request: web.Request, model: UniqueIdBackend, body: dict[str, Any]) -> web.Response:
-    """Return a response that the model computes without waiting for it."""
+    """Start a background response and return its object without waiting for the answer."""
     response = await model.begin_in_background(body, request.app[REQUEST_TIMEOUT])
     return json_response(RESPONSES.stored(response, request[CONTEXT]))
 
 
 async def previous_of(request: web.Request, body: Mapping[str, Any]) -> wire.StoredResponse | None:
-    """The response that the request goes on with; None: it begins a conversation."""
+    """Return the response that the request continues, or None if it begins a conversation."""
     if request[CONTEXT].protocols != [RESPONSES] or body.get(PREVIOUS) is None:
         return None
     response_id = wire.FIELDS["req_id"].check(PREVIOUS, body[PREVIOUS])
@@ -114,4 +114,4 @@ ROUTES = [
     web.delete(ONE, delete_response),
     web.post(f"{ONE}/cancel", cancel_response),
 ]
-SAMPLES = dict.fromkeys((ONE, f"{ONE}/cancel"))  # a response, which has many shapes while it is not complete
+SAMPLES = dict.fromkeys((ONE, f"{ONE}/cancel"))  # None: the form of a response depends on its state

@@ -1,4 +1,4 @@
-"""The model behind Triton's gRPC, as the protocols see it: one call a request, its answers read. Knows no HTTP."""
+"""Client of the model behind Triton's gRPC service: one call per request. It is independent of HTTP."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from gateway.idle_timer import IdleTimer
 from gateway.shared_stream import ReorderBuffer, SharedStream
 from gateway.triton_connections import SERVICE, InferCall, TritonConnections
 
-PROBE_TIMEOUT_S = 60.0  # whoever probes has a shorter one
+PROBE_TIMEOUT_S = 60.0  # callers have shorter timeouts
 END_TIMEOUT_S = 5.0  # for the end of the stream after the final response
 
 
 class TritonBackend:
-    """A `gateway.backend.Backend`. Belongs to the event loop it is first used in."""
+    """Backend (`gateway.backend.Backend`) over Triton. It belongs to the event loop in which it is first used."""
 
     def __init__(self, connections: TritonConnections):
         self._connections = connections
@@ -32,11 +32,15 @@ class TritonBackend:
     def generate(self, body: dict[str, Any], timeout_s: float) -> AsyncGenerator[wire.Delta, None]:
         if stream := self._stream_for(body):
             return self._ask_sharing(stream, body, timeout_s)
-        return cast("AsyncGenerator[wire.Delta, None]", self._ask(body, timeout_s))  # a probe alone has other answers
+        return cast("AsyncGenerator[wire.Delta, None]", self._ask(body, timeout_s))  # only a probe has other answers
 
     def _stream_for(self, body: dict[str, Any]) -> SharedStream | None:
-        """To share, where others run. Of several choices the last to end has to come last, and who goes on has tokens
-        that are not counted here: these do not share. Nor does a response that outlives its connection."""
+        """Return the shared stream for a request, or None if it must have its own.
+
+        A stream is shared only while other requests run. Several choices need their last end to arrive last, a resumed
+        request has tokens that are not counted here, and a background response outlives its connection; these do not
+        share.
+        """
         if not self._connections.num_running or body.get("n") not in (None, 1):
             return None
         if body.get("resume_from") is not None or body.get(wire.STORE, {}).get("is_background"):
@@ -48,14 +52,14 @@ class TritonBackend:
     async def _ask_sharing(
         self, stream: SharedStream, body: dict[str, Any], timeout_s: float
     ) -> AsyncGenerator[wire.Delta, None]:
-        with stream.join(body) as (body, arrivals):
-            own = asyncio.create_task(self._forward(body, arrivals))
-            error = _silent(timeout_s)
-            silence = IdleTimer(lambda: arrivals.fail(error), timeout_s)
+        with stream.join(body) as (body, buffer):
+            own = asyncio.create_task(self._forward(body, buffer))
+            error = _timed_out(timeout_s)
+            idle_timer = IdleTimer(lambda: buffer.fail(error), timeout_s)
             try:
                 while True:
-                    answer = await arrivals.next()
-                    silence.ends()
+                    answer = await buffer.next()
+                    idle_timer.end_wait()
                     if isinstance(answer, wire.Failure):
                         await own
                         raise answer.error
@@ -63,20 +67,20 @@ class TritonBackend:
                     if answer.is_end:
                         await own
                         return
-                    silence.begins()
+                    idle_timer.start_wait()
             finally:
-                silence.close()
+                idle_timer.close()
                 own.cancel()
 
-    async def _forward(self, body: dict[str, Any], arrivals: ReorderBuffer) -> None:
-        """What comes on the request's own stream, its end above all."""
+    async def _forward(self, body: dict[str, Any], buffer: ReorderBuffer) -> None:
+        """Read the request's own stream, on which at least its end arrives, into `buffer`."""
         try:
             with self._connections.infer(infer_request(body).SerializeToString()) as inference:
                 async with contextlib.aclosing(inference.responses()) as responses:
                     async for response in responses:
                         answer = _read(response)
                         assert isinstance(answer, wire.Delta | wire.Failure)
-                        arrivals.put(answer)
+                        buffer.put(answer)
                         if answer.is_end:
                             await _read_to_end(responses)
                             return
@@ -84,9 +88,9 @@ class TritonBackend:
         except asyncio.CancelledError:
             if not self._connections.is_closed:
                 raise
-            arrivals.fail(EngineUnavailable("the gateway is stopping"))
+            buffer.fail(EngineUnavailable("the gateway is stopping"))
         except Exception as error:
-            arrivals.fail(error)
+            buffer.fail(error)
 
     async def _ask(self, body: dict[str, Any], timeout_s: float) -> AsyncGenerator[wire.Answer, None]:
         with self._connections.infer(infer_request(body).SerializeToString()) as inference:
@@ -103,20 +107,20 @@ class TritonBackend:
             raise ModelLost("the model ended the stream without a final response")
 
     async def _in_time(self, inference: InferCall, timeout_s: float) -> AsyncGenerator[bytes, None]:
-        silence = IdleTimer(inference.cancel, timeout_s)  # time in which nobody asks for a response does not count
+        idle_timer = IdleTimer(inference.cancel, timeout_s)  # time in which no response is requested does not count
         try:
             async for response in inference.responses():
-                silence.ends()
+                idle_timer.end_wait()
                 yield response
-                silence.begins()
+                idle_timer.start_wait()
         except asyncio.CancelledError:
-            if silence.was_too_long:
-                raise _silent(timeout_s) from None
+            if idle_timer.was_too_long:
+                raise _timed_out(timeout_s) from None
             if self._connections.is_closed:
                 raise EngineUnavailable("the gateway is stopping") from None
             raise
         finally:
-            silence.close()
+            idle_timer.close()
 
     async def probe(self, with_metrics: bool = False) -> wire.ModelState:
         state = await self._one_answer({wire.PROBE: wire.METRICS if with_metrics else True})
@@ -129,9 +133,9 @@ class TritonBackend:
         return aborted
 
     async def about_tokens(self, question: dict[str, Any]) -> wire.Tokenized | wire.Detokenized:
-        told = await self._one_answer(question)
-        assert isinstance(told, (wire.Tokenized, wire.Detokenized))
-        return told
+        answer = await self._one_answer(question)
+        assert isinstance(answer, (wire.Tokenized, wire.Detokenized))
+        return answer
 
     async def change_loras(self, question: dict[str, Any], owner: wire.Owner) -> wire.Loras:
         loras = await self._one_answer(wire.with_owner(question, owner))
@@ -159,19 +163,19 @@ class TritonBackend:
         await self._connections.close()
 
 
-def _silent(timeout_s: float) -> TimedOut:
+def _timed_out(timeout_s: float) -> TimedOut:
     return TimedOut("the model sent no response for {limit} s, the request is cancelled", limit=float(timeout_s))
 
 
 def _read(response: bytes) -> wire.Answer:
     try:
         return read_response(service_pb2.ModelStreamInferResponse.FromString(response))
-    except EngineUnavailable as error:  # in Triton's own words: the model's process has died
+    except EngineUnavailable as error:  # Triton's own error text: the model's process has died
         raise ModelLost(error.text) from None
 
 
 async def _read_to_end(responses: AsyncIterator[Any]) -> None:
-    """Let the stream end by itself: cancelling it now could race with its end inside Triton."""
+    """Wait until the stream ends by itself: cancelling it now could race with its end inside Triton."""
     with contextlib.suppress(asyncio.TimeoutError, RequestError):
         async with timeout(END_TIMEOUT_S):
             async for _ in responses:

@@ -1,7 +1,9 @@
-"""The way to tritonserver: long-lived connections with a limited number of streams each. Passes bytes on, reads none.
+"""gRPC connections to tritonserver: long-lived channels with a limited number of streams each.
 
-The stubs of tritonclient would run a thread a stream and buffer without a limit. Here a response is read from the
-connection only when the one who asked for it wants it.
+Messages are forwarded as bytes.
+
+The stubs of tritonclient would run one thread per stream and buffer without a limit. Here a response is read from the
+connection only when its consumer asks for it.
 """
 
 from __future__ import annotations
@@ -17,87 +19,97 @@ from typing import Any
 import grpc
 
 from engine.errors import Cancelled, EngineUnavailable, InvalidRequest, Overloaded, RequestError, TimedOut
-from gateway.backend import COMING_BACK_S, ModelLost, ModelUnreachable
+from gateway.backend import RESTART_WITHIN_S, ModelLost, ModelUnreachable
 
 log = logging.getLogger(__name__)
 
 SERVICE = "inference.GRPCInferenceService"
-STREAMS_PER_CHANNEL = 64  # HTTP/2 connections are commonly limited to 100 streams; beyond, requests would queue unseen
+STREAMS_PER_CHANNEL = 64  # below the common limit of 100 for HTTP/2, beyond which requests would queue invisibly
 
 IDLE, CONNECTING = grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING
 CHANNEL_OPTIONS = [
-    ("grpc.use_local_subchannel_pool", 1),  # else all channels would share one connection
+    ("grpc.use_local_subchannel_pool", 1),  # otherwise all channels would share one connection
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
     ("grpc.enable_retries", 0),
-    ("grpc.initial_reconnect_backoff_ms", 100),  # Triton is restarted by its supervisor: be there when it is back
+    ("grpc.initial_reconnect_backoff_ms", 100),  # the supervisor restarts Triton: reconnect quickly
     ("grpc.max_reconnect_backoff_ms", 250),
-    ("grpc.min_reconnect_backoff_ms", 20_000),  # no pause but the time that an attempt may take on a busy machine
+    ("grpc.min_reconnect_backoff_ms", 20_000),  # not a pause: the time that one attempt may take on a busy machine
     ("grpc.enable_http_proxy", 0),
-    ("grpc.default_authority", "localhost"),  # else the path of the socket, escaped
-    # No keepalive pings: the peer is on this host, where a death shows at once, and Triton answers pings more frequent
-    # than one in five minutes by closing the connection.
+    ("grpc.default_authority", "localhost"),  # otherwise the escaped path of the socket
+    # No keepalive pings: the peer is on this host, so its end is noticed at once, and Triton closes connections that
+    # ping more often than every five minutes.
 ]
 
 
 @dataclass(eq=False)
 class _TritonConnection:
+    """One gRPC channel and its running calls."""
+
     channel: grpc.aio.Channel
     infer: Any  # request -> call, both as bytes
     calls: set[InferCall] = field(default_factory=set)  # the running ones
 
 
 class InferCall:
-    """A request that tritonserver answers with a stream."""
+    """One ModelStreamInfer call to tritonserver, which answers with a stream of responses."""
 
-    def __init__(self, connection: _TritonConnection, request: bytes, way: TritonConnections):
+    def __init__(self, connection: _TritonConnection, request: bytes, connections: TritonConnections):
         self._call: Any = None
-        self._is_taken = False
-        self._way = way
-        self._asking = asyncio.ensure_future(self._ask(connection, request))
+        self._is_accepted = False
+        self._connections = connections
+        self._sending = asyncio.ensure_future(self._send(connection, request))
 
-    async def _ask(self, connection: _TritonConnection, request: bytes) -> None:
-        # Known before it is asked, as gRPC does not tell it of what breaks off before there is a response.
-        self._is_taken = await _is_there(connection.channel)
+    async def _send(self, connection: _TritonConnection, request: bytes) -> None:
+        # Checked before the call, because gRPC does not report it for calls that break before the first response.
+        self._is_accepted = await _is_there(connection.channel)
         self._call = connection.infer(request)
 
     def cancel(self) -> None:
-        self._asking.cancel()
+        """Cancel the call, also before it was sent."""
+        self._sending.cancel()
         if self._call:
             self._call.cancel()
 
     async def responses(self) -> AsyncGenerator[bytes, None]:
-        """As they are read. Raises ModelUnreachable and ModelLost when there is no tritonserver (any more), another
-        RequestError for its other errors, CancelledError after a `cancel`."""
-        await self._asking
-        if self._is_taken:
-            self._way.was_there_at = time.monotonic()
+        """Yield the responses as they are read.
+
+        Raise ModelUnreachable or ModelLost if tritonserver is gone, another RequestError for its other errors, and
+        CancelledError after `cancel`.
+        """
+        await self._sending
+        if self._is_accepted:
+            self._connections.last_seen_at = time.monotonic()
         try:
             while (response := await self._call.read()) is not grpc.aio.EOF:
                 yield response
         except grpc.aio.AioRpcError as error:
-            known = _known(error, self._is_taken)
+            known = _known(error, self._is_accepted)
             if isinstance(known, ModelUnreachable):
-                known.was_there = time.monotonic() - self._way.was_there_at < COMING_BACK_S
+                known.was_seen_recently = time.monotonic() - self._connections.last_seen_at < RESTART_WITHIN_S
             raise known from None
 
 
 class TritonConnections:
-    """Belongs to the event loop it is first used in. `target` is an address as gRPC writes it."""
+    """Pool of gRPC channels to tritonserver at `target`, an address in gRPC's notation.
+
+    It belongs to the event loop in which it is first used.
+    """
 
     def __init__(self, target: str):
         self._target = target
         self._connections: list[_TritonConnection] = []
         self.is_closed = False
-        self.was_there_at = -COMING_BACK_S  # tritonserver, when it last took a request
+        self.last_seen_at = -RESTART_WITHIN_S  # monotonic time of the last accepted request
 
     @property
     def num_running(self) -> int:
+        """Return the number of running calls on all connections."""
         return sum(len(each.calls) for each in self._connections)
 
     @contextlib.contextmanager
     def infer(self, request: bytes) -> Iterator[InferCall]:
-        """Cancelled in the end, if it has not ended."""
+        """Start a ModelStreamInfer call. The call is cancelled at exit unless it has ended."""
         connection = self._least_loaded()
         inference = InferCall(connection, request, self)
         connection.calls.add(inference)
@@ -108,11 +120,12 @@ class TritonConnections:
             inference.cancel()
 
     async def ask(self, method: str, request: bytes, timeout_s: float) -> bytes:
-        """The answer of a method that has one; `method` with its service. Raises AioRpcError."""
+        """Return the response of the unary method `method`, which is named with its service. Raise AioRpcError."""
         ask = self._least_loaded().channel.unary_unary(f"/{method}")
         return await ask(request, timeout=timeout_s)
 
     async def close(self) -> None:
+        """Cancel all calls and close all channels. Later calls raise EngineUnavailable."""
         self.is_closed = True
         for connection in self._connections:
             for call in connection.calls:
@@ -120,7 +133,7 @@ class TritonConnections:
         await asyncio.gather(*[connection.channel.close() for connection in self._connections])
 
     def _least_loaded(self) -> _TritonConnection:
-        """The connection with the fewest running calls, a new one when all are busy."""
+        """Return the connection with the fewest running calls, or a new one if all of them are full."""
         if self.is_closed:
             raise EngineUnavailable("the gateway is stopping")
         connection = min(self._connections, key=lambda each: len(each.calls), default=None)
@@ -132,7 +145,7 @@ class TritonConnections:
 
 
 async def _is_there(channel: grpc.aio.Channel) -> bool:
-    """Whether somebody answers at its other end, once that is known."""
+    """Return True if the peer accepts the connection. Wait until that is known."""
     while (state := channel.get_state(try_to_connect=True)) in (CONNECTING, IDLE):
         await channel.wait_for_state_change(state)
     return state is grpc.ChannelConnectivity.READY
@@ -149,18 +162,18 @@ ERRORS: dict[grpc.StatusCode, type[RequestError]] = {
 }
 
 
-# A connection that breaks while a request is written is told as INTERNAL by gRPC itself; tritonserver says neither.
+# gRPC itself reports a connection that breaks while a request is written as INTERNAL; tritonserver uses none of these.
 BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 
 
-def _known(error: grpc.aio.AioRpcError, is_taken: bool) -> RequestError:
+def _known(error: grpc.aio.AioRpcError, is_accepted: bool) -> RequestError:
     if error.code() in BROKEN:
-        return (ModelLost if is_taken else ModelUnreachable)(failure(error))
+        return (ModelLost if is_accepted else ModelUnreachable)(failure(error))
     return ERRORS.get(error.code(), RequestError)(failure(error))
 
 
 def failure(error: grpc.aio.AioRpcError) -> str:
-    """What a client may know of it. The rest is for the log: it may have the address of the socket."""
+    """Return the message for the client and log the details, which may contain the socket's address."""
     log.warning("tritonserver: %s: %s", error.code().name, error.details())
     return (
         "the model server does not answer"

@@ -1,4 +1,4 @@
-"""Anthropic's messages over a chat completion."""
+"""Anthropic's messages, translated into chat completions."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ OF_RESPONSES = {"instructions": "system", "input": "messages", "max_output_token
 
 
 class AnthropicProtocol(OpenAIProtocol):
+    """Anthropic's messages protocol."""
+
     name = "anthropic"
     paths: Collection[str] = (PATH,)
     names = CALLED

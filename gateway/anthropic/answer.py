@@ -1,4 +1,4 @@
-"""The answer to a request for a message: the object, or the events by which it grows. Knows nothing of HTTP."""
+"""Anthropic's message object and stream events for the model's answer. It is independent of HTTP."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessagesExchange(ContentBlockExchange):
+    """Exchange of a message request."""
+
     def whole(self) -> Json:
         return self._message([_whole(block) for block in self.blocks], **self._end(), usage=self._usage())
 
@@ -27,7 +29,7 @@ class MessagesExchange(ContentBlockExchange):
         return {"stop_reason": reason, "stop_sequence": stop_text}
 
     def _usage(self) -> Json:
-        """What came out of the cache is beside the other tokens of the prompt, not among them."""
+        """Return the usage. Cached tokens of the prompt are counted beside `input_tokens`, not among them."""
         usage = self.choice.usage
         num_cached = usage.cached_tokens or 0
         of_prompt = {"input_tokens": usage.prompt_tokens - num_cached, "cache_creation_input_tokens": 0}
@@ -47,7 +49,7 @@ class MessagesExchange(ContentBlockExchange):
         }[block.kind]
         return [{"type": "content_block_start", "index": block.index, "content_block": empty}]
 
-    def gain(self, block: ContentBlock, text: str) -> list[Json]:
+    def add_text(self, block: ContentBlock, text: str) -> list[Json]:
         delta = {
             CONTENT: {"type": "text_delta", "text": text},
             REASONING: {"type": "thinking_delta", "thinking": text},
@@ -75,7 +77,11 @@ def _whole(block: ContentBlock) -> Json:
 
 
 def _input(arguments: str) -> Json:
-    """What is no object, as it was cut short perhaps, is wrapped as Anthropic recommends for what it streams."""
+    """Return the arguments of a call as an object.
+
+    Arguments that are no JSON object, for example because they were cut short, are wrapped in `INVALID_JSON` as
+    Anthropic recommends.
+    """
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):

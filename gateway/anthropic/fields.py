@@ -1,4 +1,4 @@
-"""What a request for a message may have."""
+"""Request fields of Anthropic's messages as JSON Schema."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OWN: dict[str, Json] = {
     "output_config": {"type": "object", "description": "`format`: a `json_schema` with its `schema`; `effort`"},
     "output_format": {"type": "object", "description": "an older name of the `format` in `output_config`"},
 }
-# field -> the values, besides null, false and the empty ones, that ask for nothing special
+# field -> values that are accepted because they ask for the default; null, false and empty values always are
 REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("container", "mcp_servers", "context_management", "thread", "compaction"), ())
 }
@@ -42,5 +42,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 @functools.cache
 def fields() -> dict[str, Json]:
+    """Return the fields by name."""
     of_chat = fields_of_chat(True)
     return {**OWN, **{name: of_chat[name] for name in of_chat if name in OF_CHAT}}

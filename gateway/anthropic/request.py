@@ -1,5 +1,7 @@
-"""From a request for a message to the chat that asks for the same. What is wrong with a field is found there, or here
-where only messages have it."""
+"""Translation of a message request into a chat completion request.
+
+Fields that chats have too are validated there, the others here.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ KINDS = ("enabled", "adaptive", "disabled")  # of thinking
 
 
 def parse(body: Json, model_name: str, syntax: OutputSyntax) -> CompletionRequest:
-    """Raises InvalidRequest, by the chat's names of the fields."""
+    """Return the validated request. Raise InvalidRequest, by the chat's names of the fields."""
     body = {name: value for name, value in body.items() if value is not None}
     refuse(body, is_chat=True)
     refuse_any(body, {**OF_BLOCKS, **REFUSED})
@@ -48,7 +50,9 @@ def parse(body: Json, model_name: str, syntax: OutputSyntax) -> CompletionReques
 
 
 def chat_of(body: Json) -> Json:
-    """What its tokens are: messages and tools, and whether the answer begins with the last of them."""
+    """Return the fields that determine the prompt: the messages, the tools, and whether the answer continues the last
+    message.
+    """
     chat: Json = {"messages": _messages(body)}
     if body.get("tools"):
         chat["tools"] = [_tool(each) for each in wire.objects("tools", body["tools"])]
@@ -58,7 +62,7 @@ def chat_of(body: Json) -> Json:
 
 
 def tokenize_body_of(body: Json) -> Json:
-    """The same for the model that only counts."""
+    """Return the body of a tokenize question, which counts the tokens of the prompt."""
     chat = chat_of({name: value for name, value in body.items() if value is not None})
     return {**chat, **chat_source(chat)}
 
@@ -74,7 +78,7 @@ def _messages(body: Json) -> list[Json]:
 
 
 def _turn(turn: Json) -> list[Json]:
-    """Results of tools are messages of their own in a chat, and come before what is said with them."""
+    """Return the chat messages of one turn. Tool results become messages of their own, before the rest of the turn."""
     content = turn.get("content")
     if (role := turn.get("role")) not in ROLES:
         text = "`{field}[].role` must be one of {limit}, it is {value}"
@@ -86,8 +90,8 @@ def _turn(turn: Json) -> list[Json]:
     for block in wire.within("messages", "[].content", wire.objects, content):
         kind = block.get("type")
         if kind == "tool_result":
-            told = _texts("messages", block.get("content") or "")
-            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": told})
+            content_of_result = _texts("messages", block.get("content") or "")
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content_of_result})
         elif kind == "tool_use":
             arguments = wire.within("messages", "[].content[].input", AN_OBJECT, block.get("input"))
             name = wire.within("messages", "[].content[].name", A_STRING, block.get("name"))
@@ -144,7 +148,10 @@ def _choice(choice: Json, tools: list[Json]) -> Json:
 
 
 def _thinking(body: Json, syntax: OutputSyntax, chat: Json) -> Json:
-    """Thoughts are told to who asks for them. Where nobody does the model has none, if its template can say that."""
+    """Return the variables of the chat template.
+
+    Reasoning is returned only to clients that ask for it; otherwise it is turned off if the template supports that.
+    """
     thinking = AN_OBJECT("thinking", body.get("thinking", {}))
     kind = thinking.get("type", "disabled")
     if kind not in KINDS:
@@ -153,17 +160,17 @@ def _thinking(body: Json, syntax: OutputSyntax, chat: Json) -> Json:
     variables = dict(AN_OBJECT("chat_template_kwargs", body.get("chat_template_kwargs", {})))
     if (budget := thinking.get("budget_tokens")) is not None:
         wire.within("thinking", ".budget_tokens", AT_LEAST_1, budget)
-    if kind == "enabled" and syntax.thought != "never":
+    if kind == "enabled" and syntax.reasoning != "never":
         chat["reasoning_max_tokens"] = budget
     if kind == "disabled":
         chat["include_reasoning"] = False
-        if syntax.thought == "may":
+        if syntax.reasoning == "may":
             variables.setdefault("enable_thinking", False)
     return variables
 
 
 def _output(body: Json) -> tuple[str, Json]:
-    """Which field has the form of the words, and what it and the effort are to a chat."""
+    """Return the field that holds the output format, and the chat's fields for the format and the effort."""
     config = AN_OBJECT("output_config", body.get("output_config", {}))
     check_parts("output_config", config, {"format": AN_OBJECT, "effort": A_STRING})
     fields: Json = {}

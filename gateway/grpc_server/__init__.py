@@ -1,5 +1,6 @@
-"""Triton's gRPC service for clients, `inference.GRPCInferenceService`, before a tritonserver that they never reach.
+"""Triton's gRPC service for clients, `inference.GRPCInferenceService`, in front of a tritonserver that they cannot
+reach.
 
-Every request is read, checked and written anew, so that nothing a client invents comes to tritonserver; its answers are
-passed on as they are. Knows tensors and streams, not the JSON in them.
+Every request is parsed, checked and written anew, so that nothing unexpected reaches tritonserver; its answers are
+forwarded unchanged. The package handles tensors and streams and not the JSON in them.
 """

@@ -1,5 +1,8 @@
-"""How much gRPC holds of messages that are not complete. It takes all that a message may have of every stream, and does
-not say how much that is: the kernel says what each connection has received, and we know what has come of it."""
+"""Limit of the memory that gRPC holds for incomplete messages.
+
+gRPC buffers up to the largest message of every stream and does not report how much that is. The kernel reports how many
+bytes each connection has received; the bytes of completed messages are subtracted.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +17,37 @@ import grpc
 from engine.errors import Overloaded
 from gateway.inet_diag import Peer, a_peer, watch
 
-MESSAGE_EXTRA, RESPONSE_EXTRA = 1024, 64  # bytes that come with it: headers and frames; windows
+MESSAGE_EXTRA, RESPONSE_EXTRA = (
+    1024,
+    64,
+)  # bytes of headers and frames; of window updates
 
 
 class IncomingMessages:
-    """The messages of one call."""
+    """Incoming messages of one gRPC call."""
 
     def __init__(self, context: Any, connection: _ClientConnection):
         self.refusal: Overloaded | None = None
-        self.is_in_use = False  # it has requests that are being answered
-        self.is_waiting = False  # for a message: only then more of one is taken than a window holds
+        self.is_in_use = False  # it has running requests
+        self.is_waiting = False  # for a message: only then gRPC buffers more of it than one window
         self._context = context
         self._connection = connection
         self._leave: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def next(self, within_s: float | None = None) -> Any:
-        """The next message, EOF after the last one, when there is none in time or when the call is to end."""
+        """Return the next message.
+
+        Return EOF after the last one, after `within_s` seconds, or when the call has to end.
+        """
         if self._leave.done():
             return grpc.aio.EOF
         read = asyncio.ensure_future(self._context.read())
-        read.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may end when we are gone
+        # The read may fail after this call has ended: retrieve its exception.
+        read.add_done_callback(lambda done: done.cancelled() or done.exception())
         self.is_waiting = True
         await asyncio.wait({read, self._leave}, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
         self.is_waiting = False
-        if read.done() and self.refusal:  # it has come in the same moment
+        if read.done() and self.refusal:  # the message arrived at the same moment
             self.refusal, self._leave = None, asyncio.get_running_loop().create_future()
         message = read.result() if read.done() else grpc.aio.EOF
         if message is not grpc.aio.EOF:
@@ -45,18 +55,22 @@ class IncomingMessages:
         return message
 
     def has_answered(self) -> None:
+        """Account for the bytes that the client sends back for a response."""
         self._connection.num_known += RESPONSE_EXTRA
 
     def stop(self, refusal: Overloaded | None = None) -> None:
+        """End the call before its next message, with `refusal` as the reason."""
         if not self._leave.done():
             self.refusal = refusal
             self._leave.set_result(None)
 
 
 class _ClientConnection:
+    """Calls and byte counts of one connection."""
+
     def __init__(self) -> None:
         self.open: set[IncomingMessages] = set()
-        self.num_known = 0  # bytes that it has received and that gRPC no longer holds
+        self.num_known = 0  # received bytes that gRPC no longer holds
         self.num_held = 0
 
     def has_received(self, num_bytes: int) -> None:
@@ -64,14 +78,20 @@ class _ClientConnection:
         self.num_held = num_bytes - self.num_known
 
     def refuse(self, error: Overloaded) -> None:
-        """Of those that wait for a message ends the ones without a request; if there are none, all."""
+        """End the calls that wait for a message.
+
+        Calls without a running request are ended first; the others only if there are none.
+        """
         waiting = [each for each in self.open if each.is_waiting]
         for each in [each for each in waiting if not each.is_in_use] or waiting:
             each.stop(error)
 
 
 class IncompleteMessageLimiter:
-    """Over all connections to `port`; beyond `max_bytes` those that have sent most are refused."""
+    """Limits the bytes of incomplete messages over all connections.
+
+    Beyond `max_bytes` the connections that hold the most are refused.
+    """
 
     def __init__(self, max_bytes: int):
         self._max_bytes = max_bytes
@@ -79,6 +99,7 @@ class IncompleteMessageLimiter:
 
     @contextlib.contextmanager
     def incoming(self, context: Any) -> Iterator[IncomingMessages]:
+        """Yield the messages of a call and account for them."""
         connection = self._connections.setdefault(peer_of(context.peer()), _ClientConnection())
         connection.num_known += MESSAGE_EXTRA
         incoming = IncomingMessages(context, connection)
@@ -89,6 +110,7 @@ class IncompleteMessageLimiter:
             connection.open.discard(incoming)
 
     async def watch(self, port: int) -> None:
+        """Check the connections to `port` periodically, until cancelled."""
         await watch([port], self._look, lambda: bool(self._connections))
 
     def _look(self, received: dict[Peer, int]) -> None:
@@ -106,6 +128,6 @@ class IncompleteMessageLimiter:
 
 
 def peer_of(text: str) -> Peer:
-    """As gRPC names a client: `ipv4:127.0.0.1:40000`, `ipv6:%5B::1%5D:40000`."""
+    """Return the key of a client that gRPC names `ipv4:127.0.0.1:40000` or `ipv6:%5B::1%5D:40000`."""
     host, _, port = unquote(text.partition(":")[2]).rpartition(":")
     return a_peer(host.strip("[]"), int(port))

@@ -1,4 +1,4 @@
-"""gRPC server reflection: which services the public port has and what their messages are, as grpcurl and others ask."""
+"""gRPC server reflection: the services of the public port and their messages, for grpcurl and similar tools."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SERVICER = ReflectionServicer([service.full_name for each in FILES for service i
 
 
 def answer(message: bytes) -> bytes:
-    """Answer one request, whose messages are the same in v1 and v1alpha. Raise ValueError if it is none."""
+    """Answer one request, whose messages are the same in v1 and v1alpha. Raise ValueError if it is malformed."""
     if len(message) > MAX_REQUEST_BYTES:
         raise ValueError(f"the request has {len(message)} bytes, the limit is {MAX_REQUEST_BYTES}")
     try:

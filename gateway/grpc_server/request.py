@@ -1,7 +1,9 @@
-"""One inference request of a client: what may be in it. Triton's own words where it refuses the same.
+"""Validation of one inference request of a client.
 
-Triton 2.51 dies of some requests (a classification of strings) and writes where others say (shared memory). So all that
-is not known to be harmless is refused by name.
+Refusals use Triton's own words where it refuses the same.
+
+Triton 2.51 crashes on some requests (a classification of strings) and writes to memory that others name (shared
+memory). So everything that is not known to be harmless is refused by name.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from engine.wire.triton import DATATYPE, INPUT, LENGTH_BYTES, MODEL, OUTPUT, VER
 
 MAX_ID_LEN = 256  # characters: every response repeats it
 EMPTY_FINAL = "triton_enable_empty_final_response"
-# Parameters of a request, and what they hold. tritonclient sends the others; they have never changed an answer.
+# Supported parameters of a request with their types. tritonclient sends them; only the first one has an effect.
 PARAMETERS = {
     EMPTY_FINAL: "bool_param",
     "sequence_id": "int64_param",
@@ -26,15 +28,16 @@ PARAMETERS = {
     "priority": "int64_param",
     "timeout": "int64_param",
 }
-SEQUENCE_ID = "string_param"  # a sequence's name may be a text, too
+SEQUENCE_ID = "string_param"  # a sequence id may also be a string
 OF_MODEL = f"for model '{MODEL}'"
 
 
 class InvalidInferRequest(Exception):
-    """The request is none for this server; the text is the client's error message."""
+    """The request is not supported; the text is the client's error message."""
 
 
 def parse(message: bytes) -> service_pb2.ModelInferRequest:
+    """Return the parsed message. Raise InvalidInferRequest."""
     try:
         return service_pb2.ModelInferRequest.FromString(message)
     except DecodeError:
@@ -42,7 +45,7 @@ def parse(message: bytes) -> service_pb2.ModelInferRequest:
 
 
 def payload_of(request: service_pb2.ModelInferRequest) -> bytes:
-    """The text in its tensor, when all else is as it must be. Raises Refused."""
+    """Return the text in the request's tensor. Raise InvalidInferRequest if anything else in it is not as expected."""
     if len(request.id) > MAX_ID_LEN:
         raise InvalidInferRequest(f"the request id has {len(request.id)} characters, the limit is {MAX_ID_LEN}")
     check_model(request.model_name, request.model_version)
@@ -57,7 +60,7 @@ def payload_of(request: service_pb2.ModelInferRequest) -> bytes:
 
 
 def rewritten(request: service_pb2.ModelInferRequest, payload: bytes) -> bytes:
-    """What tritonserver gets in its place."""
+    """Return the request that is sent to tritonserver instead of the client's."""
     fresh = request_of(payload, request.id)
     if EMPTY_FINAL in request.parameters and request.parameters[EMPTY_FINAL].bool_param:
         fresh.parameters[EMPTY_FINAL].bool_param = True
@@ -65,6 +68,7 @@ def rewritten(request: service_pb2.ModelInferRequest, payload: bytes) -> bytes:
 
 
 def check_model(name: str, version: str) -> None:
+    """Raise InvalidInferRequest if the name or the version is not that of the model."""
     if name != MODEL:
         raise InvalidInferRequest(f"Request for unknown model: {_named(name)} is not found")
     if version not in ("", VERSION):
@@ -122,5 +126,5 @@ def _check_parameters(given: Mapping[str, Any], known: Mapping[str, str], whose:
 
 
 def _named(text: str) -> str:
-    """A client's name for something: in Triton's quotes, escaped and short."""
+    """Return a client's name for something in Triton's quotes, escaped and shortened."""
     return f"'{shown(text).strip(chr(34))}'"

@@ -1,4 +1,4 @@
-"""The responses to one request in the native JSON. When tritonserver dies, another goes on with it."""
+"""Responses to one gRPC request, across restarts of tritonserver."""
 
 from __future__ import annotations
 
@@ -16,30 +16,33 @@ from gateway.health import CachedHealthCheck
 from gateway.retry import ReceivedTokens, RetryPolicy
 from gateway.triton_connections import TritonConnections
 
-PATIENCE_S = 300.0  # for a tritonserver that has died, and its engine
+RETRY_TIMEOUT_S = 300.0  # longest wait for tritonserver and its engine to restart
 
 
 async def retrying_responses(
     connections: TritonConnections, ready: CachedHealthCheck, served: ServedModel, request: bytes
 ) -> AsyncGenerator[bytes, None]:
-    """`request` is asked again for what has not come. Closing the generator cancels it. Raises RequestError."""
-    known, patience, asked = ReceivedTokens(), RetryPolicy(ready, served, PATIENCE_S), request
+    """Yield the responses to `request`.
+
+    After a loss the rest is requested again. Closing the generator cancels the request. Raise RequestError.
+    """
+    received_tokens, policy, asked = ReceivedTokens(), RetryPolicy(ready, served, RETRY_TIMEOUT_S), request
     is_over = False
     while not is_over:
-        await patience.wait_for_turn(known)
+        await policy.wait_for_turn(received_tokens)
         try:
             with connections.infer(asked) as inference:
                 async for response in inference.responses():
                     message = service_pb2.ModelStreamInferResponse.FromString(response)
                     if message.error_message:
                         raise ModelLost("the process of the model has died")
-                    if message.infer_response.raw_output_contents:  # Triton's end of a stream has none
+                    if message.infer_response.raw_output_contents:  # Triton's end-of-stream response has no content
                         answer = read_response(message)
-                        if _is_unavailable(answer) and patience.is_between_models(known):
+                        if _is_unavailable(answer) and policy.is_between_models(received_tokens):
                             raise ModelUnreachable("the model has ended it before it was begun")
                         if isinstance(answer, wire.Delta) and (answer.token_ids or answer.is_end):
-                            patience.was_answered()
-                            known.add(answer)
+                            policy.was_answered()
+                            received_tokens.add(answer)
                         is_over |= answer.is_end
                         message.infer_response.raw_output_contents[0] = as_string(wire.native_json(answer))
                         response = message.SerializeToString()
@@ -47,14 +50,14 @@ async def retrying_responses(
             return
         except ModelUnreachable as error:
             if not is_over:
-                await patience.wait(error, known)
-                asked = _rest(request, known)
+                await policy.wait(error, received_tokens)
+                asked = _rest(request, received_tokens)
 
 
 def _is_unavailable(answer: wire.Answer) -> bool:
     return isinstance(answer, wire.Failure) and isinstance(answer.error, EngineUnavailable)
 
 
-def _rest(message: bytes, known: ReceivedTokens) -> bytes:
+def _rest(message: bytes, received_tokens: ReceivedTokens) -> bytes:
     request = service_pb2.ModelInferRequest.FromString(message)
-    return rewritten(request, write_body(known.rest(wire.only_object(payload_of(request)))))
+    return rewritten(request, write_body(received_tokens.rest(wire.only_object(payload_of(request)))))

@@ -1,6 +1,7 @@
-"""The gRPC port: which methods there are, who may call them, and what a client may take of this process.
+"""gRPC server of the public port: its methods, their authentication, and the limits of what a client may use.
 
-What may change the server or show its inside is not served at all: shared memory, model repository, logging, trace.
+Methods that change the server or reveal its internals are not served: shared memory, model repository, logging and
+trace.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ log = logging.getLogger(__name__)
 
 HEALTH = "grpc.health.v1.Health/Check"
 INFER, STREAM = f"{SERVICE}/ModelInfer", f"{SERVICE}/ModelStreamInfer"
-# Methods that are passed on, with their requests: None where Triton looks at none of it.
-PASSED_ON: dict[str, type[Message] | None] = {
+# Methods that are forwarded, with the type of their request; None if the request is empty.
+FORWARDED: dict[str, type[Message] | None] = {
     HEALTH: None,
     f"{SERVICE}/ServerLive": None,
     f"{SERVICE}/ServerReady": None,
@@ -47,65 +48,71 @@ REFLECTION = tuple(f"grpc.reflection.{each}.ServerReflection/ServerReflectionInf
 UNGUARDED = (*REFLECTION, HEALTH, f"{SERVICE}/ServerLive", f"{SERVICE}/ServerReady", f"{SERVICE}/ModelReady")
 OPEN_EXTENSIONS = ("model_configuration", "binary_tensor_data", "parameters", "statistics")
 MAX_NAME_LEN = 256
-PASS_ON_WITHIN_S = 60.0  # a method that is passed on, unless its client has less patience
-NAMED_WITHIN_S = 10.0  # the message of such a method
-ENVELOPE_BYTES = 64 << 10  # of a message around its text
-MAX_STREAMS = 1024  # of one connection
+FORWARD_TIMEOUT_S = 60.0  # longest wait for a forwarded method; the client may set a shorter one
+MESSAGE_TIMEOUT_S = 10.0  # longest wait for the message of such a method
+ENVELOPE_BYTES = 64 << 10  # allowance for the message around its text
+MAX_STREAMS = 1024  # streams of one connection
 MAX_CONNECTIONS = 4096
-MAX_CALLS = 8192  # on all of them
-MAX_UNSEEN = 16384  # streams that have come and that the event loop has not got to yet
-UNSEEN_FOR_S = 300
-LAST_WORDS_S = 2.0  # for the model's own last words after the drain timeout, and then for ours
+MAX_CALLS = 8192  # calls on all connections
+MAX_PENDING_STREAMS = 16384  # streams that have arrived and that the event loop has not started yet
+PENDING_TIMEOUT_S = 300
+ERROR_RESPONSES_S = 2.0  # for the model's own error responses after the drain timeout, and the same again for ours
 
-OPTIONS = [  # of metadata gRPC itself takes 16 KiB at most
+OPTIONS = [  # gRPC itself limits metadata to 16 KiB
     ("grpc.max_concurrent_streams", MAX_STREAMS),
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.server_handshake_timeout_ms", 20_000),
-    ("grpc.max_connection_idle_ms", 600_000),  # without a stream, so that nobody keeps the others out for nothing
-    # What may come of a stream that nobody reads: without the probe it is that, and not what the network carries.
+    (
+        "grpc.max_connection_idle_ms",
+        600_000,
+    ),  # connections without a stream are closed
+    # Bytes buffered for a stream that is not read. The BDP probe would raise them to what the network carries.
     ("grpc.http2.lookahead_bytes", 16 << 10),
     ("grpc.http2.bdp_probe", 0),
-    # Beyond these gRPC itself ends a stream as CANCELLED: one in a thousand of a burst, by its own limits.
-    ("grpc.server.max_pending_requests", MAX_UNSEEN),
-    ("grpc.server.max_pending_requests_hard_limit", MAX_UNSEEN),
-    ("grpc.server_max_unrequested_time_in_server", UNSEEN_FOR_S),
+    # Beyond these limits gRPC ends a stream as CANCELLED. Its defaults hit one stream in a thousand of a burst.
+    ("grpc.server.max_pending_requests", MAX_PENDING_STREAMS),
+    ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_STREAMS),
+    ("grpc.server_max_unrequested_time_in_server", PENDING_TIMEOUT_S),
 ]
 Respond = Callable[[Any, Any], Awaitable[None]]
 
 
 class GrpcServer(grpc.GenericRpcHandler):
-    """Belongs to the event loop it is made in."""
+    """gRPC server of one worker. It belongs to the event loop in which it is created."""
 
     def __init__(self, connections: TritonConnections, config: Config):
         self._connections = connections
         self._owners = config.owners
         ready = readiness(TritonBackend(connections), ANSWER_WITHIN_S)
-        served, intake = ServedModel(config.run_path), BodyMemoryBudget.for_worker(config)
-        self._way = StreamContext(connections, ready, served, intake, config.max_body_bytes)
+        served, body_memory = ServedModel(config.run_path), BodyMemoryBudget.for_worker(config)
+        self._shared = StreamContext(connections, ready, served, body_memory, config.max_body_bytes)
         self._streams: set[InferStream] = set()
-        self._unfinished = IncompleteMessageLimiter(intake.max_bytes)
+        self._limiter = IncompleteMessageLimiter(body_memory.max_bytes)
         self._watch: asyncio.Task[None] | None = None
         options = [*OPTIONS, ("grpc.max_receive_message_length", config.max_body_bytes + ENVELOPE_BYTES)]
         self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS)
         self._server.add_generic_rpc_handlers((self,))
 
     async def start(self, address: str, credentials: grpc.ServerCredentials | None = None) -> int:
-        """The port. Raises RuntimeError when it cannot listen there."""
+        """Listen on `address` and return the port. Raise RuntimeError if that is impossible."""
         if credentials:
             port = self._server.add_secure_port(address, credentials)
         else:
             port = self._server.add_insecure_port(address)
         await self._server.start()
-        self._watch = asyncio.create_task(self._unfinished.watch(port))
+        self._watch = asyncio.create_task(self._limiter.watch(port))
         log.info("listening on %s for gRPC", address)
         return port
 
     async def drain(self, timeout_s: float) -> None:
-        """New requests are refused, running ones may end; what runs longer ends with an error."""
-        stopped = asyncio.ensure_future(self._server.stop(timeout_s + 2 * LAST_WORDS_S))
+        """Refuse new requests and wait until the running ones have finished.
+
+        After `timeout_s` seconds the rest ends with an error.
+        """
+        stopped = asyncio.ensure_future(self._server.stop(timeout_s + 2 * ERROR_RESPONSES_S))
         for stream in self._streams:
             stream.stop()
-        await asyncio.wait({stopped}, timeout=timeout_s + LAST_WORDS_S)
+        await asyncio.wait({stopped}, timeout=timeout_s + ERROR_RESPONSES_S)
         for stream in self._streams:
             stream.cut(EngineUnavailable(STOPPING))
         await stopped
@@ -114,7 +121,7 @@ class GrpcServer(grpc.GenericRpcHandler):
         await self._connections.close()
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
-        """gRPC asks for each call who takes it."""
+        """Return the handler of a call. gRPC invokes it for every call."""
         method = handler_call_details.method.lstrip("/")
         if method not in UNGUARDED and self._owner(handler_call_details.invocation_metadata) is None:
             text = "the API key is missing or wrong, the metadata must have `authorization: Bearer <key>`"
@@ -126,12 +133,12 @@ class GrpcServer(grpc.GenericRpcHandler):
         if method == INFER:
             text = "ModelInfer RPC doesn't support models with decoupled transaction policy"
             return _refusing(grpc.StatusCode.UNIMPLEMENTED, text)
-        if method in PASSED_ON:
-            return grpc.stream_stream_rpc_method_handler(self._passing_on(method))
+        if method in FORWARDED:
+            return grpc.stream_stream_rpc_method_handler(self._forwarding(method))
         return _refusing(grpc.StatusCode.UNIMPLEMENTED, "this server does not have this method")
 
     def _owner(self, metadata: Any) -> Owner | None:
-        """Who asks; None: somebody without a key, where one is needed."""
+        """Return the owner of the API key, or None if a required key is missing or wrong."""
         if not self._owners:
             return Owner()
         given = next((value for name, value in metadata if name == "authorization"), "")
@@ -140,12 +147,12 @@ class GrpcServer(grpc.GenericRpcHandler):
         return None
 
     async def _infer(self, _: Any, context: Any) -> None:
-        with self._unfinished.incoming(context) as incoming:
+        with self._limiter.incoming(context) as incoming:
             await self._serve(context, incoming)
 
     async def _serve(self, context: Any, incoming: IncomingMessages) -> None:
         owner = self._owner(context.invocation_metadata()) or Owner()
-        stream, started = InferStream(self._way, context, incoming, owner), time.monotonic()
+        stream, started = InferStream(self._shared, context, incoming, owner), time.monotonic()
         self._streams.add(stream)
         try:
             await stream.serve()
@@ -160,26 +167,26 @@ class GrpcServer(grpc.GenericRpcHandler):
             )
 
     async def _reflect(self, _: Any, context: Any) -> None:
-        from gateway.grpc_server import reflection  # only here: few clients ask
+        from gateway.grpc_server import reflection  # imported late because few clients use it
 
-        with self._unfinished.incoming(context) as incoming:
-            while (message := await incoming.next(NAMED_WITHIN_S)) is not grpc.aio.EOF:
+        with self._limiter.incoming(context) as incoming:
+            while (message := await incoming.next(MESSAGE_TIMEOUT_S)) is not grpc.aio.EOF:
                 try:
                     await context.write(reflection.answer(message))
                 except ValueError as error:
                     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
-    def _passing_on(self, method: str) -> Respond:
-        kind = PASSED_ON[method]
+    def _forwarding(self, method: str) -> Respond:
+        kind = FORWARDED[method]
 
         async def respond(_: Any, context: Any) -> None:
-            patience_s = min(context.time_remaining() or PASS_ON_WITHIN_S, PASS_ON_WITHIN_S)
+            timeout_s = min(context.time_remaining() or FORWARD_TIMEOUT_S, FORWARD_TIMEOUT_S)
             message = b""
-            if kind is not None:  # else it is not waited for
-                with self._unfinished.incoming(context) as incoming:
-                    message = await incoming.next(NAMED_WITHIN_S) or b""  # EOF is false
+            if kind is not None:  # otherwise the message is not read
+                with self._limiter.incoming(context) as incoming:
+                    message = await incoming.next(MESSAGE_TIMEOUT_S) or b""  # EOF is falsy
             try:
-                answer = await self._connections.ask(method, _fresh(kind, message), patience_s)
+                answer = await self._connections.ask(method, _rewritten(kind, message), timeout_s)
             except ValueError as error:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
             except grpc.aio.AioRpcError as error:
@@ -194,11 +201,14 @@ def _refusing(code: grpc.StatusCode, text: str) -> grpc.RpcMethodHandler:
     async def refuse(_: Any, context: Any) -> None:
         await context.abort(code, text)
 
-    return grpc.stream_stream_rpc_method_handler(refuse)  # which waits for no message
+    return grpc.stream_stream_rpc_method_handler(refuse)  # a stream handler does not wait for a message
 
 
-def _fresh(kind: Any, message: bytes) -> bytes:
-    """Name and version are all that these requests have. Raises ValueError."""
+def _rewritten(kind: Any, message: bytes) -> bytes:
+    """Return a new message with the name and version of the client's; these requests have no other fields.
+
+    Raise ValueError.
+    """
     if kind is None:
         return b""
     try:

@@ -1,4 +1,7 @@
-"""One client's stream of inference requests: each is a call of its own to tritonserver, all share the way back."""
+"""One client's stream of inference requests.
+
+Each request is a call of its own to tritonserver; all answers share the stream.
+"""
 
 from __future__ import annotations
 
@@ -25,42 +28,46 @@ from gateway.triton_connections import TritonConnections
 
 log = logging.getLogger(__name__)
 
-MAX_OPEN = 256  # requests of one stream; further ones are read when some have ended
-READ_WITHIN_S = 300.0  # a client that takes nothing for so long is taken for gone
+MAX_OPEN = 256  # running requests of one stream; further ones are read when some have finished
+CLIENT_TIMEOUT_S = 300.0  # a client that reads nothing for so long counts as disconnected
 STOPPING = "the server is stopping"
 
 
 @dataclass(eq=False)
 class StreamContext:
-    """What every stream needs."""
+    """Objects that all streams share."""
 
     connections: TritonConnections
-    ready: CachedHealthCheck  # whether the model can be asked
-    served: ServedModel  # which it is
-    intake: BodyMemoryBudget
+    ready: CachedHealthCheck  # checks whether the model answers
+    served: ServedModel  # which model is served
+    body_memory: BodyMemoryBudget
     max_body_bytes: int
 
 
 @dataclass(eq=False)
 class InferStream:
-    way: StreamContext
-    context: Any  # gRPC's
+    """One ModelStreamInfer call of a client, with its running requests."""
+
+    shared: StreamContext
+    context: Any  # gRPC's ServicerContext
     incoming: IncomingMessages
-    owner: wire.Owner  # of the key that it carries
+    owner: wire.Owner  # owner of the API key
     num_requests: int = 0
     num_responses: int = 0
-    _answers: set[asyncio.Task[None]] = field(default_factory=set)  # the running ones
+    _answers: set[asyncio.Task[None]] = field(default_factory=set)  # running requests
     _is_stopping: bool = False
-    _cut_by: RequestError | None = None  # what is open ends with it
+    _cut_by: RequestError | None = None  # error with which the running requests end
 
     def __post_init__(self) -> None:
         self._writing = asyncio.Lock()  # gRPC takes one message at a time
-        self._unread = IdleTimer(self._give_up, READ_WITHIN_S)
+        self._write_timer = IdleTimer(self._give_up, CLIENT_TIMEOUT_S)
 
     async def serve(self) -> None:
-        """Returns when the client has said all it wants to and has all its answers. When it leaves, this is cancelled,
-        and with it every request."""
-        self._unread.ends()
+        """Serve until the client has closed its side and all answers are sent.
+
+        When the client disconnects, this task is cancelled and so are all requests.
+        """
+        self._write_timer.end_wait()
         try:
             while (message := await self.incoming.next()) is not grpc.aio.EOF:
                 await self._begin(message)
@@ -70,29 +77,29 @@ class InferStream:
                 await self._refuse(error)
             while self._answers:
                 await asyncio.wait(self._answers)
-            if self._unread.was_too_long:
-                text = f"the client took nothing for {READ_WITHIN_S:g} s, its requests are cancelled"
+            if self._write_timer.was_too_long:
+                text = f"the client took nothing for {CLIENT_TIMEOUT_S:g} s, its requests are cancelled"
                 await self.context.abort(grpc.StatusCode.ABORTED, text)
             if self._is_stopping:
                 await self.context.abort(grpc.StatusCode.UNAVAILABLE, STOPPING)
         finally:
-            self._unread.close()
+            self._write_timer.close()
             for answer in self._answers:
                 answer.cancel()
 
     def stop(self) -> None:
-        """Takes no more requests; ends when those that it has are answered."""
+        """Accept no more requests and end when the running ones are answered."""
         self._is_stopping = True
         self.incoming.stop()
 
     def cut(self, error: RequestError) -> None:
-        """Ends every request with it, now."""
+        """End every running request with `error` now."""
         self._cut_by = error
         for answer in self._answers:
             answer.cancel()
 
     async def _refuse(self, error: RequestError) -> None:
-        """The message that was coming; what is open ends with it."""
+        """Refuse the message that is arriving. Running requests end with the error."""
         if not self._answers:
             await self._write(_failure("", error))
             return
@@ -107,39 +114,39 @@ class InferStream:
 
     async def _begin(self, message: bytes) -> None:
         self.num_requests += 1
-        name, room = "", BodyMemoryReservation(self.way.intake)
+        name, reservation = "", BodyMemoryReservation(self.shared.body_memory)
         try:
-            room.reserve(len(message))
-            async with self.way.intake.reading(len(message)):
+            reservation.reserve(len(message))
+            async with self.shared.body_memory.reading(len(message)):
                 request = parse(message)
                 name = request.id
                 fresh = self._checked(request)
         except (InvalidInferRequest, RequestError) as error:
-            room.release()
+            reservation.release()
             await self._write(_refusal(name, error))
             return
         except BaseException:
-            room.release()
+            reservation.release()
             raise
-        answer = asyncio.create_task(self._answer(name, fresh, room))
+        answer = asyncio.create_task(self._answer(name, fresh, reservation))
         self._answers.add(answer)
         self.incoming.is_in_use = True
         answer.add_done_callback(self._has_ended)
-        answer.add_done_callback(lambda _: room.release())  # also of one that was cancelled before it began
+        answer.add_done_callback(lambda _: reservation.release())  # also if it is cancelled before it starts
 
     def _checked(self, request: service_pb2.ModelInferRequest) -> bytes:
-        """What tritonserver gets in its place."""
-        payload, limit = payload_of(request), self.way.max_body_bytes
+        """Return the request that is sent to tritonserver instead of the client's."""
+        payload, limit = payload_of(request), self.shared.max_body_bytes
         if len(payload) > limit:
             text = "The request has {value} bytes, at most MAX_BODY_BYTES({limit}) are taken"
             raise InvalidRequest(text, value=len(payload), limit=limit)
         return rewritten(request, wire.payload_with_owner(payload, self.owner))
 
-    async def _answer(self, name: str, request: bytes, room: BodyMemoryReservation) -> None:
+    async def _answer(self, name: str, request: bytes, reservation: BodyMemoryReservation) -> None:
         try:
-            way = self.way
-            async for response in retrying_responses(way.connections, way.ready, way.served, request):
-                room.release()
+            shared = self.shared
+            async for response in retrying_responses(shared.connections, shared.ready, shared.served, request):
+                reservation.release()
                 await self._write(response)
         except asyncio.CancelledError:
             if not self._cut_by:
@@ -160,18 +167,18 @@ class InferStream:
             await self._write(_failure(name, error))
 
     async def _write(self, message: bytes) -> None:
-        """Returns when the client has room for it, so that no more is read than it takes."""
+        """Send a message. Wait until the client has reservation for it, so that no more is read than it accepts."""
         async with self._writing:
-            self._unread.begins()
-            with contextlib.suppress(grpc.aio.InternalError):  # the client has left: in a moment all this is cancelled
+            self._write_timer.start_wait()
+            with contextlib.suppress(grpc.aio.InternalError):  # the client has disconnected
                 await self.context.write(message)
                 self.num_responses += 1
                 self.incoming.has_answered()
-            self._unread.ends()
+            self._write_timer.end_wait()
 
 
 def _refusal(name: str, error: InvalidInferRequest | RequestError) -> bytes:
-    """What is none of our requests is told so in Triton's way, the others as the model would."""
+    """Return the error response: in Triton's form for an invalid message, else in the model's form."""
     if isinstance(error, RequestError):
         return _failure(name, error)
     response = service_pb2.ModelStreamInferResponse(error_message=str(error))

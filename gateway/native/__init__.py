@@ -1,7 +1,8 @@
-"""The native protocol: the wire's own objects, one a line or gathered into one answer.
+"""Native protocol: the wire's own objects, one per line or gathered into one answer.
 
-Streaming is one JSON object a line, media type `application/x-ndjson`, one HTTP chunk a line: what `requests`'
-`iter_lines` and `json.loads` read as it arrives. Fields are checked by the model, except the few that act here.
+A stream has one JSON object per line and per HTTP chunk, with the media type `application/x-ndjson`, so that
+`iter_lines` of `requests` and `json.loads` read it as it arrives. Fields are checked by the model, except those that
+are used here.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from gateway.protocol import RequestContext
 
 
 class NativeProtocol:
+    """The native protocol."""
+
     name = "native"
     paths: Collection[str] = ("/v1/chat/completions", "/v1/completions")
     content_type = "application/x-ndjson"

@@ -1,4 +1,4 @@
-"""From the model's answers to native lines, or to one object."""
+"""Native lines or one native object for the model's answers."""
 
 from __future__ import annotations
 
@@ -11,22 +11,30 @@ from engine.errors import RequestError
 from engine.wire import Delta, Failure, TokenLogprob, Usage
 from gateway.json_encoder import dump
 
-OF_ONE_RESPONSE = ("token", "token_ids", "is_end", "send_idx", "usage", "logprobs")  # not of the whole answer
+# Fields of one response that the complete answer lacks
+OF_ONE_RESPONSE = (
+    "token",
+    "token_ids",
+    "is_end",
+    "send_idx",
+    "usage",
+    "logprobs",
+)
 
 
 @dataclass(eq=False)
 class NativeExchange:
-    """A `gateway.protocol.Exchange`."""
+    """Exchange (`gateway.protocol.Exchange`) of the native protocol."""
 
     requests: list[dict[str, Any]]
     stream: bool
     timeout_s: float | None
     return_usage: bool
-    received: str | None  # when, for who measures
-    last: dict[int, Delta] = field(default_factory=dict)  # of each choice so far
+    received: str | None  # time of arrival, if the client measures latencies
+    last: dict[int, Delta] = field(default_factory=dict)  # last answer of each choice
     logprobs: defaultdict[int, list[TokenLogprob]] = field(default_factory=lambda: defaultdict(list))
     names: Mapping[str, str] = field(default_factory=dict)
-    unenforced: tuple[str, ...] = ()  # of a schema, as its client allows
+    unenforced: tuple[str, ...] = ()  # schema keywords that are not enforced
 
     def __post_init__(self) -> None:
         self.answer_id = str(self.requests[0]["req_id"])
@@ -47,7 +55,10 @@ class NativeExchange:
         self.logprobs[answer.index] += answer.logprobs or ()
 
     def whole(self) -> dict[str, Any]:
-        """The first choice, so that who knows of no others has an answer; `choices` has each of several."""
+        """Return the first answer, so that a client which expects one finds it.
+
+        If there are several, `choices` has all of them.
+        """
         choices = [self._whole(last) for _, last in sorted(self.last.items())]
         if len(choices) == 1:
             return choices[0]
@@ -55,6 +66,7 @@ class NativeExchange:
         return {**choices[0], **usage, "choices": choices}
 
     def failure(self, error: RequestError, req_id: str | None) -> Failure:
+        """Return the failure with what has been sent so far."""
         if not self.last:
             return Failure(error, req_id)
         num_sent = sum(last.send_idx + len(last.token_ids) for last in self.last.values())
@@ -72,6 +84,6 @@ class NativeExchange:
         return whole
 
     def _usage(self) -> Usage:
-        """Of all choices: their prompt is one."""
+        """Return the usage of all choices, which share one prompt."""
         _, first = min(self.last.items())
         return first.usage._replace(completion_tokens=self.num_tokens)

@@ -1,4 +1,7 @@
-"""From a native body to the model's request, which it nearly is. Knows what OpenAI's requests may have as well."""
+"""Translation of native request bodies to the model's requests, which are almost the same.
+
+The module also decides whether a body is native or OpenAI's.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,12 @@ NATIVE_ONLY = frozenset(CHECKS) - IN_BOTH
 
 
 def is_native(body: dict[str, Any]) -> bool:
-    """`text` or `input_ids`, or `messages` and a field that only the native protocol has (`req_id`, `max_dec_len`,
-    `topp`, ...), so the documented multi-turn example works; `timeout` counts as one where `model`, which OpenAI's
-    clients always send, is absent."""
+    """Return True if `body` is a native request.
+
+    That is the case with `text` or `input_ids`, or with `messages` and a field that only the native protocol has
+    (`req_id`, `max_dec_len`, `topp`, ...). `timeout` is such a field if `model`, which OpenAI's clients always send, is
+    absent.
+    """
     given = {key for key, value in body.items() if value is not None}
     if given & {"text", "input_ids"}:
         return True
@@ -39,14 +45,17 @@ def is_native(body: dict[str, Any]) -> bool:
 
 
 def parse(body: dict[str, Any], context: RequestContext) -> NativeExchange:
-    """Raises InvalidRequest for the fields that act in the gateway, which are under the same rules as the model's."""
+    """Return the exchange.
+
+    Raise InvalidRequest for the fields that are used in the gateway, by the same rules as the model.
+    """
     received = str(time.time())
     body = {key: value for key, value in body.items() if key not in wire.QUESTIONS}
     if body.get("req_id") is None:
         body["req_id"] = context.given_id or str(uuid.uuid4())
     else:
-        context.given_id = ""  # it is the client's to be unique
-    context.req_id = wire.req_id_of(body)  # not what is none: it may be anything, and as deep as JSON can be
+        context.given_id = ""  # the client is responsible for a unique id
+    context.req_id = wire.req_id_of(body)  # None unless it is a valid id: the value may be any JSON
     return NativeExchange(
         requests=[body],
         stream=_checked(body, "stream") or False,

@@ -1,4 +1,4 @@
-"""OpenAI's completions and chat completions over native requests, one a prompt."""
+"""OpenAI's completions and chat completions. Each prompt becomes one native request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TYPES = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_
 
 
 class OpenAIProtocol:
-    """And the base of what is asked for over it."""
+    """OpenAI's protocol, and the base class of the protocols that are translated into it."""
 
     name = "openai"
     paths: Collection[str] = IS_CHAT

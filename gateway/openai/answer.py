@@ -1,4 +1,4 @@
-"""From the model's answers to OpenAI's objects: chunks, choices, usage. Knows nothing of HTTP."""
+"""OpenAI's response objects for the model's answers: chunks, choices and usage. It is independent of HTTP."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ DONE = b"data: [DONE]\n\n"
 
 
 def as_event(fields: dict[str, Any]) -> bytes:
+    """Return `fields` as a server-sent event."""
     return b"data: " + dump(fields) + b"\n\n"
 
 
 @dataclass(eq=False)
 class ChoiceState:
-    """One choice as it grows."""
+    """State of one choice while it is generated."""
 
     index: int
     reader: OutputParser
     texts: list[str] = field(default_factory=list)
-    parts: list[OutputPart] = field(default_factory=list)  # of a chat
+    parts: list[OutputPart] = field(default_factory=list)  # parts of a chat's message
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)  # with the one that ended it
-    of_prompt: PromptDetails | None = None
+    token_ids: list[int] = field(default_factory=list)  # includes the token that ended it
+    prompt_details: PromptDetails | None = None
     aligned: TextOffsets = field(default_factory=TextOffsets)
     usage: Usage = Usage()
     finish_reason: str | None = None
@@ -39,11 +40,11 @@ class ChoiceState:
     has_begun: bool = False
 
     def take(self, answer: Delta) -> list[OutputPart]:
-        """What it has gained."""
+        """Record an answer and return the parts of the message that it adds."""
         self.usage = answer.usage
-        self.of_prompt = answer.prompt_details or self.of_prompt
+        self.prompt_details = answer.prompt_details or self.prompt_details
         if answer.reasoning:
-            self.reader.learn(answer.reasoning)
+            self.reader.set_reasoning(answer.reasoning)
         if not isinstance(answer, Final):
             return self.reader.push(answer.token)
         parts = self.reader.push(answer.token, is_end=True)
@@ -54,7 +55,7 @@ class ChoiceState:
 
 
 class OpenAIExchange:
-    """A `gateway.protocol.Exchange`: writes one completion's objects and keeps the state of its choices."""
+    """Exchange (`gateway.protocol.Exchange`) of a completion: its choices and response objects."""
 
     def __init__(self, completion: CompletionRequest):
         self.requests = completion.requests
@@ -69,7 +70,7 @@ class OpenAIExchange:
         self._about = {"object": "", "created": int(time.time()), "model": completion.model}
 
     def go_on(self, num_tokens: Sequence[int]) -> None:
-        """Of each choice its client has so many tokens."""
+        """Continue a stream of which the client already has `num_tokens` tokens of each choice."""
         for choice, count in zip(self._choices, num_tokens, strict=True):
             choice.has_begun = count > 0
 
@@ -85,10 +86,13 @@ class OpenAIExchange:
         return self._choices[index * self._completion.n + answer.index]
 
     def _echo(self, choice: ChoiceState) -> str:
-        return self._completion.prompts.text(choice.index // self._completion.n, choice.of_prompt)
+        return self._completion.prompts.text(choice.index // self._completion.n, choice.prompt_details)
 
     def _tokens(self, answer: Delta) -> tuple[list[TokenLogprob], list[int]]:
-        """What it has brought, and their ids, with the one that ended it; OpenAI's chats do not tell of that one."""
+        """Return the tokens with logprobs and the token ids of an answer, with the token that ended it.
+
+        OpenAI's chats omit the logprobs of that one.
+        """
         tokens, ids = [*(answer.logprobs or ())], [*answer.token_ids]
         if isinstance(answer, Final) and answer.stop_token:
             ids.append(answer.stop_token.token_id)
@@ -97,11 +101,11 @@ class OpenAIExchange:
         return tokens, ids
 
     def _usage(self) -> dict[str, Any]:
-        """The prompt of several choices is counted once."""
-        of_prompts = [choice.usage for choice in self._choices[:: self._completion.n]]
-        num_prompt, num_new = sum(usage.prompt_tokens for usage in of_prompts), self.num_tokens
+        """Return the usage. A prompt is counted once, however many choices it has."""
+        prompt_usages = [choice.usage for choice in self._choices[:: self._completion.n]]
+        num_prompt, num_new = sum(usage.prompt_tokens for usage in prompt_usages), self.num_tokens
         usage = {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
-        num_cached = [each.cached_tokens for each in of_prompts if each.cached_tokens is not None]
+        num_cached = [each.cached_tokens for each in prompt_usages if each.cached_tokens is not None]
         return {**usage, "prompt_tokens_details": {"cached_tokens": sum(num_cached)}} if num_cached else usage
 
     # --- a stream ---
@@ -115,23 +119,25 @@ class OpenAIExchange:
         return b"".join(events)
 
     def _chunks(self, choice: ChoiceState, answer: Delta) -> list[dict[str, Any]]:
-        """What one answer adds to its choice: none while its text is held back, two with the role."""
+        """Return the chunks that one answer adds: none while its text is held back, and two if the first one carries
+        the role.
+        """
         parts, (tokens, ids) = choice.take(answer), self._tokens(answer)
         index, text, prompts = choice.index, answer.token, self._completion.prompts
-        of_prompt: dict[str, Any] = {}
+        prompt_fields: dict[str, Any] = {}
         chunks: list[dict[str, Any]] = []
         if not choice.has_begun:
             choice.has_begun = True
-            of_prompt = prompts.fields(choice.of_prompt)
+            prompt_fields = prompts.fields(choice.prompt_details)
             if self._completion.is_chat:
                 delta = {"role": "assistant", "content": ""}
                 chunks.append({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
             else:
-                text, tokens = self._echo(choice) + text, prompts.echoed(choice.of_prompt) + tokens
+                text, tokens = self._echo(choice) + text, prompts.echoed(choice.prompt_details) + tokens
         logprobs = self._logprobs(choice, text, tokens)
-        gained = self._message(parts, choice) if self._completion.is_chat else {"text": text}
-        if any(gained.values()) or logprobs or of_prompt or choice.finish_reason:
-            content = {"delta": gained} if self._completion.is_chat else gained
+        added = self._message(parts, choice) if self._completion.is_chat else {"text": text}
+        if any(added.values()) or logprobs or prompt_fields or choice.finish_reason:
+            content = {"delta": added} if self._completion.is_chat else added
             chunk = {"index": index, **content, "logprobs": logprobs, "finish_reason": choice.finish_reason}
             if prompts.with_ids:
                 chunk["token_ids"] = ids
@@ -139,8 +145,8 @@ class OpenAIExchange:
                 chunk["stop_reason"] = choice.stop_reason
             chunks.append(chunk)
         if not self._completion.is_chat:
-            return [self._chunk([chunk | of_prompt]) for chunk in chunks]
-        return [self._chunk([chunk]) | (of_prompt if place == 0 else {}) for place, chunk in enumerate(chunks)]
+            return [self._chunk([chunk | prompt_fields]) for chunk in chunks]
+        return [self._chunk([chunk]) | (prompt_fields if place == 0 else {}) for place, chunk in enumerate(chunks)]
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._completion.is_chat else "text_completion"
@@ -162,8 +168,10 @@ class OpenAIExchange:
     def whole(self) -> dict[str, Any]:
         kind = "chat.completion" if self._completion.is_chat else "text_completion"
         choices = [self._whole_choice(choice) for choice in self._choices]
-        of_prompt = self._completion.prompts.fields(self._choices[0].of_prompt) if self._completion.is_chat else {}
-        return {**self._head, "object": kind, "choices": choices, "usage": self._usage(), **of_prompt}
+        prompt_fields = (
+            self._completion.prompts.fields(self._choices[0].prompt_details) if self._completion.is_chat else {}
+        )
+        return {**self._head, "object": kind, "choices": choices, "usage": self._usage(), **prompt_fields}
 
     def _whole_choice(self, choice: ChoiceState) -> dict[str, Any]:
         prompts, text = self._completion.prompts, self._echo(choice) + "".join(choice.texts)
@@ -175,19 +183,19 @@ class OpenAIExchange:
                 message["content"] = message["content"] or None
             content: dict[str, Any] = {"message": message}
         else:
-            content = {"text": text, **prompts.fields(choice.of_prompt)}
+            content = {"text": text, **prompts.fields(choice.prompt_details)}
         if prompts.with_ids:
             content["token_ids"] = choice.token_ids
         return {
             "index": choice.index,
             **content,
-            "logprobs": self._logprobs(choice, text, prompts.echoed(choice.of_prompt) + choice.logprobs),
+            "logprobs": self._logprobs(choice, text, prompts.echoed(choice.prompt_details) + choice.logprobs),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
 
     def _message(self, parts: Sequence[OutputPart], choice: ChoiceState) -> dict[str, Any]:
-        """What these parts are in a message, or in its delta."""
+        """Return `parts` as the fields of a message or of its delta."""
         message: dict[str, Any] = {}
         calls: dict[int, dict[str, Any]] = {}
         for part in parts:
@@ -218,7 +226,7 @@ class OpenAIExchange:
     # --- logprobs ---
 
     def _logprobs(self, choice: ChoiceState, text: str, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        """`text` is what the choice has gained with the tokens."""
+        """Return the logprobs object of `tokens`. `text` is the text that was added to the choice with them."""
         if not self._completion.with_logprobs:
             return None
         if self._completion.is_chat:

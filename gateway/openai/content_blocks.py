@@ -1,5 +1,7 @@
-"""One answer to a chat as blocks that follow one another: what the model thinks, its words, each of its calls. For the
-protocols that tell it so; how they write a block is theirs."""
+"""Answer to a chat as a sequence of content blocks: reasoning, text, and one for each tool call.
+
+Protocols that stream such blocks extend it with their own objects.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +16,27 @@ from gateway.openai.answer import ChoiceState
 from gateway.openai.output_parser import CONTENT, REASONING, TOOL_CALL, OutputPart
 from gateway.openai.request import CompletionRequest
 
-BEGIN, GAIN, END = "begin", "gain", "end"
+BEGIN, ADD, END = "begin", "add_text", "end"
 Json = dict[str, Any]
 
 
 @dataclass(eq=False)
 class ContentBlock:
-    kind: str  # of a Part
+    """One content block of an answer."""
+
+    kind: str  # kind of an OutputPart
     index: int
-    name: str = ""  # of a call
-    text: str = ""  # so far; of a call its arguments
+    name: str = ""  # name of a tool call
+    text: str = ""  # text so far; the arguments of a tool call
     block_id: str = ""
 
 
 class ContentBlockExchange:
-    """A `gateway.protocol.Exchange` of a chat with one answer. Who extends it writes `whole` and the events below, each
-    an object with its `type`. `names` are those of the chat's fields that its client calls otherwise."""
+    """Exchange (`gateway.protocol.Exchange`) of a chat with one answer in content blocks.
+
+    A subclass implements `whole` and the methods that return events, which are objects with a `type`. `names` maps the
+    chat's fields to the names that its protocol uses.
+    """
 
     def __init__(self, completion: CompletionRequest, names: Mapping[str, str]):
         self.requests = completion.requests
@@ -44,8 +51,8 @@ class ContentBlockExchange:
         self.completion = completion
         self.choice = ChoiceState(0, completion.reader())
         self.blocks: list[ContentBlock] = []
-        self.ids = uuid.uuid4().hex[:20]  # how those of the blocks begin
-        self.num_thought_tokens = 0  # as far as answers of several tokens can be told apart
+        self.ids = uuid.uuid4().hex[:20]  # prefix of the blocks' ids
+        self.num_reasoning_tokens = 0  # approximate if one answer has several tokens
 
     @property
     def num_tokens(self) -> int:
@@ -55,7 +62,7 @@ class ContentBlockExchange:
         has_begun, self.choice.has_begun = self.choice.has_begun, True
         changes = list(self._changes(answer))
         events = [] if has_begun else self.begin()
-        writers = {BEGIN: self.begin_block, GAIN: self.gain, END: self.end_block}
+        writers = {BEGIN: self.begin_block, ADD: self.add_text, END: self.end_block}
         for what, block, text in changes:
             events += writers[what](block, text)
         if self.choice.finish_reason:
@@ -70,39 +77,43 @@ class ContentBlockExchange:
         raise NotImplementedError
 
     def begin(self) -> list[Json]:
+        """Return the events that start the stream."""
         raise NotImplementedError
 
     def begin_block(self, block: ContentBlock, text: str) -> list[Json]:
+        """Return the events that start a block."""
         raise NotImplementedError
 
-    def gain(self, block: ContentBlock, text: str) -> list[Json]:
+    def add_text(self, block: ContentBlock, text: str) -> list[Json]:
+        """Return the events for `text` that is added to a block."""
         raise NotImplementedError
 
     def end_block(self, block: ContentBlock, text: str) -> list[Json]:
-        """`text` is all of it."""
+        """Return the events that end a block. `text` is all of its text."""
         raise NotImplementedError
 
     def end(self) -> list[Json]:
+        """Return the events that end the stream."""
         raise NotImplementedError
 
     def _changes(self, answer: Delta) -> Iterator[tuple[str, ContentBlock, str]]:
-        """What it does to the blocks, of which the last one is open."""
+        """Yield (BEGIN, ADD or END, block, text) for each change that an answer makes. Only the last block is open."""
         for part in self.choice.take(answer):
             if part.kind == TOOL_CALL and part.call_index and not self.completion.tools.is_parallel:
                 continue
             yield from self._place(part)
             if part.text:
                 self.blocks[-1].text += part.text
-                yield GAIN, self.blocks[-1], part.text
+                yield ADD, self.blocks[-1], part.text
         if self.blocks and self.blocks[-1].kind == REASONING:
-            self.num_thought_tokens = answer.usage.completion_tokens
+            self.num_reasoning_tokens = answer.usage.completion_tokens
         if self.choice.finish_reason:
             if not self.blocks:
                 yield from self._place(OutputPart(CONTENT, ""))
             yield END, self.blocks[-1], self.blocks[-1].text
 
     def _place(self, part: OutputPart) -> Iterator[tuple[str, ContentBlock, str]]:
-        """Makes the last block the one that the part belongs to."""
+        """Start a new block unless `part` continues the last one, and yield the changes."""
         last = self.blocks[-1] if self.blocks else None
         if last and last.kind == part.kind and part.name is None:
             return
@@ -114,4 +125,5 @@ class ContentBlockExchange:
 
 
 def as_named_event(fields: Json) -> bytes:
+    """Return `fields` as a server-sent event that is named by its `type`."""
     return b"event: " + fields["type"].encode() + b"\ndata: " + dump(fields) + b"\n\n"

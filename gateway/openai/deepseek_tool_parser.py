@@ -1,33 +1,37 @@
-"""Reads one call of a tool as DeepSeek's models write it: the name after a sign, or before it, then the arguments,
-fenced or not. As call_reader.py it parses nothing of the arguments: only where they end matters."""
+"""Streaming parser of a tool call in the syntax of DeepSeek's models: the name after a separator or before it, then the
+arguments, with or without a code fence. Like json_tool_parser.py it decodes only the name and finds the end of the
+arguments.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 BEGIN, NAME, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-MAX_HEAD_LEN = 1024  # what is before the arguments
+MAX_HEAD_LEN = 1024  # characters before the arguments
 
 
 def ways(name: str) -> list[tuple[str, str]]:
-    """To write a call, before and after its arguments: as V3 and R1 do, the second on a line of its own, and V3.1."""
+    """Return the text before and after the arguments of a call to `name`, for each way to write it: that of V3 and R1,
+    the same on a new line, and that of V3.1.
+    """
     before, after = f"{BEGIN}function{NAME}{name}\n```json\n", f"\n```{END}"
     return [(before, after), (f"\n{before}", after), (f"{BEGIN}{name}{NAME}", END)]
 
 
 class DeepSeekToolCallParser:
-    """`push` what begins with BEGIN, until `is_done` or `has_failed`."""
+    """Parser of one tool call. `push` text that begins with BEGIN until `is_done` or `has_failed`."""
 
     def __init__(self, names: Collection[str] = ()) -> None:
         self.name: str | None = None
         self.is_done = self.has_failed = False
-        self._text = ""  # of what is read: before the arguments, after them
+        self._text = ""  # text before the arguments, later the text after them
         self._depth = 0
         self._in_string = self._is_escaped = False
-        self._arguments = ""  # that nobody has taken
+        self._arguments = ""  # text that was not taken yet
 
     def push(self, text: str) -> int:
-        """How many characters were read: beyond the call, none."""
+        """Parse `text` and return how many characters belong to the call."""
         for position, char in enumerate(text, 1):
             if self.name is None:
                 self._read_head(char)
@@ -41,7 +45,7 @@ class DeepSeekToolCallParser:
         return len(text)
 
     def take_arguments(self) -> str:
-        """What is new of them, once the name is known."""
+        """Return the text of the arguments that is new since the last call, and "" until the name is known."""
         taken, self._arguments = self._arguments, ""
         return taken
 

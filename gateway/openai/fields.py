@@ -1,4 +1,4 @@
-"""What a request of OpenAI's may have, as JSON Schema: the fields that are passed on, and those of request.py."""
+"""Request fields of OpenAI's protocol as JSON Schema: forwarded ones, and those of request.py."""
 
 from __future__ import annotations
 
@@ -68,8 +68,9 @@ OF_COMPLETION: dict[str, Json] = {
 
 @functools.cache
 def fields(is_chat: bool) -> dict[str, Json]:
-    native, defaults = described(), {"temperature": {"default": 1}, "top_p": {"default": 1}}  # OpenAI's
+    """Return the fields of a chat or of a completion by name."""
+    native, defaults = described(), {"temperature": {"default": 1}, "top_p": {"default": 1}}  # OpenAI's defaults
     passed_on = {name: {**native[name], **defaults.get(name, {})} for name in (*PASSED_ON, *OF_PROMPT)}
     for each in passed_on.values():
-        each.pop("x-alias-of", None)  # here it is the name
+        each.pop("x-alias-of", None)  # in OpenAI's API the alias is the name
     return {**(OF_CHAT if is_chat else OF_COMPLETION), **OF_BOTH, **passed_on}

@@ -1,5 +1,7 @@
-"""Reads one call of a tool while it comes: a JSON object with a name and arguments, whichever is first. Nothing is
-parsed but the name: what the model writes as arguments is the client's to judge."""
+"""Streaming parser of a tool call in JSON: an object with a name and arguments, in any order.
+
+Only the name is decoded. The arguments are passed on as the model wrote them, because the client has to judge them.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,12 @@ BEFORE_NAME = ("name", "type", "id", *ARGUMENTS)
 
 
 class JsonToolCallParser:
-    """`push` what begins with the object, until `is_done` or `has_failed`: an object without a name is no call, or, if
-    there are `names`, without one of these."""
+    """Parser of one tool call.
+
+    `push` text that begins with the object until `is_done` or `has_failed`.
+
+    An object without a name is no call and fails. If `names` is given, so does an object with another name.
+    """
 
     def __init__(self, names: Collection[str] = ()) -> None:
         self._names = names
@@ -20,14 +26,14 @@ class JsonToolCallParser:
         self.is_done = self.has_failed = False
         self._depth = 0
         self._in_string = self._is_escaped = False
-        self._is_key = True  # what is read at depth 1, else the value of _key
+        self._is_key = True  # the text at depth 1 is a key; otherwise it is the value of _key
         self._key = ""
-        self._text = ""  # of the key or of the value, if that is read in one piece
-        self._arguments = ""  # that nobody has taken
+        self._text = ""  # text of the key, or of a value that is read as a whole
+        self._arguments = ""  # text that was not taken yet
         self._has_arguments = self._is_streaming = False
 
     def push(self, text: str) -> int:
-        """How many characters were read: beyond the object, none."""
+        """Parse `text` and return how many characters belong to the object."""
         for position, char in enumerate(text, 1):
             self._read(char)
             if self.is_done or self.has_failed:
@@ -35,7 +41,7 @@ class JsonToolCallParser:
         return len(text)
 
     def take_arguments(self) -> str:
-        """What is new of them, once the name is known."""
+        """Return the text of the arguments that is new since the last call, and "" until the name is known."""
         if self.name is None:
             return ""
         if self.is_done and not self._has_arguments:
@@ -61,7 +67,7 @@ class JsonToolCallParser:
         if self._depth == 1 and char.isspace() and not self._in_string:
             return
         if char == "{" and not self._text and not self._is_key and self._key in ARGUMENTS and not self._has_arguments:
-            self._has_arguments = self._is_streaming = True  # an object, as they should be
+            self._has_arguments = self._is_streaming = True  # an object, as expected
         if self._is_streaming:
             self._arguments += char
         else:

@@ -1,4 +1,4 @@
-"""OpenAI's objects for the logprobs of tokens: one shape for chats, one for completions."""
+"""Logprobs objects of OpenAI's chats and completions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.wire import UNLIKELY, TokenLogprob
 
 
 def of_chat(tokens: Sequence[TokenLogprob], as_ids: bool = False) -> dict[str, Any] | None:
-    """`as_ids`: tokens are named by their ids."""
+    """Return the logprobs object of a chat, or None without tokens. With `as_ids` tokens are named by their ids."""
     if not tokens:
         return None
     content = [
@@ -20,8 +20,11 @@ def of_chat(tokens: Sequence[TokenLogprob], as_ids: bool = False) -> dict[str, A
 
 
 def of_completion(offsets: list[int], tokens: Sequence[TokenLogprob], as_ids: bool) -> dict[str, Any] | None:
-    """Four parallel lists. The top ones include the chosen token, so up to logprobs + 1. Of the first token of an echo
-    nothing is known."""
+    """Return the logprobs object of a completion, or None without tokens: four parallel lists.
+
+    The top tokens include the chosen one, so there are up to logprobs + 1. The first token of an echoed prompt has no
+    logprob.
+    """
     if not tokens:
         return None
     tops = [{name_of(top, as_ids): _number(top) for top in (token, *token.top)} for token in tokens]
@@ -38,7 +41,11 @@ def _is_first(token: TokenLogprob) -> bool:
 
 
 def name_of(token: TokenLogprob, as_ids: bool = False) -> str:
-    """Part of a character has no text: it is named by its bytes, as OpenAI does, so that two of them stay two."""
+    """Return the text of a token.
+
+    A token that is part of a character has no text and is named by its bytes, as at OpenAI, so that different tokens
+    have different names.
+    """
     if as_ids:
         return f"token_id:{token.token_id}"
     if "\ufffd" not in token.token:
@@ -55,10 +62,10 @@ def _number(token: TokenLogprob) -> float:
 
 
 class TextOffsets:
-    """Where tokens begin in the text of their answer, for `text_offset`.
+    """Offsets of tokens in the text of their answer, for `text_offset`.
 
-    The model leaves special tokens out of the text, and the first space of some, and does not say so: a token of which
-    nothing is at its place in the text begins where the next one does.
+    The model omits special tokens from the text, and the first space of some tokens, without saying so. A token whose
+    text is not at its place gets the offset of the next one.
     """
 
     def __init__(self) -> None:
@@ -67,6 +74,7 @@ class TextOffsets:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a token may end inside a character
 
     def offsets(self, text: str, tokens: Sequence[TokenLogprob]) -> list[int]:
+        """Return the offset of each token in characters, after `text` was added to the answer."""
         text, position, offsets = self._rest + text, 0, []
         for token in tokens:
             offsets.append(self._offset + position)

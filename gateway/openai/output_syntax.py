@@ -1,5 +1,7 @@
-"""How the served model writes what is not the answer itself: calls of tools, and what it thinks before it answers. By
-the settings, or by the chat template beside the model. Knows no requests."""
+"""Syntax in which the served model writes tool calls and reasoning.
+
+It is set by the settings or detected from the model's chat template.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from gateway.openai.json_tool_parser import JsonToolCallParser
 
 
 class ToolCallParser(Protocol):
-    """Reads one call while it comes: call_reader.py says how."""
+    """Interface of a streaming parser of one tool call; see json_tool_parser.py."""
 
     name: str | None
     is_done: bool
@@ -32,29 +34,36 @@ class ToolCallParser(Protocol):
 
 @dataclass(frozen=True)
 class ToolCallFormat:
-    """Calls are JSON objects with a name and arguments, or what begins with `opens` and another `reader` reads; a
-    format is what is around them."""
+    """Syntax of tool calls.
 
-    begin: str  # text before calls
-    end: str  # and after them
-    bare: str = ""  # what an answer begins with that has calls and no `begin`
-    filler: str = ""  # may be between, besides whitespace
-    arguments: str = "arguments"  # the key of JSON objects, where calls are forced
-    forced: tuple[str, str, str] = ("", "", "")  # written before all calls, between two, and after them
-    sign: str = ""  # as a rule of a grammar: before them where there may be words instead
+    A call is a JSON object with a name and arguments, or text that begins with `opens` and is parsed by `reader`. The
+    other fields describe the text around calls.
+    """
+
+    begin: str  # text before the first call
+    end: str  # text after the last call
+    bare: str = ""  # beginning of an answer that has calls without `begin`
+    filler: str = ""  # characters between calls, besides whitespace
+    arguments: str = "arguments"  # field of the arguments in forced calls
+    forced: tuple[str, str, str] = ("", "", "")  # text of forced calls: before the first, between two, after the last
+    marker: str = ""  # grammar rule before calls where the answer may be text instead
     call_id_len: int = 24
-    has_special_token: bool = True  # `begin` is one: it has no text unless that is asked for
+    has_special_token: bool = True  # `begin` is a special token: it has no text unless special tokens are kept
     opens: str = "{"
     reader: Callable[[Collection[str]], ToolCallParser] = JsonToolCallParser
-    # Of what is no JSON, for the name of a call: each way to write it, before its arguments and after them
+    # For formats that are not JSON: returns the text before and after the arguments, for each way to write a call
     ways: Callable[[str], Sequence[tuple[str, str]]] | None = None
 
     @property
-    def has_form(self) -> bool:
-        """What has none can only be read: the form of a call that must be is another."""
+    def is_enforceable(self) -> bool:
+        """Return True if the format can be enforced by a grammar.
+
+        Other formats can only be parsed, and a forced call uses another one.
+        """
         return self.opens == "{" or self.ways is not None
 
     def around(self, name: str) -> Sequence[tuple[str, str]]:
+        """Return the text before and after the arguments of a call to `name`, for each way to write it."""
         return self.ways(name) if self.ways else [(f'{{"name": {json.dumps(name)}, "{self.arguments}": ', "}")]
 
 
@@ -71,8 +80,8 @@ FORMATS = {
         end="]",
         filler="[,",
         forced=("[", ", ", "]"),
-        sign='<|[TOOL_CALLS]|> " "?',
-        call_id_len=9,  # so its template wants
+        marker='<|[TOOL_CALLS]|> " "?',
+        call_id_len=9,  # required by Mistral's template
     ),
     "deepseek": ToolCallFormat(
         *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
@@ -82,40 +91,45 @@ FORMATS = {
         ways=deepseek_tool_parser.ways,
     ),
 }
-# What a chat template has that tells the model of tools in this format
-SIGNS = {
+# Text in a chat template that identifies the format
+TEMPLATE_MARKERS = {
     **{"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "deepseek": "<｜tool▁calls▁begin｜>"},
     "llama3_json": '"parameters": ',
 }
-PLUGIN = ".py"  # how the name of a file ends that has a FORMAT
-AROUND = {"ernie": ("<response>", "</response>")}  # by REASONING_PARSER
+PLUGIN = ".py"  # suffix of plug-in files, which define FORMAT
+AROUND = {"ernie": ("<response>", "</response>")}  # text around the content, by REASONING_PARSER
 
 
 @dataclass(frozen=True)
 class OutputSyntax:
-    calls: ToolCallFormat | None = None  # None: the model writes none
-    thought: str = "never"  # before an answer; "may": if the answer begins so, "does": whether it says so or not
-    around: tuple[str, str] = ("", "")  # what may be written before and after the words of an answer
+    """Syntax of a model's answers: its tool calls, its reasoning, and what encloses the text."""
+
+    calls: ToolCallFormat | None = None  # None: the model writes no tool calls
+    reasoning: str = "never"  # "may": if the answer starts with its marker; "does": always, also without the marker
+    around: tuple[str, str] = ("", "")  # optional text before and after the content
 
 
-PLAIN = OutputSyntax()
+NO_SYNTAX = OutputSyntax()
 
 
 @functools.lru_cache(maxsize=8)
 def output_syntax_of(config: Config) -> OutputSyntax:
+    """Return the syntax of the configured model. Raise ConfigError if a plug-in file is wrong."""
     name = config.tool_call_parser
     if name == "auto":
         template = _chat_template(config.graph_path)
-        name = next((name for name, sign in SIGNS.items() if "tools" in template and sign in template), "none")
-    calls = _plugged_in(name) if name.endswith(PLUGIN) else FORMATS.get(name)
+        name = next(
+            (name for name, marker in TEMPLATE_MARKERS.items() if "tools" in template and marker in template), "none"
+        )
+    calls = _load_plugin(name) if name.endswith(PLUGIN) else FORMATS.get(name)
     return OutputSyntax(calls, config.reasoning, AROUND.get(config.reasoning_parser, ("", "")))
 
 
-def _plugged_in(path: str) -> ToolCallFormat:
-    """FORMAT of somebody's file. Raises ConfigError."""
+def _load_plugin(path: str) -> ToolCallFormat:
+    """Return the FORMAT of a plug-in file. Raise ConfigError."""
     try:
         calls = runpy.run_path(path).get("FORMAT")
-    except Exception as error:  # it may do anything
+    except Exception as error:  # a plug-in may raise anything
         raise ConfigError(f"TOOL_CALL_PARSER is {path!r}: {type(error).__name__}: {error}") from error
     if not isinstance(calls, ToolCallFormat):
         raise ConfigError(
@@ -125,7 +139,10 @@ def _plugged_in(path: str) -> ToolCallFormat:
 
 
 def _chat_template(directory: Path) -> str:
-    """Of all there are, with escapes as they are written in JSON or not."""
+    """Return the text of all chat templates of the model, or "" if there is none.
+
+    Characters may be escaped as in JSON.
+    """
     try:
         return (directory / "chat_template.jinja").read_text(encoding="utf-8")
     except OSError:

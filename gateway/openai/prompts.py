@@ -1,4 +1,4 @@
-"""The prompts of a completion, and what is told of them beside their answers."""
+"""Prompts of a completion, and what the response contains of them: echo, logprobs and token ids."""
 
 from __future__ import annotations
 
@@ -16,37 +16,39 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Prompts:
+    """Prompts of one completion, and what the response contains of them."""
+
     echo: bool = False  # the text of an answer begins with the prompt
     texts: Sequence[str | None] = ()  # of each, as its client wrote it; None: the model tells
     num_echoed: int | None = None  # logprobs in each place of an echo; None: without
     num_logprobs: int | None = None  # the same, of a list of their own
     with_ids: bool = False
 
-    def text(self, index: int, told: PromptDetails | None) -> str:
-        """What an answer to this one begins with."""
+    def text(self, index: int, outputs: PromptDetails | None) -> str:
+        """Return the echoed text of the prompt `index`, or "" if no echo was requested."""
         if not self.echo:
             return ""
         own = self.texts[index]
-        return own if own is not None else (told and told.text) or ""
+        return own if own is not None else (outputs and outputs.text) or ""
 
-    def echoed(self, told: PromptDetails | None) -> list[TokenLogprob]:
-        """The tokens that an answer begins with, where these have logprobs."""
-        if self.num_echoed is None or told is None:
+    def echoed(self, outputs: PromptDetails | None) -> list[TokenLogprob]:
+        """Return the prompt's tokens that precede those of the answer in its logprobs."""
+        if self.num_echoed is None or outputs is None:
             return []
-        return [each._replace(top=each.top[: self.num_echoed]) for each in told.logprobs or ()]
+        return [each._replace(top=each.top[: self.num_echoed]) for each in outputs.logprobs or ()]
 
-    def fields(self, told: PromptDetails | None) -> Json:
-        """vLLM's, of what was asked for."""
+    def fields(self, outputs: PromptDetails | None) -> Json:
+        """Return vLLM's fields `prompt_logprobs` and `prompt_token_ids`, as far as they were requested."""
         fields: Json = {}
-        if told and self.num_logprobs is not None:
-            fields["prompt_logprobs"] = [_in_list(each, self.num_logprobs) for each in told.logprobs or ()]
-        if told and self.with_ids:
-            fields["prompt_token_ids"] = told.token_ids
+        if outputs and self.num_logprobs is not None:
+            fields["prompt_logprobs"] = [_in_list(each, self.num_logprobs) for each in outputs.logprobs or ()]
+        if outputs and self.with_ids:
+            fields["prompt_token_ids"] = outputs.token_ids
         return fields
 
 
 def sources_of(name: str, body: Mapping[str, Any], limit: int) -> list[Json]:
-    """Of each prompt in this field the model's field; so many there may be. Raises InvalidRequest."""
+    """Return the model's input field for each prompt in the field `name`, at most `limit`. Raise InvalidRequest."""
     if name not in body:
         raise InvalidRequest("`{field}` is missing", field=name)
     given = body[name]
@@ -61,7 +63,7 @@ def sources_of(name: str, body: Mapping[str, Any], limit: int) -> list[Json]:
 
 
 def _source(name: str, given: Any) -> Json:
-    """Continued as it stands."""
+    """Return the model's input field of one prompt, which is continued without a chat template."""
     if not isinstance(given, (str, list)):
         text = "`{field}` must be a text or a list of token ids, it is {value}"
         raise InvalidRequest(text, field=name, value=shown(given))
@@ -71,7 +73,10 @@ def _source(name: str, given: Any) -> Json:
 
 
 def read_prompts(body: Mapping[str, Any], sources: Sequence[Json], options: Json, is_chat: bool) -> Prompts:
-    """Raises InvalidRequest. `options` of the model's requests get what it has to tell for this."""
+    """Return the prompts.
+
+    The outputs that they need are added to `options`, the fields of the model's requests. Raise InvalidRequest.
+    """
     echo = not is_chat and A_BOOL("echo", body.get("echo", False))
     num_logprobs = options.get("prompt_logprobs", -1)
     prompts = Prompts(
@@ -89,12 +94,15 @@ def read_prompts(body: Mapping[str, Any], sources: Sequence[Json], options: Json
 
 
 def _in_list(token: TokenLogprob, num_top: int) -> Json | None:
-    """By id. Ranks are those among the likeliest: the token's own may be unknown."""
+    """Return vLLM's entry for one prompt token: an object by token id.
+
+    The rank of a token outside the top ones is unknown.
+    """
     if token.logprob is None:
         return None
     ranks = {top.token_id: rank for rank, top in enumerate(token.top[:num_top], 1)}
-    told = {each.token_id: each for each in (token, *token.top[:num_top])}
+    entries = {each.token_id: each for each in (token, *token.top[:num_top])}
     return {
         str(token_id): {"logprob": each.logprob, "rank": ranks.get(token_id), "decoded_token": each.token}
-        for token_id, each in told.items()
+        for token_id, each in entries.items()
     }

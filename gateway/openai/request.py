@@ -1,7 +1,9 @@
-"""From OpenAI's request to the model's: one native request a prompt. Knows nothing of HTTP, answers or streams.
+"""Translation of OpenAI's requests to the model's: one native request per prompt.
 
-OpenAI's names are aliases in the wire contract, so most fields pass under their own name and keep it in messages.
-What would change the answer and cannot be done is in refusals.py; anything else that is unknown is ignored.
+It is independent of HTTP.
+
+OpenAI's names are aliases in the wire contract, so most fields are forwarded under their own names and keep them in
+messages. Fields that are not supported are in unsupported_fields.py; unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from engine.errors import InvalidRequest
 from engine.sampling_parameters import PARAMETERS
 from engine.wire import MAX_LOGPROBS, MAX_REQ_ID_LEN, STRUCTURED_OUTPUT_FIELDS, Check, int_in
 from gateway.openai.output_parser import OutputParser
-from gateway.openai.output_syntax import PLAIN, OutputSyntax
+from gateway.openai.output_syntax import NO_SYNTAX, OutputSyntax
 from gateway.openai.prompts import Prompts, read_prompts, sources_of
 from gateway.openai.tools import Tools, read_tools, with_parsed_arguments
 from gateway.openai.unsupported_fields import NAMES, check_parts, refuse
 
-MAX_CHOICES = 128  # prompts times n
+MAX_CHOICES = 128  # largest number of prompts times n
 
 # OpenAI's fields and those that clients of vLLM and SGLang send
 PASSED_ON = (
@@ -36,8 +38,8 @@ PASSED_ON = (
     ),
     *("best_of", "use_beam_search", "length_penalty", "truncate_prompt_tokens"),
 )
-UNSET = {"min_tokens": 0, "thinking_token_budget": -1}  # as good as not given
-OF_PROMPT = ("prompt_logprobs", "return_token_ids")  # the same, where an answer has a place to tell of it
+UNSET = {"min_tokens": 0, "thinking_token_budget": -1}  # the same as not given
+OF_PROMPT = ("prompt_logprobs", "return_token_ids")  # forwarded as well; these add fields to the response
 # Of `structured_outputs`, as newer versions of vLLM's clients send it
 STRUCTURED = {name: f"guided_{name}" for name in ("json", "regex", "choice", "grammar")} | {
     "structural_tag": "structural_tag",
@@ -45,42 +47,51 @@ STRUCTURED = {name: f"guided_{name}" for name in ("json", "regex", "choice", "gr
 }
 ALWAYS_SO = ("disable_fallback", "disable_additional_properties")
 TEMPLATE_FLAGS = ("add_generation_prompt", "continue_final_message", "enable_thinking")  # of a chat
-AS_GIVEN = {"logit_bias", *STRUCTURED_OUTPUT_FIELDS}  # the checked ones are no JSON
+AS_GIVEN = {
+    "logit_bias",
+    *STRUCTURED_OUTPUT_FIELDS,
+}  # forwarded as given: the checked values are no JSON
 CHECKS = {key: field.check for name, field in wire.FIELDS.items() for key in (name, *field.aliases)}
 A_BOOL, A_STRING, AN_OBJECT = CHECKS["stream"], CHECKS["system"], CHECKS["chat_template_kwargs"]
 STREAM_OPTIONS = dict.fromkeys(("include_usage", "continuous_usage_stats"), A_BOOL)
 AT_LEAST_1, NUM_TOP = CHECKS["min_tokens"], int_in(0, MAX_LOGPROBS)
-A_NAME = CHECKS["cache_salt"]  # short: every event repeats the model's
+A_NAME = CHECKS["cache_salt"]  # a short string, because every event repeats the model's name
 
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A checked request for one or several choices; `requests` holds the model's request of each prompt, in order."""
+    """Validated request for one or several choices. `requests` has the model's request for each prompt, in order."""
 
     answer_id: str
     model: str
     is_chat: bool
     requests: list[dict[str, Any]]
     prompts: Prompts
-    n: int  # choices a prompt
+    n: int  # choices per prompt
     with_logprobs: bool
-    as_token_ids: bool  # are the names of tokens
+    as_token_ids: bool  # logprobs name tokens by their ids
     stream: bool
     include_usage: bool
     continuous_usage: bool
     timeout_s: float | None
-    names: Mapping[str, str]  # of the model's fields -> as the client calls them
+    names: Mapping[str, str]  # field of the model -> the client's name of it
     tools: Tools = Tools()
-    syntax: OutputSyntax = PLAIN  # of the answers
-    tells_thoughts: bool = True
-    unenforced: tuple[str, ...] = ()  # keywords of schemas that the answer need not keep to, as its client allows
+    syntax: OutputSyntax = NO_SYNTAX  # syntax of the answers
+    include_reasoning: bool = True
+    unenforced: tuple[str, ...] = ()  # schema keywords that are not enforced, if the client allows that
 
     def reader(self) -> OutputParser:
-        return OutputParser(self.syntax, bool(self.tools.forced), self.tells_thoughts, self.tools.names)
+        """Return a parser of one answer."""
+        return OutputParser(self.syntax, bool(self.tools.forced), self.include_reasoning, self.tools.names)
 
 
-def parse(body: dict[str, Any], is_chat: bool, default_model: str, syntax: OutputSyntax = PLAIN) -> CompletionRequest:
-    """Raises InvalidRequest for the first field that is wrong, by the client's name of it."""
+def parse(
+    body: dict[str, Any], is_chat: bool, default_model: str, syntax: OutputSyntax = NO_SYNTAX
+) -> CompletionRequest:
+    """Return the validated request.
+
+    Raise InvalidRequest for the first field that is wrong, by the client's name of it.
+    """
     body = {key: value for key, value in body.items() if value is not None}
     refuse(body, is_chat)
     if body.get("store"):
@@ -123,25 +134,25 @@ def parse(body: dict[str, Any], is_chat: bool, default_model: str, syntax: Outpu
         timeout_s=timeout_s,
         names=_names(body, is_chat) | ({"guided_grammar": "tools"} if "guided_grammar" in of_tools else {}),
         tools=tools,
-        syntax=replace(syntax, calls=tools.calls) if is_chat else PLAIN,
-        tells_thoughts=_checked(body, "include_reasoning", A_BOOL, True),
+        syntax=replace(syntax, calls=tools.calls) if is_chat else NO_SYNTAX,
+        include_reasoning=_checked(body, "include_reasoning", A_BOOL, True),
         unenforced=(*unenforced, *of_functions),
     )
 
 
 def _names(body: dict[str, Any], is_chat: bool) -> dict[str, str]:
     source = "messages" if is_chat else "prompt"
-    names = NAMES | {name: name for name in NAMES if name in body}  # of two names the client's
+    names = NAMES | {name: name for name in NAMES if name in body}  # if a field has two names, use the client's
     names |= dict.fromkeys(("text", "input_ids", "messages"), source)
     if "structured_outputs" in body:
         names |= dict.fromkeys(STRUCTURED.values(), "structured_outputs")
-    if "prompt_logprobs" not in body:  # then it is that of an echo
+    if "prompt_logprobs" not in body:  # then it was set by `echo`
         names |= {"prompt_logprobs": "logprobs"}
     return names | {"max_dec_len": "max_completion_tokens"} if "max_completion_tokens" in body else names
 
 
 def _spread(body: dict[str, Any]) -> None:
-    """`structured_outputs` into the fields that say the same."""
+    """Copy the parts of `structured_outputs` into the equivalent fields of `body`."""
     for given, value in _checked(body, "structured_outputs", AN_OBJECT, {}).items():
         name = STRUCTURED.get(given, given)
         if given == "json_object":
@@ -153,7 +164,7 @@ def _spread(body: dict[str, Any]) -> None:
             limit = ["json_object", *STRUCTURED]
             raise InvalidRequest(text, field="structured_outputs", value=wire.shown(given), limit=limit)
         if value is not None:
-            wire.within("structured_outputs", f".{given}", CHECKS[name], value)  # blamed by the client's name of it
+            wire.within("structured_outputs", f".{given}", CHECKS[name], value)  # errors name the client's field
             body[name] = value
 
 
@@ -172,7 +183,7 @@ def _options(body: dict[str, Any], is_chat: bool) -> tuple[dict[str, Any], tuple
     for name in ("max_tokens", "max_completion_tokens"):  # the later one wins, as it does at OpenAI
         if name in body:
             options["max_tokens"] = _checked(body, name, CHECKS["max_tokens"])
-            options["cut_max_dec_len"] = True  # many clients send the most that some other model can do
+            options["cut_max_dec_len"] = True  # many clients send the limit of some other model
     if is_chat and (variables := _template_variables(body)):
         options["chat_template_kwargs"] = variables
     if (logprobs := _chat_logprobs(body) if is_chat else _logprobs(body)) is not None:
@@ -181,7 +192,7 @@ def _options(body: dict[str, Any], is_chat: bool) -> tuple[dict[str, Any], tuple
 
 
 def _template_variables(body: dict[str, Any]) -> dict[str, Any]:
-    """What the chat template is told, some of which has fields of its own."""
+    """Return the variables of the chat template, some of which have their own request fields."""
     variables = dict(_checked(body, "chat_template_kwargs", AN_OBJECT, {}))
     for name in TEMPLATE_FLAGS:
         if name in body:
@@ -211,6 +222,7 @@ def _logprobs(body: dict[str, Any]) -> int | None:
 
 
 def chat_source(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the model's `messages` field of a chat. Raise InvalidRequest."""
     if "messages" not in body:
         raise InvalidRequest("`{field}` is missing", field="messages")
     messages = _checked(body, "messages", CHECKS["messages"])
@@ -220,8 +232,8 @@ def chat_source(body: dict[str, Any]) -> dict[str, Any]:
 def _as_templates_have_it(message: dict[str, Any]) -> dict[str, Any]:
     if message["role"] == "developer":
         message = {**message, "role": "system"}
-    thought = message.get("reasoning")  # newer versions of vLLM call it so
-    return {"reasoning_content": thought, **message} if isinstance(thought, str) else message
+    reasoning = message.get("reasoning")  # newer versions of vLLM call it so
+    return {"reasoning_content": reasoning, **message} if isinstance(reasoning, str) else message
 
 
 def _requests(answer_id: str, sources: list[dict[str, Any]], options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -244,6 +256,7 @@ def _req_id(answer_id: str, index: int, num_prompts: int) -> str:
 
 
 def model_of(body: dict[str, Any], default: str) -> str:
+    """Return the model's name for the response: the requested one, or `default`."""
     return default if body.get("model") in (None, "") else A_NAME("model", body["model"])
 
 

@@ -1,6 +1,8 @@
-"""A stream that can be gone on with after a lost connection, as server-sent events have it. With the header
-`Last-Event-ID` every event has an id, the number of tokens of each choice with it; a request with the last id that its
-client has seen goes on after it. The header `X-Request-Id` names the request."""
+"""Resumable streams, as defined by server-sent events.
+
+With the header `Last-Event-ID` every event has an id: the number of tokens of each choice so far. A request with the
+last id that its client has received continues after it. The header `X-Request-Id` names the request.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from typing import Any
 from engine.errors import InvalidRequest
 from engine.wire import Delta, shown
 from gateway.openai.answer import OpenAIExchange
-from gateway.openai.output_syntax import PLAIN, output_syntax_of
+from gateway.openai.output_syntax import NO_SYNTAX, output_syntax_of
 from gateway.openai.request import parse
 from gateway.protocol import RequestContext
 
@@ -19,7 +21,7 @@ LAST_EVENT_ID = "Last-Event-ID"
 
 
 class ResumableExchange(OpenAIExchange):
-    """Its events have ids."""
+    """OpenAIExchange whose events have ids."""
 
     def __init__(self, *args: Any, num_tokens: list[int]):
         super().__init__(*args)
@@ -31,7 +33,7 @@ class ResumableExchange(OpenAIExchange):
         before = list(self._num_tokens)
         self._num_tokens[answer.index] = answer.send_idx + len(answer.token_ids)
         events = super().event(index, answer).split(b"\n\n")[:-1]
-        counts = [before if begins and place == 0 else self._num_tokens for place in range(len(events))]  # the role
+        counts = [before if begins and place == 0 else self._num_tokens for place in range(len(events))]
         return b"".join(map(_with_id, counts, events))
 
 
@@ -40,15 +42,18 @@ def _with_id(num_tokens: Sequence[int], event: bytes) -> bytes:
 
 
 def parse_resumed(body: dict[str, Any], is_chat: bool, context: RequestContext) -> OpenAIExchange:
-    """Raises InvalidRequest. An id of 0, or none, begins."""
+    """Return the exchange of a request with the header `Last-Event-ID`.
+
+    An empty id or 0 starts a new answer. Raise InvalidRequest.
+    """
     if not body.get("request_id"):
         raise InvalidRequest(f"with {LAST_EVENT_ID} the header `{{field}}` must name the request", field="X-Request-Id")
     completion = parse(body, is_chat, context.model_name, output_syntax_of(context.config))
     variables = completion.requests[0].get("chat_template_kwargs", {})
     if variables.get("enable_thinking") is False or variables.get("continue_final_message"):
-        # A model that thinks all the same has its thoughts in its words.
-        completion = replace(completion, syntax=replace(completion.syntax, thought="never"))
-    if completion.syntax != PLAIN:
+        # A model that reasons nevertheless writes its reasoning as content.
+        completion = replace(completion, syntax=replace(completion.syntax, reasoning="never"))
+    if completion.syntax != NO_SYNTAX:
         text = "`{field}` cannot be kept where tools or thoughts are told apart: that needs the beginning of the answer"
         raise InvalidRequest(text, field=LAST_EVENT_ID)
     if len(completion.requests) > 1:

@@ -1,5 +1,6 @@
-"""What a chat says of tools: checked, for the chat template, and as the form of an answer that must be a call, or whose
-words have a form."""
+"""Tools of a chat: validated, passed to the chat template, and turned into a grammar if a call is forced or the text is
+structured.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +15,27 @@ from gateway.openai.output_syntax import FORMATS, OutputSyntax, ToolCallFormat
 from gateway.openai.unsupported_fields import refuse_more
 
 MAX_TOOLS = 128
-MAX_FORCED_CALLS = 16  # at once
-# Arguments are written as chat templates show them to the model: in one line, a space after `:` and `,`.
+MAX_FORCED_CALLS = 16  # parallel calls in one forced answer
+# Arguments are written in one line with a space after `:` and `,`, as chat templates show them to the model.
 ONE_LINE = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
-AS_FAR_AS_POSSIBLE = {**ONE_LINE, "lenient": True}  # what cannot be checked of a schema does not matter
+AS_FAR_AS_POSSIBLE = {**ONE_LINE, "lenient": True}  # keywords that cannot be enforced are ignored
 MODES = ("none", "auto", "required")
-OF_WORDS = "response_format"  # of what is not a call, as OpenAI has it
+OF_WORDS = "response_format"  # field for the format of text that is not a call
 AN_OBJECT, A_STRING, A_BOOL = (wire.FIELDS[name].check for name in ("chat_template_kwargs", "text", "stream"))
 
 
 @dataclass(frozen=True)
 class Tools:
-    """Of one chat. Without `calls` its answers are words only."""
+    """Tools of one chat. Without `calls` its answers contain text only."""
 
-    tools: Sequence[Mapping[str, Any]] = ()  # for the template
+    tools: Sequence[Mapping[str, Any]] = ()  # passed to the chat template
     calls: ToolCallFormat | None = None
-    forced: Sequence[Mapping[str, Any]] = ()  # functions of which one or several must be called
+    forced: Sequence[Mapping[str, Any]] = ()  # functions of which at least one must be called
     is_parallel: bool = True
 
     @property
     def names(self) -> Collection[str]:
-        """That a call must have to be one, where nothing else tells it from words."""
+        """Return the names of the tools, if a call can be told from text only by them."""
         return [tool["function"]["name"] for tool in self.tools] if self.calls and self.calls.bare else ()
 
     def fields(self, options: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -53,13 +54,13 @@ class Tools:
             raise InvalidRequest("`{field}` cannot be kept beside a `tool_choice` that forces a call", field=forms[0])
         if self.forced:
             fields["guided_grammar"], unenforced = self._grammar(self.calls, self.forced)
-        elif forms == [OF_WORDS] and self.calls.has_form:
+        elif forms == [OF_WORDS] and self.calls.is_enforceable:
             words = wire.STRUCTURED_OUTPUT_FIELDS[OF_WORDS](OF_WORDS, options[OF_WORDS])
             if words and words.kind == "json":
                 functions = [tool["function"] for tool in self.tools]
                 fields["guided_grammar"], unenforced = self._grammar(self.calls, functions, words)
         if "guided_grammar" in fields and forms:
-            fields[OF_WORDS] = {"type": "text"}  # the grammar says it
+            fields[OF_WORDS] = {"type": "text"}  # the grammar enforces it instead
         return fields, unenforced
 
     def _grammar(
@@ -71,7 +72,7 @@ class Tools:
         before, between, after = map(_quoted, calls.forced)
         more = f"({between} call){{0,{MAX_FORCED_CALLS - 1}}}" if self.is_parallel else ""
         functions = [f"function{index}" for index in range(len(known))]
-        or_words = f"words | {calls.sign} " if words else ""
+        or_words = f"words | {calls.marker} " if words else ""
         rules = [f"start: {or_words}{before} call {more} {after}", f"call: {' | '.join(functions)}"]
         for rule, function in zip(functions, known, strict=True):
             around = [(_quoted(before), _quoted(after)) for before, after in calls.around(function["name"])]
@@ -88,7 +89,7 @@ class Tools:
 
 
 def read_tools(body: Mapping[str, Any], syntax: OutputSyntax) -> Tools:
-    """Raises InvalidRequest."""
+    """Return the tools of a chat. Raise InvalidRequest."""
     given = body.get("tools")
     if given is None or given == []:
         if body.get("tool_choice", "none") != "none":
@@ -102,14 +103,14 @@ def read_tools(body: Mapping[str, Any], syntax: OutputSyntax) -> Tools:
         return Tools()
     forced = _forced(choice, [tool["function"] for tool in tools])
     calls = syntax.calls
-    if forced and not (calls and calls.has_form):
+    if forced and not (calls and calls.is_enforceable):
         calls = FORMATS["llama3_json"]
     if calls is None:
         text = (
             "`{field}` are not known to the chat template of this model: only a `tool_choice` that forces a call works"
         )
         raise InvalidRequest(f"{text}, or TOOL_CALL_PARSER says how the model writes them", field="tools")
-    is_named = isinstance(choice, dict)  # that is called once, as at OpenAI
+    is_named = isinstance(choice, dict)  # a named function is called once, as at OpenAI
     return Tools(tools, calls, forced, is_parallel and not is_named)
 
 
@@ -132,7 +133,10 @@ def _checked_tools(given: Any) -> list[dict[str, Any]]:
 
 
 def _allowed(choice: Any, tools: list[dict[str, Any]]) -> tuple[Any, list[dict[str, Any]]]:
-    """OpenAI's `allowed_tools` name some of the tools, and how to choose from these."""
+    """Return the choice and the tools.
+
+    OpenAI's `allowed_tools` names some of the tools and how to choose among them.
+    """
     if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
         return choice, tools
     allowed = AN_OBJECT("tool_choice", choice.get("allowed_tools"))
@@ -189,7 +193,7 @@ def _quoted(text: str) -> str:
 
 
 def with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """Of calls in the history: clients send arguments as a text, chat templates want the object."""
+    """Return a message whose tool calls have objects as arguments. Clients send text; chat templates expect objects."""
     if not (calls := message.get("tool_calls")):
         return message
     if not isinstance(calls, list) or not all(_name(call) for call in calls):

@@ -1,5 +1,7 @@
-"""What a request of OpenAI's may ask for that would change its answer and is not done here: it is refused by name. So
-is a name that looks like a misspelling of one that acts."""
+"""Request fields that would change the answer and are not supported.
+
+They are refused by name, as is a field that looks like a misspelling of a supported one.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from engine import wire
 from engine.errors import InvalidRequest
 from gateway.ignored_fields import NAMES as WITHOUT_EFFECT
 
-# field -> the values, besides null, false and the empty ones, that ask for nothing special
+# field -> values that are accepted because they ask for the default; null, false and empty values always are
 REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("functions", "audio", "web_search_options", "suffix", "prompt_embeds"), ()),
     **dict.fromkeys(("json_schema", "regex", "ebnf", "early_stopping"), ()),
@@ -34,20 +36,24 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
 }
 OVERRIDING = {"enable_thinking", "chat_template_kwargs", "reasoning_max_tokens"}  # in FastDeploy's `metadata`
-ASKED_EMPTY = ("web_search_options",)  # an object without options is a wish as well
-# The same where one answer is told as blocks
+ASKED_EMPTY = ("web_search_options",)  # fields whose empty object is a request as well
+# The same for answers in content blocks
 OF_BLOCKS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", "use_beam_search"), ()),
     **dict.fromkeys(("return_tokens_as_token_ids",), ()),
     **dict.fromkeys(("n", "best_of"), (1,)),
 }
-OF_CHATS = ("echo", "add_special_tokens", "prompt")  # refused there
+OF_CHATS = ("echo", "add_special_tokens", "prompt")  # unsupported in chats
 OF_COMPLETIONS = (
     *("messages", "tools", "top_logprobs", "reasoning_effort", "enable_thinking"),
     *("add_generation_prompt", "continue_final_message"),
 )
-NOT_FALSE = ("separate_reasoning", "stream_reasoning", "include_logprobs_decode_token")  # to ask for less is refused
-# What may be asked of embeddings and scores, by vLLM's names
+NOT_FALSE = (
+    "separate_reasoning",
+    "stream_reasoning",
+    "include_logprobs_decode_token",
+)  # only true is supported
+# Unsupported fields of embeddings and scores, by vLLM's names
 OF_VECTORS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("messages", "mm_processor_kwargs"), ()),
     **{"truncation_side": ("left",), "padding": ("do_not_pad",)},
@@ -57,7 +63,7 @@ OF_VECTORS: dict[str, tuple[Any, ...]] = {
 NAMES = {name: field.aliases[-1] for name, field in wire.FIELDS.items() if field.aliases} | {
     **{"req_id": "request_id", "lora_name": "model"}
 }
-# What other APIs call OpenAI's fields, where a path has those
+# Names of OpenAI's fields in other APIs, for paths that have these fields
 ELSEWHERE = {
     **{"instructions": "messages", "input": "messages", "max_output_tokens": "max_tokens", "n_predict": "max_tokens"},
     **{"thinking": "enable_thinking", "thinking_budget": "reasoning_max_tokens", "reasoning": "reasoning_effort"},
@@ -68,7 +74,7 @@ ELSEWHERE = {
 
 
 def refuse(body: dict[str, Any], is_chat: bool) -> None:
-    """`body` has no nulls. Raises InvalidRequest."""
+    """Raise InvalidRequest for an unsupported field of a chat or a completion. `body` contains no nulls."""
     refuse_any(body, {**REFUSED, **dict.fromkeys(OF_CHATS if is_chat else OF_COMPLETIONS, ())})
     if inner := OVERRIDING & set(labels if isinstance(labels := body.get("metadata"), dict) else ()):
         text = "`{field}` has {value}, which acts beside it only, as a field of the request"
@@ -77,6 +83,7 @@ def refuse(body: dict[str, Any], is_chat: bool) -> None:
 
 
 def refuse_any(body: dict[str, Any], refused: Mapping[str, Collection[Any]]) -> None:
+    """Raise InvalidRequest if a field of `refused` has a value other than its harmless ones."""
     for name, harmless in refused.items():
         value = body.get(name)
         if (value or name in ASKED_EMPTY and value == {}) and value not in harmless:
@@ -84,6 +91,7 @@ def refuse_any(body: dict[str, Any], refused: Mapping[str, Collection[Any]]) -> 
 
 
 def refuse_false(body: Mapping[str, Any], names: Collection[str]) -> None:
+    """Raise InvalidRequest if one of these fields is false."""
     for name in names:
         if body.get(name) is False:
             raise InvalidRequest("`{field}` cannot be false", field=name, value=False)
@@ -92,7 +100,11 @@ def refuse_false(body: Mapping[str, Any], names: Collection[str]) -> None:
 def check_spelling(
     body: dict[str, Any], known: Collection[str], others: Collection[str] = (), called: Mapping[str, str] = NAMES
 ) -> None:
-    """`known` are the fields of a path that act, `called` are names that they have elsewhere. Raises InvalidRequest."""
+    """Raise InvalidRequest for a field that is misspelt or has another protocol's name.
+
+    `known` are the supported fields of the path, `others` further names that exist, and `called` maps names in other
+    protocols to those of this one.
+    """
     given = {name: value for name, value in body.items() if value is not None}
     for name in sorted(called.keys() & given.keys() - set(known)):
         text = f"`{name}` is another protocol's, here it is `{{field}}`"
@@ -103,7 +115,7 @@ def check_spelling(
 
 
 def check_parts(name: str, value: Mapping[str, Any], parts: Mapping[str, wire.Check]) -> None:
-    """Of the object that this field has. Raises InvalidRequest."""
+    """Raise InvalidRequest if the object in the field `name` has an unknown or wrong part."""
     for problem in wire.misspelt(value, parts):
         raise problem
     for part, check in parts.items():
@@ -112,7 +124,7 @@ def check_parts(name: str, value: Mapping[str, Any], parts: Mapping[str, wire.Ch
 
 
 def refuse_more(name: str, count: int, limit: int) -> None:
-    """Than `limit` items."""
+    """Raise InvalidRequest if `count` exceeds `limit`."""
     if count > limit:
         text = "`{field}` has {value} items, the limit is {limit}"
         raise InvalidRequest(text, field=name, value=count, limit=limit)

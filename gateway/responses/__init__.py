@@ -1,5 +1,8 @@
-"""OpenAI's responses over a chat completion. A response that is stored is written again when it is retrieved: the model
-process stores the request, of which `about` is what it does not need itself, and the answer's tokens."""
+"""OpenAI's Responses API, translated into chat completions.
+
+A stored response is written anew whenever it is retrieved. The model process stores the request, with `about` for the
+fields that it does not need itself, and the tokens of the answer.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,8 @@ PATH, PREVIOUS = "/v1/responses", "previous_response_id"
 
 
 class ResponsesProtocol(OpenAIProtocol):
+    """OpenAI's Responses API."""
+
     name = "responses"
     paths: Collection[str] = (PATH,)
     names = NAMES
@@ -57,7 +62,7 @@ class ResponsesProtocol(OpenAIProtocol):
         return exchange
 
     def _exchange(self, stored: StoredResponse, context: RequestContext) -> ResponsesExchange:
-        """Return the exchange of the request that has begun it."""
+        """Return the exchange of the request that created a stored response."""
         known, messages = stored.asked()
         body = known.pop("body")
         source = {"messages": messages, **tools_of(body)}
@@ -77,8 +82,10 @@ class ResponsesProtocol(OpenAIProtocol):
         return messages
 
     def error_event(self, error: RequestError, context: RequestContext) -> bytes:
-        """In both of the shapes that clients know: that of the documents, and the one that makes them raise."""
-        told = self.error(error, context)
+        """Return the error event in both forms that clients know: the documented one, and the one that makes them
+        raise.
+        """
+        body = self.error(error, context)
         exchange = context.exchange
         number = exchange.num_events if isinstance(exchange, ResponsesExchange) else 0
-        return as_named_event({**told["error"], **told, "type": "error", "sequence_number": number})
+        return as_named_event({**body["error"], **body, "type": "error", "sequence_number": number})

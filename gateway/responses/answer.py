@@ -1,4 +1,4 @@
-"""The answer to a request for a response: the object, or the events by which it grows. Knows nothing of HTTP."""
+"""Response object and stream events of OpenAI's Responses API. It is independent of HTTP."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from gateway.openai.output_parser import REASONING, TOOL_CALL
 from gateway.openai.request import CompletionRequest
 
 Json = dict[str, Any]
-# What the answer tells of its request, and if nothing was said there
-TOLD: Json = {
+# Fields of the request that the response repeats, with their defaults
+REPEATED_FIELDS: Json = {
     **{
         "instructions": None,
         "max_output_tokens": None,
@@ -27,18 +27,21 @@ TOLD: Json = {
     **{"text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [], "top_p": 1.0, "reasoning": None},
     **{"user": None, "background": False, "previous_response_id": None, "store": False},
 }
-OF_ALL: Json = {"error": None, "truncation": "disabled"}
-CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}  # of errors, by status
+CONSTANT_FIELDS: Json = {"error": None, "truncation": "disabled"}
+CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}  # error codes by HTTP status
 DELTAS = {REASONING: "response.reasoning_text", TOOL_CALL: "response.function_call_arguments"}
 PREFIXES = {REASONING: "rs_", TOOL_CALL: "fc_"}
 
 
 @dataclass(frozen=True)
 class ResponseIdentity:
-    """What a response is written with besides its request and its answer: the same whenever it is retrieved."""
+    """Fields of a response that are neither in its request nor in its answer.
+
+    They are stored, so that they are the same whenever it is retrieved.
+    """
 
     created_at: int = field(default_factory=lambda: int(time.time()))
-    ids: str = field(default_factory=lambda: uuid.uuid4().hex[:20])  # how those of its items begin
+    ids: str = field(default_factory=lambda: uuid.uuid4().hex[:20])  # prefix of the items' ids
 
     def about(self, body: Json) -> Json:
         """Return what is stored of the request; the model process has the input."""
@@ -46,15 +49,20 @@ class ResponseIdentity:
 
 
 class ResponsesExchange(ContentBlockExchange):
-    def __init__(self, completion: CompletionRequest, names: Mapping[str, str], body: Json, known: ResponseIdentity):
+    """Exchange of a response request."""
+
+    def __init__(self, completion: CompletionRequest, names: Mapping[str, str], body: Json, identity: ResponseIdentity):
         super().__init__(completion, names)
-        self.known, self.ids = known, known.ids
+        self.identity, self.ids = identity, identity.ids
         self.num_events = 0
         self._is_resumable, self._starting_after = False, -1
-        told: Json = {name: body.get(name, default) for name, default in TOLD.items()}
-        told |= {"text": TOLD["text"] | told["text"], "parallel_tool_calls": bool(told["parallel_tool_calls"])}
-        about = {"object": "response", "created_at": known.created_at}
-        self._about = {**about, "model": completion.model, **OF_ALL, **told}
+        repeated: Json = {name: body.get(name, default) for name, default in REPEATED_FIELDS.items()}
+        repeated |= {
+            "text": REPEATED_FIELDS["text"] | repeated["text"],
+            "parallel_tool_calls": bool(repeated["parallel_tool_calls"]),
+        }
+        about = {"object": "response", "created_at": identity.created_at}
+        self._about = {**about, "model": completion.model, **CONSTANT_FIELDS, **repeated}
 
     @property
     def _head(self) -> Json:
@@ -62,7 +70,7 @@ class ResponsesExchange(ContentBlockExchange):
 
     def store(self, body: Json, is_background: bool) -> None:
         """Ask the model process to store the response."""
-        storing = {"about": self.known.about(body), "is_background": is_background}
+        storing = {"about": self.identity.about(body), "is_background": is_background}
         self.requests[0][wire.STORE] = storing | {"is_streamed": is_background and self.stream}
         self._is_resumable = is_background
 
@@ -106,15 +114,18 @@ class ResponsesExchange(ContentBlockExchange):
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens or 0, "cache_write_tokens": 0},
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": self.num_thought_tokens},
+            "output_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
 
     # --- a stream ---
 
     def _numbered(self, *events: Json) -> list[Json]:
-        """Number the events. Where a stream can be resumed the characters of deltas are counted instead, so that the
-        numbers are the same however the text is cut, and those that the client has are left out."""
+        """Number the events.
+
+        If the stream is resumable each character of a delta counts, so that the numbers do not depend on how the text
+        is split, and events that the client already has are left out.
+        """
         numbered = []
         for event in events:
             delta = event.get("delta", "") if self._is_resumable else ""
@@ -137,7 +148,7 @@ class ResponsesExchange(ContentBlockExchange):
             events.append({"type": "response.content_part.added", **_place(block), "part": _part(block, "")})
         return self._numbered(*events)
 
-    def gain(self, block: ContentBlock, text: str) -> list[Json]:
+    def add_text(self, block: ContentBlock, text: str) -> list[Json]:
         kind = DELTAS.get(block.kind, "response.output_text")
         return self._numbered({"type": f"{kind}.delta", **_place(block), "delta": text, **_no_logprobs(block)})
 

@@ -1,4 +1,4 @@
-"""What a request for a response may have."""
+"""Request fields of OpenAI's Responses API as JSON Schema."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gateway.openai.request import PASSED_ON
 from gateway.openai.unsupported_fields import OF_BLOCKS
 
 Json = dict[str, Any]
-INCLUDED = (  # of what is never here
+INCLUDED = (  # accepted because such items never occur
     *("reasoning.encrypted_content", "file_search_call.results", "web_search_call.results"),
     *("web_search_call.action.sources", "code_interpreter_call.outputs"),
     *("computer_call_output.output.image_url", "message.input_image.image_url"),
@@ -36,7 +36,7 @@ OWN: dict[str, Json] = {
     "background": {"type": "boolean", "description": "the same, and the response goes on without its client"},
     "previous_response_id": {"type": "string", "description": "a stored response that `input` goes on with"},
 }
-# field -> the values, besides null, false and the empty ones, that ask for nothing special
+# field -> values that are accepted because they ask for the default; null, false and empty values always are
 REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("conversation", "prompt"), ()),
     **dict.fromkeys(("context_management", "moderation"), ()),
@@ -47,5 +47,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 @functools.cache
 def fields() -> dict[str, Json]:
+    """Return the fields by name."""
     of_chat = fields_of_chat(True)
     return {**OWN, **{name: each for name, each in of_chat.items() if name in OF_CHAT}}

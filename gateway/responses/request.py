@@ -1,5 +1,7 @@
-"""From a request for a response to the chat that asks for the same. What is wrong with a field is found there, or here
-where only responses have it."""
+"""Translation of a response request into a chat completion request.
+
+Fields that chats have too are validated there, the others here.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ NAMES |= {"system": "instructions", "output_config": "text", "thinking": "reason
 
 
 def parse(body: Json, model_name: str, syntax: OutputSyntax, before: Sequence[Json] = ()) -> ResponsesExchange:
-    """Raises InvalidRequest, by the chat's names of the fields. `before`: the messages that `input` goes on with."""
+    """Return the exchange of a request.
+
+    `before` are the messages that `input` continues. Raise InvalidRequest, by the chat's names of the fields.
+    """
     body = {name: value for name, value in body.items() if value is not None}
     is_background, is_stored = (A_BOOL(name, body.get(name, False)) for name in ("background", "store"))
     exchange = exchange_of(body, chat_of(body, before), ResponseIdentity(), model_name, syntax)
@@ -42,7 +47,7 @@ def parse(body: Json, model_name: str, syntax: OutputSyntax, before: Sequence[Js
 def exchange_of(
     body: Json, source: Json, identity: ResponseIdentity, model_name: str, syntax: OutputSyntax
 ) -> ResponsesExchange:
-    """`source`: its messages and tools."""
+    """Return the exchange of a request with the messages and tools in `source`. Raise InvalidRequest."""
     refuse(body, is_chat=True)
     refuse_any(body, {**OF_BLOCKS, **REFUSED})
     included = body.get("include", [])
@@ -68,17 +73,18 @@ def exchange_of(
 
 
 def chat_of(body: Json, before: Sequence[Json] = ()) -> Json:
-    """What its tokens are."""
+    """Return the fields that determine the prompt: the messages and the tools."""
     return {"messages": _messages(body, before), **tools_of(body)}
 
 
 def tools_of(body: Json) -> Json:
+    """Return the `tools` field of the chat, or nothing if there are none. Raise InvalidRequest."""
     tools = [_tool(each) for each in wire.objects("tools", body.get("tools") or [])]
     return {"tools": tools} if tools else {}
 
 
 def tokenize_body_of(body: Json) -> Json:
-    """The same for the model that only counts."""
+    """Return the body of a tokenize question, which counts the tokens of the prompt."""
     chat = chat_of({name: value for name, value in body.items() if value is not None})
     return {**chat, **chat_source(chat)}
 
@@ -97,12 +103,14 @@ def _messages(body: Json, before: Sequence[Json]) -> list[Json]:
 
 
 def instructions_of(body: Json) -> list[Json]:
+    """Return the system message of the instructions, or nothing."""
     if "instructions" not in body:
         return []
     return [{"role": "system", "content": A_STRING("instructions", body["instructions"])}]
 
 
 def add_items(messages: list[Json], items: Any) -> None:
+    """Append the messages for these input items. Raise InvalidRequest."""
     for item in wire.objects("input", items):
         kind = item.get("type", "message")
         if not isinstance(kind, str) or kind not in ITEMS:
@@ -117,7 +125,9 @@ def _message(item: Json, messages: list[Json]) -> None:
 
 
 def _of_answer(messages: list[Json], item: Json) -> Json:
-    """What the model has thought belongs to the words after it."""
+    """Return the fields of the message before `item`, and remove that message, if it is the reasoning of the same
+    answer.
+    """
     is_next = item.get("role") == "assistant" and messages and "content" not in messages[-1]
     return messages.pop() if is_next else {}
 
@@ -140,8 +150,8 @@ def _call(item: Json, messages: list[Json]) -> None:
 
 
 def _output(item: Json, messages: list[Json]) -> None:
-    called, told = _text_of(item, "call_id"), _content(item.get("output"))
-    messages.append({"role": "tool", "tool_call_id": called, "content": told})
+    call_id, output = _text_of(item, "call_id"), _content(item.get("output"))
+    messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
 
 
 def _text_of(item: Json, name: str) -> str:
@@ -154,7 +164,7 @@ ITEMS: dict[str, Callable[[Json, list[Json]], None]] = {
 
 
 def _content(content: Any) -> Any:
-    """Its texts, whoever has said them; parts of other kinds are refused by the chat."""
+    """Return the text parts in the chat's form. Parts of other kinds are kept, and refused by the chat."""
     if not isinstance(content, list):
         return content
     texts = {"input_text": "text", "output_text": "text", "refusal": "refusal", "text": "text"}

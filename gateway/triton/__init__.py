@@ -1,7 +1,9 @@
-"""Triton's generate extension over HTTP: the native request is the text of the input `IN`, an answer that of `OUT`.
+"""Triton's generate extension over HTTP.
 
-`infer` cannot serve a model that answers with a stream, in Triton neither; `generate` and `generate_stream` are what
-its users have instead. The facts that `tritonclient.http` asks for are in facts.py.
+The native request is the text of the input `IN`, an answer that of the output `OUT`.
+
+Triton's `infer` cannot serve a decoupled model, so clients use `generate` and `generate_stream` instead. Metadata for
+`tritonclient.http` is in metadata.py.
 """
 
 from __future__ import annotations
@@ -17,24 +19,26 @@ from gateway.native.answer import NativeExchange
 from gateway.native.request import parse
 from gateway.protocol import RequestContext
 
-PREFIX = "/v2/"  # of Triton's paths; its clients take errors on all of them in its form alone
+PREFIX = "/v2/"  # prefix of Triton's paths, on which clients expect errors in Triton's form
 ROOT = f"/v2/models/{MODEL}"
 ROOTS = (ROOT, f"{ROOT}/versions/{VERSION}")
 
 
 class GenerateExchange(NativeExchange):
-    """As the native one, in Triton's envelope."""
+    """Exchange whose answers are native ones in Triton's envelope."""
 
     def event(self, index: int, answer: wire.Delta) -> bytes:
         self.last[answer.index] = answer
         return b"data: " + dump(_enveloped(wire.native_json(answer))) + b"\n\n"
 
     def whole(self) -> dict[str, Any]:
-        """The list has an object for each of several answers."""
+        """Return the list of answers, one for each choice, in Triton's envelope."""
         return _enveloped(dump([last.fields() for _, last in sorted(self.last.items())]))
 
 
 class TritonGenerateProtocol:
+    """Triton's generate extension with a native request."""
+
     name = "triton"
     paths: Collection[str] = tuple(f"{root}/{way}" for root in ROOTS for way in ("generate", "generate_stream"))
     content_type = "text/event-stream"
@@ -52,7 +56,7 @@ class TritonGenerateProtocol:
         return {INPUT: '{"text": "Hello, how are you?", "max_dec_len": 64}'}
 
     def speaks(self, body: dict[str, Any]) -> bool:
-        return True  # TritonText is asked before
+        return True  # TritonTextProtocol is asked first
 
     def parse(self, body: dict[str, Any], context: RequestContext) -> NativeExchange:
         if unknown := body.keys() - {INPUT, "id"}:

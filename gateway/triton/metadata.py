@@ -1,5 +1,8 @@
-"""What clients of Triton's HTTP protocol ask before they ask the model. Configuration and statistics are Triton's own,
-and told over gRPC only. SAMPLES shows to the document what is told."""
+"""GET endpoints of Triton's HTTP protocol: health and metadata.
+
+Triton's own configuration and statistics are available over gRPC only. SAMPLES has an example of each answer for the
+OpenAPI document.
+"""
 
 from __future__ import annotations
 
@@ -25,35 +28,35 @@ METADATA = {
 
 
 async def show_live(request: web.Request) -> web.Response:
-    """Whether the server takes requests, as Triton tells it."""
+    """Report whether the server takes requests, in Triton's form."""
     is_live = await request.app[BACKEND].is_live()
     return as_response(HealthStatus() if is_live else HealthStatus(NOT_REACHABLE, "the model server does not answer"))
 
 
 async def show_ready(request: web.Request) -> web.Response:
-    """Whether the model answers, as Triton tells it."""
+    """Report whether the model answers, in Triton's form."""
     return as_response(await request.app[READY]())
 
 
 async def show_server(_: web.Request) -> web.Response:
-    """The server as Triton's metadata."""
+    """Return the server's metadata in Triton's form."""
     return json_response(SERVER)
 
 
 async def show_model_ready(request: web.Request) -> web.Response:
-    """Whether this model answers, as Triton tells it."""
+    """Report whether this model answers, in Triton's form."""
     _check_model(request)
     return as_response(await request.app[READY]())
 
 
 async def show_model(request: web.Request) -> web.Response:
-    """The model's input and output as Triton's metadata."""
+    """Return the model's input and output as Triton's metadata."""
     _check_model(request)
     return json_response(METADATA)
 
 
 async def refuse_infer(_: web.Request) -> web.Response:
-    """Refused as Triton does: the model answers with a stream, which generate and generate_stream can tell."""
+    """Refuse infer as Triton does, because the model is decoupled; generate and generate_stream serve it."""
     raise web.HTTPBadRequest(
         text=f"infer doesn't support models with decoupled transaction policy; POST {ROOT}/generate or generate_stream"
     )

@@ -1,5 +1,8 @@
-"""The generate extension as clients of Triton's vLLM and TensorRT-LLM backends use it: the prompt is `text_input`, how
-to answer it is in `parameters`, by the native protocol's names, and an answer is `text_output`."""
+"""Generate extension in the form of Triton's vLLM and TensorRT-LLM backends.
+
+The prompt is `text_input`, the options are in `parameters` under the native protocol's names, and an answer is
+`text_output`.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,24 @@ from gateway.triton import TritonGenerateProtocol
 
 PROMPT, PARAMETERS, STREAM, ANSWER = "text_input", "parameters", "stream", "text_output"
 OTHER_PROMPTS = ("text", "input_ids", "messages", "text_pair")
-NOT_TOLD = ("logprobs", "prompt_logprobs", "return_token_ids", "pooling")  # an answer has no place for these
-WORDS = {"stop_words": "stop_sequences", "bad_words": "bad_words"}  # TensorRT-LLM's names, and ours
+UNSUPPORTED_OUTPUTS = (
+    "logprobs",
+    "prompt_logprobs",
+    "return_token_ids",
+    "pooling",
+)  # no field for these
+WORDS = {"stop_words": "stop_sequences", "bad_words": "bad_words"}  # TensorRT-LLM's name -> the wire's
 
 
 class TextExchange(NativeExchange):
+    """Exchange whose answers are texts in Triton's envelope."""
+
     def event(self, index: int, answer: wire.Delta) -> bytes:
         self.last[answer.index] = answer
-        told = {**_envelope(answer.token), "index": answer.index}
+        event = {**_envelope(answer.token), "index": answer.index}
         if isinstance(answer, wire.Final):
-            told["finish_reason"] = answer.finish_reason
-        return b"data: " + dump(told) + b"\n\n"
+            event["finish_reason"] = answer.finish_reason
+        return b"data: " + dump(event) + b"\n\n"
 
     def whole(self) -> dict[str, Any]:
         """Return the text, or a list of texts if several answers were asked for."""
@@ -38,10 +48,14 @@ class TextExchange(NativeExchange):
 
 
 class TritonTextProtocol(TritonGenerateProtocol):
+    """Triton's generate extension with a text prompt."""
+
     name = "triton-text"
 
     def fields(self, path: str) -> dict[str, Any]:
-        options = {name: each for name, each in wire.described().items() if name not in (*OTHER_PROMPTS, *NOT_TOLD)}
+        options = {
+            name: each for name, each in wire.described().items() if name not in (*OTHER_PROMPTS, *UNSUPPORTED_OUTPUTS)
+        }
         return {
             PROMPT: {"type": "string", "description": wire.plain(wire.MEANINGS["text"])},
             PARAMETERS: {"type": "object", "properties": options, "description": "fields of the native protocol"},
@@ -69,18 +83,21 @@ class TritonTextProtocol(TritonGenerateProtocol):
 
 
 def _parameters(body: dict[str, Any]) -> dict[str, Any]:
-    """Return those in `parameters` and those beside it: to Triton, whatever is no input is a parameter."""
+    """Return the options in `parameters` and beside it:
+
+    Triton treats every field that is no input as a parameter. Raise InvalidRequest.
+    """
     given = {name: value for name, value in body.items() if name not in (PROMPT, PARAMETERS, STREAM, "id")}
     given |= AN_OBJECT(PARAMETERS, body.get(PARAMETERS) or {})
     given = {name: value for name, value in given.items() if value is not None}
-    for name in (*OTHER_PROMPTS, *NOT_TOLD):
+    for name in (*OTHER_PROMPTS, *UNSUPPORTED_OUTPUTS):
         if given.get(name, False) is not False:
             raise InvalidRequest(f"`{{field}}` is not supported beside `{PROMPT}`", field=name)
     if "max_completion_tokens" in given:  # litellm sends both
         given["max_tokens"] = given.pop("max_completion_tokens")
     for name, own in WORDS.items():
         words = given.pop(name, [])
-        if words := [each for each in words if each] if isinstance(words, list) else words:  # "" stands for no word
+        if words := [each for each in words if each] if isinstance(words, list) else words:  # "" means no word
             given[own] = words
     return given
 

@@ -1,6 +1,8 @@
-"""The page at `/`: a chat with the model and a live view of the server. Its files lie here as a browser gets them, with
-nothing to build, and ask nobody but this server. What the model or another user has written is put into the page as
-text only (markdown.js, dom.js); the headers see to it that a slip would run nothing."""
+"""Web page at `/`: a chat with the model and a live view of the server.
+
+Its files are served as they are, without a build step, and access only this server. Text of the model or of other users
+is inserted as text and never as HTML (markdown.js, dom.js); the headers prevent a mistake there from running a script.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,11 @@ POLICY = {
     "form-action": "'none'",
     "frame-ancestors": "'none'",
     "require-trusted-types-for": "'script'",
-    "trusted-types": "'none'",  # no text ever becomes HTML or a script
+    "trusted-types": "'none'",  # text can never become HTML or a script
 }
 HEADERS = {
     "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in POLICY.items()),
-    "Cache-Control": "no-cache",  # kept, and asked for by its ETag: a new server is a new page at once
+    "Cache-Control": "no-cache",  # cached and revalidated by ETag, so that a new server's page is used at once
     "Referrer-Policy": "no-referrer",
     "Vary": "Accept",
     "X-Content-Type-Options": "nosniff",
@@ -33,6 +35,8 @@ HEADERS = {
 
 
 class StaticFile(NamedTuple):
+    """Content of one file, in memory."""
+
     content_type: str
     body: bytes
     etag: str
@@ -47,16 +51,17 @@ FILES = {path.name: _read(path) for path in Path(__file__).parent.iterdir() if p
 
 
 def is_for_people(request: web.Request) -> bool:
-    """A browser's address bar asks so; programs that ask for `/` get JSON."""
+    """Return True if a browser asks for `/`; programs get JSON there."""
     return request.path == "/" and "text/html" in request.headers.get("Accept", "")
 
 
 def page(request: web.Request) -> web.Response:
+    """Return the page."""
     return _answer(request, "index.html")
 
 
 async def show_file(request: web.Request) -> web.Response:
-    """A file of the page at `/`."""
+    """Return a file of the page at `/`."""
     if (name := request.match_info["file"]) not in FILES:
         raise web.HTTPNotFound(text="the page has no such file")
     return _answer(request, name)

@@ -51,7 +51,7 @@ async def exchange(model, num, timeout_s=TIMEOUT_S):
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    monkeypatch.setattr(concurrent_requests, "ASK_AGAIN_S", 0.001)
+    monkeypatch.setattr(concurrent_requests, "RETRY_AFTER_S", 0.001)
 
 
 @pytest.mark.parametrize("room", [1, 3, 100, 1000])

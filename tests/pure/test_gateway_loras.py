@@ -72,7 +72,7 @@ def test_models_are_the_servers_own_and_its_adapters_with_their_parent():
 
 
 def test_a_list_of_models_waits_for_a_model_server_that_has_died_rather_than_to_lack_its_adapters(monkeypatch):
-    monkeypatch.setattr(retry, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(retry, "CHECK_EVERY_S", 0.01)
     back, gone = ModelState(ready=True, loras=["one"]), ModelUnreachable("nobody there")
     for lost, is_told in ((ModelLost("gone"), True), (gone, False)):
         backend = FakeBackend(state=lost)

@@ -151,10 +151,10 @@ def test_what_a_connection_has_asked_before_is_no_part_of_its_next_head(monkeypa
             for _ in range(4):
                 each.request("POST", CHAT, json.dumps({"text": "x" * 500_000}))
                 each.getresponse().read()
-        time.sleep(3 * inet_diag.LOOK_EVERY_S)  # with so few nobody looks
+        time.sleep(3 * inet_diag.CHECK_EVERY_S)  # with so few nobody looks
         for _ in range(4):
             stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port), PATIENCE_S))
-        time.sleep(3 * inet_diag.LOOK_EVERY_S)
+        time.sleep(3 * inet_diag.CHECK_EVERY_S)
         assert not any(is_cut(each.sock) for each in asked)
 
 

@@ -18,7 +18,7 @@ A_CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    monkeypatch.setattr(retry, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(retry, "CHECK_EVERY_S", 0.01)
 
 
 def lines_of(gateway, path, body):
@@ -226,9 +226,9 @@ def test_where_no_thought_is_wished_it_is_not_told_apart_so_that_the_answer_can_
 
 
 def test_a_request_waits_for_a_model_server_that_was_there_a_moment_ago(monkeypatch):
-    monkeypatch.setattr(retry, "COMING_BACK_S", 0.3)
+    monkeypatch.setattr(retry, "RESTART_WITHIN_S", 0.3)
     gone = ModelUnreachable("nobody there")
-    gone.was_there = True
+    gone.was_seen_recently = True
     backend = FakeBackend(gone)
     backend.scripts = [(gone,), (gone,), ("a",)]
     with running(backend) as gateway:

@@ -11,7 +11,7 @@ from engine.grammars.pool import GrammarPool
 from engine.settings.config import Config
 from engine.text.tokenizer import Tokenizer
 from gateway.app import make_app
-from gateway.openai.output_syntax import FORMATS, PLAIN, output_syntax_of
+from gateway.openai.output_syntax import FORMATS, NO_SYNTAX, output_syntax_of
 from tests.byte_tokenizer import write_tokenizer
 from tests.pure.gateway_fake import FakeBackend, openai_client, running
 from tests.pure.guided import VOCAB_SIZE, Guided, a_request
@@ -405,6 +405,6 @@ def test_a_file_may_say_how_calls_are_written(tmp_path):
 
 
 def test_without_files_or_with_others_there_is_no_dialect(tmp_path):
-    assert output_syntax_of(Config(model_dir=str(tmp_path))) == PLAIN
+    assert output_syntax_of(Config(model_dir=str(tmp_path))) == NO_SYNTAX
     (tmp_path / "tokenizer_config.json").write_text("{")
-    assert output_syntax_of(Config(model_dir=str(tmp_path), max_seq_len=9)) == PLAIN
+    assert output_syntax_of(Config(model_dir=str(tmp_path), max_seq_len=9)) == NO_SYNTAX

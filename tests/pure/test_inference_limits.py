@@ -40,7 +40,7 @@ def test_a_slow_reader_holds_tritonserver_back_and_loses_nothing(tmp_path):
 
 
 def test_a_client_that_takes_nothing_for_long_is_taken_for_gone(tmp_path, monkeypatch):
-    monkeypatch.setattr(stream_module, "READ_WITHIN_S", 0.1)
+    monkeypatch.setattr(stream_module, "CLIENT_TIMEOUT_S", 0.1)
 
     async def scenario():
         triton = FakeTriton(*["x" * 2**15] * 2048)
@@ -76,7 +76,7 @@ def test_large_requests_that_nobody_has_begun_to_answer_are_limited_and_small_on
         triton = FakeTriton(WAIT, "a", NEVER)
         large = {"text": "x" * (2 * LARGE_BYTES)}
         async with serving(tmp_path, triton) as (front, port), a_client(port) as stub:
-            front._way.intake.max_bytes = 5 * LARGE_BYTES
+            front._shared.body_memory.max_bytes = 5 * LARGE_BYTES
             call = stub.ModelStreamInfer()
             for name in "123":
                 await call.write(a_request(name, **large))
@@ -89,7 +89,7 @@ def test_large_requests_that_nobody_has_begun_to_answer_are_limited_and_small_on
             triton.go.set()
             for _ in range(3):
                 await call.read()
-            assert front._way.intake.num_bytes == 0  # they are answered now, if not to the end
+            assert front._shared.body_memory.num_bytes == 0  # they are answered now, if not to the end
             call.cancel()
 
     run(scenario())
@@ -116,7 +116,7 @@ def test_what_is_begun_and_never_ended_is_refused_when_it_is_too_much_and_others
     async def scenario():
         triton = FakeTriton(WAIT, "a")
         async with serving(tmp_path, triton) as (front, port), a_client(port) as stub:
-            front._unfinished._max_bytes = limit
+            front._limiter._max_bytes = limit
             idle, busy = stub.ModelStreamInfer(), stub.ModelStreamInfer(iter([a_request()]))
             await triton.is_waiting.wait()
             assert await asyncio.to_thread(push, port) <= limit
@@ -152,13 +152,13 @@ def test_a_message_that_has_come_is_not_refused_for_those_that_have_not(tmp_path
 
     async def scenario():
         async with serving(tmp_path, FakeTriton("a")) as (front, port), a_client(port) as stub:
-            async with front._way.intake.reading(LARGE_BYTES + 1):
+            async with front._shared.body_memory.reading(LARGE_BYTES + 1):
                 asked = asyncio.ensure_future(answers(stub.ModelStreamInfer(iter([a_request("1", text="x" * 10**5)]))))
-                while not front._way.intake.num_bytes:
+                while not front._shared.body_memory.num_bytes:
                     await asyncio.sleep(0.005)
-                front._unfinished._max_bytes = -1
-                await asyncio.sleep(3 * inet_diag.LOOK_EVERY_S)
-                front._unfinished._max_bytes = 1 << 20
+                front._limiter._max_bytes = -1
+                await asyncio.sleep(3 * inet_diag.CHECK_EVERY_S)
+                front._limiter._max_bytes = 1 << 20
             assert await asked == [("1", "a", "")]
 
     run(scenario())
@@ -176,9 +176,9 @@ def test_of_a_connection_with_too_much_the_streams_that_wait_are_told_so_and_the
             while len(front._streams) < 2:
                 await asyncio.sleep(0.005)
             for call, name in ((idle, ""), (busy, "busy")):
-                front._unfinished._max_bytes = -1
+                front._limiter._max_bytes = -1
                 response = await call.read()
-                front._unfinished._max_bytes = 1 << 20
+                front._limiter._max_bytes = 1 << 20
                 fields = json.loads(response.infer_response.raw_output_contents[0][4:])
                 assert response.infer_response.id == name
                 assert (fields["error_code"], fields["error_type"], fields["is_end"]) == (429, "overloaded", 1)
@@ -195,7 +195,7 @@ def test_without_the_kernels_word_all_is_served_and_the_log_says_it(tmp_path, mo
 
     async def scenario():
         monkeypatch.setattr(inet_diag, "received_by", unknown)
-        monkeypatch.setattr(inet_diag, "LOOK_EVERY_S", 0.01)
+        monkeypatch.setattr(inet_diag, "CHECK_EVERY_S", 0.01)
         async with serving(tmp_path, FakeTriton("a")) as (_, port), a_client(port) as stub:
             for _ in range(3):
                 assert await answers(stub.ModelStreamInfer(iter([a_request()]))) == [("", "a", "")]

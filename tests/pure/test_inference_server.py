@@ -123,7 +123,7 @@ def test_an_idle_stream_waits_for_its_client(tmp_path):
 )
 @pytest.mark.parametrize("before", [[], ["a"]])
 def test_a_failure_of_tritonserver_is_the_last_answer_and_shows_no_address(tmp_path, monkeypatch, failure, before):
-    monkeypatch.setattr(retry, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(retry, "CHECK_EVERY_S", 0.01)
     code, text, status = failure
 
     async def scenario():
@@ -138,7 +138,7 @@ def test_a_failure_of_tritonserver_is_the_last_answer_and_shows_no_address(tmp_p
 
 
 def test_a_request_outlives_tritonserver_and_goes_on_after_what_has_come(tmp_path, monkeypatch):
-    monkeypatch.setattr(retry, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(retry, "CHECK_EVERY_S", 0.01)
 
     async def scenario():
         triton = FakeTriton()
@@ -314,7 +314,7 @@ def test_a_stop_lets_running_requests_end_and_refuses_new_ones(tmp_path):
 
 
 def test_what_runs_longer_than_the_drain_timeout_ends_with_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr("gateway.grpc_server.server.LAST_WORDS_S", 0.1)
+    monkeypatch.setattr("gateway.grpc_server.server.ERROR_RESPONSES_S", 0.1)
 
     async def scenario():
         async with serving(tmp_path, FakeTriton("a", WAIT)) as (front, port), a_client(port) as stub:
@@ -353,7 +353,7 @@ def test_nothing_is_left_of_a_hundred_clients_that_leave(tmp_path):
                 await asyncio.sleep(0.005)
             for call in calls:
                 call.cancel()
-            connections, intake = front._connections._connections, front._way.intake
+            connections, intake = front._connections._connections, front._shared.body_memory
             while front._streams or intake.num_bytes or any(each.calls for each in connections):
                 await asyncio.sleep(0.005)
 

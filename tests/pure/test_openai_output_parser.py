@@ -43,7 +43,7 @@ def read(text, cuts=(), is_forced=False, names=(), **dialect):
 
 
 ERNIE = "<response>\nYes </b>.\n</response>\n"
-ERNIES = {"thought": "does", "calls": HERMES, "around": AROUND["ernie"]}
+ERNIES = {"reasoning": "does", "calls": HERMES, "around": AROUND["ernie"]}
 NESTED = '{"a": {"b": "}]\\"{", "c": [1, {"d": null}]}, "e": "</tool_call>"}'
 CASES = {
     "plain words": ("Hello <b> {x}", {}, ("Hello <b> {x}", "", [])),
@@ -129,21 +129,21 @@ CASES = {
         {"calls": DEEPSEEK},
         ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜> x", "", []),
     ),
-    "a thought": ("<think>\nhm <b\n</think>\n\nYes.", {"thought": "may"}, ("Yes.", "hm <b", [])),
-    "no thought": ("<thin air>", {"thought": "may"}, ("<thin air>", "", [])),
-    "a thought that does not say so": ("hm</think>Yes. </think>", {"thought": "does"}, ("Yes. </think>", "hm", [])),
-    "only thoughts": ("<think>hm </th", {"thought": "does"}, ("", "hm </th", [])),
-    "an empty thought": ("<think>\n\n</think>\n\nYes", {"thought": "may"}, ("Yes", "", [])),
+    "a thought": ("<think>\nhm <b\n</think>\n\nYes.", {"reasoning": "may"}, ("Yes.", "hm <b", [])),
+    "no thought": ("<thin air>", {"reasoning": "may"}, ("<thin air>", "", [])),
+    "a thought that does not say so": ("hm</think>Yes. </think>", {"reasoning": "does"}, ("Yes. </think>", "hm", [])),
+    "only thoughts": ("<think>hm </th", {"reasoning": "does"}, ("", "hm </th", [])),
+    "an empty thought": ("<think>\n\n</think>\n\nYes", {"reasoning": "may"}, ("Yes", "", [])),
     "a thought and a call": (
         f"<think>\n<tool_call>?\n</think>\n\n<tool_call>\n{a_call()}\n</tool_call>",
-        {"thought": "may", "calls": HERMES},
+        {"reasoning": "may", "calls": HERMES},
         ("", "<tool_call>?", [("f", '{"a": 1}')]),
     ),
     "ernie": (f"hm</think>\n\n\n{ERNIE}", ERNIES, ("Yes </b>.", "hm", [])),
-    "ernie, without a thought": (f"\n{ERNIE}", {**ERNIES, "thought": "never"}, ("Yes </b>.", "", [])),
+    "ernie, without a thought": (f"\n{ERNIE}", {**ERNIES, "reasoning": "never"}, ("Yes </b>.", "", [])),
     "ernie, words and a call": (
         f"{ERNIE}<tool_call>\n{a_call()}\n</tool_call>\n",
-        {**ERNIES, "thought": "never"},
+        {**ERNIES, "reasoning": "never"},
         ("Yes </b>.", "", [("f", '{"a": 1}')]),
     ),
     "ernie, a call": (
@@ -154,7 +154,7 @@ CASES = {
     "ernie, words as they are": ("hm</think>\n<res> </response>", ERNIES, ("<res> </response>", "hm", [])),
     "ernie, cut short": ("</think><response>\nYes </resp", ERNIES, ("Yes </resp", "", [])),
     "ernie, cut short before words": ("</think>\n<resp", ERNIES, ("<resp", "", [])),
-    "nothing": ("", {"thought": "may", "calls": LLAMA}, ("", "", [])),
+    "nothing": ("", {"reasoning": "may", "calls": LLAMA}, ("", "", [])),
 }
 
 

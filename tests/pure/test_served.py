@@ -23,7 +23,7 @@ ASKED = {"text": "Hi", "req_id": "r"}
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    monkeypatch.setattr(retry, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(retry, "CHECK_EVERY_S", 0.01)
 
 
 @pytest.fixture

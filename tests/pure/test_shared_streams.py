@@ -234,7 +234,7 @@ def test_what_was_lost_with_a_shared_stream_is_missed_when_it_has_ended(is_known
     async def scenario():
         arrivals = ReorderBuffer()
         arrivals.put(a_delta(0, 1))
-        for step in (arrivals.only_own, lambda: arrivals.put(a_delta(2, 3)))[:: 1 if is_known_first else -1]:
+        for step in (arrivals.end_shared_stream, lambda: arrivals.put(a_delta(2, 3)))[:: 1 if is_known_first else -1]:
             step()
         assert await all_of(arrivals, 1) == [0]
         with pytest.raises(ModelLost):
