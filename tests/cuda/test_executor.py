@@ -110,7 +110,7 @@ def answers_of(loop, requests):
 def test_every_way_of_choosing_gives_what_the_definition_gives(exported, device, how):
     """Against the executor that runs the definitions of the ops, one request at a time."""
     count = 6 if IS_INTERPRETED and how != "preempted" else 20
-    settings = {"drafts": {"speculate_method": "ngram"}, "preempted": {"block_bs": 7 / 16, "block_ratio": 0.99}}
+    settings = {"drafts": {"speculate_method": "ngram"}, "preempted": {"block_bs": 7 / 8, "block_ratio": 0.99}}
     settings = settings.get(how, {})
     loop = a_loop(exported("qwen2"), device, **settings)
     requests = requests_with(USUAL if how == "usual" else MIXED, count, num_forks=2 * (how == "forks"))

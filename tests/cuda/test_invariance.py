@@ -150,7 +150,7 @@ def test_answers_and_their_scores_are_those_of_a_request_alone(exported, device,
         return tokens, logprobs
 
     blocks = sum(-(-(len(prompt) + count) // 64) for prompt in prompts)
-    WAYS["preempted"]["block_bs"] = (blocks - 1) / 16  # 16 are those of the longest request
+    WAYS["preempted"]["block_bs"] = (blocks - 1) / 8  # 8 are those of the longest request
     alone = [ask(number) for number in range(len(prompts))]
     for way, settings in WAYS.items():
         if IS_INTERPRETED and (way == "launched op by op" or (dtype != "float32" and way != "in company")):
