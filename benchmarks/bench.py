@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks.random_checkpoint import SHAPES, make_checkpoint, write_shape
 from benchmarks.server import running_server
-from engine.core.loop import Loop
+from engine.core.loop import EngineLoop
 from engine.core.types import Request, Sampling
 from engine.executors import make_executor
 from engine.executors.memory import allocate_cache
@@ -59,14 +59,15 @@ def measure_offline(graph_dir: Path, cases: list[Case], repeats: int, **settings
     assert num_blocks * executor.block_size >= most * longest, "too little memory for the cases"
     rows = []
     for case in cases:
-        runs = [run_case(Loop(executor, num_blocks, config), model.vocab_size, case) for _ in range(repeats + 1)][1:]
+        loops = (EngineLoop(executor, num_blocks, config) for _ in range(repeats + 1))
+        runs = [run_case(loop, model.vocab_size, case) for loop in loops][1:]
         figures = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
         rows.append({"requests": case[0], "prompt_len": case[1], "answer_len": case[2], **figures})
     executor.close()
     return rows
 
 
-def run_case(loop: Loop, vocab_size: int, case: Case) -> dict[str, float]:
+def run_case(loop: EngineLoop, vocab_size: int, case: Case) -> dict[str, float]:
     num_requests, prompt_len, answer_len = case
     rng = np.random.default_rng(0)
     for index in range(num_requests):
@@ -75,7 +76,7 @@ def run_case(loop: Loop, vocab_size: int, case: Case) -> dict[str, float]:
     first: dict[Request, float] = {}
     started, num_early = time.perf_counter(), 0
     while not loop.is_idle:
-        for update in loop.turn():
+        for update in loop.step():
             first.setdefault(update.request, time.perf_counter())
             num_early += len(first) < num_requests
     ended, prefilled = time.perf_counter(), max(first.values())

@@ -27,7 +27,7 @@ import torch
 from benchmarks.random_adapter import make_adapter
 from benchmarks.random_checkpoint import SHAPES
 from engine import graph as graphs
-from engine.core.loop import Loop
+from engine.core.loop import EngineLoop
 from engine.core.types import Request, Sampling
 from engine.executors import make_executor
 from engine.executors.cuda.weights import num_bytes
@@ -60,9 +60,9 @@ class Bench:
         self.num_waiting = 0  # beside those that decode
         self.adapters: list[Adapter] = [()]  # of requests, by turns
 
-    def begin(self, num_requests: int, prompt_len: int, answer_len: int, **sampling: Any) -> Loop:
+    def begin(self, num_requests: int, prompt_len: int, answer_len: int, **sampling: Any) -> EngineLoop:
         rng = np.random.default_rng(0)
-        loop = Loop(self.executor, self.num_blocks, self.config)
+        loop = EngineLoop(self.executor, self.num_blocks, self.config)
         fields = {"max_new_tokens": answer_len, "temperature": 0, **sampling}
         for number in range(num_requests):
             ids = rng.integers(100, self.model.vocab_size - 1000, prompt_len).tolist()
@@ -94,18 +94,18 @@ class Bench:
         loop = self.begin(num_requests, context, most + steps, **sampling)
         seen: set[Request] = set()
         while len(seen) < num_requests:
-            seen.update(update.request for update in loop.turn())
+            seen.update(update.request for update in loop.step())
         for number in range(self.num_waiting):
             loop.add(Request(f"waiting {number}", [7] * 64, 64, Sampling(1)))
         for _ in range(WARM_UP):
-            loop.turn()
+            loop.step()
         started = time.perf_counter()
-        num_tokens = sum(len(update.token_ids) for _ in range(STEPS) for update in loop.turn())
+        num_tokens = sum(len(update.token_ids) for _ in range(STEPS) for update in loop.step())
         seconds = time.perf_counter() - started
         length = statistics.mean(len(request.token_ids) for request in seen) - STEPS / 2
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(TRACED):
-                loop.turn()
+                loop.step()
             torch.cuda.synchronize()
         for name in [*map(str, range(num_requests)), *(f"waiting {number}" for number in range(self.num_waiting))]:
             loop.drop(name)
@@ -173,9 +173,9 @@ def random_adapters(folder: Path, model_dir: Path, count: int) -> list[Adapter]:
     return adapters
 
 
-def run_to_end(loop: Loop) -> None:
+def run_to_end(loop: EngineLoop) -> None:
     while not loop.is_idle:
-        loop.turn()
+        loop.step()
 
 
 def bandwidth() -> float:

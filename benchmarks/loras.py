@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.bench import cpu_name, prompt_ids
 from benchmarks.random_adapter import make_adapter
 from benchmarks.random_checkpoint import make_checkpoint
-from engine.core.loop import Loop
+from engine.core.loop import EngineLoop
 from engine.core.types import Request, Sampling
 from engine.executors import make_executor
 from engine.executors.memory import allocate_cache
@@ -36,7 +36,7 @@ PROMPT_LEN, ANSWER_LEN = 128, 32
 MOST = 8
 
 
-def run_once(loop: Loop, vocab_size: int, adapters: list[tuple[str, ...]]) -> tuple[float, float]:
+def run_once(loop: EngineLoop, vocab_size: int, adapters: list[tuple[str, ...]]) -> tuple[float, float]:
     """Seconds until all have their first token, and from there on; a request for each of `adapters`."""
     rng, sampling = np.random.default_rng(0), Sampling(ANSWER_LEN, temperature=0)
     for index, adapter in enumerate(adapters):
@@ -44,7 +44,7 @@ def run_once(loop: Loop, vocab_size: int, adapters: list[tuple[str, ...]]) -> tu
         loop.add(Request(str(index), ids, PROMPT_LEN, replace(sampling, adapter=adapter)))
     started, first, at = time.perf_counter(), set(), 0.0
     while not loop.is_idle:
-        for update in loop.turn():
+        for update in loop.step():
             first.add(update.request.request_id)
         if len(first) < len(adapters) or not at:
             at = time.perf_counter()
@@ -65,7 +65,7 @@ def main() -> None:
     config = Config(lora_dir="/", max_lora_rank=args.rank, max_loras=MOST, enable_prefix_caching=False, **limits)
     executor = make_executor(graph_dir, config)
     collect_garbage_seldom()
-    loop, rows = Loop(executor, allocate_cache(executor, config, model.max_seq_len), config), []
+    loop, rows = EngineLoop(executor, allocate_cache(executor, config, model.max_seq_len), config), []
     with tempfile.TemporaryDirectory() as folder:
         adapters = [make_adapter(Path(folder) / str(seed), graph_dir, args.rank, seed) for seed in range(MOST)]
         started = time.perf_counter()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from engine.core.cache_groups import FULL_ATTENTION
-from engine.core.loop import Loop
+from engine.core.loop import EngineLoop
 from engine.core.types import Batch, Request, Sampling, StepOutput
 from engine.executors.slots import Choices, Slots
 from engine.garbage import collect_garbage_seldom
@@ -62,17 +62,17 @@ def measure(sampling: dict[str, Any], prompt_len: int, num_waiting: int) -> floa
     """Microseconds a row."""
     unlimited = Config(max_num_batched_tokens=1 << 20, max_cached_task_num=1 << 20, max_waiting_tokens=1 << 30)
     config = replace(unlimited, batch_size=NUM_ROWS)
-    loop = Loop(NoGraph(), NUM_ROWS * 32, config)  # type: ignore[arg-type]
+    loop = EngineLoop(NoGraph(), NUM_ROWS * 32, config)  # type: ignore[arg-type]
     rng = np.random.default_rng(0)
     for index in range(NUM_ROWS + num_waiting):
         prompt = rng.integers(0, 1 << 15, prompt_len).tolist()
         loop.add(Request(str(index), prompt, prompt_len, Sampling(NUM_STEPS + 10, **sampling)))
     for _ in range(3):
-        loop.turn()
+        loop.step()
     times = []
     for _ in range(NUM_STEPS):
         started = time.perf_counter()
-        updates = loop.turn()
+        updates = loop.step()
         times.append(time.perf_counter() - started)
         assert len(updates) == NUM_ROWS
     return 1e6 * statistics.median(times) / NUM_ROWS

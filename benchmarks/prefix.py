@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.bench import prompt_ids
 from benchmarks.random_checkpoint import make_checkpoint
-from engine.core.loop import Loop
+from engine.core.loop import EngineLoop
 from engine.core.types import Request, Sampling
 from engine.executors import make_executor
 from engine.executors.memory import allocate_cache
@@ -31,11 +31,11 @@ ASKED = {"first token": Sampling(1, temperature=0), "scores": Sampling(0, num_pr
 CASES = (("first token", 1024), ("first token", 4096), ("scores", 900))
 
 
-def milliseconds(loop: Loop, token_ids: list[int], sampling: Sampling) -> float:
+def milliseconds(loop: EngineLoop, token_ids: list[int], sampling: Sampling) -> float:
     loop.add(Request("one", token_ids, len(token_ids), sampling))
     started = time.perf_counter()
     while not loop.is_idle:
-        loop.turn()
+        loop.step()
     return 1e3 * (time.perf_counter() - started)
 
 
@@ -43,7 +43,7 @@ def main() -> None:
     graph_dir = export_cached(make_checkpoint(SHAPE, WORK / SHAPE), WORK / "exported", ExportOptions())
     config, model, rng, rows = Config(), Manifest.read(graph_dir), np.random.default_rng(0), []
     executor = make_executor(graph_dir, config)
-    loop = Loop(executor, allocate_cache(executor, config, model.max_seq_len), config)
+    loop = EngineLoop(executor, allocate_cache(executor, config, model.max_seq_len), config)
     for asked, length in CASES:
         times: tuple[list[float], list[float]] = [], []
         for _ in range(REPEATS):

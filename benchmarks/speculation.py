@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.bench import cpu_name, prompt_ids
 from benchmarks.random_checkpoint import SHAPES, make_checkpoint
-from engine.core.loop import Loop
+from engine.core.loop import EngineLoop
 from engine.core.types import Batch, Executor, Request, Sampling, Step, StepOutput
 from engine.executors import make_executor
 from engine.executors.drafting import with_drafts
@@ -77,14 +77,14 @@ def measure(executor: Executor, num_blocks: int, config: Config, script: tuple[l
     """Tokens a second, and the share of the drafted tokens that were accepted."""
     prompts, answers = script
     scripted = with_drafts(Scripted(executor, answers), config)  # type: ignore[arg-type]
-    loop = Loop(scripted, num_blocks, config)
+    loop = EngineLoop(scripted, num_blocks, config)
     for index, prompt in enumerate(prompts):
         loop.add(Request(str(index), list(prompt), len(prompt), Sampling(ANSWER_LEN, temperature=0)))
     while loop.stats()["num_generated_tokens"] < len(prompts):  # the prompts
-        loop.turn()
+        loop.step()
     started = time.perf_counter()
     while not loop.is_idle:
-        loop.turn()
+        loop.step()
     stats = loop.stats()
     rate = len(prompts) * (ANSWER_LEN - 1) / (time.perf_counter() - started)
     return rate, stats["num_accepted_tokens"] / max(1, stats["num_drafted_tokens"])

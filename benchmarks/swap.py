@@ -19,7 +19,7 @@ from itertools import count
 import numpy as np
 
 from benchmarks.gpu import exported, run_to_end
-from engine.core.loop import Loop
+from engine.core.loop import EngineLoop
 from engine.core.types import Request, Sampling
 from engine.executors import make_executor
 from engine.executors.memory import allocate_cache
@@ -31,7 +31,7 @@ ANSWER_LEN, VOCABULARY = 4, 100_000
 
 
 class Conversations:
-    def __init__(self, loop: Loop, args: argparse.Namespace):
+    def __init__(self, loop: EngineLoop, args: argparse.Namespace):
         self._loop, self._args = loop, args
         self._rng, self._names = np.random.default_rng(0), count()
         self._said: list[list[int]] = [[] for _ in range(args.conversations)]
@@ -58,7 +58,7 @@ class Conversations:
         for request in requests:
             self._loop.add(request)
         while len(seconds) < len(requests):
-            for update in self._loop.turn():
+            for update in self._loop.step():
                 seconds.setdefault(update.request.request_id, time.perf_counter() - started)
         run_to_end(self._loop)
         for said, request in zip(conversations, requests, strict=True):
@@ -66,7 +66,7 @@ class Conversations:
         return list(seconds.values())
 
 
-def measure(loop: Loop, args: argparse.Namespace) -> dict[str, float]:
+def measure(loop: EngineLoop, args: argparse.Namespace) -> dict[str, float]:
     """Milliseconds, and tokens a second."""
     conversations = Conversations(loop, args)
     first = conversations.turns(args.context)
@@ -100,7 +100,7 @@ def main() -> None:
         executor = make_executor(model_dir, config)
         num_blocks = allocate_cache(executor, config, Manifest.read(model_dir).max_seq_len)
         ready = {"ready, s": time.perf_counter() - started}
-        rows[f"{swap_space:g}"] = ready | measure(Loop(executor, num_blocks, config), args)
+        rows[f"{swap_space:g}"] = ready | measure(EngineLoop(executor, num_blocks, config), args)
         executor.close()
         print(f"SWAP_SPACE={swap_space:g}")
         for name, value in rows[f"{swap_space:g}"].items():

@@ -30,7 +30,7 @@ import numpy as np
 
 from benchmarks.bench import MAX_TOKENS_IN_STEP, prompt_ids, run_case, run_streams, settings_for
 from benchmarks.server import running_server
-from engine.core.loop import Loop
+from engine.core.loop import EngineLoop
 from engine.executors import make_executor
 from engine.exporting.manifest import Manifest
 from engine.garbage import collect_garbage_seldom
@@ -51,7 +51,7 @@ def take_turns(graph_dir: Path, most: tuple[int, int]) -> None:
     executor.allocate(num_blocks)
     for line in sys.stdin:
         case = numbers(line)
-        print(json.dumps(run_case(Loop(executor, num_blocks, config), model.vocab_size, case)), flush=True)
+        print(json.dumps(run_case(EngineLoop(executor, num_blocks, config), model.vocab_size, case)), flush=True)
 
 
 def numbers(case: str) -> tuple[int, int, int]:

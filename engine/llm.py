@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from engine.core.loop import Loop
+from engine.core.loop import EngineLoop
 from engine.core.types import Logprobs, Request
 from engine.core.updates import FAILED, Update
 from engine.errors import InvalidRequest, NoToken
@@ -97,7 +97,7 @@ class LLM:
         self._num_blocks = allocate_cache(executor, config, Manifest.read(graph_dir).max_seq_len)
         self._config = replace(config, max_cached_task_num=2**31, max_waiting_tokens=2**62)  # nobody else is waiting
         self._grammars = GrammarPool(partial(Tokenizer.load, graph_dir), Manifest.read(graph_dir).vocab_size, config)
-        self._loop = Loop(executor, self._num_blocks, self._config, self._grammars)
+        self._loop = EngineLoop(executor, self._num_blocks, self._config, self._grammars)
         self._lock = threading.Lock()  # of the loop: calls from several threads take turns
         self._pid, self._is_closed = os.getpid(), False
         cache_size = (self._num_blocks, executor.block_size)
@@ -135,7 +135,7 @@ class LLM:
                 # Refused, or interrupted at any line of the scheduler's books: the next call begins with new ones.
                 self._grammars.close()
                 executor = self._loop.executor
-                self._loop = Loop(executor, self._num_blocks, self._config, self._grammars)
+                self._loop = EngineLoop(executor, self._num_blocks, self._config, self._grammars)
                 raise
         return [item.finished() for answers in by_prompt for item in select_best(answers, answers[0].options.n)]
 
@@ -154,7 +154,7 @@ class LLM:
         started, num_tokens = time.monotonic(), 0
         with tqdm(total=len(opened), desc="answers", disable=not progress, unit="") as bar:
             while not self._loop.is_idle:
-                for update in self._loop.turn():
+                for update in self._loop.step():
                     num_tokens += len(update.token_ids)
                     bar.update(self._advance(by_id[update.request.request_id], update))
                 bar.set_postfix_str(f"{num_tokens / (time.monotonic() - started):.1f} tok/s", refresh=False)

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 import zmq
 
-from engine.core.loop import Loop
+from engine.core.loop import EngineLoop
 from engine.errors import ConfigError, HostLost, InvalidRequest, SetupError
 from engine.executors import LOADING
 from engine.garbage import collect_garbage_seldom
@@ -59,7 +59,7 @@ def note_progress(path: Path) -> None:
         path.touch()
 
 
-def make_loop(config: Config, tell: Callable[[str], None]) -> tuple[Loop, Bounds]:
+def make_loop(config: Config, tell: Callable[[str], None]) -> tuple[EngineLoop, Bounds]:
     # Imported here: a client of this module must not pay for Paddle.
     from engine.executors import make_executor
     from engine.executors.memory import allocate_cache
@@ -76,7 +76,7 @@ def make_loop(config: Config, tell: Callable[[str], None]) -> tuple[Loop, Bounds
     executor = make_executor(config.graph_path, config, tell)
     collect_garbage_seldom()
     num_blocks = allocate_cache(executor, config, model.max_seq_len)
-    loop = Loop(executor, num_blocks, config, grammars)
+    loop = EngineLoop(executor, num_blocks, config, grammars)
     for adapter in LoraRegistry.of_server(config).all():
         try:
             loop.adapters.need(adapter)

@@ -16,7 +16,7 @@ def run(loop, *requests):
     for request in requests:
         loop.add(request)
     while not loop.is_idle:
-        for update in loop.turn():
+        for update in loop.step():
             name = update.request.request_id
             token_ids[name] += update.token_ids
             if update.prompt_outputs:

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from engine.core.loop import Loop
+from engine.core.loop import EngineLoop
 from engine.core.spans import PromptSpan
 from engine.core.types import Executor, Request, Sampling
 from engine.dtypes import as_f32
@@ -83,19 +83,19 @@ def an_image(start: int, rows: int, columns: int, seed: int = 0, frames: int = 1
     return PromptSpan(start, length, bytes([seed]), numbers.tobytes(), (frames, rows, columns))
 
 
-def a_loop(executor: Executor, config: Config, num_blocks: int = 200) -> Loop:
+def a_loop(executor: Executor, config: Config, num_blocks: int = 200) -> EngineLoop:
     executor.allocate(num_blocks)
-    return Loop(executor, num_blocks, config)
+    return EngineLoop(executor, num_blocks, config)
 
 
-def answers_of(loop: Loop, requests: Sequence[Request]) -> Answers:
+def answers_of(loop: EngineLoop, requests: Sequence[Request]) -> Answers:
     """Return the answers to copies of the requests, with their log-probabilities to the last bit."""
     answers: Answers = {}
     for each in requests:
         loop.add(Request(each.request_id, list(each.token_ids), each.prompt_len, each.sampling, spans=each.spans))
         answers[int(each.request_id)] = []
     while not loop.is_idle:
-        for update in loop.turn():
+        for update in loop.step():
             answers[int(update.request.request_id)] += zip(update.token_ids, update.logprobs or (), strict=True)
     loop.scheduler.check()
     return answers

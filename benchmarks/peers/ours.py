@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.peers.clock import MAX_REQUESTS, MAX_TOKENS_IN_STEP, Clock, Prompts, measure
-from engine.core.loop import Loop
+from engine.core.loop import EngineLoop
 from engine.core.types import Request, Sampling
 from engine.executors import make_executor
 from engine.executors.memory import allocate_cache
@@ -22,12 +22,12 @@ def main(graph_dir: Path, threads: int) -> None:
     num_blocks = allocate_cache(executor, config, Manifest.read(graph_dir).max_seq_len)
 
     def run(prompts: Prompts, answer_len: int, clock: Clock) -> None:
-        loop, sampling = Loop(executor, num_blocks, config), Sampling(max_new_tokens=answer_len, temperature=0)
+        loop, sampling = EngineLoop(executor, num_blocks, config), Sampling(max_new_tokens=answer_len, temperature=0)
         clock.start(len(prompts))
         for index, ids in enumerate(prompts):
             loop.add(Request(str(index), list(ids), len(ids), sampling))
         while not loop.is_idle:
-            for update in loop.turn():
+            for update in loop.step():
                 clock.tick(int(update.request.request_id), len(update.token_ids))
 
     measure(run)

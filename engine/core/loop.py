@@ -40,7 +40,7 @@ class Stats(Counters):
     step_limit_s: float = 0.0  # how long it may take, by those before; 0: nothing is known
 
 
-class Loop:
+class EngineLoop:
     """The one owner of scheduler and executor. Without `grammars` no request may want an answer of a given form."""
 
     def __init__(self, executor: Executor, num_blocks: int, config: Config, grammars: Grammars | None = None):
@@ -110,7 +110,7 @@ class Loop:
         """Return the requests whose grammars have begun to take long since the last call."""
         return self._compiling.take_long() if self._compiling else []
 
-    def turn(self) -> list[Update]:
+    def step(self) -> list[Update]:
         """Waits for the step that runs, launches the next one, and returns what the first has brought: it can be sent
         while the second runs. Empty when nothing ran. Where the executor can, launches first and waits then."""
         if self._steps and self.executor.runs_ahead and self.scheduler.may_run_ahead():

@@ -10,7 +10,7 @@ from engine.core.block_pool import BlockPool
 from engine.core.grammar import Choice
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.limits import Counters, Limits, PrefillLimits
-from engine.core.roster import LOOK_AHEAD, Roster
+from engine.core.running_queue import LOOK_AHEAD, RunningQueue
 from engine.core.spans import check_spans
 from engine.core.types import PENDING, Batch, Logprobs, PromptOutputs, Request, Row, State, StepOutput
 from engine.core.updates import FAILED, Update, append, follow, make
@@ -24,7 +24,7 @@ Launched = tuple[Request, Row, Sequence[Request]]  # whose row it is, and the fo
 
 class Scheduler:
     """A budget of tokens a step. Running decodes go first, so that a long prompt only slows them down; what is left of
-    the budget goes to prompts that have begun, then to waiting requests that the `Roster` admits; with
+    the budget goes to prompts that have begun, then to waiting requests that the `RunningQueue` admits; with
     `Limits.prefills` it is divided among them.
 
     `next_batch` and `apply` take turns; `add` and `drop` may come in between, while the step runs. Where
@@ -39,8 +39,8 @@ class Scheduler:
         self.counters = Counters()
         self.now = 0.0  # as the loop says, for whoever asks when a request began
         self._cache = KVCacheManager(pool, limits)
-        self._roster = Roster(self._cache, limits, self.counters)
-        self.waiting, self.running = self._roster.waiting, self._roster.running
+        self._queue = RunningQueue(self._cache, limits, self.counters)
+        self.waiting, self.running = self._queue.waiting, self._queue.running
         self._launched: deque[list[Launched]] = deque()  # steps that were not applied yet
         self._num_prompt_logits_left = limits.max_prompt_logits  # of the next batch
 
@@ -51,7 +51,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return self._roster.num_running
+        return self._queue.num_running
 
     def add(self, request: Request, replay: bool = False) -> None:
         """Raises InvalidRequest for what could never run and Overloaded when too many wait; a replay was admitted once
@@ -62,12 +62,12 @@ class Scheduler:
         if request.spans and not self.limits.takes_spans:
             raise InvalidRequest("the model takes text only: prompts cannot have images or other embeddings")
         check_spans(request.spans, request.prompt_len)
-        self._roster.add(request, replay)
+        self._queue.add(request, replay)
 
     def drop(self, request_id: str) -> Request | None:
         """Forgets a request; its blocks come back when no step writes them any more. None if it is not here (any
         more)."""
-        return self._roster.drop(request_id)
+        return self._queue.drop(request_id)
 
     def branch(self, request: Request, source: Request, token_id: int) -> None:
         """Let a running request give up its own tokens and continue those of `source`, with `token_id` in place of the
@@ -80,11 +80,11 @@ class Scheduler:
         elif request.token_ids[-1] == token_id:
             return
         request.token_ids[-1] = token_id
-        self._roster.announce(request)
+        self._queue.announce(request)
 
     def requeue(self, request: Request, forks: list[Request]) -> None:
         """Compute a request and `forks`, which run or wait, again from their common prompt, before all that wait."""
-        self._roster.requeue(request, forks)
+        self._queue.requeue(request, forks)
 
     def may_run_ahead(self) -> bool:
         """Whether the next step can be picked while one runs: no token of it depends on one that is not known, and
@@ -112,7 +112,7 @@ class Scheduler:
             for request in begun:
                 if budget > 0:
                     budget -= self._launch_prompt(launched, request, budget)
-            while budget > self._waited_for() and (admitted := self._roster.admit(is_ahead=bool(self._launched))):
+            while budget > self._waited_for() and (admitted := self._queue.admit(is_ahead=bool(self._launched))):
                 budget -= self._launch_prompt(launched, admitted, budget)
         if not launched:
             return None
@@ -124,7 +124,7 @@ class Scheduler:
         max_drafts = self.limits.max_drafts
         if max_drafts:  # in all rows together: what the prompts have left
             max_drafts = self.limits.max_batched_tokens - sum(len(row.token_ids) for row in rows)
-        news, swaps = self._roster.take_news(), self.pool.take_swaps()
+        news, swaps = self._queue.take_news(), self.pool.take_swaps()
         return Batch(rows, *news, has_mask, has_prompt_outputs, swaps, max_drafts)
 
     def choices(self, drafts: Mapping[int, Sequence[int]]) -> list[Choice]:
@@ -157,7 +157,7 @@ class Scheduler:
             if num_sampled and request.grammar and request.grammar.is_left_out and not request.grammar.error:
                 assert request.prompt_outputs_sent  # the mask of a first token is always there
                 request.grammar.is_left_out = False
-                self._roster.preempt(request)  # what was chosen is no token; it is computed again
+                self._queue.preempt(request)  # what was chosen is no token; it is computed again
                 continue
             if num_sampled > 1 or (may_draft and row.max_drafts):
                 request.num_computed += len(token_ids) - 1
@@ -172,7 +172,7 @@ class Scheduler:
             if request.num_computed >= (request.num_published + 1) * block_size:
                 self._cache.publish(request)
             if of_forks:
-                self._roster.join_forks(request)
+                self._queue.join_forks(request)
             guided += self._tell(request, update, updates)
             guided += self._tell_forks(forks, of_forks, updates)
         self._follow(guided, updates)
@@ -181,7 +181,7 @@ class Scheduler:
 
     def check(self) -> None:
         """All books agree. Between two steps."""
-        self._roster.check()
+        self._queue.check()
 
     # Rows of a batch
 
@@ -196,7 +196,7 @@ class Scheduler:
             if num_left > 1 or not request.prompt_outputs_sent:
                 if num_left or request.forks:
                     has_room = start < request.room or not num_left
-                    if has_room or (request.slot >= 0 and self._roster.has_room(request)):
+                    if has_room or (request.slot >= 0 and self._queue.has_room(request)):
                         in_prompt.append(request)
                     continue
             if start == len(request.token_ids):  # the token before is still being chosen
@@ -204,7 +204,7 @@ class Scheduler:
                     continue  # and is the last
                 token_ids = [PENDING]
             last = start + request.num_unverified if may_draft else start  # that it may be
-            if last >= request.room and (request.slot < 0 or not self._roster.has_room(request)):
+            if last >= request.room and (request.slot < 0 or not self._queue.has_room(request)):
                 continue  # preempted, in this very loop
             num_sampled, max_drafts = 1, 0
             if (may_draft or request.grammar) and not request.in_lockstep:
@@ -238,7 +238,7 @@ class Scheduler:
         while len(prompts) < limits.max_prefills and budget > max(len(prompts), self._waited_for()):
             num_long = sum(len(request.token_ids) > limits.long_tokens for request in prompts)
             max_tokens = limits.long_tokens if num_long >= limits.max_long else None
-            admitted = self._roster.admit(is_ahead=bool(self._launched), max_tokens=max_tokens)
+            admitted = self._queue.admit(is_ahead=bool(self._launched), max_tokens=max_tokens)
             if admitted is None:
                 break
             prompts.append(admitted)
@@ -307,7 +307,7 @@ class Scheduler:
             if update:
                 self._enter(request, update, updates)
         elif not request.forks:  # dropped, and none of its forks needs it any more
-            self._roster.leave(request)
+            self._queue.leave(request)
         return ()
 
     def _tell_forks(
@@ -333,5 +333,5 @@ class Scheduler:
             update = update._replace(prompt_outputs=prompt_outputs.take(request))
         updates.append(update)
         if update.finish_reason:
-            self._roster.leave(request)
+            self._queue.leave(request)
             request.state = State.ENDED

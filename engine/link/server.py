@@ -17,7 +17,7 @@ from typing import Any
 
 import zmq
 
-from engine.core.loop import Loop
+from engine.core.loop import EngineLoop
 from engine.core.types import Request
 from engine.core.updates import FAILED
 from engine.errors import DuplicateRequest, EngineUnavailable, NoToken, RequestError
@@ -40,7 +40,7 @@ class Server:
     def __init__(self, address: str, max_message_bytes: int = -1):
         self.epoch = uuid.uuid4().hex
         self.on_first_tokens: Callable[[], None] = lambda: None
-        self._loop: Loop | None = None
+        self._loop: EngineLoop | None = None
         self._bounds = ANY
         self._starting = ""  # what keeps the loop from being there
         self._waiting: list[tuple[bytes, str, Sequence[Any]]] = []  # messages that were read and not handled
@@ -66,7 +66,7 @@ class Server:
         """Why nothing is computed yet; for pings before `begin`."""
         self._starting = reason
 
-    def run(self, loop: Loop, bounds: Bounds = ANY) -> None:
+    def run(self, loop: EngineLoop, bounds: Bounds = ANY) -> None:
         """Serve until `close` is called. The executor of the loop stays open."""
         try:
             self.begin(loop, bounds)
@@ -77,24 +77,24 @@ class Server:
             self._pulse.join()
             self._context.destroy(linger=0)
 
-    def begin(self, loop: Loop, bounds: Bounds = ANY) -> None:
+    def begin(self, loop: EngineLoop, bounds: Bounds = ANY) -> None:
         """From now on there is something that computes."""
         self._bounds, self._loop = bounds, loop
 
     @property
-    def loop(self) -> Loop:
+    def loop(self) -> EngineLoop:
         assert self._loop, "there is none yet"
         return self._loop
 
     def turn(self) -> None:
-        """Messages are read and tokens sent while a step runs; only `Loop.turn` waits for it."""
+        """Messages are read and tokens sent while a step runs; only `EngineLoop.step` waits for it."""
         with self._lock:
             self._read(wait=self.loop.is_idle and not self._waiting)
             waiting, self._waiting = self._waiting, []
             for message in waiting:
                 self._handle(*message)
             self._drop_silent_clients()
-        updates = self.loop.turn()
+        updates = self.loop.step()
         with self._lock:
             self._send_updates(updates)
             for request_id in self.loop.take_long_compilations():

@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cuda]")
 
-from engine.core.loop import Loop  # noqa: E402
+from engine.core.loop import EngineLoop  # noqa: E402
 from engine.core.types import Request, Sampling  # noqa: E402
 from engine.errors import InvalidRequest  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
@@ -55,14 +55,14 @@ def answers(loop, requests):
             loop.adapters.need(request.sampling.adapter)
         loop.add(request)
     while not loop.is_idle:
-        loop.turn()
+        loop.step()
     return [request.token_ids[request.prompt_len :] for request in asked]
 
 
 def of_definition(graph_dir, prompts):
     oracle = ReferenceExecutor(graph_dir)
     oracle.allocate(32)
-    return answers(Loop(oracle, 32, SETTINGS), [(prompt, ()) for prompt in prompts])
+    return answers(EngineLoop(oracle, 32, SETTINGS), [(prompt, ()) for prompt in prompts])
 
 
 def test_the_tokens_are_those_of_merged_checkpoints_whoever_is_beside_them(adapted, device):
@@ -74,7 +74,7 @@ def test_the_tokens_are_those_of_merged_checkpoints_whoever_is_beside_them(adapt
     config = dataclasses.replace(SETTINGS, lora_dir="/adapters", max_loras=2)
     executor = CudaExecutor(graphs[0], config, device.type)
     executor.allocate(64)
-    loop = Loop(executor, 64, config)
+    loop = EngineLoop(executor, 64, config)
     of_each = [(), *adapters]
     asked = [(prompt, adapter) for prompt in prompts for adapter in of_each]
     expected = [wanted[which][at] for at in range(len(prompts)) for which in range(3)]

@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cuda]")
 
-from engine.core.loop import Loop  # noqa: E402
+from engine.core.loop import EngineLoop  # noqa: E402
 from engine.core.types import Arrival, Batch, Request, Row, Sampling  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
 from engine.executors.cuda.step_graphs import StepGraphs  # noqa: E402
@@ -30,7 +30,7 @@ def golden(family, lengths):
 def a_loop(graph_dir, device, **settings):
     config = dataclasses.replace(SETTINGS, **settings)
     executor = with_drafts(CudaExecutor(graph_dir, config, device.type), config)
-    return Loop(executor, allocate_cache(executor, config, 512), config)
+    return EngineLoop(executor, allocate_cache(executor, config, 512), config)
 
 
 def generate(loop, prompts, **sampling):
@@ -40,7 +40,7 @@ def generate(loop, prompts, **sampling):
     for request in requests:
         loop.add(request)
     while not loop.is_idle:
-        loop.turn()
+        loop.step()
     return [request.token_ids[request.prompt_len :] for request in requests]
 
 
@@ -100,7 +100,7 @@ def answers_of(loop, requests):
         if not any(request in other.forks for other in requests):
             loop.add(request)
     while not loop.is_idle:
-        for update in loop.turn():
+        for update in loop.step():
             logprobs.setdefault(update.request.request_id, []).extend(update.logprobs or ())
     tokens = {request.request_id: request.token_ids[request.prompt_len :] for request in requests}
     return tokens, logprobs
@@ -123,7 +123,7 @@ def test_every_way_of_choosing_gives_what_the_definition_gives(exported, device,
     for request in requests:
         prompt = request.token_ids[: request.prompt_len]
         alone = Request(request.request_id, prompt, len(prompt), request.sampling)
-        expected, expected_logprobs = answers_of(Loop(oracle, 64, SETTINGS), [alone])
+        expected, expected_logprobs = answers_of(EngineLoop(oracle, 64, SETTINGS), [alone])
         assert tokens[request.request_id] == expected[request.request_id]
         for found, wanted in zip(logprobs[request.request_id], expected_logprobs[request.request_id], strict=True):
             assert [token for token, _ in found.top] == [token for token, _ in wanted.top]

@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cuda]")
 
-from engine.core.loop import Loop  # noqa: E402
+from engine.core.loop import EngineLoop  # noqa: E402
 from engine.core.types import Request, Sampling  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
 from engine.settings.config import Config  # noqa: E402
@@ -29,13 +29,13 @@ def lens(family: str) -> list[int]:
     return [n for n in prompt_lens(family) if not IS_INTERPRETED or n in (7, 129)]
 
 
-def run(loop: Loop, requests: list[Request]) -> dict[str, list[float]]:
+def run(loop: EngineLoop, requests: list[Request]) -> dict[str, list[float]]:
     """Answer all requests. Return the log-probabilities of the tokens of each."""
     logprobs: dict[str, list[float]] = {request.request_id: [] for request in requests}
     for request in requests:
         loop.add(request)
     while not loop.is_idle:
-        for update in loop.turn():
+        for update in loop.step():
             logprobs[update.request.request_id] += [each.chosen for each in update.logprobs or ()]
     loop.scheduler.check()
     return logprobs
@@ -63,7 +63,7 @@ def test_tokens_are_those_of_transformers(case, num_blocks, method):
         pytest.skip("takes minutes with the interpreter")
     count, num_groups = 4 if IS_INTERPRETED else 64, len(executor.cache_groups)
     executor.allocate(num_blocks * num_groups)
-    loop = Loop(executor, num_blocks * num_groups, dataclasses.replace(SETTINGS, speculate_method=method))
+    loop = EngineLoop(executor, num_blocks * num_groups, dataclasses.replace(SETTINGS, speculate_method=method))
     for _ in range(1 if num_blocks == SMALL or IS_INTERPRETED else 2):
         requests = requests_of(known, lengths, count)
         run(loop, requests)
@@ -80,7 +80,7 @@ def test_log_probabilities_are_those_of_transformers(case):
     known, lengths, executor = case
     num_groups = len(executor.cache_groups)
     executor.allocate(LARGE * num_groups)
-    loop = Loop(executor, LARGE * num_groups, SETTINGS)
+    loop = EngineLoop(executor, LARGE * num_groups, SETTINGS)
     requests = requests_of(known, lengths, 1, num_logprobs=0)
     found = run(loop, requests)
     for n in lengths:

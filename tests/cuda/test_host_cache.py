@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cuda]")
 
-from engine.core.loop import Loop  # noqa: E402
+from engine.core.loop import EngineLoop  # noqa: E402
 from engine.core.types import Copy, Swaps  # noqa: E402
 from engine.errors import ConfigError  # noqa: E402
 from engine.executors.cuda import host_cache  # noqa: E402
@@ -72,7 +72,7 @@ def test_conversations_that_do_not_fit_the_cache_go_on_as_they_would(exported, d
     executors = (CudaExecutor(exported("qwen2"), config, device.type), 2), (ReferenceExecutor(exported("qwen2")), 16)
     for executor, num_blocks in executors:
         executor.allocate(num_blocks)
-        loop, prompts = Loop(executor, num_blocks, config), [[], []]
+        loop, prompts = EngineLoop(executor, num_blocks, config), [[], []]
         for turn in turns:
             for prompt, said in zip(prompts, turn, strict=True):
                 prompt += said

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cuda]")
 
-from engine.core.loop import Loop  # noqa: E402
+from engine.core.loop import EngineLoop  # noqa: E402
 from engine.dtypes import from_bf16, to_bf16  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
 from engine.executors.reference import ReferenceExecutor  # noqa: E402
@@ -147,7 +147,7 @@ def test_the_tokens_are_those_of_the_definition(exported, device, case, monkeypa
     prompts = [prompt for prompt, _ in golden("qwen2" if family == "awq" else family, lengths).values()]
     executor = CudaExecutor(graph_dir, SETTINGS, device.type)
     executor.allocate(32)
-    found = generate(Loop(executor, 32, SETTINGS), prompts, max_new_tokens=count)
+    found = generate(EngineLoop(executor, 32, SETTINGS), prompts, max_new_tokens=count)
     oracle = ReferenceExecutor(graph_dir)
     oracle.allocate(32)
-    assert found == generate(Loop(oracle, 32, SETTINGS), prompts, max_new_tokens=count)
+    assert found == generate(EngineLoop(oracle, 32, SETTINGS), prompts, max_new_tokens=count)

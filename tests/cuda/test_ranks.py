@@ -15,7 +15,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cuda]")
 
-from engine.core.loop import Loop  # noqa: E402
+from engine.core.loop import EngineLoop  # noqa: E402
 from engine.core.types import Arrival, Batch, Row, Sampling  # noqa: E402
 from engine.executors import make_host  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
@@ -40,7 +40,7 @@ def loop_of(exported, two_devices, monkeypatch, request):
     def make(family, num_ranks=2, **settings):
         config = dataclasses.replace(RANKS, mp_num=num_ranks, use_cudagraph=request.param, **settings)
         executors.append(make_host(exported(family, num_ranks=num_ranks), config))
-        return Loop(executors[-1], allocate_cache(executors[-1], config, 512), config)
+        return EngineLoop(executors[-1], allocate_cache(executors[-1], config, 512), config)
 
     yield make
     for executor in executors:
@@ -64,7 +64,7 @@ def test_sampled_answers_are_those_of_one_rank_while_steps_overlap(loop_of, expo
     oracle = ReferenceExecutor(exported("qwen2"))
     oracle.allocate(64)
     alone = [request for request in requests_with(MIXED, count) if not request.reads_answer]
-    assert tokens == answers_of(Loop(oracle, 64, SETTINGS), alone)[0]
+    assert tokens == answers_of(EngineLoop(oracle, 64, SETTINGS), alone)[0]
 
 
 def test_the_logits_of_a_share_are_made_in_float32(exported, device, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cuda]")
 
-from engine.core.loop import Loop  # noqa: E402
+from engine.core.loop import EngineLoop  # noqa: E402
 from engine.core.types import Request, Sampling  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
 from engine.executors.memory import allocate_cache  # noqa: E402
@@ -38,14 +38,14 @@ def test_no_kernel_is_compiled_after_the_warm_up(device, exported, caplog, quant
     config = Config(model_dir=str(graph_dir), batch_invariant=is_invariant, **SETTINGS)
     executor = CudaExecutor(graph_dir, config)
     num_blocks = allocate_cache(executor, config, Manifest.read(graph_dir).max_seq_len)
-    loop, longest = Loop(executor, num_blocks, config), Manifest.read(graph_dir).max_seq_len
+    loop, longest = EngineLoop(executor, num_blocks, config), Manifest.read(graph_dir).max_seq_len
     with caplog.at_level(logging.WARNING):
         for number in range(120):
             length = 1 + number * 37 % (longest - 10)
             fields = {"max_new_tokens": 1 + number % 9, "seed": number, **SAMPLINGS[number % len(SAMPLINGS)]}
             loop.add(Request(str(number), [3 + number % 50] * length, length, Sampling(**fields)), replay=True)
-            loop.turn()
+            loop.step()
         while not loop.is_idle:
-            loop.turn()
+            loop.step()
     executor.close()
     assert [record.getMessage() for record in caplog.records] == []

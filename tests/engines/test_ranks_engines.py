@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.core.loop import Loop
+from engine.core.loop import EngineLoop
 from engine.errors import ConfigError, InvalidRequest, SetupError
 from engine.executors import make_executor
 from engine.executors.ranks import RankFailed
@@ -82,7 +82,7 @@ def test_ranks_tell_of_prompts_and_search_as_one_does(exported):
         config = Config(batch_size=8, mp_num=num_ranks, cpu_threads=1, max_num_batched_tokens=17)
         executor = make_executor(exported("qwen2", block_size=BLOCK_SIZE, num_ranks=num_ranks), config)
         executor.allocate(64)
-        told.append(run_loop(Loop(executor, 64, config), a_search("s", prompt, 3), *requests_of(prompt)))
+        told.append(run_loop(EngineLoop(executor, 64, config), a_search("s", prompt, 3), *requests_of(prompt)))
         executor.close()
     (one, one_told, _), (two, two_told, _) = told
     assert one == two

@@ -12,7 +12,7 @@ import time
 from types import SimpleNamespace
 
 from engine import executors
-from engine.core.loop import Loop
+from engine.core.loop import EngineLoop
 from engine.executors import memory
 from engine.exporting import manifest
 from engine.link.server import Server
@@ -66,4 +66,4 @@ if __name__ == "__main__":
         runpy.run_module("engine.process", run_name="__main__")
     address, step_s, max_steps = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
     config = Config(batch_size=12, max_num_batched_tokens=32)
-    Server(address).run(Loop(SlowExecutor(40, 4, step_s, max_steps), 40, config))
+    Server(address).run(EngineLoop(SlowExecutor(40, 4, step_s, max_steps), 40, config))

@@ -10,7 +10,7 @@ import uuid
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine.core.loop import Loop
+from engine.core.loop import EngineLoop
 from engine.core.types import Sampling
 from engine.link.client import EngineClient
 from engine.link.journal import Submission
@@ -57,7 +57,7 @@ class Collector:
 def a_server(executor=None, address=None, max_message_bytes=-1, **settings):
     executor = executor or CountingExecutor(64, 4)
     server = Server(address or a_free_address(), max_message_bytes)
-    server.begin(Loop(executor, executor.num_blocks, Config(**settings)))
+    server.begin(EngineLoop(executor, executor.num_blocks, Config(**settings)))
     thread = threading.Thread(target=server.run, args=[server.loop])
     thread.start()
     try:

@@ -7,7 +7,7 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 
-from engine.core.loop import Loop
+from engine.core.loop import EngineLoop
 from engine.core.types import Request, Sampling
 from engine.executors.drafting import with_drafts
 from engine.grammars.pool import GrammarPool
@@ -68,11 +68,11 @@ class Guided:
         self.model = RandomModel(VOCAB_SIZE, tuple(likely))
         self.grammars = grammars or shared_grammars()
         config = Config(**{"batch_size": 32, "max_cached_task_num": 1000, **settings})
-        self.loop = Loop(with_drafts(self.model, config), num_blocks, config, self.grammars)
+        self.loop = EngineLoop(with_drafts(self.model, config), num_blocks, config, self.grammars)
         self.token_ids, self.ends, self.errors = {}, {}, {}
 
     def turn(self):
-        for request, token_ids, _, finish_reason, error, _ in self.loop.turn():
+        for request, token_ids, _, finish_reason, error, _ in self.loop.step():
             self.token_ids.setdefault(request.request_id, []).extend(token_ids)
             if finish_reason:
                 self.ends[request.request_id], self.errors[request.request_id] = finish_reason, error

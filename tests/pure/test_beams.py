@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from engine.core.beam_search import BeamSearch
-from engine.core.loop import Loop
+from engine.core.loop import EngineLoop
 from engine.core.types import Logprobs, Request, Sampling
 from engine.errors import InvalidRequest
 from engine.executors import make_executor
@@ -48,7 +48,7 @@ def test_the_answers_are_those_of_transformers(family, exported):
     config = Config(batch_size=20, max_num_batched_tokens=50, block_bs=4)
     executor = make_executor(exported(family), config)
     executor.allocate(64)
-    loop = Loop(executor, 64, config)
+    loop = EngineLoop(executor, 64, config)
     others = [Request(f"other {n}", prompt[n:], READ_LEN - n, Sampling(60, seed=n)) for n in range(2)]
     searches = [a_search(f"{width}", prompt, width, penalty) for width, penalty in BEAMS[:1] + BEAMS[2:]]
     token_ids, _, ends = run(loop, *others, *searches)
@@ -64,7 +64,7 @@ def test_few_blocks_preempt_a_search_which_then_finds_the_same(exported):
     prompt = golden("qwen2")[f"prompt_{READ_LEN}"].tolist()
     executor = ReferenceExecutor(exported("qwen2", block_size=16))
     executor.allocate(17)
-    loop = Loop(executor, 17, Config(batch_size=8, block_ratio=0.99, max_num_batched_tokens=80))
+    loop = EngineLoop(executor, 17, Config(batch_size=8, block_ratio=0.99, max_num_batched_tokens=80))
     others = [Request(f"other {n}", [n, 2, 3], 3, Sampling(60, temperature=0)) for n in range(4)]
     token_ids, _, _ = run(loop, *others, a_search("4", prompt, 4, 2.0))
     assert loop.stats()["num_preemptions"] > 0
@@ -115,7 +115,7 @@ def run_and_drop(loop, dropped):
     """The answers; some of them are dropped after three turns."""
     found, num_turns = {}, 0
     while not loop.is_idle:
-        for update in loop.turn():
+        for update in loop.step():
             found.setdefault(update.request.request_id, []).extend(update.token_ids)
             if update.logprobs:
                 assert [len(each.top) for each in update.logprobs] == [1] * len(update.token_ids)
@@ -128,7 +128,7 @@ def run_and_drop(loop, dropped):
 @pytest.mark.parametrize(("num_blocks", "block_ratio"), [(300, 0.75), (40, 0.95), (60, 1.0)])
 def test_searches_of_all_widths_come_and_go_and_every_block_comes_back(num_blocks, block_ratio):
     """The executor notices a beam that reads what another has written, and a write into a block that two hold."""
-    loop = Loop(Opinions(num_blocks, 4), num_blocks, Config(batch_size=12, block_ratio=block_ratio))
+    loop = EngineLoop(Opinions(num_blocks, 4), num_blocks, Config(batch_size=12, block_ratio=block_ratio))
     searches = list(random_searches(random.Random(5)))
     plain = [Request(f"plain {n}", [n], 1, Sampling(50, temperature=0)) for n in range(4)]
     asked = {number: (list(each.token_ids), each.sampling) for number, each in enumerate(searches)}
@@ -137,7 +137,7 @@ def test_searches_of_all_widths_come_and_go_and_every_block_comes_back(num_block
         loop.add(each)
     found = run_and_drop(loop, [f"{number}.{asked[number][1].num_beams - 1}" for number in dropped])
     loop.scheduler.check()
-    assert not loop.scheduler._roster.leader_of
+    assert not loop.scheduler._queue.leader_of
     for number, (prompt, sampling) in asked.items():
         if number not in dropped:
             assert answers_of(found, number, sampling.num_beams) == alone(prompt, sampling)
@@ -148,7 +148,7 @@ def test_searches_of_all_widths_come_and_go_and_every_block_comes_back(num_block
 def test_fewer_answers_than_beams_are_the_best_of_them():
     leader = a_search("a", [5], 4, stop_token_ids=(3,))
     leader.forks = leader.forks[:1]
-    loop = Loop(Opinions(64, 4), 64, Config())
+    loop = EngineLoop(Opinions(64, 4), 64, Config())
     token_ids, told, _ = run(loop, leader)
     assert [list(token_ids[f"a.{n}"]) for n in range(2)] == alone(
         [5], a_search("a", [5], 4, stop_token_ids=(3,)).sampling
@@ -158,7 +158,7 @@ def test_fewer_answers_than_beams_are_the_best_of_them():
 
 def test_a_search_beside_drafts_has_none():
     config = Config(speculate_method="ngram")
-    loop = Loop(with_drafts(Opinions(64, 4), config), 64, config)
+    loop = EngineLoop(with_drafts(Opinions(64, 4), config), 64, config)
     prompt = [5, 6, 7, 5, 6, 7, 5, 6]
     token_ids, _, _ = run(loop, a_search("a", prompt, 3), Request("plain", [*prompt], 8, Sampling(8, temperature=0)))
     assert answers_of(token_ids, "a", 3) == alone(prompt, a_search("a", prompt, 3).sampling)
@@ -166,7 +166,7 @@ def test_a_search_beside_drafts_has_none():
 
 
 def test_a_search_is_preempted_and_computed_again_before_those_that_wait():
-    loop = Loop(Opinions(13, 4), 13, Config(batch_size=5, block_ratio=0.99))
+    loop = EngineLoop(Opinions(13, 4), 13, Config(batch_size=5, block_ratio=0.99))
     older = [Request(f"older {n}", [n] * 7, 7, Sampling(10, temperature=0)) for n in range(3)]
     forks = [Request(f"waits {n}", [9], 1, Sampling(2, temperature=0)) for n in range(4)]
     waits = [Request("waits", [9], 1, Sampling(2, temperature=0), forks, priority=-1)]
@@ -175,20 +175,20 @@ def test_a_search_is_preempted_and_computed_again_before_those_that_wait():
     for each in (*older, search):
         loop.add(each)
     while not loop.is_idle:
-        order += [update.request.request_id for update in loop.turn() if update.finish_reason]
+        order += [update.request.request_id for update in loop.step() if update.finish_reason]
         if waits and loop.stats()["num_preemptions"]:
             loop.add(waits.pop())
     assert order[:5] == [*(each.request_id for each in older), "a.0", "a.1"]
 
 
 def test_more_beams_than_the_server_computes_at_once_are_refused():
-    loop = Loop(Opinions(64, 4), 64, Config(batch_size=4))
+    loop = EngineLoop(Opinions(64, 4), 64, Config(batch_size=4))
     with pytest.raises(InvalidRequest, match="The `best_of` is 5, the server computes 4 answers at once"):
         loop.add(a_search("a", [5], 5))
 
 
 def test_a_search_whose_model_breaks_down_ends_with_all_its_answers():
-    loop = Loop(Opinions(64, 4), 64, Config())
+    loop = EngineLoop(Opinions(64, 4), 64, Config())
     loop.executor._choose = lambda batch: CountingExecutor._choose(loop.executor, batch)._replace(
         logprobs=[[Logprobs(float("nan"))] for row in batch.rows for _ in (row.slot, *row.forks)]
     )

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.core.loop import Loop
+from engine.core.loop import EngineLoop
 from engine.core.types import Request, Sampling
 from engine.executors import make_executor
 from engine.executors.reference import ReferenceExecutor
@@ -38,13 +38,13 @@ def random_requests(seed):
 
 def run(executor, config, requests, times=1, num_blocks=400):
     """The answers, with their log-probabilities to the last bit, of the last of `times` rounds; and the loop."""
-    loop = Loop(executor, num_blocks, config)
+    loop = EngineLoop(executor, num_blocks, config)
     for _ in range(times):
         answers = {index: [] for index in range(len(requests))}
         for index, (prompt, sampling) in enumerate(requests):
             loop.add(Request(str(index), list(prompt), len(prompt), sampling))
         while not loop.is_idle:
-            for update in loop.turn():
+            for update in loop.step():
                 answers[int(update.request.request_id)] += zip(update.token_ids, update.logprobs, strict=True)
     return answers, loop
 
@@ -117,13 +117,13 @@ def test_forks_change_no_bit(graph_dir):
         prompt = [7 * n % VOCAB_SIZE for n in range(prompt_len)]
         samplings = [Sampling(40, temperature=1.0, seed=n, num_logprobs=1, repetition_penalty=1.2) for n in range(3)]
         alone = {n: run(executor, config, [(prompt, sampling)])[0][0] for n, sampling in enumerate(samplings)}
-        loop = Loop(executor, 400, config)
+        loop = EngineLoop(executor, 400, config)
         leader, *forks = (Request(str(n), list(prompt), prompt_len, s) for n, s in enumerate(samplings))
         leader.forks = forks
         loop.add(leader)
         answers = {0: [], 1: [], 2: []}
         while not loop.is_idle:
-            for update in loop.turn():
+            for update in loop.step():
                 answers[int(update.request.request_id)] += zip(update.token_ids, update.logprobs, strict=True)
         assert answers == alone
         assert loop.stats()["num_prompt_tokens"] == prompt_len

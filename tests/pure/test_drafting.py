@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.core.loop import Loop
+from engine.core.loop import EngineLoop
 from engine.core.types import PENDING, Arrival, Batch, Request, Row, Sampling, StepOutput
 from engine.executors import make_executor
 from engine.executors.drafting import DraftingExecutor, with_drafts
@@ -171,13 +171,13 @@ def test_steps_with_drafts_overlap_on_the_cpu_and_change_no_bit(exported, num_ra
 
 def answers_of(executor, config):
     """Greedy answers repeat themselves soon, seeded ones never; with the bits of their log-probabilities."""
-    loop, answers = Loop(executor, 64, config), {}
+    loop, answers = EngineLoop(executor, 64, config), {}
     for seed in range(8):
         prompt = [(11 * seed + 7 * index) % 300 for index in range(5 + 9 * seed)]
         sampling = Sampling(40 + seed, temperature=float(seed % 3 == 2), seed=seed, num_logprobs=1)
         loop.add(Request(str(seed), prompt, len(prompt), sampling))
     while not loop.is_idle:
-        for update in loop.turn():
+        for update in loop.step():
             answers.setdefault(update.request.request_id, []).extend(
                 zip(update.token_ids, update.logprobs, strict=True)
             )

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.core.loop import Loop
+from engine.core.loop import EngineLoop
 from engine.core.types import Request, Sampling
 from engine.executors import make_executor
 from engine.executors.drafting import with_drafts
@@ -56,7 +56,7 @@ def test_log_probabilities_are_those_of_transformers(family, exported):
             np.testing.assert_allclose(found, wanted[-rows:], rtol=0, atol=2e-4, err_msg=f"prompt of {length}")
 
 
-def generate(loop: Loop, prompts: list[list[int]]) -> list[list[int]]:
+def generate(loop: EngineLoop, prompts: list[list[int]]) -> list[list[int]]:
     """Return the 64 likeliest tokens behind each."""
     requests = [
         Request(str(n), list(prompt), len(prompt), Sampling(64, temperature=0)) for n, prompt in enumerate(prompts)
@@ -64,7 +64,7 @@ def generate(loop: Loop, prompts: list[list[int]]) -> list[list[int]]:
     for request in requests:
         loop.add(request)
     while not loop.is_idle:
-        loop.turn()
+        loop.step()
     loop.scheduler.check()
     return [request.token_ids[request.prompt_len :] for request in requests]
 
@@ -80,7 +80,7 @@ def test_tokens_are_those_of_transformers_in_the_engine(family, exported):
     for num_blocks, method in ((150, "none"), (150, "ngram"), (20, "none")):
         config = Config(batch_size=8, max_num_batched_tokens=24, speculate_method=method, block_ratio=0.99)
         executor.allocate(num_blocks * num_groups)
-        loop = Loop(with_drafts(executor, config), num_blocks * num_groups, config)
+        loop = EngineLoop(with_drafts(executor, config), num_blocks * num_groups, config)
         assert generate(loop, list(prompts)) == list(answers)
         if num_blocks > 100:
             assert generate(loop, list(prompts)) == list(answers)

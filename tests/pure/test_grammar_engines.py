@@ -5,7 +5,7 @@ import threading
 
 import jsonschema
 
-from engine.core.loop import Loop
+from engine.core.loop import EngineLoop
 from engine.core.types import Request, Sampling
 from engine.errors import InvalidRequest
 from engine.executors import make_executor
@@ -52,14 +52,14 @@ def answers_of(graph_dir, **settings):
     )
     try:
         executor.allocate(100)
-        loop = Loop(executor, 100, config, grammars)
+        loop = EngineLoop(executor, 100, config, grammars)
         for seed in range(6):
             sampling = Sampling(256, temperature=float(seed % 2), seed=seed, stop_token_ids=(299,), form=form)
             loop.add(Request(str(seed), [seed + 7, 20], 2, sampling))
         loop.add(Request("free", [9, 20], 2, Sampling(100)))
         answers = {}
         while not loop.is_idle:
-            for update in loop.turn():
+            for update in loop.step():
                 answers.setdefault(update.request.request_id, []).extend(update.token_ids)
         return answers, loop.stats()
     finally:
@@ -96,7 +96,7 @@ class Engine:
         likely = [token_id for text in '"}],:0' for token_id in tokenizer.encode(text)]
         self.model = Slow(VOCAB_SIZE, tuple(likely))
         self.server, self.grammars = Server(address), GrammarPool(load_tokenizer, VOCAB_SIZE)
-        self.server.begin(Loop(self.model, 400, Config(), self.grammars))
+        self.server.begin(EngineLoop(self.model, 400, Config(), self.grammars))
         self._thread = threading.Thread(target=self.server.run, args=[self.server.loop])
         self._thread.start()
 

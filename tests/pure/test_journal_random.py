@@ -9,7 +9,7 @@ from collections import deque
 
 import zmq
 
-from engine.core.loop import Loop
+from engine.core.loop import EngineLoop
 from engine.core.types import Sampling, State
 from engine.errors import InvalidRequest, Overloaded
 from engine.link import client as client_module
@@ -157,7 +157,7 @@ class World:
     def step(self):
         if self.server is None:
             self.network.connection += 1
-            loop = Loop(FragileExecutor(self.num_blocks, self.block_size), self.num_blocks, self.config)
+            loop = EngineLoop(FragileExecutor(self.num_blocks, self.block_size), self.num_blocks, self.config)
             self.server = Server("")
             self.server.begin(loop)
         try:

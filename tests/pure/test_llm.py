@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from engine import llm as llm_module
-from engine.core import block_pool, roster, scheduler
+from engine.core import block_pool, running_queue, scheduler
 from engine.core.types import NO_TOKEN, StepOutput
 from engine.errors import ConfigError, InvalidRequest, NoToken
 from engine.exporting.manifest import Manifest
@@ -174,8 +174,8 @@ def test_an_interrupted_call_does_not_disturb_the_next(llm, monkeypatch):
 
 @contextmanager
 def an_interrupt_at_line(number):
-    """KeyboardInterrupt at the n-th line of the scheduler, its roster or its block pool, as a signal brings it."""
-    files, lines = (block_pool.__file__, roster.__file__, scheduler.__file__), count(1)
+    """KeyboardInterrupt at the n-th line of the scheduler, its queues or its block pool, as a signal brings it."""
+    files, lines = (block_pool.__file__, running_queue.__file__, scheduler.__file__), count(1)
 
     def trace(frame, event, arg):
         if frame.f_code.co_filename not in files:

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.core.limits import PrefillLimits
-from engine.core.loop import Loop
+from engine.core.loop import EngineLoop
 from engine.core.types import Request, Sampling
 from engine.errors import InvalidRequest, Overloaded
 from engine.settings.config import Config
@@ -11,7 +11,7 @@ from tests.pure.counting_executor import CountingExecutor, answer
 
 
 def a_loop(num_blocks=16, block_size=4, **settings):
-    return Loop(CountingExecutor(num_blocks, block_size), num_blocks, Config(**settings))
+    return EngineLoop(CountingExecutor(num_blocks, block_size), num_blocks, Config(**settings))
 
 
 def a_request(prompt, max_new_tokens=4, request_id=""):
@@ -28,7 +28,7 @@ def test_conversations_that_do_not_fit_the_cache_find_what_they_had_said_on_the_
                 request = a_request(list(range(first, first + 16 + 4 * turn)))
                 loop.add(request)
                 while not loop.is_idle:
-                    loop.turn()
+                    loop.step()
                 assert request.token_ids == list(range(first, first + 20 + 4 * turn))
         found.append(loop.stats()["num_cached_tokens"])
     assert found == [0, 8 * 16 + 8 * 20]
@@ -52,16 +52,16 @@ def test_each_turn_brings_what_the_step_launched_before_has_chosen():
         loop.add(a_request([first], 2))
     tokens = []
     while not loop.is_idle:
-        tokens.append([(u.request.request_id, u.token_ids, u.finish_reason) for u in loop.turn()])
+        tokens.append([(u.request.request_id, u.token_ids, u.finish_reason) for u in loop.step()])
     assert tokens == [[], [("10", [11], None), ("20", [21], None)], [("10", [12], "length"), ("20", [22], "length")]]
-    assert loop.turn() == []
+    assert loop.step() == []
 
 
 def test_logprobs_come_with_their_token():
     loop = a_loop()
     loop.add(Request("a", [5], 1, Sampling(1, temperature=0, num_logprobs=2)))
-    assert loop.turn() == []
-    [update] = loop.turn()
+    assert loop.step() == []
+    [update] = loop.step()
     [logprobs] = update.logprobs
     assert logprobs.chosen == -6 / 8
     assert logprobs.top == ((6, 0.0), (7, -1.0))
@@ -72,12 +72,12 @@ def test_the_counters_tell_what_was_done():
     assert loop.stats()["step_time_s"] == 0
     for first in (10, 20, 30):
         loop.add(a_request(range(first, first + 5), 2))
-    loop.turn()
+    loop.step()
     stats = loop.stats()
     assert (stats["num_running"], stats["num_waiting"], stats["num_blocks_held"]) == (2, 1, 4)
     assert stats["num_waiting_tokens"] == 5
     while not loop.is_idle:
-        loop.turn()
+        loop.step()
     stats = loop.stats()
     assert stats.pop("step_time_s") > 0
     assert stats.pop("step_limit_s") > 0
@@ -104,12 +104,12 @@ def test_the_counters_tell_what_was_done():
 def test_dropping_is_counted_once_and_harmless_twice():
     loop = a_loop()
     loop.add(a_request([10]))
-    loop.turn()
+    loop.step()
     for _ in range(2):
         loop.drop("10")
         assert not loop.is_idle  # a step still writes its blocks
         assert (loop.stats()["num_dropped"], loop.stats()["num_blocks_held"]) == (1, 1)
-    assert loop.turn() == []
+    assert loop.step() == []
     assert loop.is_idle
     assert loop.stats()["num_blocks_held"] == 0
 
@@ -119,7 +119,7 @@ def test_tokens_computed_for_nobody_are_counted_but_not_those_of_an_answer_that_
     for first in (10, 20, 30, 40):
         loop.add(a_request(range(first, first + 5), 9))
     for _ in range(3):
-        loop.turn()
+        loop.step()
     loop.drop("40")  # it waits
     assert loop.stats()["num_wasted_tokens"] == 0
     loop.drop("10", is_complete=True)
@@ -134,16 +134,16 @@ def test_a_request_has_begun_when_it_has_been_given_a_place_and_keeps_that_word(
     for first in (10, 20):
         loop.add(a_request([first]))
     assert [loop.has_begun(name) for name in ("10", "20")] == [False, False]
-    loop.turn()
+    loop.step()
     assert [loop.has_begun(name) for name in ("10", "20", "unknown")] == [True, False, True]
     request = loop.scheduler.running["10"]
-    loop.scheduler._roster.preempt(request)
+    loop.scheduler._queue.preempt(request)
     assert loop.has_begun("10")
 
 
 def run(loop):
     while not loop.is_idle:
-        loop.turn()
+        loop.step()
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["ends", "is dropped"])
@@ -151,7 +151,7 @@ def test_a_block_that_got_lost_is_noticed_when_the_loop_becomes_idle(ends):
     loop = a_loop()
     loop.add(a_request([10], 2))
     if ends:
-        loop.turn()
+        loop.step()
     loop.scheduler.pool.take(1)
     with pytest.raises(AssertionError):
         run(loop) if ends else loop.drop("10")
@@ -161,9 +161,9 @@ def test_the_next_step_is_launched_before_the_tokens_of_the_one_before_are_hande
     loop = a_loop()
     loop.add(a_request([10], 3))
     for num_tokens in (0, 1, 1):
-        assert sum(len(update.token_ids) for update in loop.turn()) == num_tokens
+        assert sum(len(update.token_ids) for update in loop.step()) == num_tokens
         assert loop.executor.num_running == 1
-    assert [update.token_ids for update in loop.turn()] == [[13]]
+    assert [update.token_ids for update in loop.step()] == [[13]]
     assert (loop.executor.num_running, loop.is_idle) == (0, True)
 
 
@@ -173,7 +173,7 @@ def test_an_executor_that_runs_ahead_always_has_a_step_more():
     loop.add(a_request([10], 4))
     turns = []
     while not loop.is_idle:
-        tokens = [update.token_ids for update in loop.turn()]
+        tokens = [update.token_ids for update in loop.step()]
         turns.append((tokens, loop.executor.num_running))
     assert turns == [([], 1), ([[11]], 1), ([[12]], 1), ([[13]], 1), ([[14]], 0)]
     assert len(loop.executor.batches) == 4  # none for what lies beyond the end
@@ -185,10 +185,10 @@ def test_a_step_grows_older_while_its_result_is_awaited():
     finish = loop.executor.finish
     loop.executor.finish = lambda: (seen.append(loop.stats()), finish())
     loop.add(a_request([10], 2))
-    loop.turn()
-    loop.turn()
+    loop.step()
+    loop.step()
     assert seen[0]["step_age_s"] > 0
-    loop.turn()
+    loop.step()
     assert loop.stats()["step_age_s"] == 0
 
 
@@ -199,7 +199,7 @@ def test_a_stop_id_ends_an_answer_whose_next_step_runs_already():
     loop.add(a_request([20], 4))
     ends = {}
     while not loop.is_idle:
-        ends |= {update.request.request_id: update.finish_reason for update in loop.turn()}
+        ends |= {update.request.request_id: update.finish_reason for update in loop.step()}
     assert ends == {"a": "stop", "20": "length"}
     assert [len(rows) for rows in loop.executor.batches] == [2, 2, 2, 1]
     assert loop.stats()["num_generated_tokens"] == 6
@@ -211,14 +211,14 @@ def test_the_settings_limit_the_schedule():
         loop.add(a_request(range(first, first + 4), 1))
     with pytest.raises(Overloaded, match=r"1 requests are waiting, at most MAX_CACHED_TASK_NUM\(1\) may"):
         loop.add(a_request([40]))
-    loop.turn()
+    loop.step()
     assert loop.executor.batches == [[("10", 4), ("20", 1)]]
 
 
 def test_a_step_has_room_for_prompts_beside_a_full_batch_whatever_the_settings():
     loop = a_loop(batch_size=4, max_num_batched_tokens=1)
     loop.add(a_request(range(10, 30), 1))
-    loop.turn()
+    loop.step()
     assert loop.executor.batches == [[("10", 8)]]
 
 
@@ -227,7 +227,7 @@ def test_without_prefix_caching_every_prompt_is_computed():
         loop = a_loop(enable_prefix_caching=caching)
         for name in ("first", "second"):
             loop.add(a_request([1, 2, 3, 4, 5], 1, name))
-            loop.turn()
+            loop.step()
         assert loop.stats()["num_cached_tokens"] == num_cached
 
 
@@ -244,7 +244,7 @@ def cost_of(*groups):
         first.forks = forks
         loop.add(first)
     while not loop.is_idle:
-        loop.turn()
+        loop.step()
         held = max(held, loop.stats()["num_blocks_held"])
     requests = [each for group in groups for each in group]
     assert all(each.token_ids == list(range(1000 + each.sampling.max_new_tokens)) for each in requests)
@@ -265,7 +265,7 @@ def test_32_requests_together_get_the_tokens_that_each_gets_alone(num_blocks):
     for request in requests:
         loop.add(request)
     while not loop.is_idle:
-        loop.turn()
+        loop.step()
     for request in requests:
         prompt = request.token_ids[: request.prompt_len]
         assert request.token_ids == prompt + answer(prompt, request.sampling)

@@ -8,7 +8,7 @@ from safetensors.numpy import load_file
 
 from engine.core.adapters import Adapters
 from engine.core.block_pool import root_hash
-from engine.core.loop import Loop
+from engine.core.loop import EngineLoop
 from engine.core.types import Request, Sampling
 from engine.errors import InvalidRequest, Overloaded
 from engine.executors import make_executor
@@ -160,7 +160,7 @@ def test_answers_to_one_prompt_and_searches_have_its_adapter(adapter, checkpoint
         samplings = [Sampling(20, temperature=1.0, seed=n, adapter=given) for n in range(3)]
         leader, *forks = (Request(f"f.{n}", list(PROMPT), len(PROMPT), each) for n, each in enumerate(samplings))
         leader.forks = forks
-        token_ids, _, _ = run_loop(Loop(executor, 400, config), a_search("s", PROMPT, 3, adapter=given), leader)
+        token_ids, _, _ = run_loop(EngineLoop(executor, 400, config), a_search("s", PROMPT, 3, adapter=given), leader)
         told.append([answers_of(token_ids, name, 3) for name in "sf"])
         executor.close()
     assert told[0] == told[1]
@@ -208,11 +208,11 @@ def test_the_one_that_nobody_has_asked_for_longest_makes_room():
 
 def test_one_with_open_requests_stays_however_they_wait(adapter, exported):
     config = Config(block_bs=4, batch_size=1, max_loras=1, **HAS_SOME)
-    loop = Loop(an_executor(exported("qwen2", block_size=BLOCK_SIZE), config), 400, config)
+    loop = EngineLoop(an_executor(exported("qwen2", block_size=BLOCK_SIZE), config), 400, config)
     one, other = adapter("qwen2", 1), adapter("qwen2", 2)
     for name in ("runs", "waits"):
         loop.add(Request(name, list(PROMPT), len(PROMPT), Sampling(2, adapter=one)))
-        loop.turn()
+        loop.step()
     another = Request("another", list(PROMPT), len(PROMPT), Sampling(2, adapter=other))
     for name in ("runs", "waits"):
         with pytest.raises(Overloaded):
@@ -220,7 +220,7 @@ def test_one_with_open_requests_stays_however_they_wait(adapter, exported):
         loop.drop(name)
     loop.add(another)
     while not loop.is_idle:
-        loop.turn()
+        loop.step()
 
 
 def test_memory_for_the_largest_ones_is_left_free(exported, monkeypatch):

@@ -13,7 +13,7 @@ import msgpack
 import pytest
 import zmq
 
-from engine.core.loop import Loop
+from engine.core.loop import EngineLoop
 from engine.core.types import Sampling
 from engine.executors import make_executor
 from engine.exporting.manifest import Manifest
@@ -88,7 +88,7 @@ def test_requests_of_a_client_that_has_a_successor_leave_their_places_soon(monke
 
 def test_an_idle_engine_sleeps_until_it_is_spoken_to(monkeypatch):
     monkeypatch.setattr(server_module, "IDLE_WAIT_MS", PATIENCE_S * 1000)
-    loop = Loop(CountingExecutor(64, 4), 64, Config())
+    loop = EngineLoop(CountingExecutor(64, 4), 64, Config())
     steps = []
     monkeypatch.setattr(loop, "turn", lambda: steps.append(1) or [])
     server = server_module.Server(a_free_address())
@@ -190,7 +190,7 @@ def test_no_message_however_odd_ends_the_engine_or_harms_another_request(exporte
     rng = random.Random(0)
     bounds = messages.Bounds(manifest.vocab_size, manifest.max_seq_len)
     server = server_module.Server(a_free_address())
-    thread = threading.Thread(target=server.run, args=[Loop(executor, 40, config), bounds])
+    thread = threading.Thread(target=server.run, args=[EngineLoop(executor, 40, config), bounds])
     thread.start()
     sampling = Sampling(3, stop_token_ids=(1,), bad_words=((2, 3), (4,)), logit_bias=((5, 1.5), (6, -100.0)))
     try:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.core.loop import Loop
+from engine.core.loop import EngineLoop
 from engine.core.prompt_logprobs import PromptLogprobCache
 from engine.core.types import Batch, Logprobs, PromptOutputSpec, Row, Sampling
 from engine.errors import InvalidRequest
@@ -46,7 +46,7 @@ def test_scores_and_hidden_states_are_those_of_transformers(family, exported, ex
     executor = make_executor(exported(family), config)
     executor.allocate(64)
     executor.max_prompt_logits = 23
-    loop = Loop(executor, 64, config)
+    loop = EngineLoop(executor, 64, config)
     _, outputs, _ = run(loop, *requests_of(prompt))
     check_like_transformers(outputs, expected, family)
     assert all(len(each.top) == 2 for each in outputs["scores"].prompt_logprobs)
@@ -58,7 +58,7 @@ def test_the_definition_of_the_ops_tells_the_same(exported, expected):
     prompt = golden("qwen2")[f"prompt_{READ_LEN}"].tolist()
     executor = ReferenceExecutor(exported("qwen2"))
     executor.allocate(16)
-    _, outputs, _ = run(Loop(executor, 16, Config(max_num_batched_tokens=40, batch_size=4)), *requests_of(prompt))
+    _, outputs, _ = run(EngineLoop(executor, 16, Config(max_num_batched_tokens=40, batch_size=4)), *requests_of(prompt))
     check_like_transformers(outputs, expected, "qwen2")
 
 
@@ -88,7 +88,7 @@ def scores_of(prompt, sampling=SCORES):
 
 
 def a_loop(num_blocks=64, **settings):
-    return Loop(CountingExecutor(num_blocks, 4), num_blocks, Config(**settings))
+    return EngineLoop(CountingExecutor(num_blocks, 4), num_blocks, Config(**settings))
 
 
 def test_every_token_but_the_first_has_a_score_whatever_its_neighbours_do():
@@ -215,7 +215,7 @@ def test_numbers_that_are_none_end_their_request_alone():
 def test_an_executor_that_cannot_read_refuses_by_name():
     executor = CountingExecutor()
     executor.max_prompt_logits = 0
-    loop = Loop(executor, 16, Config())
+    loop = EngineLoop(executor, 16, Config())
     for sampling, field in ((SCORES, "prompt_logprobs"), (LAST, "pooling"), (MEAN, "pooling")):
         with pytest.raises(InvalidRequest) as refused:
             loop.add(a_request("a", [1, 2], sampling))

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from engine import tracing
-from engine.core.loop import Loop
+from engine.core.loop import EngineLoop
 from engine.core.types import PromptOutputs, Request, Sampling
 from engine.errors import ConfigError
 from engine.serving.options import ServiceOptions
@@ -118,14 +118,14 @@ def test_the_stages_of_a_request_follow_one_another_and_tell_numbers_only(collec
 
 def test_the_engine_says_when_a_request_began():
     """With the first chunk of its prompt."""
-    loop, before = Loop(CountingExecutor(8, 4), 8, Config(batch_size=1, max_num_batched_tokens=4)), time.time()
+    loop, before = EngineLoop(CountingExecutor(8, 4), 8, Config(batch_size=1, max_num_batched_tokens=4)), time.time()
     first, second = (Request(name, [*range(9)], 9, Sampling(4)) for name in "ab")
     loop.add(first)
     loop.add(second)
-    loop.turn()
+    loop.step()
     began_at, told = first.began_at, {}
     while not loop.is_idle:
-        told |= {update.request.request_id: update.prompt_outputs for update in loop.turn() if update.prompt_outputs}
+        told |= {update.request.request_id: update.prompt_outputs for update in loop.step() if update.prompt_outputs}
     assert before <= began_at == told["a"].began_at < told["b"].began_at <= time.time()
 
 

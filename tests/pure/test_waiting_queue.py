@@ -3,7 +3,7 @@
 import random
 
 from engine.core.types import Request, Sampling
-from engine.core.waiting import LEVEL_TOKENS, Waiting
+from engine.core.waiting_queue import LEVEL_TOKENS, WaitingQueue
 
 
 def a_request(name, owner="", priority=0, prompt_len=10, max_new_tokens=90):
@@ -28,7 +28,7 @@ def begin(waiting, count=None):
 
 
 def test_who_comes_first_begins_first_whatever_they_ask_for():
-    waiting, rng = Waiting(), random.Random(0)
+    waiting, rng = WaitingQueue(), random.Random(0)
     names = [str(index) for index in range(50)]
     add(
         waiting,
@@ -38,7 +38,7 @@ def test_who_comes_first_begins_first_whatever_they_ask_for():
 
 
 def test_a_lower_priority_number_begins_earlier():
-    waiting = Waiting()
+    waiting = WaitingQueue()
     add(
         waiting, a_request("usual"), a_request("batch", priority=3), a_request("urgent", priority=-1), a_request("next")
     )
@@ -46,7 +46,7 @@ def test_a_lower_priority_number_begins_earlier():
 
 
 def test_a_request_of_low_priority_is_overtaken_by_so_many_tokens_and_no_more():
-    waiting = Waiting()
+    waiting = WaitingQueue()
     add(waiting, a_request("low", priority=1))
     num_overtaking = 0
     while True:
@@ -59,7 +59,7 @@ def test_a_request_of_low_priority_is_overtaken_by_so_many_tokens_and_no_more():
 
 
 def test_owners_take_turns_however_many_requests_one_of_them_has():
-    waiting = Waiting()
+    waiting = WaitingQueue()
     add(waiting, *[a_request(f"a{index}", "a") for index in range(100)])
     assert begin(waiting, 10) == [f"a{index}" for index in range(10)]
     add(waiting, *[a_request(f"b{index}", "b") for index in range(5)])
@@ -69,14 +69,14 @@ def test_owners_take_turns_however_many_requests_one_of_them_has():
 
 
 def test_equal_shares_are_of_tokens():
-    waiting = Waiting()
+    waiting = WaitingQueue()
     add(waiting, *[a_request(f"long {index}", "a", max_new_tokens=290) for index in range(20)])
     add(waiting, *[a_request(f"short {index}", "b") for index in range(60)])
     assert sum(name.startswith("short") for name in begin(waiting, 40)) in (29, 30, 31)
 
 
 def test_who_has_not_asked_for_long_has_saved_up_nothing():
-    waiting = Waiting()
+    waiting = WaitingQueue()
     add(waiting, *[a_request(f"a{index}", "a") for index in range(40)])
     begin(waiting, 20)
     add(waiting, *[a_request(f"b{index}", "b") for index in range(20)])
@@ -84,7 +84,7 @@ def test_who_has_not_asked_for_long_has_saved_up_nothing():
 
 
 def test_what_is_cancelled_is_not_counted():
-    waiting = Waiting()
+    waiting = WaitingQueue()
     add(waiting, *[a_request(f"b{index}", "b") for index in range(3)])
     add(waiting, *[a_request(f"a{index}", "a") for index in range(50)])
     assert all(waiting.drop(f"a{index}") for index in range(50))
@@ -94,7 +94,7 @@ def test_what_is_cancelled_is_not_counted():
 
 
 def test_who_had_begun_comes_back_before_all_others():
-    waiting = Waiting()
+    waiting = WaitingQueue()
     add(waiting, a_request("urgent", priority=-9), a_request("usual"))
     waiting.put_back(a_request("older", priority=5))
     waiting.put_back(a_request("younger", priority=5))
@@ -102,7 +102,7 @@ def test_who_had_begun_comes_back_before_all_others():
 
 
 def test_the_tokens_of_the_prompts_are_counted():
-    waiting = Waiting()
+    waiting = WaitingQueue()
     add(waiting, a_request("a", prompt_len=5), a_request("b", prompt_len=7))
     assert waiting.num_tokens == 12
     waiting.drop("a")

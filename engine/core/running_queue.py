@@ -8,15 +8,15 @@ from engine.core.block_pool import OutOfBlocks
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.limits import Counters, Limits
 from engine.core.types import Arrival, Copy, Request, State
-from engine.core.waiting import Waiting
+from engine.core.waiting_queue import WaitingQueue
 from engine.errors import InvalidRequest, queue_full, tokens_full
 
 LOOK_AHEAD = 4  # waiting requests that are looked at for one that fits
 MAX_PASSED = 8  # requests that may go before one that came earlier and does not fit yet
 
 
-class Roster:
-    """Who begins next is `Waiting`'s to say: first come, first served, among equals.
+class RunningQueue:
+    """Who begins next is `WaitingQueue`'s to say: first come, first served, among equals.
 
     A request is admitted with all blocks of its prompt, while prompts leave `1 - block_ratio` of the pool for running
     requests to grow. One that does not fit yet lets a few that came later go first. When a running request needs a
@@ -28,7 +28,7 @@ class Roster:
 
     def __init__(self, cache: KVCacheManager, limits: Limits, counters: Counters):
         self.cache = cache
-        self.waiting = Waiting()  # a request with forks stands for them all
+        self.waiting = WaitingQueue()  # a request with forks stands for them all
         self.running: dict[str, Request] = {}  # oldest first
         self.leader_of: dict[str, Request] = {}  # of forks whose prompt is not computed yet
         self._limits = limits

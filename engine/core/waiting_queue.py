@@ -12,7 +12,7 @@ from engine.core.types import Request
 LEVEL_TOKENS = 1 << 16  # a priority of 1 is as if so many tokens more had been asked for before
 
 
-class Waiting:
+class WaitingQueue:
     """Each request gets a turn when it comes, in tokens that are asked for before it, and the least turn is next.
 
     Every owner has a row of their own, in which the requests stand one behind the other. All rows move on together, as
