@@ -7,7 +7,16 @@ from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
 from engine.errors import EngineUnavailable
-from engine.wire import Aborted, Delta, Detokenized, Loras, ModelState, Owner, StoredResponse, Tokenized
+from engine.wire import (
+    Aborted,
+    Delta,
+    DetokenizeResponse,
+    LoraList,
+    ModelState,
+    Owner,
+    StoredResponse,
+    TokenizeResponse,
+)
 
 if sys.version_info >= (3, 11):
     from asyncio import timeout as timeout
@@ -49,11 +58,11 @@ class Backend(Protocol):
         """End an open request of this owner, regardless of the connection that sent it. Raise RequestError as above."""
         ...
 
-    async def about_tokens(self, question: dict[str, Any]) -> Tokenized | Detokenized:
+    async def about_tokens(self, question: dict[str, Any]) -> TokenizeResponse | DetokenizeResponse:
         """Tokenize or detokenize: `question` has the field TOKENIZE or DETOKENIZE. Raise RequestError as above."""
         ...
 
-    async def change_loras(self, question: dict[str, Any], owner: Owner) -> Loras:
+    async def change_loras(self, question: dict[str, Any], owner: Owner) -> LoraList:
         """Load or unload an adapter: `question` has the field LOAD_LORA or UNLOAD_LORA. Raise RequestError as above."""
         ...
 

@@ -104,8 +104,8 @@ class EmbeddingsProtocol(OpenAIProtocol):
             "request_id": schema_of(REQ_ID),
             **{name: schema_of(check) for name, check in CHECKS.items()},
         }
-        meanings = {**wire.MEANINGS, **MEANINGS}
-        return {name: {**schema, "description": wire.plain(meanings[name])} for name, schema in schemas.items()}
+        meanings = {**wire.FIELD_DESCRIPTIONS, **MEANINGS}
+        return {name: {**schema, "description": wire.strip_links(meanings[name])} for name, schema in schemas.items()}
 
     def needs(self, path: str) -> Collection[str]:
         return ("input",)

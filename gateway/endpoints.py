@@ -62,8 +62,8 @@ async def _counted(request: web.Request, question: Callable[[dict[str, Any]], di
         return _count(await request.app[BACKEND].about_tokens({wire.TOKENIZE: question(body)}))
 
 
-def _count(answer: wire.Tokenized | wire.Detokenized) -> dict[str, Any]:
-    assert isinstance(answer, wire.Tokenized)
+def _count(answer: wire.TokenizeResponse | wire.DetokenizeResponse) -> dict[str, Any]:
+    assert isinstance(answer, wire.TokenizeResponse)
     return {"input_tokens": len(answer.tokens)}
 
 
@@ -88,7 +88,7 @@ async def unload_lora(request: web.Request) -> web.Response:
 async def _change_loras(request: web.Request, kind: str) -> web.Response:
     """Load or unload an adapter and answer in vLLM's words."""
     async with _body(request, MAX_LORA_BYTES) as body:
-        name = wire.checked(body, wire.LORA_FIELDS[kind]).get("lora_name")
+        name = wire.check_fields(body, wire.LORA_FIELDS[kind]).get("lora_name")
         if name in (served_name(request.app), OWN_NAME):
             raise InvalidRequest("The `{field}` {value} is the model's own", field="lora_name", value=wire.shown(name))
         await request.app[BACKEND].change_loras({kind: body}, request[CONTEXT].owner)
@@ -144,9 +144,9 @@ NEEDS: Mapping[str, Collection[str]] = {
 }
 SAMPLES = {
     "/v1/abort": wire.Aborted("1", True).fields(),
-    "/tokenize": _without_is_end(wire.Tokenized([1], 8192).fields()),
-    "/detokenize": _without_is_end(wire.Detokenized("Hello").fields()),
-    COUNT_TOKENS: _count(wire.Tokenized([1], 8192)),
-    COUNT_INPUT: COUNT | _count(wire.Tokenized([1], 8192)),
+    "/tokenize": _without_is_end(wire.TokenizeResponse([1], 8192).fields()),
+    "/detokenize": _without_is_end(wire.DetokenizeResponse("Hello").fields()),
+    COUNT_TOKENS: _count(wire.TokenizeResponse([1], 8192)),
+    COUNT_INPUT: COUNT | _count(wire.TokenizeResponse([1], 8192)),
 }
 TEXTS = dict.fromkeys(LORAS, "text/plain")

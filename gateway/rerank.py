@@ -17,7 +17,7 @@ import numpy as np
 
 from engine import wire
 from engine.errors import InvalidRequest
-from engine.wire import MEANINGS, POOLINGS, SCORE, Delta, Final, int_in, plain, schema_of
+from engine.wire import FIELD_DESCRIPTIONS, POOLINGS, SCORE, Delta, Final, int_in, schema_of, strip_links
 from gateway.openai import OpenAIProtocol
 from gateway.openai.request import A_NAME, model_of
 from gateway.openai.unsupported_fields import OF_VECTORS, check_spelling, refuse_any, refuse_more
@@ -138,7 +138,8 @@ class ScoreProtocol(OpenAIProtocol):
             "use_activation": {**schema_of(A_BOOL), "description": "of a head: from 0 to 1", "default": True},
         }
         return common | {
-            name: {**schema_of(check), "description": plain(MEANINGS[name])} for name, check in CHECKS.items()
+            name: {**schema_of(check), "description": strip_links(FIELD_DESCRIPTIONS[name])}
+            for name, check in CHECKS.items()
         }
 
     def needs(self, path: str) -> Collection[str]:
@@ -204,8 +205,8 @@ class RerankProtocol(ScoreProtocol):
             raise InvalidRequest("`{field}` must be a text, it is {value}", field="query", value=wire.shown(query))
         documents = body.get("documents")
         if isinstance(documents, list):
-            plain = [each.get("text") if isinstance(each, dict) else each for each in documents]
-            body = {**body, "documents": plain}
+            strip_links = [each.get("text") if isinstance(each, dict) else each for each in documents]
+            body = {**body, "documents": strip_links}
         pairs = [(A_TEXT("query", query), each) for each in _texts("documents", body)]
         top_n = TOP_N("top_n", 0 if body.get("top_n") is None else body["top_n"]) or len(pairs)
         given = body.get("return_documents")

@@ -18,7 +18,17 @@ from typing import Any, Protocol, TypeVar
 
 from engine.errors import EngineUnavailable
 from engine.settings.served import ServedModel
-from engine.wire import Aborted, Delta, Detokenized, Loras, ModelState, Owner, StoredResponse, Tokenized, parse_request
+from engine.wire import (
+    Aborted,
+    Delta,
+    DetokenizeResponse,
+    LoraList,
+    ModelState,
+    Owner,
+    StoredResponse,
+    TokenizeResponse,
+    parse_request,
+)
 from gateway.backend import RESTART_WITHIN_S, Backend, ModelLost, ModelUnreachable
 from gateway.health import CachedHealthCheck
 
@@ -82,10 +92,10 @@ class RetryingBackend:
     async def abort(self, req_id: str, owner: Owner) -> Aborted:
         return await self._backend.abort(req_id, owner)
 
-    async def about_tokens(self, question: dict[str, Any]) -> Tokenized | Detokenized:
+    async def about_tokens(self, question: dict[str, Any]) -> TokenizeResponse | DetokenizeResponse:
         return await self._backend.about_tokens(question)
 
-    async def change_loras(self, question: dict[str, Any], owner: Owner) -> Loras:
+    async def change_loras(self, question: dict[str, Any], owner: Owner) -> LoraList:
         return await self._backend.change_loras(question, owner)
 
     async def is_live(self) -> bool:

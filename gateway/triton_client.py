@@ -132,14 +132,14 @@ class TritonBackend:
         assert isinstance(aborted, wire.Aborted)
         return aborted
 
-    async def about_tokens(self, question: dict[str, Any]) -> wire.Tokenized | wire.Detokenized:
+    async def about_tokens(self, question: dict[str, Any]) -> wire.TokenizeResponse | wire.DetokenizeResponse:
         answer = await self._one_answer(question)
-        assert isinstance(answer, (wire.Tokenized, wire.Detokenized))
+        assert isinstance(answer, (wire.TokenizeResponse, wire.DetokenizeResponse))
         return answer
 
-    async def change_loras(self, question: dict[str, Any], owner: wire.Owner) -> wire.Loras:
+    async def change_loras(self, question: dict[str, Any], owner: wire.Owner) -> wire.LoraList:
         loras = await self._one_answer(wire.with_owner(question, owner))
-        assert isinstance(loras, wire.Loras)
+        assert isinstance(loras, wire.LoraList)
         return loras
 
     async def stored_response(self, body: dict[str, Any]) -> wire.StoredResponse:

@@ -72,7 +72,7 @@ GOOD: dict[str, Any] = {
 NAMES = {key for name, field in wire.FIELDS.items() for key in (name, *field.aliases)} | {*PASSED_ON, *REFUSED, *GOOD}
 NAMES |= {"instructions", "max_output_tokens", "reasoning", "system", "stop_sequences", "thinking", "output_config"}
 NAMES |= {"max_completion_tokens", "stream_options", "best_of", "request_id", "echo", "top_logprobs"}
-NAMES |= {"tools", "tool_choice", "parallel_tool_calls", "structured_outputs", *wire.QUESTIONS, wire.OWNER}
+NAMES |= {"tools", "tool_choice", "parallel_tool_calls", "structured_outputs", *wire.CONTROL_KEYS, wire.OWNER}
 
 
 def bodies(*names: str) -> st.SearchStrategy[dict[str, Any]]:

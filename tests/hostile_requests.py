@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
-from engine.wire.triton import as_string, infer_request, request_of
+from engine.wire.triton import encode_string, infer_request, request_of
 
 TEXT = b'[{"text":"hi"}]'
 MAX_ID_LEN = 256
@@ -24,7 +24,7 @@ def parameter(owner, name, **value):
 
 def two_inputs(request):
     request.inputs.add(name="IN", datatype="BYTES", shape=[1])
-    request.raw_input_contents.append(as_string(TEXT))
+    request.raw_input_contents.append(encode_string(TEXT))
 
 
 def contents(request, **fields):
@@ -66,7 +66,7 @@ REFUSED = {
         "its length indicator says 4294967295 bytes, 2 bytes are available",
     ),
     "two strings": (
-        lambda r: r.raw_input_contents.__setitem__(0, as_string(TEXT) + as_string(TEXT)),
+        lambda r: r.raw_input_contents.__setitem__(0, encode_string(TEXT) + encode_string(TEXT)),
         "its length indicator says 15 bytes, 34 bytes are available",
     ),
     "data twice": (
@@ -117,7 +117,7 @@ CHANGES = (
     *[st.tuples(st.just(kind), names) for kind in ("model_name", "model_version", "id", "input", "datatype", "output")],
     *[st.tuples(st.just(kind), names, values) for kind in ("parameter", "input parameter", "output parameter")],
     st.tuples(st.just("shape"), st.lists(int64, max_size=3)),
-    st.tuples(st.just("raw"), st.lists(st.binary(max_size=20) | st.just(as_string(TEXT)), max_size=3)),
+    st.tuples(st.just("raw"), st.lists(st.binary(max_size=20) | st.just(encode_string(TEXT)), max_size=3)),
     st.tuples(st.just("contents"), st.binary(max_size=20), st.lists(int64, max_size=2)),
     st.tuples(st.just("bytes"), st.binary(max_size=20)),  # behind the message: fields that nobody knows, or none
     st.tuples(st.just("twice")),  # two messages behind each other are one

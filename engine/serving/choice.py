@@ -150,7 +150,7 @@ class Choice:
         self, token_id: int, logprob: float | None, top: tuple[wire.TokenLogprob, ...] = ()
     ) -> wire.TokenLogprob:
         text, data = self._tokenizer.token_text(token_id), self._tokenizer.token_bytes(token_id)
-        known = None if logprob is None else wire.likely(logprob)
+        known = None if logprob is None else wire.finite_logprob(logprob)
         return wire.TokenLogprob(token_id, text, tuple(data), known, top)
 
 
@@ -161,7 +161,7 @@ class RequestState(NamedTuple):
     prompt: Prompt
     choices: list[Choice]
     owner: str = ""
-    storing: wire.Storing | None = None  # None: the response is not stored
+    storing: wire.StoreOptions | None = None  # None: the response is not stored
 
     @classmethod
     def create(cls, request: GenerationRequest, prompt: Prompt, tokenizer: Tokenizer) -> RequestState:

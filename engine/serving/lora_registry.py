@@ -54,19 +54,19 @@ class LoraRegistry:
             text = "The `{field}` {value} is not loaded; loaded adapters: {limit}"
             raise UnknownModel(text, field="lora_name", value=shown(name), limit=self.names()) from None
 
-    def answer(self, body: Mapping[str, Any], owner: wire.Owner) -> wire.Loras | None:
+    def answer(self, body: Mapping[str, Any], owner: wire.Owner) -> wire.LoraList | None:
         """Load or unload an adapter if `body` asks for it and return the loaded names; otherwise return None. Raises
         RequestError."""
         for key, change in ((LOAD_LORA, self._load), (UNLOAD_LORA, self._unload)):
             if key in body:
                 fields = LORA_FIELDS[key]
-                given = wire.checked(wire.json_object(key, body[key]), fields)
+                given = wire.check_fields(wire.json_object(key, body[key]), fields)
                 for name in fields.keys() - given.keys():
                     raise InvalidRequest("`{field}` is missing", field=name)
                 self._check_may_change(owner)
                 change(**given)
                 log.info("%s: %s", key, shown(given["lora_name"]))
-                return wire.Loras(self.names())
+                return wire.LoraList(self.names())
         return None
 
     def _check_may_change(self, owner: wire.Owner) -> None:

@@ -8,7 +8,7 @@ from engine.serving.choice import RequestState
 from engine.serving.finished_requests import MAX_TOKENS, RETENTION_S, FinishedRequestCache, check_same
 from engine.serving.input_processor import InputProcessor
 from engine.serving.open_replies import OpenReplies
-from engine.wire import GenerationRequest, Storing, shown
+from engine.wire import GenerationRequest, StoreOptions, shown
 
 RELEASE_TIMEOUT_S = 5.0  # for the reply of the previous connection
 
@@ -23,7 +23,7 @@ class Resumption:
         self._processor = processor
         self._replies = replies
 
-    def request_state(self, request: GenerationRequest, owner: str, storing: Storing | None) -> RequestState:
+    def request_state(self, request: GenerationRequest, owner: str, storing: StoreOptions | None) -> RequestState:
         """Return the state of a request, with the known part of its answer if it is resumed. Raises UnknownAnswer if
         the client has a part of an answer that is not known and would not be generated identically."""
         if request.resume_from is None:
@@ -42,7 +42,7 @@ class Resumption:
         state.resume(request)
         return state
 
-    def _create(self, request: GenerationRequest, owner: str, storing: Storing | None) -> RequestState:
+    def _create(self, request: GenerationRequest, owner: str, storing: StoreOptions | None) -> RequestState:
         state = RequestState.create(request, self._processor.process(request), self._processor.tokenizer)
         return state._replace(owner=owner, storing=storing)
 

@@ -149,7 +149,7 @@ class Service:
                 sender.send(wire.write_answer(answer), True)
                 return
             if wire.STORED in body:
-                self._stored.answer(*wire.stored_question(body), owner, sender)
+                self._stored.answer(*wire.stored_action_of(body), owner, sender)
                 return
             req_id, storing = wire.req_id_of(body), wire.storing_of(body)
             self._check_open()
@@ -164,7 +164,7 @@ class Service:
         self._start(reply, owner)
 
     def _begin_background(
-        self, request: GenerationRequest, owner: wire.Owner, storing: wire.Storing, sender: Sender, received: float
+        self, request: GenerationRequest, owner: wire.Owner, storing: wire.StoreOptions, sender: Sender, received: float
     ) -> None:
         """Start a background response unless the same request has started it already, and answer with the
         StoredResponse or stream its answer. A gateway that has lost its connection, or a client that wants to follow
@@ -206,7 +206,7 @@ class Service:
         owner: wire.Owner,
         sender: Sender,
         received: float,
-        storing: wire.Storing | None,
+        storing: wire.StoreOptions | None,
     ) -> Reply:
         self._admission.check_room()
         if request.resume_from is not None:

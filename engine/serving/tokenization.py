@@ -9,7 +9,9 @@ from engine.errors import InvalidRequest
 from engine.serving.input_processor import InputProcessor
 
 
-def tokenize_or_detokenize(body: dict[str, Any], processor: InputProcessor) -> wire.Tokenized | wire.Detokenized | None:
+def tokenize_or_detokenize(
+    body: dict[str, Any], processor: InputProcessor
+) -> wire.TokenizeResponse | wire.DetokenizeResponse | None:
     """Return the answer to a tokenize or detokenize request, or None if `body` is another one. Raises
     InvalidRequest."""
     for key, answer in ((wire.TOKENIZE, _tokenize), (wire.DETOKENIZE, _detokenize)):
@@ -18,8 +20,8 @@ def tokenize_or_detokenize(body: dict[str, Any], processor: InputProcessor) -> w
     return None
 
 
-def _tokenize(question: dict[str, Any], processor: InputProcessor) -> wire.Tokenized:
-    given = wire.checked(question, wire.TOKENIZE_FIELDS)
+def _tokenize(question: dict[str, Any], processor: InputProcessor) -> wire.TokenizeResponse:
+    given = wire.check_fields(question, wire.TOKENIZE_FIELDS)
     if ("prompt" in given) == ("messages" in given):
         raise InvalidRequest("Exactly one of `{field}` and `messages` must be set", field="prompt")
     source = "prompt" if "prompt" in given else "messages"
@@ -31,7 +33,7 @@ def _tokenize(question: dict[str, Any], processor: InputProcessor) -> wire.Token
     # A chat template adds special tokens itself.
     token_ids = processor.tokenizer.encode(text, given.get("add_special_tokens", source == "prompt"))
     names = [processor.tokenizer.token_name(each) for each in token_ids] if given.get("return_token_strs") else None
-    return wire.Tokenized(token_ids, processor.lengths.model_len, names)
+    return wire.TokenizeResponse(token_ids, processor.lengths.model_len, names)
 
 
 def _rendered(given: dict[str, Any], processor: InputProcessor) -> str:
@@ -40,9 +42,9 @@ def _rendered(given: dict[str, Any], processor: InputProcessor) -> str:
     return processor.tokenizer.render_chat(given["messages"], **{**given.get("chat_template_kwargs", {}), **variables})
 
 
-def _detokenize(question: dict[str, Any], processor: InputProcessor) -> wire.Detokenized:
-    given = wire.checked(question, wire.DETOKENIZE_FIELDS)
+def _detokenize(question: dict[str, Any], processor: InputProcessor) -> wire.DetokenizeResponse:
+    given = wire.check_fields(question, wire.DETOKENIZE_FIELDS)
     if "tokens" not in given:
         raise InvalidRequest("`{field}` is missing", field="tokens")
     processor.check_ids("tokens", given["tokens"])
-    return wire.Detokenized(processor.tokenizer.decode(given["tokens"], skip_special_tokens=False))
+    return wire.DetokenizeResponse(processor.tokenizer.decode(given["tokens"], skip_special_tokens=False))

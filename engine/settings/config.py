@@ -12,7 +12,7 @@ from engine.errors import ConfigError
 from engine.settings.answers import Answers
 from engine.settings.capacity import Capacity
 from engine.settings.grammars import GrammarSettings
-from engine.settings.loras import Loras
+from engine.settings.loras import LoraList
 from engine.settings.ports import Ports
 from engine.settings.processes import Processes
 from engine.settings.setting import given, parse
@@ -20,7 +20,7 @@ from engine.settings.setting import given, parse
 
 @dataclass(frozen=True)
 class Config(
-    Processes, GrammarSettings, Answers, Capacity, Loras, Ports
+    Processes, GrammarSettings, Answers, Capacity, LoraList, Ports
 ):  # dataclass takes the fields of the last one first
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Config:

@@ -17,7 +17,7 @@ MAX_NAME_LEN = 256
 
 
 @dataclass(frozen=True)
-class Loras(Model):
+class LoraList(Model):
     lora_modules: str = setting(
         "", "LORA_MODULES", "[adapters](lora.md) by the names that requests have as `model`: `name=path other=path`"
     )

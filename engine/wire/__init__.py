@@ -1,7 +1,7 @@
-"""What the gateway and the model say to each other: what a request may hold, as JSON, and the answers, as msgpack.
+"""Protocol between the gateway and the model: requests as JSON, responses as msgpack.
 
-All that the gateway imports of the engine, but for errors, settings, log and address. How it travels through gRPC is in
-engine/wire/triton.py, which needs tritonclient.
+Besides errors, settings, log and address this is the only package of the engine that the gateway imports. The transport
+by gRPC is in engine/wire/triton.py, which needs tritonclient.
 """
 
 from engine.wire.answer import Aborted, Answer, Failure, ModelState, native_json, read_answer, write_answer
@@ -19,28 +19,28 @@ from engine.wire.checks import (
     within,
 )
 from engine.wire.delta import (
+    MIN_LOGPROB,
     REASONING_BEGIN,
     REASONING_END,
     TIMES,
-    UNLIKELY,
     Delta,
     Final,
     PromptDetails,
     TokenLogprob,
     Usage,
-    likely,
+    finite_logprob,
 )
+from engine.wire.field_descriptions import FIELD_DESCRIPTIONS, field_schemas, native_defaults, strip_links
 from engine.wire.fields import FIELDS
-from engine.wire.loras import LOAD_LORA, LORA_FIELDS, UNLOAD_LORA, Loras
-from engine.wire.meanings import MEANINGS, described, native_defaults, plain
+from engine.wire.loras import LOAD_LORA, LORA_FIELDS, UNLOAD_LORA, LoraList
 from engine.wire.owner import OWNER, Owner, owner_of, payload_with_owner, with_owner
 from engine.wire.request import (
     ABORT,
+    CONTROL_KEYS,
     DETOKENIZE,
     METRICS,
     PROBE,
     PROBE_PAYLOAD,
-    QUESTIONS,
     TOKENIZE,
     GenerationRequest,
     check_keys,
@@ -66,10 +66,10 @@ from engine.wire.stored import (
     STORE,
     STORED,
     StoredResponse,
-    Storing,
-    stored_question,
+    StoreOptions,
+    stored_action_of,
     storing_of,
 )
 from engine.wire.structured_output import StructuredOutput, json_schema, lenient_json_schema
 from engine.wire.structured_output_fields import STRUCTURED_OUTPUT_FIELDS
-from engine.wire.tokens import DETOKENIZE_FIELDS, TOKENIZE_FIELDS, Detokenized, Tokenized, checked
+from engine.wire.tokens import DETOKENIZE_FIELDS, TOKENIZE_FIELDS, DetokenizeResponse, TokenizeResponse, check_fields

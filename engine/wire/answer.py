@@ -1,8 +1,8 @@
-"""Answers of the model to the gateway: msgspec structs, which travel as tagged msgpack arrays, and their native JSON: a
-list with one object, and a bare object for a failure.
+"""Responses of the model to the gateway: msgspec structs, encoded as tagged msgpack arrays. Their native JSON is a list
+with one object, or a bare object for a failure.
 
-`write_answer` is for the model's side, `read_answer` for the gateway, `native_json` for its clients. Field names of the
-JSON are the predecessor's where it had them. Nothing here knows tokenizers, Triton or HTTP.
+The model calls `write_answer`, the gateway `read_answer` and, for its clients, `native_json`. JSON field names are
+FastDeploy's where it has them. Independent of tokenizers, Triton and HTTP.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import msgspec
 
 from engine.errors import RequestError, error_of
 from engine.wire.delta import Delta, Final, Usage
-from engine.wire.loras import Loras
+from engine.wire.loras import LoraList
 from engine.wire.stored import StoredResponse
-from engine.wire.tokens import Detokenized, Tokenized
+from engine.wire.tokens import DetokenizeResponse, TokenizeResponse
 
-VERSION = "4.6"  # of the predecessor whose error object this is
-# Once a token, so it is kept: json.dumps would make an encoder each time.
+VERSION = "4.6"  # of FastDeploy, whose error object this is
+# Shared, because it runs once per token: json.dumps would create an encoder for each call.
 JSON_ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False)
 
 
 class Failure(msgspec.Struct, frozen=True, tag="failure", array_like=True):
-    """A refusal, or the end of a request that failed, with all its answers. It has the keys of a delta, for readers
-    that expect these; what it counts is of all answers."""
+    """Refusal of a request, or the end of one that failed, with all its choices. Its JSON has the fields of a delta for
+    clients that expect them; its counts are sums over all choices."""
 
     error: RequestError
-    req_id: str | None = None  # None: the request has no valid one
+    req_id: str | None = None  # None: the request has no valid req_id
     send_idx: int = 0
     usage: Usage = Usage()
     infer_seed: int | None = None
@@ -56,24 +56,24 @@ class Failure(msgspec.Struct, frozen=True, tag="failure", array_like=True):
 
 
 class ModelState(msgspec.Struct, frozen=True, tag="state", array_like=True):
-    """The answer to a probe."""
+    """Response to a probe: readiness, limits and statistics of the model."""
 
     ready: bool
-    reason: str = ""  # why not
+    reason: str = ""  # why it is not ready
     model_len: int = 0
     max_seq_len: int = 0
     max_dec_len: int = 0
-    num_labels: int = 0  # that the model scores prompts by; 0: it has no head for that, and writes answers
+    num_labels: int = 0  # of the classifier; 0: the model has none and generates text
     num_running: int = 0
     num_waiting: int = 0
     num_blocks_held: int = 0
     num_open: int = 0
     engine_silent_s: float = 0.0
-    engine_step_s: float = 0.0  # for how long the step that runs has
+    engine_step_s: float = 0.0  # duration of the running step so far
     num_restarts: int = 0
-    loras: list[str] | None = None  # the names of adapters
-    metrics: list[Any] | None = None  # when asked for: of each sample what gateway/metrics.py writes
-    last_requests: list[Any] | None = None  # the same: what has ended, the latest first, without its words
+    loras: list[str] | None = None  # names of the loaded adapters
+    metrics: list[Any] | None = None  # samples for gateway/metrics.py, if requested
+    last_requests: list[Any] | None = None  # recently ended requests, the latest first, if requested
     is_end: ClassVar[bool] = True
 
     def fields(self) -> dict[str, Any]:
@@ -81,35 +81,39 @@ class ModelState(msgspec.Struct, frozen=True, tag="state", array_like=True):
 
 
 class Aborted(msgspec.Struct, frozen=True, tag="aborted", array_like=True):
-    """The answer to an abort."""
+    """Response to an abort request."""
 
     req_id: str
-    aborted: bool  # False: there is no such request of this owner, or no more
+    aborted: bool  # False: the owner has no such open request
     is_end: ClassVar[bool] = True
 
     def fields(self) -> dict[str, Any]:
         return {"is_end": 1, "req_id": self.req_id, "aborted": self.aborted}
 
 
-Answer = Delta | Final | Failure | ModelState | Aborted | Tokenized | Detokenized | Loras | StoredResponse
+Answer = (
+    Delta | Final | Failure | ModelState | Aborted | TokenizeResponse | DetokenizeResponse | LoraList | StoredResponse
+)
 
 
 def native_json(answer: Answer) -> bytes:
+    """Return the JSON of a response as native clients get it."""
     if not isinstance(answer, Failure):
         return JSON_ENCODER.encode([answer.fields()]).encode()
     fields = answer.fields()
     if answer.error.cause:
-        fields["error_template"] = answer.error.text  # for who calls fields otherwise
-    # The text may quote what a chat template makes of a lone surrogate.
+        fields["error_template"] = answer.error.text  # for protocols with other field names
+    # The text may quote the output of a chat template with a lone surrogate.
     return JSON_ENCODER.encode(fields).encode(errors="replace")
 
 
 def write_error(error: RequestError) -> str:
-    """Errors quote clients: numbers of any size and lone surrogates, which msgpack does not have."""
+    """Return the error as JSON, because it may quote numbers of any size and lone surrogates, which msgpack lacks."""
     return json.dumps([error.kind, error.text, error.retry_after_s, error.cause])
 
 
 def read_error(_: type, written: str) -> RequestError:
+    """Return the error that `write_error` has encoded."""
     kind, text, retry_after_s, cause = json.loads(written)
     return error_of(kind, text, retry_after_s, **cause)
 

@@ -1,4 +1,5 @@
-"""What a field of a request may hold. Every check names the key the client used, the value and the limit."""
+"""Checks of request fields. A check takes the name that the client used and the value, and returns the value to use. It
+raises InvalidRequest, which names the field, the value and the limit."""
 
 from __future__ import annotations
 
@@ -9,24 +10,24 @@ from typing import Any
 
 from engine.errors import InvalidRequest
 from engine.sampling_parameters import Parameter
-from engine.wire.schema import ID, IDS, MESSAGE, Check, holds
+from engine.wire.schema import ID, IDS, MESSAGE, Check, accepts
 
 MAX_STOP_SEQUENCES = 64  # and bad words
 MAX_STOP_LEN = 1024  # characters
-MAX_TOKEN_IDS = 1024  # to stop at, banned, or with a bias
-MAX_MESSAGES = 10_000  # each costs the checks and the chat template some microseconds, however short it is
+MAX_TOKEN_IDS = 1024  # stop tokens, banned tokens, or tokens with a bias
+MAX_MESSAGES = 10_000  # checks and chat template take some microseconds per message, however short it is
 MAX_LOGPROBS = 20
 MAX_REQ_ID_LEN = 256
 MAX_N = 16  # answers to one prompt
 POOLINGS = ("last", "mean")
-SCORE = "score"  # in place of one: what the head of a checkpoint makes of the last
+SCORE = "score"  # another value of `pooling`: the output of the classifier for the last token
 TOKEN_ID = re.compile("[0-9]{1,10}")
 
 SHORT_STRING = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LEN}
 
 
 def shown(value: Any) -> str:
-    """A client's value for an error message: escaped and short."""
+    """Return a client's value for an error message: escaped, and at most 80 characters."""
     try:
         text = json.dumps(value, ensure_ascii=True, default=str)
     except RecursionError:
@@ -35,11 +36,12 @@ def shown(value: Any) -> str:
 
 
 def brief(value: Any) -> Any:
-    """A client's value for an error's `value`: numbers and booleans as they are, anything else as it is shown."""
+    """Return a client's value for `value` of an error: numbers and booleans unchanged, anything else by `shown`."""
     return value if isinstance(value, bool) or _is_number(value) else shown(value)
 
 
 def kind_of(value: Any) -> str:
+    """Return the name of the JSON type of a value, with its article."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
     return names.get(type(value), "null")
 
@@ -53,18 +55,19 @@ def _is_number(value: Any) -> bool:
 
 
 def refusal(key: str, rest: str, value: Any = None, limit: Any = None) -> InvalidRequest:
+    """Return the error of the field `key`; `rest` follows its name in the message."""
     return InvalidRequest(f"The `{{field}}` {rest}", field=key, value=value, limit=limit)
 
 
 def within(key: str, place: str, check: Check, value: Any) -> Any:
-    """Checks a part of what `key` holds: its errors blame the field and say where in it."""
+    """Check a part of the field `key`. Errors name the field and `place`, the path of the part in it."""
     try:
         return check(key, value)
     except InvalidRequest as error:
         raise InvalidRequest(error.text.replace("{field}", "{field}" + place), **error.cause) from None
 
 
-@holds(type="string")
+@accepts(type="string")
 def string(key: str, value: Any) -> str:
     if not isinstance(value, str):
         raise refusal(key, "in input parameters must be a string, it is {value}", kind_of(value))
@@ -75,19 +78,19 @@ def string(key: str, value: Any) -> str:
     return value
 
 
-@holds(type="string", minLength=1)
+@accepts(type="string", minLength=1)
 def filled_string(key: str, value: Any) -> str:
     if not string(key, value):
         raise refusal(key, "in input parameters cannot be empty")
     return value
 
 
-@holds(type=["string", "integer"], minLength=1, maxLength=MAX_REQ_ID_LEN)
+@accepts(type=["string", "integer"], minLength=1, maxLength=MAX_REQ_ID_LEN)
 def req_id(key: str, value: Any) -> str:
     return short_name(key, str(value) if _is_int(value) else value)
 
 
-@holds(type="string", minLength=1, maxLength=MAX_REQ_ID_LEN)
+@accepts(type="string", minLength=1, maxLength=MAX_REQ_ID_LEN)
 def short_name(key: str, value: Any) -> str:
     text = filled_string(key, value)
     if len(text) > MAX_REQ_ID_LEN:
@@ -95,26 +98,26 @@ def short_name(key: str, value: Any) -> str:
     return text
 
 
-@holds(type="boolean")
+@accepts(type="boolean")
 def boolean(key: str, value: Any) -> bool:
     if not isinstance(value, bool) and value not in (0, 1):
         raise refusal(key, "must be a boolean, it is {value}", brief(value))
     return bool(value)
 
 
-@holds(type="integer", minimum=1)
+@accepts(type="integer", minimum=1)
 def positive_int(key: str, value: Any) -> int:
     if not _is_int(value) or value < 1:
         raise refusal(key, "must be an integer and greater than 0, it is {value}", brief(value))
     return value
 
 
-@holds(anyOf=[{"type": "integer", "minimum": 1}, {"enum": [-1]}])
+@accepts(anyOf=[{"type": "integer", "minimum": 1}, {"enum": [-1]}])
 def truncation(key: str, value: Any) -> int:
     return -1 if _is_int(value) and value == -1 else positive_int(key, value)
 
 
-@holds(type="integer", minimum=0)
+@accepts(type="integer", minimum=0)
 def max_len(key: str, value: Any) -> int:
     if not _is_int(value) or value < 0:
         raise refusal(key, "must be an integer and at least 0, it is {value}", brief(value))
@@ -122,7 +125,9 @@ def max_len(key: str, value: Any) -> int:
 
 
 def int_in(low: int, high: int) -> Check:
-    @holds(type="integer", minimum=low, maximum=high)
+    """Return the check of an integer from `low` to `high`."""
+
+    @accepts(type="integer", minimum=low, maximum=high)
     def check(key: str, value: Any) -> int:
         if not _is_int(value) or not low <= value <= high:
             raise refusal(key, "must be an integer in {limit}, it is {value}", brief(value), [low, high])
@@ -132,7 +137,9 @@ def int_in(low: int, high: int) -> Check:
 
 
 def number_in(low: float, high: float) -> Check:
-    @holds(type="number", minimum=low, maximum=high)
+    """Return the check of a number from `low` to `high`."""
+
+    @accepts(type="number", minimum=low, maximum=high)
     def check(key: str, value: Any) -> float:
         if not _is_number(value) or not low <= value <= high:
             raise refusal(key, "must be in {limit}, it is {value}", brief(value), [low, high])
@@ -142,12 +149,14 @@ def number_in(low: float, high: float) -> Check:
 
 
 def sampling(parameter: Parameter) -> Check:
+    """Return the check of a sampling parameter. Its `off` value becomes the neutral one, and large values are clipped
+    if the parameter allows it."""
     is_int, low = parameter.type is int, min(parameter.low, parameter.low if parameter.off is None else parameter.off)
     limits = {"minimum": low} if parameter.is_clipped else {"minimum": low, "maximum": parameter.high}
     limit = None if parameter.is_clipped else [parameter.low, parameter.high]
     is_right = _is_int if is_int else _is_number
 
-    @holds(type="integer" if is_int else "number", **limits)
+    @accepts(type="integer" if is_int else "number", **limits)
     def check(key: str, value: Any) -> float:
         if not is_right(value) or value < low or (value > parameter.high and not parameter.is_clipped):
             raise refusal(key, f"{parameter.needs}, it is {{value}}", brief(value), limit)
@@ -158,7 +167,7 @@ def sampling(parameter: Parameter) -> Check:
     return check
 
 
-@holds(type=["boolean", "integer"], minimum=-1, maximum=MAX_LOGPROBS)
+@accepts(type=["boolean", "integer"], minimum=-1, maximum=MAX_LOGPROBS)
 def logprobs(key: str, value: Any) -> int:
     if isinstance(value, bool):
         return 0 if value else -1
@@ -173,7 +182,7 @@ def _filled_list(key: str, value: Any) -> list[Any]:
     return value
 
 
-@holds(**IDS, minItems=1)
+@accepts(**IDS, minItems=1)
 def ids(key: str, value: Any) -> list[int]:
     _filled_list(key, value)
     if set(map(type, value)) != {int} or min(value) < 0 or max(value) >= 2**31:  # in C: half the time of a loop
@@ -182,27 +191,27 @@ def ids(key: str, value: Any) -> list[int]:
     return value
 
 
-@holds(anyOf=[ID, {**IDS, "maxItems": MAX_TOKEN_IDS}])
+@accepts(anyOf=[ID, {**IDS, "maxItems": MAX_TOKEN_IDS}])
 def few_ids(key: str, value: Any) -> tuple[int, ...]:
-    """Every one of them costs time in every step."""
+    """Check one or up to MAX_TOKEN_IDS token ids; the limit is low because each id takes time in every step."""
     if value == []:
         return ()
     token_ids = tuple(ids(key, [value] if _is_int(value) else value))
     return _at_most(MAX_TOKEN_IDS, key, token_ids)
 
 
-@holds(anyOf=[ID, {**IDS, "minItems": 1, "maxItems": MAX_N}])
+@accepts(anyOf=[ID, {**IDS, "minItems": 1, "maxItems": MAX_N}])
 def counts(key: str, value: Any) -> tuple[int, ...]:
-    """Of tokens, one a choice; of a single choice a bare number."""
+    """Check numbers of tokens, one per choice; a bare number stands for a single choice."""
     items = [value] if _is_int(value) else _at_most(MAX_N, key, _filled_list(key, value))
     if wrong := [item for item in items if not _is_int(item) or not 0 <= item < 2**31]:
         raise refusal(key, "must be a number of tokens, it is {value}", brief(wrong[0]))
     return tuple(items)
 
 
-@holds(anyOf=[IDS, {"type": "array", "items": IDS, "maxItems": MAX_N}])
+@accepts(anyOf=[IDS, {"type": "array", "items": IDS, "maxItems": MAX_N}])
 def answer_ids(key: str, value: Any) -> tuple[tuple[int, ...], ...]:
-    """Token ids of each choice; of a single choice a bare list."""
+    """Check the token ids of each choice; a flat list stands for a single choice."""
     items = _at_most(MAX_N, key, value) if value and isinstance(value, list) and isinstance(value[0], list) else [value]
     return tuple(() if item == [] else tuple(ids(key, item)) for item in items)
 
@@ -213,7 +222,7 @@ def _at_most(limit: int, key: str, items: Any) -> Any:
     return items
 
 
-@holds(anyOf=[SHORT_STRING, {"type": "array", "items": SHORT_STRING, "maxItems": MAX_STOP_SEQUENCES}])
+@accepts(anyOf=[SHORT_STRING, {"type": "array", "items": SHORT_STRING, "maxItems": MAX_STOP_SEQUENCES}])
 def strings(key: str, value: Any) -> tuple[str, ...]:
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, list):
@@ -228,8 +237,9 @@ def _short_string(key: str, value: Any) -> str:
     return text
 
 
-@holds(type="array", items=MESSAGE, minItems=1, maxItems=MAX_MESSAGES)
+@accepts(type="array", items=MESSAGE, minItems=1, maxItems=MAX_MESSAGES)
 def messages(key: str, value: Any) -> list[dict[str, Any]]:
+    """Check the messages of a chat. The role of a message defaults to `user`."""
     for item in _at_most(MAX_MESSAGES, key, _filled_list(key, value)):
         if not isinstance(item, dict):
             text = f"The items in {{field}} must be objects, {{value}} is {kind_of(item)}"
@@ -251,7 +261,7 @@ def _content(key: str, value: Any) -> None:
         string(key, value)
 
 
-@holds(
+@accepts(
     type="object",
     propertyNames={"pattern": "^[0-9]{1,9}$"},
     additionalProperties={"type": "number", "minimum": -100, "maximum": 100},
@@ -267,28 +277,28 @@ def logit_bias(key: str, value: Any) -> tuple[tuple[int, float], ...]:
     return tuple((int(token_id), float(bias)) for token_id, bias in value.items())
 
 
-@holds(type="object")
+@accepts(type="object")
 def json_object(key: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise refusal(key, "must be an object, it is {value}", kind_of(value))
     return value
 
 
-@holds(type="array", items={"type": "object"})
+@accepts(type="array", items={"type": "object"})
 def objects(key: str, value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list):
         raise refusal(key, "must be a list, it is {value}", kind_of(value))
     return [within(key, "[]", json_object, item) for item in value]
 
 
-@holds(enum=["fastdeploy", "openai"])
+@accepts(enum=["fastdeploy", "openai"])
 def response_type(key: str, value: Any) -> str:
     if value not in ("fastdeploy", "openai"):
         raise refusal(key, "must be either `fastdeploy` or `openai`.", brief(value))
     return value
 
 
-@holds(enum=[*POOLINGS, SCORE])
+@accepts(enum=[*POOLINGS, SCORE])
 def pooling(key: str, value: Any) -> str:
     if value not in (*POOLINGS, SCORE):
         raise refusal(key, "must be one of {limit}, it is {value}", brief(value), [*POOLINGS, SCORE])

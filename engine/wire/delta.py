@@ -1,5 +1,5 @@
-"""An answer as it grows: what it has gained, its tokens, their log-probabilities, what its prompt has to tell. msgspec
-structs and named tuples, which travel as msgpack arrays; `fields` are their JSON."""
+"""Responses that carry generated tokens: new tokens and text, log-probabilities, and details of the prompt. They are
+msgspec structs and named tuples, encoded as msgpack arrays; `fields` returns their native JSON."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-UNLIKELY = -9999.0  # in JSON, which has no infinity; OpenAI writes the same
-REASONING_BEGIN, REASONING_END = "<think>", "</think>"  # around what models think before they answer
-TIMES = (  # told with `benchmark`
+MIN_LOGPROB = -9999.0  # stands for -inf, which JSON lacks; the same as OpenAI's
+REASONING_BEGIN, REASONING_END = "<think>", "</think>"  # delimiters of the reasoning before an answer
+TIMES = (  # returned with `benchmark`
     "preprocess_start_time",
     "preprocess_end_time",
     "schedule_start_time",
@@ -19,9 +19,11 @@ TIMES = (  # told with `benchmark`
 
 
 class Usage(NamedTuple):
+    """Token counts of a response."""
+
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    cached_tokens: int | None = None  # of the prompt; None: not told
+    cached_tokens: int | None = None  # prompt tokens found in the prefix cache; None: unknown
 
     def fields(self) -> dict[str, int]:
         fields = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens}
@@ -29,13 +31,13 @@ class Usage(NamedTuple):
 
 
 class TokenLogprob(NamedTuple):
-    """Of a token of answer or prompt, with the likeliest in its place, or of one of these. There are up to 21 a token,
-    and a tuple is made in a quarter of a frozen dataclass's time."""
+    """Log-probability of a token of the answer or prompt, with the most likely alternatives. It is a tuple because up
+    to 21 are created per token, in a quarter of the time of a frozen dataclass."""
 
     token_id: int
     token: str = ""
-    bytes: tuple[int, ...] = ()  # of the token: its text may be a part of a character
-    logprob: float | None = None  # None: of the first of a prompt, or the engine does not know it (any more)
+    bytes: tuple[int, ...] = ()  # UTF-8 of the token, which may be a part of a character
+    logprob: float | None = None  # None: first token of a prompt, or unknown after a resume
     top: tuple[TokenLogprob, ...] = ()
 
     def fields(self) -> dict[str, Any]:
@@ -48,7 +50,7 @@ class TokenLogprob(NamedTuple):
 
 
 class PromptDetails(NamedTuple):
-    """What was asked of the prompt itself; None: it was not."""
+    """Token ids, text and log-probabilities of the prompt, as far as they are requested."""
 
     token_ids: list[int] | None = None
     text: str | None = None
@@ -64,26 +66,26 @@ PROMPT_DETAIL_NAMES = ("prompt_token_ids", "prompt_text", "prompt_logprobs")
 
 
 class Delta(msgspec.Struct, frozen=True, tag="delta", array_like=True):
-    """What an answer has gained since the response before it."""
+    """Tokens and text of a choice since its previous response."""
 
     req_id: str
     token: str  # the text
     token_ids: list[int]
-    send_idx: int  # of the first of these tokens in the answer
+    send_idx: int  # index of the first of these tokens in the answer
     usage: Usage
     infer_seed: int
     inference_time_cost: float = 0.0  # seconds since the request was accepted
     return_all_tokens: bool = False
-    logprobs: tuple[TokenLogprob, ...] | None = None  # of each token; None: not asked for
-    times: dict[str, str] | None = None  # TIMES, when asked for
-    index: int = 0  # of the answer among the n to the prompt
-    prompt_details: PromptDetails | None = None  # with the first of each answer
-    reasoning: str | None = None  # the same: it "never" begins with one, "may", or "does" whether it says so or not
-    max_dec_len: int | None = None  # the same: what the request's was reduced to (`cut_max_dec_len`)
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one per token; None: not requested
+    times: dict[str, str] | None = None  # TIMES, if requested
+    index: int = 0  # of the choice
+    prompt_details: PromptDetails | None = None  # in the first response of each choice
+    reasoning: str | None = None  # in the first response: see `Config.reasoning`
+    max_dec_len: int | None = None  # in the first response: the limit after a reduction (`cut_max_dec_len`)
 
     @property
     def is_end(self) -> bool:
-        """Nothing more comes for the request."""
+        """Return whether this is the last response of the request."""
         return False
 
     def fields(self) -> dict[str, Any]:
@@ -115,15 +117,15 @@ class Delta(msgspec.Struct, frozen=True, tag="delta", array_like=True):
 
 
 class Final(Delta, frozen=True, tag="final", array_like=True, kw_only=True):
-    """The last of an answer, with all of it. Of several answers, one ends the request."""
+    """Last response of a choice, with its whole text. One of several choices has `is_end` and ends the request."""
 
     finish_reason: str
     stop_reason: str | None = None  # the stop string
     tokens_all: str
     tokens_all_ids: list[int]
     is_end: bool = True
-    stop_token: TokenLogprob | None = None  # the id that ended it; None: there is none, or nobody has asked
-    embedding: str | None = None  # of the prompt, f32 in base64; None: not asked for
+    stop_token: TokenLogprob | None = None  # the token that ended the answer, if there is one and it is requested
+    embedding: str | None = None  # embedding or scores of the prompt, f32 in base64; None: not requested
 
     def fields(self) -> dict[str, Any]:
         more: dict[str, Any] = {} if self.stop_token is None else {"stop_token": self.stop_token.fields()}
@@ -140,6 +142,6 @@ class Final(Delta, frozen=True, tag="final", array_like=True, kw_only=True):
         }
 
 
-def likely(logprob: float) -> float:
-    """Return the log-probability as JSON can have it: a number that is not less than UNLIKELY."""
-    return max(UNLIKELY, logprob)  # not NaN either, in this order
+def finite_logprob(logprob: float) -> float:
+    """Return the log-probability as a finite number for JSON, at least MIN_LOGPROB."""
+    return max(MIN_LOGPROB, logprob)  # in this order NaN becomes MIN_LOGPROB, too

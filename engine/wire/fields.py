@@ -1,4 +1,4 @@
-"""The fields of a request: their names, and how each is checked."""
+"""Fields of a request: names, aliases and checks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from engine.wire.structured_output_fields import STRUCTURED_OUTPUT_FIELDS
 
 
 class Field(NamedTuple):
-    aliases: tuple[str, ...]  # other names of it, the first present wins; the last is OpenAI's
+    """Aliases and check of one field."""
+
+    aliases: tuple[str, ...]  # the first name that is present wins; the last alias is OpenAI's
     check: checks.Check
 
 
@@ -61,6 +63,6 @@ FIELDS: dict[str, Field] = {
     "timeout": Field((), checks.number_in(0, 1e9)),
     "priority": Field((), checks.int_in(-100, 100)),
     "response_timeout": Field((), checks.number_in(0, 1e9)),
-    "enable_text_truncate": Field((), checks.boolean),  # a prompt is never cut: too long is an error
+    "enable_text_truncate": Field((), checks.boolean),  # prompts are never cut: a prompt that is too long is an error
     "model": Field((), checks.anything),
 }

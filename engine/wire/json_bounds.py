@@ -1,5 +1,4 @@
-"""Numeric bounds of JSON schemas. The library that follows a schema reads them as 64-bit floats, so that only integers
-up to 2^53 are exact in it."""
+"""Numeric bounds of JSON schemas. llguidance reads them as 64-bit floats, so only integers up to 2^53 are exact."""
 
 from __future__ import annotations
 
@@ -13,9 +12,13 @@ from engine.wire.checks import refusal
 
 Json = dict[str, Any]
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-LIMITS_OF_TYPES = (-(2**63), 2**63 - 1, 2**64 - 1)  # code generators write them for int64 and uint64: no bound is meant
+LIMITS_OF_TYPES = (
+    -(2**63),
+    2**63 - 1,
+    2**64 - 1,
+)  # code generators write them for int64 and uint64, so they are no real bounds
 MAX_EXACT = 2**53
-LITERALS = ("const", "enum", "default", "examples")  # hold values, no schemas
+LITERALS = ("const", "enum", "default", "examples")  # contain values, no schemas
 BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 JSON_IN_LARK = re.compile(r"%json\s*(?=\{)")
 
@@ -38,12 +41,12 @@ def with_exact_bounds(key: str, schema: Json) -> Json:
 
 
 def with_exact_bounds_in_lark(key: str, grammar: str) -> str:
-    """Do the same for every `%json {...}` of a Lark grammar."""
+    """Apply `with_exact_bounds` to every `%json {...}` of a Lark grammar and return the grammar."""
     parts, position = [], 0
     for match in JSON_IN_LARK.finditer(grammar):
         try:
             schema, end = json.JSONDecoder().raw_decode(grammar, match.end())
-        except (ValueError, RecursionError):  # the library says what is wrong
+        except (ValueError, RecursionError):  # llguidance reports the error
             continue
         if match.start() >= position and (exact := with_exact_bounds(key, schema)) != schema:
             parts += [grammar[position : match.end()], json.dumps(exact, ensure_ascii=False)]

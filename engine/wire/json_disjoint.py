@@ -1,4 +1,5 @@
-"""Whether no value can follow two JSON schemas, as the alternatives of a `oneOf` must be to be enforced."""
+"""Proof that two JSON schemas are disjoint, so that no value is valid for both. A `oneOf` can only be enforced if its
+alternatives are disjoint."""
 
 from __future__ import annotations
 
@@ -6,10 +7,10 @@ import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from engine.wire.json_positions import Json, listed, resolved, texts_in
+from engine.wire.json_subschemas import Json, listed, resolved, texts_in
 
 KINDS = ("null", "boolean", "integer", "number", "string", "array", "object")
-# What limits a value of each kind
+# Keywords that bound a value of each kind
 BOUNDS = {
     "string": ("minLength", "maxLength"),
     "array": ("minItems", "maxItems"),
@@ -20,34 +21,35 @@ BOUNDS = {
 MAX_DEPTH = 32
 
 
-class View(NamedTuple):
-    """A schema in the document that its references are looked up in."""
+class SchemaView(NamedTuple):
+    """A schema, and the document in which its references are resolved."""
 
     root: Json
     schema: Any
 
-    def of(self, schema: Any) -> View:
-        return View(self.root, schema)
+    def of(self, schema: Any) -> SchemaView:
+        return SchemaView(self.root, schema)
 
 
-class Facts(NamedTuple):
-    """What can be said of all values of a schema without looking at another one."""
+class SchemaFacts(NamedTuple):
+    """Properties that all values of a schema have."""
 
-    view: View
-    facets: list[View]  # schemas that a value must all follow: the schema itself, what it refers to, those of `allOf`
+    view: SchemaView
+    facets: list[SchemaView]  # a value is valid for all: the schema itself, its `$ref`, and its `allOf`
     kinds: set[str]
-    values: list[set[str]]  # a value is in all of these, see _canonical
-    required: set[str]  # properties
+    values: list[set[str]]  # a value is in each of these sets, see _canonical
+    required: set[str]  # names of properties
 
 
-class Comparison:
-    """Looks for a proof that two schemas are disjoint. What takes more than `max_steps` counts as none."""
+class DisjointnessChecker:
+    """Searches proofs that two schemas are disjoint. After `max_steps` steps in total every search fails."""
 
     def __init__(self, max_steps: int):
         self._steps_left = max_steps
-        self._known: dict[tuple[int, int], Facts] = {}
+        self._known: dict[tuple[int, int], SchemaFacts] = {}
 
-    def are_disjoint(self, one: View, other: View, depth: int = 0) -> bool:
+    def are_disjoint(self, one: SchemaView, other: SchemaView, depth: int = 0) -> bool:
+        """Return True if it is proven that no value is valid for both schemas."""
         self._steps_left -= 1
         if self._steps_left < 0 or depth > MAX_DEPTH:
             return False
@@ -64,16 +66,16 @@ class Comparison:
                     return True
         return all(self._differ(kind, ones, others, depth + 1) for kind in kinds)
 
-    def _facts(self, view: View) -> Facts:
+    def _facts(self, view: SchemaView) -> SchemaFacts:
         key = id(view.root), id(view.schema)
         if key not in self._known:
             facets = list(self._facets(view))
             values = [{_canonical(value) for value in each} for one in facets if (each := _values(one)) is not None]
             required = set().union(*(texts_in(each.schema.get("required")) for each in facets))
-            self._known[key] = Facts(view, facets, _kinds(facets), values, required)
+            self._known[key] = SchemaFacts(view, facets, _kinds(facets), values, required)
         return self._known[key]
 
-    def _facets(self, view: View, depth: int = 0) -> Iterator[View]:
+    def _facets(self, view: SchemaView, depth: int = 0) -> Iterator[SchemaView]:
         self._steps_left -= 1
         if not isinstance(view.schema, dict) or depth > MAX_DEPTH or self._steps_left < 0:
             return
@@ -83,15 +85,15 @@ class Comparison:
         for each in listed(view.schema.get("allOf")):
             yield from self._facets(view.of(each), depth + 1)
 
-    def _differ(self, kind: str, ones: Facts, others: Facts, depth: int) -> bool:
-        """No value of this kind follows both."""
+    def _differ(self, kind: str, ones: SchemaFacts, others: SchemaFacts, depth: int) -> bool:
+        """Return True if no value of this kind is valid for both schemas."""
         facets = [*ones.facets, *others.facets]
         if kind in BOUNDS and _are_apart(*BOUNDS[kind], facets, kind in ("integer", "number")):
             return True
         return kind == "object" and self._have_other_properties(ones, others, depth)
 
-    def _have_other_properties(self, ones: Facts, others: Facts, depth: int) -> bool:
-        """Some property is required and can be in one of them only, or has other values in each."""
+    def _have_other_properties(self, ones: SchemaFacts, others: SchemaFacts, depth: int) -> bool:
+        """Return True if a required property is forbidden by one schema, or has disjoint schemas in the two."""
         for name in sorted(ones.required | others.required):
             self._steps_left -= 1
             one, other = list(_properties(name, ones.facets)), list(_properties(name, others.facets))
@@ -102,15 +104,15 @@ class Comparison:
         return False
 
 
-def _alternatives(facets: list[View]) -> Iterator[list[View]]:
+def _alternatives(facets: list[SchemaView]) -> Iterator[list[SchemaView]]:
     for view in facets:
         for name in ("anyOf", "oneOf"):
             if isinstance(view.schema.get(name), list):
                 yield [view.of(each) for each in view.schema[name]]
 
 
-def _kinds(facets: list[View]) -> set[str]:
-    """Return the kinds that a value may be of. Whole numbers are a kind of their own."""
+def _kinds(facets: list[SchemaView]) -> set[str]:
+    """Return the kinds of values that are possible. Whole numbers are a separate kind."""
     kinds = set(KINDS)
     for view in facets:
         if (values := _values(view)) is not None:
@@ -121,7 +123,7 @@ def _kinds(facets: list[View]) -> set[str]:
     return kinds
 
 
-def _values(view: View) -> list[Any] | None:
+def _values(view: SchemaView) -> list[Any] | None:
     if "const" in view.schema:
         return [view.schema["const"]]
     return view.schema["enum"] if isinstance(view.schema.get("enum"), list) else None
@@ -137,7 +139,7 @@ def _kind_of(value: Any) -> str:
 
 
 def _canonical(value: Any) -> str:
-    """Return a text that equal values share: 1 is 1.0 and not true."""
+    """Return a text that is the same for equal values: 1 equals 1.0, but not true."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, float) and value.is_integer():
@@ -149,8 +151,8 @@ def _canonical(value: Any) -> str:
     return json.dumps(plain(value), sort_keys=True)
 
 
-def _are_apart(low: str, high: str, facets: list[View], are_numbers: bool) -> bool:
-    """The lower bounds of all exclude the upper ones."""
+def _are_apart(low: str, high: str, facets: list[SchemaView], are_numbers: bool) -> bool:
+    """Return True if a lower bound exceeds an upper bound, so that no value satisfies all facets."""
     lows = [(bound, False) for view in facets if _is_number(bound := view.schema.get(low))]
     highs = [(bound, False) for view in facets if _is_number(bound := view.schema.get(high))]
     if are_numbers:
@@ -163,8 +165,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _properties(name: str, facets: list[View]) -> Iterator[View]:
-    """Yield the schemas that the value of this property must follow, as far as they are named."""
+def _properties(name: str, facets: list[SchemaView]) -> Iterator[SchemaView]:
+    """Yield the schemas that the value of this property must be valid for, as far as the facets name them."""
     for view in facets:
         properties = view.schema.get("properties")
         if isinstance(properties, dict) and name in properties:

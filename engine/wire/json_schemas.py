@@ -1,8 +1,9 @@
-"""What an answer is made by, of the JSON schema that a client gives: whatever it allows the schema allows, too.
+"""Conversion of a client's JSON schema to one that llguidance enforces. Every value of the result is valid for the
+client's schema.
 
-Objects have the properties that are named, and no others: a schema that says nothing of those allows them, and small
-models go on inventing some; vLLM, llama.cpp and Outlines do the same. What cannot be enforced is refused with its
-place, or left out where the client says that it need not be.
+Objects get no properties beyond the named ones unless the schema allows them explicitly: JSON Schema allows them by
+default, and small models would invent properties without end; vLLM, llama.cpp and Outlines do the same. Keywords that
+cannot be enforced are refused with their place, or ignored if the client allows it.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from engine.wire.checks import refusal
-from engine.wire.json_disjoint import Comparison, View
-from engine.wire.json_keywords import Document
-from engine.wire.json_positions import Json, listed, reachable, resolved, texts_in
+from engine.wire.json_disjoint import DisjointnessChecker, SchemaView
+from engine.wire.json_keywords import SchemaRewriter
+from engine.wire.json_subschemas import Json, listed, reachable, resolved, texts_in
 
 OF_ONE = ("items", "additionalProperties")
 OF_LIST = ("prefixItems", "anyOf", "oneOf", "allOf")
 OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
-# They speak of properties of the same object that are named elsewhere: nothing is closed then.
+# They refer to properties that are named elsewhere for the same object, so that objects cannot be closed.
 COMBINING_BESIDE = ("allOf", "anyOf", "oneOf", "$ref", "minProperties")
-MAX_STEPS = 10_000  # for the proofs that alternatives of one schema are disjoint
-MAX_CANDIDATES = 16  # properties that may tell alternatives apart
+MAX_STEPS = 10_000  # of the proofs for one schema
+MAX_CANDIDATES = 16  # properties that may distinguish alternatives
 UNENFORCEABLE = (
     "has keywords that cannot be enforced while the answer is written: {value}; remove them, or have them ignored by"
     ' `"strict": false`, which `response_format` and the functions of tools may have'
@@ -30,15 +31,17 @@ UNENFORCEABLE = (
 MAX_SHOWN = 5  # places in an error
 
 
-class Followed(NamedTuple):
+class EnforceableSchema(NamedTuple):
+    """A schema that llguidance enforces, and the ignored keywords."""
+
     schema: Json
-    unenforced: tuple[str, ...] = ()  # keywords that are left out, each with its place: `uniqueItems at $.tags`
+    unenforced: tuple[str, ...] = ()  # ignored keywords with their places, such as `uniqueItems at $.tags`
 
 
-def to_follow(key: str, schema: Json, strict: bool = True) -> Followed:
-    """Return the schema that the answer is made by. Raise InvalidRequest if `strict` and something in it cannot be
-    enforced."""
-    document = Document(copy.deepcopy(schema))
+def enforceable_schema(key: str, schema: Json, strict: bool = True) -> EnforceableSchema:
+    """Return the schema to enforce. `key` is the field for errors. Raises InvalidRequest if `strict` and a keyword
+    cannot be enforced."""
+    document = SchemaRewriter(copy.deepcopy(schema))
     found = [f"{name} at {path}" for path, part in reachable(document.root) for name in document.unenforced(part)]
     open_root = copy.deepcopy(document.root)
     _close(document.root)
@@ -47,7 +50,7 @@ def to_follow(key: str, schema: Json, strict: bool = True) -> Followed:
     if found and strict:
         more = f" and {len(found) - MAX_SHOWN} more" if len(found) > MAX_SHOWN else ""
         raise refusal(key, UNENFORCEABLE, f"{', '.join(found[:MAX_SHOWN])}{more}")
-    return Followed(document.root, tuple(found))
+    return EnforceableSchema(document.root, tuple(found))
 
 
 def _close(root: Json) -> None:
@@ -66,7 +69,7 @@ def _combines(schema: Json) -> bool:
 
 
 def _within(schema: Any) -> Iterator[Json]:
-    """Yield the schema and all schemas in it, also those that nothing refers to."""
+    """Yield the schema and all subschemas, including unreferenced definitions."""
     if not isinstance(schema, dict):
         return
     yield schema
@@ -79,16 +82,16 @@ def _within(schema: Any) -> Iterator[Json]:
 
 
 def _rewrite_one_of(root: Json, open_root: Json) -> Iterator[str]:
-    """Make every `oneOf` an `anyOf`. Yield the places of those whose alternatives may overlap: a value of one, which
-    has only the named properties, may be allowed by another, which in `open_root` may have more."""
-    comparison = Comparison(MAX_STEPS)
+    """Rewrite every `oneOf` to an `anyOf`, and yield the places of those whose alternatives may overlap. An alternative
+    of the closed schema `root` is compared with the others in `open_root`, where objects may have more properties."""
+    comparison = DisjointnessChecker(MAX_STEPS)
     pairs = list(zip(reachable(root), reachable(open_root), strict=False))
     for (path, part), (_, open_part) in pairs:
         alternatives, others = part.get("oneOf"), open_part.get("oneOf")
         if not isinstance(alternatives, list) or not isinstance(others, list):
             continue
         beside = {name: value for name, value in open_part.items() if name != "oneOf"}
-        views = [View(open_root, {"allOf": [each, beside]}) for each in others]
+        views = [SchemaView(open_root, {"allOf": [each, beside]}) for each in others]
         exact = next((each for each in _versions(root, part) if _exclude(comparison, root, each, views)), None)
         del part["oneOf"]
         any_of = {"anyOf": alternatives if exact is None else exact}
@@ -97,10 +100,12 @@ def _rewrite_one_of(root: Json, open_root: Json) -> Iterator[str]:
             yield f"oneOf (two alternatives may allow the same value) at {path}"
 
 
-def _exclude(comparison: Comparison, root: Json, alternatives: Sequence[Any], others: Sequence[View]) -> bool:
-    """No value of an alternative is allowed by another one."""
+def _exclude(
+    comparison: DisjointnessChecker, root: Json, alternatives: Sequence[Any], others: Sequence[SchemaView]
+) -> bool:
+    """Return True if no value of an alternative is valid for another one."""
     return all(
-        comparison.are_disjoint(View(root, one), other)
+        comparison.are_disjoint(SchemaView(root, one), other)
         for i, one in enumerate(alternatives)
         for j, other in enumerate(others)
         if i != j
@@ -108,8 +113,8 @@ def _exclude(comparison: Comparison, root: Json, alternatives: Sequence[Any], ot
 
 
 def _versions(root: Json, part: Json) -> Iterator[list[Any]]:
-    """Yield the alternatives as they are; those that only require one property each, without the others' ones; and all
-    with one and the same property required, which may tell them apart."""
+    """Yield variants of the alternatives that may be disjoint: unchanged; if each only requires one property, without
+    the properties of the others; and with a common property required that may distinguish them."""
     alternatives = part["oneOf"]
     yield alternatives
     names = [each["required"][0] for each in alternatives if _only_requires_one(each)]

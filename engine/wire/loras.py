@@ -1,4 +1,4 @@
-"""Which adapters a server has, and the questions that change it, in vLLM's words."""
+"""Requests that load and unload LoRA adapters, with vLLM's field names, and their response."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ LORA_FIELDS = {
 }
 
 
-class Loras(msgspec.Struct, frozen=True, tag="loras", array_like=True):
-    """The answer to both: the names of those that there are now."""
+class LoraList(msgspec.Struct, frozen=True, tag="loras", array_like=True):
+    """Response to both requests: the names of the loaded adapters."""
 
     names: list[str]
     is_end: ClassVar[bool] = True

@@ -1,4 +1,5 @@
-"""Whose request it is: the gateway, which knows the keys, tells the model. What a client says of it is dropped."""
+"""Owner of a request. The gateway, which knows the API keys, adds it to the request; what clients write there is
+removed."""
 
 from __future__ import annotations
 
@@ -9,18 +10,18 @@ from typing import Any
 from engine.errors import InvalidRequest
 from engine.settings.keys import Owner
 
-OWNER = "_owner"  # of a request's body
+OWNER = "_owner"  # key in the body of a request
 
 
 def with_owner(body: dict[str, Any], owner: Owner) -> dict[str, Any]:
-    """In place of what the body says of it."""
+    """Return `body` with this owner, in place of any that it contains."""
     body = {name: value for name, value in body.items() if name != OWNER}
     return {**body, OWNER: asdict(owner)} if owner != Owner() else body
 
 
 def payload_with_owner(payload: bytes, owner: Owner) -> bytes:
-    """The same for a text that nobody here reads. Of a name that comes twice JSON takes the last, so what is put before
-    the last brace wins; a text in which that does not end the request is refused as none."""
+    """Return the JSON text `payload` with this owner, without parsing it. Of duplicate names JSON parsers keep the
+    last, so the owner is inserted before the last brace. A text that continues after this brace is no valid request."""
     place, may_say = payload.rfind(b"}"), OWNER.encode() in payload or b"\\u" in payload
     if place < 0 or (not owner.name and not may_say):
         return payload
@@ -29,6 +30,7 @@ def payload_with_owner(payload: bytes, owner: Owner) -> bytes:
 
 
 def owner_of(body: dict[str, Any]) -> Owner:
+    """Return the owner of a request; the anonymous owner if it has none. Raises InvalidRequest."""
     try:
         return Owner(**body.get(OWNER, {}))
     except TypeError:

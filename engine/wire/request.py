@@ -1,6 +1,6 @@
-"""What a client asks of the Triton model: a list with one object. Nothing here knows tokens, Triton or HTTP.
+"""Requests to the Triton model: a list with one JSON object. Independent of tokenizers, Triton and HTTP.
 
-Field names and error texts are the predecessor's where it had them.
+Field names and error texts are FastDeploy's where it has them.
 """
 
 from __future__ import annotations
@@ -22,22 +22,27 @@ from engine.wire.stored import STORE, STORED
 from engine.wire.structured_output_fields import STRUCTURED_OUTPUT_FIELDS, StructuredOutput
 
 PROBE = "probe"  # a request with this key set is answered at once with the ModelState, with METRICS also its metrics
-PROBE_PAYLOAD = b'[{"probe":true}]'  # so written, it is answered before all that waits to be read
+PROBE_PAYLOAD = b'[{"probe":true}]'  # this exact text is answered without parsing
 METRICS = "metrics"
-ABORT = "abort"  # a request with this key set ends the one with the req_id that it holds, and is answered with Aborted
+ABORT = (
+    "abort"  # a request with this key set ends the one with the req_id that it accepts, and is answered with Aborted
+)
 MAX_URGENT_BYTES = 16 << 10  # of a probe or an abort: a req_id, however escaped
-TOKENIZE, DETOKENIZE = "tokenize", "detokenize"  # one with this key is answered with Tokenized or Detokenized
-# Keys that make a request none for an answer of the model, or that only the gateway may set
-QUESTIONS = (PROBE, ABORT, SHARE, TOKENIZE, DETOKENIZE, STORE, STORED, *LORA_FIELDS)
-MAX_KEYS = 1000  # of a request, most of them none of ours
-MAX_UNKNOWN_KEYS = 100  # that are compared with ours
-MAX_MISSPELT_LEN = 40  # characters; a longer key is none of ours, and comparing it takes long
+TOKENIZE, DETOKENIZE = (
+    "tokenize",
+    "detokenize",
+)  # one with this key is answered with TokenizeResponse or DetokenizeResponse
+# Keys of requests that do not generate text, and keys that only the gateway may set
+CONTROL_KEYS = (PROBE, ABORT, SHARE, TOKENIZE, DETOKENIZE, STORE, STORED, *LORA_FIELDS)
+MAX_KEYS = 1000  # fields of a request, including unknown ones
+MAX_UNKNOWN_KEYS = 100  # unknown fields that are compared with ours for misspellings
+MAX_MISSPELT_LEN = 40  # characters; comparing longer keys takes long, and ours are shorter
 NAMES = [key for name, field in FIELDS.items() for key in (name, *field.aliases)]
-NOT_SEARCHED = (  # what changes logits, which a beam search does not
+UNSUPPORTED_BY_BEAM_SEARCH = (  # fields that change logits or constrain tokens
     *("bad_words", "bad_words_token_ids", "logit_bias", "structured_output", "pooling", "reasoning_max_tokens"),
 )
 EXCLUSIVE = ("topp", "infer_seed")
-ACCEPTED_ONLY = (
+IGNORED = (
     "stream",
     "return_usage",
     "response_type",
@@ -46,29 +51,29 @@ ACCEPTED_ONLY = (
     "model",
 )
 
-# Of others' requests, what would change the answer and is not of this protocol
+# Fields of other servers that would change the answer and are not supported
 REFUSED = (
     *("min_characters", "logits_processors", "logits_processors_args", "suffix", "echo"),
     *("top_logprobs", "structured_outputs", "functions", "stop_regex", "chat_template"),
     *("json_schema", "regex", "ebnf"),
 )
-LENGTHS = ("max_new_tokens", "max_completion_tokens")  # others' names of `max_dec_len`
-OF_TEMPLATE = ("tools", "documents", "add_generation_prompt", "continue_final_message", "enable_thinking")
+FOREIGN_LENGTHS = ("max_new_tokens", "max_completion_tokens")  # names of `max_dec_len` in other protocols
+TEMPLATE_VARIABLES = ("tools", "documents", "add_generation_prompt", "continue_final_message", "enable_thinking")
 
 
 def may_be_urgent(payload: bytes) -> bool:
-    """Whether it may be a probe, an abort, a stream or a question about a stored response, which wait for no other
-    request; only reading it tells."""
+    """Return whether the text may be a probe, an abort, a shared stream or an action on a stored response, which are
+    handled before other requests. Only parsing it can tell for certain."""
     keys = (PROBE, ABORT, SHARE, STORED)
     return len(payload) <= MAX_URGENT_BYTES and any(b'"%s"' % key.encode() in payload for key in keys)
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One request as its client wrote it, checked field by field. None means: not given, take the default."""
+    """Request for text or prompt outputs, checked field by field. None stands for a field that is not given."""
 
     req_id: str
-    parameters: SamplingParameters = SamplingParameters()  # by which its tokens are chosen
+    parameters: SamplingParameters = SamplingParameters()  # sampling parameters that the ops implement
     text: str | None = None
     input_ids: list[int] | None = None
     messages: list[dict[str, Any]] | None = None
@@ -76,10 +81,10 @@ class GenerationRequest:
     apply_chat_template: bool = True  # of `text`; false continues the text as it stands
     chat_template_kwargs: dict[str, Any] | None = None
     max_dec_len: int | None = None
-    cut_max_dec_len: bool = False  # where it is more than there is room for; else that is an error
+    cut_max_dec_len: bool = False  # reduce max_dec_len if it does not fit; otherwise that is an error
     min_dec_len: int | None = None
     n: int = 1
-    best_of: int | None = None  # answers that are made, or with use_beam_search begun, for n
+    best_of: int | None = None  # candidates (or beams, with use_beam_search) from which the best n are returned
     use_beam_search: bool = False
     length_penalty: float = 1.0
     infer_seed: int | None = None
@@ -93,52 +98,52 @@ class GenerationRequest:
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int = -1  # -1: none, 0: of the chosen token, k: and of the k likeliest
     prompt_logprobs: int = -1  # the same, of the tokens of the prompt
-    return_token_ids: bool = False  # of the prompt, and the one that ended the answer
-    pooling: str | None = None  # the prompt's embedding is wanted, or its SCORE, and no answer
+    return_token_ids: bool = False  # return token ids of the prompt and the stop token
+    pooling: str | None = None  # return the embedding of the prompt or its SCORE, and no answer
     text_pair: str | None = None  # scored together with `text`
-    truncate_prompt_tokens: int | None = None  # only so many of the prompt, the last ones
+    truncate_prompt_tokens: int | None = None  # keep so many tokens at the end of the prompt; -1: as many as fit
     structured_output: StructuredOutput | None = None  # from one of STRUCTURED_OUTPUT_FIELDS
-    reasoning_max_tokens: int | None = None  # then its thoughts end
+    reasoning_max_tokens: int | None = None  # limit of the reasoning before the answer
     guided_decoding_disable_any_whitespace: bool | None = None  # in JSON; None: the server's setting
-    traceparent: str | None = None  # W3C's: of which span its own are a part
-    cache_salt: str | None = None  # requests with another one share no cached blocks
+    traceparent: str | None = None  # W3C trace context
+    cache_salt: str | None = None  # requests with different salts share no cached blocks
     lora_name: str | None = None  # of an adapter
     return_all_tokens: bool = False
     benchmark: bool = False
     timeout: float | None = None  # seconds for the first token; 0: as if not given
     priority: int = 0  # lower is earlier
-    # Of an answer that goes on
-    resume_from: tuple[int, ...] | None = None  # tokens that its client has of each answer already
-    answer_ids: tuple[tuple[int, ...], ...] = ()  # each answer as far as it is known
+    # Resumption of an answer
+    resume_from: tuple[int, ...] | None = None  # for each choice: tokens that the client has
+    answer_ids: tuple[tuple[int, ...], ...] = ()  # known tokens of each choice
 
     @property
     def is_chosen(self) -> bool:
-        """Which answers are told is known at their end."""
+        """Return whether the choices are selected among more candidates when all of them have finished."""
         return self.use_beam_search or (self.best_of or 1) > self.n
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether the same request has the same answer once more."""
+        """Return whether repeating the request gives the same answer."""
         is_greedy = self.parameters.temperature == 0 or self.parameters.top_k == 1
         return self.use_beam_search or self.infer_seed is not None or is_greedy
 
     @property
     def is_continuation(self) -> bool:
-        """The answer goes on with the text of the prompt."""
+        """Return whether the answer continues the text of the prompt, rather than starting a new turn."""
         if self.text is not None and not self.apply_chat_template:
             return True
         return bool((self.chat_template_kwargs or {}).get("continue_final_message"))
 
     @property
     def source(self) -> str:
-        """The field that its prompt comes from."""
+        """Name of the field that contains the prompt."""
         if self.input_ids is not None:
             return "input_ids"
         return "messages" if self.text is None else "text"
 
 
 def parse_request(body: dict[str, Any]) -> GenerationRequest:
-    """Checks the object that `only_object` found. Raises InvalidRequest with every problem, one sentence each."""
+    """Check the body of a request. Raises one InvalidRequest that lists all problems."""
     problems: list[InvalidRequest] = []
     values: dict[str, Any] = {}
     for name, field in FIELDS.items():
@@ -155,20 +160,20 @@ def parse_request(body: dict[str, Any]) -> GenerationRequest:
     if all(body.get(name) is None for name in ("text", "input_ids", "messages")):
         text = "The input parameters should contain either `{field}`, `{input_ids}` or `{messages}`"
         problems.append(InvalidRequest(text, field="text"))
-    problems += misspelt(body, NAMES, (PROBE, OWNER)) + _of_other_count(values) + _take_structured_output(values)
-    problems += _of_search(values) + _of_others(body)
+    problems += misspelt(body, NAMES, (PROBE, OWNER)) + _check_counts(values) + _take_structured_output(values)
+    problems += _check_beam_search(values) + _check_foreign_fields(body)
     if "text_pair" in values and ("text" not in values or "input_ids" in values or values.get("pooling") != SCORE):
         problems.append(InvalidRequest("The `{field}` needs `{text}`, and `pooling` to be `score`", field="text_pair"))
     if problems:
-        raise problems[0] if len(problems) == 1 else _all_of(problems)
-    for name in ACCEPTED_ONLY:
+        raise problems[0] if len(problems) == 1 else _combined(problems)
+    for name in IGNORED:
         values.pop(name, None)
     parameters: Any = {each.name: values.pop(each.field, each.default) for each in PARAMETERS}
     return GenerationRequest(**values, parameters=SamplingParameters(**parameters))
 
 
-def _of_search(values: dict[str, Any]) -> list[InvalidRequest]:
-    """Several answers of which the best are told: what does not go with them."""
+def _check_beam_search(values: dict[str, Any]) -> list[InvalidRequest]:
+    """Return the problems of fields that do not go with beam search or `best_of`."""
     n, best_of = values.get("n", 1), values.get("best_of", MAX_N)
     if best_of < n:
         text = "The `{field}` is {value}, fewer than `{n}`, which is {limit}"
@@ -176,7 +181,7 @@ def _of_search(values: dict[str, Any]) -> list[InvalidRequest]:
     if values.get("use_beam_search"):
         text = "The `{field}` cannot be kept with `{use_beam_search}`"
         names = [each.field for each in PENALTIES if values.get(each.field, each.neutral) != each.neutral]
-        names += [name for name in NOT_SEARCHED if values.get(name)]
+        names += [name for name in UNSUPPORTED_BY_BEAM_SEARCH if values.get(name)]
         return [
             InvalidRequest(text, field=values[name].field if name == "structured_output" else name) for name in names
         ]
@@ -186,13 +191,13 @@ def _of_search(values: dict[str, Any]) -> list[InvalidRequest]:
     return []
 
 
-def _of_others(body: dict[str, Any]) -> list[InvalidRequest]:
+def _check_foreign_fields(body: dict[str, Any]) -> list[InvalidRequest]:
     text = "The `{field}` is not supported, it is {value}"
     problems = [InvalidRequest(text, field=name, value=shown(body[name])) for name in REFUSED if body.get(name)]
     text = "`{value}` is another protocol's, here it is `{field}`"
-    problems += [InvalidRequest(text, field="max_dec_len", value=name) for name in LENGTHS if body.get(name)]
+    problems += [InvalidRequest(text, field="max_dec_len", value=name) for name in FOREIGN_LENGTHS if body.get(name)]
     text = "The `{field}` is a variable of the chat template, it belongs into `{chat_template_kwargs}`"
-    return problems + [InvalidRequest(text, field=name) for name in OF_TEMPLATE if body.get(name) is not None]
+    return problems + [InvalidRequest(text, field=name) for name in TEMPLATE_VARIABLES if body.get(name) is not None]
 
 
 def _take_structured_output(values: dict[str, Any]) -> list[InvalidRequest]:
@@ -211,7 +216,7 @@ def _take_structured_output(values: dict[str, Any]) -> list[InvalidRequest]:
 
 
 def only_object(payload: bytes | str) -> dict[str, Any]:
-    """The one object of `[{...}]`; a bare object is taken as well."""
+    """Return the object of the JSON text `[{...}]` or `{...}`. Raises InvalidRequest."""
     try:
         body = json.loads(payload)
     except (ValueError, RecursionError) as error:
@@ -229,7 +234,7 @@ def only_object(payload: bytes | str) -> dict[str, Any]:
 
 
 def check_keys(body: dict[str, Any]) -> dict[str, Any]:
-    """The body, before anybody looks at each of its keys. Raises InvalidRequest."""
+    """Return the body if it has at most MAX_KEYS fields. Raises InvalidRequest."""
     if len(body) > MAX_KEYS:
         text = "the request has {value} fields, the limit is {limit}"
         raise InvalidRequest(text, value=len(body), limit=MAX_KEYS)
@@ -237,20 +242,20 @@ def check_keys(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def req_id_of(body: dict[str, Any]) -> str | None:
-    """For an error response: the `req_id` of a body that may be wrong; None if there is no valid one."""
+    """Return the `req_id` of an unchecked body for an error response; None if it has no valid one."""
     try:
         return FIELDS["req_id"].check("req_id", body.get("req_id"))
     except InvalidRequest:
         return None
 
 
-def _all_of(problems: list[InvalidRequest]) -> InvalidRequest:
-    """One error that tells of each, and blames the first."""
+def _combined(problems: list[InvalidRequest]) -> InvalidRequest:
+    """Return one error with the messages of all problems and the field of the first one."""
     text = "; ".join(map(str, problems))
     return InvalidRequest(literally(text), **problems[0].cause)
 
 
-def _of_other_count(values: dict[str, Any]) -> list[InvalidRequest]:
+def _check_counts(values: dict[str, Any]) -> list[InvalidRequest]:
     n = values.get("n", 1)
     return [
         InvalidRequest("The `{field}` is for {value} answers, `n` is {limit}", field=name, value=len(given), limit=n)
@@ -260,8 +265,8 @@ def _of_other_count(values: dict[str, Any]) -> list[InvalidRequest]:
 
 
 def misspelt(body: Mapping[str, Any], known: Collection[str], others: Collection[str] = ()) -> list[InvalidRequest]:
-    """Unknown keys pass (clients send all sorts), unless they look like a known one that would change the answer;
-    `others` are known to do nothing."""
+    """Return a problem for each key that looks like a misspelling of a `known` one. Other unknown keys are allowed,
+    because clients send many; keys in `others` are not compared."""
     problems = []
     unknown = sorted(key for key in body.keys() - set(known) - set(others) if len(key) <= MAX_MISSPELT_LEN)
     for key in unknown[:MAX_UNKNOWN_KEYS]:

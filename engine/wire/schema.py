@@ -1,4 +1,4 @@
-"""Beside each check of a field: the same as JSON Schema, for the document that the gateway serves."""
+"""JSON Schema of each check of a request field, for the gateway's OpenAPI document."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Json = dict[str, Any]
 Check = Callable[[str, Any], Any]  # (the key the client used, its value) -> the value; raises InvalidRequest
 Checks = TypeVar("Checks", bound=Check)
 
-ID: Json = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}  # of a token
+ID: Json = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}  # token id
 IDS: Json = {"type": "array", "items": ID}
 TEXT_PART = {"properties": {"type": {"const": "text"}, "text": {"type": "string"}}, "required": ["type", "text"]}
 CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object", **TEXT_PART}}]}
@@ -20,8 +20,8 @@ MESSAGE: Json = {
 }
 
 
-def holds(**schema: Any) -> Callable[[Checks], Checks]:
-    """What the check takes, as far as JSON Schema can say it. It may take more, which nobody is told to send."""
+def accepts(**schema: Any) -> Callable[[Checks], Checks]:
+    """Attach the JSON Schema of the accepted values to a check. The check may accept more values than documented."""
 
     def with_schema(check: Checks) -> Checks:
         check.schema = schema  # type: ignore[attr-defined]
@@ -31,5 +31,5 @@ def holds(**schema: Any) -> Callable[[Checks], Checks]:
 
 
 def schema_of(check: Check) -> Json:
-    """Empty, which takes anything, where nothing is said."""
+    """Return the JSON Schema of a check; empty, which accepts anything, if it has none."""
     return getattr(check, "schema", {})

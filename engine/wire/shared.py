@@ -1,7 +1,7 @@
-"""Streams that requests share: what the model has for several of them at once is one response of Triton's.
+"""Response streams shared by several requests: the model sends deltas of several requests in one Triton response.
 
-A gateway opens one by a request with the key SHARE, the stream's name, and says with SHARED where an answer may go:
-the name, and the tag of its answers. What ends a request always comes on the request's own stream.
+A gateway opens a shared stream by a request with the key SHARE, the stream's name. Other requests refer to it with
+SHARED: the name, and a tag that identifies their deltas. The final response of a request uses its own stream.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ SHARED = "_shared"
 
 
 class SharedAnswers(msgspec.Struct, frozen=True, tag="shared", array_like=True):
-    """Answers to several requests, each with its tag."""
+    """Deltas of several requests, each with its tag."""
 
     answers: list[tuple[int, Delta | Final]]
 
 
 def shared_of(body: dict[str, Any]) -> tuple[str, int] | None:
-    """The name and the tag. A name that no gateway has given is of no stream, and does no harm."""
+    """Remove SHARED from the body and return the stream's name and the tag, or None. The name may be unknown; deltas
+    then use the request's own stream."""
     match body.pop(SHARED, None):
         case [str(name), int(tag)]:
             return name, tag
@@ -33,7 +34,7 @@ def shared_of(body: dict[str, Any]) -> tuple[str, int] | None:
 
 
 def write_shared(answers: Sequence[tuple[int, bytes]]) -> bytes:
-    """Each with its tag, as `write_answer` has written it."""
+    """Encode deltas, each with its tag and already encoded by `write_answer`."""
     written: list[Any] = [(tag, msgspec.Raw(answer)) for tag, answer in answers]
     return write_answer(SharedAnswers(written))
 

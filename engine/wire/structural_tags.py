@@ -1,5 +1,5 @@
-"""Structural tags: free text with structured parts in it, as a tree of formats. The format is xgrammar's, which vLLM
-takes as well; the older one, `structures` and `triggers`, becomes one of its trees."""
+"""Structural tags: free text with structured parts, as a tree of formats. The format is xgrammar's, which vLLM accepts,
+too. The older format with `structures` and `triggers` is converted to it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.wire.checks import boolean, brief, filled_string, ids, int_in, json_object, kind_of, refusal, shown, string
 from engine.wire.checks import within as at
-from engine.wire.schema import holds
+from engine.wire.schema import accepts
 from engine.wire.structured_output import (
     Json,
     StructuredOutput,
@@ -22,16 +22,16 @@ from engine.wire.structured_output import (
     regex,
 )
 
-MAX_REPEATS = 1000  # the library writes each of them out
+MAX_REPEATS = 1000  # llguidance expands repetitions
 MAX_CHARS = 1 << 16
 NAMED_TOKEN = re.compile(r"[^\s<>/\\\"]+|<[^\s<>/\\\"]+>", re.ASCII)
 UNLIMITED = ("any_text", "triggered_tags")  # formats that end only where something else begins
 
 
-@holds(type=["object", "string"])
+@accepts(type=["object", "string"])
 def structural_tag(key: str, value: Any) -> StructuredOutput:
-    """With `format`, a tree of formats, or with `structures` and `triggers`, each structure with `begin`, `end` and a
-    `schema` of what is between them."""
+    """Check a structural tag: either `format`, a tree of formats, or `structures` and `triggers`, where each structure
+    has `begin`, `end` and a `schema` of the content between them."""
     tag = object_or_text(key, value)
     check_depth(key, tag)
     tree = _older(key, tag) if tag.get("format") is None else at(key, ".format", _format, tag["format"])
@@ -98,7 +98,7 @@ def _content(key: str, node: Json) -> Json:
 
 
 def _repeated(key: str, node: Json) -> Json:
-    """Nothing would tell where text without an end begins anew."""
+    """Check a repetition. Its content must have an end: otherwise repetitions could not be separated."""
     content = _content(key, node)["content"]
     if is_unlimited(content):
         raise refusal(key, "repeats {value}, which has no end: put it into a `tag`", content["type"])
@@ -128,14 +128,14 @@ def _triggered_tags(key: str, node: Json) -> Json:
 
 
 def _triggered(key: str, node: Json, triggers: Sequence[str], tags: Sequence[Json]) -> Json:
-    """Each tag gets the trigger that it begins with."""
+    """Assign each tag the shortest trigger that it begins with."""
     found = []
     for tag in tags:
         begin = tag["begin"]
         matching = [each for each in triggers if isinstance(begin, str) and begin.startswith(each)]
         if not matching:
             raise refusal(key, "has a structure that none of its triggers begins: {value}", shown(begin))
-        found.append({**tag, "trigger": min(matching, key=len)})  # that one is read first
+        found.append({**tag, "trigger": min(matching, key=len)})  # the shortest one is recognized first
     flags = {name: at(key, f".{name}", boolean, node.get(name) or False) for name in FLAGS}
     return {"type": "triggered_tags", "tags": found, "excludes": _texts(key, node, "excludes"), **flags}
 
@@ -147,7 +147,7 @@ def _separated(key: str, node: Json) -> Json:
 
 
 def _dispatch(key: str, node: Json) -> Json:
-    """The same as triggered tags that have no end."""
+    """Convert to triggered tags without an end."""
     rules = _list(key, node, "rules", _rule)
     loop = at(key, ".loop", boolean, True if node.get("loop") is None else node["loop"])
     flags = {"at_least_one": False, "stop_after_first": not loop}
@@ -163,12 +163,12 @@ def _rule(key: str, value: Any) -> Json:
 
 
 def _format_of_tag(key: str, value: Any) -> Json:
-    """A tag in a list of tags, whose type may be missing."""
+    """Check a tag in a list of tags, where `type` is optional."""
     return _format(key, {"type": "tag", **json_object(key, value)})
 
 
 def _token(key: str, value: Any) -> Json:
-    """A token by its id, or a special one by its text."""
+    """Check a token, given by its id, or by its text if it is a special token."""
     token = json_object(key, value).get("token")
     if isinstance(token, str) and NAMED_TOKEN.fullmatch(token):
         return {"type": "token", "token": token}
@@ -208,7 +208,7 @@ FORMATS: dict[str, Callable[[str, Json], Json]] = {
 
 
 def is_unlimited(node: Json) -> bool:
-    """Whether a checked format goes on until something else ends it."""
+    """Return whether a checked format has no end of its own."""
     kind = node["type"]
     if kind in ("sequence", "or"):
         return any(map(is_unlimited, node["elements"][-1:] if kind == "sequence" else node["elements"]))

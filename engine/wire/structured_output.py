@@ -1,5 +1,5 @@
-"""The form that an answer must have, as a request asks for it: a JSON schema, a regular expression, a grammar. What of
-it can be seen without compiling is checked here, its size too."""
+"""Structured output of a request: a JSON schema, a regular expression, a grammar and others, checked as far as possible
+without compiling a grammar."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from engine.errors import InvalidRequest
 from engine.wire.checks import filled_string, json_object, refusal, string
 from engine.wire.json_bounds import with_exact_bounds, with_exact_bounds_in_lark
-from engine.wire.json_schemas import to_follow
-from engine.wire.schema import holds
+from engine.wire.json_schemas import enforceable_schema
+from engine.wire.schema import accepts
 
 MAX_GRAMMAR_BYTES = 128 << 10  # as JSON
 MAX_NESTING = 100  # of a schema
@@ -19,31 +19,34 @@ Json = dict[str, Any]
 
 
 class StructuredOutput(NamedTuple):
-    field: str  # that asks for it
+    """Constraint of an answer."""
+
+    field: str  # request field that contains it
     kind: str  # json, regex, choice, grammar, token_ids, structural_tag
     value: Any
-    unenforced: tuple[str, ...] = ()  # what of a schema is left out, as its client allows
+    unenforced: tuple[str, ...] = ()  # ignored keywords of a JSON schema that is not strict
 
 
-@holds(type=["object", "string"])
+@accepts(type=["object", "string"])
 def json_schema(key: str, value: Any, strict: bool = True) -> StructuredOutput:
-    """Unless it is `strict`, keywords that cannot be enforced are left out."""
+    """Check a JSON schema, given as an object or a text. Keywords that cannot be enforced are errors if `strict`, else
+    they are ignored."""
     schema = object_or_text(key, value)
     check_size(key, schema)
     check_depth(key, schema)
-    return StructuredOutput(key, "json", *to_follow(key, with_exact_bounds(key, schema), strict))
+    return StructuredOutput(key, "json", *enforceable_schema(key, with_exact_bounds(key, schema), strict))
 
 
 def lenient_json_schema(key: str, value: Any) -> StructuredOutput:
     return json_schema(key, value, strict=False)
 
 
-@holds(type="string", minLength=1)
+@accepts(type="string", minLength=1)
 def regex(key: str, value: Any) -> StructuredOutput:
     return StructuredOutput(key, "regex", check_size(key, filled_string(key, value)))
 
 
-@holds(type="string", minLength=1)
+@accepts(type="string", minLength=1)
 def grammar(key: str, value: Any) -> StructuredOutput:
     return StructuredOutput(key, "grammar", with_exact_bounds_in_lark(key, check_size(key, filled_string(key, value))))
 

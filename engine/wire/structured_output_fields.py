@@ -1,4 +1,4 @@
-"""The form that an answer must have, by the field that asks for it."""
+"""Request fields for structured output, and their checks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.wire import checks
 from engine.wire.checks import Check, brief, filled_string, json_object, kind_of, refusal, within
-from engine.wire.schema import ID, holds
+from engine.wire.schema import ID, accepts
 from engine.wire.structural_tags import structural_tag
 from engine.wire.structured_output import (
     Json,
@@ -21,7 +21,7 @@ from engine.wire.structured_output import (
 MAX_CHOICES = 4096
 
 
-@holds(type="array", items={"type": "string", "minLength": 1}, minItems=1, maxItems=MAX_CHOICES)
+@accepts(type="array", items={"type": "string", "minLength": 1}, minItems=1, maxItems=MAX_CHOICES)
 def choice(key: str, value: Any) -> StructuredOutput:
     if not isinstance(value, list) or not value:
         raise refusal(key, "must be a list of strings, it is {value}", "empty" if value == [] else kind_of(value))
@@ -32,7 +32,7 @@ def choice(key: str, value: Any) -> StructuredOutput:
     return StructuredOutput(key, "choice", check_size(key, value))
 
 
-@holds(type="array", items=ID, minItems=1, maxItems=checks.MAX_TOKEN_IDS)
+@accepts(type="array", items=ID, minItems=1, maxItems=checks.MAX_TOKEN_IDS)
 def token_ids(key: str, value: Any) -> StructuredOutput:
     if not isinstance(value, list):
         raise refusal(key, "must be a list of token ids, it is {value}", kind_of(value))
@@ -42,9 +42,9 @@ def token_ids(key: str, value: Any) -> StructuredOutput:
     return StructuredOutput(key, "token_ids", token_ids)
 
 
-@holds(type="object")
+@accepts(type="object")
 def response_format(key: str, value: Any) -> StructuredOutput | None:
-    """OpenAI's. None: free text."""
+    """Check OpenAI's field; None stands for unconstrained text."""
     kind = json_object(key, value).get("type")
     if kind == "text":
         return None

@@ -1,4 +1,4 @@
-"""Questions about a model's tokens: what they hold, and their answers, in vLLM's words."""
+"""Tokenize and detokenize requests and responses, with vLLM's field names."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import msgspec
 
 from engine.wire import checks
 from engine.wire.fields import Field
-from engine.wire.schema import IDS, holds
+from engine.wire.schema import IDS, accepts
 
 
-@holds(**IDS)
+@accepts(**IDS)
 def _any_ids(key: str, value: Any) -> list[int]:
     return [] if value == [] else checks.ids(key, value)
 
@@ -30,21 +30,21 @@ TOKENIZE_FIELDS = {
 DETOKENIZE_FIELDS = {"tokens": Field((), _any_ids)}
 
 
-class Tokenized(msgspec.Struct, frozen=True, tag="tokenized", array_like=True):
-    """The answer to TOKENIZE."""
+class TokenizeResponse(msgspec.Struct, frozen=True, tag="tokenized", array_like=True):
+    """Response to TOKENIZE."""
 
     tokens: list[int]
     max_model_len: int
-    token_strs: list[str] | None = None  # None: not asked for
+    token_strs: list[str] | None = None  # None: not requested
     is_end: ClassVar[bool] = True
 
     def fields(self) -> dict[str, Any]:
-        told = {"count": len(self.tokens), "max_model_len": self.max_model_len, "tokens": self.tokens}
-        return {"is_end": 1, **told, "token_strs": self.token_strs}
+        counts = {"count": len(self.tokens), "max_model_len": self.max_model_len, "tokens": self.tokens}
+        return {"is_end": 1, **counts, "token_strs": self.token_strs}
 
 
-class Detokenized(msgspec.Struct, frozen=True, tag="detokenized", array_like=True):
-    """The answer to DETOKENIZE."""
+class DetokenizeResponse(msgspec.Struct, frozen=True, tag="detokenized", array_like=True):
+    """Response to DETOKENIZE."""
 
     prompt: str
     is_end: ClassVar[bool] = True
@@ -53,6 +53,6 @@ class Detokenized(msgspec.Struct, frozen=True, tag="detokenized", array_like=Tru
         return {"is_end": 1, "prompt": self.prompt}
 
 
-def checked(question: Mapping[str, Any], fields: Mapping[str, Field]) -> dict[str, Any]:
-    """The fields that are given. Raises InvalidRequest. Others do nothing."""
-    return {name: fields[name].check(name, question[name]) for name in fields if question.get(name) is not None}
+def check_fields(body: Mapping[str, Any], fields: Mapping[str, Field]) -> dict[str, Any]:
+    """Return the checked values of the given fields; unknown fields are ignored. Raises InvalidRequest."""
+    return {name: fields[name].check(name, body[name]) for name in fields if body.get(name) is not None}

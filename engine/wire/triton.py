@@ -1,6 +1,6 @@
-"""How the JSON of engine.wire travels in Triton's gRPC: as one string, in the tensor IN and in each response's output.
+"""Transport of engine.wire by Triton's gRPC: a string in the tensor IN of a request and in the output of each response.
 
-For those who ask the model; the other end is model_repository/model.
+This is the client's side; model_repository/model is the other one.
 """
 
 from __future__ import annotations
@@ -18,39 +18,41 @@ INPUT, OUTPUT, DATATYPE = "IN", "OUT", "BYTES"
 LENGTH_BYTES = 4  # before each string of a tensor, little-endian
 
 
-# Not longer than what the client has written, as its length was checked there.
+# The encoded text is not longer than what the client has written, whose length was checked.
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False)
 
 
 def infer_request(body: dict[str, Any]) -> service_pb2.ModelInferRequest:
+    """Return the gRPC request for a JSON object."""
     return request_of(write_body(body))
 
 
 def write_body(body: dict[str, Any]) -> bytes:
+    """Return the JSON text of a request: a list with one object."""
     return ENCODER.encode([body]).encode("utf-8", "surrogatepass")
 
 
 def request_of(payload: bytes, name: str = "") -> service_pb2.ModelInferRequest:
-    """`name` comes back with every response."""
+    """Return the gRPC request for a JSON text. `name` is its id, which Triton returns with every response."""
     request = service_pb2.ModelInferRequest(model_name=MODEL, id=name)
     request.inputs.add(name=INPUT, datatype=DATATYPE, shape=[1])
-    request.raw_input_contents.append(as_string(payload))
+    request.raw_input_contents.append(encode_string(payload))
     return request
 
 
-def as_string(payload: bytes) -> bytes:
-    """As the one element of a tensor."""
+def encode_string(payload: bytes) -> bytes:
+    """Encode a string as the only element of a BYTES tensor."""
     return len(payload).to_bytes(LENGTH_BYTES, "little") + payload
 
 
 def read_response(response: service_pb2.ModelStreamInferResponse) -> wire.Answer:
-    """What the model has sent, a failure, too. Raises EngineUnavailable when it is not the model's."""
+    """Return the model's response, which may be a Failure. Raises EngineUnavailable if Triton answered instead."""
     return wire.read_answer(payload_of(response))
 
 
 def payload_of(response: service_pb2.ModelStreamInferResponse) -> bytes:
-    """Raises EngineUnavailable when it is not the model's."""
-    if response.error_message:  # Triton's own words: the model is not loaded, its process has died
+    """Return the encoded response of the model. Raises EngineUnavailable if Triton answered instead."""
+    if response.error_message:  # from Triton itself: the model is not loaded, or its process has died
         raise EngineUnavailable(f"the model server failed: {response.error_message}")
     result = response.infer_response
     if contents := result.raw_output_contents:

@@ -9,7 +9,7 @@ from tritonclient.grpc import service_pb2
 from engine import wire
 from engine.errors import EngineUnavailable
 from engine.settings.served import ServedModel
-from engine.wire.triton import as_string, read_response, write_body
+from engine.wire.triton import encode_string, read_response, write_body
 from gateway.backend import ModelLost, ModelUnreachable
 from gateway.grpc_server.request import payload_of, rewritten
 from gateway.health import CachedHealthCheck
@@ -44,7 +44,7 @@ async def retrying_responses(
                             policy.was_answered()
                             received_tokens.add(answer)
                         is_over |= answer.is_end
-                        message.infer_response.raw_output_contents[0] = as_string(wire.native_json(answer))
+                        message.infer_response.raw_output_contents[0] = encode_string(wire.native_json(answer))
                         response = message.SerializeToString()
                     yield response
             return

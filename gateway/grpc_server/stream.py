@@ -17,7 +17,7 @@ from tritonclient.grpc import service_pb2
 from engine import wire
 from engine.errors import InvalidRequest, RequestError
 from engine.settings.served import ServedModel
-from engine.wire.triton import DATATYPE, MODEL, OUTPUT, VERSION, as_string
+from engine.wire.triton import DATATYPE, MODEL, OUTPUT, VERSION, encode_string
 from gateway.body_memory import BodyMemoryBudget, BodyMemoryReservation
 from gateway.grpc_server.message_limits import IncomingMessages
 from gateway.grpc_server.request import MAX_ID_LEN, InvalidInferRequest, parse, payload_of, rewritten
@@ -192,5 +192,5 @@ def _failure(name: str, error: RequestError) -> bytes:
     inference.model_name, inference.model_version, inference.id = MODEL, VERSION, name
     inference.parameters["triton_final_response"].bool_param = True
     inference.outputs.add(name=OUTPUT, datatype=DATATYPE, shape=[1])
-    inference.raw_output_contents.append(as_string(wire.native_json(wire.Failure(error))))
+    inference.raw_output_contents.append(encode_string(wire.native_json(wire.Failure(error))))
     return response.SerializeToString()

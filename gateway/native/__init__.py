@@ -26,7 +26,7 @@ class NativeProtocol:
     content_type = "application/x-ndjson"
 
     def fields(self, path: str) -> dict[str, Any]:
-        return wire.described()
+        return wire.field_schemas()
 
     def needs(self, path: str) -> Collection[str]:
         return ("text", "input_ids", "messages")

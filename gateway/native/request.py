@@ -50,7 +50,7 @@ def parse(body: dict[str, Any], context: RequestContext) -> NativeExchange:
     Raise InvalidRequest for the fields that are used in the gateway, by the same rules as the model.
     """
     received = str(time.time())
-    body = {key: value for key, value in body.items() if key not in wire.QUESTIONS}
+    body = {key: value for key, value in body.items() if key not in wire.CONTROL_KEYS}
     if body.get("req_id") is None:
         body["req_id"] = context.given_id or str(uuid.uuid4())
     else:

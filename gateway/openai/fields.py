@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from engine.wire import MEANINGS, Check, described, schema_of
+from engine.wire import FIELD_DESCRIPTIONS, Check, field_schemas, schema_of
 from gateway.openai.request import (
     A_BOOL,
     A_NAME,
@@ -33,16 +33,16 @@ OF_BOTH: dict[str, Json] = {
     "model": _field(A_NAME, "any is accepted, and named in the answer"),
     "max_tokens": _field(CHECKS["max_tokens"], "longest answer in tokens"),
     "max_completion_tokens": _field(CHECKS["max_tokens"], "another name of `max_tokens`; this one wins"),
-    "n": _field(CHECKS["n"], MEANINGS["n"], default=1),
+    "n": _field(CHECKS["n"], FIELD_DESCRIPTIONS["n"], default=1),
     "stream": _field(A_BOOL, "server-sent events that end with `[DONE]` instead of one object", default=False),
     "stream_options": {"type": "object", "properties": OPTIONS, "description": "of a stream"},
     "structured_outputs": _field(AN_OBJECT, "vLLM's: one of `json`, `regex`, `choice`, `grammar` and so on"),
     "return_tokens_as_token_ids": _field(A_BOOL, "in logprobs tokens are named `token_id:1`", default=False),
     "request_id": _field(CHECKS["req_id"], "the `id` of the answer; random if not given"),
-    "timeout": _field(CHECKS["timeout"], MEANINGS["timeout"]),
+    "timeout": _field(CHECKS["timeout"], FIELD_DESCRIPTIONS["timeout"]),
 }
 OF_CHAT: dict[str, Json] = {
-    "messages": _field(CHECKS["messages"], MEANINGS["messages"]),
+    "messages": _field(CHECKS["messages"], FIELD_DESCRIPTIONS["messages"]),
     "logprobs": _field(A_BOOL, "of each token of the answer", default=False),
     "top_logprobs": _field(NUM_TOP, "with `logprobs`, also of as many of the likeliest"),
     "tools": {"type": "array", "items": {"type": "object"}, "description": "functions that the model may call"},
@@ -69,7 +69,7 @@ OF_COMPLETION: dict[str, Json] = {
 @functools.cache
 def fields(is_chat: bool) -> dict[str, Json]:
     """Return the fields of a chat or of a completion by name."""
-    native, defaults = described(), {"temperature": {"default": 1}, "top_p": {"default": 1}}  # OpenAI's defaults
+    native, defaults = field_schemas(), {"temperature": {"default": 1}, "top_p": {"default": 1}}  # OpenAI's defaults
     passed_on = {name: {**native[name], **defaults.get(name, {})} for name in (*PASSED_ON, *OF_PROMPT)}
     for each in passed_on.values():
         each.pop("x-alias-of", None)  # in OpenAI's API the alias is the name

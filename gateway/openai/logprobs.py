@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Any
 
-from engine.wire import UNLIKELY, TokenLogprob
+from engine.wire import MIN_LOGPROB, TokenLogprob
 
 
 def of_chat(tokens: Sequence[TokenLogprob], as_ids: bool = False) -> dict[str, Any] | None:
@@ -58,7 +58,7 @@ def _in_chat(token: TokenLogprob, as_ids: bool) -> dict[str, Any]:
 
 
 def _number(token: TokenLogprob) -> float:
-    return UNLIKELY if token.logprob is None else token.logprob
+    return MIN_LOGPROB if token.logprob is None else token.logprob
 
 
 class TextOffsets:

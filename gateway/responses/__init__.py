@@ -52,7 +52,7 @@ class ResponsesProtocol(OpenAIProtocol):
 
     def resumed(self, stored: StoredResponse, context: RequestContext, starting_after: int) -> ResponsesExchange:
         """Return the exchange that streams a stored response, after the event of this number."""
-        about, _ = stored.asked()
+        about, _ = stored.request_parts()
         body = about["body"]
         if not body.get("background"):
             text = "the response {value} cannot be streamed: only one whose request has `background` set can be"
@@ -63,7 +63,7 @@ class ResponsesProtocol(OpenAIProtocol):
 
     def _exchange(self, stored: StoredResponse, context: RequestContext) -> ResponsesExchange:
         """Return the exchange of the request that created a stored response."""
-        known, messages = stored.asked()
+        known, messages = stored.request_parts()
         body = known.pop("body")
         source = {"messages": messages, **tools_of(body)}
         named = {**body, "request_id": stored.response_id}
@@ -76,7 +76,7 @@ class ResponsesProtocol(OpenAIProtocol):
         if previous.status not in (COMPLETED, INCOMPLETE):
             text = "the response of `{field}` is {value}, only one that is {limit} can be gone on with"
             raise InvalidRequest(text, field=PREVIOUS, value=previous.status, limit=[COMPLETED, INCOMPLETE])
-        about, messages = previous.asked()
+        about, messages = previous.request_parts()
         messages = messages[len(instructions_of(about["body"])) :]
         add_items(messages, self.stored(previous, context)["output"])
         return messages

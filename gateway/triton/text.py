@@ -54,10 +54,12 @@ class TritonTextProtocol(TritonGenerateProtocol):
 
     def fields(self, path: str) -> dict[str, Any]:
         options = {
-            name: each for name, each in wire.described().items() if name not in (*OTHER_PROMPTS, *UNSUPPORTED_OUTPUTS)
+            name: each
+            for name, each in wire.field_schemas().items()
+            if name not in (*OTHER_PROMPTS, *UNSUPPORTED_OUTPUTS)
         }
         return {
-            PROMPT: {"type": "string", "description": wire.plain(wire.MEANINGS["text"])},
+            PROMPT: {"type": "string", "description": wire.strip_links(wire.FIELD_DESCRIPTIONS["text"])},
             PARAMETERS: {"type": "object", "properties": options, "description": "fields of the native protocol"},
             STREAM: {"type": "boolean", "description": "of generate_stream: whether text comes as it is generated"},
             "id": {"type": "string", "description": "does nothing"},

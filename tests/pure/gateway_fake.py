@@ -17,22 +17,22 @@ from engine.settings.config import Config
 from engine.wire import (
     DETOKENIZE,
     DETOKENIZE_FIELDS,
+    MIN_LOGPROB,
     TOKENIZE,
     TOKENIZE_FIELDS,
-    UNLIKELY,
     Aborted,
     Delta,
-    Detokenized,
+    DetokenizeResponse,
     Final,
-    Loras,
+    LoraList,
     ModelState,
     Owner,
     PromptDetails,
     StoredResponse,
-    Tokenized,
+    TokenizeResponse,
     TokenLogprob,
     Usage,
-    checked,
+    check_fields,
     with_owner,
 )
 from gateway.__main__ import listen, serve
@@ -44,7 +44,7 @@ WAIT = object()  # in a script: nothing more comes until the test says `go`
 
 def a_logprob(text: str) -> TokenLogprob:
     token = TokenLogprob(7, text, tuple(text.encode()), -0.5)
-    return token._replace(top=(token, TokenLogprob(7, "x", (120,), UNLIKELY)))
+    return token._replace(top=(token, TokenLogprob(7, "x", (120,), MIN_LOGPROB)))
 
 
 # A special token, and a character in two
@@ -151,21 +151,21 @@ class FakeBackend:
         self.aborts.append((req_id, owner.name))
         return Aborted(req_id, True)
 
-    async def about_tokens(self, question: dict[str, Any]) -> Tokenized | Detokenized:
+    async def about_tokens(self, question: dict[str, Any]) -> TokenizeResponse | DetokenizeResponse:
         """Of a text, its code points are its tokens."""
         self.bodies.append(json.loads(json.dumps(question)))
         if TOKENIZE in question:
-            text = checked(question[TOKENIZE], TOKENIZE_FIELDS).get("prompt", "")
-            return Tokenized([ord(each) for each in text], 8192)
-        tokens = checked(question[DETOKENIZE], DETOKENIZE_FIELDS).get("tokens", ())
-        return Detokenized("".join(chr(each % 128) for each in tokens))
+            text = check_fields(question[TOKENIZE], TOKENIZE_FIELDS).get("prompt", "")
+            return TokenizeResponse([ord(each) for each in text], 8192)
+        tokens = check_fields(question[DETOKENIZE], DETOKENIZE_FIELDS).get("tokens", ())
+        return DetokenizeResponse("".join(chr(each % 128) for each in tokens))
 
-    async def change_loras(self, question: dict[str, Any], owner: Owner) -> Loras:
+    async def change_loras(self, question: dict[str, Any], owner: Owner) -> LoraList:
         """There is one then."""
         self.bodies.append(json.loads(json.dumps(with_owner(question, owner))))
         if self.script:
             raise self.script[0]
-        return Loras(["one"])
+        return LoraList(["one"])
 
     async def stored_response(self, body: dict[str, Any]) -> StoredResponse:
         """The next of `stored`, else there is none."""

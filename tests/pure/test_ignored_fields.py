@@ -10,7 +10,7 @@ from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params as response_params
 
 from engine import wire
-from engine.wire.meanings import NO_EFFECT
+from engine.wire.field_descriptions import NO_EFFECT
 from gateway.app import PROTOCOLS
 from gateway.ignored_fields import NAMES
 from tests.pure.gateway_fake import FakeBackend, running
@@ -85,7 +85,7 @@ def test_every_field_without_effect_is_listed_with_its_reason(without_effect):
 
 
 def test_native_fields_without_effect_are_those_that_say_so():
-    names = {name for name, meaning in wire.MEANINGS.items() if meaning == NO_EFFECT}
+    names = {name for name, meaning in wire.FIELD_DESCRIPTIONS.items() if meaning == NO_EFFECT}
     assert names == {"model", "response_type", "response_timeout", "enable_text_truncate"}
 
 

@@ -12,7 +12,7 @@ from llguidance import LLMatcher
 from engine.errors import InvalidRequest
 from engine.grammars.vocabulary import Vocabulary
 from engine.wire import STRUCTURED_OUTPUT_FIELDS
-from engine.wire.json_schemas import to_follow
+from engine.wire.json_schemas import enforceable_schema
 from tests.byte_tokenizer import EOS_ID
 from tests.pure.random_keywords import random_keywords
 
@@ -63,10 +63,10 @@ UNENFORCED = {
 def test_what_cannot_be_enforced_is_refused_with_its_place_or_left_out_on_request(keyword, vocabulary):
     schema = {"$defs": {"x y": UNENFORCED[keyword]}, "properties": {"p": {"items": {"$ref": "#/$defs/x%20y"}}}}
     with pytest.raises(InvalidRequest) as caught:
-        to_follow("guided_json", schema)
+        enforceable_schema("guided_json", schema)
     assert (caught.value.field, keyword in str(caught.value)) == ("guided_json", True)
     assert 'at $.$defs["x y"]' in str(caught.value)
-    followed = to_follow("guided_json", schema, strict=False)
+    followed = enforceable_schema("guided_json", schema, strict=False)
     assert [each.partition(" ")[0] for each in followed.unenforced] == [keyword]
     assert not compiled(vocabulary, followed.schema).is_error()
 
@@ -109,7 +109,7 @@ REWRITTEN = {
 @pytest.mark.parametrize("name", REWRITTEN)
 def test_what_can_be_said_otherwise_is_enforced(name, vocabulary):
     schema, allowed, forbidden = REWRITTEN[name]
-    followed, given = to_follow("guided_json", schema), copy.deepcopy(schema)
+    followed, given = enforceable_schema("guided_json", schema), copy.deepcopy(schema)
     assert [allows(vocabulary, followed.schema, text) for text in allowed] == [True] * len(allowed)
     assert [allows(vocabulary, followed.schema, text) for text in forbidden] == [False] * len(forbidden)
     assert schema == given  # the client's own is not written into
@@ -136,14 +136,14 @@ KINDS = {"x": a_kind("x", required=["k"]), "y": {"$ref": "#/$defs/z"}, "z": a_ki
 @pytest.mark.parametrize("name", DISJOINT)
 def test_alternatives_of_which_no_value_fits_two_are_enforced(name, vocabulary):
     alternatives, allowed, forbidden = DISJOINT[name]
-    followed = to_follow("guided_json", {"$defs": KINDS, "oneOf": alternatives})
+    followed = enforceable_schema("guided_json", {"$defs": KINDS, "oneOf": alternatives})
     assert [allows(vocabulary, followed.schema, text) for text in allowed] == [True] * len(allowed)
     assert [allows(vocabulary, followed.schema, text) for text in forbidden] == [False] * len(forbidden)
 
 
 def test_exactly_one_of_some_properties_is_enforced(vocabulary):
     schema = {**AB, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]}
-    followed = to_follow("guided_json", schema).schema
+    followed = enforceable_schema("guided_json", schema).schema
     assert allows(vocabulary, followed, A_ONLY) and allows(vocabulary, followed, '{"b":"x"}')
     assert not allows(vocabulary, followed, BOTH) and not allows(vocabulary, followed, NOTHING)
 
@@ -164,22 +164,22 @@ OVERLAPPING = {
 def test_alternatives_that_may_overlap_are_refused_or_count_as_any_on_request(name):
     schema = {"items": {"oneOf": OVERLAPPING[name]}}
     with pytest.raises(InvalidRequest, match=r"oneOf \(two alternatives may allow the same value\) at \$.items"):
-        to_follow("guided_json", schema)
-    followed = to_follow("guided_json", schema, strict=False)
+        enforceable_schema("guided_json", schema)
+    followed = enforceable_schema("guided_json", schema, strict=False)
     assert [*followed.schema["items"]] == ["anyOf"]
 
 
 def test_keywords_that_no_answer_can_meet_do_not_matter():
     note = {"type": "integer", "default": {"not": 1}, "x-note": {"uniqueItems": True}, "enum": [{"if": 1}, 3]}
     unused = {"$defs": {"unused": {"not": {}}}, **note}
-    assert to_follow("guided_json", unused).schema == unused
+    assert enforceable_schema("guided_json", unused).schema == unused
 
 
 def test_proofs_that_would_take_long_are_given_up():
     deep = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 8} for i in range(20)} | {"d20": {"type": "object"}}
     with pytest.raises(InvalidRequest, match="oneOf"):
-        to_follow("guided_json", {"$defs": deep, "oneOf": [{"$ref": "#/$defs/d0"}] * 2})
-    assert to_follow("guided_json", {"oneOf": [a_kind(str(i), required=["k"]) for i in range(50)]})
+        enforceable_schema("guided_json", {"$defs": deep, "oneOf": [{"$ref": "#/$defs/d0"}] * 2})
+    assert enforceable_schema("guided_json", {"oneOf": [a_kind(str(i), required=["k"]) for i in range(50)]})
 
 
 @pytest.mark.parametrize("given", ["json_schema", "json_object"])
@@ -219,7 +219,7 @@ def test_what_a_random_schema_lets_through_is_valid(first, vocabulary):
     for seed in range(first, first + 100):
         schema, rng = random_keywords(seed), random.Random(seed)
         try:
-            matcher = compiled(vocabulary, to_follow("guided_json", schema).schema)
+            matcher = compiled(vocabulary, enforceable_schema("guided_json", schema).schema)
         except InvalidRequest:
             continue
         if matcher.is_error():

@@ -18,7 +18,7 @@ from engine.serving.options import ServiceOptions
 from engine.serving.service import Service
 from engine.settings.config import Config
 from engine.settings.processes import LORAS_FILE
-from engine.wire import Loras, Owner
+from engine.wire import LoraList, Owner
 from tests.lora_adapters import make_adapter
 from tests.patience import PATIENCE_S
 from tests.pure.service_fakes import FakeEngine, FakeSender, a_payload, an_input_processor
@@ -221,16 +221,16 @@ def test_the_log_has_the_names_of_adapters_escaped(model, folder, caplog):
 
 def test_what_is_loaded_can_be_asked_for_until_it_is_unloaded(model, folder):
     names = LoraRegistry(Config(lora_dir=str(folder), max_loras=2), model)
-    assert load(names, "one", "a") == Loras(["one"])
-    assert load(names, "two", folder / "inner") == Loras(["one", "two"])
+    assert load(names, "one", "a") == LoraList(["one"])
+    assert load(names, "two", folder / "inner") == LoraList(["one", "two"])
     assert names.find("two") == identified(folder / "a")
     unload(names, "two")
-    assert load(names, "two", "of links") == Loras(["one", "two"])  # as in a hub's cache
+    assert load(names, "two", "of links") == LoraList(["one", "two"])  # as in a hub's cache
     for again, trouble in (("one", 'The `lora_name` "one" is loaded already'),
                            ("three", r"2 adapters are loaded, at most MAX_LORAS\(2\) may be")):  # fmt: skip
         with pytest.raises(InvalidRequest, match=trouble):
             load(names, again, "a")
-    assert unload(names, "one") == Loras(["two"])
+    assert unload(names, "one") == LoraList(["two"])
     for ask in (unload, LoraRegistry.find):
         with pytest.raises(UnknownModel, match=r'The `lora_name` "one" is not loaded; loaded adapters: \[two\]'):
             ask(names, "one")

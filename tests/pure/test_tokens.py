@@ -79,6 +79,6 @@ def test_a_question_that_is_wrong_is_refused_by_field(ask, question, field, text
     assert text in json.dumps(told["error_msg"])
 
 
-@pytest.mark.parametrize("answer", [wire.Tokenized([1, 2], 64, ["a", "b"]), wire.Detokenized("ü")])
+@pytest.mark.parametrize("answer", [wire.TokenizeResponse([1, 2], 64, ["a", "b"]), wire.DetokenizeResponse("ü")])
 def test_the_answers_are_read_as_they_were_written(answer):
     assert wire.read_answer(wire.write_answer(answer)) == answer

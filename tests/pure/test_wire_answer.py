@@ -48,7 +48,7 @@ STATE = wire.ModelState(ready=False, reason="the engine is starting", num_open=3
         replace(DELTA, times=dict.fromkeys(wire.TIMES, "now")),
         STATE,
         wire.ModelState(ready=True, engine_silent_s=1.5, loras=["one"]),
-        wire.Loras(["one"]),
+        wire.LoraList(["one"]),
     ],
 )
 def test_an_answer_comes_back_as_it_was(answer):
@@ -85,7 +85,7 @@ def test_the_last_answer_has_all_of_it():
 
 
 def test_a_logprob_that_is_no_number_is_told_as_the_least_likely():
-    assert [wire.likely(number) for number in (float("-inf"), float("nan"), -1.5)] == [-9999.0, -9999.0, -1.5]
+    assert [wire.finite_logprob(number) for number in (float("-inf"), float("nan"), -1.5)] == [-9999.0, -9999.0, -1.5]
 
 
 def test_a_failure_is_a_bare_object_with_code_and_kind_and_the_keys_of_a_delta():

@@ -1,4 +1,4 @@
-"""What each field of a request means, in the words of docs/api.md: for the document that the gateway serves."""
+"""Descriptions of the request fields, as in docs/api.md, for the gateway's OpenAPI document."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.wire.schema import Json, schema_of
 
 NO_EFFECT = "accepted without effect; only `truncate_prompt_tokens` cuts a prompt"
 
-MEANINGS = {
+FIELD_DESCRIPTIONS = {
     "text": "the prompt: a user turn where the model has a chat template, else continued as it stands",
     "input_ids": "the prompt as token ids",
     "messages": "the prompt as up to 10000 turns with `role` and `content` (a text, or a list of parts of type `text`)",
@@ -82,7 +82,7 @@ MEANINGS = {
     "traceparent": "W3C's: the span of which those of this request are [a part](operation.md#traces)",
     "cache_salt": (
         "a text of up to 256 characters: cached prompts are shared only with requests that give the same, so that "
-        "nobody learns from the time of an answer what others have asked"
+        "response times do not reveal what others have asked"
     ),
     "lora_name": "the name of an [adapter](lora.md) that is loaded: it answers, not the model alone",
     "resume_from": (
@@ -103,24 +103,24 @@ MEANINGS = {
 }
 
 
-def described() -> dict[str, Json]:
-    """Each name that a field has in a native request, with what it holds and means as JSON Schema."""
+def field_schemas() -> dict[str, Json]:
+    """Return the JSON Schema, with description and default, of each field of a native request and of its aliases."""
     defaults = native_defaults()
     found: dict[str, Json] = {}
     for name, field in FIELDS.items():
         default = {"default": defaults[name]} if name in defaults else {}
-        schema = {**schema_of(field.check), "description": plain(MEANINGS.get(name, "")), **default}
+        schema = {**schema_of(field.check), "description": strip_links(FIELD_DESCRIPTIONS.get(name, "")), **default}
         found |= {each: schema if each == name else {**schema, "x-alias-of": name} for each in (name, *field.aliases)}
     return found
 
 
 def native_defaults() -> dict[str, Any]:
-    """The defaults of a native request's fields, of those that have any."""
+    """Return the default values of the fields of a native request that have one."""
     own = {f.name: f.default for f in fields(GenerationRequest) if f.name != "parameters"}
     given = own | {each.field: each.default for each in PARAMETERS}
     return {name: value for name, value in given.items() if value not in (None, (), MISSING)}
 
 
-def plain(text: str) -> str:
-    """Without the links of a page that is not there."""
+def strip_links(text: str) -> str:
+    """Replace Markdown links by their text, as their targets are not in the OpenAPI document."""
     return re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", text)

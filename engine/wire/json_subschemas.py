@@ -1,4 +1,4 @@
-"""Where a JSON schema has schemas in it, and what its local references point to."""
+"""Traversal of the subschemas of a JSON schema, and resolution of its local references."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ROOT = "$"
 
 
 def reachable(root: Json) -> Iterator[tuple[str, Json]]:
-    """Yield every schema that an answer to `root` may have to follow, with its path, each once. The caller may change
-    a schema before it takes the next one."""
+    """Yield every schema that may apply to a value of `root`, with its path, each once. The caller may change a schema
+    before it takes the next one."""
     waiting: list[tuple[str, Any]] = [(ROOT, root)]
     seen: set[int] = set()
     while waiting:
@@ -36,7 +36,7 @@ def reachable(root: Json) -> Iterator[tuple[str, Json]]:
 
 
 def resolved(root: Json, reference: str) -> Any:
-    """Return what a local reference (`#/$defs/a`) points to, None for any other or one that points to nothing."""
+    """Return the target of a local reference (`#/$defs/a`), or None if it is not local or has no target."""
     if reference == "#":
         return root
     value: Any = root if reference.startswith("#/") else None
@@ -49,12 +49,12 @@ def resolved(root: Json, reference: str) -> Any:
 
 
 def listed(value: Any) -> list[Any]:
-    """Return a list that a schema has, an empty one for what is none."""
+    """Return `value` if it is a list, else an empty list."""
     return value if isinstance(value, list) else []
 
 
 def texts_in(value: Any) -> set[str]:
-    """Return the texts of such a list."""
+    """Return the strings in `value` if it is a list, else an empty set."""
     return {each for each in listed(value) if isinstance(each, str)}
 
 
