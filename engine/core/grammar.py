@@ -40,7 +40,7 @@ class Grammars(Protocol):
         ...
 
     def masks(self, choices: Sequence[Choice]) -> Any:
-        """Of a step, see `engine.core.types.Step.mask`. Says of each grammar whether it `is_left_out`."""
+        """Of a step, see `engine.core.types.Step.mask`. Says of each grammar whether it `is_mask_missing`."""
         ...
 
 
@@ -69,7 +69,7 @@ class Compilation:
             request.grammar = grammar
 
 
-class Compiling:
+class CompilationQueue:
     """In other processes: the steps of other requests do not wait."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from engine.core.adapters import Adapters
 from engine.core.beam_driver import BeamDriver
 from engine.core.block_pool import BlockPool
-from engine.core.grammar import Compiling, Grammars
+from engine.core.grammar import CompilationQueue, Grammars
 from engine.core.limits import Counters, Limits, PrefillLimits
 from engine.core.scheduler import Scheduler
 from engine.core.types import Executor, Request, Step
@@ -63,7 +63,7 @@ class EngineLoop:
         self._beams = BeamDriver(self.scheduler)
         self.adapters = Adapters(executor, config.max_loras, self._adapters_in_use)
         self._grammars = grammars
-        self._compiling = Compiling()
+        self._compiling = CompilationQueue()
         self._steps: deque[tuple[Step, int]] = deque()  # those that were launched, and their tokens
         self._running = (0, 0.0)  # tokens of the first of them, or of the last one that ran, and when it began
         self._slowest_token_s = 0.0  # seconds a token of the slowest step so far

@@ -87,10 +87,10 @@ class PrefixCache:
 
     def _find_logprobs(self, request: Request) -> None:
         """Reuse what earlier requests computed: once, however often this one has to wait."""
-        num_likeliest = request.sampling.num_prompt_logprobs
-        if num_likeliest >= 0 and not request.prompt_outputs_sent and not request.prompt_logprobs:
+        num_top = request.sampling.num_prompt_logprobs
+        if num_top >= 0 and not request.prompt_outputs_sent and not request.prompt_logprobs:
             hashes = self.hashes(request, request.prompt_len // self._pool.block_size)
-            request.prompt_logprobs = self._logprobs.find(hashes, num_likeliest)
+            request.prompt_logprobs = self._logprobs.find(hashes, num_top)
 
     def _first(self, group: CacheGroup, count: int) -> int:
         """Return the first block that `group` needs in order to continue behind `count` blocks."""

@@ -17,28 +17,28 @@ class PromptLogprobCache:
         self._block_size, self._room = block_size, max_numbers
         self._of_block: PrefixLRU[bytes, tuple[int, list[Logprobs]]] = PrefixLRU()  # with how many of the likeliest
 
-    def keep(self, keys: Sequence[bytes], scores: Sequence[Logprobs], num_likeliest: int) -> None:
+    def keep(self, keys: Sequence[bytes], scores: Sequence[Logprobs], num_top: int) -> None:
         """Keep `scores` of a prompt that begins with the blocks of `keys`, from its second token on."""
         for index, key in enumerate(keys):
             known, _ = self._of_block.get(key, (-1, ()))
-            if known < num_likeliest:
+            if known < num_top:
                 start, end = index * self._block_size - 1, (index + 1) * self._block_size - 1
-                self._of_block[key] = num_likeliest, list(scores[max(0, start) : end])
-                self._room -= self._block_size * (num_likeliest - known)
+                self._of_block[key] = num_top, list(scores[max(0, start) : end])
+                self._room -= self._block_size * (num_top - known)
         self._of_block.use(keys)
         while self._room < 0:
             _, (num_kept, _) = self._of_block.evict()
             self._room += self._block_size * (1 + num_kept)
 
-    def find(self, keys: Sequence[bytes], num_likeliest: int) -> list[Logprobs]:
+    def find(self, keys: Sequence[bytes], num_top: int) -> list[Logprobs]:
         """Return the scores of the longest known prefix of the blocks `keys`."""
         found: list[Logprobs] = []
         count = 0
         for key in keys:
             known, scores = self._of_block.get(key, (-1, []))
-            if known < num_likeliest:
+            if known < num_top:
                 break
-            found += [Logprobs(each.chosen, each.top[:num_likeliest]) for each in scores]
+            found += [Logprobs(each.chosen, each.top[:num_top]) for each in scores]
             count += 1
         self._of_block.use(keys[:count])
         return found

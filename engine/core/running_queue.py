@@ -77,13 +77,13 @@ class RunningQueue:
             leader.forks.remove(request)
             self._give_up_slot(request)
             if leader.state is State.ENDED and not leader.forks:
-                self.leave(leader)
+                self.finish(leader)
         else:
             request = self.running.get(request_id) or self.waiting.get(request_id)
             if request is None or request.state is State.ENDED:
                 return None
             if not request.forks:  # else it stays until their prompt is computed
-                self.leave(request)
+                self.finish(request)
         request.state = State.ENDED
         return request
 
@@ -120,12 +120,12 @@ class RunningQueue:
             self._counters.num_prompt_tokens += len(request.token_ids)
             self._counters.num_cached_tokens += request.num_cached
 
-    def announce(self, request: Request) -> None:
+    def reset_slot(self, request: Request) -> None:
         """What its slot remembers begins anew, with all its tokens and blocks."""
         request.num_placed, request.has_new_blocks = [], True
         self._arrivals.append(_arrival(request, list(request.token_ids), request.num_computed))
 
-    def take_news(self) -> tuple[list[Arrival], list[Copy]]:
+    def take_slot_changes(self) -> tuple[list[Arrival], list[Copy]]:
         """What the executor has to know before the next step."""
         news = self._arrivals, self.cache.copies
         self._arrivals, self.cache.copies = [], []
@@ -180,7 +180,7 @@ class RunningQueue:
             self.running[request_id] = self.running.pop(request_id)
         leader.forks = []
 
-    def leave(self, request: Request) -> None:
+    def finish(self, request: Request) -> None:
         """It has ended, with its forks."""
         if not self.waiting.drop(request.request_id):
             self._take_out(request)

@@ -1,4 +1,4 @@
-"""Decides which tokens of which requests a step computes. Pure bookkeeping: no tensors, no threads, no clock."""
+"""Scheduler: selects the requests and tokens of the next step. It uses no tensors, threads or clock."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from engine.core.limits import Counters, Limits, PrefillLimits
 from engine.core.running_queue import LOOK_AHEAD, RunningQueue
 from engine.core.spans import check_spans
 from engine.core.types import PENDING, Batch, Logprobs, PromptOutputs, Request, Row, State, StepOutput
-from engine.core.updates import FAILED, Update, append, follow, make
+from engine.core.updates import FAILED, Update, append, check_grammar, make
 from engine.errors import InvalidRequest
 
-SPEED_OF_HOST = 8  # tokens that come back from there in the time of one that is computed
+SWAP_IN_SPEED = 8  # tokens that are swapped in from the host while one token is computed
 RUNNING = State.RUNNING  # looked up once
-Gained = tuple[Sequence[int], Sequence[Logprobs] | None]  # tokens, and of each its logprobs
-Launched = tuple[Request, Row, Sequence[Request]]  # whose row it is, and the forks that choose a token with it
+Sampled = tuple[
+    Sequence[int], Sequence[Logprobs] | None
+]  # tokens of a row and, if wanted, the log-probabilities of each
+Launched = tuple[Request, Row, Sequence[Request]]  # a row, its request and the forks that also sample from it
 
 
 class Scheduler:
-    """A budget of tokens a step. Running decodes go first, so that a long prompt only slows them down; what is left of
-    the budget goes to prompts that have begun, then to waiting requests that the `RunningQueue` admits; with
-    `Limits.prefills` it is divided among them.
+    """Scheduler of one engine. Each step has a budget of tokens. Running decodes come first, so that a long prompt
+    cannot stop them; the rest of the budget goes to prompts that have begun, then to waiting requests that the
+    `RunningQueue` admits. With `Limits.prefills` the prompts share it.
 
-    `next_batch` and `apply` take turns; `add` and `drop` may come in between, while the step runs. Where
-    `may_run_ahead` allows it, `next_batch` may come once more before the `apply` of the step before: the tokens of that
-    one are then PENDING. What it computes for a request that turns out to have ended is for nobody.
+    `next_batch` and `apply` alternate; `add` and `drop` may be called in between, while the step runs. If
+    `may_run_ahead` allows it, `next_batch` may be called once more before the previous step is applied: the tokens of
+    that step are then PENDING. What a step computes for a request that has ended meanwhile is ignored.
     """
 
     def __init__(self, pool: BlockPool, limits: Limits):
@@ -37,7 +39,7 @@ class Scheduler:
         self.pool = pool
         self.limits = limits
         self.counters = Counters()
-        self.now = 0.0  # as the loop says, for whoever asks when a request began
+        self.now = 0.0  # seconds since the epoch, set by the loop before each step
         self._cache = KVCacheManager(pool, limits)
         self._queue = RunningQueue(self._cache, limits, self.counters)
         self.waiting, self.running = self._queue.waiting, self._queue.running
@@ -46,16 +48,17 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing to compute and nothing being computed."""
+        """Return whether there is nothing to compute and no step runs."""
         return not self.waiting and not self.running and not self._launched
 
     @property
     def num_running(self) -> int:
+        """Return how many slots are taken, those of forks included."""
         return self._queue.num_running
 
     def add(self, request: Request, replay: bool = False) -> None:
-        """Raises InvalidRequest for what could never run and Overloaded when too many wait; a replay was admitted once
-        and is never refused for the latter."""
+        """Add a request to the waiting ones. Raises InvalidRequest if it could never run and Overloaded if too many
+        wait, except for a `replay`, which was accepted before."""
         assert request.token_ids and not request.block_ids
         if not self.limits.max_prompt_logits:
             prompt_outputs.refuse_if_wanted(request)
@@ -65,8 +68,8 @@ class Scheduler:
         self._queue.add(request, replay)
 
     def drop(self, request_id: str) -> Request | None:
-        """Forgets a request; its blocks come back when no step writes them any more. None if it is not here (any
-        more)."""
+        """Drop a request and return it; its blocks are freed when no step writes them any more. Return None if it has
+        ended or is unknown."""
         return self._queue.drop(request_id)
 
     def branch(self, request: Request, source: Request, token_id: int) -> None:
@@ -80,15 +83,15 @@ class Scheduler:
         elif request.token_ids[-1] == token_id:
             return
         request.token_ids[-1] = token_id
-        self._queue.announce(request)
+        self._queue.reset_slot(request)
 
     def requeue(self, request: Request, forks: list[Request]) -> None:
         """Compute a request and `forks`, which run or wait, again from their common prompt, before all that wait."""
         self._queue.requeue(request, forks)
 
     def may_run_ahead(self) -> bool:
-        """Whether the next step can be picked while one runs: no token of it depends on one that is not known, and
-        nobody has to be preempted."""
+        """Return whether the next step can be scheduled while one runs: none of its tokens depends on an unknown one,
+        and no request has to be preempted."""
         if len(self._launched) != 1:
             return False
         running = self.running.values()
@@ -98,13 +101,13 @@ class Scheduler:
         return num_full * len(self.limits.cache_groups) <= self.pool.num_available
 
     def next_batch(self) -> Batch | None:
-        """None when there is nothing to compute."""
-        assert not self._launched or self.may_run_ahead(), "the step before has not been applied"
+        """Return the next step to launch, or None if there is nothing to compute."""
+        assert not self._launched or self.may_run_ahead(), "the previous step has not been applied"
         launched: list[Launched] = []
         self._num_prompt_logits_left = self.limits.max_prompt_logits
         in_prompt = self._schedule_decodes(launched)
         budget = self.limits.max_batched_tokens - sum(len(row.token_ids) for _, row, _ in launched)
-        # Others have been preempted, or have only to be joined by their forks.
+        # The other requests have been preempted or only wait for their forks to join.
         begun = [each for each in in_prompt if each.slot >= 0 and each.num_computed < len(each.token_ids)]
         if self.limits.prefills:
             self._launch_side_by_side(launched, begun, budget, self.limits.prefills)
@@ -112,7 +115,9 @@ class Scheduler:
             for request in begun:
                 if budget > 0:
                     budget -= self._launch_prompt(launched, request, budget)
-            while budget > self._waited_for() and (admitted := self._queue.admit(is_ahead=bool(self._launched))):
+            while budget > self._tokens_during_swap_in() and (
+                admitted := self._queue.admit(is_ahead=bool(self._launched))
+            ):
                 budget -= self._launch_prompt(launched, admitted, budget)
         if not launched:
             return None
@@ -122,10 +127,10 @@ class Scheduler:
         has_prompt_outputs = self._num_prompt_logits_left < self.limits.max_prompt_logits
         rows = [row for _, row, _ in launched]
         max_drafts = self.limits.max_drafts
-        if max_drafts:  # in all rows together: what the prompts have left
+        if max_drafts:  # of all rows together: what is left of the budget
             max_drafts = self.limits.max_batched_tokens - sum(len(row.token_ids) for row in rows)
-        news, swaps = self._queue.take_news(), self.pool.take_swaps()
-        return Batch(rows, *news, has_mask, has_prompt_outputs, swaps, max_drafts)
+        slot_changes, swaps = self._queue.take_slot_changes(), self.pool.take_swaps()
+        return Batch(rows, *slot_changes, has_mask, has_prompt_outputs, swaps, max_drafts)
 
     def choices(self, drafts: Mapping[int, Sequence[int]]) -> list[Choice]:
         """Return the choices of the step that was launched, in the order of its output. `drafts`: that the executor has
@@ -139,7 +144,8 @@ class Scheduler:
         return choices
 
     def apply(self, output: StepOutput) -> list[Update]:
-        """Enters what the step brought. Finished requests have given their blocks back on return."""
+        """Apply the output of the oldest launched step and return the updates of its requests. The blocks of finished
+        requests are free on return."""
         launched = self._launched.popleft()
         self._cache.end_step()
         updates: list[Update] = []
@@ -152,12 +158,12 @@ class Scheduler:
             token_ids, logprobs = next(sampled) if num_sampled else ((), None)
             of_forks = [next(sampled) for _ in forks] if forks else ()
             outputs = next(of_prompts) if has_prompt_outputs and row.prompt_spec else None
-            if request.slot < 0:  # dropped meanwhile
+            if request.slot < 0:  # it was dropped meanwhile
                 continue
-            if num_sampled and request.grammar and request.grammar.is_left_out and not request.grammar.error:
-                assert request.prompt_outputs_sent  # the mask of a first token is always there
-                request.grammar.is_left_out = False
-                self._queue.preempt(request)  # what was chosen is no token; it is computed again
+            if num_sampled and request.grammar and request.grammar.is_mask_missing and not request.grammar.error:
+                assert request.prompt_outputs_sent  # a first token is sampled only with a mask
+                request.grammar.is_mask_missing = False
+                self._queue.preempt(request)  # the sampled token is invalid and is computed again
                 continue
             if num_sampled > 1 or (may_draft and row.max_drafts):
                 request.num_computed += len(token_ids) - 1
@@ -168,26 +174,26 @@ class Scheduler:
             if token_ids and request.prompt_outputs_sent:
                 update = append(request, token_ids, logprobs)
             else:
-                update = self._read(request, row, outputs, (token_ids, logprobs))
+                update = self._first_update(request, row, outputs, (token_ids, logprobs))
             if request.num_computed >= (request.num_published + 1) * block_size:
                 self._cache.publish(request)
             if of_forks:
                 self._queue.join_forks(request)
-            guided += self._tell(request, update, updates)
-            guided += self._tell_forks(forks, of_forks, updates)
-        self._follow(guided, updates)
+            guided += self._finish_row(request, update, updates)
+            guided += self._finish_forks(forks, of_forks, updates)
+        self._emit_guided(guided, updates)
         self.counters.num_drafted_tokens += output.num_drafts
         return updates
 
     def check(self) -> None:
-        """All books agree. Between two steps."""
+        """Check that all bookkeeping is consistent. Called between two steps."""
         self._queue.check()
 
     # Rows of a batch
 
     def _schedule_decodes(self, launched: list[Launched]) -> list[Request]:
-        """A row for each running request that only misses its last token. Returns those that are still in their
-        prompt. Preempts if it must: only requests younger than all that have a row."""
+        """Add a row for each running request that decodes. Return the requests that still compute their prompts.
+        Preempts if necessary, but only requests that are younger than all that have a row."""
         in_prompt, may_draft = [], self.limits.max_drafts > 0
         spare = self.limits.max_batched_tokens - self.num_running  # for tokens that a grammar forces
         for request in self._computable():
@@ -199,13 +205,13 @@ class Scheduler:
                     if has_room or (request.slot >= 0 and self._queue.has_room(request)):
                         in_prompt.append(request)
                     continue
-            if start == len(request.token_ids):  # the token before is still being chosen
+            if start == len(request.token_ids):  # the previous step still samples its last token
                 if request.num_new_tokens + 1 >= request.sampling.max_new_tokens:
-                    continue  # and is the last
+                    continue  # which is the last one
                 token_ids = [PENDING]
-            last = start + request.num_unverified if may_draft else start  # that it may be
+            last = start + request.num_unverified if may_draft else start  # at most
             if last >= request.room and (request.slot < 0 or not self._queue.has_room(request)):
-                continue  # preempted, in this very loop
+                continue  # it was preempted
             num_sampled, max_drafts = 1, 0
             if (may_draft or request.grammar) and not request.in_lockstep:
                 forced, max_drafts = self._reserve_drafts(request, spare)
@@ -220,22 +226,22 @@ class Scheduler:
         return in_prompt
 
     def _computable(self) -> list[Request]:
-        """Return the running requests but for those of which it is not known yet what may follow."""
+        """Return the running requests except those whose grammars do not know yet which tokens may follow."""
         running = self.running.values()
         return [
             each for each in running if each.grammar is None or each.grammar.is_ready or not each.prompt_outputs_sent
         ]
 
-    def _waited_for(self) -> int:
-        """Tokens that could be computed while the host's blocks come back: a step is no longer for these."""
-        return self.pool.num_coming_back * self.pool.block_size // SPEED_OF_HOST
+    def _tokens_during_swap_in(self) -> int:
+        """Return how many tokens can be computed while blocks are swapped in, without making the step longer."""
+        return self.pool.num_coming_back * self.pool.block_size // SWAP_IN_SPEED
 
     def _launch_side_by_side(
         self, launched: list[Launched], prompts: list[Request], budget: int, limits: PrefillLimits
     ) -> None:
-        """Divide the step among as many prompts as `limits` allow. Each may have an equal share; what the shortest
-        leave of theirs goes to the others, so that a short prompt is done at once beside a long one."""
-        while len(prompts) < limits.max_prefills and budget > max(len(prompts), self._waited_for()):
+        """Divide the budget equally among as many prompts as `limits` allow. What the shortest prompts do not need goes
+        to the others, so that a short prompt does not wait for a long one."""
+        while len(prompts) < limits.max_prefills and budget > max(len(prompts), self._tokens_during_swap_in()):
             num_long = sum(len(request.token_ids) > limits.long_tokens for request in prompts)
             max_tokens = limits.long_tokens if num_long >= limits.max_long else None
             admitted = self._queue.admit(is_ahead=bool(self._launched), max_tokens=max_tokens)
@@ -248,8 +254,8 @@ class Scheduler:
                 budget -= self._launch_prompt(launched, request, share)
 
     def _launch_prompt(self, launched: list[Launched], request: Request, budget: int) -> int:
-        """A chunk of its prompt; the last one gives the first token, its own and those of its forks. Returns its
-        size, 0 if the prompt outputs of others leave it nothing."""
+        """Add a row with the next chunk of a prompt and return its number of tokens, 0 if it has to wait for another
+        step. The last chunk samples the first tokens of the request and of its forks."""
         start = request.num_computed
         request.began_at = request.began_at or self.now
         if request.wants_token_outputs and not request.prompt_outputs_sent:
@@ -259,7 +265,7 @@ class Scheduler:
         budget = self._cache.chunk_len(request, min(budget, len(request.token_ids) - start))
         token_ids = request.token_ids[start : start + budget]
         if request.grammar and not request.grammar.is_ready and start + len(token_ids) == len(request.token_ids):
-            token_ids.pop()  # until it is known what may follow
+            token_ids.pop()  # the grammar does not know yet which tokens may follow
             if not token_ids:
                 return 0
         request.num_computed = start + len(token_ids)
@@ -286,52 +292,56 @@ class Scheduler:
         num_drafts = max(num_drafts, 0)
         return (forced[:num_drafts], 0) if forced else ((), num_drafts)
 
-    # What a step has brought
+    # Output of a step
 
-    def _read(self, request: Request, row: Row, outputs: PromptOutputs | None, gained: Gained) -> Update | None:
-        """What a row brings before its client was told anything: a chunk of a prompt. But for forks."""
-        token_ids, logprobs = gained
+    def _first_update(
+        self, request: Request, row: Row, outputs: PromptOutputs | None, sampled: Sampled
+    ) -> Update | None:
+        """Return the update with the first token or the failure of a request, or None inside its prompt."""
+        token_ids, logprobs = sampled
         if outputs and not prompt_outputs.collect(request, row, outputs):
             return Update(request, (), None, FAILED)
         if token_ids:
             return append(request, token_ids, logprobs)
         return Update(request, (), None, "length") if prompt_outputs.is_finished_by(request, row) else None
 
-    def _tell(self, request: Request, update: Update | None, updates: list[Update]) -> Sequence[Update]:
-        """Returns the update if the request has a grammar, which is told of it."""
+    def _finish_row(self, request: Request, update: Update | None, updates: list[Update]) -> Sequence[Update]:
+        """Emit the update. If the request has a grammar, advance it and return the update to be emitted later, so that
+        the grammars of a step are advanced together."""
         if request.state is RUNNING:
             if update and request.grammar:
                 if update.finish_reason is None:
                     request.grammar.advance(update.token_ids)
                 return (update,)
             if update:
-                self._enter(request, update, updates)
-        elif not request.forks:  # dropped, and none of its forks needs it any more
-            self._queue.leave(request)
+                self._emit(request, update, updates)
+        elif not request.forks:  # it was dropped, and its forks no longer need it
+            self._queue.finish(request)
         return ()
 
-    def _tell_forks(
-        self, forks: Sequence[Request], gained: Sequence[Gained], updates: list[Update]
+    def _finish_forks(
+        self, forks: Sequence[Request], sampled: Sequence[Sampled], updates: list[Update]
     ) -> Sequence[Update]:
-        """See `_tell`."""
+        """Return the updates of forks that have grammars and emit those of the others, as `_finish_row`."""
         guided: list[Update] = []
-        for fork, tokens in zip(forks, gained, strict=True):
+        for fork, tokens in zip(forks, sampled, strict=True):
             if fork.state is RUNNING:
-                guided += self._tell(fork, append(fork, *tokens), updates)
+                guided += self._finish_row(fork, append(fork, *tokens), updates)
         return guided
 
-    def _follow(self, guided: Sequence[Update], updates: list[Update]) -> None:
-        """Once the grammars of all are told of what the step has brought."""
+    def _emit_guided(self, guided: Sequence[Update], updates: list[Update]) -> None:
+        """Emit the updates of requests whose grammars have been advanced."""
         for update in guided:
             assert update.request.grammar
-            self._enter(update.request, follow(update.request.grammar, update), updates)
+            self._emit(update.request, check_grammar(update.request.grammar, update), updates)
 
-    def _enter(self, request: Request, update: Update, updates: list[Update]) -> None:
+    def _emit(self, request: Request, update: Update, updates: list[Update]) -> None:
+        """Append an update, the first one with the prompt outputs. Finish the request if it has ended."""
         if not request.prompt_outputs_sent:
             if update.finish_reason != FAILED:
                 self._cache.keep_logprobs(request)
             update = update._replace(prompt_outputs=prompt_outputs.take(request))
         updates.append(update)
         if update.finish_reason:
-            self._queue.leave(request)
+            self._queue.finish(request)
             request.state = State.ENDED

@@ -62,7 +62,7 @@ class Grammar(Protocol):
     of it means anything then."""
 
     is_ready: bool  # False: what may follow is still being found out, so that no token can be chosen
-    is_left_out: bool  # of the last step: there was no mask in time, so that what was chosen is no token
+    is_mask_missing: bool  # of the last step: there was no mask in time, so that what was chosen is no token
 
     @property
     def error(self) -> RequestError | None: ...

@@ -1,4 +1,5 @@
-"""What a step has brought a request: its answer grows, and may end. Knows no steps, no blocks, no slots."""
+"""Updates of requests: the tokens that a step has sampled for a request, and whether its answer has ended. Independent
+of steps, blocks and slots."""
 
 from __future__ import annotations
 
@@ -9,36 +10,37 @@ from engine.core.types import NO_TOKEN, Grammar, Logprobs, PromptOutputs, Reques
 from engine.errors import RequestError
 
 FAILED = "failed"
-make = tuple.__new__  # of a NamedTuple: a third of the time that its own constructor takes, once a row
+make = tuple.__new__  # makes a NamedTuple in a third of the time of its constructor
 
 
 class Update(NamedTuple):
-    """Of one request: tokens, and why the last was the last if it was; or none, and it FAILED."""
+    """New tokens of a request and, with the last ones, the finish reason; or no tokens and the reason FAILED."""
 
     request: Request
     token_ids: Sequence[int]
     logprobs: Sequence[Logprobs] | None
     finish_reason: str | None
-    error: RequestError | None = None  # of one that FAILED
-    prompt_outputs: PromptOutputs | None = None  # with the first one
+    error: RequestError | None = None  # set if it FAILED
+    prompt_outputs: PromptOutputs | None = None  # set in the first update
 
 
 def append(request: Request, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None) -> Update:
+    """Append sampled tokens to a request and return its update. Tokens after the end of the answer are ignored."""
     if token_ids[0] == NO_TOKEN:
         return Update(request, (), None, FAILED)
     if len(token_ids) == 1:
         return make(Update, (request, token_ids, logprobs, request.append(token_ids[0]), None, None))
     for count, token_id in enumerate(token_ids, 1):
         if finish_reason := request.append(token_id):
-            if count < len(token_ids):  # what follows was drafted well, but is beyond the end
+            if count < len(token_ids):  # draft tokens that are correct, but follow the end
                 token_ids, logprobs = token_ids[:count], logprobs and logprobs[:count]
             return Update(request, token_ids, logprobs, finish_reason)
     return Update(request, token_ids, logprobs, None)
 
 
-def follow(grammar: Grammar, update: Update) -> Update:
-    """Return `update` as its grammar wants it, which has been told of its tokens. Where nothing may come any more the
-    answer ends, without a step for the stop id."""
+def check_grammar(grammar: Grammar, update: Update) -> Update:
+    """Return `update`, or its replacement if the grammar, which has been advanced by its tokens, has an error or is
+    complete. A complete answer ends without a step for its stop id."""
     request, token_ids, logprobs, finish_reason, *_ = update
     if grammar.error:
         return Update(request, (), None, FAILED, grammar.error)

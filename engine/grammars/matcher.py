@@ -96,7 +96,7 @@ class Matcher:
         self.stop_ids = request.sampling.stop_token_ids
         self.mask = NO_MASK  # of the next token, where it is known already
         self.is_ready = False
-        self.is_left_out = False
+        self.is_mask_missing = False
         self.failure: RequestError | None = None
         self._token_ids, self._num_told = request.token_ids, request.prompt_len
         self._prompt_len = request.prompt_len

@@ -157,14 +157,14 @@ class GrammarPool:
                 self._late_rows[grammar.process] = end_row
             self._is_late(grammar, [matcher for matcher, *_ in asked[grammar]])
             for matcher, *_ in asked[grammar]:
-                matcher.is_left_out = True
+                matcher.is_mask_missing = True
 
     def _late_rows_ends(self) -> Iterable[int]:
         self._late_rows = {process: end for process, end in self._late_rows.items() if process.num_pending}
         return self._late_rows.values()
 
     def _leave_out(self, matcher: Matcher) -> None:
-        matcher.is_left_out = True
+        matcher.is_mask_missing = True
         if matcher.is_ready and not matcher.failure:
             self._catch_up(matcher.grammar, [matcher])
 

@@ -18,7 +18,7 @@ class AllowedTokens:
     """An `engine.core.grammar.Grammar` that never changes and is never complete: only an allowed token can end it."""
 
     error: RequestError | None = None
-    is_complete = is_left_out = False
+    is_complete = is_mask_missing = False
     is_ready = takes_drafts = True
 
     def __init__(self, form: str, vocab_size: int):
