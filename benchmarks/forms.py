@@ -16,7 +16,7 @@ import time
 
 import numpy as np
 
-from engine.core.grammar import Choice
+from engine.core.grammar import MaskRow
 from engine.core.types import Request, Sampling
 from engine.grammars.pool import GrammarPool
 from engine.text.grammars import write_grammar
@@ -95,7 +95,7 @@ def main() -> None:
         [request.grammar] = begun.result()
         compiled_s.append(time.perf_counter() - started)
         requests.append(request)
-    choices = [Choice(request) for request in requests]
+    choices = [MaskRow(request) for request in requests]
     rng = np.random.default_rng(0)
     masks_s, advance_s = [], []
     for _ in range(NUM_STEPS):

@@ -14,7 +14,7 @@ from engine.errors import as_request_error
 LONG_S = 0.2  # most grammars are compiled in milliseconds
 
 
-class Choice(NamedTuple):
+class MaskRow(NamedTuple):
     """A row that a step samples: who chooses by which form, after which drafts."""
 
     request: Request
@@ -39,7 +39,7 @@ class Grammars(Protocol):
         """Go on with what was begun, waiting so long for something to do."""
         ...
 
-    def masks(self, choices: Sequence[Choice]) -> Any:
+    def masks(self, choices: Sequence[MaskRow]) -> Any:
         """Of a step, see `engine.core.types.Step.mask`. Says of each grammar whether it `is_mask_missing`."""
         ...
 

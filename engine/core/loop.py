@@ -134,7 +134,7 @@ class EngineLoop:
         assert self._grammars
         masks = None
         try:
-            masks = self._grammars.masks(self.scheduler.choices(step.drafts()))
+            masks = self._grammars.masks(self.scheduler.mask_rows(step.drafts()))
         finally:
             step.mask(masks)  # without them, too: its thread must not wait for ever
 

@@ -92,7 +92,7 @@ class RunningQueue:
         `is_ahead`: a step still computes. `max_tokens`: longer ones stay in their places."""
         passed: list[Request] = []
         for request in self.waiting.first(LOOK_AHEAD, max_tokens):
-            if is_ahead and request.reads_answer:  # its slot may be that of one which a step still computes
+            if is_ahead and request.needs_output_tokens:  # its slot may be that of one which a step still computes
                 return None
             has_slots = len(request.forks) < len(self._free_slots)
             if has_slots and self.cache.allocate_prompt(request, self._free_slots[-1], self.running.values()):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from engine.core import prompt_outputs
 from engine.core.block_pool import BlockPool
-from engine.core.grammar import Choice
+from engine.core.grammar import MaskRow
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.limits import Counters, Limits, PrefillLimits
 from engine.core.running_queue import LOOK_AHEAD, RunningQueue
@@ -95,7 +95,7 @@ class Scheduler:
         if len(self._launched) != 1:
             return False
         running = self.running.values()
-        if any(request.reads_answer for request in (*running, *self.waiting.first(LOOK_AHEAD))):
+        if any(request.needs_output_tokens for request in (*running, *self.waiting.first(LOOK_AHEAD))):
             return False
         num_full = sum([request.num_computed + request.num_unverified >= request.room for request in running])
         return num_full * len(self.limits.cache_groups) <= self.pool.num_available
@@ -132,15 +132,15 @@ class Scheduler:
         slot_changes, swaps = self._queue.take_slot_changes(), self.pool.take_swaps()
         return Batch(rows, *slot_changes, has_mask, has_prompt_outputs, swaps, max_drafts)
 
-    def choices(self, drafts: Mapping[int, Sequence[int]]) -> list[Choice]:
+    def mask_rows(self, drafts: Mapping[int, Sequence[int]]) -> list[MaskRow]:
         """Return the choices of the step that was launched, in the order of its output. `drafts`: that the executor has
         added, by slot."""
         choices = []
         for request, row, forks in self._launched[-1]:
             if row.num_sampled:
                 forced = row.token_ids[len(row.token_ids) - row.num_sampled + 1 :]
-                choices.append(Choice(request, forced or drafts.get(row.slot, ())))
-                choices += map(Choice, forks)
+                choices.append(MaskRow(request, forced or drafts.get(row.slot, ())))
+                choices += map(MaskRow, forks)
         return choices
 
     def apply(self, output: StepOutput) -> list[Update]:

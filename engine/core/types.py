@@ -1,4 +1,4 @@
-"""The nouns of the engine: what is asked for, what runs in a step, what comes out of it."""
+"""Data types of the engine: requests, the batch and output of a step, and the interfaces of executors and grammars."""
 
 from __future__ import annotations
 
@@ -12,85 +12,87 @@ from engine.core.spans import PromptSpan
 from engine.errors import RequestError
 from engine.sampling_parameters import SamplingParameters
 
-NO_TOKEN = -1  # the model's logits are no numbers, or bans and masks left nothing
-MEAN = "mean"  # of Sampling.pooling
-PENDING = -2  # in a row: the last token that the step before chooses for its slot, which is not known yet
+NO_TOKEN = -1  # there is none: the logits are not numbers, or bans and masks leave no token
+MEAN = "mean"  # a value of Sampling.pooling
+PENDING = -2  # in a row: the last token that the previous step samples for the slot, which is not known yet
 
 
 @dataclass(frozen=True)
 class Sampling(SamplingParameters):
-    """How the tokens of one answer are chosen (docs/ops.md, section Sampling) and when it ends."""
+    """Sampling parameters of an answer (docs/ops.md, section Sampling), its limits and the outputs that are wanted."""
 
-    max_new_tokens: int  # 0: the prompt is only read
-    min_new_tokens: int = 0  # stop ids cannot be chosen before
+    max_new_tokens: int  # 0: only the prompt is computed
+    min_new_tokens: int = 0  # stop ids are banned until then
     seed: int = 0  # 64 bits, unsigned
     stop_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not appear
     logit_bias: tuple[tuple[int, float], ...] = ()
-    num_logprobs: int = -1  # -1: none, 0: the chosen token's, k: and the k likeliest
-    num_beams: int = 0  # > 0: the likeliest answers are searched for, with so many begun ones
-    length_penalty: float = 1.0  # by this power of its length the logprob of such an answer is divided
-    # What is asked of the prompt itself
-    num_prompt_logprobs: int = -1  # of its tokens but the first, as above
-    pooling: str = ""  # its hidden states behind the last layer: `last`, or the `mean` of all; empty: not wanted
-    form: tuple[str, ...] = ()  # that the answer must have: the field that says so, and the text of its grammar
-    # What the weights gain, of prompt and answer: a name that other files never have, and the folder that they are in
+    num_logprobs: int = -1  # -1: none, 0: the sampled token's, k: also those of the k most likely tokens
+    num_beams: int = 0  # > 0: width of a beam search
+    length_penalty: float = 1.0  # a beam search divides the score by length ** length_penalty
+    # Outputs of the prompt
+    num_prompt_logprobs: int = -1  # of all tokens but the first, as num_logprobs
+    pooling: str = ""  # hidden states of the last layer: `last` or the `mean` of all; empty: not wanted
+    form: tuple[str, ...] = ()  # of a structured output: the request field and the text of its grammar
+    # LoRA adapter: an id that is unique to its files, and their folder
     adapter: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, values: Sequence[Any]) -> Sampling:
-        """Return what `dataclasses.astuple` was made of."""
+        """Return the Sampling that `dataclasses.astuple` was called with."""
         return cls(**dict(zip(cls.__dataclass_fields__, values, strict=True)))
 
     @property
-    def reads_answer(self) -> bool:
-        """Whether the next token depends on those before by more than their number and the logits."""
+    def needs_output_tokens(self) -> bool:
+        """Return whether sampling a token needs the output tokens before it, in addition to their number."""
         is_bound = bool(self.form) or self.num_beams > 0
         return self.has_penalty or is_bound or any(len(word) > 1 for word in self.bad_words)
 
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Of one token: log-probability by the model's own logits, and the likeliest ids in its place with theirs."""
+    """Log-probabilities in the place of one token, computed from the model's logits: its own, and the most likely ids
+    with theirs."""
 
     chosen: float
     top: tuple[tuple[int, float], ...] = ()
 
 
 class Grammar(Protocol):
-    """What one answer of a given form may still become. What cannot be followed any more has an `error`; nothing else
-    of it means anything then."""
+    """Grammar of one structured output and its position in the answer. If `error` is set, all else is undefined."""
 
-    is_ready: bool  # False: what may follow is still being found out, so that no token can be chosen
-    is_mask_missing: bool  # of the last step: there was no mask in time, so that what was chosen is no token
+    is_ready: bool  # False: the allowed tokens are still being computed, so no token can be sampled
+    is_mask_missing: bool  # the mask of the last step came too late, so its sampled token is invalid
 
     @property
     def error(self) -> RequestError | None: ...
 
     @property
     def is_complete(self) -> bool:
-        """Nothing may follow."""
+        """Return whether no token may follow."""
         ...
 
     @property
     def takes_drafts(self) -> bool:
-        """Whether there can be masks after draft tokens, too. One that has an error says anything."""
+        """Return whether masks can be computed for draft tokens."""
         ...
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """The answer has gained these. Takes effect when something is asked of this, so that what the answers of a step
-        have gained can be told together."""
+        """Append tokens of the answer. This takes effect when another member is used: so the grammars of a step can
+        be advanced together."""
         ...
 
     def forced(self) -> Sequence[int]:
-        """What follows whatever the model says: in the place of each of these only it is allowed."""
+        """Return the tokens that must follow: in each of these places only one token is allowed."""
         ...
 
 
 class State(Enum):
-    WAITING = "waiting"  # holds nothing; its tokens are known, nothing of them is computed
+    """State of a request in the scheduler."""
+
+    WAITING = "waiting"  # has no slot and no blocks
     RUNNING = "running"  # has a slot and blocks
-    ENDED = "ended"  # finished or dropped; a step that was launched before may still compute it, for nobody
+    ENDED = "ended"  # finished or dropped; a launched step may still compute it, which has no effect
 
 
 @dataclass(eq=False, slots=True)
@@ -101,41 +103,41 @@ class Request:
     token_ids: list[int]  # prompt, then everything generated so far
     prompt_len: int
     sampling: Sampling
-    forks: list[Request] = field(default_factory=list)  # more answers to this prompt, until it is computed
+    forks: list[Request] = field(default_factory=list)  # more answers to this prompt, until the prompt is computed
     spans: Sequence[PromptSpan] = ()  # of the prompt; forks have the same
-    salt: str = ""  # requests with another one never share cached blocks
-    owner: str = ""  # waiting requests of each get equal shares
-    priority: int = 0  # lower is earlier
-    grammar: Grammar | None = None  # of `sampling.form`; the loop sets it, as soon as it is compiled
-    in_lockstep: bool = False  # it and its forks advance together, without drafts: all have to be in the batch
-    # The scheduler's
+    salt: str = ""  # requests with different salts never share cached blocks
+    owner: str = ""  # API key or client; waiting requests of each owner get equal shares
+    priority: int = 0  # lower values start earlier
+    grammar: Grammar | None = None  # of `sampling.form`, set when it is compiled
+    in_lockstep: bool = False  # it and its forks need slots at the same time and get no draft tokens
+    # State of the scheduler
     state: State = State.WAITING
-    slot: int = -1  # its place in the batch while it runs
-    block_ids: list[list[int]] = field(default_factory=list)  # of each cache group: position // block_size -> block
-    num_freed: list[int] = field(default_factory=list)  # of each: leading blocks that its window has passed
-    block_hashes: list[bytes] = field(default_factory=list)  # of its leading full blocks, as many as were needed so far
+    slot: int = -1  # in the batch while it runs
+    block_ids: list[list[int]] = field(default_factory=list)  # for each cache group: position // block_size -> block
+    num_freed: list[int] = field(default_factory=list)  # for each group: leading blocks behind the window
+    block_hashes: list[bytes] = field(default_factory=list)  # of leading full blocks, computed when needed
     # Leading tokens whose keys and values are in the blocks once all launched steps have run; with drafts, at least so
     # many, and at most `num_unverified` more.
     num_computed: int = 0
     num_unverified: int = 0  # draft tokens that launched steps may accept
-    num_published: int = 0  # leading full blocks that the prefix cache has been told of
-    num_placed: list[int] = field(default_factory=list)  # of each group: leading blocks that the executor knows
-    has_new_blocks: bool = False  # it has blocks that the executor does not know
+    num_published: int = 0  # leading full blocks in the prefix cache
+    num_placed: list[int] = field(default_factory=list)  # for each group: leading blocks that the executor knows
+    has_new_blocks: bool = False  # the executor does not know all its blocks
     branch_point: int = 0  # position up to which other prompts share its attention blocks, but no state was kept
-    has_shared_tail: bool = False  # its last block may have other holders: to be copied before it is written
-    room: int = 0  # positions below may be written
-    num_cached: int = 0  # tokens that the prefix cache held at the last admission
-    num_passed: int = 0  # requests that went before it although they came later
+    has_shared_tail: bool = False  # its last block may be shared and is copied before it is written
+    room: int = 0  # positions below this one may be written
+    num_cached: int = 0  # tokens found in the prefix cache at the last admission
+    num_passed: int = 0  # later requests that were admitted before it
     prompt_outputs_sent: bool = False  # with its first update
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # see PromptOutputs, as the next two
     pooled: bytes = b""
     began_at: float = 0.0
     num_preemptions: int = 0
     # Its next token cannot be chosen before the last one is known, even by an executor that keeps that one.
-    reads_answer: bool = field(init=False)
+    needs_output_tokens: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.reads_answer = self.sampling.reads_answer
+        self.needs_output_tokens = self.sampling.needs_output_tokens
 
     @property
     def num_new_tokens(self) -> int:
@@ -143,7 +145,7 @@ class Request:
 
     @property
     def max_len(self) -> int:
-        """Positions this request may come to hold. The last token is never fed back, so it needs none."""
+        """Return the largest number of positions that need blocks. The last token of the answer needs none."""
         return self.prompt_len + max(self.sampling.max_new_tokens - 1, 0)
 
     @property
@@ -160,7 +162,7 @@ class Request:
         return self.sampling.num_prompt_logprobs >= 0 or self.sampling.pooling == MEAN
 
     def append(self, token_id: int) -> str | None:
-        """The finish reason: 'stop' after a stop id, 'length' at the limit, None while it runs."""
+        """Append a token and return the finish reason: 'stop' after a stop id, 'length' at the limit, or None."""
         self.token_ids.append(token_id)
         sampling, num_new_tokens = self.sampling, len(self.token_ids) - self.prompt_len
         if token_id in sampling.stop_token_ids and num_new_tokens > sampling.min_new_tokens:
@@ -169,10 +171,10 @@ class Request:
 
 
 class Arrival(NamedTuple):
-    """A request takes a slot; whoever had it before is gone."""
+    """A request that takes a slot. The executor forgets the request that had the slot before."""
 
     slot: int
-    token_ids: Sequence[int]  # prompt, and what of the answer is known
+    token_ids: Sequence[int]  # prompt and the known part of the answer
     prompt_len: int
     sampling: Sampling
     spans: Sequence[PromptSpan] = ()  # without the embeddings of those that the prefix cache covers
@@ -188,21 +190,21 @@ class PromptOutputSpec(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The tokens of one slot that a step computes, from position `start` on. Where the step before has drafts, too, its
-    slot may come to be further than `start`, and the PENDING token with it."""
+    """The tokens of one slot that a step computes, from position `start` on. If the previous step has draft tokens, the
+    slot and its PENDING token may be further than `start` when it ends."""
 
     slot: int
     start: int
     token_ids: Sequence[int]
-    new_block_ids: Sequence[Sequence[int]] = ()  # for each cache group, appended to the slot's block table; or nothing
-    num_sampled: int = 1  # of the last ones, each gives a token: 0 inside a prompt, 1 + k when the last k are drafts
-    forks: Sequence[int] = ()  # slots that also choose a token after the last one
+    new_block_ids: Sequence[Sequence[int]] = ()  # for each cache group, appended to the slot's block table; or empty
+    num_sampled: int = 1  # last tokens after which one is sampled: 0 inside a prompt, 1 + k if k are drafts
+    forks: Sequence[int] = ()  # slots that also sample a token after the last one
     prompt_spec: PromptOutputSpec | None = None
-    max_drafts: int = 0  # draft tokens that the executor may add, each of which gives a token, too
+    max_drafts: int = 0  # draft tokens that the executor may add
 
 
 class Copy(NamedTuple):
-    """Before the step: `target` becomes a copy of the block `source`, and takes its place in a slot's table."""
+    """A copy before the step: block `target` gets the content of `source` and replaces it in a slot's block table."""
 
     slot: int
     group: int  # index of the cache group
@@ -212,23 +214,23 @@ class Copy(NamedTuple):
 
 
 class Swaps(NamedTuple):
-    """Before the step, blocks move between the cache and the host, each a block and its place there: out first, then
-    what has to be copied is, then back. Where several go to one place, the last one stays."""
+    """Swaps before the step: pairs of a block and its place on the host. First all of `out` are swapped out, then the
+    copies are made, then all of `back` are swapped in. If several blocks go to one place, the last one stays."""
 
     out: Sequence[tuple[int, int]]
     back: Sequence[tuple[int, int]]
 
 
 class Batch(NamedTuple):
-    """What one step computes. A value: it refers to slots, whose state every rank of the executor keeps for itself, so
-    it can be sent anywhere; what was launched is not changed by what the scheduler does next."""
+    """The input of one step. It is a value that can be sent to other processes: it refers to slots, whose state each
+    rank of the executor keeps, and the scheduler does not change it after the launch."""
 
     rows: Sequence[Row]
     arrivals: Sequence[Arrival] = ()
     copies: Sequence[Copy] = ()
-    has_mask: bool = False  # `Step.mask` will be called before a token can be chosen
+    has_mask: bool = False  # `Step.mask` must be called before tokens can be sampled
     has_prompt_outputs: bool = False  # some row has a `prompt_spec`
-    swaps: Swaps | None = None  # only where Config.num_host_blocks is not 0
+    swaps: Swaps | None = None  # only if Config.num_host_blocks is not 0
     max_drafts: int = 0  # draft tokens that the executor may add to all rows together
 
     @property
@@ -246,73 +248,74 @@ class PromptOutputs(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """Of every row that samples, then of each of its forks, in batch order: the tokens it has gained."""
+    """Sampled tokens of each row that samples, followed by those of its forks, in the order of the batch."""
 
-    token_ids: Sequence[Sequence[int]]  # one, with drafts up to 1 + k; [NO_TOKEN] where none could be chosen
-    logprobs: Sequence[Sequence[Logprobs] | None]  # of each token; None: not asked for
-    prompt_outputs: Sequence[PromptOutputs] = ()  # of every row that has a `prompt_spec`
-    num_drafts: int = 0  # draft tokens that the executor had added
+    token_ids: Sequence[Sequence[int]]  # one, with k drafts up to 1 + k; [NO_TOKEN] if none could be sampled
+    logprobs: Sequence[Sequence[Logprobs] | None]  # of each token; None: not wanted
+    prompt_outputs: Sequence[PromptOutputs] = ()  # of each row that has a `prompt_spec`
+    num_drafts: int = 0  # draft tokens that the executor has added
 
 
 class Step(Protocol):
-    """A step that was launched."""
+    """A launched step."""
 
     def drafts(self) -> Mapping[int, Sequence[int]]:
         """Return the draft tokens that the executor has added to the row of each slot. Waits until they are known."""
         ...
 
     def mask(self, bits: Any) -> None:
-        """u32 [S, ceil(V / 32)], a row for every token that is chosen; bit i of word w: token 32 w + i is allowed. So
-        grammars can be advanced while the step runs."""
+        """Set the allowed tokens: u32 [S, ceil(V / 32)], one row for each token that is sampled; bit i of word w allows
+        token 32 w + i. Grammars are advanced while the step runs."""
         ...
 
     def result(self) -> StepOutput:
-        """Waits for the step. Whatever is raised leaves the cache undefined and ends the engine."""
+        """Wait for the step and return its output. An exception leaves the cache undefined and ends the engine."""
         ...
 
 
 class Executor(Protocol):
-    """Runs the static graph on all its ranks and keeps the KV cache and what the sampling of each slot remembers. The
-    only thing the engine asks of a device.
+    """Interface of a device: runs the static graph on all ranks and keeps the KV cache and the sampling state of each
+    slot. It is used by one thread.
 
-    Called by one thread. Raises SetupError at construction, when graph, settings and device do not go together.
+    The constructor raises SetupError if graph, settings and device do not fit together.
     """
 
-    block_size: int  # tokens of a block, decided at export
+    block_size: int  # tokens of a block, chosen at export
     block_bytes: int  # of a block of the KV cache, in all layers of its group
     cache_groups: tuple[CacheGroup, ...]  # of the graph
-    runs_ahead: bool  # a step may be launched while the one before runs, with PENDING tokens
+    runs_ahead: bool  # a step with PENDING tokens may be launched while the previous one runs
     max_prompt_logits: int  # tokens of a step with prompt outputs, whose logits are in memory at once; 0: unsupported
     takes_spans: bool  # requests may have prompt spans
     max_drafts: int  # draft tokens that it adds to a row; 0: it does not draft
 
     def free_bytes(self) -> int:
-        """Memory for the KV cache, beside what the steps so far have needed; of the rank that has least."""
+        """Return the memory that is free for the KV cache, in addition to what steps so far have needed, on the rank
+        with the least."""
         ...
 
     def allocate(self, num_blocks: int) -> None:
-        """Makes the KV cache, in place of the one before. Its content is undefined."""
+        """Allocate the KV cache and free the previous one. Its content is undefined."""
         ...
 
     def warm_up(self) -> None:
-        """Compile and run once whatever a request can reach. Called after the first `allocate`; the content of the
+        """Compile and run everything that a request can use. Called after the first `allocate`; the content of the
         cache is lost."""
         ...
 
     def load_adapter(self, adapter: tuple[str, ...]) -> None:
-        """From now on requests may have it (`Sampling.adapter`). Raises InvalidRequest."""
+        """Load an adapter (`Sampling.adapter`), so that requests may use it. Raises InvalidRequest."""
         ...
 
     def drop_adapter(self, adapter_id: str) -> None:
-        """No request has it that is still to be launched. Harmless when it is not there."""
+        """Free an adapter that no later step uses. Unknown ids are ignored."""
         ...
 
     def launch(self, batch: Batch) -> Step:
-        """Begins a step that writes keys and values of every row's tokens into the blocks of its slot, and chooses
-        tokens. May return before anything is computed; steps run in the order of their launch. `batch` has a row at
-        least."""
+        """Start a step, which writes keys and values of the tokens of each row into the blocks of its slot and samples
+        tokens. It may return before anything is computed. Steps run in the order of their launch. `batch` has at least
+        one row."""
         ...
 
     def close(self) -> None:
-        """Frees graph and cache. The last call."""
+        """Free the graph and the cache. This is the last call."""
         ...

@@ -15,7 +15,7 @@ from functools import partial
 
 import numpy as np
 
-from engine.core.grammar import Choice
+from engine.core.grammar import MaskRow
 from engine.core.types import Grammar, Request
 from engine.errors import Cancelled
 from engine.grammars.compiler import Compiler
@@ -114,7 +114,7 @@ class GrammarPool:
         matcher.mask = NO_MASK
         self._grown.append(matcher)
 
-    def masks(self, choices: Sequence[Choice]) -> np.ndarray:
+    def masks(self, choices: Sequence[MaskRow]) -> np.ndarray:
         """See `engine.core.types.Step.mask`."""
         num_rows = sum(1 + len(drafts) for _, drafts in choices)
         first = max(self._late_rows_ends(), default=0)

@@ -115,7 +115,7 @@ def test_every_way_of_choosing_gives_what_the_definition_gives(exported, device,
     loop = a_loop(exported("qwen2"), device, **settings)
     requests = requests_with(USUAL if how == "usual" else MIXED, count, num_forks=2 * (how == "forks"))
     if how == "ahead":
-        requests = [request for request in requests if not request.reads_answer]
+        requests = [request for request in requests if not request.needs_output_tokens]
     tokens, logprobs = answers_of(loop, requests)
     assert (loop.stats()["num_preemptions"] > 0) == (how == "preempted")
     oracle = ReferenceExecutor(exported("qwen2"))

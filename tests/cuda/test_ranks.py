@@ -59,11 +59,11 @@ def test_the_tokens_of_ranks_are_those_of_transformers(loop_of, family, num_rank
 def test_sampled_answers_are_those_of_one_rank_while_steps_overlap(loop_of, exported):
     """A token that the first rank chose must reach the others' next step before any host knows it."""
     count = 4 if IS_INTERPRETED else 30
-    requests = [request for request in requests_with(MIXED, count) if not request.reads_answer]
+    requests = [request for request in requests_with(MIXED, count) if not request.needs_output_tokens]
     tokens, _ = answers_of(loop_of("qwen2"), requests)
     oracle = ReferenceExecutor(exported("qwen2"))
     oracle.allocate(64)
-    alone = [request for request in requests_with(MIXED, count) if not request.reads_answer]
+    alone = [request for request in requests_with(MIXED, count) if not request.needs_output_tokens]
     assert tokens == answers_of(EngineLoop(oracle, 64, SETTINGS), alone)[0]
 
 

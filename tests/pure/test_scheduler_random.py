@@ -150,7 +150,7 @@ class World:
     def check_batch(self, batch):
         assert 0 < batch.num_tokens <= self.limits.max_batched_tokens
         assert len(batch.rows) <= len(self.scheduler.running) <= self.limits.max_batch
-        assert not self.outputs or not any(each.reads_answer for each in self.scheduler.running.values())
+        assert not self.outputs or not any(each.needs_output_tokens for each in self.scheduler.running.values())
         by_slot = {request.slot: request for request in self.scheduler.running.values()}
         assert len({row.slot for row in batch.rows}) == len(batch.rows)
         for row in batch.rows:
