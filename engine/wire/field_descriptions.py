@@ -57,9 +57,7 @@ FIELD_DESCRIPTIONS = {
     "truncate_prompt_tokens": "of a longer prompt only so many tokens are read, the last ones; -1: as many as fit "
     "beside the answer that is asked for (`max_dec_len`, else one token; of one that may be reduced half of the "
     "context at most), `MAX_SEQ_LEN` at most",
-    "guided_json": (
-        "a JSON schema, as an object or a text: [the answer](#answers-of-a-given-form) is JSON that it allows"
-    ),
+    "guided_json": ("a JSON schema, as an object or a text: [the answer](#structured-output) is JSON that it allows"),
     "guided_regex": "a regular expression that the whole answer matches",
     "guided_choice": "a list of up to 4096 texts: the answer is one of them",
     "guided_grammar": "a grammar, Lark's or EBNF: the answer follows it",
@@ -97,7 +95,7 @@ FIELD_DESCRIPTIONS = {
         "seconds from the request's arrival to its first token, waiting included; over HTTP also between "
         "responses; 0: the default, which gRPC does not have"
     ),
-    "priority": "-100 to 100, lower is earlier, see [Who begins next](#who-begins-next)",
+    "priority": "-100 to 100, lower is earlier, see [Scheduling order](#scheduling-order)",
     "benchmark": "add time stamps to the answer",
     **dict.fromkeys(("model", "response_type", "response_timeout", "enable_text_truncate"), NO_EFFECT),
 }
