@@ -12,7 +12,7 @@ from engine.core.types import Copy  # noqa: E402
 from engine.dtypes import from_bf16, to_bf16  # noqa: E402
 from engine.errors import ConfigError  # noqa: E402
 from engine.executors.cuda import weights  # noqa: E402
-from engine.executors.cuda.cache import Caches  # noqa: E402
+from engine.executors.cuda.cache import MIN_BLOCK_SIZE, Caches  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
 from engine.executors.cuda.step_graphs import (  # noqa: E402
     Shape,
@@ -168,6 +168,25 @@ def test_a_step_that_wants_its_rows_in_another_order_is_none_of_decodes(device):
     assert graphs.shape_for(inputs) == (4, 4, 4)
     assert graphs.shape_for(inputs | {"logit_rows": np.array([1, 0, 2], np.int32)}) == (64, 6, 6)
     assert graphs.shape_for(inputs | {"logit_rows": np.array([0, 1], np.int32)}) == (64, 6, 6)
+
+
+def test_padding_of_several_cache_groups_has_blocks_for_all_its_tokens(device):
+    """Its rows are those of requests in other shapes, whose blocks are left behind what a step writes."""
+    graphs = StepGraphs(dataclasses.replace(SETTINGS, use_cudagraph=False), 8, device, num_groups=2)
+    graphs.nobodys_block = 9
+    tables = [np.full((2, 1), group, np.int32) for group in range(2)]
+    stacked = graphs._stacked(tables, 4, num_padding=2 * MIN_BLOCK_SIZE + 1)
+    assert stacked.tolist() == [[0, 9, 9], [0, 9, 9], [9] * 3, [9] * 3, [1, 9, 9], [1, 9, 9], [9] * 3, [9] * 3]
+    assert graphs._stacked(tables[:1], 4, num_padding=50).tolist() == [[0], [0], [9], [9]]
+
+
+def test_positions_in_three_rows_are_filled_up_at_the_end_of_each(device):
+    empty = {**empty_step(Shape(4, 2, 2), 9), "positions": np.zeros((3, 4), np.int32)}
+    positions = np.arange(1, 10, dtype=np.int32).reshape(3, 3)
+    found = array(apart(told({"positions": positions}, empty, device), empty)["positions"])
+    assert found.tolist() == [[1, 2, 3, 0], [4, 5, 6, 0], [7, 8, 9, 0]]
+    assert untold({"positions": np.zeros((3, 5), np.int32)}, empty).keys() == {"positions"}
+    assert not untold({"positions": positions}, empty)
 
 
 def test_a_decode_step_is_also_told_how_to_choose(device):

@@ -88,6 +88,7 @@ class StepGraphs:
         self._decodes = decode_shapes(config.cudagraph_capture_sizes, config.batch_size) if is_used else []
         self._prompts = prompt_shapes(config.batch_size, config.max_step_tokens) if is_used else []
         self._captured: dict[Kind, Captured] = {}
+        self._tables: Tensor | None = None  # block tables that the graphs read, which do not keep their inputs alive
         self._mailbox: Mailbox  # of what is captured
         self.nobodys_block = 0
         self.spans: SlotSpans | None = None  # of a graph that takes some
@@ -109,7 +110,8 @@ class StepGraphs:
         """With the outputs of shape.num_logits rows, overwritten by the next one."""
         captured = self._captured[shape, GROUPS in inputs]
         tables = [inputs[name] for name in self._table_names]
-        self._mailbox.tell(filled_up(inputs, captured.empty), self._stacked(tables, shape.num_requests))
+        num_padding = shape.num_tokens - len(inputs["token_ids"])
+        self._mailbox.tell(filled_up(inputs, captured.empty), self._stacked(tables, shape.num_requests, num_padding))
         captured.graph.replay()
         return captured
 
@@ -135,6 +137,7 @@ class StepGraphs:
         tables = torch.full(
             (num_rows, self._width), nobodys_block, dtype=torch.int32, device=self._device
         )  # of all shapes
+        self._tables = tables
         num_numbers = max(sum([array.nbytes // 4 for array in step.values()]) for step in steps.values())
         mailbox = partial(Mailbox, IN_FLIGHT, num_numbers + tables.numel(), most, self._device)
         if compiler:
@@ -202,10 +205,16 @@ class StepGraphs:
             made = run()
         return graph, made
 
-    def _stacked(self, tables: Sequence[np.ndarray], num_requests: int) -> np.ndarray:
+    def _stacked(self, tables: Sequence[np.ndarray], num_requests: int, num_padding: int = 0) -> np.ndarray:
         """Return the block tables of all groups, one below the other, each filled up to `num_requests` rows and to the
-        width of the first with the block that padding writes to."""
+        width of the first with the block that padding writes to.
+
+        With several groups, a row of padding may be that of a request in another shape, so that it must hold all
+        `num_padding` tokens: what lies behind it on the device are the request's blocks.
+        """
         parts, width = [], tables[0].shape[1]
+        if len(tables) > 1:
+            width = max(width, -(-num_padding // MIN_BLOCK_SIZE))
         for table in tables:
             missing = num_requests - len(table), width - table.shape[1]
             is_whole = not any(missing)
@@ -215,6 +224,7 @@ class StepGraphs:
 
     def clear(self) -> None:
         self._captured.clear()
+        self._tables = None
 
 
 def empty_step(shape: Shape, nobodys_slot: int) -> Arrays:
