@@ -1,2 +1,1 @@
-"""The life of the processes: `start_server`, `stop_server` and the supervisor between them. Serves no requests;
-`run_batch` asks some."""
+"""Process management of the server: `start_server`, `stop_server`, the supervisor between them, and `run_batch`."""

@@ -1,10 +1,9 @@
-"""Takes the place of triton_python_backend_utils.py where a stub built for numpy 1 meets numpy 2.
+"""Replacement of triton_python_backend_utils.py for a stub that was built for numpy 1 and runs with numpy 2.
 
-Such a stub reads the size of an array's items where numpy 2 keeps the flags of its type. Two consequences are mended,
-for tensors of strings only, which is all that the server's model has:
-- an input array would be made with wrong strides: we hand the stub an array API that ignores strides;
-- an output would be cut off: its bytes are given in items whose size equals their type's flags, filled up with spaces,
-  which mean nothing after JSON.
+Such a stub reads the item size of an array where numpy 2 stores the flags of its dtype. For tensors of strings, the
+only ones of the server's model, this module corrects two consequences. Input arrays would have wrong strides: the stub
+gets an array API that ignores strides. Outputs would be cut off: their bytes are stored in items whose size equals the
+flags of their dtype, padded with spaces, which have no meaning after JSON.
 """
 
 import ctypes
@@ -24,6 +23,7 @@ NewFromDescr = ctypes.PYFUNCTYPE(Pointer, Pointer, Pointer, ctypes.c_int, *[Poin
 
 
 def api_without_strides():
+    """Return a module with numpy's C API in which PyArray_NewFromDescr ignores the strides."""
     get_pointer, new_capsule = ctypes.pythonapi.PyCapsule_GetPointer, ctypes.pythonapi.PyCapsule_New
     get_pointer.restype, get_pointer.argtypes = Pointer, [ctypes.py_object, ctypes.c_char_p]
     new_capsule.restype, new_capsule.argtypes = ctypes.py_object, [Pointer, ctypes.c_char_p, Pointer]
@@ -42,7 +42,10 @@ def api_without_strides():
 
 
 def item_of_flags_size():
-    """A type of n bytes whose flags, which such a stub takes for its size, are n."""
+    """Return a dtype of n bytes whose flags, which the stub takes for the size, are n.
+
+    Raise ImportError if there is none.
+    """
     for align in (False, True):
         size = np.dtype([("bytes", "u1")], align=align).flags
         item = np.dtype([("bytes", "u1", (size,))], align=align) if size > 0 else None
@@ -56,6 +59,7 @@ serialize_original = serialize_byte_tensor  # noqa: F821 - executed above
 
 
 def serialize_byte_tensor(input_tensor):
+    """Return the serialized tensor of one string, padded to a multiple of the item size."""
     [text] = input_tensor.reshape(-1)
     padding = b" " * (-(len(text) + 4) % ITEM.itemsize)
     return np.frombuffer(serialize_original(np.array([text + padding], dtype=np.object_)), dtype=ITEM)

@@ -1,5 +1,4 @@
-"""`--completion bash` or `zsh`: prints what makes the shell complete a command's options, from the table that --help
-shows."""
+"""Option `--completion bash` or `zsh`, which prints a script for shell completion of a command's options."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ _llm_{name}() {{
 complete -o filenames -F _llm_{name} {name}
 """
 CASE = '    {names}) COMPREPLY=($(compgen -W "{values}" -- "$word")); return ;;'
-REFUSED = "refused"  # destination of options that are known and not supported, which are not completed
+REFUSED = "refused"  # destination of known but unsupported options, which are not completed
 BEFORE = {"bash": "", "zsh": "autoload -Uz compinit bashcompinit\ncompinit\nbashcompinit\n"}
 
 
@@ -32,12 +31,13 @@ class _Print(argparse.Action):
 
 
 def add_completion(parser: argparse.ArgumentParser, values: Mapping[str, Sequence[str]] = {}) -> None:  # noqa: B006
-    """`values` that options take, by their destinations, beside those that argparse knows."""
+    """Add the option `--completion`. `values` maps destinations of options to values that argparse does not know."""
     text = "print what completes these options: source <(%(prog)s --completion bash)"
     parser.add_argument("--completion", action=_Print, choices=[*BEFORE], const=values, help=text)
 
 
 def script(parser: argparse.ArgumentParser, values: Mapping[str, Sequence[str]]) -> str:
+    """Return the completion script."""
     options = [action for action in parser._actions if action.option_strings and action.dest != REFUSED]
     cases = [
         CASE.format(names="|".join(action.option_strings), values=" ".join(map(str, known)))

@@ -1,8 +1,9 @@
 """First process of a container: prepares the folders, runs a command as the server's user, and drains on SIGTERM.
 
 `python -I -m server_scripts.container COMMAND ...` runs COMMAND and exits with its status. As root it gives the folders
-that the server writes to, if they are root's, to user 1000 and runs COMMAND as that user; otherwise it only runs it.
-SIGTERM (`docker stop`) first stops a server of this container as `stop_server` does, whoever started it, then COMMAND.
+that the server writes to, if root owns them, to user 1000 and runs COMMAND as that user; otherwise it only runs it. On
+SIGTERM (`docker stop`) it first stops a server of this container like `stop_server`, whoever started it, and then
+COMMAND.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 UID = 1000
-FOLDERS = ("MODEL_DIR", "FD_LOG_DIR")  # variables that name what the server writes
-OF_A_HOME = (".ssh", ".profile", ".bashrc")  # sshd refuses who logs in to a home directory of another owner
-COULD_NOT_RUN = 127  # exit status, as of a shell
+FOLDERS = ("MODEL_DIR", "FD_LOG_DIR")  # variables with the folders that the server writes to
+HOME_FILES = (".ssh", ".profile", ".bashrc")  # sshd refuses logins to a home directory of another owner
+COULD_NOT_RUN = 127  # exit status, as in a shell
 STOP_SERVER = Path(sys.executable).with_name("stop_server")
 
 
 def main(command: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status, 127 if it cannot be run, or 2 without a command."""
     command = list(sys.argv[1:] if command is None else command)
     if not command:
         print("usage: python -I -m server_scripts.container COMMAND ...", file=sys.stderr)
@@ -55,7 +57,7 @@ def give(path: Path) -> None:
                 return
             if found.st_uid != 0:
                 trouble = f"it belongs to user {found.st_uid}: give it to user {UID}, or run with --user {found.st_uid}"
-            elif any((path / name).exists() for name in OF_A_HOME):
+            elif any((path / name).exists() for name in HOME_FILES):
                 trouble = "it looks like a home directory: mount a folder of its own"
             else:
                 os.fchown(folder, UID, UID)
@@ -68,7 +70,7 @@ def give(path: Path) -> None:
 
 
 class ContainerCommands:
-    """The command of a container and, after SIGTERM, `stop_server` for each of its users, one after the other."""
+    """Runs the command of a container and, after SIGTERM, `stop_server` for each of its users in turn."""
 
     def __init__(self, users: Sequence[dict[str, Any]]):
         """`users` are arguments of Popen; the first is the command's."""
@@ -80,7 +82,7 @@ class ContainerCommands:
     def run(self, command: Sequence[str]) -> int:
         """Return the exit status of the command. Reap every process that has lost its parent meanwhile."""
         signal.signal(signal.SIGTERM, lambda *_: self._begin_stop())
-        signal.signal(signal.SIGINT, lambda *_: None)  # a terminal sends it to the command as well
+        signal.signal(signal.SIGINT, lambda *_: None)  # a terminal sends SIGINT to the command as well
         try:
             self._command = subprocess.Popen(command, **self._users[0])
         except OSError as error:

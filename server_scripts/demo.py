@@ -1,4 +1,4 @@
-"""`make demo`: starts the server with the bundled model, asks it three questions and shows how to go on."""
+"""Command of `make demo`: starts the server with the bundled model and asks it three questions."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ Stop it: {stop}"""
 
 
 def main() -> int:
+    """Run the demo and return its exit status: 0, 1 if the server did not start or answer, 2 for a wrong setting."""
     started = time.monotonic()
     try:
         config = Config.from_env()
@@ -63,8 +64,10 @@ def main() -> int:
 
 
 def start() -> int:
-    """start_server's exit status, with the bundled model, whichever the environment names. Ctrl-C reaches it, too: it
-    ends what it has begun, and is waited for."""
+    """Run start_server with the bundled model, whichever model the environment names, and return its exit status.
+
+    It receives Ctrl-C too, ends what it has started, and is waited for.
+    """
     env = {**os.environ, "MODEL_DIR": str(ROOT / "demo_model"), "model_name": ""}
     with subprocess.Popen([sys.executable, "-m", "server_scripts.start"], env=env) as process:
         try:
@@ -75,12 +78,16 @@ def start() -> int:
 
 
 def running(run_dir: RunDir) -> ServerState | None:
+    """Return the state of the server if it is ready, or None."""
     state = run_dir.read_state()
     return state if state and state.phase == "ready" and state.supervisor.is_alive else None
 
 
 def answer(state: ServerState, question: str, config: Config) -> Iterator[str]:
-    """The answer as it is generated: the native protocol, a JSON object a line."""
+    """Yield the pieces of the answer as they are generated, by the native protocol.
+
+    Raise ValueError for an error response.
+    """
     host, port = connect_host(state.host), state.ports["SERVICE_HTTP_PORT"]
     connection = Probe(config).connection(host, port)
     body = {"text": question, "max_dec_len": 128, "temperature": 0, "stream": True}
@@ -98,6 +105,7 @@ def answer(state: ServerState, question: str, config: Config) -> Iterator[str]:
 
 
 def how_to_go_on(state: ServerState, with_key: bool = False) -> str:
+    """Return the instructions that the demo ends with."""
     host = in_url(connect_host(state.host))
     return HOW_TO_GO_ON.format(
         header=' -H "Authorization: Bearer $API_KEY"' if with_key else "",

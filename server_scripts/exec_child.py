@@ -1,6 +1,8 @@
-"""Replaces itself with a command that dies with its parent: `python exec_child.py PARENT_PID COMMAND...`.
+"""Replaces itself with a command that dies with its parent:
 
-A file of its own rather than a function run between fork and exec, which is unsafe once there are threads.
+`python exec_child.py PARENT_PID COMMAND...`.
+
+This is a program instead of a function between fork and exec, which would be unsafe in a process with threads.
 """
 
 import ctypes
@@ -12,9 +14,10 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
+    """Ask the kernel to kill this process when the parent ends, then execute the command."""
     parent, command = int(sys.argv[1]), sys.argv[2:]
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before it could be watched
+    if os.getppid() != parent:  # the parent died before PDEATHSIG was set
         os._exit(1)
     try:
         os.execvp(command[0], command)

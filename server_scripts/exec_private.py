@@ -1,8 +1,10 @@
-"""Replaces itself with a command whose files nobody opens to other users: `python exec_private.py COMMAND...`.
+"""Replaces itself with a command whose files stay unreadable to other users:
 
-Tritonserver's shared memory holds prompts and answers, and what makes it sets its mode to 0644, past the umask. A mode
-that is changed afterwards comes too late: whoever has opened the file by then can go on reading. So the kernel is asked
-to let `fchmod` do nothing in this process and all that it starts; the umask has said what is right.
+`python exec_private.py COMMAND...`.
+
+Tritonserver's shared memory contains prompts and answers, and the library that creates it sets the mode to 0644
+regardless of the umask. Changing the mode afterwards would be too late: a process that has opened the file by then can
+still read it. So a seccomp filter turns `fchmod` into a no-op in this process and its children, and the umask decides.
 """
 
 import ctypes
@@ -11,13 +13,13 @@ import struct
 import sys
 
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
-LOAD, JUMP_IF_EQUAL, RETURN = 0x20, 0x15, 0x06  # of BPF
-ARCHITECTURE, NUMBER = 4, 0  # offsets in what a filter sees of a system call
+LOAD, JUMP_IF_EQUAL, RETURN = 0x20, 0x15, 0x06  # BPF opcodes
+ARCHITECTURE, NUMBER = 4, 0  # offsets in struct seccomp_data
 X86_64, FCHMOD = 0xC000003E, 91
 ALLOW, DO_NOTHING = 0x7FFF0000, 0x00050000  # the latter returns 0
 FILTER = (
     (LOAD, 0, 0, ARCHITECTURE),
-    (JUMP_IF_EQUAL, 0, 3, X86_64),  # else on to ALLOW
+    (JUMP_IF_EQUAL, 0, 3, X86_64),  # otherwise continue at ALLOW
     (LOAD, 0, 0, NUMBER),
     (JUMP_IF_EQUAL, 0, 1, FCHMOD),
     (RETURN, 0, 0, DO_NOTHING),
@@ -26,6 +28,7 @@ FILTER = (
 
 
 def main() -> None:
+    """Install the filter, then execute the command."""
     os.umask(0o077)
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in FILTER))
     program = struct.pack("HP", len(FILTER), ctypes.addressof(code))

@@ -1,6 +1,7 @@
-"""Decides what the server's answers mean: who is healthy, and who is silent for so long that it has to be ended.
+"""Interpretation of the server's health: which processes are healthy, and which are silent for so long that they must
+be ended.
 
-A thread asks, so that a silent server cannot hold the supervisor up; what it has seen is a value.
+A thread sends the probes, so that a silent server cannot block the supervisor. Its result is an immutable value.
 """
 
 from __future__ import annotations
@@ -17,26 +18,26 @@ from server_scripts.probe import Probe
 
 ASK_EVERY_S = 5.0
 ASK_EVERY_WHILE_STARTING_S = 0.1
-CHECK_FOR_S = 30.0  # how long the first real requests may fail, as the gateway is still starting
+CHECK_FOR_S = 30.0  # how long the first real requests may fail while the gateway starts
 MAX_SILENT_PROBES = 3
-ENGINE_SILENT_S = 15.0  # it answers four times a second, also while it computes: it is stopped, or has lost its mind
-NEVER_S = 1e8  # the model says so of an engine that it has not met
+ENGINE_SILENT_S = 15.0  # the engine reports four times per second, also while it computes
+NEVER_S = 1e8  # reported for an engine that has never connected
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What is known of the server. Times are seconds of the monotonic clock."""
+    """Result of the latest probe. Times are seconds of the monotonic clock."""
 
-    at: float = 0.0  # when it was asked: only who was running by then can have answered
-    state: dict[str, Any] | None = None  # what the model says; None: it did not answer
-    error: str = ""  # why not
-    num_failures: int = 0  # times in a row
-    checked: bool = False  # a real request came back through every port, or from the model that others wait for
-    check_error: str = ""  # why that did not happen, after trying for long enough
+    at: float = 0.0  # time of the probe: only processes that were running then can have answered
+    state: dict[str, Any] | None = None  # the model's report; None: it did not answer
+    error: str = ""  # reason if it did not answer
+    num_failures: int = 0  # failures in a row
+    checked: bool = False  # a real request was answered through every port, or by the model after a reload
+    check_error: str = ""  # why it was not, after CHECK_FOR_S
 
 
 class HealthMonitor:
-    """`latest` is replaced as a whole, so it may be read from any thread."""
+    """Thread that probes the server. `latest` is replaced as a whole, so that any thread may read it."""
 
     def __init__(
         self,
@@ -56,18 +57,20 @@ class HealthMonitor:
         self._soon = threading.Event()
 
     def again(self, check: Callable[[], None]) -> HealthMonitor:
-        """One that has seen nothing yet."""
+        """Return a new monitor of the same server that has not seen anything yet."""
         return HealthMonitor(self.probe, self._ask_every_s, self._check_for_s, check)
 
     def start(self) -> None:
+        """Start the thread."""
         threading.Thread(target=self._run, name="health", daemon=True).start()
 
     def stop(self) -> None:
+        """Stop the thread after its current probe."""
         self._stop.set()
         self._soon.set()
 
     def ask_soon(self) -> None:
-        """Ask as often as during the start, once: a process that was started anew counts as healthy after an answer."""
+        """Send the next probe soon. A restarted process counts as healthy only after an answer."""
         self._soon.set()
 
     def _run(self) -> None:
@@ -79,10 +82,11 @@ class HealthMonitor:
             self._stop.wait(ASK_EVERY_WHILE_STARTING_S)
 
     def ask(self) -> None:
+        """Probe the server once and replace `latest`."""
         at, before = time.monotonic(), self.latest
         try:
             state = self.probe.state()
-        except Exception as error:  # whatever came back, it was not an answer
+        except Exception as error:  # any failure means that there is no valid answer
             self.latest = replace(before, at=at, state=None, error=str(error), num_failures=before.num_failures + 1)
             return
         seen = replace(before, at=at, state=state, error="", num_failures=0)
@@ -98,7 +102,11 @@ class HealthMonitor:
 
 
 def note_healthy(seen: Observation, engine: Child | None, others: list[Child]) -> None:
-    """An answer of the model speaks for all; for the engine only if it has answered the model since its own start."""
+    """Mark processes as healthy.
+
+    An answer of the model proves that all are, except the engine, which must have answered the model since its own
+    start.
+    """
     if seen.state is None:
         return
     for child in others:
@@ -109,7 +117,7 @@ def note_healthy(seen: Observation, engine: Child | None, others: list[Child]) -
 
 
 def why_triton_must_end(seen: Observation, triton: Child, config: Config) -> str:
-    """Of a server that was ready once; empty when it may go on."""
+    """Return the reason to end tritonserver, or "" if it may continue. The server must have been ready once."""
     age_s = seen.at - triton.started_at
     if triton.healthy_since and seen.num_failures >= MAX_SILENT_PROBES:
         return f"was silent {seen.num_failures} times in a row: {seen.error}"
@@ -119,9 +127,12 @@ def why_triton_must_end(seen: Observation, triton: Child, config: Config) -> str
 
 
 def why_engine_must_end(seen: Observation, engine: Child, triton: Child, config: Config) -> str:
-    """Empty when it may go on. One that loads has not answered yet and may take its time."""
+    """Return the reason to end the engine, or "" if it may continue.
+
+    An engine that is still loading has not answered yet and has the start timeout.
+    """
     silent_s, step_s = _engine_silent_s(seen), float((seen.state or {}).get("engine_step_s", 0))
-    if silent_s >= NEVER_S:  # tritonserver is younger than the engine and has not met it
+    if silent_s >= NEVER_S:  # tritonserver is younger than the engine and not connected yet
         silent_s = seen.at - triton.started_at
     limit_s = ENGINE_SILENT_S if engine.healthy_since else config.start_timeout_s
     if min(silent_s, seen.at - engine.started_at) > limit_s:

@@ -1,6 +1,8 @@
-"""Whether this machine can run the server, said before anything is downloaded: `python3 server_scripts/interpreter.py`.
+"""Check that this machine can run the server, before anything is downloaded:
 
-Uses the standard library only, in words that an old Python 3 still understands.
+`python3 server_scripts/interpreter.py`.
+
+It uses only the standard library, and syntax that an old Python 3 accepts.
 """
 
 import glob
@@ -11,13 +13,16 @@ import shutil
 import sys
 import sysconfig
 
-VERSIONS = ("3.10", "3.11", "3.12", "3.13")  # those that Paddle and tritonserver's Python backend are built for
+VERSIONS = ("3.10", "3.11", "3.12", "3.13")  # versions for which Paddle and tritonserver's Python backend are built
 VERSION = f"{sys.version_info[0]}.{sys.version_info[1]}"
 OLDEST_GLIBC = (2, 35)
 
 
 def find_libpython():
-    """The shared library of the running Python, or None. Triton's stub is linked to it, this interpreter may not be."""
+    """Return the path of the running Python's shared library, or None.
+
+    Triton's stub is linked to it, even if this interpreter is not.
+    """
     folders = [sysconfig.get_config_var("LIBDIR"), os.path.join(sys.base_prefix, "lib")]
     folders += [*glob.glob("/usr/lib/*-linux-gnu"), "/usr/lib64", "/usr/local/lib", "/usr/lib"]
     paths = (os.path.join(folder, f"libpython{VERSION}.so.1.0") for folder in folders if folder)
@@ -25,8 +30,8 @@ def find_libpython():
 
 
 def missing_libpython():
-    """The sentence that says what to do; empty when nothing is missing."""
-    if find_libpython() or VERSION == "3.13":  # the tritonserver wheel brings its own for 3.13
+    """Return instructions to install the shared library, or "" if it is not missing."""
+    if find_libpython() or VERSION == "3.13":  # the tritonserver wheel contains the library for 3.13
         return ""
     return (
         f"{sys.executable} has no shared library libpython{VERSION}.so.1.0; tritonserver's Python backend needs it.\n"
@@ -38,6 +43,7 @@ def missing_libpython():
 
 
 def problems():
+    """Return a sentence for each problem of this machine."""
     if VERSION not in VERSIONS:
         return [
             f"{sys.executable} is Python {platform.python_version()}, the server needs {', '.join(VERSIONS[:-1])} or "

@@ -1,4 +1,4 @@
-"""The log files in FD_LOG_DIR: one a process, a bounded number of bounded files."""
+"""Log files in FD_LOG_DIR: one per process, with a limit on the size and number of files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ COPY_EVERY_S = 0.2
 
 
 def rotate(path: Path, num_backups: int, has_writer: bool = False) -> None:
-    """name -> name.1 -> name.2 ...; the oldest goes. A writer goes on: it has opened the file for appending."""
+    """Rename `path` to `path`.1, `path`.1 to `path`.2 and so on, and remove the oldest file.
+
+    If the file has a writer it is copied and truncated instead, and the writer, which appends, continues.
+    """
     if num_backups and path.exists():
         handler = RotatingFileHandler(path, backupCount=num_backups, delay=True)
         handler.rotator = _copy if has_writer else None
@@ -27,11 +30,12 @@ def rotate(path: Path, num_backups: int, has_writer: bool = False) -> None:
 def _copy(path: str, backup: str) -> None:
     try:
         shutil.copyfile(path, backup)
-    except OSError:  # no room for a copy: all the more reason to start anew
+    except OSError:  # the disk is full: continue without a copy
         Path(backup).unlink(missing_ok=True)
 
 
 def tail(path: Path, num_lines: int) -> list[str]:
+    """Return the last `num_lines` lines that are not blank."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
@@ -42,8 +46,10 @@ def tail(path: Path, num_lines: int) -> list[str]:
 
 
 class LogConsole:
-    """Copies what is appended to log files to a file descriptor, whole lines with the name of their process. In a
-    thread of its own: a terminal may stand still, and nobody ever waits for it; the files keep what it has missed."""
+    """Thread that copies new lines of log files to a file descriptor, prefixed with the name of their process.
+
+    A terminal may block the thread but never the server; the files keep what was not copied.
+    """
 
     def __init__(self, paths: dict[str, Path], fd: int):
         self._paths = paths
@@ -53,10 +59,11 @@ class LogConsole:
         self._thread = threading.Thread(target=self._run, name="console", daemon=True)
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def finish(self, timeout_s: float) -> None:
-        """Waits until everything has been written, but no longer than that."""
+        """Wait until everything is written, for at most `timeout_s` seconds."""
         self._stop.set()
         self._thread.join(timeout_s)
 
@@ -66,14 +73,15 @@ class LogConsole:
         self.copy()
 
     def copy(self) -> None:
+        """Copy what was appended since the last call."""
         for name, path in self._paths.items():
             try:
                 size = path.stat().st_size
-                if size < self._offsets[name]:  # started anew
+                if size < self._offsets[name]:  # the file was rotated
                     self._offsets[name] = 0
                 while self._offsets[name] < size and self._copy_some(name, path):
                     pass
-            except OSError:  # the file is just being taken away, or nobody reads any more
+            except OSError:  # the file is being removed, or the terminal is closed
                 pass
 
     def _copy_some(self, name: str, path: Path) -> int:
@@ -84,6 +92,6 @@ class LogConsole:
         self._offsets[name] += len(whole)
         prefix = b"[%s] " % name.encode() if name else b""
         text = b"".join(b"%s%s\n" % (prefix, line) for line in whole.splitlines())
-        while text:  # past the buffers of sys.stdout, whose locks this thread must not hold when the process ends
+        while text:  # not sys.stdout: this thread must not hold its locks when the process ends
             text = text[os.write(self._fd, text) :]
         return len(whole)

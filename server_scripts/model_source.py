@@ -1,7 +1,7 @@
-"""From a model's name or directory to an exported graph on this disk.
+"""Resolution of a model's name or folder to an exported graph on this disk.
 
-Exporting is left to a process of its own, which may load Paddle: `python -m server_scripts.model_source CHECKPOINT
-CACHE [QUANT]` exports into the cache what is not there yet, and writes `step TEXT` lines and `result FOLDER`.
+The export runs in its own process, which may load Paddle: `python -m server_scripts.model_source CHECKPOINT CACHE
+[QUANT]` exports into the cache what is missing, and prints lines `step TEXT` and `result FOLDER`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from engine.errors import ConfigError, SetupError
 from engine.settings.config import Config
 from server_scripts import logs
-from server_scripts.child import OF_ITS_OWN, ROOT, without_secrets
+from server_scripts.child import PROCESS_GROUP, ROOT, without_secrets
 
 EXEC_CHILD = Path(__file__).with_name("exec_child.py")  # the export ends when this process is killed
 EXPORTER = "server_scripts.model_source"
@@ -28,23 +28,23 @@ WRONG_SETTING = 2  # exit status
 
 
 class ModelUnavailable(SetupError):
-    """There is no model to serve; the message says why."""
+    """There is no model to serve; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where the model is, exported or not yet."""
+    """Location of the model, which may still have to be exported."""
 
     path: Path
-    label: str  # for people and for /v1/models
-    quant: str | None = None  # that its name asks for
+    label: str  # name for messages and /v1/models
+    quant: str | None = None  # quantization in the model's name
 
 
 def local_folder(name: str, model_dir: str) -> Path | None:
-    """Return the absolute path of the folder that the user means by `name`; None if it names a model to fetch.
+    """Return the absolute path of the folder that the user means by `name`, or None if it names a model to fetch.
 
-    A path begins with `.`, `/` or `~` or ends with `/`. `org/model` is a folder if it holds a model; below MODEL_DIR it
-    is what an earlier start has fetched, perhaps not completely, and remains a name.
+    A path begins with `.`, `/` or `~` or ends with `/`. `org/model` is a folder if it contains a model. Below MODEL_DIR
+    it is what an earlier start has fetched, perhaps incompletely, and remains a name.
     """
     path = Path(name).expanduser()
     if name.startswith((".", "/", "~")) or name.endswith("/"):
@@ -54,8 +54,11 @@ def local_folder(name: str, model_dir: str) -> Path | None:
 
 
 def find_source(config: Config, name: str, report: Callable[[str], None]) -> ModelSource:
-    """Return where the model is. Fetch it if `name` is that of a model and not an absolute path; without a name the
-    model is in MODEL_DIR. Raises ModelUnavailable, and ConfigError for what the name asks for."""
+    """Return where the model is.
+
+    Fetch it if `name` is a model's name and not an absolute path; without a name the model is in MODEL_DIR. Raise
+    ModelUnavailable, or ConfigError for a wrong quantization in the name.
+    """
     if name and not name.startswith("/"):
         return _download(config, name, report)
     path = Path(name or config.model_dir).expanduser().absolute()
@@ -70,7 +73,7 @@ def find_source(config: Config, name: str, report: Callable[[str], None]) -> Mod
 
 
 def _download(config: Config, name: str, report: Callable[[str], None]) -> ModelSource:
-    from download_model import (  # only now: a model that is here needs no network
+    from download_model import (  # imported late: a local model needs no network code
         DownloadOptions,
         download,
         parse_model_name,
@@ -86,7 +89,7 @@ def _download(config: Config, name: str, report: Callable[[str], None]) -> Model
         mode = "master" if config.machines.is_master else "slave"
         options = DownloadOptions.from_env(nnodes=config.mp_nnode, mode=mode)
         if options.mirror is None:
-            export_dtype(quant, config)  # raises before gigabytes are fetched
+            export_dtype(quant, config)  # raises ConfigError before gigabytes are fetched
         report(f"fetching {name} into {config.model_dir}")
         done = download(name, Path(config.model_dir).expanduser(), options)
     except (DownloadError, OSError) as error:
@@ -100,7 +103,10 @@ def _download(config: Config, name: str, report: Callable[[str], None]) -> Model
 
 
 def export_if_needed(config: Config, source: ModelSource, report: Callable[[str], None]) -> Path:
-    """The exported model's folder. Raises ModelUnavailable, and ConfigError for what the settings ask of it."""
+    """Return the folder of the exported model.
+
+    Raise ModelUnavailable, or ConfigError if the settings do not fit the model.
+    """
     replace(config, served_model_name=source.label).check_loras()
     log_path = config.log_path / EXPORT_LOG
     command = [sys.executable, "-I", "-S", str(EXEC_CHILD), str(os.getpid()), sys.executable, "-m", EXPORTER]
@@ -108,7 +114,7 @@ def export_if_needed(config: Config, source: ModelSource, report: Callable[[str]
     with log_path.open("wb") as log:
         env = without_secrets(os.environ)
         exporter = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=env, **OF_ITS_OWN
+            command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=env, **PROCESS_GROUP
         )
     assert exporter.stdout
     result = ""
@@ -117,12 +123,12 @@ def export_if_needed(config: Config, source: ModelSource, report: Callable[[str]
             kind, _, text = line.rstrip("\n").partition(" ")
             if kind == "result":
                 result = text
-            elif kind == "step":  # a library may have something to say there, too
+            elif kind == "step":  # libraries may print other lines
                 report(text)
     finally:
         exporter.stdout.close()
         if not result:
-            exporter.kill()  # Paddle would speak of a SIGTERM for long, and threads begin to compile the next file
+            exporter.kill()  # SIGTERM would let Paddle print a long report, and threads start further compilers
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(exporter.pid, signal.SIGTERM)  # the compilers remove their files then
         status = exporter.wait()
@@ -135,12 +141,13 @@ def export_if_needed(config: Config, source: ModelSource, report: Callable[[str]
 
 
 def export_dtype(quant: str | None, config: Config) -> tuple[str, str]:
-    """Dtype and quantization of the export: what the third part of a model's name asks for, or the settings do. A name
-    that ends in c8 asks for a KV cache of 8 bits, too."""
+    """Return the dtype and the quantization of the export, from the third part of the model's name or from the
+    settings. A name that ends in c8 also asks for an 8-bit KV cache. Raise ConfigError.
+    """
     if quant is None:
         return config.dtype, config.quant_type
     from engine.dtypes import WEIGHT_DTYPES
-    from engine.models.formats import QUANTIZED  # with numpy, a tenth of a second of each start
+    from engine.models.formats import QUANTIZED  # imports numpy, which costs a tenth of a second
 
     if quant in WEIGHT_DTYPES:
         return quant, "none"
@@ -150,6 +157,7 @@ def export_dtype(quant: str | None, config: Config) -> tuple[str, str]:
 
 
 def export(checkpoint_dir: Path, cache_dir: Path, quant: str | None = None) -> Path:
+    """Export a checkpoint into the cache unless that was done before, and return the folder of the graph."""
     from engine.exporting.by_settings import options_of
     from engine.exporting.cache import export_cached
     from engine.exporting.manifest import is_exported
@@ -168,13 +176,16 @@ def export(checkpoint_dir: Path, cache_dir: Path, quant: str | None = None) -> P
     try:
         return export_cached(checkpoint_dir, cache_dir, options, lambda step: print("step", step, flush=True))
     except OSError as error:
-        if str(cache_dir) not in str(error):  # then it is the checkpoint's
+        if str(cache_dir) not in str(error):  # the error is about the checkpoint
             raise
         raise ConfigError(f"EXPORT_CACHE_DIR is {str(cache_dir)!r}: {error}") from None
 
 
 def check_settings(graph_dir: Path) -> None:
-    """What the engine would find, before anything is started. Raises SetupError."""
+    """Raise SetupError if the engine could not run this graph with the settings.
+
+    The check runs before any process is started.
+    """
     from engine.executors import check_num_ranks
     from engine.executors.memory import check_swap_space
     from engine.exporting.manifest import Manifest
@@ -182,7 +193,8 @@ def check_settings(graph_dir: Path) -> None:
 
     config, manifest = Config.from_env(), Manifest.read(graph_dir)
     config.model_len(manifest.max_seq_len)
-    if config.swap_space and (found := with_device(config)).device != GPU:  # whose memory a model that goes may have
+    # Not checked on a GPU, where a model that is being replaced may still hold the memory.
+    if config.swap_space and (found := with_device(config)).device != GPU:
         check_swap_space(found)
     check_num_ranks(graph_dir, manifest, config)
     if config.lora_modules:

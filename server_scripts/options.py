@@ -1,5 +1,6 @@
-"""The options of `start_server`: every setting under its own name (MAX_DEC_LEN is `--max-dec-len`), and those of other
-servers (engine/settings/foreign). An option is written into the environment, where all processes find it."""
+"""Options of `start_server`: every setting under its own name (MAX_DEC_LEN is `--max-dec-len`), and those of other
+servers (engine/settings/foreign). An option is written to the environment, where all processes read it.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ COMMON = (
     *("QUANT_TYPE", "MP_NUM", "MAX_MODEL_LEN", "MAX_SEQ_LEN", "MAX_DEC_LEN", "BATCH_SIZE", "BLOCK_BS", "CPU_THREADS"),
     *("REASONING_PARSER", "TOOL_CALL_PARSER", "SPECULATE_METHOD", "RUN_DIR", "FD_LOG_DIR"),
 )
-IS_CLOSE, IS_COMMON = 0.62, 0.05  # similarity, up to 1, from which an option is suggested; what a common one has ahead
+IS_CLOSE, IS_COMMON = 0.62, 0.05  # least similarity (0..1) of a suggested option; bonus of common options
 
 
-SHORT = {"--grpc-port": "SERVICE_GRPC_PORT", "--health-port": "HEALTH_HTTP_PORT"}  # names of our own
+SHORT = {"--grpc-port": "SERVICE_GRPC_PORT", "--health-port": "HEALTH_HTTP_PORT"}  # additional names of this server
 BOOLEANS = {"0": False, "1": True, "false": False, "true": True}
 FOREIGN = "foreign"  # destination of other servers' options
 SETTINGS: dict[str, Setting] = {f.metadata["setting"].env: f.metadata["setting"] for f in fields(Config)}
@@ -45,7 +46,10 @@ class _Foreign(argparse.Action):
 
 
 class OptionParser(argparse.ArgumentParser):
-    """Takes the options of `Config` and those of other servers beside its own, and answers what it does not know."""
+    """Argument parser with the options of `Config` and of other servers beside its own.
+
+    Unknown options are answered with a suggestion.
+    """
 
     def __init__(self, usage: str, description: str):
         epilog = (
@@ -69,7 +73,7 @@ class OptionParser(argparse.ArgumentParser):
         group = self.add_argument_group("common settings")
         for f in fields(Config):
             setting = f.metadata["setting"]
-            if setting.internal or not f.repr:  # others on the machine can read a command line
+            if setting.internal or not f.repr:  # secrets are no options, because other users can read a command line
                 continue
             names = dict.fromkeys([*_synonyms(setting.env), own_name(setting.env)])
             choices = f"; one of {', '.join(setting.choices)}" if setting.choices else ""
@@ -88,8 +92,10 @@ class OptionParser(argparse.ArgumentParser):
     def parse_into(
         self, environ: MutableMapping[str, str], arguments: Sequence[str] | None = None
     ) -> argparse.Namespace:
-        """Return what is no setting, and as `notes` a sentence for each option without effect; the settings are in
-        `environ` then."""
+        """Parse the arguments and write the settings to `environ`.
+
+        Return the arguments that are no settings, with a sentence in `notes` for each option without effect.
+        """
         given, unknown = self.parse_known_args(self._normalized(sys.argv[1:] if arguments is None else arguments))
         if unknown:
             self._answer(unknown)
@@ -120,7 +126,9 @@ class OptionParser(argparse.ArgumentParser):
         self.add_argument(*names, dest=where, action=_Foreign, nargs=nargs, const=row, help=argparse.SUPPRESS)
 
     def _normalized(self, arguments: Sequence[str]) -> list[str]:
-        """Underscores in names become dashes, `--use-warmup 1` becomes `--use-warmup`, with 0 `--no-use-warmup`."""
+        """Return the arguments with dashes for underscores in names, and flags with a value (`--use-warmup 1`) as
+        `--use-warmup` or `--no-use-warmup`.
+        """
         rest, result = list(arguments), []
         while rest:
             name, sign, value = rest.pop(0).partition("=")
@@ -170,4 +178,5 @@ def _set(environ: MutableMapping[str, str], env: str, text: str) -> None:
 
 
 def own_name(env: str) -> str:
+    """Return the option of a setting's environment variable."""
     return f"--{env.lower().replace('_', '-')}"

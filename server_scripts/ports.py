@@ -1,4 +1,4 @@
-"""Which port is whose: free or not, which variable names it, which process has it."""
+"""Ports of the server: which setting names them, whether they are free, and which process uses one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LISTENING = "0A"  # in /proc/net/tcp
 
 
 def ports_of(config: Config) -> dict[str, tuple[str, int]]:
-    """Variable -> the address and port that the server is going to listen on."""
+    """Return the address and port for each variable that names a port to listen on."""
     host = config.service_host
     ports = {
         "HEALTH_HTTP_PORT": (host, config.health_http_port),
@@ -31,19 +31,19 @@ def ports_of(config: Config) -> dict[str, tuple[str, int]]:
 
 
 def problems(config: Config) -> list[str]:
-    """What keeps the server from listening, a sentence each."""
+    """Return a sentence for each port that the server cannot listen on."""
     texts = [_problem(name, *address) for name, address in ports_of(config).items()]
-    return [text for text in dict.fromkeys(texts) if text]  # a wrong host is one problem, not four
+    return [text for text in dict.fromkeys(texts) if text]  # a wrong host is reported once, not per port
 
 
 def _problem(variable: str, host: str, port: int) -> str:
     try:
         [(family, kind, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         with socket.socket(family, kind) as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: closed connections do not count
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignores closed connections
             sock.bind(address)
             sock.listen(1)
-    except (OSError, UnicodeError) as error:  # the latter for a name that could not even be looked up
+    except (OSError, UnicodeError) as error:  # UnicodeError: the host name cannot be encoded
         number, why = getattr(error, "errno", None), getattr(error, "strerror", error)
         if isinstance(error, (socket.gaierror, UnicodeError)) or number == errno.EADDRNOTAVAIL:
             name = "HOST_IP" if variable == "INTER_NODE_PORT" else "SERVICE_HOST"
@@ -56,15 +56,15 @@ def _problem(variable: str, host: str, port: int) -> str:
 
 
 def owner_of(port: int) -> str:
-    """`name (pid 123)` of who listens on the port; empty when that is hidden from this user."""
+    """Return `name (pid 123)` of the process that listens on the port, or "" if this user may not see it."""
     sockets = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
-    for fd in glob.iglob("/proc/[0-9]*/fd/*") if sockets else ():  # passes over what is hidden
+    for fd in glob.iglob("/proc/[0-9]*/fd/*") if sockets else ():  # processes of other users are hidden
         try:
             if os.readlink(fd) in sockets:
                 pid = fd.split("/")[2]
                 return f"{Path('/proc', pid, 'comm').read_text(errors='replace').strip()} (pid {pid})"
         except OSError:
-            continue  # closed meanwhile, or its process has ended
+            continue  # the file was closed or the process has ended
     return ""
 
 

@@ -1,6 +1,6 @@
-"""Asks the running server, as a client would: does the model answer, does every port. Decides nothing.
+"""Requests that check the running server like a client: the model's state, and a real request through every port.
 
-`python -m server_scripts.probe` is a container's health check: exit status 0 when the server is ready. It runs every
+`python -m server_scripts.probe` is the health check of a container: exit status 0 if the server is ready. It runs every
 few seconds, so gRPC, which takes a quarter of a second to load, is imported only where it is used.
 """
 
@@ -22,7 +22,7 @@ from engine.settings.tls import key_and_chain
 from server_scripts.tls_client import certified_name, client_context
 
 TIMEOUT_S = 10.0
-REQUEST_TIMEOUT_S = 60.0  # for a real request, which may be the first of a large model
+REQUEST_TIMEOUT_S = 60.0  # for a real request, which may be the first one of a large model
 HEALTH_TIMEOUT_S = 4.0
 OPEN_TIMEOUT_S = 2.0
 CHANNEL_OPTIONS = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
@@ -32,11 +32,14 @@ Json = dict[str, Any]
 
 
 class ProbeError(Exception):
-    """The server did not answer as it should; the message says which port and what came instead."""
+    """The server did not answer as expected; the message names the port and the answer."""
 
 
 class Probe:
-    """Every question opens a connection of its own and waits for its answer, or raises ProbeError."""
+    """Client of the server's own ports.
+
+    Every call opens a connection, waits for the answer and raises ProbeError on failure.
+    """
 
     def __init__(self, config: Config, http_timeout_s: float = REQUEST_TIMEOUT_S):
         self._config = config
@@ -44,19 +47,19 @@ class Probe:
         self._host = connect_host(config.service_host)
 
     def state(self, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
-        """What the model says about itself and the engine, see engine.wire.ModelState."""
+        """Return what the model reports about itself and the engine, see engine.wire.ModelState."""
         with self._channel(self._config.triton_target, "tritonserver") as channel:
             return self._infer(channel, {wire.PROBE: True}, timeout_s, _of_model)
 
     def check_all_ports(self) -> None:
-        """A real request through every enabled port. Raises ProbeError at the first that is not answered."""
+        """Send a real request through every enabled port. Raise ProbeError for the first one that fails."""
         if self._config.machines.is_master:
             self._check_requests()
         self.check_ready()
         self.http(self._config.metrics_http_port, "GET", "/metrics")
 
     def check_model(self) -> None:
-        """The same past the gateway, which makes requests wait while the model is changed."""
+        """Send a real request directly to the model, because the gateway makes requests wait during a reload."""
         self._check_request(self._config.triton_target, "tritonserver")
         self.check_ready()
 
@@ -64,43 +67,46 @@ class Probe:
         port = self._config.service_grpc_port
         self._check_request(f"{in_url(self._host)}:{port}", f"gRPC port {port}", port)
         if self._config.service_http_port > 0:
-            body = json.dumps(self._a_request())
+            body = json.dumps(self._small_request())
             text = self.http(self._config.service_http_port, "POST", "/v1/chat/completions", body)
             if json.loads(text).get("error_code"):
                 raise ProbeError(f"HTTP port {self._config.service_http_port}: {text[:500]}")
 
     def _check_request(self, target: str, name: str, port: int = 0) -> None:
         with self._channel(target, name, port) as channel:
-            answer = self._infer(channel, self._a_request(), REQUEST_TIMEOUT_S, _of_gateway if port else _of_model)
+            answer = self._infer(channel, self._small_request(), REQUEST_TIMEOUT_S, _of_gateway if port else _of_model)
         if answer.get("error_code"):
             raise ProbeError(f"{name}: {answer['error_msg']}")
 
     def check_ready(self) -> None:
+        """Raise ProbeError unless the health port reports that the server is ready."""
         self.http(self._config.health_http_port, "GET", "/v2/health/ready")
 
     def num_open(self) -> int:
-        """Requests that the model has not answered to their end; 0 also when it does not say: nothing is going to come
-        of them then."""
+        """Return the number of unfinished requests, or 0 if the model does not answer: they cannot finish then."""
         try:
             return int(self.state(OPEN_TIMEOUT_S)["num_open"])
         except ProbeError:
             return 0
 
-    def _a_request(self) -> dict[str, Any]:
-        max_dec_len = int(not self.state()["num_labels"])  # a model that scores writes no tokens
+    def _small_request(self) -> dict[str, Any]:
+        max_dec_len = int(not self.state()["num_labels"])  # a classifier generates no tokens
         text = {"text": "Hi", "apply_chat_template": False, "max_dec_len": max_dec_len}
         return {"req_id": f"start-{uuid.uuid4()}", **text}
 
     def _infer(self, channel: Any, body: Json, timeout_s: float, read: Callable[[bytes], Json]) -> Json:
-        """The fields of the last response of a streamed request, as `read` has them. Reads on to the end of the stream:
-        Triton 2.51 keeps the model loaded for a stream that was left before, and its exit would take the whole exit
-        timeout."""
+        """Return the fields of the last response of a streamed request, parsed by `read`.
+
+        The stream is read to its end: Triton 2.51 keeps the model loaded for a stream that is abandoned earlier, and
+        its exit would then take the whole exit timeout.
+        """
         from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
         from engine.wire.triton import infer_request, payload_of
 
         answer: Json = {}
-        metadata, requests = [(name.lower(), value) for name, value in self._key.items()], iter([infer_request(body)])
+        metadata = [(name.lower(), value) for name, value in self._auth_header.items()]
+        requests = iter([infer_request(body)])
         responses = GRPCInferenceServiceStub(channel).ModelStreamInfer(requests, timeout=timeout_s, metadata=metadata)
         for response in responses:
             answer = read(payload_of(response))
@@ -110,7 +116,10 @@ class Probe:
 
     @contextlib.contextmanager
     def _channel(self, target: str, name: str, port: int = 0) -> Iterator[Any]:
-        """To one of our own ports, or to tritonserver. What goes wrong is raised as a ProbeError that has `name`."""
+        """Yield a gRPC channel to one of the server's ports or to tritonserver.
+
+        Failures are raised as ProbeError with `name`.
+        """
         import grpc
 
         try:
@@ -131,20 +140,22 @@ class Probe:
             raise ProbeError(f"{name}: {error}") from None
 
     @property
-    def _key(self) -> dict[str, str]:
+    def _auth_header(self) -> dict[str, str]:
         key = self._config.api_key or next(iter(self._config.owners), "")
         return {"Authorization": f"Bearer {key}"} if key else {}
 
     def connection(self, host: str, port: int) -> http.client.HTTPConnection:
+        """Return an HTTP or HTTPS connection, without a proxy."""
         timeout_s = self._http_timeout_s
         if port == self._config.service_http_port and self._config.tls_cert_file:
             return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=client_context(self._config))
-        return http.client.HTTPConnection(host, port, timeout=timeout_s)  # no proxy, ever
+        return http.client.HTTPConnection(host, port, timeout=timeout_s)  # never through a proxy
 
     def http(self, port: int, method: str, path: str, body: str | None = None) -> str:
+        """Return the body of a response with status 200. Raise ProbeError for any other result."""
         headers = {"Content-Type": "application/json"} if body else {}
         if port == self._config.service_http_port:
-            headers |= self._key
+            headers |= self._auth_header
         connection = self.connection(self._host, port)
         try:
             connection.request(method, path, body, headers)
@@ -169,6 +180,7 @@ def _of_gateway(payload: bytes) -> Json:
 
 
 def main() -> int:
+    """Return 0 if the server is ready, otherwise print the reason and return 1."""
     try:
         Probe(Config.from_env(), HEALTH_TIMEOUT_S).check_ready()
     except ProbeError as error:

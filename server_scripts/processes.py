@@ -1,4 +1,4 @@
-"""The processes of a server: their commands, environments and log files."""
+"""Processes of a server: their commands, environments and log files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENGINE, TRITONSERVER, GATEWAY, HEALTH = "engine", "tritonserver", "gateway", "he
 
 PRIVATE = [sys.executable, "-I", "-S", str(Path(__file__).with_name("exec_private.py"))]
 
-# File names are the predecessor's, for those who have scripts that read them.
+# The file names are those of the predecessor, so that existing scripts keep working.
 LOG_NAMES = {
     ENGINE: "infer_server.log",
     TRITONSERVER: "server.log",
@@ -27,21 +27,22 @@ LOG_NAMES = {
     "supervisor": "console.log",
 }
 
-# Answers that slow clients have not read wait in tritonserver, and what clients have begun to say in the gateway: else
-# they keep that memory for good.
+# Unread answers are buffered in tritonserver and incomplete requests in the gateway. Without these malloc settings
+# the processes would never return that memory.
 MEMORY_DEFAULTS = {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 def log_paths(config: Config) -> dict[str, Path]:
+    """Return the log file of each process."""
     return {name: config.log_path / file_name for name, file_name in LOG_NAMES.items()}
 
 
 def all_specs(config: Config, graph_dir: Path, served_name: str, run_dir: RunDir) -> list[ChildSpec]:
-    """In the order of their start. Raises TritonError."""
+    """Return the specs of all processes in the order in which they start. Raise TritonError."""
     environ = {**without_secrets(os.environ), "PYTHONUNBUFFERED": "1"}
     environ |= {"GRAPH_DIR": str(graph_dir), "SERVED_MODEL_NAME": served_name}
     if config.mp_nnode > 1:
-        environ["HOST_IP"] = config.machines.ips[config.machines.host]  # also when it has lost its address for a while
+        environ["HOST_IP"] = config.machines.ips[config.machines.host]  # also while the address is missing
     logs, python = log_paths(config), [sys.executable, "-m"]
     specs = [engine_spec(config, environ, logs[ENGINE]), triton_spec(config, environ, run_dir, logs[TRITONSERVER])]
     for index in range(config.push_mode_http_workers):
@@ -53,6 +54,7 @@ def all_specs(config: Config, graph_dir: Path, served_name: str, run_dir: RunDir
 
 
 def engine_spec(config: Config, environ: dict[str, str], log_path: Path) -> ChildSpec:
+    """Return the spec of the engine process."""
     command = [sys.executable, "-m", "engine.process"]
     return ChildSpec(
         name=ENGINE,
@@ -66,8 +68,9 @@ def engine_spec(config: Config, environ: dict[str, str], log_path: Path) -> Chil
 
 
 def triton_spec(config: Config, environ: Mapping[str, str], run_dir: RunDir, log_path: Path) -> ChildSpec:
+    """Return the spec of tritonserver, and prepare its folder. Raise TritonError."""
     found, folder = triton.find_tritonserver(), run_dir.path / TRITON_FOLDER
-    if not folder.is_dir():  # a tritonserver that was taken over lives in it
+    if not folder.is_dir():  # otherwise a tritonserver that was taken over is running in it
         triton.prepare(found, folder, triton.ROOT / "model_repository")
     watch_gpus = may_be_gpu(config)
     command = [*PRIVATE, *triton.command(found, folder, config, run_dir.shm_prefix, watch_gpus)]

@@ -1,8 +1,10 @@
-"""The model is changed under a server that runs on: who asks waits in the gateway, what has begun ends, then the engine
-and tritonserver are started anew. `server_scripts.reload_client` asks for it.
+"""Reload: changes the model while the server keeps running.
 
-What the old model has begun is ended by it or with an error, so no answer has tokens of both. A new model that does not
-become ready is ended, and the old one comes back.
+`server_scripts.reload_client` requests it.
+
+New requests wait in the gateway while running ones finish; then the engine and tritonserver are restarted with the new
+model. The old model finishes what it has started or ends it with an error, so no answer contains tokens of both. If the
+new model does not become ready, the old one is restored.
 """
 
 from __future__ import annotations
@@ -32,13 +34,13 @@ log = logging.getLogger("supervisor")
 
 REQUEST_FILE, STATUS_FILE = "reload.wanted", "reload.said"
 ASK_EVERY_S = 0.2
-NUM_IDLE = 2  # looks at the model in a row that find nothing open: a request may be on its way to it
+NUM_IDLE = 2  # idle probes in a row that are required, because a request may be on its way to the model
 WHY = "the model is being changed for another, which waits for open answers for DRAIN_TIMEOUT at most"
 
 
 @dataclass(frozen=True)
 class ReloadRequest:
-    """An exported model that the server is to change to. `id` is of who asks."""
+    """Request to load an exported model. `id` identifies the command that asks."""
 
     id: str
     graph_dir: str
@@ -48,27 +50,33 @@ class ReloadRequest:
 
 @dataclass
 class ReloadStatus:
-    """To who asks: what happens, and in the end the exit status. That it cannot be written ends no server."""
+    """Progress of a reload for the command that asked, and at the end its exit status.
+
+    A failure to write it is ignored.
+    """
 
     id: str
     lines: list[str] = field(default_factory=list)
-    status: int | None = None
+    exit_status: int | None = None
 
     def write(self, run_dir: RunDir) -> None:
+        """Write the status file."""
         with contextlib.suppress(OSError):
             run_dir.write(STATUS_FILE, json.dumps(asdict(self)))
 
 
 @dataclass(frozen=True)
 class ReloadTarget:
+    """Model to serve, with the specs of all children."""
+
     id: str
     label: str
     fingerprint: str
-    specs: Sequence[ChildSpec]  # of all children
+    specs: Sequence[ChildSpec]  # specs of all children
 
 
 def take_reload_request(run_dir: RunDir) -> ReloadRequest | None:
-    """Once."""
+    """Return the pending request and remove its file, or return None."""
     path = run_dir.path / REQUEST_FILE
     try:
         wanted = ReloadRequest(**json.loads(path.read_text()))
@@ -79,7 +87,7 @@ def take_reload_request(run_dir: RunDir) -> ReloadRequest | None:
 
 
 def release(run_dir: RunDir) -> None:
-    """Nobody waits any more, whichever model there is."""
+    """Let waiting requests continue, whichever model is served."""
     if (served := ServedModel(run_dir.path).now()).is_changing:
         try:
             run_dir.write(SERVED_FILE, Served(served.id, served.name).text())
@@ -89,13 +97,16 @@ def release(run_dir: RunDir) -> None:
 
 
 def change_model(supervisor: Supervisor, wanted: ReloadRequest) -> None:
-    """Returns when the server goes on, with the new model or the old one, or is asked to stop."""
-    run_dir, state, said = supervisor.run_dir, supervisor.state, ReloadStatus(wanted.id)
+    """Carry out a reload.
+
+    Return when the server serves again, with the new model or the old one, or is asked to stop.
+    """
+    run_dir, state, status = supervisor.run_dir, supervisor.state, ReloadStatus(wanted.id)
 
     def report(text: str) -> None:
         log.info("changing the model: %s", text)
-        said.lines.append(text)
-        said.write(run_dir)
+        status.lines.append(text)
+        status.write(run_dir)
 
     old_specs, is_changed = [child.spec for child in supervisor.children], False
     old = ReloadTarget(ServedModel(run_dir.path).now().id, state.model, state.fingerprint, old_specs)
@@ -103,21 +114,21 @@ def change_model(supervisor: Supervisor, wanted: ReloadRequest) -> None:
         specs = all_specs(supervisor.config, Path(wanted.graph_dir), wanted.label, run_dir)
         new = ReloadTarget(uuid.uuid4().hex, wanted.label, wanted.fingerprint, specs)
         is_changed = drain(supervisor, old, report) and replace(supervisor, old, new, report)
-    except (SetupError, OSError) as error:  # of what is done before anything has ended
+    except (SetupError, OSError) as error:  # raised before any process was ended
         report(f"failed: {error}")
     finally:
         release(run_dir)
-        said.status = 0 if is_changed else 1
-        said.write(run_dir)
+        status.exit_status = 0 if is_changed else 1
+        status.write(run_dir)
 
 
 def drain(supervisor: Supervisor, old: ReloadTarget, report: Callable[[str], None]) -> bool:
-    """Who asks from now on waits. True when nothing is open any more, False when the server is asked to stop."""
+    """Make new requests wait and let running ones finish. Return False if the server is asked to stop."""
     run_dir, drain_s = supervisor.run_dir, supervisor.config.drain_timeout_s
     end_at = time.monotonic() + drain_s
     run_dir.write(SERVED_FILE, Served(old.id, old.label, is_changing=True).text())
     run_dir.write(STOPPING_FILE, Stopping(end_at, WHY, end_at).text())
-    supervisor.set_phase("changing")  # it is nothing that another supervisor could take over
+    supervisor.set_phase("changing")  # in this phase another supervisor cannot take over
     report(f"new requests wait, open ones may end, for at most {drain_s:g} s")
     num_idle = 0
     while num_idle < NUM_IDLE and time.monotonic() < end_at + STOP_MARGIN_S and not supervisor.num_stop_signals:
@@ -127,18 +138,21 @@ def drain(supervisor: Supervisor, old: ReloadTarget, report: Callable[[str], Non
         except ProbeError:
             num_idle = 0
     if supervisor.num_stop_signals:
-        supervisor.set_phase("ready")  # there are requests, which the stop waits for
+        supervisor.set_phase("ready")  # the shutdown waits for the running requests
         return False
     return True
 
 
 def replace(supervisor: Supervisor, old: ReloadTarget, new: ReloadTarget, report: Callable[[str], None]) -> bool:
-    """False when the new model did not become ready: then it is the old one again, or the server is asked to stop."""
+    """Restart with the new model.
+
+    Return False if it did not become ready and the old one was restored, or if the server is asked to stop.
+    """
     report(f"ending {old.label}")
     end_model(supervisor)
     progress = StartProgress(supervisor, report)
     try:
-        # Now, so that who has a part of the old model's answer can never take it for the new one's.
+        # Written now, so that a part of the old model's answer is never continued by the new model.
         supervisor.run_dir.write(SERVED_FILE, Served(new.id, new.label, is_changing=True).text())
         install(supervisor, new)
         supervisor.bring_up(progress)
@@ -153,14 +167,14 @@ def replace(supervisor: Supervisor, old: ReloadTarget, new: ReloadTarget, report
     report(f"going back to {old.label}")
     end_model(supervisor)
     install(supervisor, old)
-    come_back(supervisor, old)
+    restore_old_model(supervisor, old)
     if supervisor.seen.checked:
         report(f"{old.label} is ready again")
     return False
 
 
 def end_model(supervisor: Supervisor) -> None:
-    """The processes that know the model, which nobody asks any more."""
+    """End the engine and tritonserver, which are idle."""
     supervisor.monitor.stop()
     supervisor.set_phase("ending the model")
     children = [child for child in supervisor.children if child.spec.name in (ENGINE, TRITONSERVER)]
@@ -170,7 +184,7 @@ def end_model(supervisor: Supervisor) -> None:
 
 
 def install(supervisor: Supervisor, model: ReloadTarget) -> None:
-    """As if the server had been started with it; gateways that run go on."""
+    """Replace the specs of all children by those of `model`. Running gateways continue."""
     for index, spec in enumerate(model.specs):
         child = supervisor.children[index]
         if spec.name in (ENGINE, TRITONSERVER):
@@ -179,12 +193,12 @@ def install(supervisor: Supervisor, model: ReloadTarget) -> None:
             child.spec = spec
     supervisor.state.model, supervisor.state.fingerprint = model.label, model.fingerprint
     probe = supervisor.monitor.probe
-    supervisor.watch_with(supervisor.monitor.again(probe.check_model))  # the ports make a real request wait
+    supervisor.watch_with(supervisor.monitor.again(probe.check_model))  # a real request through the ports would wait
 
 
-def come_back(supervisor: Supervisor, old: ReloadTarget) -> None:
-    """As after a crash: what ends is started again. Nobody waits longer than for a start."""
-    with contextlib.suppress(OSError):  # who has a part of an answer then is told that it cannot be gone on with
+def restore_old_model(supervisor: Supervisor, old: ReloadTarget) -> None:
+    """Restart the old model as after a crash, and wait for it no longer than for a start."""
+    with contextlib.suppress(OSError):  # partially received answers cannot be continued without it
         supervisor.run_dir.write(SERVED_FILE, Served(old.id, old.label, is_changing=True).text())
     supervisor.set_phase("changing")
     supervisor.start_all()

@@ -1,7 +1,8 @@
-"""`start_server --reload`: has the running server change its model, and says how it goes.
+"""Command `start_server --reload`: asks the running server to load another model, and reports the progress.
 
-The model is exported here, where somebody reads why it cannot be. The rest is the supervisor's, see `swap`, and goes on
-when this process ends."""
+The model is exported in this process, where the user sees errors. The supervisor does the rest
+(server_scripts/reload.py), also if this process ends.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ POLL_S = 0.1
 
 
 class ReloadError(SetupError):
-    """The model cannot be changed; the message says why."""
+    """The model cannot be reloaded; the message gives the reason."""
 
 
 def reload(model_name: str, report: Callable[[str], None]) -> int:
-    """0 when the server has changed to the model, 1 when it has not. Raises SetupError when that was not tried."""
+    """Return 0 if the server has loaded the model and 1 if that failed. Raise SetupError if it was not attempted."""
     config = Config.from_env()
     if config.mp_nnode > 1:
         text = "a model on several machines is changed by stop_server and start_server on each of them"
@@ -48,7 +49,10 @@ def reload(model_name: str, report: Callable[[str], None]) -> int:
 
 
 def running(run_dir: RunDir, config: Config) -> ServerState:
-    """The server whose model can be changed."""
+    """Return the state of the server.
+
+    Raise ReloadError if its model cannot be reloaded now, and ConfigError if other settings differ.
+    """
     state = run_dir.read_state()
     if state is None or not state.supervisor.is_alive:
         raise ReloadError(f"no server runs in RUN_DIR, which is {run_dir.path}")
@@ -64,23 +68,28 @@ def running(run_dir: RunDir, config: Config) -> ServerState:
 
 
 def follow(run_dir: RunDir, supervisor: Process, wanted_id: str, report: Callable[[str], None]) -> int:
-    num_told = 0
+    """Report the progress of a reload until its end and return its exit status.
+
+    Raise ReloadError if the server ends.
+    """
+    num_reported = 0
     while True:
-        is_alive = supervisor.is_alive  # before the last look
-        said = read_status(run_dir, wanted_id)
-        for line in said.lines[num_told:]:
+        is_alive = supervisor.is_alive  # read before the status, so that the last status is not missed
+        status = read_status(run_dir, wanted_id)
+        for line in status.lines[num_reported:]:
             report(line)
-        num_told = len(said.lines)
-        if said.status is not None:
-            return said.status
+        num_reported = len(status.lines)
+        if status.exit_status is not None:
+            return status.exit_status
         if not is_alive:
             raise ReloadError("the server has ended meanwhile")
         time.sleep(POLL_S)
 
 
 def read_status(run_dir: RunDir, wanted_id: str) -> ReloadStatus:
+    """Return the status of a reload, which is empty before the supervisor has written it."""
     try:
-        said = ReloadStatus(**json.loads((run_dir.path / STATUS_FILE).read_text()))
+        status = ReloadStatus(**json.loads((run_dir.path / STATUS_FILE).read_text()))
     except FileNotFoundError:
         return ReloadStatus(wanted_id)
-    return said if said.id == wanted_id else ReloadStatus(wanted_id)
+    return status if status.id == wanted_id else ReloadStatus(wanted_id)

@@ -1,4 +1,4 @@
-"""What the one who starts a server gets to read. Knows words, decides nothing."""
+"""Messages for the user who starts a server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from server_scripts.processes import ENGINE, TRITONSERVER
 from server_scripts.run_dir import ServerState
 from server_scripts.supervisor import StartFailed, Supervisor
 
-NEWS_EVERY_S = 10.0  # silence would look like a hang
+NEWS_EVERY_S = 10.0  # repeat the current step, because silence looks like a hang
 NUM_LAST_LINES = 15
 ADDRESSES = {
     "SERVICE_HTTP_PORT": ("HTTP", "{scheme}://{host}:{port}/v1/chat/completions"),
@@ -26,7 +26,7 @@ ADDRESSES = {
 
 
 class Reporter:
-    """Lines with the seconds since the start. That nobody reads them, or that a disk is full, stops no server."""
+    """Prints lines with the seconds since the start. A closed terminal or a full disk does not stop the server."""
 
     def __init__(self, fd: int = 1):
         self.fd = fd
@@ -42,7 +42,10 @@ class Reporter:
 
 
 class StartProgress:
-    """Called at every turn of the start; speaks when there is news, or has been none for a while."""
+    """Reports the progress of a start.
+
+    It is called in every iteration and prints when the step changes or after some silence.
+    """
 
     def __init__(self, supervisor: Supervisor, report: Callable[[str], None]):
         self._supervisor = supervisor
@@ -62,7 +65,7 @@ class StartProgress:
         self._report(text)
 
     def failed(self, failure: StartFailed) -> None:
-        """The reason and the end of the log of whose fault it seems to be."""
+        """Report the reason of a failed start, with the last log lines of the process that seems to be at fault."""
         guilty = failure.child or self._step()[1]
         lines = [f"failed: {failure}"]
         if guilty:
@@ -71,7 +74,7 @@ class StartProgress:
         self._report("\n".join(lines))
 
     def _step(self) -> tuple[str, Child | None]:
-        """What is waited for now, and on which process it depends."""
+        """Return the current step of the start and the process that it depends on."""
         seen, named = self._supervisor.seen, self._supervisor.named
         if seen.state is None:
             return "starting the engine and tritonserver", named(TRITONSERVER)
@@ -84,7 +87,7 @@ class StartProgress:
 
 
 def summary(state: ServerState) -> str:
-    """Which server runs and where it answers."""
+    """Return a description of the running server and its addresses."""
     host = in_url(connect_host(state.host))
     lines = [f"{state.model} is {state.phase}, pid {state.supervisor.pid}, since {time.ctime(state.since)}"]
     for name, (what, form) in ADDRESSES.items():

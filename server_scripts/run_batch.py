@@ -33,19 +33,19 @@ from engine.settings.config import Config
 from server_scripts.completion import add_completion
 from server_scripts.tls_client import client_context
 
-AT_ONCE = 128  # requests; more than run at once, so that the next ones wait in the server
-GONE_AFTER_S = 600.0  # without any answer
-PAUSE_S = 1.0  # before a request is repeated, if the server does not say
-NOT_NOW = (429, 503)  # repeated until the server has room, or is gone
-PERHAPS = (500, 502, 504)  # repeated as often as this:
+AT_ONCE = 128  # open requests; more than the server runs at once, so that the next ones wait there
+GONE_AFTER_S = 600.0  # give up after this time without any answer
+PAUSE_S = 1.0  # before a retry, unless the server sends Retry-After
+RETRY_ALWAYS = (429, 503)  # retried until the server has room or is gone
+RETRY_SOME = (500, 502, 504)  # retried up to NUM_TRIES times
 NUM_TRIES = 3
-OWN = b'{"id": "batch_req_'  # how a line of the output begins
-A_PATH = re.compile(r"/(?!/)[^\\\x00-\x1f\x7f\ud800-\udfff]*")  # what others read as //host/path is none
+LINE_START = b'{"id": "batch_req_'  # beginning of each line of the output
+A_PATH = re.compile(r"/(?!/)[^\\\x00-\x1f\x7f\ud800-\udfff]*")  # excludes //host/path, which URL parsers read as a host
 Json = dict[str, Any]
 
 
 class BatchError(Exception):
-    """The file is wrong, or the server is gone."""
+    """The input file is wrong, or the server is gone. `status` is the exit status."""
 
     def __init__(self, text: str, status: int = 1):
         super().__init__(text)
@@ -54,6 +54,8 @@ class BatchError(Exception):
 
 @dataclass
 class BatchProgress:
+    """Output file and progress bar of a batch."""
+
     bar: tqdm
     output: BinaryIO
     num_errors: int = 0
@@ -62,12 +64,12 @@ class BatchProgress:
     last_answer: float = field(default_factory=time.monotonic)
 
     def write(self, request: Json, status: int, body: Any) -> None:
-        """One write a line, so that an interruption leaves whole lines, or the beginning of one."""
+        """Write one line with a single write, so that an interruption leaves whole lines or the beginning of one."""
         self.last_answer = time.monotonic()
-        told = body if isinstance(body, dict) else {}
-        response = {"status_code": status, "request_id": told.get("id"), "body": body}
+        answer = body if isinstance(body, dict) else {}
+        response = {"status_code": status, "request_id": answer.get("id"), "body": body}
         line = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": request["custom_id"], "response": response}
-        # What is no Unicode text, half a surrogate pair, has become its escape again: the same to who reads the JSON.
+        # A lone surrogate becomes its JSON escape again, which readers decode to the same text.
         payload = json.dumps({**line, "error": None}, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
         try:
             num_written = self.output.write(payload)
@@ -75,7 +77,7 @@ class BatchProgress:
             raise BatchError(f"an answer cannot be written: {error}; the same command goes on") from None
         if num_written < len(payload):
             raise BatchError("an answer cannot be written whole: the disk is full; the same command goes on")
-        usage = told.get("usage") or {}
+        usage = answer.get("usage") or {}
         self.num_tokens += usage.get("completion_tokens") or usage.get("output_tokens") or 0
         self.num_errors += status >= 400
         rate = self.num_tokens / (time.monotonic() - self.started)
@@ -84,6 +86,7 @@ class BatchProgress:
 
 
 def main() -> int:
+    """Run the command and return its exit status."""
     given = _arguments()
     try:
         config = Config.from_env()
@@ -111,7 +114,7 @@ def _arguments() -> argparse.Namespace:
 
 
 async def run(given: argparse.Namespace, config: Config) -> None:
-    """Raises BatchError."""
+    """Send all requests of the input that have no answer yet. Raise BatchError."""
     if given.at_once < 1:
         raise BatchError(f"--at-once must be at least 1, it is {given.at_once}", 2)
     if given.output.exists() and given.output.samefile(given.input):
@@ -156,7 +159,7 @@ def _session(url: str | None, config: Config, headers: Json) -> aiohttp.ClientSe
 
 
 async def _ask_all(
-    given: argparse.Namespace, server: URL, session: aiohttp.ClientSession, done: set[str], told: BatchProgress
+    given: argparse.Namespace, server: URL, session: aiohttp.ClientSession, done: set[str], progress: BatchProgress
 ) -> None:
     try:
         async with session.get(server / "health"):
@@ -167,7 +170,7 @@ async def _ask_all(
 
     async def ask_some() -> None:
         for request in to_ask:
-            await _ask(session, server, request, told)
+            await _ask(session, server, request, progress)
 
     tasks = [asyncio.create_task(ask_some()) for _ in range(given.at_once)]
     try:
@@ -178,9 +181,10 @@ async def _ask_all(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _ask(session: aiohttp.ClientSession, server: URL, request: Json, told: BatchProgress) -> None:
-    target = URL(f"{server.origin()}{request['url']}")  # joined, it could name another host, and that have the key
-    if target.origin() != server:  # the file has changed since it was checked
+async def _ask(session: aiohttp.ClientSession, server: URL, request: Json, progress: BatchProgress) -> None:
+    # Not joined: the url could name another host, which would then receive the API key.
+    target = URL(f"{server.origin()}{request['url']}")
+    if target.origin() != server:  # the file has changed after the check
         raise BatchError(f"the url {request['url']!r} is none of the server's", 2)
     num_tries = 0
     while True:
@@ -193,14 +197,15 @@ async def _ask(session: aiohttp.ClientSession, server: URL, request: Json, told:
                     has_key = "Authorization" in session.headers
                     said = "refuses the key, which is that of API_KEY" if has_key else "wants a key: set API_KEY"
                     raise BatchError(f"the server {said}", 2)
-                if response.status not in NOT_NOW and (response.status not in PERHAPS or num_tries == NUM_TRIES):
-                    told.write(request, response.status, body)
+                may_retry = response.status in RETRY_SOME and num_tries < NUM_TRIES
+                if response.status not in RETRY_ALWAYS and not may_retry:
+                    progress.write(request, response.status, body)
                     return
                 why = f"the server answers {response.status}"
                 pause = float(response.headers.get("Retry-After", PAUSE_S))
         except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as error:
             why = str(error) or type(error).__name__
-        if time.monotonic() - told.last_answer > GONE_AFTER_S:
+        if time.monotonic() - progress.last_answer > GONE_AFTER_S:
             raise BatchError(f"no answer for {GONE_AFTER_S:g} s: {why}; the same command goes on")
         await asyncio.sleep(pause)
 
@@ -208,7 +213,7 @@ async def _ask(session: aiohttp.ClientSession, server: URL, request: Json, told:
 def _json(payload: bytes) -> Any:
     try:
         return json.loads(payload)
-    except ValueError:  # of something between here and the server
+    except ValueError:  # from a proxy, for example
         return payload.decode("utf-8", "replace")
 
 
@@ -216,7 +221,7 @@ def _json(payload: bytes) -> Any:
 
 
 def _requests(path: Path) -> Iterator[tuple[int, Json]]:
-    """With the numbers of their lines."""
+    """Yield the requests with their line numbers. Raise BatchError for a line that is no JSON."""
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
@@ -230,7 +235,7 @@ def _requests(path: Path) -> Iterator[tuple[int, Json]]:
 
 
 def _check(path: Path) -> set[str]:
-    """The custom_ids. Raises BatchError for the first that is none."""
+    """Return the custom_ids of all requests. Raise BatchError for the first invalid request."""
     known: dict[str, int] = {}
     number = 0
     try:
@@ -262,17 +267,20 @@ def _problem(request: Any) -> str:
 
 
 def _done(path: Path) -> tuple[set[str], int]:
-    """The custom_ids that have their line, and where the last whole line ends: an interruption may leave a part."""
+    """Return the custom_ids that have an answer, and the size of the output up to its last whole line.
+
+    An interruption may leave part of a line.
+    """
     done, size = set(), 0
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             is_whole = line.endswith(b"\n")
-            if not is_whole and OWN.startswith(line[: len(OWN)]):
+            if not is_whole and LINE_START.startswith(line[: len(LINE_START)]):
                 break
             try:
                 answer = json.loads(line if is_whole else b"")
                 done.add(answer["response"] and answer["custom_id"])
-            except (ValueError, KeyError, TypeError, RecursionError):  # the input, perhaps
+            except (ValueError, KeyError, TypeError, RecursionError):  # perhaps it is the input file
                 raise BatchError(f"{path}, line {number} is no answer of run_batch's", 2) from None
             size += len(line)
     return done, size

@@ -1,6 +1,6 @@
-"""Owns RUN_DIR: the lock that a running server holds, and the state file that says which processes are its own.
+"""Run directory (RUN_DIR): the lock that a running server holds, and the state file with its processes.
 
-A process is recorded with its start time, so that a recycled pid is never taken for one of ours.
+A process is recorded with its start time, so that a recycled pid is never taken for one of the server's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from engine.settings.served import SERVED_FILE
 
 @dataclass(frozen=True)
 class Process:
-    """A process that can be told from a later one with the same pid."""
+    """Process that is identified by its pid and start time."""
 
     name: str
     pid: int
@@ -31,22 +31,24 @@ class Process:
 
     @classmethod
     def of(cls, name: str, pid: int) -> Process | None:
-        """None when there is no such process any more."""
+        """Return the process with this pid, or None if there is none."""
         found = read_stat(pid)
         return cls(name, pid, found.start_time) if found else None
 
     @property
     def is_alive(self) -> bool:
+        """Return True if the process is still running."""
         found = read_stat(self.pid)
         return found is not None and found.start_time == self.start_time and not found.has_ended
 
     def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal to the process if it is alive."""
         if self.is_alive:
-            with contextlib.suppress(ProcessLookupError):  # it has ended just now
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
                 os.kill(self.pid, number)
 
     def kill_group(self) -> None:
-        """With all that it has started, if it leads a group, as every process of the server does."""
+        """Kill the process and, if it leads a process group as all processes of the server do, the whole group."""
         if self.is_alive:
             with contextlib.suppress(ProcessLookupError):
                 leads = os.getpgid(self.pid) == self.pid
@@ -54,6 +56,8 @@ class Process:
 
 
 class ProcessStat(NamedTuple):
+    """Fields of /proc/PID/stat."""
+
     state: str
     parent: int
     start_time: int
@@ -61,30 +65,37 @@ class ProcessStat(NamedTuple):
 
     @property
     def has_ended(self) -> bool:
-        """With all its threads: of one that is killed the first may be gone while others still hold its ports."""
+        """Return True if the process has ended with all its threads.
+
+        The first thread of a killed process may end while others still hold its ports.
+        """
         return self.state in "ZX" and self.num_threads <= 1
 
 
 def read_stat(pid: int) -> ProcessStat | None:
+    """Return the stat of a process, or None if there is none."""
     try:
         line = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = line.rpartition(b")")[2].split()  # the name before it may hold anything, also half a character
+    fields = line.rpartition(b")")[2].split()  # the process name before it may contain any bytes
     return ProcessStat(fields[0].decode(), int(fields[1]), int(fields[19]), int(fields[17]))
 
 
 def children_of(pid: int) -> list[int]:
-    """Direct children, from a walk over /proc: the kernel's own list is an option that not every kernel has."""
+    """Return the pids of direct children.
+
+    They are found by a walk over /proc, because not every kernel has the list of children.
+    """
     pids = (int(name) for name in os.listdir("/proc") if name.isdecimal())
     return [child for child in pids if (found := read_stat(child)) and found.parent == pid]
 
 
 @dataclass
 class ServerState:
-    """What the state file says about the server that holds the lock."""
+    """Content of the state file: the server that holds the lock."""
 
-    phase: str  # preparing, starting, ready, stopping; while the model is changed: changing, ending the model
+    phase: str  # preparing, starting, ready, stopping; during a reload: changing, ending the model
     supervisor: Process
     since: float  # seconds since the epoch
     model: str
@@ -93,12 +104,13 @@ class ServerState:
     log_dir: str
     stop_timeout_s: float
     processes: list[Process] = field(default_factory=list)
-    scheme: str = "http"  # of the HTTP port; https with a certificate
-    fingerprint: str = ""  # of settings and model: who has the same may take the processes over
-    settings: dict[str, str] = field(default_factory=dict)  # of each a fingerprint
+    scheme: str = "http"  # scheme of the HTTP port: https if TLS is configured
+    fingerprint: str = ""  # fingerprint of settings and model; a start with the same one may take the processes over
+    settings: dict[str, str] = field(default_factory=dict)  # variable -> fingerprint of its value
 
     @classmethod
     def from_json(cls, text: str) -> ServerState:
+        """Return the parsed state. Raise ValueError, TypeError or KeyError if another version wrote it."""
         values: dict[str, Any] = json.loads(text)
         values["supervisor"] = Process(**values["supervisor"])
         values["processes"] = [Process(**item) for item in values["processes"]]
@@ -106,7 +118,7 @@ class ServerState:
 
 
 def read_state(run_path: Path) -> ServerState | None:
-    """None when no server has been started, all was cleaned up since, or another version wrote it."""
+    """Return the state, or None if no server was started, it was cleaned up, or another version wrote it."""
     try:
         return ServerState.from_json((run_path / "state.json").read_text())
     except (FileNotFoundError, ValueError, TypeError, KeyError):
@@ -114,7 +126,7 @@ def read_state(run_path: Path) -> ServerState | None:
 
 
 def make_folder(variable: str, path: Path, mode: int = 0o777) -> None:
-    """For what this process writes."""
+    """Create a folder that this process writes to. Raise ConfigError that names `variable` if that is impossible."""
     try:
         path.mkdir(mode, parents=True, exist_ok=True)
     except OSError as error:
@@ -124,22 +136,24 @@ def make_folder(variable: str, path: Path, mode: int = 0o777) -> None:
 
 
 class RunDir:
-    """The folder, private to its user. Raises ConfigError when somebody else could have a hand in it."""
+    """Run directory, private to its user. The constructor raises ConfigError if another user could modify it."""
 
     def __init__(self, path: Path, shm_dir: Path = Path("/dev/shm")):
         self.path = path
         self._shm_dir = shm_dir
         make_folder("RUN_DIR", path, 0o700)
-        found = path.lstat()  # not stat: whoever may write to /tmp may have put a link there
+        found = path.lstat()  # not stat: in /tmp another user may have created a link
         if not stat.S_ISDIR(found.st_mode):
             raise ConfigError(f"RUN_DIR is {str(path)!r}, it must be a folder, not a link or a file")
         if found.st_uid != os.getuid() or found.st_mode & 0o022:
-            raise ConfigError(f"RUN_DIR is {str(path)!r}, it must belong to this user and be writable by nobody else")
-        # No other folder under this kernel has these numbers, not even one of a container that shares /dev/shm.
+            raise ConfigError(f"RUN_DIR is {str(path)!r}, it must belong to this user and not be writable by others")
+        # Device and inode are unique under this kernel, also among containers that share /dev/shm.
         self.shm_prefix = f"llm_server_{found.st_dev:x}_{found.st_ino:x}_"
 
     def lock(self, wait_s: float = 0.0) -> int | None:
-        """A file descriptor that holds the lock as long as any process has it open; None: a server holds it."""
+        """Return a file descriptor that holds the lock while any process has it open, or None if a server holds it for
+        `wait_s` seconds.
+        """
         deadline = time.monotonic() + wait_s
         handle = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         while True:
@@ -153,30 +167,32 @@ class RunDir:
                 time.sleep(0.05)
 
     def write(self, name: str, text: str) -> None:
-        """All of it or nothing."""
+        """Write a file atomically."""
         partial = self.path / f"{name}.partial"
         partial.touch(0o600)
         partial.write_text(text)
         partial.replace(self.path / name)
 
     def write_state(self, state: ServerState) -> None:
+        """Write the state file."""
         self.write("state.json", json.dumps(asdict(state), indent=2) + "\n")
 
     def read_state(self) -> ServerState | None:
+        """Return the state of the server, see `read_state`."""
         return read_state(self.path)
 
     def touch_all(self) -> None:
-        """Those who sweep /tmp take what has been left alone for some days."""
+        """Update the times of all files, because cleaners of /tmp remove files that are untouched for days."""
         for path in (self.path, *self.path.rglob("*")):
             os.utime(path, follow_symlinks=False)
 
     def clean_up(self) -> None:
-        """Forgets a server that has ended."""
+        """Remove the files of a server that has ended."""
         self.remove_shared_memory()
         for name in ("state.json", STOPPING_FILE, SERVED_FILE, LORAS_FILE):
             (self.path / name).unlink(missing_ok=True)
 
     def remove_shared_memory(self) -> None:
-        """What a killed tritonserver has left; the prefix is this server's alone."""
+        """Remove the shared memory that a killed tritonserver has left. The prefix belongs to this server alone."""
         for path in self._shm_dir.glob(f"{self.shm_prefix}*"):
             path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""A server's life in the process that is its supervisor: settings, model, processes, end. `start_server` calls it."""
+"""Life of a server in the supervisor's process: settings, model, processes, shutdown. `start_server` calls it."""
 
 from __future__ import annotations
 
@@ -35,19 +35,24 @@ log = logging.getLogger("supervisor")
 
 LOGS_EVERY_S = 5.0
 TOUCH_EVERY_S = 3600.0
-LAST_WORDS_S = 2.0  # for a terminal to show them
+CONSOLE_FLUSH_S = 2.0  # for the terminal to receive the last lines
 
 
 def serve(model_name: str, report: Reporter, on_ready: Callable[[], None] | None) -> int:
-    """0 after a stop signal, 1 when the server did not become ready, with the reason reported. Without `on_ready` it is
-    in the foreground: its log goes to the output, and with OUTPUT_LOG_TO_CONSOLE so do the others."""
+    """Run a server until it ends.
+
+    Return 0 after a stop signal and 1 if it did not become ready, with the reason reported.
+
+    Without `on_ready` the server is in the foreground: its log is printed, and with OUTPUT_LOG_TO_CONSOLE those of the
+    other processes too.
+    """
     config = Config.from_env()
     run_dir = RunDir(config.run_path)
-    lock = run_dir.lock()  # is ours alone: it goes when we go
+    lock = run_dir.lock()  # held by this process alone and released at its end
     if lock is None:
         return report_running_server(run_dir)
     console = None
-    orphans, forsaken = takeover.find_orphans(run_dir), None
+    orphans, left_running = takeover.find_orphans(run_dir), None
     try:
         prepare(config, run_dir, orphans)
         log_file = log_paths(config)["supervisor"].open("a", buffering=1)
@@ -57,25 +62,27 @@ def serve(model_name: str, report: Reporter, on_ready: Callable[[], None] | None
             console.start()
             report.fd = log_file.fileno()
         supervisor = make_supervisor(config, run_dir, model_name, report, orphans)
-        orphans = None  # they are its own, or have ended
+        orphans = None  # they were taken over or have ended
         return run_until_stopped(supervisor, report, on_ready)
     except Exception:
-        forsaken = orphans  # a start that fails is no reason to end what answers
+        left_running = orphans  # a failed start must not end processes that still serve
         raise
     finally:
-        if forsaken:
-            run_dir.write_state(forsaken)
+        if left_running:
+            run_dir.write_state(left_running)
         else:
             kill_all(orphans)
             run_dir.clean_up()
         if console:
             report.fd = 1
-            console.finish(LAST_WORDS_S)
+            console.finish(CONSOLE_FLUSH_S)
 
 
 def prepare(config: Config, run_dir: RunDir, orphans: ServerState | None) -> None:
-    """Checks what can be checked at once. What an earlier server of this run directory has left behind goes, but for
-    `orphans`, which may serve on."""
+    """Check the settings and packages, and prepare the run directory.
+
+    Leftovers of an earlier server are removed, except `orphans`, which may continue to serve. Raise SetupError.
+    """
     find_tritonserver()
     check_packages(config)
     server_context(config)
@@ -88,7 +95,7 @@ def prepare(config: Config, run_dir: RunDir, orphans: ServerState | None) -> Non
 
 
 def check_call_format(config: Config) -> None:
-    """Of somebody's file, which every worker of the gateway is going to read."""
+    """Raise ConfigError if a plug-in file for tool calls is wrong, which every gateway worker would load."""
     if config.tool_call_parser.endswith(".py"):
         from gateway.openai.output_syntax import output_syntax_of  # with the gateway, which is not needed otherwise
 
@@ -107,12 +114,14 @@ def begin_anew(config: Config, run_dir: RunDir) -> None:
 
 
 def current_process() -> Process:
+    """Return this process, the supervisor."""
     me = Process.of("supervisor", os.getpid())
     assert me
     return me
 
 
 def new_state(config: Config, model: str, phase: str) -> ServerState:
+    """Return the state of a server in its first phase."""
     return ServerState(
         phase=phase,
         supervisor=current_process(),
@@ -130,7 +139,10 @@ def new_state(config: Config, model: str, phase: str) -> ServerState:
 def make_supervisor(
     config: Config, run_dir: RunDir, model_name: str, report: Reporter, orphans: ServerState | None
 ) -> Supervisor:
-    """Of the orphans, if they have the same settings and model."""
+    """Return the supervisor of a new server, or of the orphans if they have the same settings and model.
+
+    Raise SetupError.
+    """
     for sentence in [*likely_misspelt(), *notes_on_variables()]:
         report(f"note: {sentence}")
     source = find_source(config, model_name or config.model_name, report)
@@ -141,7 +153,7 @@ def make_supervisor(
         report("what an earlier start_server has left running has other settings or another model: ending it")
         orphans = None
         begin_anew(config, run_dir)
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # a server that is still starting is no error
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # connection errors during a start are expected
     supervisor = Supervisor(
         specs=all_specs(config, graph_dir, source.label, run_dir),
         run_dir=run_dir,
@@ -158,8 +170,11 @@ def make_supervisor(
 
 
 def run_until_stopped(supervisor: Supervisor, report: Reporter, on_ready: Callable[[], None] | None = None) -> int:
-    """0 after a stop signal, 128 + its number before the server was ready; 1 when it did not become ready, with the
-    reason reported."""
+    """Run the server.
+
+    Return 0 after a stop signal, 128 + its number before the server was ready, or 1 if it did not become ready, with
+    the reason reported.
+    """
     supervisor.adopt_and_listen()
     progress = StartProgress(supervisor, report)
     try:
@@ -183,7 +198,7 @@ def run_until_stopped(supervisor: Supervisor, report: Reporter, on_ready: Callab
 
 
 def watch(supervisor: Supervisor) -> None:
-    """Until a stop signal."""
+    """Supervise the processes and reload the model on request, until a stop signal."""
     while not supervisor.num_stop_signals:
         supervisor.turn(TURN_WHILE_STARTING_S if supervisor.is_triton_coming_back else TURN_S)
         if wanted := take_reload_request(supervisor.run_dir):
@@ -191,7 +206,7 @@ def watch(supervisor: Supervisor) -> None:
 
 
 class Maintenance:
-    """What a server that runs for months needs: bounded logs, and a run directory that no sweeper of /tmp takes."""
+    """Periodic maintenance: limits the size of logs, and keeps cleaners of /tmp from removing the run directory."""
 
     def __init__(self, config: Config, run_dir: RunDir):
         self._config = config
@@ -214,12 +229,14 @@ class Maintenance:
 
 
 def console_paths(config: Config) -> dict[str, Path]:
+    """Return the log files that are printed in the foreground."""
     paths = log_paths(config)
     own = {"": paths.pop("supervisor")}
     return own | paths if config.output_log_to_console else own
 
 
 def report_running_server(run_dir: RunDir) -> int:
+    """Print which server holds the lock and return the exit status 1."""
     state = run_dir.read_state()
     print("start_server: a server runs already" + ("" if state else f", it has locked {run_dir.path}"))
     if state:

@@ -1,8 +1,9 @@
-"""The end of a server, in order: readiness, the gateways, then tritonserver, the engine and the health port together.
+"""Shutdown of a server, in order: readiness, the gateways, then tritonserver, the engine and the health port together.
 
-A tritonserver with nothing open holds nothing that has to be saved, and is killed: its own shutdown takes two seconds,
-as it sleeps for one before it unloads a model and then checks once a second. Asked to end earlier, it cancels every
-stream without a final response, waits for its exit timeout all the same, and corrupts its heap at the end of that."""
+An idle tritonserver has nothing to save and is killed, because its own shutdown takes two seconds: it sleeps for one
+before it unloads a model and then checks once a second. If it were asked to end earlier it would cancel every stream
+without a final response, still wait for its exit timeout, and corrupt its heap at the end.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +23,23 @@ from server_scripts.supervisor import Supervisor
 
 log = logging.getLogger("supervisor")
 
-STOP_MARGIN_S = 10.0  # beyond the drain timeout, for the last answers to reach their clients
-STOP_WHILE_STARTING_S = 5.0  # there are no requests yet
+STOP_MARGIN_S = 10.0  # added to the drain timeout, for the last answers to reach their clients
+STOP_WHILE_STARTING_S = 5.0  # shorter because there are no requests yet
 ASK_MODEL_EVERY_S = 0.2
-UNLOAD_S = 5.0  # for tritonserver to unload the model, which takes two or three
+UNLOAD_S = 5.0  # tritonserver takes two or three seconds to unload the model
 ENGINE_STOP_S = 10.0
 KILL_S = 5.0
 
 
 def stop_timeout_s(config: Config) -> float:
-    """The longest that `shut_down` takes."""
+    """Return the longest time in seconds that `shut_down` takes."""
     return config.drain_delay_s + config.drain_timeout_s + STOP_MARGIN_S + UNLOAD_S + ENGINE_STOP_S + 3 * KILL_S
 
 
 def shut_down(supervisor: Supervisor) -> None:
-    """Gateway and model let running requests end for the drain timeout, at the same time, then end them."""
+    """Let running requests finish within the drain timeout, in the gateways and the model at once, then end all
+    processes.
+    """
     config, was_ready = supervisor.config, supervisor.state.phase == "ready"
     refuse_at = time.monotonic() + (config.drain_delay_s if was_ready else 0.0)
     deadline = refuse_at + (config.drain_timeout_s + STOP_MARGIN_S if was_ready else STOP_WHILE_STARTING_S)
@@ -52,7 +55,7 @@ def shut_down(supervisor: Supervisor) -> None:
         kill_late(supervisor, front)
         for child in triton:
             child.kill()
-    else:  # unloading the model ends what is open, and sends its last spans
+    else:  # unloading the model ends running requests and sends the last trace spans
         ask_to_end(supervisor, triton, min(deadline, time.monotonic()) + UNLOAD_S)
         kill_late(supervisor, front + triton)
     ask_to_end(supervisor, engine, time.monotonic() + ENGINE_STOP_S)
@@ -63,7 +66,9 @@ def shut_down(supervisor: Supervisor) -> None:
 
 
 def _announce(supervisor: Supervisor, refuse_at: float) -> None:
-    """The model is not ready from now on, takes requests until then, and ends them the drain timeout later."""
+    """Announce the shutdown: the model is not ready from now on, accepts requests until `refuse_at`, and ends them one
+    drain timeout later.
+    """
     try:
         supervisor.run_dir.write(STOPPING_FILE, Stopping(refuse_at).text())
     except OSError as error:
@@ -72,13 +77,14 @@ def _announce(supervisor: Supervisor, refuse_at: float) -> None:
 
 
 def ask_to_end(supervisor: Supervisor, children: Sequence[Child], deadline: float) -> None:
+    """Send SIGTERM to the children and wait until they have ended or `deadline` has passed."""
     for child in children:
         child.signal(signal.SIGTERM)
     _wait(supervisor, children, deadline)
 
 
 def _wait(supervisor: Supervisor, children: Sequence[Child], deadline: float) -> None:
-    """Until they have ended, the deadline, or a second stop signal."""
+    """Wait until the children have ended, the deadline has passed, or a second stop signal arrives."""
     while any(c.process for c in children) and supervisor.num_stop_signals < 2 and time.monotonic() < deadline:
         supervisor.sleep(0.05)
         supervisor.reap()
@@ -95,6 +101,7 @@ def _wait_for_answers(supervisor: Supervisor, triton: Sequence[Child], deadline:
 
 
 def kill_late(supervisor: Supervisor, children: Sequence[Child]) -> None:
+    """Kill the children that are still running."""
     late = [child for child in children if child.process]
     deadline = time.monotonic() + KILL_S
     for child in late:
@@ -106,7 +113,7 @@ def kill_late(supervisor: Supervisor, children: Sequence[Child]) -> None:
 
 
 def _kill_adopted(supervisor: Supervisor) -> None:
-    """Those whose parent was one of our children and has ended without them."""
+    """Kill processes that this one has adopted because their parent, a child, has ended without them."""
     deadline = time.monotonic() + KILL_S
     while (pids := children_of(os.getpid())) and time.monotonic() < deadline:
         for process in filter(None, (Process.of("adopted", pid) for pid in pids)):

@@ -32,7 +32,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class Interrupted(BaseException):
-    """A signal asked to stop; no `except Exception` may swallow it."""
+    """A signal asked to stop. It is a BaseException, so that `except Exception` does not catch it."""
 
     def __init__(self, number: int):
         super().__init__(number)
@@ -40,6 +40,7 @@ class Interrupted(BaseException):
 
 
 def main() -> int:
+    """Run the command and return its exit status."""
     given = parse_arguments()
     for number in STOP_SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
@@ -47,15 +48,15 @@ def main() -> int:
     report = Reporter()
     for note in given.notes:
         report(f"note: {note}")
-    if "OMPI_COMM_WORLD_SIZE" in os.environ:  # mpirun binds what it starts to one core, as if it did the computing
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # less what a container may not use
+    if "OMPI_COMM_WORLD_SIZE" in os.environ:  # mpirun binds its processes to one core
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # the kernel removes cores that a container may not use
     mode = change if given.reload else run if given.foreground else detach
     try:
         check_variables()
         config = Config.from_env()
         if config.lora_path and not config.lora_path.is_dir():
             raise ConfigError(f"LORA_DIR is {config.lora_dir!r}, there is no such folder")
-        os.environ.update(absolute_paths(config))  # the server runs in another folder
+        os.environ.update(absolute_paths(config))  # because the server runs in another folder
         name = given.model_name or config.model_name
         return mode(str(local_folder(name, config.model_dir) or name), report)
     except ConfigError as error:
@@ -68,19 +69,19 @@ def main() -> int:
     except Interrupted as interrupted:
         goes_on = "what was asked of the server goes on" if given.reload else "nothing is left running"
         report(f"interrupted, {goes_on}")
-        os._exit(128 + interrupted.number)  # at a usual exit threads that wait for a model's server are waited for
+        os._exit(128 + interrupted.number)  # a normal exit would wait for threads that are blocked on a download
 
 
 def run(model_name: str, report: Reporter, on_ready: Callable[[], None] | None = None) -> int:
-    """The server's own process; in a container it is process 1."""
-    from server_scripts.serve import serve  # loads what must not be there yet when `detach` forks
+    """Run the server in this process, which is process 1 in a container."""
+    from server_scripts.serve import serve  # imported late: it must not be loaded before `detach` forks
 
     os.chdir(ROOT)
     return serve(model_name, report, on_ready)
 
 
 def change(model_name: str, report: Reporter) -> int:
-    """The model of the server that runs."""
+    """Ask the running server to load this model."""
     from server_scripts.reload_client import reload
 
     os.chdir(ROOT)
@@ -88,7 +89,7 @@ def change(model_name: str, report: Reporter) -> int:
 
 
 def detach(model_name: str, report: Reporter) -> int:
-    """Forks the server, which writes to our output until it is ready, and waits for that."""
+    """Fork the server, which prints to this terminal until it is ready, and wait for that."""
     ready_fd, write_fd = os.pipe()
     me = os.getpid()
     if pid := os.fork():
@@ -98,15 +99,16 @@ def detach(model_name: str, report: Reporter) -> int:
     os.setsid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != me:  # it was killed before it could be watched
+    if os.getppid() != me:  # the parent was killed before PDEATHSIG was set
         os._exit(1)
     return run(model_name, report, lambda: let_go(write_fd))
 
 
 def wait_until_ready(pid: int, ready_fd: int) -> int:
+    """Wait for the server's process. Return 0 when it is ready, or its exit status."""
     try:
         if os.read(ready_fd, 1):
-            return 0  # it goes on without us
+            return 0  # the server continues without this process
         _, status = os.waitpid(pid, 0)
     except Interrupted as interrupted:
         for number in STOP_SIGNALS:
@@ -121,7 +123,7 @@ def wait_until_ready(pid: int, ready_fd: int) -> int:
 
 
 def let_go(write_fd: int) -> None:
-    """From now on the server neither ends with the one who has started it nor writes to their output."""
+    """Detach the server: it no longer ends with start_server, and writes to its log instead of the terminal."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)
     with log_paths(Config.from_env())["supervisor"].open("a") as log:
         os.dup2(log.fileno(), 1)
@@ -131,6 +133,7 @@ def let_go(write_fd: int) -> None:
 
 
 def absolute_paths(config: Config) -> dict[str, str]:
+    """Return the settings that name files or folders, as absolute paths."""
     paths = {"RUN_DIR": config.run_path, "FD_LOG_DIR": config.log_path, "MODEL_DIR": Path(config.model_dir)}
     paths["EXPORT_CACHE_DIR"] = Path(config.export_cache_dir)
     files = {"TLS_CERT_FILE": config.tls_cert_file, "TLS_KEY_FILE": config.tls_key_file, "API_KEYS": config.api_keys}
@@ -140,17 +143,20 @@ def absolute_paths(config: Config) -> dict[str, str]:
 
 
 def _nothing(_number: int, _frame: object) -> None:
-    """Instead of SIG_IGN: Python complains when that comes between a signal and its handler."""
+    """Ignore a signal.
+
+    SIG_IGN is not used because Python reports an error if it is set between a signal and its handler.
+    """
 
 
 def _interrupt(number: int, _frame: object) -> NoReturn:
     for other in STOP_SIGNALS:
-        signal.signal(other, _nothing)  # another one must not cut short how this one is answered
+        signal.signal(other, _nothing)  # a second signal must not interrupt the reaction to the first
     raise Interrupted(number)
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Settings among them are in the environment then."""
+    """Return the arguments that are no settings. The settings are in the environment then."""
     parser = OptionParser("start_server [model_name] [--foreground | --reload] [settings]", str(__doc__))
     text = "folder of a model (./folder), or the name of one to fetch into MODEL_DIR; default: MODEL_DIR is the model"
     parser.add_argument("model_name", nargs="?", help=text)

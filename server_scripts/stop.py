@@ -26,20 +26,21 @@ from server_scripts.run_dir import Process, RunDir, ServerState, read_state
 
 POLL_S = 0.02
 NEWS_EVERY_S = 5.0
-INSIST_S = 15.0  # for the supervisor to kill what has not ended
+INSIST_S = 15.0  # time for the supervisor to kill what has not ended
 KILL_S = 5.0
-FIND_S = 10.0  # for a start that has just begun to say which process it is
-LOCK_S = 1.0  # the lock goes with the last thread of its process, which may end a little after the first
+FIND_S = 10.0  # time for a start that has just begun to write its state file
+LOCK_S = 1.0  # the last thread of a process releases the lock, a little after the first one has ended
 
 
 def main() -> int:
+    """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(
         prog="stop_server", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("seconds", nargs="?", type=_seconds, help="how long requests may still run")
     add_completion(parser)
     given = parser.parse_args()
-    # Only these settings matter, and a wrong one elsewhere must not keep a server running.
+    # Only these settings are read, so that a wrong one elsewhere cannot prevent a stop.
     config = Config(run_dir=os.environ.get("RUN_DIR", ""), log_dir=os.environ.get("FD_LOG_DIR") or DEFAULT_LOG_DIR)
     try:
         if config.run_path.exists():
@@ -57,7 +58,7 @@ def main() -> int:
 def _seconds(text: str) -> float:
     try:
         seconds = float(text)
-    except ValueError:  # of which argparse would say this function's name
+    except ValueError:  # argparse's own message would contain this function's name
         seconds = math.nan
     if not (math.isfinite(seconds) and seconds >= 0):
         raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
@@ -65,13 +66,17 @@ def _seconds(text: str) -> float:
 
 
 def stop(run_dir: RunDir, seconds: float | None) -> int:
+    """Stop the server of this run directory and return the exit status.
+
+    Running requests have `seconds`, by default the server's own stop timeout.
+    """
     started = time.monotonic()
     state, lock = find(run_dir)
     if state is None:
         if lock is not None:
             report_no_server(run_dir.path)
             return 0
-        # Of another version, or of another container that shares the folder.
+        # The server has another version, or runs in another container that shares the folder.
         why = f"a server has locked {run_dir.path} and does not say which processes it has"
         print(f"stop_server: {why}", file=sys.stderr)
         return 1
@@ -95,7 +100,7 @@ def stop(run_dir: RunDir, seconds: float | None) -> int:
 
 
 def report_no_server(run_path: Path, folder: Path = default_run_path()) -> None:  # noqa: B008 - never changes
-    """Name the servers of this user that run with another FD_LOG_DIR as well."""
+    """Print that no server was running here, and name this user's servers that run with another FD_LOG_DIR."""
     print("stop_server: no server was running")
     for path in sorted(folder.parent.glob(f"{folder.name}*")):
         if path != run_path and (state := read_state(path)) and state.supervisor.is_alive:
@@ -104,7 +109,9 @@ def report_no_server(run_path: Path, folder: Path = default_run_path()) -> None:
 
 
 def find(run_dir: RunDir) -> tuple[ServerState | None, int | None]:
-    """The server that runs; or what one has left behind, and the lock, which nobody holds then."""
+    """Return the state of the running server and None, or what a server has left behind and the lock, which is free
+    then.
+    """
     deadline = time.monotonic() + FIND_S
     while time.monotonic() < deadline:
         state = run_dir.read_state()
@@ -116,17 +123,19 @@ def find(run_dir: RunDir) -> tuple[ServerState | None, int | None]:
 
 
 def end(run_dir: RunDir, state: ServerState, seconds: float | None) -> None:
+    """Ask the supervisor to end the server and wait. After the timeout it is told to kill what is left."""
     supervisor = state.supervisor
     if state.phase != "stopping":
         supervisor.kill(signal.SIGTERM)
     print(f"stop_server: stopping {printable(state.model)} (pid {supervisor.pid})", flush=True)
     if not wait_for_end(run_dir, supervisor, state.stop_timeout_s if seconds is None else seconds):
         print("stop_server: time is up, killing what is left", flush=True)
-        supervisor.kill(signal.SIGTERM)  # the second time it insists
+        supervisor.kill(signal.SIGTERM)  # a second signal forces the shutdown
         wait_for_end(run_dir, supervisor, INSIST_S)
 
 
 def wait_for_end(run_dir: RunDir, supervisor: Process, timeout_s: float) -> bool:
+    """Return True if the supervisor ends within `timeout_s` seconds. Print which processes are waited for."""
     deadline = time.monotonic() + timeout_s
     news_at = time.monotonic() + 1.0
     while supervisor.is_alive:
@@ -143,7 +152,7 @@ def wait_for_end(run_dir: RunDir, supervisor: Process, timeout_s: float) -> bool
 
 
 def drain(run_dir: RunDir, state: ServerState, timeout_s: float) -> None:
-    """In place of the supervisor: nothing is taken any more, and running requests may end."""
+    """Drain in place of a dead supervisor: no new requests are accepted, and running ones may finish."""
     run_dir.write(STOPPING_FILE, Stopping(time.monotonic()).text())
     gateways = [process for process in state.processes if process.name.startswith(GATEWAY)]
     for process in gateways:
@@ -154,8 +163,10 @@ def drain(run_dir: RunDir, state: ServerState, timeout_s: float) -> None:
 
 
 def kill_all(state: ServerState | None) -> list[Process]:
-    """Ends the recorded processes that are left, by their recorded pid and start time, and what they have started.
-    Returns those that stay."""
+    """Kill the recorded processes and their process groups, identified by pid and start time.
+
+    Return those that are still alive.
+    """
     recorded = (state.supervisor, *state.processes) if state else ()
     left = [process for process in recorded if process.is_alive and process.pid != os.getpid()]
     for process in left:

@@ -1,8 +1,8 @@
-"""Keeps the processes of a server alive. Knows processes and answers, not requests.
+"""Supervisor: keeps the processes of a server alive.
 
-It is the parent of every process of the server, also of those whose own parent has died, so nothing can get lost. When
-it dies the others go on, and the next one takes them over, no longer as its children.
-`server_scripts.serve` runs it; `server_scripts.shutdown` ends it.
+It is the parent of every process of the server, also of those whose own parent has died, so that none is lost. If it
+dies the others continue, and the next supervisor takes them over, though not as its children. `server_scripts.serve`
+runs it and `server_scripts.shutdown` ends it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from server_scripts.run_dir import Process, RunDir, ServerState
 log = logging.getLogger("supervisor")
 
 PR_SET_CHILD_SUBREAPER = 36
-TURN_S = 0.2  # until a death is noticed that no signal tells: of the stub, which is a child of tritonserver
-TURN_WHILE_STARTING_S = 0.05  # somebody waits for it
+TURN_S = 0.2  # polling interval, because the death of the stub, a child of tritonserver, sends no signal
+TURN_WHILE_STARTING_S = 0.05  # shorter, because a user waits
 
 
 class StartFailed(Exception):
-    """The server will not become ready; the message says why. `child`: whose log says more."""
+    """The server will not become ready; the message gives the reason. The log of `child` has the details."""
 
     def __init__(self, message: str, child: Child | None = None):
         super().__init__(message)
@@ -41,6 +41,8 @@ class StartFailed(Exception):
 
 @dataclass
 class Supervisor:
+    """Supervisor of one server. It owns the child processes, the state file and the health monitor."""
+
     specs: Sequence[ChildSpec]
     run_dir: RunDir
     state: ServerState
@@ -48,20 +50,21 @@ class Supervisor:
     monitor: HealthMonitor
     every_turn: Callable[[], None] = lambda: None
     children: list[Child] = field(init=False)
-    seen: Observation = field(init=False, default=Observation())  # the last one that was acted on
-    stop_signal: int = field(init=False, default=0)  # the last one
-    num_stop_signals: int = field(init=False, default=0)  # the first asks for an orderly end, the second insists
+    seen: Observation = field(init=False, default=Observation())  # last observation that was acted on
+    stop_signal: int = field(init=False, default=0)  # the last stop signal
+    num_stop_signals: int = field(init=False, default=0)  # the first one drains, the second one forces the end
 
     def __post_init__(self) -> None:
         self.children = [Child(spec) for spec in self.specs]
         self._signal_pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def adopt_and_listen(self) -> None:
-        """From now on orphans of our children become ours, so that they can be ended and do not stay behind as
-        zombies, and a signal ends `sleep`, also one that comes just before it."""
+        """Adopt orphans of the children from now on, so that they can be ended and reaped, and install the signal
+        handlers. A signal ends `sleep`, also one that arrives just before it.
+        """
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         signal.set_wakeup_fd(self._signal_pipe[1], warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # a signal without a handler wakes nobody
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # only a signal with a handler writes to the wakeup fd
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 signal.signal(number, self._on_stop_signal)
@@ -71,23 +74,28 @@ class Supervisor:
         self.num_stop_signals += 1
 
     def sleep(self, seconds: float) -> None:
-        """Until something happens to a child or somebody asks for the end, but no longer."""
+        """Sleep for at most `seconds`, until a child ends or a stop signal arrives."""
         if select.select(self._signal_pipe[:1], [], [], seconds)[0]:
             os.read(self._signal_pipe[0], 1 << 16)
 
     def take_over(self, processes: Sequence[Process]) -> None:
-        """What an earlier supervisor has left running. It serves already: what is missing is started as after a crash,
-        and nothing can make this start fail."""
+        """Take over the processes of an earlier supervisor.
+
+        The server is serving already: missing processes are started as after a crash, and this start cannot fail.
+        """
         for child in self.children:
             child.take_over(processes)
         self.state.phase = "ready"
 
     def bring_up(self, tell: Callable[[], None]) -> None:
-        """Returns when the server is ready or asked to stop. `tell` is called all the time for those who wait."""
+        """Start the server and return when it is ready or asked to stop.
+
+        `tell` is called in every iteration, to report progress. Raise StartFailed.
+        """
         started, is_new = time.monotonic(), self.state.phase != "ready"
         self.start_all()
         if is_new and (missing := next((child for child in self.children if child.process is None), None)):
-            raise StartFailed(f"{missing.spec.name} {missing.last_words}", missing)
+            raise StartFailed(f"{missing.spec.name} {missing.exit_reason}", missing)
         self.set_phase("starting" if is_new else "ready")
         while not self.seen.checked and not self.num_stop_signals:
             self.turn(TURN_WHILE_STARTING_S)
@@ -98,15 +106,15 @@ class Supervisor:
                 raise StartFailed(f"not ready after START_TIMEOUT, {self.config.start_timeout_s:g} s")
         if self.seen.checked:
             self.set_phase("ready")
-            if self.run_dir.read_state() != self.state:  # stop_server reads it there
+            if self.run_dir.read_state() != self.state:  # stop_server needs the file
                 raise StartFailed(f"the state file in {self.run_dir.path} could not be written, see console.log")
 
     def watch_with(self, monitor: HealthMonitor) -> None:
-        """From now on, as if nothing had been seen."""
+        """Use `monitor` from now on and forget earlier observations."""
         self.monitor, self.seen = monitor, Observation()
 
     def start_all(self) -> None:
-        """What does not run yet."""
+        """Start all processes that are not running, and the health monitor."""
         for name in (ENGINE_FAILED_FILE, STOPPING_FILE):
             (self.run_dir.path / name).unlink(missing_ok=True)
         for child in self.children:
@@ -115,7 +123,7 @@ class Supervisor:
         self.monitor.start()
 
     def turn(self, sleep_s: float) -> None:
-        """Sleeps until there is news, then does once all that is due."""
+        """Sleep until there is news, then do once everything that is due."""
         self.sleep(sleep_s)
         self.reap()
         self._act_on_observation()
@@ -125,9 +133,11 @@ class Supervisor:
         self.every_turn()
 
     def named(self, name: str) -> Child | None:
+        """Return the child with this name, or None."""
         return next((child for child in self.children if child.spec.name == name), None)
 
     def set_phase(self, phase: str) -> None:
+        """Set the phase of the server and write the state file."""
         log.info("%s", phase)
         self.state.phase = phase
         self._write_state()
@@ -137,17 +147,17 @@ class Supervisor:
         self.state.processes = [process for child in running for process in (child.process, *child.helpers) if process]
         try:
             self.run_dir.write_state(self.state)
-        except OSError as error:  # a full disk must not end a server that runs
+        except OSError as error:  # a full disk must not end a running server
             log.error("the state file could not be written: %s", error)
 
     # Children
 
     def reap(self) -> None:
-        """Takes note of every child that has ended. Adopted ones are only reaped."""
+        """Record every child that has ended. Adopted processes are only reaped."""
         while pid := _ended_child():
             child = next((c for c in self.children if c.process and c.process.pid == pid), None)
             if child:
-                child.kill()  # what it has left behind; it is not reaped yet, so its number is nobody else's
+                child.kill()  # ends its process group; the pid is not reaped yet, so it cannot be reused
             _, status = os.waitpid(pid, 0)
             if child:
                 self._note_end(child, status)
@@ -162,9 +172,9 @@ class Supervisor:
             self._act_on_end(child, is_crash)
 
     def _act_on_end(self, child: Child, is_crash: bool) -> None:
-        log.error("%s %s", child.spec.name, child.last_words)
+        log.error("%s %s", child.spec.name, child.exit_reason)
         if self.state.phase == "starting" and is_crash:
-            raise StartFailed(f"{child.spec.name} {child.last_words}", child)
+            raise StartFailed(f"{child.spec.name} {child.exit_reason}", child)
         if child.spec.name == TRITONSERVER:
             self.run_dir.remove_shared_memory()
         if child.restart_at is None:
@@ -172,8 +182,11 @@ class Supervisor:
         self._write_state()
 
     def _give_up(self, child: Child) -> None:
-        """The reason goes to clients, so it says nothing that is only in the log."""
-        reason = f"the {child.spec.name} {child.last_words}, {child.num_crashes} times in a row"
+        """Stop restarting a child.
+
+        The reason is sent to clients, so it contains nothing that belongs only in the log.
+        """
+        reason = f"the {child.spec.name} {child.exit_reason}, {child.num_crashes} times in a row"
         log.error("%s; it is not started again", reason)
         try:
             self.run_dir.write(ENGINE_FAILED_FILE, reason)
@@ -188,19 +201,22 @@ class Supervisor:
     def _start(self, child: Child) -> None:
         child.start()
         if child.process is None:
-            log.error("%s %s", child.spec.name, child.last_words)
+            log.error("%s %s", child.spec.name, child.exit_reason)
             return
         log.info("started %s, pid %d", child.spec.name, child.process.pid)
         self._write_state()
 
     @property
     def is_triton_coming_back(self) -> bool:
-        """True while a tritonserver that was restarted has not answered yet."""
+        """Return True while a restarted tritonserver has not answered yet."""
         triton = self.named(TRITONSERVER)
         return bool(self.state.phase == "ready" and triton and triton.process and triton.healthy_since is None)
 
     def _watch_triton(self) -> None:
-        """Triton 2.51 does not notice that its stub has died: every request would fail and the server look healthy."""
+        """End tritonserver if its stub has died.
+
+        Triton 2.51 does not notice that, so every request would fail while the server looks healthy.
+        """
         triton = self.named(TRITONSERVER)
         if self.is_triton_coming_back:
             self.monitor.ask_soon()
@@ -217,8 +233,10 @@ class Supervisor:
                 self._write_state()
 
     def _end_stopped(self) -> None:
-        """Of several that share a port none can be asked whether it answers, and clients of one that is stopped would
-        wait for ever."""
+        """End processes that are stopped by SIGSTOP.
+
+        Workers that share a port cannot be probed individually, and clients of a stopped one would wait forever.
+        """
         for child in self.children:
             if child.is_stopped_for_long():
                 self._end(child, "has been stopped for too long")
@@ -248,7 +266,7 @@ class Supervisor:
 
 
 def _ended_child() -> int:
-    """pid of a child that has ended and is not reaped yet; 0 when there is none."""
+    """Return the pid of a child that has ended and is not reaped yet, or 0 if there is none."""
     try:
         found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

@@ -1,4 +1,4 @@
-"""What a supervisor that was killed has left running, and whether another one may take it over. Ends nothing."""
+"""Takeover of processes that a killed supervisor has left running: whether they exist and whether they fit."""
 
 from __future__ import annotations
 
@@ -16,20 +16,26 @@ NOT_PRINTED = ("model_dir", "model_name", "served_model_name", "graph_dir", "api
 
 
 def find_orphans(run_dir: RunDir) -> ServerState | None:
-    """Of a server that was ready; what was only starting is not worth keeping. To be asked by who has the lock."""
+    """Return the state of a server that was ready and whose supervisor is gone, or None.
+
+    Processes of an unfinished start are not kept. The caller must hold the lock.
+    """
     state = run_dir.read_state()
     is_left = state and state.phase == "ready" and any(process.is_alive for process in state.processes)
     return state if is_left else None
 
 
 def setting_fingerprints(config: Config) -> dict[str, str]:
-    """Of every setting that is neither a secret nor the model's."""
+    """Return a fingerprint of each setting that is neither secret nor part of the model."""
     known = {f.metadata["setting"].env: getattr(config, f.name) for f in fields(config) if f.name not in NOT_PRINTED}
     return {name: hashlib.sha256(repr(value).encode()).hexdigest()[:12] for name, value in known.items()}
 
 
 def fingerprint(config: Config, graph_dir: Path, served_name: str) -> str:
-    """Equal where a start would make the same processes. It tells nothing of the settings, some of which are secret."""
+    """Return a fingerprint that is equal for starts with the same processes.
+
+    It reveals nothing about the settings, some of which are secret.
+    """
     made_of = (astuple(config), str(graph_dir), served_name, sys.executable, str(ROOT))
     model = b"".join((graph_dir / name).read_bytes() for name in (MANIFEST, CONFIG))
     return hashlib.sha256(repr(made_of).encode() + model).hexdigest()

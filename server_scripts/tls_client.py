@@ -1,4 +1,7 @@
-"""How the server's own questions reach its encrypted ports: the certificate is trusted, whatever names it has."""
+"""TLS context of the server's own requests to its encrypted ports.
+
+It trusts the configured certificate, whatever names that has.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,10 @@ CONNECT_WITHIN_S = 4.0
 
 
 def client_context(config: Config) -> ssl.SSLContext:
+    """Return the context. Raise OSError if the certificate cannot be read."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the file needs not to have its authority's
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the file need not contain the certificate of its authority
     try:
         context.load_verify_locations(config.tls_cert_file)
     except OSError as error:
@@ -23,7 +27,10 @@ def client_context(config: Config) -> ssl.SSLContext:
 
 
 def certified_name(config: Config, host: str, port: int) -> str:
-    """A name that the certificate shown there is for: gRPC insists on one. Raises OSError when there is none."""
+    """Return a name that the certificate of this port is valid for, because gRPC requires one.
+
+    Raise OSError if there is none.
+    """
     with socket.create_connection((host, port), CONNECT_WITHIN_S) as sock:
         with client_context(config).wrap_socket(sock) as tls:
             shown: Any = tls.getpeercert()

@@ -1,8 +1,8 @@
-"""Finds a tritonserver that this Python can use and says how it is started.
+"""Detection of a tritonserver that works with this Python, and its command line.
 
-In a container the image's wins. Elsewhere it is the binary inside the installed nvidia-pytriton wheel, of which
-nothing is imported. The stub, which runs model.py, embeds a Python of its own: it takes its prefix from the first
-`python3` on the PATH (so a virtual environment comes first there) and ignores PYTHONPATH.
+In a container the image's tritonserver is used, otherwise the binary in the installed nvidia-pytriton wheel, from which
+nothing is imported. The stub, which runs model.py, embeds a Python: it takes its prefix from the first `python3` on the
+PATH (so a virtual environment comes first there) and ignores PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -27,24 +27,26 @@ WHEEL = "nvidia-pytriton==0.7.0"  # installed without its dependencies: only the
 IMAGE_BINARY = Path("/opt/tritonserver/bin/tritonserver")
 STUB = "triton_python_backend_stub"
 BACKEND_UTILS = "triton_python_backend_utils.py"
-EXIT_MARGIN_S = 5  # beyond the drain timeout, which model.py keeps, for Triton's own unloading
-SHM_BYTES = 16 << 20  # of the python backend's region at start and at each growth; prompts pass through it
+EXIT_MARGIN_S = 5  # added to the drain timeout, for Triton to unload the model
+SHM_BYTES = 16 << 20  # initial size and growth of the Python backend's shared memory, which carries prompts
 
 
 class TritonError(SetupError):
-    """There is no tritonserver that could be started; the message says what is missing."""
+    """There is no usable tritonserver; the message says what is missing."""
 
 
 @dataclass(frozen=True)
 class Tritonserver:
+    """Paths of a tritonserver."""
+
     binary: Path
-    backends: Path  # folder with python/
-    stub: Path  # runs model.py
-    libraries: tuple[Path, ...] = ()  # folders that the loader must search
+    backends: Path  # folder that contains python/
+    stub: Path  # process that runs model.py
+    libraries: tuple[Path, ...] = ()  # folders for LD_LIBRARY_PATH
 
 
 def find_tritonserver() -> Tritonserver:
-    """Raises TritonError with what was looked at and why it does not do."""
+    """Return the tritonserver to use. Raise TritonError with the reason for each place that was checked."""
     reasons = []
     for find in (_of_image, _of_wheel):
         try:
@@ -86,8 +88,10 @@ def _of_wheel() -> Tritonserver:
 
 
 def prepare(found: Tritonserver, folder: Path, repository: Path) -> None:
-    """Makes `folder`/backends with the stub in place, `folder`/lib with this Python's library, and `folder`/models,
-    all of links."""
+    """Create the folder of links in which tritonserver runs:
+
+    `backends` with the stub, `lib` with this Python's library, and `models`.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700, parents=True)
     python_backend, lib = folder / "backends" / "python", folder / "lib"
@@ -104,18 +108,19 @@ def prepare(found: Tritonserver, folder: Path, repository: Path) -> None:
     if library := find_libpython():
         names = re.findall(rb"libpython3[-.\w]*\.so\.1\.0", found.stub.read_bytes())
         for name in {os.path.basename(library), *(name.decode() for name in names)}:
-            (lib / name).symlink_to(library)  # the stub for 3.13 asks for the wheel's copy by a name of its own
+            (lib / name).symlink_to(library)  # the stub for 3.13 is linked to the wheel's copy by another name
 
 
 def _needs_numpy_1(stub: Path) -> bool:
-    """True when it was built with a pybind11 before 2.12, which knows the layout of numpy 1 only."""
+    """Return True if the stub was built with a pybind11 before 2.12, which knows only the layout of numpy 1."""
     return b"numpy._core" not in stub.read_bytes()
 
 
 def environment(found: Tritonserver, folder: Path, environ: dict[str, str], watch_gpus: bool) -> dict[str, str]:
+    """Return the environment of tritonserver."""
     paths = [str(folder / "lib"), *map(str, found.libraries), environ.get("LD_LIBRARY_PATH", "")]
     import_path = [str(ROOT), *(path for path in sys.path if path and path != str(ROOT))]
-    hidden = {} if watch_gpus else {"CUDA_VISIBLE_DEVICES": ""}  # nothing is computed here
+    hidden = {} if watch_gpus else {"CUDA_VISIBLE_DEVICES": ""}  # tritonserver computes nothing on the GPU
     return environ | {
         **hidden,
         "LD_LIBRARY_PATH": os.pathsep.join(filter(None, paths)),
@@ -125,7 +130,10 @@ def environment(found: Tritonserver, folder: Path, environ: dict[str, str], watc
 
 
 def command(found: Tritonserver, folder: Path, config: Config, shm_prefix: str, watch_gpus: bool) -> list[str]:
-    """To be run in `folder`: the Python backend hands its paths to a shell unquoted, so they are relative to it."""
+    """Return the command line of tritonserver, to be run in `folder`.
+
+    Paths are relative because the Python backend passes them to a shell unquoted.
+    """
     region = {"region-prefix-name": shm_prefix, "default-byte-size": SHM_BYTES, "growth-byte-size": SHM_BYTES}
     name, _, number = TRITON_SOCKET.partition(":")
     flags = {
@@ -133,19 +141,19 @@ def command(found: Tritonserver, folder: Path, config: Config, shm_prefix: str, 
         "backend-directory": "backends",
         "exit-timeout-secs": math.ceil(config.drain_timeout_s) + EXIT_MARGIN_S,
         "strict-readiness": "true",
-        "allow-http": "false",  # it loses events of a stream under load; the gateway serves HTTP
+        "allow-http": "false",  # Triton loses stream events under load; the gateway serves HTTP
         "allow-grpc": "true",
-        # For this user's gateway only: some requests end it, others write into shared memory.
+        # Only this user's gateway has access: some requests crash tritonserver, others write to shared memory.
         "grpc-address": f"unix:{name}",
         "grpc-port": number,
         "allow-metrics": "true",
-        # Who held a thousand connections to it kept it from everybody, so the health process passes its page on.
+        # A thousand open connections would block this page for all clients, so the health process serves it instead.
         "metrics-address": f"unix:{TRITON_PAGE}",
-        "metrics-port": 1,  # means nothing there
+        "metrics-port": 1,  # ignored for a Unix socket
         "allow-gpu-metrics": str(watch_gpus).lower(),
         "pinned-memory-pool-byte-size": 0,
         "log-verbose": 0,
     }
     given = [f"--{name}={value}" for name, value in flags.items()]
-    given.append("--disable-auto-complete-config")  # config.pbtxt is complete; completing it would start a Python more
+    given.append("--disable-auto-complete-config")  # config.pbtxt is complete; completing it would start another Python
     return [str(found.binary), *given, *(f"--backend-config=python,shm-{key}={value}" for key, value in region.items())]

@@ -24,7 +24,7 @@ def test_a_child_that_has_ended_is_due_at_once_and_later_the_second_time(child):
     child.has_ended(signal.SIGKILL)
     assert child.process is None
     assert child.restart_at <= time.monotonic()
-    assert (child.num_crashes, child.last_words) == (1, "was killed by SIGKILL")
+    assert (child.num_crashes, child.exit_reason) == (1, "was killed by SIGKILL")
     before = time.monotonic()
     child.has_ended(signal.SIGKILL)
     assert child.restart_at >= before + back_off(2)
@@ -144,7 +144,7 @@ def test_a_child_that_could_not_be_started_is_tried_again_later(tmp_path):
     child.start()
     assert child.process is None
     assert child.restart_at > time.monotonic()
-    assert child.last_words.startswith("could not be started: ")
+    assert child.exit_reason.startswith("could not be started: ")
 
 
 def test_the_first_restart_is_at_once_and_later_ones_wait_longer():

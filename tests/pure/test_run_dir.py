@@ -41,7 +41,7 @@ def test_a_link_in_its_place_is_refused(tmp_path):
 def test_a_folder_that_others_may_write_to_is_refused(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run").chmod(0o777)
-    with pytest.raises(ConfigError, match="must belong to this user and be writable by nobody else"):
+    with pytest.raises(ConfigError, match="must belong to this user and not be writable by others"):
         RunDir(tmp_path / "run")
 
 

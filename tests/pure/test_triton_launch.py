@@ -41,14 +41,14 @@ def test_the_tritonserver_of_an_image_wins(image):
 def test_a_python_backend_for_another_python_is_named(image, no_wheel):
     (image / "backends" / "python" / triton.STUB).write_text("libpython3.9.so.1.0")
     with pytest.raises(
-        triton.TritonError, match=rf"is for Python 3\.9, this is {VERSION}; the package nvidia-pytriton"
+        triton.TritonError, match=rf"is for Python 3\.9, this is {VERSION}; the wheel with tritonserver"
     ):
         triton.find_tritonserver()
 
 
 def test_without_any_tritonserver_both_places_are_named(no_wheel, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
-    with pytest.raises(triton.TritonError, match=r"no tritonserver on the PATH or at .*make install"):
+    with pytest.raises(triton.TritonError, match=r"no tritonserver on the PATH or at .*pip install"):
         triton.find_tritonserver()
 
 
