@@ -1,1 +1,1 @@
-"""What runs when: requests, blocks of the KV cache, steps. No tensors, no sockets, no text."""
+"""Core of the engine: requests, blocks of the KV cache and steps. Independent of tensors, sockets and texts."""

@@ -1,5 +1,4 @@
-"""Which adapters the executor has in memory: as many as MAX_LORAS allows, those that were asked for last. Knows their
-names, not what they are."""
+"""Adapters (LoRA) that the executor has in memory: at most MAX_LORAS, the most recently used ones."""
 
 from __future__ import annotations
 
@@ -10,17 +9,17 @@ from engine.errors import Overloaded
 
 
 class Adapters:
-    """`in_use` says which a request needs that has not ended."""
+    """Loads and evicts adapters. `in_use` returns the ids of adapters that requests still need."""
 
     def __init__(self, executor: Executor, max_loras: int, in_use: Callable[[], Collection[str]]):
         self._executor = executor
         self._max_loras = max_loras
         self._in_use = in_use
-        self._ids: dict[str, None] = {}  # the one that was asked for last at the end
+        self._ids: dict[str, None] = {}  # least recently used first
 
     def need(self, adapter: tuple[str, ...]) -> None:
-        """Before its request is added. Raises InvalidRequest when it cannot be loaded, Overloaded when it has to wait
-        for requests that need others."""
+        """Load an adapter for a request that is about to be added. Raises InvalidRequest if it cannot be loaded, and
+        Overloaded if all adapters in memory are in use."""
         adapter_id = adapter[0]
         if adapter_id not in self._ids:
             self._make_room()

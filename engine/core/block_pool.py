@@ -1,7 +1,5 @@
-"""Owns the blocks of the KV cache: who holds which, and which full blocks can be found again by their tokens.
-
-Knows block ids, counts and keys; not tensors, not requests.
-"""
+"""Block pool of the KV cache: counts the holders of each block and finds full blocks by their hashes. It handles block
+ids and keys only and is independent of tensors and requests."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from engine.core.types import Swaps
 
 
 class OutOfBlocks(Exception):
-    """The scheduler's daily business, not a client's fault."""
+    """There are fewer available blocks than needed. The scheduler handles this by preemption."""
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
@@ -35,16 +33,16 @@ def root_hash(salt: str, adapter_id: str = "") -> bytes:
 
 
 class BlockPool:
-    """Every block is in exactly one of three states: held (by one or more requests), cached (held by nobody, but
-    findable by its key until its room is needed, least recently used first) or free. A key that has lost its block so
-    may still be found in one of `num_host_blocks` places on the host, from where it is brought back."""
+    """Every block is in exactly one of three states: held by one or more requests; cached, which means that it is held
+    by none, but can be found by its key until it is evicted; or free. If there are `num_host_blocks`, an evicted block
+    is swapped out to the host, where its key can still be found."""
 
     def __init__(self, num_blocks: int, block_size: int, caching: bool = True, num_host_blocks: int = 0):
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.caching = caching
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack, lowest id on top
-        self._holders: dict[int, int] = {}  # block -> number of holders, at least 1
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack, lowest id first
+        self._holders: dict[int, int] = {}  # block -> number of requests that hold it, at least 1
         self._cached: PrefixLRU[int, None] = PrefixLRU()
         self._key_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
@@ -52,19 +50,21 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that nobody holds."""
+        """Return the number of free and cached blocks."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_held(self) -> int:
+        """Return the number of blocks that requests hold."""
         return self.num_blocks - self.num_available
 
     @property
     def num_coming_back(self) -> int:
-        """Blocks that the next step waits for."""
+        """Return the number of blocks that are swapped in before the next step."""
         return self._host.num_coming_back if self._host else 0
 
     def blocks_for(self, num_tokens: int) -> int:
+        """Return the number of blocks that `num_tokens` tokens need."""
         return -(-num_tokens // self.block_size)
 
     def __contains__(self, key: bytes) -> bool:
@@ -72,23 +72,24 @@ class BlockPool:
         return key in self._block_of or bool(self._host and key in self._host)
 
     def is_on_device(self, key: bytes) -> bool:
+        """Return whether the block with this key can be found in the cache itself."""
         return key in self._block_of
 
     def find(self, keys: Sequence[bytes]) -> int:
-        """How many of `keys`, from the first on, can be found."""
+        """Return how many leading `keys` can be found."""
         for count, key in enumerate(keys):
             if key not in self:
                 return count
         return len(keys)
 
     def num_held_of(self, keys: Sequence[bytes]) -> int:
-        """How many blocks of `keys`, which can be found, somebody holds: taking these once more costs no room."""
+        """Return how many blocks of `keys` are held by requests, so that taking them needs no available block."""
         return sum(self._block_of.get(key) in self._holders for key in keys)
 
     def take(self, count: int, prefix: Sequence[bytes] = ()) -> list[int]:
-        """The blocks of `prefix` (keys that `find` has found, now held once more) and `count` new ones.
+        """Return the blocks of `prefix`, keys which `find` has found, and `count` new ones. The caller holds them all.
 
-        All or nothing: raises OutOfBlocks and changes nothing when fewer are available.
+        Raises OutOfBlocks and changes nothing if fewer are available.
         """
         shared = [self._block_of[key] for key in prefix if key in self._block_of]
         available = self.num_available - sum(block in self._cached for block in shared)
@@ -104,7 +105,7 @@ class BlockPool:
         return shared + [self._take_one() for _ in range(count)]
 
     def _bring_back(self, keys: Sequence[bytes]) -> None:
-        """From the host, into new blocks."""
+        """Swap the blocks of `keys` in from the host, into new blocks."""
         assert self._host
         self._host.want(keys)
         for key in keys:
@@ -125,11 +126,12 @@ class BlockPool:
         return block
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Held once more, by another request."""
+        """Add a holder to each of `blocks`, which are held already."""
         for block in blocks:
             self._holders[block] += 1
 
     def is_shared(self, block: int) -> bool:
+        """Return whether several requests hold the block."""
         return self._holders[block] > 1
 
     def is_published(self, block: int) -> bool:
@@ -137,21 +139,21 @@ class BlockPool:
         return block in self._key_of
 
     def publish(self, block: int, key: bytes) -> None:
-        """The held `block` is full and computed: from now on `find` finds it. The first block of a key stays."""
-        assert block in self._holders, f"block {block} is published but nobody holds it"
+        """Make the held `block`, which is full and computed, findable by `key`, unless another block has this key."""
+        assert block in self._holders, f"block {block} is published but not held"
         if self.caching and key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
 
     def unpublish(self, block: int) -> None:
-        """Let the held `block` change: it can no longer be found, what the host has of it can."""
+        """Make the held `block` unfindable, so that it may change. A copy on the host can still be found."""
         del self._block_of[self._key_of.pop(block)]
 
     def give_back(self, blocks: Sequence[int]) -> None:
         """Release consecutive `blocks` of a request. Those that no other request holds are free or cached."""
         cached = []
         for block in reversed(blocks):
-            self._holders[block] -= 1  # KeyError here is a double free: let it be loud
+            self._holders[block] -= 1  # a KeyError here is a double free
             if self._holders[block]:
                 continue
             del self._holders[block]
@@ -162,15 +164,15 @@ class BlockPool:
         self._cached.put(cached[::-1])
 
     def take_swaps(self) -> Swaps | None:
-        """What has to move to the host, and back from there, before the next step."""
+        """Return the swaps that the next step starts with, or None."""
         return self._host.take_swaps() if self._host else None
 
     def check(self) -> None:
-        """Every block is held, cached or free, exactly one of them. Cheap enough to run when the engine goes idle."""
+        """Check that every block is in exactly one state. It is cheap enough to be called when the engine is idle."""
         states = [set(self._free), set(self._cached), set(self._holders)]
         assert sum(map(len, states)) == len(set().union(*states)) == self.num_blocks
         assert len(self._free) == len(states[0]), "a block is free twice"
-        assert all(count > 0 for count in self._holders.values()), "a block is held by nobody"
+        assert all(count > 0 for count in self._holders.values()), "a held block has no holder"
         assert states[1] <= set(self._key_of), "a block without key cannot be found again"
         assert states[0].isdisjoint(self._key_of), "a free block can be found"
         assert {block: key for key, block in self._block_of.items()} == self._key_of

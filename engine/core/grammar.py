@@ -1,4 +1,5 @@
-"""Requests whose answer must have a given form wait here until it is compiled. Knows no text and no library."""
+"""Compilation of grammars: requests with structured outputs wait here until their grammars are compiled. Independent
+of texts and of the grammar library."""
 
 from __future__ import annotations
 
@@ -11,56 +12,60 @@ from typing import Any, NamedTuple, Protocol
 from engine.core.types import Grammar, Request
 from engine.errors import as_request_error
 
-LONG_S = 0.2  # most grammars are compiled in milliseconds
+LONG_S = 0.2  # seconds of a long compilation; most take milliseconds
 
 
 class MaskRow(NamedTuple):
-    """A row that a step samples: who chooses by which form, after which drafts."""
+    """A request that samples in a step and, if it has a grammar, needs masks."""
 
     request: Request
-    drafts: Sequence[int] = ()  # a mask after each of them, too
+    drafts: Sequence[int] = ()  # each needs another mask
 
 
 class Grammars(Protocol):
+    """Compiler of grammars and masks."""
+
     @property
     def is_busy(self) -> bool:
-        """Whether `poll` has something to do."""
+        """Return whether `poll` has something to do."""
         ...
 
     def begin(self, request: Request) -> Future[Sequence[Grammar]]:
-        """For the request and its forks, each with what is known of its answer. Fails with RequestError."""
+        """Start to compile grammars for the request and its forks, each advanced by the known tokens of its answer.
+        The future fails with RequestError."""
         ...
 
     def cancel(self, begun: Future[Sequence[Grammar]]) -> None:
-        """Nothing of what `begin` has begun is wanted any more."""
+        """Cancel what `begin` has started."""
         ...
 
     def poll(self, timeout_s: float = 0.0) -> None:
-        """Go on with what was begun, waiting so long for something to do."""
+        """Continue what was started. Wait up to `timeout_s` for something to do."""
         ...
 
     def masks(self, choices: Sequence[MaskRow]) -> Any:
-        """Of a step, see `engine.core.types.Step.mask`. Says of each grammar whether it `is_mask_missing`."""
+        """Return the masks of a step, see `engine.core.types.Step.mask`, and set `is_mask_missing` of each grammar."""
         ...
 
 
 @dataclass(eq=False)
 class Compilation:
-    """Of the form that a request wants."""
+    """Compilation of the grammar of a request and its forks."""
 
     request: Request
     is_replay: bool
     grammars: Future[Sequence[Grammar]]
-    dropped: set[str] = field(default_factory=set)  # of the request and its forks
+    dropped: set[str] = field(default_factory=set)  # ids of the request and its forks
     began_at: float = field(default_factory=time.monotonic)
     is_long: bool = False
 
     @property
     def wanted(self) -> list[Request]:
+        """Return the request and its forks, except those that were dropped."""
         return [each for each in (self.request, *self.request.forks) if each.request_id not in self.dropped]
 
     def enter(self) -> None:
-        """Each answer gets its grammar. Raises RequestError."""
+        """Give the request and its forks their grammars. Raises RequestError if the compilation has failed."""
         try:
             grammars = self.grammars.result()
         except Exception as error:
@@ -70,7 +75,7 @@ class Compilation:
 
 
 class CompilationQueue:
-    """In other processes: the steps of other requests do not wait."""
+    """Compilations, which run in other processes: the steps of other requests do not wait for them."""
 
     def __init__(self) -> None:
         self._waiting: list[Compilation] = []
@@ -83,13 +88,15 @@ class CompilationQueue:
 
     @property
     def requests(self) -> list[Request]:
+        """Return the requests that wait, without forks."""
         return [each.request for each in self._waiting]
 
     def add(self, request: Request, is_replay: bool, grammars: Future[Sequence[Grammar]]) -> None:
+        """Let a request wait for its grammars."""
         self._waiting.append(Compilation(request, is_replay, grammars))
 
     def drop(self, request_id: str) -> Compilation | None:
-        """None when it is not here (any more)."""
+        """Drop a request or a fork and return its compilation. Return None if it does not wait."""
         for each in self._waiting:
             if request_id in [wanted.request_id for wanted in each.wanted]:
                 each.dropped.add(request_id)
@@ -97,7 +104,7 @@ class CompilationQueue:
         return None
 
     def take_long(self) -> list[str]:
-        """Return the requests whose compilation has begun to take long since the last call."""
+        """Return the ids of requests whose compilation has become long since the last call."""
         before = time.monotonic() - LONG_S
         found = [each for each in self._waiting if not each.is_long and each.began_at < before]
         for each in found:
@@ -105,6 +112,7 @@ class CompilationQueue:
         return [request.request_id for each in found for request in each.wanted]
 
     def take_ready(self) -> list[Compilation]:
+        """Remove and return the compilations that have ended."""
         ready = [each for each in self._waiting if each.grammars.done()]
         self._waiting = [each for each in self._waiting if each not in ready]
         return ready

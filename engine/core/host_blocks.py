@@ -1,5 +1,5 @@
-"""Owns the places in the host's memory (SWAP_SPACE) where evicted blocks are kept: which key lies where, and what has
-to move before the next step. Knows no tensors and no requests, and of the cache only the numbers of its blocks."""
+"""Places in the host's memory (SWAP_SPACE) that keep evicted blocks, and the swaps of the next step. Independent of
+tensors and requests."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from engine.core.types import Swaps
 
 
 class HostBlocks:
-    """A key that is brought back keeps its place: the next time its block is evicted there is nothing to copy."""
+    """Blocks on the host by key. A block that is swapped in keeps its place, so that it need not be copied when it is
+    evicted again."""
 
     def __init__(self, num_places: int):
         self._free = list(range(num_places - 1, -1, -1))
         self._place_of: PrefixLRU[bytes, int] = PrefixLRU()
-        self._wanted: set[int] = set()  # places that the next step reads: until then they are not written
+        self._wanted: set[int] = set()  # places that the next step reads, which must not be overwritten before
         self._out: list[tuple[int, int]] = []  # for the next batch: block, place
         self._back: list[tuple[int, int]] = []
 
@@ -24,11 +25,12 @@ class HostBlocks:
 
     @property
     def num_coming_back(self) -> int:
+        """Return the number of blocks that the next step swaps in."""
         return len(self._back)
 
     def keep(self, key: bytes, block: int) -> None:
-        """`block` of the cache, with this key, will be overwritten. In the place of the one that was used least
-        recently; if even that one is wanted, it is lost."""
+        """Swap out `block`, which has this key and will be overwritten. The least recently used entry is evicted for
+        it; if even that one is wanted by the next step, `block` is lost."""
         if key in self._place_of:
             self._place_of.use([key])
             return
@@ -42,16 +44,16 @@ class HostBlocks:
         self._out.append((block, place))
 
     def want(self, keys: Sequence[bytes]) -> None:
-        """They are here and will be brought back: whatever is evicted for them leaves them alone."""
+        """Protect the entries of `keys`, which will be swapped in, from eviction until the next step."""
         self._place_of.use(keys)
         self._wanted.update([self._place_of[key] for key in keys])
 
     def bring_back(self, key: bytes, block: int) -> None:
-        """A wanted one, into a new `block`."""
+        """Swap a wanted entry in, into the new `block`."""
         self._back.append((block, self._place_of[key]))
 
     def take_swaps(self) -> Swaps | None:
-        """What the next step begins with."""
+        """Return the swaps that the next step starts with, or None."""
         if not self._out and not self._back:
             return None
         swaps = Swaps(self._out, self._back)
@@ -59,7 +61,7 @@ class HostBlocks:
         return swaps
 
     def check(self) -> None:
-        """Every place is free or has one key. Between two steps."""
+        """Check that each place is free or has one key. Called between two steps."""
         places = [*self._free, *self._place_of.values()]
         assert sorted(places) == list(range(len(places)))
         assert not self._wanted

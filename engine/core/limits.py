@@ -1,4 +1,4 @@
-"""What bounds the scheduler, and what it counts."""
+"""Limits and counters of the scheduler."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ class PrefillLimits:
 
 @dataclass(frozen=True)
 class Limits:
+    """Limits of the scheduler. All but the model's are settings."""
+
     max_batch: int  # requests in a step
     max_batched_tokens: int  # tokens in a step; at least max_batch, so that decodes leave prompts something
     block_ratio: float = 0.75  # share of the blocks that prompts may fill at admission; >= 1 reserves the worst case
@@ -32,7 +34,7 @@ class Limits:
 
 @dataclass
 class Counters:
-    """Since the start."""
+    """Counters since the start."""
 
     num_preemptions: int = 0
     num_prompt_tokens: int = 0  # of requests when they are first admitted

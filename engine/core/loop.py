@@ -1,4 +1,5 @@
-"""One step after another: what the scheduler picks, the executor computes. No processes, no sockets, no text."""
+"""Engine loop: the only component that uses both the scheduler and the executor. Independent of processes, sockets and
+texts."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ from engine.core.updates import FAILED, Update
 from engine.errors import RequestError, queue_full
 from engine.settings.config import Config
 
-WAIT_S = 0.005  # for grammars, while nothing else is to be computed; arrivals are looked at in between
-STEP_MARGIN = 3.0  # a step of n tokens takes no longer than n steps of one, times this for contexts that grow
+WAIT_S = 0.005  # to wait for grammars while there is nothing to compute; then new requests are read
+STEP_MARGIN = 3.0  # a step of n tokens takes at most this times as long as n steps of one token
 
 
 @dataclass
 class Stats(Counters):
-    """Counters since the start, and the state now. The metrics of the server are made of these."""
+    """Counters since the start and the current state, from which the metrics of the server are made."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -34,14 +35,14 @@ class Stats(Counters):
     num_steps: int = 0
     num_generated_tokens: int = 0
     num_dropped: int = 0
-    num_wasted_tokens: int = 0  # computed for answers that were dropped before their end
+    num_wasted_tokens: int = 0  # computed for answers that were dropped
     step_time_s: float = 0.0
-    step_age_s: float = 0.0  # of the step that runs
-    step_limit_s: float = 0.0  # how long it may take, by those before; 0: nothing is known
+    step_age_s: float = 0.0  # of the running step
+    step_limit_s: float = 0.0  # how long it may take, estimated from earlier steps; 0: unknown
 
 
 class EngineLoop:
-    """The one owner of scheduler and executor. Without `grammars` no request may want an answer of a given form."""
+    """Owner of the scheduler and the executor. Without `grammars` no request may want a structured output."""
 
     def __init__(self, executor: Executor, num_blocks: int, config: Config, grammars: Grammars | None = None):
         self.executor = executor
@@ -64,19 +65,20 @@ class EngineLoop:
         self.adapters = Adapters(executor, config.max_loras, self._adapters_in_use)
         self._grammars = grammars
         self._compiling = CompilationQueue()
-        self._steps: deque[tuple[Step, int]] = deque()  # those that were launched, and their tokens
-        self._running = (0, 0.0)  # tokens of the first of them, or of the last one that ran, and when it began
+        self._steps: deque[tuple[Step, int]] = deque()  # launched steps and their numbers of tokens
+        self._running = (0, 0.0)  # tokens and start (time.monotonic) of the running step, or of the last one
         self._slowest_token_s = 0.0  # seconds a token of the slowest step so far
         self._num_steps = self._num_generated_tokens = self._num_dropped = self._num_wasted_tokens = 0
         self._step_time_s = 0.0
 
     @property
     def is_idle(self) -> bool:
+        """Return whether there is no request."""
         return self.scheduler.is_idle and not self._compiling
 
     def add(self, request: Request, replay: bool = False) -> None:
-        """Raises RequestError when the request is refused. One that wants an answer of some form may also be refused by
-        an Update, when that is compiled."""
+        """Add a request. Raises RequestError if it is refused. A request for a structured output may also be refused
+        later, by an Update, if its grammar does not compile."""
         if request.sampling.adapter:
             self.adapters.need(request.sampling.adapter)
         if request.sampling.form:
@@ -88,7 +90,8 @@ class EngineLoop:
             self._beams.add(request, replay)
 
     def drop(self, request_id: str, is_complete: bool = False) -> None:
-        """Harmless when the request has ended. `is_complete`: its answer is, by what only its user knows."""
+        """Drop a request; unknown ids are ignored. `is_complete`: the answer is complete, for example by a stop string,
+        so its tokens are not wasted."""
         running = self.scheduler.running.get(request_id)
         num_computed = running.num_computed - running.num_cached if running else 0
         compilation = self._compiling.drop(request_id)
@@ -100,19 +103,19 @@ class EngineLoop:
             self._check_when_idle()
 
     def has_begun(self, request_id: str) -> bool:
-        """Or has ended. One that had to make room for others has."""
+        """Return whether a request has started to run, or has ended. A preempted request has started."""
         if request_id in self._compiling:
             return False
         request = self.scheduler.waiting.get(request_id)
         return request is None or request.num_preemptions > 0 or request.num_new_tokens > 0
 
     def take_long_compilations(self) -> list[str]:
-        """Return the requests whose grammars have begun to take long since the last call."""
+        """Return the ids of requests whose compilation has become long since the last call."""
         return self._compiling.take_long() if self._compiling else []
 
     def step(self) -> list[Update]:
-        """Waits for the step that runs, launches the next one, and returns what the first has brought: it can be sent
-        while the second runs. Empty when nothing ran. Where the executor can, launches first and waits then."""
+        """Wait for the running step, launch the next one and return the updates of the first, which can be sent while
+        the second runs. If the executor and the scheduler can run ahead, launch before waiting."""
         if self._steps and self.executor.runs_ahead and self.scheduler.may_run_ahead():
             self._launch()
         updates = self._collect() if self._steps else []
@@ -121,12 +124,12 @@ class EngineLoop:
         if self._compiling:
             updates += self._take_compiled()
         if not self._steps and not self._launch() and not self.is_idle:
-            assert self._grammars and self._grammars.is_busy, "requests wait and none can be computed"
+            assert self._grammars and self._grammars.is_busy, "requests wait, but none can be computed"
             self._grammars.poll(WAIT_S)
         return updates
 
     def _adapters_in_use(self) -> set[str]:
-        """Forks have that of the request they belong to."""
+        """Return the ids of adapters that requests need. Forks have the same adapter as their request."""
         requests = (*self.scheduler.running.values(), *self.scheduler.waiting, *self._compiling.requests)
         return {request.sampling.adapter[0] for request in requests if request.sampling.adapter}
 
@@ -136,10 +139,10 @@ class EngineLoop:
         try:
             masks = self._grammars.masks(self.scheduler.mask_rows(step.drafts()))
         finally:
-            step.mask(masks)  # without them, too: its thread must not wait for ever
+            step.mask(masks)  # after an error, too, because the thread of the step waits for it
 
     def _take_compiled(self) -> list[Update]:
-        """Requests whose form is compiled may run; those that are refused, or that nobody wants any more, are over."""
+        """Add the requests whose grammars are compiled to the scheduler. Return updates for those that are refused."""
         refused = []
         for compiled in self._compiling.take_ready():
             wanted = compiled.wanted
@@ -153,7 +156,7 @@ class EngineLoop:
         return refused
 
     def stats(self) -> dict[str, float]:
-        """May be called while another thread is in `turn`."""
+        """Return the fields of `Stats`. May be called while another thread is in `step`."""
         scheduler, (num_tokens, began) = self.scheduler, self._running
         stats = Stats(
             **asdict(scheduler.counters),

@@ -1,4 +1,5 @@
-"""Who waits, and who runs: in which slot of the batch, and who makes room for whom. Knows no steps and no clock."""
+"""Running queue of one engine: admits waiting requests, gives them slots of the batch and preempts them. Independent of
+steps and the clock."""
 
 from __future__ import annotations
 
@@ -11,24 +12,25 @@ from engine.core.types import Arrival, Copy, Request, State
 from engine.core.waiting_queue import WaitingQueue
 from engine.errors import InvalidRequest, queue_full, tokens_full
 
-LOOK_AHEAD = 4  # waiting requests that are looked at for one that fits
-MAX_PASSED = 8  # requests that may go before one that came earlier and does not fit yet
+LOOK_AHEAD = 4  # waiting requests that are considered for admission
+MAX_PASSED = 8  # later requests that may be admitted before one that does not fit yet
 
 
 class RunningQueue:
-    """Who begins next is `WaitingQueue`'s to say: first come, first served, among equals.
+    """Requests that have slots, and the `WaitingQueue`, which decides the order of admission.
 
-    A request is admitted with all blocks of its prompt, while prompts leave `1 - block_ratio` of the pool for running
-    requests to grow. One that does not fit yet lets a few that came later go first. When a running request needs a
-    block and none is available, the youngest gives up all of its own, waits at the head of the queue and is computed
-    again from its tokens; with `block_ratio >= 1` this never happens.
+    A request is admitted with all blocks of its prompt, as long as prompts leave `1 - block_ratio` of the pool for the
+    answers of running requests. A few later requests may pass one that does not fit yet. If a running request needs a
+    block and none is available, the youngest request is preempted: it loses its blocks, waits at the head of the queue
+    and is computed again from its tokens. With `block_ratio >= 1` this never happens.
 
-    A request with forks computes the prompt for all of them: with its first token they join, holding the same blocks.
+    A request with forks is their leader: it computes the prompt for all of them. With its first token they start to
+    run and share its blocks.
     """
 
     def __init__(self, cache: KVCacheManager, limits: Limits, counters: Counters):
         self.cache = cache
-        self.waiting = WaitingQueue()  # a request with forks stands for them all
+        self.waiting = WaitingQueue()  # without forks: their leaders wait for them
         self.running: dict[str, Request] = {}  # oldest first
         self.leader_of: dict[str, Request] = {}  # of forks whose prompt is not computed yet
         self._limits = limits
@@ -38,11 +40,12 @@ class RunningQueue:
 
     @property
     def num_running(self) -> int:
+        """Return how many slots are taken."""
         return self._limits.max_batch - len(self._free_slots)
 
     def add(self, request: Request, replay: bool) -> None:
         """See `Scheduler.add`."""
-        apart = []  # forks that cannot run beside it: they wait like requests, and find its prompt in the cache
+        apart = []  # forks that cannot run at the same time wait like requests and find the prompt in the cache
         while request.forks and not request.in_lockstep and not self._could_run(request):
             apart.append(request.forks.pop())
         if not self._could_run(request):
@@ -64,7 +67,7 @@ class RunningQueue:
             self.waiting.add(fork)
 
     def _could_run(self, request: Request) -> bool:
-        """Alone, with its forks."""
+        """Return whether the request and its forks fit when no other request runs."""
         has_slots = len(request.forks) < self._limits.max_batch
         return has_slots and self.cache.max_blocks(request) <= self.cache.pool.num_blocks
 
@@ -82,17 +85,17 @@ class RunningQueue:
             request = self.running.get(request_id) or self.waiting.get(request_id)
             if request is None or request.state is State.ENDED:
                 return None
-            if not request.forks:  # else it stays until their prompt is computed
+            if not request.forks:  # else it runs until their prompt is computed
                 self.finish(request)
         request.state = State.ENDED
         return request
 
     def admit(self, is_ahead: bool, max_tokens: int | None = None) -> Request | None:
-        """Moves a waiting request to the running ones, with its blocks: the first, or one soon after it that fits.
-        `is_ahead`: a step still computes. `max_tokens`: longer ones stay in their places."""
+        """Start the first waiting request, or one of the next that fits, with blocks and slots. Return it, or None if
+        none can start. `is_ahead`: a step is running. `max_tokens`: longer requests are skipped."""
         passed: list[Request] = []
         for request in self.waiting.first(LOOK_AHEAD, max_tokens):
-            if is_ahead and request.needs_output_tokens:  # its slot may be that of one which a step still computes
+            if is_ahead and request.needs_output_tokens:  # its slot may be that of a request in the running step
                 return None
             has_slots = len(request.forks) < len(self._free_slots)
             if has_slots and self.cache.allocate_prompt(request, self._free_slots[-1], self.running.values()):
@@ -108,31 +111,32 @@ class RunningQueue:
     def _begin(self, request: Request) -> None:
         self.waiting.begin(request)
         self.running[request.request_id] = request
-        if request.state is State.WAITING:  # or dropped, and only its forks want it
+        if request.state is State.WAITING:  # else it was dropped and runs for its forks only
             request.state = State.RUNNING
-        token_ids = list(request.token_ids)  # what was launched stays as it is
+        token_ids = list(request.token_ids)  # a launched batch must not change
         num_computed = request.num_computed
         for each in (request, *request.forks):
             each.slot = self._free_slots.pop()
             self._arrivals.append(_arrival(each, token_ids, num_computed))
-            num_computed = request.prompt_len  # forks compute nothing of the prompt
-        if request.num_preemptions == 0:  # one that comes back finds its own blocks: no merit of the cache
+            num_computed = request.prompt_len  # forks do not compute the prompt
+        if request.num_preemptions == 0:  # a preempted request finds its own blocks, which do not count as cached
             self._counters.num_prompt_tokens += len(request.token_ids)
             self._counters.num_cached_tokens += request.num_cached
 
     def reset_slot(self, request: Request) -> None:
-        """What its slot remembers begins anew, with all its tokens and blocks."""
+        """Let the executor take over all tokens and blocks of a request in its slot again."""
         request.num_placed, request.has_new_blocks = [], True
         self._arrivals.append(_arrival(request, list(request.token_ids), request.num_computed))
 
     def take_slot_changes(self) -> tuple[list[Arrival], list[Copy]]:
-        """What the executor has to know before the next step."""
-        news = self._arrivals, self.cache.copies
+        """Return the arrivals and copies since the last call, which belong to the next batch."""
+        changes = self._arrivals, self.cache.copies
         self._arrivals, self.cache.copies = [], []
-        return news
+        return changes
 
     def has_room(self, request: Request) -> bool:
-        """A block for the next position of `request`; False when it had to be preempted itself."""
+        """Allocate a block for the next position of `request`, preempting the youngest requests if necessary. Return
+        False if `request` itself was preempted."""
         while True:
             try:
                 self.cache.allocate(request)
@@ -144,7 +148,8 @@ class RunningQueue:
                     return False
 
     def preempt(self, request: Request) -> None:
-        self._take_out(request)
+        """Take a request out of the batch and put it at the head of the waiting queue."""
+        self._remove(request)
         if request.state is State.RUNNING:
             request.state = State.WAITING
         request.num_preemptions += 1
@@ -156,7 +161,7 @@ class RunningQueue:
         """See `Scheduler.requeue`."""
         for each in (request, *forks):
             if not self.waiting.drop(each.request_id):
-                self._take_out(each)
+                self._remove(each)
             each.state, each.prompt_outputs_sent = State.WAITING, False
             del each.token_ids[each.prompt_len :]
             del each.block_hashes[each.prompt_len // self.cache.pool.block_size :]
@@ -181,21 +186,21 @@ class RunningQueue:
         leader.forks = []
 
     def finish(self, request: Request) -> None:
-        """It has ended, with its forks."""
+        """Remove a request that has ended and its forks, wherever they are."""
         if not self.waiting.drop(request.request_id):
-            self._take_out(request)
+            self._remove(request)
         for fork in request.forks:
             self.leader_of.pop(fork.request_id, None)
 
     def check(self) -> None:
-        """All books agree. Between two steps."""
+        """Check that slots and blocks are consistent. Called between two steps."""
         self.cache.check(self.running.values())
         assert not any(request.block_ids for request in self.waiting)
         holders = [each for request in self.running.values() for each in (request, *request.forks)]
         slots = [each.slot for each in holders] + self._free_slots
         assert sorted(slots) == list(range(self._limits.max_batch))
 
-    def _take_out(self, request: Request) -> None:
+    def _remove(self, request: Request) -> None:
         del self.running[request.request_id]
         for each in (request, *request.forks):
             self.cache.free(each)
@@ -208,7 +213,6 @@ class RunningQueue:
 
 
 def _arrival(request: Request, token_ids: list[int], num_computed: int) -> Arrival:
-    """Return what the executor has to know of a request that takes a slot and computes its tokens from `num_computed`
-    on."""
+    """Return the arrival of a request that computes its tokens from position `num_computed` on."""
     spans = [each if each.end > num_computed else replace(each, embeddings=b"") for each in request.spans]
     return Arrival(request.slot, token_ids, request.prompt_len, request.sampling, spans)

@@ -1,4 +1,4 @@
-"""Who waits, and in which order they begin. Pure bookkeeping: no clock, no blocks, no slots."""
+"""Queue of waiting requests: decides their order by owner and priority. Independent of the clock, blocks and slots."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from math import inf
 
 from engine.core.types import Request
 
-LEVEL_TOKENS = 1 << 16  # a priority of 1 is as if so many tokens more had been asked for before
+LEVEL_TOKENS = 1 << 16  # one priority level counts like so many requested tokens
 
 
 class WaitingQueue:
-    """Each request gets a turn when it comes, in tokens that are asked for before it, and the least turn is next.
+    """Waiting requests in the order of their start, by start-time fair queueing. The cost of a request is the number of
+    tokens of its prompt and its answers.
 
-    Every owner has a row of their own, in which the requests stand one behind the other. All rows move on together, as
-    what is at their heads begins: so owners get equal shares of the tokens, and who asks seldom is next. With one
-    owner it is first come, first served.
+    When a request arrives it gets a start tag: the larger of the current virtual time and the finish tag of the last
+    request of the same owner. The request with the smallest tag is next, and starting it advances the virtual time. So
+    owners with waiting requests get equal shares of the tokens, and with one owner it is first come, first served.
 
-    A turn never changes, but later ones come further and further behind. So a request of low priority is overtaken by
-    `LEVEL_TOKENS` a level at most and nobody starves. Who had begun already comes back to the front.
+    Priorities shift the tag by `LEVEL_TOKENS` a level. Tags never change while the virtual time advances, so requests
+    of low priority do not starve. Preempted requests come first.
     """
 
     def __init__(self) -> None:
         self.num_tokens = 0  # of their prompts
-        self._order: list[tuple[float, int, Request]] = []  # by turn, then by arrival
-        self._place_of: dict[str, tuple[float, int, Request]] = {}
+        self._order: list[tuple[float, int, Request]] = []  # sorted: start tag, number of the arrival
+        self._entry_of: dict[str, tuple[float, int, Request]] = {}
         self._num_arrived = 0
-        self._now = 0.0  # the turn of the last one that has begun, as if it had no priority
-        self._end_of: dict[str, float] = {}  # of each owner's row
+        self._virtual_time = 0.0  # start tag of the last started request, without its priority
+        self._finish_tag_of: dict[str, float] = {}  # finish tag of each owner's last request
 
     def __len__(self) -> int:
         return len(self._order)
@@ -38,54 +39,56 @@ class WaitingQueue:
         return (request for *_, request in self._order)
 
     def first(self, count: int, max_tokens: int | None = None) -> list[Request]:
-        """Return the first `count`, with `max_tokens` of those that have no more tokens."""
+        """Return the first `count` requests, of those with at most `max_tokens` tokens if that is given."""
         if max_tokens is None:
             return [request for *_, request in self._order[:count]]
         return list(islice((request for request in self if len(request.token_ids) <= max_tokens), count))
 
     def get(self, request_id: str) -> Request | None:
-        return self._place_of[request_id][2] if request_id in self._place_of else None
+        """Return the request, or None if it does not wait."""
+        return self._entry_of[request_id][2] if request_id in self._entry_of else None
 
     def add(self, request: Request) -> None:
-        turn = max(self._now, self._end_of.get(request.owner, 0.0))
-        self._end_of[request.owner] = turn + _cost(request)
+        """Add a request behind those of its owner."""
+        tag = max(self._virtual_time, self._finish_tag_of.get(request.owner, 0.0))
+        self._finish_tag_of[request.owner] = tag + _cost(request)
         self._num_arrived += 1
-        self._insert(turn + request.priority * LEVEL_TOKENS, self._num_arrived, request)
+        self._insert(tag + request.priority * LEVEL_TOKENS, self._num_arrived, request)
 
     def put_back(self, request: Request) -> None:
-        """Before all others: it had begun."""
+        """Put a preempted request before all others."""
         self._num_arrived += 1
         self._insert(-inf, -self._num_arrived, request)
 
     def begin(self, request: Request) -> None:
-        """It waits no longer."""
-        turn = self._remove(request.request_id)
-        self._now = max(self._now, turn - request.priority * LEVEL_TOKENS)
+        """Remove a request that starts to run."""
+        tag = self._remove(request.request_id)
+        self._virtual_time = max(self._virtual_time, tag - request.priority * LEVEL_TOKENS)
         if not self._order:
-            self._end_of.clear()
+            self._finish_tag_of.clear()
 
     def drop(self, request_id: str) -> bool:
-        """It is not wanted any more, so its owner has not asked for it. False if it is not here."""
+        """Remove a request without charging its owner. Return False if it does not wait."""
         if (request := self.get(request_id)) is None:
             return False
-        if self._remove(request_id) > -inf and request.owner in self._end_of:
-            self._end_of[request.owner] -= _cost(request)
+        if self._remove(request_id) > -inf and request.owner in self._finish_tag_of:
+            self._finish_tag_of[request.owner] -= _cost(request)
         return True
 
-    def _insert(self, turn: float, number: int, request: Request) -> None:
-        place = (turn, number, request)
-        self._place_of[request.request_id] = place
-        insort(self._order, place)
+    def _insert(self, tag: float, number: int, request: Request) -> None:
+        entry = (tag, number, request)
+        self._entry_of[request.request_id] = entry
+        insort(self._order, entry)
         self.num_tokens += request.prompt_len
 
     def _remove(self, request_id: str) -> float:
-        place = self._place_of.pop(request_id)
-        del self._order[bisect_left(self._order, place)]
-        self.num_tokens -= place[2].prompt_len
-        return place[0]
+        entry = self._entry_of.pop(request_id)
+        del self._order[bisect_left(self._order, entry)]
+        self.num_tokens -= entry[2].prompt_len
+        return entry[0]
 
 
 def _cost(request: Request) -> int:
-    """The tokens that are asked for."""
+    """Return the number of tokens of the prompt and, at most, of all answers."""
     answers = (request, *request.forks)
     return request.prompt_len + sum(each.sampling.max_new_tokens for each in answers)

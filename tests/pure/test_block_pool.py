@@ -142,8 +142,8 @@ def test_without_caching_nothing_is_found():
     pool.check()
 
 
-def test_publishing_a_block_that_nobody_holds_is_loud():
-    with pytest.raises(AssertionError, match="block 1 is published but nobody holds it"):
+def test_publishing_a_block_without_holder_is_loud():
+    with pytest.raises(AssertionError, match="block 1 is published but not held"):
         BlockPool(2, SIZE).publish(1, b"key")
 
 
