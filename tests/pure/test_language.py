@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FINISHED = (
     *("gateway", "server_scripts"),
     *("model_repository", "download_model.py"),
-    *("engine/serving", "engine/wire"),
+    *("engine/core", "engine/serving", "engine/wire"),
 )
 
 # First words that make a fragment of a docstring instead of a sentence.
