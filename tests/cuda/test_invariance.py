@@ -1,4 +1,4 @@
-"""BATCH_INVARIANT=1: company, chunks, drafts, preemption and how many programs share the work change no bit."""
+"""BATCH_INVARIANT=1: batch composition, chunks, drafts, preemption and the number of programs change no bit."""
 
 import numpy as np
 import pytest
@@ -68,7 +68,7 @@ HEADS = [(4, 2, 20), (6, 1, 64)] if IS_INTERPRETED else [(4, 2, 20), (32, 8, 128
 
 
 @pytest.mark.parametrize("heads", HEADS)
-def test_attention_is_the_same_bits_in_chunks_and_in_company(device, dtype, heads):
+def test_attention_is_the_same_bits_in_chunks_and_in_any_batch(device, dtype, heads):
     num_heads, num_kv_heads, head_dim = heads
     length, others = (300, 12) if IS_INTERPRETED else (1100, 150)
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "scale": head_dim**-0.5}
@@ -125,7 +125,7 @@ FIELDS = [
     {"temperature": 0.7, "top_p": 0.8, "seed": 8, "repetition_penalty": 1.3, "num_logprobs": 0},
 ]
 WAYS = {
-    "in company": {},
+    "in a batch": {},
     "in other chunks": {"max_num_batched_tokens": 32},
     "preempted": {"block_ratio": 0.99},
     "with drafts": {"speculate_method": "ngram"},
@@ -153,7 +153,7 @@ def test_answers_and_their_scores_are_those_of_a_request_alone(exported, device,
     WAYS["preempted"]["block_bs"] = (blocks - 1) / 8  # 8 are those of the longest request
     alone = [ask(number) for number in range(len(prompts))]
     for way, settings in WAYS.items():
-        if IS_INTERPRETED and (way == "launched op by op" or (dtype != "float32" and way != "in company")):
+        if IS_INTERPRETED and (way == "launched op by op" or (dtype != "float32" and way != "in a batch")):
             continue
         tokens, logprobs = ask(*range(len(prompts)), **settings)
         for number, (own_tokens, own_logprobs) in enumerate(alone):

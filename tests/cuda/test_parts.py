@@ -120,10 +120,10 @@ def test_a_step_that_is_filled_up_gives_the_same_logits(exported, device, case):
     before = {name: tensor.clone() for name, tensor in caches.tensors.items()}
     inputs = step_inputs(rows)
     graphs = StepGraphs(SETTINGS, 4, device)
-    graphs.nobodys_block = caches.nobodys_block
+    graphs.null_block = caches.null_block
     empty = empty_step(Shape(*shape), 0)
     numbers = apart(told(inputs, empty, device), empty)
-    tables = torch.full((shape[1], 40), caches.nobodys_block, dtype=torch.int32, device=device)
+    tables = torch.full((shape[1], 40), caches.null_block, dtype=torch.int32, device=device)
     own = graphs._stacked([inputs["block_tables"]], shape[1])
     tables[:, : own.shape[1]] = torch.from_numpy(own).to(device)
     found = executor._compute({**numbers, "block_tables": tables}).logits[: len(inputs["logit_rows"])].clone()
@@ -173,7 +173,7 @@ def test_a_step_that_wants_its_rows_in_another_order_is_none_of_decodes(device):
 def test_padding_of_several_cache_groups_has_blocks_for_all_its_tokens(device):
     """Its rows are those of requests in other shapes, whose blocks are left behind what a step writes."""
     graphs = StepGraphs(dataclasses.replace(SETTINGS, use_cudagraph=False), 8, device, num_groups=2)
-    graphs.nobodys_block = 9
+    graphs.null_block = 9
     tables = [np.full((2, 1), group, np.int32) for group in range(2)]
     stacked = graphs._stacked(tables, 4, num_padding=2 * MIN_BLOCK_SIZE + 1)
     assert stacked.tolist() == [[0, 9, 9], [0, 9, 9], [9] * 3, [9] * 3, [1, 9, 9], [1, 9, 9], [9] * 3, [9] * 3]

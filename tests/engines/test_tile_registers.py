@@ -13,7 +13,7 @@ from engine.ops import build, cpu
 
 ROOT = Path(__file__).parents[2]
 OF_ALL_SETS = ("ops_cpu", "ops_invariance")  # which are told the instruction set, the others take what CPU_ISA names
-TESTS = (*OF_ALL_SETS, "cpu_program", "company")
+TESTS = (*OF_ALL_SETS, "cpu_program", "batch_invariance")
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from engine.executors import make_executor
 from engine.executors.ranks import ALLOCATE, LAUNCH, READY, pack, serve, unpack, unpack_batch
 from engine.models.keys import ModelError
 from engine.settings.config import Config
-from tests.pure.test_company import BLOCK_SIZE
+from tests.pure.test_batch_invariance import BLOCK_SIZE
 
 
 def test_a_model_that_was_exported_for_another_number_of_ranks_is_refused(exported):

@@ -1,4 +1,4 @@
-"""Adapters in the engine: the answers of a checkpoint that they were merged into, in any company, and nobody else's."""
+"""Adapters in the engine: the answers are those of a checkpoint with the adapter merged, in any batch composition."""
 
 from dataclasses import replace
 
@@ -21,8 +21,8 @@ from tests import paged_model
 from tests.checkpoints import FAMILIES
 from tests.lora_adapters import make_adapter, merged
 from tests.paged_model import PagedModel
+from tests.pure.test_batch_invariance import BASE, BLOCK_SIZE, an_executor, random_requests, run
 from tests.pure.test_beams import a_search, answers_of
-from tests.pure.test_company import BASE, BLOCK_SIZE, an_executor, random_requests, run
 from tests.pure.test_prompt_outputs import run as run_loop
 
 PROMPT = [7 * n % 300 for n in range(40)]
@@ -110,7 +110,7 @@ def test_the_weights_below_may_have_fewer_bits(quant_type, adapter, exported, mo
     assert tokens != greedy(graph_dir)[0]
 
 
-# --- in company ---
+# --- in a batch ---
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ class Caches:
         return (self._num_blocks + 1) * self.block_bytes if self.tensors else 0
 
     @property
-    def nobodys_block(self) -> int:
+    def null_block(self) -> int:
         """Where rows write that only fill up a batch."""
         return self._num_blocks
 

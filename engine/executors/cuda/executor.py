@@ -118,7 +118,7 @@ class CudaExecutor:
         try:
             self._caches.allocate(num_blocks)
             last_tokens = None if self._membership.rank else self._last_tokens
-            self._graphs.capture(self._compute, last_tokens, self._caches.nobodys_block, self._compiler)
+            self._graphs.capture(self._compute, last_tokens, self._caches.null_block, self._compiler)
         except torch.cuda.OutOfMemoryError:
             free, total = (number / 2**30 for number in torch.cuda.mem_get_info(self._device))
             raise ConfigError(
@@ -132,7 +132,7 @@ class CudaExecutor:
             return
         limits = StepLimits(
             max_tokens=self._max_tokens,
-            max_context=self._caches.nobodys_block * self.block_size,
+            max_context=self._caches.null_block * self.block_size,
             max_requests=self._slots.num_slots,
             block_size=self.block_size,
             max_prompt_logits=self.max_prompt_logits,

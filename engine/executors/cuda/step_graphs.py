@@ -90,7 +90,7 @@ class StepGraphs:
         self._captured: dict[Kind, Captured] = {}
         self._tables: Tensor | None = None  # block tables that the graphs read, which do not keep their inputs alive
         self._mailbox: Mailbox  # of what is captured
-        self.nobodys_block = 0
+        self.null_block = 0
         self.spans: SlotSpans | None = None  # of a graph that takes some
 
     def shape_for(self, inputs: Arrays) -> Shape | None:
@@ -120,12 +120,10 @@ class StepGraphs:
         captured.choices[cuts].replay()
         return self._mailbox.answers(num_tokens)
 
-    def capture(
-        self, run: Run, last_tokens: Tensor | None, nobodys_block: int, compiler: Compiler | None = None
-    ) -> None:
+    def capture(self, run: Run, last_tokens: Tensor | None, null_block: int, compiler: Compiler | None = None) -> None:
         """Capture all graphs for the caches that are allocated now. `last_tokens`: by slot; None for a rank that never
         chooses tokens. `compiler` compiles what they launch, in parallel."""
-        self.nobodys_block = nobodys_block
+        self.null_block = null_block
         shapes = sorted([*self._decodes, *self._prompts], reverse=True)  # others find room in the memory of the largest
         if not shapes:
             return
@@ -135,7 +133,7 @@ class StepGraphs:
         most = max(shape.num_requests for shape in shapes)
         num_rows = most * len(self._table_names)
         tables = torch.full(
-            (num_rows, self._width), nobodys_block, dtype=torch.int32, device=self._device
+            (num_rows, self._width), null_block, dtype=torch.int32, device=self._device
         )  # of all shapes
         self._tables = tables
         num_numbers = max(sum([array.nbytes // 4 for array in step.values()]) for step in steps.values())
@@ -219,7 +217,7 @@ class StepGraphs:
             missing = num_requests - len(table), width - table.shape[1]
             is_whole = not any(missing)
             padding = ((0, missing[0]), (0, missing[1]))
-            parts.append(table if is_whole else np.pad(table, padding, constant_values=self.nobodys_block))
+            parts.append(table if is_whole else np.pad(table, padding, constant_values=self.null_block))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def clear(self) -> None:

@@ -1,7 +1,7 @@
 """What LoRA adapters add to a product, of rows that have different ones: y += B (A x).
 
 Rows are taken a few at a time that have the same adapter, which the host has found: `Groups`. Each sum has its order by
-position alone, so a row comes to the same in any company.
+position alone, so a row has the same result in any batch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A request's tokens do not depend on what else runs: the real executor under every kind of schedule."""
+"""Batch invariance: the tokens of a request do not depend on batch composition or schedule, on the real executor."""
 
 import random
 from dataclasses import replace
