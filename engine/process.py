@@ -22,7 +22,7 @@ from engine.core.loop import EngineLoop
 from engine.errors import ConfigError, HostLost, InvalidRequest, SetupError
 from engine.executors import LOADING
 from engine.garbage import collect_garbage_seldom
-from engine.link.messages import Bounds, most_bytes
+from engine.link.messages import ModelBounds, most_bytes
 from engine.link.server import Server
 from engine.log import configure
 from engine.settings.config import Config
@@ -40,8 +40,8 @@ def main() -> NoReturn:
         text = f"RUN_DIR is {str(config.run_path)!r}, the engine cannot listen in it: {error.strerror}"
         raise ConfigError(text) from None
     server.on_first_tokens = lambda: note_progress(config.run_path / ENGINE_PROGRESS_FILE)
-    server.tell(LOADING)
-    loop, bounds = make_loop(config, server.tell)
+    server.set_starting(LOADING)
+    loop, bounds = make_loop(config, server.set_starting)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.close())
     pool = loop.scheduler.pool
@@ -59,7 +59,7 @@ def note_progress(path: Path) -> None:
         path.touch()
 
 
-def make_loop(config: Config, tell: Callable[[str], None]) -> tuple[EngineLoop, Bounds]:
+def make_loop(config: Config, tell: Callable[[str], None]) -> tuple[EngineLoop, ModelBounds]:
     # Imported here: a client of this module must not pay for Paddle.
     from engine.executors import make_executor
     from engine.executors.memory import allocate_cache
@@ -82,7 +82,7 @@ def make_loop(config: Config, tell: Callable[[str], None]) -> tuple[EngineLoop, 
             loop.adapters.need(adapter)
         except InvalidRequest as error:  # it has changed since it was loaded: requests for it will be told the same
             log.error("%s", error)
-    return loop, Bounds(model.vocab_size, model.max_seq_len)
+    return loop, ModelBounds(model.vocab_size, model.max_seq_len)
 
 
 if __name__ == "__main__":

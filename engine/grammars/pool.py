@@ -26,7 +26,7 @@ from engine.grammars.refusals import Refusal
 from engine.grammars.worker import ALL_ALLOWED, Followed
 from engine.grammars.workers import Workers
 from engine.settings.config import Config
-from engine.text.allowed_tokens import FIELD, AllowedTokens, allowed_tokens, other_form
+from engine.text.allowed_tokens import FIELD, AllowedTokens, allowed_tokens, answer_mismatch
 from engine.text.tokenizer import Tokenizer
 
 MAX_WAIT_S = 0.05  # of a step for its workers
@@ -211,7 +211,7 @@ class GrammarPool:
             return
         grammar.openings.remove(opening)
         if any(each is None for each in followed):
-            error = other_form(opening.matchers[0].field)
+            error = answer_mismatch(opening.matchers[0].field)
             for matcher in opening.matchers:
                 matcher.fail(error)
             opening.begun.set_exception(error)

@@ -1,11 +1,10 @@
-"""The engine as its users see it: submit, cancel, and a listener per answer.
+"""Client of the engine process: submit, cancel, and a listener per answer.
 
-A crash of the engine is invisible: when a new engine process answers, everything that is open in the journal is
-submitted again with the tokens it already has; the engine goes on from there, greedy or seeded, with the same tokens as
-without the crash. A request that crashes every engine is found (`engine.link.crash_search`) and ended with an error.
+A crash of the engine is transparent: when a new engine process answers, all open answers of the journal are submitted
+again with the tokens that they already have, and continue with the same tokens as without the crash, because sampling
+is greedy or seeded. A request that crashes every engine is found (`engine.link.crash_search`) and ended with an error.
 
-One thread owns the socket. It calls the listeners, which must not block. Without it nothing is answered: the process
-ends with it.
+One thread owns the socket. It calls the listeners, which must not block. If it fails, the process ends.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ import zmq
 from engine.errors import EngineUnavailable, RequestError, as_request_error, error_of
 from engine.link import messages
 from engine.link.crash_search import CrashSearch
-from engine.link.journal import Entry, Journal, Submission
+from engine.link.journal import Journal, JournalEntry, Submission
 
 log = logging.getLogger(__name__)
 
 PING_INTERVAL_S = 0.25
-MAX_GAP_S = 1.0  # of the time between two looks at the socket, so much at most counts as silence
-MAX_RECEIVED = 50  # messages in a row: an engine that is faster than we are must not keep pings and commands waiting
+MAX_GAP_S = 1.0  # upper bound for the silence counted between two polls of the socket
+MAX_RECEIVED = 50  # messages per turn, so that a fast engine cannot delay pings and commands
 
 
 class EngineClient:
-    """`failed_file` is written by the supervisor when it gives the engine up; its text is the reason. `suspect_file`
-    tells the supervisor of a request that is computed alone."""
+    """Connection to the engine process at `address`. The supervisor writes `failed_file` when it gives the engine up;
+    its text is the reason. `suspect_file` informs the supervisor of a request that is computed alone."""
 
     def __init__(self, address: str, failed_file: Path | None = None, suspect_file: Path | None = None):
-        self.stats: dict[str, Any] = {}  # of the engine, from its last answer
+        self.stats: dict[str, Any] = {}  # statistics of the engine, from its last pong
         self.num_restarts = 0  # engine processes seen after the first
-        self.silent_s = math.inf  # since the engine last answered; a pause of this process is no silence of the engine
+        self.silent_s = math.inf  # since the last message; pauses of this process do not count
         self._address = address
         self._failed_file, self._suspect_file = failed_file, suspect_file
         self._journal = Journal()
@@ -67,31 +66,31 @@ class EngineClient:
         prompt_ids: Sequence[int],
         answers: Sequence[Submission],
         salt: str = "",
-        standing: tuple[str, int] = ("", 0),
+        queue_position: tuple[str, int] = ("", 0),
     ) -> None:
-        """One or several answers to one prompt, which is computed once. `standing`: owner and priority. Raises
-        EngineUnavailable when the engine has been given up or the client is closed."""
+        """Submit one or more answers to a prompt, which is computed once. `queue_position` is (owner, priority). Raises
+        EngineUnavailable if the engine has been given up or the client is closed."""
         if reason := self.failure():
             raise EngineUnavailable(reason)
         with self._lock:
             if self._closing:
                 raise EngineUnavailable("the server is stopping")
-            entry = self._journal.open(prompt_ids, answers, salt, standing)
+            entry = self._journal.open(prompt_ids, answers, salt, queue_position)
         self._command(lambda: self._crash_search.add(entry.name))
 
     def cancel(self, request_id: str, is_complete: bool = False) -> None:
-        """Forgets an answer; its listener hears nothing more. Harmless when it has ended. `is_complete`: it has all
-        that it needs, so that nothing was computed in vain."""
-        if found := self._journal.forget(request_id):
+        """Cancel an answer; its listener is not called any more. Has no effect if it has ended. `is_complete` states
+        that the answer is complete, so that its tokens do not count as wasted."""
+        if found := self._journal.remove(request_id):
             self._command(lambda: self._cancelled(found[0], request_id, is_complete))
 
     def expire(self, request_id: str, error: RequestError) -> None:
-        """Ends an answer with `error` if nothing of it is computed yet, which the engine decides."""
+        """End an answer with `error` if it is still waiting, which the engine decides."""
         fields = (error.kind, error.text, error.cause)
         self._command(lambda: self._send(messages.EXPIRE, self._epoch, request_id, *fields) if self._epoch else None)
 
     def failure(self) -> str | None:
-        """Why the engine will not come back, or None."""
+        """Return the reason why the supervisor has given the engine up, or None."""
         try:
             return self._failed_file.read_text().strip() if self._failed_file else None
         except FileNotFoundError:
@@ -102,7 +101,7 @@ class EngineClient:
         return len(self._journal)
 
     def close(self) -> None:
-        """Ends every open request with an error and stops the thread."""
+        """End every open request with an error and stop the thread."""
         with self._lock:
             self._closing = True
         self._command(lambda: None)
@@ -118,8 +117,8 @@ class EngineClient:
         try:
             self.connect(context)
             self._serve()
-        except Exception:  # a bug of ours must not leave anybody waiting: the supervisor starts this process anew
-            log.exception("the way to the engine is broken, this process ends")
+        except Exception:  # a bug must not leave clients waiting: the supervisor restarts this process
+            log.exception("the connection to the engine has failed, this process ends")
             logging.shutdown()
             os._exit(1)
         self._end_all(EngineUnavailable("the server is stopping"))
@@ -143,7 +142,7 @@ class EngineClient:
             self.turn()
 
     def turn(self) -> None:
-        """All that can be done without waiting."""
+        """Send pings, run commands and receive messages, without waiting."""
         self._heartbeat()
         while self._commands:
             self._commands.popleft()()
@@ -170,7 +169,7 @@ class EngineClient:
             if kind == messages.PONG:
                 self.stats = fields[1]
                 if fields[0] != self._epoch:
-                    self._meet(fields[0])
+                    self._connect_to(fields[0])
             elif fields[0] == self._epoch:
                 if kind == messages.TOKENS:
                     for update in fields[1]:
@@ -181,8 +180,8 @@ class EngineClient:
                     request_id, error_kind, text, cause = fields[1:]
                     self._refused(request_id, error_of(error_kind, text, **cause))
 
-    def _meet(self, epoch: str) -> None:
-        """A new engine process, or a new connection to the same: submit everything that is open."""
+    def _connect_to(self, epoch: str) -> None:
+        """Submit all open answers to a new engine process, or over a new connection to the same process."""
         before = self._epoch
         is_restart = before is not None and epoch.partition("/")[0] != before.partition("/")[0]
         if before is not None:
@@ -208,8 +207,8 @@ class EngineClient:
                 self._submit(name)
 
     def _submit(self, name: str) -> bool:
-        """False when it is over, cancelled meanwhile or refused. Before there is an engine nothing is sent: its first
-        answer will."""
+        """Submit an entry. Return False if it is over. Without an engine nothing is sent; its first pong triggers the
+        submission."""
         entry, submissions = self._journal.find(name)
         if entry is None:
             return False
@@ -217,10 +216,10 @@ class EngineClient:
             return True
         entry.submitted = True
         answers = [(each.request_id, messages.pack_sampling(each.sampling), each.token_ids) for each in submissions]
-        fields = (entry.prompt_ids, answers, entry.replay, entry.salt, entry.standing)
+        fields = (entry.prompt_ids, answers, entry.replay, entry.salt, entry.queue_position)
         try:
             self._send(messages.SUBMIT, self._epoch, *fields)
-        except Exception as error:  # it cannot be packed, a bug of ours: others are no part of it
+        except Exception as error:  # it cannot be packed, which is a bug and must not affect other requests
             log.exception("a request could not be submitted")
             for each in submissions:
                 self._refused(each.request_id, as_request_error(error))
@@ -228,7 +227,7 @@ class EngineClient:
         return True
 
     def _note_suspect(self, name: str | None) -> None:
-        """Tell the supervisor whose crash it would be: that of a grammar, or of a request without one."""
+        """Tell the supervisor to which grammar, or request without one, a crash would be attributed."""
         if self._suspect_file is None:
             return
         _, submissions = self._journal.find(name) if name else (None, [])
@@ -238,7 +237,7 @@ class EngineClient:
                 blamed = "".join(submissions[0].sampling.form) or submissions[0].request_id
                 self._suspect_file.write_text(hashlib.sha256(blamed.encode()).hexdigest())
 
-    def _cancelled(self, entry: Entry, request_id: str, is_complete: bool) -> None:
+    def _cancelled(self, entry: JournalEntry, request_id: str, is_complete: bool) -> None:
         if self._epoch:
             self._send(messages.CANCEL, self._epoch, request_id, is_complete)
         if not entry.answers:
@@ -256,14 +255,14 @@ class EngineClient:
         self._crash_search.survived(entry.name)
 
     def _refused(self, request_id: str, error: RequestError) -> None:
-        if found := self._journal.forget(request_id):
+        if found := self._journal.remove(request_id):
             entry, submission = found
             submission.listener.ended(error)
             if not entry.answers:
                 self._crash_search.survived(entry.name)
 
     def _end_all(self, error: RequestError) -> None:
-        for submission in self._journal.forget_all():
+        for submission in self._journal.remove_all():
             submission.listener.ended(error)
 
     def _command(self, command: Callable[[], None]) -> None:
@@ -280,4 +279,4 @@ class EngineClient:
         try:
             self._socket.send(messages.pack(kind, *fields), zmq.NOBLOCK)
         except zmq.Again:
-            pass  # there is no engine; the next one is told all that is open
+            pass  # there is no engine; the next one gets all open answers

@@ -1,9 +1,10 @@
-"""Which request crashes the engine? Decides in which order a new engine process gets what is open. No sockets here.
+"""Search for the request that crashes the engine: decides in which order a new engine process gets the open requests.
+Independent of sockets.
 
-After a crash requests are submitted one by one, each when the one before has got a token, or its grammar takes long to
-compile, in another process: it is alone until then. If
-the engine crashes again, the one that was alone is the suspect, and the next engine process gets it first. If that
-crashes, too, the suspect is the culprit; if not, it was somebody else.
+After a crash the requests are submitted one at a time: the next one follows when the previous one has a token, or when
+its grammar takes long to compile, which happens in another process. Until then the request is alone. If the engine
+crashes again, the request that was alone is the suspect and the next engine process gets it first. If it crashes that
+one, too, it is the culprit; otherwise the crash had another cause.
 """
 
 from __future__ import annotations
@@ -13,28 +14,30 @@ from collections.abc import Callable, Iterable
 
 
 class CrashSearch:
-    """`submit` gives a request to the engine; False when it is no longer open. `tell_alone` is called with a request
-    before it is computed alone, and with None when no request is."""
+    """Submits open requests to a new engine process and finds the one that crashes it. `submit` sends a request to the
+    engine and returns False if it is no longer open. `on_alone` is called with a request before it is computed alone,
+    and with None when no request is."""
 
-    def __init__(self, submit: Callable[[str], bool], tell_alone: Callable[[str | None], None] = lambda name: None):
-        self._submit, self._tell_alone = submit, tell_alone
+    def __init__(self, submit: Callable[[str], bool], on_alone: Callable[[str | None], None] = lambda name: None):
+        self._submit, self._on_alone = submit, on_alone
         self._waiting: deque[str] = deque()
         self._alone: str | None = None
         self._suspect: str | None = None
 
     @property
     def is_active(self) -> bool:
+        """Return whether a request is computed alone."""
         return self._alone is not None
 
     def add(self, request_id: str) -> None:
-        """A new request: submitted at once, or after those that wait for their turn alone."""
+        """Submit a new request, during a search after the requests that wait for their turn."""
         if self._alone is None:
             self._submit(request_id)
         else:
             self._waiting.append(request_id)
 
     def note_crash(self) -> str | None:
-        """The culprit, if it is known by now."""
+        """Record a crash of the engine. Return the culprit if it is known now, else None."""
         alone, suspect = self._alone, self._suspect
         self._alone, self._suspect = None, alone
         if alone is None or alone != suspect:
@@ -43,18 +46,18 @@ class CrashSearch:
         return alone
 
     def begin(self, request_ids: Iterable[str]) -> None:
-        """With a new engine process, of all that is open."""
+        """Start a search in a new engine process with all open requests."""
         self._waiting = deque(sorted(request_ids, key=lambda request_id: request_id != self._suspect))
         self._next()
 
     def call_off(self) -> None:
-        """Whoever is open has been submitted otherwise."""
+        """Stop the search, because all open requests have been submitted otherwise."""
         self._waiting.clear()
         self._alone = None
-        self._tell_alone(None)
+        self._on_alone(None)
 
     def survived(self, request_id: str) -> None:
-        """It has got a token, has ended, or waits for its grammar."""
+        """Record that a request has a token, has ended, or waits for its grammar."""
         if request_id == self._alone:
             self._alone = None
             if request_id == self._suspect:
@@ -64,7 +67,7 @@ class CrashSearch:
     def _next(self) -> None:
         while self._waiting and self._alone is None:
             request_id = self._waiting.popleft()
-            self._tell_alone(request_id)
+            self._on_alone(request_id)
             self._alone = request_id if self._submit(request_id) else None
         if self._alone is None:
-            self._tell_alone(None)
+            self._on_alone(None)

@@ -1,5 +1,5 @@
-"""The journal: every open answer with its prompt, its sampling (with its seed) and the tokens received so far, which is
-all that another engine needs to go on with it. Knows no sockets and no engine. Thread-safe."""
+"""Journal of open answers: prompt, sampling parameters (with seed) and received tokens, from which another engine
+process can continue them. Independent of sockets. Thread-safe."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from engine.errors import RequestError
 
 
 class Listener(Protocol):
-    """Told what happens to one answer. Exactly one of `ended` and `tokens` with a finish_reason comes last."""
+    """Callbacks of one answer. The last call is either `ended` or `tokens` with a finish_reason."""
 
-    def prompt_outputs(self, told: PromptOutputs) -> None:
-        """Before the first tokens of an engine process."""
+    def prompt_outputs(self, outputs: PromptOutputs) -> None:
+        """Called before the first tokens from an engine process."""
         ...
 
     def tokens(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None, finish_reason: str | None) -> None:
-        """Those that came together, `finish_reason` of the last; `logprobs` has one for each, when asked for. None
-        where none was asked for."""
+        """Called with new tokens. `logprobs` has one item per token, or is None if not requested. `finish_reason`
+        belongs to the last token."""
         ...
 
     def ended(self, error: RequestError) -> None: ...
@@ -29,55 +29,57 @@ class Listener(Protocol):
 
 @dataclass
 class Submission:
-    """An answer that is wanted. A `request_id` is never used twice: tokens of one that was cancelled may still be on
-    their way."""
+    """Request for one answer. A `request_id` must never be reused: tokens of a cancelled answer may be in flight."""
 
     request_id: str
     sampling: Sampling
     listener: Listener
-    token_ids: list[int] = field(default_factory=list)  # what was received
+    token_ids: list[int] = field(default_factory=list)  # received tokens
 
 
 @dataclass
-class Entry:
+class JournalEntry:
     """One prompt and its open answers."""
 
-    name: str  # the id of the first
+    name: str  # id of the first answer
     prompt_ids: Sequence[int]
     answers: dict[str, Submission]
     salt: str = ""  # of the prefix cache
-    standing: tuple[str, int] = ("", 0)  # its owner, and its priority: where it stands among those who wait
-    submitted: bool = False  # to the engine process of now
+    queue_position: tuple[str, int] = ("", 0)  # (owner, priority), which order the waiting requests
+    submitted: bool = False  # to the current engine process
     replay: bool = False
 
     @property
     def has_grammar(self) -> bool:
+        """Return whether an answer has structured output."""
         return any(submission.sampling.form for submission in self.answers.values())
 
 
 class Journal:
+    """Open prompts with their answers. Thread-safe."""
+
     def __init__(self) -> None:
-        self._entries: dict[str, Entry] = {}  # by name
-        self._entry_of: dict[str, Entry] = {}  # by the ids of open answers
+        self._entries: dict[str, JournalEntry] = {}  # by name
+        self._entry_of: dict[str, JournalEntry] = {}  # by the ids of open answers
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """Open answers."""
+        """Return the number of open answers."""
         return len(self._entry_of)
 
     def open(
-        self, prompt_ids: Sequence[int], submissions: Sequence[Submission], salt: str, standing: tuple[str, int]
-    ) -> Entry:
+        self, prompt_ids: Sequence[int], submissions: Sequence[Submission], salt: str, queue_position: tuple[str, int]
+    ) -> JournalEntry:
         answers = {submission.request_id: submission for submission in submissions}
-        entry = Entry(submissions[0].request_id, tuple(prompt_ids), answers, salt, standing)
+        entry = JournalEntry(submissions[0].request_id, tuple(prompt_ids), answers, salt, queue_position)
         with self._lock:
             assert self._entry_of.keys().isdisjoint(answers), f"{entry.name} is open already"
             self._entries[entry.name] = entry
             self._entry_of.update(dict.fromkeys(answers, entry))
         return entry
 
-    def find(self, name: str) -> tuple[Entry | None, list[Submission]]:
-        """A prompt and what is open of it."""
+    def find(self, name: str) -> tuple[JournalEntry | None, list[Submission]]:
+        """Return the entry with this name, or None, and its open answers."""
         with self._lock:
             entry = self._entries.get(name)
             return entry, list(entry.answers.values()) if entry else []
@@ -87,12 +89,13 @@ class Journal:
         with self._lock:
             return self._entry_of[request_id].name if request_id in self._entry_of else ""
 
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, JournalEntry]:
+        """Return a copy of all entries by name."""
         with self._lock:
             return dict(self._entries)
 
-    def enter(self, request_id: str, token_ids: Sequence[int], is_end: bool) -> tuple[Entry, Submission] | None:
-        """Tokens that were received; None when nobody wants them any more."""
+    def enter(self, request_id: str, token_ids: Sequence[int], is_end: bool) -> tuple[JournalEntry, Submission] | None:
+        """Record received tokens. Return the answer and its entry, or None if the answer is not open any more."""
         with self._lock:
             entry = self._entry_of.get(request_id)
             if entry is None:
@@ -103,19 +106,21 @@ class Journal:
                 self._remove(entry, request_id)
             return entry, submission
 
-    def forget(self, request_id: str) -> tuple[Entry, Submission] | None:
+    def remove(self, request_id: str) -> tuple[JournalEntry, Submission] | None:
+        """Remove an answer. Return it and its entry, or None if it is not open."""
         with self._lock:
             entry = self._entry_of.get(request_id)
             return None if entry is None else (entry, self._remove(entry, request_id))
 
-    def forget_all(self) -> list[Submission]:
+    def remove_all(self) -> list[Submission]:
+        """Remove all answers and return them."""
         with self._lock:
             submissions = [entry.answers[request_id] for request_id, entry in self._entry_of.items()]
             self._entries.clear()
             self._entry_of.clear()
             return submissions
 
-    def _remove(self, entry: Entry, request_id: str) -> Submission:
+    def _remove(self, entry: JournalEntry, request_id: str) -> Submission:
         del self._entry_of[request_id]
         submission = entry.answers.pop(request_id)
         if not entry.answers:

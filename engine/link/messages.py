@@ -1,10 +1,9 @@
-"""What the Triton model and the engine process say to each other over ZeroMQ: msgpack arrays, first the kind.
+"""Messages between the Triton model and the engine process over ZeroMQ: msgpack arrays that start with their kind.
 
-Every message carries the `epoch` it belongs to, "process/connection": a random name made at the start of the engine
-process, and one of the connection. So what was meant for a process that has died, or sent over a connection that was
-lost, is recognised on both sides.
+Every message contains its `epoch`, "process/connection": a random name of the engine process, and one of the
+connection. With it both sides recognise messages for a process that has died or from a connection that was lost.
 
-What the engine reads is checked here, all of it: no message may end the process that answers everybody.
+All messages to the engine are checked here, because an invalid message must not end the process that serves everyone.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ SUBMIT = "submit"
 CANCEL = "cancel"  # client -> engine: [epoch, request_id, whether its answer is complete]
 EXPIRE = "expire"  # client -> engine: [epoch, request_id, error kind, text, cause]  refused with this if it still waits
 PONG = "pong"  # engine -> client: [epoch, stats]; while it starts the stats are {STARTING: why}
-# engine -> client: [epoch, [[request_id, token_ids, logprobs of each, finish_reason, what its prompt has told], ...]]
+# engine -> client: [epoch, [[request_id, token_ids, logprobs of each, finish_reason, prompt outputs], ...]]
 TOKENS = "tokens"
 STARTING = "starting"
 COMPILING = (
@@ -36,8 +35,8 @@ COMPILING = (
 REFUSED = "refused"  # engine -> client: [epoch, request_id, error kind, text, cause]
 
 ID_BYTES = 5  # of a token id, at most
-# 64 bad words of 1,024 characters, each with and without a space, a token a byte; a form of MAX_GRAMMAR_BYTES, of which
-# every character may be escaped, and what its translation adds; and the rest
+# 64 bad words of 1,024 characters, with and without a space, one token per byte; a grammar of MAX_GRAMMAR_BYTES, where
+# every character may be escaped, and what its translation adds; and the remaining fields
 SAMPLING_BYTES = 4 << 20
 MAX_REQUEST_ID_LEN = 64
 RANGES: dict[str, tuple[float, float]] = {
@@ -52,18 +51,18 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 
 
-class Bounds(NamedTuple):
-    """The model's: beyond them the executor would leave its arrays."""
+class ModelBounds(NamedTuple):
+    """Limits of the model, beyond which the executor would access arrays out of bounds."""
 
     vocab_size: int = MAX_INT
     max_len: int = MAX_INT  # tokens of a request
 
 
-ANY = Bounds()
+ANY = ModelBounds()
 
 
 def most_bytes(config: Config) -> int:
-    """Of a message to the engine."""
+    """Return the maximum size of a message to the engine, in bytes."""
     return ID_BYTES * config.max_prompt_len + MAX_N * (ID_BYTES * config.max_answer_len + SAMPLING_BYTES)
 
 
@@ -72,25 +71,25 @@ def pack(kind: str, *fields: Any) -> bytes:
 
 
 def unpack(message: bytes) -> tuple[str, Sequence[Any]]:
-    """Raises ValueError for what `pack` has not made."""
+    """Return kind and fields of a message. Raises ValueError if `pack` has not made it."""
     try:
         content = msgpack.unpackb(message, use_list=False)
-    except Exception as error:  # the library raises all sorts
+    except Exception as error:  # the library raises several types
         raise ValueError(f"the message is no msgpack: {type(error).__name__}") from None
     if not isinstance(content, tuple) or not content or not isinstance(content[0], str):
         raise ValueError("the message is no array with a kind")
     return content[0], content[1:]
 
 
-def unpack_submission(fields: Sequence[Any], bounds: Bounds) -> tuple[list[Request], bool]:
-    """What is asked for, one request an answer, and whether it is a replay. Raises ValueError."""
-    _, prompt_ids, answers, replay, salt, standing = fields  # a ValueError, too
+def unpack_submission(fields: Sequence[Any], bounds: ModelBounds) -> tuple[list[Request], bool]:
+    """Return one request per answer, and whether the submission is a replay. Raises ValueError."""
+    _, prompt_ids, answers, replay, salt, queue_position = fields  # a ValueError, too
     _check(_are_ids(prompt_ids, bounds) and len(prompt_ids) > 0, "prompt")
     _check(isinstance(answers, tuple) and 0 < len(answers) <= MAX_N, "number of answers")
     _check(isinstance(replay, bool), "replay")
     _check(isinstance(salt, str), "salt")
-    _check(isinstance(standing, tuple) and tuple(map(type, standing)) == (str, int), "standing")
-    owner, priority = standing
+    _check(isinstance(queue_position, tuple) and tuple(map(type, queue_position)) == (str, int), "queue_position")
+    owner, priority = queue_position
     requests = [_unpack_answer(answer, prompt_ids, bounds) for answer in answers]
     for request in requests:
         request.salt, request.owner, request.priority = salt, owner, priority
@@ -99,13 +98,13 @@ def unpack_submission(fields: Sequence[Any], bounds: Bounds) -> tuple[list[Reque
 
 
 def unpack_cancel(fields: Sequence[Any]) -> tuple[str, bool]:
-    """The request's id, and whether its answer is complete. Raises ValueError."""
+    """Return the id of the request, and whether its answer is complete. Raises ValueError."""
     _check(len(fields) == 3 and _is_request_id(fields[1]) and isinstance(fields[2], bool), "cancellation")
     return fields[1], fields[2]
 
 
 def unpack_expiry(fields: Sequence[Any]) -> tuple[str, RequestError]:
-    """The request's id, and what it is refused with. Raises ValueError."""
+    """Return the id of the request, and the error to refuse it with. Raises ValueError."""
     _, request_id, kind, text, cause = fields  # a ValueError, too
     _check(_is_request_id(request_id) and isinstance(kind, str) and isinstance(text, str), "expiry")
     _check(isinstance(cause, dict) and cause.keys() <= {"field", "value", "limit"}, "cause")
@@ -116,8 +115,8 @@ def pack_sampling(sampling: Sampling) -> tuple[Any, ...]:
     return astuple(sampling)
 
 
-def unpack_sampling(fields: Any, bounds: Bounds) -> Sampling:
-    """Raises ValueError."""
+def unpack_sampling(fields: Any, bounds: ModelBounds) -> Sampling:
+    """Return the sampling parameters after checking them against RANGES and `bounds`. Raises ValueError."""
     _check(isinstance(fields, tuple) and len(fields) == len(Sampling.__dataclass_fields__), "sampling")
     sampling = Sampling.of(fields)
     for name, (low, high) in RANGES.items():
@@ -157,7 +156,7 @@ def unpack_logprobs(fields: Sequence[tuple[Any, ...]] | None) -> list[Logprobs] 
     return None if fields is None else [Logprobs(*each) for each in fields]
 
 
-def _unpack_answer(fields: Any, prompt_ids: Sequence[int], bounds: Bounds) -> Request:
+def _unpack_answer(fields: Any, prompt_ids: Sequence[int], bounds: ModelBounds) -> Request:
     _check(isinstance(fields, tuple) and len(fields) == 3, "answer")
     request_id, sampling, token_ids = fields
     _check(_is_request_id(request_id), "id")
@@ -174,7 +173,7 @@ def _is_request_id(value: Any) -> bool:
     return isinstance(value, str) and len(value) <= MAX_REQUEST_ID_LEN
 
 
-def _are_ids(value: Any, bounds: Bounds) -> bool:
+def _are_ids(value: Any, bounds: ModelBounds) -> bool:
     if not isinstance(value, tuple) or not value:
         return value == ()
     return set(map(type, value)) == {int} and min(value) >= 0 and max(value) < bounds.vocab_size  # in C

@@ -1,9 +1,9 @@
-"""The engine's end of the socket: takes requests, runs the loop, sends back what each step brings.
+"""Server side of the engine's socket: receives requests, runs the engine loop and sends the tokens of each step.
 
-One thread does everything, but for a second that takes the socket while a step runs, so that a long step is not taken
-for silence. A client is whoever sends; one that is silent for `CLIENT_TIMEOUT_S` has died and its requests are dropped;
-should it come back, it is told. When another client has come since, it has a successor, which asks for the same
-answers: its requests must not hold their places for longer than `SUCCEEDED_TIMEOUT_S`.
+One thread does all the work; a second one only reads the socket while a step runs, so that a long step does not look
+like silence. A client that is silent for `CLIENT_TIMEOUT_S` counts as dead and its requests are dropped; if it returns,
+it is informed. If another client has connected since, that one replays the same answers, so the requests of its silent
+predecessor are dropped after `SUCCEEDED_TIMEOUT_S`.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from engine.core.types import Request
 from engine.core.updates import FAILED
 from engine.errors import DuplicateRequest, EngineUnavailable, NoToken, RequestError
 from engine.link import messages
-from engine.link.messages import ANY, Bounds
+from engine.link.messages import ANY, ModelBounds
 
 log = logging.getLogger(__name__)
 
 CLIENT_TIMEOUT_S = 10.0
 SUCCEEDED_TIMEOUT_S = 1.0
-MAX_GAP_S = 1.0  # of the time between two looks at the socket, so much at most counts as silence of the clients
+MAX_GAP_S = 1.0  # upper bound for the silence counted between two polls of the socket
 IDLE_WAIT_MS = 200
-PULSE_S = 0.1  # between two looks at the socket while a step runs
+PULSE_S = 0.1  # polling interval of the socket while a step runs
 
 
 class Server:
-    """Between the socket and the loop, which may come later: pings are answered from the start, and what is submitted
-    waits. `address` is a ZeroMQ endpoint to bind. Raises ZMQError."""
+    """Connects the socket and the engine loop. The loop may be added later: pings are answered from the start, and
+    other messages wait. `address` is a ZeroMQ endpoint to bind. Raises ZMQError."""
 
     def __init__(self, address: str, max_message_bytes: int = -1):
         self.epoch = uuid.uuid4().hex
         self.on_first_tokens: Callable[[], None] = lambda: None
         self._loop: EngineLoop | None = None
         self._bounds = ANY
-        self._starting = ""  # what keeps the loop from being there
-        self._waiting: list[tuple[bytes, str, Sequence[Any]]] = []  # messages that were read and not handled
-        self._client_of: dict[str, bytes] = {}  # request -> who asked
+        self._starting = ""  # what delays the loop
+        self._waiting: list[tuple[bytes, str, Sequence[Any]]] = []  # unhandled messages
+        self._client_of: dict[str, bytes] = {}  # request id -> client
         self._last_seen: dict[bytes, float] = {}  # by _listened_s
-        self._listened_s = 0.0  # grows like a clock, but stands still while this process does
+        self._listened_s = 0.0  # a clock that stops while this process is paused
         self._last_look = time.monotonic()
         self._has_sent_tokens = False
         self._closing = False
@@ -62,11 +62,11 @@ class Server:
         self._pulse = threading.Thread(target=self._listen_in_steps, name="pulse", daemon=True)
         self._pulse.start()
 
-    def tell(self, reason: str) -> None:
-        """Why nothing is computed yet; for pings before `begin`."""
+    def set_starting(self, reason: str) -> None:
+        """Set the reason, returned to pings before `begin`, why the engine is not ready yet."""
         self._starting = reason
 
-    def run(self, loop: EngineLoop, bounds: Bounds = ANY) -> None:
+    def run(self, loop: EngineLoop, bounds: ModelBounds = ANY) -> None:
         """Serve until `close` is called. The executor of the loop stays open."""
         try:
             self.begin(loop, bounds)
@@ -77,8 +77,8 @@ class Server:
             self._pulse.join()
             self._context.destroy(linger=0)
 
-    def begin(self, loop: EngineLoop, bounds: Bounds = ANY) -> None:
-        """From now on there is something that computes."""
+    def begin(self, loop: EngineLoop, bounds: ModelBounds = ANY) -> None:
+        """Start handling requests with `loop`."""
         self._bounds, self._loop = bounds, loop
 
     @property
@@ -87,7 +87,7 @@ class Server:
         return self._loop
 
     def turn(self) -> None:
-        """Messages are read and tokens sent while a step runs; only `EngineLoop.step` waits for it."""
+        """Handle messages and send tokens while a step runs; only `EngineLoop.step` waits for the step."""
         with self._lock:
             self._read(wait=self.loop.is_idle and not self._waiting)
             waiting, self._waiting = self._waiting, []
@@ -101,7 +101,7 @@ class Server:
                 self._send(self._client_of[request_id], messages.COMPILING, request_id)
 
     def close(self) -> None:
-        """Ends `run` after the current step. May be called from a signal handler."""
+        """End `run` after the current step. May be called from a signal handler."""
         self._closing = True
 
     def _listen_in_steps(self) -> None:
@@ -110,7 +110,7 @@ class Server:
                 self._read(wait=False)
 
     def _read(self, wait: bool) -> None:
-        """Pings are answered, all else waits until the loop can take it."""
+        """Read messages: answer pings at once and queue the others for the loop."""
         if not self._socket.poll(IDLE_WAIT_MS if wait else 0):
             return
         while True:
@@ -129,7 +129,7 @@ class Server:
                 self._send(client, messages.PONG, stats)
             elif fields and fields[0] == self._epoch_of(client):
                 self._waiting.append((client, kind, fields))
-            # Else it was meant for the process or the connection before; its client will notice and replay.
+            # Other messages are for a previous process or connection; their client notices that and replays.
 
     def _handle(self, client: bytes, kind: str, fields: Sequence[Any]) -> None:
         try:
@@ -152,7 +152,7 @@ class Server:
             self._refuse(client, request_id, error)
 
     def _submit(self, client: bytes, requests: Sequence[Request], replay: bool) -> None:
-        """Answers that have no token yet share the work of their prompt."""
+        """Add the requests to the loop. Answers without tokens become forks, which share the computed prompt."""
         fresh = [request for request in requests if request.num_new_tokens == 0]
         if fresh:
             fresh[0].forks = fresh[1:]
@@ -165,7 +165,7 @@ class Server:
             for request_id in request_ids:
                 if self._client_of.get(request_id) == client:
                     raise DuplicateRequest(f"the engine has a request {request_id} already")
-                if self._client_of.pop(request_id, None):  # its connection was lost: it goes on over this one
+                if self._client_of.pop(request_id, None):  # its connection was lost: it continues on this one
                     self.loop.drop(request_id)
             self.loop.add(request, replay)
             self._client_of.update(dict.fromkeys(request_ids, client))
@@ -194,7 +194,7 @@ class Server:
 
     def _drop_silent_clients(self) -> None:
         now = time.monotonic()
-        # A paused container pauses its clients too: they must get the time to speak before they count as dead.
+        # A paused container also pauses its clients, so they get time to send before they count as dead.
         self._listened_s += min(now - self._last_look, MAX_GAP_S)
         self._last_look = now
         newest = next(reversed(self._last_seen), None)
@@ -213,7 +213,7 @@ class Server:
                 self._refuse(client, request_id, EngineUnavailable(text))
 
     def _epoch_of(self, client: bytes) -> str:
-        """ZeroMQ connects again by itself, as another client; what was on its way over the lost connection is lost."""
+        """Return the epoch of a connection. ZeroMQ reconnects as another client; messages in flight are lost."""
         return f"{self.epoch}/{client.hex()}"
 
     def _refuse(self, client: bytes, request_id: str, error: RequestError) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from engine.core.types import Logprobs
-from engine.text.text_stream import Delta, TextOptions, TextStream
+from engine.text.text_stream import TextDelta, TextOptions, TextStream
 from engine.text.tokenizer import Tokenizer
 from engine.wire import GenerationRequest
 
@@ -60,10 +60,10 @@ class CompletionOutput:
             del self.token_ids[self.num_visible :], self.logprobs[self.num_visible :]
             self.num_generated = self.num_visible
 
-    def _show(self, delta: Delta) -> None:
+    def _show(self, delta: TextDelta) -> None:
         self.text += delta.text
         self.ends += delta.ends
-        self.stop_string = delta.stopped
+        self.stop_string = delta.stop_string
 
 
 class HasCompletion(Protocol):

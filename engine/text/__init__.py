@@ -1,1 +1,1 @@
-"""Between token ids and text: tokenizer, chat template, characters as they become whole, stop strings."""
+"""Conversion between token ids and text: tokenizer, chat template, detokenizer, stop strings, and grammars."""

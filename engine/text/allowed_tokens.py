@@ -1,4 +1,4 @@
-"""The grammar of an answer that consists of some token ids: one mask for all of its tokens, nothing to compile."""
+"""Grammar of `allowed_token_ids`: one mask for all tokens of the answer, without compilation."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class AllowedTokens:
     is_complete = is_mask_missing = False
     is_ready = takes_drafts = True
 
-    def __init__(self, form: str, vocab_size: int):
-        self.token_ids = frozenset(json.loads(form))
-        self.row = np.zeros(-(-vocab_size // 32), np.uint32)  # a bit of each token, the lowest first
+    def __init__(self, grammar: str, vocab_size: int):
+        self.token_ids = frozenset(json.loads(grammar))
+        self.row = np.zeros(-(-vocab_size // 32), np.uint32)  # one bit per token, least significant first
         for token_id in self.token_ids:
             self.row[token_id // 32] |= np.uint32(1 << token_id % 32)
 
@@ -31,22 +31,22 @@ class AllowedTokens:
         pass
 
     def forced(self) -> Sequence[int]:
-        """Return no tokens, also of a single id: which one comes is known, how many do not need to be."""
+        """Return no tokens, even for a single allowed id, because the number of its repetitions is not determined."""
         return ()
 
 
 def allowed_tokens(request: Request, vocab_size: int) -> Future[Sequence[Grammar]]:
-    """Return the grammar of a request and its forks, which they share, or the error of an answer that has others."""
+    """Return the grammar that a request and its forks share, or an error if an answer already contains other tokens."""
     begun: Future[Sequence[Grammar]] = Future()
     answers = (request, *request.forks)
     grammar = AllowedTokens(request.sampling.form[1], vocab_size)
     if all(grammar.token_ids.issuperset(each.token_ids[each.prompt_len :]) for each in answers):
         begun.set_result([grammar] * len(answers))
     else:
-        begun.set_exception(other_form(FIELD))
+        begun.set_exception(answer_mismatch(FIELD))
     return begun
 
 
-def other_form(field: str) -> InvalidRequest:
-    """Return the error of an answer that goes on, but has not begun in the form that `field` asks for."""
+def answer_mismatch(field: str) -> InvalidRequest:
+    """Return the error of a resumed answer whose known tokens do not match the grammar of `field`."""
     return InvalidRequest(f"The `{{field}}` do not have the form that `{{{field}}}` asks for", field="answer_ids")

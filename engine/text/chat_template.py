@@ -1,4 +1,4 @@
-"""A model's own way to write a chat as one text. Knows Jinja and messages; no tokens."""
+"""Chat templates: render messages to the prompt text of a model. Independent of tokenizers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from engine.errors import ChatTemplateError, TokenizerError
 
 Json = Mapping[str, Any]
-PAIR = ("query", "document")  # roles that templates of models that score texts know
+PAIR = ("query", "document")  # roles in the templates of rerankers
 
 
 class ChatTemplate:
-    """The model's own way to write a chat as one text: Jinja, with what published templates expect to find.
+    """Chat template of a model: sandboxed Jinja, with the functions that published templates expect.
 
-    `sources` has the templates by name; `default` is used, and `tool_use` if there are tools.
+    `sources` contains the templates by name: `tool_use` is used if the chat has tools, else `default`.
     """
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Json):
@@ -36,6 +36,7 @@ class ChatTemplate:
         self.writes_pairs = all(re.search(f"['\"]{role}['\"]", sources.get("default", "")) for role in PAIR)
 
     def render(self, messages: Sequence[Json], variables: Json) -> str:
+        """Return the prompt text of a chat. Raises ChatTemplateError."""
         if "messages" in variables:
             raise ChatTemplateError("messages cannot be set among the variables of the chat template")
         variables = {"tools": None, "documents": None, **self._special_tokens, **variables}
@@ -43,11 +44,12 @@ class ChatTemplate:
         messages = [_with_plain_content(message) for message in messages]
         try:
             return template.render(variables, messages=messages)
-        except Exception as error:  # a template is a program that somebody else wrote: it may raise anything
+        except Exception as error:  # a template is foreign code and may raise anything
             raise ChatTemplateError(f"the chat template refused the messages: {_reason(error)}") from error
 
     def render_open(self, messages: Sequence[Json], variables: Json) -> str:
-        """Up to the end of the last message's content."""
+        """Return the prompt text up to the end of the last message, which the answer continues. Raises
+        ChatTemplateError."""
         content = str(_with_plain_content(messages[-1]).get("content") or "") if messages else ""
         text = self.render(messages, variables)
         for end in (content, content.strip()):  # some templates leave out the space around it
@@ -63,7 +65,7 @@ class ChatTemplate:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's words for training. To serve, its body is all there is."""
+    """Jinja extension for `{% generation %}`, which marks text for training. Serving renders its body."""
 
     tags = {"generation"}
 
@@ -96,7 +98,7 @@ def _reason(error: Exception) -> str:
 
 
 def _with_plain_content(message: Json) -> Json:
-    """Content may be a list of text parts; templates are written for one string."""
+    """Return the message with its text parts joined, because templates expect a single string."""
     if not isinstance(message, Mapping):
         raise ChatTemplateError(f"a message must be an object with role and content, it is {message!r:.80}")
     parts = message.get("content")

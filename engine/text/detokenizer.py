@@ -1,6 +1,6 @@
-"""From token ids to text: the bytes of each token, and characters as they become whole.
+"""Incremental detokenization: the bytes of each token, and characters as soon as they are complete.
 
-The table of bytes is shared, all else is of one text. Knows no stop strings, no chat and no requests.
+The table of bytes is shared by all requests; a Detokenizer belongs to one text. Independent of stop strings and chats.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ BYTE_OF = {chr(byte): byte for byte in PRINTABLE} | {
 
 @dataclass(frozen=True)
 class DecoderRules:
-    """The decoder of tokenizer.json, as rules for one token at a time."""
+    """Rules that decode one token at a time, equivalent to the decoder of tokenizer.json."""
 
     byte_level: bool = False  # every character of a token stands for a byte
     byte_fallback: bool = False  # the token <0x0A> is a byte
     replace: tuple[tuple[str, str], ...] = ()
     separator: bytes = b""  # between tokens
     dropped_at_start: str = ""  # removed from the first token of a text
-    strip: tuple[bytes, int] = (b"", 0)  # removed from the beginning of a text: what, and at most how often
+    strip: tuple[bytes, int] = (b"", 0)  # prefix removed from the beginning of a text, and the maximum number of times
 
     @classmethod
     def read(cls, backend: tokenizers.Tokenizer) -> DecoderRules:
+        """Return the rules of a tokenizer. Raises ConfigError if its decoder has an unknown step."""
         if backend.decoder is None:
             return cls(separator=b" ")
         rules: dict[str, Any] = {"replace": ()}
-        fused = False  # from here on a step sees the whole text, not one token
+        fused = False  # the steps after this see the whole text, not single tokens
         for step in _flat(json.loads(backend.decoder.__getstate__())):
             match step:
                 case {"type": "ByteLevel"}:
@@ -63,6 +64,7 @@ class DecoderRules:
         return cls(**rules)
 
     def bytes_of(self, token: str) -> bytes:
+        """Return the bytes of a token, given by its text in the vocabulary."""
         if self.byte_fallback and BYTE_TOKEN.fullmatch(token):
             return bytes([int(token[3:5], 16)])
         for old, new in self.replace:
@@ -79,7 +81,7 @@ def _flat(decoder: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 class TokenBytes(dict[int, bytes]):
-    """What each token adds to a text, looked up once. Bytes, because a token may end inside a character."""
+    """Lazy table from token id to the bytes that it appends to a text. A token may end inside a character."""
 
     def __init__(self, backend: tokenizers.Tokenizer):
         super().__init__()
@@ -88,23 +90,23 @@ class TokenBytes(dict[int, bytes]):
 
     def __missing__(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id)
-        if token is None:  # a model may have more rows than its tokenizer has tokens: these say nothing
+        if token is None:  # padding rows of the model's vocabulary have no text
             return b""
         data = self[token_id] = self.rules.separator + self.rules.bytes_of(token)
         return data
 
     def at_start(self, token_id: int) -> bytes:
-        """The same for the first token of a text."""
+        """Return the bytes of the first token of a text."""
         token = self._backend.id_to_token(token_id)
-        assert token is not None, "asked for a token that says something"
+        assert token is not None, "the token has no text"
         return self.rules.bytes_of(token.replace(self.rules.dropped_at_start, ""))
 
 
 class Detokenizer:
-    """Token ids in, text out as soon as its characters are complete.
+    """Converts a stream of token ids to text. Characters are returned as soon as they are complete.
 
-    Some tokenizers write every word with a space in front of it and drop the first one of a text.
-    `is_continuation` says that the text goes on after another (a prompt), so that its first space is kept.
+    Some tokenizers prefix every word with a space and drop the first space of a text. `is_continuation` states that the
+    text continues another one (a prompt), so that its first space is kept.
     """
 
     def __init__(self, table: TokenBytes, skipped_ids: Set[int] = frozenset(), is_continuation: bool = False):
@@ -112,28 +114,31 @@ class Detokenizer:
         self._skipped_ids = skipped_ids
         self._at_start = not is_continuation
         self._strip_char, self._num_to_strip = table.rules.strip
-        self._pending = b""  # the beginning of a character, three bytes at most
+        self._pending = b""  # beginning of an incomplete character, at most three bytes
 
     @property
     def is_inside_character(self) -> bool:
+        """Return whether the last token ended inside a character."""
         return bool(self._pending)
 
     def push(self, token_id: int) -> str:
+        """Return the characters that this token completes."""
         data = self._pending + self.bytes_of(token_id)
         text, num_used = codecs.utf_8_decode(data, "replace", False)
         self._pending = data[num_used:]
         return text
 
     def flush(self) -> str:
-        """A character that was never completed becomes U+FFFD."""
+        """Return U+FFFD for an incomplete character at the end, else an empty string."""
         text, self._pending = self._pending.decode("utf-8", "replace"), b""
         return text
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """All at once, for a fresh object. The same text as `push` for each token and `flush`."""
+        """Return the text of all tokens, as `push` for each of them and `flush` would. For new objects only."""
         return b"".join(map(self.bytes_of, token_ids)).decode("utf-8", "replace")
 
     def bytes_of(self, token_id: int) -> bytes:
+        """Return the bytes that the next token appends to the text."""
         if token_id in self._skipped_ids:
             return b""
         data = self._table[token_id]

@@ -1,4 +1,4 @@
-"""Regular expressions, grammars and texts in the language of the library's grammars, Lark."""
+"""Conversion of regular expressions, EBNF and texts to Lark, the grammar language of llguidance."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ A_RULE_OF_EBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 
 def lark_of_regex(field: str, pattern: str) -> str:
-    """Return a grammar of the pattern. Digits and letters of `\\d` and `\\w` are those of ASCII, as in JSON schemas."""
+    """Return the Lark grammar of a pattern. `\\d` and `\\w` match ASCII only, as in JSON schemas. Raises InvalidRequest
+    for the request field `field`."""
     if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
         raise InvalidRequest("The `{field}` ends with a backslash that escapes nothing", field=field)
     return f"start: /{regex_to_lark(pattern, 'dw')}/"
 
 
 def lark_of_grammar(field: str, grammar: str) -> str:
-    """Return Lark as it is, EBNF of llama.cpp's kind translated."""
+    """Return the Lark grammar of a grammar in Lark or in llama.cpp's GBNF. Raises InvalidRequest for `field`."""
     if not A_RULE_OF_EBNF.search(grammar):
         return grammar
     try:
         return gbnf_to_lark(grammar)
-    except Exception as error:  # the library raises all sorts
+    except Exception as error:  # llguidance raises several types
         raise InvalidRequest(f"The `{{field}}` cannot be read: {literally(str(error))}", field=field) from None
 
 
 def one_of(texts: Sequence[str]) -> str:
-    """Return an expression of these texts."""
+    """Return a Lark expression that matches one of these texts."""
     expression = " | ".join(map(json.dumps, texts))
     return f"({expression})" if len(texts) > 1 else expression
 
 
 def pattern_of(texts: Sequence[str]) -> str:
-    """Return a regular expression of these texts, without its slashes."""
+    """Return a regular expression that matches one of these texts, without slashes."""
     return f"({'|'.join(map(_escaped, texts))})"
 
 

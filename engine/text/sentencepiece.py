@@ -1,6 +1,6 @@
-"""Converts a SentencePiece model file (*.model) into a tokenizer of the `tokenizers` library.
+"""Converts a SentencePiece model file (*.model) to a tokenizer of the `tokenizers` library.
 
-It knows this file only; special tokens and flags of the JSON files beside it are the caller's.
+It reads this file only; the caller applies special tokens and flags of the JSON files beside it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NORMALIZER_DEFAULTS = {CHARS_MAP: b"", ADD_DUMMY_PREFIX: 1, REMOVE_EXTRA_SPACES:
 
 
 def model_file(directory: Path) -> Path | None:
-    """Return the file of the vocabulary, tokenizer.model or the only other *.model."""
+    """Return tokenizer.model, or the only other *.model, or None. Raises TokenizerError if there are several."""
     found = sorted(directory.glob("*.model"))
     named = [path for path in found if path.name == "tokenizer.model"] or found
     if len(named) > 1:
@@ -59,7 +59,7 @@ class SentencePiece:
 
     @classmethod
     def read(cls, path: Path) -> SentencePiece:
-        """Raise TokenizerError that names the file when it is no SentencePiece model, or one that is not supported."""
+        """Parse a model file. Raises TokenizerError, which names the file, if it is invalid or not supported."""
         try:
             message = list(fields(path.read_bytes()))
             pieces = tuple(_piece(value) for field, value in message if field == PIECES)
@@ -87,7 +87,7 @@ class SentencePiece:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """The begin and end of a sequence by their names in special_tokens_map.json."""
+        """Begin and end tokens by their names in special_tokens_map.json."""
         ids = {"bos_token": self.trainer[BOS_ID], "eos_token": self.trainer[EOS_ID]}
         known = {name: self.pieces[at] for name, at in ids.items() if at < len(self.pieces)}
         return {name: piece.text for name, piece in known.items() if piece.kind == CONTROL}
@@ -109,7 +109,7 @@ class SentencePiece:
 
     @cached_property
     def _user_defined(self) -> list[str]:
-        """Symbols that are always one token."""
+        """User-defined symbols, which are never split or merged."""
         return [piece.text for piece in self.pieces if piece.kind == USER_DEFINED]
 
     def _splits(self) -> Iterator[Any]:
@@ -117,7 +117,7 @@ class SentencePiece:
             symbols = "|".join(re.escape(text) for text in sorted(self._user_defined, key=len, reverse=True))
             yield pre_tokenizers.Split(tokenizers.Regex(symbols), "isolated")
         if self.trainer[BYTE_FALLBACK] and (self._user_defined or self.trainer[MODEL_TYPE] == UNIGRAM):
-            # Whole words are looked up then; a text that spells the name of a byte is not that byte.
+            # Otherwise a text that spells the name of a byte token would be tokenized as this byte.
             yield pre_tokenizers.Split(tokenizers.Regex("<0x(?=[0-9A-F]{2}>)"), "merged_with_previous")
 
     def _normalizers(self, add_prefix: bool) -> Iterator[Any]:
@@ -136,7 +136,7 @@ class SentencePiece:
         return models.Unigram(vocab, unk_id, bool(self.trainer[BYTE_FALLBACK]))
 
     def _bpe(self) -> models.BPE:
-        """Its merges are all pairs of pieces that make a third, the one of the highest score first."""
+        """Return the BPE model. Its merges are all pairs of pieces that concatenate to a piece, by descending score."""
         vocab = {piece.text: at for at, piece in enumerate(self.pieces)}
         normal = [piece for piece in self.pieces if piece.kind == NORMAL]
         texts = {piece.text for piece in normal}
@@ -148,7 +148,7 @@ class SentencePiece:
         ]
         [unk] = (piece.text for piece in self.pieces if piece.kind == UNKNOWN)
         has_bytes = bool(self.trainer[BYTE_FALLBACK])
-        # Without `ignore_merges` a symbol that the user has defined would be cut into what merges make.
+        # Without `ignore_merges` user-defined symbols would be split by the merges.
         return models.BPE(
             vocab, merges, unk_token=unk, fuse_unk=True, byte_fallback=has_bytes, ignore_merges=bool(self._user_defined)
         )

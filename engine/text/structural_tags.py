@@ -1,7 +1,7 @@
-"""Writes a checked structural tag (engine/wire/structural_tags.py) as Lark.
+"""Conversion of a checked structural tag (engine/wire/structural_tags.py) to Lark.
 
-Text without an end of its own is read up to what ends it: the end of its tag, a trigger, or the text that must follow.
-So every format is written together with the texts that end it, and reads one of them, too.
+Text without an end of its own extends to the end of its tag, a trigger, or the text that must follow. Therefore every
+format is written together with the texts that end it, and matches one of them, too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ ANY = "/(?s:.*)/"
 
 
 class TagWriter:
-    """Collects the rules and the other grammars of one tag. `options` are those of JSON, usual and compact."""
+    """Collects the rules and nested grammars of one structural tag. `options` are the JSON options of llguidance for
+    usual and for compact output."""
 
     def __init__(self, field: str, options: tuple[Json, Json]):
         self._field, self._options = field, options
@@ -28,12 +29,12 @@ class TagWriter:
         self._num_names = 0
 
     def grammars(self, tree: Json) -> list[Json]:
-        """Return the grammar of the whole answer, and those that it refers to."""
+        """Return the grammar of the whole answer, followed by the nested grammars."""
         start = self._write(tree)
         return [{"lark_grammar": "\n".join([f"start: {start}", *self._rules])}, *self._others]
 
     def _write(self, node: Json, ends: Sequence[str] = ()) -> str:
-        """Return the expression of a format that is followed by one of `ends`, if there are any."""
+        """Return the Lark expression of a format, followed by one of `ends` if there are any."""
         write = getattr(self, f"_{node['type']}")
         if ends and not is_unlimited(node):
             return f"{write(node, ())} {one_of(ends)}"
@@ -88,7 +89,7 @@ class TagWriter:
         at_most = node["max_tokens"]
         return NOTHING if at_most == 0 else f"{self._exclude_token(node, ())}{{0,{at_most or ''}}}"
 
-    # Formats that may have none
+    # Formats that may have no end
 
     def _any_text(self, node: Json, ends: Sequence[str]) -> str:
         bound = node["max_chars"]
@@ -143,7 +144,7 @@ class TagWriter:
         return f"({more or f'{tag} {one_of(ends)} | {tail}'})"
 
     def _text(self, ends: Sequence[str], excluded: Sequence[str], text: str = ANY) -> str:
-        """Return the name of a rule of free text up to the first of `ends`, or without them of all that comes."""
+        """Return the name of a new rule for free text up to the first of `ends`, or without `ends` for any text."""
         name = self._name()
         terminal = name.upper()
         if others := [each for each in excluded if each not in ends]:

@@ -1,6 +1,6 @@
-"""From text and chats to token ids, by the files beside a checkpoint. Knows no requests and no limits.
+"""Tokenizer and chat template of a model, loaded from the files of a checkpoint. Independent of requests and limits.
 
-A `Tokenizer` never changes after it is loaded, so any number of threads may use it.
+A `Tokenizer` is immutable after it is loaded, so threads can share it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FLAGS_DECIDE = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
 
 
 class Tokenizer:
-    """The tokenizer of one model, with its special tokens and its chat template."""
+    """Tokenizer of one model, with its special tokens and its chat template."""
 
     def __init__(
         self,
@@ -56,6 +56,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model_dir: str | Path) -> Tokenizer:
+        """Load the tokenizer of a checkpoint or exported model. Raises TokenizerError."""
         return _load(Path(model_dir))
 
     @property
@@ -64,24 +65,25 @@ class Tokenizer:
 
     @property
     def writes_pairs(self) -> bool:
-        """Its chat template knows the roles `query` and `document`."""
+        """Return whether the chat template has the roles `query` and `document`."""
         return self._template is not None and self._template.writes_pairs
 
     @cached_property
     def vocab_size(self) -> int:
-        """The largest id and one. The model may have more rows."""
+        """Largest token id plus one. The vocabulary of the model may be larger."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @cached_property
     def max_token_bytes(self) -> int:
-        """Of the longest token."""
+        """Size of the longest token, in bytes."""
         return max(len(self.token_table[token_id]) for token_id in self._backend.get_vocab().values())
 
     def encode(self, text: str, add_special_tokens: bool = True, pair: str | None = None) -> list[int]:
-        """Special tokens that are written out in `text` are recognised. `pair` is a second text."""
+        """Return the token ids of `text`, and of the second text `pair`. Special tokens in the text are recognised.
+        Raises InvalidRequest for lone surrogates."""
         try:
             return self._backend.encode(text, pair, add_special_tokens=add_special_tokens).ids
-        except TypeError:  # the library's answer to what cannot be UTF-8
+        except TypeError:  # raised by the library for text that is not valid Unicode
             raise InvalidRequest("the text is not valid Unicode, it has a lone surrogate") from None
 
     def decode(
@@ -90,17 +92,17 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         is_continuation: bool = False,
     ) -> str:
-        """Bytes that are no UTF-8 become U+FFFD. For `is_continuation` see Detokenizer."""
+        """Return the text of tokens; invalid UTF-8 becomes U+FFFD. For `is_continuation` see Detokenizer."""
         skipped_ids = self.special_ids if skip_special_tokens else frozenset()
         return Detokenizer(self.token_table, skipped_ids, is_continuation).decode(token_ids)
 
     def render_chat(self, messages: Sequence[Json], /, **variables: Any) -> str:
-        """The chat as the text that the model was trained on, with the beginning of the answer. It has the special
-        tokens, so that `encode` must add none.
+        """Return the prompt text of a chat, with the beginning of the answer. It contains the special tokens, so
+        `encode` must not add them. Raises ChatTemplateError.
 
-        `variables` are for the template: add_generation_prompt=False leaves out the beginning of the answer;
-        tools and documents are known to many templates. With continue_final_message the text ends where the last
-        message does, so that the answer goes on with it.
+        `variables` are passed to the template: add_generation_prompt=False omits the beginning of the answer, and many
+        templates use tools and documents. With continue_final_message the text ends with the last message, which the
+        answer then continues.
         """
         if self._template is None:
             raise ChatTemplateError("This model does not support chat_template.")
@@ -109,14 +111,15 @@ class Tokenizer:
         return self._template.render(messages, {"add_generation_prompt": True, **variables})
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The token as it stands inside a text, its space included."""
+        """Return the bytes of a token inside a text, including its space."""
         return self.token_table[token_id].removeprefix(self.token_table.rules.separator)
 
     def token_name(self, token_id: int) -> str:
-        """As the vocabulary writes it."""
+        """Return the token as the vocabulary spells it; empty for an unknown id."""
         return self._backend.id_to_token(token_id) or ""
 
     def token_text(self, token_id: int) -> str:
+        """Return the text of a token; incomplete characters become U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
 
@@ -171,17 +174,17 @@ def _class_of(config: Json) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """All of these files may be missing."""
+    """Return the JSON object of a file; empty if the file is missing."""
     return read_json(path, TokenizerError) if path.is_file() else {}
 
 
 def _given(config: Json) -> dict[str, Any]:
-    """Null counts as absent."""
+    """Return the config without null values."""
     return {key: value for key, value in config.items() if value is not None}
 
 
 def _special_tokens(config: Json) -> dict[str, Any]:
-    """Name -> text. A token is written as its text, or as an object that has it as `content`."""
+    """Return the texts of special tokens by name. A token is given by its text, or by an object with `content`."""
     tokens: dict[str, Any] = {name: _content(config[name]) for name in SPECIAL_TOKENS if name in config}
     if additional := config.get("additional_special_tokens"):
         tokens["additional_special_tokens"] = [_content(token) for token in additional]
@@ -193,7 +196,7 @@ def _content(token: Any) -> str:
 
 
 def _chat_templates(directory: Path, config: Json) -> dict[str, str]:
-    """By name. A file of its own goes before tokenizer_config.json."""
+    """Return the chat templates by name. Separate files take precedence over tokenizer_config.json."""
     path = directory / "chat_template.jinja"
     source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
     if isinstance(source, list):
@@ -204,7 +207,7 @@ def _chat_templates(directory: Path, config: Json) -> dict[str, str]:
 
 
 def _add_missing_tokens(backend: tokenizers.Tokenizer, config: Json, special: Json) -> None:
-    """tokenizer_config.json may know tokens that tokenizer.json does not, or know more about them."""
+    """Add the tokens of tokenizer_config.json that tokenizer.json lacks or describes differently."""
     present = {token.content: repr(token) for token in backend.get_added_tokens_decoder().values()}
     named = [text for value in special.values() for text in ([value] if isinstance(value, str) else value)]
     listed = config.get("added_tokens_decoder", {})
@@ -226,7 +229,7 @@ def _add_token(backend: tokenizers.Tokenizer, token: tokenizers.AddedToken) -> N
 
 
 def _honour_flags(backend: tokenizers.Tokenizer, config: Json, special: Json) -> None:
-    """See FLAGS_DECIDE. A post-processor that already does what the flags say stays as it is."""
+    """Apply add_bos_token and add_eos_token for the classes in FLAGS_DECIDE, unless the post-processor already does."""
     if _class_of(config) not in FLAGS_DECIDE:
         return
     bos, eos = special.get("bos_token"), special.get("eos_token")
@@ -249,5 +252,5 @@ def _honour_flags(backend: tokenizers.Tokenizer, config: Json, special: Json) ->
 
 
 def _ids(value: Any) -> list[int]:
-    """Of one id, a list of ids or nothing."""
+    """Return a list for one id, a list of ids, or None."""
     return [value] if isinstance(value, int) else list(value or [])

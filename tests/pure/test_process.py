@@ -90,7 +90,7 @@ def test_an_idle_engine_sleeps_until_it_is_spoken_to(monkeypatch):
     monkeypatch.setattr(server_module, "IDLE_WAIT_MS", PATIENCE_S * 1000)
     loop = EngineLoop(CountingExecutor(64, 4), 64, Config())
     steps = []
-    monkeypatch.setattr(loop, "turn", lambda: steps.append(1) or [])
+    monkeypatch.setattr(loop, "step", lambda: steps.append(1) or [])
     server = server_module.Server(a_free_address())
     thread = threading.Thread(target=server.run, args=[loop])
     thread.start()
@@ -188,7 +188,7 @@ def test_no_message_however_odd_ends_the_engine_or_harms_another_request(exporte
     executor = make_executor(exported("qwen2", block_size=16), config)
     executor.allocate(40)
     rng = random.Random(0)
-    bounds = messages.Bounds(manifest.vocab_size, manifest.max_seq_len)
+    bounds = messages.ModelBounds(manifest.vocab_size, manifest.max_seq_len)
     server = server_module.Server(a_free_address())
     thread = threading.Thread(target=server.run, args=[EngineLoop(executor, 40, config), bounds])
     thread.start()
@@ -223,7 +223,7 @@ def test_no_message_however_odd_ends_the_engine_or_harms_another_request(exporte
 
 
 def test_ids_that_the_model_does_not_have_and_lengths_beyond_it_are_no_submission():
-    bounds = messages.Bounds(vocab_size=10, max_len=8)
+    bounds = messages.ModelBounds(vocab_size=10, max_len=8)
 
     def submission(prompt, sampling, token_ids=()):
         _, fields = messages.unpack(

@@ -75,7 +75,7 @@ def test_the_engine_is_told_where_a_request_stands():
         for name, standing in (("usual", ("", 0)), ("late", ("a", 3)), ("urgent", ("", -1))):
             listener = Collector()
             listener.ends = Ends(name, order)
-            client.submit([7], [Submission(name, Sampling(1, temperature=0), listener)], standing=standing)
+            client.submit([7], [Submission(name, Sampling(1, temperature=0), listener)], queue_position=standing)
         client.cancel(first.request_id)
         wait_until(lambda: len(order) == 3)
     assert order == ["urgent", "usual", "late"]
@@ -115,7 +115,7 @@ def test_sampling_and_logprobs_survive_the_way_there_and_back():
         num_logprobs=2,
     )
     _, [fields] = messages.unpack(messages.pack("x", messages.pack_sampling(sampling)))
-    assert messages.unpack_sampling(fields, messages.Bounds()) == sampling
+    assert messages.unpack_sampling(fields, messages.ModelBounds()) == sampling
     with connected() as (_, client):
         listener = submit(client, [5], 2, num_logprobs=2)
         listener.wait()
@@ -414,4 +414,4 @@ with connected() as (_, client):
 def test_a_process_ends_with_its_way_to_the_engine_and_is_not_left_without():
     ended = subprocess.run([sys.executable, "-c", BROKEN], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert "the way to the engine is broken, this process ends" in ended.stderr and "ZeroDivision" in ended.stderr
+    assert "the connection to the engine has failed" in ended.stderr and "ZeroDivision" in ended.stderr

@@ -5,7 +5,7 @@ import pytest
 from engine.core.types import Arrival, Batch, Row, Sampling
 from engine.errors import InvalidRequest
 from engine.executors.slots import Choices, Slots
-from engine.link.messages import RANGES, Bounds, pack_sampling, unpack_sampling
+from engine.link.messages import RANGES, ModelBounds, pack_sampling, unpack_sampling
 from engine.ops.sampling_rows import ROW
 from engine.sampling_parameters import PARAMETERS
 from engine.wire import parse_request
@@ -22,7 +22,7 @@ def test_a_value_of_a_request_is_in_the_column_of_its_slot(parameter):
     """Through the message to the engine, by the name of each protocol."""
     for key in (parameter.field, *parameter.aliases):
         sampling = Sampling(4, **vars(asked(key, parameter.type(parameter.high))))
-        sampling = unpack_sampling(pack_sampling(sampling), Bounds())
+        sampling = unpack_sampling(pack_sampling(sampling), ModelBounds())
         slots = Slots(2, 4, 4, 16)
         batch = Batch([Row(1, 0, [3])], [Arrival(1, [3], 1, sampling)])
         slots.place(batch)

@@ -38,7 +38,7 @@ def read(stream, parts):
     """The whole text, how many tokens belong to it, the stop string."""
     deltas = [stream.push(part) for part in parts]
     deltas.append(stream.finish())
-    return "".join(delta.text for delta in deltas), sum(len(delta.ends) for delta in deltas), stream.stopped
+    return "".join(delta.text for delta in deltas), sum(len(delta.ends) for delta in deltas), stream.stop_string
 
 
 def first_stop(text, stops):
@@ -159,7 +159,7 @@ def test_what_may_become_a_stop_string_is_held_back(letters):
     stream = TextStream(letters, TextOptions(stop=("<end>",)))
     texts = [stream.push([token_id]).text for token_id in ids_of(letters, "a<en<end>")]
     assert texts == ["a", "", "", "", "<en", "", "", "", ""]
-    assert stream.stopped == "<end>"
+    assert stream.stop_string == "<end>"
 
 
 def test_a_stop_string_that_is_kept_needs_no_holding_back(letters):
