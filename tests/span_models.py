@@ -83,6 +83,10 @@ def an_image(start: int, rows: int, columns: int, seed: int = 0, frames: int = 1
     return PromptSpan(start, length, bytes([seed]), numbers.tobytes(), (frames, rows, columns))
 
 
+PROMPT_WITH_IMAGES = [5, 6, *[PLACEHOLDER] * 12, 8, *[PLACEHOLDER] * 30, 9, 10]
+IMAGES = [an_image(2, 3, 4), an_image(15, 5, 6, seed=1)]
+
+
 def a_loop(executor: Executor, config: Config, num_blocks: int = 200) -> EngineLoop:
     executor.allocate(num_blocks)
     return EngineLoop(executor, num_blocks, config)

@@ -15,10 +15,10 @@ from engine.executors.reference import ReferenceExecutor  # noqa: E402
 from engine.settings.config import Config  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED, ROOT  # noqa: E402
 from tests.span_models import (  # noqa: E402
+    IMAGES,
     MROPE,
-    PLACEHOLDER,
+    PROMPT_WITH_IMAGES,
     a_loop,
-    an_image,
     answers_of,
     export_with_spans,
     random_requests,
@@ -96,10 +96,8 @@ def test_spans_of_ranks_answer_as_ordinary_tokens(model, requests, two_devices, 
 
 def test_images_have_positions_in_rows_and_columns(model, device):
     """Chunks that end in an image, and decoding behind it from captured graphs."""
-    token_ids = [5, 6, *[PLACEHOLDER] * 12, 8, *[PLACEHOLDER] * 30, 9, 10]
-    spans = [an_image(2, 3, 4), an_image(15, 5, 6, seed=1)]
     sampling = Sampling(4 if IS_INTERPRETED else 20, temperature=0, num_logprobs=0)
-    request = Request("0", token_ids, len(token_ids), sampling, spans=spans)
+    request = Request("0", PROMPT_WITH_IMAGES, len(PROMPT_WITH_IMAGES), sampling, spans=IMAGES)
     answers = []
     for chunk in (0, 96, 11):
         config = dataclasses.replace(SETTINGS, max_num_batched_tokens=chunk or 96)

@@ -1,5 +1,8 @@
 """Models that take prompt spans: a span with the embeddings of ordinary tokens gives, bit for bit, the same answer."""
 
+import zlib
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -15,8 +18,9 @@ from engine.ops import reference
 from engine.settings.config import Config
 from tests.checkpoints import COMMON, FAMILIES
 from tests.span_models import (
+    IMAGES,
     MROPE,
-    PLACEHOLDER,
+    PROMPT_WITH_IMAGES,
     a_loop,
     an_image,
     answers_of,
@@ -26,6 +30,7 @@ from tests.span_models import (
     with_spans,
 )
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 SETTINGS = {"batch_size": 8, "block_ratio": 0.99}
 
 
@@ -169,7 +174,7 @@ def test_angles_are_those_of_the_models_formula(sections):
 
 def test_images_have_positions_in_rows_and_columns(models):
     """Every executor and every chunking gives the same answer, which depends on the grid and on no token before."""
-    token_ids = [5, 6, *[PLACEHOLDER] * 12, 8, *[PLACEHOLDER] * 30, 9, 10]
+    token_ids = PROMPT_WITH_IMAGES
     answers = {}
     for grids in ((3, 4, 5, 6), (4, 3, 5, 6), (3, 4, 6, 5)):
         spans = [an_image(2, *grids[:2]), an_image(15, *grids[2:], seed=1)]
@@ -186,3 +191,35 @@ def test_images_have_positions_in_rows_and_columns(models):
         np.testing.assert_allclose([each for _, each in whole], [each for _, each in defined], atol=1e-4)
     first_logprobs = {answer[0][0][1] for answer in answers.values()}
     assert len(first_logprobs) == 3
+
+
+# Transformers
+
+
+@pytest.fixture(scope="module")
+def golden():
+    with np.load(GOLDEN / "mrope.npz") as arrays:
+        return dict(arrays)
+
+
+def test_positions_are_those_of_transformers(golden):
+    positions = positions_between(IMAGES, 0, golden["positions"].shape[1])
+    np.testing.assert_array_equal(positions, golden["positions"])
+
+
+def test_interleaved_sections_are_those_of_transformers(golden):
+    for sections in ([24, 20, 20], [11, 11, 10]):
+        rope = {"type": "mrope", "mrope_section": sections, "mrope_interleaved": True}
+        config = read_model({**COMMON, **FAMILIES["qwen2"], "head_dim": 2 * sum(sections), "rope_scaling": rope})
+        np.testing.assert_array_equal(config.rope.axes, golden["axes_" + "_".join(map(str, sections))])
+
+
+def test_answers_behind_images_are_those_of_transformers(models, checkpoint, golden):
+    assert zlib.crc32((checkpoint("qwen2") / "model.safetensors").read_bytes()) == golden["checksum"]
+    sampling = Sampling(len(golden["tokens"]), temperature=0, num_logprobs=0)
+    request = Request("0", PROMPT_WITH_IMAGES, len(PROMPT_WITH_IMAGES), sampling, spans=IMAGES)
+    executor = make_executor(models["mrope", 1], Config(**SETTINGS))
+    [answer] = answers_of(a_loop(executor, Config(**SETTINGS, max_num_batched_tokens=24)), [request]).values()
+    executor.close()
+    assert [token_id for token_id, _ in answer] == golden["tokens"].tolist()
+    np.testing.assert_allclose([logprobs.chosen for _, logprobs in answer], golden["logprobs"], rtol=0, atol=2e-4)
