@@ -72,7 +72,7 @@ PRECISIONS = (
         (RUN, RUN, NOT_RUN, NOT_RUN),
     ),
     PrecisionSupport("8-bit float (e4m3)", "QUANT_TYPE=weight_only_fp8", ("quant_type", "weight_only_fp8")),
-    PrecisionSupport("8-bit KV cache", "USE_CACHE_KV_INT8=1", ("int8_cache", True), (RUN, NOT_RUN, RUN, NOT_RUN)),
+    PrecisionSupport("8-bit KV cache", "USE_CACHE_KV_INT8=1", ("int8_cache", True)),
 )
 
 

@@ -16,6 +16,7 @@ from engine.ops import cpu
 from engine.settings.config import Config
 from tests import checkpoints, family_checkpoints
 from tests.paged_model import PagedModel
+from tests.pure.test_ranks import answers_of_ranks
 
 ROOT = Path(__file__).parents[2]
 PROMPT = list(range(3, 11))
@@ -88,6 +89,16 @@ def test_every_family_computes_with_every_precision_on_a_cpu(model_type, precisi
     )
     assert np.isfinite(found).all()
     assert np.abs(found - wanted).mean() <= LARGEST_ERROR[precision.option[1]] * wanted.std()
+
+
+@pytest.mark.parametrize("precision", ON_CPUS, ids=lambda each: each.stored)
+def test_two_ranks_compute_with_every_precision_that_one_does(precision, exported):
+    assert precision.devices[1] == RUN
+    name, value = precision.option
+    wanted = PagedModel.of(exported("qwen2", dtype="float32"), cpu).prefill(PROMPT, chunk=4, num_logits=2)
+    found = answers_of_ranks(exported("qwen2", num_ranks=2, **{name: value}), 2, PROMPT)
+    for logits, _ in found:
+        assert np.abs(logits - wanted).mean() <= max(LARGEST_ERROR[value], 1e-4) * wanted.std()
 
 
 def test_cells_have_three_values():
