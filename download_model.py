@@ -247,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"download_model.py: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("download_model.py: interrupted; the same command goes on from here", file=sys.stderr, flush=True)
+        print("download_model.py: interrupted; run the same command again to continue", file=sys.stderr, flush=True)
         os._exit(130)  # a normal exit would wait for threads that are blocked on the network
     kind = "static graph" if done.is_static else f"checkpoint, to be exported as {done.quant or 'it is'}"
     print(f"{done.model_dir}: complete, {done.num_fetched} files fetched ({kind})")

@@ -30,7 +30,9 @@ class BodyMemoryReservation:
             return
         budget, more = self._budget, num_bytes - self.num_bytes
         if budget.num_bytes + more > budget.max_bytes:
-            text = "large requests that wait to be read have {value} bytes, with this one more than {limit}"
+            text = (
+                "request bodies in memory have {value} bytes, with this one more than the limit of {limit}; retry later"
+            )
             raise Overloaded(text, value=budget.num_bytes, limit=budget.max_bytes)
         budget.num_bytes += more
         self.num_bytes = num_bytes

@@ -28,7 +28,7 @@ IDS = schema_of(wire.FIELDS["input_ids"].check)
 MEANINGS = {
     "input": "a text or a list of token ids, or a list of up to 2048 of either; taken as it stands",
     "model": "any is accepted, and named in the answer",
-    "dimensions": "only so many numbers of each, the first",
+    "dimensions": "truncate each embedding to this many numbers",
     "encoding_format": "`float` or `base64`, of little-endian f32",
     "normalize": "to length 1",
     "use_activation": "the same, by its name in newer versions of vLLM",

@@ -116,7 +116,7 @@ def liveness(backend: Backend, timeout_s: float, ports: Sequence[tuple[str, int]
             try:
                 _, writer = await asyncio.open_connection(host, port)
             except OSError as error:
-                return HealthStatus(NOT_REACHABLE, f"nothing answers on port {port}: {error.strerror}")
+                return HealthStatus(NOT_REACHABLE, f"no answer on port {port}: {error.strerror}")
             writer.close()
         return HealthStatus()
 

@@ -34,7 +34,7 @@ async def watch(ports: Sequence[int], look: Callable[[dict[Peer, int]], None], h
                 look({peer: count for port in ports for peer, count in received_by(port).items()})
             await asyncio.sleep(max(CHECK_EVERY_S, (time.monotonic() - started) / MAX_SHARE))
     except OSError as error:
-        log.warning("the system does not tell what connections receive: what is unfinished has no limit: %s", error)
+        log.warning("the kernel does not report received bytes, so incomplete requests are not limited: %s", error)
 
 
 def received_by(port: int) -> dict[Peer, int]:

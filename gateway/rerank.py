@@ -135,7 +135,11 @@ class ScoreProtocol(OpenAIProtocol):
             "request_id": {**schema_of(REQ_ID), "description": "names the requests; random if not given"},
             "instruction": {**schema_of(A_TEXT), "description": "for the chat template that writes a pair"},
             "chat_template_kwargs": {**schema_of(AN_OBJECT), "description": "`instruction` and others"},
-            "use_activation": {**schema_of(A_BOOL), "description": "of a head: from 0 to 1", "default": True},
+            "use_activation": {
+                **schema_of(A_BOOL),
+                "description": "map the classifier's score to 0..1",
+                "default": True,
+            },
         }
         return common | {
             name: {**schema_of(check), "description": strip_links(FIELD_DESCRIPTIONS[name])}
@@ -183,12 +187,12 @@ class RerankProtocol(ScoreProtocol):
 
     def fields(self, path: str) -> Json:
         own = {
-            "query": {**schema_of(A_TEXT), "description": "what is looked for"},
+            "query": {**schema_of(A_TEXT), "description": "the text to compare the documents with"},
             "documents": {**TEXTS, "items": DOCUMENT, "description": "texts, or objects with a `text`"},
-            "top_n": {**schema_of(TOP_N), "description": "only so many are told, the best; 0 or not given: all"},
+            "top_n": {**schema_of(TOP_N), "description": "return only the best `top_n`; 0 or absent: all"},
             "return_documents": {
                 **schema_of(A_BOOL),
-                "description": "tell their texts as well",
+                "description": "include their texts in the response",
                 "default": _tells_documents(path),
             },
         }

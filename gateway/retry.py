@@ -128,13 +128,13 @@ class RetryPolicy:
         """
         if received_tokens:
             if self._served.now().id != self._model_id:
-                raise EngineUnavailable("the model was changed for another before the answer had its end")
+                raise EngineUnavailable("the model was replaced by a reload before the answer was complete")
             return
         clock = asyncio.get_running_loop().time
         deadline = clock() + self._timeout_s
         while (served := self._served.now()).is_changing:
             if clock() >= deadline:
-                raise EngineUnavailable("the model is being changed for another, which takes long")
+                raise EngineUnavailable("the model is still being reloaded; retry later")
             await asyncio.sleep(CHECK_EVERY_S)
         self._model_id = served.id
 
@@ -155,7 +155,7 @@ class RetryPolicy:
             raise error
         clock = asyncio.get_running_loop().time
         if isinstance(error, ModelLost):
-            log.warning("the model server has lost a request, which will be asked again: %s", error)
+            log.warning("the model server died during a request, which is sent again: %s", error)
             self._num_losses, self._deadline = self._num_losses + 1, clock() + self._timeout_s
         elif error.was_seen_recently and not self._deadline:
             self._deadline = clock() + min(self._timeout_s, RESTART_WITHIN_S)

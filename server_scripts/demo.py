@@ -41,7 +41,7 @@ def main() -> int:
         print(f"demo: {error}", file=sys.stderr)
         return 2
     if state := running(run_dir):
-        print(f"a server runs already, asking that one: {printable(state.model)}")
+        print(f"a server is already running, using it: {printable(state.model)}")
     elif (status := start()) or (state := running(run_dir)) is None:
         return status or 1
     if "SERVICE_HTTP_PORT" not in state.ports:

@@ -35,7 +35,7 @@ log = logging.getLogger("supervisor")
 REQUEST_FILE, STATUS_FILE = "reload.wanted", "reload.said"
 ASK_EVERY_S = 0.2
 NUM_IDLE = 2  # idle probes in a row that are required, because a request may be on its way to the model
-WHY = "the model is being changed for another, which waits for open answers for DRAIN_TIMEOUT at most"
+WHY = "the model is being reloaded, which waits at most DRAIN_TIMEOUT for running requests"
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def drain(supervisor: Supervisor, old: ReloadTarget, report: Callable[[str], Non
     run_dir.write(SERVED_FILE, Served(old.id, old.label, is_changing=True).text())
     run_dir.write(STOPPING_FILE, Stopping(end_at, WHY, end_at).text())
     supervisor.set_phase("changing")  # in this phase another supervisor cannot take over
-    report(f"new requests wait, open ones may end, for at most {drain_s:g} s")
+    report(f"new requests wait; running ones may finish within {drain_s:g} s")
     num_idle = 0
     while num_idle < NUM_IDLE and time.monotonic() < end_at + STOP_MARGIN_S and not supervisor.num_stop_signals:
         supervisor.turn(ASK_EVERY_S)
@@ -164,7 +164,7 @@ def replace(supervisor: Supervisor, old: ReloadTarget, new: ReloadTarget, report
         progress.failed(failure)
     except OSError as error:
         report(f"failed: {error}")
-    report(f"going back to {old.label}")
+    report(f"restoring {old.label}")
     end_model(supervisor)
     install(supervisor, old)
     restore_old_model(supervisor, old)

@@ -2,7 +2,7 @@
 
 A line of the input is {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {...}}, with any path
 of the server's. A line of the output has the custom_id and the response, in the order of their ends. Requests that have
-a line there already are not asked again: the same command goes on where it was interrupted.
+a line there already are not asked again: run the same command again to continue where it was interrupted.
 
 Exit status 0 when every request has its line, be it an error; 1 when the server is gone or an answer cannot be written;
 2 when a setting or a line of the input is wrong, before anything is answered; 130 after Ctrl-C.
@@ -74,9 +74,11 @@ class BatchProgress:
         try:
             num_written = self.output.write(payload)
         except OSError as error:
-            raise BatchError(f"an answer cannot be written: {error}; the same command goes on") from None
+            raise BatchError(f"an answer cannot be written: {error}; run the same command again to continue") from None
         if num_written < len(payload):
-            raise BatchError("an answer cannot be written whole: the disk is full; the same command goes on")
+            raise BatchError(
+                "an answer cannot be written whole: the disk is full; run the same command again to continue"
+            )
         usage = answer.get("usage") or {}
         self.num_tokens += usage.get("completion_tokens") or usage.get("output_tokens") or 0
         self.num_errors += status >= 400
@@ -96,7 +98,7 @@ def main() -> int:
         print(f"run_batch: {error}", file=sys.stderr)
         return getattr(error, "status", 2)
     except KeyboardInterrupt:
-        print("\nrun_batch: interrupted; the same command goes on", file=sys.stderr)
+        print("\nrun_batch: interrupted; run the same command again to continue", file=sys.stderr)
         return 130
 
 
@@ -185,7 +187,7 @@ async def _ask(session: aiohttp.ClientSession, server: URL, request: Json, progr
     # Not joined: the url could name another host, which would then receive the API key.
     target = URL(f"{server.origin()}{request['url']}")
     if target.origin() != server:  # the file has changed after the check
-        raise BatchError(f"the url {request['url']!r} is none of the server's", 2)
+        raise BatchError(f"the url {request['url']!r} is not a path of the server", 2)
     num_tries = 0
     while True:
         num_tries += 1
@@ -195,7 +197,7 @@ async def _ask(session: aiohttp.ClientSession, server: URL, request: Json, progr
                 body = _json(await response.read())
                 if response.status == 401:
                     has_key = "Authorization" in session.headers
-                    said = "refuses the key, which is that of API_KEY" if has_key else "wants a key: set API_KEY"
+                    said = "rejects the API key in API_KEY" if has_key else "requires an API key: set API_KEY"
                     raise BatchError(f"the server {said}", 2)
                 may_retry = response.status in RETRY_SOME and num_tries < NUM_TRIES
                 if response.status not in RETRY_ALWAYS and not may_retry:
@@ -206,7 +208,7 @@ async def _ask(session: aiohttp.ClientSession, server: URL, request: Json, progr
         except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as error:
             why = str(error) or type(error).__name__
         if time.monotonic() - progress.last_answer > GONE_AFTER_S:
-            raise BatchError(f"no answer for {GONE_AFTER_S:g} s: {why}; the same command goes on")
+            raise BatchError(f"no answer for {GONE_AFTER_S:g} s: {why}; run the same command again to continue")
         await asyncio.sleep(pause)
 
 

@@ -67,7 +67,7 @@ def main() -> int:
         report(f"failed: {error}")
         return 1
     except Interrupted as interrupted:
-        goes_on = "what was asked of the server goes on" if given.reload else "nothing is left running"
+        goes_on = "the server continues the reload" if given.reload else "nothing is left running"
         report(f"interrupted, {goes_on}")
         os._exit(128 + interrupted.number)  # a normal exit would wait for threads that are blocked on a download
 

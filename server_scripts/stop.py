@@ -51,7 +51,7 @@ def main() -> int:
         print(f"stop_server: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nstop_server: interrupted; a server that was asked to end goes on ending", file=sys.stderr)
+        print("\nstop_server: interrupted; a server that was asked to stop continues to stop", file=sys.stderr)
         return 130
 
 
@@ -84,10 +84,10 @@ def stop(run_dir: RunDir, seconds: float | None) -> int:
         end(run_dir, state, seconds)
         lock = run_dir.lock(LOCK_S)
         if lock is None and not state.supervisor.is_alive:
-            print("stop_server: stopped; another start_server has begun since and goes on")
+            print("stop_server: stopped; another start_server has begun since and continues")
             return 0
     else:
-        print("stop_server: the supervisor is gone, ending what it has left", flush=True)
+        print("stop_server: the supervisor is gone, ending the processes that it left", flush=True)
         if state.phase == "ready":
             drain(run_dir, state, state.stop_timeout_s if seconds is None else seconds)
     left = kill_all(run_dir.read_state() or state)

@@ -22,7 +22,7 @@ OWN: dict[str, Json] = {
         "description": "turns of `user` and `assistant`; the answer goes on with the "
         "last one if that is the assistant's",
     },
-    "system": {"anyOf": [{"type": "string"}, OBJECTS], "description": "what goes before the messages"},
+    "system": {"anyOf": [{"type": "string"}, OBJECTS], "description": "the system prompt"},
     "stop_sequences": {
         "type": "array",
         "items": {"type": "string"},

@@ -122,7 +122,7 @@ class IncompleteMessageLimiter:
         for each in sorted(self._connections.values(), key=lambda each: each.num_held, reverse=True):
             if total <= self._max_bytes:
                 break
-            text = "requests that are not complete yet have {value} bytes, the limit is {limit}"
+            text = "incomplete requests hold {value} bytes, the limit is {limit}; retry later"
             each.refuse(Overloaded(text, value=total, limit=self._max_bytes))
             total -= each.num_held
 

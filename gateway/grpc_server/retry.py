@@ -39,7 +39,7 @@ async def retrying_responses(
                     if message.infer_response.raw_output_contents:  # Triton's end-of-stream response has no content
                         answer = read_response(message)
                         if _is_unavailable(answer) and policy.is_between_models(received_tokens):
-                            raise ModelUnreachable("the model has ended it before it was begun")
+                            raise ModelUnreachable("the model ended before it started the request")
                         if isinstance(answer, wire.Delta) and (answer.token_ids or answer.is_end):
                             policy.was_answered()
                             received_tokens.add(answer)

@@ -78,7 +78,7 @@ class InferStream:
             while self._answers:
                 await asyncio.wait(self._answers)
             if self._write_timer.was_too_long:
-                text = f"the client took nothing for {CLIENT_TIMEOUT_S:g} s, its requests are cancelled"
+                text = f"the client read nothing for {CLIENT_TIMEOUT_S:g} s, its requests are cancelled"
                 await self.context.abort(grpc.StatusCode.ABORTED, text)
             if self._is_stopping:
                 await self.context.abort(grpc.StatusCode.UNAVAILABLE, STOPPING)

@@ -35,7 +35,7 @@ OF_BOTH: dict[str, Json] = {
     "max_completion_tokens": _field(CHECKS["max_tokens"], "another name of `max_tokens`; this one wins"),
     "n": _field(CHECKS["n"], FIELD_DESCRIPTIONS["n"], default=1),
     "stream": _field(A_BOOL, "server-sent events that end with `[DONE]` instead of one object", default=False),
-    "stream_options": {"type": "object", "properties": OPTIONS, "description": "of a stream"},
+    "stream_options": {"type": "object", "properties": OPTIONS, "description": "options of a stream"},
     "structured_outputs": _field(AN_OBJECT, "vLLM's: one of `json`, `regex`, `choice`, `grammar` and so on"),
     "return_tokens_as_token_ids": _field(A_BOOL, "in logprobs tokens are named `token_id:1`", default=False),
     "request_id": _field(CHECKS["req_id"], "the `id` of the answer; random if not given"),
@@ -43,16 +43,18 @@ OF_BOTH: dict[str, Json] = {
 }
 OF_CHAT: dict[str, Json] = {
     "messages": _field(CHECKS["messages"], FIELD_DESCRIPTIONS["messages"]),
-    "logprobs": _field(A_BOOL, "of each token of the answer", default=False),
-    "top_logprobs": _field(NUM_TOP, "with `logprobs`, also of as many of the likeliest"),
+    "logprobs": _field(A_BOOL, "logprobs of each token of the answer", default=False),
+    "top_logprobs": _field(NUM_TOP, "with `logprobs`, also those of this many most likely tokens"),
     "tools": {"type": "array", "items": {"type": "object"}, "description": "functions that the model may call"},
     "tool_choice": {"type": ["string", "object"], "description": "`none`, `auto`, `required` or the function to call"},
     "parallel_tool_calls": _field(A_BOOL, "whether there may be several calls in one answer", default=True),
-    "include_reasoning": _field(A_BOOL, "whether what the model thinks is told", default=True),
-    "reasoning_effort": _field(A_STRING, "for the chat template; `none`: no thoughts where it can leave them out"),
+    "include_reasoning": _field(A_BOOL, "whether the response contains the model's reasoning", default=True),
+    "reasoning_effort": _field(
+        A_STRING, "for the chat template; `none` turns reasoning off if the template supports that"
+    ),
     "add_generation_prompt": _field(A_BOOL, "whether the template writes the beginning of an answer", default=True),
-    "enable_thinking": _field(A_BOOL, "whether the model thinks first, where its chat template can leave it out"),
-    "continue_final_message": _field(A_BOOL, "the answer goes on with the last message", default=False),
+    "enable_thinking": _field(A_BOOL, "whether the model reasons first, if its chat template can turn that off"),
+    "continue_final_message": _field(A_BOOL, "the answer continues the last message", default=False),
 }
 OF_COMPLETION: dict[str, Json] = {
     "prompt": {
@@ -62,7 +64,7 @@ OF_COMPLETION: dict[str, Json] = {
     "echo": _field(
         A_BOOL, "the answer begins with the prompt, and with `logprobs` with those of its tokens", default=False
     ),
-    "logprobs": _field(NUM_TOP, "of each token, and of as many of the likeliest in its place"),
+    "logprobs": _field(NUM_TOP, "logprobs of each token and of this many most likely tokens"),
 }
 
 

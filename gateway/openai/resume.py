@@ -54,7 +54,7 @@ def parse_resumed(body: dict[str, Any], is_chat: bool, context: RequestContext) 
         # A model that reasons nevertheless writes its reasoning as content.
         completion = replace(completion, syntax=replace(completion.syntax, reasoning="never"))
     if completion.syntax != NO_SYNTAX:
-        text = "`{field}` cannot be kept where tools or thoughts are told apart: that needs the beginning of the answer"
+        text = "`{field}` is not supported with tools or reasoning, whose parsing needs the whole answer"
         raise InvalidRequest(text, field=LAST_EVENT_ID)
     if len(completion.requests) > 1:
         text = f"with {LAST_EVENT_ID} the `{{field}}` must be one, there are {{value}}"

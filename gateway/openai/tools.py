@@ -51,7 +51,7 @@ class Tools:
             fields["skip_special_tokens"] = options.get("skip_special_tokens", False)
         forms = [name for name in wire.STRUCTURED_OUTPUT_FIELDS if name in options]
         if self.forced and forms not in ([], [OF_WORDS]):
-            raise InvalidRequest("`{field}` cannot be kept beside a `tool_choice` that forces a call", field=forms[0])
+            raise InvalidRequest("`{field}` cannot be combined with a `tool_choice` that forces a call", field=forms[0])
         if self.forced:
             fields["guided_grammar"], unenforced = self._grammar(self.calls, self.forced)
         elif forms == [OF_WORDS] and self.calls.is_enforceable:

@@ -74,7 +74,7 @@ class ResponsesProtocol(OpenAIProtocol):
     def _conversation(self, previous: StoredResponse, context: RequestContext) -> list[dict[str, Any]]:
         """Return the messages of a stored response and its request, without the instructions."""
         if previous.status not in (COMPLETED, INCOMPLETE):
-            text = "the response of `{field}` is {value}, only one that is {limit} can be gone on with"
+            text = "the response of `{field}` is {value}, only one that is {limit} can be continued"
             raise InvalidRequest(text, field=PREVIOUS, value=previous.status, limit=[COMPLETED, INCOMPLETE])
         about, messages = previous.request_parts()
         messages = messages[len(instructions_of(about["body"])) :]

@@ -61,7 +61,7 @@ class TritonTextProtocol(TritonGenerateProtocol):
         return {
             PROMPT: {"type": "string", "description": wire.strip_links(wire.FIELD_DESCRIPTIONS["text"])},
             PARAMETERS: {"type": "object", "properties": options, "description": "fields of the native protocol"},
-            STREAM: {"type": "boolean", "description": "of generate_stream: whether text comes as it is generated"},
+            STREAM: {"type": "boolean", "description": "for generate_stream: send the text as it is generated"},
             "id": {"type": "string", "description": "does nothing"},
         }
 

@@ -170,7 +170,7 @@ def fake_server(
     finally:
         process.kill()
         process.wait()
-        (folder / "over").touch()  # ends children, and what they have started, that nobody has killed
+        (folder / "over").touch()  # ends children that are still running, and their children
 
 
 def main(folder: Path, children: dict[str, str], options: dict) -> int:

@@ -1,4 +1,4 @@
-"""The API key: who needs it, who does not, and that nobody else sees it."""
+"""API key: which paths require it, and that it is never passed on or logged."""
 
 import contextlib
 import json

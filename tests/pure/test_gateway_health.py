@@ -48,7 +48,7 @@ def test_a_ready_model_is_200_with_an_empty_body():
     [
         (ModelState(ready=False, reason="warming up"), 200, 2, "warming up"),
         (ModelState(ready=False), 200, 2, "the model is not ready"),
-        (EngineUnavailable("nobody there"), 503, 1, "nobody there"),
+        (EngineUnavailable("model server unreachable"), 503, 1, "model server unreachable"),
         (ValueError("secret"), 503, 2, "the check failed: ValueError"),
     ],
 )
@@ -109,7 +109,7 @@ def test_live_needs_the_ports_for_clients():
         assert asyncio.run(ask(FakeBackend(), "live", ports=[("127.0.0.1", port)])) == [(200, "")]
     [(status, body)] = asyncio.run(ask(FakeBackend(), "live", ports=[("127.0.0.1", port)]))
     assert (status, body["error_code"]) == (503, 1)
-    assert f"nothing answers on port {port}" in body["error_msg"]
+    assert f"no answer on port {port}" in body["error_msg"]
 
 
 def test_the_service_port_tells_its_health_too():

@@ -303,8 +303,8 @@ def test_a_process_whose_loop_hangs_says_where_and_ends(module, tmp_path):
         assert "in _run_once" in process.stderr.read()
 
 
-def test_who_holds_thousands_of_connections_keeps_nobody_from_the_health_port():
-    """A system's usual limit is 1024 files; beyond it nobody could ask whether the server lives."""
+def test_thousands_of_connections_of_one_client_leave_the_health_port_reachable():
+    """The usual limit is 1024 open files; without a higher one health checks would fail beyond it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     count = MAX_CONNECTIONS + 200
     if hard < 2 * count:

@@ -73,7 +73,7 @@ def test_models_are_the_servers_own_and_its_adapters_with_their_parent():
 
 def test_a_list_of_models_waits_for_a_model_server_that_has_died_rather_than_to_lack_its_adapters(monkeypatch):
     monkeypatch.setattr(retry, "CHECK_EVERY_S", 0.01)
-    back, gone = ModelState(ready=True, loras=["one"]), ModelUnreachable("nobody there")
+    back, gone = ModelState(ready=True, loras=["one"]), ModelUnreachable("model server unreachable")
     for lost, is_told in ((ModelLost("gone"), True), (gone, False)):
         backend = FakeBackend(state=lost)
         with running(backend, **HAS_SOME) as gateway, openai_client(gateway) as client:
@@ -82,7 +82,7 @@ def test_a_list_of_models_waits_for_a_model_server_that_has_died_rather_than_to_
             if is_told:
                 assert [each.id for each in client.models.list()] == ["base", "one"]
             else:  # it was never there
-                with pytest.raises(openai.InternalServerError, match="nobody there"):
+                with pytest.raises(openai.InternalServerError, match="model server unreachable"):
                     client.models.list()
             returns.join()
 

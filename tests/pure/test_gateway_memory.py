@@ -24,7 +24,9 @@ def test_large_requests_share_what_there_is_and_small_ones_need_none():
     first, second, small = BodyMemoryReservation(intake), BodyMemoryReservation(intake), BodyMemoryReservation(intake)
     first.reserve(2 * LARGE_BYTES)
     first.reserve(3 * LARGE_BYTES)
-    with pytest.raises(Overloaded, match=f"have {3 * LARGE_BYTES} bytes, with this one more than {5 * LARGE_BYTES}"):
+    with pytest.raises(
+        Overloaded, match=f"{3 * LARGE_BYTES} bytes, with this one more than the limit of {5 * LARGE_BYTES}"
+    ):
         second.reserve(3 * LARGE_BYTES)
     second.reserve(2 * LARGE_BYTES)
     small.reserve(LARGE_BYTES)
@@ -151,7 +153,7 @@ def test_what_a_connection_has_asked_before_is_no_part_of_its_next_head(monkeypa
             for _ in range(4):
                 each.request("POST", CHAT, json.dumps({"text": "x" * 500_000}))
                 each.getresponse().read()
-        time.sleep(3 * inet_diag.CHECK_EVERY_S)  # with so few nobody looks
+        time.sleep(3 * inet_diag.CHECK_EVERY_S)  # no check runs with so few connections
         for _ in range(4):
             stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port), PATIENCE_S))
         time.sleep(3 * inet_diag.CHECK_EVERY_S)

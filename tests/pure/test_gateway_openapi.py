@@ -223,7 +223,7 @@ def test_an_error_of_the_model_has_the_shape_of_the_protocol_that_asked(kind):
         ("POST", COMPLETIONS, b"x" * 200, 413),
     ],
 )
-def test_an_error_of_nobody_in_particular_has_both_shapes(method, path, body, status):
+def test_an_error_without_a_known_protocol_has_both_shapes(method, path, body, status):
     with running(FakeBackend(), max_body_bytes=100) as gateway:
         code, _, payload = gateway.send(method, path, body)
     told = json.loads(payload)

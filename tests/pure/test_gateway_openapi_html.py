@@ -54,7 +54,7 @@ def test_nothing_else_is_served(gateway, name):
     assert gateway.send("GET", f"/page/{name}")[0] in (401, 404)
 
 
-def test_the_page_is_small_and_names_nobody_else(gateway):
+def test_the_page_is_small_and_names_no_other_host(gateway):
     text = b"".join(file.body for file in FILES.values()).decode()
     assert len(text) < 50_000 and len(text.splitlines()) < 900
     assert set(re.findall(r"https?://[\w.]+", text)) == {"http://www.w3.org"}  # the name of SVG

@@ -44,7 +44,7 @@ def test_the_model_is_told_whose_request_it_is_and_so_is_the_log(body, path, cap
     assert "s3cre" not in caplog.text
 
 
-def test_without_keys_nobody_can_say_that_they_are_somebody():
+def test_without_api_keys_a_request_cannot_claim_an_owner():
     backend = FakeBackend("a")
     with running(backend) as gateway:
         gateway.post(CHAT, {**NATIVE, "_owner": {"name": "root"}})
@@ -69,7 +69,7 @@ def test_the_probe_of_a_start_has_a_key_of_the_file(path):
         b"[{}]",
     ],
 )
-def test_over_grpc_nobody_can_say_that_they_are_somebody_else(given):
+def test_over_grpc_a_request_cannot_claim_another_owner(given):
     for owner in (Owner("alice", 4, None, 2), Owner()):
         body = wire.only_object(wire.payload_with_owner(given, owner))
         assert wire.owner_of(body) == owner

@@ -12,7 +12,7 @@ from gateway.backend import ModelLost, ModelUnreachable
 from tests.pure.gateway_fake import FakeBackend, openai_client, running
 
 CHAT = "/v1/chat/completions"
-LOST, GONE = ModelLost("the model server has gone"), ModelUnreachable("nobody there")
+LOST, GONE = ModelLost("the model server has gone"), ModelUnreachable("model server unreachable")
 A_CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
 
 
@@ -87,7 +87,7 @@ def test_a_model_server_that_does_not_come_back_is_waited_for_as_long_as_for_an_
     with running(backend) as gateway:
         backend.state = GONE
         status, error = gateway.refused(CHAT, {"text": "Hi", "timeout": 0.2})
-    assert (status, error["error_msg"]) == (503, "nobody there")
+    assert (status, error["error_msg"]) == (503, "model server unreachable")
 
 
 def test_a_request_that_was_never_taken_is_refused_at_once():
@@ -210,14 +210,14 @@ def test_only_one_prompt_can_be_gone_on_with():
     assert json.loads(payload)["error"]["message"] == "with Last-Event-ID the `prompt` must be one, there are 2"
 
 
-def test_an_answer_whose_parts_are_told_apart_cannot_be_gone_on_with():
+def test_a_stream_with_tools_or_reasoning_cannot_be_resumed():
     with running(FakeBackend("a"), reasoning_parser="ernie") as gateway:
         headers = {"Last-Event-ID": "0", "X-Request-Id": "q"}
         status, _, payload = gateway.send("POST", CHAT, A_CHAT, headers)
-    assert (status, "tools or thoughts are told apart" in json.loads(payload)["error"]["message"]) == (400, True)
+    assert (status, "not supported with tools or reasoning" in json.loads(payload)["error"]["message"]) == (400, True)
 
 
-def test_where_no_thought_is_wished_it_is_not_told_apart_so_that_the_answer_can_be_gone_on_with():
+def test_a_stream_can_be_resumed_if_reasoning_is_turned_off():
     backend = a_backend(("<think>a</think>", "b"), ("b",))
     backend.reasoning = "does"
     with running(backend, reasoning_parser="qwen3") as gateway:
@@ -227,7 +227,7 @@ def test_where_no_thought_is_wished_it_is_not_told_apart_so_that_the_answer_can_
 
 def test_a_request_waits_for_a_model_server_that_was_there_a_moment_ago(monkeypatch):
     monkeypatch.setattr(retry, "RESTART_WITHIN_S", 0.3)
-    gone = ModelUnreachable("nobody there")
+    gone = ModelUnreachable("model server unreachable")
     gone.was_seen_recently = True
     backend = FakeBackend(gone)
     backend.scripts = [(gone,), (gone,), ("a",)]

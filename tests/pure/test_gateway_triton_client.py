@@ -296,7 +296,7 @@ def test_a_stream_that_ends_without_a_final_response_is_an_error():
     asyncio.run(scenario())
 
 
-def test_nobody_listening_is_engine_unavailable():
+def test_a_closed_port_is_engine_unavailable():
     async def scenario():
         backend = TritonBackend(TritonConnections("127.0.0.1:1"))
         with pytest.raises(ModelUnreachable, match="^the model server does not answer$"):  # and no address

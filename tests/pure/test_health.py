@@ -45,7 +45,7 @@ def test_an_engine_that_the_model_heard_of_before_its_start_is_not_healthy_yet()
     assert engine.healthy_since is None
 
 
-def test_silence_makes_nobody_healthy():
+def test_silence_marks_no_process_healthy():
     triton = a_child("tritonserver")
     note_healthy(silence(1008.0, 1), None, [triton])
     assert triton.healthy_since is None

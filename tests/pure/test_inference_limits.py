@@ -48,7 +48,7 @@ def test_a_client_that_takes_nothing_for_long_is_taken_for_gone(tmp_path, monkey
             call = stub.ModelStreamInfer(iter([a_request()]))
             await call.read()
             await triton.is_cancelled.wait()
-            with pytest.raises(grpc.aio.AioRpcError, match="the client took nothing for 0.1 s"):
+            with pytest.raises(grpc.aio.AioRpcError, match="the client read nothing for 0.1 s"):
                 while await call.read() is not grpc.aio.EOF:
                     pass
 
@@ -71,7 +71,7 @@ def test_a_text_that_is_too_long_is_refused_before_tritonserver(tmp_path):
     run(scenario())
 
 
-def test_large_requests_that_nobody_has_begun_to_answer_are_limited_and_small_ones_are_not(tmp_path):
+def test_large_requests_without_a_first_answer_are_limited_and_small_ones_are_not(tmp_path):
     async def scenario():
         triton = FakeTriton(WAIT, "a", NEVER)
         large = {"text": "x" * (2 * LARGE_BYTES)}
@@ -183,7 +183,7 @@ def test_of_a_connection_with_too_much_the_streams_that_wait_are_told_so_and_the
                 assert response.infer_response.id == name
                 assert (fields["error_code"], fields["error_type"], fields["is_end"]) == (429, "overloaded", 1)
             assert await idle.read() is grpc.aio.EOF
-            with pytest.raises(grpc.aio.AioRpcError, match="requests that are not complete yet have"):
+            with pytest.raises(grpc.aio.AioRpcError, match="incomplete requests hold"):
                 await busy.read()
 
     run(scenario())
@@ -202,7 +202,7 @@ def test_without_the_kernels_word_all_is_served_and_the_log_says_it(tmp_path, mo
                 await asyncio.sleep(0.05)
 
     run(scenario())
-    assert caplog.text.count("what is unfinished has no limit") == 1
+    assert caplog.text.count("incomplete requests are not limited") == 1
 
 
 @NEEDS_SOCK_DIAG

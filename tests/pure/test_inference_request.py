@@ -61,7 +61,7 @@ def test_the_id_and_the_wish_for_an_empty_end_are_kept():
     assert len(fresh.parameters) == 1
 
 
-def test_fields_that_nobody_knows_do_not_pass():
+def test_unknown_fields_are_not_forwarded():
     unknown = b"\x9a\x06\x03abc"  # field 99
     request = parse(infer_request({"text": "hi"}).SerializeToString() + unknown)
     assert unknown not in rewritten(request, payload_of(request))

@@ -187,7 +187,7 @@ def body_of(request):
 def test_no_tritonserver_is_the_same(tmp_path):
     async def scenario():
         async with serving(tmp_path, FakeTriton()) as (front, port), a_client(port) as stub:
-            front._connections._target = f"unix:{tmp_path}/nobody"
+            front._connections._target = f"unix:{tmp_path}/missing"
             [(_, fields, _)] = await answers(stub.ModelStreamInfer(iter([a_request()])))
             assert fields["error_msg"] == "the model server does not answer"
             with pytest.raises(grpc.aio.AioRpcError) as caught:

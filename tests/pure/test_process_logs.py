@@ -94,7 +94,7 @@ def test_the_console_copies_whole_lines_once_with_their_process(tmp_path, pipe):
     assert reader.read().splitlines() == ["our own", "[engine] one", "[engine] after"]
 
 
-def test_nobody_waits_for_a_terminal_that_stands_still_and_nothing_is_lost(tmp_path, pipe):
+def test_a_blocked_terminal_blocks_no_process_and_nothing_is_lost(tmp_path, pipe):
     reader, writer = pipe
     path = tmp_path / "a.log"
     console = logs.LogConsole({"": path}, writer.fileno())
@@ -115,10 +115,10 @@ def test_what_is_written_last_is_copied_before_the_end(tmp_path, pipe):
     assert reader.readline() == "the last words\n"
 
 
-def test_an_input_processor_that_has_left_hurts_nobody(tmp_path, pipe):
+def test_a_closed_terminal_ends_no_process(tmp_path, pipe):
     reader, writer = pipe
     path = tmp_path / "a.log"
-    path.write_text("to nobody\n")
+    path.write_text("unread\n")
     reader.close()
     logs.LogConsole({"": path}, writer.fileno()).copy()
 

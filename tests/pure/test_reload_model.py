@@ -92,7 +92,7 @@ def test_a_model_that_does_not_become_ready_is_followed_by_the_one_before(tmp_pa
         server.answer(state=is_ready, model_error="it does not answer")
         want(server, why)
         server.wait_until(lambda: server.notes.count("engine started") >= 2)
-        server.wait_until(lambda: "going back" in server.log)
+        server.wait_until(lambda: "restoring" in server.log)
         server.answer(**READY)
         lines = []
         assert follow(server.run_dir, old.supervisor, "me", lines.append) == 1

@@ -99,7 +99,7 @@ def test_a_process_is_known_while_it_lives(sleeper):
     assert Process.of("sleeper", sleeper.pid) is None
 
 
-def test_a_process_whose_name_was_cut_within_a_character_hurts_nobody(tmp_path):
+def test_a_process_name_that_is_cut_within_a_character_is_read(tmp_path):
     """The kernel keeps 15 bytes of a name; anybody's process may have such a one."""
     program = tmp_path / ("\u0430" * 8)
     program.symlink_to(shutil.which("sleep"))

@@ -94,7 +94,7 @@ def test_it_waits_as_long_as_for_an_answer(tmp_path, write):
     write("", "old", is_changing=True)
     with running(backend, run_dir=str(tmp_path)) as gateway:
         status, error = gateway.refused(CHAT, {**ASKED, "timeout": 0.1})
-    assert (status, error["error_msg"]) == (503, "the model is being changed for another, which takes long")
+    assert (status, error["error_msg"]) == (503, "the model is still being reloaded; retry later")
     assert backend.bodies == []
 
 
@@ -112,7 +112,7 @@ def test_an_answer_that_was_begun_goes_on_with_its_own_model_or_not_at_all(tmp_p
         backend.go()
         status, text = asking.answer()
     if is_another:
-        assert status == 503 and "the model was changed for another before the answer had its end" in text
+        assert status == 503 and "the model was replaced by a reload before the answer was complete" in text
         assert len(backend.bodies) == 1
     else:
         assert '"tokens_all":"ab"' in text

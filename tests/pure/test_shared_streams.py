@@ -82,7 +82,7 @@ def test_without_a_shared_stream_all_goes_on_the_requests_own(streams, name):
     assert own.sent == [(written(1), False), (written(2), True)]
 
 
-def test_a_stream_ends_when_nobody_shares_it_and_not_before(streams):
+def test_a_shared_stream_ends_when_it_has_no_requests_and_not_before(streams):
     shared = Sender()
     streams.open("s", shared)
     a = streams.join("s", 7, Sender())
@@ -160,7 +160,7 @@ def test_a_response_that_takes_long_holds_up_one_thread_which_sends_what_comes_m
 
 
 def test_what_is_left_when_a_stream_breaks_is_lost_with_it(streams, monkeypatch):
-    """Nobody tries for ever to send it."""
+    """The answer is not sent forever."""
     monkeypatch.setattr(shared_streams, "MAX_RESPONSE_BYTES", 1)
     shared, own = Sender(), Sender()
     streams.open("s", shared)

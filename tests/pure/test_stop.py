@@ -81,7 +81,7 @@ def test_an_interrupted_stop_is_one_line_and_the_server_goes_on_ending(tmp_path)
             stopping.send_signal(signal.SIGINT)
             _, said = stopping.communicate(timeout=20)
         assert stopping.returncode == 130
-        assert said == "\nstop_server: interrupted; a server that was asked to end goes on ending\n"
+        assert said == "\nstop_server: interrupted; a server that was asked to stop continues to stop\n"
         assert server.state.phase == "stopping"
 
 

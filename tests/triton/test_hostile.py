@@ -145,7 +145,7 @@ def test_any_bytes_may_come_to_any_port(server, port):
                 assert [word for word in INSIDE if word.encode() in answer] == []
 
 
-def test_a_thousand_connections_to_each_port_keep_nobody_out_and_end_no_process(server):
+def test_a_thousand_connections_to_each_port_block_no_client_and_end_no_process(server):
     """Those to the port of the metrics made the supervisor end tritonserver: it may have 1,024 files."""
     with contextlib.ExitStack() as stack:
         for port in server.ports.values():

@@ -49,7 +49,7 @@ def texts(browser, selector):
     return [each.text for each in browser.find(selector)]
 
 
-def test_it_chats_with_the_real_server_shows_what_that_does_and_asks_nobody_else(browser, tmp_path):
+def test_it_chats_with_the_real_server_shows_its_state_and_contacts_no_other_host(browser, tmp_path):
     with running_server(tmp_path, {}) as server:
         browser.open(server.http_url + "/")
         browser.until(lambda: texts(browser, "h1") == ["demo_model"])

@@ -141,7 +141,7 @@ def test_a_model_that_does_not_become_ready_leaves_the_one_before(server, tmp_pa
         load.wait_for(8)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "failed: engine ended with exit status" in done.stdout
-    assert f"going back to {served[0]}" in done.stdout
+    assert f"restoring {served[0]}" in done.stdout
     assert all(tokens == old[prompt] for prompt, tokens in load.tokens())
     assert (models(server), state_of(server).phase, answers_of(server)) == (served, "ready", old)
 

@@ -46,7 +46,7 @@ def test_an_interrupted_command_ends_at_once_and_goes_on_the_next_time(server, m
         running.send_signal(signal.SIGINT)
         _, said = running.communicate(timeout=60)
     assert running.returncode == 130
-    assert said == "download_model.py: interrupted; the same command goes on from here\n"
+    assert said == "download_model.py: interrupted; run the same command again to continue\n"
     assert files_in(download(NAME, tmp_path, mirror).model_dir) == STATIC
     assert server.ranges_of(weights_url()) == [None, "bytes=100000-", "bytes=100000-"]
 
