@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine.core.types import PENDING, Arrival, Batch, Executor, Row, StepOutput
+from engine.core.updates import make
 from engine.executors.ngram import NgramDrafter
 from engine.settings.config import Config
 
@@ -39,17 +40,19 @@ class DraftedSlot:
     max_len: int  # positions that it may come to hold, see `Request.max_len`
     drafter: Drafter
 
-    def fill_in(self, row: Row) -> Row:
-        """Return the row with the token that was PENDING. A request that has ended by its length meanwhile computes the
-        last of its positions again, with the same token."""
-        start = min(len(self.token_ids), self.max_len) - 1
-        return row._replace(start=start, token_ids=[max(self.token_ids[start], 0)])  # NO_TOKEN: it has failed
-
-    def with_drafts(self, row: Row, max_drafts: int) -> Row:
-        """Return the row, which has the last token, with at most `max_drafts` draft tokens behind it."""
-        max_drafts = min(row.max_drafts, max_drafts, self.max_len - 1 - row.start)
-        drafts = self.drafter.propose(self.token_ids, max_drafts) if max_drafts > 0 else ()
-        return row._replace(token_ids=[*row.token_ids, *drafts], num_sampled=1 + len(drafts), max_drafts=0)
+    def fill_in(self, row: Row, max_drafts: int) -> Row:
+        """Return the row with the token that was PENDING and at most `max_drafts` draft tokens behind the last one. A
+        request that has ended by its length meanwhile computes the last of its positions again, with the same token."""
+        slot, start, known, new_block_ids, num_sampled, forks, prompt_spec, reserved = row
+        token_ids = [*known]
+        if token_ids[0] == PENDING:
+            start = min(len(self.token_ids), self.max_len) - 1
+            token_ids[0] = max(self.token_ids[start], 0)  # NO_TOKEN: the request has failed
+        max_drafts = min(reserved, max_drafts, self.max_len - 1 - start)
+        if max_drafts > 0:
+            token_ids += self.drafter.propose(self.token_ids, max_drafts)
+            num_sampled = len(token_ids)
+        return make(Row, (slot, start, token_ids, new_block_ids, num_sampled, forks, prompt_spec, 0))
 
 
 @dataclass
@@ -124,7 +127,7 @@ class DraftingExecutor:
             return self._compute(batch, step)
         except BaseException as error:
             self._error = error
-            if not step.drafted.done():  # whoever waits for the drafts must not wait for ever
+            if not step.drafted.done():  # else `drafts` would wait for ever
                 step.drafted.set_exception(error)
             raise
 
@@ -143,15 +146,14 @@ class DraftingExecutor:
 
     def _fill_in(self, batch: Batch) -> tuple[Batch, dict[int, Sequence[int]]]:
         """Return the batch with all its tokens, and by slot those of them that were drafted here."""
-        rows, drafts, num_left = [], {}, batch.max_drafts
+        rows: list[Row] = []
+        drafts, num_left = {}, batch.max_drafts
         for row in batch.rows:
-            slot = self._slots[row.slot]
-            if row.token_ids[0] == PENDING:
-                row = slot.fill_in(row)
-            if row.max_drafts:
-                row = slot.with_drafts(row, num_left)
-                drafts[row.slot] = row.token_ids[1:]
-                num_left -= len(drafts[row.slot])
+            if row.max_drafts or row.token_ids[0] == PENDING:
+                row = self._slots[row.slot].fill_in(row, num_left)
+                if row.num_sampled > 1:
+                    drafts[row.slot] = row.token_ids[1:]
+                    num_left -= row.num_sampled - 1
             rows.append(row)
         return batch._replace(rows=rows, max_drafts=0), drafts
 

@@ -93,7 +93,7 @@ def test_all_rows_together_have_no_more_drafts_than_the_batch_may_have():
     arrivals = [Arrival(slot, [10 * slot], 1, GREEDY) for slot in range(3)]
     rows = [Row(slot, 0, [10 * slot], [[slot]], max_drafts=3) for slot in range(3)]
     step = executor.launch(Batch(rows, arrivals, max_drafts=4))
-    assert {slot: len(drafts) for slot, drafts in step.drafts().items()} == {0: 3, 1: 1, 2: 0}
+    assert {slot: len(drafts) for slot, drafts in step.drafts().items()} == {0: 3, 1: 1}
     executor.close()
 
 
