@@ -87,7 +87,7 @@ def main() -> None:
     )
     requests, compiled_s = [], []
     for index in range(NUM_ROWS):
-        request = Request(str(index), [1], 1, Sampling(1000, stop_token_ids=(EOS_ID,), form=form))
+        request = Request(str(index), [1], 1, Sampling(1000, stop_token_ids=(EOS_ID,), structured_output=form))
         started = time.perf_counter()
         begun = grammars.begin(request)
         while not begun.done():

@@ -81,7 +81,7 @@ class EngineLoop:
         later, by an Update, if its grammar does not compile."""
         if request.sampling.adapter:
             self.adapters.need(request.sampling.adapter)
-        if request.sampling.form:
+        if request.sampling.structured_output:
             assert self._grammars
             if len(self._compiling) >= self.scheduler.limits.max_waiting and not replay:
                 raise queue_full(len(self._compiling), self.scheduler.limits.max_waiting)

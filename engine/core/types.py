@@ -33,7 +33,7 @@ class Sampling(SamplingParameters):
     # Outputs of the prompt
     num_prompt_logprobs: int = -1  # of all tokens but the first, as num_logprobs
     pooling: str = ""  # hidden states of the last layer: `last` or the `mean` of all; empty: not wanted
-    form: tuple[str, ...] = ()  # of a structured output: the request field and the text of its grammar
+    structured_output: tuple[str, ...] = ()  # the request field and the text of its grammar
     # LoRA adapter: an id that is unique to its files, and their folder
     adapter: tuple[str, ...] = ()
 
@@ -45,7 +45,7 @@ class Sampling(SamplingParameters):
     @property
     def needs_output_tokens(self) -> bool:
         """Return whether sampling a token needs the output tokens before it, in addition to their number."""
-        is_bound = bool(self.form) or self.num_beams > 0
+        is_bound = bool(self.structured_output) or self.num_beams > 0
         return self.has_penalty or is_bound or any(len(word) > 1 for word in self.bad_words)
 
 
@@ -108,7 +108,7 @@ class Request:
     salt: str = ""  # requests with different salts never share cached blocks
     owner: str = ""  # API key or client; waiting requests of each owner get equal shares
     priority: int = 0  # lower values start earlier
-    grammar: Grammar | None = None  # of `sampling.form`, set when it is compiled
+    grammar: Grammar | None = None  # of `sampling.structured_output`, set when it is compiled
     in_lockstep: bool = False  # it and its forks need slots at the same time and get no draft tokens
     # State of the scheduler
     state: State = State.WAITING

@@ -92,7 +92,7 @@ class Matcher:
     def __init__(self, grammar: CompiledGrammar, request: Request, pool: Pool):
         self.matcher_id = next(self._ids)
         self.grammar = grammar
-        self.field = request.sampling.form[0]
+        self.field = request.sampling.structured_output[0]
         self.stop_ids = request.sampling.stop_token_ids
         self.mask = NO_MASK  # of the next token, where it is known already
         self.is_ready = False

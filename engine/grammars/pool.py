@@ -63,10 +63,10 @@ class GrammarPool:
 
     def begin(self, request: Request) -> Future[Sequence[Grammar]]:
         """See `engine.core.grammar.Grammars`."""
-        field, form = request.sampling.form
+        field, text = request.sampling.structured_output
         if field == FIELD:
             return allowed_tokens(request, self._vocab_size)
-        grammar = self._compiler.find(form, request.owner)
+        grammar = self._compiler.find(text, request.owner)
         if isinstance(grammar, Refusal):
             refused: Future[Sequence[Grammar]] = Future()
             refused.set_exception(grammar.error(field))

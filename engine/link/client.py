@@ -234,7 +234,7 @@ class EngineClient:
         with contextlib.suppress(OSError):  # a full disk: the crash counts as one that is not attributed
             self._suspect_file.unlink(missing_ok=True)
             if submissions:
-                blamed = "".join(submissions[0].sampling.form) or submissions[0].request_id
+                blamed = "".join(submissions[0].sampling.structured_output) or submissions[0].request_id
                 self._suspect_file.write_text(hashlib.sha256(blamed.encode()).hexdigest())
 
     def _cancelled(self, entry: JournalEntry, request_id: str, is_complete: bool) -> None:

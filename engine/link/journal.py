@@ -52,7 +52,7 @@ class JournalEntry:
     @property
     def has_grammar(self) -> bool:
         """Return whether an answer has structured output."""
-        return any(submission.sampling.form for submission in self.answers.values())
+        return any(submission.sampling.structured_output for submission in self.answers.values())
 
 
 class Journal:

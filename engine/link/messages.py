@@ -125,8 +125,9 @@ def unpack_sampling(fields: Any, bounds: ModelBounds) -> Sampling:
         _check(type(value) in kinds and low <= value <= high, name)
     _check(_are_ids(sampling.stop_token_ids, bounds), "stop_token_ids")
     _check(sampling.pooling in ("", *POOLINGS), "pooling")
-    form = sampling.form
-    _check(form == () or (isinstance(form, tuple) and tuple(map(type, form)) == (str, str)), "form")
+    structured_output = sampling.structured_output
+    is_pair = isinstance(structured_output, tuple) and tuple(map(type, structured_output)) == (str, str)
+    _check(structured_output == () or is_pair, "structured_output")
     adapter = sampling.adapter
     _check(adapter == () or (isinstance(adapter, tuple) and tuple(map(type, adapter)) == (str, str)), "adapter")
     words, biases = sampling.bad_words, sampling.logit_bias

@@ -122,7 +122,7 @@ class InputProcessor:
             length_penalty=request.length_penalty,
             num_prompt_logprobs=request.prompt_logprobs,
             pooling="last" if request.pooling == SCORE else request.pooling or "",
-            form=grammar,
+            structured_output=grammar,
             adapter=self.loras.find(request.lora_name) if request.lora_name else (),
         )
 

@@ -39,7 +39,7 @@ def allowed_tokens(request: Request, vocab_size: int) -> Future[Sequence[Grammar
     """Return the grammar that a request and its forks share, or an error if an answer already contains other tokens."""
     begun: Future[Sequence[Grammar]] = Future()
     answers = (request, *request.forks)
-    grammar = AllowedTokens(request.sampling.form[1], vocab_size)
+    grammar = AllowedTokens(request.sampling.structured_output[1], vocab_size)
     if all(grammar.token_ids.issuperset(each.token_ids[each.prompt_len :]) for each in answers):
         begun.set_result([grammar] * len(answers))
     else:

@@ -50,7 +50,13 @@ def a_request(name, field, value, token_ids=(), **sampling):
     options = {"any_whitespace": sampling.pop("any_whitespace", True), "reasoning": sampling.pop("reasoning", None)}
     form = (field, write_grammar(STRUCTURED_OUTPUT_FIELDS[field](field, value), **options)) if field else ()
     seed = sampling.pop("seed", 0)
-    given = {"max_new_tokens": 900, "temperature": 1.0, "stop_token_ids": STOP_IDS, "form": form, **sampling}
+    given = {
+        "max_new_tokens": 900,
+        "temperature": 1.0,
+        "stop_token_ids": STOP_IDS,
+        "structured_output": form,
+        **sampling,
+    }
     requests = [
         Request(f"{name}{'-' * index}", [*PROMPT, *token_ids], len(PROMPT), Sampling(seed=seed + index, **given))
         for index in range(1 + num_forks)

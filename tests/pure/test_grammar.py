@@ -203,7 +203,7 @@ def test_a_thought_ends_when_its_tokens_are_spent(tokenizer, method):
     def ids(name, begin, likes):
         form = ("reasoning_max_tokens", unconstrained_answer(reasoning, begin))
         options = {"temperature": 1.0, "max_new_tokens": 30, "stop_token_ids": STOP_IDS, "logit_bias": likes}
-        guided.run(Request(name, list(PROMPT), len(PROMPT), Sampling(**options, form=form)))
+        guided.run(Request(name, list(PROMPT), len(PROMPT), Sampling(**options, structured_output=form)))
         return guided.token_ids[name]
 
     never = (end, -100.0)

@@ -54,7 +54,9 @@ def answers_of(graph_dir, **settings):
         executor.allocate(100)
         loop = EngineLoop(executor, 100, config, grammars)
         for seed in range(6):
-            sampling = Sampling(256, temperature=float(seed % 2), seed=seed, stop_token_ids=(299,), form=form)
+            sampling = Sampling(
+                256, temperature=float(seed % 2), seed=seed, stop_token_ids=(299,), structured_output=form
+            )
             loop.add(Request(str(seed), [seed + 7, 20], 2, sampling))
         loop.add(Request("free", [9, 20], 2, Sampling(100)))
         answers = {}
@@ -144,7 +146,9 @@ def test_after_a_crash_nobody_waits_for_a_grammar_that_takes_long_to_compile(tok
     form = ("guided_json", json.dumps({"grammars": [{"json_schema": {"type": "integer", "multipleOf": 7777777}}]}))
     with a_client(address) as client:
         with Engine(address, tokenizer) as engine:
-            client.submit(PROMPT, [Submission("slow", Sampling(9, stop_token_ids=(EOS_ID,), form=form), slow)])
+            client.submit(
+                PROMPT, [Submission("slow", Sampling(9, stop_token_ids=(EOS_ID,), structured_output=form), slow)]
+            )
             client.submit(PROMPT, [Submission("quick", Sampling(30), quick)])
             wait_until(lambda: engine.model.may_step.release() or quick.token_ids)
         with Engine(address, tokenizer) as engine:
@@ -156,7 +160,9 @@ def test_a_form_that_cannot_be_compiled_is_refused_over_the_socket(tokenizer):
     address, listener = a_free_address(), Collector()
     form = ("guided_regex", write_grammar(STRUCTURED_OUTPUT_FIELDS["guided_regex"]("guided_regex", "(")))
     with a_client(address) as client, Engine(address, tokenizer):
-        client.submit(PROMPT, [Submission("a", Sampling(9, stop_token_ids=(EOS_ID,), form=form), listener)])
+        client.submit(
+            PROMPT, [Submission("a", Sampling(9, stop_token_ids=(EOS_ID,), structured_output=form), listener)]
+        )
         error = listener.wait()
     assert isinstance(error, InvalidRequest)
     assert (error.field, str(error)[:38]) == ("guided_regex", "The `guided_regex` cannot be compiled:")

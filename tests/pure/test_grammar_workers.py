@@ -44,7 +44,9 @@ def grammars(**settings):
 def raw_request(name, schema, owner="", **sampling):
     """One that no check has seen."""
     form = ("guided_json", json.dumps({"grammars": [{"json_schema": schema}]}))
-    request = Request(name, list(PROMPT), len(PROMPT), Sampling(900, stop_token_ids=STOP_IDS, form=form, **sampling))
+    request = Request(
+        name, list(PROMPT), len(PROMPT), Sampling(900, stop_token_ids=STOP_IDS, structured_output=form, **sampling)
+    )
     request.owner = owner
     return request
 

@@ -154,7 +154,7 @@ def test_an_expression_that_ends_within_an_escape_is_refused(processor):
             "guided_regex",
             "The `guided_regex` ends with a backslash that escapes nothing",
         )
-    assert processor.process(a_request(guided_regex="a\\\\")).sampling.form
+    assert processor.process(a_request(guided_regex="a\\\\")).sampling.structured_output
 
 
 # --- lengths: the model takes 100 tokens, of these 80 in the prompt and 50 in the answer
@@ -334,7 +334,7 @@ def test_how_long_a_model_may_think_is_a_form(tmp_path):
     knowing = an_input_processor(Tokenizer.load(tmp_path), VOCAB_SIZE, grammar_builder=GrammarBuilder(reasoning="may"))
 
     def form_of(processor, **fields):
-        return sampling_of(processor, **{"text": "hi", "reasoning_max_tokens": 7, **fields}).form
+        return sampling_of(processor, **{"text": "hi", "reasoning_max_tokens": 7, **fields}).structured_output
 
     field, form = form_of(knowing)
     begin, end = marks.values()

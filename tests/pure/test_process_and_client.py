@@ -369,7 +369,7 @@ def test_a_submission_that_cannot_be_packed_is_refused_alone(is_there_yet):
             wait_until(lambda: client.stats)
         before, after = submit(client, [5], 3), Collector()
         wrong = [
-            submit(client, [5], form=("guided_regex", "\ud800")),
+            submit(client, [5], structured_output=("guided_regex", "\ud800")),
             submit(client, [2**70]),
             submit(client, [object()]),
         ]

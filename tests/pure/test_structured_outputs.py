@@ -38,7 +38,7 @@ def refusal(**fields):
 def asked(tokenizer, options=None, **fields):
     """The field and the form that the engine gets."""
     processor = an_input_processor(tokenizer, 330, (200, 100, 100), grammar_builder=GrammarBuilder(**(options or {})))
-    return processor.process(parsed(**fields)).sampling.form
+    return processor.process(parsed(**fields)).sampling.structured_output
 
 
 @pytest.mark.parametrize(
@@ -286,5 +286,5 @@ def test_the_end_of_the_prompt_says_whether_a_model_thinks_and_else_its_client_a
     )
     for flag, expected in ((True, usually), (False, without)):
         prompt = processor.process(parsed(guided_regex="a", chat_template_kwargs={"enable_thinking": flag}))
-        assert (prompt.reasoning, "thought" in prompt.sampling.form[1]) == (expected, expected != "never")
+        assert (prompt.reasoning, "thought" in prompt.sampling.structured_output[1]) == (expected, expected != "never")
     assert replace(processor, grammar_builder=GrammarBuilder()).process(parsed(guided_regex="a")).reasoning is None
