@@ -17,12 +17,12 @@ SMALL_GROUP = 32  # the other number of them that may have a scale
 
 
 def scale_bytes(cache_dtype: np.dtype | str) -> int:
-    """At the end of a key or value in a cache of this type: of the scale of its int8 numbers, in bf16."""
+    """Return the size in bytes of the bf16 scale at the end of each int8 key or value in a cache; 0 for other types."""
     return 2 if np.dtype(held_as(str(cache_dtype))) == np.int8 else 0
 
 
 def held_as(name: str) -> np.dtype:
-    """What the ops hold it in."""
+    """Return the NumPy type with which the ops store values of the type `name`: uint16 for bfloat16."""
     return np.dtype(np.uint16 if name == "bfloat16" else name)
 
 

@@ -1,6 +1,7 @@
-"""What can fail, in two families: a request (`RequestError`, a closed set of kinds), and the set-up (`SetupError`).
+"""Errors in two families: of requests (`RequestError`, a closed set of kinds) and of the set-up (`SetupError`). It
+defines kinds and codes, independent of protocols.
 
-Knows kinds and codes, not protocols. Set-up errors of one part (models, graph, ops) are defined beside it.
+Set-up errors of one part (models, graph, ops) are defined in that part.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ class RequestError(Exception):
         return {name: each for name, each in known.items() if each is not None}
 
     def worded(self, names: Mapping[str, str]) -> str:
-        """The sentence for clients that call fields as `names` says, where they do not use the native name."""
+        """Return the message for clients of a protocol with other field names. `names` maps native names to theirs."""
         return self.text.format_map(_Words(self, names)) if self.cause else self.text
 
     def __str__(self) -> str:
         return self.worded({})
 
     def blaming(self, field: str) -> RequestError:
-        """The same error with the field, where the one who raised it could not know that."""
+        """Return the same error with the field, for callers that know which field has caused it."""
         return type(self)(literally(self.text), field=field)
 
 
 class _Words(dict[str, str]):
-    """What stands for the names in an error's template."""
+    """Values of the placeholders in the template of an error."""
 
     def __init__(self, error: RequestError, names: Mapping[str, str]):
         field = error.field or ""
@@ -59,7 +60,7 @@ class _Words(dict[str, str]):
 
 
 def literally(text: str) -> str:
-    """A text in an error's template: braces are its own."""
+    """Escape the braces of a text for the template of an error."""
     return text.replace("{", "{{").replace("}", "}}")
 
 
@@ -74,7 +75,8 @@ def _shown_limit(limit: Any) -> str:
 
 
 class NoToken(RequestError):
-    """Of one request only: the engine must not crash with it, or be crashed by its replay."""
+    """The model gave no usable token for a single request. The engine continues, and a replay of the request must not
+    crash it."""
 
     def __init__(self) -> None:
         super().__init__("the model gave no token: its logits are no numbers, or every token is banned")
@@ -108,7 +110,7 @@ class UnknownAnswer(RequestError):
 
 
 class UnknownModel(RequestError):
-    """Of an adapter that is not loaded, or a model that is not served."""
+    """The request names an adapter that is not loaded, or a model that is not served."""
 
     kind = "model_not_found"  # as OpenAI calls it
     code = 404
@@ -172,14 +174,16 @@ def waited_too_long(limit_s: float) -> Overloaded:
 
 
 def error_of(kind: str, text: str, retry_after_s: int | None = None, **cause: Any) -> RequestError:
-    """The error that crossed a process border with these of its attributes; an unknown kind is an internal error."""
+    """Return the error with these attributes, after they have crossed a process boundary. An unknown kind is an
+    internal error."""
     error = KINDS.get(kind, RequestError)(text, **cause)
     error.retry_after_s = retry_after_s
     return error
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """What the client is told about `error`. Of a bug of ours only its type: the log has the rest."""
+    """Return the error to report to the client. An unexpected exception is reported by its type only; the log contains
+    the rest."""
     if isinstance(error, RecursionError):  # JSON may be read that is too deep to be compared or written
         return InvalidRequest("the request is nested too deeply")
     return error if isinstance(error, RequestError) else RequestError(f"internal error: {type(error).__name__}")
@@ -195,8 +199,8 @@ class ConfigError(SetupError):
 
 
 class HostLost(SetupError):
-    """Another machine that holds the model with this one has ended or cannot be reached. Nobody's crash: the engine
-    starts anew and waits for it."""
+    """Another host of the model has ended or cannot be reached. It is not counted as a crash of a request: the engine
+    restarts and waits for the host."""
 
     exit_status = os.EX_TEMPFAIL  # of the engine's process
 

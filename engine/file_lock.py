@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def unfollowed(path: str, flags: int) -> int:
-    """An opener for `open`: what is written does not go where a symbolic link at `path` leads."""
+    """Open a file without following a symbolic link at `path`; an opener for `open`. Raises OSError."""
     try:
         return os.open(path, flags | os.O_NOFOLLOW, 0o666)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""When Python looks for garbage, in the processes that tokens pass through."""
+"""Frequency of Python's garbage collection in processes that handle tokens."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ OF_REQUESTS = 10_000, 10, 10  # where what lives is requests, which may be large
 
 
 def collect_garbage_seldom(thresholds: tuple[int, int, int] = OF_STEPS) -> None:
-    """From now on: a step makes thousands of small objects that go by themselves, and looking through all that live for
-    cycles every 700 of them is a tenth of the time of what is not the graph."""
+    """Collect garbage less often from now on. A step creates thousands of small objects without cycles; searching for
+    cycles every 700 objects takes a tenth of the time outside the graph."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*thresholds)

@@ -48,7 +48,7 @@ class Answer:
 
 
 def _plain(value: Any) -> Any:
-    """NumPy's numbers and arrays are those of JSON to their users."""
+    """Convert NumPy numbers and arrays to the corresponding Python values."""
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
 
@@ -95,7 +95,9 @@ class LLM:
         self.tokenizer = Tokenizer.load(graph_dir)
         executor = make_executor(graph_dir, config, owns_process=False)
         self._num_blocks = allocate_cache(executor, config, Manifest.read(graph_dir).max_seq_len)
-        self._config = replace(config, max_cached_task_num=2**31, max_waiting_tokens=2**62)  # nobody else is waiting
+        self._config = replace(
+            config, max_cached_task_num=2**31, max_waiting_tokens=2**62
+        )  # limits of a server do not apply
         self._grammars = GrammarPool(partial(Tokenizer.load, graph_dir), Manifest.read(graph_dir).vocab_size, config)
         self._loop = EngineLoop(executor, self._num_blocks, self._config, self._grammars)
         self._lock = threading.Lock()  # of the loop: calls from several threads take turns
@@ -109,12 +111,13 @@ class LLM:
         sampling: dict[str, Any] | None = None,
         progress: bool = True,
     ) -> list[Answer]:
-        """A prompt is a text (continued as it stands), token ids, or a dict of native request fields such as
-        `{"messages": [...]}`. `sampling` holds native request fields for all of them (`max_dec_len`, ...); those of a
-        prompt win, by whichever of their names. A prompt with `n` has that many answers, one after the other; with
-        `best_of` or `use_beam_search` the likeliest, the best first.
-        Raises InvalidRequest before anything runs if one of the prompts is refused, NoToken when the model breaks down,
-        RuntimeError after `close` and in a fork of the process that made this.
+        """Generate answers to prompts, in their order. A prompt is a text (continued as it stands), token ids, or a
+        dict of native request fields such as `{"messages": [...]}`. `sampling` holds native request fields for all of
+        them (`max_dec_len`, ...); fields of a prompt take precedence, under any of their names. A prompt with `n` gives
+        `n` consecutive answers; with `best_of` or `use_beam_search` the most likely ones, best first.
+
+        Raises InvalidRequest before anything runs if a prompt is refused, NoToken if the model gives no usable logits,
+        RuntimeError after `close` and in a fork of the process that created this object.
         """
         if os.getpid() != self._pid:  # it would wait for threads that are its parent's
             text = f"this LLM belongs to process {self._pid}, of which this is a fork: start processes with 'spawn', "
@@ -140,7 +143,8 @@ class LLM:
         return [item.finished() for answers in by_prompt for item in select_best(answers, answers[0].options.n)]
 
     def close(self) -> None:
-        """When the call that runs has ended. Harmless when it is closed; a fork closes nothing of its parent's."""
+        """Free the model when the running call has ended. Has no effect if it is closed, or in a fork of the
+        process."""
         if os.getpid() != self._pid:
             return
         with self._lock:
@@ -160,7 +164,7 @@ class LLM:
                 bar.set_postfix_str(f"{num_tokens / (time.monotonic() - started):.1f} tok/s", refresh=False)
 
     def _open(self, index: int, prompt: str | list[int] | dict[str, Any], sampling: dict[str, Any]) -> list[_Open]:
-        """One for each answer; the others are forks of the first."""
+        """Return one open request per answer; the others are forks of the first."""
         if isinstance(prompt, str):
             prompt = {"text": prompt, "apply_chat_template": False}
         elif isinstance(prompt, Sequence | np.ndarray):
@@ -194,7 +198,7 @@ class LLM:
         return [_Open(request, each, CompletionOutput(self.tokenizer, request), read) for each in requests]
 
     def _advance(self, item: _Open, update: Update) -> int:
-        """The number of answers that these tokens have ended."""
+        """Process an update of the engine loop. Return the number of answers that it has ended."""
         if update.finish_reason == FAILED:
             raise update.error or NoToken()
         logprobs: Sequence[Logprobs | None] = update.logprobs or [None] * len(update.token_ids)

@@ -18,8 +18,8 @@ def configure(level: str, stream: TextIO | None = None, process: str = "") -> No
 
 
 def printable(text: str) -> str:
-    """What clients and files have named may be in it: no terminal is to obey that. Lines stay lines, and the spaces and
-    joiners that scripts and emoji need what they are."""
+    """Return the text with control characters escaped, because names from clients and files must not control a
+    terminal. Line breaks, and the spaces and joiners of scripts and emoji, are kept."""
     return "".join(c if c.isprintable() or c in KEPT or category(c) == "Zs" else repr(c)[1:-1] for c in text)
 
 

@@ -43,7 +43,7 @@ class PaddleFileError(SetupError):
 
 @dataclass(frozen=True)
 class Program:
-    """What can be said of a program whose ops are unknown."""
+    """Content of a program that can be read without knowing its ops."""
 
     parameters: tuple[str, ...]  # all that its .pdiparams holds
     ops: tuple[tuple[str, dict[str, Any]], ...]  # by its name, with those attributes that are numbers or texts
@@ -70,7 +70,8 @@ def read_params(path: Path, names: Collection[str]) -> dict[str, np.ndarray]:
 
 
 def write_params(path: Path, params: Iterable[tuple[str, np.ndarray]]) -> None:
-    """One after another as they come, sorted by their names; uint16 as bfloat16. Raises OSError with the path."""
+    """Write parameters in the order of their names, which `params` must have; uint16 arrays are stored as bfloat16.
+    Raises OSError with the path."""
     last = ""
     with path.open("wb") as file:
         for name, array in params:

@@ -54,7 +54,7 @@ def main() -> NoReturn:
 
 
 def note_progress(path: Path) -> None:
-    """Who ends after this is started again at once."""
+    """Create the file `path`, which tells the supervisor to restart the process at once if it ends later."""
     with contextlib.suppress(OSError):  # a full disk must not end an engine that computes
         path.touch()
 

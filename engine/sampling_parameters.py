@@ -19,7 +19,7 @@ Keeps = Callable[[Any, float], Any]  # (logits [V] of a row, value) -> bool [V]:
 
 @dataclass(frozen=True)
 class Parameter:
-    """How one number is named, limited and documented. `low` and `high` are inclusive."""
+    """Name, limits and documentation of one numeric sampling parameter. `low` and `high` are inclusive."""
 
     name: str
     type: type[int] | type[float]
@@ -126,7 +126,7 @@ class SamplingParameters:
 
     @property
     def has_penalty(self) -> bool:
-        """Whether the next token depends on those before by more than the logits."""
+        """Return whether the next token depends on the previous tokens beyond the logits."""
         return any(getattr(self, each.name) != each.neutral for each in PENALTIES)
 
 

@@ -1,5 +1,5 @@
-"""Spans in OpenTelemetry's protocol, OTLP over HTTP as JSON, to whom OTEL_EXPORTER_OTLP_ENDPOINT names. Nobody waits
-for that: what is not taken in time is dropped. Knows no requests."""
+"""Trace spans in OpenTelemetry's protocol, OTLP over HTTP as JSON, sent to OTEL_EXPORTER_OTLP_ENDPOINT. Sending never
+blocks callers: spans that the collector does not accept in time are dropped. Independent of requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9
 
 
 class Context(NamedTuple):
-    """Where a span belongs, as W3C's `traceparent` says it."""
+    """Trace context of a span, as in W3C's `traceparent`."""
 
     trace_id: str
     span_id: str
@@ -40,7 +40,7 @@ class Context(NamedTuple):
 
     @classmethod
     def read(cls, traceparent: str | None) -> Context:
-        """Of a new trace without a parent, where that says none."""
+        """Return the context of a `traceparent` header; a new trace without a parent if it is missing or invalid."""
         found = TRACEPARENT.fullmatch(traceparent or "")
         if not found or not (int(found[1], 16) and int(found[2], 16)):
             return cls(secrets.token_hex(16), "")
@@ -60,7 +60,7 @@ class Span(NamedTuple):
     parent_id: str
     start: float  # seconds since the epoch
     end: float
-    attributes: dict[str, Any] = {}  # noqa: RUF012 - nobody changes it
+    attributes: dict[str, Any] = {}  # noqa: RUF012 - never modified
     kind: int = INTERNAL
     error: str = ""
 
@@ -98,7 +98,7 @@ class Tracer:
         return cls(config, process) if config.otlp_endpoint else None
 
     def send(self, spans: Sequence[Span]) -> None:
-        """Returns at once."""
+        """Queue spans for sending and return at once. Spans that do not fit the queue are dropped and counted."""
         try:
             for span in spans:
                 self._waiting.put_nowait(span)

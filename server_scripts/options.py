@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from engine.errors import ConfigError
 from engine.settings.config import Config
 from engine.settings.foreign import table
-from engine.settings.foreign.row import FASTDEPLOY, VLLM, Row
+from engine.settings.foreign.row import FASTDEPLOY, VLLM, OptionRow
 from engine.settings.setting import Setting
 from server_scripts.completion import REFUSED, add_completion
 
@@ -113,7 +113,7 @@ class OptionParser(argparse.ArgumentParser):
             given.notes += meaning.notes
         return given
 
-    def _add_foreign(self, row: Row) -> None:
+    def _add_foreign(self, row: OptionRow) -> None:
         """Add an option that is more than another name of a setting."""
         names = [name for name in row.names if name not in self._option_string_actions]
         if not row.is_option or not names:

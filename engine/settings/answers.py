@@ -83,9 +83,10 @@ class Answers:
 
     @cached_property
     def owners(self) -> dict[str, Owner]:
-        """Who may ask over HTTP, by their keys; empty: anybody."""
-        nobody = {self.api_key: Owner()} if self.api_key else {}
-        return {**(read_keys(str(expanded("API_KEYS", self.api_keys))) if self.api_keys else {}), **nobody}
+        """API keys that HTTP and gRPC requests may use, with their owners; empty if no key is required. Raises
+        ConfigError."""
+        anonymous = {self.api_key: Owner()} if self.api_key else {}
+        return {**(read_keys(str(expanded("API_KEYS", self.api_keys))) if self.api_keys else {}), **anonymous}
 
     def check_key(self) -> None:
         _ = self.owners

@@ -12,7 +12,7 @@ from engine.errors import ConfigError
 from engine.settings.answers import Answers
 from engine.settings.capacity import Capacity
 from engine.settings.grammars import GrammarSettings
-from engine.settings.loras import LoraList
+from engine.settings.loras import LoraSettings
 from engine.settings.ports import Ports
 from engine.settings.processes import Processes
 from engine.settings.setting import given, parse
@@ -20,11 +20,12 @@ from engine.settings.setting import given, parse
 
 @dataclass(frozen=True)
 class Config(
-    Processes, GrammarSettings, Answers, Capacity, LoraList, Ports
+    Processes, GrammarSettings, Answers, Capacity, LoraSettings, Ports
 ):  # dataclass takes the fields of the last one first
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Config:
-        """Raises ConfigError that names each wrong variable, its value and what was expected, a line each."""
+        """Read the settings from environment variables. Raises ConfigError, with one line for each wrong variable that
+        gives its value and the expected ones."""
         values, problems = {}, []
         for f in fields(cls):
             try:
@@ -38,7 +39,8 @@ class Config(
         return config
 
     def changed(self, **settings: Any) -> Config:
-        """With other values, by the names of the fields. Checked like the environment's: raises ConfigError."""
+        """Return a copy with other values, given by field names and checked like the environment's. Raises
+        ConfigError."""
         values, names = dict(settings), [f.name for f in fields(self)]
         if unknown := [name for name in settings if name not in names]:
             close = difflib.get_close_matches(unknown[0], names, n=1)
@@ -93,5 +95,5 @@ class Config(
         return max(self.max_num_batched_tokens or on_device, 2 * self.batch_size)
 
     def num_host_blocks(self, block_bytes: int) -> int:
-        """That SWAP_SPACE holds; each is as many bytes of every rank."""
+        """Return the number of KV cache blocks that SWAP_SPACE holds, if each takes `block_bytes` on every rank."""
         return int(self.swap_space * 2**30) // (block_bytes * self.mp_num)

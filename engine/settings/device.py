@@ -1,4 +1,4 @@
-"""Which device DEVICE means on this machine."""
+"""Choice of the device that DEVICE selects on this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def with_device(config: Config) -> Config:
 
 
 def may_be_gpu(config: Config) -> bool:
-    """Without the seconds that it takes to be sure."""
+    """Return whether a GPU may be used, without the seconds that an exact check takes."""
     return config.device != CPU and not _missing_package()
 
 
@@ -40,7 +40,7 @@ def _missing_package() -> str:
 
 @functools.cache
 def _why_no_gpu() -> str:
-    """Empty: there is one that can be used."""
+    """Return why no GPU can be used; empty if one can."""
     if package := _missing_package():
         return f"{package} is missing: pip install .[cuda]"
     import torch  # only here: it takes seconds to import, and CPU users need not have it
@@ -61,7 +61,7 @@ def _too_old(index: int) -> str:
 
 
 def check_gpus(config: Config) -> None:
-    """Raises ConfigError unless each rank can have a GPU of its own, all in this machine."""
+    """Raise ConfigError unless each rank can have its own GPU in this machine."""
     import torch
 
     if config.mp_nnode > 1:

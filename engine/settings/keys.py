@@ -18,16 +18,16 @@ LIMITS = {"max_requests": (1, 1 << 20), "tokens_per_minute": (1, 1 << 40), "prio
 
 @dataclass(frozen=True)
 class Owner:
-    """Whose request it is, and what they may ask for."""
+    """Owner of an API key, with the limits of its requests."""
 
-    name: str = ""  # nobody's in particular
+    name: str = ""  # empty: the anonymous owner
     max_requests: int | None = None  # at once
     tokens_per_minute: int | None = None  # of prompts and answers
     priority: int = 0  # that their requests begin with; lower is earlier
 
 
 def read_keys(path: str) -> dict[str, Owner]:
-    """Owners by their keys. Raises ConfigError; it never shows a key."""
+    """Return the owners by their keys, read from a file. Raises ConfigError, whose text never contains a key."""
     try:
         with open(path, encoding="utf-8") as file:
             given = json.load(file)
@@ -53,7 +53,7 @@ def read_keys(path: str) -> dict[str, Owner]:
 
 
 def is_key(text: str) -> bool:
-    """It can be carried by an HTTP header."""
+    """Return whether an HTTP header can carry the text."""
     return text != "" and all("!" <= char <= "~" for char in text)
 
 

@@ -17,7 +17,7 @@ MAX_NAME_LEN = 256
 
 
 @dataclass(frozen=True)
-class LoraList(Model):
+class LoraSettings(Model):
     lora_modules: str = setting(
         "", "LORA_MODULES", "[adapters](lora.md) by the names that requests have as `model`: `name=path other=path`"
     )
@@ -29,7 +29,7 @@ class LoraList(Model):
 
     @property
     def has_loras(self) -> bool:
-        """Or may have."""
+        """Return whether requests may use adapters, now or after loading them."""
         return bool(self.lora_modules or self.lora_dir)
 
     @property
@@ -38,7 +38,7 @@ class LoraList(Model):
 
     @property
     def lora_paths(self) -> dict[str, Path]:
-        """Those of LORA_MODULES, by name. Raises ConfigError."""
+        """Return the folders of LORA_MODULES by adapter name. Raises ConfigError."""
         return _read_modules(self.lora_modules, self.lora_path)
 
     def check_loras(self) -> None:

@@ -1,4 +1,4 @@
-"""Which machines hold a model together, and which of them this is. Opens no connections."""
+"""Hosts that serve a model together, and the part of this host. Opens no connections."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class Machines:
 
     @property
     def ranks(self) -> range:
-        """Those of this host."""
+        """Return the ranks of this host."""
         count = self.num_ranks // self.num_hosts
         return range(self.host * count, (self.host + 1) * count)
 
     @property
     def exported_ranks(self) -> tuple[int, ...]:
-        """What this host needs of an exported model; none: all."""
+        """Return the ranks whose weights this host needs of an exported model; empty for all."""
         return tuple(self.ranks) if self.num_hosts > 1 else ()
 
     @property
     def why_not_served(self) -> str:
-        """What a request is told that comes to this host; empty on the one that serves."""
+        """Reason with which this host refuses requests; empty on the host that serves them."""
         if self.is_master:
             return ""
         *others, last = map(str, self.ranks)

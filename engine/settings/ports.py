@@ -32,7 +32,7 @@ class Ports:
 
     @property
     def http_ports(self) -> list[int]:
-        """On which the gateway serves HTTP."""
+        """Return the ports on which the gateway serves HTTP."""
         return [number for number in (self.service_http_port, self.triton_http_port) if number > 0]
 
     def check_http_port(self) -> None:

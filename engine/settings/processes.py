@@ -70,7 +70,7 @@ class Processes:
     otlp_endpoint: str = setting(
         "",
         "OTEL_EXPORTER_OTLP_ENDPOINT",
-        "who collects [traces](operation.md#traces): the URL of OTLP over HTTP, `http://host:4318`; empty: nobody",
+        "OTLP collector of [traces](operation.md#traces) over HTTP, `http://host:4318`; empty: traces are not sent",
     )
     otlp_headers: str = setting(
         "", "OTEL_EXPORTER_OTLP_HEADERS", "what is sent with them, as `name=value,name=value`", is_shown=False
@@ -96,22 +96,22 @@ class Processes:
 
     @property
     def engine_socket(self) -> Path:
-        """Where the engine listens: RUN_DIR is private to its user."""
+        """Socket on which the engine listens. RUN_DIR is private to its user."""
         return self.run_path.absolute() / ENGINE_SOCKET
 
     @property
     def triton_socket(self) -> Path:
-        """Where tritonserver listens: in its own folder, with the name that it makes of a port."""
+        """Socket on which tritonserver listens, in its own folder; its name is derived from a port."""
         return self.run_path / TRITON_FOLDER / TRITON_SOCKET
 
     @property
     def triton_page(self) -> Path:
-        """Where it serves its metrics."""
+        """Socket on which tritonserver serves its metrics."""
         return self.run_path / TRITON_FOLDER / TRITON_PAGE
 
     @property
     def triton_target(self) -> str:
-        """The same as gRPC writes it."""
+        """Address of tritonserver's socket in gRPC's notation."""
         return f"unix:{quote(str(self.triton_socket))}"
 
     @property

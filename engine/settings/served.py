@@ -1,4 +1,4 @@
-"""Which model is served, in a file of the run directory that is there once the model was changed under running
+"""Identity of the served model, in a file of the run directory that exists once the model was reloaded under running
 processes. The supervisor writes it; the gateway and the Triton model read it."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""How a setting is declared, found in the environment and checked. Knows none of them: see config.py."""
+"""Declaration of a setting, its lookup in the environment and its checks. The settings themselves are in config.py and
+its bases."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from engine.errors import ConfigError
 
 @dataclass(frozen=True)
 class Setting:
-    """How one field is read: its environment variable, what it means, and the values it takes."""
+    """Declaration of one field: its environment variable, description and accepted values."""
 
     env: str
     doc: str
@@ -37,7 +38,8 @@ def port(default: int, env: str, doc: str, *old: str, minimum: int = 1) -> Any:
 
 
 def given(setting: Setting, environ: Mapping[str, str]) -> tuple[str, str | None]:
-    """The variable's name and text; an empty text is like an unset variable, where it says nothing."""
+    """Return the name and text of the variable that sets the field, or None for the text. An empty text counts as
+    unset, unless the setting may be empty. Raises ConfigError."""
     names = [name for name in (setting.env, *setting.old) if name in environ]
     found = [(name, environ[name]) for name in names if environ[name] or setting.may_be_empty]
     if not found:
@@ -82,7 +84,8 @@ def _range(low: float | None, high: float | None) -> str:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """An empty text is an empty one. Raises ValueError, which says what is wrong of other texts."""
+    """Return the JSON object of a text; an empty text stands for an empty object. Raises ValueError, which says what is
+    wrong."""
     found = json.loads(text or "{}")
     if not isinstance(found, dict):
         raise ValueError(f"{text!r} is none")

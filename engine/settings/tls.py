@@ -10,7 +10,8 @@ from engine.settings.config import Config
 
 
 def server_context(config: Config) -> ssl.SSLContext | None:
-    """None without a certificate. Raises ConfigError that says which file is wrong, and why."""
+    """Return the TLS context of the servers, or None without a certificate. Raises ConfigError that names the wrong
+    file and the reason."""
     if not config.tls_cert_file:
         return None
     for name, path in (("TLS_CERT_FILE", config.tls_cert_file), ("TLS_KEY_FILE", config.tls_key_file)):
@@ -26,7 +27,7 @@ def server_context(config: Config) -> ssl.SSLContext | None:
 
 
 def key_and_chain(config: Config) -> tuple[bytes, bytes]:
-    """The contents of both files, which `server_context` has found to be right."""
+    """Return the contents of the key file and the certificate file, which `server_context` has checked."""
     return _read("TLS_KEY_FILE", config.tls_key_file), _read("TLS_CERT_FILE", config.tls_cert_file)
 
 
@@ -38,7 +39,7 @@ def _read(name: str, path: str) -> bytes:
 
 
 def _no_password() -> str:
-    raise ConfigError("TLS_KEY_FILE is encrypted, and nobody is there to type its password; decrypt it")
+    raise ConfigError("TLS_KEY_FILE is encrypted, and its password cannot be entered here; decrypt it")
 
 
 def _reason(error: ssl.SSLError) -> str:

@@ -15,13 +15,13 @@ OF_AN_EXPORT = ("dtype", "quant_type", "block_size", "use_cache_kv_int8", "load_
 
 
 def set_for_an_export(config: Config) -> list[str]:
-    """What does nothing for a model that is exported already."""
+    """Return the variables that are set but have no effect, because the model is already exported."""
     are_set = [f for f in fields(Config) if f.name in OF_AN_EXPORT and getattr(config, f.name) != f.default]
     return [f.metadata["setting"].env for f in are_set]
 
 
 def likely_misspelt(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """One sentence for every variable that is none of ours but looks like one: it was probably meant to be."""
+    """Return one sentence for each unknown variable whose name resembles a setting, because it is probably misspelt."""
     settings = [f.metadata["setting"] for f in fields(Config)]
     known = {name.upper(): name for s in settings for name in (s.env, *s.old)} | {
         name.upper(): name for name in VARIABLES

@@ -37,7 +37,7 @@ def test_a_certificate_and_its_key_are_taken():
     ("certificate", "key", "text"),
     [
         (CERTIFICATE, str(FILES / "other.key"), "the key is not that of the certificate"),
-        (CERTIFICATE, str(FILES / "locked.key"), "TLS_KEY_FILE is encrypted, and nobody is there to type its password"),
+        (CERTIFICATE, str(FILES / "locked.key"), "TLS_KEY_FILE is encrypted, and its password cannot be entered here"),
         (
             CERTIFICATE,
             "/nowhere/key",

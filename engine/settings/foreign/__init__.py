@@ -1,2 +1,2 @@
-"""What the options, environment variables and commands of other servers mean here: one table, which `start_server`
-answers from and docs/migrating.md is printed from."""
+"""Options, environment variables and commands of other servers, in one table: `start_server` translates them with it,
+and docs/migrating.md is generated from it."""

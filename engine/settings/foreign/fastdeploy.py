@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from engine.settings.foreign import readers
-from engine.settings.foreign.row import FASTDEPLOY, Row, ignored, refused, sets
+from engine.settings.foreign.row import FASTDEPLOY, OptionRow, ignored, refused, sets
 
 DISAGGREGATION = "prefill and decode run in the same server, interleaved in every step; leave the option out"
 ONE_POOL = "all blocks are one pool, whose blocks are taken one by one as a request grows"
 PORT = "the engine needs no port; servers that differ in this one differ in one"
 IMAGES = "requests with images are not supported"
 
-ROWS: tuple[Row, ...] = (
+ROWS: tuple[OptionRow, ...] = (
     sets("--metrics-port", "METRICS_HTTP_PORT", FASTDEPLOY),
     sets("--engine-worker-queue-port", "SERVICE_GRPC_PORT", FASTDEPLOY, remark=f"{PORT}, which gRPC takes"),
     sets("--cache-queue-port", "HEALTH_HTTP_PORT", FASTDEPLOY, remark=f"{PORT}, which the health endpoints take"),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from engine.settings.foreign.row import LLAMA, TGI, Row, ignored, refused, sets
+from engine.settings.foreign.row import LLAMA, TGI, OptionRow, ignored, refused, sets
 
 ALWAYS_BATCHED = "requests always join at every step"
 KEY = "other users of the machine can read a command line; set the variable API_KEY, or --api-keys FILE"
 OFFLOAD = "DEVICE says whether the whole model is on a GPU"
 
-ROWS: tuple[Row, ...] = (
+ROWS: tuple[OptionRow, ...] = (
     sets("--model-id", "model_name", TGI),
     sets("--num-shard", "MP_NUM", TGI),
     sets("--hostname", "SERVICE_HOST", TGI),

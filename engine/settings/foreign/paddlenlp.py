@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.settings.foreign.row import PADDLENLP, Row, ignored, refused, sets
+from engine.settings.foreign.row import PADDLENLP, OptionRow, ignored, refused, sets
 
 SAME = {
     "HEALTH_HTTP_PORT": "",
@@ -79,9 +79,9 @@ WITHOUT_EFFECT = {
     "RECORD_TIME_INTERVAL": NONE_BEFORE,
 }
 
-ROWS: tuple[Row, ...] = (
-    Row("CUDA_VISIBLE_DEVICES", (PADDLENLP,), remark="the same: the GPUs that may be used"),
-    Row("tag", (PADDLENLP,), remark="the same: the version folder of a MODEL_MIRROR"),
+ROWS: tuple[OptionRow, ...] = (
+    OptionRow("CUDA_VISIBLE_DEVICES", (PADDLENLP,), remark="the same: the GPUs that may be used"),
+    OptionRow("tag", (PADDLENLP,), remark="the same: the version folder of a MODEL_MIRROR"),
     *(sets(name, name, PADDLENLP, remark=remark) for name, remark in SAME.items()),
     *(sets(name, env, PADDLENLP, remark="name before version 3.0.0") for name, env in OLD_NAMES.items()),
     *(ignored(name, why, PADDLENLP) for name, why in WITHOUT_EFFECT.items()),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from engine.settings.foreign.commands import COMMANDS, DEVIATIONS
-from engine.settings.foreign.row import SERVERS, Row
+from engine.settings.foreign.row import SERVERS, OptionRow
 from engine.settings.foreign.table import ROWS
 
 INTRODUCTION = """\
@@ -37,7 +37,7 @@ def page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _cells(row: Row) -> Sequence[str]:
+def _cells(row: OptionRow) -> Sequence[str]:
     names = ", ".join(map(_code, row.names))
     if row.setting:
         return names, _code(row.setting), row.remark

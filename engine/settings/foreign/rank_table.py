@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from engine.settings.foreign.row import RANK_TABLE, Row, ignored, refused
+from engine.settings.foreign.row import RANK_TABLE, OptionRow, ignored, refused
 
 ONE_SERVER = (
     "prefill and decode run in the same server; start one server, on several machines with POD_IPS and MP_NNODE"
 )
 
-ROWS: tuple[Row, ...] = (
+ROWS: tuple[OptionRow, ...] = (
     refused("GLOBAL_RANK_TABLE_FILE_PATH", ONE_SERVER, RANK_TABLE),
     refused("RANK_TABLE_FILE_PATH", ONE_SERVER, RANK_TABLE),
     ignored("NODE_PORTS", "only the scheduler of separate instances would read it", RANK_TABLE),

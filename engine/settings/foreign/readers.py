@@ -1,4 +1,4 @@
-"""What the values of other servers' options mean, where that takes more than a table."""
+"""Translation of option values of other servers that takes more than a table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.settings.foreign.row import Meaning
+from engine.settings.foreign.row import OptionMeaning
 
 UNITS = {"k": 1000, "m": 1000**2, "g": 1000**3, "K": 1024, "M": 1024**2, "G": 1024**3}
 DEFAULT_BATCH_SIZE = 50
@@ -24,7 +24,7 @@ def object_of(name: str, text: str) -> dict[str, Any]:
     return found
 
 
-def speculation(name: str, text: str, _: Mapping[str, str]) -> Meaning:
+def speculation(name: str, text: str, _: Mapping[str, str]) -> OptionMeaning:
     """Read `{"method": "ngram", "num_speculative_tokens": 4}`."""
     config = object_of(name, text)
     method = config.pop("method", "ngram" if config.get("model") in ("ngram", "[ngram]") else None)
@@ -33,7 +33,7 @@ def speculation(name: str, text: str, _: Mapping[str, str]) -> Meaning:
             f"{name}: the method {method!r} is not supported, it must be ngram: drafts come from the tokens of the"
             " request itself, a draft model (model, mtp) is not read"
         )
-    meaning = Meaning({"SPECULATE_METHOD": "ngram"})
+    meaning = OptionMeaning({"SPECULATE_METHOD": "ngram"})
     names = {
         "num_speculative_tokens": "SPECULATE_MAX_DRAFT_TOKEN_NUM",
         "prompt_lookup_max": "SPECULATE_MAX_NGRAM_SIZE",
@@ -47,10 +47,10 @@ def speculation(name: str, text: str, _: Mapping[str, str]) -> Meaning:
     return meaning
 
 
-def graph_optimization(name: str, text: str, _: Mapping[str, str]) -> Meaning:
+def graph_optimization(name: str, text: str, _: Mapping[str, str]) -> OptionMeaning:
     """Read FastDeploy's object of graph settings."""
     config = object_of(name, text)
-    meaning = Meaning()
+    meaning = OptionMeaning()
     for key, value in config.items():
         if key == "use_cudagraph":
             meaning.settings["USE_CUDAGRAPH"] = str(int(bool(value)))
@@ -66,11 +66,11 @@ def graph_optimization(name: str, text: str, _: Mapping[str, str]) -> Meaning:
     return meaning
 
 
-def compilation(name: str, text: str, _: Mapping[str, str]) -> Meaning:
+def compilation(name: str, text: str, _: Mapping[str, str]) -> OptionMeaning:
     """Read vLLM's compilation level, or its object of compilation settings."""
     if re.fullmatch(r"=?[0-3]", text):
-        return Meaning(notes=[f"{name} has no effect: a model is always a static graph"])
-    meaning = Meaning()
+        return OptionMeaning(notes=[f"{name} has no effect: a model is always a static graph"])
+    meaning = OptionMeaning()
     for key, value in object_of(name, text).items():
         if key in ("cudagraph_capture_sizes", "compile_sizes") and value:
             meaning.settings["CUDAGRAPH_CAPTURE_SIZES"] = _sizes(name, key, value)
@@ -79,18 +79,18 @@ def compilation(name: str, text: str, _: Mapping[str, str]) -> Meaning:
     return meaning
 
 
-def concurrency(name: str, text: str, environ: Mapping[str, str]) -> Meaning:
+def concurrency(name: str, text: str, environ: Mapping[str, str]) -> OptionMeaning:
     """Read the number of requests that run or wait: those that do not run wait."""
     total, running = _whole(name, text), _whole("BATCH_SIZE", environ.get("BATCH_SIZE") or str(DEFAULT_BATCH_SIZE))
     if total < running:
         raise ConfigError(
             f"{name} is {total}, it must be at least BATCH_SIZE ({running}), the number of requests that run"
         )
-    return Meaning({"MAX_CACHED_TASK_NUM": str(max(1, total - running))})
+    return OptionMeaning({"MAX_CACHED_TASK_NUM": str(max(1, total - running))})
 
 
-def seconds_or_no_limit(name: str, text: str, _: Mapping[str, str]) -> Meaning:
-    return Meaning({"QUEUE_TIMEOUT": "0" if text == "-1" else text})
+def seconds_or_no_limit(name: str, text: str, _: Mapping[str, str]) -> OptionMeaning:
+    return OptionMeaning({"QUEUE_TIMEOUT": "0" if text == "-1" else text})
 
 
 def _sizes(name: str, key: str, value: Any) -> str:

@@ -18,18 +18,18 @@ SERVERS = (PADDLENLP, FASTDEPLOY, VLLM, RANK_TABLE, TGI, LLAMA)
 
 
 @dataclass
-class Meaning:
-    """What a given option comes to: settings by their environment variables, and sentences for the operator."""
+class OptionMeaning:
+    """Translation of a given option: settings by their environment variables, and sentences for the operator."""
 
     settings: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
-Reader = Callable[[str, str, Mapping[str, str]], Meaning]  # of name, value and environment
+Reader = Callable[[str, str, Mapping[str, str]], OptionMeaning]  # of name, value and environment
 
 
 @dataclass(frozen=True)
-class Row:
+class OptionRow:
     """An option has dashes in front of its name, a variable has none. It sets a setting, or changes nothing (`why`),
     or is refused (`instead`)."""
 
@@ -56,14 +56,14 @@ class Row:
 
     @property
     def is_synonym(self) -> bool:
-        """Whether it is another name of a setting, with the same values."""
+        """Return whether the option is another name of a setting, with the same values."""
         return bool(self.setting) and not (self.values or self.refused or self.read or self.harmless)
 
     @property
     def is_always_refused(self) -> bool:
         return bool(self.instead) and not self.harmless
 
-    def meaning(self, name: str, value: str, environ: Mapping[str, str]) -> Meaning:
+    def meaning(self, name: str, value: str, environ: Mapping[str, str]) -> OptionMeaning:
         """Return what `value` of it comes to. Raises ConfigError where it is refused."""
         if value in self.refused:
             raise ConfigError(f"{name} {value} is not supported: {self.refused[value]}")
@@ -71,22 +71,22 @@ class Row:
             return self.read(name, value, environ)
         is_harmless = value in self.harmless
         if self.setting and not is_harmless:
-            return Meaning({self.setting: self.values.get(value, value)})
+            return OptionMeaning({self.setting: self.values.get(value, value)})
         if self.instead and not is_harmless:
             given = "" if self.is_always_refused or self.is_flag else f" {value}"
             raise ConfigError(f"{name}{given} is not supported: {self.instead}")
         reason = self.why or f"{value} is how it works here"
         given = f" {value}" if is_harmless and not self.is_flag else ""
-        return Meaning(notes=[f"{name}{given} has no effect: {reason}"])
+        return OptionMeaning(notes=[f"{name}{given} has no effect: {reason}"])
 
 
-def sets(name: str, setting: str, *servers: str, **more: Any) -> Row:
-    return Row(name, servers, setting=setting, **more)
+def sets(name: str, setting: str, *servers: str, **more: Any) -> OptionRow:
+    return OptionRow(name, servers, setting=setting, **more)
 
 
-def ignored(name: str, why: str, *servers: str, **more: Any) -> Row:
-    return Row(name, servers, why=why, **more)
+def ignored(name: str, why: str, *servers: str, **more: Any) -> OptionRow:
+    return OptionRow(name, servers, why=why, **more)
 
 
-def refused(name: str, instead: str, *servers: str, **more: Any) -> Row:
-    return Row(name, servers, instead=instead, **more)
+def refused(name: str, instead: str, *servers: str, **more: Any) -> OptionRow:
+    return OptionRow(name, servers, instead=instead, **more)

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 from engine.errors import ConfigError
 from engine.settings.foreign import fastdeploy, others, paddlenlp, rank_table, vllm
-from engine.settings.foreign.row import Row
+from engine.settings.foreign.row import OptionRow
 
-ROWS: tuple[Row, ...] = (*paddlenlp.ROWS, *fastdeploy.ROWS, *vllm.ROWS, *rank_table.ROWS, *others.ROWS)
+ROWS: tuple[OptionRow, ...] = (*paddlenlp.ROWS, *fastdeploy.ROWS, *vllm.ROWS, *rank_table.ROWS, *others.ROWS)
 OPTIONS = {name: row for row in ROWS if row.is_option for name in row.names}
 VARIABLES = {row.name: row for row in ROWS if not row.is_option}
 WITHOUT_EFFECT = {name: row.why for name, row in VARIABLES.items() if row.why}

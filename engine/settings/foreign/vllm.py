@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.settings.foreign import readers
-from engine.settings.foreign.row import FASTDEPLOY, RANK_TABLE, VLLM, Row, ignored, refused, sets
+from engine.settings.foreign.row import FASTDEPLOY, RANK_TABLE, VLLM, OptionRow, ignored, refused, sets
 
 ALL = (FASTDEPLOY, VLLM, RANK_TABLE)
 BOTH = (FASTDEPLOY, VLLM)
@@ -22,7 +22,7 @@ UNSUPPORTED = {
 IMAGES = "requests with images are not supported"
 SECRET = "other users of the machine can read a command line; set the variable {}"
 
-ROWS: tuple[Row, ...] = (
+ROWS: tuple[OptionRow, ...] = (
     sets("--port", "SERVICE_HTTP_PORT", *ALL, remark="9965 by default"),
     sets("--host", "SERVICE_HOST", *ALL),
     sets(
