@@ -32,10 +32,8 @@ REFUSED: dict[str, Collection[Any]] = {
     **dict.fromkeys(("max_tokens_per_doc", "max_tokens_per_query", "max_chunks_per_doc", "rank_fields"), ()),
     **OF_VECTORS,
 }
-CALLED = {
-    "text_1": ("queries", "data_1"),
-    "text_2": ("documents", "items", "data_2"),
-}  # names in newer versions of vLLM
+# Names of these fields in newer versions of vLLM
+CALLED = {"text_1": ("queries", "data_1"), "text_2": ("documents", "items", "data_2")}
 TEXTS = {"type": "array", "items": schema_of(A_TEXT), "minItems": 1, "maxItems": MAX_TEXTS}
 DOCUMENT = {"anyOf": [schema_of(A_TEXT), {"type": "object", "properties": {"text": schema_of(A_TEXT)}}]}
 Json = dict[str, Any]

@@ -17,10 +17,8 @@ import grpc
 from engine.errors import Overloaded
 from gateway.inet_diag import Peer, a_peer, watch
 
-MESSAGE_EXTRA, RESPONSE_EXTRA = (
-    1024,
-    64,
-)  # bytes of headers and frames; of window updates
+MESSAGE_EXTRA = 1024  # bytes of headers and frames that come with a message
+RESPONSE_EXTRA = 64  # bytes of window updates that come for a response
 
 
 class IncomingMessages:

@@ -12,14 +12,7 @@ from engine.wire import Delta, Failure, TokenLogprob, Usage
 from gateway.json_encoder import dump
 
 # Fields of one response that the complete answer lacks
-OF_ONE_RESPONSE = (
-    "token",
-    "token_ids",
-    "is_end",
-    "send_idx",
-    "usage",
-    "logprobs",
-)
+OF_ONE_RESPONSE = ("token", "token_ids", "is_end", "send_idx", "usage", "logprobs")
 
 
 @dataclass(eq=False)

@@ -47,10 +47,8 @@ STRUCTURED = {name: f"guided_{name}" for name in ("json", "regex", "choice", "gr
 }
 ALWAYS_SO = ("disable_fallback", "disable_additional_properties")
 TEMPLATE_FLAGS = ("add_generation_prompt", "continue_final_message", "enable_thinking")  # of a chat
-AS_GIVEN = {
-    "logit_bias",
-    *STRUCTURED_OUTPUT_FIELDS,
-}  # forwarded as given: the checked values are no JSON
+# Forwarded as given, because the checked values are no JSON
+AS_GIVEN = {"logit_bias", *STRUCTURED_OUTPUT_FIELDS}
 CHECKS = {key: field.check for name, field in wire.FIELDS.items() for key in (name, *field.aliases)}
 A_BOOL, A_STRING, AN_OBJECT = CHECKS["stream"], CHECKS["system"], CHECKS["chat_template_kwargs"]
 STREAM_OPTIONS = dict.fromkeys(("include_usage", "continuous_usage_stats"), A_BOOL)

@@ -48,11 +48,8 @@ OF_COMPLETIONS = (
     *("messages", "tools", "top_logprobs", "reasoning_effort", "enable_thinking"),
     *("add_generation_prompt", "continue_final_message"),
 )
-NOT_FALSE = (
-    "separate_reasoning",
-    "stream_reasoning",
-    "include_logprobs_decode_token",
-)  # only true is supported
+# Fields for which only true is supported
+NOT_FALSE = ("separate_reasoning", "stream_reasoning", "include_logprobs_decode_token")
 # Unsupported fields of embeddings and scores, by vLLM's names
 OF_VECTORS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("messages", "mm_processor_kwargs"), ()),

@@ -20,12 +20,8 @@ from gateway.triton import TritonGenerateProtocol
 
 PROMPT, PARAMETERS, STREAM, ANSWER = "text_input", "parameters", "stream", "text_output"
 OTHER_PROMPTS = ("text", "input_ids", "messages", "text_pair")
-UNSUPPORTED_OUTPUTS = (
-    "logprobs",
-    "prompt_logprobs",
-    "return_token_ids",
-    "pooling",
-)  # no field for these
+# Options without a field in the response
+UNSUPPORTED_OUTPUTS = ("logprobs", "prompt_logprobs", "return_token_ids", "pooling")
 WORDS = {"stop_words": "stop_sequences", "bad_words": "bad_words"}  # TensorRT-LLM's name -> the wire's
 
 
