@@ -22,7 +22,7 @@ def next_token(last: int, index: int, sampling: Sampling) -> int:
 
 
 def answer(prompt: Sequence[int], sampling: Sampling) -> list[int]:
-    """All tokens that a request for `prompt` must bring, with the stop id."""
+    """Return all tokens that a request for `prompt` must produce, with the stop id."""
     token_ids: list[int] = []
     while len(token_ids) < sampling.max_new_tokens:
         token_ids.append(next_token((token_ids or prompt)[-1], len(token_ids), sampling))
@@ -32,7 +32,7 @@ def answer(prompt: Sequence[int], sampling: Sampling) -> list[int]:
 
 
 def prefix_names(token_ids: Sequence[int], spans: Sequence[PromptSpan] = ()) -> Iterator[int]:
-    """For each position a number that stands for all tokens and embeddings up to it."""
+    """Yield, for each position, a number that stands for all tokens and embeddings up to it."""
     name = 0
     covered = {span.start + i: (span.content_hash, i) for span in spans for i in range(span.length)}
     for position, token_id in enumerate(token_ids):
@@ -42,7 +42,7 @@ def prefix_names(token_ids: Sequence[int], spans: Sequence[PromptSpan] = ()) -> 
 
 @dataclass
 class Slot:
-    """What the executor knows of the request in it."""
+    """State of a slot: the request in it and its blocks."""
 
     token_ids: list[int]
     prompt_len: int
@@ -64,7 +64,7 @@ class CountingStep:
         return {}
 
     def mask(self, bits: object) -> None:
-        raise AssertionError("nobody has a grammar here")
+        raise AssertionError("no request has a grammar here")
 
     def result(self) -> StepOutput:
         self._executor.finish()
@@ -72,8 +72,8 @@ class CountingStep:
 
 
 class CountingExecutor:
-    """Where a model keeps keys and values of a position, this keeps the name of the prefix that ends there; each step
-    checks that the rows find the right names in the blocks of their slots."""
+    """Fake executor with a fake KV cache. Where a model keeps keys and values of a position, it keeps the name of the
+    prefix that ends there. Each step checks that the rows find the right names in the blocks of their slots."""
 
     block_bytes = 1
     runs_ahead = False
@@ -135,7 +135,7 @@ class CountingExecutor:
         return CountingStep(self, self._choose(batch))
 
     def _held(self, row: Row) -> Iterator[int]:
-        """The blocks of the slot of `row` that this row or a later one reads or writes."""
+        """Yield the blocks of the slot of `row` that this row or a later one reads or writes."""
         for group, block_ids in zip(self.cache_groups, self.slots[row.slot].block_ids, strict=True):
             yield from block_ids[group.first_block(row.start, self.block_size) :]
 
@@ -170,7 +170,7 @@ class CountingExecutor:
         return StepOutput(token_ids, logprobs, [self._read(row) for row in batch.rows if row.prompt_spec])
 
     def _read(self, row: Row) -> PromptOutputs:
-        """The hidden state of a token is its id."""
+        """Return the prompt outputs of a row. The hidden state of a token is its id."""
         slot, spec = self.slots[row.slot], row.prompt_spec
         assert list(spec.scored_ids) == slot.token_ids[row.start + 1 : row.start + 1 + len(spec.scored_ids)]
         sums = self.sums.setdefault(row.slot, [])
@@ -179,7 +179,7 @@ class CountingExecutor:
         return PromptOutputs([logprobs_of(each, spec.num_logprobs) for each in spec.scored_ids], hidden)
 
     def _known(self, row: Row) -> Sequence[int]:
-        """The step before has chosen a PENDING token at its launch."""
+        """Return the tokens of a row. The previous step has sampled a PENDING token at its launch."""
         return self.slots[row.slot].token_ids[-1:] if list(row.token_ids) == [PENDING] else row.token_ids
 
     def _write(self, row: Row, holders: Counter[int]) -> None:
@@ -200,7 +200,7 @@ class CountingExecutor:
                 self.cache[place] = names[position]
 
     def _update_state(self, row: Row, block_ids: Sequence[int], names: Sequence[int], holders: Counter[int]) -> None:
-        """A state is the name of all tokens so far. It is kept in the first place of its block."""
+        """Check and write a state: the name of all tokens so far, in the first place of its block."""
         [block] = block_ids
         assert holders[block] == 1, f"slot {row.slot} changes a state that others read"
         if row.start:
@@ -209,7 +209,7 @@ class CountingExecutor:
         self.cache[block, 0] = names[-1]
 
     def _attend(self, row: Row) -> None:
-        """Each query of the row reads its window, or everything before it."""
+        """Check that each query of the row finds its window, or everything before it."""
         slot = self.slots[row.slot]
         names = list(prefix_names([*slot.token_ids[: row.start], *row.token_ids], slot.spans))
         for index, group in enumerate(self.cache_groups):

@@ -17,7 +17,7 @@ VOCAB_SIZE = 300
 
 
 def random_requests(seed):
-    """Prompts that share beginnings, of all lengths around the borders of blocks and chunks; greedy and seeded."""
+    """Return greedy and seeded requests. Their prompts share beginnings and end around borders of blocks and chunks."""
     rng = random.Random(seed)
     stems = [[rng.randrange(VOCAB_SIZE) for _ in range(70)] for _ in range(3)]
     requests = []
@@ -37,7 +37,7 @@ def random_requests(seed):
 
 
 def run(executor, config, requests, times=1, num_blocks=400):
-    """The answers, with their log-probabilities to the last bit, of the last of `times` rounds; and the loop."""
+    """Return the answers, with their log-probabilities to the last bit, of the last of `times` rounds; and the loop."""
     loop = EngineLoop(executor, num_blocks, config)
     for _ in range(times):
         answers = {index: [] for index in range(len(requests))}

@@ -21,7 +21,7 @@ from tests.pure.test_prompt_outputs import READ_LEN, run
 
 
 def expected(family, width, penalty):
-    """Up to the first stop id: what comes after is padding."""
+    """Return the answers up to the first stop id; the rest is padding."""
     with np.load(GOLDEN / "prompt_outputs.npz") as arrays:
         rows = arrays[f"{family}_beams_{width}_{penalty}"].tolist()
     ends = [next((at for at, each in enumerate(row, 1) if each in STOP_IDS), len(row)) for row in rows]
@@ -29,7 +29,7 @@ def expected(family, width, penalty):
 
 
 def a_search(name, prompt, width, penalty=1.0, **sampling):
-    """All beams are answers that are wanted."""
+    """Return a search whose beams are all wanted as answers."""
     fields = {"max_new_tokens": MAX_NEW_TOKENS, "stop_token_ids": STOP_IDS, **sampling}
     asked = Sampling(num_beams=width, length_penalty=penalty, **fields)
     leader, *leader_forks = (Request(f"{name}.{n}", list(prompt), len(prompt), asked) for n in range(width))
@@ -43,7 +43,7 @@ def answers_of(token_ids, name, count):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_answers_are_those_of_transformers(family, exported):
-    """All searches at once, their prompt in chunks, beside answers that are sampled."""
+    """All searches run at once, with their prompt in chunks, beside sampled answers."""
     prompt = golden(family)[f"prompt_{READ_LEN}"].tolist()
     config = Config(batch_size=20, max_num_batched_tokens=50, block_bs=4)
     executor = make_executor(exported(family), config)
@@ -80,10 +80,10 @@ class Opinions(CountingExecutor):
         rows = [row for row in batch.rows if row.num_sampled]
         slots = [(row, self.slots[slot]) for row in rows for slot in (row.slot, *row.forks)]
         logprobs = []
-        for (row, slot), told in zip(slots, output.logprobs, strict=True):
-            if told and slot.sampling.num_beams:
-                told = [opinion(slot.token_ids[: row.start + len(row.token_ids)], slot.sampling.num_logprobs)]
-            logprobs.append(told)
+        for (row, slot), of_row in zip(slots, output.logprobs, strict=True):
+            if of_row and slot.sampling.num_beams:
+                of_row = [opinion(slot.token_ids[: row.start + len(row.token_ids)], slot.sampling.num_logprobs)]
+            logprobs.append(of_row)
         return output._replace(logprobs=logprobs)
 
 
@@ -96,7 +96,7 @@ def opinion(token_ids, count):
 
 
 def alone(prompt, sampling):
-    """The same search without an engine."""
+    """Return the answers of the same search without an engine."""
     search = BeamSearch(sampling)
     while not search.is_over:
         search.advance([opinion([*prompt, *beam.token_ids], 40) for beam in search.running])
@@ -112,22 +112,22 @@ def random_searches(rng):
 
 
 def run_and_drop(loop, dropped):
-    """The answers; some of them are dropped after three turns."""
-    found, num_turns = {}, 0
+    """Return the answers; the requests in `dropped` are dropped after three steps."""
+    found, num_steps = {}, 0
     while not loop.is_idle:
         for update in loop.step():
             found.setdefault(update.request.request_id, []).extend(update.token_ids)
             if update.logprobs:
                 assert [len(each.top) for each in update.logprobs] == [1] * len(update.token_ids)
-        num_turns += 1
-        for name in dropped if num_turns == 3 else ():
+        num_steps += 1
+        for name in dropped if num_steps == 3 else ():
             loop.drop(name)
     return found
 
 
 @pytest.mark.parametrize(("num_blocks", "block_ratio"), [(300, 0.75), (40, 0.95), (60, 1.0)])
 def test_searches_of_all_widths_come_and_go_and_every_block_comes_back(num_blocks, block_ratio):
-    """The executor notices a beam that reads what another has written, and a write into a block that two hold."""
+    """The executor notices a beam that reads the tokens of another, and a write into a shared block."""
     loop = EngineLoop(Opinions(num_blocks, 4), num_blocks, Config(batch_size=12, block_ratio=block_ratio))
     searches = list(random_searches(random.Random(5)))
     plain = [Request(f"plain {n}", [n], 1, Sampling(50, temperature=0)) for n in range(4)]
@@ -149,11 +149,11 @@ def test_fewer_answers_than_beams_are_the_best_of_them():
     leader = a_search("a", [5], 4, stop_token_ids=(3,))
     leader.forks = leader.forks[:1]
     loop = EngineLoop(Opinions(64, 4), 64, Config())
-    token_ids, told, _ = run(loop, leader)
+    token_ids, outputs, _ = run(loop, leader)
     assert [list(token_ids[f"a.{n}"]) for n in range(2)] == alone(
         [5], a_search("a", [5], 4, stop_token_ids=(3,)).sampling
     )[:2]
-    assert set(told) == {"a.0", "a.1"}
+    assert set(outputs) == {"a.0", "a.1"}
 
 
 def test_a_search_beside_drafts_has_none():

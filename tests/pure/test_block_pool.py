@@ -1,4 +1,4 @@
-"""Who holds which KV block, and which blocks are found again by their tokens."""
+"""The block pool counts the holders of KV blocks and finds blocks by their tokens."""
 
 import random
 
@@ -12,7 +12,7 @@ SIZE = 4
 
 
 def keys_of(token_ids, size=SIZE, salt=""):
-    """The keys of the full blocks of `token_ids`."""
+    """Return the keys of the full blocks of `token_ids`."""
     keys = []
     for start in range(0, len(token_ids) - size + 1, size):
         keys.append(hash_block(keys[-1] if keys else root_hash(salt), token_ids[start : start + size]))
@@ -148,7 +148,7 @@ def test_publishing_a_block_without_holder_is_loud():
 
 
 def computed(pool, token_ids):
-    """The blocks of a request that was computed and has ended."""
+    """Return the blocks of a request that was computed and has ended."""
     blocks = pool.take(pool.blocks_for(len(token_ids)))
     publish(pool, blocks, token_ids)
     pool.give_back(blocks)
@@ -217,7 +217,7 @@ def test_another_salt_finds_nothing_on_the_host():
 
 
 class Contents:
-    """What is in the blocks of a pool, and in the places of the host: keys."""
+    """Model of the contents of a pool and of the host: the key in each block and place."""
 
     def __init__(self):
         self.of_block, self.of_place = {}, {}

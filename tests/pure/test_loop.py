@@ -114,7 +114,7 @@ def test_dropping_is_counted_once_and_harmless_twice():
     assert loop.stats()["num_blocks_held"] == 0
 
 
-def test_tokens_computed_for_nobody_are_counted_but_not_those_of_an_answer_that_is_complete():
+def test_tokens_of_dropped_requests_are_counted_but_not_those_of_an_answer_that_is_complete():
     loop = a_loop(batch_size=3)
     for first in (10, 20, 30, 40):
         loop.add(a_request(range(first, first + 5), 9))
@@ -180,7 +180,7 @@ def test_an_executor_that_runs_ahead_always_has_a_step_more():
 
 
 def test_a_step_grows_older_while_its_result_is_awaited():
-    """Whoever asks meanwhile sees it, and can tell that it hangs."""
+    """The statistics show its age, so that a caller can see that it hangs."""
     loop, seen = a_loop(), []
     finish = loop.executor.finish
     loop.executor.finish = lambda: (seen.append(loop.stats()), finish())

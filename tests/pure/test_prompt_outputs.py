@@ -67,7 +67,7 @@ def test_the_logits_that_are_read_in_a_step_are_bounded_in_bytes():
     assert max_prompt_logits(10**9) == 1
 
 
-def test_a_step_that_was_launched_tells_of_whoever_had_the_slot_then():
+def test_the_outputs_of_a_step_are_those_of_the_request_that_had_the_slot_at_its_launch():
     """The next step may be launched, with another request in the slot, before the first has ended."""
     states, spec = PooledStates(), PromptOutputSpec(num_pooled=2, returns_pooled=True)
     states.begin(0)

@@ -1,4 +1,4 @@
-"""Which tokens of which requests a step computes: every answer is the one computed by hand, whatever else runs."""
+"""The scheduler selects requests and tokens for steps; every answer is the one computed by hand, in any schedule."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def step(scheduler, executor):
 
 
 def run(scheduler, executor=None):
-    """Until nothing is left. Which request ended how, in this order."""
+    """Run until no request is left. Return how each request ended, in this order."""
     executor = executor or an_executor(scheduler)
     ends = []
     while not scheduler.is_idle:
@@ -165,12 +165,12 @@ def test_a_request_that_could_never_fit_is_refused_with_the_numbers():
     scheduler = a_scheduler(num_blocks=3, block_size=4)
     with pytest.raises(
         InvalidRequest, match=r"prompt \(9 tokens\) and answer \(up to 5\) need 4 KV blocks of 4"
-    ) as told:
+    ) as raised:
         scheduler.add(a_request(fill(9, 1), 5))
-    assert told.value.cause == {"field": "max_dec_len", "value": 5}
-    with pytest.raises(InvalidRequest, match="up to 1") as told:
+    assert raised.value.cause == {"field": "max_dec_len", "value": 5}
+    with pytest.raises(InvalidRequest, match="up to 1") as raised:
         scheduler.add(a_request(fill(13, 1), 1))
-    assert told.value.field is None  # no length of the answer would help
+    assert raised.value.field is None  # no length of the answer would help
     scheduler.add(a_request(fill(9, 1), 4))  # the last token needs no place
     assert run(scheduler) == [("1", "length")]
 
@@ -254,7 +254,7 @@ def test_a_dropped_request_leaves_no_blocks_wherever_it_was():
     assert (scheduler.is_idle, scheduler.pool.num_held) == (True, 0)
 
 
-def test_the_youngest_gives_way_and_waits_at_the_head():
+def test_the_youngest_is_preempted_and_waits_at_the_head():
     scheduler = a_scheduler(num_blocks=3, block_size=2, block_ratio=0.99, caching=False)
     executor = an_executor(scheduler)
     old, young, waiting = a_request([10], 5), a_request([20], 5), a_request([30], 1)
@@ -283,7 +283,7 @@ def test_prompts_leave_room_to_grow():
     assert list(scheduler.running) == ["100", "200"]
 
 
-def test_blocks_that_the_cache_holds_for_nobody_count_when_they_are_taken():
+def test_blocks_that_are_cached_count_when_they_are_taken():
     scheduler = a_scheduler(num_blocks=8, block_size=4, block_ratio=0.5)
     for first in (100, 200):
         scheduler.add(a_request(fill(9, first), 1))
@@ -328,8 +328,8 @@ def test_a_prompt_that_begins_alike_computes_only_what_is_new():
     assert (scheduler.counters.num_prompt_tokens, scheduler.counters.num_cached_tokens) == (24, 12)
 
 
-def test_a_request_that_gave_way_finds_its_blocks_on_the_host():
-    """What it has of the cache when it comes back: nothing without SWAP_SPACE, all full blocks with it."""
+def test_a_preempted_request_finds_its_blocks_on_the_host():
+    """Without SWAP_SPACE nothing is found in the cache after a preemption, with it all full blocks are."""
     found = {}
     for num_host_blocks in (0, 8):
         pool = BlockPool(6, 4, num_host_blocks=num_host_blocks)
@@ -383,7 +383,7 @@ def test_a_budget_below_the_batch_is_a_bug():
 
 
 def launch_ahead(scheduler, executor):
-    """The two steps' outputs."""
+    """Return the outputs of the two steps."""
     first = executor.launch(scheduler.next_batch()).result()
     assert scheduler.may_run_ahead()
     return first, executor.launch(scheduler.next_batch()).result()
@@ -399,7 +399,7 @@ def test_the_tokens_of_a_step_ahead_are_pending_and_those_beyond_the_end_are_lef
     assert [(row.start, row.token_ids) for row in scheduler.next_batch().rows] == [(1, [PENDING])]
 
 
-def test_a_step_ahead_takes_nobody_in_who_must_know_the_last_token():
+def test_a_step_ahead_admits_no_request_that_needs_the_last_token():
     scheduler = a_scheduler(max_batch=8, max_batched_tokens=8)
     executor = an_executor(scheduler)
     scheduler.add(a_request([10], 9))
@@ -416,7 +416,7 @@ def test_a_step_ahead_takes_nobody_in_who_must_know_the_last_token():
     assert len(scheduler.next_batch().rows) == 6
 
 
-def test_nothing_is_picked_ahead_where_somebody_would_have_to_give_way():
+def test_nothing_is_scheduled_ahead_if_a_request_would_be_preempted():
     scheduler = a_scheduler(num_blocks=3, block_ratio=0.9)
     executor = an_executor(scheduler)
     scheduler.add(a_request([10, 11, 12], 9))

@@ -207,7 +207,7 @@ def test_every_request_ends_once_with_its_own_tokens(block_ratio, caching, how):
         num_apart += world.num_apart
         num_ahead += world.num_ahead
         num_brought_back += world.num_brought_back
-    # With the worst case reserved nobody gives way, nor with one request at a time; else it must have been met.
+    # With the worst case reserved no request is preempted, nor with one request at a time; else some must have been.
     assert num_preemptions > 0 if block_ratio in (0.75, 0.99) else num_preemptions == 0 or block_ratio == 0.3
     assert (num_cached > 0) == caching
     assert (num_brought_back > 5) == caching
@@ -250,7 +250,7 @@ def test_every_request_ends_once_with_its_own_tokens_whatever_the_cache_groups(g
     assert (num_accepted > 0) == ("drafts" in how and not has_state)
 
 
-def test_nobody_starves_behind_requests_that_arrive_for_ever():
+def test_no_request_starves_behind_requests_that_arrive_for_ever():
     scheduler = Scheduler(BlockPool(8, 4), Limits(max_batch=3, max_batched_tokens=6, max_waiting=10))
     executor, rng = CountingExecutor(8, 4), random.Random(0)
     big = Request("big", list(range(100, 125)), 25, Sampling(8, temperature=0))  # every block of the pool

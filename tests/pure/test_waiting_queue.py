@@ -1,4 +1,4 @@
-"""Who begins next: first come, first served, but for priorities, which age, and equal shares between owners."""
+"""The waiting queue: first come, first served, with priorities that age and equal shares between owners."""
 
 import random
 
@@ -18,7 +18,7 @@ def add(waiting, *requests):
 
 
 def begin(waiting, count=None):
-    """The names of those that begin one after the other."""
+    """Return the names of the requests in the order of their start."""
     names = []
     while len(waiting) and len(names) != count:
         [request] = waiting.first(1)
