@@ -10,17 +10,16 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from aiohttp import web
 
 from engine import wire
-from engine.errors import EngineUnavailable
 from engine.settings.config import Config
 from engine.settings.served import ServedModel
-from gateway import api_keys, endpoints, half_closed, http_responses, server_info, stored_responses
+from gateway import endpoints, half_closed, http_responses, server_info, stored_responses
 from gateway.app_keys import (
     ANTHROPIC,
     BACKEND,
@@ -51,8 +50,8 @@ from gateway.concurrent_requests import max_concurrent_requests, run_concurrentl
 from gateway.connection_limits import peer_of
 from gateway.headers import add_headers
 from gateway.health import ANSWER_WITHIN_S, readiness
-from gateway.http_errors import http_refusal
 from gateway.http_responses import CONTEXT, REQUEST_TIMEOUT
+from gateway.middleware import CLIENT_DISCONNECTED, UNGUARDED, Handler, errors_as_json
 from gateway.openai.output_syntax import output_syntax_of
 from gateway.openapi import openapi_document
 from gateway.protocol import ClientProtocol, Exchange, RequestContext
@@ -61,7 +60,6 @@ from gateway.retry import RetryingBackend
 from gateway.spans import begin_tracing, traced
 from gateway.triton import PREFIX, ROOTS
 from gateway.triton import metadata as triton
-from gateway.web import is_for_people
 
 log = logging.getLogger(__name__)
 
@@ -71,14 +69,6 @@ PROTOCOLS: Sequence[ClientProtocol] = (  # the first one that recognizes the bod
 )
 
 REQUEST_TIMEOUT_S = 300.0  # longest wait for the next answer of the model; a request may set its own `timeout`
-
-# Paths without an API key: browsers send none, and these reveal nothing about the model.
-UNGUARDED = (
-    *("/health", "/ping", "/version", "/openapi.json", "/docs", "/page/{file}"),
-    *("/v2/health/live", "/v2/health/ready"),
-)
-CLIENT_DISCONNECTED = 499  # used in the log only
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def make_app(backend: Backend, config: Config, request_timeout_s: float = REQUEST_TIMEOUT_S) -> web.Application:
@@ -224,39 +214,6 @@ async def log_request(request: web.Request, handler: Handler) -> web.StreamRespo
             context.exchange.num_tokens if context.exchange else 0,
             context.request_id,
         )
-
-
-@web.middleware
-async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Check the API key and convert exceptions into error responses of the request's protocol."""
-    if request.method == "OPTIONS":  # CORS preflight
-        return web.Response(status=204)
-    try:
-        _check_key(request)
-        if request.app[DRAINING].is_set():
-            raise EngineUnavailable("the server is stopping")
-        return await handler(request)
-    except web.HTTPException as error:
-        return http_refusal(error, request)
-    except ConnectionError:  # the client has disconnected or does not read
-        if request.transport is not None:
-            request.transport.abort()
-        return web.Response(status=CLIENT_DISCONNECTED)
-    except Exception as error:
-        return http_responses.refusal(http_responses.as_known(error), request)
-
-
-def _check_key(request: web.Request) -> None:
-    owners, context, resource = request.app[CONFIG].owners, request[CONTEXT], request.match_info.route.resource
-    is_open = is_for_people(request) or (resource is not None and resource.canonical in UNGUARDED)
-    if owners and not is_open:
-        try:
-            bare = request.headers.get("x-api-key")  # header of Anthropic's clients
-            given = request.headers.get("Authorization", f"Bearer {bare}" if bare else "")
-            context.owner = api_keys.owner_of(given, owners)
-        except api_keys.InvalidApiKey:
-            context.protocols = [OPENAI] if OPENAI in context.protocols else context.protocols
-            raise
 
 
 async def _close_backend(app: web.Application) -> None:
