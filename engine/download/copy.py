@@ -49,7 +49,8 @@ class Record:
 
     @classmethod
     def load(cls, root: Path) -> "Record | None":
-        """A record that is missing or damaged costs reading the files again, no more."""
+        """Return the record of a directory, or None if it is missing or damaged; then the files are verified by reading
+        them."""
         try:
             return cls(**json.loads((root / RECORD).read_text()))
         except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
@@ -77,7 +78,8 @@ class Record:
 
 
 def fill(root: Path, wanted: Record, list_files: ListFiles, policy: Policy, twins: Iterable[Path] = ()) -> int:
-    """Returns how many files were fetched. `twins` are directories that may hold the same large files."""
+    """Download what is missing in `root` and return the number of fetched files. `twins` are directories that may
+    contain the same large files. Raises DownloadError."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         waits = "%s: another download is at work there, waiting for it"
@@ -114,7 +116,7 @@ def _fill(root: Path, wanted: Record, list_files: ListFiles, policy: Policy, twi
 
 
 def _few_tries(policy: Policy, num_tries: int) -> Policy:
-    """To ask what there is: nothing has arrived yet that would be worth a long wait."""
+    """Return the policy with fewer tries, for requests before the first download, when nothing would be lost."""
     return replace(policy, num_tries=min(policy.num_tries, num_tries))
 
 
@@ -202,14 +204,15 @@ class _Run:
         return "fetched"
 
     def _find_twin(self, file: RemoteFile) -> Path | None:
-        """Weights only: they are large and nobody edits them, so two names for one file do no harm."""
+        """Return an identical file in another directory, or None. Only weights are shared: they are large and not
+        edited, so a hard link is safe."""
         if not file.path.endswith(".safetensors"):
             return None
         twins = (dir for dir, record in self._twins if record.vouches_for(file.path, dir / file.path, file.digest))
         return next(twins, None)
 
     def _link_twin(self, file: RemoteFile, target: Path) -> Path | None:
-        link = partial_of(partial_of(target))  # a name nobody writes to: that would change the twin
+        link = partial_of(partial_of(target))  # a name that is not written to, which would change the twin
         twin = self._find_twin(file)
         if twin is not None:
             link.unlink(missing_ok=True)

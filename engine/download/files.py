@@ -1,4 +1,4 @@
-"""What is to be fetched: a path, a URL, a digest. Paths come from servers and are not trusted."""
+"""Files to download: path, URL and digest. Paths come from servers and are not trusted."""
 
 import hashlib
 import re
@@ -29,7 +29,7 @@ class Temporary(DownloadError):
 
 
 class Corrupt(Temporary):
-    """What has arrived is not a part of the file; it is thrown away. Twice in a row is for good."""
+    """The received data is not a part of the file and is discarded. Two such errors in a row end the download."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,13 @@ class Listing:
 
     files: list[RemoteFile]
     revision: str | None = None
-    authorization: str | None = None  # header for the server in the files' URLs, for nobody it redirects to
+    authorization: str | None = None  # header for the server in the files' URLs, not sent to redirect targets
     check: Callable[[Path], None] | None = None  # raises when the first file says that the others are of no use
 
 
 def check_path(path: str) -> str:
-    """A relative path that stays below its directory and does not collide with our own files."""
+    """Return the path if it is relative, stays below its directory and does not collide with files of the download.
+    Raises DownloadError."""
     parts = path.split("/")
     if not path or {"", ".", ".."} & set(parts) or re.search(r"[\\\x00-\x1f\x7f]", path):
         raise DownloadError(f"refused the unsafe path {path!r}")
@@ -61,7 +62,7 @@ def check_path(path: str) -> str:
 
 
 def place(root: Path, path: str) -> Path:
-    """Where the file goes. A link inside `root` must not lead the write out of it."""
+    """Return the target of a file in `root`. Raises DownloadError if a symbolic link leads out of `root`."""
     target = root / path
     if not target.parent.resolve().is_relative_to(root.resolve()) or partial_of(target).is_symlink():
         raise DownloadError(f"{path}: refused, a symbolic link leads out of {root}")
@@ -73,7 +74,7 @@ def partial_of(target: Path) -> Path:
 
 
 def new_hash(digest: str, size: int | None):
-    """An empty hash of the digest's kind. Git puts the size before the content."""
+    """Return an empty hash of the kind of `digest`. For Git's SHA-1 it contains the header with the size."""
     kind = digest.partition(":")[0]
     prefix = b"blob %d\0" % (size or 0) if kind == "git-sha1" else b""
     return HASHES[kind](prefix, usedforsecurity=False)

@@ -1,4 +1,4 @@
-"""Where a model comes from: the Hugging Face hub or a mirror of static models. Lists, fetches nothing."""
+"""Sources of models: the Hugging Face hub, or a mirror of static models. It lists files and fetches none."""
 
 import logging
 import re
@@ -43,7 +43,7 @@ def list_mirror(folder_url: str, policy: Policy, stop: Stop) -> Listing:
 
 
 def list_hub(repo_id: str, endpoint: str | None, policy: Policy, stop: Stop) -> Listing:
-    """The needed files of the newest commit, pinned to it: config.json, then the smallest first."""
+    """Return the needed files of the newest commit, pinned to it: config.json first, then by increasing size."""
     from huggingface_hub import constants, hf_hub_url
     from huggingface_hub.utils import build_hf_headers
 

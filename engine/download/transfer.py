@@ -26,7 +26,7 @@ MAX_TEXT_BYTES = 16 << 20  # of a list of files: a hundred thousand of them
 
 @dataclass(frozen=True)
 class Policy:
-    """How hard to try, and how much to believe."""
+    """Concurrency, retries, timeouts and verification of a download."""
 
     num_workers: int = 4  # files at a time
     num_tries: int = 6  # in a row without getting any further
@@ -38,7 +38,8 @@ class Policy:
 
 
 class Stop(threading.Event):
-    """Set when the download has failed or is interrupted: nobody starts, reads or sleeps any longer."""
+    """Event that is set when the download has failed or is interrupted. All threads then stop starting, reading and
+    sleeping."""
 
     def check(self) -> None:
         if self.is_set():
@@ -109,7 +110,7 @@ def get_text(url: str, policy: Policy, stop: Stop) -> str:
 
 @dataclass
 class Transfer:
-    """How the files of one listing are fetched; shared by its threads."""
+    """Downloads the files of one listing. It is shared by the download threads."""
 
     policy: Policy
     stop: Stop
@@ -117,7 +118,8 @@ class Transfer:
     authorization: str | None = None
 
     def fetch(self, file: RemoteFile, partial: Path) -> None:
-        """On return `partial` is complete and verified. On failure it holds what can be resumed."""
+        """Download a file to `partial`. On return it is complete and verified; on failure it contains what can be
+        resumed."""
 
         def attempt() -> None:
             try:
@@ -173,7 +175,7 @@ class Transfer:
         return request
 
     def _body(self, response: http.client.HTTPResponse, size: int | None, have: int):
-        """Pieces as they come, so that a connection that breaks loses nothing that has arrived."""
+        """Yield the body in pieces as they arrive, so that a broken connection loses no received data."""
         while size is None or have < size:
             try:
                 chunk = response.read1(CHUNK if size is None else min(CHUNK, size - have))
@@ -239,11 +241,11 @@ def _reason(error: Exception | str) -> str:
 
 
 def one_line(text: str) -> str:
-    """What a server says goes to a terminal: one line, without escapes."""
+    """Return the text of a server for a terminal: one line without escape sequences."""
     return "".join(filter(str.isprintable, " ".join(text.split())))
 
 
 def _range(response: http.client.HTTPResponse) -> tuple[int | None, int | None]:
-    """Where the bytes of a 206 begin, and how many the whole file has."""
+    """Return the start of the bytes of a 206 response, and the size of the file; None if unknown."""
     match = re.match(r"bytes (\d+)-\d+/(?:(\d+)|\*)", response.headers.get("Content-Range", ""))
     return (int(match[1]), int(match[2]) if match[2] else None) if match else (None, None)

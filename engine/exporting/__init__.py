@@ -1,1 +1,1 @@
-"""From a checkpoint to the static graph on disk, and the layout of the result."""
+"""Export of a checkpoint to a static graph on disk, and the layout of the result."""

@@ -1,4 +1,4 @@
-"""What the settings ask of the export of a checkpoint, and which numbers it keeps because of what will run it."""
+"""Export options from the settings, including number formats that depend on the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from engine.settings.device import GPU, with_device
 
 
 def options_of(config: Config, checkpoint_dir: Path) -> ExportOptions:
-    """Where nothing else is asked for, 8-bit floats stay what they are on a GPU. Raises ConfigError."""
+    """Return the options of the export. Unless a type is requested, 8-bit floats are kept on a GPU. Raises
+    ConfigError."""
     if config.dtype == "float16" and with_device(config).device != GPU:
         raise ConfigError(
             "DTYPE or the model's name asks for float16, which only GPUs compute with: take bfloat16 or float32"

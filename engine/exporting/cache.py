@@ -28,9 +28,10 @@ LEFT_OVER_AFTER_S = 30 * 24 * 3600
 def export_cached(
     checkpoint_dir: Path, cache_dir: Path, options: ExportOptions, progress: OnProgress = log.info
 ) -> Path:
-    """The exported checkpoint's folder in the cache, made now if need be. Two processes never make it twice.
+    """Return the folder of the exported checkpoint in the cache, and export it if necessary. A lock prevents two
+    processes from exporting it at the same time.
 
-    It is made to be served: raises TokenizerError before the work begins when the engine could not read its tokenizer.
+    Raises TokenizerError before the export if the engine could not read the tokenizer.
     """
     checkpoint_dir = checkpoint_dir.resolve()
     refuse_static_graph(checkpoint_dir, options.ranks)
@@ -56,25 +57,25 @@ def _is_made(out_dir: Path, options: ExportOptions) -> bool:
 
 
 def _remove_left_overs(cache_dir: Path, name: str) -> None:
-    """Of exports that were killed or damaged: of this one, whose lock we hold; of others what is too old to go on."""
+    """Remove partial exports of killed processes: those of this export, whose lock is held, and old ones of others."""
     for path in cache_dir.glob(".*.partial"):
         if path.name.startswith(f".{name}.") or path.lstat().st_mtime < time.time() - LEFT_OVER_AFTER_S:
             shutil.rmtree(path, ignore_errors=True)
 
 
 def _identity(checkpoint_dir: Path, options: ExportOptions) -> str:
-    """Changes when the export would."""
+    """Return a hash that changes whenever the result of the export would change."""
     paths = [checkpoint_dir / CONFIG]
     if options.load_format != "dummy":
         paths += rank_files(checkpoint_dir) or weight_files(checkpoint_dir)
     paths += copied_files(checkpoint_dir)
-    files = [(path.name, path.stat().st_mtime_ns, _print(path)) for path in paths]
+    files = [(path.name, path.stat().st_mtime_ns, _fingerprint(path)) for path in paths]
     return hashlib.sha256(json.dumps([GRAPH_VERSION, asdict(options), files]).encode()).hexdigest()[:16]
 
 
-def _print(path: Path) -> str:
-    """Of all of a file, or of its size and pieces: training changes every matrix, so that two models differ in them
-    though names, sizes and, in the layers of an image, times are the same."""
+def _fingerprint(path: Path) -> str:
+    """Return a fingerprint of a file: of its whole content, or of its size and samples if it is large. Training changes
+    every matrix, so models differ in the samples even if names, sizes and times are equal."""
     with path.open("rb") as file:
         size = path.stat().st_size
         found = hashlib.blake2b(str(size).encode(), digest_size=16)

@@ -18,7 +18,7 @@ SIZES = "files.json"  # bytes of every other file, by its path in the folder
 
 @contextmanager
 def complete_or_absent(out_dir: Path) -> Iterator[Path]:
-    """A folder to fill, which takes the name `out_dir` if all goes well."""
+    """Yield a folder to fill, which is renamed to `out_dir` on success and removed otherwise."""
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", suffix=".partial", dir=out_dir.parent))
     try:
@@ -33,7 +33,7 @@ def complete_or_absent(out_dir: Path) -> Iterator[Path]:
 
 
 def is_complete(directory: Path) -> bool:
-    """Whether it has every file that it was made with, at its size. More of them do no harm."""
+    """Return whether the directory contains every file of the export, with its size. Additional files are allowed."""
     try:
         wanted = read_json(directory / SIZES)
     except ModelError:

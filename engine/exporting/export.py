@@ -53,7 +53,7 @@ OnProgress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """What is decided at export and is part of the graph."""
+    """Options that are fixed at export and become part of the graph."""
 
     dtype: str = "auto"  # of weights and KV cache; auto: float32 stays, bfloat16 and float16 become bfloat16
     quant_type: str = "none"  # how the matrices of linear layers are stored instead
@@ -89,7 +89,8 @@ class ExportOptions:
 
 
 def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress: OnProgress = log.info) -> None:
-    """Raises ModelError when the checkpoint is not supported, FileExistsError when `out_dir` is taken."""
+    """Export a checkpoint to `out_dir`. Raises ModelError if the checkpoint is not supported, FileExistsError if
+    `out_dir` is not empty."""
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise FileExistsError(f"{out_dir} exists and is not an empty folder")
     progress(f"read {checkpoint_dir}")
@@ -139,7 +140,8 @@ def _open(directory: Path, load_format: str) -> tuple[dict[str, Any], Checkpoint
 
 
 def _model_of(keys: Mapping[str, Any], checkpoint: Checkpoint | None, progress: OnProgress) -> DecoderConfig:
-    """What config.json says, but for tied embeddings: of these the checkpoint is right, as transformers has it."""
+    """Return the model that config.json describes. Whether embeddings are tied is decided by the tensors of the
+    checkpoint, as in transformers."""
     model = read_model(keys)
     if checkpoint is None:
         return model
@@ -154,7 +156,7 @@ def _model_of(keys: Mapping[str, Any], checkpoint: Checkpoint | None, progress: 
 def _shards(
     model: DecoderConfig, keys: Mapping[str, Any], checkpoint: Checkpoint | None, options: ExportOptions
 ) -> list[Shard]:
-    """Of the ranks that are written. Raises ModelError unless they are made of what the checkpoint holds."""
+    """Return the shards of the ranks to write. Raises ModelError if the options do not fit the checkpoint."""
     dtype = options.dtype
     if dtype == "auto":
         dtype = checkpoint.graph_dtype(TABLE) if checkpoint else "bfloat16"
@@ -171,7 +173,7 @@ def _shards(
 
 
 def _weight_format(dtype: str, quant_type: str, quantization: Quantization | None) -> Format:
-    """What is asked for, or what a quantized checkpoint has."""
+    """Return the requested weight format, or that of a quantized checkpoint. Raises ModelError if they differ."""
     if quantization is None:
         return FORMATS[dtype if quant_type == "none" else quant_type]
     if quant_type not in ("none", quantization.format):

@@ -1,3 +1,3 @@
-"""What the files of an exported model are called that others than its readers look at."""
+"""Names of files of an exported model that are used outside the package."""
 
 CONFIG, MANIFEST = "config.json", "manifest.json"

@@ -19,7 +19,8 @@ OF_TOKENS = "classifier_from_token"  # of config.json: two tokens, of which the 
 
 
 def head_of(directory: Path, keys: Mapping[str, Any], checkpoint: Checkpoint, table: str) -> np.ndarray | None:
-    """None: it has none. `table` is what its logits are made by. Raises ModelError."""
+    """Return the classifier of a checkpoint, f32 [num_labels, hidden_size], or None if it has none. `table` is the name
+    of the tensor that computes logits. Raises ModelError."""
     if TENSOR in checkpoint:
         head = checkpoint.rows(TENSOR)
     elif tokens := keys.get(OF_TOKENS):

@@ -36,7 +36,7 @@ class Graph:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What an exported model says to those who run it."""
+    """Description of an exported model for the processes that run it."""
 
     vocab_size: int
     max_seq_len: int  # tokens of prompt and answer
@@ -47,7 +47,8 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """Raises ModelError that names the file and the key, or says which other thing `directory` is."""
+        """Read the manifest of a directory. Raises ModelError, which names the file and the key, or says what else the
+        directory is."""
         version = _version(directory)
         if version is None:
             raise ModelError(f"{directory} is not an exported model: it has no {MANIFEST}")
@@ -67,7 +68,7 @@ class Manifest:
         (directory / MANIFEST).write_text(json.dumps(document, indent=2) + "\n")
 
     def config_keys(self) -> dict[str, Any]:
-        """What the export adds to the checkpoint's config.json, for those who read that."""
+        """Return the keys that the export adds to config.json of the checkpoint."""
         return {
             "infer_model_block_size": self.block_size,
             "infer_model_max_seq_len": self.max_seq_len,
@@ -95,7 +96,8 @@ def rank_dir(directory: Path, rank: int = 0) -> Path:
 
 
 def is_exported(directory: Path, ranks: Collection[int] = ()) -> bool:
-    """True for the result of an export that this version of the server can run, with these ranks or all."""
+    """Return whether the directory is an export that this version of the server can run, complete for `ranks` or for
+    all ranks."""
     try:
         return not Manifest.read(directory).missing_files(directory, ranks)
     except ModelError:
@@ -103,7 +105,7 @@ def is_exported(directory: Path, ranks: Collection[int] = ()) -> bool:
 
 
 def refuse_static_graph(directory: Path, ranks: Collection[int] = ()) -> None:
-    """Raises ModelError where something to export is expected and `directory` is a static graph of this server."""
+    """Raise ModelError if `directory` is a static graph of this server, where a checkpoint is expected."""
     if _version(directory) is None:
         return
     if missing := Manifest.read(directory).missing_files(directory, ranks):
@@ -112,7 +114,7 @@ def refuse_static_graph(directory: Path, ranks: Collection[int] = ()) -> None:
 
 
 def _version(directory: Path) -> Any:
-    """Of an exported model of this server, with or without a manifest. None: it is none."""
+    """Return the graph version of an exported model, or None if the directory is not one."""
     manifest = read_json(directory / MANIFEST) if (directory / MANIFEST).exists() else {}
     return manifest["version"] if "version" in manifest else read_json(directory / CONFIG).get(VERSION_KEY)
 

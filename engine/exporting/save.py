@@ -54,7 +54,7 @@ def save_graph(
         kinds = _write(directory / graph.parameters, _named(network), checkpoint, progress)
     else:
         kinds = {name: kind for _, named in _named(network) for name, kind in _expected(named)}
-    traced = Traced(network, graph, {name: _imagined(name, kind) for name, kind in kinds.items()})
+    traced = Traced(network, graph, {name: _placeholder(name, kind) for name, kind in kinds.items()})
     traced.eval()
     progress("trace and save the graph")
     # Paddle would want all parameters in memory, and has no way to leave them out.
@@ -99,8 +99,8 @@ def _expected(source: Constant | Weight) -> Iterator[tuple[str, Kind]]:
         yield name, ((num_rows, *row.shape[1:]), _dtype_of(row))
 
 
-def _imagined(name: str, kind: Kind) -> EagerParamBase:
-    """A parameter whose memory nobody ever touches, so that it costs nothing."""
+def _placeholder(name: str, kind: Kind) -> EagerParamBase:
+    """Return a parameter whose memory is never accessed, so that it takes none."""
     return EagerParamBase.from_tensor(paddle.empty(*kind), name=name, trainable=False)
 
 
@@ -110,7 +110,7 @@ def _dtype_of(array: np.ndarray) -> Any:
 
 
 def _input_specs(graph: Graph, network: Decoder) -> list[paddle.static.InputSpec]:
-    """Ids and positions of a step, then the caches."""
+    """Return the input specifications: the inputs of a step, followed by the caches."""
     shapes = network.input_shapes | {table_name(index): (None, None) for index in range(len(graph.cache_groups))}
     step = [
         paddle.static.InputSpec(

@@ -1,4 +1,4 @@
-"""Compiles grammars: which is next, how long it may take, who has used too much time."""
+"""Compilation of grammars: their order, their time limits, and the compile budget of each owner."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ IDLE_S, LOOK_EVERY_S = 60.0, 10.0  # until one of them ends, and how often that 
 
 
 class Compiler:
-    """Gives each grammar a worker. `on_compiled` is called when it may be followed."""
+    """Gives each grammar a worker process that compiles it. `on_compiled` is called when answers can follow the
+    grammar."""
 
     def __init__(self, workers: Workers, config: Config, on_compiled: Callable[[CompiledGrammar], None]):
         self._workers, self._config, self._on_compiled = workers, config, on_compiled
@@ -53,15 +54,15 @@ class Compiler:
     def grammars(self) -> list[CompiledGrammar]:
         return list(self._grammars.values())
 
-    def find(self, form: str, owner: str) -> CompiledGrammar | Refusal:
+    def find(self, source: str, owner: str) -> CompiledGrammar | Refusal:
         """Return the grammar of this text, which may still have to be compiled."""
-        if refusal := self._refusals.find(form):
+        if refusal := self._refusals.find(source):
             return refusal
-        if form not in self._grammars:
-            grammar = self._grammars[form] = CompiledGrammar(form, owner)
+        if source not in self._grammars:
+            grammar = self._grammars[source] = CompiledGrammar(source, owner)
             self._short.append(grammar)
-        self._grammars.move_to_end(form)
-        return self._grammars[form]
+        self._grammars.move_to_end(source)
+        return self._grammars[source]
 
     def start_next(self) -> None:
         """Begin what may be compiled now, and end workers of grammars that were not needed for long."""
@@ -73,7 +74,7 @@ class Compiler:
 
     @property
     def has_idle(self) -> bool:
-        """Whether a worker may have to end because nothing has needed it for long."""
+        """Return whether idle workers should be checked, which may end those that were not needed for long."""
         return time.monotonic() > self._look_at
 
     def _end_idle(self, now: float) -> None:
@@ -94,11 +95,11 @@ class Compiler:
     def forget(self, grammar: CompiledGrammar) -> None:
         """End its worker, if it has one."""
         self._workers.stop(grammar)
-        if self._grammars.get(grammar.form) is grammar:
-            del self._grammars[grammar.form]
+        if self._grammars.get(grammar.source) is grammar:
+            del self._grammars[grammar.source]
 
     def cancel(self, grammar: CompiledGrammar) -> None:
-        """One of its answers is not wanted any more; if none is, it is not compiled to the end."""
+        """Record that an answer is cancelled. A grammar without answers is not compiled to the end."""
         if not grammar.is_compiled and not grammar.is_wanted:
             self.forget(grammar)
 
@@ -117,7 +118,7 @@ class Compiler:
         return LONG_WALL_FACTOR * self._config.grammar_compile_timeout_s if is_long else HUNG_S
 
     def exited(self, grammar: CompiledGrammar, exit_: Exit | None) -> None:
-        """Its worker has ended: because of the grammar, or it begins again."""
+        """Handle the exit of a worker: refuse the grammar if it was the cause, otherwise start another worker."""
         if exit_ and not grammar.is_compiled:
             self._budget.charge(grammar.owner, exit_.cpu_s)
         status = exit_.status if exit_ else 0
@@ -129,8 +130,8 @@ class Compiler:
             text = "the grammar could not be compiled within {limit} s beside other work; retry later"
             self.refuse(grammar, lambda _: Overloaded(text, limit=limit_s))
         elif refusal := refusal_of_exit(status, grammar.is_compiled, self._config):
-            log.warning("a grammar of %d characters is refused: %s", len(grammar.form), refusal.error(""))
-            self._refusals.add(grammar.form, refusal)
+            log.warning("a grammar of %d characters is refused: %s", len(grammar.source), refusal.error(""))
+            self._refusals.add(grammar.source, refusal)
             self.refuse(grammar, refusal.error)
         else:
             self._begin_again(grammar)
@@ -164,7 +165,7 @@ class Compiler:
     def _start(self, waiting: deque[CompiledGrammar], count: int) -> None:
         while waiting and count > 0:
             grammar = waiting.popleft()
-            if self._grammars.get(grammar.form) is not grammar:  # cancelled or refused meanwhile
+            if self._grammars.get(grammar.source) is not grammar:  # cancelled or refused meanwhile
                 continue
             count -= 1
             limit_s = self._config.grammar_compile_timeout_s if grammar.is_long else SHORT_CPU_S
@@ -172,7 +173,7 @@ class Compiler:
             self._workers.start(grammar)
             assert grammar.process
             on_reply = partial(self._compiled, grammar)
-            grammar.process.call("compile", grammar.form, limit_s, niceness, on_reply=on_reply)
+            grammar.process.call("compile", grammar.source, limit_s, niceness, on_reply=on_reply)
 
     def _compiled(self, grammar: CompiledGrammar, reply: tuple[str, int]) -> None:
         assert grammar.process
@@ -180,11 +181,11 @@ class Compiler:
         cpu_s, grammar.process.cpu_s = grammar.process.cpu_s, 0.0
         self._budget.charge(grammar.owner, cpu_s)
         if error:
-            refusal = Refusal(f"The `{{field}}` cannot be compiled: {literally(brief(error, grammar.form))}")
-            self._refusals.add(grammar.form, refusal)
+            refusal = Refusal(f"The `{{field}}` cannot be compiled: {literally(brief(error, grammar.source))}")
+            self._refusals.add(grammar.source, refusal)
             self.refuse(grammar, refusal.error)
             return
-        log.info("a grammar of %d characters was compiled in %.0f ms", len(grammar.form), 1e3 * cpu_s)
+        log.info("a grammar of %d characters was compiled in %.0f ms", len(grammar.source), 1e3 * cpu_s)
         grammar.is_compiled, grammar.memory_bytes = True, memory_bytes
         self._on_compiled(grammar)
 

@@ -60,7 +60,7 @@ class ForkServer:
         signal.set_wakeup_fd(self._wake_up[1], warn_on_full_buffer=False)
         gc.collect()
         gc.freeze()
-        self._tell("loaded")
+        self._send("loaded")
         poll = select.poll()
         for fd in (self._control.fileno(), self._wake_up[0]):
             poll.register(fd, select.POLLIN)
@@ -88,7 +88,7 @@ class ForkServer:
         try:
             pid = os.fork()
         except OSError:  # the machine has no process left
-            self._tell("exited", worker_id, int(signal.SIGKILL), 0.0)
+            self._send("exited", worker_id, int(signal.SIGKILL), 0.0)
         else:
             if pid == 0:
                 self._become_worker(connection_fd)
@@ -105,7 +105,7 @@ class ForkServer:
             self._control.close()
             with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
                 file.write("1000")
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library would write of its own crash
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # llguidance would report its own crash
             limit_memory(self._memory_bytes)
             assert self._vocabulary
             Worker(self._vocabulary, Connection(connection_fd), self._rows).run()
@@ -119,9 +119,9 @@ class ForkServer:
             pid, status, usage = os.wait4(-1, os.WNOHANG)
             if not pid:
                 return
-            self._tell("exited", self._id_of.pop(pid), status, usage.ru_utime + usage.ru_stime)
+            self._send("exited", self._id_of.pop(pid), status, usage.ru_utime + usage.ru_stime)
 
-    def _tell(self, *message: Any) -> None:
+    def _send(self, *message: Any) -> None:
         self._control.send(msgpack.packb(message))
 
 

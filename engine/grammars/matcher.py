@@ -1,4 +1,5 @@
-"""The engine's side of a grammar and of the answers that follow it. Knows tokens and replies; no processes."""
+"""Engine side of a grammar and of the answers that follow it. It handles tokens and replies, independent of
+processes."""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ NO_MASK: Mask = b""
 
 @dataclass(eq=False)
 class CompiledGrammar:
-    """A grammar that waits to be compiled, is being compiled, or is followed: then its worker holds it."""
+    """A grammar that waits for compilation, is being compiled, or is compiled and held by its worker process."""
 
-    form: str
+    source: str  # text of the grammar
     owner: str
     process: WorkerProcess | None = None
     is_compiled: bool = False
@@ -46,7 +47,7 @@ class CompiledGrammar:
         return bool(self.openings or self.matchers)
 
     def lost_worker(self) -> None:
-        """All its answers begin again, in the next worker, with the tokens that they have."""
+        """Open all answers again in the next worker, with the tokens that they have."""
         self.is_compiled = self.has_low_priority = False
         opening = {matcher for each in self.openings for matcher in each.matchers}
         if left := [matcher for matcher in self.matchers if matcher not in opening and matcher.failure is None]:
@@ -58,7 +59,8 @@ class CompiledGrammar:
 
     @property
     def is_slow(self) -> bool:
-        """Whether steps do not wait for its masks: its answers take part in a step when they are there."""
+        """Return whether steps do not wait for the masks of this grammar: its answers take part when their masks are
+        ready."""
         return self.num_late_steps > 0 or self.is_always_slow
 
     @property
@@ -77,7 +79,7 @@ class Opening:
 
 
 class Pool(Protocol):
-    """What an answer asks of the pool of workers (engine.grammars.pool.GrammarPool)."""
+    """Interface of the worker pool (engine.grammars.pool.GrammarPool) for an answer."""
 
     def note_growth(self, matcher: Matcher) -> None: ...
 
@@ -98,7 +100,7 @@ class Matcher:
         self.is_ready = False
         self.is_mask_missing = False
         self.failure: RequestError | None = None
-        self._token_ids, self._num_told = request.token_ids, request.prompt_len
+        self._token_ids, self._num_sent = request.token_ids, request.prompt_len
         self._prompt_len = request.prompt_len
         self._pool = pool
         self._process: WorkerProcess | None = None  # that knows it
@@ -129,20 +131,20 @@ class Matcher:
 
     def opened_by(self, process: WorkerProcess) -> tuple[int, Sequence[int], Sequence[int]]:
         """Return what a worker has to know first."""
-        self._process, self._num_told = process, self._prompt_len
-        return self.matcher_id, self.stop_ids, self.news()
+        self._process, self._num_sent = process, self._prompt_len
+        return self.matcher_id, self.stop_ids, self.unsent()
 
-    def news(self) -> list[int]:
-        """Return the tokens that the worker has not been told of; it is told now."""
-        token_ids = self._token_ids[self._num_told :]
-        self._num_told = len(self._token_ids)
+    def unsent(self) -> list[int]:
+        """Return the tokens that were not sent to the worker, and mark them as sent."""
+        token_ids = self._token_ids[self._num_sent :]
+        self._num_sent = len(self._token_ids)
         self.grammar.num_rows += 1 + len(token_ids)
         return token_ids
 
     @property
     def is_behind(self) -> bool:
-        """The worker has not been told of all tokens."""
-        return self._num_told < len(self._token_ids)
+        """Return whether tokens were not sent to the worker yet."""
+        return self._num_sent < len(self._token_ids)
 
     def take(self, followed: Followed) -> None:
         """Enter what the worker has found out about the tokens so far."""
@@ -151,7 +153,7 @@ class Matcher:
 
     def note_error(self, error: str) -> None:
         if error and self.failure is None:
-            text = f"The `{{field}}` cannot be followed any further: {literally(brief(error, self.grammar.form))}"
+            text = f"The `{{field}}` cannot be followed any further: {literally(brief(error, self.grammar.source))}"
             self.fail(InvalidRequest(text, field=self.field))
 
     def fail(self, error: RequestError) -> None:

@@ -45,12 +45,12 @@ class GrammarPool:
         setup = Setup(load_tokenizer, vocab_size, config.grammar_memory_mb << 20)
         self._workers = Workers(setup, self._rows, lambda *exited: self._compiler.exited(*exited))
         self._compiler = Compiler(self._workers, config, self._open)
-        self._grown: list[Matcher] = []  # answers whose workers have not been told of their last tokens
+        self._grown: list[Matcher] = []  # answers whose workers have not been sent of their last tokens
         self._late_rows: dict[WorkerProcess, int] = {}  # the end of the rows that a late worker may still write
 
     @property
     def is_busy(self) -> bool:
-        """Whether `poll` has something to do."""
+        """Return whether `poll` has something to do."""
         return self._compiler.num_waiting > 0 or self._workers.is_busy or self._compiler.has_idle
 
     def load(self) -> None:
@@ -98,16 +98,16 @@ class GrammarPool:
         if not self._grown:
             return
         grown, self._grown = self._grown, []
-        told = {}
+        sent = {}
         for grammar, matchers in _by_grammar(each for each in grown if each.is_ready).items():
             if grammar.is_slow:
                 self._catch_up(grammar, matchers)
             elif grammar.process:
-                news = [(each.matcher_id, each.news()) for each in matchers]
-                grammar.process.call("advance", news, False, on_reply=partial(self._advanced, grammar, matchers))
-                told[grammar] = matchers
-        for grammar in self._wait(list(told)):
-            self._is_late(grammar, told[grammar])
+                unsent = [(each.matcher_id, each.unsent()) for each in matchers]
+                grammar.process.call("advance", unsent, False, on_reply=partial(self._advanced, grammar, matchers))
+                sent[grammar] = matchers
+        for grammar in self._wait(list(sent)):
+            self._is_late(grammar, sent[grammar])
 
     def note_growth(self, matcher: Matcher) -> None:
         """Tell its worker with the next call of `settle`."""
@@ -192,8 +192,8 @@ class GrammarPool:
             if grammar.is_always_slow and not grammar.has_low_priority:
                 grammar.has_low_priority = True
                 grammar.process.call("lower_priority", on_reply=lambda _: None)
-            news = [(each.matcher_id, each.news()) for each in matchers]
-            grammar.process.call("advance", news, True, on_reply=partial(self._caught_up, grammar, matchers))
+            unsent = [(each.matcher_id, each.unsent()) for each in matchers]
+            grammar.process.call("advance", unsent, True, on_reply=partial(self._caught_up, grammar, matchers))
 
     def _open(self, grammar: CompiledGrammar) -> None:
         """Tell its worker of answers that begin."""
@@ -230,7 +230,7 @@ class GrammarPool:
         self._go_on(grammar, matchers)
 
     def _go_on(self, grammar: CompiledGrammar, matchers: Sequence[Matcher]) -> None:
-        """After a late reply."""
+        """Continue after a late reply."""
         grammar.num_losses = 0
         if late := [each for each in matchers if not each.is_ready]:
             self._catch_up(grammar, late)

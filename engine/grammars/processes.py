@@ -1,4 +1,4 @@
-"""The engine's end of the fork server and of its workers. Knows messages and exits, not what a grammar is."""
+"""Engine side of the fork server and its workers: messages and exits, independent of grammars."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OnReply = Callable[[Any], None]
 
 
 class Exit(NamedTuple):
-    """How a worker has ended. `status` is waitpid's."""
+    """Exit of a worker. `status` is that of waitpid."""
 
     worker_id: int
     status: int
@@ -38,7 +38,8 @@ class Exit(NamedTuple):
 
 
 class WorkerProcess:
-    """One worker: messages go out at once, replies come in the same order and are given to whom they are for."""
+    """One worker process. Messages are sent at once; replies arrive in the same order and are passed to their
+    callbacks."""
 
     def __init__(self, worker_id: int, connection: Connection):
         self.worker_id = worker_id
@@ -84,7 +85,7 @@ class WorkerProcess:
 
 
 class ForkServerProcess:
-    """The fork server: starts it, asks it for workers, hears of their exits."""
+    """The fork server process: starts it, requests workers, and receives their exits."""
 
     def __init__(self, setup: Setup, rows_fd: int):
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -148,8 +149,8 @@ class ForkServerProcess:
 
 
 class SharedRows:
-    """Rows of masks that workers write. One that is late still writes its own when the next step wants rows: these
-    begin behind them then."""
+    """Shared memory with the rows of masks that workers write. A late worker may still write its rows when the next
+    step needs some; these then begin behind the late ones."""
 
     def __init__(self, num_rows: int, vocab_size: int):
         num_words = -(-vocab_size // 32)
@@ -159,7 +160,7 @@ class SharedRows:
         self._rows = np.frombuffer(mmap.mmap(self.fd, 0), np.uint32).reshape(-1, num_words)
 
     def take(self, num_rows: int, first: int) -> np.ndarray | None:
-        """None: there are not so many."""
+        """Return `num_rows` rows from `first` on, u32 [num_rows, num_words], or None if there are not as many."""
         end = first + num_rows
         return self._rows[first:end] if end <= len(self._rows) else None
 

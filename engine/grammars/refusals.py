@@ -27,22 +27,23 @@ class Refusal(NamedTuple):
 
 
 class Refusals:
-    """By the hashes of grammars."""
+    """Refused grammars by hash, at most MAX_REFUSALS."""
 
     def __init__(self) -> None:
         self._by_hash: OrderedDict[bytes, Refusal] = OrderedDict()
 
-    def add(self, form: str, refusal: Refusal) -> None:
-        self._by_hash[_hash(form)] = refusal
+    def add(self, source: str, refusal: Refusal) -> None:
+        self._by_hash[_hash(source)] = refusal
         if len(self._by_hash) > MAX_REFUSALS:
             self._by_hash.popitem(last=False)
 
-    def find(self, form: str) -> Refusal | None:
-        return self._by_hash.get(_hash(form))
+    def find(self, source: str) -> Refusal | None:
+        return self._by_hash.get(_hash(source))
 
 
 def refusal_of_exit(status: int, is_compiled: bool, config: Config) -> Refusal | None:
-    """Return what the end of a worker, a status of waitpid, says of its grammar; None: nothing."""
+    """Return the refusal of a grammar whose worker has ended with the waitpid status `status`; None if the grammar was
+    not the cause."""
     number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
     if number == signal.SIGPROF and is_compiled:
         return Refusal("The `{field}` takes more than {limit} s of CPU time for a token", STEP_CPU_S)
@@ -56,5 +57,5 @@ def refusal_of_exit(status: int, is_compiled: bool, config: Config) -> Refusal |
     return None
 
 
-def _hash(form: str) -> bytes:
-    return hashlib.sha256(form.encode()).digest()
+def _hash(source: str) -> bytes:
+    return hashlib.sha256(source.encode()).digest()

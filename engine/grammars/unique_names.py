@@ -1,4 +1,5 @@
-"""Keeps objects of JSON from getting a property twice, which no grammar can say of names that only match a pattern."""
+"""Prevents duplicate property names in JSON objects, which a grammar cannot express for names that only match a
+pattern."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ class Worker:
         return _error(compiled)
 
     def _let_end(self, matcher_id: int, rows: np.ndarray) -> None:
-        """Where the grammar may end, the answer's own stop ids may be chosen instead of the usual ones."""
+        """Allow the stop ids of the answer, instead of the usual ones, where the grammar may end."""
         stop_ids, vocabulary = self._stop_ids[matcher_id], self._vocabulary
         if not vocabulary.eos_ids.symmetric_difference(stop_ids):
             return

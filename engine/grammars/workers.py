@@ -1,5 +1,4 @@
-"""The workers that run, and the fork server that makes them: starts, waits for replies, notices exits. A fork server
-that ends is started again."""
+"""Running workers and the fork server: starts, replies and exits. A fork server that has ended is restarted."""
 
 from __future__ import annotations
 
@@ -21,7 +20,8 @@ KILL_S = 2.0  # until one that is killed has ended, or its fork server hangs
 
 
 class Workers:
-    """`on_exit` is told which grammar has lost its worker, and how if that is known."""
+    """All running worker processes. `on_exit` is called with a grammar that has lost its worker, and the exit if it is
+    known."""
 
     def __init__(self, setup: Setup, rows: SharedRows, on_exit: Callable[[CompiledGrammar, Exit | None], None]):
         self._setup, self._rows, self._on_exit = setup, rows, on_exit
@@ -33,7 +33,7 @@ class Workers:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a reply is to come."""
+        """Return whether a reply is pending."""
         return any(grammar.process.num_pending for grammar in self._by_id.values() if grammar.process)
 
     def load(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import engine.exporting.cache
 from engine.errors import TokenizerError
-from engine.exporting.cache import NUM_PIECES, PIECE, WHOLE_UP_TO, _identity, _print, export_cached
+from engine.exporting.cache import NUM_PIECES, PIECE, WHOLE_UP_TO, _fingerprint, _identity, export_cached
 from engine.exporting.export import ExportOptions
 from engine.exporting.manifest import GRAPH_VERSION, is_exported
 
@@ -71,12 +71,12 @@ def test_of_large_files_pieces_are_read_all_over(tmp_path):
     size = 3 * WHOLE_UP_TO
     with path.open("wb") as file:
         file.truncate(size)
-    prints, longest = {_print(path)}, size // NUM_PIECES + PIECE
+    prints, longest = {_fingerprint(path)}, size // NUM_PIECES + PIECE
     for count, start in enumerate(range(0, size - longest + 1, longest), start=2):
         with path.open("r+b") as file:
             file.seek(start)
             file.write(bytes([count % 255 + 1]) * longest)
-        prints.add(_print(path))
+        prints.add(_fingerprint(path))
         assert len(prints) == count
 
 

@@ -15,7 +15,7 @@ FINISHED = (
     *("gateway", "server_scripts"),
     *("model_repository", "download_model.py"),
     *("engine/core", "engine/serving", "engine/wire"),
-    *("engine/text", "engine/link", "engine/settings"),
+    *("engine/text", "engine/link", "engine/settings", "engine/grammars", "engine/download", "engine/exporting"),
 )
 
 # First words that make a fragment of a docstring instead of a sentence.
