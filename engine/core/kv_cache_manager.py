@@ -184,6 +184,7 @@ class KVCacheManager:
         request.has_shared_tail = False
 
     def begin_step(self) -> None:
+        """Note that a step was launched: blocks that are freed now may still be written."""
         self._num_in_flight += 1
 
     def end_step(self) -> None:

@@ -65,7 +65,9 @@ class Grammar(Protocol):
     is_mask_missing: bool  # the mask of the last step came too late, so its sampled token is invalid
 
     @property
-    def error(self) -> RequestError | None: ...
+    def error(self) -> RequestError | None:
+        """Return why the grammar cannot be followed any further, or None."""
+        ...
 
     @property
     def is_complete(self) -> bool:
@@ -141,6 +143,7 @@ class Request:
 
     @property
     def num_new_tokens(self) -> int:
+        """Return how many tokens the answer has."""
         return len(self.token_ids) - self.prompt_len
 
     @property
@@ -235,6 +238,7 @@ class Batch(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
+        """Return how many tokens the step computes, without draft tokens of the executor."""
         return sum(len(row.token_ids) for row in self.rows)
 
 
