@@ -16,7 +16,7 @@ Tensors = dict[str, np.ndarray]
 
 
 def make_paddle_checkpoint(checkpoint: Path, out: Path, files: str = "model.safetensors", **keys: object) -> Path:
-    """Write a checkpoint with these `files`: model.safetensors, state_of.pdparams, or of the latter "shards".
+    """Write a checkpoint with these `files`: model.safetensors, model_state.pdparams, or of the latter "shards".
 
     `keys` replace those of config.json; None leaves one out.
     """
@@ -26,14 +26,14 @@ def make_paddle_checkpoint(checkpoint: Path, out: Path, files: str = "model.safe
     tensors = _in_paddle(load_file(checkpoint / "model.safetensors"), config)
     if files == "model.safetensors":
         save_file(tensors, out / files)
-    elif files == "state_of.pdparams":
+    elif files == "model_state.pdparams":
         _save(tensors, out / files)
     else:
-        shards = {f"state_of-0000{i}-of-00002.pdparams": list(tensors)[i - 1 :: 2] for i in (1, 2)}
+        shards = {f"model_state-0000{i}-of-00002.pdparams": list(tensors)[i - 1 :: 2] for i in (1, 2)}
         for name, some in shards.items():
             _save({each: tensors[each] for each in some}, out / name)
         index = {each: name for name, some in shards.items() for each in some}
-        (out / "state_of.pdparams.index.json").write_text(json.dumps({"weight_map": index}))
+        (out / "model_state.pdparams.index.json").write_text(json.dumps({"weight_map": index}))
     return out
 
 

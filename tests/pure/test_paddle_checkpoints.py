@@ -28,10 +28,10 @@ def params_of(source, out, num_ranks=1, **options):
     [
         ("ernie4_5", {}, "model.safetensors", {}),
         ("ernie4_5", {"num_key_value_heads": 4, "use_bias": False}, "model.safetensors", {"num_ranks": 2}),
-        ("ernie4_5", {"tie_word_embeddings": False, "use_bias": False}, "state_of.pdparams", {}),
+        ("ernie4_5", {"tie_word_embeddings": False, "use_bias": False}, "model_state.pdparams", {}),
         ("ernie4_5", {"torch_dtype": "bfloat16"}, "shards", {"quant_type": "weight_only_int8"}),
         ("llama", {}, "model.safetensors", {"num_ranks": 2}),
-        ("qwen2", {}, "state_of.pdparams", {}),
+        ("qwen2", {}, "model_state.pdparams", {}),
     ],
 )
 def test_every_number_of_the_checkpoint_is_found_again(family, given, files, options, tmp_path):  # noqa: PLR0913
@@ -75,10 +75,12 @@ def test_any_part_of_a_turned_matrix_is_read():
 
 def test_a_change_of_a_pdparams_file_is_a_new_export(tmp_path, no_paddle):
     checkpoint = make_checkpoint(tmp_path / "checkpoint", "ernie4_5")
-    in_paddle = make_paddle_checkpoint(checkpoint, tmp_path / "paddle", "state_of.pdparams")
+    in_paddle = make_paddle_checkpoint(checkpoint, tmp_path / "paddle", "model_state.pdparams")
     first = export_cached(in_paddle, tmp_path / "cache", ExportOptions(), lambda step: None)
-    make_paddle_checkpoint(make_checkpoint(tmp_path / "other", "ernie4_5", seed=1), tmp_path / "b", "state_of.pdparams")
-    (tmp_path / "b/state_of.pdparams").rename(in_paddle / "state_of.pdparams")
+    make_paddle_checkpoint(
+        make_checkpoint(tmp_path / "other", "ernie4_5", seed=1), tmp_path / "b", "model_state.pdparams"
+    )
+    (tmp_path / "b/model_state.pdparams").rename(in_paddle / "model_state.pdparams")
     assert export_cached(in_paddle, tmp_path / "cache", ExportOptions(), lambda step: None) != first
 
 
@@ -103,18 +105,18 @@ class Runs:
 def test_a_pdparams_file_that_is_no_dictionary_of_tensors_is_refused(content, message, tmp_path, capsys):
     in_paddle = make_paddle_checkpoint(make_checkpoint(tmp_path / "checkpoint", "ernie4_5"), tmp_path / "paddle")
     (in_paddle / "model.safetensors").unlink()
-    (in_paddle / "state_of.pdparams").write_bytes(content)
-    with pytest.raises(ModelError, match=r"state_of\.pdparams.*" + message):
+    (in_paddle / "model_state.pdparams").write_bytes(content)
+    with pytest.raises(ModelError, match=r"model_state\.pdparams.*" + message):
         params_of(in_paddle, tmp_path / "out")
     assert "must not run" not in capsys.readouterr().out
 
 
 def test_a_nested_tensor_with_its_name_is_read(tmp_path):
     checkpoint = make_checkpoint(tmp_path / "checkpoint", "ernie4_5")
-    in_paddle = make_paddle_checkpoint(checkpoint, tmp_path / "paddle", "state_of.pdparams")
-    state = paddle.load(str(in_paddle / "state_of.pdparams"), return_numpy=True)
+    in_paddle = make_paddle_checkpoint(checkpoint, tmp_path / "paddle", "model_state.pdparams")
+    state = paddle.load(str(in_paddle / "model_state.pdparams"), return_numpy=True)
     named = {name: ("a_name", array) for name, array in state.items()}
-    (in_paddle / "state_of.pdparams").write_bytes(pickle.dumps(named))
+    (in_paddle / "model_state.pdparams").write_bytes(pickle.dumps(named))
     [found], [wanted] = params_of(in_paddle, tmp_path / "found"), params_of(checkpoint, tmp_path / "wanted")
     np.testing.assert_array_equal(found["norm.weight"], wanted["norm.weight"])
 

@@ -169,7 +169,7 @@ def test_a_repository_that_cannot_be_exported_is_refused(missing, message, serve
 
 def test_weights_of_paddle_are_fetched_where_there_are_no_others(server, hub, tmp_path):
     others = {path: body for path, body in CHECKPOINT.items() if not path.startswith("model")}
-    in_paddle = {"state_of.pdparams.index.json": b"{}", "state_of-00001-of-00001.pdparams": WEIGHTS}
+    in_paddle = {"model_state.pdparams.index.json": b"{}", "model_state-00001-of-00001.pdparams": WEIGHTS}
     server.add_repo("an-org/in-paddle", others | in_paddle | {"optimizer.pdopt": b"", "x.pdparams": b""})
     assert files_in(download("an-org/in-paddle", tmp_path, hub).model_dir) == others | in_paddle
     server.add_repo("an-org/both", CHECKPOINT | in_paddle)
