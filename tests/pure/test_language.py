@@ -16,6 +16,11 @@ FINISHED = (
     *("model_repository", "download_model.py"),
     *("engine/core", "engine/serving", "engine/wire"),
     *("engine/text", "engine/link", "engine/settings", "engine/grammars", "engine/download", "engine/exporting"),
+    *(
+        f"engine/{name}.py"
+        for name in ("__init__", "address", "dtypes", "errors", "file_lock", "garbage", "llm", "log")
+    ),
+    *(f"engine/{name}.py" for name in ("paddle_files", "process", "protobuf", "sampling_parameters", "tracing")),
 )
 
 # First words that make a fragment of a docstring instead of a sentence.
