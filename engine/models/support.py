@@ -20,7 +20,7 @@ class FamilySupport:
 
     model_type: str
     models: str
-    devices: Sequence[str] = (RUN, RUN, NOT_RUN, NOT_RUN)
+    devices: Sequence[str] = (RUN, RUN, RUN, NOT_RUN)
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class PrecisionSupport:
     devices: Sequence[str] = (RUN, RUN, RUN, NOT_RUN)
 
 
-ONE_GPU, EVERYWHERE = (RUN, RUN, RUN, NOT_RUN), (RUN,) * 4
+EVERYWHERE = (RUN,) * 4
 FAMILIES = (
     FamilySupport("llama", "Llama 1, 2, 3.x, and models of the same network", EVERYWHERE),
-    FamilySupport("mistral", "Mistral 7B, Nemo, Small; with or without a sliding window", ONE_GPU),
+    FamilySupport("mistral", "Mistral 7B, Nemo, Small; with or without a sliding window"),
     FamilySupport("ministral", "Ministral 8B"),
     FamilySupport("qwen2", "Qwen2, Qwen2.5; with or without a sliding window", EVERYWHERE),
-    FamilySupport("qwen3", "Qwen3, dense models", ONE_GPU),
-    FamilySupport("ernie4_5", "ERNIE 4.5, dense models (0.3B)", ONE_GPU),
+    FamilySupport("qwen3", "Qwen3, dense models"),
+    FamilySupport("ernie4_5", "ERNIE 4.5, dense models (0.3B)"),
     FamilySupport("exaone4", "EXAONE 4"),
     FamilySupport("gemma2", "Gemma 2"),
     FamilySupport("gemma3_text", "Gemma 3, text-only checkpoints"),

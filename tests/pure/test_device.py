@@ -66,7 +66,8 @@ def test_a_gpu_that_is_too_old_is_refused_with_the_capability_that_is_needed(mac
 
 def test_the_documentation_names_the_compute_capability_that_is_checked():
     needed = ".".join(map(str, device.MIN_CAPABILITY))
-    assert f"compute capability {needed} or more" in (ROOT / "docs/gpu.md").read_text()
+    assert f"| below {needed} |" in (ROOT / "docs/gpu.md").read_text()
+    assert f"compute capability {needed} or higher" in (ROOT / "README.md").read_text()
 
 
 def test_with_a_gpu_auto_takes_it_and_cpu_does_not(machine):

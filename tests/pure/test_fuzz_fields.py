@@ -124,7 +124,7 @@ def test_the_bounds_of_a_schema_are_those_of_its_check(name):
 def test_any_object_is_a_request_or_refused(processor, body):
     request = outcome(wire.parse_request, body)
     if request is not None:
-        outcome(processor.read, request)
+        outcome(processor.process, request)
 
 
 @examples(40)
