@@ -108,7 +108,7 @@ def test_what_takes_long_to_compile_delays_no_other_grammar(tokenizer):
     with grammars(grammar_compile_timeout_s=120.0, grammar_compile_budget_s=600.0) as made:
         guided = Guided(tokenizer, grammars=made)
         guided.run(a_request("first", "guided_json", PERSON))
-        endless = [made.begin(raw_request(str(index), {**ENDLESS, "minimum": index})) for index in range(4)]
+        endless = [made.begin(raw_request(str(index), {**ENDLESS, "title": str(index)})) for index in range(4)]
         guided.run(a_request("known", "guided_json", PERSON))
         guided.run(a_request("new", "guided_choice", ["x"]))
         assert guided.json("known") and guided.text("new") == "x"
