@@ -1,4 +1,4 @@
-"""Reads an exported graph without Paddle: what it computes (model.json) and with which weights (model.pdiparams)."""
+"""Reads an exported graph without Paddle: its nodes (model.json) and its weights (model.pdiparams)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Graph", "GraphError", "Node", "Value", "load", "read_graph", "read_p
 
 
 def load(model_dir: Path, rank: int = 0, name: str = DECODER) -> tuple[Graph, dict[str, np.ndarray]]:
-    """A graph of one rank and its parameters by name, memory-mapped."""
+    """Return a graph of one rank, and its parameters by name, memory-mapped. Raises GraphError."""
     files, directory = Manifest.read(model_dir).graph(name), rank_dir(model_dir, rank)
     graph = read_graph(directory / files.program, files.outputs)
     if not files.parameters:

@@ -1,4 +1,4 @@
-"""Prints a graph, one line a node: python -m engine.graph MODEL_DIR [--rank N]."""
+"""Prints a graph, one line per node: python -m engine.graph MODEL_DIR [--rank N]."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.graph import Graph, load
 
 
 def lines(graph: Graph) -> Iterator[str]:
-    """Inputs, nodes and outputs. A parameter is shown by its name, other values by their number."""
+    """Yield one line per input, node and output. Parameters are shown by their names, other values by their ids."""
     names = {value.id: name for name, value in graph.parameters.items()}
     for name, value in graph.inputs.items():
         yield f"{value} = input {name}"
@@ -45,5 +45,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it quietly
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a closed pipe, as after `| head`, ends it without an error
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Operator fusion: puts the fused ops of the catalogue that a device has in place of the ops that they compute."""
+"""Operator fusion: replaces pairs of ops by the fused ops of the catalogue that a device has."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from engine.graph.nodes import Graph, Node
 from engine.ops.catalogue import FUSED
 from engine.ops.declaration import LOGITS
 
-BEHIND_LOGITS = ("all_gather", "scale", "softcap")  # what may come between the product and the output
+BEHIND_LOGITS = ("all_gather", "scale", "softcap")  # ops that may lie between the product and the output
 
 
 def fuse(graph: Graph, available: Collection[str], keep_products: bool = False) -> Graph:
     """Return `graph` with pairs of ops replaced by the fused ones among `available`.
 
-    The second op of a pair alone reads the output of the first, whose inputs nothing in between updates. The op that
-    makes the logits of the graph, also before those of BEHIND_LOGITS, is a pair with LOGITS. `keep_products` leaves the
-    products of linear layers in memory, so that adapters can be added to them.
+    A pair is fused if only the second op reads the output of the first, and no op in between updates an input of the
+    first. The op that computes the logits, before any ops of BEHIND_LOGITS, forms a pair with LOGITS. `keep_products`
+    excludes fused ops that do not store the product of a linear layer, so that adapters can be added to the products.
     """
     names = {op.fuses: op.name for op in FUSED if op.name in available and not (keep_products and op.hides_product)}
     num_readers = Counter(value.id for node in graph.nodes for value in node.inputs if value)
@@ -44,6 +44,6 @@ def fuse(graph: Graph, available: Collection[str], keep_products: bool = False) 
 
 
 def _may_move(node: Node, nodes: list[Node]) -> bool:
-    """Whether a node of the list can as well be the last: nothing behind it updates what it reads."""
+    """Return whether a node of the list can be moved to its end, because no later node updates an input of it."""
     updated = [each.updated for each in nodes[nodes.index(node) + 1 :]]
     return not any(value in node.inputs for value in updated if value)

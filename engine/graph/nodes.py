@@ -1,4 +1,4 @@
-"""What a graph is made of. Plain values: no files, no tensors, no device."""
+"""Description of an exported graph as plain values, independent of files, tensors and devices."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from engine.ops.catalogue import OPS
 
 
 class GraphError(SetupError):
-    """A graph's file is missing, cut off or holds what this version cannot read. Names the file and the place."""
+    """A graph's file is missing, cut off or not supported by this version. The message names the file and the place."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """Something a node takes or makes."""
+    """Input or output of a node, with its dtype and shape."""
 
     id: int
-    dtype: str  # numpy's names, and bfloat16
-    shape: tuple[int, ...]  # -1: as long as the step makes it
+    dtype: str  # a name of numpy's dtypes, or bfloat16
+    shape: tuple[int, ...]  # -1: a size that differs from step to step
 
     def __str__(self) -> str:
         return f"%{self.id} {self.dtype}[{', '.join('?' if n < 0 else str(n) for n in self.shape)}]"
@@ -27,7 +27,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Node:
-    """One op of the catalogue (docs/ops.md) with its inputs and outputs in the catalogue's order."""
+    """One call of an op of the catalogue (docs/ops.md), with inputs and outputs in the order of the catalogue."""
 
     op: str
     inputs: tuple[Value | None, ...]  # None: an optional input that is not given
@@ -36,14 +36,14 @@ class Node:
 
     @property
     def updated(self) -> Value | None:
-        """The input whose storage the op changes and gives back as its last output."""
+        """Return the input that the op updates in place and returns as its last output, or None."""
         index = OPS[self.op].updated
         return None if index is None else self.inputs[index]
 
 
 @dataclass(frozen=True)
 class Graph:
-    """Nodes in an order in which they can run."""
+    """An exported graph: inputs, parameters and outputs by name, and nodes in an order in which they can run."""
 
     inputs: Mapping[str, Value]
     parameters: Mapping[str, Value]
@@ -51,7 +51,7 @@ class Graph:
     outputs: Mapping[str, Value]
 
     def values_by_rows_of(self, name: str) -> set[int]:
-        """The numbers of the values that have a row for each element of this input."""
+        """Return the ids of the values that have one row per element of the input `name`."""
         found = {self.inputs[name].id}
         for node in self.nodes:
             rows = node.inputs[OPS[node.op].rows_of]

@@ -1,4 +1,4 @@
-"""The parameters of a graph out of its model.pdiparams, checked against what the graph declares."""
+"""Reads the parameters of a graph from its model.pdiparams, and checks them against the graph's declarations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from engine.graph.nodes import Graph, GraphError
 
 
 def read_params(path: Path, graph: Graph) -> dict[str, np.ndarray]:
-    """Read-only views of the mapped file by name; bfloat16 as uint16."""
+    """Return the parameters by name, as read-only views of the memory-mapped file; bfloat16 is held as uint16.
+
+    Raises GraphError if the file cannot be read, or if a parameter has another dtype or shape than the graph declares.
+    """
     try:
         stored = paddle_files.read_params(path, graph.parameters)
     except paddle_files.PaddleFileError as error:

@@ -1,7 +1,7 @@
 """Reads model.json: Paddle's intermediate representation (PIR) as `paddle.jit.save` writes it.
 
-A program is one block of operations in order of execution. Operations are named `dialect.name`, custom ones end in
-an underscore when they update an input in place. Value 0 stands for an optional input that is not given.
+A program is one block of operations in the order of execution. Operations are named `dialect.name`, and the name of a
+custom operation ends in an underscore if it updates an input in place. Value 0 stands for a missing optional input.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ DTYPES = {
     "0.t_bf16": "bfloat16",
     "0.t_f32": "float32",
 }
-OP_PREFIX = "llm_"  # the catalogue's ops are registered with Paddle under this
-PADDLE_ATTRIBUTES = {"struct_name", "op_callstack", "stop_gradient"}  # for people and training
+OP_PREFIX = "llm_"  # the ops of the catalogue are registered with Paddle under this prefix
+PADDLE_ATTRIBUTES = {"struct_name", "op_callstack", "stop_gradient"}  # used for messages and training only
 NO_VALUE = 0
 
 
 def read_graph(path: Path, output_names: Sequence[str]) -> Graph:
-    """`output_names`: of the manifest, as the program has its own for them."""
+    """Read a graph. `output_names` are the names of its outputs in the manifest, since the program uses others.
+
+    Raises GraphError if the file is missing, damaged or not supported.
+    """
     try:
         document = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -60,7 +63,7 @@ def read_graph(path: Path, output_names: Sequence[str]) -> Graph:
 
 
 class _Reader:
-    """Collects a graph operation by operation."""
+    """Builds a graph from its operations, one at a time."""
 
     def __init__(self) -> None:
         self.inputs: dict[str, Value] = {}

@@ -1,4 +1,4 @@
-"""Runs a graph one node after another with functions that define its ops. No device, no batching, no sampling."""
+"""Runs a graph node by node with a Python function for each op. Independent of devices, batching and sampling."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ def run_graph(
     inputs: Mapping[str, np.ndarray],
     ops: ModuleType = reference,
 ) -> dict[str, np.ndarray]:
-    """The graph's outputs by name. KV caches among the inputs are updated in place.
+    """Run the graph once and return its outputs by name. KV caches among the inputs are updated in place.
 
-    `ops` has a function for each op: inputs by position, attributes by name, one array or a tuple of them back.
+    `ops` has a function for each op, which takes inputs by position and attributes by name, and returns an array or a
+    tuple of arrays. Raises GraphError if an input is missing.
     """
     if missing := graph.inputs.keys() - inputs.keys():
         raise GraphError(f"the graph needs input {min(missing)}")

@@ -1,1 +1,1 @@
-"""Network definitions: what a checkpoint's config.json means, which tensors it needs, and the graph they make."""
+"""Definitions of the supported networks: their configuration, their tensors in a checkpoint, and their computation."""

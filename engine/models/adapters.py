@@ -1,7 +1,8 @@
-"""Reads LoRA adapters as PEFT stores them, and cuts them to the matrices of one rank. What would change the answer and
-is not computed here is refused by name. Knows no device.
+"""Reads LoRA adapters in PEFT's format, and cuts them to the matrices of one rank. Options of PEFT that change the
+answer but are not implemented are refused by name. Independent of devices.
 
-An adapter adds B (A x), times a scale, to what a linear layer gives. Which layers have one the tensors of the file say.
+An adapter adds `B (A x)`, times a scale, to the output of a linear layer. The tensors in the file determine which
+linear layers are adapted.
 """
 
 from __future__ import annotations
@@ -31,47 +32,53 @@ from engine.models.weights import Part, Shard, found_in
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_ALPHA = float(np.finfo(np.float32).max)
 MAX_CONFIG_BYTES = 1 << 20
-MAX_HEADER_BYTES = 16 << 20  # of the weights: names, shapes and notes
-PREFIX = "base_model.model."  # of PEFT's names before those of the checkpoint
+MAX_HEADER_BYTES = 16 << 20  # of the weights file: names, shapes and metadata
+PREFIX = "base_model.model."  # PEFT puts it before the checkpoint's name of a tensor
 DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
-# key of adapter_config.json -> what asks for nothing special beside null, false and empty ones
+# Key of adapter_config.json -> values that are accepted, in addition to null, false and empty values
 REFUSED: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     **dict.fromkeys(("modules_to_save", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out"), ()),
     **dict.fromkeys(("lora_bias", "layer_replication", "target_parameters", "trainable_token_indices"), ()),
     **dict.fromkeys(("alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config"), ()),
     **dict.fromkeys(("monteclora_config", "velora_config"), ()),
-    "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),  # others change the weights below
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),  # other values change the weights of the base model
 }
-Adapter = tuple[str, ...]  # see `engine.core.types.Sampling`
+Adapter = tuple[str, ...]  # id of the files' content, folder; see `engine.core.types.Sampling`
 
 
 class AdapterError(SetupError):
-    """An adapter cannot be used. Names its folder, the key or tensor, what was found and what is supported."""
+    """An adapter cannot be used.
+
+    The message names its folder, the key or tensor, what was found and what is supported.
+    """
 
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """What one linear layer of a rank gains, all float32."""
+    """LoRA matrices for one part of a linear layer of a rank, both float32."""
 
-    parameter: str  # the matrix in the graph
-    first: int  # of its outputs
+    parameter: str  # name of the layer's matrix in the graph
+    first: int  # index of the first output of that matrix that the pair adds to
     a: np.ndarray  # [rank of the adapter, inputs]
-    b: np.ndarray  # [rank of the adapter, outputs from the first on], times the scale
+    b: np.ndarray  # [rank of the adapter, outputs of this part], multiplied by the scale
 
 
 def network_of(graph_dir: Path, rank: int = 0, num_ranks: int = 1) -> Decoder:
-    """The layers of one rank of an exported model, for `read_pairs`."""
+    """Return the network of one rank of an exported model, as `read_pairs` needs it."""
     return read_model(read_json(graph_dir / "config.json")).network(Shard(FLOAT32, "float32", 1, rank, num_ranks))
 
 
 def identified(directory: Path) -> Adapter:
-    """An adapter as it is now, by a name that it shares with the same files only."""
+    """Return the id and the folder of an adapter.
+
+    The id is a hash of the files' content: it changes when they change.
+    """
     return _digest(_read(directory / CONFIG), _read(directory / WEIGHTS)), str(directory)
 
 
 def checked(directory: Path, graph_dir: Path, max_rank: int) -> Adapter:
-    """The same, of files that the exported model can have. Raises AdapterError."""
+    """Return what `identified` returns, after checking the adapter against the exported model. Raises AdapterError."""
     if not _is_text(str(directory)):
         raise AdapterError(f"adapter {str(directory)!r}: its path is not UTF-8")
     dtype = read_json(graph_dir / "config.json").get("infer_model_dtype") or "float32"  # of activations
@@ -79,7 +86,10 @@ def checked(directory: Path, graph_dir: Path, max_rank: int) -> Adapter:
 
 
 def read_pairs(adapter: Adapter, network: Decoder, max_rank: int) -> list[Pair]:
-    """Raises AdapterError, also when the files are others than before."""
+    """Return the LoRA matrices of one rank.
+
+    Raises AdapterError, also if the files have changed since `adapter` was made.
+    """
     adapter_id, directory = adapter
     return _read_adapter(Path(directory), network, max_rank, adapter_id)[1]
 
@@ -109,7 +119,7 @@ def _read_adapter(
 
 
 def most_bytes(network: Decoder, max_rank: int) -> int:
-    """Of an adapter for every linear layer."""
+    """Return the size in bytes, on this rank, of an adapter of rank `max_rank` for every linear layer."""
     return sum(4 * max_rank * sum(part.rank_shape) for part in _parts(network))
 
 
@@ -118,7 +128,8 @@ def _parts(network: Decoder) -> list[Part]:
 
 
 def _read(path: Path, max_bytes: int | None = None) -> bytes:
-    """Of what is no file, or too large, nothing is read: whoever names it must not have others wait for it."""
+    """Return the content of a regular file of at most `max_bytes`. Anything else is refused without reading it, so that
+    a request with a bad path does not delay other requests. Raises AdapterError."""
     try:
         with open(path, "rb", opener=_open_at_once) as file:
             status = os.fstat(file.fileno())
@@ -132,7 +143,7 @@ def _read(path: Path, max_bytes: int | None = None) -> bytes:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # a FIFO would wait for a writer
+    return os.open(path, flags | os.O_NONBLOCK)  # opening a FIFO would otherwise wait for a writer
 
 
 def _is_text(path: str) -> bool:
@@ -174,7 +185,7 @@ def _tensors(weights: bytes) -> dict[str, np.ndarray]:
 
 
 def _pairs_of(linear: Linear, tensors: dict[str, np.ndarray], form: tuple[int, float, str]) -> Iterator[Pair]:
-    """Takes what is the layer's out of `tensors`."""
+    """Yield the LoRA matrices of a layer, and remove its tensors from `tensors`."""
     first, (rank, scale, dtype), used = 0, form, set()
     for part in linear.weight.parts:
         rows, columns = part.axes
@@ -185,7 +196,7 @@ def _pairs_of(linear: Linear, tensors: dict[str, np.ndarray], form: tuple[int, f
             used.update(names)
             share = np.zeros((rank, columns.size), np.float32)
             share[:, : columns.stop - columns.start] = a[:, columns.start : columns.stop]
-            order = rows.order()[: rows.stop - rows.start]  # the zeros that fill up a rank's share add nothing
+            order = rows.order()[: rows.stop - rows.start]  # without the padding of a rank's share
             with np.errstate(over="ignore"):
                 b = b[rows.start : rows.stop][order].T.astype(np.float32) * np.float32(scale)
             for name, array in zip(names, (share, b), strict=True):

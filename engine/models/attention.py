@@ -1,4 +1,4 @@
-"""Attention over the paged cache, with what families vary of it."""
+"""Attention over the paged KV cache, with the options in which families of models differ."""
 
 from __future__ import annotations
 
@@ -12,43 +12,44 @@ from engine.models.layers import ROWS, Linear, Norm, Place, Rotary, Run, Tensor
 from engine.models.rope import Rope, no_rotation
 from engine.models.weights import Share
 
-HEADS = "heads"  # a norm of each head, before it is rotated
-ROTATED_HEADS = "rotated heads"  # behind the rotation
-WIDE = "wide"  # of all queries together, and of all keys together
+HEADS = "heads"  # each head is normalized, before the rotation
+ROTATED_HEADS = "rotated heads"  # each head is normalized, after the rotation
+WIDE = "wide"  # all query heads are normalized together, and all key heads together
 
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What the attention of a family has beside its projections."""
+    """Options of a family's attention."""
 
     qkv_bias: bool = False
     o_bias: bool = False
-    packed: str = ""  # name of the one tensor that has queries, keys and values; empty: each has its own
-    norms: str = ""  # of queries and keys: HEADS, ROTATED_HEADS, or WIDE
+    packed: str = ""  # name of the tensor that holds q, k and v together; empty: each has its own tensor
+    norms: str = ""  # which norms queries and keys have: HEADS, ROTATED_HEADS or WIDE; empty: none
     norm_names: tuple[str, str] = ("q_norm", "k_norm")
-    rope: Rope | None = None  # None: that of the config
-    scale: float = 0.0  # of the scores; 0: 1 / sqrt(head_dim)
-    window: int = 0  # positions that a query attends to, its own included; 0: all
-    softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: they stay
+    rope: Rope | None = None  # None: the rope of the config
+    scale: float = 0.0  # attention scores are multiplied by it; 0: by 1 / sqrt(head_dim)
+    window: int = 0  # number of positions that a query attends to, including its own; 0: all
+    softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: no cap
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Query, key and value projections, optional norms, rotary positions, grouped-query attention."""
+    """Grouped-query attention of one layer on one rank: projections, optional norms, rotary embedding and KV cache."""
 
     qkv_proj: Linear
-    norms: tuple[Norm, ...]  # of queries and of keys, or none
+    norms: tuple[Norm, ...]  # the norm of queries and the norm of keys, or none
     rotary: Rotary
-    unrotated: Rotary | None  # angles for attention where heads are rotated before it
+    unrotated: Rotary | None  # zero angles for the attention op, if the heads are rotated before it
     o_proj: Linear
     cache: LayerCache
-    num_heads: int  # of this rank
+    num_heads: int  # query heads of this rank
     num_ranks: int
     head_dim: int
     options: AttentionOptions
 
     @classmethod
     def of(cls, config: DecoderConfig, place: Place, options: AttentionOptions | None = None) -> Attention:
+        """Build the attention of the layer at `place`."""
         assert place.layer is not None, "attention belongs to a layer"
         options = options or AttentionOptions()
         shard, head_dim = place.shard, config.head_dim
@@ -73,7 +74,7 @@ class Attention:
         )
 
     def __call__(self, run: Run, x: Tensor) -> Tensor:
-        """Compute all but the output projection, which not every row needs."""
+        """Compute the attention of the rows [T, hidden] without the output projection, which not every row needs."""
         options, heads = self.options, {"num_heads": self.num_heads, "num_kv_heads": self.cache.shape[2]}
         qkv, angles = self.qkv_proj(run, x), self.rotary(run)
         if options.norms == WIDE:
@@ -92,13 +93,13 @@ class Attention:
         return out
 
     def _wide_norm(self, run: Run, qkv: Tensor, heads: dict[str, int]) -> Tensor:
-        """Each rank has a part of what one norm goes over."""
+        """Normalize all queries together and all keys together. The sums of squares are added up over the ranks."""
         sums = run.ops.square_sums(qkv, **heads, head_dim=self.head_dim)
         if self.num_ranks > 1:
             sums = run.ops.all_reduce(sums)
         sizes = [
             count * self.head_dim * self.num_ranks for count in heads.values()
-        ]  # a key head that several ranks have is counted by each
+        ]  # key heads that are replicated on several ranks are counted once for each rank
         weights = [run.params[norm.weight.name] for norm in self.norms]
         given = {"head_dim": self.head_dim, "q_size": sizes[0], "k_size": sizes[1], "epsilon": self.norms[0].epsilon}
         return run.ops.wide_norm(qkv, sums, *weights, **heads, **given)
@@ -116,13 +117,13 @@ def _norms(
 
 
 def _named(parts: tuple[Share, Share, Share], packed: str) -> list[tuple[str, Share]]:
-    """Return the shares of queries, keys and values with the tensors they are in."""
+    """Return the names of the tensors that hold queries, keys and values, each with the rank's share."""
     names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     return side_by_side(packed, parts) if packed else list(zip(names, parts, strict=True))
 
 
 def side_by_side(name: str, parts: tuple[Share, ...]) -> list[tuple[str, Share]]:
-    """Return the shares of one tensor that has all parts below each other."""
+    """Return, for each part, the name of the tensor that stacks all parts, and the rank's share in that tensor."""
     total, named = sum(part.count for part in parts), []
     start = 0
     for part in parts:

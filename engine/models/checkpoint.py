@@ -1,5 +1,5 @@
-"""Reads the tensors of a checkpoint piece by piece, as numpy's arrays, and finds them in safetensors files. Knows no
-model."""
+"""Reads the tensors of a checkpoint piece by piece into numpy arrays, and finds them in its files. Independent of
+families of models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
-import ml_dtypes  # noqa: F401 - lets numpy, and with it safetensors, know bfloat16
+import ml_dtypes  # noqa: F401 - registers bfloat16 with numpy, which safetensors needs
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -21,16 +21,16 @@ from engine.models.weights import Part, Share, Weight
 
 DTYPES = ("F32", "F16", "BF16")  # as safetensors spells them
 WEIGHTS = ("model.safetensors", "model_state.pdparams")
-HEADS = ("lm_head.", "score.")  # names that do not begin with `model.`
+HEADS = ("lm_head.", "score.")  # tensor names with these prefixes do not get the prefix `model.`
 CONVERT = (
     'convert it with transformers and PyTorch if you trust it: python -c "from transformers import AutoModelForCausalLM'
     " as M; M.from_pretrained('{0}', torch_dtype='auto').save_pretrained('{0}')\""
 )
-READ_AT_ONCE = 1 << 20  # elements; bounds what reading needs beside the tensor itself
+READ_AT_ONCE = 1 << 20  # elements; bounds the memory that reading needs in addition to the result
 
 
 class Checkpoint:
-    """The tensors of a checkpoint by name, and in which of them a linear layer lies if it is quantized."""
+    """The tensors of a checkpoint by name, and the quantization that determines which tensors store a linear layer."""
 
     def __init__(self, tensors: Mapping[str, Stored], quantization: Quantization | None = None):
         self.quantization = quantization
@@ -40,7 +40,7 @@ class Checkpoint:
         return tensor in self._tensors
 
     def are_equal(self, one: str, other: str) -> bool:
-        """Whether two tensors are stored as the same numbers."""
+        """Return whether two tensors have the same dtype, shape and bytes."""
         a, b = self._find(one), self._find(other)
         if (a.get_dtype(), a.get_shape()) != (b.get_dtype(), b.get_shape()) or not a.get_shape():
             return False
@@ -48,7 +48,7 @@ class Checkpoint:
         return all(a[start:stop].tobytes() == b[start:stop].tobytes() for start, stop in rows)
 
     def rows(self, tensor: str, indices: Collection[int] | None = None) -> np.ndarray:
-        """All of it, or these, as f32."""
+        """Return all rows of a tensor, or those at `indices`, as float32. Raises ModelError for unsupported dtypes."""
         stored = self._find(tensor)
         if stored.get_dtype() not in DTYPES:
             raise ModelError(f"tensor {tensor} has dtype {stored.get_dtype()}, supported are {', '.join(DTYPES)}")
@@ -56,11 +56,14 @@ class Checkpoint:
         return np.concatenate([stored[index : index + 1] for index in wanted]).astype(np.float32)
 
     def graph_dtype(self, tensor: str) -> str:
-        """What `auto` makes of a tensor's dtype: float32 stays, the 16-bit ones become bfloat16."""
+        """Return the dtype that `auto` selects for a tensor: float32 for float32, bfloat16 for the 16-bit floats."""
         return "float32" if self._find(tensor).get_dtype() == "F32" else "bfloat16"
 
     def digest(self) -> str:
-        """Tells checkpoints of one shape apart, as training changes every matrix: a hash of all first rows."""
+        """Return a hash of the names, dtypes, shapes and first rows of all tensors.
+
+        It distinguishes checkpoints of one architecture without reading them whole, as training changes every matrix.
+        """
         digest = hashlib.sha256()
         for name, tensor in sorted(self._tensors.items()):
             digest.update(f"{name} {tensor.get_dtype()} {tensor.get_shape()}".encode())
@@ -68,9 +71,9 @@ class Checkpoint:
         return digest.hexdigest()[:16]
 
     def check(self, weights: Collection[Weight], ignored: Collection[str] = ()) -> None:
-        """Raises ModelError unless the checkpoint holds what these weights are made of, and nothing else.
+        """Raise ModelError unless the checkpoint has exactly the tensors that these weights and `ignored` name.
 
-        A tensor nobody asked for is a part of the model that would be left out without a word.
+        An unknown tensor belongs to a part of the model that would otherwise be left out silently.
         """
         parts = [part for weight in weights for part in weight.parts]
         read = set(ignored)
@@ -87,14 +90,19 @@ class Checkpoint:
             raise ModelError(f"the checkpoint has tensor {left[0]}{more}, for which this model type has no place")
 
     def plain(self, weights: Iterable[Weight]) -> frozenset[str]:
-        """The tensors among those of 8-bit floats that are none. Empty where none is one: then it was not their maker
-        who chose."""
+        """Return the tensors of weights in the format Fp8 that the checkpoint does not store as 8-bit floats.
+
+        The result is empty if no tensor is stored as 8-bit floats: then the format is not a choice of the checkpoint.
+        """
         names = {part.tensor for weight in weights if isinstance(weight.format, Fp8) for part in weight.parts}
         plain = frozenset(name for name in names if not isinstance(self._find(name), Scaled))
         return plain if plain != names else frozenset()
 
     def stored(self, weight: Weight) -> tuple[np.ndarray, ...]:
-        """The arrays that a rank's graph has of a weight, in its format: each has a row for one of the matrix."""
+        """Return the arrays that a rank's graph stores for a weight in its format.
+
+        Each has one row per row of the matrix.
+        """
         return weight.in_order(self._arrays(weight))
 
     def _arrays(self, weight: Weight) -> tuple[np.ndarray, ...]:
@@ -125,11 +133,11 @@ class Checkpoint:
             stored = format.adopt(codes.part(slice(rows.start, rows.stop), slice(columns.start, columns.stop)))
         except (ModelError, ValueError) as error:
             raise ModelError(f"tensor {next(iter(names.values()))}: {error}") from None
-        wanted = format.store(np.zeros(part.rank_shape, np.float32))  # with the zeros that fill up the last share
+        wanted = format.store(np.zeros(part.rank_shape, np.float32))  # including the zeros that pad the last share
         return tuple(_filled_up(array, zeros) for array, zeros in zip(stored, wanted, strict=True))
 
     def _codes_of(self, tensor: str) -> dict[str, str]:
-        """By their ends the names of the tensors that hold a quantized one; none if it is not."""
+        """Return the names, by suffix, of the tensors that store a quantized matrix; empty if it is not quantized."""
         if self.quantization is None:
             return {}
         names = {end: f"{tensor.removesuffix('weight')}{end}" for end in self.quantization.ends}
@@ -142,7 +150,7 @@ class Checkpoint:
         return names | {end: name for end, name in more.items() if name in self._tensors}
 
     def read(self, weight: Weight) -> np.ndarray:
-        """What a rank holds of a weight, rounded to nearest (ties to even) to the dtype its format reads."""
+        """Return a rank's share of a weight, rounded to nearest (ties to even) to the dtype that its format reads."""
         result = np.zeros(weight.shape, np.dtype(weight.format.read_as))
         row = 0
         for part in weight.parts:
@@ -155,7 +163,7 @@ class Checkpoint:
         inner = tuple(slice(share.start, share.stop) for share in columns)
         filled = tuple(slice(share.stop - share.start) for share in columns)
         for start, stop in _steps(rows, part.shape):
-            with np.errstate(invalid="ignore", over="ignore"):  # a NaN stays one, what is too large becomes infinite
+            with np.errstate(invalid="ignore", over="ignore"):  # NaN stays NaN, and too large values become infinite
                 source = (slice(start, stop), *inner)
                 place = (slice(start - rows.start, stop - rows.start), *filled)
                 target[place] = tensor[source]
@@ -175,7 +183,7 @@ class Checkpoint:
 
 
 def open_tensors(directory: Path) -> dict[str, Stored]:
-    """By name, those of all its files; 8-bit floats as the numbers they stand for."""
+    """Return the tensors of all files of a checkpoint by name. 8-bit floats are combined with their scales."""
     tensors: dict[str, Stored] = {}
     for path in weight_files(directory):
         tensors |= _open(path)
@@ -183,14 +191,17 @@ def open_tensors(directory: Path) -> dict[str, Stored]:
 
 
 def _with_prefix(tensors: dict[str, Stored]) -> dict[str, Stored]:
-    """Return the tensors by the names that they have in a model that writes text, where the decoder is stored alone."""
+    """Return the tensors by their names in a causal language model, also if the checkpoint stores the decoder alone."""
     if "embed_tokens.weight" not in tensors:
         return tensors
     return {name if name.startswith(HEADS) else f"model.{name}": tensor for name, tensor in tensors.items()}
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return model.safetensors, without one Paddle's model_state.pdparams, or the files that the index of it names."""
+    """Return the weight files: model.safetensors, else Paddle's model_state.pdparams, or the shards in its index.
+
+    Raises ModelError if one is missing.
+    """
     there = [name for name in WEIGHTS if any(directory.glob(f"{name}*"))]
     name = (there or WEIGHTS)[0]
     index_path = directory / f"{name}.index.json"
@@ -225,7 +236,7 @@ def _open(path: Path) -> dict[str, Stored]:
         return read_pdparams(path)
     try:
         file = safe_open(path, "numpy")
-        handles = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        handles = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - safe_open returns no mapping
         return handles | fp8_bytes(path)
     except SafetensorError as error:
         size = path.stat().st_size
@@ -233,7 +244,7 @@ def _open(path: Path) -> dict[str, Stored]:
 
 
 def _steps(rows: Share, shape: Collection[int]) -> Iterator[tuple[int, int]]:
-    """First and last row of pieces of bounded size."""
+    """Yield the first row and the end of each piece of at most READ_AT_ONCE elements."""
     num_rows, *inner = shape
     at_once = max(1, READ_AT_ONCE // max(1, int(np.prod(inner))))
     for start in range(rows.start, rows.stop, at_once):

@@ -1,6 +1,7 @@
-"""What config.json says of a decoder, in the few numbers it is made of. Refuses what no family can express.
+"""Configuration of a decoder, read from config.json. Keys that no family supports are refused.
 
-Knows the keys that families share, old and new; a family knows its own. Knows neither tensors nor Paddle.
+This module reads the keys that families share, in their old and new spelling; each family reads its own keys.
+Independent of tensors and of Paddle.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from engine.models.rope import Rope, read_rope
 from engine.models.weights import Shard
 
 if TYPE_CHECKING:
-    from engine.models.decoder import Decoder  # made of what a config says
+    from engine.models.decoder import Decoder  # the decoder module imports this one
 
-DECODER = "decoder"  # the graph that makes tokens
-TYPES = ("full_attention", "sliding_attention")  # of layer_types
+DECODER = "decoder"  # name of the graph that generates tokens
+TYPES = ("full_attention", "sliding_attention")  # the values that layer_types may have
 Family = TypeVar("Family", bound="DecoderConfig")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(ABC):
-    """A decoder with rotary positions and grouped-query attention, in the words of config.json. A family extends it."""
+    """Configuration of a decoder with rotary positions and grouped-query attention. Each family extends it."""
 
     vocab_size: int
     hidden_size: int
@@ -34,46 +35,46 @@ class DecoderConfig(ABC):
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    max_position_embeddings: int  # tokens the model was made for, after rope scaling
+    max_position_embeddings: int  # tokens that the model supports, after rope scaling
     rms_norm_eps: float
     rope: Rope
     tied_embeddings: bool  # the output projection is the embedding table
-    windows: tuple[int, ...] = ()  # of each layer, the positions that it attends to; 0: all; nothing: all layers all
-    slides: tuple[bool, ...] = ()  # whether a layer is of the kind with windows, even where no window is left
-    sliding_rope: Rope | None = None  # of these layers; None: that of all
-    norm_offset: float = 0.0  # added to the weights of norms: 1 where the checkpoint has what differs from 1
+    windows: tuple[int, ...] = ()  # the window of each layer in tokens; 0: full attention; empty: all layers have it
+    slides: tuple[bool, ...] = ()  # whether a layer is of the sliding kind, even if its window was removed
+    sliding_rope: Rope | None = None  # rope of the layers that slide; None: `rope`
+    norm_offset: float = 0.0  # added to the weights of norms; 1 if the checkpoint stores weight - 1
     embedding_multiplier: float = 1.0
-    residual_multiplier: float = 1.0  # of what mixer and MLP add
+    residual_multiplier: float = 1.0  # applied to the outputs of mixer and MLP
     logit_multiplier: float = 1.0
-    logit_softcap: float = 0.0  # logits become cap * tanh(logit / cap); 0: they stay
-    takes_spans: bool = False  # the embeddings of prompt spans take the place of those of tokens; positions may be 3-D
-    has_rotary_pairs: bool = False  # what turns together lies side by side in the checkpoint, not half a head apart
+    logit_softcap: float = 0.0  # logits become cap * tanh(logit / cap); 0: no cap
+    takes_spans: bool = False  # embeddings of prompt spans replace token embeddings; positions may be 3-D
+    has_rotary_pairs: bool = False  # the checkpoint stores the two elements of a pair adjacently, not half a head apart
 
     @classmethod
     @abstractmethod
     def read(cls, keys: Mapping[str, Any]) -> DecoderConfig:
-        """Of the parsed config.json. Raises ModelError for anything the family would compute differently."""
+        """Read the parsed config.json. Raises ModelError for values that the family does not implement."""
 
     @abstractmethod
     def network(self, shard: Shard) -> Decoder:
         """Return the network of one rank."""
 
     def networks(self, shard: Shard) -> dict[str, Decoder]:
-        """Return, by name, the networks of one rank that are exported, each as a graph. A family that also drafts or
-        reads images adds to the decoder."""
+        """Return, by name, the networks of one rank, each of which is exported as a graph. A family that also drafts
+        tokens or reads images adds its networks to the decoder."""
         return {DECODER: self.network(shard)}
 
     def for_length(self: Family, max_seq_len: int) -> Family:
-        """Return the model as it is exported for this length: windows that reach that far are none."""
+        """Return the configuration for sequences of at most `max_seq_len` tokens, without windows that are as long."""
         windows = tuple(0 if window >= max_seq_len else window for window in self.windows)
         return replace(self, rope=self.rope.for_length(max_seq_len), windows=windows)
 
     def window(self, layer: int | None) -> int:
-        """Return the window of a layer, 0 if it attends to everything."""
+        """Return the window of a layer in tokens, or 0 for full attention."""
         return self.windows[layer] if self.windows and layer is not None else 0
 
     def rope_of(self, layer: int | None) -> Rope:
-        """Return the positions of a layer, which those with a window may have for themselves."""
+        """Return the rope of a layer. Sliding layers may have a rope of their own."""
         has_own = self.sliding_rope and self.slides and layer is not None and self.slides[layer]
         return self.sliding_rope if has_own and self.sliding_rope else self.rope
 
@@ -88,10 +89,10 @@ def read_decoder(
     head_dim: int | None = None,
     activations: Collection[str] = SILU,
 ) -> Family:
-    """Read the keys that all families share, beside the family's `own` fields. `head_dim`: where no key says another.
-    `activations`: names of that which the family computes.
+    """Read the keys that all families share, and return the family's configuration with these and its `own` fields.
 
-    Raises ModelError for anything a decoder would compute differently.
+    `head_dim` is the default where config.json has no such key. `activations` are the names in config.json of the
+    activation that the family computes. Raises ModelError for values that a decoder does not implement.
     """
     _refuse_what_is_not_built(keys, activations)
     hidden_size = whole_number(keys, "hidden_size")
@@ -99,7 +100,7 @@ def read_decoder(
     head_dim = whole_number(keys, "head_dim", head_dim or hidden_size // num_heads)
     max_positions = whole_number(keys, "max_position_embeddings")
     rope = own.get("rope") or read_rope(keys, head_dim, max_positions)
-    if dual_chunk := an_object(keys, "dual_chunk_attention_config"):  # not built, and not needed up to that length
+    if dual_chunk := an_object(keys, "dual_chunk_attention_config"):  # not implemented; only needed beyond that length
         max_positions = min(max_positions, whole_number(dual_chunk, "original_max_position_embeddings"))
     own = {"slides": tuple(map(bool, own.get("windows", ()))), "rope": rope, **own}
     config = family(
@@ -120,8 +121,11 @@ def read_decoder(
 
 
 def layer_windows(keys: Mapping[str, Any], slides: Callable[[int], bool]) -> tuple[int, ...]:
-    """Return the window of each layer, 0 for full attention: by `layer_types`, without these of the layers for which
-    `slides` is true."""
+    """Return the window of each layer in tokens, 0 for full attention.
+
+    `layer_types` determines the sliding layers. If config.json does not have it, `slides` does, given a layer's index.
+    Raises ModelError for unknown types and a wrong number of layers.
+    """
     num_layers = whole_number(keys, "num_hidden_layers")
     layer_types = keys.get("layer_types") or [TYPES[slides(layer)] for layer in range(num_layers)]
     for kind in layer_types:

@@ -1,4 +1,4 @@
-"""The parameters of a graph that follow from config.json alone."""
+"""Parameters of a graph that depend only on config.json."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ from engine.models.weights import Constant, Shard, found_in
 
 
 def constants_of(model_dir: Path) -> dict[str, np.ndarray]:
-    """By name, of a checkpoint or an exported model; the same on every rank."""
+    """Return the constants of a checkpoint or an exported model by name. They are equal on all ranks."""
     network = read_model(read_json(model_dir / "config.json")).network(Shard(FLOAT32, "float32", 1))
     return {constant.name: constant.values for constant in found_in(network, Constant)}

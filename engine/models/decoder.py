@@ -1,4 +1,4 @@
-"""The decoder that families share: layers of a mixer and an MLP with norms around them, and a residual between them."""
+"""The decoder that families share: layers of a mixer and an MLP, with norms around them and a residual stream."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ POST_NORM = ("", "post_attention", "", "post_feedforward")
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """A mixer and an MLP. Each reads the residual through its norm, if it has one, and what it adds to the residual
-    goes through its post norm, if it has one."""
+    """A mixer and an MLP. Each reads the residual through its norm, if it has one, and its output goes through its
+    post norm, if it has one, before it is added to the residual."""
 
     mixer_norm: Norm | None
     mixer: Attention
@@ -43,7 +43,7 @@ class DecoderLayer:
     mlp_norm: Norm | None
     mlp: GatedMlp | Mlp
     mlp_post_norm: Norm | None
-    multiplier: float  # of what mixer and MLP add
+    multiplier: float  # applied to the outputs of mixer and MLP
 
     @classmethod
     def of(
@@ -54,16 +54,22 @@ class DecoderLayer:
         norms: tuple[str, str, str, str] = PRE_NORM,
         kind: type[Norm] = Norm,
     ) -> DecoderLayer:
-        """`parts`: mixer and MLP. `norms`: names in the checkpoint of those before and after the mixer, before and
-        after the MLP; empty: there is none."""
+        """Build a layer of `parts`, which are its mixer and its MLP.
+
+        `norms` are the checkpoint's names, without `_layernorm`, of the norms before and after the mixer and before
+        and after the MLP. An empty name stands for no norm. `kind` is the class of the norms.
+        """
         made = [kind.of(config, place, f"{name}_layernorm") if name else None for name in norms]
         return cls(made[0], parts[0], made[1], made[2], parts[1], made[3], config.residual_multiplier)
 
     def __call__(
         self, run: Run, x: Tensor, residual: Tensor | None, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return what is to be added to the residual, and the residual. `x` is to be added to it, too; at first there
-        is only that. `rows`: those that are still needed behind the mixer."""
+        """Return the output of the MLP, which the caller has to add to the residual, and the residual.
+
+        `x` [T, H] is the output of the layer before, which is not yet added to `residual` [T, H]. The first layer gets
+        no residual. `rows` [R] selects the rows that are still needed after the mixer; None selects all.
+        """
         x, residual = _enter(run, self.mixer_norm, x, residual)
         x = self.mixer(run, x)
         if rows is not None:
@@ -77,7 +83,7 @@ class DecoderLayer:
 
 
 def _enter(run: Run, norm: Norm | None, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return what a mixer or MLP reads, and the residual with `x` added to it."""
+    """Return the input of a mixer or MLP, and the residual with `x` added to it."""
     if norm:
         return norm(run, x, residual)
     total = x if residual is None else run.ops.add(x, residual)
@@ -86,20 +92,24 @@ def _enter(run: Run, norm: Norm | None, x: Tensor, residual: Tensor | None) -> t
 
 @dataclass(frozen=True)
 class Decoder:
-    """From the tokens of a step to the logits of the rows that are wanted, and what these are made of."""
+    """The network of one rank.
+
+    It computes, from the tokens of a step, the logits and last hidden states of selected rows.
+    """
 
     embedding: Embedding
     layers: tuple[DecoderLayer, ...]
     norm: Norm
     head: Head
 
-    outputs = (LOGITS, HIDDEN)  # in the order in which a call gives them
+    outputs = (LOGITS, HIDDEN)  # in the order in which a call returns them
 
     @classmethod
     def of(
         cls, config: DecoderConfig, shard: Shard, layer: Callable[[Place], DecoderLayer], norm: type[Norm] = Norm
     ) -> Decoder:
-        """Raises ModelError where the ranks cannot share the heads."""
+        """Build the decoder of one rank. `layer` builds the layer at a place. Raises ModelError if the heads cannot be
+        divided among the ranks."""
         _check_ranks(config, shard.num_ranks)
         top = Place(shard)
         embedding = Embedding.of(config, top)
@@ -112,13 +122,15 @@ class Decoder:
 
     @property
     def cache_layout(self) -> CacheLayout:
-        """Return how the caches of all layers lie in memory. Raises ModelError where that is not supported."""
+        """Return the layout of the KV caches of all layers. Raises ModelError if it is not supported."""
         return CacheLayout.of([layer.mixer.cache for layer in self.layers])
 
     @property
     def input_shapes(self) -> dict[str, tuple[int | None, ...]]:
-        """Return the shapes of the inputs that are not [None], but for block tables and caches. Raises ModelError where
-        layers disagree."""
+        """Return the shapes of the inputs other than block tables and caches, without the inputs whose shape is [None].
+
+        None stands for a size that differs from step to step. Raises ModelError if only some layers have 3-D positions.
+        """
         is_3d = {rotary.axes is not None for rotary in found_in(self, Rotary)}
         if len(is_3d) > 1:
             raise ModelError("config.json: mrope_section must be given for all layers or for none")
@@ -128,7 +140,7 @@ class Decoder:
     def __call__(self, run: Run) -> tuple[Tensor, ...]:
         x, residual = self.embedding(run), None
         for layer in self.layers:
-            is_last = layer is self.layers[-1]  # from its mixer on no row needs another one
+            is_last = layer is self.layers[-1]  # after its mixer, rows are independent of each other
             x, residual = layer(run, x, residual, run.inputs[LOGIT_ROWS] if is_last else None)
         x, _ = self.norm(run, x, residual)
         return self.head(run, x), x

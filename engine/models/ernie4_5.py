@@ -1,4 +1,4 @@
-"""ERNIE 4.5 without experts: Llama but for the order of rotary pairs, with biases everywhere or nowhere."""
+"""ERNIE 4.5 without experts: like Llama, except for the order of rotary pairs; attention and MLP may have biases."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from engine.models.layers import Place
 from engine.models.mlp import GatedMlp
 from engine.models.weights import Shard
 
-# What transformers takes where config.json has no such key
+# The defaults of transformers for keys that config.json does not have
 DEFAULTS = {"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ernie45(DecoderConfig):
+    """Configuration of an ERNIE 4.5 model."""
+
     use_bias: bool
 
     @classmethod

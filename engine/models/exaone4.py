@@ -1,4 +1,4 @@
-"""EXAONE 4: norms behind attention and MLP and of heads; with windows, the layers without one do not rotate."""
+"""EXAONE 4: norms after attention and MLP, and of each head. If some layers have windows, the others do not rotate."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from engine.models.weights import Shard
 
 @dataclass(frozen=True, kw_only=True)
 class Exaone4(DecoderConfig):
+    """Configuration of an EXAONE 4 model."""
+
     has_windows: bool
 
     @classmethod

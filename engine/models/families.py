@@ -1,4 +1,4 @@
-"""The families of models by their model_type: one file each."""
+"""Registry of the families of models by their model_type. Each family has its own file."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ FAMILIES: dict[str, type[DecoderConfig]] = {
 
 
 def read_model(keys: Mapping[str, Any]) -> DecoderConfig:
-    """`keys` is the parsed config.json. Raises ModelError for what is not supported."""
+    """Return the configuration of a model.
+
+    `keys` is the parsed config.json. Raises ModelError if the model is not supported.
+    """
     model_type = keys.get("model_type")
     if model_type not in FAMILIES:
         raise ModelError(f"config.json: model_type is {model_type!r}, supported are {', '.join(FAMILIES)}")

@@ -1,6 +1,6 @@
-"""How a matrix of weights is stored in a graph, and which op multiplies with it. Knows neither checkpoints nor models.
+"""Formats of weight matrices in a graph, and the ops that multiply by them. Independent of checkpoints and models.
 
-To add one: a class like `Dense` and its line in FORMATS.
+To add a format, write a class like `Dense` and add a line to FORMATS.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from engine.models.quantize import Codes, to_fp8, to_int4, to_int8
 
 
 class Format(Protocol):
-    """One matrix [N, K] becomes one or several parameters of the graph."""
+    """Storage of a matrix [N, K] as one or several parameters of the graph."""
 
     @property
     def name(self) -> str:
-        """In the manifest."""
+        """Return the format's name in the manifest."""
         ...
 
     @property
     def read_as(self) -> str:
-        """The dtype that `store` wants the checkpoint's numbers in."""
+        """Return the dtype of the matrices that `store` takes."""
         ...
 
     def parameters(self, name: str) -> tuple[str, ...]:
-        """The names of what is stored of the weight `name`."""
+        """Return the names of the parameters that store the weight `name`."""
         ...
 
     def store(self, matrix: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Their values, of a rank's share of the matrix."""
+        """Return the values of these parameters for a rank's share [N, K] of the matrix."""
         ...
 
     def adopt(self, codes: Codes) -> tuple[np.ndarray, ...]:
-        """Their values, of a matrix that the checkpoint has quantized."""
+        """Return the values of these parameters for a matrix that the checkpoint stores quantized."""
         ...
 
     def linear(self, ops: Any, x: Any, stored: Sequence[Any], bias: Any | None) -> Any:
-        """x [T, K] times the matrix: [T, N]."""
+        """Return the product [T, N] of `x` [T, K] and the matrix, plus the bias [N] if there is one."""
         ...
 
 
 @dataclass(frozen=True)
 class Dense:
-    """One number an element. Norms, biases and tables are stored like this whatever the format of the matrices."""
+    """One float per element. Norms, biases and tables have this format, whatever the format of the matrices is."""
 
     name: str
 
@@ -70,7 +70,7 @@ class Dense:
 
 @dataclass(frozen=True)
 class Int8:
-    """A byte an element and a scale a row. The activations are rounded to bf16 or, by `linear_a8w8`, to bytes too."""
+    """One byte per element and one scale per row. Activations are rounded to bf16, or to 8 bits by `linear_a8w8`."""
 
     name: str
     op: str
@@ -93,7 +93,7 @@ class Int8:
 
 @dataclass(frozen=True)
 class Int4:
-    """Half a byte an element and a scale a group in a row, and the group's zero where a checkpoint has one."""
+    """Four bits per element, and for each group of a row a scale and, if the checkpoint has them, a zero point."""
 
     name: str
     group: int = CODES_PER_SCALE
@@ -119,7 +119,7 @@ class Int4:
 
 @dataclass(frozen=True)
 class Fp8:
-    """A byte an element, a float (e4m3), and a scale a row, or of checkpoints that have it, one for 128 elements."""
+    """An 8-bit float (e4m3) per element, and one scale per row, or per 128 elements if the checkpoint has those."""
 
     name: str
     read_as = "float32"
@@ -150,12 +150,16 @@ FORMATS: dict[str, Format] = {name: Dense(name) for name in WEIGHT_DTYPES} | QUA
 
 
 def with_zero(format: Format) -> Format:
+    """Return the format with zero points, if it is a 4-bit format, else the format as it is."""
     return replace(format, has_zero=True) if isinstance(format, Int4) else format
 
 
 def head_format(format: Format, dtype: str) -> Format:
-    """Of the matrix that makes the logits: 8 bits where the others have fewer, as errors there are seen at once, and
-    the dtype of tables beside 8-bit floats, whose makers leave it so."""
+    """Return the format of the matrix that computes the logits, when the other matrices have `format`.
+
+    With integers of 8 or 4 bits it is 8-bit integers, since errors of the logits are directly visible. With 8-bit
+    floats it is the dtype of tables, as in checkpoints of 8-bit floats.
+    """
     if isinstance(format, Fp8):
         return FORMATS[dtype]
     return WEIGHT_ONLY_INT8 if format.name in QUANTIZED else format

@@ -1,5 +1,5 @@
-"""Matrices of 8-bit floats (e4m3) with their scales: as the numbers they stand for, since no CPU multiplies with them,
-or as they are. Knows names of tensors and safetensors files, no model."""
+"""Matrices of 8-bit floats (e4m3) with their scales, read as float32 for devices that cannot multiply them, or as
+they are stored. Independent of models."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from engine.models.keys import ModelError
 from engine.models.stored import Stored, slices
 from engine.models.weights import Share
 
-FP8 = "F8_E4M3"  # as safetensors spells it, which cannot give it to numpy
-SCALES = ("_scale", "_scale_inv")  # both are multiplied with
-NOT_NEEDED = (".input_scale", ".input_scale_ub", ".input_zero_point")  # activations are not rounded
+FP8 = "F8_E4M3"  # as safetensors spells it; safetensors cannot convert it to numpy
+SCALES = ("_scale", "_scale_inv")  # suffixes of names; the numbers are multiplied by either kind of scale
+NOT_NEEDED = (".input_scale", ".input_scale_ub", ".input_zero_point")  # not used, since activations are not quantized
 
 
 @dataclass(frozen=True, eq=False)
 class Bytes:
-    """A tensor of 8-bit floats as it is stored."""
+    """A tensor of 8-bit floats, as bytes (uint8), without its scales."""
 
     numbers: np.ndarray
 
@@ -39,7 +39,7 @@ class Bytes:
 
 @dataclass(frozen=True, eq=False)
 class Scaled:
-    """A matrix of them, with a scale for each `sides` rows and columns."""
+    """A matrix of 8-bit floats that reads as float32. Each scale applies to a block of `sides` (rows, columns)."""
 
     numbers: np.ndarray
     scale: np.ndarray
@@ -57,7 +57,10 @@ class Scaled:
         return FP8_VALUES[self.numbers[keys]] * self.scale[rows[:, None], columns]
 
     def share(self, rows: Share, columns: Share) -> tuple[np.ndarray, np.ndarray]:
-        """What `linear_fp8` wants of a rank's part: u8 [N, K] and f32 [N, 1 or K / 128], filled up with zeros."""
+        """Return a rank's part for `linear_fp8`: numbers u8 [N, K] and scales f32 [N, 1 or K / 128], padded with zeros.
+
+        Raises ModelError if the columns have several scales, but do not begin at a block of 128.
+        """
         numbers = np.zeros((rows.size, columns.size), np.uint8)
         numbers[: rows.stop - rows.start, : columns.stop - columns.start] = self.numbers[
             rows.start : rows.stop, columns.start : columns.stop
@@ -73,14 +76,14 @@ class Scaled:
 
 
 def stacked(shares: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Of several matrices that are one in the graph."""
+    """Return the numbers and scales of one matrix that stacks the rows of several."""
     num_groups = max(scale.shape[1] for _, scale in shares)
     scales = [np.broadcast_to(scale, (len(scale), num_groups)) for _, scale in shares]
     return np.concatenate([numbers for numbers, _ in shares]), np.concatenate(scales)
 
 
 def fp8_bytes(path: Path) -> dict[str, Stored]:
-    """Those of a safetensors file that is known to be one."""
+    """Return the tensors of 8-bit floats in a valid safetensors file by name, memory-mapped."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
@@ -92,7 +95,10 @@ def fp8_bytes(path: Path) -> dict[str, Stored]:
 
 
 def with_fp8(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Every matrix of 8-bit floats with its scales in it."""
+    """Return the tensors with each matrix of 8-bit floats combined with its scales.
+
+    Raises ModelError if scales are missing or have a shape that is not supported.
+    """
     made = dict(tensors)
     for name, tensor in tensors.items():
         if not isinstance(tensor, Bytes):

@@ -1,4 +1,4 @@
-"""Gemma 2: norms of 1 + weight before and after attention and MLP, soft caps, a window in every other layer."""
+"""Gemma 2: norms with 1 + weight before and after attention and MLP, soft caps, and a window in every other layer."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ NORMS = ("input", "post_attention", "pre_feedforward", "post_feedforward")
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma2(DecoderConfig):
+    """Configuration of a Gemma 2 model."""
+
     attention_softcap: float
     query_scale: float
 
@@ -46,5 +48,5 @@ class Gemma2(DecoderConfig):
 
 
 def _is_set(keys: Mapping[str, Any], which: str) -> bool:
-    """Return whether the logits have this cap: it is the default, null takes it away."""
+    """Return whether a soft cap applies. It does by default; null in config.json removes it."""
     return keys.get(f"{which}_logit_softcapping", True) is not None

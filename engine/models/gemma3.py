@@ -1,4 +1,4 @@
-"""Gemma 3, text only: norms of heads, and of six layers five with a window and positions of their own."""
+"""Gemma 3, text only: each head is normalized; five of six layers have a window and a rope of their own."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from engine.models.weights import Shard
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3(DecoderConfig):
+    """Configuration of a text-only Gemma 3 model."""
+
     query_scale: float
 
     @classmethod

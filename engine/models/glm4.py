@@ -1,4 +1,4 @@
-"""GLM-4: norms before and after attention and MLP; half of each head is rotated, in pairs."""
+"""GLM-4: norms before and after attention and MLP; half of each head is rotated, in adjacent pairs."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ NORMS = ("input", "post_self_attn", "post_attention", "post_mlp")
 
 @dataclass(frozen=True, kw_only=True)
 class Glm4(DecoderConfig):
+    """Configuration of a GLM-4 model."""
+
     attention_bias: bool
 
     @classmethod

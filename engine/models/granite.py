@@ -1,4 +1,4 @@
-"""Granite 3: Llama with multipliers of embeddings, scores, residuals and logits."""
+"""Granite 3: like Llama, with multipliers of embeddings, attention scores, residuals and logits."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling", 
 
 @dataclass(frozen=True, kw_only=True)
 class Granite(DecoderConfig):
+    """Configuration of a dense Granite 3 model."""
+
     attention_multiplier: float
     attention_bias: bool
     mlp_bias: bool

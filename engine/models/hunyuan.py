@@ -1,4 +1,4 @@
-"""HunYuan V1, dense: Llama with norms of heads behind the rotation."""
+"""HunYuan V1, dense: like Llama, with a norm of each head after the rotation."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from engine.models.weights import Shard
 
 @dataclass(frozen=True, kw_only=True)
 class HunYuan(DecoderConfig):
+    """Configuration of a dense HunYuan V1 model."""
+
     attention_bias: bool
 
     @classmethod

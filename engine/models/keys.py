@@ -1,4 +1,4 @@
-"""Reads a config.json and single keys of it, with one kind of error. Knows no model."""
+"""Reads config.json and checks single keys of it. Independent of families of models."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from engine.errors import SetupError
 
 
 class ModelError(SetupError):
-    """A checkpoint cannot be exported. Names the key or tensor, what was found and what is supported."""
+    """A checkpoint cannot be exported. The message names the key or tensor, what was found and what is supported."""
 
 
 def read_json(path: Path, error: type[SetupError] = ModelError) -> dict[str, Any]:
-    """The object in a file. Raises `error` that names the file."""
+    """Return the JSON object in a file.
+
+    Raises `error` with the file's name if it is missing or holds no JSON object.
+    """
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -24,7 +27,7 @@ def read_json(path: Path, error: type[SetupError] = ModelError) -> dict[str, Any
 
 
 def object_in(data: bytes, name: Path | str, error: type[SetupError]) -> dict[str, Any]:
-    """Of a file with that name. Raises `error`."""
+    """Return the JSON object in the content of the file `name`. Raises `error` if it holds none."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as reason:
@@ -35,7 +38,10 @@ def object_in(data: bytes, name: Path | str, error: type[SetupError]) -> dict[st
 
 
 def whole_number(keys: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """A positive whole number; null counts as absent, an absent one without a default is an error."""
+    """Return a key's value, a positive whole number. The default replaces a missing key or null.
+
+    Raises ModelError for other values, and for a missing key without a default.
+    """
     value = keys.get(name)
     if value is None:
         if default is None:
@@ -47,7 +53,10 @@ def whole_number(keys: Mapping[str, Any], name: str, default: int | None = None)
 
 
 def number(keys: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    """A positive number; null counts as absent, an absent one without a default is an error."""
+    """Return a key's value, a positive number. The default replaces a missing key or null.
+
+    Raises ModelError for other values, and for a missing key without a default.
+    """
     value = keys.get(name)
     if value is None:
         if default is None:
@@ -59,7 +68,7 @@ def number(keys: Mapping[str, Any], name: str, default: float | None = None) -> 
 
 
 def an_object(keys: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A nested object; an absent one and null are empty."""
+    """Return a key's value, an object; a missing key or null is empty. Raises ModelError for other values."""
     value = keys.get(name)
     if value is not None and not isinstance(value, Mapping):
         raise ModelError(f"config.json: {name} is {value!r}, it must be an object")

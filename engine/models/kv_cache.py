@@ -1,5 +1,5 @@
-"""The KV caches of a graph, axis by axis, and how the layers of several cache groups share them. Code that allocates,
-copies or sends a cache needs to know nothing else."""
+"""Shapes of the KV caches of a graph, and how the layers of several cache groups share them. Code that allocates,
+copies or sends a cache depends on nothing else."""
 
 from __future__ import annotations
 
@@ -11,38 +11,40 @@ from engine.core.cache_groups import CacheGroup, table_name
 from engine.dtypes import held_as
 from engine.models.keys import ModelError
 
-BLOCK, POSITION = "block", "position"  # the axes every cache has: blocks of the pool, tokens of a block
+BLOCK, POSITION = "block", "position"  # axes that every cache has: blocks of the pool, and tokens of a block
 ATTENTION_AXES = (BLOCK, "key_or_value", "head", POSITION, "element")
 
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """One cache of one rank: an input of the graph that it updates in place."""
+    """One KV cache of one rank: an input that the graph updates in place."""
 
     name: str
     dtype: str
-    shape: tuple[int, ...]  # -1: as many blocks as are allocated
+    shape: tuple[int, ...]  # -1: the number of blocks that are allocated
     axes: tuple[str, ...]  # what each axis of the shape counts
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block."""
+        """Return the number of tokens that a block holds."""
         return self.shape[self.axes.index(POSITION)]
 
     @property
     def block_bytes(self) -> int:
+        """Return the size of one block in bytes."""
         return math.prod(self.shape_of(1)) * held_as(self.dtype).itemsize
 
     def shape_of(self, num_blocks: int) -> tuple[int, ...]:
+        """Return the shape of a cache with `num_blocks` blocks."""
         return tuple(num_blocks if axis == BLOCK else size for axis, size in zip(self.axes, self.shape, strict=True))
 
 
-MAX_PADDING = 0.05  # share of the memory that a layout may leave unused
+MAX_PADDING = 0.05  # fraction of the memory that a layout may leave unused
 
 
 @dataclass(frozen=True)
 class LayerCache:
-    """The cache that one layer needs, and the group whose blocks it uses."""
+    """The KV cache that one layer needs, and the cache group whose blocks it uses."""
 
     layer: int
     dtype: str
@@ -53,17 +55,22 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """The caches of a graph. A block of the pool is one row of all of them. It belongs to one group at a time, of which
-    each layer uses one of the caches, so that any mix of groups can use the whole memory."""
+    """Layout of the KV caches of a graph.
+
+    A block of the pool is one row of every cache. It belongs to one cache group at a time, and each layer of that group
+    uses the row of one cache. So any mix of groups can use the whole memory.
+    """
 
     caches: tuple[CacheSpec, ...]
     groups: tuple[CacheGroup, ...]
-    inputs: Mapping[int, tuple[str, str]]  # layer -> its cache and its block table, inputs of the graph
+    inputs: Mapping[int, tuple[str, str]]  # layer -> names of its cache and its block table, both inputs of the graph
 
     @classmethod
     def of(cls, layers: Sequence[LayerCache]) -> CacheLayout:
-        """Layers of one kind form groups of equal size, as few as waste at most MAX_PADDING of the memory. Raises
-        ModelError where the layers' caches differ in size."""
+        """Divide the layers of each kind into groups of equal size, as few as waste at most MAX_PADDING of the memory.
+
+        Raises ModelError if the caches of the layers differ in size.
+        """
         by_kind: dict[CacheGroup, list[LayerCache]] = {}
         for each in layers:
             by_kind.setdefault(each.group, []).append(each)
@@ -86,7 +93,7 @@ class CacheLayout:
 
 
 def _group_size(counts: Sequence[int]) -> int:
-    """Return the largest number of layers in a group with which `counts` layers of each kind waste little."""
+    """Return the largest group size that wastes at most MAX_PADDING, given the number of layers of each kind."""
     for size in range(max(counts), 1, -1):
         num_slots = sum(-(-count // size) * size for count in counts)
         if sum(counts) >= (1 - MAX_PADDING) * num_slots:

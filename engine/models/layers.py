@@ -1,7 +1,7 @@
-"""The layers that families are made of. Each says once what its parameters are and what it computes with them.
+"""The layers that families are built of. Each defines its parameters and its computation in one place.
 
-A layer is a description and a function of a `Run`. It knows neither Paddle nor files: the export runs it with Paddle's
-ops to make a graph of it.
+A layer is a description that can be called with a `Run`. It is independent of Paddle and of files: the export calls it
+with Paddle's ops and records the graph.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from engine.models.rope import Rope
 from engine.models.weights import Constant, Part, Shard, Share, Weight
 
 if TYPE_CHECKING:
-    from engine.models.config import DecoderConfig  # made into layers
+    from engine.models.config import DecoderConfig  # needed for annotations only
 
-Tensor = Any  # of whoever's ops run
+Tensor = Any  # the array type of the ops that are used
 TOKEN_IDS, POSITIONS, LOGIT_ROWS = "token_ids", "positions", "logit_rows"
-EMBEDDING_ROWS = "embedding_rows"  # i32 [T]: of a token of a prompt span, its row of SPAN_EMBEDDINGS; -1: it has none
+EMBEDDING_ROWS = "embedding_rows"  # i32 [T]: row of SPAN_EMBEDDINGS that replaces a token's embedding; -1: none
 SPAN_EMBEDDINGS = "span_embeddings"  # f32 [E, H]
-ROWS = ("query_starts", "context_lens")  # which tokens belong to which request, and what it has in the cache
-LOGITS, HIDDEN = "logits", "hidden"  # outputs
+ROWS = ("query_starts", "context_lens")  # the tokens of each request, and how many it has in the cache
+LOGITS, HIDDEN = "logits", "hidden"  # names of outputs
 
 
 def step_inputs(num_groups: int, takes_spans: bool = False) -> tuple[str, ...]:
-    """Return the names of the inputs of a graph with so many cache groups, but for the caches."""
+    """Return the names of the inputs, except for the caches, of a graph with `num_groups` cache groups."""
     of_spans = (EMBEDDING_ROWS, SPAN_EMBEDDINGS) if takes_spans else ()
     return (TOKEN_IDS, POSITIONS, *ROWS, *map(table_name, range(num_groups)), LOGIT_ROWS, *of_spans)
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a step is computed with. Everything is found by its name in the graph."""
+    """Ops, parameters and inputs of one step, by their names in the graph."""
 
-    ops: Any  # the functions of engine.ops.reference, of any device
+    ops: Any  # has the functions of engine.ops.reference, for any device
     params: Mapping[str, Tensor]
     inputs: Mapping[str, Tensor]
-    caches: Mapping[int, tuple[str, str]]  # of each layer: its cache and its block table, by their names as inputs
-    angles: dict[str, Tensor] = field(default_factory=dict)  # by the names of their frequencies, each computed once
+    caches: Mapping[int, tuple[str, str]]  # layer -> names of the inputs that are its cache and its block table
+    angles: dict[str, Tensor] = field(default_factory=dict)  # by the name of their frequencies; each computed once
 
     def cache_of(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the cache and the block table of a layer."""
@@ -48,18 +48,19 @@ class Run:
         return self.inputs[cache], self.inputs[table]
 
     def stored(self, weight: Weight) -> list[Tensor]:
+        """Return the parameters that store a weight, in the order of its format."""
         return [self.params[name] for name in weight.format.parameters(weight.name)]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where in the model a layer is, for the names of its weights, and the shard it is made for."""
+    """Position of a layer in the model, for the names of its weights, and the shard that it is built for."""
 
     shard: Shard
-    layer: int | None = None  # None: before or after the layers
+    layer: int | None = None  # index of the decoder layer; None: outside of the decoder layers
 
     def weight(self, name: str, parts: Iterable[tuple[str, tuple[Share, ...]]], format: Format = FLOAT32) -> Weight:
-        """`parts`: the checkpoint's names and shares of the axes."""
+        """Return the weight `name`. `parts` are names of checkpoint tensors, each with the shares of its axes."""
         prefix = "" if self.layer is None else f"layers.{self.layer}."
         made_of = tuple(Part(f"model.{prefix}{tensor}", axes) for tensor, axes in parts)
         if any(part.tensor in self.shard.plain for part in made_of):
@@ -69,35 +70,35 @@ class Place:
 
 @dataclass(frozen=True)
 class Norm:
-    """The RMS norm of what a layer adds to the residual, and the sum. Whole on every rank."""
+    """RMS norm of the residual, after adding the output of the layer before. Every rank has the whole weight."""
 
     weight: Weight
     epsilon: float
 
     @classmethod
     def of(cls, config: DecoderConfig, place: Place, name: str, size: int = 0) -> Norm:
-        """`size`: of what it normalizes, if that is not the residual."""
+        """Build the checkpoint's norm `name`. `size` is the length of the normalized rows; 0: the hidden size."""
         weight = place.weight(
             f"{_short(name)}.weight", [(f"{name}.weight", (Share.whole(size or config.hidden_size),))]
         )
         return cls(replace(weight, offset=config.norm_offset), config.rms_norm_eps)
 
     def __call__(self, run: Run, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the norm of `x` added to the residual, and the sum."""
-        if residual is None:  # the first layer: nothing to add to
+        """Return the norm of the sum of `x` [T, H] and the residual [T, H], and the sum."""
+        if residual is None:  # in the first layer, `x` is the residual
             return self.alone(run, x), x
         [weight] = run.stored(self.weight)
         return run.ops.add_rms_norm(x, residual, weight, epsilon=self.epsilon)
 
     def alone(self, run: Run, x: Tensor) -> Tensor:
-        """Return the norm of `x`."""
+        """Return the norm of the rows of `x`."""
         [weight] = run.stored(self.weight)
         return run.ops.rms_norm(x, weight, epsilon=self.epsilon)
 
 
 @dataclass(frozen=True)
 class LayerNorm(Norm):
-    """The same with a mean that is taken away, and a bias."""
+    """Layer norm: it also subtracts the mean of each row and adds a bias."""
 
     bias: Weight
 
@@ -118,15 +119,20 @@ class LayerNorm(Norm):
 
 @dataclass(frozen=True)
 class Linear:
+    """Linear layer, divided among the ranks by outputs (`columns`) or by inputs (`rows`)."""
+
     weight: Weight
     bias: Weight | None
-    is_partial: bool = False  # each rank has a part of the sum
+    is_partial: bool = False  # each rank computes a part of the sum over the inputs
 
     @classmethod
     def columns(
         cls, place: Place, name: str, outputs: Sequence[tuple[str, Share]], num_inputs: int, bias: bool
     ) -> Linear:
-        """Column-parallel: linear layers with the same input, stacked. A rank makes its share of each one's outputs."""
+        """Build a column-parallel layer of one or several stacked linear layers that have the same input.
+
+        A rank computes its share of the outputs of each. `outputs` are their names in the checkpoint and these shares.
+        """
         axes = [(f"{tensor}.weight", (share, Share.whole(num_inputs))) for tensor, share in outputs]
         biases = [(f"{tensor}.bias", (share,)) for tensor, share in outputs]
         weight = place.weight(f"{name}.weight", axes, place.shard.format)
@@ -134,7 +140,7 @@ class Linear:
 
     @classmethod
     def rows(cls, place: Place, name: str, num_outputs: int, inputs: Share, bias: bool) -> Linear:
-        """Row-parallel: the input is spread over the ranks; their partial sums are added up, and a bias by one."""
+        """Build a row-parallel layer: ranks share the inputs, and partial sums are added. Rank 0 adds the bias."""
         outputs, shard = Share.whole(num_outputs), place.shard
         weight = place.weight(f"{_short(name)}.weight", [(f"{name}.weight", (outputs, inputs))], shard.format)
         has_bias = bias and shard.rank == 0
@@ -149,8 +155,8 @@ class Linear:
 
 @dataclass(frozen=True)
 class Embedding:
-    """Vocabulary-parallel: a rank knows the rows of its share of the ids. With `takes_spans`, every rank gets the
-    embeddings of prompt spans, which are used as they come."""
+    """Vocabulary-parallel embedding: a rank has the rows of its share of the token ids. With `takes_spans`, every rank
+    gets the embeddings of prompt spans, which replace those of their tokens unchanged."""
 
     table: Weight
     ids: Share
@@ -176,7 +182,7 @@ class Embedding:
 
 @dataclass(frozen=True)
 class Head:
-    """From the last hidden states to logits. Vocabulary-parallel: every rank gets those of all."""
+    """Vocabulary-parallel output projection, from the last hidden states to logits. Every rank gets all logits."""
 
     table: Weight
     vocab_size: int
@@ -186,8 +192,11 @@ class Head:
 
     @classmethod
     def of(cls, config: DecoderConfig, embedding: Embedding, format: Format) -> Head:
-        """With the numbers of the embedding's table where these are tied, else with those of one of the same shape and
-        share. A format that the embedding does not have is stored apart."""
+        """Build the output projection. Its shape and share are those of the embedding.
+
+        If the embeddings are tied, it has the values of the embedding's table, and is the same parameter if `format`
+        is the table's format, too.
+        """
         [of_table] = embedding.table.parts
         table, tied = embedding.table, config.tied_embeddings
         if not tied or format != table.format:
@@ -204,8 +213,10 @@ class Head:
 
 @dataclass(frozen=True)
 class Rotary:
-    """Cosines and sines of the step's positions. `axes`: which of the three positions of a token makes an angle; None:
-    a token has one position."""
+    """Rotary embedding: computes the cosines and sines of a step's positions.
+
+    `axes` selects, for each angle, one of the three positions of a token; None if a token has one position.
+    """
 
     inv_freq: Constant
     attention_scaling: float
@@ -213,7 +224,7 @@ class Rotary:
 
     @classmethod
     def of(cls, rope: Rope, may_be_3d: bool = False) -> Rotary:
-        """`may_be_3d`: where all three positions are equal, as in text, one is enough."""
+        """Build it from a rope. Without `may_be_3d`, M-RoPE needs one position only: in text, all three are equal."""
         axes = None if rope.axes is None or not may_be_3d else Constant(f"{rope.name}_axes", rope.axes)
         return cls(Constant(rope.name, rope.inv_freq), rope.attention_scaling, axes)
 
@@ -230,9 +241,10 @@ class Rotary:
 
 
 def scaled(run: Run, x: Tensor, factor: float) -> Tensor:
+    """Return `x` multiplied by a constant factor, without an op if that is 1."""
     return x if factor == 1 else run.ops.scale(x, factor=factor)
 
 
 def _short(name: str) -> str:
-    """The graph's name of a checkpoint's layer: the module it sits in says nothing the rest does not."""
+    """Return the graph's name for a layer of the checkpoint, which omits the redundant name of the module around it."""
     return name.replace("self_attn.", "").replace("mlp.", "")

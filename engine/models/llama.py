@@ -1,4 +1,4 @@
-"""Llama 1 to 3, and families that are the same network: Seed-OSS and InternLM3."""
+"""Llama 1 to 3, and families with the same network: Seed-OSS and InternLM3."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from engine.models.weights import Shard
 
 @dataclass(frozen=True, kw_only=True)
 class Llama(DecoderConfig):
+    """Configuration of a Llama model."""
+
     attention_bias: bool
-    output_bias: bool  # of the projection behind attention
+    output_bias: bool  # bias of the attention's output projection
     mlp_bias: bool
 
     @classmethod
@@ -35,7 +37,7 @@ class Llama(DecoderConfig):
 
 
 class SeedOss(Llama):
-    """The output projection has a bias of its own choice."""
+    """Configuration of a Seed-OSS model, in which a key of its own gives the output projection of attention a bias."""
 
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> SeedOss:
@@ -45,7 +47,7 @@ class SeedOss(Llama):
 
 
 class InternLm3(Llama):
-    """The keys of biases have other names."""
+    """Configuration of an InternLM3 model, whose keys for biases have other names."""
 
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> InternLm3:

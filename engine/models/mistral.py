@@ -1,4 +1,4 @@
-"""Mistral and Ministral: Llama without biases, some or all of whose layers have a sliding window."""
+"""Mistral and Ministral: like Llama without biases; none, some or all of the layers have a sliding window."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from engine.models.weights import Shard
 
 @dataclass(frozen=True, kw_only=True)
 class Mistral(DecoderConfig):
+    """Configuration of a Mistral or Ministral model."""
+
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> Mistral:
-        # use_sliding_window is not one of its keys.
+        # Mistral has no key use_sliding_window.
         return read_decoder(cls, keys, {"windows": layer_windows(keys, lambda layer: True)})
 
     def network(self, shard: Shard) -> Decoder:

@@ -1,4 +1,4 @@
-"""The feed-forward halves of a layer."""
+"""The feed-forward networks (MLP) of decoder layers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from engine.models.layers import Linear, Place, Run, Tensor
 
 @dataclass(frozen=True)
 class GatedMlp:
-    """down(activation(gate(x)) * up(x))."""
+    """Gated MLP: `down(activation(gate(x)) * up(x))`."""
 
     gate_up_proj: Linear
     down_proj: Linear
-    activation: str  # the op that does all between the projections
+    activation: str  # name of the op between the projections; it also multiplies gate and up
 
     @classmethod
     def of(
         cls, config: DecoderConfig, place: Place, bias: bool = False, packed: str = "", activation: str = "swiglu"
     ) -> GatedMlp:
-        """`packed`: the name of the one tensor that has the gate and then the up projection."""
+        """Build the MLP. `packed` is the name of the tensor that stacks gate and up; empty: each has its own tensor."""
         inner = place.shard.share(config.intermediate_size)
         parts = [("mlp.gate_proj", inner), ("mlp.up_proj", inner)]
         gate_up = side_by_side(packed, (inner, inner)) if packed else parts
@@ -37,14 +37,14 @@ class GatedMlp:
 
 @dataclass(frozen=True)
 class Mlp:
-    """down(gelu(up(x))), with biases or without."""
+    """MLP without a gate: `down(gelu(up(x)))`, with or without biases."""
 
     up_proj: Linear
     down_proj: Linear
 
     @classmethod
     def of(cls, config: DecoderConfig, place: Place, names: tuple[str, str], bias: bool) -> Mlp:
-        """`names`: of the two projections in the checkpoint."""
+        """Build the MLP. `names` are the checkpoint's names of the up and the down projection."""
         inner = place.shard.share(config.intermediate_size)
         up = [(f"mlp.{names[0]}", inner)]
         return cls(

@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms behind attention and MLP, one over all queries and one over all keys."""
+"""OLMo 2 and 3: norms after attention and MLP, one norm of all queries together and one of all keys."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from engine.models.weights import Shard
 
 @dataclass(frozen=True, kw_only=True)
 class Olmo2(DecoderConfig):
+    """Configuration of an OLMo 2 model."""
+
     attention_bias: bool
 
     @classmethod
@@ -35,7 +37,7 @@ class Olmo2(DecoderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Olmo3(Olmo2):
-    """Of four layers three have a window, with positions of their own."""
+    """Configuration of an OLMo 3 model, in which three of four layers have a window and a rope of their own."""
 
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> Olmo3:

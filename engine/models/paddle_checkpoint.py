@@ -1,7 +1,7 @@
-"""Reads checkpoints in the format of Paddle: ERNIE 4.5 without experts, Llama and Qwen2.
+"""Reads checkpoints in Paddle's format: ERNIE 4.5 without experts, Llama and Qwen2.
 
-Their linear layers are stored as [in, out], ERNIE's as one matrix of query, key and value and one of gate and up.
-Names and matrices become those of transformers. Tensors lie in safetensors files or in pickled *.pdparams files.
+Paddle stores linear layers as [in, out]. ERNIE stores query, key and value in one matrix, and gate and up in another.
+This module converts names and matrices to those of transformers. The files are safetensors or pickled *.pdparams.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401 - lets numpy know bfloat16
+import ml_dtypes  # noqa: F401 - registers bfloat16 with numpy
 import numpy as np
 
 from engine.models.keys import ModelError, whole_number
 from engine.models.stored import NAMES, Joined, Stored, slices
 
-PREFIXES = {"ernie4_5": "ernie.", "llama": "llama.", "qwen2": "qwen2."}  # of tensors, by model_type
+PREFIXES = {"ernie4_5": "ernie.", "llama": "llama.", "qwen2": "qwen2."}  # model_type -> prefix of the names of tensors
 LM_HEAD = "lm_head.weight"
-ERNIE_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}  # Paddle's, where config.json has no such key
-LOADABLE = {  # all that a pickled array needs; anything else could run code
+ERNIE_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}  # Paddle's, for keys that are missing
+LOADABLE = {  # all that unpickling an array needs; other names could run code
     ("numpy", "ndarray"),
     ("numpy", "dtype"),
     ("numpy.core.multiarray", "_reconstruct"),
@@ -35,7 +35,7 @@ PARAMETER_NAMES, CUT_ARRAYS = "StructuredToParameterName@@", "UnpackBigParamInfo
 
 @dataclass(frozen=True, eq=False)
 class Turned:
-    """A linear layer [in, out] of Paddle, or its bias, as a tensor [out, in] of the outputs in `spans`."""
+    """View of Paddle's linear layer [in, out], or of its bias, as a tensor [out, in] of the outputs in `spans`."""
 
     stored: Stored
     spans: Sequence[tuple[int, int]]
@@ -62,7 +62,10 @@ class Turned:
 
 
 def as_in_transformers(keys: dict[str, Any], tensors: dict[str, Stored]) -> tuple[dict[str, Any], dict[str, Stored]]:
-    """Return config.json and the tensors by the names of transformers; what is not in Paddle's format as it is."""
+    """Return config.json and the tensors with the names of transformers. Other formats than Paddle's are not changed.
+
+    Raises ModelError for options that are not supported.
+    """
     model_type = keys.get("model_type")
     prefix = PREFIXES.get(model_type, "") if isinstance(model_type, str) else ""
     if f"{prefix}embed_tokens.weight" not in tensors or not prefix:
@@ -89,7 +92,7 @@ def as_in_transformers(keys: dict[str, Any], tensors: dict[str, Stored]) -> tupl
 
 
 def _parts(layer: str, width: int, keys: Mapping[str, Any]) -> dict[str, Sequence[tuple[int, int]]]:
-    """Return the linear layers of transformers in one of Paddle, and which of its `width` outputs each has."""
+    """Return the linear layers of transformers that a layer of Paddle holds, with the spans of its `width` outputs."""
     block, _, name = layer.rpartition(".")
     if name == "up_gate_proj":
         return {f"{block}.gate_proj": ((0, width // 2),), f"{block}.up_proj": ((width // 2, width),)}
@@ -102,7 +105,7 @@ def _parts(layer: str, width: int, keys: Mapping[str, Any]) -> dict[str, Sequenc
     if rest:
         raise ModelError(f"tensor {layer}: {width} outputs are not the queries, keys and values of {heads} heads")
     names = [f"{block}.{each}_proj" for each in "qkv"]
-    if heads == kv_heads:  # one head after the other, each with its query, key and value
+    if heads == kv_heads:  # heads are stored one after another, each as query, key and value
         return {each: _every(3 * size, i * size, size, width) for i, each in enumerate(names)}
     bounds = np.cumsum([0, heads, kv_heads, kv_heads]) * size
     return {each: ((int(bounds[i]), int(bounds[i + 1])),) for i, each in enumerate(names)}
@@ -113,17 +116,17 @@ def _every(step: int, first: int, size: int, width: int) -> tuple[tuple[int, int
 
 
 def read_pdparams(path: Path) -> dict[str, Stored]:
-    """Return the tensors of a file that `paddle.save` has written, all in memory. Raises ModelError."""
+    """Return the tensors of a file that `paddle.save` has written. All are read into memory. Raises ModelError."""
     try:
         with path.open("rb") as file:
             state = _Unpickler(file).load()
-    except Exception as error:  # a damaged pickle raises anything
+    except Exception as error:  # a damaged pickle can raise any exception
         raise ModelError(f"{path} cannot be read: {error}") from None
     if not isinstance(state, dict) or CUT_ARRAYS in state:
         raise ModelError(f"{path} is no dictionary of whole tensors: save it with paddle.save(..., protocol=4)")
     found: dict[str, Stored] = {}
     for name, value in state.items():
-        array = value[1] if isinstance(value, tuple) and len(value) == 2 else value  # or the parameter's name and it
+        array = value[1] if isinstance(value, tuple) and len(value) == 2 else value  # a tuple is (name, array)
         if name == PARAMETER_NAMES:
             continue
         if not isinstance(array, np.ndarray):
@@ -136,7 +139,7 @@ def read_pdparams(path: Path) -> dict[str, Stored]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler of arrays, which runs no code of the file."""
+    """Unpickler that loads arrays only, and refuses everything that could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in LOADABLE:

@@ -1,8 +1,8 @@
-"""Reads a static graph that PaddleNLP has exported as if it were the checkpoint it was made from.
+"""Reads a static graph that PaddleNLP has exported as if it were the checkpoint that it was exported from.
 
-Of its programs only the names of parameters are needed: the graph that is served is made anew. Dense Llama and Qwen2
-in bf16, fp16, weight_only_int8 and weight_only_int4, of one rank or several; paddlenlp_kinds.py refuses the others.
-The scales of a static int8 KV cache are left out, as ours has one for each key and value.
+The programs are not run: a new graph is exported, and they only give the names of parameters. Supported are dense Llama
+and Qwen2 in bf16, fp16, weight_only_int8 and weight_only_int4, of one or several ranks; paddlenlp_kinds.py refuses
+others. The scales of a static int8 KV cache are not used, since our cache has a scale for each key and value.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from engine.models.stored import Joined, Stored
 from engine.paddle_files import PaddleFileError, read_params, read_program
 
 KINDS = "Llama or Qwen2 in bf16, fp16, weight_only_int8 or weight_only_int4"
-OLDEST_ARCH = 75  # of a GPU: the layout of quantized matrices is one from there on
+OLDEST_ARCH = 75  # of a GPU; from it on, quantized matrices have the same layout on all GPUs
 OF_LAYER = re.compile(r"fuse(llama|qwen2)\.(\d+)\.(\w+?)(_weight|_weight_scale|_bias|)")
 NOT_NEEDED = re.compile(r"fuse\w+\.\d+\.cache_[kv](_out)?_scale")
-LAYER = {  # the checkpoint's tensors in each, and the axis of a matrix [N, K] that ranks share
+LAYER = {  # the checkpoint's tensors in each, and the axis of a matrix [N, K] that is divided among ranks
     "ln_scale": (("input_layernorm",), None),
     "ffn_ln_scale": (("post_attention_layernorm",), None),
     "qkv": (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), 0),
@@ -34,35 +34,36 @@ LAYER = {  # the checkpoint's tensors in each, and the axis of a matrix [N, K] t
     "ffn1": (("mlp.gate_proj", "mlp.up_proj"), 0),
     "ffn2": (("mlp.down_proj",), 1),
 }
-# Where in its 16 or 32 neighbours an element of a row lies, which the kernels unpack several at a time.
+# Bits -> place of each element of a row among 16 or 32 neighbors. The kernels unpack several elements at a time.
 PLACES = {
     8: np.array([2 * r if r < 8 else 2 * (r - 8) + 1 for r in range(16)]),
     4: np.array([r % 8 // 2 * 8 + r % 2 * 4 + r // 8 for r in range(32)]),
 }
-TILE = 64  # elements of a row before those of the next one, of the 2 or 4 rows that are interleaved
+TILE = 64  # consecutive elements of one row, when 2 or 4 rows are interleaved
 
 Params = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """A quantized matrix [N, K] in the layout of CUDA kernels."""
+    """View of a quantized matrix [N, K] that is stored in the layout of CUDA kernels."""
 
-    stored: np.ndarray  # its bytes
+    stored: np.ndarray  # its bytes, u8 [N * K * bits / 8]
     bits: int
     shape: tuple[int, int]
 
     @property
     def dtype(self) -> np.dtype:
-        """8 bits: signed. 4: 0 .. 15, of which 8 stands for zero."""
+        """Return the dtype of the elements: int8 for 8 bits, uint8 for 4 bits, where the code 8 stands for zero."""
         return np.dtype(np.int8 if self.bits == 8 else np.uint8)
 
     @property
     def interleaved(self) -> int:
-        """Rows."""
+        """Return the number of rows that are interleaved."""
         return 16 // self.bits
 
     def rows(self, start: int, stop: int) -> Packed:
+        """Return rows `start` to `stop`, in the same layout. Raises ModelError if that cuts interleaved rows."""
         if start % self.interleaved or stop % self.interleaved:
             raise ModelError(f"rows {start} to {stop} cut those that are interleaved, {self.interleaved} at a time")
         row_bytes = self.shape[1] * self.bits // 8
@@ -85,7 +86,10 @@ class Packed:
 
 
 def rank_files(directory: Path) -> list[Path]:
-    """The parameters of each rank, in their order; none where there is no static graph, or a checkpoint beside it."""
+    """Return the files of parameters in the order of ranks.
+
+    The list is empty if the folder has no static graph, or has a safetensors checkpoint as well.
+    """
     if any(directory.glob("*.safetensors")):
         return []
     ranks = {int(path.name[5:]): path for path in directory.glob("rank_*") if path.name[5:].isdecimal()}
@@ -94,7 +98,7 @@ def rank_files(directory: Path) -> list[Path]:
 
 
 def program_of(parameters: Path) -> Path:
-    """The program that they belong to, as Paddle 3 or Paddle 2 has saved it."""
+    """Return the program file of a file of parameters, in the format of Paddle 3 or Paddle 2. Raises ModelError."""
     for suffix in (".json", ".pdmodel"):
         if (path := parameters.with_suffix(suffix)).exists():
             return path
@@ -102,7 +106,7 @@ def program_of(parameters: Path) -> Path:
 
 
 def read_export(directory: Path) -> tuple[dict[str, Any], Checkpoint]:
-    """Its config.json, and its weights by their names in a checkpoint."""
+    """Return the config.json of an export and its weights as a checkpoint. Raises ModelError if it is not supported."""
     keys = read_json(directory / "config.json")
     refuse(directory, keys.get("model_type"), keys.get("quant_type"))
     if keys.get("use_fake_parameter"):
@@ -154,7 +158,10 @@ def _read_rank(path: Path) -> dict[str, np.ndarray]:
 
 
 def _as_in_checkpoint(name: str, ranks: list[dict[str, np.ndarray]], keys: Mapping[str, Any]) -> dict[str, Stored]:
-    """The tensors of a checkpoint that are in a parameter. Names of those outside of the layers end in any number."""
+    """Return the checkpoint tensors that a parameter holds.
+
+    Names of parameters outside of layers contain varying numbers.
+    """
     arrays = [rank[name] for rank in ranks]
     if NOT_NEEDED.fullmatch(name):
         return {}
@@ -195,7 +202,7 @@ def _of_layer(
 
 
 def _matrix(name: str, params: Params, leaf: str) -> Any:
-    """[N, K] with a row for each output; what is no matrix as it is."""
+    """Return a parameter as a matrix [N, K] with a row per output. Other arrays than matrices are not changed."""
     array = params[name]
     if array.ndim != 2:
         return array

@@ -1,4 +1,4 @@
-"""Recognises what PaddleNLP has exported, and refuses the kinds that are not read with the step to take instead."""
+"""Recognizes the kind of a PaddleNLP export. The errors for unsupported kinds name the step to take instead."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from engine.models.keys import ModelError
 MODEL_TYPES = ("llama", "qwen2")
 QUANT_TYPES = (None, "", "none", "weight_only_int8", "weight_only_int4")
 OF_LAYER = re.compile(r"fuse([a-z0-9_]+)\.\d+\.(\w+)")
-# Parameters that only one kind of quantization has
+# Names of parameters that identify a kind of quantization
 A8W8, FP8 = "qkv_out_scale", "ffn1_0_weight"
 INT8_CACHE = "cache_k_scale"
 FROM_CHECKPOINT = "start the server with the checkpoint that it was exported from"
 
 
 def kind_of(parameters: Iterable[str]) -> tuple[str | None, str | None]:
-    """Return the model_type and, if the names tell it, the quant_type of an export with these parameters."""
+    """Return the model_type and the quant_type that an export's parameter names imply; None for what they do not."""
     found = [match for name in parameters if (match := OF_LAYER.fullmatch(name))]
     leaves = {match[2] for match in found}
     cache = "c8" if INT8_CACHE in leaves else ""
@@ -28,8 +28,8 @@ def kind_of(parameters: Iterable[str]) -> tuple[str | None, str | None]:
 
 
 def refuse(export: Any, model_type: Any, quant_type: Any) -> None:
-    """Raise ModelError unless an export of this kind is read. `export` names it in the message."""
-    if model_type not in [*FAMILIES]:  # it may be anything
+    """Raise ModelError unless exports of this kind are supported. `export` names the export in the message."""
+    if model_type not in [*FAMILIES]:  # config.json may have a value of any type
         known = ", ".join(FAMILIES)
         instead = "; of DeepSeek-R1 the distilled models are" if str(model_type).startswith("deepseek") else ""
         raise ModelError(
@@ -49,7 +49,7 @@ def refuse(export: Any, model_type: Any, quant_type: Any) -> None:
 
 
 def _with_settings(quant_type: str) -> str:
-    """Return the settings that make of the checkpoint what is nearest to a quant_type of PaddleNLP."""
+    """Return a text that names our settings nearest to a quant_type of PaddleNLP; empty if there are none."""
     if not quant_type.startswith("a8w8"):
         return ""
     quant = " and QUANT_TYPE=weight_only_fp8 (on a GPU)" if quant_type.endswith("fp8") else " and QUANT_TYPE=a8w8"

@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4: packed projections, LongRoPE, and of Phi-4-mini a part of each head rotated."""
+"""Phi-3, Phi-3.5 and Phi-4: packed projections and LongRoPE. Phi-4-mini rotates only a part of each head."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from engine.models.weights import Shard
 
 @dataclass(frozen=True, kw_only=True)
 class Phi3(DecoderConfig):
+    """Configuration of a Phi-3, Phi-3.5 or Phi-4 model."""
+
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> Phi3:
         windows = layer_windows(keys, lambda layer: keys.get("sliding_window") is not None)

@@ -1,8 +1,8 @@
-"""What a checkpoint's quantization_config says, and the tensors in which its linear layers are stored.
+"""Reads a checkpoint's quantization_config, and the tensors that store its quantized linear layers.
 
-Read as they are: compressed-tensors (8 bits a weight, with or without 8 bits an activation; 4 bits in groups), GPTQ and
-AWQ (4 bits). 8-bit floats are read as plain numbers (fp8.py). Every other variant is refused in a sentence, and so is a
-checkpoint whose tensors contradict its config. Knows neither files nor ranks.
+Supported are compressed-tensors (8-bit weights, with or without 8-bit activations; 4-bit weights in groups), GPTQ and
+AWQ (4-bit weights). fp8.py reads 8-bit floats. ModelError reports every other variant, and a checkpoint whose tensors
+contradict its config. Independent of files and ranks.
 """
 
 from __future__ import annotations
@@ -19,30 +19,33 @@ from engine.models.quantize import Codes
 from engine.models.stored import Stored
 
 KEY = "quantization_config"
-Tensors = Mapping[str, np.ndarray]  # of one layer, by the ends of their names
+Tensors = Mapping[str, np.ndarray]  # the tensors of one layer, by the suffixes of their names
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the linear layers of a checkpoint are stored, those at least that have such tensors."""
+    """Storage of the quantized linear layers of a checkpoint.
 
-    method: str  # for people
-    format: str  # of engine.models.formats
+    Layers without the tensors in `ends` are not quantized.
+    """
+
+    method: str  # quant_method, for messages
+    format: str  # a key of engine.models.formats.FORMATS
     has_zero: bool
-    group_size: int  # -1: a row, 0: the config does not say
-    ends: tuple[str, ...]  # of the tensors' names, the first for the codes: `<layer>.qweight`
+    group_size: int  # inputs per scale; -1: a whole row; 0: the config does not say
+    ends: tuple[str, ...]  # suffixes of the names of a layer's tensors; the first has the codes: `<layer>.qweight`
     read: Callable[[Tensors], Codes]
     optional: tuple[str, ...] = ()
-    symmetric_word: int | None = None  # what every word of `qzeros` is when no layer has zero points of its own
+    symmetric_word: int | None = None  # value of all words of `qzeros` if the zero points are symmetric
 
     def num_groups(self, num_columns: int) -> int:
-        """Return the number of scales that the config promises for a row of `num_columns` weights, 0 for any."""
+        """Return how many scales a row of `num_columns` weights must have, or 0 if the config does not say."""
         if self.group_size < 1:
             return -self.group_size
         return -(-num_columns // self.group_size)
 
     def with_zeros_of(self, tensors: Mapping[str, Stored]) -> Quantization:
-        """Return this quantization with the zero points that the tensors have: configs may omit or misstate `sym`."""
+        """Return this quantization with `has_zero` as the tensors have it, since configs may omit or misstate `sym`."""
         if self.has_zero or self.symmetric_word is None:
             return self
         zeros = (tensor[:] for name, tensor in tensors.items() if name.endswith(".qzeros"))
@@ -51,12 +54,15 @@ class Quantization:
 
 
 def read_quantization(keys: Mapping[str, Any]) -> Quantization | None:
-    """None: its numbers are plain, or fp8.py makes them so. Raises ModelError for what is not supported."""
+    """Return the quantization of a checkpoint, or None if its weights are floats, including 8-bit floats (fp8.py).
+
+    Raises ModelError if the quantization is not supported.
+    """
     config = an_object(keys, KEY)
     if not config:
         return None
     method = config.get("quant_method", "unknown")
-    if method not in [*METHODS]:  # it may be anything
+    if method not in [*METHODS]:  # config.json may have a value of any type
         raise ModelError(
             f"config.json: {KEY}.quant_method is {method!r}, supported are {', '.join(METHODS)}, and plain weights"
         )
@@ -72,7 +78,10 @@ def read_quantization(keys: Mapping[str, Any]) -> Quantization | None:
 
 
 def is_fp8(keys: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint says that it has 8-bit floats. Others' exports say something else under the same key."""
+    """Return whether quantization_config declares 8-bit floats.
+
+    Unknown methods return False, since exports of other programs use the same key for something else.
+    """
     return an_object(keys, KEY).get("quant_method") in [*METHODS] and read_quantization(keys) is None
 
 
@@ -98,7 +107,7 @@ def _gptq(config: Mapping[str, Any]) -> Quantization:
 
 
 def _check_order(g_idx: np.ndarray | None, num_inputs: int, num_groups: int) -> None:
-    """Raise ModelError unless consecutive inputs form the groups. -1 stands for an order that was never set."""
+    """Raise ModelError unless each group consists of consecutive inputs. A `g_idx` of only -1 counts as not set."""
     in_order = np.arange(num_inputs) // max(1, num_inputs // num_groups)
     if g_idx is not None and not (np.array_equal(g_idx, in_order) or (g_idx == -1).all()):
         raise ModelError("its groups are not in the order of the inputs (desc_act), which is not supported")
@@ -116,7 +125,7 @@ def _awq(config: Mapping[str, Any]) -> Quantization:
 
 
 def _fp8(config: Mapping[str, Any]) -> None:
-    """Activations have their whole width here, so how they were to be rounded does not matter."""
+    """Check a config of 8-bit floats. Its settings for activations are ignored, since activations are not quantized."""
     _need(config, "fp8", fmt=("e4m3", None), weight_block_size=([FP8_BLOCK, FP8_BLOCK], None))
 
 
@@ -153,7 +162,7 @@ def _check_whole_numbers(weights: Mapping[str, Any], inputs: Mapping[str, Any]) 
 
 
 def _packed(weights: Mapping[str, Any]) -> Quantization:
-    """Several codes in a word."""
+    """Return the quantization of weights that are packed, several codes per int32 word."""
     bits, size = weights["num_bits"], weights.get("group_size") or -1
 
     def read(tensors: Tensors) -> Codes:
@@ -184,7 +193,10 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization | None]] = {
 
 
 def unpack(words: np.ndarray, axis: int, bits: int = 4) -> np.ndarray:
-    """The unsigned numbers in int32 words, the lowest bits first, along an axis."""
+    """Return the unsigned numbers (u8) in int32 words, lowest bits first.
+
+    The given axis becomes 32 / `bits` times as long.
+    """
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
     numbers = words.view(np.uint32)[..., None] >> shifts & np.uint32((1 << bits) - 1)
     shape = [size * (len(shifts) if i == axis else 1) for i, size in enumerate(words.shape)]
@@ -192,12 +204,13 @@ def unpack(words: np.ndarray, axis: int, bits: int = 4) -> np.ndarray:
 
 
 def _in_order_of_awq(numbers: np.ndarray) -> np.ndarray:
-    """Number i of a word belongs to column 0, 2, 4, 6, 1, 3, 5, 7 of its eight."""
+    """Reorder the eight numbers of each word of AWQ: number i belongs to column (0, 2, 4, 6, 1, 3, 5, 7)[i]."""
     eights = numbers.reshape(len(numbers), -1, 8)
     return eights[..., np.argsort([0, 2, 4, 6, 1, 3, 5, 7])].reshape(numbers.shape)
 
 
 def as_stored(tensors: Tensors) -> Codes:
+    """Return the codes of a layer that is stored as `weight` and `weight_scale`, without packing."""
     scale = _floats(tensors["weight_scale"])
     return Codes(tensors["weight"], scale if scale.ndim == 2 else scale.reshape(-1, 1))
 

@@ -1,7 +1,8 @@
-"""From a matrix of weights, or from codes that somebody else has made of it, to codes of 8 or 4 bits and their scales,
-as `linear_int8`, `linear_fp8` and `linear_int4` read them.
+"""Quantization of weight matrices, and conversion of matrices that are already quantized, to the codes of 8 or 4 bits
+and the scales that `linear_int8`, `linear_fp8` and `linear_int4` read.
 
-Plain numpy, on all cores, rows by rows so that little memory is needed beside the result. Knows no files and no graph.
+It uses numpy on all cores, some rows at a time, so that little memory is needed in addition to the result. Independent
+of files and graphs.
 """
 
 from __future__ import annotations
@@ -16,17 +17,20 @@ import numpy as np
 
 from engine.dtypes import CODES_ALIGNED, CODES_PER_SCALE, SMALL_GROUP, from_bf16, to_bf16
 
-AT_ONCE = 1 << 18  # elements: what is made of them fits in a cache
+AT_ONCE = 1 << 18  # elements per piece, so that its temporary arrays fit in the CPU's caches
 LARGEST_INT8, SMALLEST_INT4, LARGEST_FP8 = 127, -8, 448
-SCALES_TRIED = np.linspace(0.8, 1.0, 9, dtype=np.float32)  # of int4: cutting off what is far out may be worth it
+SCALES_TRIED = np.linspace(0.8, 1.0, 9, dtype=np.float32)  # for int4: clipping outliers may reduce the error
 
 
 @dataclass(frozen=True)
 class Codes:
-    """A matrix [N, K] that was quantized before: (code - zero) * scale, one for each of a row's equal groups.
-    Of 8 bits: int8, without zero. Of 4: 0 .. 15, zero 8 where none is given."""
+    """A quantized matrix [N, K] with the values (code - zero) * scale.
 
-    codes: np.ndarray
+    Each row is divided into groups of equal size, with a scale and a zero point per group. Codes of 8 bits are int8
+    without zero points; codes of 4 bits are uint8, 0 .. 15, and their zero point is 8 if none is given.
+    """
+
+    codes: np.ndarray  # int8 or uint8 [N, K]
     scale: np.ndarray  # f32 [N, groups]
     zero: np.ndarray | None = None  # [N, groups]
 
@@ -37,17 +41,22 @@ class Codes:
             )
 
     def values(self) -> np.ndarray:
+        """Return the values that the codes stand for, f32 [N, K]."""
         zero = np.float32(0 if self.codes.dtype == np.int8 else 8) if self.zero is None else self._each(self.zero)
         return (self.codes.astype(np.float32) - zero) * self._each(self.scale)
 
     def _each(self, of_groups: np.ndarray) -> np.ndarray:
-        """For every element that of its group."""
+        """Expand the values of groups to the elements: f32 [N, K] from [N, groups]."""
         size = -(-self.codes.shape[1] // of_groups.shape[1])
         return np.repeat(of_groups.astype(np.float32), size, axis=1)[:, : self.codes.shape[1]]
 
     def part(self, rows: slice, columns: slice) -> Codes:
-        """Columns of several groups have a scale each if they are of 8 bits, else one for 64, or for 32 where groups
-        are no multiples of 64. They begin at a multiple of that."""
+        """Return a part of the matrix.
+
+        If its columns are in several groups, codes of 8 bits get a scale per column, and codes of 4 bits one per 64
+        columns, or per 32 if the group size is no multiple of 64. Raises ValueError if such columns do not begin at a
+        multiple of that.
+        """
         codes, num_groups = self.codes[rows, columns], self.scale.shape[1]
         size = self.codes.shape[1] // num_groups
         group = min(columns.start // size, num_groups - 1)
@@ -64,7 +73,7 @@ class Codes:
         return Codes(codes, self._each(self.scale)[rows, some], zero)
 
     def as_int4(self, has_zero: bool, group: int = CODES_PER_SCALE) -> tuple[np.ndarray, ...]:
-        """Return the parameters of `linear_int4` with a scale for `group` codes."""
+        """Return the parameters of `linear_int4`: packed codes, and per `group` codes a scale and optionally a zero."""
         packed = pack_int4(self.codes)
         num_groups = 2 * packed.shape[1] // group
         zero = np.full_like(self.scale, 8) if self.zero is None else self.zero.astype(np.float32)
@@ -80,22 +89,22 @@ class Codes:
 
 
 def to_int8(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes int8 [N, K] and scales f32 [N]: the largest of a row becomes 127 or -127."""
+    """Return codes int8 [N, K] and scales f32 [N]. The largest magnitude of a row becomes 127 or -127."""
     return _by_rows(matrix, _rows_to_int8)
 
 
 def to_int4(matrix: np.ndarray, group: int = CODES_PER_SCALE) -> tuple[np.ndarray, np.ndarray]:
-    """Codes [N, K' / 2], two a byte, and scales bf16 [N, K' / group], with K up to K' filled with zeros."""
+    """Return codes u8 [N, K' / 2], two per byte, and scales bf16 [N, K' / group], where K' is K padded with zeros."""
     return _by_rows(matrix, partial(_rows_to_int4, group=group))
 
 
 def to_fp8(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """8-bit floats (e4m3) as u8 [N, K] and scales f32 [N, 1]: the largest of a row becomes the largest there is."""
+    """Return 8-bit floats (e4m3) as u8 [N, K] and scales f32 [N, 1]. The largest magnitude of a row becomes 448."""
     return _by_rows(matrix, _rows_to_fp8)
 
 
 def pack_int4(codes: np.ndarray) -> np.ndarray:
-    """Codes 0 .. 15 [N, K], two a byte: the first in the lower half. Rows are filled up with zeros."""
+    """Pack codes 0 .. 15 [N, K], two per byte, the first in the lower four bits. Rows are padded with zeros."""
     codes = np.pad(codes, ((0, 0), (0, -codes.shape[1] % CODES_ALIGNED)))
     return codes[:, ::2] | codes[:, 1::2] << 4
 
@@ -121,8 +130,10 @@ def _rows_to_fp8(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rows_to_int4(rows: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of each group the element furthest from zero becomes -8, or a little less of it if that makes the sum of squared
-    errors smaller: a scale may be negative."""
+    """Quantize rows so that the element of each group that is furthest from zero becomes -8; a scale may be negative.
+
+    Smaller scales, which clip that element, are used if they make the sum of squared errors smaller.
+    """
     padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % CODES_ALIGNED)))
     groups = padded.reshape(len(rows), -1, group)
     furthest = np.take_along_axis(groups, np.abs(groups).argmax(axis=2)[..., None], axis=2)
@@ -141,5 +152,5 @@ def _int4_codes(groups: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def _divide(values: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """A row of zeros has the scale zero."""
+    """Divide by the scales, where a scale of zero, which rows of zeros have, counts as one."""
     return values / np.where(scale == 0, np.float32(1), scale)

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases of queries, keys and values; with use_sliding_window the upper layers have a window."""
+"""Qwen2 and Qwen2.5: queries, keys and values have biases; with use_sliding_window, the upper layers have a window."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from engine.models.weights import Shard
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2(DecoderConfig):
+    """Configuration of a Qwen2 or Qwen2.5 model."""
+
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> Qwen2:
         return read_decoder(cls, keys, {"windows": upper_windows(keys)})
@@ -30,7 +32,10 @@ class Qwen2(DecoderConfig):
 
 
 def upper_windows(keys: Mapping[str, Any]) -> tuple[int, ...]:
-    """The first max_window_layers see everything, those above only sliding_window tokens. 0, all above, is allowed."""
+    """Return the window of each layer in tokens, where 0 stands for full attention.
+
+    The first max_window_layers layers, which may be 0, have full attention, and those above have sliding_window.
+    """
     if not keys.get("use_sliding_window"):
         return layer_windows(keys, lambda layer: False)
     num_full_layers = 0 if keys.get("max_window_layers") == 0 else whole_number(keys, "max_window_layers", 28)

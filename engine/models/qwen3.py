@@ -1,4 +1,4 @@
-"""Qwen3: a norm over each query and key head instead of Qwen2's biases."""
+"""Qwen3: like Qwen2, with a norm of each query and key head instead of biases."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from engine.models.weights import Shard
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3(DecoderConfig):
+    """Configuration of a dense Qwen3 model."""
+
     attention_bias: bool
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Rotary positions: from the keys of config.json to inverse frequencies. Plain numpy, no tensors of a framework."""
+"""Rotary position embeddings: computes inverse frequencies from the keys of config.json, in numpy."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ from engine.models.keys import ModelError, an_object, number, whole_number
 
 @dataclass(frozen=True)
 class Rope:
-    """Positions of the two halves of a head: angle[p, i] = p * inv_freq[i]."""
+    """Rotary position embedding. At position p, elements i of the two halves of a head turn by p * inv_freq[i]."""
 
-    inv_freq: np.ndarray  # f32 [head_dim / 2]
-    attention_scaling: float = 1.0  # multiplies cosines and sines
-    max_positions: int = 0  # what the scaling was made for, where it says so
-    name: str = "inv_freq"  # of the frequencies in the graph, where layers have different ones
-    long: Rope | None = None  # instead of this one, for a model that is served longer than `long_from`
+    inv_freq: np.ndarray  # f32 [rotary_dim / 2]
+    attention_scaling: float = 1.0  # cosines and sines are multiplied by it
+    max_positions: int = 0  # tokens that the scaling supports; 0: it does not say
+    name: str = "inv_freq"  # name of the frequencies in the graph; layers may have different ones
+    long: Rope | None = None  # replaces this one if a model is exported for more than `long_from` tokens
     long_from: int = 0  # tokens
-    axes: np.ndarray | None = None  # i32 [head_dim / 2]: M-RoPE, which of three positions makes an angle
+    axes: np.ndarray | None = None  # i32 [rotary_dim / 2]: M-RoPE, which of three positions each angle depends on
 
     def for_length(self, max_seq_len: int) -> Rope:
-        """Return the positions of a model that is exported for this length."""
+        """Return the rope of a model that is exported for sequences of at most `max_seq_len` tokens."""
         return replace(self.long, axes=self.axes) if self.long and max_seq_len > self.long_from else self
 
 
 def read_rope(keys: Mapping[str, Any], head_dim: int, max_position_embeddings: int) -> Rope:
-    """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (earlier versions).
+
+    Raises ModelError.
+    """
     scaling = {**an_object(keys, "rope_scaling"), **an_object(keys, "rope_parameters")}
     if any(isinstance(value, Mapping) for value in scaling.values()):
         raise ModelError(f"config.json: rope_parameters is {scaling!r}, one set for all layers is supported")
@@ -40,8 +43,11 @@ def read_rope(keys: Mapping[str, Any], head_dim: int, max_position_embeddings: i
 def ropes_by_layer_type(
     keys: Mapping[str, Any], head_dim: int, max_position_embeddings: int, local: Mapping[str, Any] | None = None
 ) -> tuple[Rope, Rope]:
-    """Return the positions of layers with full and with sliding attention. `local`: what the sliding ones have where
-    config.json does not give a set for each type; None: as the others, but unscaled."""
+    """Return the ropes of layers with full attention and of those with sliding attention. Raises ModelError.
+
+    `local` are the parameters of sliding layers if config.json does not have a set for each type. None stands for the
+    base of the others without scaling.
+    """
     given = an_object(keys, "rope_parameters")
     full, sliding = given.get("full_attention"), given.get("sliding_attention")
     if not isinstance(full, Mapping) and not isinstance(sliding, Mapping):
@@ -52,7 +58,7 @@ def ropes_by_layer_type(
 
 
 def no_rotation(name: str = "inv_freq_none") -> Rope:
-    """Return the positions of layers that do not rotate: all angles are zero."""
+    """Return the rope of layers without rotation: all angles are zero."""
     return Rope(np.zeros(1, np.float32), name=name)
 
 
@@ -68,7 +74,7 @@ def _read(keys: Mapping[str, Any], scaling: Mapping[str, Any], head_dim: int, ma
             f"config.json: partial_rotary_factor is {factor:g}, of a head of {head_dim} an even number must be rotated"
         )
     theta = number(scaling, "rope_theta", default=number(keys, "rope_theta", default=10000.0))
-    # Rounded where transformers rounds: the last digit of a frequency moves every late position.
+    # Values are rounded where transformers rounds them: the last bit of a frequency changes angles of late positions.
     exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
     inv_freq = np.float32(1.0) / (theta ** exponents.astype(np.float64)).astype(np.float32)
     original = keys.get("original_max_position_embeddings")
@@ -82,8 +88,11 @@ def _read(keys: Mapping[str, Any], scaling: Mapping[str, Any], head_dim: int, ma
 
 
 def _axes(scaling: Mapping[str, Any], num_angles: int) -> np.ndarray | None:
-    """Return for each angle whether time, height or width makes it: one section behind the other (Qwen2-VL), or with
-    `mrope_interleaved` by turns as long as the sections of height and width last (Qwen3-VL)."""
+    """Return, for each angle, whether it depends on time (0), height (1) or width (2); None without M-RoPE.
+
+    The sections follow one another (Qwen2-VL). With `mrope_interleaved` they alternate, and time has the angles that
+    are left after the sections of height and width (Qwen3-VL).
+    """
     sections = scaling.get("mrope_section")
     if sections is None:
         return None
@@ -104,7 +113,7 @@ def _linear(inv_freq: np.ndarray, scaling: Mapping[str, Any]) -> Rope:
 
 
 def _dynamic(inv_freq: np.ndarray, scaling: Mapping[str, Any]) -> Rope:
-    """Unscaled up to the length that the model was made for. A constant `alpha` stretches the base instead."""
+    """Return the unscaled rope, which is valid up to the model's length, or one whose base `alpha` stretches."""
     if not scaling.get("alpha"):
         return Rope(inv_freq)
     dim = 2 * len(inv_freq)
@@ -114,8 +123,11 @@ def _dynamic(inv_freq: np.ndarray, scaling: Mapping[str, Any]) -> Rope:
 
 
 def _longrope(inv_freq: np.ndarray, scaling: Mapping[str, Any]) -> Rope:
-    """Ding et al., 2024: a factor for each dimension, one set up to the original length and one beyond it. A model has
-    one of them for all positions, by the length that it is exported for: cached keys must not change."""
+    """Return LongRoPE (Ding et al., 2024): a factor per dimension, with one set up to the original length and another
+    beyond it.
+
+    The length that a model is exported for selects one set for all positions, since cached keys must not change.
+    """
     original = whole_number(scaling, "original_max_position_embeddings")
     ratio = number(scaling, "factor", default=scaling["max_position_embeddings"] / original)
     magnitude = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 else 1.0
@@ -134,7 +146,7 @@ def _divided(inv_freq: np.ndarray, scaling: Mapping[str, Any], name: str) -> np.
 
 
 def _llama3(inv_freq: np.ndarray, scaling: Mapping[str, Any]) -> Rope:
-    """Short waves stay, long ones are slowed down by `factor`, those between are a mixture of both."""
+    """Return Llama 3's rope: short wavelengths stay, long ones are stretched by `factor`, others interpolated."""
     factor = np.float32(number(scaling, "factor"))
     low, high = number(scaling, "low_freq_factor"), number(scaling, "high_freq_factor")
     original = whole_number(scaling, "original_max_position_embeddings")
@@ -148,7 +160,7 @@ def _llama3(inv_freq: np.ndarray, scaling: Mapping[str, Any]) -> Rope:
 
 
 def _yarn(inv_freq: np.ndarray, scaling: Mapping[str, Any]) -> Rope:
-    """Peng et al., 2023: a ramp over the dimensions from unscaled (fast) to scaled by `factor` (slow)."""
+    """Return YaRN (Peng et al., 2023): a ramp over the dimensions from unscaled (fast) to scaled by `factor` (slow)."""
     original = whole_number(scaling, "original_max_position_embeddings")
     factor = number(scaling, "factor")
     low, high = _yarn_range(2 * len(inv_freq), original, scaling)
@@ -163,7 +175,7 @@ def _yarn(inv_freq: np.ndarray, scaling: Mapping[str, Any]) -> Rope:
 
 
 def _yarn_range(dim: int, original: int, scaling: Mapping[str, Any]) -> tuple[float, float]:
-    """Between which dimensions the ramp lies: those that turn beta_fast and beta_slow times over `original`."""
+    """Return the limits of the ramp: the dimensions that turn beta_fast and beta_slow times in `original` tokens."""
 
     def dimension(num_turns: float) -> float:
         return dim * math.log(original / (num_turns * 2 * math.pi)) / (2 * math.log(scaling["theta"]))
@@ -186,7 +198,7 @@ ROPE_TYPES: dict[str, Callable[[np.ndarray, Mapping[str, Any]], Rope]] = {
     "linear": _linear,
     "llama3": _llama3,
     "longrope": _longrope,
-    "mrope": lambda inv_freq, scaling: Rope(inv_freq),  # with 3-D positions, see Rope.axes
-    "su": _longrope,  # its first name
+    "mrope": lambda inv_freq, scaling: Rope(inv_freq),  # has 3-D positions, see Rope.axes
+    "su": _longrope,  # the first name of longrope
     "yarn": _yarn,
 }

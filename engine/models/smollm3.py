@@ -1,4 +1,4 @@
-"""SmolLM3: Llama, some of whose layers do not rotate; these may have a sliding window."""
+"""SmolLM3: like Llama, but some layers do not rotate; these may have a sliding window."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from engine.models.weights import Shard
 
 @dataclass(frozen=True, kw_only=True)
 class SmolLm3(DecoderConfig):
-    rotates: tuple[bool, ...]  # of each layer
+    """Configuration of a SmolLM3 model."""
+
+    rotates: tuple[bool, ...]  # for each layer, whether it has rotary positions
     attention_bias: bool
     mlp_bias: bool
 

@@ -1,4 +1,4 @@
-"""StarCoder2: layer norms, an MLP without a gate, biases everywhere."""
+"""StarCoder2: layer norms, an MLP without a gate, and biases unless `use_bias` is false."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from engine.models.weights import Shard
 
 @dataclass(frozen=True, kw_only=True)
 class Starcoder2(DecoderConfig):
+    """Configuration of a StarCoder2 model."""
+
     use_bias: bool
 
     @classmethod

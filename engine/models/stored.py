@@ -1,5 +1,5 @@
-"""Tensors as the files of a checkpoint have them: shape, dtype and slices, of which nothing is read before it is asked
-for. Those here are put together of others; safetensors' own handles can be used in their place."""
+"""Tensors of a checkpoint's files: shape, dtype and slices, which are read only when they are indexed. The class here
+joins several arrays; handles of safetensors have the same interface."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from typing import Any, Protocol
 
 import numpy as np
 
-NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8", "uint8": "U8"}  # safetensors' by numpy's
+# Names of dtypes in numpy -> in safetensors
+NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8", "uint8": "U8"}
 
 
 class Stored(Protocol):
-    def get_dtype(self) -> str: ...  # as safetensors spells it
+    """A tensor in a checkpoint's file. Indexing reads a part of it."""
+
+    def get_dtype(self) -> str: ...  # in the spelling of safetensors
     def get_shape(self) -> list[int]: ...
-    def __getitem__(self, key: Any) -> np.ndarray: ...  # slices, or Ellipsis
+    def __getitem__(self, key: Any) -> np.ndarray: ...  # a slice, a tuple of slices, or Ellipsis for all of it
 
 
 @dataclass(frozen=True, eq=False)
 class Joined:
-    """Arrays, or what has their shape and slices, one after another along an axis."""
+    """Concatenation of arrays along an axis. The parts may be any objects with a shape, a dtype and slices."""
 
     parts: tuple[Any, ...]
     axis: int = 0
@@ -46,7 +49,7 @@ class Joined:
 
 
 def slices(key: Any, shape: Sequence[int]) -> tuple[slice, ...]:
-    """One for each axis, from where to where."""
+    """Return one slice with start and stop for each axis of `shape`, for a key that may omit axes."""
     given = () if key is Ellipsis else key if isinstance(key, tuple) else (key,)
     given += (slice(None),) * (len(shape) - len(given))
     return tuple(slice(*each.indices(size)[:2]) for each, size in zip(given, shape, strict=True))

@@ -16,7 +16,7 @@ DEVICES = ("CPU", "CPU, several ranks", "GPU", "several GPUs")
 
 @dataclass(frozen=True)
 class FamilySupport:
-    """One row: the models that a `model_type` covers, and where they have run, in the order of DEVICES."""
+    """Row of the table of families: the models of a `model_type`, and where they have run, in the order of DEVICES."""
 
     model_type: str
     models: str
@@ -25,7 +25,7 @@ class FamilySupport:
 
 @dataclass(frozen=True)
 class PrecisionSupport:
-    """One row: a precision, the setting that selects it, and where it has run, in the order of DEVICES.
+    """Row of the table of precisions: the setting that selects it, and where it has run, in the order of DEVICES.
 
     `option` is the field of `ExportOptions` that corresponds to the setting, with its value.
     """
@@ -77,11 +77,13 @@ PRECISIONS = (
 
 
 def family_table() -> str:
+    """Return the table of families in Markdown."""
     rows = [(f"`{each.model_type}`", each.models, *each.devices) for each in FAMILIES]
     return _table(("`model_type`", "models", *DEVICES), rows)
 
 
 def precision_table() -> str:
+    """Return the table of precisions in Markdown."""
     rows = [(each.stored, f"`{each.setting}`", *each.devices) for each in PRECISIONS]
     return _table(("precision", "setting", *DEVICES), rows)
 
@@ -92,5 +94,5 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
-    print(f"{family_table()}\n\n{precision_table()}")  # noqa: T201 - this is a command
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a closed pipe, as after `| head`, is no error
+    print(f"{family_table()}\n\n{precision_table()}")  # noqa: T201 - this is a command-line script

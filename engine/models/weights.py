@@ -1,6 +1,6 @@
-"""What a layer asks of a checkpoint and of its rank: parameters, the tensors they are made of, the shares of ranks.
+"""Descriptions of a layer's parameters: the checkpoint tensors that they consist of, and the share of each rank.
 
-Plain values: no files, no Paddle.
+The classes are plain values, independent of files and Paddle.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ Kind = TypeVar("Kind")
 
 @dataclass(frozen=True)
 class Share:
-    """Those of `count` rows or columns that a rank holds, and zeros after them if its `size` is more."""
+    """Share of a rank in `count` rows or columns: those from `start` to `stop`, padded with zeros to `size`."""
 
     count: int
     start: int
     stop: int
     size: int
-    width: int = 1  # rows of a head, where it is a share of heads
-    paired: int = 0  # of the first so many of a head the checkpoint has 0 and 1, 2 and 3 .. where the graph has halves
+    width: int = 1  # rows per head, if this is a share of heads
+    paired: int = 0  # leading rows of a head that are adjacent rotary pairs in the checkpoint, halves in the graph
 
     @classmethod
     def whole(cls, count: int) -> Share:
+        """Return the share of a rank that has all rows or columns."""
         return cls(count, 0, count, count)
 
     def each(self, width: int, paired: int = 0) -> Share:
-        """The same, where each has `width` rows or columns."""
+        """Return the share of rows or columns for this share of heads, which have `width` of them each."""
         return Share(self.count * width, self.start * width, self.stop * width, self.size * width, width, paired)
 
     def within(self, count: int, start: int) -> Share:
-        """The same rows in a tensor of `count` rows, where they begin at `start`."""
+        """Return the share of these rows within a larger tensor of `count` rows, in which they begin at row `start`."""
         return replace(self, count=count, start=start + self.start, stop=start + self.stop)
 
     def order(self) -> np.ndarray:
-        """Where in the rank's part of a tensor that is which the graph has first, second .."""
+        """Return, for each row of the graph, its index in the rank's part of the checkpoint's tensor, i64 [size]."""
         if not self.paired:
             return np.arange(self.size)
         places = np.arange(self.size).reshape(-1, self.width)
@@ -50,66 +51,74 @@ class Share:
 
 @dataclass(frozen=True)
 class Shard:
-    """How the network of one rank is made."""
+    """Options of the network of one rank: formats, block size and the rank's share of the model."""
 
-    format: Format  # of the matrices of linear layers
-    dtype: str  # of tables
+    format: Format  # format of the matrices of linear layers
+    dtype: str  # dtype of tables: embeddings, and the KV cache if it is not int8
     block_size: int
     rank: int = 0
     num_ranks: int = 1
     has_int8_cache: bool = False
-    plain: frozenset[str] = frozenset()  # tensors of linear layers whose matrices have the dtype of tables instead
+    plain: frozenset[str] = frozenset()  # tensors of linear layers that are stored in `dtype` instead of `format`
 
     @property
     def cache_dtype(self) -> str:
+        """Return the dtype of the KV cache."""
         return "int8" if self.has_int8_cache else self.dtype
 
     def share(self, count: int) -> Share:
-        """Equal shares, one rank after another. What `count` lacks to be divisible is missing at the end."""
+        """Divide `count` rows into equal shares, in the order of ranks.
+
+        If it is not divisible, the last shares are padded.
+        """
         size = -(-count // self.num_ranks)
         start = self.rank * size
         return Share(count, min(start, count), min(start + size, count), size)
 
     def heads(self, count: int) -> Share:
-        """Equal shares; of fewer heads than ranks one, which the ranks beside it hold as well."""
+        """Divide `count` heads into equal shares.
+
+        If there are fewer heads than ranks, several ranks hold the same head.
+        """
         start, size = self.rank * count // self.num_ranks, max(count // self.num_ranks, 1)
         return Share(count, start, start + size, size)
 
 
 @dataclass(frozen=True)
 class Part:
-    """One checkpoint tensor that goes into a parameter."""
+    """One checkpoint tensor that is a part of a parameter, with the rank's share of each axis."""
 
     tensor: str
     axes: tuple[Share, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Return the shape of the whole tensor."""
         return tuple(axis.count for axis in self.axes)
 
     @property
     def rank_shape(self) -> tuple[int, ...]:
+        """Return the shape of this rank's share, including padding."""
         return tuple(axis.size for axis in self.axes)
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight of the graph: its parts stacked along the first axis, stored in a format."""
+    """A weight of the graph: its parts, stacked along the first axis and stored in a format."""
 
     name: str
     parts: tuple[Part, ...]
     format: Format = FLOAT32
-    offset: float = 0.0  # added to what the checkpoint has
+    offset: float = 0.0  # added to the values of the checkpoint
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What this rank holds."""
+        """Return the shape of this rank's share of the stacked parts."""
         first = self.parts[0].rank_shape
         return (sum(part.rank_shape[0] for part in self.parts), *first[1:])
 
     def in_order(self, arrays: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
-        """Rows, as the checkpoint has those of one part after the other, as the graph has them."""
+        """Reorder the rows of the arrays of this weight from the checkpoint's order to that of the graph."""
         of_parts = [part.axes[0] for part in self.parts]
         if not any(rows.paired for rows in of_parts):
             return arrays
@@ -120,14 +129,14 @@ class Weight:
 
 @dataclass(frozen=True, eq=False)
 class Constant:
-    """A parameter that follows from config.json."""
+    """A parameter of the graph whose values depend only on config.json."""
 
     name: str
     values: np.ndarray
 
 
 def found_in(layer: Any, kind: type[Kind]) -> Iterator[Kind]:
-    """All of `kind` that a layer and the layers in it are described with, in the order of their fields."""
+    """Yield all objects of class `kind` in a layer and the layers inside it, in the order of their fields."""
     if isinstance(layer, kind):
         yield layer
     elif isinstance(layer, tuple):
@@ -139,5 +148,5 @@ def found_in(layer: Any, kind: type[Kind]) -> Iterator[Kind]:
 
 
 def weights_of(layer: Any) -> Mapping[str, Weight]:
-    """By name: a table that is used twice is one parameter."""
+    """Return the weights of a layer by name. A table that is used twice appears once."""
     return {weight.name: weight for weight in found_in(layer, Weight)}

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FINISHED = (
     *("gateway", "server_scripts"),
     *("model_repository", "download_model.py"),
-    *("engine/core", "engine/serving", "engine/wire"),
+    *("engine/core", "engine/models", "engine/serving", "engine/wire"),
     *("engine/text", "engine/link", "engine/settings", "engine/grammars", "engine/download", "engine/exporting"),
     *(
         f"engine/{name}.py"
