@@ -1,4 +1,4 @@
-"""Run an exported graph on a device. Each executor is one file; `make_executor` picks."""
+"""Executors run an exported graph on a device. `make_executor` selects the executor of DEVICE."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ LOADING = "the model is being loaded"
 def make_executor(
     graph_dir: Path, config: Config, tell: Callable[[str], None] = lambda reason: None, *, owns_process: bool = True
 ) -> Executor:
-    """The executor of DEVICE for the exported model in `graph_dir`, with all its ranks. Raises SetupError.
+    """Make the executor of DEVICE for the exported model in `graph_dir`, with all its ranks.
 
-    With several machines it waits for them and tells for which. On those that are not the master it does not return:
-    their ranks do what the master's executor says. Without `owns_process` a rank of a CPU that ends raises here, in
-    the step that waits for it, where it would end this process.
+    With several machines, wait for the others and pass to `tell` which of them are missing. The call does not return on
+    the machines that are not the master: their ranks follow the master's executor. Without `owns_process`, the end
+    of a CPU rank raises an error in the step that waits for it, instead of ending this process. Raises SetupError.
     """
     config = with_device(config)
     check_swap_space(config)
@@ -51,7 +51,7 @@ def make_executor(
 
 
 def check_num_ranks(graph_dir: Path, manifest: Manifest, config: Config) -> None:
-    """Raises ConfigError."""
+    """Raise ConfigError unless MP_NUM is the number of ranks that the model was exported for."""
     if (num_ranks := manifest.num_ranks) != config.mp_num:
         raise ConfigError(
             f"MP_NUM is {config.mp_num}, {graph_dir} was exported for {num_ranks}; set MP_NUM={num_ranks}"
@@ -66,8 +66,11 @@ def make_host(
     owns_process: bool = True,
     tell: Callable[[str], None] = lambda progress: None,
 ) -> Executor:
-    """Start the ranks of this machine; `peers` are connections to the first rank of each other one, and `tell` is
-    called with the progress of long preparations."""
+    """Start the ranks of this machine and return their executor.
+
+    `peers` are connections to the first rank of each other machine. `tell` is called with the progress of long
+    preparations.
+    """
     if config.mp_num == 1:
         return make_rank(graph_dir, config, tell=tell)
     from engine.executors.ranks import RanksExecutor, refuse_second_group, start_ranks, wait_until_ready
@@ -75,7 +78,7 @@ def make_host(
 
     refuse_second_group(config)
     num_hosts, (first_rank, *others) = config.machines.num_hosts, config.machines.ranks
-    # A GPU's ranks only tell one another in it where they are; those of the CPU exchange everything through it.
+    # Ranks on GPUs use the shared memory only to exchange their addresses; ranks on CPUs exchange all data through it.
     is_gpu = config.device == GPU
     segment_fd = os.memfd_create("llm_group") if is_gpu else group.create_segment(config.mp_num, num_hosts)
     memberships = [group.Membership(rank, config.mp_num, segment_fd, num_hosts) for rank in others]
@@ -102,9 +105,9 @@ def make_rank(
     membership: Membership | None = None,
     tell: Callable[[str], None] = lambda progress: None,
 ) -> Executor:
-    """Load one rank of the model in this process; without `membership` there is no other."""
+    """Load one rank of the model in this process. Without `membership` it is the only rank."""
     if config.device == GPU:
-        from engine.executors.cuda.executor import CudaExecutor  # torch, too
+        from engine.executors.cuda.executor import CudaExecutor  # This imports torch.
 
         return CudaExecutor(graph_dir, config, membership=membership, report=tell)
     from engine.executors.cpu.executor import CpuExecutor

@@ -1,4 +1,4 @@
-"""What changes the logits of a slot before a token is chosen: what its penalties have seen, its biases and its bans."""
+"""Adjustments of a slot's logits before sampling: token counts for the penalties, logit biases and banned tokens."""
 
 from __future__ import annotations
 
@@ -9,22 +9,27 @@ import numpy as np
 from engine.core.types import Sampling
 from engine.ops.sampling_rows import SamplingRows
 
-Entries = tuple[np.ndarray, np.ndarray]  # token ids i32, and a number for each
+Entries = tuple[np.ndarray, np.ndarray]  # token ids i32, and a number for each of them
 NONE: Entries = (np.zeros(0, np.int32), np.zeros(0, np.float32))
 
 
 class Seen:
-    """Which tokens prompt and answer of a slot hold, and how often each is in the answer. Each slot has a region of two
-    arrays, which the sampler reads where it is: nothing is copied for a step."""
+    """Token counts of the slots that have penalties: the tokens of prompt and answer, and how often the answer has
+    each.
 
-    def __init__(self, num_slots: int, most_tokens: int):  # that differ, of a slot
-        self.places: dict[int, dict[int, int]] = {}  # of slots whose penalties read it: token -> where it is
+    Each slot owns a region of two arrays, which the sampler reads in place: a step copies nothing. `most_tokens` is the
+    largest number of distinct tokens of a slot.
+    """
+
+    def __init__(self, num_slots: int, most_tokens: int):
+        self.places: dict[int, dict[int, int]] = {}  # by slot with penalties: token -> array index
         self._size = most_tokens
-        self._ids = np.empty(num_slots * most_tokens, np.int32)  # memory that is not written costs nothing
+        self._ids = np.empty(num_slots * most_tokens, np.int32)  # memory that is never written is never allocated
         self._counts = np.empty(num_slots * most_tokens, np.int32)
-        self._ends = np.arange(num_slots, dtype=np.int32) * most_tokens  # of each slot's region
+        self._ends = np.arange(num_slots, dtype=np.int32) * most_tokens  # the end of each slot's region
 
     def begin(self, slot: int, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """Start counting for the request that takes `slot`, from the tokens of its prompt and of its answer so far."""
         start = slot * self._size
         unique = list(dict.fromkeys(prompt))
         self.places[slot] = dict(zip(unique, range(start, start + len(unique)), strict=True))
@@ -35,11 +40,13 @@ class Seen:
             self.add([slot], [answer], len(answer))
 
     def end(self, slot: int) -> None:
+        """Discard the counts of `slot`."""
         self._ends[slot] = slot * self._size
         self.places.pop(slot, None)
 
     def add(self, slots: Sequence[int], token_ids: Sequence[Sequence[int]], most: int) -> None:
-        """Tokens that the answers of these slots have gained, `most` in one of them."""
+        """Add the tokens that the answers of `slots` have received; `most` is the largest number of tokens of one
+        slot."""
         counted: list[int] = []
         of_slot = self.places
         for slot, each in zip(slots, token_ids, strict=True):
@@ -59,9 +66,10 @@ class Seen:
         return place
 
     def fill(self, rows: SamplingRows, slots: np.ndarray, tails: Sequence[Sequence[int]]) -> None:
+        """Set the token counts of `rows`. Row i belongs to `slots[i]` and counts the draft tokens `tails[i]`, too."""
         rows.seen_starts, rows.seen_ends = slots * self._size, self._ends[slots]
         rows.seen_ids, rows.seen_counts = self._ids, self._counts
-        if any(tails):  # then each row has its own
+        if any(tails):  # Each row then needs counts of its own.
             entries = [self._with_tail(slot, tail) for slot, tail in zip(slots.tolist(), tails, strict=True)]
             starts, rows.seen_ids, rows.seen_counts = joined(entries, np.int32)
             rows.seen_starts, rows.seen_ends = starts[:-1], starts[1:]
@@ -77,7 +85,8 @@ class Seen:
 
 
 class Bias:
-    """What is added to the logits of one slot: its own biases, and minus infinity for what is banned now."""
+    """Additive adjustments of one slot's logits: its logit biases, and minus infinity for the tokens that are banned
+    now."""
 
     def __init__(self, sampling: Sampling, answer: Sequence[int]):
         self.answer = list(answer)
@@ -87,6 +96,8 @@ class Bias:
         self._fixed = as_entries([*sampling.logit_bias, *banned])
 
     def entries(self, num_new_tokens: int, tail: Sequence[int]) -> Entries:
+        """Return the biases for the next token, after `num_new_tokens` tokens of the answer that end with the drafts
+        `tail`."""
         if not self._long_words and num_new_tokens >= self._sampling.min_new_tokens:
             return self._fixed
         banned = as_entries([(token_id, -np.inf) for token_id in self._banned(num_new_tokens, tail)])
@@ -96,7 +107,7 @@ class Bias:
         if num_new_tokens < self._sampling.min_new_tokens:
             yield from self._sampling.stop_token_ids
         for *head, last in self._long_words:
-            # Banned at its last token, once the answer ends with the tokens before it.
+            # The last token of a word is banned once the answer ends with the tokens before it.
             end = [*self.answer[-len(head) :], *tail][-len(head) :]
             if end == head:
                 yield last
@@ -107,7 +118,7 @@ def as_entries(pairs: Sequence[tuple[int, float]]) -> Entries:
 
 
 def joined(entries: Sequence[Entries], dtype: type) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One after another: where each starts, the ids, the numbers."""
+    """Concatenate the entries. Return the start of each of them (and the total length), the ids and the numbers."""
     starts = np.zeros(len(entries) + 1, np.int32)
     np.cumsum([len(ids) for ids, _ in entries], out=starts[1:])
     return starts, np.concatenate([ids for ids, _ in entries]), np.concatenate([n for _, n in entries]).astype(dtype)

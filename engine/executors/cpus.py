@@ -1,4 +1,4 @@
-"""How many CPUs this process may keep busy."""
+"""Number of CPUs that this process may keep busy."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ from pathlib import Path
 
 
 def num_cpus(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Those it may run on, or the CPU time its container is given if that is less (`docker --cpus=2`), rounded up:
-    more threads than that would use up the quota and then all stand still until the next period."""
+    """Return the number of CPUs in the process's affinity mask, or its container's CPU quota if that is less, rounded
+    up.
+
+    With more threads than the quota (`docker --cpus=2`), the threads would use up the quota and then all stop until the
+    next period.
+    """
     allowed = len(os.sched_getaffinity(0))
     quota = _quota(cgroup)
     return allowed if quota is None else min(allowed, max(1, math.ceil(quota)))
 
 
 def _quota(cgroup: Path) -> float | None:
-    """In CPUs, from the files of cgroup 2 or 1; None: no limit."""
+    """Return the quota in CPUs, read from the files of cgroup v2 or v1, or None without a limit."""
     try:
         fields = (cgroup / "cpu.max").read_text().split()
     except OSError:
@@ -25,4 +29,4 @@ def _quota(cgroup: Path) -> float | None:
         except OSError:
             return None
     quota, period = fields
-    return int(quota) / int(period) if quota.isdigit() else None  # no limit is "max" or -1
+    return int(quota) / int(period) if quota.isdigit() else None  # "max" or -1 means no limit

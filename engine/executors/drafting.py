@@ -1,6 +1,7 @@
-"""Speculative decoding for any executor: drafts the tokens that a step verifies, in front of the executor that runs it.
+"""Speculative decoding for any executor: drafts tokens and passes them to the executor that verifies them.
 
-Knows tokens and slots; no blocks, no tensors. The scheduler has reserved the room for the drafts.
+It handles tokens and slots, and is independent of blocks and tensors. The scheduler has reserved the blocks for the
+drafts.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from engine.settings.config import Config
 
 
 class Drafter(Protocol):
-    """Guesses which tokens follow those of one slot."""
+    """Proposes the tokens that may follow those of one slot."""
 
     def propose(self, token_ids: Sequence[int], max_drafts: int) -> Sequence[int]:
-        """Return at most `max_drafts` tokens that may follow `token_ids`, all tokens of the slot; none when nothing is
-        likely. Called when all of them are known, each time with those of the call before and more."""
+        """Return at most `max_drafts` tokens that may follow `token_ids`, or none when no continuation is likely.
+
+        `token_ids` are all tokens of the slot. The caller calls this only when all of them are known, and each call
+        repeats the tokens of the call before and appends to them.
+        """
         ...
 
 
@@ -36,18 +40,20 @@ def with_drafts(executor: Executor, config: Config) -> Executor:
 class DraftedSlot:
     """The tokens of the request in a slot."""
 
-    token_ids: list[int]  # prompt, and what of the answer is known
-    max_len: int  # positions that it may come to hold, see `Request.max_len`
+    token_ids: list[int]  # prompt, then the known tokens of the answer
+    max_len: int  # positions that the request can occupy at most, see `Request.max_len`
     drafter: Drafter
 
     def fill_in(self, row: Row, max_drafts: int) -> Row:
-        """Return the row with the token that was PENDING and at most `max_drafts` draft tokens behind the last one. A
-        request that has ended by its length meanwhile computes the last of its positions again, with the same token."""
+        """Return the row with its PENDING token filled in and at most `max_drafts` draft tokens appended.
+
+        A request that has meanwhile reached its length limit computes its last position again, with the same token.
+        """
         slot, start, known, new_block_ids, num_sampled, forks, prompt_spec, reserved = row
         token_ids = [*known]
         if token_ids[0] == PENDING:
             start = min(len(self.token_ids), self.max_len) - 1
-            token_ids[0] = max(self.token_ids[start], 0)  # NO_TOKEN: the request has failed
+            token_ids[0] = max(self.token_ids[start], 0)  # the token is NO_TOKEN if the request has failed
         max_drafts = min(reserved, max_drafts, self.max_len - 1 - start)
         if max_drafts > 0:
             token_ids += self.drafter.propose(self.token_ids, max_drafts)
@@ -57,7 +63,7 @@ class DraftedSlot:
 
 @dataclass
 class DraftingStep:
-    """A step of a `DraftingExecutor`, which may still wait for the steps before."""
+    """A step of a `DraftingExecutor`. It may still wait for the steps before it."""
 
     output: Future[StepOutput] = field(default_factory=Future)
     drafted: Future[Mapping[int, Sequence[int]]] = field(default_factory=Future)
@@ -74,18 +80,19 @@ class DraftingStep:
 
 
 class DraftingExecutor:
-    """An executor that adds draft tokens to the rows of another one, and owns a `Drafter` for each slot.
+    """Executor that adds draft tokens to the rows of another executor. Owns a `Drafter` for each slot.
 
-    Steps run one after another in a thread. When the tokens of a step are known there, the PENDING tokens of the next
-    one are filled in, its rows get their drafts, and the other executor launches it. So the scheduler picks a step
-    while the one before runs, and need not know how many of its drafts are accepted. The other executor, with all its
-    ranks, gets batches in which every token is known.
+    Steps run one after another in a thread. When the tokens of a step are known there, the thread fills in the PENDING
+    tokens of the next step, adds drafts to its rows, and launches it on the other executor. So the scheduler can
+    schedule a step while the one before runs, and need not know how many drafts are accepted. The other executor, with
+    all its ranks, receives batches in which every token is known.
     """
 
     runs_ahead = True
 
     def __init__(self, executor: Executor, max_drafts: int, make_drafter: Callable[[Arrival], Drafter]):
-        """`max_drafts`: of a row. `make_drafter` is called for each request that takes a slot."""
+        """Wrap `executor`. A row gets at most `max_drafts` drafts; `make_drafter` is called for each request that takes
+        a slot."""
         self.max_drafts = max_drafts
         self.block_size, self.block_bytes = executor.block_size, executor.block_bytes
         self.cache_groups, self.takes_spans = executor.cache_groups, executor.takes_spans
@@ -93,7 +100,7 @@ class DraftingExecutor:
         self._executor = executor
         self._make_drafter = make_drafter
         self._slots: dict[int, DraftedSlot] = {}
-        self._error: BaseException | None = None  # of the step that has failed
+        self._error: BaseException | None = None  # the error of the step that failed
         self._thread = ThreadPoolExecutor(1, "drafts")
 
     def free_bytes(self) -> int:
@@ -106,7 +113,7 @@ class DraftingExecutor:
         self._executor.warm_up()
 
     def load_adapter(self, adapter: tuple[str, ...]) -> None:
-        self._thread.submit(self._executor.load_adapter, adapter).result()  # behind the steps that were launched
+        self._thread.submit(self._executor.load_adapter, adapter).result()  # after the steps that were launched
 
     def drop_adapter(self, adapter_id: str) -> None:
         self._thread.submit(self._executor.drop_adapter, adapter_id)
@@ -122,12 +129,12 @@ class DraftingExecutor:
 
     def _run(self, batch: Batch, step: DraftingStep) -> StepOutput:
         try:
-            if self._error:  # of the step before: what this one would begin with is undefined
+            if self._error:  # An earlier step has failed: the state that this one starts from is undefined.
                 raise self._error
             return self._compute(batch, step)
         except BaseException as error:
             self._error = error
-            if not step.drafted.done():  # else `drafts` would wait for ever
+            if not step.drafted.done():  # otherwise `drafts` would wait forever
                 step.drafted.set_exception(error)
             raise
 
@@ -145,7 +152,7 @@ class DraftingExecutor:
         return output._replace(num_drafts=sum(map(len, drafts.values())))
 
     def _fill_in(self, batch: Batch) -> tuple[Batch, dict[int, Sequence[int]]]:
-        """Return the batch with all its tokens, and by slot those of them that were drafted here."""
+        """Return the batch with all its tokens, and the drafts that were added to it, by slot."""
         rows: list[Row] = []
         drafts, num_left = {}, batch.max_drafts
         for row in batch.rows:

@@ -1,8 +1,8 @@
-"""The ranks of several machines as one executor. The engine of the master serves, those of the other hosts follow it:
-each does what it is told over its connection, as a rank does, and passes it on to its own ranks.
+"""Executor of the ranks on several machines. The master's engine serves requests; the engines of the other hosts follow
+it: each executes the messages that it receives over its connection, as a rank does, and forwards them to its own ranks.
 
-A host that ends or falls silent ends the engines of all: HostLost. Who started them starts them again, and they meet
-again.
+A host that ends or stops responding ends the engines of all hosts with HostLost. Their supervisors restart them, and
+they connect again.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from engine.settings.config import Config
 
 log = logging.getLogger(__name__)
 
-NOTICED_S = group.SILENCE_S / 3 + 1  # until it is known everywhere that a host has ended
+NOTICED_S = group.SILENCE_S / 3 + 1  # seconds until every host has detected that another one ended
 Tell = Callable[[str], None]
 
 
 class HostsExecutor(RanksExecutor):
-    """`first` is this host's executor; behind `others` are hosts that follow."""
+    """Executor of all hosts, which the master owns. `first` is this host's executor; `others` connect to the following
+    hosts."""
 
     def launch(self, batch: Batch) -> Step:
         with noticed_first():
@@ -44,6 +45,8 @@ class HostsExecutor(RanksExecutor):
 
 
 class StepOfHosts:
+    """A step on all hosts. `result` raises only after a lost host had time to be detected."""
+
     def __init__(self, step: Step):
         self._step = step
         self.mask, self.drafts = step.mask, step.drafts
@@ -54,7 +57,7 @@ class StepOfHosts:
 
 
 def lead(graph_dir: Path, config: Config, tell: Tell) -> Executor:
-    """The executor of all hosts, made by the master. Tells for whom it waits; raises HostLost."""
+    """Make the executor of all hosts, on the master. Pass to `tell` which hosts are missing. Raises HostLost."""
     machines = config.machines
     followers, peers = call_meeting(machines, config.inter_node_port, facts(graph_dir, config), tell)
     tell(LOADING)
@@ -67,8 +70,10 @@ def lead(graph_dir: Path, config: Config, tell: Tell) -> Executor:
 
 
 def follow(graph_dir: Path, config: Config, tell: Tell) -> NoReturn:
-    """What the engine does on a host that is not the master, until that ends: raises HostLost. Tells what it waits for,
-    in the end nothing."""
+    """Run the engine of a host that is not the master, until the master ends. It then raises HostLost.
+
+    `tell` receives what the engine waits for, and an empty string once it is ready.
+    """
     machines = config.machines
     tell(f"waits for {machines.ips[0]}, which serves")
     master, peers = find_meeting(machines, config.inter_node_port, facts(graph_dir, config))
@@ -76,7 +81,7 @@ def follow(graph_dir: Path, config: Config, tell: Tell) -> NoReturn:
     executor = make_host(graph_dir, config, peers)
     end_with(master, machines.ips[0])
     log.info("ready: %s", machines.why_not_served)
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # there is nothing to finish; our children die with us
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # child processes die with this one
     tell("")
     with noticed_first():
         serve(master, executor)
@@ -84,7 +89,7 @@ def follow(graph_dir: Path, config: Config, tell: Tell) -> NoReturn:
 
 
 def facts(graph_dir: Path, config: Config) -> dict[str, Any]:
-    """What must be the same on all hosts."""
+    """Return the settings that must be equal on all hosts, by names that error messages can show."""
     model = hashlib.sha256(b"".join((graph_dir / name).read_bytes() for name in (MANIFEST, CONFIG)))
     names = ",".join(config.machines.ips)
     settings = {"MP_NUM": config.mp_num, "POD_IPS": names, "BATCH_SIZE": config.batch_size}
@@ -92,7 +97,8 @@ def facts(graph_dir: Path, config: Config) -> dict[str, Any]:
 
 
 def end_with(connection: Connection, ip: str) -> None:
-    """This process ends when the host at the other end does: our ranks may wait for it in the middle of an op."""
+    """End this process when the host at the other end of `connection` ends. Our ranks may be waiting for it inside an
+    op."""
 
     def watch() -> None:
         poll = select.poll()
@@ -108,7 +114,7 @@ def end_with(connection: Connection, ip: str) -> None:
 
 @contextlib.contextmanager
 def noticed_first() -> Iterator[None]:
-    """An op or a connection that fails when another host ends does so before `end_with` may have noticed that."""
+    """Delay any exception until `end_with` has had time to detect a lost host, which may be its cause."""
     try:
         yield
     except Exception:

@@ -1,7 +1,8 @@
-"""How the engines of several machines find each other, on INTER_NODE_PORT. Knows no model and no executor.
+"""Rendezvous of the engines of several machines on INTER_NODE_PORT. Independent of models and executors.
 
-A follower calls the master and says what it has. It is refused with the reason, or told to go on once all are there.
-Then each host calls those before it, for the sums. Nothing is encrypted; only the addresses of POD_IPS are listened to.
+A follower connects to the master and sends its settings. The master refuses it with a reason, or replies once all
+followers are connected. Then each host connects to the hosts before it, for the all-reduce. Nothing is encrypted; only
+connections from the addresses in POD_IPS are accepted.
 """
 
 from __future__ import annotations
@@ -27,17 +28,19 @@ from engine.settings.machines import Machines
 
 log = logging.getLogger(__name__)
 
-FOLLOW, SUMS = "follow", "sums"  # what a caller wants: [FOLLOW, facts], [SUMS, meeting]
-GO, REFUSED = "go", "refused"  # what the master says to FOLLOW: [GO, meeting], [REFUSED, why]
+FOLLOW, SUMS = "follow", "sums"  # first message of a caller: [FOLLOW, facts] or [SUMS, meeting]
+GO, REFUSED = "go", "refused"  # the master's reply to FOLLOW: [GO, meeting] or [REFUSED, reason]
 MAX_HELLO_BYTES = 4096
-HELLO_S = 5  # for the first message of a connection to come
+HELLO_S = 5  # seconds to wait for the first message of a connection
 CALL_S, CALL_AGAIN_S = 5.0, 0.5
-MEET_S = 30.0  # for all connections to be made, once everybody is there
-Facts = dict[str, Any]  # what must be the same on all hosts, by names for people
-Peers = tuple[socket.socket, ...]  # for the sums: to each other host, in their order
+MEET_S = 30.0  # seconds to make all connections, once all followers have called the master
+Facts = dict[str, Any]  # values that must be equal on all hosts, by readable names
+Peers = tuple[socket.socket, ...]  # connections for the all-reduce: one to each other host, in host order
 
 
 class Caller(NamedTuple):
+    """An accepted connection of another host, and the first message that it sent."""
+
     host: int
     sock: socket.socket
     hello: tuple[Any, ...]
@@ -49,7 +52,8 @@ class Caller(NamedTuple):
 def call_meeting(
     machines: Machines, port: int, ours: Facts, tell: Callable[[str], None]
 ) -> tuple[list[Connection], Peers]:
-    """What the master does: waits for all others, and tells for whom. A connection to each, in their order."""
+    """Wait on the master for all followers, and pass to `tell` which are missing. Return a connection to each follower,
+    in host order, and the connections for the all-reduce."""
     with listen(machines, port) as listener:
         followers = gather(listener, machines, ours, tell)
         meeting = uuid.uuid4().hex
@@ -60,7 +64,8 @@ def call_meeting(
 
 
 def find_meeting(machines: Machines, port: int, ours: Facts) -> tuple[Connection, Peers]:
-    """What another host does: waits for the master and all others. Its connection to the master."""
+    """Wait on a follower for the master and all other hosts. Return the connection to the master, and those for the
+    all-reduce. Raises SetupError if the master refuses this host."""
     with listen(machines, port) as listener:
         while True:
             try:
@@ -75,12 +80,13 @@ def find_meeting(machines: Machines, port: int, ours: Facts) -> tuple[Connection
 
 
 def gather(listener: socket.socket, machines: Machines, ours: Facts, tell: Callable[[str], None]) -> list[Connection]:
+    """Accept calls until every follower is connected. Return their connections in host order."""
     followers: dict[int, Connection] = {}
     while missing := [ip for host, ip in enumerate(machines.ips) if host and host not in followers]:
         tell(f"waits for {', '.join(missing)}")
         ready = wait([listener, *followers.values()])
         for host, follower in [*followers.items()]:
-            if follower in ready:  # who waits with us has nothing to say: it has ended
+            if follower in ready:  # A follower sends nothing while it waits, so it has ended.
                 followers.pop(host).close()
         caller = accept(listener, machines) if listener in ready else None
         if caller is None:
@@ -89,13 +95,14 @@ def gather(listener: socket.socket, machines: Machines, ours: Facts, tell: Calla
             warn_once(machines.ips[caller.host], why)
             refuse(caller, why)
             continue
-        if caller.host in followers:  # it has started anew, and the end of its connection was lost
+        if caller.host in followers:  # It has restarted, and the end of its old connection was not seen.
             followers[caller.host].close()
         followers[caller.host] = caller.connection()
     return [followers[host] for host in sorted(followers)]
 
 
 def why_refused(hello: tuple[Any, ...], ours: Facts) -> str:
+    """Return why a caller with the message `hello` cannot follow, or an empty string if it can."""
     if hello[0] != FOLLOW or len(hello) != 2 or not isinstance(hello[1], dict):
         return "it does not ask to follow"
     different = [f"{name} is {hello[1].get(name)!r} there, {value!r} here" for name, value in ours.items()
@@ -109,7 +116,8 @@ def refuse(caller: Caller, why: str) -> None:
 
 
 def connect(listener: socket.socket, machines: Machines, meeting: str) -> Peers:
-    """Calls those before us, is called by those after us."""
+    """Connect to the hosts before this one and accept those after it. Return one socket for each, in host order. Raises
+    HostLost."""
     peers = {}
     port = listener.getsockname()[1]
     for host in range(machines.host):
@@ -122,12 +130,13 @@ def connect(listener: socket.socket, machines: Machines, meeting: str) -> Peers:
         caller = accept(listener, machines)
         if caller and caller.host in missing and caller.hello == (SUMS, meeting):
             peers[caller.host] = caller.sock
-        elif caller:  # it has started anew; it will call again, and we start anew, too
+        elif caller:  # It has restarted. It will call again, and this engine restarts, too.
             caller.sock.close()
     return tuple(peers[host] for host in sorted(peers))
 
 
 def listen(machines: Machines, port: int) -> socket.socket:
+    """Listen on this host's address. Wait while the machine does not have that address. Raises ConfigError."""
     ip = machines.ips[machines.host]
     while True:
         try:
@@ -136,15 +145,15 @@ def listen(machines: Machines, port: int) -> socket.socket:
             if error.errno != errno.EADDRNOTAVAIL:
                 why = f"INTER_NODE_PORT is {port}, which cannot be used on {ip} (HOST_IP): {error.strerror}"
                 raise ConfigError(why) from None
-            log.warning("this machine has no address %s now, waiting for it", ip)  # at its start it had
+            log.warning("this machine has no address %s now, waiting for it", ip)  # it had it at the start
             time.sleep(CALL_S)
 
 
 def accept(listener: socket.socket, machines: Machines) -> Caller | None:
-    """None: it was none of us, or said nothing that makes sense."""
+    """Accept one connection. Return None if it does not come from a host of POD_IPS, or sends no valid message."""
     try:
         sock, address = listener.accept()
-    except OSError:  # it has gone again
+    except OSError:  # The caller has closed the connection already.
         return None
     ip = str(ip_address(address[0]))
     try:
@@ -161,11 +170,12 @@ def accept(listener: socket.socket, machines: Machines) -> Caller | None:
 
 @functools.lru_cache(maxsize=100)
 def warn_once(ip: str, why: str) -> None:
-    """It will call again, and again."""
+    """Log that `ip` is refused, once for each reason, because it keeps calling."""
     log.warning("%s is refused: %s", ip, why)
 
 
 def read_hello(sock: socket.socket) -> tuple[Any, ...]:
+    """Receive the first message of a connection within HELLO_S seconds. Raises ValueError if it is malformed."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", HELLO_S, 0))
     with Connection(os.dup(sock.fileno())) as connection:
         hello = unpack(connection.recv_bytes(MAX_HELLO_BYTES))
@@ -176,7 +186,7 @@ def read_hello(sock: socket.socket) -> tuple[Any, ...]:
 
 
 def call(machines: Machines, host: int, port: int, hello: bytes) -> socket.socket:
-    """From the address by which the others know us."""
+    """Connect to `host` from this host's own address in POD_IPS and send `hello`."""
     sock = socket.create_connection((machines.ips[host], port), CALL_S, (machines.ips[machines.host], 0))
     sock.settimeout(None)
     group.notice_silence(sock)
@@ -187,7 +197,7 @@ def call(machines: Machines, host: int, port: int, hello: bytes) -> socket.socke
 
 @contextlib.contextmanager
 def lost(ip: str) -> Iterator[None]:
-    """A connection that fails is a host that is lost."""
+    """Raise HostLost in place of a connection error."""
     try:
         yield
     except (OSError, EOFError, RankFailed) as error:

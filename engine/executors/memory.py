@@ -1,4 +1,4 @@
-"""The engine's memory: how many KV blocks fit beside the longest step. Does not know what a block is made of."""
+"""Sizing of the KV cache: how many blocks fit beside the longest step. Independent of what a block contains."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.errors import ConfigError
 from engine.settings.config import Config
 from engine.settings.device import GPU, with_device
 
-# Of cgroup 2 and 1: limit, usage, and in memory.stat what of it are cached files: these make room when it is needed.
+# Files of cgroup v2 and v1: limit, usage, and the field of memory.stat that counts cached files, which are reclaimable.
 CGROUP_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
@@ -20,8 +20,8 @@ CGROUP_FILES = (
 
 
 def allocate_cache(executor: Executor, config: Config, model_len: int) -> int:
-    """Makes the KV cache as large as settings and memory allow, after the longest step has been tried on a small one.
-    Returns its number of blocks. Raises ConfigError when there is no room."""
+    """Allocate the largest KV cache that settings and memory allow, after running the longest step on a small one.
+    Return its number of blocks. Raises ConfigError when there is no room."""
     config, model_len = with_device(config), config.model_len(model_len)
     num_tokens = min(config.max_step_tokens, model_len)
     small = -(-num_tokens // executor.block_size)
@@ -37,7 +37,8 @@ def allocate_cache(executor: Executor, config: Config, model_len: int) -> int:
 
 
 def check_swap_space(config: Config) -> None:
-    """Raises ConfigError where there is no use or no room for it. `config` has a device."""
+    """Raise ConfigError if SWAP_SPACE has no effect on the device or does not fit into memory. `config` has a
+    device."""
     if not config.swap_space:
         return
     if config.device != GPU:
@@ -51,31 +52,35 @@ def check_swap_space(config: Config) -> None:
 
 
 def run_longest_step(executor: Executor, config: Config, model_len: int, num_blocks: int) -> None:
-    """Run it on the cache of `num_blocks`, whose content is lost."""
+    """Run the longest step that a cache of `num_blocks` blocks allows. It overwrites the content of the cache."""
     num_tokens = min(config.max_step_tokens, model_len, num_blocks * executor.block_size)
     arrival = Arrival(0, [0] * num_tokens, num_tokens, Sampling(max_new_tokens=1))
-    blocks = list(range(-(-num_tokens // executor.block_size)))  # other ranks get it as a message
+    blocks = list(range(-(-num_tokens // executor.block_size)))  # a list, because other ranks receive it as a message
     row = Row(0, 0, [0] * num_tokens, [blocks] * len(executor.cache_groups))
     executor.launch(Batch([row], [arrival])).result()
 
 
 class BlockSizes(NamedTuple):
-    """What a request needs of the pool."""
+    """Sizes that determine how many blocks of the pool a request needs."""
 
     block_size: int  # tokens
     block_bytes: int
     groups: Sequence[CacheGroup] = FULL_ATTENTION
 
     def blocks_for(self, num_tokens: int, max_chunk: int) -> int:
-        """Return the blocks of a request of so many tokens, whose prompt is computed in chunks of `max_chunk`."""
+        """Return how many blocks a request of `num_tokens` tokens needs if its prompt is computed in chunks of
+        `max_chunk`."""
         count = -(-num_tokens // self.block_size)
         return sum(group.max_blocks(count, self.block_size, max_chunk) for group in self.groups)
 
 
 def num_blocks(config: Config, model_len: int, sizes: BlockSizes, free_bytes: int) -> int:
-    """Return the blocks of the pool. With NUM_GPU_BLOCKS_OVERRIDE so many, with BLOCK_BS that times the blocks of the
-    longest request. Without: what `free_bytes` holds, on the CPU the share KV_CACHE_MEMORY_FRACTION of them, but no
-    more than BATCH_SIZE requests of `model_len` can use."""
+    """Return the number of blocks of the pool. Raises ConfigError if they do not fit into `free_bytes`.
+
+    NUM_GPU_BLOCKS_OVERRIDE is that number itself; BLOCK_BS is a multiple of the blocks of the longest request. Without
+    either, the pool takes `free_bytes`, on the CPU only the share KV_CACHE_MEMORY_FRACTION of them, but never more than
+    BATCH_SIZE requests of `model_len` tokens can use.
+    """
     longest = min(model_len, config.max_prompt_len + config.max_answer_len)
     per_request, block_bytes = sizes.blocks_for(longest, config.max_step_tokens), sizes.block_bytes
     is_gpu, fitting = config.device == GPU, free_bytes // block_bytes
@@ -105,7 +110,7 @@ def num_blocks(config: Config, model_len: int, sizes: BlockSizes, free_bytes: in
 
 
 def free_memory_bytes(cgroup: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> int:
-    """What the machine, or the container if that is less, can still give."""
+    """Return the bytes that the machine, or its container if that is less, can still allocate."""
     free = _fields(proc / "meminfo")["MemAvailable:"] * 1024
     for limit, usage, cache in CGROUP_FILES:
         try:
@@ -119,6 +124,7 @@ def free_memory_bytes(cgroup: Path = Path("/sys/fs/cgroup"), proc: Path = Path("
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Of a file with a name and a number in each line; none if it is missing."""
+    """Return the numbers of a file with a name and a number in each line, by name; an empty dict if the file is
+    missing."""
     lines = (line.split() for line in (path.read_text().splitlines() if path.exists() else ()))
     return {fields[0]: int(fields[1]) for fields in lines if len(fields) > 1}

@@ -11,7 +11,7 @@ from engine.core.types import Batch, Logprobs, PromptOutputs, PromptOutputSpec
 from engine.ops.sampling_rows import SampledRows, SamplingRows
 
 Sample = Callable[[np.ndarray, SamplingRows], SampledRows]
-LOGITS_BYTES = 64 << 20  # of the prompt tokens in one step
+LOGITS_BYTES = 64 << 20  # limit on the logits of the prompt tokens of one step
 
 
 def max_prompt_logits(vocab_size: int) -> int:
@@ -46,11 +46,11 @@ class Mean:
         return mean.tobytes() if np.isfinite(mean).all() else b""
 
 
-Specs = Sequence[tuple[PromptOutputSpec, Mean]]  # of the rows with prompt outputs
+Specs = Sequence[tuple[PromptOutputSpec, Mean]]  # one for each row with prompt outputs
 
 
 class PooledStates:
-    """For each slot, the pooled hidden states of the chunks so far."""
+    """Pooled hidden states of the chunks that each slot has computed so far."""
 
     def __init__(self) -> None:
         self._means: dict[int, Mean] = {}

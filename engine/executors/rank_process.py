@@ -1,4 +1,4 @@
-"""The process of a rank that is not the first of its host, which starts it: `... rank_process CONNECTION_FD`."""
+"""Process of a rank that is not the first of its host. The first rank starts it as `... rank_process CONNECTION_FD`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main() -> int:
     except Exception as error:
         log.error("%s", error, exc_info=not isinstance(error, SetupError))
         logging.shutdown()
-        os._exit(1)  # at once: an orderly end may wait for a kernel on a GPU, which waits for other ranks
+        os._exit(1)  # An orderly exit may wait for a GPU kernel that waits for other ranks.
     return 0
 
 

@@ -1,8 +1,9 @@
-"""The ranks of one model as one executor: this process is the first rank of its host, the others are its children.
+"""Executor of all ranks of one model. This process is the first rank of its host; the others are its children.
 
-What is launched here is told to all of them; they compute in step, the ops of the graph add up what each has. A rank
-that ends takes this process with it, and so the whole group: who started it starts it again. Where the process is
-somebody else's, it ends the group alone, and what is launched raises; on a GPU nothing else would wake who waits.
+Each launch is sent to all ranks. They compute in lockstep, and the ops of the graph sum their partial results. A rank
+that ends also ends this process, and so the whole group; its supervisor restarts it. In a process that belongs to
+another program, the end of a CPU rank ends only the group, and launched steps raise. The end of a GPU rank ends the
+process in any case, because nothing else would wake a thread that waits for it.
 """
 
 from __future__ import annotations
@@ -35,20 +36,21 @@ from engine.settings.config import Config
 
 log = logging.getLogger(__name__)
 
-LAUNCH, ALLOCATE, WARM_UP, FREE_BYTES = "launch", "allocate", "warm_up", "free_bytes"  # free_bytes is answered
-LOAD, DROP = "load", "drop"  # an adapter; load is answered with what is wrong
-READY = "ready"  # of a rank that has loaded its graph; else it says why not
+LAUNCH, ALLOCATE, WARM_UP, FREE_BYTES = "launch", "allocate", "warm_up", "free_bytes"  # FREE_BYTES has a reply
+LOAD, DROP = "load", "drop"  # adapters; the reply to LOAD is an error message, or empty
+READY = "ready"  # sent by a rank that has loaded its graph; otherwise it sends why it failed
 PR_SET_PDEATHSIG = 1
-CLOSING_S = 5  # that a rank has to close what it has
+CLOSING_S = 5  # seconds that a rank has to close its resources
 ROOT = Path(__file__).resolve().parents[2]
 
 
 class RankFailed(SetupError):
-    """A rank could not be started, or has ended; the message says why."""
+    """Error of a rank that could not be started or that has ended. The message gives the reason."""
 
 
 class RanksExecutor:
-    """`first` is this process's own rank. It has joined its group, as have those behind `others`."""
+    """Executor that sends every call to all ranks. `first` is this process's own rank; `others` are connections to the
+    others. All of them have joined the group."""
 
     def __init__(self, first: Executor, others: Sequence[Connection]):
         self.block_size, self.block_bytes = first.block_size, first.block_bytes
@@ -75,7 +77,7 @@ class RanksExecutor:
             self._first.warm_up()
 
     def load_adapter(self, adapter: tuple[str, ...]) -> None:
-        """By all or by none."""
+        """Load the adapter on all ranks, or on none. Raises InvalidRequest."""
         self._tell(pack(LOAD, adapter))
         troubles: list[str] = [_trouble_of_load(self._first, adapter)]
         troubles += [unpack(other.recv_bytes())[0] for other in self._others]
@@ -95,12 +97,12 @@ class RanksExecutor:
     def close(self) -> None:
         for other in self._others:
             other.close()
-        if not self._has_failed:  # else it would wait for the others in turn
+        if not self._has_failed:  # otherwise closing it would wait for the other ranks
             self._first.close()
 
     @contextlib.contextmanager
     def _all_or_none(self) -> Iterator[None]:
-        """Who fails here leaves the others in the middle of an op, where they would wait for ever: they end, too."""
+        """Close the group if this rank fails: the other ranks would otherwise wait forever inside an op."""
         try:
             yield
         except BaseException:
@@ -109,6 +111,7 @@ class RanksExecutor:
             raise
 
     def _tell(self, message: bytes) -> None:
+        """Send a message to all other ranks. Raises RankFailed if one has ended."""
         try:
             for other in self._others:
                 other.send_bytes(message)
@@ -117,10 +120,10 @@ class RanksExecutor:
 
 
 def serve(first: Connection, executor: Executor) -> None:
-    """What a rank does that is not the first: as it is told, until the connection ends."""
-    with contextlib.suppress(ConnectionError):  # where the first rank has failed, it has said why
+    """Execute the messages of the first rank on another rank, until the connection ends."""
+    with contextlib.suppress(ConnectionError):  # A first rank that failed has already logged the reason.
         first.send_bytes(pack(READY))
-    steps: deque[Step] = deque()  # that were launched; where the first rank runs ahead, so does this one
+    steps: deque[Step] = deque()  # steps in flight; this rank runs ahead when the first one does
     while True:
         try:
             kind, *fields = unpack(first.recv_bytes())
@@ -144,6 +147,7 @@ def serve(first: Connection, executor: Executor) -> None:
 
 
 def _trouble_of_load(executor: Executor, adapter: tuple[str, ...]) -> str:
+    """Load the adapter and return the error message, or an empty string on success."""
     try:
         executor.load_adapter(adapter)
     except InvalidRequest as error:
@@ -152,7 +156,7 @@ def _trouble_of_load(executor: Executor, adapter: tuple[str, ...]) -> str:
 
 
 def end_with(first: Connection) -> None:
-    """This process ends soon after `first` has closed the connection, also in the middle of an op."""
+    """End this process at most CLOSING_S seconds after `first` has closed the connection, even inside an op."""
 
     def watch() -> None:
         poll = select.poll()
@@ -164,11 +168,11 @@ def end_with(first: Connection) -> None:
     threading.Thread(target=watch, name="watches the first rank", daemon=True).start()
 
 
-_open: list[Connection] = []  # to the ranks of this process
+_open: list[Connection] = []  # connections to the ranks of this process
 
 
 def refuse_second_group(config: Config) -> None:
-    """Raises ConfigError while this process has ranks: the ops know of one group."""
+    """Raise ConfigError while this process has ranks, because the ops support one group only."""
     _open[:] = [connection for connection in _open if not connection.closed]
     if _open:
         raise ConfigError(
@@ -180,7 +184,10 @@ def refuse_second_group(config: Config) -> None:
 def start_ranks(
     graph_dir: Path, config: Config, memberships: Sequence[Membership], ends_process: bool
 ) -> list[Connection]:
-    """A process for each, which load at the same time. To be called by the main thread: they die with it."""
+    """Start one process for each membership, which load in parallel, and return connections to them.
+
+    Call this from the main thread: the processes die with the thread that started them.
+    """
     connections = []
     for membership in memberships:
         ours, theirs = Pipe()
@@ -199,6 +206,7 @@ def start_ranks(
 
 
 def wait_until_ready(connections: Sequence[Connection]) -> None:
+    """Wait until all these ranks have loaded the model. Raises RankFailed."""
     for connection in connections:
         try:
             kind, *why = unpack(connection.recv_bytes())
@@ -209,6 +217,7 @@ def wait_until_ready(connections: Sequence[Connection]) -> None:
 
 
 def die_with_parent() -> None:
+    """Let the kernel kill this process when its parent ends."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -216,8 +225,10 @@ def die_with_parent() -> None:
 
 
 def _end_with(name: str, process: subprocess.Popen[bytes], connection: Connection, segment_fd: int | None) -> None:
-    """Who waits for that rank in the middle of an op, perhaps the main thread, is woken by the end of the group, in
-    `segment_fd`, or without it by that of the process."""
+    """Wait for the rank's process and, if it failed, end the group to wake threads that wait for the rank inside an op.
+
+    With `segment_fd` only the group in that shared memory is aborted; without it this process exits.
+    """
     status = process.wait()
     if status and not connection.closed:
         how = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
@@ -231,14 +242,17 @@ def _end_with(name: str, process: subprocess.Popen[bytes], connection: Connectio
 
 
 def pack(*fields: Any) -> bytes:
+    """Serialize a message to or from a rank. Objects become lists of their attributes."""
     return msgpack.packb(fields, default=lambda value: list(vars(value).values()))
 
 
 def unpack(message: bytes) -> list[Any]:
+    """Return the fields of a message of `pack`. Lists arrive as tuples."""
     return msgpack.unpackb(message, use_list=False)
 
 
 def unpack_batch(fields: Sequence[Any]) -> Batch:
+    """Rebuild the batch of a LAUNCH message from its fields."""
     rows, arrivals, copies, has_mask, has_prompt_outputs, swaps, max_drafts = fields
     return Batch(
         [

@@ -1,4 +1,5 @@
-"""Runs an exported graph with the numpy definitions of its ops: slow, and the oracle of every other executor."""
+"""Reference executor: runs an exported graph with the numpy definitions of its ops. It is slow, and all other executors
+are tested against it."""
 
 from __future__ import annotations
 
@@ -22,11 +23,11 @@ from engine.models.layers import HIDDEN, LOGITS
 from engine.ops import reference
 
 NUM_SLOTS = 64
-MAX_BLOCKS = 256  # of one request
+MAX_BLOCKS = 256  # of one request at most
 
 
 class ReferenceExecutor:
-    """`ops` is any module with the functions of engine.ops.reference."""
+    """Executor on numpy arrays. `ops` is any module that has the functions of engine.ops.reference."""
 
     max_drafts = 0
     runs_ahead = False

@@ -1,5 +1,5 @@
-"""What an executor remembers of each slot, and the arrays of a step: the graph's inputs, the sampler's rows, the tokens
-that are accepted. The same for every executor that samples on the host."""
+"""State of an executor's slots, and the arrays of a step: graph inputs, sampling rows and accepted tokens. Shared by
+all executors that keep this state on the host."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Sample = Callable[[np.ndarray, SamplingRows], SampledRows]
 
 
 class Choices(NamedTuple):
-    """The tokens that a step chooses, in the order of its output: of each row one after every draft, as if those before
-    were right, then its forks'."""
+    """Token choices of a step, in the order of its output: for each row one after every draft, assuming that the drafts
+    before it are right, then one for each fork."""
 
     slots: list[int]
-    tails: list[Sequence[int]]  # the drafts before
-    logit_rows: list[int] | None  # which row of the logits each reads; None: one after another
+    tails: list[Sequence[int]]  # the draft tokens before each choice
+    logit_rows: list[int] | None  # the row of the logits that each choice reads; None if they are in order
 
     @classmethod
     def of(cls, batch: Batch) -> Choices:
         slot_of_row, _, _, _, num_sampled, forks, *_ = zip(*batch.rows, strict=True)
-        if num_sampled.count(1) == len(slot_of_row) and not any(forks):  # the usual case
+        if num_sampled.count(1) == len(slot_of_row) and not any(forks):  # the common case
             return cls(list(slot_of_row), [()] * len(slot_of_row), None)
         rows = [row for row in batch.rows if row.num_sampled]
         slots: list[int] = []
@@ -48,7 +48,10 @@ class Choices(NamedTuple):
 
 
 class Slots:
-    """The slots of an executor. `max_blocks`: of the longest request, in the block table of one cache group."""
+    """Slots of an executor: their block tables, sampling parameters, penalties, biases, adapters and prompt spans.
+
+    `max_blocks` is the number of blocks of the longest request in the block table of one cache group.
+    """
 
     def __init__(
         self,
@@ -61,21 +64,21 @@ class Slots:
         self.num_slots, self._block_size, self._groups = num_slots, block_size, groups
         self._block_tables = np.zeros((len(groups), num_slots, max_blocks), np.int32)
         self._num_blocks = np.zeros((len(groups), num_slots), np.int64)
-        self._rows = SamplingRows.greedy(num_slots)  # its `counter` is the number of tokens that the answer has
+        self._rows = SamplingRows.greedy(num_slots)  # its `counter` is the number of tokens of the answer
         self._seen = Seen(num_slots, min(max_blocks * block_size, vocab_size + 1))  # NO_TOKEN is one more
-        self._biases: dict[int, Bias] = {}  # of slots that have one
+        self._biases: dict[int, Bias] = {}  # only of slots that have one
         self.pooled_states = PooledStates()
-        self.adapters: dict[int, str] = {}  # the ids of those that slots have
-        self.spans: SlotSpans | None = None  # of a graph that takes some
+        self.adapters: dict[int, str] = {}  # adapter ids, only of slots that have one
+        self.spans: SlotSpans | None = None  # only if the graph takes spans
 
     def place(self, batch: Batch) -> None:
-        """Takes in who has arrived and which blocks were given out. The first thing of a step."""
+        """Update the slots with the batch's new requests and blocks. Must be called first in each step."""
         for arrival in batch.arrivals:
             self._arrive(arrival)
         for row in batch.rows:
             if row.new_block_ids:
                 for group, block_ids in enumerate(row.new_block_ids):
-                    if self._groups[group].window:  # those behind it are never read
+                    if self._groups[group].window:  # blocks outside the window (-1) are never read
                         block_ids = [max(block, 0) for block in block_ids]
                     start = self._num_blocks[group, row.slot]
                     end = self._num_blocks[group, row.slot] = start + len(block_ids)
@@ -84,7 +87,7 @@ class Slots:
             self._block_tables[copy.group, copy.slot, copy.place] = copy.target
 
     def graph_inputs(self, batch: Batch) -> dict[str, np.ndarray]:
-        """Return the inputs of docs/ops.md but for the caches, by name: i32, embeddings f32."""
+        """Return the inputs of docs/ops.md except the caches, by name. Embeddings are f32, all others i32."""
         slots, starts, token_ids, _, num_sampled, *_ = zip(*batch.rows, strict=True)
         lengths = np.array([len(ids) for ids in token_ids], np.int32)
         query_starts = np.zeros(len(slots) + 1, np.int32)
@@ -112,8 +115,8 @@ class Slots:
         }
 
     def sample(self, batch: Batch, logits: np.ndarray, mask: np.ndarray | None, sample: Sample) -> StepOutput:
-        """Chooses the tokens of a step by its logits [number of rows wanted, V], which may have more behind them, and
-        remembers them."""
+        """Sample the tokens of a step and update the slots. `logits` is [num_logits, V], with one row for each row that
+        a choice reads; further rows are ignored."""
         choices = Choices.of(batch)
         if not choices.slots:
             return StepOutput([], [])
@@ -123,6 +126,7 @@ class Slots:
         return self.accept(batch, rows, sample(logits, rows))
 
     def sampling_rows(self, choices: Choices, mask: np.ndarray | None = None) -> SamplingRows:
+        """Return the sampling parameters, penalties and biases of all choices, one row each."""
         slots = np.array(choices.slots)
         rows = SamplingRows(self._rows.values[slots], mask=mask)
         rows.counter += [len(tail) for tail in choices.tails]
@@ -137,12 +141,13 @@ class Slots:
         return rows
 
     def expect(self, choices: Choices) -> None:
-        """Counts the one token that a step brings each slot at least: the next step may be launched before it is
-        known, and when it is, its slot may be somebody else's."""
+        """Count one token for each choice's slot in advance: the next step may be launched before the token is known,
+        and by then the slot may belong to another request."""
         self._rows.counter[np.array(choices.slots)] += 1
 
     def accept(self, batch: Batch, rows: SamplingRows, sampled: SampledRows) -> StepOutput:
-        """Of every row the tokens up to the first that its draft had otherwise."""
+        """Return, for each row, the accepted tokens: drafts up to the first mismatch, then the sampled token. Update
+        the slots with them."""
         chosen = sampled.token_ids.tolist()
         slots: list[int] = []
         token_ids: list[list[int]] = []
@@ -166,6 +171,7 @@ class Slots:
         return StepOutput(token_ids, _logprobs_of(batch, token_ids, rows, sampled))
 
     def _arrive(self, arrival: Arrival) -> None:
+        """Reset the slot for a new request."""
         slot, token_ids, prompt_len, sampling, _ = arrival
         self._num_blocks[:, slot] = 0
         rows = self._rows
@@ -181,7 +187,7 @@ class Slots:
         if self.spans:
             self.spans.begin(arrival)
         if sampling.has_penalty:
-            prompt = token_ids[:prompt_len] if sampling.repetition_penalty != 1 else ()  # that one reads it, too
+            prompt = token_ids[:prompt_len] if sampling.repetition_penalty != 1 else ()  # only that one counts it
             self._seen.begin(slot, prompt, token_ids[prompt_len:])
         else:
             self._seen.end(slot)
@@ -189,9 +195,10 @@ class Slots:
             self._biases[slot] = Bias(sampling, token_ids[prompt_len:])
 
     def _remember(self, slots: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
+        """Add the accepted tokens to the state of their slots."""
         most = max(map(len, token_ids))
         if most > 1:
-            self._rows.counter[np.array(slots)] += [len(each) - 1 for each in token_ids]  # every slot is there once
+            self._rows.counter[np.array(slots)] += [len(each) - 1 for each in token_ids]  # a slot occurs at most once
         if self._seen.places:
             self._seen.add(slots, token_ids, most)
         if self._biases:
@@ -203,7 +210,7 @@ class Slots:
 def _logprobs_of(
     batch: Batch, token_ids: Sequence[Sequence[int]], rows: SamplingRows, sampled: SampledRows
 ) -> list[list[Logprobs] | None]:
-    """Of every token that was accepted."""
+    """Return the log-probabilities of the accepted tokens, by row; None for a row that did not ask for any."""
     if rows.num_logprobs.max() < 0:
         return [None] * len(token_ids)
     widths = [width for row in batch.rows if row.num_sampled for width in (row.num_sampled, *[1] * len(row.forks))]
@@ -216,6 +223,8 @@ def _logprobs_of(
 
 
 def _logprobs(sampled: SampledRows, places: Sequence[int], count: int) -> list[Logprobs]:
+    """Return the log-probabilities of the tokens in these rows of `sampled`, each with the `count` most likely
+    tokens."""
     logprobs = []
     for place in places:
         ids, values = sampled.top_ids[place, :count].tolist(), sampled.top_logprobs[place, :count].tolist()
@@ -225,7 +234,7 @@ def _logprobs(sampled: SampledRows, places: Sequence[int], count: int) -> list[L
 
 
 def _runs(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """starts[0], starts[0] + 1, ... of lengths[0] numbers, then those of the next."""
+    """Return the concatenation of the ranges that begin at `starts[i]` and have `lengths[i]` numbers."""
     if len(lengths) and lengths.min() == lengths.max() == 1:
         return starts
     before = np.cumsum(lengths) - lengths

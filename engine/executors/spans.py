@@ -1,4 +1,4 @@
-"""Prompt spans of the slots of an executor: where a step's embeddings come from, and the 3-D positions of M-RoPE."""
+"""Prompt spans of an executor's slots: the embeddings of a step and the 3-D positions of M-RoPE."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ NO_ROW = -1
 
 
 class SlotSpans:
-    """Keeps the prompt spans of each slot until another request takes it.
+    """Prompt spans of each slot, kept until another request takes the slot.
 
-    `width`: numbers of an embedding. `has_3d_positions`: a token has three positions, [3, T] instead of [T].
+    `width` is the width H of an embedding. With `has_3d_positions` a token has three positions, [3, T] instead of [T].
     """
 
     def __init__(self, num_slots: int, width: int, has_3d_positions: bool):
         self._width, self._has_3d_positions = width, has_3d_positions
-        self._spans: dict[int, Sequence[PromptSpan]] = {}  # of slots that have some
-        self._deltas = np.zeros(num_slots, np.int32)  # by slot, of the positions behind its last span
+        self._spans: dict[int, Sequence[PromptSpan]] = {}  # only of slots that have some
+        self._deltas = np.zeros(num_slots, np.int32)  # by slot: offset of the positions after its last span
 
     @classmethod
     def of(cls, graph: Graph, num_slots: int) -> SlotSpans | None:
-        """Return None for a graph that takes no spans."""
+        """Make the spans for the inputs of `graph`. Return None for a graph that takes no spans."""
         if SPAN_EMBEDDINGS not in graph.inputs:
             return None
         return cls(num_slots, graph.inputs[SPAN_EMBEDDINGS].shape[1], len(graph.inputs[POSITIONS].shape) > 1)
 
     def begin(self, arrival: Arrival) -> None:
-        """Take in the spans of a request, in place of those of the one before."""
+        """Store the spans of a new request in place of the previous request's."""
         self._spans.pop(arrival.slot, None)
         self._deltas[arrival.slot] = sum(span.position_delta for span in arrival.spans)
         if arrival.spans:
@@ -41,7 +41,7 @@ class SlotSpans:
 
     def inputs(self, batch: Batch, positions: np.ndarray) -> dict[str, np.ndarray]:
         """Return the inputs that depend on spans: positions, i32 [T] or [3, T], rows of the embeddings, i32 [T], and
-        embeddings, f32 [E, H]. `positions`: of the tokens in their requests, i32 [T]."""
+        embeddings, f32 [E, H]. `positions` are the tokens' positions in their requests, i32 [T]."""
         rows, values = np.full(len(positions), NO_ROW, np.int32), [np.zeros((0, self._width), np.float32)]
         if self._has_3d_positions:
             deltas = self._deltas[[row.slot for row in batch.rows]]
@@ -62,16 +62,17 @@ class SlotSpans:
         return {POSITIONS: positions, EMBEDDING_ROWS: rows, SPAN_EMBEDDINGS: np.concatenate(values)}
 
     def text_inputs(self, num_tokens: int) -> dict[str, np.ndarray]:
-        """Return the inputs of a step without spans, but for the embeddings, of which it has none."""
+        """Return the inputs of a step of `num_tokens` text tokens. The embeddings, which are empty, are not
+        included."""
         shape = (3, num_tokens) if self._has_3d_positions else (num_tokens,)
         return {POSITIONS: np.zeros(shape, np.int32), EMBEDDING_ROWS: np.full(num_tokens, NO_ROW, np.int32)}
 
 
 def positions_between(spans: Sequence[PromptSpan], start: int, end: int) -> np.ndarray:
-    """Return the positions in time, height and width, i32 [3, end - start], of the tokens from `start` to below `end`.
+    """Return the positions in time, height and width, i32 [3, end - start], of the tokens in [start, end).
 
-    The three are equal for text. A span with a grid begins at the position that follows the text before it, and text
-    goes on behind the largest position of the span (Wang et al., 2024).
+    The three are equal for text. A span with a grid begins at the position that follows the text before it, and the
+    text after it continues behind the span's largest position (Wang et al., 2024).
     """
     positions = np.tile(np.arange(start, end, dtype=np.int32), (3, 1))
     delta = 0

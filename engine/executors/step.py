@@ -1,4 +1,4 @@
-"""Two ways to compute a step that was launched: in a thread of its own, or when its result is asked for."""
+"""Two ways to compute a launched step: in a separate thread, or when its result is requested."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ Compute = Callable[[Batch, Callable[[], Mask]], StepOutput]
 
 
 class StepInThread:
-    """`compute` gets a function that waits for the mask, which a batch without one need not call."""
+    """Step that is computed in `thread`. `compute` receives a function that waits for the mask; it need not be called
+    for a batch without one."""
 
     def __init__(self, thread: ThreadPoolExecutor, batch: Batch, compute: Compute):
         self._masks: SimpleQueue[Mask] = SimpleQueue()
@@ -34,6 +35,8 @@ class StepInThread:
 
 
 class StepWhenAsked:
+    """Step that is computed when `result` is called."""
+
     def __init__(self, compute: Callable[[Mask], StepOutput]):
         self._compute = compute
         self._mask: Mask = None

@@ -1,1 +1,1 @@
-"""The executor of DEVICE=cpu: the exported graph as a list of calls of our C++ kernels. Paddle is not needed for it."""
+"""Executor of DEVICE=cpu: runs the exported graph as a list of calls of our C++ kernels. It does not need Paddle."""

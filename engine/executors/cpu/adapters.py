@@ -1,5 +1,5 @@
-"""The adapters that a rank has in memory, and which rows of a step have which: what `llm_run` adds to the linear calls
-of a graph. The graph is the same with and without them."""
+"""LoRA adapters in the memory of a rank, and the rows of a step that use each. `llm_run` adds their products to the
+linear calls of a graph, which is the same with and without adapters."""
 
 from __future__ import annotations
 
@@ -21,23 +21,25 @@ from engine.ops.cpu.library import Group
 from engine.ops.cpu.library import Pair as PairOfCall
 from engine.settings.config import Config
 
-ALIGNED = 16  # float32 of a cache line
+ALIGNED = 16  # float32 numbers of a cache line
 
 
 class Groups(NamedTuple):
-    """Of one step."""
+    """Rows of one step, grouped by adapter, as the arguments of `llm_run`."""
 
     array: ctypes.Array[Group]
-    rows: list[np.ndarray]  # that it refers to
+    rows: list[np.ndarray]  # keeps the memory alive that `array` points to
 
 
 class Loaded(NamedTuple):
+    """Matrices of one loaded adapter, as the arguments of `llm_run`."""
+
     pairs: ctypes.Array[PairOfCall]
-    memory: np.ndarray  # that they refer to
+    memory: np.ndarray  # keeps the matrices alive that `pairs` points to
 
 
 class Adapters:
-    """`place`: which rank of how many."""
+    """Loaded LoRA adapters of one rank. `place` is the rank and the number of ranks."""
 
     def __init__(self, graph_dir: Path, graph: Graph, place: tuple[int, int], config: Config):
         self._graph_dir, self._place = graph_dir, place
@@ -49,14 +51,14 @@ class Adapters:
             for index, node in enumerate(graph.nodes)
             if node.op.startswith("linear") and node.inputs[1]
         }
-        self.loaded: dict[str, Loaded] = {}  # by their ids; changed between steps
+        self.loaded: dict[str, Loaded] = {}  # by adapter id; changed only between steps
 
     @cached_property
     def _network(self) -> Decoder:
         return network_of(self._graph_dir, *self._place)
 
     def read(self, adapter: Adapter) -> Loaded:
-        """Beside a step that runs. Raises InvalidRequest."""
+        """Read an adapter's files. This may run in parallel with a step. Raises InvalidRequest."""
         try:
             pairs = [pair for pair in read_pairs(adapter, self._network, self._max_rank) if pair.b.size]
         except AdapterError as error:
@@ -73,7 +75,7 @@ class Adapters:
         return Loaded(calls, memory)
 
     def groups(self, adapter_of: Mapping[int, str], batch: Batch, inputs: Mapping[str, np.ndarray]) -> Groups | None:
-        """By the adapters of slots; None when no row of the batch has one."""
+        """Group the rows of a step by the adapters of their slots. Return None when no row has an adapter."""
         found = dict.fromkeys(adapter_of[row.slot] for row in batch.rows if row.slot in adapter_of)
         if not found:
             return None
@@ -94,7 +96,7 @@ class Adapters:
 
 
 def _placed(array: np.ndarray, memory: np.ndarray, start: int) -> int:
-    """Its address there."""
+    """Copy `array` into `memory` from element `start` on and return the address of the copy."""
     there = memory[start : start + array.size].reshape(array.shape)
     np.copyto(there, array)
     return there.ctypes.data

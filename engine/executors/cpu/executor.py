@@ -1,4 +1,4 @@
-"""One rank of an exported graph on the CPU."""
+"""Executor of one rank of an exported graph on the CPU."""
 
 from __future__ import annotations
 
@@ -31,14 +31,17 @@ log = logging.getLogger(__name__)
 
 
 class CpuExecutor:
-    """Steps run in a thread of their own, so that tokens are sent and requests are read meanwhile. The first rank alone
-    chooses tokens."""
+    """Executor of one rank on the CPU. Owns the program, the KV caches, the slots and the loaded adapters.
+
+    Steps run in a separate thread, so that tokens are sent and requests are read meanwhile. Only the first rank samples
+    tokens.
+    """
 
     max_drafts = 0
     runs_ahead = False
 
     def __init__(self, graph_dir: Path, config: Config, membership: Membership | None = None):
-        cpu.load()  # before anything else: CPU_ISA may be wrong
+        cpu.load()  # first, because it checks CPU_ISA
         model = Manifest.read(graph_dir)
         membership = membership or Membership.alone()
         self._is_first = membership.rank == 0
@@ -73,7 +76,7 @@ class CpuExecutor:
 
     def allocate(self, num_blocks: int) -> None:
         self._caches.clear()
-        self._program.set_caches({})  # or the old ones would live beside the new
+        self._program.set_caches({})  # otherwise the old caches would stay alive beside the new ones
         self._caches = {spec.name: allocated(spec.shape_of(num_blocks), spec.dtype) for spec in self._specs}
         self._program.set_caches(self._caches)
 
@@ -85,7 +88,7 @@ class CpuExecutor:
         self._thread.submit(self._adapters.loaded.__setitem__, adapter[0], loaded)
 
     def drop_adapter(self, adapter_id: str) -> None:
-        self._thread.submit(self._adapters.loaded.pop, adapter_id, None)  # behind the steps that were launched
+        self._thread.submit(self._adapters.loaded.pop, adapter_id, None)  # after the steps that were launched
 
     def launch(self, batch: Batch) -> StepInThread:
         return StepInThread(self._thread, batch, self._compute)
@@ -93,7 +96,7 @@ class CpuExecutor:
     def close(self) -> None:
         self._thread.shutdown()
         del self._program, self._caches, self._adapters
-        if self._has_group:  # else it would be that of another model in this process
+        if self._has_group:  # otherwise the group belongs to another model in this process
             group.leave()
 
     def _compute(self, batch: Batch, wait_for_mask: Callable[[], Mask]) -> StepOutput:

@@ -1,5 +1,5 @@
-"""An exported graph as the list of calls that `llm_run` makes: every value has its place in memory before the first
-step, so that between two kernels there is nothing to do. Knows no batches."""
+"""Program: an exported graph as the list of calls that `llm_run` makes. Every value has its memory before the first
+step, so that no work remains between two kernels. Independent of batches."""
 
 from __future__ import annotations
 
@@ -24,11 +24,15 @@ from engine.ops.cpu.kernels import CpuOps
 from engine.ops.cpu.library import Counts, Group
 
 OF_LOGITS = "logit_rows"
-ALIGNMENT = 64  # bytes: of a cache line
+ALIGNMENT = 64  # bytes of a cache line
 
 
 class Program:
-    """Takes a copy of the parameters: what is mapped from a file is neither aligned nor in large pages."""
+    """Executable form of a graph. Owns aligned copies of the parameters in large pages, which a mapped file does not
+    provide, and two call lists: one for steps without adapters and one for steps with them.
+
+    Raises GraphError for a graph with float16 parameters.
+    """
 
     def __init__(self, graph: Graph, params: Mapping[str, np.ndarray]):
         if halves := [name for name, value in graph.parameters.items() if value.dtype == "float16"]:
@@ -40,16 +44,19 @@ class Program:
         self._caches: dict[int, np.ndarray] = {}
         self._inputs = {name: np.empty(0, held_as(value.dtype)) for name, value in graph.inputs.items()}
         self._fused = CallList(fuse(graph, NUMBER))
-        self._adapted = CallList(fuse(graph, NUMBER, keep_products=True))  # of steps with adapters
+        self._adapted = CallList(fuse(graph, NUMBER, keep_products=True))  # for steps with adapters
 
     def set_caches(self, caches: Mapping[str, np.ndarray]) -> None:
-        """By the names of the graph's inputs; updated by every step. Nothing: lets go of those that are there."""
+        """Set the caches that every step updates, by the names of the graph's inputs. An empty mapping releases the
+        current ones."""
         self._caches = {self._graph.inputs[name].id: array for name, array in caches.items()}
         self._clear()
 
     def run(self, inputs: Mapping[str, np.ndarray], groups: ctypes.Array[Group] | None = None) -> dict[str, np.ndarray]:
-        """The graph's outputs by name, valid until the next call. `inputs`: its own but for the caches; `groups`: the
-        rows that have adapters. Raises GroupError."""
+        """Run the graph and return its outputs by name, valid until the next call.
+
+        `inputs` are all inputs except the caches; `groups` are the rows that have adapters. Raises GroupError.
+        """
         if any(array.size > self._inputs[name].size for name, array in inputs.items()):
             self._inputs |= {
                 name: np.empty(max(self._inputs[name].size, array.size), array.dtype) for name, array in inputs.items()
@@ -75,7 +82,7 @@ class Program:
 
 
 class CallList:
-    """The calls of a graph, and the memory of the values that they make."""
+    """Calls of a graph, and the memory of the values that they compute."""
 
     def __init__(self, graph: Graph):
         self._graph = graph
@@ -88,8 +95,11 @@ class CallList:
         self.records, self.address, self.is_bound = bytearray(), 0, False
 
     def bind(self, given: Mapping[int, np.ndarray], rooms: tuple[int, int]) -> None:
-        """Give every value its memory: where it is read for the last time, another one's begins. `given`: inputs,
-        parameters and caches; `rooms`: the most rows for tokens and for logits."""
+        """Assign memory to every value. A buffer is reused after its value has been read for the last time.
+
+        `given` are inputs, parameters and caches by value id; `rooms` are the largest numbers of token rows and of
+        logit rows.
+        """
         graph, arrays = self._graph, dict(given)
         last_use = {self._root[v.id]: node for node in graph.nodes for v in (*node.inputs, *node.outputs) if v}
         kept = arrays.keys() | {self._root[value.id] for value in graph.outputs.values()}
@@ -110,12 +120,15 @@ class CallList:
 
 
 def _width(value: Value) -> int:
+    """Return the width of an output, which must be f32 [rows, width]. Raises GraphError."""
     if value.dtype != "float32" or len(value.shape) != 2 or value.shape[1] < 0:
         raise GraphError(f"unsupported graph output {value}: the CPU executor needs 2-D float32 of known width")
     return value.shape[1]
 
 
 def _record(node: Node, arrays: Mapping[int, np.ndarray], of_logits: bool) -> bytes:
+    """Return the binary record of one call for `llm_run`. Raises GraphError for an op that is unknown or used
+    wrongly."""
     if node.op not in NUMBER:
         raise GraphError(f"the graph has the op {node.op}, which is not built for CPUs")
     try:
@@ -130,13 +143,14 @@ def _record(node: Node, arrays: Mapping[int, np.ndarray], of_logits: bool) -> by
 
 
 def _operand(value: Value, array: np.ndarray) -> Operand:
-    """Sizes that differ from step to step are not known."""
+    """Describe an input of a call. Sizes that vary between steps stay -1."""
     known = value.shape if -1 in value.shape else array.shape
     return Operand(array.ctypes.data, array.dtype, known, isinstance(array, Packed))
 
 
 def _roots(graph: Graph) -> dict[int, int]:
-    """Of each value the one in whose memory it lies: an op that updates an input makes no other."""
+    """Return, for each value id, the id of the value whose memory it shares. An op that updates an input returns that
+    input."""
     values = (*graph.inputs.values(), *graph.parameters.values())
     roots = {value.id: value.id for value in values}
     for node in graph.nodes:
@@ -149,6 +163,7 @@ def _roots(graph: Graph) -> dict[int, int]:
 def _copied(
     graph: Graph, params: Mapping[str, np.ndarray | Widened], kernels: CpuOps
 ) -> list[tuple[Value, np.ndarray]]:
+    """Copy the parameters into aligned memory in large pages, in the packed layout where the op has one."""
     ops = {
         value.id: node.op
         for node in graph.nodes
@@ -177,20 +192,22 @@ def _copied(
 
 
 def large_pages(num_bytes: int) -> np.ndarray:
-    """u8 zeros that take no memory before they are written to; in pages of 2 MiB where the system has them."""
-    # Private: what processes could share is shmem to Linux, which is in small pages unless an administrator says so.
+    """Return u8 zeros whose memory is allocated when it is first written, in pages of 2 MiB where the system supports
+    them."""
+    # A shared mapping would be shmem, for which Linux uses small pages unless it is configured otherwise.
     memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError):  # This fails on a kernel without large pages.
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
 
 
 def _aligned(shape: tuple[int, ...]) -> np.ndarray:
+    """Allocate an f32 array of this shape that begins at a page boundary."""
     num_bytes = math.prod(shape) * ctypes.sizeof(ctypes.c_float)
     return large_pages(num_bytes)[:num_bytes].view(np.float32).reshape(shape)
 
 
 def allocated(shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Zeros of one of `engine.dtypes`, in memory that is not taken before it is touched."""
+    """Return zeros of a dtype of `engine.dtypes`, whose memory is allocated when it is first touched."""
     kind = held_as(dtype)
     return large_pages(math.prod(shape) * kind.itemsize).view(kind)[: math.prod(shape)].reshape(shape)

@@ -1,4 +1,4 @@
-"""What no CPU multiplies with, as what it does: 8-bit floats become bf16 when a graph is loaded."""
+"""Widening of weights that CPUs cannot multiply with: 8-bit floats become bfloat16 when a graph is loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AT_ONCE = 1 << 22  # elements
 
 @dataclass(frozen=True, eq=False)
 class Widened:
-    """A matrix of 8-bit floats that is bf16 once somebody asks for its numbers."""
+    """Matrix of 8-bit floats that is converted to bfloat16 when it is read as an array."""
 
     numbers: np.ndarray
     scale: np.ndarray
@@ -40,6 +40,8 @@ class Widened:
 
 
 def widened(graph: Graph, params: Mapping[str, np.ndarray]) -> tuple[Graph, dict[str, np.ndarray | Widened]]:
+    """Replace each `linear_fp8` of the graph by `linear`. Return the new graph and its parameters, some of them
+    `Widened`."""
     names = {value.id: name for name, value in graph.parameters.items()}
     kept: dict[str, np.ndarray | Widened] = dict(params)
     nodes = []

@@ -1,4 +1,4 @@
-"""Runs an exported graph on one NVIDIA GPU with torch and our kernels. Needs no Paddle.
+"""Executor of an exported graph on one NVIDIA GPU, with torch and our kernels. It does not need Paddle.
 
-torch is imported here and in engine/ops/cuda alone.
+Only this package and engine/ops/cuda import torch.
 """

@@ -1,4 +1,4 @@
-"""The adapters in memory that is kept for them on the device, and which rows of a step have which."""
+"""LoRA adapters in memory reserved for them on the device, and the rows of a step that use each."""
 
 from __future__ import annotations
 
@@ -20,14 +20,18 @@ from engine.settings.config import Config
 
 
 class Adapters:
-    """`place`: which rank of how many. `like`: of the activations' type, on their device."""
+    """Loaded LoRA adapters of one rank. Owns MAX_LORAS slots of device memory for them.
+
+    `place` is the rank and the number of ranks. `like` is a tensor with the dtype and device of the activations. Raises
+    ConfigError when the GPU has no room.
+    """
 
     def __init__(self, graph_dir: Path, place: tuple[int, int], config: Config, like: Tensor):
         self._network = network_of(graph_dir, *place)
         self._num_slots, self._max_rank = config.max_loras, config.max_lora_rank
-        self._slot_of: dict[str, int] = {}  # by the adapters' ids
-        self._parts: dict[tuple[str, int], int] = {}  # by matrix and the first output
-        self.layers: dict[str, Layer] = {}  # by the names of matrices
+        self._slot_of: dict[str, int] = {}  # by adapter id
+        self._parts: dict[tuple[str, int], int] = {}  # by matrix name and the part's first output
+        self.layers: dict[str, Layer] = {}  # by matrix name
         try:
             self._make_room(like)
         except torch.cuda.OutOfMemoryError:
@@ -42,7 +46,8 @@ class Adapters:
             self.layers[name] = Layer.empty(sizes, width, (self._num_slots, self._max_rank), like)
 
     def load(self, adapter: Adapter) -> None:
-        """After the steps that were launched. Raises InvalidRequest."""
+        """Copy an adapter's matrices into a free slot, in the stream's order after the steps that were launched. Raises
+        InvalidRequest."""
         if adapter[0] in self._slot_of:
             return
         try:
@@ -67,8 +72,8 @@ class Adapters:
     def groups(
         self, adapter_of: Mapping[int, str], batch: Batch, inputs: Mapping[str, np.ndarray], sizes: tuple[int, int]
     ) -> dict[str, np.ndarray]:
-        """Of the step's tokens and of its logits, by the adapters of slots; none when no row has one. `sizes`: how many
-        there are of both, with those that are nobody's."""
+        """Group the tokens and the logits of a step by the adapters of their slots. Return no arrays when no row has an
+        adapter. `sizes` are the numbers of tokens and of logits, padding included."""
         of_row = np.array([self._slot_of.get(adapter_of.get(row.slot, ""), NOBODY) for row in batch.rows], np.int32)
         if (of_row == NOBODY).all():
             return {}
@@ -76,6 +81,7 @@ class Adapters:
         return self._groups(of_token, of_token[inputs["logit_rows"]], sizes)
 
     def no_groups(self, sizes: tuple[int, int]) -> dict[str, np.ndarray]:
+        """Return the groups of a step that consists of padding only."""
         nobodys = np.zeros(0, np.int32)
         return self._groups(nobodys, nobodys, sizes)
 

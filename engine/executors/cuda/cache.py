@@ -1,4 +1,4 @@
-"""The KV caches of all layers on the device, and one block more than asked for, which is nobody's."""
+"""KV caches of all layers on the device, with one additional block that padding writes to."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ MIN_BLOCK_SIZE = 16  # positions; the kernels read a power of two at a time
 
 
 class Caches:
+    """KV caches of all layers on one device. Owns their tensors.
+
+    Raises ConfigError for a block size that the kernels do not support.
+    """
+
     def __init__(self, specs: Sequence[CacheSpec], device: torch.device):
         for spec in specs:
             assert spec.axes[0] == BLOCK, "the kernels expect a block in one piece"
@@ -26,7 +31,7 @@ class Caches:
         self._specs, self._device = specs, device
         self._num_blocks = 0
         self.tensors: Mapping[str, Tensor] = {}
-        self.words: Sequence[Tensor] = ()  # of each layer: the same memory as i64, a row for each block
+        self.words: Sequence[Tensor] = ()  # for each layer, the same memory as i64 [num_blocks + 1, words]
         self.block_bytes = sum(spec.block_bytes for spec in specs)
 
     @property
@@ -35,10 +40,11 @@ class Caches:
 
     @property
     def null_block(self) -> int:
-        """Where rows write that only fill up a batch."""
+        """Return the id of the block that padding rows write to."""
         return self._num_blocks
 
     def allocate(self, num_blocks: int) -> None:
+        """Allocate the caches with `num_blocks` blocks and the null block. Their content is undefined."""
         self._num_blocks = num_blocks
         self.tensors = {
             spec.name: torch.empty(spec.shape_of(num_blocks + 1), dtype=getattr(torch, spec.dtype), device=self._device)
@@ -47,7 +53,7 @@ class Caches:
         self.words = [tensor.flatten(1).view(torch.int64) for tensor in self.tensors.values()]
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        """One after another."""
+        """Copy blocks on the device, in order."""
         for copy in copies:
             for layer in self.words:
                 layer[copy.target] = layer[copy.source]

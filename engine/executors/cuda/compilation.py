@@ -1,4 +1,5 @@
-"""Compiles kernels of the Triton language ahead of their first launch, in parallel, and reports those that were missed.
+"""Compilation of Triton-language kernels before their first launch, in parallel, and a warning for each that was
+missed.
 
 Triton compiles a kernel when it is first launched with new types, constants or alignments, which takes 0.2 to 2 s each.
 Its results are kept on disk (TRITON_CACHE_DIR, by default ~/.triton), so a later start only loads them.
@@ -26,12 +27,14 @@ class Compiler:
     def __init__(self, device: torch.device, report: Callable[[str], None]):
         self._device, self._report = device, report
         self._missing: dict[tuple[int, str], tuple[Any, str]] = {}  # function and its specialization
-        triton.knobs.runtime.jit_post_compile_hook = None  # of an executor that was here before
+        triton.knobs.runtime.jit_post_compile_hook = None  # removes the hook of an earlier executor
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Skip launches of kernels that are not compiled yet and note them. What such a kernel would have written is
-        undefined memory: the results of the steps are to be thrown away."""
+        """Skip launches of kernels that are not compiled yet, and record them.
+
+        The memory that such a kernel would have written is undefined, so the results of these steps must be discarded.
+        """
 
         def note(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
             self._missing[id(fn.jit_function), key] = fn.jit_function, compile["specialization_data"]
@@ -42,7 +45,7 @@ class Compiler:
         torch.cuda.synchronize(self._device)
 
     def compile(self) -> None:
-        """Compile what was recorded, on all cores."""
+        """Compile the recorded kernels on all cores and report the progress."""
         total, started = len(self._missing), time.monotonic()
         if not total:
             return
@@ -57,7 +60,7 @@ class Compiler:
 
 
 def warn_of_late_compilation() -> None:
-    """From now on, log each kernel that a request has to wait for."""
+    """Log every later compilation, because a request has to wait for it."""
 
     def warn(*, repr: str, **_: Any) -> None:
         log.warning("the kernel %s was compiled while requests waited for it", repr)
@@ -67,6 +70,7 @@ def warn_of_late_compilation() -> None:
 
 @contextlib.contextmanager
 def _hook(name: str, function: Callable) -> Iterator[None]:
+    """Set a runtime hook of Triton inside the context."""
     before = getattr(triton.knobs.runtime, name)
     setattr(triton.knobs.runtime, name, function)
     try:

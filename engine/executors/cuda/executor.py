@@ -1,7 +1,7 @@
-"""One GPU as an executor: what a step needs goes up in one copy, the graph runs, tokens are chosen on the device.
+"""Executor on one GPU: uploads the inputs of a step in one copy, runs the graph and samples on the device.
 
-`launch` returns while all that is still to come. The token that a step chooses stays on the device, too, where the next
-step finds it: that one can be launched before the host knows the token (`Row.token_ids` is then PENDING).
+`launch` returns before any of that has completed. The sampled token also stays on the device, where the next step reads
+it, so that step can be launched before the host knows the token (`Row.token_ids` is then PENDING).
 """
 
 from __future__ import annotations
@@ -49,14 +49,20 @@ NO_CHOICES = Choices([], [], None)
 
 
 class Begun(NamedTuple):
-    outputs: Outputs  # of each row that is wanted
-    sent: Mapping[str, Tensor]  # what a choice is made by, by name
-    captured: Captured | None  # which has its choices recorded, where these are the usual ones: nothing is `sent` then
+    """Model outputs of a launched step, and what sampling its tokens needs."""
+
+    outputs: Outputs  # one row for each requested token
+    sent: Mapping[str, Tensor]  # sampling inputs on the device, by name
+    captured: Captured | None  # set if its recorded sampling can be replayed; nothing is in `sent` then
 
 
 class CudaExecutor:
-    """One rank of the model, on the GPU with its number. The first rank alone chooses tokens, and tells the others on
-    the device. `device`: cuda, or with the Triton language's interpreter also the CPU, which takes the place of all."""
+    """Executor of one rank of the model, on the GPU with its number. Owns the program, the KV caches, the captured CUDA
+    graphs, the slots and the adapters.
+
+    Only the first rank samples tokens; it sends them to the others on the device. `device` is "cuda", or with the
+    interpreter of the Triton language also "cpu", which then replaces the GPU of every rank.
+    """
 
     max_drafts = 0
     runs_ahead = True
@@ -75,9 +81,9 @@ class CudaExecutor:
         self._device = _device(device, self._membership.rank)
         self._compiler = Compiler(self._device, report) if self._device.type == "cuda" else None
         self._vocab_size = model.vocab_size
-        self._max_tokens = min(config.max_step_tokens, model.max_seq_len)  # of a step
+        self._max_tokens = min(config.max_step_tokens, model.max_seq_len)  # of one step
         self._utilization = config.gpu_memory_utilization
-        self._logits_bytes = 4 * config.batch_size * model.vocab_size  # of the largest batch
+        self._logits_bytes = 4 * config.batch_size * model.vocab_size  # of the largest batch of sampled tokens
         self._is_invariant = config.batch_invariant
         ops = invariant if self._is_invariant else cuda
         self._program = load_program(rank_dir(graph_dir, self._membership.rank), model, self._device, ops)
@@ -96,23 +102,24 @@ class CudaExecutor:
         self._slots = Slots(config.batch_size, max_blocks, model.block_size, model.vocab_size, self.cache_groups)
         self._slots.spans = self._graphs.spans = SlotSpans.of(self._program.graph, config.batch_size)
         self.takes_spans = self._slots.spans is not None
-        # By slot, and of nobody's.
+        # One token for each slot, and one for padding.
         self._last_tokens = torch.zeros(config.batch_size + 1, dtype=torch.int32, device=self._device)
         self._no_embeddings = torch.zeros(1, self._program.params[TABLE].shape[1], device=self._device)
         self.block_size, self.block_bytes = model.block_size, self._caches.block_bytes
         self.max_prompt_logits = max_prompt_logits(model.vocab_size)
 
     def free_bytes(self) -> int:
-        """GPU_MEMORY_UTILIZATION of the device, less what everything but the cache has needed so far."""
+        """Return the bytes of the device that GPU_MEMORY_UTILIZATION leaves for the cache, after everything else that
+        was needed so far."""
         if self._device.type != "cuda":
             return 1 << 30
         free, total = torch.cuda.mem_get_info(self._device)
-        foreign = total - free - torch.cuda.memory_reserved(self._device)  # the context, the captured graphs, others
+        foreign = total - free - torch.cuda.memory_reserved(self._device)  # context, captured graphs, others
         own = torch.cuda.max_memory_allocated(self._device) - self._caches.num_bytes
         return max(0, int(total * self._utilization) - foreign - own - 2 * self._logits_bytes - LOGITS_BYTES)
 
     def allocate(self, num_blocks: int) -> None:
-        group.join(self._membership, self._device)  # not before: now all ranks are known to have loaded
+        group.join(self._membership, self._device)  # only now are all ranks known to have loaded
         self._graphs.clear()
         self._caches.clear()
         try:
@@ -179,10 +186,10 @@ class CudaExecutor:
         self._graphs.clear()
         self._caches.clear()
         del self._program, self._adapted, self._adapters, self._host_cache
-        if self._membership.num_ranks > 1:  # else it would be that of another model in this process
+        if self._membership.num_ranks > 1:  # otherwise the group belongs to another model in this process
             group.leave()
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # for another process
+            torch.cuda.empty_cache()  # releases the memory for other processes
 
     def _run_alone(self, batch: Batch, wait: Callable[[CudaStep], object]) -> None:
         step = self.launch(batch)
@@ -191,7 +198,7 @@ class CudaExecutor:
         wait(step)
 
     def _fresh_lengths(self) -> list[int]:
-        """Return the lengths of new prompts for which cuDNN makes a plan."""
+        """Return the lengths of new prompts for which cuDNN prepares a plan."""
         [cache, *_] = self._caches.tensors.values()
         if self._is_invariant or not fresh_prompts.are_taken(self._program.params[TABLE].dtype, cache):
             return []
@@ -203,10 +210,10 @@ class CudaExecutor:
                 f"MP_NUM is {self._membership.num_ranks}, with float16 it must be 1: export with DTYPE=bfloat16"
             )
 
-    # For the steps
+    # Methods that `CudaStep` calls
 
     def begin(self, batch: Batch, choices: Choices, fields: Arrays) -> Begun:
-        """Begins the graph. `fields`: what else is sent up for the step."""
+        """Launch the graph. `fields` are further arrays that the step needs on the device."""
         inputs = self._slots.graph_inputs(batch)
         _mark_pending(batch, inputs)
         num_logits, shape = len(inputs["logit_rows"]), self._graphs.shape_for(inputs)
@@ -229,11 +236,13 @@ class CudaExecutor:
         return Begun(self._compute({**sent, **known}), sent, None)
 
     def prompt_outputs(self, batch: Batch) -> StepPromptOutputs | None:
+        """Return the prompt outputs that this rank has to compute for the batch, or None."""
         is_sampling = batch.has_prompt_outputs and not self._membership.rank
         return StepPromptOutputs(self._slots.pooled_states.specs(batch)) if is_sampling else None
 
     def choose(self, logits: Tensor, rows: SamplingRows, begun: Begun) -> Download:
-        """Begins to choose tokens. `logits`: of each choice; `rows`: what was sent, as the host has it."""
+        """Start sampling and the download of its results. `logits` is [num_choices, V]; `rows` are the sampling rows on
+        the host."""
         cuts = Cuts.of(rows)
         if begun.captured:
             return Download({"token_ids": self._graphs.choose(begun.captured, cuts, len(logits))}, self._device)
@@ -258,7 +267,7 @@ class CudaExecutor:
 
 
 class CudaStep:
-    """A step that was launched. Its tokens are chosen when its masks are there, if it has any."""
+    """Launched step. Its tokens are sampled once its mask has arrived, if it needs one."""
 
     def __init__(self, executor: CudaExecutor, batch: Batch, choices: Choices, rows: SamplingRows):
         self._executor, self._batch, self._rows = executor, batch, rows
@@ -294,7 +303,7 @@ class CudaStep:
 
 
 def _device(kind: str, rank: int) -> torch.device:
-    """The current one from now on."""
+    """Return the device of the rank. A GPU becomes the current device."""
     if (kind or "cuda") != "cuda" or not torch.cuda.is_available():
         return torch.device(kind or "cpu")
     torch.cuda.set_device(rank)
@@ -302,7 +311,8 @@ def _device(kind: str, rank: int) -> torch.device:
 
 
 def _mark_pending(batch: Batch, inputs: dict[str, np.ndarray]) -> None:
-    """-2 - slot stands for the token that was chosen last for a slot (`cuda.last_tokens_in`)."""
+    """Replace each PENDING token by -2 - slot, which stands for the slot's last sampled token
+    (`cuda.last_tokens_in`)."""
     is_pending = inputs["token_ids"] == PENDING
     if is_pending.any():
         slots = np.array([row.slot for row in batch.rows], np.int32)

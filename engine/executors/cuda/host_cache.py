@@ -1,8 +1,8 @@
-"""Blocks for which the KV cache has no room, in pinned memory of the host (SWAP_SPACE). Knows no keys and no requests.
+"""KV blocks swapped out to pinned memory of the host (SWAP_SPACE). Independent of block hashes and requests.
 
-Between the two lies a stage on the device, where a block is in one piece, with all its layers: so each is one copy over
-the bus, made beside the steps. What leaves is put on the stage before a step overwrites it; what comes back is fetched
-while the step before still computes. The host waits for neither.
+Blocks pass through a staging buffer on the device, where a block with all its layers is contiguous, so that each is one
+copy over the bus, made in parallel with steps. A block that leaves is copied to the stage before a step overwrites it;
+a block that returns is fetched while the step before still computes. The host waits for neither.
 """
 
 from __future__ import annotations
@@ -19,20 +19,25 @@ from engine.executors.cuda.cache import Caches
 from engine.executors.cuda.transfer import Uploads
 from engine.settings.config import Config
 
-STAGE_BYTES = 1 << 28  # in each direction; for more in one step the device waits for the bus
-CHUNK_BYTES = 1 << 30  # torch rounds what it pins up to a power of two
-Moves = Sequence[tuple[int, int]]  # block, place on the host
+STAGE_BYTES = 1 << 28  # in each direction; with more in one step, the device waits for the bus
+CHUNK_BYTES = 1 << 30  # torch rounds pinned allocations up to a power of two
+Moves = Sequence[tuple[int, int]]  # block id, place on the host
 
 
 class HostCache:
+    """Host memory for swapped blocks. Owns the pinned memory, the staging buffers and a stream for each direction.
+
+    Raises ConfigError when SWAP_SPACE has no room for one block.
+    """
+
     def __init__(self, caches: Caches, config: Config, device: torch.device):
         size, num_places = caches.block_bytes, config.num_host_blocks(caches.block_bytes)
         if not num_places:
             needed = size * config.mp_num / 2**30
             raise ConfigError(f"SWAP_SPACE is {config.swap_space:g} GiB, one block needs {needed:.2g}")
-        words, is_gpu = size // 8, device.type == "cuda"  # as `Caches.words`
+        words, is_gpu = size // 8, device.type == "cuda"  # of 8 bytes, as in `Caches.words`
         self._caches = caches
-        self._module = torch.get_device_module(device)  # whose streams are nothing on the CPU
+        self._module = torch.get_device_module(device)  # on the CPU its streams do nothing
         self._down, self._up = self._module.Stream(), self._module.Stream()
         self._uploads = Uploads(device)
         self._num_staged = max(1, min(num_places, STAGE_BYTES // size))
@@ -43,8 +48,8 @@ class HostCache:
         self._chunks = [torch.empty(length, words, dtype=torch.int64, pin_memory=is_gpu) for length in lengths]
 
     def move(self, swaps: Swaps, copies: Sequence[Copy]) -> None:
-        """What a step begins with: blocks go out, some are copied, others come back."""
-        self._up.wait_stream(self._down)  # only for earlier steps: what this one puts out waits for the last one to end
+        """Move the blocks of a step before it runs: swap blocks out, copy blocks on the device, then swap blocks in."""
+        self._up.wait_stream(self._down)  # before the swaps out, which wait for the last step to end
         blocks = {name: np.array([block for block, _ in moves], np.int64) for name, moves in swaps._asdict().items()}
         sent = self._uploads.send(blocks)
         self._put_out(swaps.out, sent["out"])
@@ -56,7 +61,7 @@ class HostCache:
     def _put_out(self, moves: Moves, blocks: Tensor) -> None:
         stage, main = self._stage_out, self._module.current_stream()
         for some, ids in self._staged(moves, blocks):
-            main.wait_stream(self._down)  # it has read what was on the stage
+            main.wait_stream(self._down)  # the stream has read the stage
             for layer, part in self._parts(stage[: len(some)]):
                 torch.index_select(layer, 0, ids, out=part)
             self._down.wait_stream(main)
@@ -73,16 +78,16 @@ class HostCache:
             main.wait_stream(self._up)
             for layer, part in self._parts(stage[: len(some)]):
                 layer.index_copy_(0, ids, part)
-            self._up.wait_stream(main)  # it has read what was on the stage
+            self._up.wait_stream(main)  # the stream has read the stage
 
     def _staged(self, moves: Moves, blocks: Tensor) -> Iterator[tuple[Moves, Tensor]]:
-        """As many as find room on the stage together."""
+        """Split the moves into parts that fit on the stage. Yield each part with its block ids on the device."""
         for start in range(0, len(moves), self._num_staged):
             end = start + self._num_staged
             yield moves[start:end], blocks[start:end]
 
     def _parts(self, stage: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each layer's blocks, and its part of those on the stage."""
+        """Return pairs of each layer's blocks and the layer's columns of the staged blocks."""
         layers = self._caches.words
         return zip(layers, stage.split([layer.shape[1] for layer in layers], dim=1), strict=True)
 

@@ -1,4 +1,4 @@
-"""From an exported model's files to a program whose parameters are on the device."""
+"""Loading of an exported model's files into a program whose parameters are on the device."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ log = logging.getLogger(__name__)
 def load_program(
     directory: Path, model: Manifest, device: torch.device, ops: ModuleType, name: str = DECODER
 ) -> Program:
-    """Load the graph `name` from the folder of one rank. `ops`: engine.ops.cuda, or one like it. Raises ConfigError
-    where the weights are too large for the device."""
+    """Load the graph `name` from the folder of one rank.
+
+    `ops` is engine.ops.cuda or a module like it. Raises ConfigError if the weights are too large for the device.
+    """
     started = time.monotonic()
     files = model.graph(name)
     graph = graphs.read_graph(directory / files.program, files.outputs)

@@ -1,4 +1,5 @@
-"""An exported graph as a list of calls of engine.ops.cuda, or of one like it. Knows no batches and no cache."""
+"""Program: an exported graph as a list of calls of engine.ops.cuda, or of a module like it. Independent of batches and
+of the cache's contents."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ from engine.ops.catalogue import FUSED
 from engine.ops.cuda.adapters import Layer, add_adapters
 from engine.ops.cuda.fresh_prompts import KnownStarts
 
-GROUPS, LOGIT_GROUPS = "groups", "logit_groups"  # of `engine.ops.cuda.adapters`
-OF_TOKENS, OF_LOGITS = -1, -2  # their numbers as values
-# By name; what is known of query_starts is for attention, and without logit_rows all rows are wanted.
+GROUPS, LOGIT_GROUPS = "groups", "logit_groups"  # inputs described in `engine.ops.cuda.adapters`
+OF_TOKENS, OF_LOGITS = -1, -2  # their value ids
+# by name; KnownStarts of query_starts inform attention, and logit_rows=None requests the outputs of all rows
 Inputs = Mapping[str, Tensor | KnownStarts | None]
 
 
 class Outputs(NamedTuple):
-    """Of the rows that are wanted."""
+    """Model outputs, one row for each requested token."""
 
     logits: Tensor  # f32 [S, V]
     hidden: Tensor  # [S, H], in the type of the activations
@@ -33,15 +34,20 @@ class Outputs(NamedTuple):
 
 
 class Call(NamedTuple):
+    """Call of one op."""
+
     run: Callable[..., Tensor | tuple[Tensor, ...]]
-    inputs: tuple[int | None, ...]  # values by their number
+    inputs: tuple[int | None, ...]  # value ids
     outputs: tuple[int, ...]
-    last: tuple[int, ...]  # inputs that no later call needs
+    last: tuple[int, ...]  # inputs that no later call reads
 
 
 class Program:
-    """`params` are on the device that the inputs will be on. With `layers` of adapters, by the names of the matrices
-    behind whose products they belong, there is one input more, GROUPS."""
+    """Executable form of a graph. `params` are on the device of the inputs.
+
+    `layers` are the adapters' matrices by the names of the weights whose products they are added to. With them there
+    are two more inputs, GROUPS and LOGIT_GROUPS.
+    """
 
     def __init__(
         self, graph: Graph, params: Mapping[str, Tensor], ops: ModuleType, layers: Mapping[str, Layer] | None = None
@@ -57,7 +63,7 @@ class Program:
             self._calls = _adapted(graph, self._calls, layers)
 
     def __call__(self, inputs: Inputs) -> Outputs:
-        """The caches among the inputs are updated."""
+        """Run the graph. The caches among the inputs are updated in place."""
         values = self._params | {number: inputs[name] for name, number in self._inputs.items()}
         for run, given, outputs, last in self._calls:
             results = run(*[None if number is None else values[number] for number in given])
@@ -80,6 +86,7 @@ def _calls(nodes: Sequence[Node], kept: set[int], ops: ModuleType) -> list[Call]
 
 
 def _adapted(graph: Graph, calls: Sequence[Call], layers: Mapping[str, Layer]) -> list[Call]:
+    """Return the calls with the adapters' products added after the linear layers that have some."""
     layer_of = {graph.parameters[name].id: layer for name, layer in layers.items()}
     of_logits = graph.values_by_rows_of(LOGIT_ROWS)
     made = []

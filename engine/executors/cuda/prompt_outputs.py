@@ -31,8 +31,8 @@ class StepPromptOutputs:
         return {"scored": self._rows.given, "num_scored_logprobs": self._rows.num_logprobs}
 
     def begin(self, outputs: Outputs, sent: Mapping[str, Tensor]) -> None:
-        """Start to compute and download. The last rows of `outputs` are those of the scored and then of the pooled
-        tokens."""
+        """Start to compute and download. The last rows of `outputs` belong to the scored tokens, followed by the pooled
+        ones."""
         hidden = outputs.hidden[len(outputs.hidden) - self._num_pooled :].to(torch.float32)
         first = len(outputs.logits) - self._num_pooled - self._num_scored
         logits = outputs.logits[first : first + self._num_scored]

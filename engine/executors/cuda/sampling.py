@@ -1,4 +1,5 @@
-"""What of a step's sampling rows is sent to the device: no field that does nothing, no entries of other slots."""
+"""Selection of the sampling fields that a step sends to the device: no neutral fields, and no entries of other
+slots."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import numpy as np
 from engine.ops.sampling_rows import SamplingRows
 from engine.sampling_parameters import PARAMETERS, PENALTIES
 
-CAPTURED = tuple(each.name for each in PARAMETERS if each.is_captured)  # what every choice reads
+CAPTURED = tuple(each.name for each in PARAMETERS if each.is_captured)  # read for every sampled token
 ALWAYS = (*CAPTURED, "seed", "counter")
 RARE = tuple(each for each in PARAMETERS if not each.is_captured and not each.is_penalty)
 SEEN = ("seen_ids", "seen_counts")
@@ -15,7 +16,8 @@ BIASES = ("bias_starts", "bias_ids", "bias")
 
 
 def fields_to_send(rows: SamplingRows) -> dict[str, np.ndarray]:
-    """By name, for `engine.ops.cuda.sampler.sample`; but for the mask, which comes later."""
+    """Return the fields for `engine.ops.cuda.sampler.sample`, by name. The mask is not included, because it arrives
+    later."""
     names = [*ALWAYS, *(BIASES if len(rows.bias_ids) else ())]
     if rows.num_logprobs.max() >= 0:
         names.append("num_logprobs")

@@ -1,10 +1,10 @@
-"""CUDA graphs of steps: what a step launches, recorded once; replaying it costs the host microseconds, not a call for
-each op. Which steps are recorded, and how a step is made to look like one that was. Of decode steps also how a token is
-chosen, each way in a graph of its own.
+"""CUDA graphs of steps. The launches of a step are captured once; a replay costs the host microseconds instead of one
+call for each op. This module selects the steps to capture and pads a step to the shape of a captured one. Sampling
+after decode steps is captured, too, in one graph for each way to sample.
 
-Two kinds: decode steps, where every request has one token, by the number of requests (CUDAGRAPH_CAPTURE_SIZES), and
-steps with prompts in them by the number of tokens, which any number of requests may share. A step takes the next larger
-one. Tokens that only fill it up belong to a request of nobody's and write into nobody's block.
+There are two kinds: decode steps, with one token for each request, by the number of requests (CUDAGRAPH_CAPTURE_SIZES),
+and steps with prompts by the number of tokens, which any number of requests may share. A step uses the next larger
+shape. Padding tokens belong to a dummy request and write to the null block.
 """
 
 from __future__ import annotations
@@ -36,18 +36,20 @@ from engine.settings.config import Config
 
 log = logging.getLogger(__name__)
 
-TOKENS = (64, 128, 256, 512)  # of steps with prompts; above, the GPU takes longer than the host
-# What a choice reads of each row, those of 8 bytes first, which have to lie so.
+TOKENS = (64, 128, 256, 512)  # of steps with prompts; in larger steps the GPU takes longer than the host
+# Fields that sampling reads for each row. Those of 8 bytes come first, for their alignment.
 CHOICE = ("seed", "counter", "slots", *CAPTURED)
 DTYPES = {"seed": torch.int64, "counter": torch.int64, "slots": torch.int64}
-DTYPES |= {each.name: torch.float32 for each in PARAMETERS if each.type is float}  # others int32
+DTYPES |= {each.name: torch.float32 for each in PARAMETERS if each.type is float}  # the others are int32
 Run = Callable[[Inputs], Outputs]
 Arrays = dict[str, np.ndarray]
 Made = TypeVar("Made")
-Pool = tuple[int, int]  # memory that captured graphs share
+Pool = tuple[int, int]  # id of the memory pool that captured graphs share
 
 
 class Shape(NamedTuple):
+    """Numbers of tokens, requests and logits of a captured step."""
+
     num_tokens: int
     num_requests: int
     num_logits: int
@@ -57,21 +59,26 @@ class Shape(NamedTuple):
         return self.num_tokens == self.num_requests
 
 
-Kind = tuple[Shape, bool]  # and whether the step has adapters
+Kind = tuple[Shape, bool]  # shape, and whether the step has adapters
 
 
 class Captured(NamedTuple):
+    """Captured step: its CUDA graph with static inputs and outputs, and the graphs that sample its tokens."""
+
     graph: torch.cuda.CUDAGraph
-    told: Mapping[str, Tensor]  # its inputs, and those of CHOICE
-    empty: Arrays  # what it is told but for the block tables, of a step that is all nobody's
+    told: Mapping[str, Tensor]  # static inputs, with those of CHOICE
+    empty: Arrays  # host values of the inputs except the block tables, for a step of padding
     outputs: Outputs
     choices: Mapping[Cuts, torch.cuda.CUDAGraph]
 
 
 class StepGraphs:
-    """`max_blocks`: of the longest request, in a block table. `of_adapters`: what a step with adapters has beside the
-    usual inputs, by its numbers of tokens and logits; such steps are recorded apart. `num_groups`: cache groups, each
-    with a block table."""
+    """CUDA graphs of one executor. Owns the captured graphs and their static inputs.
+
+    `max_blocks` is the number of blocks of the longest request in a block table. `of_adapters` returns the additional
+    inputs of a step with adapters from its numbers of tokens and logits; such steps are captured separately.
+    `num_groups` is the number of cache groups, each of which has a block table.
+    """
 
     def __init__(
         self,
@@ -82,20 +89,20 @@ class StepGraphs:
         num_groups: int = 1,
     ):
         self._device, self._of_adapters, self._nobodys_slot = device, of_adapters, config.batch_size
-        self._width = max(max_blocks, TOKENS[-1] // MIN_BLOCK_SIZE)  # that nobody's request needs, too
+        self._width = max(max_blocks, TOKENS[-1] // MIN_BLOCK_SIZE)  # a padding row may hold TOKENS[-1] tokens
         self._table_names = [table_name(group) for group in range(num_groups)]
         is_used = config.use_cudagraph and device.type == "cuda"
         self._decodes = decode_shapes(config.cudagraph_capture_sizes, config.batch_size) if is_used else []
         self._prompts = prompt_shapes(config.batch_size, config.max_step_tokens) if is_used else []
         self._captured: dict[Kind, Captured] = {}
-        self._tables: Tensor | None = None  # block tables that the graphs read, which do not keep their inputs alive
-        self._mailbox: Mailbox  # of what is captured
+        self._tables: Tensor | None = None  # kept here, because the captured graphs do not keep their inputs alive
+        self._mailbox: Mailbox  # of the captured graphs
         self.null_block = 0
-        self.spans: SlotSpans | None = None  # of a graph that takes some
+        self.spans: SlotSpans | None = None  # only if the graph takes spans
 
     def shape_for(self, inputs: Arrays) -> Shape | None:
-        """Return that of the graph that takes a step with these inputs; None: it has to be launched op by op, as one
-        with the embeddings of prompt spans."""
+        """Return the shape of the graph that can run a step with these inputs. Return None if the step must be launched
+        op by op, which includes steps with embeddings of prompt spans."""
         if len(inputs.get(SPAN_EMBEDDINGS, ())):
             return None
         num_tokens, num_requests, num_logits = (
@@ -107,7 +114,8 @@ class StepGraphs:
         return shapes[at] if at < len(shapes) and num_logits <= shapes[at].num_logits else None
 
     def replay(self, inputs: Arrays, shape: Shape) -> Captured:
-        """With the outputs of shape.num_logits rows, overwritten by the next one."""
+        """Replay the graph of `shape` with these inputs. Its outputs have shape.num_logits rows and are overwritten by
+        the next replay."""
         captured = self._captured[shape, GROUPS in inputs]
         tables = [inputs[name] for name in self._table_names]
         num_padding = shape.num_tokens - len(inputs["token_ids"])
@@ -116,15 +124,19 @@ class StepGraphs:
         return captured
 
     def choose(self, captured: Captured, cuts: Cuts, num_tokens: int) -> Tensor:
-        """By what the last step was told: i32, on the host as soon as that has ended."""
+        """Replay the sampling of the last step. Return its tokens, i32, which are on the host as soon as it has
+        ended."""
         captured.choices[cuts].replay()
         return self._mailbox.answers(num_tokens)
 
     def capture(self, run: Run, last_tokens: Tensor | None, null_block: int, compiler: Compiler | None = None) -> None:
-        """Capture all graphs for the caches that are allocated now. `last_tokens`: by slot; None for a rank that never
-        chooses tokens. `compiler` compiles what they launch, in parallel."""
+        """Capture all graphs for the caches that are allocated now.
+
+        `last_tokens` are the last sampled tokens by slot, or None on a rank that never samples. `compiler` compiles the
+        kernels of these steps first, in parallel.
+        """
         self.null_block = null_block
-        shapes = sorted([*self._decodes, *self._prompts], reverse=True)  # others find room in the memory of the largest
+        shapes = sorted([*self._decodes, *self._prompts], reverse=True)  # the others reuse the memory of the largest
         if not shapes:
             return
         started, free = time.monotonic(), torch.cuda.mem_get_info(self._device)[0]
@@ -134,12 +146,12 @@ class StepGraphs:
         num_rows = most * len(self._table_names)
         tables = torch.full(
             (num_rows, self._width), null_block, dtype=torch.int32, device=self._device
-        )  # of all shapes
+        )  # shared by all shapes
         self._tables = tables
         num_numbers = max(sum([array.nbytes // 4 for array in step.values()]) for step in steps.values())
         mailbox = partial(Mailbox, IN_FLIGHT, num_numbers + tables.numel(), most, self._device)
         if compiler:
-            self._mailbox = mailbox()  # which counts the steps on both sides, and these are not launched
+            self._mailbox = mailbox()  # discarded: a mailbox counts steps, and these are not launched
             with compiler.recording():
                 self._record_all(run, steps, tables, last_tokens, None)
             compiler.compile()
@@ -151,7 +163,8 @@ class StepGraphs:
     def _record_all(
         self, run: Run, steps: Mapping[Kind, Arrays], tables: Tensor, last_tokens: Tensor | None, pool: Pool | None
     ) -> dict[Kind, Captured]:
-        """Without a `pool` everything is launched once, and nothing captured."""
+        """Capture all steps and the sampling of decode steps. Without a `pool`, launch each once and capture
+        nothing."""
         all_captured = {}
         for (shape, is_adapted), step in steps.items():
             captured = self._record(run, step, tables[: shape.num_requests * len(self._table_names)], pool)
@@ -195,20 +208,20 @@ class StepGraphs:
         return {cuts: self._graph_of(partial(choose, cuts), pool)[0] for cuts in CUTS}
 
     def _graph_of(self, run: Callable[[], Made], pool: Pool | None) -> tuple[torch.cuda.CUDAGraph, Made]:
-        made, graph = run(), torch.cuda.CUDAGraph()  # libraries set something up at the first call
+        made, graph = run(), torch.cuda.CUDAGraph()  # the first call lets libraries initialize
         torch.cuda.synchronize(self._device)
         if pool is None:
             return graph, made
-        with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):  # NCCL has a thread
+        with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):  # NCCL has a thread of its own
             made = run()
         return graph, made
 
     def _stacked(self, tables: Sequence[np.ndarray], num_requests: int, num_padding: int = 0) -> np.ndarray:
-        """Return the block tables of all groups, one below the other, each filled up to `num_requests` rows and to the
-        width of the first with the block that padding writes to.
+        """Return the block tables of all groups, one below the other, each padded to `num_requests` rows and to the
+        width of the first with the null block.
 
-        With several groups, a row of padding may be that of a request in another shape, so that it must hold all
-        `num_padding` tokens: what lies behind it on the device are the request's blocks.
+        With several groups, a padding row may be at the place of a request's row in another shape. It must then hold
+        all `num_padding` tokens, because the device still has that request's blocks in the columns after it.
         """
         parts, width = [], tables[0].shape[1]
         if len(tables) > 1:
@@ -226,7 +239,8 @@ class StepGraphs:
 
 
 def empty_step(shape: Shape, nobodys_slot: int) -> Arrays:
-    """One whose tokens are all nobody's: in a decode step one of each request, else all of the last request."""
+    """Build a step of padding tokens with the shape of a captured step: one token for each request in a decode step,
+    otherwise all of them in the last request."""
     num_tokens, num_requests, num_logits = shape
     starts = np.arange(num_requests + 1) if shape.is_decode else np.zeros(num_requests + 1)
     arrays: Arrays = {}
@@ -240,15 +254,19 @@ def empty_step(shape: Shape, nobodys_slot: int) -> Arrays:
 
 
 def untold(inputs: Arrays, empty: Arrays) -> Arrays:
-    """What a recorded step is not told of `inputs`: what it has no place for, or not for so many rows."""
+    """Return the `inputs` that a captured step cannot take: those that it lacks, or whose last axis is too long for
+    it."""
     return {
         name: array for name, array in inputs.items() if name not in empty or array.shape[-1] > empty[name].shape[-1]
     }
 
 
 def filled_up(inputs: Arrays, empty: Arrays) -> list[np.ndarray]:
-    """Return all that a step is told, `empty` but for what `inputs` has, as i32 of one axis. What is missing is missing
-    at the end of the last axis."""
+    """Return all static inputs of a captured step as flat i32 arrays, in the order of `empty`.
+
+    The values are those of `inputs`, padded at the end of the last axis with those of `empty`. An input that is missing
+    or too long takes the value of `empty`.
+    """
     parts = []
     for name, whole in empty.items():
         array = inputs.get(name, whole)
@@ -265,7 +283,7 @@ def filled_up(inputs: Arrays, empty: Arrays) -> list[np.ndarray]:
 
 
 def apart(numbers: Tensor, step: Arrays) -> dict[str, Tensor]:
-    """Return each array of the step from all of them together."""
+    """Return views of the packed `numbers` as the arrays of the step, by name."""
     parts = numbers.split([array.nbytes // 4 for array in step.values()])
     return {
         name: part.view(DTYPES.get(name, torch.int32)).view(array.shape)
@@ -274,13 +292,17 @@ def apart(numbers: Tensor, step: Arrays) -> dict[str, Tensor]:
 
 
 def decode_shapes(sizes: str, batch_size: int) -> list[Shape]:
-    """Of the sizes up to `batch_size`, and of that one where a larger size is listed."""
+    """Return the shapes of the listed sizes, each limited to `batch_size`."""
     wanted = {min(int(size), batch_size) for size in sizes.split(",")}
     return [Shape(size, size, size) for size in sorted(wanted)]
 
 
 def prompt_shapes(batch_size: int, max_tokens: int) -> list[Shape]:
-    """One request more than there can be, which is nobody's; never as many as tokens."""
+    """Return the shapes of steps with prompts, with at most `max_tokens` tokens.
+
+    Each has one more request than a batch can have, for padding. The number of requests never equals that of tokens,
+    which marks a decode step.
+    """
     shapes = []
     for num_tokens in TOKENS:
         num_requests = batch_size + 1 + (batch_size + 1 == num_tokens)

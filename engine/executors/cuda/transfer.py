@@ -1,4 +1,5 @@
-"""Arrays between host and device: all that a step needs in one copy, what it gives in another. Knows no model."""
+"""Transfers between host and device: all inputs of a step in one copy, and its results in others. Independent of the
+model."""
 
 from __future__ import annotations
 
@@ -9,13 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Unsigned numbers arrive as the signed ones with the same bits. Those of 8 bytes first, so that all lie where they may.
+# Unsigned integers arrive as signed ones with the same bits. Types of 8 bytes come first, for their alignment.
 DTYPES = {torch.int64: ("int64", "uint64"), torch.float32: ("float32",), torch.int32: ("int32", "uint32")}
-IN_FLIGHT = 2  # steps at most that were launched and are not known to have ended
+IN_FLIGHT = 2  # maximum number of launched steps that are not known to have ended
 
 
 class Uploads:
-    """Packs arrays into one of `IN_FLIGHT` pinned buffers, which take turns, and copies that to the device."""
+    """Uploads to one device. Packs arrays into one of `IN_FLIGHT` pinned buffers, which take turns, and copies that
+    buffer."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -23,7 +25,7 @@ class Uploads:
         self._turn = 0
 
     def send(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-        """By name. The arrays may change afterwards."""
+        """Copy the arrays to the device and return the tensors by name. The caller may change the arrays afterwards."""
         dtypes = {name: array.dtype.name for name, array in arrays.items()}
         groups = [[name for name, dtype in dtypes.items() if dtype in those] for those in DTYPES.values()]
         parts = [np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8) for name in chain(*groups)]
@@ -48,7 +50,8 @@ class Uploads:
 
 
 class Download:
-    """Pinned tensors that what was begun so far writes. Even of none, `wait` waits for all that."""
+    """Pinned tensors that the work launched so far writes. `wait` waits for all of that work, even without any
+    tensors."""
 
     def __init__(self, hosts: Mapping[str, Tensor], device: torch.device):
         self._hosts = hosts
@@ -58,6 +61,7 @@ class Download:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], device: torch.device) -> Download:
+        """Start to copy the tensors to the host."""
         is_gpu = device.type == "cuda"
         hosts = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_gpu).copy_(tensor, non_blocking=True)
@@ -66,6 +70,7 @@ class Download:
         return cls(hosts, device)
 
     def wait(self) -> dict[str, np.ndarray]:
+        """Wait for the work and return the arrays by name."""
         if self._done:
             self._done.synchronize()
         return {name: host.numpy() for name, host in self._hosts.items()}

@@ -1,6 +1,5 @@
-"""Steps that together launch every kernel that a request can reach. They run before the server is ready, so that no
-request waits for a compiler or for what a library sets up at its first call. Independent of torch.
-"""
+"""Warm-up steps that together launch every kernel that a request can reach. They run before the server is ready, so
+that no request waits for a compiler or for what a library sets up at its first call. Independent of torch."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ class StepLimits(NamedTuple):
     """Bounds of a step: what the cache and the settings allow."""
 
     max_tokens: int  # of one step
-    max_context: int  # tokens of one request, also what the blocks of the cache hold
+    max_context: int  # tokens of one request, limited by the blocks of the cache
     max_requests: int
     block_size: int
     max_prompt_logits: int  # tokens of a step whose logits may be reported
@@ -69,6 +68,8 @@ def _sizes(most: int) -> list[int]:
 
 
 class _Builder:
+    """Builder of batches within the limits of a step."""
+
     def __init__(self, limits: StepLimits):
         self._limits = limits
 

@@ -1,4 +1,4 @@
-"""The parameters of a graph on the device: copied from the mapped file, or drawn there where there is none."""
+"""Parameters of a graph on the device: copied from the mapped file, or drawn at random where there is none."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from torch import Tensor
 from engine.graph import Graph, Value
 from engine.ops import cuda
 
-CHUNK = 16 << 20  # bytes on their way at a time, of each reader
-NUM_READERS = 4  # a disk is faster when it is asked for several things
+CHUNK = 16 << 20  # bytes that each reader copies at a time
+NUM_READERS = 4  # a disk is faster with several requests in flight
 DRAWN_WIDTH = 0.02  # standard deviation
-CODES_WIDTH = {torch.int8: 73.3, torch.uint8: 4.61}  # of codes of 8 and of 4 bits that are all equally likely
+CODES_WIDTH = {torch.int8: 73.3, torch.uint8: 4.61}  # standard deviation of uniform codes of 8 and 4 bits
 
 
 def load(graph: Graph, params: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
-    """`params`: the mapped file's, by name. Each byte is read once, through pinned memory where the device is a GPU."""
+    """Copy the parameters to the device. `params` are the arrays of the mapped file, by name. Each byte is read once,
+    through pinned memory on a GPU."""
     tensors = {name: _empty(value, device) for name, value in graph.parameters.items()}
     copy = _Copy(device)
     pieces = [
@@ -35,7 +36,7 @@ def load(graph: Graph, params: Mapping[str, np.ndarray], device: torch.device) -
 
 
 def draw(graph: Graph, constants: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
-    """Random matrices or codes, norms of ones; `constants` are what they are."""
+    """Draw random matrices or codes and set norms to one, biases to zero. `constants` keep their values."""
     generator = torch.Generator(device).manual_seed(0)
     floats = {node.inputs[1].id for node in graph.nodes if node.op == "linear_fp8" and node.inputs[1]}
     tensors = {}
@@ -66,7 +67,7 @@ def num_bytes(graph: Graph) -> int:
 
 
 class _Copy:
-    """Bytes to the device. Each call has a pinned buffer and a stream of its own while it runs."""
+    """Copies bytes to the device. Each call owns a pinned buffer and a stream while it runs."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -79,7 +80,7 @@ class _Copy:
     def __call__(self, target: Tensor, source: np.ndarray) -> None:
         buffer, stream = self._free.get()
         buffer.numpy()[: len(source)] = source
-        with torch.cuda.stream(stream):  # does nothing without one
+        with torch.cuda.stream(stream):  # without a stream this has no effect
             target.copy_(buffer[: len(source)], non_blocking=True)
         if stream:
             stream.synchronize()
@@ -87,7 +88,7 @@ class _Copy:
 
 
 def _as_the_ops_want_them(graph: Graph, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """torch adds a bias of the product's own type; codes are packed."""
+    """Pack quantization codes, and convert biases of linear layers to the dtype of the product, as the ops expect."""
     names = {value.id: name for name, value in graph.parameters.items()}
     for node in graph.nodes:
         if pack := cuda.packer(node.op):
