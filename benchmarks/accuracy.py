@@ -1,9 +1,9 @@
-"""What fewer bits cost: `python -m benchmarks.accuracy [CHECKPOINT]`, the bundled model if none is given.
+"""Cost of quantization in accuracy: `python -m benchmarks.accuracy [CHECKPOINT]`, by default of the bundled model.
 
-For every way to store the weights, and for a KV cache of 8 bits: how far the distribution of the next token is from
-that of float32 (the KL divergence in nats, on average and at its 99th percentile), how often the likeliest token is
-another one, and the perplexity, all of the bundled questions with their answers; how many of the 50 are answered word
-for word. Any other checkpoint reads random tokens. The last line of the output is JSON.
+For every weight format, and for an 8-bit KV cache, the benchmark reports how far the distribution of the next token is
+from that of float32 (KL divergence in nats, mean and 99th percentile), how often the most likely token differs, and the
+perplexity, all on the bundled questions with their answers, and how many of the 50 questions are answered word for
+word. Any other checkpoint reads random tokens. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def random_texts(vocab_size: int) -> list[Tokens]:
 
 
 def logprobs(graph_dir: Path, texts: list[Tokens]) -> Iterator[np.ndarray]:
-    """Of every token that could follow, after each token of a text."""
+    """Yield for each text the log-probabilities of the next token after each of its tokens, f64 [T, V]."""
     graph, params = load(graph_dir)
     model = Manifest.read(graph_dir)
     for token_ids in texts:

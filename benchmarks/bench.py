@@ -1,12 +1,12 @@
-"""How fast is it: the engine alone, then the whole server over HTTP. `make bench`, or
+"""Throughput and latency of the engine alone, then of the whole server over HTTP: `make bench`, or
 
     python -m benchmarks.bench --shape qwen2.5-0.5b --cases 1x128x64 8x128x64 32x128x64 --streams 1 8 32
 
-A case is REQUESTS x PROMPT_LEN x ANSWER_LEN in tokens, all given at once: prefill ends when every request has its first
-token, decode is what follows. Through HTTP every stream is one client that streams an answer of the first case's
-lengths; with --arrivals they come one by one, so many a second on average (a Poisson process). Each figure is the
-median of --repeats runs after one warm-up. On a GPU `--load-format dummy` draws the weights there. The last line of the
-output is JSON.
+A case is REQUESTS x PROMPT_LEN x ANSWER_LEN in tokens, all requests submitted at once: prefill ends when every request
+has its first token, decode is the rest. Over HTTP every stream is one client that streams an answer with the lengths of
+the first case; with --arrivals the clients arrive one by one at this average rate per second (a Poisson process). Each
+figure is the median of --repeats runs after one warm-up. On a GPU, `--load-format dummy` draws random weights there.
+The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from engine.garbage import collect_garbage_seldom
 from engine.settings.config import Config
 
 MAX_TOKENS_IN_STEP = 4096
-Case = tuple[int, int, int]  # requests, and the tokens of each prompt and answer
+Case = tuple[int, int, int]  # number of requests, tokens of each prompt, tokens of each answer
 
 
 def case_of(text: str) -> Case:
@@ -91,7 +91,7 @@ def run_case(loop: EngineLoop, vocab_size: int, case: Case) -> dict[str, float]:
 
 
 async def one_stream(session: aiohttp.ClientSession, url: str, body: dict, delay: float) -> tuple[float, list[float]]:
-    """When it started, and when each response arrived."""
+    """Stream one answer. Return when the request started and when each response arrived, in seconds."""
     await asyncio.sleep(delay)
     started, arrivals, last = time.perf_counter(), [], b""
     async with session.post(url, json=body) as response:
@@ -104,12 +104,12 @@ async def one_stream(session: aiohttp.ClientSession, url: str, body: dict, delay
 
 
 async def run_streams(port: int, prompts: list[list[int]], answer_len: int, rate: float) -> dict[str, float]:
-    """All begin at once, or `rate` a second where that is not 0."""
+    """Run one stream for each prompt, all at once, or with `rate` arrivals per second if it is not 0."""
     gaps = np.random.default_rng(1).exponential(1 / rate if rate else 0, len(prompts))
     url = f"http://127.0.0.1:{port}/v1/completions"
     timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-        # Native: it also streams tokens that have no text, as many of a random model's have.
+        # The native API also streams tokens without text, which are frequent in the answers of a random model.
         bodies = [
             {"input_ids": ids, "max_dec_len": answer_len, "ignore_eos": True, "temperature": 0, "stream": True}
             for ids in prompts
@@ -120,7 +120,7 @@ async def run_streams(port: int, prompts: list[list[int]], answer_len: int, rate
     ended = max(arrivals[-1] for _, arrivals in streams)
     waits = {
         "ttft": [arrivals[0] - begin for begin, arrivals in streams],
-        "itl": [gap for _, arrivals in streams for gap in np.diff(arrivals)] or [0.0],  # one response may bring all
+        "itl": [gap for _, arrivals in streams for gap in np.diff(arrivals)] or [0.0],  # one response may have all
     }
     shown = {f"{name}_p{q}_ms": 1e3 * float(np.percentile(waits[name], q)) for name in waits for q in (50, 99)}
     return {"output_tok_s": len(prompts) * answer_len / (ended - started), **shown}
@@ -141,7 +141,7 @@ def measure_http(graph_dir: Path, streams: list[int], case: Case, repeats: int, 
 
 
 def settings_for(graph_dir: Path, batch_size: int) -> dict[str, str]:
-    """Of a server that is to be as fast as it can, for so many streams."""
+    """Return the settings of a server for maximum throughput with `batch_size` streams."""
     most = {"BATCH_SIZE": str(batch_size), "MAX_CACHED_TASK_NUM": str(batch_size)}
     most |= {"MAX_NUM_BATCHED_TOKENS": str(MAX_TOKENS_IN_STEP), "ENABLE_PREFIX_CACHING": "0"}
     return {"MODEL_DIR": str(graph_dir), **most}

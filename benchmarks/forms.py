@@ -1,10 +1,10 @@
-"""What answers of a given form cost the steps of a large vocabulary: masks, grammars, compiling.
+"""Cost of structured output per step with a large vocabulary: masks, grammars and compilation.
 
     python -m benchmarks.forms
 
-32 answers to one schema and 151,936 made-up words; tokens are chosen at random among those allowed. Milliseconds a step
-of 32, with the worker process that computes them. Masks are made while the step runs, the rest before it. The last line
-is JSON.
+32 requests follow one schema over a synthetic vocabulary of 151,936 words; tokens are sampled at random among the
+allowed ones. Times are milliseconds per step of 32 requests, including the worker process that computes them. Masks are
+computed while the step runs, everything else before it. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ SCHEMA = {
 
 
 class Words:
-    """Bytes, words with and without a space before them, Chinese, numbers, the signs of JSON in all combinations."""
+    """Synthetic tokenizer: bytes, words with and without a leading space, Chinese, numbers and combinations of JSON's
+    punctuation."""
 
     eos_token_ids = (EOS_ID,)
     special_ids = frozenset(eos_token_ids)
@@ -67,7 +68,7 @@ class Words:
         return self._words[token_id]
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The longest word each time."""
+        """Return the token ids of `text`, taking the longest matching word each time."""
         data, token_ids = text.encode(), []
         while data:
             size = next(size for size in range(12, 0, -1) if data[:size] in self._ids)
@@ -77,7 +78,7 @@ class Words:
 
 
 def main() -> None:
-    from benchmarks.forms import Words as Imported  # another process cannot import what __main__ has
+    from benchmarks.forms import Words as Imported  # a worker process cannot import classes from __main__
 
     grammars = GrammarPool(Imported, VOCAB_SIZE)  # type: ignore[arg-type]
     grammars.wait_until_loaded()

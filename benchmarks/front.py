@@ -1,11 +1,11 @@
-"""What the way to the clients costs: streams of tokens through the whole server, and the time each process computes.
+"""Cost of the path to the clients: streams of tokens through the whole server, and the CPU time of each process.
 
     python -m benchmarks.front --model-dir demo_model --streams 32 256
 
 Every stream is one client that streams an answer over gRPC (`--protocol http`: over HTTP); all begin at once. Figures
-are the medians of --repeats runs after a warm-up: tokens and responses a second, and for each process of the server and
-this client the microseconds it has computed for a response, which another load of the machine changes little. The last
-line is JSON.
+are medians of --repeats runs after a warm-up: tokens and responses per second, and for each process of the server and
+for this client the CPU time per response in microseconds, which other load on the machine hardly changes. The last line
+is JSON.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def body_of(index: int, prompt_len: int, answer_len: int) -> dict[str, Any]:
 
 
 async def over_grpc(port: int, bodies: list[dict[str, Any]]) -> int:
-    """The number of responses."""
+    """Stream all answers over gRPC. Return the number of responses."""
     options = [("grpc.use_local_subchannel_pool", 1)]
     channels = [
         grpc.aio.insecure_channel(f"127.0.0.1:{port}", options) for _ in range(-(-len(bodies) // STREAMS_PER_CHANNEL))
@@ -59,6 +59,7 @@ async def over_grpc(port: int, bodies: list[dict[str, Any]]) -> int:
 
 
 async def over_http(port: int, bodies: list[dict[str, Any]]) -> int:
+    """Stream all answers over HTTP. Return the number of responses."""
     url = f"http://127.0.0.1:{port}/v1/completions"
     timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
@@ -73,7 +74,7 @@ async def over_http(port: int, bodies: list[dict[str, Any]]) -> int:
 
 
 def cpu_seconds(server: Server) -> dict[str, float]:
-    """Of each of its processes so far."""
+    """Return the CPU seconds that this client and each process of the server have used so far, by name."""
     state = server.run_dir.read_state()
     assert state
     spent = {"client": sum(os.times()[:2])}

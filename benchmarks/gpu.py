@@ -1,12 +1,12 @@
-"""How fast is the engine on one GPU, or with --mp-num on several: `make bench-gpu`, or
+"""Throughput of the engine on one GPU, or with --mp-num on several: `make bench-gpu`, or
 
     python -m benchmarks.gpu llama-3-8b --quant weight_only_int4 --decode 1 8 64 256 --prefill 1x8192 64x128
 
-The model is an exported one, or a shape, which is exported without weights first (LOAD_FORMAT=dummy). Decode is the
-steady state: so many requests, each with a context of --context tokens, all in every step. The limit is the time to
-read all weights and the cache once at the speed at which this GPU sums up numbers. Busy is the share of the time in
-which a kernel runs, by torch's profiler, whose longest kernels are shown with --kernels. Of several ranks both are of
-the first, which reads its share. The last line of the output is JSON.
+The model is an exported one, or a shape, which is first exported without weights (LOAD_FORMAT=dummy). Decode is
+measured in the steady state: the given number of requests, each with a context of --context tokens, all in every step.
+The limit is the time to read all weights and the cache once at the bandwidth at which this GPU sums numbers. Busy is
+the share of the time in which a kernel runs, by torch's profiler, whose longest kernels are shown with --kernels. With
+several ranks both are those of the first rank, which reads its own shard. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Bench:
         self.num_blocks = allocate_cache(self.executor, config, self.model.max_seq_len)
         self.token_bytes = self.executor.block_bytes / self.executor.block_size
         self.bandwidth = bandwidth()
-        self.num_waiting = 0  # beside those that decode
-        self.adapters: list[Adapter] = [()]  # of requests, by turns
+        self.num_waiting = 0  # requests that wait in addition to those that decode
+        self.adapters: list[Adapter] = [()]  # assigned to the requests in turn
 
     def begin(self, num_requests: int, prompt_len: int, answer_len: int, **sampling: Any) -> EngineLoop:
         rng = np.random.default_rng(0)
@@ -73,7 +73,7 @@ class Bench:
         return loop
 
     def prefill(self, num_requests: int, prompt_len: int, kernels: int) -> float:
-        """Prompt tokens a second until each request has its first token."""
+        """Return the prompt tokens per second until each request has its first token."""
         rates = []
         for _ in range(4):
             loop = self.begin(num_requests, prompt_len, 1)
@@ -126,7 +126,7 @@ def exported(
     num_ranks: int = 1,
     max_seq_len: int = MAX_SEQ_LEN,
 ) -> Path:
-    """In build/bench, where a shape is kept once it has been exported."""
+    """Return the folder of the exported model. A shape is exported once and kept in build/bench."""
     if model not in SHAPES:
         return Path(model)
     folder, ends = Path("build/bench") / f"{model}-shape", [quant_type] * (quant_type != "none") + ["c8"] * int8_cache
@@ -160,7 +160,7 @@ def with_adapters(bench: Bench, model_dir: Path, args: argparse.Namespace) -> di
 
 
 def random_adapters(folder: Path, model_dir: Path, count: int) -> list[Adapter]:
-    """The same numbers with another scale each, so that they are written once."""
+    """Make `count` adapters that share one file of numbers, each with a different scale."""
     first = make_adapter(folder / "0", model_dir, LORA_RANK, 0)
     adapters = [first]
     for number in range(1, count):
@@ -179,7 +179,7 @@ def run_to_end(loop: EngineLoop) -> None:
 
 
 def bandwidth() -> float:
-    """Bytes a second of a sum over 4 GB."""
+    """Return the bandwidth of a sum over 4 GiB, in bytes per second."""
     numbers = torch.zeros(1 << 31, dtype=torch.bfloat16, device="cuda")
     times = []
     for _ in range(6):
@@ -193,7 +193,8 @@ def bandwidth() -> float:
 
 
 def busy_share(profile: torch.profiler.profile, num_steps: int, num_shown: int) -> float:
-    """Of the time from the first kernel to the last; prints the kernels that take longest."""
+    """Return the share of the time from the first kernel to the last in which a kernel runs. Print the kernels that
+    take longest."""
     spans = [
         (event.time_range.start, event.time_range.end, event.name)
         for event in profile.events()

@@ -1,8 +1,9 @@
-"""What the sums of several GPUs cost: `python -m benchmarks.gpu_group --ranks 2 --width 4096`.
+"""Cost of all-reduce over several GPUs: `python -m benchmarks.gpu_group --ranks 2 --width 4096`.
 
-A process for each GPU; sums of [rows, width] in bf16 by each of the ways that `engine.ops.cuda.group` has, whether or
-not it would take it for so many rows, and the sum with the norm that follows it; then shares of float32 logits put
-together. Microseconds inside a CUDA graph, the median of the first rank's. The last line is JSON.
+One process for each GPU. The benchmark times all-reduce of [rows, width] in bf16 by each method of
+`engine.ops.cuda.group`, whether or not the group would select it for this number of rows, all-reduce with the norm that
+follows it, and the gathering of float32 logits. Times are microseconds inside a CUDA graph, the median of the first
+rank. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from engine.ops.cpu.group import Membership
 from engine.ops.cuda import group, packets
 from engine.ops.cuda.norms import add_rms_norm
 
-CALLS, ROUNDS = 20, 15  # of a graph; of which the median is taken
+CALLS, ROUNDS = 20, 15  # calls in a graph; replays, of which the median is taken
 
 
 def microseconds(run: Callable[[], object]) -> float:
@@ -46,7 +47,7 @@ def microseconds(run: Callable[[], object]) -> float:
 
 
 def ways(x: Tensor) -> dict[str, Callable[[], object]]:
-    """Of adding up x, which has as many bytes as a way takes."""
+    """Return the methods of all-reduce that can be used for x, by name."""
     joined, residual, weight = group._joined, x.clone(), torch.ones(x.shape[1], device=x.device)
     assert joined
     found: dict[str, Callable[[], object]] = {"nccl": lambda: dist.all_reduce(x)}
@@ -95,7 +96,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--vocab", type=int, default=128256)
-    parser.add_argument("--rank-and-file", type=int, nargs=2, help=argparse.SUPPRESS)  # of the other processes
+    parser.add_argument("--rank-and-file", type=int, nargs=2, help=argparse.SUPPRESS)  # of child processes
     args = parser.parse_args()
     rank, meeting_fd = args.rank_and_file or (0, os.memfd_create("meeting"))
     others = []

@@ -1,8 +1,8 @@
-"""What ranks cost one another on this machine: `python -m benchmarks.group`.
+"""Cost of communication between CPU ranks on this machine: `python -m benchmarks.group`.
 
-Sums of usual shapes over 2 and 4 processes of one thread each, and the products of a decode step of Qwen2.5-0.5B with
-its sums, done by ranks of one thread and by one process with two. Medians over rounds of medians, and the lowest of
-them. A table, then one line of JSON.
+All-reduce of usual shapes over 2 and 4 processes with one thread each, and the matrix products of a decode step of
+Qwen2.5-0.5B with their all-reduces, computed by ranks with one thread and by one process with two. Figures are medians
+over rounds of medians, and their minimum: a table, then one line of JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.ops import cpu
 from engine.ops.cpu import group
 
 SHAPES = [(1, 896), (8, 896), (32, 896), (256, 896), (1, 4096)]
-SPLIT_BY_COLUMNS = ("o", "down")  # of the weight: each rank reads a part of the input; a sum follows
+SPLIT_BY_COLUMNS = ("o", "down")  # each rank reads a part of the input; all-reduce follows
 
 
 def bench_sum(shape: tuple[int, int]) -> float:
@@ -37,7 +37,7 @@ def bench_sum(shape: tuple[int, int]) -> float:
 
 
 def bench_step(num_ranks: int, tokens: int) -> float:
-    """Median time of all layers' products, with the sums after those that need one."""
+    """Return the median time in seconds of all layers' matrix products, with the all-reduces that they need."""
     all_reduce = cpu.c_library().llm_all_reduce
     layer = []
     for name, (num_out, width) in LINEARS.items():

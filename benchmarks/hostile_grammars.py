@@ -1,5 +1,5 @@
-"""Grammars that harm a server which compiles and follows them in its engine. Each is another one each time, so that it
-is not refused because it is known."""
+"""Grammars that harm a server which compiles and follows them in its engine process. Each call returns a different
+grammar, so that the server does not refuse it because it is known."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ Rng = random.Random
 
 
 def _large_multiple(rng: Rng) -> Fields:
-    """Minutes and gigabytes to compile."""
+    """Return a schema that takes minutes and gigabytes to compile."""
     return {"guided_json": {"type": "integer", "multipleOf": rng.randrange(10**6, 10**7) | 1}}
 
 
 def _product(rng: Rng) -> Fields:
-    """A second to compile."""
+    """Return a schema that takes a second to compile."""
     return {"guided_json": {"type": "integer", "multipleOf": rng.randrange(60_000, 99_991) | 1, "minimum": 3}}
 
 
 def _range_near_the_limit(rng: Rng) -> Fields:
-    """Crashes the library."""
+    """Return a schema that crashes the grammar library."""
     low = -(2**63) + rng.randrange(100)
     return {"guided_json": {"anyOf": [{"type": "integer", "minimum": low, "maximum": low + 8}]}}
 
 
 def _ambiguous(rng: Rng) -> Fields:
-    """Compiled in milliseconds; after some tokens each takes a second to follow."""
+    """Return a grammar that compiles in milliseconds, but takes a second for each token after some tokens."""
     return {"guided_grammar": f"root ::= [^\\n]{{1,{rng.randrange(10**4, 10**6)}}} [^\\n]* [^\\n]{{1,}} | root{{2}}"}
 
 
 def _recursive(rng: Rng) -> Fields:
-    """The same."""
+    """Return a recursive grammar that compiles in milliseconds, but takes a second for each token after some tokens."""
     return {"guided_grammar": f"root ::= root{{1,}} root? | [\\x00-\\x7F]{{0,{rng.randrange(1000, 9000)}}}"}
 
 
@@ -83,5 +83,5 @@ KINDS: tuple[Callable[[Rng], Fields], ...] = (
 
 
 def hostile_grammar(rng: Rng) -> Fields:
-    """Return the native field of a request that asks for one."""
+    """Return the native field of a request with a random hostile grammar."""
     return rng.choice(KINDS)(rng)

@@ -1,7 +1,7 @@
-"""How far the CPU kernels are from what the machine can do: `python -m benchmarks.kernels`.
+"""Efficiency of the CPU kernels relative to the machine's limits: `python -m benchmarks.kernels`.
 
-Shapes are those of Qwen2.5-0.5B. Times are the median of several runs over weights that do not fit in a
-cache. A table for people, then one line of JSON.
+Shapes are those of Qwen2.5-0.5B. Times are medians of several runs over weights that do not fit in a cache. The output
+is a table, then one line of JSON.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def random_f32(*shape: int) -> np.ndarray:
 
 
 def seconds(run, repeats: int) -> float:
-    """Median time of a call; the first is not counted."""
+    """Return the median time of a call in seconds. The first call is not counted."""
     run()
     times = []
     for _ in range(repeats):
@@ -61,7 +61,8 @@ def limits_library() -> ctypes.CDLL:
 
 
 def measured_limits(threads: int) -> tuple[float, float]:
-    """bf16 FLOP/s and bytes/s read by all threads, just now: machines drift."""
+    """Measure bf16 FLOP/s and the bytes/s that all threads read. Measure this close to a benchmark, because machines
+    drift."""
     lib, data = limits_library(), large_pages(1 << 29)
     data[:] = 1
     flops = max(lib.peak_bf16_flops(threads, ctypes.c_int64(10_000_000)) for _ in range(3))
@@ -70,7 +71,7 @@ def measured_limits(threads: int) -> tuple[float, float]:
 
 
 def in_large_pages(array: np.ndarray) -> np.ndarray:
-    """As the engine has what goes from op to op."""
+    """Copy the array into large pages, where the engine keeps its activations."""
     copy = large_pages(array.nbytes)[: array.nbytes].view(array.dtype).reshape(array.shape)
     copy[:] = array
     return copy
@@ -82,7 +83,7 @@ def prepared(op: str, inputs: list, y: np.ndarray, attributes: dict | None = Non
 
 
 def packed(op: str, rows: np.ndarray) -> np.ndarray:
-    """As the engine has what `op` multiplies with."""
+    """Return the weight `rows` in the layout that the engine uses for `op`."""
     ops = cpu.load()
     if not (num_bytes := ops.packed_bytes(op, rows.shape, rows.itemsize)):
         return rows
@@ -94,7 +95,7 @@ def packed(op: str, rows: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def weights_of(name: str, op: str) -> list[tuple[np.ndarray, np.ndarray | None]]:
-    """With their scales; as many layers as it takes to leave no weight in a cache."""
+    """Return the weights with their scales, of as many layers as needed to keep them out of the caches."""
     num_out, width = LINEARS.get(name, (VOCAB, HIDDEN))
     copies = 1 if name == "logits" else LAYERS
     if op == "linear":
@@ -107,11 +108,15 @@ def weights_of(name: str, op: str) -> list[tuple[np.ndarray, np.ndarray | None]]
 
 
 def bench_linear(name: str, op: str, tokens: int, limits: tuple[float, float]) -> dict:
-    """Limit: the reading of the weight, or products and sums; of bytes with bytes in half the time of bf16."""
+    """Measure a linear op.
+
+    The limit is the larger of the times to read the weight and to compute the products; int8 products take half the
+    time of bf16 products.
+    """
     num_out, width = LINEARS.get(name, (VOCAB, HIDDEN))
     x, y = (in_large_pages(array) for array in (random_f32(tokens, width), np.zeros((tokens, num_out), np.float32)))
     weights = weights_of(name, op)
-    # Into the same memory: fresh memory for the outputs would be part of the time.
+    # All calls write to the same memory, because fresh memory for the outputs would add to the time.
     calls = [prepared(op, [x, weight, *([] if scale is None else [scale])], y) for weight, scale in weights]
 
     def run():
@@ -126,7 +131,7 @@ def bench_linear(name: str, op: str, tokens: int, limits: tuple[float, float]) -
 
 
 def bench_attention(requests: int, tokens: int, context: int, bits: int, limits: tuple[float, float]) -> dict:
-    """Limit: the reading of keys and values, or products and sums."""
+    """Measure attention. The limit is the larger of the times to read keys and values and to compute the products."""
     blocks, rows = -(-(context + tokens) // 64), requests * tokens
     made = {8: to_cached_int8, 16: to_bf16}[bits](random_f32(requests * blocks, 2, KV_HEADS, 64, HEAD_DIM))
     caches = [made.copy() for _ in range(4)]
@@ -173,7 +178,7 @@ def sampling_cases(rows: int) -> dict[str, SamplingRows]:
 
 
 def cases() -> Iterator[tuple[str, Callable[[tuple[float, float]], dict]]]:
-    """How its name begins, and what measures it."""
+    """Yield the beginning of each case's name and the function that measures it."""
     for op in OPS:
         weights_of.cache_clear()
         for tokens in (1, 2, 4, 8, 32, 128, 1024):
@@ -188,7 +193,7 @@ def cases() -> Iterator[tuple[str, Callable[[tuple[float, float]], dict]]]:
 
 
 def small_cases() -> Iterator[tuple[str, Callable[[], object], int]]:
-    """And the bytes that each reads and writes."""
+    """Yield the name of each small case, the function to time, and the bytes that it reads and writes."""
     for tokens in (1, 32, 1024):
         x, weight, wide = random_f32(tokens, HIDDEN), random_f32(HIDDEN), random_f32(tokens, 2 * FFN)
         norm = functools.partial(cpu.add_rms_norm, x, x.copy(), weight, epsilon=1e-6)

@@ -1,9 +1,10 @@
-"""What adapters cost: decode and prefill without, with one for all requests, and with a different one for each up to 8.
+"""Cost of LoRA adapters: prefill and decode without one, with one for all requests, and with a different one for each
+of up to 8.
 
     python -m benchmarks.loras [--rank 16] [--rounds 5]
 
-Random weights in the shape of Qwen2.5-0.5B, adapters for all its linear layers; by turns, median of the rounds. The
-last line is JSON.
+Random weights in the shape of Qwen2.5-0.5B, with adapters for all its linear layers. The variants run in turn; figures
+are medians of the rounds. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ MOST = 8
 
 
 def run_once(loop: EngineLoop, vocab_size: int, adapters: list[tuple[str, ...]]) -> tuple[float, float]:
-    """Seconds until all have their first token, and from there on; a request for each of `adapters`."""
+    """Run one request for each of `adapters`. Return the seconds until all have their first token, and the seconds
+    after that."""
     rng, sampling = np.random.default_rng(0), Sampling(ANSWER_LEN, temperature=0)
     for index, adapter in enumerate(adapters):
         ids = prompt_ids(rng, vocab_size, PROMPT_LEN)
@@ -76,7 +78,7 @@ def main() -> None:
             kinds: dict[str, list[Adapter]] = {"none": [()], "one": adapters[:1], "each": adapters[: min(count, MOST)]}
             asked = {kind: [some[at % len(some)] for at in range(count)] for kind, some in kinds.items()}
             runs = []
-            for turn in range(args.rounds + 1):  # each comes first in its turn
+            for turn in range(args.rounds + 1):  # the variants rotate, so that each comes first once
                 order = [*kinds][turn % 3 :] + [*kinds][: turn % 3]
                 runs.append({kind: run_once(loop, model.vocab_size, asked[kind]) for kind in order})
             for kind in kinds:

@@ -1,9 +1,9 @@
-"""What a step costs beside its graph: scheduling, the graph's inputs, the sampler's rows, entering the tokens.
+"""Overhead of a step besides its graph: scheduling, graph inputs, sampling rows and accepted tokens.
 
     python -m benchmarks.overhead
 
-An executor that does everything but the graph and the choice of tokens, 256 requests in decode; median of the steps,
-in microseconds a row. The last line is JSON.
+The executor does everything but run the graph and sample. 256 requests decode; figures are the median of the steps in
+microseconds per row. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CASES = {
 
 
 class NoGraph:
-    """Every token is 7."""
+    """Executor without a graph and a sampler. Every token that it returns is 7."""
 
     block_size, block_bytes, runs_ahead, max_prompt_logits, takes_spans = BLOCK_SIZE, 1, False, 0, False
     max_drafts = 0
@@ -59,7 +59,7 @@ class NoGraph:
 
 
 def measure(sampling: dict[str, Any], prompt_len: int, num_waiting: int) -> float:
-    """Microseconds a row."""
+    """Return the microseconds per row of a decode step."""
     unlimited = Config(max_num_batched_tokens=1 << 20, max_cached_task_num=1 << 20, max_waiting_tokens=1 << 30)
     config = replace(unlimited, batch_size=NUM_ROWS)
     loop = EngineLoop(NoGraph(), NUM_ROWS * 32, config)  # type: ignore[arg-type]

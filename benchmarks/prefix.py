@@ -1,9 +1,9 @@
-"""What a prompt costs whose beginning the engine knows: the time to its first token, and to the scores of its tokens.
+"""Cost of a prompt whose prefix is cached: time to its first token, and to the log-probabilities of its tokens.
 
     python -m benchmarks.prefix
 
-The shape of Qwen2.5-0.5B, one request at a time; medians of new prompts, and of the same again with another end. The
-last line is JSON.
+Random weights in the shape of Qwen2.5-0.5B, one request at a time. Figures are medians of new prompts, and of the same
+prompts with a different end. The last line is JSON.
 """
 
 from __future__ import annotations

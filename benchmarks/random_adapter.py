@@ -1,4 +1,4 @@
-"""A LoRA adapter of random numbers for an exported model."""
+"""Random LoRA adapters for an exported model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.models.weights import found_in
 
 
 def make_adapter(directory: Path, graph_dir: Path, rank: int, seed: int) -> Adapter:
-    """Small changes, for every linear layer."""
+    """Write an adapter with small random numbers for every linear layer into `directory`, and return it."""
     rng, tensors = np.random.default_rng(seed), {}
     for linear in found_in(network_of(graph_dir), Linear):
         for part in linear.weight.parts:

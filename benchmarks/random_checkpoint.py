@@ -1,7 +1,7 @@
-"""Writes a checkpoint of random weights in a named shape: `python -m benchmarks.random_checkpoint SHAPE OUT_DIR`.
+"""Random checkpoints of named shapes: `python -m benchmarks.random_checkpoint SHAPE OUT_DIR`.
 
-Weights are bfloat16 bits of small normal numbers. The tokenizer is the demo model's; ids
-beyond it have no text, which a benchmark of token ids does not need.
+Weights are bfloat16 bits of small normal numbers. The tokenizer is the demo model's. Token ids beyond its vocabulary
+have no text, which a benchmark on token ids does not need.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def tensors_of(config: dict) -> dict[str, tuple[int, ...]]:
-    """Name -> shape, in the names of Hugging Face's Qwen2."""
+    """Return the shape of each tensor, by its name in Hugging Face's Qwen2."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     head_dim = hidden // config["num_attention_heads"]
     kv = config["num_key_value_heads"] * head_dim
@@ -125,13 +125,14 @@ def tensors_of(config: dict) -> dict[str, tuple[int, ...]]:
 
 
 def random_bits(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> bytes:
-    """bfloat16 by cutting off the lower half of a float32."""
+    """Return the tensor's bytes in bfloat16, truncated from float32. Norms are ones."""
     values = np.ones(shape, np.float32) if "norm" in name else rng.standard_normal(shape, np.float32) * 0.02
     return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
 
 
 def write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]], bits: Callable[[str, tuple], bytes]) -> None:
-    """The format: length of the header, the header as JSON, the tensors. One tensor in memory at a time."""
+    """Write a file in the safetensors format: length of the header, the header as JSON, then the tensors. Only one
+    tensor is in memory at a time."""
     header, end = {}, 0
     for name, shape in shapes.items():
         start, end = end, end + 2 * int(np.prod(shape))
@@ -145,7 +146,7 @@ def write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]], bits: Call
 
 
 def make_checkpoint(shape: str, out: Path, seed: int = 0) -> Path:
-    """Makes nothing when `out` holds a checkpoint already."""
+    """Write a checkpoint of random weights to `out`, unless it contains a checkpoint already. Return `out`."""
     if (out / "config.json").exists():
         return out
     out.mkdir(parents=True, exist_ok=True)
@@ -155,7 +156,7 @@ def make_checkpoint(shape: str, out: Path, seed: int = 0) -> Path:
 
 
 def write_shape(shape: str, out: Path) -> Path:
-    """A checkpoint without weights, for LOAD_FORMAT=dummy. Writes nothing when there is one already."""
+    """Write a checkpoint without weights, for LOAD_FORMAT=dummy, unless `out` contains one already. Return `out`."""
     if not (out / "config.json").exists():
         out.mkdir(parents=True, exist_ok=True)
         for name in TOKENIZER_FILES:

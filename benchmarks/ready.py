@@ -1,9 +1,10 @@
-"""How soon GET ready answers while a cold server answers many streams at once, over HTTP.
+"""Latency of GET ready while a cold server answers many streams at once, over HTTP.
 
     python -m benchmarks.ready --streams 2000
 
-A server that only says yes is asked in turn with it, started as the clients are: what it takes is its wait for a core.
-Who asks stands for one on another machine: where it may, as root, it waits for none. The last line is JSON.
+A trivial server that always answers yes is queried alternately with it, in a process started in the same way as the
+clients: its latency is the wait for a core. The prober stands for a client on another machine, so it runs with
+real-time priority if it may (as root) and does not wait for a core. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def say_yes(told: Connection) -> None:
 
 
 def ask(ports: dict[str, int], until_told: Connection) -> None:
-    """Sends the milliseconds of each question to each port, and the number of noes."""
+    """Query each port until a message arrives. Send the latencies in milliseconds by name, and the number of negative
+    answers."""
     with contextlib.suppress(PermissionError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     taken_ms: dict[str, list[float]] = defaultdict(list)

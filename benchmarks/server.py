@@ -1,4 +1,4 @@
-"""The real server as benchmarks start it: on ports, a run directory and logs of its own."""
+"""The real server, started for a benchmark with its own ports, run directory and logs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Server:
 
 @contextlib.contextmanager
 def running_server(settings: Mapping[str, str]) -> Iterator[Server]:
-    """Ready, and stopped in the end."""
+    """Start a server with these settings, yield it when it is ready, and stop it at the end."""
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder), settings)
         server.start()
@@ -44,7 +44,8 @@ def running_server(settings: Mapping[str, str]) -> Iterator[Server]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Below those that the kernel gives to clients: one of these could take a port while its process is down."""
+    """Return free ports below the range of ephemeral ports, from which a client could take a port while its process is
+    down."""
     found: set[int] = set()
     while len(found) < count:
         port = random.randrange(10000, 20000)

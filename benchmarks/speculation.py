@@ -1,11 +1,11 @@
-"""What SPECULATE_METHOD=ngram brings where answers repeat their prompt, and costs where nothing repeats itself.
+"""Gain of SPECULATE_METHOD=ngram where answers repeat their prompt, and its cost where nothing repeats.
 
     python -m benchmarks.speculation [--rounds 3]
 
-Random weights in the shape of Qwen2.5-0.5B, which never repeat anything by themselves: the graph and the sampler run
-as ever, then a script says which tokens were chosen. In `repeats` the answer is the prompt again; in `random` pairs
-of tokens occur again by chance and are followed by others. With and without drafts by turns; median of the rounds. The
-last line is JSON.
+Random weights in the shape of Qwen2.5-0.5B never repeat anything by themselves: the graph and the sampler run as usual,
+then a script determines the sampled tokens. In `repeats` the answer is the prompt again; in `random` pairs of tokens
+recur by chance and are followed by other tokens. Runs with and without drafts alternate; figures are medians of the
+rounds. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PROMPT_LEN, ANSWER_LEN = 256, 192
 
 
 class Scripted:
-    """Runs the graph, and then says what the script says: the tokens of request r are script[r]."""
+    """Executor that runs the graph, but returns scripted tokens: those of request r are script[r]."""
 
     def __init__(self, executor: Executor, script: list[list[int]]):
         self._executor, self._script = executor, script
@@ -74,13 +74,13 @@ class Scripted:
 
 
 def measure(executor: Executor, num_blocks: int, config: Config, script: tuple[list, list]) -> tuple[float, float]:
-    """Tokens a second, and the share of the drafted tokens that were accepted."""
+    """Return tokens per second, and the share of the drafted tokens that were accepted."""
     prompts, answers = script
     scripted = with_drafts(Scripted(executor, answers), config)  # type: ignore[arg-type]
     loop = EngineLoop(scripted, num_blocks, config)
     for index, prompt in enumerate(prompts):
         loop.add(Request(str(index), list(prompt), len(prompt), Sampling(ANSWER_LEN, temperature=0)))
-    while loop.stats()["num_generated_tokens"] < len(prompts):  # the prompts
+    while loop.stats()["num_generated_tokens"] < len(prompts):  # until all prompts are computed
         loop.step()
     started = time.perf_counter()
     while not loop.is_idle:
@@ -93,7 +93,7 @@ def measure(executor: Executor, num_blocks: int, config: Config, script: tuple[l
 def scripts(num_requests: int, vocab_size: int) -> dict[str, tuple[list, list]]:
     rng = np.random.default_rng(0)
     prompts = [prompt_ids(rng, vocab_size, PROMPT_LEN) for _ in range(num_requests)]
-    text = rng.integers(100, 200, (num_requests, ANSWER_LEN)).tolist()  # n-grams come again, and are followed by others
+    text = rng.integers(100, 200, (num_requests, ANSWER_LEN)).tolist()  # n-grams recur with different continuations
     return {"repeats": (prompts, [p[:ANSWER_LEN] for p in prompts]), "random": (prompts, text)}
 
 

@@ -1,10 +1,11 @@
-"""What SWAP_SPACE is worth on one GPU: conversations whose prefixes do not fit the KV cache.
+"""Benefit of SWAP_SPACE on one GPU: conversations whose prefixes do not fit into the KV cache.
 
     python -m benchmarks.swap llama-3-8b --swap-space 0 24
 
-Each conversation begins with --context tokens and then says --said more a turn. Time to first token where they take
-turns one after another, so that each finds its prefix pushed out by the others, and where all speak at once; then the
-rate of prompts that nobody asks for again, which is what putting blocks out costs. The last line is JSON.
+Each conversation begins with --context tokens and adds --said tokens per turn. The benchmark measures the time to first
+token when conversations take turns one after another, so that each finds its prefix evicted by the others, and when all
+continue at once. It then measures the rate of prompts that never recur, which shows the cost of swapping blocks out.
+The last line is JSON.
 """
 
 from __future__ import annotations
@@ -37,14 +38,15 @@ class Conversations:
         self._said: list[list[int]] = [[] for _ in range(args.conversations)]
 
     def turns(self, num_tokens: int) -> list[float]:
-        """Each says so many tokens when the one before has its answer. Seconds to the first tokens of the answers."""
+        """Extend each conversation by `num_tokens` tokens, one after another. Return the seconds to the first token of
+        each answer."""
         return [self._answer([said], num_tokens)[0] for said in self._said]
 
     def turn_of_all(self, num_tokens: int) -> list[float]:
         return self._answer(self._said, num_tokens)
 
     def rate_of_strangers(self) -> float:
-        """Tokens a second of as many prompts that begin like no other."""
+        """Return the prompt tokens per second of new prompts that share no prefix, one for each conversation."""
         prompts: list[list[int]] = [[] for _ in self._said]
         return len(prompts) * self._args.context / max(self._answer(prompts, self._args.context))
 
@@ -67,7 +69,8 @@ class Conversations:
 
 
 def measure(loop: EngineLoop, args: argparse.Namespace) -> dict[str, float]:
-    """Milliseconds, and tokens a second."""
+    """Return the times to first token in milliseconds, the rate of unrelated prompts and the share of cached prompt
+    tokens."""
     conversations = Conversations(loop, args)
     first = conversations.turns(args.context)
     alone = conversations.turns(args.said)

@@ -1,15 +1,16 @@
-"""What a change is worth: the engine of two or more trees of this project by turns, on the same weights.
+"""Effect of a change on speed: the engines of two or more trees of this project in turn, on the same weights.
 
     git worktree add ../before main~1
     python -m benchmarks.turns build/bench/exported/qwen2.5-0.5b-... ../before . --cases 1x32x32 8x32x16 32x128x2
 
-With --http the server of this tree takes its turns, too, a client for each request: what the way to the clients costs.
+With --http the server of this tree takes turns, too, with a client for each request, which shows the cost of the path
+to the clients.
 
     python -m benchmarks.turns build/bench/exported/qwen2.5-0.5b-... . --http --cases 1x128x64 8x128x64 32x128x64
 
-A machine drifts within a minute by more than most changes bring. So the engines of all trees are loaded, and a case of
-about a second is answered by each while the others wait. Of a tree is told its median, and by the first tree's the
-median of the ratios of turns beside one another, with their quartiles. Every tree compiles its own ops.
+A machine drifts within a minute by more than most changes gain. So the engines of all trees are loaded, and each
+answers a case of about a second while the others wait. For each tree the benchmark prints its median and, relative to
+the first tree, the median of the ratios of adjacent turns with their quartiles. Every tree compiles its own ops.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ from engine.exporting.manifest import Manifest
 from engine.garbage import collect_garbage_seldom
 from engine.settings.config import Config
 
-RATES = ("prefill_tok_s", "decode_tok_s", "output_tok_s")  # over HTTP the last one
-Turns = Mapping[str, list[dict[str, float]]]  # by who took them
+RATES = ("prefill_tok_s", "decode_tok_s", "output_tok_s")  # over HTTP only the last one
+Turns = Mapping[str, list[dict[str, float]]]  # by tree or "HTTP"
 
 
 def take_turns(graph_dir: Path, most: tuple[int, int]) -> None:
-    """The engine of one tree: answers each case that it is told, of at most so many requests and tokens of each."""
+    """Run the engine of one tree and answer each case read from stdin. `most` is the largest number of requests, and of
+    tokens of a request."""
     most_requests, longest = most
     limits = Config(max_num_batched_tokens=MAX_TOKENS_IN_STEP, batch_size=most_requests)
     config, model = replace(limits, enable_prefix_caching=False), Manifest.read(graph_dir)
@@ -55,7 +57,7 @@ def take_turns(graph_dir: Path, most: tuple[int, int]) -> None:
 
 
 def numbers(case: str) -> tuple[int, int, int]:
-    """Not that of `bench`, which is each tree's own."""
+    """Parse a case. `bench` is not imported for this, because each tree has its own version of it."""
     num_requests, prompt_len, answer_len = map(int, case.split("x"))
     return num_requests, prompt_len, answer_len
 
@@ -75,7 +77,7 @@ class Tree:
 
 
 class Clients:
-    """Of the server at this port."""
+    """Clients of the server at `port`."""
 
     def __init__(self, port: int, vocab_size: int):
         self._port, self._vocab_size = port, vocab_size
@@ -118,7 +120,8 @@ def main() -> None:
 
 
 def told(turns: Turns, name: str, rate: str) -> str:
-    """Without the first turn, in which buffers of these sizes are made."""
+    """Return a tree's median and its ratio to the first tree. The first turn, which allocates the buffers, is not
+    counted."""
     own, first = ([turn[rate] for turn in turns[each][1:]] for each in (name, next(iter(turns))))
     text = f"{name} {statistics.median(own):.1f}"
     if own == first:

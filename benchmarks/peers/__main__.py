@@ -1,13 +1,13 @@
-"""This engine and what a user would take instead, on the same weights, in turn: `make bench-peers`, or
+"""Comparison of this engine with alternatives, on the same weights, in turn: `make bench-peers`, or
 
     python -m benchmarks.peers --peers llama openvino vllm --rounds 5
 
-Random weights in the shape of Qwen2.5-0.5B; each rival is installed into an environment of its own. All engines of a
-width of weights are loaded and answer a case one after the other, each alone, in every round: the memory of a machine
-can be half as fast a minute later, so only what ran side by side can be compared. Over HTTP, with 1, 8 and 32 clients
-that stream, servers are started in turn. A turn's rates are a line of the file of results: a call that was ended goes
-on where it was, also with turns that others on the machine disturbed, and another file is another sitting. A rival
-that cannot be installed, or fails, is said so and left out.
+Random weights in the shape of Qwen2.5-0.5B; each rival is installed into its own environment. All engines with the same
+weight width are loaded, and in every round they answer a case one after the other while the others wait: the memory of
+a machine can be half as fast a minute later, so only adjacent runs can be compared. Over HTTP, with 1, 8 and 32
+streaming clients, servers are started in turn. The rates of each turn are one line of the results file. A run that was
+interrupted continues where it stopped and repeats turns that other load on the machine disturbed; another results file
+starts a separate run. A rival that cannot be installed, or fails, is reported and left out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from engine.ops import cpu
 
 SHAPE = "qwen2.5-0.5b"
 BY_NAME = {rival.name: rival for rival in RIVALS}
-FORMATS = {  # of the machine's limit, and of the engines in turn
+FORMATS = {  # columns: the machine's limit, then the engines in turn
     "bf16": {"limit": [""], "ours": ["none"], "llama": ["bf16"], "openvino": ["fp16"], "vllm": ["bf16"]},
     "int8": {
         "limit": [""],
@@ -51,9 +51,11 @@ FORMATS = {  # of the machine's limit, and of the engines in turn
 
 @dataclass(frozen=True)
 class Turn:
+    """One measurement: an engine and a format answer a case in one round."""
+
     width: str
     round: int
-    case: str  # over HTTP a turn is of all
+    case: str  # empty over HTTP, where a turn covers all cases
     engine: str
     format: str
 
@@ -73,14 +75,14 @@ def open_turns(all_turns: Iterator[Turn], results: list[dict]) -> list[Turn]:
 
 
 class Engines:
-    """Of one width: what its turns need, loaded when it is needed first."""
+    """Engines with one width of weights. Loads each engine when its first turn needs it."""
 
     def __init__(self, checkpoint: Path):
         self._checkpoint = checkpoint
         self._loaded: dict[tuple[str, str], Loaded] = {}
 
     def rates(self, turn: Turn) -> tuple[Rates, float]:
-        """And the cores that others used meanwhile, as far as it is known."""
+        """Run a turn. Return its rates, and the number of cores that other processes used meanwhile (0 if unknown)."""
         if turn.engine == "limit":
             [case] = [case for case in CASES if case_name(case) == turn.case]
             return {turn.case: limit(case, SHAPE, turn.width, measured_limits(cpu.num_threads()))}, 0
@@ -115,7 +117,7 @@ class Engines:
 
 
 def answered(todo: Iterable[Turn], checkpoint: Path, until: float) -> Iterator[dict]:
-    """The results of turns that begin before `until`, but of those that fail or are disturbed."""
+    """Yield the results of turns that begin before `until`. Turns that fail or are disturbed yield nothing."""
     failed: set[tuple[str, str, str]] = set()
     for _, of_width in itertools.groupby(todo, lambda turn: turn.width):
         with contextlib.closing(Engines(checkpoint)) as loaded:

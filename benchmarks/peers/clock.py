@@ -1,7 +1,8 @@
-"""What every engine is given, and when its clock starts and stops. Standard library alone: each rival imports it.
+"""Input of every engine, and the clock that measures it. It uses only the standard library, because each rival imports
+it.
 
-All prompts are given at once. Prefill ends when every request has its first token; decode is what follows. What others
-on the machine use meanwhile is watched.
+All prompts are submitted at once. Prefill ends when every request has its first token; decode is the rest. The CPU use
+of other processes on the machine is measured, too.
 """
 
 import json
@@ -11,10 +12,10 @@ import sys
 import time
 from collections.abc import Callable
 
-CASES = [(1, 128, 64), (8, 128, 64), (32, 128, 64), (1, 1024, 32), (4, 512, 32)]  # requests, prompt, answer
+CASES = [(1, 128, 64), (8, 128, 64), (32, 128, 64), (1, 1024, 32), (4, 512, 32)]  # requests, prompt, answer (tokens)
 MAX_REQUESTS, MAX_ANSWER, MAX_TOKENS_IN_STEP = 32, 64, 4096  # a step has room for all prompts of a case
-WARM_UP = 4  # tokens of an answer before the clock counts: buffers of these sizes are made, and caches are one's own
-TRIES, MAX_OTHERS = 2, 0.2  # cores that others may use during a run, or it is made again
+WARM_UP = 4  # answer tokens of an untimed run, which allocates buffers and fills the CPU caches
+TRIES, MAX_OTHERS = 2, 0.2  # runs at most; cores that others may use during a run before it is repeated
 
 Prompts = list[list[int]]
 
@@ -29,7 +30,7 @@ def make_prompts(count: int, length: int, vocab_size: int = 151936, seed: int = 
 
 
 def busy_seconds() -> float:
-    """CPU time that all others have used; what the hypervisor took counts."""
+    """Return the CPU seconds that all other processes have used, including stolen time of the hypervisor."""
     with open("/proc/stat") as file:
         fields = file.readline().split()[1:]
     used = sum(int(fields[index]) for index in (0, 1, 2, 5, 6, 7)) / os.sysconf("SC_CLK_TCK")
@@ -37,13 +38,15 @@ def busy_seconds() -> float:
 
 
 class Clock:
+    """Stopwatch of one run. It separates prefill from decode."""
+
     def start(self, num_requests: int) -> None:
         self.waiting, self.num_early, self.num_tokens = set(range(num_requests)), 0, 0
         self.busy = busy_seconds()
         self.started = self.prefilled = self.last = time.perf_counter()
 
     def tick(self, index: int, count: int) -> None:
-        """`count` new tokens of one request. Those that come within a millisecond are of one step."""
+        """Count `count` new tokens of one request. Tokens that arrive within a millisecond belong to the same step."""
         self.last = time.perf_counter()
         self.num_tokens += count
         if self.waiting:
@@ -53,18 +56,18 @@ class Clock:
             self.num_early = self.num_tokens
 
     def rates(self, num_prompt_tokens: int) -> list[float]:
-        """Prefill and decode, tokens a second."""
+        """Return the prefill and decode rates in tokens per second."""
         num_late = self.num_tokens - self.num_early
         return [num_prompt_tokens / (self.prefilled - self.started), num_late / (self.last - self.prefilled)]
 
     def others(self) -> float:
-        """Cores that others have used since the start."""
+        """Return the average number of cores that others have used since the start."""
         return (busy_seconds() - self.busy) / (time.perf_counter() - self.started)
 
 
 def measure(run: Callable[[Prompts, int, Clock], None]) -> None:
-    """Of each case whose name comes in, a line of JSON. `run` starts the clock when its engine is ready for the
-    prompts."""
+    """Read case names from stdin and print a line of JSON for each. `run` starts the clock when its engine is ready for
+    the prompts."""
     cases = {case_name(case): case for case in CASES}
     for line in sys.stdin:
         num_requests, prompt_len, answer_len = case = cases[line.strip()]

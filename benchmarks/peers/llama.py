@@ -1,4 +1,5 @@
-"""llama.cpp by its batches, in its environment: `python -m benchmarks.peers.llama FILE.gguf THREADS`."""
+"""llama.cpp, driven through its batch API in its own environment: `python -m benchmarks.peers.llama FILE.gguf
+THREADS`."""
 
 import ctypes
 import sys
@@ -22,7 +23,7 @@ class Llama:
         params.n_seq_max = num_requests
         params.n_ctx = (
             num_requests * -(-(prompt_len + MAX_ANSWER) // 256) * 256
-        )  # shared out evenly, in multiples of 256
+        )  # llama.cpp divides it evenly, in multiples of 256
         params.n_batch = MAX_TOKENS_IN_STEP
         params.n_threads = params.n_threads_batch = self.threads
         return lib.llama_init_from_model(self.model, params)
@@ -33,7 +34,7 @@ class Llama:
         batch.seq_id[place][0], batch.logits[place] = request, wanted
 
     def step(self, context: ctypes.c_void_p, num_tokens: int, rows: range) -> list[int]:
-        """The likeliest token after each of these rows."""
+        """Run the batch. Return the most likely next token after each of these rows."""
         self.batch.n_tokens = num_tokens
         status = lib.llama_decode(context, self.batch)
         assert status == 0, f"llama_decode: {status}"

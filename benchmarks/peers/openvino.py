@@ -1,4 +1,4 @@
-"""OpenVINO GenAI, stepped by hand, in its environment: `python -m benchmarks.peers.openvino MODEL_DIR THREADS`."""
+"""OpenVINO GenAI, stepped in its own environment: `python -m benchmarks.peers.openvino MODEL_DIR THREADS`."""
 
 import itertools
 import sys

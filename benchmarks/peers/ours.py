@@ -1,4 +1,4 @@
-"""This engine, stepped by hand, in its own environment: `python -m benchmarks.peers.ours GRAPH_DIR THREADS`."""
+"""This engine, stepped in its own environment: `python -m benchmarks.peers.ours GRAPH_DIR THREADS`."""
 
 import sys
 from dataclasses import replace

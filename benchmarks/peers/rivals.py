@@ -1,6 +1,6 @@
-"""The rivals: their pinned versions, how they are installed, their forms of the weights, the commands that run them.
+"""Rivals: their pinned versions, installation, weight formats and commands.
 
-Each has a folder of its own, with a virtual environment, its log and its forms. What was made once is kept.
+Each has its own folder with a virtual environment, a log and converted weights, which are kept once they are made.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ WORK = Path("build/peers").absolute()
 
 
 class Failed(Exception):
-    """A rival did not do what it was asked."""
+    """Error of a rival that could not be installed or run."""
 
 
 class Loaded:
-    """An engine that holds a model, and answers a case when it is told to while all others wait."""
+    """Process of an engine that has loaded a model. It answers a case on request, while all other engines wait."""
 
     def __init__(self, label: str, **command: Any):
         self._label = label
         self._process = subprocess.Popen(**command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def answer(self, case: str) -> tuple[list[float], float]:
-        """Tokens a second in prefill and decode, and the cores that others used meanwhile. Raises Failed."""
+        """Run a case. Return prefill and decode rates in tokens per second, and the number of cores that others used.
+        Raises Failed."""
         assert self._process.stdin and self._process.stdout
         with contextlib.suppress(BrokenPipeError):
             print(case, file=self._process.stdin, flush=True)
@@ -52,27 +53,29 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Rival:
-    name: str  # of its folder, and of its module beside this one
+    """An inference engine to compare with: how it is installed, converts weights and runs."""
+
+    name: str  # of its folder in WORK, and of its module in this package
     label: str
-    install: str  # lines of bash, in its folder ($HERE), with its environment on the PATH
-    form: str  # the command that makes one form of the weights: "$1" from "$2" in the format "$3"
-    serve: str = ""  # the command of its HTTP server, of the weights "$1"
-    suffix: str = ""  # of a form's name
-    environment: str = ""  # lines of bash, before whatever is run
+    install: str  # bash lines, run in its folder ($HERE) with its environment on the PATH
+    form: str  # command that converts the weights "$2" to the format "$3" at "$1"
+    serve: str = ""  # command of its HTTP server for the weights "$1"
+    suffix: str = ""  # file name suffix of converted weights
+    environment: str = ""  # bash lines that precede every command
 
     @property
     def folder(self) -> Path:
         return WORK / self.name
 
     def command(self, script: str, *args: str | Path) -> dict[str, Any]:
-        """What `subprocess` takes to run it as this rival's."""
+        """Return the arguments of `subprocess` that run a bash script in the rival's environment."""
         ours = {"HERE": str(self.folder), "THREADS": str(cpu.num_threads()), "HF_HUB_OFFLINE": "1"}
         path = {"PATH": f"{self.folder}/bin:{os.environ['PATH']}"}
         arguments = ["bash", "-euc", f"{self.environment}\n{script}", self.name, *map(str, args)]
         return {"args": arguments, "env": os.environ | ours | path}
 
     def run(self, script: str, *args: str | Path, cwd: Path | None = None) -> str:
-        """What it printed; what it said besides goes to the log."""
+        """Run a script and return its standard output; standard error goes to the log. Raises Failed."""
         with (self.folder / "log").open("ab") as log:
             done = subprocess.run(**self.command(script, *args), cwd=cwd, stdout=subprocess.PIPE, stderr=log, text=True)
         if done.returncode:
@@ -89,17 +92,17 @@ class Rival:
             stamp.write_text(self.install)
 
     def form_of(self, checkpoint: Path, format: str) -> Path:
-        """The checkpoint as it reads it, made now if need be."""
+        """Return the checkpoint in the rival's format. Convert it if that has not been done yet."""
         out = self.folder / f"{checkpoint.name}-{format}{self.suffix}"
         if not out.exists():
             partial = out.with_name(f"{out.name}.partial")
-            shutil.rmtree(partial, ignore_errors=True)  # a file is written anew
+            shutil.rmtree(partial, ignore_errors=True)  # removes the rest of an interrupted conversion
             self.run(self.form, partial, checkpoint, format)
             partial.rename(out)
         return out
 
     def loaded(self, model: Path) -> Loaded:
-        """Its log is what it says besides."""
+        """Start the rival with this model loaded. Its standard error goes to the log."""
         with (self.folder / "log").open("ab") as log:
             command = self.command(f'exec python -m benchmarks.peers.{self.name} "$1" $THREADS', model)
             return Loaded(self.label, **command, stderr=log)
@@ -138,7 +141,7 @@ RIVALS = [
         f"""exec python -m vllm.entrypoints.openai.api_server --model "$1" --dtype bfloat16 \
           --max-model-len 2048 --max-num-seqs {MAX_REQUESTS} --max-num-batched-tokens {MAX_TOKENS_IN_STEP} \
           --no-enable-prefix-caching --host 127.0.0.1 --port $2""",
-        # What it preloads for its workers: measured offline, its own process runs the model.
+        # The library that vLLM preloads for its workers: offline, the process itself runs the model.
         environment="""export LD_PRELOAD="$(echo "$HERE"/lib/python*/site-packages/torch/lib/libgomp*)"
         export VLLM_CPU_KVCACHE_SPACE=4 VLLM_CPU_OMP_THREADS_BIND=0-$((THREADS - 1)) VLLM_LOGGING_LEVEL=WARNING""",
     ),

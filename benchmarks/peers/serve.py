@@ -1,7 +1,7 @@
-"""Every server over HTTP: `start_server`, `vllm serve`, `llama-server`, one client for all of them.
+"""HTTP benchmark of every server: `start_server`, `vllm serve` and `llama-server`, with one client for all of them.
 
-OpenAI's completions, a prompt of token ids, streamed; what was answered is counted by `usage`, as many tokens of random
-weights have no text.
+The client uses OpenAI's completions with prompts of token ids, streamed. Tokens are counted by `usage`, because many
+tokens of a model with random weights have no text.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def wait_ready(server: subprocess.Popen, port: int) -> None:
 
 
 async def drive(port: int, model: str, seed: int) -> Rates:
-    """How many tokens a second it answers to so many clients, who begin at once; no prompt comes twice."""
+    """Return the tokens per second for each number of clients, who all begin at once. No prompt is repeated."""
     rates = {}
     connector, timeout = aiohttp.TCPConnector(limit=0, force_close=True), aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", connector=connector, timeout=timeout) as session:

@@ -1,4 +1,4 @@
-"""From the results of all turns to tables: medians, ratios, and what the machine could do at most."""
+"""Tables from the results of all turns: medians, ratios, and the limit of the machine."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import numpy as np
 
 from benchmarks.random_checkpoint import SHAPES, tensors_of
 
-Rates = dict[str, list[float]]  # case -> prefill and decode, or what is answered over HTTP: tokens a second
-Runs = dict[tuple[str, str], dict[str, dict[int, list[float]]]]  # engine and format -> case -> round -> rates
-BYTES = {"bf16": 2, "int8": 1, "int4": 0.53}  # a weight; int4 with a bf16 scale for each 64
+Rates = dict[str, list[float]]  # case -> prefill and decode, or over HTTP the output rate; tokens per second
+Runs = dict[tuple[str, str], dict[str, dict[int, list[float]]]]  # (engine, format) -> case -> round -> rates
+BYTES = {"bf16": 2, "int8": 1, "int4": 0.53}  # bytes per weight; int4 has a bf16 scale for each 64 weights
 
 
 def limit(case: tuple[int, int, int], shape: str, width: str, machine: tuple[float, float]) -> list[float]:
-    """Of a machine with so many bf16 FLOP/s and so many bytes/s.
+    """Return the prefill and decode rates that a machine with these bf16 FLOP/s and bytes/s could reach.
 
-    A prompt is its products and sums, in int8 at twice the rate. A step reads each weight and each request's keys and
-    values once, or is its products and sums where that takes longer.
+    A prompt takes the time of its operations, which run at twice the rate in int8. A decode step takes the time to read
+    each weight and each request's keys and values once, or that of its operations if it is longer.
     """
     (num_requests, prompt_len, answer_len), config = case, SHAPES[shape]
     flops, bandwidth = machine[0] * (1 if width == "bf16" else 2), machine[1]
     layers, hidden = config["num_hidden_layers"], config["hidden_size"]
     head = config["vocab_size"] * hidden
-    weights = sum(int(np.prod(sizes)) for sizes in tensors_of(config).values())  # the head's are the embedding's
-    cache = layers * 2 * hidden // config["num_attention_heads"] * config["num_key_value_heads"] * 2  # bytes a token
+    weights = sum(int(np.prod(sizes)) for sizes in tensors_of(config).values())  # the embedding is also the lm_head
+    cache = layers * 2 * hidden // config["num_attention_heads"] * config["num_key_value_heads"] * 2  # bytes per token
     prompt = 2 * prompt_len * (weights - head) + 2 * head + 2 * layers * hidden * prompt_len**2
     context = prompt_len + answer_len / 2
     token = 2 * weights + 4 * layers * hidden * context
@@ -36,7 +36,7 @@ def limit(case: tuple[int, int, int], shape: str, width: str, machine: tuple[flo
 
 
 def runs_of(results: list[dict], width: str) -> Runs:
-    """Each run of each case, by its round."""
+    """Return the rates of each run of each case, by round."""
     runs: Runs = defaultdict(lambda: defaultdict(dict))
     for result in results:
         if result["width"] == width:
@@ -50,8 +50,8 @@ def medians(rounds: Iterable[list[float]]) -> list[float]:
 
 
 def ratios(ours: dict[int, list[float]], peers: list[dict[int, list[float]]]) -> list[float]:
-    """The median over the rounds that all took part in, in each to the best peer, which need not be the same one in
-    prefill and in decode."""
+    """Return the median ratios of our rates to the best peer's, over the rounds in which all took part. The best peer
+    may differ between prefill and decode."""
     shared = [number for number in ours if all(number in peer for peer in peers)]
     return medians(
         [mine / max(theirs) for mine, *theirs in zip(ours[number], *(peer[number] for peer in peers), strict=True)]
@@ -60,7 +60,7 @@ def ratios(ours: dict[int, list[float]], peers: list[dict[int, list[float]]]) ->
 
 
 def table(results: list[dict], width: str, labels: dict[str, str]) -> str:
-    """Markdown: a row for each case, `prefill / decode`."""
+    """Return a Markdown table with a row for each case and cells of `prefill / decode`."""
     runs = dict(sorted(runs_of(results, width).items(), key=lambda item: item[0][0] != "ours"))
     limits = runs.pop(("limit", ""), {})
     peers = [one for (engine, _), one in runs.items() if engine != "ours"]

@@ -1,4 +1,5 @@
-"""The checkpoint for llama.cpp, in its environment: `python -m benchmarks.peers.to_gguf CHECKPOINT FORMAT OUT`."""
+"""Conversion of the checkpoint for llama.cpp, in its environment: `python -m benchmarks.peers.to_gguf CHECKPOINT FORMAT
+OUT`."""
 
 import json
 import re
@@ -26,7 +27,7 @@ NAMES = {
 
 
 def tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """bfloat16, as float32, under llama.cpp's names."""
+    """Yield the bfloat16 tensors of a file as float32, under llama.cpp's names."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
@@ -67,7 +68,7 @@ def write_bf16(checkpoint: Path, out: Path) -> None:
 
 
 def add_vocabulary(writer: gguf.GGUFWriter, checkpoint: Path, config: dict) -> None:
-    """Words of the tokenizer, and made-up ones for the ids beyond it."""
+    """Add the tokenizer's words, and made-up words for the ids beyond its vocabulary."""
     model = json.loads((checkpoint / "tokenizer.json").read_text())["model"]
     words = [f"<{index}>" for index in range(config["vocab_size"])]
     for word, index in model["vocab"].items():

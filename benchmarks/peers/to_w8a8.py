@@ -1,7 +1,8 @@
-"""The checkpoint as compressed-tensors, in vLLM's environment: `python -m benchmarks.peers.to_w8a8 CHECKPOINT OUT`.
+"""Conversion of the checkpoint to compressed-tensors, in vLLM's environment: `python -m benchmarks.peers.to_w8a8
+CHECKPOINT OUT`.
 
-Matrices of layers in int8 with a scale for each output, activations with one for each token; the embeddings, which also
-make the logits, stay in bfloat16.
+The layers' matrices are int8 with a scale for each output, and activations have a scale for each token; the embeddings,
+which are also the lm_head, stay in bfloat16.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""vLLM in one process, stepped by hand, in its environment: `python -m benchmarks.peers.vllm MODEL_DIR THREADS`."""
+"""vLLM in one process, stepped in its own environment: `python -m benchmarks.peers.vllm MODEL_DIR THREADS`."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from benchmarks.peers.clock import MAX_REQUESTS, MAX_TOKENS_IN_STEP, Clock, Prom
 
 def main(model: str) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM, SamplingParams  # reads the variable
+    from vllm import LLM, SamplingParams  # vLLM reads the variable when it is imported
 
     limits = {"max_model_len": 2048, "max_num_batched_tokens": MAX_TOKENS_IN_STEP, "max_num_seqs": MAX_REQUESTS}
     llm = LLM(model=model, skip_tokenizer_init=True, dtype="bfloat16", enable_prefix_caching=False, **limits)
@@ -30,4 +30,4 @@ def main(model: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])  # how many threads is said by a variable
+    main(sys.argv[1])  # the number of threads comes from an environment variable

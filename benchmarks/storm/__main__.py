@@ -1,19 +1,19 @@
-"""A storm over the real server: many clients, random kills and stops of its processes, and an oracle. `make storm`, or
+"""Stress test of the real server: many clients, random kills and stops of its processes, and an oracle. `make storm`,
+or
 
     python -m benchmarks.storm --seconds 300 --kill engine --stop engine --every 10
 
-An oracle of right answers (greedy and seeded) is made first, without disturbance. Then --clients clients ask for them
-again, each time in a random protocol: some leave in the middle, some read slowly, some have grammars; bad requests and
-hostile grammars are mixed in, and every
-ten seconds there is a burst of more requests than the server takes; bad ones, and of a burst those that are too many,
-count as refused. Who was cut or failed asks again with the same req_id for what has not come (`resume_from`, or
-`Last-Event-ID`), which is counted. Kinds of processes to --kill
-and to --stop (SIGSTOP, and SIGCONT a little later): engine, rank, fork (server of grammar workers), grammar (worker),
-stub, tritonserver, gateway, health, supervisor (which is started again, as an init system would).
+First, without disturbance, an oracle of right answers (greedy and seeded) is recorded. Then --clients clients repeat
+these requests, each time in a random protocol: some disconnect early, some read slowly, some use grammars. Bad requests
+and hostile grammars are mixed in, and every ten seconds there is a burst of more requests than the server accepts; bad
+requests, and those of a burst that exceed the limit, count as refused. A client that was cut off or got an error asks
+again with the same req_id for the missing part (`resume_from`, or `Last-Event-ID`), which is counted. Kinds of
+processes to --kill and to --stop (SIGSTOP, and SIGCONT a little later): engine, rank, fork (server of grammar workers),
+grammar (worker), stub, tritonserver, gateway, health, supervisor (which is started again, as an init system would).
 
-Exit status 1 when a request was lost or answered wrongly, when something is left behind, when memory has grown by more
-than --max-growth, or when the death of another process than a gateway's showed as more than a pause. What each kind of
-death shows is in the table. The last line is JSON.
+The exit status is 1 when a request was lost or answered wrongly, when resources are left behind, when memory has grown
+by more than --max-growth, or when the death of a process other than a gateway caused more than a pause. A table shows
+the effects of each kind of death. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DEMO_MODEL = Path(__file__).resolve().parents[2] / "demo_model"
 
 
 async def storm(server: StormServer, ledger: Ledger, args: argparse.Namespace) -> Any:
-    """-> what was seen of the server meanwhile."""
+    """Run the clients and the disturbances. Return the observations of `watch`."""
     clients = Clients(server.ports["SERVICE_HTTP_PORT"], server.ports["SERVICE_GRPC_PORT"])
     load = Load(clients, ledger, random.Random(args.seed))
     await load.make_cases(args.answers)
@@ -59,7 +59,7 @@ async def storm(server: StormServer, ledger: Ledger, args: argparse.Namespace) -
 
 
 def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """-> the report, and which promises were broken."""
+    """Run the stress test on a new server. Return the report and the list of broken promises."""
     ledger = Ledger()
     settings = {"MODEL_DIR": str(args.model), "BATCH_SIZE": str(BATCH_SIZE), "MAX_CACHED_TASK_NUM": str(MAX_WAITING)}
     settings |= {"PUSH_MODE_HTTP_WORKERS": "2", "ENGINE_MAX_CRASHES": "1000", "MP_NUM": str(args.mp_num)}
@@ -77,9 +77,9 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     held = {"blocks": idle["num_blocks_held"], "requests": idle["num_open"]}
     memory = {kind: growth(sizes) for kind, sizes in samples.items()}
     broken = ledger.broken_promises() + [f"{count} {what} are still held" for what, count in held.items() if count]
-    stays = {"files": before["files"]}  # generated configuration
-    memory.pop("grammar", None)  # as large as the grammar
-    before["workers"] = after["workers"]  # some are kept, for the next request with the same grammar
+    stays = {"files": before["files"]}  # generated configuration files remain
+    memory.pop("grammar", None)  # its size depends on the grammar
+    before["workers"] = after["workers"]  # some workers are kept for the next request with the same grammar
     broken += [f"left behind: {dict(more)}" for more in (after - before, stopped - Counter(stays)) if more]
     broken += [f"{kind} has grown by {grown:.1%}" for kind, (_, _, grown) in memory.items() if grown > args.max_growth]
     quantiles = statistics.quantiles(answered_ms, n=100)

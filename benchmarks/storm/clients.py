@@ -1,6 +1,6 @@
-"""Clients of the storm: one request in each protocol, as the parts that its client sees.
+"""Clients of the stress test. Each runs one request in one protocol and yields the parts that its client receives.
 
-A generator that ends without a last part, or raises one of CUT, is a connection that was cut.
+A generator that ends without a last part, or raises one of CUT, means that the connection was cut.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from engine.wire.triton import infer_request
 CUT = (aiohttp.ClientError, OSError, grpc.RpcError)
 CHANNEL_OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_reconnect_backoff_ms", 1000)]
 NUM_CHANNELS = 4
-LAST_EVENT_ID = "Last-Event-ID"  # OpenAI's streams, and among the fields that a client keeps
+LAST_EVENT_ID = "Last-Event-ID"  # of OpenAI's streams; here also a field of the request
 PROMPTS = ("What is the capital of {}?", "List 3 countries like {}.", "Is {} in Europe?", "Tell me a story of {}.")
 PLACES = "France Italy Japan Kenya Peru Canada Norway India Brazil Egypt Spain Cuba Chile Ghana Nepal Poland".split()
 BAD_BODIES: tuple[dict[str, Any], ...] = (
     {"text": ""}, {"text": 3}, {"text": "hi", "max_dec_len": -1}, {"text": "hi", "topp": 1.5}, {"input_ids": [10**7]},
     {"text": "hi", "max_declen": 5}, {"text": "word " * 9000}, {"messages": [{"role": "user"}], "req_id": "x"},
 )  # fmt: skip
-WITH_GRAMMAR = 0.2  # of the requests
+WITH_GRAMMAR = 0.2  # share of the requests
 GRAMMARS: tuple[dict[str, Any], ...] = (
     {"guided_choice": ["Paris", "Rome", "Parma", "none of these"]},
     {"guided_regex": "[A-Z][a-z]{2,9}( [A-Z][a-z]{2,9}){0,20}"},
@@ -41,7 +41,7 @@ Parts = AsyncGenerator[Part, None]
 
 
 def a_request(rng: random.Random) -> dict[str, Any]:
-    """Native fields; greedy or seeded, some short and some long."""
+    """Return the native fields of a random request: greedy or seeded, with a short or a long answer."""
     grammar = rng.choice(GRAMMARS) if rng.random() < WITH_GRAMMAR else {}
     return {
         "text": rng.choice(PROMPTS).format(rng.choice(PLACES)),
@@ -56,12 +56,12 @@ def a_request(rng: random.Random) -> dict[str, Any]:
 
 
 def a_hostile_request(rng: random.Random) -> dict[str, Any]:
-    """A request whose grammar may take any time and memory, or crash what compiles it."""
+    """Return a request whose grammar may take any time and memory, or crash the grammar compiler."""
     return {"text": "Hello", "max_dec_len": 60, "temperature": 1, **hostile_grammar(rng)}
 
 
 class Clients:
-    """One of each protocol, of the server on these ports. Made where an event loop runs."""
+    """Clients of the server on these ports, one for each protocol. Create it inside a running event loop."""
 
     def __init__(self, http_port: int, grpc_port: int):
         self._base = f"http://127.0.0.1:{http_port}/v1"
@@ -111,7 +111,7 @@ class Clients:
         call = next(self._stubs).ModelStreamInfer(iter([infer_request(fields)]))
         try:
             async for response in call:
-                if response.error_message:  # Triton's own words: the process of its model has died
+                if response.error_message:  # an error of Triton itself: the process of its model has died
                     yield Part(error="engine_unavailable")
                     return
                 answer = json.loads(response.infer_response.raw_output_contents[0][4:])

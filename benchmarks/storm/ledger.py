@@ -1,6 +1,7 @@
-"""The oracle's book: every request and what became of it, and what each disturbance did to those that were open.
+"""Ledger of the stress test: records every request and its outcome, and the effects of each disturbance on open
+requests.
 
-Plain bookkeeping without sockets, processes and clock: who calls says what has come, and when.
+It is independent of sockets, processes and clocks: callers report what arrived and when.
 """
 
 from __future__ import annotations
@@ -9,15 +10,15 @@ from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-PAUSE_S = 0.5  # less is not noticed under load
+PAUSE_S = 0.5  # shorter pauses are indistinguishable from load
 NUM_SLOWEST = 5
-# Their end is a pause only; `fork` is the fork server of grammar workers, `grammar` one of these.
+# The end of these processes causes only a pause. `fork` is the fork server of grammar workers, `grammar` is a worker.
 INVISIBLE = frozenset({"engine", "rank", "fork", "grammar", "stub", "tritonserver", "health", "supervisor"})
-TOO_MANY = frozenset({"overloaded", "duplicate_request"})  # no disturbance's fault: of bursts, and of who asks again
+TOO_MANY = frozenset({"overloaded", "duplicate_request"})  # caused by bursts and repeats, not by disturbances
 
 
 class Right(NamedTuple):
-    """An answer as it is without disturbance."""
+    """The answer to a request without disturbance."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -25,19 +26,20 @@ class Right(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One response, whatever the protocol."""
+    """One response in any protocol."""
 
     text: str = ""
-    token_ids: tuple[int, ...] | None = None  # None: the protocol has none
+    token_ids: tuple[int, ...] | None = None  # None if the protocol has none
     send_idx: int | None = None
-    finish_reason: str | None = None  # of the last part
-    error: str = ""  # its kind; of the last part, too
-    event_id: str = ""  # of a server-sent event
+    finish_reason: str | None = None  # only in the last part
+    error: str = ""  # kind of the error, only in the last part
+    event_id: str = ""  # id of a server-sent event
 
 
 @dataclass
 class Effect:
-    """What a kind of disturbance has done. `refused` began after it and failed; the others were open when it came."""
+    """Effects of one kind of disturbance. `refused` counts attempts that began after it and failed; the other fields
+    count those that were open when it came."""
 
     times: int = 0
     open: int = 0
@@ -49,30 +51,30 @@ class Effect:
 
 
 class Silence(NamedTuple):
-    """The time that a client waited for a part of its answer."""
+    """Time that a client waited for a part of its answer."""
 
     seconds: float = 0.0
     since: float = 0.0
-    name: str = ""  # of the attempt
+    name: str = ""  # name of the attempt
 
 
 @dataclass(eq=False)
 class Attempt:
-    """One try at an answer, compared with the right one as it comes."""
+    """One attempt to get an answer. It compares the parts with the right answer as they arrive."""
 
     right: Right
-    last_at: float  # when its last part came
-    is_stream: bool  # if not, it can tell nothing of pauses
+    last_at: float  # when its last part arrived
+    is_stream: bool  # without streaming, pauses cannot be observed
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
-    event_id: str = ""  # the last that has come
-    outcome: str = ""  # `right`, `wrong`, `error`, `cut`, `left`; empty: open
+    event_id: str = ""  # of the last event received
+    outcome: str = ""  # `right`, `wrong`, `error`, `cut`, `left`; empty while open
     error: str = ""
     why_wrong: str = ""
     struck_by: str = ""
-    gap_s: float = 0.0  # the longest since it was struck
-    name: str = ""  # its protocol and req_id
-    silent_since: float = 0.0  # an attempt that goes on after another has its silence as well
+    gap_s: float = 0.0  # longest gap since the last disturbance
+    name: str = ""  # protocol and req_id
+    silent_since: float = 0.0  # an attempt that resumes another inherits its silence
     longest: Silence = Silence()
 
     def take(self, part: Part, now: float) -> None:
@@ -112,21 +114,23 @@ class Attempt:
 
 
 class Ledger:
+    """Record of all requests, attempts and disturbances. Produces the report and the list of broken promises."""
+
     def __init__(self) -> None:
-        self.requests: Counter[str] = Counter()  # see `settle`
+        self.requests: Counter[str] = Counter()  # by outcome, see `settle`
         self.attempts: Counter[str] = Counter()  # by outcome
-        self.errors: Counter[str] = Counter()  # of attempts, by kind
-        self.effects: dict[str, Effect] = defaultdict(Effect)  # of `kill engine`, `stop gateway`, ...
+        self.errors: Counter[str] = Counter()  # failed attempts by kind of error
+        self.effects: dict[str, Effect] = defaultdict(Effect)  # by disturbance: `kill engine`, `stop gateway`, ...
         self.why_wrong: list[str] = []
         self._open: set[Attempt] = set()
-        self._last = ""  # disturbance
+        self._last = ""  # the last disturbance
         self._strikes: list[tuple[float, str]] = []
-        self._silences: list[Silence] = []  # the longest
+        self._silences: list[Silence] = []  # the longest ones
 
     def begin(
         self, right: Right, now: float, is_stream: bool = True, before: Attempt | None = None, name: str = ""
     ) -> Attempt:
-        """`before`: the attempt that it goes on after."""
+        """Open an attempt at time `now` (seconds). `before` is the failed attempt that it resumes."""
         attempt = Attempt(right, now, is_stream, name=name, silent_since=now)
         if before:
             attempt.silent_since = now if before.error in TOO_MANY else before.silent_since
@@ -135,7 +139,7 @@ class Ledger:
         return attempt
 
     def strike(self, kind: str, now: float) -> None:
-        """The disturbance comes now, to all that are open."""
+        """Record a disturbance at time `now`, which affects all open attempts."""
         self._last = kind
         self._strikes.append((now, kind))
         self.effects[kind].times += 1
@@ -145,7 +149,7 @@ class Ledger:
             attempt.struck_by, attempt.gap_s = kind, 0.0
 
     def end(self, attempt: Attempt, now: float, outcome: str) -> str:
-        """-> what has become of it: `outcome`, unless its parts say more."""
+        """Close an attempt and return its outcome: `outcome`, unless its parts have determined another."""
         attempt.outcome = attempt.outcome or outcome
         self._open.discard(attempt)
         self._account(attempt, now)
@@ -158,14 +162,15 @@ class Ledger:
         return attempt.outcome
 
     def settle(self, outcome: str, tries: int = 1, why: str = "") -> None:
-        """A request is done: `right`, `wrong`, `left` by its client, `refused` as it should be, or `lost`."""
+        """Record the final outcome of a request: `right`, `wrong`, `left` by its client, `refused` as expected, or
+        `lost`."""
         self.requests[outcome] += 1
         self.requests["asked again"] += tries > 1
         if why:
             self.why_wrong.append(why)
 
     def _account(self, attempt: Attempt, now: float) -> None:
-        """Puts down what the last disturbance has done to it."""
+        """Add the effect of the last disturbance on this attempt."""
         has_failed = attempt.outcome in ("error", "cut") and attempt.error not in TOO_MANY
         if not attempt.struck_by:
             if has_failed:

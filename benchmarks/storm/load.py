@@ -1,4 +1,4 @@
-"""Those who ask. What comes of it is in the ledger."""
+"""Load of the stress test: clients that send requests and report the results to the ledger."""
 
 from __future__ import annotations
 
@@ -12,32 +12,34 @@ from benchmarks.storm.clients import BAD_BODIES, CUT, LAST_EVENT_ID, Clients, Pa
 from benchmarks.storm.ledger import Attempt, Ledger, Part, Right
 
 BATCH_SIZE, MAX_WAITING = 32, 64
-BURST_EVERY_S, BURST = 10.0, BATCH_SIZE + MAX_WAITING + 50  # more than the server takes
+BURST_EVERY_S, BURST = 10.0, BATCH_SIZE + MAX_WAITING + 50  # more than the server accepts
 BAD, HOSTILE, SLOW = 0.03, 0.03, 0.05  # shares of the requests
-SLOW_S = 0.05  # between two parts
-PATIENCE_S = 90.0  # without a part, or without an answer however often it was asked for: lost
+SLOW_S = 0.05  # between two parts of an answer
+PATIENCE_S = 90.0  # without a part, or for all attempts of a request; then it is lost
 REFUSALS = ("invalid_request", "prompt_too_long")
 NOBODY = (*CUT, asyncio.TimeoutError, StopAsyncIteration)
 
 
 @dataclass(frozen=True)
 class Manner:
-    """How a client asks."""
+    """Behaviour of a client during one request."""
 
-    style: str  # of Clients.styles
-    leave_after: int | None = None  # parts
+    style: str  # one of Clients.styles
+    leave_after: int | None = None  # number of parts after which it disconnects
     pause_s: float = 0.0  # after each part
-    asks_again: bool = True  # when there were too many
+    asks_again: bool = True  # after the server refused it as overloaded
 
 
 class Load:
+    """Clients of one server. Owns the recorded requests and their right answers."""
+
     def __init__(self, clients: Clients, ledger: Ledger, rng: random.Random):
         self._clients, self._ledger, self._rng = clients, ledger, rng
         self._cases: list[tuple[dict[str, Any], Right]] = []
         self._num_asked = 0
 
     async def make_cases(self, count: int) -> None:
-        """The oracle: requests and their answers while nothing disturbs."""
+        """Record random requests and their answers while nothing disturbs the server."""
         at_once = asyncio.Semaphore(BATCH_SIZE)
 
         async def answer(fields: dict[str, Any]) -> tuple[dict[str, Any], Right]:
@@ -53,7 +55,7 @@ class Load:
         return fields | {"req_id": f"storm-{self._num_asked}"}
 
     async def client(self, until: float, leave: float) -> None:
-        """Asks one request after the other; `leave`: the share that it does not wait for."""
+        """Send one request after another until the time `until`. `leave` is the share of streams that it abandons."""
         while time.monotonic() < until:
             if self._rng.random() < BAD:
                 await self._ask_badly()
@@ -87,7 +89,7 @@ class Load:
         self._ledger.settle(attempt.outcome, tries, attempt.why_wrong)
 
     async def _try(self, manner: Manner, fields: dict[str, Any], right: Right, before: Attempt | None) -> Attempt:
-        """Goes on after what the attempt `before` has brought."""
+        """Make one attempt, which resumes after what the attempt `before` has received."""
         name = f"{manner.style} {fields['req_id']}" + ("" if manner.asks_again else " in a burst")
         attempt = self._ledger.begin(right, time.monotonic(), manner.style != "whole", before, name)
         if before:
@@ -100,7 +102,7 @@ class Load:
                 await asyncio.sleep(manner.pause_s)
             outcome = "left"
         except NOBODY:
-            pass  # as it should be if the end had come
+            pass  # `end` decides: a finished answer stays right
         except (ValueError, LookupError, TypeError) as error:
             attempt.is_wrong(f"unreadable: {error!r}")
         finally:
@@ -118,11 +120,11 @@ class Load:
             await parts.aclose()
         if error in REFUSALS:
             self._ledger.settle("refused")
-        elif error not in ("overloaded", "engine_unavailable"):  # asked before it was looked at
+        elif error not in ("overloaded", "engine_unavailable"):  # refused before it was validated
             self._ledger.settle("wrong", why=f"a bad request got {error or 'an answer'}")
 
     async def _ask_with_hostile_grammar(self) -> None:
-        """It may be refused or answered; what matters is that others do not notice."""
+        """Send a hostile grammar. The server may refuse or answer it, as long as other requests are not affected."""
         parts, error = self._clients.native_stream(self._named(a_hostile_request(self._rng))), ""
         try:
             async for part in parts:

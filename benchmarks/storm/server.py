@@ -1,4 +1,4 @@
-"""The storm's server: what can be seen of it from outside, and who disturbs it."""
+"""Server of the stress test: observations of its processes from outside, and the disturbances."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from server_scripts.probe import Probe
 from server_scripts.run_dir import Process, children_of, read_stat
 
 KINDS = ("engine", "rank", "fork", "grammar", "stub", "tritonserver", "gateway", "health", "supervisor")
-MIN_AGE_S = 2.0  # of a victim: one that has not begun to work tells nothing
+MIN_AGE_S = 2.0  # minimum age of a victim: a process that does no work yet reveals nothing
 
 
 class StormServer(Server):
+    """Server whose processes can be observed and disturbed."""
+
     def processes(self) -> dict[str, list[Process]]:
-        """Of each kind, as the state file has them."""
+        """Return the processes of each kind, as listed in the state file."""
         found: dict[str, list[Process]] = defaultdict(list)
         if state := self.run_dir.read_state():
             for process in (state.supervisor, *state.processes):
@@ -40,7 +42,7 @@ class StormServer(Server):
         return found
 
     def wait_until_idle(self, limit_s: float = 60.0) -> dict[str, Any]:
-        """-> what the model says of itself then, or after that time."""
+        """Wait until the model has no requests, at most `limit_s` seconds. Return the model's state then."""
         probe, deadline = Probe(Config.from_env(self.env)), time.monotonic() + limit_s
         while True:
             state = probe.state()
@@ -50,7 +52,7 @@ class StormServer(Server):
             time.sleep(0.2)
 
     def footprint(self) -> Counter[str]:
-        """What of it is on this machine now: processes, files of its run directory, and of shared memory."""
+        """Count the server's processes, files in its run directory and shared memory files on this machine."""
         mark = f"RUN_DIR={self.run_dir.path}".encode()
         pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
         of_server = [pid for pid in pids if mark in environment_of(pid).split(b"\0")]
@@ -65,7 +67,8 @@ class StormServer(Server):
         )
 
     async def disturb(self, ledger: Ledger, victims: list[tuple[str, str]], every_s: float, until: float) -> None:
-        """Every so often one of `victims`, (`kill` or `stop`, kind of process), has it."""
+        """Disturb a random one of `victims`, pairs of `kill` or `stop` and a kind of process, about every `every_s`
+        seconds."""
         while victims:
             await asyncio.sleep(random.uniform(0.5, 1.5) * every_s)
             if time.monotonic() > until:
@@ -84,7 +87,7 @@ class StormServer(Server):
 
 
 def is_fork_server(pid: int) -> bool:
-    """Of grammar workers; these have its command line."""
+    """Return whether the process has the command line of a fork server of grammar workers, which its workers share."""
     with contextlib.suppress(OSError):
         return b"engine.grammars.fork_server" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False

@@ -1,4 +1,4 @@
-"""Watches a server from a process of its own: the memory of each kind of process, and how soon GET ready answers."""
+"""Monitor of a server from a separate process: memory of each kind of process, and latency of GET ready."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from benchmarks.storm.server import StormServer, age_s
 
 ASK_EVERY_S, LOOK_EVERY_S = 0.1, 2.0
 MB = 2**20
-AGES_EQUAL = 0.1  # within this share
-MIN_PAIRS = 10  # fewer are chance
+AGES_EQUAL = 0.1  # relative difference
+MIN_PAIRS = 10  # fewer pairs are not significant
 
 
 class Sample(NamedTuple):
-    """Of one process."""
+    """Memory of one process at one time."""
 
-    at_s: float  # since the watch began
+    at_s: float  # seconds since the watch began
     age_s: float
     mb: float
 
 
 def watch(server: StormServer, until_told: Connection) -> None:
-    """Sends what it has seen: the memory of each kind, milliseconds of each question, number of noes."""
+    """Watch until a message arrives. Send the memory samples of each kind, the latencies of GET ready in milliseconds,
+    and the number of negative answers."""
     memory: dict[str, list[Sample]] = defaultdict(list)
     ready_ms: list[float] = []
     began = time.monotonic()
@@ -42,7 +43,7 @@ def watch(server: StormServer, until_told: Connection) -> None:
             for kind, processes in server.processes().items():
                 looked = (Sample(time.monotonic() - began, age_s(each), resident_mb(each.pid)) for each in processes)
                 memory[kind] += [sample for sample in looked if sample.mb]
-    seen = {kind: samples for kind, samples in memory.items() if samples}  # one may never have been there to look at
+    seen = {kind: samples for kind, samples in memory.items() if samples}  # omits kinds that no sample has seen
     until_told.send((seen, ready_ms, num_not_ready))
 
 
@@ -65,16 +66,19 @@ def resident_mb(pid: int) -> float:
 
 
 def growth(samples: list[Sample]) -> tuple[float, float, float]:
-    """MB before, after, and the share between, of like with like, as a process is small at first and one that is killed
-    often always young. Who has been there since the first quarter is compared with itself, the last quarter with the
-    one before; who is younger with those that were as old in the first half. The worse of both counts."""
+    """Return the memory in MiB before and after, and the relative growth.
+
+    Processes are small at first, and a kind that is killed often has only young ones, so samples of equal age are
+    compared. A process that has existed since the first quarter is compared with itself, the last quarter with the one
+    before; a younger one is compared with processes that had the same age in the first half. The larger growth counts.
+    """
     end = max(each.at_s for each in samples)
     first, last = ([each for each in samples if (each.at_s >= end / 2) == is_last] for is_last in (False, True))
     old = [each for each in last if each.at_s - each.age_s <= end / 4]
     pairs = [(mb_at(first, each.age_s), each.mb) for each in last if each.at_s - each.age_s > end / 4]
     pairs = [(before, after) for before, after in pairs if before]
     quarters = [[each.mb for each in old if (each.at_s >= end * 3 / 4) == is_last] for is_last in (False, True)]
-    found = [(0.0, statistics.median(each.mb for each in samples))]  # too short to tell
+    found = [(0.0, statistics.median(each.mb for each in samples))]  # in case the watch was too short to measure growth
     if all(quarters):
         before, after = map(statistics.median, quarters)
         found.append((after / before - 1, before))
@@ -86,6 +90,6 @@ def growth(samples: list[Sample]) -> tuple[float, float, float]:
 
 
 def mb_at(samples: list[Sample], age_s: float) -> float:
-    """0 when none was as old."""
+    """Return the median memory of the samples of this age, or 0 if there are none."""
     as_old = [each.mb for each in samples if abs(each.age_s - age_s) <= AGES_EQUAL * age_s]
     return statistics.median(as_old) if as_old else 0.0
