@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -67,7 +67,8 @@ def worker_pids(made):
 
 def signal_workers(made, number):
     for pid in worker_pids(made):
-        os.kill(pid, number)
+        with suppress(ProcessLookupError):  # It may end by itself between the two calls.
+            os.kill(pid, number)
 
 
 # Limits
