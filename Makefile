@@ -87,7 +87,8 @@ sanitize: install $(TESTS)  ## the CPU ops against numpy, compiled with AddressS
 	$(SANITIZED) $(BIN)/python -m engine.ops.build
 	$(SANITIZED) LD_PRELOAD="$(RUNTIMES)" ASAN_OPTIONS=detect_leaks=0:alloc_dealloc_mismatch=0 \
 	  $(BIN)/python -m pytest --capture no -k "not exported_and_served" \
-	  $(addprefix tests/pure/test_,$(addprefix ops_,cpu.py attention.py sampling.py invariance.py threads.py errors.py group.py paddle.py) cpu_program.py batch_invariance.py)
+	  $(addprefix tests/pure/ops/test_,cpu.py attention.py sampling.py invariance.py threads.py errors.py group.py paddle.py) \
+	  $(addprefix tests/pure/executors/test_,cpu_program.py batch_invariance.py)
 
 lint: $(TESTS)  ## style, types, which part may import which
 	$(BIN)/ruff check .

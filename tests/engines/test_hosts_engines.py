@@ -19,7 +19,7 @@ from engine.settings.config import Config
 from tests.checkpoints import make_checkpoint
 from tests.patience import PATIENCE_S, wait_until
 from tests.pure.engine_helpers import ROOT, Collector, a_client
-from tests.pure.test_batch_invariance import run
+from tests.pure.executors.test_batch_invariance import run
 from tests.server import free_ports
 
 PROMPTS = [[n, n + 1, n + 2] for n in range(5, 45, 10)]

@@ -21,10 +21,10 @@ from engine.settings.config import Config
 from server_scripts.run_dir import children_of
 from tests.lora_adapters import make_adapter
 from tests.patience import PATIENCE_S, wait_until
-from tests.pure.test_batch_invariance import BLOCK_SIZE, NUM_REQUESTS, random_requests, run
-from tests.pure.test_beams import a_search
-from tests.pure.test_prompt_outputs import hidden_of, requests_of
-from tests.pure.test_prompt_outputs import run as run_loop
+from tests.pure.core.test_beams import a_search
+from tests.pure.core.test_prompt_outputs import hidden_of, requests_of
+from tests.pure.core.test_prompt_outputs import run as run_loop
+from tests.pure.executors.test_batch_invariance import BLOCK_SIZE, NUM_REQUESTS, random_requests, run
 from tests.server import ROOT, is_alive
 
 

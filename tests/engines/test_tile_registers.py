@@ -12,8 +12,9 @@ import pytest
 from engine.ops import build, cpu
 
 ROOT = Path(__file__).parents[2]
-OF_ALL_SETS = ("ops_cpu", "ops_invariance")  # which are told the instruction set, the others take what CPU_ISA names
-TESTS = (*OF_ALL_SETS, "cpu_program", "batch_invariance")
+# The first parametrize their tests over the instruction sets, the others take the one that CPU_ISA names.
+OF_ALL_SETS = ("ops/test_cpu", "ops/test_invariance")
+OTHERS = ("executors/test_cpu_program", "executors/test_batch_invariance")
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +33,9 @@ def soft_tiles(tmp_path_factory) -> Path:
 @pytest.mark.skipif("avx512_bf16" not in cpu.available_isas(), reason="what surrounds the registers is AVX-512")
 def test_the_tests_of_the_ops_pass_with_tile_registers_of_plain_code(soft_tiles):
     environ = {**os.environ, "ENGINE_BUILD_DIR": str(soft_tiles), "CPU_ISA": "amx"}
-    files = [f"tests/pure/test_{name}.py" for name in TESTS]
-    told = " or ".join(name for name in TESTS if name not in OF_ALL_SETS)
-    command = [sys.executable, "-m", "pytest", *files, "-q", "-k", f"amx or {told}", "-p", "no:cacheprovider"]
+    files = [f"tests/pure/{name}.py" for name in (*OF_ALL_SETS, *OTHERS)]
+    others = " or ".join(Path(name).name for name in OTHERS)
+    command = [sys.executable, "-m", "pytest", *files, "-q", "-k", f"amx or {others}", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:]
     assert int(done.stdout.rsplit(" passed", 1)[0].split()[-1]) > 200

@@ -1,0 +1,321 @@
+"""Checkpoints that others have quantized are exported with their own numbers, or refused in a sentence."""
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from engine.dtypes import from_bf16, from_fp8, to_bf16
+from engine.executors.cpu.program import Program, allocated
+from engine.exporting.by_settings import options_of
+from engine.exporting.export import ExportOptions, export
+from engine.exporting.manifest import Manifest
+from engine.graph import load
+from engine.models.keys import ModelError
+from engine.models.quantization import read_quantization, unpack
+from engine.ops import cpu
+from engine.ops.reference import int4_values
+from engine.settings.config import Config
+from tests.paged_model import PagedModel
+from tests.pure.models.test_quantized_models import error_of
+from tests.quantized_checkpoints import (
+    BY_TOKEN,
+    FP8_KINDS,
+    GPTQ,
+    KINDS,
+    change_quantization,
+    change_tensors,
+    compressed,
+    floats,
+    make_fp8,
+    make_quantized,
+    pack,
+)
+
+PROMPT = list(range(5, 70))
+MATRICES = [f"layers.{layer}.{name}_proj.weight" for layer in (0, 1) for name in ("qkv", "o", "gate_up", "down")]
+
+
+def numbers_of(params: dict[str, np.ndarray], name: str) -> np.ndarray:
+    codes, scale = params[name], params[f"{name}_scale"]
+    if codes.dtype == np.int8:
+        return codes * scale[:, None]
+    return from_bf16(int4_values(codes, scale, params.get(f"{name}_zero")))
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "family"),
+    [*((kind, num_ranks, "qwen2") for kind in KINDS for num_ranks in (1, 2)), ("gptq with zeros", 2, "ernie4_5")],
+)
+def test_every_rank_has_the_numbers_of_the_checkpoint_and_one_computes_with_them(kind, num_ranks, family, tmp_path):
+    for name, checkpoint in zip(("quantized", "plain"), make_quantized(tmp_path, kind, family), strict=True):
+        export(checkpoint, tmp_path / f"{name} graph", ExportOptions("float32", num_ranks=num_ranks))
+    if num_ranks == 1:
+        graphs = [PagedModel.of(tmp_path / f"{name} graph", cpu) for name in ("quantized", "plain")]
+        assert error_of(*[graph.prefill(PROMPT, chunk=1000, num_logits=40) for graph in graphs]) < 0.04
+    assert Manifest.read(tmp_path / "quantized graph").weight_format == KINDS[kind][2]
+    for rank in range(num_ranks):
+        found, wanted = (load(tmp_path / f"{name} graph", rank)[1] for name in ("quantized", "plain"))
+        for name in MATRICES:
+            numbers = numbers_of(found, name)[:, : wanted[name].shape[1]]
+            np.testing.assert_allclose(numbers, wanted[name], rtol=2**-7, atol=1e-7, err_msg=name)
+
+
+def test_a_layer_that_is_left_out_of_the_quantization_is_quantized_here(tmp_path):
+    quantized, plain = make_quantized(tmp_path, "awq")
+    layer = "model.layers.0.self_attn.k_proj."
+    wanted = load_file(plain / "model.safetensors")[f"{layer}weight"]
+
+    def leave_out(tensors):
+        for end in ("qweight", "qzeros", "scales"):
+            del tensors[layer + end]
+        tensors[f"{layer}weight"] = wanted
+
+    change_tensors(quantized, leave_out)
+    export(quantized, tmp_path / "out", ExportOptions("float32"))
+    found = numbers_of(load(tmp_path / "out")[1], "layers.0.qkv_proj.weight")[256:384]
+    assert 0 < np.square(found - wanted).mean() < 0.02 * np.square(wanted).mean()
+
+
+def test_groups_in_another_order_are_refused_with_the_tensor(tmp_path):
+    quantized, _ = make_quantized(tmp_path, "gptq")
+    name = "model.layers.1.mlp.down_proj.g_idx"
+    change_tensors(quantized, lambda tensors: tensors.update({name: tensors[name][::-1].copy()}))
+    message = r"down_proj.qweight: its groups are not in the order of the inputs \(desc_act\)"
+    with pytest.raises(ModelError, match=message):
+        export(quantized, tmp_path / "out", ExportOptions())
+
+
+@pytest.mark.parametrize("says", [{}, {"sym": True}])
+def test_zero_points_of_gptq_count_whatever_its_config_says_of_symmetry(says, tmp_path):
+    quantized, plain = make_quantized(tmp_path, "gptq with zeros")
+    change_quantization(quantized, lambda config: (config.pop("sym"), config.update(says)))
+    for name, checkpoint in (("found", quantized), ("wanted", plain)):
+        export(checkpoint, tmp_path / name, ExportOptions("float32"))
+    found, wanted = (load(tmp_path / name)[1] for name in ("found", "wanted"))
+    for name in MATRICES:
+        numbers = numbers_of(found, name)[:, : wanted[name].shape[1]]
+        np.testing.assert_allclose(numbers, wanted[name], rtol=2**-7, atol=1e-7, err_msg=name)
+
+
+def test_symmetric_gptq_is_exported_without_zero_points(tmp_path):
+    quantized, _ = make_quantized(tmp_path, "gptq")
+    change_quantization(quantized, lambda config: config.pop("sym"))
+    export(quantized, tmp_path / "out", ExportOptions("float32"))
+    assert "layers.0.qkv_proj.weight_zero" not in load(tmp_path / "out")[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("gptq", {"checkpoint_format": "gptq_v2"}, "all of its zero points are 7 when read as checkpoint_format 'gptq"),
+        ("gptq", {"group_size": 64}, r"down_proj.qweight: has scales for \(256, 3\).*config.json asks for \(256, 6\)"),
+        ("awq", {"group_size": 64}, r"down_proj.qweight: has scales for \(256, 3\).*config.json asks for \(256, 6\)"),
+        ("w4a16", {"symmetric": False}, "it has no weight_zero_point, but .* symmetric of its weights is False"),
+        ("w4a16", {"group_size": 64}, r"has scales for \(256, 3\), config.json asks for \(256, 6\)"),
+        (
+            "w4a16 with zeros",
+            {"symmetric": True},
+            "it has a weight_zero_point, but .* is True",
+        ),
+    ],
+)
+def test_tensors_that_contradict_the_config_are_refused(kind, change, message, tmp_path):
+    quantized, _ = make_quantized(tmp_path, kind)
+    change_quantization(quantized, lambda config: config.update(change))
+    with pytest.raises(ModelError, match=message):
+        export(quantized, tmp_path / "out", ExportOptions())
+
+
+def test_groups_of_compressed_tensors_in_another_order_are_refused(tmp_path):
+    quantized, _ = make_quantized(tmp_path, "w4a16")
+    name = "model.layers.1.mlp.down_proj.weight_g_idx"
+    order = np.arange(384, dtype=np.int32)[::-1] // 128
+    change_tensors(quantized, lambda tensors: tensors.update({name: order.copy()}))
+    with pytest.raises(ModelError, match=r"its groups are not in the order of the inputs \(desc_act\)"):
+        export(quantized, tmp_path / "out", ExportOptions())
+
+
+def test_ranks_that_would_cut_a_group_are_refused(tmp_path):
+    quantized, _ = make_quantized(tmp_path, "awq")
+    with pytest.raises(ModelError, match="columns from 96 on do not begin a group of 64"):
+        export(quantized, tmp_path / "out", ExportOptions(num_ranks=4, ranks=(1,)))  # 384 inputs of down_proj
+
+
+def test_another_quantization_than_the_checkpoint_has_is_refused(tmp_path):
+    quantized, _ = make_quantized(tmp_path, "gptq")
+    message = "quant_type is 'a8w8', the checkpoint is quantized by gptq and exported as weight_only_int4"
+    with pytest.raises(ModelError, match=message):
+        export(quantized, tmp_path / "out", ExportOptions(quant_type="a8w8"))
+    export(quantized, tmp_path / "out", ExportOptions(quant_type="weight_only_int4"))
+
+
+def test_a_missing_tensor_is_named(tmp_path):
+    quantized, _ = make_quantized(tmp_path, "gptq")
+    change_tensors(quantized, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.scales"))
+    with pytest.raises(ModelError, match="tensor model.layers.1.mlp.up_proj.scales is missing"):
+        export(quantized, tmp_path / "out", ExportOptions())
+
+
+def test_codes_of_another_size_are_refused(tmp_path):
+    quantized, _ = make_quantized(tmp_path, "w8a8")
+    name = "model.layers.0.mlp.up_proj.weight"
+    change_tensors(quantized, lambda tensors: tensors.update({name: tensors[name][:-1]}))
+    with pytest.raises(
+        ModelError, match=r"up_proj.weight: has codes for \(383, 256\), config.json asks for \(384, 256\)"
+    ):
+        export(quantized, tmp_path / "out", ExportOptions())
+
+
+@pytest.mark.parametrize("kind", FP8_KINDS)
+def test_floats_of_eight_bits_are_the_numbers_that_they_stand_for(kind, tmp_path):
+    """Stored as bfloat16 unless less is asked for: nothing is lost but what that rounds."""
+    quantized, plain = make_fp8(tmp_path, kind)
+    for options in (ExportOptions("bfloat16", num_ranks=2), ExportOptions("float32", "a8w8")):
+        for name, checkpoint in (("found", quantized), ("wanted", plain)):
+            export(checkpoint, tmp_path / options.dtype / name, options)
+        for rank in range(options.num_ranks):
+            found, wanted = (load(tmp_path / options.dtype / name, rank)[1] for name in ("found", "wanted"))
+            for name in wanted:
+                np.testing.assert_array_equal(found[name], wanted[name], err_msg=name)
+
+
+@pytest.mark.parametrize("kind", FP8_KINDS)
+def test_floats_of_eight_bits_can_stay_what_they_are(kind, tmp_path):
+    """But for a matrix one of whose parts the checkpoint has otherwise."""
+    matrix = "model.layers.0.self_attn.k_proj.weight"
+
+    def leave_out(stored):
+        del stored[matrix + FP8_KINDS[kind][1]]
+        stored.pop(f"{matrix.removesuffix('.weight')}.input_scale", None)
+        stored[matrix] = stored[matrix].astype(np.float32)
+
+    quantized, plain = make_fp8(tmp_path, kind, leave_out)
+    export(quantized, tmp_path / "kept", ExportOptions("bfloat16", "weight_only_fp8"))
+    export(plain, tmp_path / "wide", ExportOptions("bfloat16"))
+    graph, found = load(tmp_path / "kept")
+    wanted = load(tmp_path / "wide")[1]
+    assert Manifest.read(tmp_path / "kept").weight_format == "weight_only_fp8"
+    assert sum(node.op == "linear_fp8" for node in graph.nodes) == 7
+    for name in wanted:
+        if f"{name}_scale" in found:
+            numbers = to_bf16(from_fp8(found[name], found[f"{name}_scale"]))
+            np.testing.assert_array_equal(numbers, wanted[name], err_msg=name)
+        elif "layers.0.qkv_proj.weight" not in name:
+            np.testing.assert_array_equal(found[name], wanted[name], err_msg=name)
+    assert found["layers.0.qkv_proj.weight"].dtype == np.uint16  # bf16
+
+
+def test_ranks_share_floats_of_eight_bits_with_their_scales_unless_they_cut_a_block(tmp_path):
+    quantized, plain = make_fp8(tmp_path, "a row", family="ernie4_5")
+    for checkpoint, quant_type in ((quantized, "weight_only_fp8"), (plain, "none")):
+        export(checkpoint, tmp_path / quant_type, ExportOptions("bfloat16", quant_type, num_ranks=2))
+    for rank in range(2):
+        found, wanted = (load(tmp_path / quant_type, rank)[1] for quant_type in ("weight_only_fp8", "none"))
+        for name in MATRICES:
+            numbers = to_bf16(from_fp8(found[name], found[f"{name}_scale"]))
+            np.testing.assert_array_equal(numbers, wanted[name], err_msg=name)
+    blocks, _ = make_fp8(tmp_path / "blocks", "a block")
+    with pytest.raises(ModelError, match="columns from 150 on do not begin a block of 128"):
+        export(blocks, tmp_path / "out", ExportOptions("bfloat16", "weight_only_fp8", num_ranks=2, ranks=(1,)))
+
+
+def test_a_cpu_computes_with_floats_of_eight_bits_as_with_the_numbers_that_they_stand_for(tmp_path):
+    quantized, plain = make_fp8(tmp_path, "a block")
+    export(quantized, tmp_path / "kept", ExportOptions("bfloat16", "weight_only_fp8"))
+    export(plain, tmp_path / "wide", ExportOptions("bfloat16"))
+    logits = []
+    for name in ("kept", "wide"):
+        program = Program(*load(tmp_path / name))
+        specs = Manifest.read(tmp_path / name).graph().caches
+        program.set_caches({spec.name: allocated(spec.shape_of(2), spec.dtype) for spec in specs})
+        logits.append(program.run(inputs_of(PROMPT[:40]))["logits"].copy())
+    np.testing.assert_array_equal(*logits)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"device": "gpu"}, "weight_only_fp8"),
+        ({"device": "cpu"}, "none"),
+        ({"device": "gpu", "batch_invariant": True}, "none"),
+        ({"device": "gpu", "dtype": "bfloat16"}, "none"),
+        ({"device": "gpu", "quant_type": "a8w8"}, "a8w8"),
+    ],
+)
+def test_floats_of_eight_bits_stay_so_on_a_gpu_unless_something_else_is_asked_for(
+    settings, expected, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("engine.exporting.by_settings.with_device", lambda config: config)
+    quantized, plain = make_fp8(tmp_path, "compressed rows")
+    config = Config(**settings)
+    assert options_of(config, quantized).quant_type == expected
+    assert options_of(config, plain).quant_type == config.quant_type
+
+
+def inputs_of(prompt):
+    arrays = {"token_ids": prompt, "positions": range(len(prompt)), "query_starts": [0, len(prompt)]}
+    arrays |= {"context_lens": [0], "block_tables": [[0]], "logit_rows": range(len(prompt))}
+    return {name: np.array(values, np.int32) for name, values in arrays.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t, name: t.pop(f"{name}_scale_inv"), "up_proj.weight has 8-bit floats, but no .*up_proj.weight_scale"),
+        (
+            lambda t, name: t.update({f"{name}_scale_inv": np.ones((3, 2), np.float32)}),
+            r"has scales of shape \(3, 2\), supported are one, one a row and one for 128 x 128",
+        ),
+    ],
+)
+def test_floats_of_eight_bits_without_their_scales_are_refused(change, message, tmp_path):
+    name = "model.layers.1.mlp.up_proj.weight"
+    quantized, _ = make_fp8(tmp_path, "a block", lambda tensors: change(tensors, name))
+    with pytest.raises(ModelError, match=message):
+        export(quantized, tmp_path / "out", ExportOptions())
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"quant_method": "bitsandbytes"},
+            "quant_method is 'bitsandbytes', supported are compressed-tensors, gptq, awq, fp8, fbgemm_fp8",
+        ),
+        ({"quant_method": ["fp8"]}, r"quant_method is \['fp8'\], supported are compressed-tensors"),
+        ({**GPTQ, "bits": 8}, "bits of gptq is 8, supported is 4"),
+        ({**GPTQ, "group_size": 48}, "the group size is 48, supported are multiples of 32"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format of gptq is 'marlin'"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version of awq is 'gemv'"),
+        (floats("group"), "strategy of compressed-tensors weights of floats is 'group', supported is 'tensor'"),
+        (floats("tensor", num_bits=4), "num_bits of compressed-tensors weights of floats is 4, supported is 8"),
+        (
+            {"quant_method": "fp8", "weight_block_size": [64, 64]},
+            r"weight_block_size of fp8 is \[64, 64\], supported is",
+        ),
+        (
+            compressed(8, "int-quantized", inputs=BY_TOKEN | {"dynamic": False}),
+            "dynamic of .* is False, supported is True",
+        ),
+        (compressed(8, "int-quantized", symmetric=False), "symmetric of .* is False, supported is True"),
+        (compressed(4, "pack-quantized", inputs=BY_TOKEN), "weights of 4 bits by 'group' with inputs"),
+        (compressed(4, "marlin-24"), "format of compressed-tensors is 'marlin-24', supported is 'pack-quantized'"),
+        (compressed(8, "int-quantized") | {"kv_cache_scheme": {"num_bits": 8}}, "no kv_cache_scheme"),
+    ],
+)
+def test_what_is_not_built_is_refused_in_a_sentence(config, message):
+    with pytest.raises(ModelError, match=message):
+        read_quantization({"quantization_config": config})
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_numbers_come_out_of_words_as_they_went_in(axis, bits):
+    numbers = np.random.default_rng(0).integers(0, 1 << bits, (16, 24), np.uint8)
+    assert np.array_equal(unpack(pack(numbers, axis, bits), axis, bits), numbers)
+
+
+def test_scales_are_rounded_to_bf16():
+    """What float16 has more of bits than that is less than what a code of 4 bits leaves open."""
+    scale = np.float32(np.float16(0.01234))
+    assert abs(from_bf16(to_bf16(scale[None]))[0] - scale) < scale * 2**-8

@@ -1,0 +1,107 @@
+"""The support matrix of README.md is what the code computes and what the tests of each device cover."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.errors import ConfigError
+from engine.exporting.by_settings import options_of
+from engine.exporting.export import QUANT_TYPES
+from engine.models import support
+from engine.models.families import FAMILIES
+from engine.models.support import NOT_RUN, REFUSED, RUN
+from engine.ops import cpu
+from engine.settings.config import Config
+from tests import checkpoints, family_checkpoints
+from tests.paged_model import PagedModel
+from tests.pure.models.test_ranks import answers_of_ranks
+
+ROOT = Path(__file__).parents[3]
+PROMPT = list(range(3, 11))
+# Mean difference of a log-probability from float32, as a share of their standard deviation, in models of 64 channels.
+LARGEST_ERROR = {"float32": 0.0, "bfloat16": 0.03, "weight_only_int8": 0.08, "a8w8": 0.08}
+LARGEST_ERROR |= {"weight_only_int4": 0.5, "weight_only_int4_g32": 0.5, "weight_only_fp8": 0.2, True: 0.03}
+ON_CPUS = [each for each in support.PRECISIONS if each.devices[0] == RUN]
+
+
+def model_types(golden):
+    return {keys.get("model_type", name) for name, keys in golden.items()}
+
+
+def cuda_tests():
+    return "\n".join(path.read_text() for path in (ROOT / "tests/cuda").glob("*.py"))
+
+
+def test_the_readme_has_the_matrix_of_the_code():
+    readme = (ROOT / "README.md").read_text()
+    for table in (support.family_table(), support.precision_table()):
+        assert table in readme, "python -m engine.models.support prints the tables"
+
+
+def test_the_matrix_has_every_family_of_the_registry():
+    assert [each.model_type for each in support.FAMILIES] == [*dict.fromkeys(e.model_type for e in support.FAMILIES)]
+    assert {each.model_type for each in support.FAMILIES} == set(FAMILIES)
+
+
+def test_the_matrix_has_every_precision_of_an_export():
+    values = {value for name, value in (each.option for each in support.PRECISIONS) if name == "quant_type"}
+    assert values == set(QUANT_TYPES) - {"none"}
+
+
+def test_families_that_ran_on_a_gpu_are_in_the_gpu_tests():
+    """Those of tests/cuda/test_families.py may be marked when they have run."""
+    ran = {each.model_type for each in support.FAMILIES if each.devices[2] == RUN}
+    assert 'parametrize("family", FAMILIES)' in (ROOT / "tests/cuda/test_executor.py").read_text()
+    assert "params=FAMILIES" in (ROOT / "tests/cuda/test_families.py").read_text()
+    assert ran == model_types(checkpoints.FAMILIES) | model_types(family_checkpoints.FAMILIES)
+
+
+def test_families_on_several_gpus_are_those_whose_ranks_the_gpu_tests_run():
+    ran = {each.model_type for each in support.FAMILIES if each.devices[3] == RUN}
+    cases = re.findall(r'\("(\w+)", \d\)', (ROOT / "tests/cuda/test_ranks.py").read_text())
+    assert ran == {checkpoints.FAMILIES[name]["model_type"] for name in cases}
+
+
+@pytest.mark.parametrize("precision", support.PRECISIONS, ids=lambda each: each.stored)
+def test_a_precision_that_ran_on_a_gpu_is_in_the_gpu_tests(precision):
+    name, value = precision.option
+    mentioned = re.search(rf'"{value}"' if isinstance(value, str) else rf'"{name}": {value}', cuda_tests())
+    assert bool(mentioned) == (precision.devices[2] == RUN)
+
+
+def test_float16_is_refused_on_cpus(a_checkpoint):
+    [precision] = [each for each in support.PRECISIONS if REFUSED in each.devices]
+    assert precision.option == ("dtype", "float16")
+    with pytest.raises(ConfigError, match="only GPUs"):
+        options_of(Config(dtype="float16", device="cpu"), a_checkpoint)
+
+
+@pytest.mark.parametrize("precision", ON_CPUS, ids=lambda each: each.stored)
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_family_computes_with_every_precision_on_a_cpu(model_type, precision, exported):
+    known = checkpoints.FAMILIES | family_checkpoints.FAMILIES
+    family = next(name for name, keys in known.items() if keys.get("model_type", name) == model_type)
+    wanted, found = (
+        PagedModel.of(exported(family, **options), cpu).prefill(PROMPT, chunk=1000, num_logits=8)
+        for options in ({"dtype": "float32"}, dict([precision.option]))
+    )
+    assert np.isfinite(found).all()
+    assert np.abs(found - wanted).mean() <= LARGEST_ERROR[precision.option[1]] * wanted.std()
+
+
+@pytest.mark.parametrize("precision", ON_CPUS, ids=lambda each: each.stored)
+def test_two_ranks_compute_with_every_precision_that_one_does(precision, exported):
+    assert precision.devices[1] == RUN
+    name, value = precision.option
+    wanted = PagedModel.of(exported("qwen2", dtype="float32"), cpu).prefill(PROMPT, chunk=4, num_logits=2)
+    found = answers_of_ranks(exported("qwen2", num_ranks=2, **{name: value}), 2, PROMPT)
+    for logits, _ in found:
+        assert np.abs(logits - wanted).mean() <= max(LARGEST_ERROR[value], 1e-4) * wanted.std()
+
+
+def test_cells_have_three_values():
+    rows = (*support.FAMILIES, *support.PRECISIONS)
+    assert {cell for each in rows for cell in each.devices} == {RUN, NOT_RUN, REFUSED}
+    assert {len(each.devices) for each in rows} == {len(support.DEVICES)}

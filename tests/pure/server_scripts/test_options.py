@@ -1,0 +1,212 @@
+"""`start_server`'s options: every setting, under the names that people type; what is no option is answered."""
+
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from engine.errors import ConfigError
+from engine.settings.config import Config
+from engine.settings.foreign.table import OPTIONS, ROWS, check_variables, notes_on_variables
+from server_scripts import run_batch, start, stop
+from server_scripts.completion import REFUSED
+from server_scripts.options import COMMON, OptionParser, own_name
+
+ROOT = Path(__file__).resolve().parents[3]
+SETTINGS = {f.metadata["setting"].env: f for f in fields(Config) if not f.metadata["setting"].internal}
+
+OLD_NAMES = {name for f in SETTINGS.values() for name in f.metadata["setting"].old}
+
+
+def parsed(*arguments, **environ):
+    """The environment and what is no setting."""
+    parser = OptionParser("start_server", "")
+    parser.add_argument("model_name", nargs="?")
+    return environ, parser.parse_into(environ, arguments)
+
+
+def answer(capsys, *arguments):
+    with pytest.raises(SystemExit) as ended:
+        parsed(*arguments)
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_every_setting_is_an_option_but_the_secrets():
+    known = {name for name, action in OptionParser("", "")._option_string_actions.items() if action.dest != REFUSED}
+    assert {own_name(env) for env in SETTINGS} - known == {"--api-key", "--otel-exporter-otlp-headers"}
+    assert set(COMMON) <= set(SETTINGS)
+
+
+def test_what_the_table_of_other_servers_names_exists_here():
+    known = set(OptionParser("", "")._option_string_actions)
+    assert {row.setting for row in ROWS if row.setting} - set(SETTINGS) - OLD_NAMES == set()
+    texts = [text for row in ROWS for text in (row.instead, row.why, *row.refused.values())]
+    named = {name for text in texts for name in re.findall(r"(?<!\w)--[\w-]+", text)}
+    assert len(named) > 8 and named - known == {"--reload"}
+    assert set(OPTIONS) <= known and not any(OPTIONS[name].is_always_refused for name in named & set(OPTIONS))
+
+
+def test_an_option_wins_over_the_variable_and_its_old_name():
+    given = ["--port", "-1", "org/model", "--tensor-parallel-size=2", "--use-warmup", "--no-enable-prefix-caching"]
+    environ, rest = parsed(*given, "--run-dir", "/a b", PUSH_MODE_HTTP_PORT="5", SERVICE_HTTP_PORT="6", MAX_DEC_LEN="7")
+    assert environ == {
+        **{"SERVICE_HTTP_PORT": "-1", "MP_NUM": "2", "USE_WARMUP": "1", "ENABLE_PREFIX_CACHING": "0"},
+        **{"RUN_DIR": "/a b", "MAX_DEC_LEN": "7"},
+    }
+    assert rest.model_name == "org/model"
+    config = Config.from_env(environ)
+    assert (config.service_http_port, config.mp_num, config.use_warmup, config.enable_prefix_caching) == (
+        -1,
+        2,
+        True,
+        False,
+    )
+    assert parsed("--model", "org/model")[0] == {"model_name": "org/model"}
+
+
+def test_a_refused_option_is_answered_with_what_is_there_instead(capsys):
+    for name, row in OPTIONS.items():
+        if row.is_always_refused:
+            assert f"{name} is not supported: {row.instead}\n" in answer(capsys, name, "4096")
+    assert "--max-cpu-loras is not supported: --max-loras" in answer(capsys, "--max_cpu_loras=4096", "org/model")
+    assert "--quantization smoothquant is not supported: a8w8" in answer(capsys, "--quantization", "smoothquant")
+    assert "--splitwise-role prefill is not supported" in answer(capsys, "--splitwise_role=prefill")
+    assert "--no-enable-chunked-prefill is not" in answer(capsys, "--enable-chunked-prefill", "0", "org/model")
+
+
+def test_an_option_without_effect_is_accepted_with_a_note():
+    given = ["--enable-chunked-prefill", "org/model", "--load-choices", "default_v1", "--static-decode-blocks=2"]
+    environ, rest = parsed(*given)
+    assert (environ, rest.model_name) == ({}, "org/model")
+    assert [note.partition(":")[0] for note in rest.notes] == [
+        f"{name} has no effect" for name in ("--enable-chunked-prefill", "--load-choices", "--static-decode-blocks")
+    ]
+    [note] = parsed("--splitwise-role", "mixed")[1].notes
+    assert note == "--splitwise-role mixed has no effect: mixed is how it works here"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ"),
+    [
+        ("--quantization wint4", {"QUANT_TYPE": "weight_only_int4"}),
+        ("-q awq", {}),
+        ("--uvicorn-log-level info --quantize fp8", {"LOG_LEVEL": "INFO", "QUANT_TYPE": "weight_only_fp8"}),
+        ("--use-warmup 1 --enable_prefix_caching=false", {"USE_WARMUP": "1", "ENABLE_PREFIX_CACHING": "0"}),
+        ("--max-waiting-time -1", {"QUEUE_TIMEOUT": "0"}),
+        ("--max-concurrency 512", {"MAX_CACHED_TASK_NUM": "462"}),
+        ("--max-concurrency 128 --max-num-seqs 128", {"BATCH_SIZE": "128", "MAX_CACHED_TASK_NUM": "1"}),
+        ("--max-concurrency 1k --max-num-seqs 100", {"BATCH_SIZE": "100", "MAX_CACHED_TASK_NUM": "900"}),
+        (
+            "--max-num-partial-prefills 4 --max-long-partial-prefills 2 --long-prefill-token-threshold 1024",
+            {
+                "MAX_NUM_PARTIAL_PREFILLS": "4",
+                "MAX_LONG_PARTIAL_PREFILLS": "2",
+                "LONG_PREFILL_TOKEN_THRESHOLD": "1024",
+            },
+        ),
+        ("--enforce-eager", {"USE_CUDAGRAPH": "0"}),
+        ("-O3", {}),
+        ('--graph-optimization-config {"use_cudagraph":true,"graph_opt_level":1}', {"USE_CUDAGRAPH": "1"}),
+        ('--graph-optimization-config {"cudagraph_capture_sizes":[1,3]}', {"CUDAGRAPH_CAPTURE_SIZES": "1,3"}),
+        (
+            '--speculative-config {"method":"ngram","num_speculative_tokens":5,"prompt_lookup_max":2}',
+            {"SPECULATE_METHOD": "ngram", "SPECULATE_MAX_DRAFT_TOKEN_NUM": "5", "SPECULATE_MAX_NGRAM_SIZE": "2"},
+        ),
+    ],
+)
+def test_values_of_other_servers_are_translated(arguments, environ):
+    assert parsed(*arguments.split())[0] == environ
+    Config.from_env(environ)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ('--speculative-config {"method":"mtp"}', "the method 'mtp' is not supported, it must be ngram"),
+        ("--speculative-config ngram", "--speculative-config is 'ngram', which is not valid JSON"),
+        ("--speculative-config [1]", "--speculative-config is '[1]', it must be a JSON object"),
+        ('--graph-optimization-config {"cudagraph_only_prefill":true}', "cudagraph_only_prefill is not supported"),
+        ('--graph-optimization-config {"cudagraph_capture_sizes":[0]}', "is [0], it must be a list of whole numbers"),
+        ("--max-concurrency 49", "--max-concurrency is 49, it must be at least BATCH_SIZE (50)"),
+        ("--max-concurrency many", "--max-concurrency is 'many', it must be a whole number"),
+    ],
+)
+def test_a_wrong_value_of_another_servers_option_is_named(arguments, message, capsys):
+    assert message in answer(capsys, *arguments.split())
+
+
+def test_a_variable_of_another_server_is_noted_or_refused():
+    assert notes_on_variables({"MAX_PREFILL_BATCH": "4", "ENC_DEC_BLOCK_NUM": ""}) == [
+        "MAX_PREFILL_BATCH has no effect: MAX_NUM_BATCHED_TOKENS limits a step instead"
+    ]
+    check_variables({"MAX_PREFILL_BATCH": "4", "FD_API_KEY": ""})
+    with pytest.raises(ConfigError, match="^FD_API_KEY is not supported: API_KEY is the key[^:]*$"):
+        check_variables({"FD_API_KEY": "a secret"})
+
+
+def test_what_is_no_option_is_answered_with_what_was_meant(capsys):
+    assert "--tensor-paralel-size is no option, did you mean --tensor-parallel-size?" in answer(
+        capsys, "--tensor-paralel-size", "2"
+    )
+    assert "--http-port is no option, did you mean --service-http-port?" in answer(capsys, "--http-port", "8000")
+    assert "did you mean --health-http-port?" in answer(capsys, "--health-htp-port", "8000")
+    assert "--xyzzy is no option, see --help" in answer(capsys, "--xyzzy")
+    assert "--max is no option" in answer(capsys, "--max", "5")  # no guessing which
+    assert "--gpu is no option, see --help" in answer(capsys, "--gpu")
+    assert "only one model can be served, 'other' is another argument" in answer(capsys, "one", "other")
+
+
+@pytest.mark.parametrize("module", ["gateway", "gateway.health"])
+def test_the_command_that_a_help_text_names_prints_every_setting(module):
+    def run(*command):
+        return subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True).stdout
+
+    text = " ".join(run(module, "--help").split()).partition("environment variables")[2]
+    [named] = re.findall(r"python -m ([\w.]+)", text)
+    assert all(f"| `{env}` |" in run(named) for env in ("MAX_DEC_LEN", "SERVICE_HTTP_PORT"))
+
+
+def test_the_command_shows_the_common_ones_and_names_a_wrong_value():
+    def start(*arguments):
+        command = [sys.executable, "-m", "server_scripts.start", *arguments]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+    text = start("--help").stdout
+    assert all(f"({env})" in " ".join(text.split()) for env in COMMON) and "--port" in text
+    assert "FD_LOG_BACKUP_COUNT" not in text
+    wrong = start("--batch-size", "0")
+    assert (wrong.returncode, wrong.stderr.startswith("start_server: BATCH_SIZE is 0, it must be")) == (2, True)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_shell_completes_the_options_of_every_command_and_what_they_take(shell, capsys, monkeypatch):
+    """As bash itself says; zsh takes bash's way, and what it runs first is left out here."""
+    monkeypatch.setattr(sys, "argv", ["", "--completion", shell])
+    for main in (start.main, stop.main, run_batch.main):
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 0
+    scripts = capsys.readouterr().out
+    first = "autoload -Uz compinit bashcompinit\ncompinit\nbashcompinit\n"
+    assert scripts.count(first + "_llm_") == (3 if shell == "zsh" else 0)
+    asked = {
+        "start_server --max-dec": {"--max-dec-len"},
+        "start_server --no-use-w": {"--no-use-warmup"},
+        "start_server --device ": {*SETTINGS["DEVICE"].metadata["setting"].choices},
+        "start_server --quant-type weight_only_i": {"weight_only_int4", "weight_only_int4_g32", "weight_only_int8"},
+        "stop_server --comp": {"--completion"},
+        "run_batch --at": {"--at-once"},
+        "run_batch pyproj": {"pyproject.toml"},
+    }
+    typed = []
+    for line in asked:
+        *words, word = line.split(" ")
+        typed.append(f"COMP_WORDS=({' '.join(words)} '{word}'); COMP_CWORD={len(words)}; _llm_{words[0]}")
+    calls = "\n".join(f'{each}; echo "${{COMPREPLY[@]}}"' for each in typed)
+    ask = ["bash", "-c", f"{scripts.replace(first, '')}\n{calls}"]
+    told = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert [set(line.split()) for line in told.splitlines()] == [*asked.values()]
