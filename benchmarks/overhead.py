@@ -51,7 +51,7 @@ class NoGraph:
         rows = self._slots.sampling_rows(choices)
         sampled = SampledRows.empty(len(choices.slots), 0)
         sampled.token_ids[:] = 7
-        self._output = self._slots.accept(batch, rows, sampled)
+        self._output = self._slots.accept(batch, choices, rows, sampled)
         return self
 
     def result(self) -> StepOutput:

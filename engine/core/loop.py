@@ -181,11 +181,11 @@ class EngineLoop:
         batch = self.scheduler.next_batch()
         if batch is None:
             return False
-        launched_at = time.monotonic()
+        launched_at, num_tokens = time.monotonic(), batch.num_tokens
         step = self.executor.launch(batch)
         if not self._steps:
-            self._running = batch.num_tokens, launched_at
-        self._steps.append((step, batch.num_tokens))
+            self._running = num_tokens, launched_at
+        self._steps.append((step, num_tokens))
         if batch.has_mask:
             self._mask(step)
         return True

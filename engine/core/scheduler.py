@@ -106,7 +106,7 @@ class Scheduler:
         launched: list[Launched] = []
         self._num_prompt_logits_left = self.limits.max_prompt_logits
         in_prompt = self._schedule_decodes(launched)
-        budget = self.limits.max_batched_tokens - sum(len(row.token_ids) for _, row, _ in launched)
+        budget = self.limits.max_batched_tokens - sum([len(row.token_ids) for _, row, _ in launched])
         # The other requests have been preempted or only wait for their forks to join.
         begun = [each for each in in_prompt if each.slot >= 0 and each.num_computed < len(each.token_ids)]
         if self.limits.prefills:
@@ -179,9 +179,12 @@ class Scheduler:
                 self._cache.publish(request)
             if of_forks:
                 self._queue.join_forks(request)
-            guided += self._finish_row(request, update, updates)
-            guided += self._finish_forks(forks, of_forks, updates)
-        self._emit_guided(guided, updates)
+            self._finish_row(request, update, updates, guided)
+            for fork, fork_update in _append_to_forks(forks, of_forks) if forks else ():
+                self._finish_row(fork, fork_update, updates, guided)
+        for update in guided:  # Their grammars have been advanced together.
+            assert update.request.grammar
+            self._emit(update.request, check_grammar(update.request.grammar, update), updates)
         self.counters.num_drafted_tokens += output.num_drafts
         return updates
 
@@ -305,35 +308,20 @@ class Scheduler:
             return append(request, token_ids, logprobs)
         return Update(request, (), None, "length") if prompt_outputs.is_finished_by(request, row) else None
 
-    def _finish_row(self, request: Request, update: Update | None, updates: list[Update]) -> Sequence[Update]:
-        """Emit the update. If the request has a grammar, advance it and return the update to be emitted later, so that
-        the grammars of a step are advanced together."""
+    def _finish_row(self, request: Request, update: Update | None, updates: list[Update], guided: list[Update]) -> None:
+        """Emit the update. If the request has a grammar, advance it and append the update to `guided`: it is emitted
+        after the grammars of all rows, so that these are advanced together."""
         if request.state is RUNNING:
             if update and request.grammar:
                 if update.finish_reason is None:
                     request.grammar.advance(update.token_ids)
-                return (update,)
-            if update:
+                guided.append(update)
+            elif update and (update.finish_reason or not request.prompt_outputs_sent):
                 self._emit(request, update, updates)
+            elif update:
+                updates.append(update)
         elif not request.forks:  # it was dropped, and its forks no longer need it
             self._queue.finish(request)
-        return ()
-
-    def _finish_forks(
-        self, forks: Sequence[Request], sampled: Sequence[Sampled], updates: list[Update]
-    ) -> Sequence[Update]:
-        """Return the updates of forks that have grammars and emit those of the others, as `_finish_row`."""
-        guided: list[Update] = []
-        for fork, tokens in zip(forks, sampled, strict=True):
-            if fork.state is RUNNING:
-                guided += self._finish_row(fork, append(fork, *tokens), updates)
-        return guided
-
-    def _emit_guided(self, guided: Sequence[Update], updates: list[Update]) -> None:
-        """Emit the updates of requests whose grammars have been advanced."""
-        for update in guided:
-            assert update.request.grammar
-            self._emit(update.request, check_grammar(update.request.grammar, update), updates)
 
     def _emit(self, request: Request, update: Update, updates: list[Update]) -> None:
         """Append an update, the first one with the prompt outputs. Finish the request if it has ended."""
@@ -345,3 +333,9 @@ class Scheduler:
         if update.finish_reason:
             self._queue.finish(request)
             request.state = State.ENDED
+
+
+def _append_to_forks(forks: Sequence[Request], sampled: Sequence[Sampled]) -> list[tuple[Request, Update]]:
+    """Append the first tokens of forks that still run, and return their updates."""
+    pairs = zip(forks, sampled, strict=True)
+    return [(fork, append(fork, *tokens)) for fork, tokens in pairs if fork.state is RUNNING]

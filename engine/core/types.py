@@ -239,7 +239,7 @@ class Batch(NamedTuple):
     @property
     def num_tokens(self) -> int:
         """Return how many tokens the step computes, without draft tokens of the executor."""
-        return sum(len(row.token_ids) for row in self.rows)
+        return sum([len(row.token_ids) for row in self.rows])
 
 
 class PromptOutputs(NamedTuple):

@@ -88,8 +88,9 @@ class Slots:
 
     def graph_inputs(self, batch: Batch) -> dict[str, np.ndarray]:
         """Return the inputs of docs/ops.md except the caches, by name. Embeddings are f32, all others i32."""
-        slots, starts, token_ids, _, num_sampled, *_ = zip(*batch.rows, strict=True)
-        lengths = np.array([len(ids) for ids in token_ids], np.int32)
+        slot_of_row, starts, token_ids, _, num_sampled, *_ = zip(*batch.rows, strict=True)
+        slots = np.array(slot_of_row)
+        lengths = np.fromiter(map(len, token_ids), np.int32, len(slots))
         query_starts = np.zeros(len(slots) + 1, np.int32)
         np.cumsum(lengths, out=query_starts[1:])
         context_lens = np.array(starts, np.int32)
@@ -98,9 +99,8 @@ class Slots:
         logit_rows = _runs(query_starts[1:] - counts, counts)
         if batch.has_prompt_outputs:
             logit_rows = np.concatenate([logit_rows, prompt_output_rows(batch, query_starts)])
-        places = np.array(slots)
         tables = {
-            table_name(index): self._block_tables[index, places, : 1 if group.kind == STATE else width]
+            table_name(index): self._block_tables[index, slots, : 1 if group.kind == STATE else width]
             for index, group in enumerate(self._groups)
         }
         positions = _runs(context_lens, lengths)
@@ -123,13 +123,14 @@ class Slots:
         logits = logits[: len(choices.slots)] if choices.logit_rows is None else logits[choices.logit_rows]
         rows = self.sampling_rows(choices, mask)
         self.expect(choices)
-        return self.accept(batch, rows, sample(logits, rows))
+        return self.accept(batch, choices, rows, sample(logits, rows))
 
     def sampling_rows(self, choices: Choices, mask: np.ndarray | None = None) -> SamplingRows:
         """Return the sampling parameters, penalties and biases of all choices, one row each."""
         slots = np.array(choices.slots)
         rows = SamplingRows(self._rows.values[slots], mask=mask)
-        rows.counter += [len(tail) for tail in choices.tails]
+        if any(choices.tails):
+            rows.counter += [len(tail) for tail in choices.tails]
         if self._seen.places:
             self._seen.fill(rows, slots, choices.tails)
         if self._biases:
@@ -145,28 +146,14 @@ class Slots:
         and by then the slot may belong to another request."""
         self._rows.counter[np.array(choices.slots)] += 1
 
-    def accept(self, batch: Batch, rows: SamplingRows, sampled: SampledRows) -> StepOutput:
+    def accept(self, batch: Batch, choices: Choices, rows: SamplingRows, sampled: SampledRows) -> StepOutput:
         """Return, for each row, the accepted tokens: drafts up to the first mismatch, then the sampled token. Update
         the slots with them."""
-        chosen = sampled.token_ids.tolist()
-        slots: list[int] = []
-        token_ids: list[list[int]] = []
-        at = 0
-        for row in batch.rows:
-            if row.num_sampled == 1:
-                slots.append(row.slot)
-                token_ids.append([chosen[at]])
-            elif row.num_sampled:
-                count = 1
-                while count < row.num_sampled and chosen[at + count - 1] == row.token_ids[count - row.num_sampled]:
-                    count += 1
-                slots.append(row.slot)
-                token_ids.append(chosen[at : at + count])
-            at += row.num_sampled
-            for fork in row.forks:
-                slots.append(fork)
-                token_ids.append([chosen[at]])
-                at += 1
+        if choices.logit_rows is None and not any(choices.tails):  # neither forks nor drafts
+            slots = choices.slots
+            token_ids: Sequence[Sequence[int]] = [[token_id] for token_id in sampled.token_ids.tolist()]
+        else:
+            slots, token_ids = _accepted(batch, sampled.token_ids.tolist())
         self._remember(slots, token_ids)
         return StepOutput(token_ids, _logprobs_of(batch, token_ids, rows, sampled))
 
@@ -205,6 +192,26 @@ class Slots:
             for slot, each in zip(slots, token_ids, strict=True):
                 if slot in self._biases:
                     self._biases[slot].answer += each
+
+
+def _accepted(batch: Batch, chosen: Sequence[int]) -> tuple[list[int], list[Sequence[int]]]:
+    """Return the slots that have sampled and the accepted tokens of each. `chosen`: the token of each choice."""
+    slots: list[int] = []
+    token_ids: list[Sequence[int]] = []
+    at = 0
+    for row in batch.rows:
+        if row.num_sampled:
+            count = 1
+            while count < row.num_sampled and chosen[at + count - 1] == row.token_ids[count - row.num_sampled]:
+                count += 1
+            slots.append(row.slot)
+            token_ids.append(chosen[at : at + count])
+        at += row.num_sampled
+        for fork in row.forks:
+            slots.append(fork)
+            token_ids.append(chosen[at : at + 1])
+            at += 1
+    return slots, token_ids
 
 
 def _logprobs_of(

@@ -250,8 +250,8 @@ class CudaExecutor:
         sampled = self._choose(logits, {**begun.sent, **masks}, cuts, int(rows.num_logprobs.max()))
         return Download.of(sampled, self._device)
 
-    def accept(self, batch: Batch, rows: SamplingRows, sampled: SampledRows) -> StepOutput:
-        return self._slots.accept(batch, rows, sampled)
+    def accept(self, batch: Batch, choices: Choices, rows: SamplingRows, sampled: SampledRows) -> StepOutput:
+        return self._slots.accept(batch, choices, rows, sampled)
 
     def _choose(
         self, logits: Tensor, sent: Mapping[str, Tensor], cuts: Cuts, num_logprobs: int = -1
@@ -270,7 +270,7 @@ class CudaStep:
     """Launched step. Its tokens are sampled once its mask has arrived, if it needs one."""
 
     def __init__(self, executor: CudaExecutor, batch: Batch, choices: Choices, rows: SamplingRows):
-        self._executor, self._batch, self._rows = executor, batch, rows
+        self._executor, self._batch, self._choices, self._rows = executor, batch, choices, rows
         self._prompt_outputs = executor.prompt_outputs(batch)
         fields = self._prompt_outputs.fields_to_send() if self._prompt_outputs else {}
         self._begun = executor.begin(batch, choices, fields | (fields_to_send(rows) if choices.slots else {}))
@@ -298,7 +298,7 @@ class CudaStep:
             sampled = SampledRows.empty(len(self._logits), 0)
             for name, array in arrays.items():
                 setattr(sampled, name, array)
-            output = self._executor.accept(self._batch, self._rows, sampled)
+            output = self._executor.accept(self._batch, self._choices, self._rows, sampled)
         return output._replace(prompt_outputs=self._prompt_outputs.result()) if self._prompt_outputs else output
 
 
