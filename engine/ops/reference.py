@@ -10,14 +10,16 @@ import functools
 from types import SimpleNamespace
 from typing import Protocol
 
+import ml_dtypes
 import numpy as np
 
 from engine.core.types import NO_TOKEN
-from engine.dtypes import as_f32, from_bf16, from_fp8, scale_bytes, to_bf16
+from engine.dtypes import FP8_BLOCK, as_f32, from_bf16, from_fp8, scale_bytes, to_bf16
 from engine.ops.sampling_rows import SampledRows, SamplingRows
 from engine.sampling_parameters import PARAMETERS
 
 LARGEST = np.float32(127)  # code of an activation
+LARGEST_FP8 = np.float32(448)
 NUMBERS_PER_STEP = 64  # of activations, where a row has more steps than one
 SMALLEST = np.float32(1e-30)  # magnitude that `in_steps` tells from zero
 
@@ -151,6 +153,26 @@ def int4_values(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray | None = 
 
 def linear_fp8(x: np.ndarray, weight: np.ndarray, scale: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
     return linear(x, to_bf16(from_fp8(weight, scale)), bias)
+
+
+def linear_a8w8_fp8(x: np.ndarray, weight: np.ndarray, scale: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+    is_blocked = scale.shape[1] > 1
+    numbers, steps = to_fp8_rows(x, is_blocked=is_blocked)
+    return linear(from_fp8(numbers, steps), from_fp8(weight, scale), bias)
+
+
+def to_fp8_rows(x: np.ndarray, *, is_blocked: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Return activations [T, K] as 8-bit floats u8 [T, K], and scales f32 [T, 1], or [T, K / 128] of 128 columns each.
+
+    The largest magnitude that shares a scale becomes 448 or -448. An element that is not finite makes them NaN.
+    """
+    width = x.shape[1]
+    groups = np.pad(x, ((0, 0), (0, -width % FP8_BLOCK))).reshape(len(x), -1, FP8_BLOCK) if is_blocked else x[:, None]
+    with np.errstate(invalid="ignore"):
+        steps = np.abs(groups).max(axis=2, keepdims=True) / LARGEST_FP8
+        quotients = groups / np.where(steps == 0, np.float32(1), steps)
+        numbers = np.clip(quotients, -LARGEST_FP8, LARGEST_FP8).astype(ml_dtypes.float8_e4m3fn)
+    return numbers.view(np.uint8).reshape(len(x), -1)[:, :width], steps[..., 0]
 
 
 def rotary_angles(positions: np.ndarray, inv_freq: np.ndarray, *, attention_scaling: float) -> np.ndarray:

@@ -148,17 +148,17 @@ def halve(x, both, scale, width, num_blocks, BLOCKS: tl.constexpr):
     exponent = tl.minimum(tl.maximum(bits >> 23, 8), 254)
     inverse = ((261 - exponent) << 23).to(tl.float32, bitcast=True)  # the largest: 128 or more, below 256
     values = tl.interleave(left * inverse, right * inverse)  # in the order of the weights
-    high = _to_fp8(values)
+    high = to_fp8(values)
     at = (row * num_blocks + block) * 128 + tl.arange(0, 128)[None, :]
     tl.store(both + at, high, mask=block < num_blocks)
     at += tl.num_programs(0).to(tl.int64) * num_blocks * 128
-    tl.store(both + at, _to_fp8(values - high.to(tl.float32)), mask=block < num_blocks)
+    tl.store(both + at, to_fp8(values - high.to(tl.float32)), mask=block < num_blocks)
     is_nan = tl.sum(values * 0)  # not a number in a row that is not finite, which the result then has to be
     tl.store(scale + row, ((exponent - 7) << 23).to(tl.float32, bitcast=True) + is_nan)
 
 
 @triton.jit
-def _to_fp8(x):
+def to_fp8(x):
     """To the nearest, ties to even, which the interpreter does not always find."""
     if INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
