@@ -33,7 +33,7 @@ def a_state(**ended):
         client=SimpleNamespace(stats=stats, num_restarts=0),
         num_open=0,
         latency=latency,
-        accounts=RateLimiter(),
+        rate_limiter=RateLimiter(),
         vllm_model_name=str,
     )
     samples = [list(each) for each in metrics.samples(service, 1)]
