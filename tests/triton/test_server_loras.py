@@ -96,7 +96,7 @@ def test_adapters_come_and_go_while_others_and_their_own_answers_stream(server, 
         load(server, "two")  # MAX_LORAS
     change(server, "unload", lora_name="one")
     three = Answer(client, "three")
-    with pytest.raises(openai.NotFoundError, match=r"there are \[three\]"):
+    with pytest.raises(openai.NotFoundError, match=r"loaded adapters: \[three\]"):
         client.chat.completions.create(model="one", messages=CHAT)
     for model, answer in running:
         assert answer.whole() == expected[model]
