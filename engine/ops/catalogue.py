@@ -11,6 +11,7 @@ import sys
 import textwrap
 from dataclasses import replace
 
+from engine.ops.catalogue_experts import mixture_ops
 from engine.ops.declaration import LOGITS, Op, arrays, attributes, table
 
 LINEAR = "linear_ops.h"
@@ -271,6 +272,11 @@ EXPORTED = (
     ),
 )
 OPS: dict[str, Op] = {each.name: each for each in EXPORTED}
+
+
+# Not exported yet: graphs have them once CPUs have their kernels.
+MIXTURES = mixture_ops([each for each in EXPORTED if each.weights])
+OPS |= {each.name: each for each in MIXTURES}
 
 
 def _gated(linear: Op) -> Op:

@@ -15,8 +15,11 @@ import numpy as np
 
 from engine.core.types import NO_TOKEN
 from engine.dtypes import FP8_BLOCK, as_f32, from_bf16, from_fp8, scale_bytes, to_bf16
+from engine.ops.reference_experts import add_gated, expert_ops, moe_route
 from engine.ops.sampling_rows import SampledRows, SamplingRows
 from engine.sampling_parameters import PARAMETERS
+
+__all__ = ["add_gated", "moe_route"]
 
 LARGEST = np.float32(127)  # code of an activation
 LARGEST_FP8 = np.float32(448)
@@ -153,6 +156,13 @@ def int4_values(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray | None = 
 
 def linear_fp8(x: np.ndarray, weight: np.ndarray, scale: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
     return linear(x, to_bf16(from_fp8(weight, scale)), bias)
+
+
+expert_gate_up, expert_down = expert_ops(linear)
+expert_gate_up_int8, expert_down_int8 = expert_ops(linear_int8)
+expert_gate_up_a8w8, expert_down_a8w8 = expert_ops(linear_a8w8)
+expert_gate_up_int4, expert_down_int4 = expert_ops(linear_int4)
+expert_gate_up_fp8, expert_down_fp8 = expert_ops(linear_fp8)
 
 
 def linear_a8w8_fp8(x: np.ndarray, weight: np.ndarray, scale: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
