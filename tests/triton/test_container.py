@@ -13,7 +13,11 @@ import requests
 from tests.server import ROOT, a_server
 
 COMMAND = ["bash", "-c", "-ex", "start_server $model_name && tail -f /dev/null"]
-FIRST = "import sys; from server_scripts.container import Commands; sys.exit(Commands([{}]).run(sys.argv[1:]))"
+FIRST = """
+import sys
+from server_scripts.container import ContainerCommands
+sys.exit(ContainerCommands([{}]).run(sys.argv[1:]))
+"""
 
 
 @pytest.fixture

@@ -208,7 +208,7 @@ def test_the_demo_answers_and_its_example_is_true(server):
     assert "The capital of France is Paris." in first.stdout
     second = subprocess.run(command, env=server.env, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert second.returncode == 0, second.stdout + second.stderr
-    assert second.stdout.startswith("a server runs already, asking that one")
+    assert second.stdout.startswith("a server is already running, using it: demo_model")
 
     if shutil.which("curl"):
         curl = re.search(r"^curl .*?\n\n", first.stdout, re.M | re.S)[0]
