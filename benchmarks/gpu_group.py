@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.ops.cpu.group import Membership
-from engine.ops.cuda import group, packets
+from engine.ops.cuda import group, one_shot_all_reduce
 from engine.ops.cuda.norms import add_rms_norm
 
 CALLS, ROUNDS = 20, 15  # calls in a graph; replays, of which the median is taken
@@ -60,9 +60,9 @@ def ways(x: Tensor) -> dict[str, Callable[[], object]]:
             torch.ops.symm_mem.two_shot_all_reduce_out(shared, "sum", name, x)
 
         found["two-shot"] = two_shot
-    if (box := joined.box) and box.takes(len(x), packets.words_of(x)):
-        found["packets"] = lambda: packets.add_up(box, x, None, None, 0)
-        found["packets + norm"] = lambda: packets.add_up(box, x, residual, weight, 1e-5)
+    if (buffers := joined.buffers) and buffers.fits(len(x), one_shot_all_reduce.words_of(x)):
+        found["own one-shot"] = lambda: one_shot_all_reduce.all_reduce(buffers, x, None, None, 0)
+        found["own one-shot + norm"] = lambda: one_shot_all_reduce.all_reduce(buffers, x, residual, weight, 1e-5)
     found["norm alone"] = lambda: add_rms_norm(x, residual, weight, epsilon=1e-5)
     return found
 
@@ -98,15 +98,15 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=128256)
     parser.add_argument("--rank-and-file", type=int, nargs=2, help=argparse.SUPPRESS)  # of child processes
     args = parser.parse_args()
-    rank, meeting_fd = args.rank_and_file or (0, os.memfd_create("meeting"))
+    rank, shared_memory_fd = args.rank_and_file or (0, os.memfd_create("rendezvous"))
     others = []
     for other in range(1, 0 if args.rank_and_file else args.ranks):
         command = [sys.executable, "-m", "benchmarks.gpu_group", *sys.argv[1:]]
-        place = ["--rank-and-file", str(other), str(meeting_fd)]
-        others.append(subprocess.Popen(command + place, pass_fds=(meeting_fd,)))
+        place = ["--rank-and-file", str(other), str(shared_memory_fd)]
+        others.append(subprocess.Popen(command + place, pass_fds=(shared_memory_fd,)))
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    group.join(Membership(rank, args.ranks, meeting_fd), device)
+    group.join(Membership(rank, args.ranks, shared_memory_fd), device)
     rows = measure(args.width, args.vocab, device)
     if rank == 0:
         show(rows)

@@ -58,10 +58,10 @@ def bench_step(num_ranks: int, tokens: int) -> float:
     return seconds(run, 41)
 
 
-def measure(rank: int, num_ranks: int, threads: int, segment, results) -> None:
+def measure(rank: int, num_ranks: int, threads: int, shared_memory, results) -> None:
     cpu.set_num_threads(threads)
     if num_ranks > 1:
-        group.join(group.Membership(rank, num_ranks, segment.detach()))
+        group.join(group.Membership(rank, num_ranks, shared_memory.detach()))
     rows = [] if num_ranks == 1 else [(f"all_reduce {list(shape)}", bench_sum(shape)) for shape in SHAPES]
     rows += [(f"step T={tokens}", bench_step(num_ranks, tokens)) for tokens in (1, 8, 32)]
     if rank == 0:
@@ -71,16 +71,16 @@ def measure(rank: int, num_ranks: int, threads: int, segment, results) -> None:
 
 def bench_ranks(num_ranks: int, threads: int) -> dict[str, float]:
     context = multiprocessing.get_context("spawn")
-    results, segment_fd = context.Queue(), group.create_segment(num_ranks)
+    results, shared_memory_fd = context.Queue(), group.create_shared_memory(num_ranks)
     ranks = []
     for rank in range(num_ranks):
-        arguments = (rank, num_ranks, threads, reduction.DupFd(segment_fd), results)
+        arguments = (rank, num_ranks, threads, reduction.DupFd(shared_memory_fd), results)
         ranks.append(context.Process(target=measure, args=arguments))
         ranks[-1].start()
     rows = results.get()
     for process in ranks:
         process.join()
-    os.close(segment_fd)
+    os.close(shared_memory_fd)
     return dict(rows)
 
 

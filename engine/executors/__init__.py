@@ -80,10 +80,10 @@ def make_host(
     num_hosts, (first_rank, *others) = config.machines.num_hosts, config.machines.ranks
     # Ranks on GPUs use the shared memory only to exchange their addresses; ranks on CPUs exchange all data through it.
     is_gpu = config.device == GPU
-    segment_fd = os.memfd_create("llm_group") if is_gpu else group.create_segment(config.mp_num, num_hosts)
-    memberships = [group.Membership(rank, config.mp_num, segment_fd, num_hosts) for rank in others]
+    shared_memory_fd = os.memfd_create("llm_group") if is_gpu else group.create_shared_memory(config.mp_num, num_hosts)
+    memberships = [group.Membership(rank, config.mp_num, shared_memory_fd, num_hosts) for rank in others]
     connections = start_ranks(graph_dir, config, memberships, ends_process=owns_process or is_gpu)
-    mine = group.Membership(first_rank, config.mp_num, segment_fd, num_hosts, tuple(peers))
+    mine = group.Membership(first_rank, config.mp_num, shared_memory_fd, num_hosts, tuple(peers))
     try:
         first = make_rank(graph_dir, config, mine, tell)
         wait_until_ready(connections)
@@ -95,7 +95,7 @@ def make_host(
         raise
     finally:
         if not is_gpu:
-            os.close(segment_fd)
+            os.close(shared_memory_fd)
     return RanksExecutor(first, connections) if connections else first
 
 

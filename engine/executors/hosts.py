@@ -23,8 +23,8 @@ from typing import Any, NoReturn
 from engine.core.types import Batch, Executor, Step
 from engine.errors import HostLost
 from engine.executors import LOADING, make_host
-from engine.executors.meeting import call_meeting, find_meeting, lost
 from engine.executors.ranks import RanksExecutor, serve, wait_until_ready
+from engine.executors.rendezvous import join_master, lost, wait_for_followers
 from engine.exporting.manifest import CONFIG, MANIFEST
 from engine.ops.cpu import group
 from engine.settings.config import Config
@@ -59,7 +59,7 @@ class StepOfHosts:
 def lead(graph_dir: Path, config: Config, tell: Tell) -> Executor:
     """Make the executor of all hosts, on the master. Pass to `tell` which hosts are missing. Raises HostLost."""
     machines = config.machines
-    followers, peers = call_meeting(machines, config.inter_node_port, facts(graph_dir, config), tell)
+    followers, peers = wait_for_followers(machines, config.inter_node_port, facts(graph_dir, config), tell)
     tell(LOADING)
     executor = make_host(graph_dir, config, peers)
     for ip, follower in zip(machines.ips[1:], followers, strict=True):
@@ -76,7 +76,7 @@ def follow(graph_dir: Path, config: Config, tell: Tell) -> NoReturn:
     """
     machines = config.machines
     tell(f"waits for {machines.ips[0]}, which serves")
-    master, peers = find_meeting(machines, config.inter_node_port, facts(graph_dir, config))
+    master, peers = join_master(machines, config.inter_node_port, facts(graph_dir, config))
     tell(LOADING)
     executor = make_host(graph_dir, config, peers)
     end_with(master, machines.ips[0])

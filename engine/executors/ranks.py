@@ -192,15 +192,15 @@ def start_ranks(
     for membership in memberships:
         ours, theirs = Pipe()
         command = [sys.executable, "-m", "engine.executors.rank_process", str(theirs.fileno())]
-        fds = (theirs.fileno(), membership.segment_fd)
+        fds = (theirs.fileno(), membership.shared_memory_fd)
         process = subprocess.Popen(command, cwd=ROOT, pass_fds=fds, stdin=subprocess.DEVNULL)
         theirs.close()
         ours.send((graph_dir.absolute(), config, membership))
         connections.append(ours)
         _open.append(ours)
         name = f"rank {membership.rank}"
-        segment_fd = None if ends_process else os.dup(membership.segment_fd)
-        args = (name, process, ours, segment_fd)
+        shared_memory_fd = None if ends_process else os.dup(membership.shared_memory_fd)
+        args = (name, process, ours, shared_memory_fd)
         threading.Thread(target=_end_with, args=args, name=name, daemon=True).start()
     return connections
 
@@ -224,21 +224,23 @@ def die_with_parent() -> None:
         os._exit(1)
 
 
-def _end_with(name: str, process: subprocess.Popen[bytes], connection: Connection, segment_fd: int | None) -> None:
+def _end_with(
+    name: str, process: subprocess.Popen[bytes], connection: Connection, shared_memory_fd: int | None
+) -> None:
     """Wait for the rank's process and, if it failed, end the group to wake threads that wait for the rank inside an op.
 
-    With `segment_fd` only the group in that shared memory is aborted; without it this process exits.
+    With `shared_memory_fd` only the group in that shared memory is aborted; without it this process exits.
     """
     status = process.wait()
     if status and not connection.closed:
         how = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
         log.error("%s %s: its group ends", name, how)
-        if segment_fd is None:
+        if shared_memory_fd is None:
             logging.shutdown()
             os._exit(1)
-        group.abort(segment_fd)
-    if segment_fd is not None:
-        os.close(segment_fd)
+        group.abort(shared_memory_fd)
+    if shared_memory_fd is not None:
+        os.close(shared_memory_fd)
 
 
 def pack(*fields: Any) -> bytes:

@@ -202,7 +202,17 @@ def sources(into: Path, isa: str | None = None) -> dict[Path, list[str]]:
     for name, flags in reversed(COMPILER_FLAGS.items()):
         if (is_x86 or name == "portable") and isa in (None, name):
             objects[into / f"{name}.o"] = [str(SOURCES / "kernels.cc"), *flags, f"-DLLM_ISA={name}"]
-    for name in ("runtime", "calls", "program", "sampler", "candidates", "team", "segment", "peers", "group"):
+    for name in (
+        "runtime",
+        "calls",
+        "program",
+        "sampler",
+        "candidates",
+        "thread_pool",
+        "shared_memory",
+        "peers",
+        "group",
+    ):
         objects[into / f"{name}.o"] = [str(SOURCES / f"{name}.cc"), *(["-DLLM_X86"] if is_x86 else [])]
     return {path: [*arguments, "-I", str(into), "-I", str(SOURCES)] for path, arguments in objects.items()}
 

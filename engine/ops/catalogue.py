@@ -245,7 +245,7 @@ EXPORTED = (
         "y [T, (num_heads + 2 * num_kv_heads) * head_dim]",
         "num_heads int, num_kv_heads int, head_dim int",
         formula="the query and key heads rotated as in step (1) of `paged_attention`; the value part is copied.",
-        cuda="placing",
+        cuda="rotate_and_cache",
         requires=("rotary_dim <= head_dim", "rotary_dim % 2 == 0"),
     ),
     op(

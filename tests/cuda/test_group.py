@@ -1,4 +1,4 @@
-"""What ranks tell one another: sums, shares side by side, the first rank's numbers; of few rows and many."""
+"""All-reduce, all-gather and broadcast among ranks, for few rows and for many."""
 
 import multiprocessing
 import os
@@ -15,22 +15,22 @@ torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cud
 
 from engine.ops.cpu.group import Membership  # noqa: E402
 from engine.ops.cuda import group, norms  # noqa: E402
-from engine.ops.cuda.packets import MAX_PROGRAMS, ROOM  # noqa: E402
+from engine.ops.cuda.one_shot_all_reduce import CAPACITY, MAX_PROGRAMS  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
 
 PATIENCE_S = 60
 DTYPES = [torch.float32] if IS_INTERPRETED else [torch.float32, torch.bfloat16]
-MANY_ROWS = MAX_PROGRAMS + 1  # more than go by packets
-SHAPES = [(1, 64), (3, 4096), (5, 66), (MANY_ROWS, 8), (2, 2 * ROOM + 2)]
+MANY_ROWS = MAX_PROGRAMS + 1  # more than the one-shot all-reduce takes
+SHAPES = [(1, 64), (3, 4096), (5, 66), (MANY_ROWS, 8), (2, 2 * CAPACITY + 2)]
 
 
 def on_ranks(num_ranks, body, *args):
     """What body(rank, device, *args) returns on each, in processes of their own."""
     context = multiprocessing.get_context("spawn")
-    meeting_fd, processes, results = os.memfd_create("meeting"), [], []
+    shared_memory_fd, processes, results = os.memfd_create("rendezvous"), [], []
     for rank in range(num_ranks):
         result, theirs = context.Pipe(duplex=False)
-        place = (rank, num_ranks, reduction.DupFd(meeting_fd))
+        place = (rank, num_ranks, reduction.DupFd(shared_memory_fd))
         processes.append(context.Process(target=_run, args=(place, body, args, theirs)))
         processes[-1].start()
         theirs.close()
@@ -41,7 +41,7 @@ def on_ranks(num_ranks, body, *args):
         for process in processes:
             process.kill()
             process.join()
-        os.close(meeting_fd)
+        os.close(shared_memory_fd)
 
 
 def _run(place, body, args, result):
@@ -93,7 +93,7 @@ def sums(rank, device, num_turns):
 
 
 def test_a_sum_is_that_of_all_ranks_with_the_same_bits_on_each(num_ranks):
-    num_turns = 3 if IS_INTERPRETED else 200  # a place of the packets is used again after two
+    num_turns = 3 if IS_INTERPRETED else 200  # a set of buffers is used again after two calls
     answers = on_ranks(num_ranks, sums, num_turns)
     cases = [(turn, shape, dtype) for turn in range(num_turns) for shape in SHAPES for dtype in DTYPES]
     for (turn, shape, dtype), found in zip(cases, zip(*answers, strict=True), strict=True):
@@ -141,9 +141,9 @@ def test_shares_are_put_side_by_side_and_cut_off(two_devices):
 
 
 def firsts(rank, device):
-    counts = [1, 100, ROOM, ROOM + 1]
+    counts = [1, 100, CAPACITY, CAPACITY + 1]
     numbers = [torch.arange(count, dtype=torch.int32, device=device) * (1 - 2 * rank) for count in counts]
-    return [group.of_first(each).cpu().numpy() for each in numbers]
+    return [group.broadcast(each).cpu().numpy() for each in numbers]
 
 
 def test_every_rank_has_the_numbers_of_the_first(two_devices):

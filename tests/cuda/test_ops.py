@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cud
 from engine.dtypes import from_bf16, to_bf16  # noqa: E402
 from engine.ops import cuda, reference  # noqa: E402
 from engine.ops.catalogue import OPS  # noqa: E402
-from engine.ops.cuda import few_rows  # noqa: E402
+from engine.ops.cuda import skinny_gemm  # noqa: E402
 from tests.cuda.arrays import BF16_STEP, Ops, array, assert_close, floats, tensor  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
 from tests.pure.paged_batch import PagedBatch  # noqa: E402
@@ -140,7 +140,7 @@ def test_products_of_few_rows(device, rng, width):
     for num_rows in (1, 3, 8):
         x, weight, bias = (tensor(floats(rng, *shape), device) for shape in ((num_rows, width), (34, width), (34,)))
         for each, is_gated in ((bias, False), (bias, True), (None, True)):
-            found = few_rows.multiply(x, weight, each, x.new_full((num_rows, 34 >> is_gated), 7), is_gated=is_gated)
+            found = skinny_gemm.multiply(x, weight, each, x.new_full((num_rows, 34 >> is_gated), 7), is_gated=is_gated)
             expected = reference.linear(array(x), array(weight), None if each is None else array(each))
             assert_close(array(found), reference.swiglu(expected) if is_gated else expected, 1e-5)
 

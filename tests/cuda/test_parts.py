@@ -21,14 +21,14 @@ from engine.executors.cuda.step_graphs import (  # noqa: E402
     decode_shapes,
     empty_step,
     filled_up,
+    not_captured,
     prompt_shapes,
-    untold,
 )
 from engine.executors.cuda.transfer import IN_FLIGHT, Download, Uploads  # noqa: E402
 from engine.executors.memory import allocate_cache  # noqa: E402
 from engine.models.constants import constants_of  # noqa: E402
 from engine.models.kv_cache import ATTENTION_AXES, CacheSpec  # noqa: E402
-from engine.ops.cuda.mailbox import Mailbox  # noqa: E402
+from engine.ops.cuda.step_buffers import StepBuffers  # noqa: E402
 from tests.cuda.arrays import array  # noqa: E402
 from tests.cuda.test_executor import SETTINGS  # noqa: E402
 
@@ -122,7 +122,7 @@ def test_a_step_that_is_filled_up_gives_the_same_logits(exported, device, case):
     graphs = StepGraphs(SETTINGS, 4, device)
     graphs.null_block = caches.null_block
     empty = empty_step(Shape(*shape), 0)
-    numbers = apart(told(inputs, empty, device), empty)
+    numbers = apart(on_device(inputs, empty, device), empty)
     tables = torch.full((shape[1], 40), caches.null_block, dtype=torch.int32, device=device)
     own = graphs._stacked([inputs["block_tables"]], shape[1])
     tables[:, : own.shape[1]] = torch.from_numpy(own).to(device)
@@ -136,7 +136,7 @@ def test_a_step_that_is_filled_up_gives_the_same_logits(exported, device, case):
         assert torch.allclose(written[name][:-1], tensor[:-1], atol=1e-5)
 
 
-def told(inputs, empty, device):
+def on_device(inputs, empty, device):
     return torch.from_numpy(np.concatenate(filled_up(inputs, empty))).to(device)
 
 
@@ -183,10 +183,10 @@ def test_padding_of_several_cache_groups_has_blocks_for_all_its_tokens(device):
 def test_positions_in_three_rows_are_filled_up_at_the_end_of_each(device):
     empty = {**empty_step(Shape(4, 2, 2), 9), "positions": np.zeros((3, 4), np.int32)}
     positions = np.arange(1, 10, dtype=np.int32).reshape(3, 3)
-    found = array(apart(told({"positions": positions}, empty, device), empty)["positions"])
+    found = array(apart(on_device({"positions": positions}, empty, device), empty)["positions"])
     assert found.tolist() == [[1, 2, 3, 0], [4, 5, 6, 0], [7, 8, 9, 0]]
-    assert untold({"positions": np.zeros((3, 5), np.int32)}, empty).keys() == {"positions"}
-    assert not untold({"positions": positions}, empty)
+    assert not_captured({"positions": np.zeros((3, 5), np.int32)}, empty).keys() == {"positions"}
+    assert not not_captured({"positions": positions}, empty)
 
 
 def test_a_decode_step_is_also_told_how_to_choose(device):
@@ -203,32 +203,32 @@ def test_a_decode_step_is_also_told_how_to_choose(device):
         "min_p": np.array([0.125, 0, 0], np.float32),
     }
     more = choice | {"bias": np.ones(2, np.float32)}
-    assert untold(more, empty).keys() == {"bias"}
-    found = apart(told(inputs | more, empty, device), empty)
-    nobodys = {"slots": 9, "top_p": 1}
+    assert not_captured(more, empty).keys() == {"bias"}
+    found = apart(on_device(inputs | more, empty, device), empty)
+    padding = {"slots": 9, "top_p": 1}
     for name, wanted in choice.items():
         signed = wanted.astype(np.int64) if name == "seed" else wanted
-        expected = [*signed.tolist(), nobodys.get(name, 0)]
+        expected = [*signed.tolist(), padding.get(name, 0)]
         assert array(found[name]).tolist() == expected
     forked = {name: np.repeat(each, 2) for name, each in choice.items()}
-    assert untold(forked, empty) == forked
-    assert array(apart(told(inputs | forked, empty, device), empty)["slots"]).tolist() == [9] * 4
+    assert not_captured(forked, empty) == forked
+    assert array(apart(on_device(inputs | forked, empty, device), empty)["slots"]).tolist() == [9] * 4
 
 
 def test_steps_take_what_they_were_told_in_turn(device):
     """Also when the next one is told before; rows of tables have room behind them, which stays as it is."""
-    mailbox = Mailbox(2, 3000, 4, device)
+    buffers = StepBuffers(2, 3000, 4, device)
     numbers = torch.zeros(1001, dtype=torch.int32, device=device)
     tables = torch.full((3, 50), -1, dtype=torch.int32, device=device)
     steps = [
         (np.arange(step, step + 1001, dtype=np.int32), step_tables(width)) for step, width in enumerate((40, 1, 7))
     ]
-    mailbox.tell([steps[0][0][:1], steps[0][0][1:]], steps[0][1])
+    buffers.write([steps[0][0][:1], steps[0][0][1:]], steps[0][1])
     for step, (own, own_tables) in enumerate(steps):
         if step + 1 < len(steps):
-            mailbox.tell([steps[step + 1][0]], steps[step + 1][1])
+            buffers.write([steps[step + 1][0]], steps[step + 1][1])
         before = array(tables)
-        mailbox.take(numbers, tables)
+        buffers.load(numbers, tables)
         assert np.array_equal(array(numbers), own)
         width = own_tables.shape[1]
         assert np.array_equal(array(tables)[:, :width], own_tables)
@@ -240,15 +240,15 @@ def step_tables(width):
 
 
 def test_tokens_are_answered_to_the_host_in_turn_and_kept_by_slot(device):
-    mailbox, last_tokens = Mailbox(2, 10, 4, device), torch.zeros(5, dtype=torch.int32, device=device)
+    buffers, last_tokens = StepBuffers(2, 10, 4, device), torch.zeros(5, dtype=torch.int32, device=device)
     numbers, tables = (torch.zeros(size, dtype=torch.int32, device=device) for size in (1, (3, 1)))
     found = []
     for step in range(4):
-        mailbox.tell([np.zeros(1, np.int32)], np.zeros((3, 1), np.int32))
-        mailbox.take(numbers, tables)
+        buffers.write([np.zeros(1, np.int32)], np.zeros((3, 1), np.int32))
+        buffers.load(numbers, tables)
         tokens = torch.tensor([10, 20, 30], dtype=torch.int32, device=device) + step
-        mailbox.answer(tokens, torch.tensor([4, 0, 1], device=device), last_tokens)
-        found.append(Download({"tokens": mailbox.answers(2)}, device))
+        buffers.store(tokens, torch.tensor([4, 0, 1], device=device), last_tokens)
+        found.append(Download({"tokens": buffers.tokens(2)}, device))
         if step:
             assert found[step - 1].wait()["tokens"].tolist() == [9 + step, 19 + step]
     assert found[3].wait()["tokens"].tolist() == [13, 23]

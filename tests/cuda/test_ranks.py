@@ -49,7 +49,7 @@ def loop_of(exported, two_devices, monkeypatch, request):
 
 @pytest.mark.parametrize(("family", "num_ranks"), [("qwen2", 2), ("qwen2", 4), ("llama3", 2)], indirect=["num_ranks"])
 def test_the_tokens_of_ranks_are_those_of_transformers(loop_of, family, num_ranks):
-    """With more tokens in a step than go by packets."""
+    """Check a step with more tokens than the one-shot all-reduce takes."""
     lengths, count = ([7, 130], 3) if IS_INTERPRETED else ([1, 7, 63, 64, 65, 130, 200], 64)
     loop, cases = loop_of(family, num_ranks, max_num_batched_tokens=150), golden(family, lengths)
     found = generate(loop, [prompt for prompt, _ in cases.values()], max_new_tokens=count)

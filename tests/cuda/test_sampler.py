@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cud
 from engine.executors.cuda.sampling import fields_to_send  # noqa: E402
 from engine.executors.cuda.transfer import Uploads  # noqa: E402
 from engine.ops import reference  # noqa: E402
-from engine.ops.cuda.sampler import Cuts, sample, threshold  # noqa: E402
+from engine.ops.cuda.sampler import Cuts, sample, top_k_top_p  # noqa: E402
 from engine.ops.sampling_rows import SampledRows  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
 from tests.sampling_cases import CASES, a_mask, some_logits, some_rows, with_pairs  # noqa: E402
@@ -98,9 +98,9 @@ def test_entries_of_other_slots_stay_here():
 @pytest.mark.parametrize("settings", [{"top_k": 700}, {"top_p": 0.5}, {"top_k": 900, "top_p": 0.3}])
 def test_where_too_many_candidates_are_left_the_whole_row_is_searched(device, monkeypatch, settings):
     """Equal logits, of which no pivot leaves few; and more candidates than there is room for."""
-    monkeypatch.setattr(threshold, "MOST_CANDIDATES", 16)
+    monkeypatch.setattr(top_k_top_p, "MOST_CANDIDATES", 16)
     logits = np.repeat(np.arange(500, dtype=np.float32) % 3, 2)[None].repeat(6, axis=0)
     logits[3:] = some_logits(3, 1000, 0.001)
     rows = some_rows(6, **settings)
-    monkeypatch.setattr(threshold, "ROUNDS", 1)
+    monkeypatch.setattr(top_k_top_p, "ROUNDS", 1)
     assert np.array_equal(run(device, logits, rows).token_ids, reference.sample(logits, rows).token_ids)

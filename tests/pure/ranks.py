@@ -51,7 +51,7 @@ class Processes:
     def __init__(self, num_ranks: int, body: Callable[[int], object], num_hosts: int = 1, connect=socket.socketpair):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, "pytest"])  # imported once, not by each rank
-        self.segment_fds = [group.create_segment(num_ranks, num_hosts) for _ in range(num_hosts)]
+        self.shared_memory_fds = [group.create_shared_memory(num_ranks, num_hosts) for _ in range(num_hosts)]
         links = {pair: connect() for pair in combinations(range(num_hosts), 2)}
         self.processes, self._results = [], []
         for rank in range(num_ranks):
@@ -59,7 +59,7 @@ class Processes:
             ours = [ends[pair.index(host)] for pair, ends in sorted(links.items()) if host in pair]
             peers = () if local_rank else tuple(ours)
             result, theirs = context.Pipe(duplex=False)
-            shared = reduction.DupFd(self.segment_fds[host])
+            shared = reduction.DupFd(self.shared_memory_fds[host])
             arguments = (body, (rank, num_ranks), shared, (num_hosts, peers), theirs)
             self.processes.append(context.Process(target=_run, args=arguments))
             self._results.append(result)
@@ -76,7 +76,7 @@ class Processes:
             process.kill()
             process.join()
             result.close()
-        for fd in self.segment_fds:
+        for fd in self.shared_memory_fds:
             os.close(fd)
 
     def results(self) -> list:

@@ -82,8 +82,8 @@ class Adapters:
 
     def no_groups(self, sizes: tuple[int, int]) -> dict[str, np.ndarray]:
         """Return the groups of a step that consists of padding only."""
-        nobodys = np.zeros(0, np.int32)
-        return self._groups(nobodys, nobodys, sizes)
+        padding = np.zeros(0, np.int32)
+        return self._groups(padding, padding, sizes)
 
     def _groups(self, of_token: np.ndarray, of_logits: np.ndarray, sizes: tuple[int, int]) -> dict[str, np.ndarray]:
         num_tokens, num_logits = sizes

@@ -26,7 +26,7 @@ from engine.executors.cuda.load import load_program
 from engine.executors.cuda.program import GROUPS, Inputs, Outputs, Program
 from engine.executors.cuda.prompt_outputs import StepPromptOutputs
 from engine.executors.cuda.sampling import fields_to_send
-from engine.executors.cuda.step_graphs import CHOICE, Arrays, Captured, StepGraphs, untold
+from engine.executors.cuda.step_graphs import CHOICE, Arrays, Captured, StepGraphs, not_captured
 from engine.executors.cuda.transfer import Download, Uploads
 from engine.executors.cuda.warm_up import StepLimits, warm_up_batches
 from engine.executors.prompt_outputs import LOGITS_BYTES, max_prompt_logits
@@ -36,8 +36,8 @@ from engine.exporting.manifest import Manifest, rank_dir
 from engine.models.layers import SPAN_EMBEDDINGS
 from engine.ops import cuda
 from engine.ops.cpu.group import Membership
-from engine.ops.cuda import fresh_prompts, group, invariant
-from engine.ops.cuda.fresh_prompts import KnownStarts
+from engine.ops.cuda import group, invariant, prefill_attention
+from engine.ops.cuda.prefill_attention import KnownStarts
 from engine.ops.cuda.sampler import Cuts, sample
 from engine.ops.sampling_rows import SampledRows, SamplingRows
 from engine.settings.config import Config
@@ -200,9 +200,9 @@ class CudaExecutor:
     def _fresh_lengths(self) -> list[int]:
         """Return the lengths of new prompts for which cuDNN prepares a plan."""
         [cache, *_] = self._caches.tensors.values()
-        if self._is_invariant or not fresh_prompts.are_taken(self._program.params[TABLE].dtype, cache):
+        if self._is_invariant or not prefill_attention.are_taken(self._program.params[TABLE].dtype, cache):
             return []
-        return list(range(fresh_prompts.SHORTEST, self._max_tokens + 1, fresh_prompts.STEP))
+        return list(range(prefill_attention.SHORTEST, self._max_tokens + 1, prefill_attention.STEP))
 
     def _check_type(self) -> None:
         if self._membership.num_ranks > 1 and self._program.params[TABLE].dtype == torch.float16:
@@ -224,14 +224,16 @@ class CudaExecutor:
         more = {**groups, **fields, "slots": np.array(choices.slots, np.int64)}
         if shape:
             captured = self._graphs.replay(inputs | more, shape)
-            left = untold(more, captured.empty)
+            left = not_captured(more, captured.empty)
             outputs = captured.outputs.first(num_logits)
             if not left and choices.logit_rows is None and not batch.has_mask:
                 return Begun(outputs, {}, captured)
-            told = {name: tensor[: len(choices.slots)] for name, tensor in captured.told.items() if name in CHOICE}
-            return Begun(outputs, told | (self._uploads.send(left) if left else {}), None)
+            static = {
+                name: tensor[: len(choices.slots)] for name, tensor in captured.static_inputs.items() if name in CHOICE
+            }
+            return Begun(outputs, static | (self._uploads.send(left) if left else {}), None)
         sent = self._uploads.send(inputs | more)
-        fresh = [] if self._is_invariant else fresh_prompts.find(inputs["query_starts"], inputs["context_lens"])
+        fresh = [] if self._is_invariant else prefill_attention.find(inputs["query_starts"], inputs["context_lens"])
         known = {"query_starts": KnownStarts(sent["query_starts"], fresh)} if fresh else {}
         return Begun(self._compute({**sent, **known}), sent, None)
 
@@ -261,7 +263,7 @@ class CudaExecutor:
         return sampled
 
     def _compute(self, inputs: Inputs) -> Outputs:
-        token_ids = cuda.of_first(cuda.last_tokens_in(inputs["token_ids"], self._last_tokens))
+        token_ids = cuda.broadcast(cuda.last_tokens_in(inputs["token_ids"], self._last_tokens))
         program = self._adapted if GROUPS in inputs else self._program
         return program({SPAN_EMBEDDINGS: self._no_embeddings, **inputs, **self._caches.tensors, "token_ids": token_ids})
 

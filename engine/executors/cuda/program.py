@@ -15,7 +15,7 @@ from engine.graph.fusion import fuse
 from engine.models.layers import HIDDEN, LOGIT_ROWS, LOGITS
 from engine.ops.catalogue import FUSED
 from engine.ops.cuda.adapters import Layer, add_adapters
-from engine.ops.cuda.fresh_prompts import KnownStarts
+from engine.ops.cuda.prefill_attention import KnownStarts
 
 GROUPS, LOGIT_GROUPS = "groups", "logit_groups"  # inputs described in `engine.ops.cuda.adapters`
 OF_TOKENS, OF_LOGITS = -1, -2  # their value ids

@@ -28,8 +28,8 @@ from engine.executors.cuda.sampling import CAPTURED
 from engine.executors.cuda.transfer import IN_FLIGHT
 from engine.executors.spans import SlotSpans
 from engine.models.layers import SPAN_EMBEDDINGS
-from engine.ops.cuda.mailbox import Mailbox
 from engine.ops.cuda.sampler import CUTS, Cuts, sample
+from engine.ops.cuda.step_buffers import StepBuffers
 from engine.ops.sampling_rows import SamplingRows
 from engine.sampling_parameters import PARAMETERS
 from engine.settings.config import Config
@@ -66,7 +66,7 @@ class Captured(NamedTuple):
     """Captured step: its CUDA graph with static inputs and outputs, and the graphs that sample its tokens."""
 
     graph: torch.cuda.CUDAGraph
-    told: Mapping[str, Tensor]  # static inputs, with those of CHOICE
+    static_inputs: Mapping[str, Tensor]  # with those of CHOICE
     empty: Arrays  # host values of the inputs except the block tables, for a step of padding
     outputs: Outputs
     choices: Mapping[Cuts, torch.cuda.CUDAGraph]
@@ -88,7 +88,7 @@ class StepGraphs:
         of_adapters: Callable[[tuple[int, int]], Arrays] | None = None,
         num_groups: int = 1,
     ):
-        self._device, self._of_adapters, self._nobodys_slot = device, of_adapters, config.batch_size
+        self._device, self._of_adapters, self._padding_slot = device, of_adapters, config.batch_size
         self._width = max(max_blocks, TOKENS[-1] // MIN_BLOCK_SIZE)  # a padding row may hold TOKENS[-1] tokens
         self._table_names = [table_name(group) for group in range(num_groups)]
         is_used = config.use_cudagraph and device.type == "cuda"
@@ -96,7 +96,7 @@ class StepGraphs:
         self._prompts = prompt_shapes(config.batch_size, config.max_step_tokens) if is_used else []
         self._captured: dict[Kind, Captured] = {}
         self._tables: Tensor | None = None  # kept here, because the captured graphs do not keep their inputs alive
-        self._mailbox: Mailbox  # of the captured graphs
+        self._buffers: StepBuffers  # of the captured graphs
         self.null_block = 0
         self.spans: SlotSpans | None = None  # only if the graph takes spans
 
@@ -119,7 +119,7 @@ class StepGraphs:
         captured = self._captured[shape, GROUPS in inputs]
         tables = [inputs[name] for name in self._table_names]
         num_padding = shape.num_tokens - len(inputs["token_ids"])
-        self._mailbox.tell(filled_up(inputs, captured.empty), self._stacked(tables, shape.num_requests, num_padding))
+        self._buffers.write(filled_up(inputs, captured.empty), self._stacked(tables, shape.num_requests, num_padding))
         captured.graph.replay()
         return captured
 
@@ -127,7 +127,7 @@ class StepGraphs:
         """Replay the sampling of the last step. Return its tokens, i32, which are on the host as soon as it has
         ended."""
         captured.choices[cuts].replay()
-        return self._mailbox.answers(num_tokens)
+        return self._buffers.tokens(num_tokens)
 
     def capture(self, run: Run, last_tokens: Tensor | None, null_block: int, compiler: Compiler | None = None) -> None:
         """Capture all graphs for the caches that are allocated now.
@@ -149,13 +149,13 @@ class StepGraphs:
         )  # shared by all shapes
         self._tables = tables
         num_numbers = max(sum([array.nbytes // 4 for array in step.values()]) for step in steps.values())
-        mailbox = partial(Mailbox, IN_FLIGHT, num_numbers + tables.numel(), most, self._device)
+        buffers = partial(StepBuffers, IN_FLIGHT, num_numbers + tables.numel(), most, self._device)
         if compiler:
-            self._mailbox = mailbox()  # discarded: a mailbox counts steps, and these are not launched
+            self._buffers = buffers()  # discarded: buffers count steps, and these are not launched
             with compiler.recording():
                 self._record_all(run, steps, tables, last_tokens, None)
             compiler.compile()
-        self._mailbox = mailbox()
+        self._buffers = buffers()
         self._captured = self._record_all(run, steps, tables, last_tokens, torch.cuda.graph_pool_handle())
         used, seconds = free - torch.cuda.mem_get_info(self._device)[0], time.monotonic() - started
         log.info("CUDA graphs of %d steps captured in %.1f s, %.2f GB", len(self._captured), seconds, used / 1e9)
@@ -176,34 +176,36 @@ class StepGraphs:
     def _empty_step(self, shape: Shape, is_adapted: bool) -> Arrays:
         groups = self._of_adapters((shape.num_tokens, shape.num_logits)) if is_adapted and self._of_adapters else {}
         of_spans = self.spans.text_inputs(shape.num_tokens) if self.spans else {}
-        return empty_step(shape, self._nobodys_slot) | of_spans | groups
+        return empty_step(shape, self._padding_slot) | of_spans | groups
 
     def _record(self, run: Run, step: Arrays, tables: Tensor, pool: Pool | None) -> Captured:
-        mailbox, parts = self._mailbox, filled_up({}, step)
+        buffers, parts = self._buffers, filled_up({}, step)
         numbers = torch.from_numpy(np.concatenate(parts)).to(self._device)
-        told = apart(numbers, step)
-        inputs: dict[str, Tensor | None] = {name: tensor for name, tensor in told.items() if name not in CHOICE}
-        if CHOICE[0] in told:  # a decode step
+        static_inputs = apart(numbers, step)
+        inputs: dict[str, Tensor | None] = {
+            name: tensor for name, tensor in static_inputs.items() if name not in CHOICE
+        }
+        if CHOICE[0] in static_inputs:  # a decode step
             inputs["logit_rows"] = None
         by_group = tables.chunk(len(self._table_names))
         inputs.update(zip(self._table_names, by_group, strict=True))
 
-        def taken() -> Outputs:
-            mailbox.take(numbers, tables)
+        def run_loaded() -> Outputs:
+            buffers.load(numbers, tables)
             return run(inputs)
 
-        mailbox.tell(parts, self._stacked([np.empty((0, 1), np.int32)] * len(by_group), len(by_group[0])))
-        graph, outputs = self._graph_of(taken, pool)
-        return Captured(graph, told, step, outputs, {})
+        buffers.write(parts, self._stacked([np.empty((0, 1), np.int32)] * len(by_group), len(by_group[0])))
+        graph, outputs = self._graph_of(run_loaded, pool)
+        return Captured(graph, static_inputs, step, outputs, {})
 
     def _record_choices(
         self, captured: Captured, last_tokens: Tensor, pool: Pool | None
     ) -> dict[Cuts, torch.cuda.CUDAGraph]:
-        mailbox, told = self._mailbox, captured.told
+        buffers, inputs = self._buffers, captured.static_inputs
 
         def choose(cuts: Cuts) -> None:
-            token_ids = sample(captured.outputs.logits, told, cuts)["token_ids"]
-            mailbox.answer(token_ids, told["slots"], last_tokens)
+            token_ids = sample(captured.outputs.logits, inputs, cuts)["token_ids"]
+            buffers.store(token_ids, inputs["slots"], last_tokens)
 
         return {cuts: self._graph_of(partial(choose, cuts), pool)[0] for cuts in CUTS}
 
@@ -238,7 +240,7 @@ class StepGraphs:
         self._tables = None
 
 
-def empty_step(shape: Shape, nobodys_slot: int) -> Arrays:
+def empty_step(shape: Shape, padding_slot: int) -> Arrays:
     """Build a step of padding tokens with the shape of a captured step: one token for each request in a decode step,
     otherwise all of them in the last request."""
     num_tokens, num_requests, num_logits = shape
@@ -246,14 +248,14 @@ def empty_step(shape: Shape, nobodys_slot: int) -> Arrays:
     arrays: Arrays = {}
     if shape.is_decode:
         rows = SamplingRows.greedy(num_logits)
-        slots = np.full(num_logits, nobodys_slot)
+        slots = np.full(num_logits, padding_slot)
         arrays = {name: slots if name == "slots" else getattr(rows, name) for name in CHOICE}
     sizes = {"token_ids": num_tokens, "positions": num_tokens, "context_lens": num_requests}
     arrays |= {name: np.zeros(size, np.int32) for name, size in sizes.items()}
     return arrays | {"query_starts": starts.astype(np.int32), "logit_rows": np.arange(num_logits, dtype=np.int32)}
 
 
-def untold(inputs: Arrays, empty: Arrays) -> Arrays:
+def not_captured(inputs: Arrays, empty: Arrays) -> Arrays:
     """Return the `inputs` that a captured step cannot take: those that it lacks, or whose last axis is too long for
     it."""
     return {

@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "peers.h"
-#include "segment.h"
+#include "shared_memory.h"
 
 namespace {
 
@@ -44,10 +44,10 @@ void add_up(const Shares& shares, float* y, int64_t begin, int64_t end) {
 class Group {
  public:
   explicit Group(const LlmMembership& m)
-      : segment_(m.segment_fd, m.num_hosts, m.ranks_per_host),
-        peers_(segment_, m),
+      : memory_(m.shared_memory_fd, m.num_hosts, m.ranks_per_host),
+        peers_(memory_, m),
         hosts_(m.num_hosts), host_(m.host), ranks_(m.ranks_per_host), rank_(m.local_rank) {
-    if (segment_.flag(rank_).is_taken.exchange(1))
+    if (memory_.flag(rank_).is_taken.exchange(1))
       throw std::runtime_error("rank " + std::to_string(rank_) + " has joined with this shared memory before");
   }
 
@@ -79,7 +79,7 @@ class Group {
 
   // The other hosts see it by their connections.
   void abort() {
-    segment_.abort();
+    memory_.abort();
     peers_.shut_down();
   }
 
@@ -87,15 +87,15 @@ class Group {
   // What all bring, in the order in which it is added: of each rank, or of each host if there are several and it is
   // to be added. Valid until the next exchange.
   Shares exchange(const Call& call, const float* x, int64_t size) {
-    segment_.check();
+    memory_.check();
     exchange_++;
-    Share& mine = segment_.share(rank_, exchange_);
+    Share& mine = memory_.share(rank_, exchange_);
     mine.header.call = call;
     std::copy_n(x, size, mine.values);
     meet();
     Shares shares;
     for (int64_t rank = 0; rank < ranks_; rank++) {
-      const Share& share = segment_.share(rank, exchange_);
+      const Share& share = memory_.share(rank, exchange_);
       must_be_alike(call, share.header.call, "rank", host_ * ranks_ + rank);
       shares.push_back(share.values);
     }
@@ -105,20 +105,20 @@ class Group {
   Shares exchange_between_hosts(const Call& call, const Shares& shares, int64_t size) {
     const int64_t num_parts = call.is_gather ? ranks_ : 1;
     if (rank_ == 0) {
-      Header& mine = segment_.block(host_);
+      Header& mine = memory_.block(host_);
       float* values = reinterpret_cast<float*>(&mine + 1);
       mine.call = call;
       if (!call.is_gather) add_up(shares, values, 0, size);
       for (int64_t part = 0; call.is_gather && part < ranks_; part++)
         std::copy_n(shares[part], size, values + part * size);
       peers_.swap_blocks(sizeof(Header) + sizeof(float) * static_cast<size_t>(num_parts * size));
-      segment_.raise(segment_.blocks_flag(), turn_);
+      memory_.raise(memory_.blocks_flag(), turn_);
     }
-    segment_.wait_for(segment_.blocks_flag(), turn_);
+    memory_.wait_for(memory_.blocks_flag(), turn_);
     Shares all;
     for (int64_t host = 0; host < hosts_; host++)
       for (int64_t part = 0; part < num_parts; part++)
-        all.push_back(reinterpret_cast<const float*>(&segment_.block(host) + 1) + part * size);
+        all.push_back(reinterpret_cast<const float*>(&memory_.block(host) + 1) + part * size);
     return all;
   }
 
@@ -127,7 +127,7 @@ class Group {
   void add_up_together(const Shares& shares, float* y, int64_t size) {
     const auto start_of = [&](int64_t rank) { return rank * size / ranks_; };
     add_up(shares, y, start_of(rank_), start_of(rank_ + 1));
-    std::copy(y + start_of(rank_), y + start_of(rank_ + 1), segment_.share(rank_, exchange_).values + start_of(rank_));
+    std::copy(y + start_of(rank_), y + start_of(rank_ + 1), memory_.share(rank_, exchange_).values + start_of(rank_));
     meet();
     for (int64_t rank = 0; rank < ranks_; rank++)
       std::copy(shares[rank] + start_of(rank), shares[rank] + start_of(rank + 1), y + start_of(rank));
@@ -136,11 +136,11 @@ class Group {
   // Returns when all ranks of this host have come here.
   void meet() {
     turn_++;
-    segment_.raise(segment_.flag(rank_), turn_);
-    for (int64_t rank = 0; rank < ranks_; rank++) segment_.wait_for(segment_.flag(rank), turn_);
+    memory_.raise(memory_.flag(rank_), turn_);
+    for (int64_t rank = 0; rank < ranks_; rank++) memory_.wait_for(memory_.flag(rank), turn_);
   }
 
-  const Segment segment_;
+  const SharedMemory memory_;
   const Peers peers_;
   const int64_t hosts_, host_, ranks_, rank_;
   uint32_t turn_ = 0, exchange_ = 0;
@@ -171,7 +171,7 @@ const char* ended(const char* trouble) {
 
 extern "C" {
 
-int64_t llm_segment_bytes(int64_t num_hosts, int64_t ranks_per_host) { return Segment::bytes(num_hosts, ranks_per_host); }
+int64_t llm_shared_memory_bytes(int64_t num_hosts, int64_t ranks_per_host) { return SharedMemory::bytes(num_hosts, ranks_per_host); }
 
 const char* llm_join(const LlmMembership* membership) {
   return trouble_of([&] {

@@ -8,12 +8,12 @@ extern "C" {
 
 struct LlmMembership {
   int64_t num_hosts, host, ranks_per_host, local_rank;  // rank = host * ranks_per_host + local_rank
-  int32_t segment_fd;       // memory of llm_segment_bytes, zeros at first, that the ranks of a host share
+  int32_t shared_memory_fd;       // memory of llm_shared_memory_bytes, zeros at first, that the ranks of a host share
   const int32_t* peer_fds;  // [num_hosts] connections of the first rank of a host to those of the others, its own -1
 };
 
 // The functions that return text return null, or what went wrong; it is valid until the thread's next call.
-int64_t llm_segment_bytes(int64_t num_hosts, int64_t ranks_per_host);
+int64_t llm_shared_memory_bytes(int64_t num_hosts, int64_t ranks_per_host);
 const char* llm_join(const LlmMembership* membership);
 void llm_leave();
 int64_t llm_num_ranks();

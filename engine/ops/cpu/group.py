@@ -25,7 +25,9 @@ class Membership:
 
     rank: int
     num_ranks: int
-    segment_fd: int  # of create_segment, the same on all ranks of a host; may be closed once they have joined
+    shared_memory_fd: (
+        int  # of create_shared_memory, the same on all ranks of a host; may be closed once they have joined
+    )
     num_hosts: int = 1
     peers: tuple[socket.socket, ...] = ()  # of a host's first rank: to those of the other hosts, in the hosts' order
 
@@ -53,16 +55,16 @@ class _Membership(ctypes.Structure):
 
     _fields_ = [
         *((name, c_int64) for name in ("num_hosts", "host", "ranks_per_host", "local_rank")),
-        ("segment_fd", c_int32),
+        ("shared_memory_fd", c_int32),
         ("peer_fds", POINTER(c_int32)),
     ]
 
 
-def create_segment(num_ranks: int, num_hosts: int = 1) -> int:
+def create_shared_memory(num_ranks: int, num_hosts: int = 1) -> int:
     """A file descriptor of memory for the ranks of one host and one life of their group. It has no name in any
     folder: it goes when the last process that holds it does, however that ends."""
     fd = os.memfd_create("llm_group", os.MFD_CLOEXEC)
-    os.ftruncate(fd, c_library().llm_segment_bytes(num_hosts, num_ranks // num_hosts))
+    os.ftruncate(fd, c_library().llm_shared_memory_bytes(num_hosts, num_ranks // num_hosts))
     return fd
 
 
@@ -74,7 +76,7 @@ def join(membership: Membership) -> None:
         notice_silence(peer)
     peer_fds = (c_int32 * membership.num_hosts)(*fds[:host], -1, *fds[host:]) if local_rank == 0 else None
     args = _Membership(
-        membership.num_hosts, host, membership.ranks_per_host, local_rank, membership.segment_fd, peer_fds
+        membership.num_hosts, host, membership.ranks_per_host, local_rank, membership.shared_memory_fd, peer_fds
     )
     if trouble := c_library().llm_join(ctypes.byref(args)):
         raise GroupError(f"rank {membership.rank} cannot join: {trouble.decode()}")
@@ -90,10 +92,10 @@ def leave() -> None:
     _joined.clear()
 
 
-def abort(segment_fd: int) -> None:
+def abort(shared_memory_fd: int) -> None:
     """Ends the group: a rank of this host that waits for another one, or will, raises within a tenth of a second.
     For any process that holds the memory."""
-    os.pwrite(segment_fd, (1).to_bytes(4, "little"), 0)
+    os.pwrite(shared_memory_fd, (1).to_bytes(4, "little"), 0)
 
 
 def notice_silence(peer: socket.socket) -> None:

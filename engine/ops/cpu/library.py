@@ -102,5 +102,5 @@ def c_library() -> ctypes.CDLL:
     lib.llm_join.argtypes, lib.llm_join.restype = [c_void_p], c_char_p
     lib.llm_leave.restype = None
     lib.llm_num_ranks.restype = c_int64
-    lib.llm_segment_bytes.argtypes, lib.llm_segment_bytes.restype = [c_int64, c_int64], c_int64
+    lib.llm_shared_memory_bytes.argtypes, lib.llm_shared_memory_bytes.restype = [c_int64, c_int64], c_int64
     return lib

@@ -171,7 +171,7 @@ void multiply(const LinearArgs<X>& a, const Weight& weight) {
   const int64_t count = a.rows > 0 ? num_panels * cuts : 0;
   const int threads = count == 1 || a.rows * a.num_out * a.width / 8 < kSerialWork ? 1 : llm_num_threads();
   int64_t taken = 0;
-  together(threads, [&] {
+  run_on_threads(threads, [&] {
     take_pieces(&taken, count, threads, true, [&](int64_t i, int64_t next) {
       const int64_t n = i / cuts * cols, t = i % cuts * rows, next_n = next / cuts * cols;
       const char* address = next < count && next_n != n ? weight.address(next_n) : nullptr;

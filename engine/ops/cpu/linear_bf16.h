@@ -135,7 +135,7 @@ inline void multiply_packed(const PackedArgs& a) {
   const int threads = count <= 1 || a.rows * a.num_out * a.width / 8 < kSerialWork ? 1 : llm_num_threads();
   const bool looks_ahead = num_tiles > 1 || count >= 8 * threads;
   int64_t taken = 0;
-  together(threads, [&] {
+  run_on_threads(threads, [&] {
     TileRegisters registers;
     take_pieces(&taken, count, threads, looks_ahead, [&](int64_t i, int64_t next) {
       const int64_t block = i / num_pairs;

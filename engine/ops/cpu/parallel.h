@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "runtime.h"
-#include "team.h"
+#include "thread_pool.h"
 
 namespace LLM_ISA {
 
@@ -14,7 +14,7 @@ template <class Body>
 inline void parallel_for(int64_t count, int64_t grain, int64_t work, Body body) {
   const int threads = work < kSerialWork || count <= grain ? 1 : llm_num_threads();
   int64_t taken = 0;
-  together(threads, [&] {
+  run_on_threads(threads, [&] {
     for (int64_t i; (i = __atomic_fetch_add(&taken, grain, __ATOMIC_RELAXED)) < count;)
       for (const int64_t end = i + grain < count ? i + grain : count; i < end; i++) body(i);
   });

@@ -35,7 +35,7 @@ void must_be_alike(const Call& mine, const Call& other, const char* who, int64_t
                              " at an " + text(other));
 }
 
-Peers::Peers(const Segment& segment, const LlmMembership& m) : segment_(segment), host_(static_cast<size_t>(m.host)) {
+Peers::Peers(const SharedMemory& memory, const LlmMembership& m) : memory_(memory), host_(static_cast<size_t>(m.host)) {
   if (m.peer_fds) fds_.assign(m.peer_fds, m.peer_fds + m.num_hosts);
 }
 
@@ -57,7 +57,7 @@ void Peers::swap_blocks(size_t bytes) const {
       is_open = is_open || polls[host].fd >= 0;
     }
     if (!is_open) return;
-    segment_.check();
+    memory_.check();
     if (poll(polls.data(), hosts, kPollMs) <= 0) continue;
     for (size_t host = 0; host < hosts; host++) {
       if (polls[host].revents & POLLOUT) send_part(host, bytes, &sent[host]);
@@ -67,16 +67,16 @@ void Peers::swap_blocks(size_t bytes) const {
 }
 
 void Peers::send_part(size_t host, size_t bytes, size_t* sent) const {
-  const char* from = reinterpret_cast<const char*>(&segment_.block(static_cast<int64_t>(host_)));
+  const char* from = reinterpret_cast<const char*>(&memory_.block(static_cast<int64_t>(host_)));
   *sent += done_or_throw(send(fds_[host], from + *sent, bytes - *sent, MSG_DONTWAIT | MSG_NOSIGNAL), host);
 }
 
 void Peers::receive_part(size_t host, size_t bytes, size_t* received) const {
-  Header& block = segment_.block(static_cast<int64_t>(host));
+  Header& block = memory_.block(static_cast<int64_t>(host));
   char* into = reinterpret_cast<char*>(&block) + *received;
   const ssize_t done = recv(fds_[host], into, bytes - *received, MSG_DONTWAIT);
   if (done == 0) lost(host, "it was closed");
   *received += done_or_throw(done, host);
   if (*received >= sizeof(Header))
-    must_be_alike(segment_.block(static_cast<int64_t>(host_)).call, block.call, "host", static_cast<int64_t>(host));
+    must_be_alike(memory_.block(static_cast<int64_t>(host_)).call, block.call, "host", static_cast<int64_t>(host));
 }

@@ -4,13 +4,13 @@
 #include <vector>
 
 #include "group.h"
-#include "segment.h"
+#include "shared_memory.h"
 
 class Peers {
  public:
-  Peers(const Segment& segment, const LlmMembership& membership);
+  Peers(const SharedMemory& memory, const LlmMembership& membership);
 
-  // Sends this host's block of the segment to the others and lays theirs beside it. All blocks have `bytes` bytes.
+  // Sends this host's block of the memory to the others and lays theirs beside it. All blocks have `bytes` bytes.
   void swap_blocks(size_t bytes) const;
   void shut_down() const;
 
@@ -18,7 +18,7 @@ class Peers {
   void send_part(size_t host, size_t bytes, size_t* sent) const;
   void receive_part(size_t host, size_t bytes, size_t* received) const;
 
-  const Segment& segment_;
+  const SharedMemory& memory_;
   const size_t host_;
   std::vector<int> fds_;  // -1 for this host; none on a rank that is not the first
 };

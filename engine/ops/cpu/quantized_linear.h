@@ -87,7 +87,7 @@ void quantized_linear(const QuantizedLinear& a) {
   const int64_t cuts = least > more ? least : more, count = num_panels * (a.rows > 0 ? cuts : 0);
   const int threads = count <= 1 || a.rows * a.num_out * a.width / 8 < kSerialWork ? 1 : llm_num_threads();
   int64_t taken = 0;
-  together(threads, [&] {
+  run_on_threads(threads, [&] {
     TileRegisters registers;
     take_pieces(&taken, count, threads, true, [&](int64_t i, int64_t next) {
       const int64_t cut = i / num_panels, t = cut * a.rows / cuts, t_end = (cut + 1) * a.rows / cuts;

@@ -10,7 +10,7 @@
 #include "kernels.h"
 #include "philox.h"
 #include "runtime.h"
-#include "team.h"
+#include "thread_pool.h"
 
 namespace {
 
@@ -142,7 +142,7 @@ class RowSampler {
 extern "C" void llm_sample(const LlmKernels* kernels, const float* logits, int64_t rows, int64_t vocab,
                            const LlmSampling* sampling) {
   std::atomic<int64_t> taken{0};
-  together(rows > 1 ? llm_num_threads() : 1, [&] {
+  run_on_threads(rows > 1 ? llm_num_threads() : 1, [&] {
     thread_local Workspace workspace;
     for (int64_t row; (row = taken++) < rows;)
       RowSampler(*kernels, *sampling, vocab, row, workspace).sample(logits + row * vocab);

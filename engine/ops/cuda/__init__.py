@@ -14,10 +14,10 @@ from types import ModuleType
 from typing import Any
 
 from engine.ops.catalogue import OPS
-from engine.ops.cuda.group import of_first
+from engine.ops.cuda.group import broadcast
 from engine.ops.cuda.pointwise import last_tokens_in
 
-__all__ = ["last_tokens_in", "of_first", "packer"]
+__all__ = ["last_tokens_in", "broadcast", "packer"]
 
 
 def __getattr__(name: str) -> Any:

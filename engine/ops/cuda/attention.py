@@ -1,12 +1,12 @@
-"""Paged attention: rotation and cache write in one kernel (placing.py), attention in a second, and where a request's
-blocks are shared out to several programs (split-KV), their sums in a third. Where each request has one token the second
-does what the first would.
+"""Paged attention. One kernel rotates queries and keys and writes the cache (rotate_and_cache.py), a second computes
+attention, and a third adds up the sums of several programs if the blocks of a request are split among them (split-KV).
+If each request has one token, the second kernel also does the work of the first.
 
 A program of the second kernel has up to ROWS rows: the query heads of one key/value head for TOKENS tokens of one
 request. Which request is found in `query_starts`, so that the grid follows from shapes alone. It goes through the
 request's keys in tiles of a block or a part of one, with the online softmax (Milakov and Gimelshein, 2018; tiles as in
 FlashAttention-2, Dao, 2023; split-KV as in Flash-Decoding, Dao et al., 2023). Long prompts that begin in a step go
-another way (fresh_prompts.py).
+another way (prefill_attention.py).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda import fresh_prompts
-from engine.ops.cuda.fresh_prompts import KnownStarts
+from engine.ops.cuda import prefill_attention
 from engine.ops.cuda.int8_cache import key_scales, numbers, scales_at, value_scales
 from engine.ops.cuda.launch import PDL, begin_next, kernel, num_sms, wait_for_inputs
-from engine.ops.cuda.placing import HeadNorm, opened, place_all, placed, request_of, sizes_of
+from engine.ops.cuda.prefill_attention import KnownStarts
+from engine.ops.cuda.rotate_and_cache import HeadNorm, opened, place_all, placed, request_of, sizes_of
 
 LOG2_E = math.log2(math.e)
 MIN_ROWS = 16  # of a matrix product
@@ -81,14 +81,14 @@ def paged_attention(
     scoring = Scoring(scale, window, softcap, sinks)
     if num_tokens == num_requests and not fresh:
         return _attend_all(qkv, kv_cache, where, (num_requests, num_heads), scoring, cos_sin), kv_cache
-    if fresh and scoring.is_plain and fresh_prompts.are_taken(heads.dtype, kv_cache):
+    if fresh and scoring.is_plain and prefill_attention.are_taken(heads.dtype, kv_cache):
         pairs = kv_cache.new_empty(2, num_kv_heads, num_tokens, kv_cache.shape[4])
         num_requests, num_tokens, _ = fresh[0]
     query = place_all(qkv, cos_sin, kv_cache, where, num_heads, pairs)
     sizes = num_requests, num_heads
     outs = [_attend_all(query[:num_tokens], kv_cache, where, sizes, scoring)] if num_tokens else []
     if pairs is not None:
-        outs += [fresh_prompts.attend(query[a:b], pairs[:, :, a:b], scale) for _, a, b in fresh]
+        outs += [prefill_attention.attend(query[a:b], pairs[:, :, a:b], scale) for _, a, b in fresh]
     return outs[0] if len(outs) == 1 else torch.cat(outs), kv_cache
 
 

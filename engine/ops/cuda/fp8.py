@@ -1,7 +1,7 @@
 """Matrix products with weights of 8-bit floats (e4m3), which stay so on the device: a row of theirs is half as long to
 read. Activations keep all of their bits.
 
-Few rows: a weight becomes bf16 in registers, for one row float32 (fp8_one_row.py). More: each row of activations
+Few rows: a weight becomes bf16 in registers, for one row float32 (fp8_gemv.py). More: each row of activations
 becomes the sum of two rows of 8-bit floats, which the tensor cores multiply with those of the weights twice as fast as
 they multiply numbers of 16 bits, by cuBLAS where a row of weights has one scale. Many: the weights are widened once for
 a product of 16 bits.
@@ -19,7 +19,7 @@ from torch.nn import functional
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.dtypes import FP8_BLOCK
-from engine.ops.cuda import fp8_one_row
+from engine.ops.cuda import fp8_gemv
 from engine.ops.cuda.fp8_kernels import few, halve, join, many, widen
 from engine.ops.cuda.launch import HAS_COPY_ENGINE, PDL
 from engine.ops.cuda.lowbit_kernels import add_up
@@ -133,7 +133,7 @@ def _rounded(x: Tensor) -> Tensor:
 def _few(x: Tensor, stored: tuple[Tensor, Tensor, Tensor | None], out: Tensor, *, is_gated: bool) -> None:
     weight, scale, bias = stored
     if len(x) == 1:
-        fp8_one_row.multiply(_rounded(x), weight, scale, bias, out, is_gated=is_gated)
+        fp8_gemv.multiply(_rounded(x), weight, scale, bias, out, is_gated=is_gated)
         return
     (num_rows, columns), num_blocks = out.shape, weight.shape[1]
     tile = few_tile(len(weight), len(scale) > 1)

@@ -1,7 +1,7 @@
 """Matrix products with weights of 8 and 4 bits, which are packed at load into what the kernels read.
 
 A word of 16 bits has the codes of 2 or 4 columns that are 64 apart, so that each of its parts makes of a tile of words
-a tile of 64 columns, in registers, as the tensor cores take it; one row does without these (one_row.py). With
+a tile of 64 columns, in registers, as the tensor cores take it; one row does without these (gemv.py). With
 `linear_a8w8` the codes themselves are multiplied. Of 4-bit codes in groups of 32 the columns of a word are 32 apart, so
 that a part is a group there, too.
 """
@@ -16,11 +16,11 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
+from engine.ops.cuda.gemv import Stored, multiply
 from engine.ops.cuda.launch import PDL
-from engine.ops.cuda.lowbit_few import few
 from engine.ops.cuda.lowbit_kernels import add_up, many
+from engine.ops.cuda.lowbit_skinny_gemm import few
 from engine.ops.cuda.lowbit_values import codes_of, unpack
-from engine.ops.cuda.one_row import Stored, multiply
 from engine.ops.cuda.pointwise import swiglu
 
 INTERPRETED = triton.knobs.runtime.interpret

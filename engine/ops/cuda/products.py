@@ -1,5 +1,5 @@
 """Matrix products. One row goes through a kernel of our own, which reads the weights as fast as they come, and a few
-through another (few_rows.py); more go through torch (cuBLASLt), which such kernels only equal."""
+through another (skinny_gemm.py); more go through torch (cuBLASLt), which such kernels only equal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from engine.ops.cuda import few_rows
+from engine.ops.cuda import skinny_gemm
 from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
 from engine.ops.cuda.pointwise import swiglu
 
@@ -22,29 +22,29 @@ SMALL = 2, 2048  # for more columns and where there are two rows of weights for 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, K] times weight [N, K]: [T, N] in the type of x, which is the weight's."""
     if len(x) == 1:
-        return _one_row(x, weight, bias, x.new_empty(1, len(weight)))
-    if few_rows.are_few(x):
-        return few_rows.multiply(x, weight, bias, x.new_empty(len(x), len(weight)))
+        return _gemv(x, weight, bias, x.new_empty(1, len(weight)))
+    if skinny_gemm.are_few(x):
+        return skinny_gemm.multiply(x, weight, bias, x.new_empty(len(x), len(weight)))
     return functional.linear(x, weight, bias)
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`linear`, then `swiglu`: [T, K], [2 F, K] -> [T, F]."""
     if len(x) == 1:
-        return _one_row(x, weight, bias, x.new_empty(1, len(weight) // 2), is_gated=True)
-    if few_rows.are_few(x):
-        return few_rows.multiply(x, weight, bias, x.new_empty(len(x), len(weight) // 2), is_gated=True)
+        return _gemv(x, weight, bias, x.new_empty(1, len(weight) // 2), is_gated=True)
+    if skinny_gemm.are_few(x):
+        return skinny_gemm.multiply(x, weight, bias, x.new_empty(len(x), len(weight) // 2), is_gated=True)
     return swiglu(functional.linear(x, weight, bias))
 
 
 def logits(x: Tensor, weight: Tensor, bias: None = None) -> Tensor:
     """`linear` for the last one of a graph: its sums stay float32. [S, K], [V, K] -> f32 [S, V]."""
     if len(x) == 1:
-        return _one_row(x, weight, None, x.new_empty(1, len(weight), dtype=torch.float32))
+        return _gemv(x, weight, None, x.new_empty(1, len(weight), dtype=torch.float32))
     if x.dtype == torch.float32:
         return functional.linear(x, weight)
-    if few_rows.are_few(x):
-        return few_rows.multiply(x, weight, None, x.new_empty(len(x), len(weight), dtype=torch.float32))
+    if skinny_gemm.are_few(x):
+        return skinny_gemm.multiply(x, weight, None, x.new_empty(len(x), len(weight), dtype=torch.float32))
     return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
@@ -53,7 +53,7 @@ def gather_rows(x: Tensor, rows: Tensor | None) -> Tensor:
     return x if rows is None else x.index_select(0, rows)
 
 
-def _one_row(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, is_gated: bool = False) -> Tensor:
+def _gemv(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, is_gated: bool = False) -> Tensor:
     columns, width = out.shape[1], x.shape[1]
     block_n, block_k = next((tile for most, *tile in TILES if columns <= most and not is_gated), SMALL)
     block_k = min(block_k, triton.next_power_of_2(width))

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import pytest
 
 from engine.errors import HostLost, SetupError
-from engine.executors import hosts, meeting
+from engine.executors import hosts, rendezvous
 from engine.executors.ranks import pack, unpack
 from engine.settings.machines import Machines
 from tests.patience import PATIENCE_S, wait_until
@@ -29,13 +29,13 @@ class Hosts:
 
     def master(self):
         """(followers, peers), in time."""
-        master = in_thread(meeting.call_meeting, self.machines[0], self.port, FACTS, self.told.append)
+        master = in_thread(rendezvous.wait_for_followers, self.machines[0], self.port, FACTS, self.told.append)
         wait_until(lambda: self.told)
         return master
 
     def follower(self, host, facts=FACTS):
         """(connection to the master, peers), in time."""
-        return in_thread(meeting.find_meeting, self.machines[host], self.port, facts)
+        return in_thread(rendezvous.join_master, self.machines[host], self.port, facts)
 
     def stranger(self, payload=b"", ip="127.0.0.2"):
         sock = socket.create_connection((self.ips[0], self.port), PATIENCE_S, (ip, 0))
@@ -43,7 +43,7 @@ class Hosts:
         return sock
 
     def call(self, host, *hello):
-        return meeting.call(self.machines[host], 0, self.port, pack(*hello))
+        return rendezvous.call(self.machines[host], 0, self.port, pack(*hello))
 
 
 def in_thread(function, *arguments):
@@ -124,7 +124,7 @@ def test_an_address_that_is_none_of_the_hosts_is_not_listened_to():
 
 
 def test_a_host_that_says_nothing_holds_up_the_others_for_a_bounded_time(monkeypatch):
-    monkeypatch.setattr(meeting, "HELLO_S", 1)
+    monkeypatch.setattr(rendezvous, "HELLO_S", 1)
     two = Hosts(2)
     master = two.master()
     with two.stranger() as sock:
@@ -145,15 +145,15 @@ def test_a_host_that_has_something_else_is_told_what():
     with pytest.raises(SetupError, match="127.0.0.1, which serves, refuses 127.0.0.2: BATCH_SIZE is 8 there, 50 here"):
         two.follower(1, {"MP_NUM": 4, "BATCH_SIZE": 8}).result(PATIENCE_S)
     for odd in ("facts", {}, {"MP_NUM": [4]}):
-        with meeting.Caller(1, two.call(1, meeting.FOLLOW, odd), ()).connection() as connection:
-            assert unpack(connection.recv_bytes())[0] == meeting.REFUSED
+        with rendezvous.Caller(1, two.call(1, rendezvous.FOLLOW, odd), ()).connection() as connection:
+            assert unpack(connection.recv_bytes())[0] == rendezvous.REFUSED
     speak([two.follower(1).result(PATIENCE_S)[1], master.result(PATIENCE_S)[1]])
 
 
 def test_a_host_that_waits_and_ends_is_waited_for_again():
     three = Hosts(3)
     master = three.master()
-    sock = three.call(1, meeting.FOLLOW, FACTS)
+    sock = three.call(1, rendezvous.FOLLOW, FACTS)
     wait_until(lambda: three.told[-1] == "waits for 127.0.0.3")
     sock.close()
     wait_until(lambda: three.told[-1] == "waits for 127.0.0.2, 127.0.0.3")
@@ -164,7 +164,7 @@ def test_a_host_that_waits_and_ends_is_waited_for_again():
 def test_a_host_that_calls_again_takes_the_place_of_its_earlier_call():
     three = Hosts(3)
     master = three.master()
-    with three.call(1, meeting.FOLLOW, FACTS) as earlier:
+    with three.call(1, rendezvous.FOLLOW, FACTS) as earlier:
         wait_until(lambda: three.told[-1] == "waits for 127.0.0.3")
         followers = [three.follower(1)]
         assert is_closed(earlier)
@@ -172,13 +172,13 @@ def test_a_host_that_calls_again_takes_the_place_of_its_earlier_call():
         speak([each.result(PATIENCE_S)[1] for each in (master, *followers)])
 
 
-def test_a_connection_of_an_earlier_meeting_is_not_taken(monkeypatch):
-    monkeypatch.setattr(meeting, "MEET_S", 1.0)
+def test_a_connection_of_an_earlier_rendezvous_is_not_taken(monkeypatch):
+    monkeypatch.setattr(rendezvous, "MEET_S", 1.0)
     two = Hosts(2)
     master = two.master()
-    with meeting.Caller(1, two.call(1, meeting.FOLLOW, FACTS), ()).connection() as connection:
-        assert unpack(connection.recv_bytes())[0] == meeting.GO
-        with two.call(1, meeting.SUMS, "an earlier one") as sums:
+    with rendezvous.Caller(1, two.call(1, rendezvous.FOLLOW, FACTS), ()).connection() as connection:
+        assert unpack(connection.recv_bytes())[0] == rendezvous.GO
+        with two.call(1, rendezvous.SUMS, "an earlier one") as sums:
             assert is_closed(sums)
         with pytest.raises(HostLost, match="127.0.0.2 has ended or cannot be reached"):
             master.result(PATIENCE_S)
@@ -187,7 +187,7 @@ def test_a_connection_of_an_earlier_meeting_is_not_taken(monkeypatch):
 def test_the_watch_over_a_host_ends_with_our_own_end_of_the_connection(monkeypatch):
     monkeypatch.setattr(os, "_exit", lambda status: pytest.fail("it was we who closed it"))
     near, far = socket.socketpair()
-    connection = meeting.Caller(1, near, ()).connection()
+    connection = rendezvous.Caller(1, near, ()).connection()
     hosts.end_with(connection, "127.0.0.2")
     connection.close()
     far.close()

@@ -141,7 +141,7 @@ def test_ranks_that_wait_for_a_dead_one_are_released_and_nothing_is_left():
     with Processes(3, die_as_the_last) as ranks:
         assert ranks.result(2) is None
         started = time.monotonic()
-        group.abort(ranks.segment_fds[0])
+        group.abort(ranks.shared_memory_fds[0])
         released = ranks.results()[:2]
         assert time.monotonic() - started < 10
     assert [repr(error) for error in released] == 2 * ["GroupError('all_reduce: the group of ranks has been ended')"]
@@ -190,7 +190,7 @@ def stay_when_it_ends(rank):
 def test_a_group_that_is_ended_on_one_host_ends_on_the_others():
     with Processes(4, stay_when_it_ends, num_hosts=2, connect=tcp_pair) as ranks:
         assert ranks.result(3) is None
-        group.abort(ranks.segment_fds[1])
+        group.abort(ranks.shared_memory_fds[1])
         assert re.search(LOST.format(1), str(ranks.result(0)))
         assert re.search(ENDED, str(ranks.result(1)))
         assert ranks.processes[2].is_alive()
@@ -247,34 +247,34 @@ def test_paddle_ops_speak_in_the_same_group():
 )
 def test_a_membership_that_cannot_be_is_refused(fields, message):
     with pytest.raises(ValueError) as raised:
-        group.Membership(**{"rank": 0, "num_ranks": 2, "segment_fd": 0, **fields})
+        group.Membership(**{"rank": 0, "num_ranks": 2, "shared_memory_fd": 0, **fields})
     assert str(raised.value) == message
 
 
 @pytest.fixture
-def segment_fd():
-    fd = group.create_segment(2)
+def shared_memory_fd():
+    fd = group.create_shared_memory(2)
     yield fd
     group.leave()
     os.close(fd)
 
 
-def test_a_process_joins_once_and_a_rank_too(segment_fd):
-    group.join(group.Membership(1, 2, segment_fd))
+def test_a_process_joins_once_and_a_rank_too(shared_memory_fd):
+    group.join(group.Membership(1, 2, shared_memory_fd))
     with pytest.raises(GroupError, match="^rank 0 cannot join: this process has joined a group already$"):
-        group.join(group.Membership(0, 2, segment_fd))
+        group.join(group.Membership(0, 2, shared_memory_fd))
     with pytest.raises(ArgumentError, match="^all_gather: num_ranks is 1, this process is one of 2$"):
         cpu.all_gather(np.zeros((1, 2), np.float32), num_ranks=1, width=2)
     group.leave()
     with pytest.raises(GroupError, match="^rank 1 cannot join: rank 1 has joined with this shared memory before$"):
-        group.join(group.Membership(1, 2, segment_fd))
+        group.join(group.Membership(1, 2, shared_memory_fd))
     with pytest.raises(GroupError, match=r"^rank 0 cannot join: the shared memory has \d+ bytes, 3 ranks on each of 1"):
-        group.join(group.Membership(0, 3, segment_fd))
+        group.join(group.Membership(0, 3, shared_memory_fd))
 
 
-def test_a_host_without_power_is_noticed_by_its_silence(segment_fd):
+def test_a_host_without_power_is_noticed_by_its_silence(shared_memory_fd):
     near, far = tcp_pair()
-    fd = group.create_segment(2, num_hosts=2)
+    fd = group.create_shared_memory(2, num_hosts=2)
     with near, far:
         group.join(group.Membership(0, 2, fd, 2, (near,)))
         assert near.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1

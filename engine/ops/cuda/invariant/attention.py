@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.ops.cuda.attention import MAX_TILE, Scoring, begun, first_seen, rows_of, tile_of, tile_of_queries
 from engine.ops.cuda.launch import PDL, begin_next, kernel, num_sms, wait_for_inputs
-from engine.ops.cuda.placing import HeadNorm, place_all, sizes_of
+from engine.ops.cuda.rotate_and_cache import HeadNorm, place_all, sizes_of
 
 UNIT = 256  # positions
 # Rows of a program's matrix products, positions, and how such a program runs. The order of sums is the same with two

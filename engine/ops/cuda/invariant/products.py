@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engine.ops.cuda import few_rows
+from engine.ops.cuda import skinny_gemm
 from engine.ops.cuda.launch import HAS_COPY_ENGINE, PDL, begin_next, kernel, shared_memory, wait_for_inputs
 from engine.ops.cuda.pointwise import swiglu
 
@@ -48,8 +48,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`linear`, then `swiglu`: [T, K], [2 F, K] -> [T, F]."""
-    if few_rows.are_few(x):
-        return few_rows.multiply(x, weight, bias, x.new_empty(len(x), len(weight) // 2), is_gated=True)
+    if skinny_gemm.are_few(x):
+        return skinny_gemm.multiply(x, weight, bias, x.new_empty(len(x), len(weight) // 2), is_gated=True)
     return swiglu(linear(x, weight, bias))
 
 
@@ -70,8 +70,8 @@ def tile_for(num_rows: int, columns: int, dtype: torch.dtype) -> Tile:
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
     (num_rows, width), columns = x.shape, len(weight)
-    if few_rows.are_few(x):
-        return few_rows.multiply(x, weight, bias, out)
+    if skinny_gemm.are_few(x):
+        return skinny_gemm.multiply(x, weight, bias, out)
     if num_rows:
         tile = tile_for(num_rows, columns, x.dtype)
         is_copied = HAS_COPY_ENGINE and x.dtype != torch.float32 and _is_aligned(x) and _is_aligned(weight)

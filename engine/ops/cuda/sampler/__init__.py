@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from engine.ops.cuda.sampler.changes import change, changes
 from engine.ops.cuda.sampler.drawing import draw
-from engine.ops.cuda.sampler.reporting import report
+from engine.ops.cuda.sampler.logits_processors import change, changes
+from engine.ops.cuda.sampler.logprobs import report
 from engine.ops.cuda.sampler.row import survey
-from engine.ops.cuda.sampler.threshold import cut
+from engine.ops.cuda.sampler.top_k_top_p import cut
 from engine.ops.sampling_rows import SamplingRows
 
 __all__ = ["CUTS", "Cuts", "report", "sample"]

@@ -7,8 +7,8 @@ torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cud
 
 from engine.dtypes import from_bf16, to_bf16  # noqa: E402
 from engine.ops import cuda, reference  # noqa: E402
-from engine.ops.cuda import fresh_prompts  # noqa: E402
-from engine.ops.cuda.fresh_prompts import Fresh, KnownStarts  # noqa: E402
+from engine.ops.cuda import prefill_attention  # noqa: E402
+from engine.ops.cuda.prefill_attention import Fresh, KnownStarts  # noqa: E402
 from tests.cuda.arrays import array, tensor  # noqa: E402
 from tests.cuda.test_executor import a_loop, generate, golden  # noqa: E402
 from tests.pure.paged_batch import PagedBatch  # noqa: E402
@@ -18,10 +18,12 @@ from tests.pure.paged_batch import PagedBatch  # noqa: E402
 def ways(monkeypatch):
     """Short prompts count as long; which were found in a step."""
     taken = []
-    attend = fresh_prompts.attend
-    monkeypatch.setattr(fresh_prompts, "SHORTEST", 30)
-    monkeypatch.setattr(fresh_prompts, "STEP", 32)
-    monkeypatch.setattr(fresh_prompts, "attend", lambda query, *rest: taken.append(len(query)) or attend(query, *rest))
+    attend = prefill_attention.attend
+    monkeypatch.setattr(prefill_attention, "SHORTEST", 30)
+    monkeypatch.setattr(prefill_attention, "STEP", 32)
+    monkeypatch.setattr(
+        prefill_attention, "attend", lambda query, *rest: taken.append(len(query)) or attend(query, *rest)
+    )
     return taken
 
 
@@ -37,7 +39,7 @@ def ways(monkeypatch):
     ],
 )
 def test_found_are_the_last_ones_that_are_long_and_new(ways, contexts, counts, found):
-    assert fresh_prompts.find(np.cumsum([0, *counts]), np.array(contexts)) == found
+    assert prefill_attention.find(np.cumsum([0, *counts]), np.array(contexts)) == found
 
 
 @pytest.mark.parametrize(
@@ -64,7 +66,7 @@ def test_their_attention_is_that_of_the_definition(device, ways, batch):
     expected, _ = reference.paged_attention(qkv, batch.cos_sin, expected_cache, *where, **sizes)
     dtype = torch.bfloat16 if is_gpu else torch.float32
     starts, contexts, tables = (tensor(each, device) for each in where)
-    known = KnownStarts(starts, fresh_prompts.find(*where[:2]))
+    known = KnownStarts(starts, prefill_attention.find(*where[:2]))
     kv_cache = tensor(cache, device).to(dtype)
     found, _ = cuda.paged_attention(
         tensor(qkv, device).to(dtype), tensor(batch.cos_sin, device), kv_cache, known, contexts, tables, **sizes

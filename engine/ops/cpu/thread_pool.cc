@@ -1,4 +1,4 @@
-#include "team.h"
+#include "thread_pool.h"
 
 #include <pthread.h>
 
@@ -18,13 +18,13 @@ constexpr uint32_t kInside = 0x7fff, kOpen = 0x8000, kNumber = 0x10000;
 bool is_open(uint32_t door) { return door & kOpen; }
 uint32_t number_of(uint32_t door) { return door / kNumber; }
 
-class Team {
+class ThreadPool {
  public:
-  explicit Team(int threads) : threads_(threads) {
+  explicit ThreadPool(int threads) : threads_(threads) {
     for (int i = 1; i < threads; i++) helpers_.emplace_back([this] { help(); });
   }
 
-  ~Team() {
+  ~ThreadPool() {
     open(nullptr, nullptr);
     for (std::thread& helper : helpers_) helper.join();
   }
@@ -82,21 +82,21 @@ class Team {
   std::vector<std::thread> helpers_;
 };
 
-thread_local std::unique_ptr<Team> team;  // of the calling thread
+thread_local std::unique_ptr<ThreadPool> pool;  // of the calling thread
 
 }  // namespace
 
 extern "C" {
 
-void llm_together(int threads, LlmWork work, void* context) {
+void llm_run_on_threads(int threads, LlmWork work, void* context) {
   // A child of fork has none of the threads, and their handles are not to be waited for.
-  [[maybe_unused]] static const int once = pthread_atfork(nullptr, nullptr, [] { team.release(); });
-  if (!team || team->threads() != threads) {
-    team.reset();
-    team = std::make_unique<Team>(threads);
+  [[maybe_unused]] static const int once = pthread_atfork(nullptr, nullptr, [] { pool.release(); });
+  if (!pool || pool->threads() != threads) {
+    pool.reset();
+    pool = std::make_unique<ThreadPool>(threads);
   }
-  team->run(work, context);
+  pool->run(work, context);
 }
 
-void llm_dismiss_threads() { team.reset(); }
+void llm_dismiss_threads() { pool.reset(); }
 }

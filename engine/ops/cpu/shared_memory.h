@@ -25,13 +25,13 @@ struct Share {
 };
 
 // A view of the memory; the file's first word is `aborted`, which any process may set to end all waiting.
-class Segment {
+class SharedMemory {
  public:
   static int64_t bytes(int64_t num_hosts, int64_t ranks_per_host);
 
-  Segment(int fd, int64_t num_hosts, int64_t ranks_per_host);
-  ~Segment();
-  Segment(const Segment&) = delete;
+  SharedMemory(int fd, int64_t num_hosts, int64_t ranks_per_host);
+  ~SharedMemory();
+  SharedMemory(const SharedMemory&) = delete;
 
   Flag& flag(int64_t rank) const { return flags()[rank]; }
   Flag& blocks_flag() const { return flags()[ranks_]; }

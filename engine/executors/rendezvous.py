@@ -28,8 +28,8 @@ from engine.settings.machines import Machines
 
 log = logging.getLogger(__name__)
 
-FOLLOW, SUMS = "follow", "sums"  # first message of a caller: [FOLLOW, facts] or [SUMS, meeting]
-GO, REFUSED = "go", "refused"  # the master's reply to FOLLOW: [GO, meeting] or [REFUSED, reason]
+FOLLOW, SUMS = "follow", "sums"  # first message of a caller: [FOLLOW, facts] or [SUMS, rendezvous_id]
+GO, REFUSED = "go", "refused"  # the master's reply to FOLLOW: [GO, rendezvous_id] or [REFUSED, reason]
 MAX_HELLO_BYTES = 4096
 HELLO_S = 5  # seconds to wait for the first message of a connection
 CALL_S, CALL_AGAIN_S = 5.0, 0.5
@@ -49,21 +49,21 @@ class Caller(NamedTuple):
         return Connection(self.sock.detach())
 
 
-def call_meeting(
+def wait_for_followers(
     machines: Machines, port: int, ours: Facts, tell: Callable[[str], None]
 ) -> tuple[list[Connection], Peers]:
     """Wait on the master for all followers, and pass to `tell` which are missing. Return a connection to each follower,
     in host order, and the connections for the all-reduce."""
     with listen(machines, port) as listener:
         followers = gather(listener, machines, ours, tell)
-        meeting = uuid.uuid4().hex
+        rendezvous_id = uuid.uuid4().hex
         for ip, follower in zip(machines.ips[1:], followers, strict=True):
             with lost(ip):
-                follower.send_bytes(pack(GO, meeting))
-        return followers, connect(listener, machines, meeting)
+                follower.send_bytes(pack(GO, rendezvous_id))
+        return followers, connect(listener, machines, rendezvous_id)
 
 
-def find_meeting(machines: Machines, port: int, ours: Facts) -> tuple[Connection, Peers]:
+def join_master(machines: Machines, port: int, ours: Facts) -> tuple[Connection, Peers]:
     """Wait on a follower for the master and all other hosts. Return the connection to the master, and those for the
     all-reduce. Raises SetupError if the master refuses this host."""
     with listen(machines, port) as listener:
@@ -115,20 +115,20 @@ def refuse(caller: Caller, why: str) -> None:
         connection.send_bytes(pack(REFUSED, why))
 
 
-def connect(listener: socket.socket, machines: Machines, meeting: str) -> Peers:
+def connect(listener: socket.socket, machines: Machines, rendezvous_id: str) -> Peers:
     """Connect to the hosts before this one and accept those after it. Return one socket for each, in host order. Raises
     HostLost."""
     peers = {}
     port = listener.getsockname()[1]
     for host in range(machines.host):
         with lost(machines.ips[host]):
-            peers[host] = call(machines, host, port, pack(SUMS, meeting))
+            peers[host] = call(machines, host, port, pack(SUMS, rendezvous_id))
     deadline = time.monotonic() + MEET_S
     while missing := [host for host in range(machines.num_hosts) if host not in peers and host != machines.host]:
         if not wait([listener], deadline - time.monotonic()):
             raise HostLost(machines.ips[missing[0]])
         caller = accept(listener, machines)
-        if caller and caller.host in missing and caller.hello == (SUMS, meeting):
+        if caller and caller.host in missing and caller.hello == (SUMS, rendezvous_id):
             peers[caller.host] = caller.sock
         elif caller:  # It has restarted. It will call again, and this engine restarts, too.
             caller.sock.close()

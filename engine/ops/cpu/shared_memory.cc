@@ -1,4 +1,4 @@
-#include "segment.h"
+#include "shared_memory.h"
 
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -21,12 +21,12 @@ int64_t block_bytes(int64_t ranks) { return static_cast<int64_t>(sizeof(Header) 
 
 }  // namespace
 
-int64_t Segment::bytes(int64_t hosts, int64_t ranks) {
+int64_t SharedMemory::bytes(int64_t hosts, int64_t ranks) {
   const int64_t blocks = hosts > 1 ? hosts * block_bytes(ranks) : 0;
   return static_cast<int64_t>(sizeof(Flag)) * (ranks + 2) + static_cast<int64_t>(sizeof(Share)) * 2 * ranks + blocks;
 }
 
-Segment::Segment(int fd, int64_t hosts, int64_t ranks) : hosts_(hosts), ranks_(ranks) {
+SharedMemory::SharedMemory(int fd, int64_t hosts, int64_t ranks) : hosts_(hosts), ranks_(ranks) {
   struct stat found = {};
   if (fstat(fd, &found)) throw std::runtime_error(std::string("the shared memory: ") + std::strerror(errno));
   if (found.st_size != bytes(hosts, ranks))
@@ -37,23 +37,23 @@ Segment::Segment(int fd, int64_t hosts, int64_t ranks) : hosts_(hosts), ranks_(r
   if (memory_ == MAP_FAILED) throw std::runtime_error(std::string("the shared memory: ") + std::strerror(errno));
 }
 
-Segment::~Segment() { munmap(memory_, static_cast<size_t>(bytes(hosts_, ranks_))); }
+SharedMemory::~SharedMemory() { munmap(memory_, static_cast<size_t>(bytes(hosts_, ranks_))); }
 
-Header& Segment::block(int64_t host) const {
+Header& SharedMemory::block(int64_t host) const {
   char* blocks = reinterpret_cast<char*>(shares() + 2 * ranks_);
   return *reinterpret_cast<Header*>(blocks + host * block_bytes(ranks_));
 }
 
-void Segment::raise(Flag& flag, uint32_t turn) const {
+void SharedMemory::raise(Flag& flag, uint32_t turn) const {
   flag.turn.store(turn);  // sequentially consistent, as is counting oneself asleep: one of the two sees the other
   if (flag.sleepers.load()) futex(flag.turn, FUTEX_WAKE, INT32_MAX);
 }
 
-void Segment::check() const {
+void SharedMemory::check() const {
   if (aborted()) throw std::runtime_error("the group of ranks has been ended");
 }
 
-void Segment::wait_for(Flag& flag, uint32_t turn) const {
+void SharedMemory::wait_for(Flag& flag, uint32_t turn) const {
   const auto is_before = [turn](uint32_t reached) { return static_cast<int32_t>(reached - turn) < 0; };
   if (seen_awake([&] { return !is_before(flag.turn.load(std::memory_order_acquire)); })) return;
   struct Asleep {
