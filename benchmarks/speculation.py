@@ -1,17 +1,19 @@
-"""Gain of SPECULATE_METHOD=ngram where answers repeat their prompt, and its cost where nothing repeats.
+"""Gain of SPECULATE_METHOD where answers repeat or edit their prompt, and its cost where nothing repeats.
 
-    python -m benchmarks.speculation [--rounds 3]
+    python -m benchmarks.speculation [--methods ngram suffix] [--rounds 3]
 
 Random weights in the shape of Qwen2.5-0.5B never repeat anything by themselves: the graph and the sampler run as usual,
-then a script determines the sampled tokens. In `repeats` the answer is the prompt again; in `random` pairs of tokens
-recur by chance and are followed by other tokens. Runs with and without drafts alternate; figures are medians of the
-rounds. The last line is JSON.
+then a script determines the sampled tokens. In `repeats` the answer is the prompt again; in `edits` the prompt is a
+source file of the engine and the answer is that file with renamed variables and new lines; in `random` pairs of tokens
+recur by chance and are followed by other tokens. Runs without drafts and with each method alternate; figures are
+medians of the rounds. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import time
 from pathlib import Path
@@ -32,6 +34,7 @@ from engine.garbage import collect_garbage_seldom
 from engine.settings.config import Config
 
 PROMPT_LEN, ANSWER_LEN = 256, 192
+SOURCES, MIN_SOURCE_BYTES = Path(__file__).parents[1] / "engine" / "core", 4000
 
 
 class Scripted:
@@ -94,35 +97,63 @@ def scripts(num_requests: int, vocab_size: int) -> dict[str, tuple[list, list]]:
     rng = np.random.default_rng(0)
     prompts = [prompt_ids(rng, vocab_size, PROMPT_LEN) for _ in range(num_requests)]
     text = rng.integers(100, 200, (num_requests, ANSWER_LEN)).tolist()  # n-grams recur with different continuations
-    return {"repeats": (prompts, [p[:ANSWER_LEN] for p in prompts]), "random": (prompts, text)}
+    sources = [path.read_text() for path in sorted(SOURCES.glob("*.py")) if path.stat().st_size > MIN_SOURCE_BYTES]
+    edits = [code_edit(sources[index % len(sources)]) for index in range(num_requests)]
+    return {
+        "repeats": (prompts, [p[:ANSWER_LEN] for p in prompts]),
+        "edits": tuple(map(list, zip(*edits, strict=True))),  # type: ignore[dict-item]
+        "random": (prompts, text),
+    }
+
+
+def code_edit(source: str) -> tuple[list[int], list[int]]:
+    """Return the tokens of a source file and of an edited copy, in which every tenth line has another name and every
+    fifteenth line is new. Tokens are words, signs and spaces; both are cut to their lengths."""
+    ids: dict[str, int] = {}
+
+    def tokens(text: str) -> list[int]:
+        return [ids.setdefault(word, 1000 + len(ids)) for word in re.findall(r"\w+|[^\w\s]|\n *| +", text)]
+
+    prompt = tokens(source)[: 4 * PROMPT_LEN]
+    lines = source.splitlines(keepends=True)
+    for number in range(5, len(lines), 10):
+        lines[number] = re.sub(r"([a-z_]{4,})", rf"\1_{number}", lines[number], count=1)
+    for number in range(len(lines) // 15 * 15, 0, -15):
+        lines.insert(number, f"    assert checked({number}), limit_{number}\n")
+    return prompt, tokens("".join(lines))[:ANSWER_LEN]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen2.5-0.5b", choices=SHAPES)
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--methods", nargs="+", default=["ngram", "suffix"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--work-dir", type=Path, default=Path("build/bench"))
     args = parser.parse_args()
     checkpoint = make_checkpoint(args.shape, args.work_dir / args.shape)
     graph_dir = export_cached(checkpoint, args.work_dir / "exported", ExportOptions())
     plain = Config(batch_size=max(args.requests), enable_prefix_caching=False, max_num_batched_tokens=2048)
-    drafting = plain.changed(speculate_method="ngram")
     executor, model = make_executor(graph_dir, plain), Manifest.read(graph_dir)
     collect_garbage_seldom()
     num_blocks = allocate_cache(executor, plain, model.max_seq_len)
     rows = []
     for count in args.requests:
         for name, script in scripts(count, model.vocab_size).items():
-            rates: dict[str, list[float]] = {"off": [], "on": []}
+            rates: dict[str, list[float]] = {method: [] for method in ("none", *args.methods)}
+            accepted = {}
             for _ in range(args.rounds):
-                rates["off"].append(measure(executor, num_blocks, plain, script)[0])
-                rate, accepted = measure(executor, num_blocks, drafting, script)
-                rates["on"].append(rate)
-            off, on = (statistics.median(rates[key]) for key in ("off", "on"))
-            rows.append({"requests": count, "answers": name, "off": off, "on": on, "accepted": accepted})
-            print(f"{count:3} x {name:8} {off:8.1f} tok/s without, {on:8.1f} with drafts: {on / off:5.2f}, "
-                  f"{accepted:.0%} of the drafted tokens accepted", flush=True)  # fmt: skip
+                for method, measured in rates.items():
+                    config = plain.changed(speculate_method=method)
+                    rate, accepted[method] = measure(executor, num_blocks, config, script)
+                    measured.append(rate)
+            off = statistics.median(rates.pop("none"))
+            for method, measured in rates.items():
+                on = statistics.median(measured)
+                rows.append({"requests": count, "answers": name, "method": method, "off": off, "on": on,
+                             "accepted": accepted[method]})  # fmt: skip
+                print(f"{count:3} x {name:8} {off:8.1f} tok/s without, {on:8.1f} with {method}: {on / off:5.2f}, "
+                      f"{accepted[method]:.0%} of the drafted tokens accepted", flush=True)  # fmt: skip
     executor.close()
     print(json.dumps({"hardware": cpu_name(), "shape": args.shape, "rows": rows}))
 

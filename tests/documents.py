@@ -82,6 +82,7 @@ OF_PARAMETERS: tuple[tuple[str, Started | str], ...] = (
     ("--guided-decoding-backend off", {}),
     ("--guided-decoding-disable-any-whitespace", {"GUIDED_DECODING_DISABLE_ANY_WHITESPACE": "1"}),
     ("""--speculative-config '{"method": "ngram", "num_speculative_tokens": 1}'""", {"SPECULATE_METHOD": "ngram"}),
+    ("""--speculative-config '{"method": "suffix"}'""", {"SPECULATE_METHOD": "suffix"}),
     ("--dynamic-load-weight 0", {}),
     ("--dynamic-load-weight 1", "`start_server --reload MODEL` replaces the model of the running server"),
     ("--enable-expert-parallel", {}),
@@ -128,7 +129,7 @@ OF_ERNIE: tuple[tuple[str, Started | str], ...] = (
     ("--enable-chunked-prefill", {}),
     (
         """--speculative-config '{"method": "mtp", "num_speculative_tokens": 1, "model": "./mtp"}'""",
-        "the method 'mtp' is not supported, it must be ngram",
+        "the method 'mtp' is not supported, it must be ngram or suffix",
     ),
     ("--use-cudagraph --tensor-parallel-size 1", {"USE_CUDAGRAPH": "1"}),
     ("FD_SAMPLING_CLASS=rejection", {}),

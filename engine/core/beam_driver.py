@@ -77,9 +77,9 @@ class BeamDriver:
         num_answers = 1 + len(request.forks)
         for index in range(num_answers, sampling.num_beams):
             name = f"{request.request_id}/{index}"
-            request.forks.append(
-                Request(name, list(request.token_ids), request.prompt_len, sampling, spans=request.spans)
-            )
+            beam = Request(name, list(request.token_ids), request.prompt_len, sampling, spans=request.spans)
+            beam.salt, beam.owner = request.salt, request.owner
+            request.forks.append(beam)
         requests = [request, *request.forks]
         # Enough candidates to extend every beam, even if all stop ids are among them.
         num_logprobs = max(sampling.num_beams + len(sampling.stop_token_ids), sampling.num_logprobs)

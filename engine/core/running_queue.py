@@ -215,4 +215,5 @@ class RunningQueue:
 def _arrival(request: Request, token_ids: list[int], num_computed: int) -> Arrival:
     """Return the arrival of a request that computes its tokens from position `num_computed` on."""
     spans = [each if each.end > num_computed else replace(each, embeddings=b"") for each in request.spans]
-    return Arrival(request.slot, token_ids, request.prompt_len, request.sampling, spans)
+    scope = (request.owner, request.salt)
+    return Arrival(request.slot, token_ids, request.prompt_len, request.sampling, spans, scope)

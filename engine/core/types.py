@@ -181,6 +181,7 @@ class Arrival(NamedTuple):
     prompt_len: int
     sampling: Sampling
     spans: Sequence[PromptSpan] = ()  # without the embeddings of those that the prefix cache covers
+    scope: tuple[str, ...] = ()  # owner and salt: requests with different scopes must not learn from each other
 
 
 class PromptOutputSpec(NamedTuple):

@@ -14,13 +14,14 @@ from typing import Any, Protocol
 from engine.core.types import PENDING, Arrival, Batch, Executor, Row, StepOutput
 from engine.core.updates import make
 from engine.executors.ngram import NgramDrafter
+from engine.executors.suffix import RecentAnswers, SuffixDrafter
 from engine.settings.config import Config
 
 
 class Drafter(Protocol):
     """Proposes the tokens that may follow those of one slot."""
 
-    def propose(self, token_ids: Sequence[int], max_drafts: int) -> Sequence[int]:
+    def propose(self, token_ids: list[int], max_drafts: int) -> Sequence[int]:
         """Return at most `max_drafts` tokens that may follow `token_ids`, or none when no continuation is likely.
 
         `token_ids` are all tokens of the slot. The caller calls this only when all of them are known, and each call
@@ -28,12 +29,20 @@ class Drafter(Protocol):
         """
         ...
 
+    def end(self, token_ids: Sequence[int]) -> None:
+        """Note that the request has left its slot. `token_ids` are all its known tokens."""
+        ...
+
 
 def with_drafts(executor: Executor, config: Config) -> Executor:
     """Return `executor`, with drafts if SPECULATE_METHOD names a method."""
     if config.speculate_method == "none":
         return executor
-    return DraftingExecutor(executor, config.speculate_max_draft_token_num, lambda arrival: NgramDrafter(config))
+    max_drafts = config.speculate_max_draft_token_num
+    if config.speculate_method == "suffix":
+        answers = RecentAnswers()
+        return DraftingExecutor(executor, max_drafts, lambda arrival: SuffixDrafter(arrival, answers))
+    return DraftingExecutor(executor, max_drafts, lambda arrival: NgramDrafter(config))
 
 
 @dataclass
@@ -140,6 +149,8 @@ class DraftingExecutor:
 
     def _compute(self, batch: Batch, step: DraftingStep) -> StepOutput:
         for arrival in batch.arrivals:
+            if previous := self._slots.get(arrival.slot):
+                previous.drafter.end(previous.token_ids)
             max_len = arrival.prompt_len + max(arrival.sampling.max_new_tokens - 1, 0)
             self._slots[arrival.slot] = DraftedSlot(list(arrival.token_ids), max_len, self._make_drafter(arrival))
         filled, drafts = self._fill_in(batch)

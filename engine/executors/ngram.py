@@ -41,6 +41,9 @@ class NgramDrafter:
                 return drafts
         return ()
 
+    def end(self, token_ids: Sequence[int]) -> None:
+        """Do nothing: later requests do not use these tokens."""
+
     def _judge(self, token_ids: Sequence[int]) -> None:
         """Compare the last drafts with the tokens that were sampled at their positions."""
         if self._proposed is None:

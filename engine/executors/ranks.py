@@ -262,8 +262,8 @@ def unpack_batch(fields: Sequence[Any]) -> Batch:
             for row in starmap(Row, rows)
         ],
         [
-            Arrival(slot, ids, prompt_len, Sampling.of(sampling), [PromptSpan(*span) for span in spans])
-            for slot, ids, prompt_len, sampling, spans in arrivals
+            Arrival(slot, ids, prompt_len, Sampling.of(sampling), [PromptSpan(*span) for span in spans], scope)
+            for slot, ids, prompt_len, sampling, spans, scope in arrivals
         ],
         [Copy(*copy) for copy in copies],
         has_mask,

@@ -159,7 +159,7 @@ class Slots:
 
     def _arrive(self, arrival: Arrival) -> None:
         """Reset the slot for a new request."""
-        slot, token_ids, prompt_len, sampling, _ = arrival
+        slot, token_ids, prompt_len, sampling, *_ = arrival
         self._num_blocks[:, slot] = 0
         rows = self._rows
         for parameter in PARAMETERS:

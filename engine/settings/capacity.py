@@ -125,8 +125,9 @@ class Capacity:
     speculate_method: str = setting(
         "none",
         "SPECULATE_METHOD",
-        "`ngram`: what followed the same tokens before is tried several tokens a step, with the same answers",
-        choices=("none", "ngram"),
+        "several tokens are tried in a step, with the same answers: `ngram` tries what followed the same tokens before,"
+        " `suffix` what followed the longest match in the request and in recent answers to the same API key",
+        choices=("none", "ngram", "suffix"),
     )
     speculate_max_draft_token_num: int = setting(
         4, "SPECULATE_MAX_DRAFT_TOKEN_NUM", "tokens tried in a step at most", minimum=1, maximum=16

@@ -31,7 +31,7 @@ SAME = {
     "USE_CACHE_KV_INT8": "",
     "OUTPUT_LOG_TO_CONSOLE": "with `start_server --foreground`",
     "CHECK_HEALTH_INTERVAL": "",
-    "SPECULATE_METHOD": "`ngram`",
+    "SPECULATE_METHOD": "`ngram` or `suffix`",
     "SPECULATE_MAX_DRAFT_TOKEN_NUM": "",
     "SPECULATE_MAX_NGRAM_SIZE": "",
     "FD_LOG_DIR": "",

@@ -25,15 +25,15 @@ def object_of(name: str, text: str) -> dict[str, Any]:
 
 
 def speculation(name: str, text: str, _: Mapping[str, str]) -> OptionMeaning:
-    """Read `{"method": "ngram", "num_speculative_tokens": 4}`."""
+    """Read `{"method": "suffix", "num_speculative_tokens": 4}`."""
     config = object_of(name, text)
     method = config.pop("method", "ngram" if config.get("model") in ("ngram", "[ngram]") else None)
-    if method not in ("ngram", "ngram_match"):
+    if method not in ("ngram", "ngram_match", "suffix"):
         raise ConfigError(
-            f"{name}: the method {method!r} is not supported, it must be ngram: drafts come from the tokens of the"
-            " request itself, a draft model (model, mtp) is not read"
+            f"{name}: the method {method!r} is not supported, it must be ngram or suffix: drafts come from earlier"
+            " tokens, a draft model (model, mtp) is not read"
         )
-    meaning = OptionMeaning({"SPECULATE_METHOD": "ngram"})
+    meaning = OptionMeaning({"SPECULATE_METHOD": "suffix" if method == "suffix" else "ngram"})
     names = {
         "num_speculative_tokens": "SPECULATE_MAX_DRAFT_TOKEN_NUM",
         "prompt_lookup_max": "SPECULATE_MAX_NGRAM_SIZE",

@@ -82,7 +82,7 @@ ROWS: tuple[OptionRow, ...] = (
         "SPECULATE_METHOD",
         *BOTH,
         read=readers.speculation,
-        remark="and SPECULATE_MAX_DRAFT_TOKEN_NUM, SPECULATE_MAX_NGRAM_SIZE; the method must be `ngram`",
+        remark="and SPECULATE_MAX_DRAFT_TOKEN_NUM, SPECULATE_MAX_NGRAM_SIZE; the method must be `ngram` or `suffix`",
     ),
     sets(
         "--compilation-config",

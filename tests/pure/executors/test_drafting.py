@@ -31,6 +31,9 @@ class Counting:
     def propose(self, token_ids, max_drafts):
         return [*range(token_ids[-1] + 1, token_ids[-1] + max_drafts), 0]
 
+    def end(self, token_ids):
+        pass
+
 
 class Blocked(CountingExecutor):
     """Computes a step when the test says so."""
