@@ -33,6 +33,9 @@ class GuessingDrafter:
         drafts = self.answer[num_new : num_new + min(max_drafts, self.rng.randrange(MAX_DRAFTS + 1))]
         return [token_id + (self.rng.random() < 0.2) for token_id in drafts]
 
+    def end(self, token_ids):
+        pass
+
 
 @dataclass
 class World:
