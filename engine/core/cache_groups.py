@@ -7,6 +7,7 @@ from dataclasses import dataclass
 PAGED, SLIDING_WINDOW, STATE = "paged", "sliding_window", "state"
 FREED = -1  # in a block table: a block that the window has passed
 SNAPSHOT_INTERVAL = 2048  # tokens between two snapshots of a state inside a prompt or an answer
+MAX_REJECTED = 12  # draft tokens that a state can take back
 
 
 @dataclass(frozen=True)

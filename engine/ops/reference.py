@@ -16,10 +16,11 @@ import numpy as np
 from engine.core.types import NO_TOKEN
 from engine.dtypes import FP8_BLOCK, as_f32, from_bf16, from_fp8, scale_bytes, to_bf16
 from engine.ops.reference_experts import add_gated, expert_ops, moe_route
+from engine.ops.reference_states import causal_conv, gated_delta_rule, gated_rms_norm, sigmoid_gate
 from engine.ops.sampling_rows import SampledRows, SamplingRows
 from engine.sampling_parameters import PARAMETERS
 
-__all__ = ["add_gated", "moe_route"]
+__all__ = ["add_gated", "causal_conv", "gated_delta_rule", "gated_rms_norm", "moe_route", "sigmoid_gate"]
 
 LARGEST = np.float32(127)  # code of an activation
 LARGEST_FP8 = np.float32(448)

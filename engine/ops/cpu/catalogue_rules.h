@@ -111,14 +111,25 @@ std::string check_values(const Args&) {
   return {};
 }
 
-inline std::string check_values(const LlmPagedAttention& a) {
+// The rows of each request, which has `count` of them behind those of the requests before it.
+template <class Args>
+std::string check_requests(const char* op, const Args& a) {
+  const std::string name = op;
   if (a.query_starts[0] != 0 || a.query_starts[a.B] != a.T)
-    return "paged_attention: query_starts must run from 0 to " + std::to_string(a.T);
+    return name + ": query_starts must run from 0 to " + std::to_string(a.T);
   for (int64_t b = 0; b < a.B; b++) {
     const int64_t count = a.query_starts[b + 1] - a.query_starts[b];
     if (count < 0 || a.context_lens[b] < 0)
-      return "paged_attention: request " + std::to_string(b) + " has " + std::to_string(count) + " tokens after " +
+      return name + ": request " + std::to_string(b) + " has " + std::to_string(count) + " tokens after " +
              std::to_string(a.context_lens[b]);
+  }
+  return {};
+}
+
+inline std::string check_values(const LlmPagedAttention& a) {
+  if (std::string error = check_requests("paged_attention", a); !error.empty()) return error;
+  for (int64_t b = 0; b < a.B; b++) {
+    const int64_t count = a.query_starts[b + 1] - a.query_starts[b];
     const int64_t blocks = pad(a.context_lens[b] + count, a.block_size) / a.block_size;
     if (blocks > a.max_blocks)
       return "paged_attention: block_tables has " + std::to_string(a.max_blocks) + " blocks a request, needs " +
@@ -127,6 +138,23 @@ inline std::string check_values(const LlmPagedAttention& a) {
     if (!error.empty()) return error;
   }
   return {};
+}
+
+template <class Args>
+std::string check_state(const char* op, const Args& a, int64_t num_lines) {
+  if (std::string error = check_requests(op, a); !error.empty()) return error;
+  const int64_t size = a.state_type == kF32 ? 4 : a.state_type == kI8 ? 1 : 2;
+  const int64_t lines = a.num_parts * (a.planes * a.slices * a.rows * a.row_width * size / (4 * a.head_dim));
+  if (lines < num_lines)
+    return std::string(op) + ": the state has " + std::to_string(lines) + " lines, needs " + std::to_string(num_lines);
+  return outside(std::string(op) + ": state_tables", a.state_tables, a.B * a.num_parts, a.num_blocks);
+}
+
+inline std::string check_values(const LlmCausalConv& a) { return check_state("causal_conv", a, a.C / a.head_dim * 16); }
+
+inline std::string check_values(const LlmGatedDeltaRule& a) {
+  const int64_t value_lines = a.head_dim + 80 + (80 + a.head_dim) / a.head_dim;
+  return check_state("gated_delta_rule", a, a.first_line + a.num_k_heads * 80 + a.num_v_heads * value_lines);
 }
 
 inline std::string check_values(const LlmReplaceRows& a) {
