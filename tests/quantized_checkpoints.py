@@ -29,9 +29,16 @@ def pack(numbers: np.ndarray, axis: int, bits: int = 4, order: list[int] | None 
 
 
 def gptq(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> Tensors:
-    g_idx = np.arange(codes.shape[1], dtype=np.int32) // GROUP
+    g_idx = np.arange(codes.shape[1], dtype=np.int32) // (codes.shape[1] // scale.shape[1])
     zeros = pack(zero.T - 1, axis=1)
     return {"qweight": pack(codes.T, 0), "qzeros": zeros, "scales": half(scale.T), "g_idx": g_idx}
+
+
+def gptq8(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> Tensors:
+    """GPTQ of 8 bits: the codes are stored plus 128, and the zero points 128 minus one."""
+    tensors = gptq(codes, scale, zero)
+    packed = pack(codes.T.astype(np.int16) + 128, 0, bits=8), pack(zero.T.astype(np.int16) + 127, 1, bits=8)
+    return tensors | dict(zip(("qweight", "qzeros"), packed, strict=True))
 
 
 def awq(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> Tensors:
@@ -74,6 +81,9 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": Fals
 KINDS: dict[str, tuple[dict, Callable[..., Tensors], str]] = {
     "gptq": ({**GPTQ, "sym": True}, gptq, "weight_only_int4"),
     "gptq with zeros": ({**GPTQ, "sym": False}, gptq, "weight_only_int4"),
+    "gptq of 32": ({**GPTQ, "group_size": 32, "sym": True}, gptq, "weight_only_int4_g32"),
+    "gptq of 8 bits": ({**GPTQ, "bits": 8, "group_size": -1}, gptq8, "weight_only_int8"),
+    "awq of 32": ({"quant_method": "awq", "bits": 4, "group_size": 32}, awq, "weight_only_int4_g32"),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq, "weight_only_int4"),
     "w4a16": (compressed(4, "pack-quantized"), w4a16, "weight_only_int4"),
     "w4a16 with zeros": (compressed(4, "pack-quantized", symmetric=False), w4a16, "weight_only_int4"),
@@ -96,7 +106,7 @@ def random_codes(kind: str, matrix: np.ndarray, seed: int) -> tuple[np.ndarray, 
     size = (matrix.std() * rng.uniform(0.5, 1.5, groups)).astype(np.float16).astype(np.float32)
     if groups[1] == 1:
         return rng.integers(-127, 128, matrix.shape, np.int8), size / np.float32(64), np.zeros(groups, np.uint8)
-    zero = rng.integers(5, 11, groups, np.uint8) if "zeros" in kind or kind == "awq" else np.full(groups, 8, np.uint8)
+    zero = rng.integers(5, 11, groups, np.uint8) if "zeros" in kind or "awq" in kind else np.full(groups, 8, np.uint8)
     return rng.integers(0, 16, matrix.shape, np.uint8), size / np.float32(4), zero
 
 
@@ -134,6 +144,7 @@ def floats(strategy: str, **how) -> dict:
 # What config.json says, the end of the scales' names, and how many rows and columns share one; 0: all.
 FP8_KINDS: dict[str, tuple[dict, str, tuple[int, int]]] = {
     "a tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, "_scale", (0, 0)),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, "_scale", (0, 0)),
     "a row": ({"quant_method": "fbgemm_fp8"}, "_scale", (1, 0)),
     "a block": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "_scale_inv", (128, 128)),
     "compressed rows": (floats("channel"), "_scale", (1, 0)),
@@ -162,7 +173,7 @@ def make_fp8(
             each = scale[rows[:, None], columns]
             stored[name] = (tensor / each).clip(-448, 448).astype(ml_dtypes.float8_e4m3fn)
             numbers[name] = stored[name].astype(np.float32) * each
-            stored[f"{name}{end}"] = scale.reshape(()) if kind == "a tensor" else scale
+            stored[f"{name}{end}"] = scale.reshape(()) if sides == (0, 0) else scale
             stored[f"{name.removesuffix('.weight')}.input_scale"] = np.ones(1, np.float32)
     change(stored)
     save_file(numbers, plain / "model.safetensors")

@@ -10,6 +10,7 @@ import json
 import logging
 import shutil
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from engine.exporting import head
 from engine.exporting.complete import complete_or_absent
 from engine.exporting.manifest import CONFIG, DECODER, Graph, Manifest, rank_dir, refuse_static_graph
 from engine.models.checkpoint import Checkpoint, open_tensors
+from engine.models.coded import Coded
 from engine.models.config import DecoderConfig
 from engine.models.families import read_model
 from engine.models.formats import FORMATS, QUANTIZED, Format, with_zero
@@ -29,7 +31,7 @@ from engine.models.keys import ModelError, read_json, whole_number
 from engine.models.layers import step_inputs
 from engine.models.paddle_checkpoint import as_in_transformers
 from engine.models.paddlenlp import rank_files, read_export
-from engine.models.quantization import Quantization, read_quantization
+from engine.models.quantization import read_quantization, unused_settings
 from engine.models.weights import Shard, Weight, weights_of
 from engine.settings.setting import json_object
 from engine.text.sentencepiece import model_file
@@ -101,6 +103,8 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
     if checkpoint:
         scores = head.head_of(checkpoint_dir, keys, checkpoint, TABLE if model.tied_embeddings else LM_HEAD)
     shards = _shards(model, keys, checkpoint, options)
+    if checkpoint:
+        _report_quantization(keys, checkpoint, shards[0], progress)
     max_seq_len = _max_seq_len(model, options.max_seq_len)
     if options.max_seq_len is None:
         max_seq_len = min(max_seq_len, whole_number(keys, "infer_model_max_seq_len", max_seq_len))
@@ -134,9 +138,9 @@ def _open(directory: Path, load_format: str) -> tuple[dict[str, Any], Checkpoint
     if rank_files(directory):
         return read_export(directory)
     keys = read_json(directory / CONFIG)
-    quantization = read_quantization(keys)
+    quantizations = read_quantization(keys)
     keys, tensors = as_in_transformers(keys, open_tensors(directory))
-    return keys, Checkpoint(tensors, quantization and quantization.with_zeros_of(tensors))
+    return keys, Checkpoint(tensors, quantizations)
 
 
 def _model_of(keys: Mapping[str, Any], checkpoint: Checkpoint | None, progress: OnProgress) -> DecoderConfig:
@@ -160,11 +164,11 @@ def _shards(
     dtype = options.dtype
     if dtype == "auto":
         dtype = checkpoint.graph_dtype(TABLE) if checkpoint else "bfloat16"
-    weight_format = _weight_format(dtype, options.quant_type, checkpoint.quantization if checkpoint else None)
+    weight_format, formats = _weight_formats(dtype, options.quant_type, checkpoint.coded if checkpoint else {})
     int8_cache = options.int8_cache or keys.get("infer_model_cachekv_int8_type") is not None
-    first = Shard(weight_format, dtype, options.block_size, 0, options.num_ranks, int8_cache)
-    if checkpoint:
-        first = replace(first, plain=checkpoint.plain(_weights(model, first)))
+    first = Shard(weight_format, dtype, options.block_size, 0, options.num_ranks, int8_cache, formats)
+    if checkpoint and (plain := checkpoint.plain(_weights(model, first))):
+        first = replace(first, formats=formats | dict.fromkeys(plain, FORMATS[dtype]))
     shards = [replace(first, rank=rank) for rank in options.ranks or range(options.num_ranks)]
     if checkpoint:
         ignored = {head.TENSOR} | ({LM_HEAD} if model.tied_embeddings else set())
@@ -172,17 +176,37 @@ def _shards(
     return shards
 
 
-def _weight_format(dtype: str, quant_type: str, quantization: Quantization | None) -> Format:
-    """Return the requested weight format, or that of a quantized checkpoint. Raises ModelError if they differ."""
-    if quantization is None:
-        return FORMATS[dtype if quant_type == "none" else quant_type]
-    if quant_type not in ("none", quantization.format):
-        raise ModelError(
-            f"quant_type is {quant_type!r}, the checkpoint is quantized by {quantization.method} and exported as"
-            f" {quantization.format}"
-        )
-    made = FORMATS[quantization.format]
-    return with_zero(made) if quantization.has_zero else made
+def _weight_formats(dtype: str, quant_type: str, coded: Mapping[str, Coded]) -> tuple[Format, dict[str, Format]]:
+    """Return the format of matrices, and the formats of those that the checkpoint stores in another one.
+
+    Matrices that are quantized in the checkpoint keep its codes, where there is a format for them. Raises ModelError
+    if `quant_type` asks for another format, unless the codes of all are lost anyhow.
+    """
+    if not any(each.format for each in coded.values()):
+        return FORMATS[dtype if quant_type == "none" else quant_type], {}
+    [(main, _)] = Counter(each.format for each in coded.values() if each.format).most_common(1)
+    if quant_type not in ("none", main):
+        if not all(each.inexact or not each.format for each in coded.values()):
+            raise ModelError(f"quant_type is {quant_type!r}, the checkpoint is quantized and exported as {main}")
+        return FORMATS[quant_type], {}
+    formats = {
+        name: with_zero(FORMATS[each.format]) if each.has_zero else FORMATS[each.format or dtype]
+        for name, each in coded.items()
+    }
+    return FORMATS[main], formats
+
+
+def _report_quantization(keys: Mapping[str, Any], checkpoint: Checkpoint, shard: Shard, progress: OnProgress) -> None:
+    """Report settings that are not used, and how many matrices could not keep the codes that the checkpoint has."""
+    for message in unused_settings(keys):
+        progress(message)
+    made = (
+        f"{each.inexact}, requantized as {shard.formats.get(name, shard.format).name}"
+        for name, each in checkpoint.coded.items()
+        if each.inexact
+    )
+    for kind, number in Counter(made).items():
+        progress(f"{number} matrices: {kind}")
 
 
 def _copy_files(checkpoint_dir: Path, out_dir: Path, progress: OnProgress) -> None:

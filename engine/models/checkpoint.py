@@ -4,36 +4,42 @@ families of models."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import ml_dtypes  # noqa: F401 - registers bfloat16 with numpy, which safetensors needs
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from engine.dtypes import FP8_BLOCK
+from engine.models.coded import FLOATS as DTYPES
+from engine.models.coded import Coded, CodedLayer, Quantization
 from engine.models.formats import Format, Fp8
+from engine.models.fp4 import with_fp4
 from engine.models.fp8 import Scaled, fp8_bytes, stacked, with_fp8
 from engine.models.keys import ModelError, read_json
 from engine.models.paddle_checkpoint import read_pdparams
-from engine.models.quantization import Quantization
+from engine.models.quantize import Codes
 from engine.models.stored import Stored
 from engine.models.weights import Part, Share, Weight
 
-DTYPES = ("F32", "F16", "BF16")  # as safetensors spells them
 WEIGHTS = ("model.safetensors", "model_state.pdparams")
+TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 HEADS = ("lm_head.", "score.")  # tensor names with these prefixes do not get the prefix `model.`
 CONVERT = (
     'convert it with transformers and PyTorch if you trust it: python -c "from transformers import AutoModelForCausalLM'
     " as M; M.from_pretrained('{0}', torch_dtype='auto').save_pretrained('{0}')\""
 )
+NOT_READ = ("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale", ".kv_scale")  # computed, and scales of KV caches
 READ_AT_ONCE = 1 << 20  # elements; bounds the memory that reading needs in addition to the result
 
 
 class Checkpoint:
-    """The tensors of a checkpoint by name, and the quantization that determines which tensors store a linear layer."""
+    """The tensors of a checkpoint by name, and the quantizations that determine which tensors store a linear layer."""
 
-    def __init__(self, tensors: Mapping[str, Stored], quantization: Quantization | None = None):
-        self.quantization = quantization
+    def __init__(self, tensors: Mapping[str, Stored], quantizations: Sequence[Quantization] = ()):
+        self._quantizations = quantizations
         self._tensors = tensors
 
     def __contains__(self, tensor: str) -> bool:
@@ -78,16 +84,25 @@ class Checkpoint:
         parts = [part for weight in weights for part in weight.parts]
         read = set(ignored)
         for part in parts:
-            if codes := self._codes_of(part.tensor):
-                read |= set(codes.values())
+            if isinstance(coded := self._coded(part.tensor), CodedLayer):
+                read |= coded.tensors.keys()
             else:
                 self._check(part)
                 read.add(part.tensor)
         unread = self._tensors.keys() - read
-        left = sorted(name for name in unread if not name.endswith("rotary_emb.inv_freq"))
+        left = sorted(name for name in unread if not name.endswith(NOT_READ))
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             raise ModelError(f"the checkpoint has tensor {left[0]}{more}, for which this model type has no place")
+
+    @cached_property
+    def coded(self) -> dict[str, Coded]:
+        """Return the matrices of linear layers that are stored quantized, by the names of their plain weights."""
+        names = {name for name in self._tensors if name.endswith(".weight")}
+        for quantization in self._quantizations:
+            end = quantization.ends[0]
+            names |= {f"{name.removesuffix(end)}weight" for name in self._tensors if name.endswith(f".{end}")}
+        return {name: coded for name in sorted(names) if (coded := self._coded(name)) and name not in TABLES}
 
     def plain(self, weights: Iterable[Weight]) -> frozenset[str]:
         """Return the tensors of weights in the format Fp8 that the checkpoint does not store as 8-bit floats.
@@ -95,7 +110,7 @@ class Checkpoint:
         The result is empty if no tensor is stored as 8-bit floats: then the format is not a choice of the checkpoint.
         """
         names = {part.tensor for weight in weights if isinstance(weight.format, Fp8) for part in weight.parts}
-        plain = frozenset(name for name in names if not isinstance(self._find(name), Scaled))
+        plain = frozenset(name for name in names if not isinstance(self._tensors.get(name), Scaled))
         return plain if plain != names else frozenset()
 
     def stored(self, weight: Weight) -> tuple[np.ndarray, ...]:
@@ -111,43 +126,52 @@ class Checkpoint:
             shares = [tensor.share(*part.axes) for tensor, part in found if isinstance(tensor, Scaled)]
             if len(shares) == len(found):
                 return stacked(shares)
-        if not any(self._codes_of(part.tensor) for part in weight.parts):
+        if not any(self._coded(part.tensor) for part in weight.parts):
             return weight.format.store(self.read(weight))
         parts = [self._stored(part, weight.format) for part in weight.parts]
         return tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
 
     def _stored(self, part: Part, format: Format) -> tuple[np.ndarray, ...]:
-        names = self._codes_of(part.tensor)
-        if not names or self.quantization is None:
+        coded = self._coded(part.tensor)
+        if coded is None:
             return format.store(self.read(Weight(part.tensor, (part,), format)))
+        rows, columns = part.axes
         try:
-            codes = self.quantization.read({end: self._tensors[name][:] for end, name in names.items()})
-            if codes.codes.shape != part.shape:
-                raise ModelError(f"has codes for {codes.codes.shape}, config.json asks for {part.shape}")
-            num_groups = self.quantization.num_groups(part.shape[1]) or codes.scale.shape[1]
-            groups = (part.shape[0], num_groups)
-            if codes.scale.shape != groups or (codes.zero is not None and codes.zero.shape != groups):
-                zero = "" if codes.zero is None else f" and zero points for {codes.zero.shape}"
-                raise ModelError(f"has scales for {codes.scale.shape}{zero}, config.json asks for {groups}")
-            rows, columns = part.axes
-            stored = format.adopt(codes.part(slice(rows.start, rows.stop), slice(columns.start, columns.stop)))
+            codes = coded.codes()
+            self._check_codes(codes, part, coded)
+            step = max(1, READ_AT_ONCE // max(1, part.shape[1] * FP8_BLOCK)) * FP8_BLOCK
+            pieces = [
+                format.adopt(codes.part(slice(start, min(start + step, rows.stop)), slice(columns.start, columns.stop)))
+                for start in range(rows.start, max(rows.stop, rows.start + 1), step)
+            ]
         except (ModelError, ValueError) as error:
-            raise ModelError(f"tensor {next(iter(names.values()))}: {error}") from None
+            raise ModelError(f"tensor {coded.name}: {error}") from None
+        stored = [np.concatenate(arrays) for arrays in zip(*pieces, strict=True)]
         wanted = format.store(np.zeros(part.rank_shape, np.float32))  # including the zeros that pad the last share
         return tuple(_filled_up(array, zeros) for array, zeros in zip(stored, wanted, strict=True))
 
-    def _codes_of(self, tensor: str) -> dict[str, str]:
-        """Return the names, by suffix, of the tensors that store a quantized matrix; empty if it is not quantized."""
-        if self.quantization is None:
-            return {}
-        names = {end: f"{tensor.removesuffix('weight')}{end}" for end in self.quantization.ends}
-        first = next(iter(names.values()))
-        if first not in self._tensors or self._tensors[first].get_dtype() in DTYPES:
-            return {}
-        for name in names.values():
-            self._find(name)
-        more = {end: f"{tensor.removesuffix('weight')}{end}" for end in self.quantization.optional}
-        return names | {end: name for end, name in more.items() if name in self._tensors}
+    @staticmethod
+    def _check_codes(codes: Codes, part: Part, coded: Coded) -> None:
+        if codes.codes.shape != part.shape:
+            raise ModelError(f"has codes for {codes.codes.shape}, config.json asks for {part.shape}")
+        expected = coded.method.num_groups(part.shape[1]) if isinstance(coded, CodedLayer) else 0
+        groups = (part.shape[0], expected or codes.scale.shape[1])
+        if codes.scale.shape != groups or (codes.zero is not None and codes.zero.shape != groups):
+            zero = "" if codes.zero is None else f" and zero points for {codes.zero.shape}"
+            raise ModelError(f"has scales for {codes.scale.shape}{zero}, config.json asks for {groups}")
+
+    def _coded(self, tensor: str) -> Coded | None:
+        """Return the quantized matrix that stands for a plain weight, or None if it is not quantized."""
+        found = self._tensors.get(tensor)
+        if isinstance(found, Coded):
+            return found
+        layer = tensor.removesuffix(".weight")
+        named = [each for each in self._quantizations if each.names(layer)]
+        others = [each for each in self._quantizations if "Linear" in each.targets]
+        for quantization in (*named, *others):
+            if coded := quantization.layer(tensor, self._tensors):
+                return coded
+        return None
 
     def read(self, weight: Weight) -> np.ndarray:
         """Return a rank's share of a weight, rounded to nearest (ties to even) to the dtype that its format reads."""
@@ -183,11 +207,12 @@ class Checkpoint:
 
 
 def open_tensors(directory: Path) -> dict[str, Stored]:
-    """Return the tensors of all files of a checkpoint by name. 8-bit floats are combined with their scales."""
+    """Return the tensors of all files of a checkpoint by name. 8-bit and 4-bit floats are combined with
+    their scales."""
     tensors: dict[str, Stored] = {}
     for path in weight_files(directory):
         tensors |= _open(path)
-    return with_fp8(_with_prefix(tensors))
+    return with_fp8(with_fp4(_with_prefix(tensors)))
 
 
 def _with_prefix(tensors: dict[str, Stored]) -> dict[str, Stored]:

@@ -83,7 +83,8 @@ class Int8:
         return to_int8(matrix)
 
     def adopt(self, codes: Codes) -> tuple[np.ndarray, ...]:
-        if codes.codes.dtype == np.int8 and codes.scale.shape[1] == 1:
+        one = codes.scale.shape[1] == 1 and codes.group_of is None
+        if codes.codes.dtype == np.int8 and one and (codes.zero is None or not codes.zero.any()):
             return codes.codes, codes.scale[:, 0]
         return to_int8(codes.values())
 
@@ -108,7 +109,7 @@ class Int4:
         return (codes, scale, to_bf16(np.full(scale.shape, 8, np.float32)))[: 2 + self.has_zero]
 
     def adopt(self, codes: Codes) -> tuple[np.ndarray, ...]:
-        if codes.codes.dtype == np.uint8:
+        if codes.fits_int4(self.has_zero, self.group):
             return codes.as_int4(self.has_zero, self.group)
         return self.store(codes.values())
 
@@ -152,6 +153,18 @@ FORMATS: dict[str, Format] = {name: Dense(name) for name in WEIGHT_DTYPES} | QUA
 def with_zero(format: Format) -> Format:
     """Return the format with zero points, if it is a 4-bit format, else the format as it is."""
     return replace(format, has_zero=True) if isinstance(format, Int4) else format
+
+
+def common_format(formats: Sequence[Format]) -> Format:
+    """Return the format of a matrix whose parts would have these formats: the one with the most bits per weight."""
+    narrow = [format for format in formats if isinstance(format, Int4)]
+    if len(narrow) < len(formats):
+        return max(formats, key=lambda format: _BITS.get(type(format), 0))
+    finest = min(narrow, key=lambda format: format.group)
+    return replace(finest, has_zero=any(format.has_zero for format in narrow))
+
+
+_BITS: dict[type, int] = {Dense: 16, Fp8: 9, Int8: 8, Int4: 4}
 
 
 def head_format(format: Format, dtype: str) -> Format:

@@ -63,9 +63,8 @@ class Place:
         """Return the weight `name`. `parts` are names of checkpoint tensors, each with the shares of its axes."""
         prefix = "" if self.layer is None else f"layers.{self.layer}."
         made_of = tuple(Part(f"model.{prefix}{tensor}", axes) for tensor, axes in parts)
-        if any(part.tensor in self.shard.plain for part in made_of):
-            format = FORMATS[self.shard.dtype]
-        return Weight(f"{prefix}{name}", made_of, format)
+        own = self.shard.format_of([part.tensor for part in made_of])
+        return Weight(f"{prefix}{name}", made_of, own or format)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from engine.models.checkpoint import Checkpoint
+from engine.models.coded import KEY, Quantization
+from engine.models.compressed_tensors import as_stored
 from engine.models.keys import ModelError, read_json, whole_number
 from engine.models.paddlenlp_kinds import FROM_CHECKPOINT, kind_of, refuse
-from engine.models.quantization import KEY, Quantization, as_stored
 from engine.models.stored import Joined, Stored
 from engine.paddle_files import PaddleFileError, read_params, read_program
 
@@ -218,11 +219,11 @@ def _matrix(name: str, params: Params, leaf: str) -> Any:
     return Packed(np.ascontiguousarray(array).view(np.uint8).reshape(-1), bits, shape)
 
 
-def _quantization(directory: Path, tensors: Mapping[str, Stored]) -> Quantization | None:
+def _quantization(directory: Path, tensors: Mapping[str, Stored]) -> tuple[Quantization, ...]:
     formats = {tensor.get_dtype() for tensor in tensors.values()} & {"I8", "U8"}
     if not formats:
-        return None
+        return ()
     if len(formats) > 1:
         raise ModelError(f"{directory} has matrices of 8 and of 4 bits, all of one kind are supported")
     name = "weight_only_int8" if formats == {"I8"} else "weight_only_int4"
-    return Quantization("PaddleNLP", name, False, 0, ("weight", "weight_scale"), as_stored)
+    return (Quantization("PaddleNLP", name, False, 0, ("weight", "weight_scale"), as_stored),)

@@ -26,19 +26,26 @@ SCALES_TRIED = np.linspace(0.8, 1.0, 9, dtype=np.float32)  # for int4: clipping 
 class Codes:
     """A quantized matrix [N, K] with the values (code - zero) * scale.
 
-    Each row is divided into groups of equal size, with a scale and a zero point per group. Codes of 8 bits are int8
-    without zero points; codes of 4 bits are uint8, 0 .. 15, and their zero point is 8 if none is given.
+    Each row is divided into groups of equal size, with a scale and a zero point per group; `group_of` is the group of
+    each column if the groups are not consecutive. Codes of 8 bits are int8, with the zero point 0 if none is given;
+    codes of 4 bits are uint8, 0 .. 15, with the zero point 8 if none is given.
     """
 
     codes: np.ndarray  # int8 or uint8 [N, K]
     scale: np.ndarray  # f32 [N, groups]
     zero: np.ndarray | None = None  # [N, groups]
+    group_of: np.ndarray | None = None  # i32 [K]
 
     def __post_init__(self) -> None:
-        if self.codes.shape[1] % self.scale.shape[1]:
+        if self.group_of is None and self.codes.shape[1] % self.scale.shape[1]:
             raise ValueError(
                 f"a row has {self.codes.shape[1]} codes in {self.scale.shape[1]} groups of different sizes"
             )
+
+    @property
+    def group_size(self) -> int:
+        """Return the number of columns per group, if groups are consecutive."""
+        return self.codes.shape[1] // self.scale.shape[1]
 
     def values(self) -> np.ndarray:
         """Return the values that the codes stand for, f32 [N, K]."""
@@ -47,44 +54,44 @@ class Codes:
 
     def _each(self, of_groups: np.ndarray) -> np.ndarray:
         """Expand the values of groups to the elements: f32 [N, K] from [N, groups]."""
-        size = -(-self.codes.shape[1] // of_groups.shape[1])
-        return np.repeat(of_groups.astype(np.float32), size, axis=1)[:, : self.codes.shape[1]]
+        if self.group_of is not None:
+            return of_groups.astype(np.float32)[:, self.group_of]
+        return np.repeat(of_groups.astype(np.float32), self.group_size, axis=1)
 
     def part(self, rows: slice, columns: slice) -> Codes:
-        """Return a part of the matrix.
-
-        If its columns are in several groups, codes of 8 bits get a scale per column, and codes of 4 bits one per 64
-        columns, or per 32 if the group size is no multiple of 64. Raises ValueError if such columns do not begin at a
-        multiple of that.
+        """Return a part of the matrix. Raises ValueError if it begins inside of a group of 4-bit codes, but is not
+        inside of that group, and does not begin at a multiple of 64, or of 32 if the group size is no multiple of 64.
         """
-        codes, num_groups = self.codes[rows, columns], self.scale.shape[1]
-        size = self.codes.shape[1] // num_groups
-        group = min(columns.start // size, num_groups - 1)
-        if columns.stop <= (group + 1) * size:
-            one = slice(group, group + 1)
-            return Codes(codes, self.scale[rows, one], None if self.zero is None else self.zero[rows, one])
-        if codes.dtype == np.int8:
-            return Codes(codes, self._each(self.scale)[rows, columns])
+        codes, size = self.codes[rows, columns], self.group_size
+        scale, zero = self.scale[rows], None if self.zero is None else self.zero[rows]
+        if self.group_of is None and columns.stop <= (columns.start // size + 1) * size:
+            one = slice(columns.start // size, columns.start // size + 1)
+            return Codes(codes, scale[:, one], None if zero is None else zero[:, one])
+        if self.group_of is not None or codes.dtype == np.int8:
+            group_of = np.arange(self.codes.shape[1]) // size if self.group_of is None else self.group_of
+            return Codes(codes, scale, zero, group_of[columns])
         unit = SMALL_GROUP if size % CODES_PER_SCALE else CODES_PER_SCALE
         if columns.start % unit:
             raise ValueError(f"columns from {columns.start} on do not begin a group of {unit}")
-        some = slice(columns.start, columns.stop, unit)
-        zero = None if self.zero is None else self._each(self.zero)[rows, some]
-        return Codes(codes, self._each(self.scale)[rows, some], zero)
+        some = np.arange(columns.start, columns.stop, unit) // size
+        return Codes(codes, scale[:, some], None if zero is None else zero[:, some])
+
+    def fits_int4(self, has_zero: bool, group: int) -> bool:
+        """Return whether `linear_int4` can compute with these codes, in groups of `group`."""
+        one = self.group_of is None and self.scale.shape[1] == 1
+        fits = one or (self.group_of is None and self.group_size % group == 0)
+        return self.codes.dtype == np.uint8 and fits and (has_zero or self.zero is None or bool((self.zero == 8).all()))
 
     def as_int4(self, has_zero: bool, group: int = CODES_PER_SCALE) -> tuple[np.ndarray, ...]:
         """Return the parameters of `linear_int4`: packed codes, and per `group` codes a scale and optionally a zero."""
         packed = pack_int4(self.codes)
-        num_groups = 2 * packed.shape[1] // group
+        num_groups, times = 2 * packed.shape[1] // group, max(self.group_size // group, 1)
         zero = np.full_like(self.scale, 8) if self.zero is None else self.zero.astype(np.float32)
         made = [packed]
         for of_groups in (self.scale, zero)[: 1 + has_zero]:
             one = of_groups.shape[1] == 1
-            made.append(
-                to_bf16(
-                    np.pad(of_groups, ((0, 0), (0, num_groups - of_groups.shape[1])), "edge" if one else "constant")
-                )
-            )
+            each = of_groups if one else np.repeat(of_groups, times, axis=1)
+            made.append(to_bf16(np.pad(each, ((0, 0), (0, num_groups - each.shape[1])), "edge" if one else "constant")))
         return tuple(made)
 
 

@@ -5,13 +5,13 @@ The classes are plain values, independent of files and Paddle.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
-from engine.models.formats import FLOAT32, Format
+from engine.models.formats import FLOAT32, Format, common_format
 
 Kind = TypeVar("Kind")
 
@@ -59,12 +59,17 @@ class Shard:
     rank: int = 0
     num_ranks: int = 1
     has_int8_cache: bool = False
-    plain: frozenset[str] = frozenset()  # tensors of linear layers that are stored in `dtype` instead of `format`
+    formats: Mapping[str, Format] = field(default_factory=dict, hash=False)  # of tensors for which it is not `format`
 
     @property
     def cache_dtype(self) -> str:
         """Return the dtype of the KV cache."""
         return "int8" if self.has_int8_cache else self.dtype
+
+    def format_of(self, tensors: Sequence[str]) -> Format | None:
+        """Return the format of a matrix that consists of these tensors if one of them has a format of its own."""
+        own = [self.formats.get(tensor) for tensor in tensors]
+        return common_format([each or self.format for each in own]) if any(own) else None
 
     def share(self, count: int) -> Share:
         """Divide `count` rows into equal shares, in the order of ranks.

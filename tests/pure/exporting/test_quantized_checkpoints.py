@@ -1,8 +1,10 @@
 """Checkpoints that others have quantized are exported with their own numbers, or refused in a sentence."""
 
+import json
+
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from engine.dtypes import from_bf16, from_fp8, to_bf16
 from engine.executors.cpu.program import Program, allocated
@@ -10,8 +12,10 @@ from engine.exporting.by_settings import options_of
 from engine.exporting.export import ExportOptions, export
 from engine.exporting.manifest import Manifest
 from engine.graph import load
+from engine.models.coded import unpack
+from engine.models.formats import FORMATS
 from engine.models.keys import ModelError
-from engine.models.quantization import read_quantization, unpack
+from engine.models.quantization import read_quantization, unused_settings
 from engine.ops import cpu
 from engine.ops.reference import int4_values
 from engine.settings.config import Config
@@ -21,14 +25,18 @@ from tests.quantized_checkpoints import (
     BY_TOKEN,
     FP8_KINDS,
     GPTQ,
+    GROUP,
     KINDS,
     change_quantization,
     change_tensors,
     compressed,
     floats,
+    gptq8,
     make_fp8,
     make_quantized,
     pack,
+    values_of,
+    w4a16,
 )
 
 PROMPT = list(range(5, 70))
@@ -76,13 +84,43 @@ def test_a_layer_that_is_left_out_of_the_quantization_is_quantized_here(tmp_path
     assert 0 < np.square(found - wanted).mean() < 0.02 * np.square(wanted).mean()
 
 
-def test_groups_in_another_order_are_refused_with_the_tensor(tmp_path):
-    quantized, _ = make_quantized(tmp_path, "gptq")
-    name = "model.layers.1.mlp.down_proj.g_idx"
-    change_tensors(quantized, lambda tensors: tensors.update({name: tensors[name][::-1].copy()}))
-    message = r"down_proj.qweight: its groups are not in the order of the inputs \(desc_act\)"
-    with pytest.raises(ModelError, match=message):
-        export(quantized, tmp_path / "out", ExportOptions())
+def test_groups_in_another_order_are_requantized_to_8_bits(tmp_path):
+    quantized, plain = make_quantized(tmp_path, "gptq with zeros")
+    order = np.random.default_rng(0).permutation(3 * GROUP)
+
+    def shuffle(tensors):
+        """Move the inputs of one kind of layer, and with them the groups that they belong to."""
+        for layer in ("model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"):
+            if f"{layer}.weight" in tensors:
+                tensors[f"{layer}.weight"] = np.ascontiguousarray(tensors[f"{layer}.weight"][:, order])
+            else:
+                codes = unpack(tensors[f"{layer}.qweight"], axis=0)[order]
+                tensors |= {f"{layer}.qweight": pack(codes, 0), f"{layer}.g_idx": tensors[f"{layer}.g_idx"][order]}
+
+    for checkpoint in (quantized, plain):
+        change_tensors(checkpoint, shuffle)
+    messages = []
+    export(quantized, tmp_path / "out", ExportOptions("float32"), messages.append)
+    export(plain, tmp_path / "wanted", ExportOptions("float32"))
+    assert "2 matrices: gptq with desc_act, requantized as weight_only_int8" in messages
+    found, wanted = (load(tmp_path / name)[1] for name in ("out", "wanted"))
+    for name in MATRICES:
+        codes, exact = found[name], wanted[name]
+        assert codes.dtype == (np.int8 if "down" in name else np.uint8)
+        step = np.abs(exact).max(axis=1, keepdims=True) / 127 if "down" in name else 2**-6 * np.abs(exact)
+        assert (np.abs(numbers_of(found, name)[:, : exact.shape[1]] - exact) <= 0.51 * step + 1e-7).all(), name
+
+
+def test_gptq_of_8_bits_in_groups_gets_one_scale_per_row(tmp_path):
+    config, rng = {**GPTQ, "bits": 8, "sym": False}, np.random.default_rng(0)
+    codes, zero = rng.integers(-127, 128, (32, 256), np.int8), rng.integers(-9, 9, (32, 2), np.int8)
+    scale = rng.uniform(0.01, 0.02, (32, 2)).astype(np.float16).astype(np.float32)
+    [quantization] = read_quantization({"quantization_config": config})
+    read = quantization.read(gptq8(codes, scale, zero))
+    np.testing.assert_array_equal(read.values(), values_of(codes, scale, zero))
+    assert quantization.format == "weight_only_int8" and quantization.inexact == "gptq of 8 bits in groups"
+    stored, step = FORMATS["weight_only_int8"].adopt(read)
+    assert (np.abs(stored * step[:, None] - read.values()) <= 0.51 * step[:, None]).all()
 
 
 @pytest.mark.parametrize("says", [{}, {"sym": True}])
@@ -126,13 +164,62 @@ def test_tensors_that_contradict_the_config_are_refused(kind, change, message, t
         export(quantized, tmp_path / "out", ExportOptions())
 
 
-def test_groups_of_compressed_tensors_in_another_order_are_refused(tmp_path):
-    quantized, _ = make_quantized(tmp_path, "w4a16")
-    name = "model.layers.1.mlp.down_proj.weight_g_idx"
-    order = np.arange(384, dtype=np.int32)[::-1] // 128
-    change_tensors(quantized, lambda tensors: tensors.update({name: order.copy()}))
-    with pytest.raises(ModelError, match=r"its groups are not in the order of the inputs \(desc_act\)"):
-        export(quantized, tmp_path / "out", ExportOptions())
+def test_groups_of_compressed_tensors_in_another_order_are_read_by_their_g_idx():
+    rng = np.random.default_rng(0)
+    codes, zero = rng.integers(0, 16, (8, 384), np.uint8), np.full((8, 3), 8, np.uint8)
+    scale, g_idx = (
+        rng.uniform(0.1, 0.2, (8, 3)).astype(np.float32),
+        rng.permutation(np.arange(384, dtype=np.int32) // 128),
+    )
+    [quantization] = read_quantization({"quantization_config": compressed(4, "pack-quantized")})
+    read = quantization.read(w4a16(codes, scale, zero) | {"weight_g_idx": g_idx})
+    np.testing.assert_array_equal(read.values(), (codes - np.float32(8)) * scale[:, g_idx])
+    part = read.part(slice(2, 5), slice(70, 90))
+    np.testing.assert_array_equal(part.values(), read.values()[2:5, 70:90])
+
+
+def test_one_scale_of_a_matrix_is_that_of_all_rows():
+    config = compressed(8, "int-quantized", inputs=BY_TOKEN | {"dynamic": False, "strategy": "tensor"})
+    config["config_groups"]["group_0"]["weights"]["strategy"] = "tensor"
+    [quantization] = read_quantization({"quantization_config": config})
+    assert unused_settings({"quantization_config": config}) == [
+        "config.json: quantization_config: static scales of activations are not used"
+    ]
+    codes = np.random.default_rng(0).integers(-127, 128, (6, 64), np.int8)
+    stored = quantization.read({"weight": codes, "weight_scale": np.array(0.25, np.float32)})
+    np.testing.assert_array_equal(stored.values(), codes * np.float32(0.25))
+    assert all(map(np.array_equal, FORMATS["a8w8"].adopt(stored), (codes, np.full(6, 0.25, np.float32))))
+
+
+def test_groups_of_layers_keep_formats_of_their_own(tmp_path):
+    quantized, plain = make_quantized(tmp_path, "w4a16")
+    attention, rng = r"re:.*self_attn\..*", np.random.default_rng(0)
+    wanted = load_file(plain / "model.safetensors")
+
+    def add_group(tensors):
+        for name in [name for name in wanted if "self_attn" in name and name.endswith("_proj.weight")]:
+            layer, codes = name.removesuffix("weight"), rng.integers(-127, 128, wanted[name].shape, np.int8)
+            for end in ("weight_packed", "weight_scale", "weight_shape"):
+                del tensors[layer + end]
+            tensors |= {name: codes, f"{layer}weight_scale": np.full((len(codes), 1), 0.002, np.float32)}
+            wanted[name] = codes * np.float32(0.002)
+
+    change_tensors(quantized, add_group)
+    save_file(wanted, plain / "model.safetensors")
+    keys = json.loads((quantized / "config.json").read_text())
+    other = compressed(8, "int-quantized", inputs=BY_TOKEN)["config_groups"]["group_0"]
+    other |= {"targets": [attention], "format": "int-quantized"}
+    keys["quantization_config"]["config_groups"]["group_1"] = other
+    (quantized / "config.json").write_text(json.dumps(keys))
+    for name, checkpoint in (("found", quantized), ("plain", plain)):
+        export(checkpoint, tmp_path / f"{name} graph", ExportOptions("float32"))
+    graph, found = load(tmp_path / "found graph")
+    numbers = load(tmp_path / "plain graph")[1]
+    assert [node.op for node in graph.nodes if node.op in ("linear_a8w8", "linear_int4")] == [
+        *("linear_a8w8", "linear_a8w8", "linear_int4", "linear_int4") * 2
+    ]
+    for name in MATRICES:
+        np.testing.assert_allclose(numbers_of(found, name)[:, : numbers[name].shape[1]], numbers[name], 2**-7, 1e-7)
 
 
 def test_ranks_that_would_cut_a_group_are_refused(tmp_path):
@@ -143,7 +230,7 @@ def test_ranks_that_would_cut_a_group_are_refused(tmp_path):
 
 def test_another_quantization_than_the_checkpoint_has_is_refused(tmp_path):
     quantized, _ = make_quantized(tmp_path, "gptq")
-    message = "quant_type is 'a8w8', the checkpoint is quantized by gptq and exported as weight_only_int4"
+    message = "quant_type is 'a8w8', the checkpoint is quantized and exported as weight_only_int4"
     with pytest.raises(ModelError, match=message):
         export(quantized, tmp_path / "out", ExportOptions(quant_type="a8w8"))
     export(quantized, tmp_path / "out", ExportOptions(quant_type="weight_only_int4"))
@@ -283,24 +370,21 @@ def test_floats_of_eight_bits_without_their_scales_are_refused(change, message, 
             "quant_method is 'bitsandbytes', supported are compressed-tensors, gptq, awq, fp8, fbgemm_fp8",
         ),
         ({"quant_method": ["fp8"]}, r"quant_method is \['fp8'\], supported are compressed-tensors"),
-        ({**GPTQ, "bits": 8}, "bits of gptq is 8, supported is 4"),
+        ({**GPTQ, "bits": 3}, "bits of gptq is 3, supported is 4, 8"),
         ({**GPTQ, "group_size": 48}, "the group size is 48, supported are multiples of 32"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format of gptq is 'marlin'"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version of awq is 'gemv'"),
         (floats("group"), "strategy of compressed-tensors weights of floats is 'group', supported is 'tensor'"),
-        (floats("tensor", num_bits=4), "num_bits of compressed-tensors weights of floats is 4, supported is 8"),
+        (floats("tensor", num_bits=4), "weights of 4-bit floats is 'float-quantized', supported is 'nvfp4-pack"),
+        (floats("tensor", num_bits=6), "num_bits of compressed-tensors weights of floats is 6, supported is 8"),
         (
             {"quant_method": "fp8", "weight_block_size": [64, 64]},
             r"weight_block_size of fp8 is \[64, 64\], supported is",
         ),
-        (
-            compressed(8, "int-quantized", inputs=BY_TOKEN | {"dynamic": False}),
-            "dynamic of .* is False, supported is True",
-        ),
         (compressed(8, "int-quantized", symmetric=False), "symmetric of .* is False, supported is True"),
         (compressed(4, "pack-quantized", inputs=BY_TOKEN), "weights of 4 bits by 'group' with inputs"),
         (compressed(4, "marlin-24"), "format of compressed-tensors is 'marlin-24', supported is 'pack-quantized'"),
-        (compressed(8, "int-quantized") | {"kv_cache_scheme": {"num_bits": 8}}, "no kv_cache_scheme"),
+        (compressed(8, "int-quantized") | {"sparsity_config": {"format": "dense"}}, "sparsity_config is not supported"),
     ],
 )
 def test_what_is_not_built_is_refused_in_a_sentence(config, message):
