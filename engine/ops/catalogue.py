@@ -12,6 +12,7 @@ import textwrap
 from dataclasses import replace
 
 from engine.ops.catalogue_experts import mixture_ops
+from engine.ops.catalogue_latent import LATENT_OPS
 from engine.ops.catalogue_states import STATE_OPS
 from engine.ops.declaration import LOGITS, Op, arrays, attributes, table
 
@@ -277,7 +278,7 @@ OPS: dict[str, Op] = {each.name: each for each in EXPORTED}
 
 # Not exported yet: graphs have them once CPUs have their kernels.
 MIXTURES = mixture_ops([each for each in EXPORTED if each.weights])
-OPS |= {each.name: each for each in (*MIXTURES, *STATE_OPS)}  # GPUs have no kernels for states yet
+OPS |= {each.name: each for each in (*MIXTURES, *STATE_OPS, *LATENT_OPS)}  # GPUs have no kernels for these yet
 
 
 def _gated(linear: Op) -> Op:
@@ -334,7 +335,7 @@ def main() -> None:
 
 
 def documentation() -> str:
-    documented = (*EXPORTED, *STATE_OPS)
+    documented = (*EXPORTED, *STATE_OPS, *LATENT_OPS)
     formulas = [f"- `{each.name}`: {each.formula}" for each in documented]
     wrapped = [
         textwrap.fill(" ".join(text.split()), 120, subsequent_indent="  ", break_on_hyphens=False) for text in formulas

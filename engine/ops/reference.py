@@ -280,6 +280,14 @@ def _attend(
 ) -> np.ndarray:
     """Attend with the query [Hq, D] of one token to the positions from places[0] to below places[1] of the blocks
     [n, 2, Hkv, block_size, D], block by block."""
+    _, total, out = _softmax_sums(query, blocks, places, softcap, sinks)
+    return (out / total).reshape(query.shape)
+
+
+def _softmax_sums(
+    query: np.ndarray, blocks: np.ndarray, places: tuple[int, int], softcap: float, sinks: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the largest score, the sum of the weights and the weighted sum of the values [Hkv, heads a group, ..]."""
     rounded = (lambda x: from_bf16(to_bf16(x.astype(np.float32)))) if blocks.dtype == np.uint16 else (lambda x: x)
     numbers = from_cached_int8(blocks) if blocks.dtype == np.int8 else as_f32(blocks)
     grouped = rounded(query).reshape(numbers.shape[2], -1, query.shape[-1])  # [Hkv, heads a group, D]
@@ -298,7 +306,64 @@ def _attend(
         weights, keep = rounded(np.exp(scores - largest)), np.exp(before - largest)
         total = total * keep + weights.sum(axis=-1, keepdims=True)
         out = out * keep + np.einsum("hgp,hpd->hgd", weights, values)
-    return (out / total).reshape(query.shape)
+    return largest, total, out
+
+
+def head_linear(x: np.ndarray, weight: np.ndarray, *, num_heads: int) -> np.ndarray:
+    weights = weight.reshape(num_heads, -1, weight.shape[1])
+    heads = x.reshape(len(x), num_heads, -1)[..., : weight.shape[1]]
+    return np.concatenate([linear(heads[:, h], weights[h]) for h in range(num_heads)], axis=1)
+
+
+def latent_attention(  # noqa: PLR0913 - the inputs of the catalogue, in its order
+    q_latent: np.ndarray,
+    q: np.ndarray,
+    latent: np.ndarray,
+    norm_weight: np.ndarray,
+    cos_sin: np.ndarray,
+    kv_cache: np.ndarray,
+    query_starts: np.ndarray,
+    context_lens: np.ndarray,
+    block_tables: np.ndarray,
+    *,
+    num_heads: int,
+    epsilon: float,
+    scale: float,
+    log_scale: float = 0.0,
+    log_scale_from: int = 1,
+) -> tuple[np.ndarray, np.ndarray]:
+    (width,), rope_dim, block_size = norm_weight.shape, cos_sin.shape[1], kv_cache.shape[1]
+    normed = rms_norm(latent[:, :width], norm_weight, epsilon=epsilon)
+    rows = np.concatenate([normed, rotate(latent[:, None, width:], cos_sin)[:, 0]], axis=1)
+    rows = to_bf16(rows) if kv_cache.dtype == np.uint16 else rows
+    turned = rotate(q.reshape(len(q), num_heads, -1)[..., q.shape[1] // num_heads - rope_dim :], cos_sin)
+    query = np.concatenate([q_latent.reshape(len(q), num_heads, width), turned], axis=-1)
+    out = np.empty((len(q), num_heads, width), np.float32)
+    for b, context_len in enumerate(context_lens):
+        of_request = range(query_starts[b], query_starts[b + 1])
+        for position, row in enumerate(of_request, context_len):
+            kv_cache[block_tables[b, position // block_size], position % block_size] = rows[row]
+        for position, row in enumerate(of_request, context_len):
+            factor = scale * (1 + log_scale * np.log(1 + position // log_scale_from))
+            seen = kv_cache[block_tables[b, : position // block_size + 1]]
+            out[row] = _attend_to_latents(query[row] * np.float32(factor), seen, position + 1)[:, :width]
+    return out.reshape(len(q), -1), kv_cache
+
+
+RUN = 512  # positions whose sums are made apart
+
+
+def _attend_to_latents(query: np.ndarray, blocks: np.ndarray, count: int) -> np.ndarray:
+    """Attend with the query [H, D] of one token to the first `count` positions of the blocks [n, block_size, D]."""
+    keys_and_values = np.stack([blocks, blocks], axis=1)[:, :, None]
+    step = -(-RUN // blocks.shape[1])  # blocks of a run
+    runs = [
+        _softmax_sums(query, keys_and_values[first : first + step], (0, count - first * blocks.shape[1]), 0.0, None)
+        for first in range(0, len(blocks), step)
+    ]
+    most = np.max([largest for largest, _, _ in runs], axis=0)
+    total, out = (sum(np.exp(run[0] - most) * run[part] for run in runs) for part in (1, 2))
+    return (out / total)[0]
 
 
 def swiglu(gate_up: np.ndarray) -> np.ndarray:

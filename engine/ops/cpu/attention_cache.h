@@ -9,6 +9,9 @@ namespace LLM_ISA {
 
 template <class Cache>
 struct AttentionArgs : LlmPagedAttention {
+  using cache_type = Cache;
+  int64_t key_dim() const { return head_dim; }
+  int64_t value_dim() const { return head_dim; }
   int64_t group() const { return num_heads / num_kv_heads; }
   // Of a cached key or value: that of bytes ends in the two of its scale, a bf16.
   int64_t row_width() const { return head_dim + (sizeof(Cache) == 1 ? 2 : 0); }

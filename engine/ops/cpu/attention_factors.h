@@ -11,10 +11,11 @@ struct CachedRows {
   const Cache* data;
   const char* next;
   int64_t stride, count;
+  bool is_read_again = false;  // what is wanted next must then stay in the L2 cache
 
   // Row i, of which some bytes will be read: as many of what is wanted next are asked for, from its beginning to its end.
   const Cache* row(int64_t i, int64_t bytes) {
-    for (int64_t b = 0; b < bytes; b += 64) prefetch_once(next + b);
+    for (int64_t b = 0; b < bytes; b += 64) is_read_again ? prefetch(next + b) : prefetch_once(next + b);
     next += bytes;
     return data + i * stride;
   }

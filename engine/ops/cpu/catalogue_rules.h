@@ -126,19 +126,24 @@ std::string check_requests(const char* op, const Args& a) {
   return {};
 }
 
-inline std::string check_values(const LlmPagedAttention& a) {
-  if (std::string error = check_requests("paged_attention", a); !error.empty()) return error;
+// The blocks of each request's positions.
+template <class Args>
+std::string check_blocks(const std::string& op, const Args& a) {
+  if (std::string error = check_requests(op.c_str(), a); !error.empty()) return error;
   for (int64_t b = 0; b < a.B; b++) {
     const int64_t count = a.query_starts[b + 1] - a.query_starts[b];
     const int64_t blocks = pad(a.context_lens[b] + count, a.block_size) / a.block_size;
     if (blocks > a.max_blocks)
-      return "paged_attention: block_tables has " + std::to_string(a.max_blocks) + " blocks a request, needs " +
+      return op + ": block_tables has " + std::to_string(a.max_blocks) + " blocks a request, needs " +
              std::to_string(blocks);
-    std::string error = outside("paged_attention: block_tables", a.block_tables + b * a.max_blocks, blocks, a.num_blocks);
+    std::string error = outside(op + ": block_tables", a.block_tables + b * a.max_blocks, blocks, a.num_blocks);
     if (!error.empty()) return error;
   }
   return {};
 }
+
+inline std::string check_values(const LlmPagedAttention& a) { return check_blocks("paged_attention", a); }
+inline std::string check_values(const LlmLatentAttention& a) { return check_blocks("latent_attention", a); }
 
 template <class Args>
 std::string check_state(const char* op, const Args& a, int64_t num_lines) {

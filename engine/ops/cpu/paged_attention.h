@@ -28,13 +28,14 @@ struct AttentionRows {
 template <class Cache>
 using RowsOf = AttentionRows<typename Factor<Cache>::type>;
 
-template <class Cache>
-RowsOf<Cache> carve_scratch(const AttentionArgs<Cache>& a, int64_t rows) {
+template <class Args>  // of this op or of latent_attention
+RowsOf<typename Args::cache_type> carve_scratch(const Args& a, int64_t rows) {
+  using Cache = typename Args::cache_type;
   RowsOf<Cache> r;
   r.softcap = a.softcap;
-  r.query_width = padded_dim<Cache>(a.head_dim);
+  r.query_width = padded_dim<Cache>(a.key_dim());
   r.key_width = round_up(a.block_size, 2 * W);
-  r.value_width = round_up(a.head_dim, 2 * W);
+  r.value_width = round_up(a.value_dim(), 2 * W);
   const int64_t padded = round_up(rows, 16);
   float *query, *factors;
   const struct {
@@ -148,11 +149,11 @@ inline void by_rows(int64_t rows, Few few, Many many) {
 
 // Adds the part of the block that begins at position `start` to every row that sees it.
 // Row j * group + g is head g of query token j, which has position `first_position` + j.
-template <class Cache>
-inline void add_block(const AttentionArgs<Cache>& a, const RowsOf<Cache>& r, Block<Cache> block,
-                      int64_t first_position, int64_t num_tokens) {
+template <class Args, class Cache = typename Args::cache_type>
+inline void add_block(const Args& a, const RowsOf<Cache>& r, Block<Cache> block, int64_t first_position,
+                      int64_t num_tokens) {
   using F = typename Factor<Cache>::type;
-  const int64_t group = a.group(), dim = a.head_dim;
+  const int64_t group = a.group(), dim = a.value_dim();
   const int64_t seen_from = block.start > first_position ? block.start - first_position : 0;
   const int64_t end_of_window = block.start - first_position + a.window - 1;  // the last token that sees its beginning
   const int64_t seen_until = a.window ? min(num_tokens, end_of_window + a.block_size) : num_tokens;

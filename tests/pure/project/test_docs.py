@@ -15,7 +15,7 @@ import yaml
 
 from engine import wire
 from engine.errors import RequestError
-from engine.ops.catalogue import EXPORTED, OPS, STATE_OPS, documentation
+from engine.ops.catalogue import EXPORTED, LATENT_OPS, OPS, STATE_OPS, documentation
 from engine.serving import metrics
 from engine.serving.latency import LatencyStats
 from engine.serving.rate_limits import RateLimiter
@@ -324,14 +324,16 @@ def test_the_table_of_ops_is_the_catalogues():
 def test_every_op_of_the_catalogue_has_a_reference_with_its_inputs_and_attributes():
     from engine.ops import reference
 
-    for op in (*EXPORTED, *STATE_OPS):
+    for op in (*EXPORTED, *STATE_OPS, *LATENT_OPS):
         parameters = inspect.signature(getattr(reference, op.name)).parameters
         given = [name for name in parameters if name != "group"]
         assert given == [*(each.name for each in op.inputs), *(each.name for each in op.attributes)], op.name
 
 
 def test_every_op_of_the_catalogue_has_a_kernel_for_cpus():
-    assert [op.name for op in (*EXPORTED, *STATE_OPS) if not (ROOT / "engine/ops/cpu" / op.header).is_file()] == []
+    assert [
+        op.name for op in (*EXPORTED, *STATE_OPS, *LATENT_OPS) if not (ROOT / "engine/ops/cpu" / op.header).is_file()
+    ] == []
 
 
 def test_every_op_for_gpus_is_in_the_module_that_the_catalogue_names():

@@ -1,0 +1,157 @@
+"""Latent attention and products of heads against their definitions, and the order of their sums."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from engine.dtypes import from_bf16, to_bf16
+from engine.ops import cpu, reference
+from engine.ops.cpu.calls import ArgumentError
+from tests.pure.paged_batch import PagedBatch
+
+isas = pytest.mark.parametrize("isa", cpu.available_isas())
+
+
+@dataclasses.dataclass
+class LatentBatch:
+    """`context[b]` positions are in the cache already, `count[b]` new tokens come."""
+
+    context: list[int]
+    count: list[int]
+    num_heads: int = 4
+    latent_dim: int = 24
+    rope_dim: int = 8
+    nope_dim: int = 10
+    block_size: int = 8
+    dtype: str = "f32"
+    log_scale: float = 0.0
+
+    def __post_init__(self):
+        sizes = {"rotary_dim": self.rope_dim, "block_size": self.block_size}
+        paged = PagedBatch(self.context, self.count, **sizes)  # its tables, positions and angles
+        rng = np.random.default_rng(1)
+        self.starts, self.lens, self.tables = paged.query_starts, paged.context_lens, paged.block_tables
+        self.cos_sin, self.norm_weight = paged.cos_sin, rng.standard_normal(self.latent_dim).astype(np.float32) + 1
+        self.attributes = {"num_heads": self.num_heads, "epsilon": 1e-6, "scale": 0.3, "log_scale": self.log_scale}
+        widths = self.num_heads * self.latent_dim, self.num_heads * (self.nope_dim + self.rope_dim)
+        row_width = self.latent_dim + self.rope_dim
+        self.rows = [rng.standard_normal((len(paged.qkv), n), np.float32) for n in (*widths, row_width)]
+        cache = rng.standard_normal((self.tables.size, self.block_size, row_width), np.float32)
+        self.kv_cache = to_bf16(cache) if self.dtype == "bf16" else cache
+
+    def run(self, ops, kv_cache, part=None):
+        """Run the tokens first .. end of request b for each (first, end) of `part`, or all, in one step."""
+        part = part or {b: (0, n) for b, n in enumerate(self.count)}
+        chosen, ends = list(part), list(part.values())
+        rows = np.concatenate([np.arange(*part[b]) + self.starts[b] for b in chosen])
+        starts = np.cumsum([0, *(end - first for first, end in ends)], dtype=np.int32)
+        lens = (self.lens[chosen] + [first for first, _ in ends]).astype(np.int32)
+        given = [*(each[rows] for each in self.rows), self.norm_weight, self.cos_sin[rows], kv_cache]
+        out, same = ops.latent_attention(
+            *given, starts, lens, self.tables[chosen], **self.attributes, log_scale_from=20
+        )
+        assert same is kv_cache
+        return out
+
+
+@isas
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"context": [0, 3, 16], "count": [19, 1, 8]},
+        {"context": [7, 30], "count": [1, 2], "num_heads": 3, "latent_dim": 38, "rope_dim": 6, "block_size": 5},
+        {"context": [1100], "count": [3], "num_heads": 16, "latent_dim": 64, "block_size": 64, "log_scale": 0.1},
+        {"context": [0, 510], "count": [40, 30], "num_heads": 70, "nope_dim": 0},
+    ],
+    ids=["mixed", "odd", "long", "many heads"],
+)
+def test_latent_attention_matches_reference(isa, sizes, dtype):
+    batch = LatentBatch(**sizes, dtype=dtype)
+    expected_cache, cache = batch.kv_cache.copy(), batch.kv_cache.copy()
+    error = np.abs(batch.run(cpu.load(isa), cache) - batch.run(reference, expected_cache))
+    if dtype == "bf16":  # what is rounded may fall on the other side of a border
+        assert error.max() < 1e-2 and error.mean() < 2e-4
+        cache, expected_cache = from_bf16(cache), from_bf16(expected_cache)
+        assert np.mean(cache != expected_cache) < 1e-3
+        assert np.allclose(cache, expected_cache, rtol=2**-7)
+    else:
+        assert error.max() < 5e-6
+        assert np.allclose(cache, expected_cache, rtol=1e-6, atol=1e-6)
+
+
+@isas
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_latent_attention_is_the_expanded_attention(isa, dtype):
+    """With the products of heads around it, it computes attention with keys and values of each head."""
+    batch, rng = LatentBatch([0], [40], dtype=dtype), np.random.default_rng(2)
+    ops, w_k = cpu.load(isa), rng.standard_normal((4, 10, 24), np.float32)
+    w_v = rng.standard_normal((4, 12, 24), np.float32) / 4
+    batch.rows[0] = ops.head_linear(batch.rows[1], w_k.swapaxes(1, 2).reshape(-1, 10).copy(), num_heads=4)
+    out = ops.head_linear(batch.run(ops, batch.kv_cache.copy()), w_v.reshape(-1, 24), num_heads=4)
+    q, latent = batch.rows[1].reshape(40, 4, 18), batch.rows[2]
+    normed = reference.rms_norm(latent[:, :24], batch.norm_weight, epsilon=1e-6)
+    turned = reference.rotate(latent[:, None, 24:], batch.cos_sin)
+    keys = np.concatenate([np.einsum("tl,hnl->thn", normed, w_k), np.repeat(turned, 4, axis=1)], axis=-1)
+    queries = np.concatenate([q[..., :10], reference.rotate(q[..., 10:], batch.cos_sin)], axis=-1)
+    scores = np.einsum("qhd,khd->hqk", queries, keys) * 0.3 + np.where(np.tri(40), 0, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    expected = np.einsum(
+        "hqk,khv->qhv", weights / weights.sum(-1, keepdims=True), np.einsum("tl,hvl->thv", normed, w_v)
+    )
+    assert np.abs(out - expected.reshape(40, -1)).max() < (2e-5 if dtype == "f32" else 0.15)
+
+
+@isas
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_latent_attention_does_not_depend_on_chunks_threads_and_batch(isa, dtype, num_threads):
+    """Long contexts are shared by the threads of a small step, and read by one thread in a large one."""
+    batch = LatentBatch([0, 1020, 505, 70], [130, 1, 24, 3], num_heads=12, dtype=dtype)
+    ops, whole, cut, before = cpu.load(isa), batch.kv_cache.copy(), batch.kv_cache.copy(), cpu.num_threads()
+    together = batch.run(ops, whole)
+    cpu.set_num_threads(num_threads)
+    try:
+        for b, count in enumerate(batch.count):
+            for first in range(0, count, 24):
+                part = first, min(first + 24, count)
+                found = batch.run(ops, cut, {b: part})
+                assert np.array_equal(found, together[batch.starts[b] + part[0] : batch.starts[b] + part[1]])
+    finally:
+        cpu.set_num_threads(before)
+    assert np.array_equal(cut, whole)
+
+
+@isas
+def test_rows_of_the_cache_beyond_a_token_are_never_read(isa):
+    batch = LatentBatch([0, 13], [11, 1], num_heads=12)
+    clean, dirty = np.zeros_like(batch.kv_cache), np.full_like(batch.kv_cache, np.nan)
+    for position in range(13):
+        block = batch.tables[1, position // 8]
+        dirty[block, position % 8] = clean[block, position % 8]
+    ops = cpu.load(isa)
+    assert np.array_equal(batch.run(ops, dirty), batch.run(ops, clean))
+
+
+@isas
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize(("num_tokens", "width", "num_out"), [(1, 128, 512), (70, 33, 130), (9, 512, 20)])
+def test_products_of_heads_match_reference_row_by_row(isa, dtype, num_tokens, width, num_out):  # noqa: PLR0913
+    rng, ops = np.random.default_rng(0), cpu.load(isa)
+    x = rng.standard_normal((num_tokens, 3 * (width + 5)), np.float32)
+    weight = rng.standard_normal((3 * num_out, width), np.float32)
+    weight = to_bf16(weight) if dtype == "bf16" else weight
+    found = ops.head_linear(x, weight, num_heads=3)
+    assert np.abs(found - reference.head_linear(x, weight, num_heads=3)).max() < 1e-4
+    one_by_one = [ops.head_linear(x[t : t + 1], weight, num_heads=3) for t in range(num_tokens)]
+    assert np.array_equal(found, np.concatenate(one_by_one))
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(ArgumentError, match=r"head_linear: K is 12, stride is 10, needs K <= stride"):
+        cpu.load().head_linear(np.zeros((2, 30), np.float32), np.zeros((6, 12), np.float32), num_heads=3)
+    batch = LatentBatch([3, 0], [1, 3])
+    batch.tables[:] = 99
+    with pytest.raises(ArgumentError, match=r"latent_attention: block_tables holds 99, needs 0 .. 3"):
+        batch.run(cpu.load(), batch.kv_cache)
