@@ -15,11 +15,13 @@ class CacheGroup:
     """Layers that share one block table.
 
     A `paged` group keeps every position. A `sliding_window` group keeps the blocks of the last `window` positions. A
-    `state` group has one block a request, which each step overwrites, and snapshots of it at some block boundaries.
+    `state` group has `num_parts` blocks a request, which each step overwrites, and snapshots of them at some block
+    boundaries.
     """
 
     kind: str = PAGED
     window: int = 0  # positions that a query attends to, its own included
+    num_parts: int = 1  # blocks that a state fills
 
     def first_block(self, position: int, block_size: int) -> int:
         """Return the index of the first block that a query at `position` reads."""
@@ -31,7 +33,7 @@ class CacheGroup:
         if self.kind == PAGED:
             return num_blocks
         if self.kind == STATE:
-            return min(num_blocks, 1)
+            return self.num_parts if num_blocks else 0
         return min(num_blocks, (self.window + max_chunk - 2) // block_size + 2)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from engine.core.block_pool import BlockPool, OutOfBlocks
-from engine.core.cache_groups import FREED, SLIDING_WINDOW, SNAPSHOT_INTERVAL, STATE
+from engine.core.cache_groups import FREED, MAX_REJECTED, SLIDING_WINDOW, SNAPSHOT_INTERVAL, STATE
 from engine.core.limits import Limits
 from engine.core.prefix_cache import Prefix, PrefixCache
 from engine.core.types import Copy, Request
@@ -25,7 +25,8 @@ class KVCacheManager:
         self.copies: list[Copy] = []  # for the next batch
         self._limits = limits
         self._prefix_cache = PrefixCache(pool, self.groups)
-        self._has_states = any(group.kind == STATE for group in self.groups)
+        self._states = [index for index, group in enumerate(self.groups) if group.kind == STATE]
+        self._has_states = bool(self._states)
         self._is_uniform = len(self.groups) == 1 and not self._has_states and not self.groups[0].window
         self._num_in_flight = 0  # steps
         self._retired: list[list[int]] = []  # of finished requests, which a launched step may still write
@@ -46,7 +47,7 @@ class KVCacheManager:
         prefix = self._prefix_cache.find(request)
         if self._take_prompt(request, slot, running, prefix):
             return True
-        # A snapshot and its copy may be one block more than there is.
+        # A snapshot and its copy may be more blocks than there are.
         without = Prefix(0, [()] * len(self.groups), 0)
         return self._has_states and not running and self._take_prompt(request, slot, running, without)
 
@@ -59,9 +60,7 @@ class KVCacheManager:
         if self._limits.block_ratio >= 1:
             promised = sum(map(self._blocks_to_come, running))
             # Snapshots that others hold spare it no block.
-            num_copied = sum(
-                pool.num_held_of(prefix.keys[i]) for i, group in enumerate(self.groups) if group.kind == STATE
-            )
+            num_copied = sum(pool.num_held_of(prefix.keys[index]) for index in self._states)
             if self.max_blocks(request) - num_shared + num_copied + promised > pool.num_available:
                 return False
         elif running:
@@ -69,6 +68,7 @@ class KVCacheManager:
             wanted = self.max_blocks(request) if request.in_lockstep else sum(counts) + len(keys)
             if pool.num_held + wanted - num_shared > self._limits.block_ratio * pool.num_blocks:
                 return False
+        on_device = {index: list(map(pool.is_on_device, prefix.keys[index])) for index in self._states}
         try:
             blocks = iter(pool.take(sum(counts), keys))
         except OutOfBlocks:
@@ -83,14 +83,25 @@ class KVCacheManager:
         request.num_cached = request.num_computed = prefix.num_blocks * pool.block_size
         request.branch_point = prefix.num_paged * pool.block_size
         del request.prompt_logprobs[request.num_computed :]  # of a preempted request: they are computed again
-        for index, block_ids in enumerate(request.block_ids):
-            if self.groups[index].kind == STATE and len(block_ids) > 1:
-                self.copies.append(Copy(slot, index, 0, block_ids[0], block_ids[1]))
-                pool.give_back([block_ids.pop(0)])
-            elif self.groups[index].kind == STATE and found[index]:
-                pool.unpublish(block_ids[0])
+        for index in self._states:
+            if found[index]:
+                self._own_snapshot(request, slot, index, on_device[index])
         self._set_room(request)
         return True
+
+    def _own_snapshot(self, request: Request, slot: int, index: int, on_device: Sequence[bool]) -> None:
+        """Give the request a snapshot of its own to continue. Its blocks are followed by those for the copies. A block
+        that comes back from the host needs none: its key can still be found there."""
+        found, copies = request.block_ids[index][: len(on_device)], request.block_ids[index][len(on_device) :]
+        for place, block in enumerate(found):
+            if on_device[place]:
+                self.copies.append(Copy(slot, index, place, block, copies[0]))
+                found[place] = copies.pop(0)
+                self.pool.give_back([block])
+            else:
+                self.pool.unpublish(block)
+        assert not copies
+        request.block_ids[index] = found
 
     def allocate(self, request: Request, num_tokens: int = 1) -> None:
         """Make its next `num_tokens` positions writable: with new blocks, and with copies of those that others hold or
@@ -99,10 +110,12 @@ class KVCacheManager:
         for index, group in enumerate(self.groups):
             block_ids = request.block_ids[index]
             if group.kind == STATE:
-                if start == self._next_snapshot(request, start - 1):
+                is_known = start >= request.room and not request.num_unverified  # it has just got here
+                if is_known and start == self._next_snapshot(request, start - 1):
                     self._prefix_cache.publish_state(request, index)
-                if pool.is_shared(block_ids[0]) or pool.is_published(block_ids[0]):
-                    self._replace(request, request.slot, index, 0)
+                for place, block in enumerate(block_ids):
+                    if pool.is_shared(block) or pool.is_published(block):
+                        self._replace(request, request.slot, index, place)
                 continue
             num_freed = self._free_behind_window(request, index) if group.kind == SLIDING_WINDOW else 0
             if start // pool.block_size < len(block_ids) and pool.is_shared(block_ids[start // pool.block_size]):
@@ -120,8 +133,9 @@ class KVCacheManager:
         are allocated now if that leaves every running request one."""
         pool, next_end = self.pool, request.num_computed + request.num_unverified + 1
         end = min(next_end + num_drafts, request.max_len)
-        if self._has_states:  # a rejected draft cannot be taken out of a state
-            return 0
+        if self._has_states:  # which are kept at a position that is known
+            end = min(end, next_end + MAX_REJECTED, self._next_snapshot(request, next_end - 1))
+            num_drafts = end - next_end
         if end > request.room:
             num_missing = (pool.blocks_for(end) - request.room // pool.block_size) * len(self.groups)
             if pool.num_available - num_missing < num_running * len(self.groups):
@@ -209,7 +223,8 @@ class KVCacheManager:
         """Return how many blocks of a prompt of `num_blocks` the group takes at admission beside the cached ones."""
         group = self.groups[index]
         if group.kind == STATE:  # a snapshot is copied, unless it comes back from the host
-            return int(not prefix.keys[index] or self.pool.is_on_device(prefix.keys[index][0]))
+            keys = prefix.keys[index]
+            return sum(map(self.pool.is_on_device, keys)) if keys else group.num_parts
         return group.max_blocks(num_blocks - prefix.num_blocks, self.pool.block_size, self._limits.max_batched_tokens)
 
     def _free_behind_window(self, request: Request, index: int) -> int:
@@ -269,7 +284,8 @@ class KVCacheManager:
         return min(point for point in points if point > position)
 
     def _blocks_to_come(self, request: Request) -> int:
-        return self.max_blocks(request) - len(_held_by(request)) + request.has_shared_tail * len(self.groups)
+        num_shared = sum(group.num_parts for group in self.groups) if request.has_shared_tail else 0
+        return self.max_blocks(request) - len(_held_by(request)) + num_shared
 
 
 def _held_by(request: Request) -> list[int]:

@@ -39,5 +39,6 @@ class Counters:
     num_preemptions: int = 0
     num_prompt_tokens: int = 0  # of requests when they are first admitted
     num_cached_tokens: int = 0  # of these, found in the prefix cache
+    num_tokens_without_state: int = 0  # of the others, found for full attention, but not for windows or states
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0  # of the drafted ones

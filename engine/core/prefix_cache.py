@@ -49,11 +49,7 @@ class PrefixCache:
             for index, group in enumerate(groups):
                 if group.kind != PAGED:
                     count = self._longest(index, hashes, count)
-        keys = [
-            [key_of(each, index) for each in hashes[self._first(group, count) : count]]
-            for index, group in enumerate(groups)
-        ]
-        return Prefix(count, keys, num_paged)
+        return Prefix(count, [self._keys(index, hashes[:count]) for index in range(len(groups))], num_paged)
 
     def publish(self, request: Request, start: int, end: int) -> None:
         """Make the full blocks `start` to `end` of `request` findable in all groups that have them."""
@@ -67,7 +63,9 @@ class PrefixCache:
         """Make the state of `request` at its position, which is the end of a block, a snapshot."""
         count = request.num_computed // self._pool.block_size
         if self._pool.caching and count:
-            self._pool.publish(request.block_ids[index][0], key_of(self.hashes(request, count)[-1], index))
+            keys = self._keys(index, self.hashes(request, count))
+            for block, key in zip(request.block_ids[index], keys, strict=True):
+                self._pool.publish(block, key)
 
     def keep_logprobs(self, request: Request) -> None:
         """Remember the log-probabilities of its whole prompt."""
@@ -92,16 +90,23 @@ class PrefixCache:
             hashes = self.hashes(request, request.prompt_len // self._pool.block_size)
             request.prompt_logprobs = self._logprobs.find(hashes, num_top)
 
-    def _first(self, group: CacheGroup, count: int) -> int:
-        """Return the first block that `group` needs in order to continue behind `count` blocks."""
+    def _keys(self, index: int, hashes: Sequence[bytes]) -> list[bytes]:
+        """Return the keys of the blocks that the group `index` needs in order to continue behind all of `hashes`."""
+        group, size = self._groups[index], self._pool.block_size
         if group.kind == STATE:
-            return max(count - 1, 0)
-        return group.first_block(count * self._pool.block_size, self._pool.block_size)
+            return [key_of(each, index, part) for each in hashes[-1:] for part in range(group.num_parts)]
+        return [key_of(each, index) for each in hashes[group.first_block(len(hashes) * size, size) :]]
 
     def _longest(self, index: int, hashes: Sequence[bytes], count: int) -> int:
         """Return the largest number of blocks, at most `count`, behind which the group `index` can continue."""
+        group, size = self._groups[index], self._pool.block_size
+        if group.kind == STATE:
+            parts = range(group.num_parts)
+            while count and not all(key_of(hashes[count - 1], index, part) in self._pool for part in parts):
+                count -= 1
+            return count
         while count:
-            needed = range(self._first(self._groups[index], count), count)
+            needed = range(group.first_block(count * size, size), count)
             missing = next((i for i in reversed(needed) if key_of(hashes[i], index) not in self._pool), None)
             if missing is None:
                 return count
@@ -109,6 +114,8 @@ class PrefixCache:
         return 0
 
 
-def key_of(block_hash: bytes, group: int) -> bytes:
-    """Return the pool's key of a block of the cache group with this index."""
+def key_of(block_hash: bytes, group: int, part: int = 0) -> bytes:
+    """Return the pool's key of a block of the cache group with this index, or of a part of its state."""
+    if part:
+        return block_hash + bytes([group]) + part.to_bytes(2, "little")
     return block_hash + bytes([group]) if group else block_hash

@@ -122,6 +122,7 @@ class RunningQueue:
         if request.num_preemptions == 0:  # a preempted request finds its own blocks, which do not count as cached
             self._counters.num_prompt_tokens += len(request.token_ids)
             self._counters.num_cached_tokens += request.num_cached
+            self._counters.num_tokens_without_state += max(request.branch_point - request.num_cached, 0)
 
     def reset_slot(self, request: Request) -> None:
         """Let the executor take over all tokens and blocks of a request in its slot again."""

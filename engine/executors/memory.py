@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.core.cache_groups import FULL_ATTENTION, CacheGroup
+from engine.core.cache_groups import FULL_ATTENTION, STATE, CacheGroup
 from engine.core.types import Arrival, Batch, Executor, Row, Sampling
 from engine.errors import ConfigError
 from engine.settings.config import Config
@@ -24,7 +24,7 @@ def allocate_cache(executor: Executor, config: Config, model_len: int) -> int:
     Return its number of blocks. Raises ConfigError when there is no room."""
     config, model_len = with_device(config), config.model_len(model_len)
     num_tokens = min(config.max_step_tokens, model_len)
-    small = -(-num_tokens // executor.block_size)
+    small = max(-(-num_tokens // executor.block_size), *(group.num_parts for group in executor.cache_groups))
     executor.allocate(small)
     executor.warm_up()
     run_longest_step(executor, config, model_len, small)
@@ -55,8 +55,10 @@ def run_longest_step(executor: Executor, config: Config, model_len: int, num_blo
     """Run the longest step that a cache of `num_blocks` blocks allows. It overwrites the content of the cache."""
     num_tokens = min(config.max_step_tokens, model_len, num_blocks * executor.block_size)
     arrival = Arrival(0, [0] * num_tokens, num_tokens, Sampling(max_new_tokens=1))
-    blocks = list(range(-(-num_tokens // executor.block_size)))  # a list, because other ranks receive it as a message
-    row = Row(0, 0, [0] * num_tokens, [blocks] * len(executor.cache_groups))
+    count = -(-num_tokens // executor.block_size)
+    # Lists, because other ranks receive them as a message.
+    blocks = [list(range(group.num_parts if group.kind == STATE else count)) for group in executor.cache_groups]
+    row = Row(0, 0, [0] * num_tokens, blocks)
     executor.launch(Batch([row], [arrival])).result()
 
 

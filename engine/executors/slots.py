@@ -62,7 +62,8 @@ class Slots:
         groups: Sequence[CacheGroup] = FULL_ATTENTION,
     ):
         self.num_slots, self._block_size, self._groups = num_slots, block_size, groups
-        self._block_tables = np.zeros((len(groups), num_slots, max_blocks), np.int32)
+        width = max(max_blocks, *(group.num_parts for group in groups))
+        self._block_tables = np.zeros((len(groups), num_slots, width), np.int32)
         self._num_blocks = np.zeros((len(groups), num_slots), np.int64)
         self._rows = SamplingRows.greedy(num_slots)  # its `counter` is the number of tokens of the answer
         self._seen = Seen(num_slots, min(max_blocks * block_size, vocab_size + 1))  # NO_TOKEN is one more
@@ -100,7 +101,7 @@ class Slots:
         if batch.has_prompt_outputs:
             logit_rows = np.concatenate([logit_rows, prompt_output_rows(batch, query_starts)])
         tables = {
-            table_name(index): self._block_tables[index, slots, : 1 if group.kind == STATE else width]
+            table_name(index): self._block_tables[index, slots, : group.num_parts if group.kind == STATE else width]
             for index, group in enumerate(self._groups)
         }
         positions = _runs(context_lens, lengths)

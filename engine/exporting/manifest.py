@@ -18,7 +18,7 @@ from engine.models.formats import QUANTIZED
 from engine.models.keys import ModelError, read_json
 from engine.models.kv_cache import CacheSpec
 
-GRAPH_VERSION = 8  # raised whenever the same checkpoint exports to another graph or manifest
+GRAPH_VERSION = 9  # raised whenever the same checkpoint exports to another graph or manifest
 VERSION_KEY = "infer_model_graph_version"  # in config.json, of every version
 
 

@@ -48,6 +48,12 @@ ENGINE_FAMILIES = (
     ("llm_generated_tokens_total", COUNTER, "Tokens generated", "num_generated_tokens"),
     ("llm_prompt_tokens_total", COUNTER, "Prompt tokens of admitted requests", "num_prompt_tokens"),
     ("llm_cached_prompt_tokens_total", COUNTER, "Of these, found in the prefix cache", "num_cached_tokens"),
+    (
+        "llm_prompt_tokens_without_state_total",
+        COUNTER,
+        "Prompt tokens in the prefix cache that could not be used, for lack of a state or window behind them",
+        "num_tokens_without_state",
+    ),
     ("llm_preemptions_total", COUNTER, "Requests that gave up their blocks", "num_preemptions"),
     ("llm_wasted_tokens_total", COUNTER, "Tokens computed for cancelled requests", "num_wasted_tokens"),
     ("llm_drafted_tokens_total", COUNTER, "Tokens tried ahead of the model", "num_drafted_tokens"),

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from engine.core.cache_groups import FREED, FULL_ATTENTION, STATE, CacheGroup
+from engine.core.cache_groups import FREED, FULL_ATTENTION, MAX_REJECTED, STATE, CacheGroup
 from engine.core.spans import PromptSpan
 from engine.core.types import PENDING, Batch, Logprobs, PromptOutputs, Row, Sampling, StepOutput
 
@@ -86,7 +87,7 @@ class CountingExecutor:
         self.block_size = block_size
         self.cache_groups = tuple(groups)
         self.batches: list[list[tuple[str, int]]] = []  # (first token of the prompt, tokens) of each row
-        self.cache: dict[tuple[int, int], int] = {}  # (block, offset) -> name
+        self.cache: dict[tuple[int, int], Any] = {}  # (block, offset) -> name
         self.on_host: dict[int, list[int]] = {}  # place -> names
         self.slots: dict[int, Slot] = {}
         self.sums: dict[int, list[int]] = {}  # of slots: tokens whose "hidden states" were added up
@@ -191,6 +192,7 @@ class CountingExecutor:
         names = list(prefix_names([*slot.token_ids[: row.start], *row.token_ids], slot.spans))
         for index, group in enumerate(self.cache_groups):
             if group.kind == STATE:
+                assert len(slot.block_ids[index]) == group.num_parts
                 self._update_state(row, slot.block_ids[index], names, holders)
                 continue
             for position in range(row.start, row.start + len(row.token_ids)):
@@ -200,13 +202,14 @@ class CountingExecutor:
                 self.cache[place] = names[position]
 
     def _update_state(self, row: Row, block_ids: Sequence[int], names: Sequence[int], holders: Counter[int]) -> None:
-        """Check and write a state: the name of all tokens so far, in the first place of its block."""
-        [block] = block_ids
-        assert holders[block] == 1, f"slot {row.slot} changes a state that others read"
-        if row.start:
-            found = self.cache.get((block, 0))
-            assert found == names[row.start - 1], f"slot {row.slot} continues another state at position {row.start}"
-        self.cache[block, 0] = names[-1]
+        """Check and write a state: the last positions with the names of the prefixes that end there, in the first place
+        of each of its blocks. What lies further back cannot be taken back."""
+        for block in block_ids:
+            assert holders[block] == 1, f"slot {row.slot} changes a state that others read"
+            if row.start:
+                found = dict(self.cache.get((block, 0), ())).get(row.start - 1)
+                assert found == names[row.start - 1], f"slot {row.slot} continues another state at position {row.start}"
+            self.cache[block, 0] = tuple(enumerate(names))[-1 - MAX_REJECTED :]
 
     def _attend(self, row: Row) -> None:
         """Check that each query of the row finds its window, or everything before it."""

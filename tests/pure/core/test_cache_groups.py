@@ -80,8 +80,32 @@ def test_where_prompts_branch_off_a_state_is_kept_once():
     shared = fill(18, 100)
     found = [num_cached(scheduler, executor, shared + fill(20, 1000 * (1 + n))) for n in range(3)]
     assert found == [0, 0, 16]  # the second one finds where attention branches off, and stops there
+    assert scheduler.counters.num_tokens_without_state == 16
     chunks = [sum(count for _, count in rows) for rows in executor.batches]
     assert chunks == [16, 16, 4, 2, 16, 16, 4, 2, 16, 4, 2]
+
+
+@pytest.mark.parametrize(("num_blocks", "expected"), [(15, 16), (13, 0)])
+def test_a_state_of_several_blocks_is_found_only_as_a_whole(num_blocks, expected):
+    scheduler, executor = a_server(PAGES, CacheGroup(STATE, num_parts=3), num_blocks=num_blocks)
+    prompt = fill(18, 100)
+    num_cached(scheduler, executor, prompt)
+    num_cached(scheduler, executor, fill(5, 500))  # takes 8 blocks; of 13, two of them are parts of the snapshot
+    assert num_cached(scheduler, executor, prompt) == expected
+
+
+def test_drafts_stop_where_a_state_is_kept(monkeypatch):
+    monkeypatch.setattr(kv_cache_manager, "SNAPSHOT_INTERVAL", 8)
+    scheduler, executor = a_server(PAGES, STATES, max_drafts=4)
+    prompt = fill(5, 100)
+    scheduler.add(a_request(prompt, 20))
+    most = {}
+    while (batch := scheduler.next_batch()) is not None:
+        [row] = batch.rows
+        most[row.start] = row.max_drafts
+        scheduler.apply(executor.launch(batch).result())
+    assert [most[start] for start in range(5, 10)] == [2, 1, 0, 4, 4]
+    assert num_cached(scheduler, executor, fill(20, 100)) == 16
 
 
 def test_a_snapshot_is_copied_before_its_request_goes_on():

@@ -197,7 +197,7 @@ def test_this_machine_has_memory():
 
 
 def test_windows_need_no_more_blocks_than_they_reach():
-    groups = (CacheGroup(), CacheGroup("sliding_window", 128), CacheGroup("state"))
+    groups = (CacheGroup(), CacheGroup("sliding_window", 128), CacheGroup("state", num_parts=5))
     config = Config(block_bs=2, max_seq_len=4096, max_dec_len=1024, max_num_batched_tokens=64)
     count = num_blocks(config, 8192, BlockSizes(16, 1, groups), 2**40)
-    assert count == 2 * ((4096 + 1024) // 16 + (128 + config.max_step_tokens - 2) // 16 + 2 + 1)
+    assert count == 2 * ((4096 + 1024) // 16 + (128 + config.max_step_tokens - 2) // 16 + 2 + 5)
