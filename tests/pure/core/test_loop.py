@@ -91,6 +91,7 @@ def test_the_counters_tell_what_was_done():
         "num_generated_tokens": 6,
         "num_prompt_tokens": 15,
         "num_cached_tokens": 0,
+        "num_tokens_without_state": 0,
         "num_preemptions": 0,
         "num_drafted_tokens": 0,
         "num_accepted_tokens": 0,
