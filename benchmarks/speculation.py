@@ -25,6 +25,7 @@ from benchmarks.random_checkpoint import SHAPES, make_checkpoint
 from engine.core.loop import EngineLoop
 from engine.core.types import Batch, Executor, Request, Sampling, Step, StepOutput
 from engine.executors import make_executor
+from engine.executors.draft_policy import DraftPolicy
 from engine.executors.drafting import with_drafts
 from engine.executors.memory import allocate_cache
 from engine.exporting.cache import export_cached
@@ -79,7 +80,7 @@ class Scripted:
 def measure(executor: Executor, num_blocks: int, config: Config, script: tuple[list, list]) -> tuple[float, float]:
     """Return tokens per second, and the share of the drafted tokens that were accepted."""
     prompts, answers = script
-    scripted = with_drafts(Scripted(executor, answers), config)  # type: ignore[arg-type]
+    scripted = with_drafts(Scripted(executor, answers), config, DraftPolicy())  # type: ignore[arg-type]
     loop = EngineLoop(scripted, num_blocks, config)
     for index, prompt in enumerate(prompts):
         loop.add(Request(str(index), list(prompt), len(prompt), Sampling(ANSWER_LEN, temperature=0)))

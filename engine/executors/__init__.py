@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from engine.core.types import Executor
 from engine.errors import ConfigError
+from engine.executors.draft_policy import DraftPolicy
 from engine.executors.drafting import with_drafts
 from engine.executors.memory import check_swap_space
 from engine.exporting.manifest import Manifest
@@ -44,10 +45,12 @@ def make_executor(
     if missing := manifest.missing_files(graph_dir, machines.ranks):
         raise ModelError(f"{graph_dir}: {missing[0]} is missing; export the model again from its checkpoint")
     if machines.num_hosts == 1:
-        return with_drafts(make_host(graph_dir, config, owns_process=owns_process, tell=tell), config)
+        return with_drafts(make_host(graph_dir, config, owns_process=owns_process, tell=tell), config, DraftPolicy())
     from engine.executors.hosts import follow, lead
 
-    return with_drafts(lead(graph_dir, config, tell), config) if machines.is_master else follow(graph_dir, config, tell)
+    if machines.is_master:
+        return with_drafts(lead(graph_dir, config, tell), config, DraftPolicy())
+    return follow(graph_dir, config, tell)
 
 
 def check_num_ranks(graph_dir: Path, manifest: Manifest, config: Config) -> None:

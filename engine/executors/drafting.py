@@ -6,13 +6,15 @@ drafts.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Protocol
 
 from engine.core.types import PENDING, Arrival, Batch, Executor, Row, StepOutput
-from engine.core.updates import make
+from engine.executors.draft_policy import Acceptance, DraftPolicy
 from engine.executors.ngram import NgramDrafter
 from engine.executors.suffix import RecentAnswers, SuffixDrafter
 from engine.settings.config import Config
@@ -20,6 +22,11 @@ from engine.settings.config import Config
 
 class Drafter(Protocol):
     """Proposes the tokens that may follow those of one slot."""
+
+    @property
+    def level(self) -> int:
+        """Return how sure it is of the last proposal, from 0. The policy counts how often each level is right."""
+        ...
 
     def propose(self, token_ids: list[int], max_drafts: int) -> Sequence[int]:
         """Return at most `max_drafts` tokens that may follow `token_ids`, or none when no continuation is likely.
@@ -34,40 +41,57 @@ class Drafter(Protocol):
         ...
 
 
-def with_drafts(executor: Executor, config: Config) -> Executor:
-    """Return `executor`, with drafts if SPECULATE_METHOD names a method."""
+def with_drafts(executor: Executor, config: Config, policy: DraftPolicy | None = None) -> Executor:
+    """Return `executor`, with drafts if SPECULATE_METHOD names a method. Without a policy all drafts are verified."""
     if config.speculate_method == "none":
         return executor
     max_drafts = config.speculate_max_draft_token_num
     if config.speculate_method == "suffix":
         answers = RecentAnswers()
-        return DraftingExecutor(executor, max_drafts, lambda arrival: SuffixDrafter(arrival, answers))
-    return DraftingExecutor(executor, max_drafts, lambda arrival: NgramDrafter(config))
+        return DraftingExecutor(executor, max_drafts, lambda arrival: SuffixDrafter(arrival, answers), policy)
+    return DraftingExecutor(executor, max_drafts, lambda arrival: NgramDrafter(config), policy)
 
 
 @dataclass
 class DraftedSlot:
-    """The tokens of the request in a slot."""
+    """The tokens of the request in a slot, and its last drafts."""
 
     token_ids: list[int]  # prompt, then the known tokens of the answer
     max_len: int  # positions that the request can occupy at most, see `Request.max_len`
     drafter: Drafter
+    drafts: Sequence[int] = ()  # the last ones, whether or not a step has verified them
+    drafted_at: int = 0  # number of tokens at that time
+    level: int = 0  # of these drafts
+    was_right: bool = True  # the first of them
 
-    def fill_in(self, row: Row, max_drafts: int) -> Row:
-        """Return the row with its PENDING token filled in and at most `max_drafts` draft tokens appended.
+    def fill_in(self, row: Row) -> Row:
+        """Return the row with its PENDING token filled in. A request that has meanwhile reached its length limit
+        computes its last position again, with the same token."""
+        if row.token_ids[0] != PENDING:
+            return row
+        start = min(len(self.token_ids), self.max_len) - 1
+        token_id = max(self.token_ids[start], 0)  # the token is NO_TOKEN if the request has failed
+        return row._replace(start=start, token_ids=[token_id, *row.token_ids[1:]])
 
-        A request that has meanwhile reached its length limit computes its last position again, with the same token.
-        """
-        slot, start, known, new_block_ids, num_sampled, forks, prompt_spec, reserved = row
-        token_ids = [*known]
-        if token_ids[0] == PENDING:
-            start = min(len(self.token_ids), self.max_len) - 1
-            token_ids[0] = max(self.token_ids[start], 0)  # the token is NO_TOKEN if the request has failed
-        max_drafts = min(reserved, max_drafts, self.max_len - 1 - start)
-        if max_drafts > 0:
-            token_ids += self.drafter.propose(self.token_ids, max_drafts)
-            num_sampled = len(token_ids)
-        return make(Row, (slot, start, token_ids, new_block_ids, num_sampled, forks, prompt_spec, 0))
+    def offer(self, row: Row, max_drafts: int) -> Sequence[int]:
+        """Return at most `max_drafts` tokens that may follow those of the filled row."""
+        max_drafts = min(row.max_drafts, max_drafts, self.max_len - 1 - row.start)
+        if max_drafts <= 0:
+            return ()
+        self.drafts, self.drafted_at = self.drafter.propose(self.token_ids, max_drafts), len(self.token_ids)
+        self.level = 2 * self.drafter.level + self.was_right
+        return self.drafts
+
+    def judge(self, acceptance: Acceptance) -> None:
+        """Compare the last drafts with the tokens that have followed, which are known even if no step has verified
+        the drafts."""
+        known = self.token_ids[self.drafted_at : self.drafted_at + len(self.drafts)]
+        if known and self.drafts:
+            num_right = sum(
+                1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(known, self.drafts, strict=False))
+            )
+            acceptance.record(self.level, num_right, len(known))
+            self.was_right, self.drafts = num_right > 0, ()
 
 
 @dataclass
@@ -99,15 +123,21 @@ class DraftingExecutor:
 
     runs_ahead = True
 
-    def __init__(self, executor: Executor, max_drafts: int, make_drafter: Callable[[Arrival], Drafter]):
+    def __init__(
+        self,
+        executor: Executor,
+        max_drafts: int,
+        make_drafter: Callable[[Arrival], Drafter],
+        policy: DraftPolicy | None = None,
+    ):
         """Wrap `executor`. A row gets at most `max_drafts` drafts; `make_drafter` is called for each request that takes
-        a slot."""
+        a slot. The policy chooses how many drafts are verified; without one, all of them are."""
         self.max_drafts = max_drafts
         self.block_size, self.block_bytes = executor.block_size, executor.block_bytes
         self.cache_groups, self.takes_spans = executor.cache_groups, executor.takes_spans
         self.max_prompt_logits = executor.max_prompt_logits
         self._executor = executor
-        self._make_drafter = make_drafter
+        self._make_drafter, self._policy = make_drafter, policy
         self._slots: dict[int, DraftedSlot] = {}
         self._error: BaseException | None = None  # the error of the step that failed
         self._thread = ThreadPoolExecutor(1, "drafts")
@@ -153,27 +183,51 @@ class DraftingExecutor:
                 previous.drafter.end(previous.token_ids)
             max_len = arrival.prompt_len + max(arrival.sampling.max_new_tokens - 1, 0)
             self._slots[arrival.slot] = DraftedSlot(list(arrival.token_ids), max_len, self._make_drafter(arrival))
+        began = time.perf_counter()
         filled, drafts = self._fill_in(batch)
         step.drafted.set_result(drafts)
+        launched = time.perf_counter()
         running = self._executor.launch(filled)
         if batch.has_mask:
             running.mask(step.masked.result())
         output = running.result()
+        if self._policy:
+            self._policy.learn(filled.rows, output, time.perf_counter() - launched, launched - began)
         self._append(filled.rows, output)
         return output._replace(num_drafts=sum(map(len, drafts.values())))
 
     def _fill_in(self, batch: Batch) -> tuple[Batch, dict[int, Sequence[int]]]:
         """Return the batch with all its tokens, and the drafts that were added to it, by slot."""
-        rows: list[Row] = []
-        drafts, num_left = {}, batch.max_drafts
-        for row in batch.rows:
-            if row.max_drafts or row.token_ids[0] == PENDING:
-                row = self._slots[row.slot].fill_in(row, num_left)
-                if row.num_sampled > 1:
-                    drafts[row.slot] = row.token_ids[1:]
-                    num_left -= row.num_sampled - 1
-            rows.append(row)
-        return batch._replace(rows=rows, max_drafts=0), drafts
+        rows = [
+            self._slots[row.slot].fill_in(row) if row.max_drafts or row.token_ids[0] == PENDING else row
+            for row in batch.rows
+        ]
+        offers = self._offers(rows, batch.max_drafts)
+        if offers and self._policy:
+            levels = [(self._slots[rows[index].slot].level, len(drafts)) for index, drafts in offers]
+            counts = self._policy.choose_for(rows, levels)
+            offers = [(index, drafts[:count]) for (index, drafts), count in zip(offers, counts, strict=True) if count]
+        added = {}
+        for index, drafts in offers:
+            row = rows[index]
+            added[row.slot] = drafts
+            rows[index] = row._replace(token_ids=[*row.token_ids, *drafts], num_sampled=row.num_sampled + len(drafts))
+        return batch._replace(rows=[row._replace(max_drafts=0) for row in rows], max_drafts=0), added
+
+    def _offers(self, rows: Sequence[Row], max_drafts: int) -> list[tuple[int, Sequence[int]]]:
+        """Return the drafts that may be added to the rows, by index."""
+        if self._policy and not self._policy.wants_offers:
+            return []
+        offers = []
+        for index, row in enumerate(rows):
+            if row.max_drafts and max_drafts > 0:
+                slot = self._slots[row.slot]
+                if self._policy:
+                    slot.judge(self._policy.acceptance)
+                if drafts := slot.offer(row, max_drafts):
+                    offers.append((index, drafts))
+                    max_drafts -= len(drafts)
+        return offers
 
     def _append(self, rows: Sequence[Row], output: StepOutput) -> None:
         """Add the tokens of a step to those of its slots."""

@@ -28,6 +28,10 @@ class NgramDrafter:
         self._resume_at = 0  # number of tokens at which drafting resumes
         self._proposed: tuple[int, Sequence[int]] | None = None  # start and tokens of the last drafts
 
+    @property
+    def level(self) -> int:
+        return min(self._num_drafts.bit_length() - 1, 3)
+
     def propose(self, token_ids: Sequence[int], max_drafts: int) -> Sequence[int]:
         """Return the tokens that followed the last n-gram before, see `engine.executors.drafting.Drafter`."""
         self._judge(token_ids)
@@ -52,6 +56,7 @@ class NgramDrafter:
         self._proposed = None
         if len(token_ids) == start:
             return  # No step has verified them.
+        drafts = drafts[: len(token_ids) - start]  # The others have not been verified.
         if token_ids[start : start + len(drafts)] == drafts:
             self._num_drafts = min(2 * self._num_drafts, self._max_drafts)
             self._pause = 1

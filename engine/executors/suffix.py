@@ -80,6 +80,7 @@ class SuffixDrafter:
     def __init__(self, arrival: Arrival, answers: RecentAnswers):
         self._arrival, self._answers = arrival, answers
         self._own = History([])
+        self.level = 0
         self._next: tuple[History, int, int] | None = None  # where the last match goes on if its drafts are right
 
     def propose(self, token_ids: list[int], max_drafts: int) -> Sequence[int]:
@@ -92,6 +93,7 @@ class SuffixDrafter:
         longest = max((length for length, _, _ in matches), default=0)
         if longest < 2:
             return []
+        self.level = min(longest.bit_length() - 2, 3)
         best = [(history, end) for length, history, end in matches if length == longest]
         self._next = *best[0], len(token_ids)
         return _continuation(best, max_drafts)

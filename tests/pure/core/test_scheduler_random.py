@@ -24,6 +24,8 @@ MAX_DRAFTS = 4
 class GuessingDrafter:
     """Knows the whole answer, and is wrong every now and then."""
 
+    level = 0
+
     def __init__(self, rng, arrival):
         self.rng, self.prompt_len = rng, arrival.prompt_len
         self.answer = answer(arrival.token_ids[: arrival.prompt_len], arrival.sampling)

@@ -8,6 +8,7 @@ import pytest
 from engine.core.loop import EngineLoop
 from engine.core.types import Request, Sampling
 from engine.executors import make_executor
+from engine.executors.drafting import with_drafts
 from engine.executors.reference import ReferenceExecutor
 from engine.settings.config import Config
 
@@ -99,9 +100,11 @@ def test_a_warm_prefix_cache_changes_no_bit(graph_dir, alone):
     assert loop.stats()["num_cached_tokens"] > 1000
 
 
-def test_tokens_that_are_tried_ahead_change_no_bit(graph_dir, alone):
-    config = replace(BASE, block_bs=4, speculate_method="ngram", speculate_max_ngram_size=2, block_ratio=0.9)
-    answers, loop = run(an_executor(graph_dir, config, 40), config, random_requests(seed=1), num_blocks=40)
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_tokens_that_are_tried_ahead_change_no_bit(graph_dir, alone, method):
+    config = replace(BASE, block_bs=4, speculate_method=method, speculate_max_ngram_size=2, block_ratio=0.9)
+    executor = with_drafts(an_executor(graph_dir, replace(config, speculate_method="none"), 40), config)
+    answers, loop = run(executor, config, random_requests(seed=1), num_blocks=40)
     assert answers == alone
     stats = loop.stats()
     assert 0 < stats["num_accepted_tokens"] < stats["num_drafted_tokens"]

@@ -28,6 +28,8 @@ def test_drafts_that_no_step_has_verified_are_proposed_again():
 class Counting:
     """Drafts the next numbers, of which the last one is wrong."""
 
+    level = 0
+
     def propose(self, token_ids, max_drafts):
         return [*range(token_ids[-1] + 1, token_ids[-1] + max_drafts), 0]
 

@@ -1,0 +1,213 @@
+"""Draft policy: decides how many draft tokens a step verifies, from measured step times and from how often drafts were
+right. It handles numbers only; drafts never change an answer, so the policy cannot either."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from engine.core.types import Row, StepOutput
+
+PRIOR, PRIOR_WEIGHT = 0.7, 2.0  # assumed share of right drafts, as if it had been seen so often
+DECAY = 0.97  # of the weight of earlier drafts, for each new one
+GROWTH = 0.25  # assumed growth of a step's time when its tokens double, as long as it is not measured
+NUM_TRUSTED = 3  # measurements of a step time that are needed to rely on it
+MIN_GAIN = 1.03  # expected ratio of token rates from which drafts are verified
+LOSS_SHARE = 0.004  # of the time of all steps that drafts may cost
+MAX_BALANCE = 20.0  # steps without drafts whose time earlier gains may be spent on
+CREDIT = 4.0  # of these steps, at the start, for each number of rows
+LEAST_PROBABILITY = 0.05  # of drafts that are considered
+MAX_IDLE = 64  # steps after which drafts are tried again, although they do not seem to pay
+BASE_INTERVAL = 128  # steps with drafts after which one without them is measured
+Offer = tuple[int, int]  # level and number of the drafts of a row
+no_time: Callable[[int], float] = lambda depth: 0.0  # noqa: E731
+
+
+class Acceptance:
+    """Running share of right drafts, by level and position. A level stands for how sure a drafter is."""
+
+    def __init__(self) -> None:
+        self._counts: defaultdict[tuple[int, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
+
+    def record(self, level: int, num_right: int, num_judged: int) -> None:
+        """Count drafts of one row: the first `num_right` of them, and then a wrong one if more have been judged."""
+        for position in range(min(num_right + 1, num_judged)):
+            counts = self._counts[level, position]
+            counts[0] = DECAY * counts[0] + (position < num_right)
+            counts[1] = DECAY * counts[1] + 1
+
+    def expected(self, level: int, num_drafts: int) -> list[float]:
+        """Return, for each of the drafts, the probability that it and those before it are right."""
+        probabilities, product = [], 1.0
+        for position in range(num_drafts):
+            right, judged = self._counts[level, position]
+            product *= (right + PRIOR * PRIOR_WEIGHT) / (judged + PRIOR_WEIGHT)
+            probabilities.append(product)
+        return probabilities
+
+
+class StepTimes:
+    """Times of decode steps with one number of rows, as a function of the tokens beyond one for each row."""
+
+    def __init__(self, num_rows: int):
+        self._num_rows = num_rows
+        self.has_credit = False  # the policy has added it to its balance
+        self._scale = 1.0  # follows slow changes that concern all numbers of tokens, such as longer contexts
+        self._seconds: dict[int, float] = {}  # in units of the scale
+        self._num_seen: defaultdict[int, int] = defaultdict(int)
+        self._known: list[int] = []  # sorted numbers of tokens whose times are relied on
+
+    def observe(self, num_extra: int, seconds: float) -> None:
+        num_extra = _rounded(num_extra)
+        seen = self._num_seen[num_extra] = self._num_seen[num_extra] + 1
+        if seen == 1:
+            self._seconds[num_extra] = seconds / self._scale
+        if seen == (NUM_TRUSTED if num_extra else 1):
+            insort(self._known, num_extra)
+        if seen == 1:
+            return
+        ratio = min(max(seconds / (self._scale * self._seconds[num_extra]), 0.5), 2.0)
+        if seen <= NUM_TRUSTED:  # The first ones may be slow for many reasons.
+            self._seconds[num_extra] *= min(ratio, 1.0)
+        else:
+            self._seconds[num_extra] *= 1 + (ratio - 1) * 0.1
+            self._scale *= 1 + (ratio - 1) * 0.15
+
+    def is_trusted(self, num_extra: int) -> bool:
+        return self._num_seen[_rounded(num_extra)] >= NUM_TRUSTED
+
+    def seconds(self, num_extra: int) -> float:
+        """Return the expected time of a step. Between measured numbers of tokens it is interpolated."""
+        known = self._known
+        if not known:
+            return 0.0
+        place = bisect_left(known, num_extra)
+        if place < len(known) and known[place] == num_extra:
+            return self._scale * self._seconds[num_extra]
+        low = known[max(place - 1, 0)]
+        if place == len(known):
+            slope = GROWTH * self._seconds[low] / self._num_rows
+            if low and 0 in self._seconds:
+                slope = max(0.0, self._seconds[low] - self._seconds[0]) / low
+        else:
+            high = known[place] if place else known[-1]
+            slope = (self._seconds[high] - self._seconds[low]) / max(high - low, 1)
+        return self._scale * (self._seconds[low] + slope * (num_extra - low))
+
+
+def _rounded(number: int) -> int:
+    """Return a number of at most four significant bits, so that similar ones are measured together."""
+    shift = max(0, number.bit_length() - 4)
+    return number >> shift << shift
+
+
+class DraftPolicy:
+    """Policy of one engine. It chooses the drafts with the best expected rate of tokens, none if that is not better.
+
+    It keeps a balance of the time that drafts have saved by estimate and of the time that they may cost, a small share
+    of all steps. While the balance is used up, nothing is drafted.
+    """
+
+    def __init__(self) -> None:
+        self.acceptance = Acceptance()
+        self._times: dict[int, StepTimes] = {}  # by the number of rows
+        self._prompt_token_s = 0.0  # of steps that also compute prompts
+        self._balance_s = 0.0
+        self._num_idle = self._num_busy = 0  # steps without chosen drafts, and with them, since the last others
+
+    @property
+    def wants_offers(self) -> bool:
+        """Return whether drafting is worth its own time. If drafts have not paid for a while, it seldom is."""
+        return self._balance_s > 0 and (self._num_idle < MAX_IDLE // 4 or self._num_idle % 8 == 0)
+
+    def choose(
+        self, num_rows: int, num_extra: int, offers: Sequence[Offer], draft_s: Callable[[int], float] = no_time
+    ) -> list[int]:
+        """Return how many drafts of each offer a decode step verifies.
+
+        `num_rows` are all rows of the step and `num_extra` its other tokens beyond one for each row. `draft_s` is the
+        time that drafting takes if the longest drafts have that length.
+        """
+        times = self._times_of(num_rows)
+        counts, base_s = [0] * len(offers), times.seconds(num_extra)
+        if not offers or not times.is_trusted(num_extra) or self._balance_s <= 0 or self._num_busy >= BASE_INTERVAL:
+            return counts
+        probable = self._sorted(offers)
+        best, num_chosen, expected, depth = MIN_GAIN * num_rows / base_s, 0, float(num_rows), 0
+        for number, (probability, _, position) in enumerate(probable, 1):
+            expected, depth = expected + probability, max(depth, position + 1)
+            rate = expected / (times.seconds(num_extra + number) + draft_s(depth))
+            if rate > best:
+                best, num_chosen = rate, number
+        if not num_chosen and self._num_idle >= MAX_IDLE and self._balance_s > times.seconds(num_extra + 1) - base_s:
+            num_chosen = 1  # The times may have changed.
+        for _, index, _ in probable[:num_chosen]:
+            counts[index] += 1
+        return counts
+
+    def choose_beside_prompts(self, num_rows: int, offers: Sequence[Offer]) -> list[int]:
+        """Return how many drafts of each offer are verified in a step that also computes prompts: those that are
+        expected to save more time in later steps than they cost in this one. `num_rows` are those that decode."""
+        counts, times = [0] * len(offers), self._times_of(num_rows)
+        if self._prompt_token_s and self._balance_s > 0 and times.is_trusted(0):
+            least = MIN_GAIN * self._prompt_token_s * num_rows / times.seconds(0)
+            for probability, index, _ in self._sorted(offers):
+                counts[index] += probability > least
+        return counts
+
+    def choose_for(self, rows: Sequence[Row], offers: Sequence[Offer]) -> list[int]:
+        """Return how many drafts of each offer the step of these rows verifies."""
+        num_decoding, num_extra = _tokens_of(rows)
+        if num_decoding < len(rows):
+            return self.choose_beside_prompts(num_decoding, offers)
+        return self.choose(num_decoding, num_extra, offers)
+
+    def learn(self, rows: Sequence[Row], output: StepOutput, seconds: float, draft_s: float) -> None:
+        """Learn from a step and from the time of drafting before it."""
+        num_decoding, num_extra = _tokens_of(rows)
+        if num_decoding < len(rows):
+            self.observe_beside_prompts(sum(len(row.token_ids) for row in rows), seconds)
+        else:
+            self.observe(num_decoding, num_extra, sum(map(len, output.token_ids)), (seconds, draft_s))
+
+    def observe(self, num_rows: int, num_extra: int, num_sampled: int, times_s: tuple[float, float]) -> None:
+        """Learn from a decode step: its rows, its other tokens, how many tokens it has sampled, and the times of the
+        step and of drafting."""
+        seconds, draft_s = times_s
+        times = self._times_of(num_rows)
+        times.observe(num_extra, seconds)
+        base_s = times.seconds(0)
+        self._num_idle, self._num_busy = (0, self._num_busy + 1) if num_extra else (self._num_idle + 1, 0)
+        if not times.has_credit and times.is_trusted(0):
+            times.has_credit = True
+            self._balance_s += CREDIT * base_s
+        self._balance_s += LOSS_SHARE * seconds - draft_s
+        if num_extra and times.is_trusted(0):
+            self._balance_s += num_sampled / num_rows * base_s - seconds
+        limit_s = MAX_BALANCE * base_s
+        self._balance_s = min(max(self._balance_s, -2 * limit_s), limit_s)
+
+    def observe_beside_prompts(self, num_tokens: int, seconds: float) -> None:
+        """Learn from a step that has also computed prompts."""
+        token_s = seconds / num_tokens
+        self._prompt_token_s += (token_s - self._prompt_token_s) * (0.1 if self._prompt_token_s else 1)
+
+    def _times_of(self, num_rows: int) -> StepTimes:
+        return self._times.setdefault(_rounded(num_rows), StepTimes(num_rows))
+
+    def _sorted(self, offers: Sequence[Offer]) -> list[tuple[float, int, int]]:
+        """Return probability, offer and position of all drafts, the most probable first."""
+        probable = [
+            (probability, index, position)
+            for index, offer in enumerate(offers)
+            for position, probability in enumerate(self.acceptance.expected(*offer))
+            if probability > LEAST_PROBABILITY
+        ]
+        return sorted(probable, key=lambda each: (-each[0], each[2]))
+
+
+def _tokens_of(rows: Sequence[Row]) -> tuple[int, int]:
+    """Return how many rows decode, and how many tokens these have beyond one each."""
+    decoding = [row for row in rows if len(row.token_ids) == row.num_sampled]
+    return len(decoding), sum(row.num_sampled - 1 for row in decoding)

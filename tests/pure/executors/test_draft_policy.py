@@ -1,0 +1,130 @@
+"""The number of draft tokens, chosen from given step times: the best rate wins, and wrong guesses cost little."""
+
+import random
+
+import pytest
+
+from engine.executors.draft_policy import LOSS_SHARE, MAX_BALANCE, Acceptance, DraftPolicy, StepTimes
+
+MEMORY_BOUND = {"rows_s": 0.0, "extra_s": 0.0005}  # more tokens cost nearly nothing
+COMPUTE_BOUND = {"rows_s": 0.01, "extra_s": 0.01}
+
+
+def simulate(policy, num_rows, share_right, num_steps, costs):
+    """Run steps of 10 ms plus so much for each row and each draft; each draft is right with the same probability.
+    Return the numbers of chosen drafts, all sampled tokens and the time of all steps."""
+    rng, chosen, num_tokens, total_s = random.Random(0), [], 0, 0.0
+    rows_s, extra_s, draft_s = (costs.get(name, 0.0) for name in ("rows_s", "extra_s", "draft_s"))
+    for _ in range(num_steps):
+        seconds = 0.01 + rows_s * num_rows
+        offers = [(0, 4)] * num_rows if policy.wants_offers else []
+        counts = policy.choose(num_rows, 0, offers)
+        num_right = [next((i for i in range(4) if rng.random() > share_right), 4) for _ in counts]
+        for right in num_right:
+            policy.acceptance.record(0, right, 4)
+        seconds += extra_s * sum(counts)
+        num_sampled = num_rows + sum(map(min, counts, num_right))
+        policy.observe(num_rows, sum(counts), num_sampled, (seconds, draft_s * bool(offers)))
+        chosen.append(sum(counts))
+        num_tokens, total_s = num_tokens + num_sampled, total_s + seconds + draft_s * bool(offers)
+    return chosen, num_tokens, total_s
+
+
+def test_all_drafts_are_verified_where_tokens_cost_nothing_and_drafts_are_right():
+    chosen, num_tokens, total_s = simulate(DraftPolicy(), 1, 0.95, 400, MEMORY_BOUND)
+    assert chosen[-50:].count(4) > 45
+    assert num_tokens / total_s > 3.5 / 0.01
+
+
+def test_few_drafts_are_verified_if_only_the_first_are_right():
+    chosen, num_tokens, total_s = simulate(DraftPolicy(), 1, 0.5, 2000, {"extra_s": 0.002})
+    assert max(chosen[200:], key=chosen[200:].count) in (1, 2)
+    assert num_tokens / total_s > 1.2 / 0.01
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "share_right", "costs"),
+    [
+        pytest.param(1, 0.0, MEMORY_BOUND, id="wrong drafts"),
+        pytest.param(1, 0.2, {"extra_s": 0.005}, id="dear tokens"),
+        pytest.param(32, 0.7, COMPUTE_BOUND, id="many requests"),
+        pytest.param(32, 0.0, COMPUTE_BOUND, id="many requests and wrong drafts"),
+        pytest.param(4, 0.3, {"extra_s": 0.001, "draft_s": 0.01}, id="slow drafting"),
+    ],
+)
+def test_drafts_that_do_not_pay_cost_less_than_one_percent(num_rows, share_right, costs):
+    num_steps = 4000
+    chosen, num_tokens, total_s = simulate(DraftPolicy(), num_rows, share_right, num_steps, costs)
+    without_s = (0.01 + costs.get("rows_s", 0) * num_rows) / num_rows  # per token
+    assert total_s / num_tokens < 1.01 * without_s
+    assert sum(count > 0 for count in chosen) < num_steps / 50
+
+
+def test_drafting_begins_again_when_the_text_repeats():
+    policy = DraftPolicy()
+    simulate(policy, 1, 0.0, 3000, MEMORY_BOUND)
+    chosen, _, _ = simulate(policy, 1, 1.0, 600, MEMORY_BOUND)
+    assert chosen[-100:].count(4) > 90
+
+
+def test_the_balance_limits_what_a_change_of_the_load_can_cost():
+    """The acceptance says that all drafts are right, the steps say that they are not worth it."""
+    policy, total_s = DraftPolicy(), 0.0
+    for _ in range(2000):
+        policy.acceptance.record(0, 4, 4)
+        [count] = policy.choose(1, 0, [(0, 4)])
+        policy.observe(1, count, 1, (0.01 * (1 + count), 0.0))  # as if no draft were ever accepted
+        total_s += 0.01 * (1 + count)
+    assert total_s / (2000 * 0.01) < 1 + LOSS_SHARE + 2 * MAX_BALANCE / 2000
+
+
+def test_the_surest_drafts_are_chosen_first():
+    policy = DraftPolicy()
+    for _ in range(50):
+        policy.acceptance.record(3, 4, 4)
+        policy.acceptance.record(0, 0, 4)
+        policy.observe(2, 0, 2, (0.01, 0.0))
+        for extra in (4, 8):
+            policy.observe(2, extra, 2 + extra, (0.01 + 0.002 * extra, 0.0))
+    assert policy.choose(2, 0, [(0, 4), (3, 4)]) == [0, 4]
+
+
+def test_beside_prompts_only_drafts_are_verified_that_save_more_than_they_cost():
+    policy = DraftPolicy()
+    for _ in range(20):
+        policy.acceptance.record(1, 1, 2)  # the first is right, the second is wrong
+        policy.observe(1, 0, 1, (0.01, 0.0))
+        policy.observe_beside_prompts(100, 0.2)
+    assert policy.choose_beside_prompts(1, [(1, 2)]) == [1]
+    policy.observe_beside_prompts(100, 20.0)
+    assert policy.choose_beside_prompts(1, [(1, 2)]) == [0]
+
+
+def test_step_times_are_interpolated_and_follow_the_context():
+    times = StepTimes(2)
+    for extra, seconds in ((0, 0.01), (4, 0.02)):
+        for _ in range(3):
+            times.observe(extra, seconds)
+    assert times.seconds(2) == pytest.approx(0.015)
+    assert times.seconds(8) == pytest.approx(0.03)
+    for _ in range(30):
+        times.observe(4, 0.04)
+    assert times.seconds(4) == pytest.approx(0.04, rel=0.05)
+    assert times.seconds(0) > 0.012  # it has not been measured again, but everything has become slower
+
+
+def test_a_single_slow_measurement_does_not_decide():
+    times = StepTimes(1)
+    for seconds in (0.05, 0.01, 0.01, 0.01):
+        times.observe(0, seconds)
+    assert times.seconds(0) == pytest.approx(0.01, rel=0.5)
+
+
+def test_acceptance_is_counted_by_level_and_position():
+    acceptance = Acceptance()
+    for _ in range(100):
+        acceptance.record(0, 2, 4)
+        acceptance.record(1, 0, 1)
+    first, second, third, _ = acceptance.expected(0, 4)
+    assert first >= second > 0.95 > 0.1 > third
+    assert acceptance.expected(1, 2)[0] < 0.1
