@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.models import support
 from engine.models.families import read_model
 from engine.models.formats import FLOAT32
 from engine.models.weights import Shard, weights_of
@@ -34,6 +35,16 @@ COMMON = {
 }
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5], "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 30.0]}
+LATENT = {
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "q_lora_rank": 40,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 4,
+}
+YARN = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {
         "architectures": ["Gemma2ForCausalLM"],
@@ -129,6 +140,44 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "architectures": ["MistralForCausalLM"],
         "sliding_window": WINDOW,
     },
+    "deepseek_v2": {
+        **LATENT,
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "q_lora_rank": None,
+        "rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+    },
+    "deepseek_v3": {
+        **LATENT,
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.6},
+    },
+    "kimi_k2": {
+        **LATENT,
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "attention_bias": True,
+        "rope_interleave": False,
+    },
+    "glm4_moe_lite": {
+        **LATENT,
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "mlp_layer_types": ["dense"] * 4,
+        "qk_nope_head_dim": 12,
+        "v_head_dim": 32,
+    },
+    "mistral4": {
+        **LATENT,
+        "architectures": ["Mistral4ForCausalLM"],
+        "pad_token_id": 0,
+        "rope_parameters": {
+            **YARN,
+            "rope_theta": 10000.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.3,
+        },
+    },
     "qwen2_window": {
         "model_type": "qwen2",
         "architectures": ["Qwen2ForCausalLM"],
@@ -137,6 +186,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "use_sliding_window": True,
     },
 }
+CPU_ONLY = {each.model_type for each in support.FAMILIES if not each.runs_on_gpus}
+ON_GPUS = [name for name, keys in FAMILIES.items() if keys.get("model_type", name) not in CPU_ONLY]
 # Of five, those with varied greedy output and no close call between the two likeliest tokens (tests/golden).
 SEEDS: dict[str, int] = {
     "gemma2": 4,
@@ -156,6 +207,11 @@ SEEDS: dict[str, int] = {
     "starcoder2": 1,
     "mistral_window": 1,
     "qwen2_window": 0,
+    "deepseek_v2": 1,
+    "deepseek_v3": 2,
+    "kimi_k2": 1,
+    "glm4_moe_lite": 0,
+    "mistral4": 2,
 }
 
 

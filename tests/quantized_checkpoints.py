@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from tests import family_checkpoints
 from tests.checkpoints import make_checkpoint
 
 Tensors = dict[str, np.ndarray]
@@ -161,12 +162,13 @@ def make_fp8(
     """A checkpoint of 8-bit floats, none of whose sides is a multiple of 128, and one with the same numbers."""
     config, end, sides = FP8_KINDS[kind]
     sizes = {"hidden_size": 264, "intermediate_size": 300, "num_attention_heads": 6, "num_key_value_heads": 2}
-    plain = make_checkpoint(directory / "plain", family, **sizes)
-    quantized = make_checkpoint(directory / "quantized", family, **sizes, quantization_config=config)
+    make = family_checkpoints.make_checkpoint if family in family_checkpoints.FAMILIES else make_checkpoint
+    plain = make(directory / "plain", family, **sizes)
+    quantized = make(directory / "quantized", family, **sizes, quantization_config=config)
     numbers, stored = load_file(plain / "model.safetensors"), {}
     for name, tensor in numbers.items():
         stored[name] = tensor
-        if name.endswith("_proj.weight"):
+        if name.endswith(("_proj.weight", "_proj_with_mqa.weight")):
             rows, columns = (np.arange(size) // (side or size) for size, side in zip(tensor.shape, sides, strict=True))
             shape = (rows[-1] + 1, columns[-1] + 1)
             scale = np.random.default_rng(len(stored)).uniform(0.001, 0.01, shape).astype(np.float32)

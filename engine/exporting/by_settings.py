@@ -8,6 +8,7 @@ from pathlib import Path
 from engine.errors import ConfigError
 from engine.exporting.export import ExportOptions
 from engine.exporting.manifest import CONFIG
+from engine.models import support
 from engine.models.keys import read_json
 from engine.models.quantization import is_fp8
 from engine.settings.config import Config
@@ -16,7 +17,8 @@ from engine.settings.device import GPU, with_device
 
 def options_of(config: Config, checkpoint_dir: Path) -> ExportOptions:
     """Return the options of the export. Unless a type is requested, 8-bit floats are kept on a GPU. Raises
-    ConfigError."""
+    ConfigError, also for a family that the device cannot run."""
+    _check_device(config, checkpoint_dir)
     if config.dtype == "float16" and with_device(config).device != GPU:
         raise ConfigError(
             "DTYPE or the model's name asks for float16, which only GPUs compute with: take bfloat16 or float32"
@@ -37,3 +39,15 @@ def options_of(config: Config, checkpoint_dir: Path) -> ExportOptions:
     if is_fp8(read_json(checkpoint_dir / CONFIG)) and with_device(config).device == GPU:
         return replace(options, quant_type="weight_only_fp8")
     return options
+
+
+def _check_device(config: Config, checkpoint_dir: Path) -> None:
+    """Raise ConfigError if the model's family needs an op that the device has no kernel for."""
+    if not (checkpoint_dir / CONFIG).exists():
+        return
+    model_type = read_json(checkpoint_dir / CONFIG).get("model_type")
+    only_cpus = [each.model_type for each in support.FAMILIES if not each.runs_on_gpus]
+    if model_type in only_cpus and with_device(config).device == GPU:
+        raise ConfigError(
+            f"config.json: model_type is {model_type!r}, which has no kernels for GPUs yet; set DEVICE=cpu to run it"
+        )

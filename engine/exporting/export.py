@@ -171,7 +171,9 @@ def _shards(
         first = replace(first, formats=formats | dict.fromkeys(plain, FORMATS[dtype]))
     shards = [replace(first, rank=rank) for rank in options.ranks or range(options.num_ranks)]
     if checkpoint:
-        ignored = {head.TENSOR} | ({LM_HEAD} if model.tied_embeddings else set())
+        ignored = (
+            {head.TENSOR} | ({LM_HEAD} if model.tied_embeddings else set()) | set(filter(model.ignores, checkpoint))
+        )
         checkpoint.check(_weights(model, shards[0]), ignored)
     return shards
 

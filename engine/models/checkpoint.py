@@ -45,6 +45,9 @@ class Checkpoint:
     def __contains__(self, tensor: str) -> bool:
         return tensor in self._tensors
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
     def are_equal(self, one: str, other: str) -> bool:
         """Return whether two tensors have the same dtype, shape and bytes."""
         a, b = self._find(one), self._find(other)
@@ -175,7 +178,7 @@ class Checkpoint:
 
     def read(self, weight: Weight) -> np.ndarray:
         """Return a rank's share of a weight, rounded to nearest (ties to even) to the dtype that its format reads."""
-        result = np.zeros(weight.shape, np.dtype(weight.format.read_as))
+        result = np.zeros(weight.read_shape, np.dtype(weight.format.read_as))
         row = 0
         for part in weight.parts:
             self._read_part(part, result[row : row + part.rank_shape[0]])

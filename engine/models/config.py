@@ -64,6 +64,10 @@ class DecoderConfig(ABC):
         tokens or reads images adds its networks to the decoder."""
         return {DECODER: self.network(shard)}
 
+    def ignores(self, tensor: str) -> bool:
+        """Return whether the networks leave out this tensor of the checkpoint, as that of a layer that only drafts."""
+        return False
+
     def for_length(self: Family, max_seq_len: int) -> Family:
         """Return the configuration for sequences of at most `max_seq_len` tokens, without windows that are as long."""
         windows = tuple(0 if window >= max_seq_len else window for window in self.windows)

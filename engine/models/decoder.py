@@ -10,6 +10,7 @@ from engine.models.config import DecoderConfig
 from engine.models.formats import head_format
 from engine.models.keys import ModelError
 from engine.models.kv_cache import CacheLayout
+from engine.models.latent_attention import LatentAttention
 from engine.models.layers import (
     HIDDEN,
     LOGIT_ROWS,
@@ -28,6 +29,7 @@ from engine.models.layers import (
 from engine.models.mlp import GatedMlp, Mlp
 from engine.models.weights import Shard, found_in
 
+Mixer = Attention | LatentAttention
 PRE_NORM = ("input", "", "post_attention", "")
 POST_NORM = ("", "post_attention", "", "post_feedforward")
 
@@ -38,7 +40,7 @@ class DecoderLayer:
     post norm, if it has one, before it is added to the residual."""
 
     mixer_norm: Norm | None
-    mixer: Attention
+    mixer: Mixer
     mixer_post_norm: Norm | None
     mlp_norm: Norm | None
     mlp: GatedMlp | Mlp
@@ -50,7 +52,7 @@ class DecoderLayer:
         cls,
         config: DecoderConfig,
         place: Place,
-        parts: tuple[Attention, GatedMlp | Mlp],
+        parts: tuple[Mixer, GatedMlp | Mlp],
         norms: tuple[str, str, str, str] = PRE_NORM,
         kind: type[Norm] = Norm,
     ) -> DecoderLayer:

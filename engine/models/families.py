@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.models.config import DecoderConfig
+from engine.models.deepseek import DeepseekV2, DeepseekV3
 from engine.models.ernie4_5 import Ernie45
 from engine.models.exaone4 import Exaone4
 from engine.models.gemma2 import Gemma2
@@ -29,6 +30,11 @@ FAMILIES: dict[str, type[DecoderConfig]] = {
     "ministral": Mistral,
     "qwen2": Qwen2,
     "qwen3": Qwen3,
+    "deepseek_v2": DeepseekV2,
+    "deepseek_v3": DeepseekV3,
+    "kimi_k2": DeepseekV3,
+    "glm4_moe_lite": DeepseekV3,
+    "mistral4": DeepseekV3,
     "ernie4_5": Ernie45,
     "exaone4": Exaone4,
     "gemma2": Gemma2,

@@ -21,6 +21,12 @@ class FamilySupport:
     model_type: str
     models: str
     devices: Sequence[str] = (RUN, RUN, RUN, NOT_RUN)
+    has_int8_cache: bool = True  # USE_CACHE_KV_INT8 is supported
+
+    @property
+    def runs_on_gpus(self) -> bool:
+        """Return whether GPUs have kernels for all ops of the family."""
+        return self.devices[2] != REFUSED
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,7 @@ class PrecisionSupport:
 
 
 EVERYWHERE = (RUN,) * 4
+ONLY_CPUS = (RUN, RUN, REFUSED, REFUSED)
 FAMILIES = (
     FamilySupport("llama", "Llama 1, 2, 3.x, and models of the same network", EVERYWHERE),
     FamilySupport("mistral", "Mistral 7B, Nemo, Small; with or without a sliding window"),
@@ -57,6 +64,13 @@ FAMILIES = (
     FamilySupport("seed_oss", "Seed-OSS"),
     FamilySupport("smollm3", "SmolLM3"),
     FamilySupport("starcoder2", "StarCoder2"),
+    FamilySupport("deepseek_v2", "DeepSeek V2; so far without experts", ONLY_CPUS, has_int8_cache=False),
+    FamilySupport("deepseek_v3", "DeepSeek V3, V3.1, R1; so far without experts", ONLY_CPUS, has_int8_cache=False),
+    FamilySupport("kimi_k2", "Kimi K2; so far without experts", ONLY_CPUS, has_int8_cache=False),
+    FamilySupport("glm4_moe_lite", "GLM-4.7-Flash; so far without experts", ONLY_CPUS, has_int8_cache=False),
+    FamilySupport(
+        "mistral4", "Mistral Small 4, text-only checkpoints; so far without experts", ONLY_CPUS, has_int8_cache=False
+    ),
 )
 PRECISIONS = (
     PrecisionSupport("32-bit float", "DTYPE=float32", ("dtype", "float32"), EVERYWHERE),

@@ -25,16 +25,18 @@ class Share:
     stop: int
     size: int
     width: int = 1  # rows per head, if this is a share of heads
-    paired: int = 0  # leading rows of a head that are adjacent rotary pairs in the checkpoint, halves in the graph
+    paired: int = 0  # rows of a head that are adjacent rotary pairs in the checkpoint, halves in the graph
+    unpaired: int = 0  # rows of a head before these
 
     @classmethod
     def whole(cls, count: int) -> Share:
         """Return the share of a rank that has all rows or columns."""
         return cls(count, 0, count, count)
 
-    def each(self, width: int, paired: int = 0) -> Share:
+    def each(self, width: int, paired: int = 0, unpaired: int = 0) -> Share:
         """Return the share of rows or columns for this share of heads, which have `width` of them each."""
-        return Share(self.count * width, self.start * width, self.stop * width, self.size * width, width, paired)
+        sizes = (self.count * width, self.start * width, self.stop * width, self.size * width)
+        return Share(*sizes, width, paired, unpaired)
 
     def within(self, count: int, start: int) -> Share:
         """Return the share of these rows within a larger tensor of `count` rows, in which they begin at row `start`."""
@@ -45,8 +47,9 @@ class Share:
         if not self.paired:
             return np.arange(self.size)
         places = np.arange(self.size).reshape(-1, self.width)
-        turned = places[:, : self.paired].reshape(-1, self.paired // 2, 2).swapaxes(1, 2)
-        return np.concatenate([turned.reshape(-1, self.paired), places[:, self.paired :]], axis=1).reshape(-1)
+        before, pairs, behind = np.split(places, [self.unpaired, self.unpaired + self.paired], axis=1)
+        turned = pairs.reshape(-1, self.paired // 2, 2).swapaxes(1, 2).reshape(pairs.shape)
+        return np.concatenate([before, turned, behind], axis=1).reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,27 @@ class Part:
 
 
 @dataclass(frozen=True)
+class HeadRows:
+    """The rows from `start` to `stop` of each head, which has `width` of them, as a matrix of the head."""
+
+    width: int
+    start: int
+    stop: int
+    is_turned: bool = False  # the matrix is transposed
+
+    def of(self, matrix: np.ndarray) -> np.ndarray:
+        """Return the matrices of all heads, stacked."""
+        heads = matrix.reshape(-1, self.width, matrix.shape[1])[:, self.start : self.stop]
+        heads = heads.swapaxes(1, 2) if self.is_turned else heads
+        return np.ascontiguousarray(heads.reshape(-1, heads.shape[2]))
+
+    def shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Return the shape of the result for a matrix of this shape."""
+        count, size = rows // self.width, self.stop - self.start
+        return (count * columns, size) if self.is_turned else (count * size, columns)
+
+
+@dataclass(frozen=True)
 class Weight:
     """A weight of the graph: its parts, stacked along the first axis and stored in a format."""
 
@@ -115,15 +139,24 @@ class Weight:
     parts: tuple[Part, ...]
     format: Format = FLOAT32
     offset: float = 0.0  # added to the values of the checkpoint
+    of_heads: HeadRows | None = None  # rows of each head that are kept of a matrix in a `Dense` format; None: all
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Return the shape of the matrix that the graph stores."""
+        rows, *inner = self.read_shape
+        return self.of_heads.shape(rows, *inner) if self.of_heads else self.read_shape
+
+    @property
+    def read_shape(self) -> tuple[int, ...]:
         """Return the shape of this rank's share of the stacked parts."""
         first = self.parts[0].rank_shape
         return (sum(part.rank_shape[0] for part in self.parts), *first[1:])
 
     def in_order(self, arrays: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
         """Reorder the rows of the arrays of this weight from the checkpoint's order to that of the graph."""
+        if self.of_heads:
+            return tuple(self.of_heads.of(array) for array in arrays)
         of_parts = [part.axes[0] for part in self.parts]
         if not any(rows.paired for rows in of_parts):
             return arrays

@@ -272,13 +272,14 @@ EXPORTED = (
         cuda="group",
         is_row_wise=False,
     ),
+    *LATENT_OPS,
 )
 OPS: dict[str, Op] = {each.name: each for each in EXPORTED}
 
 
 # Not exported yet: graphs have them once CPUs have their kernels.
 MIXTURES = mixture_ops([each for each in EXPORTED if each.weights])
-OPS |= {each.name: each for each in (*MIXTURES, *STATE_OPS, *LATENT_OPS)}  # GPUs have no kernels for these yet
+OPS |= {each.name: each for each in (*MIXTURES, *STATE_OPS)}  # GPUs have no kernels for states yet
 
 
 def _gated(linear: Op) -> Op:
@@ -335,7 +336,7 @@ def main() -> None:
 
 
 def documentation() -> str:
-    documented = (*EXPORTED, *STATE_OPS, *LATENT_OPS)
+    documented = (*EXPORTED, *STATE_OPS)
     formulas = [f"- `{each.name}`: {each.formula}" for each in documented]
     wrapped = [
         textwrap.fill(" ".join(text.split()), 120, subsequent_indent="  ", break_on_hyphens=False) for text in formulas

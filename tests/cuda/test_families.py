@@ -12,7 +12,7 @@ from engine.core.types import Request, Sampling  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
 from engine.settings.config import Config  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED, ROOT  # noqa: E402
-from tests.family_checkpoints import FAMILIES, prompt_lens  # noqa: E402
+from tests.family_checkpoints import ON_GPUS, prompt_lens  # noqa: E402
 
 SETTINGS = Config(batch_size=8, max_num_batched_tokens=24, cudagraph_capture_sizes="1,2,4,8", block_ratio=0.99)
 MAX_ERROR = 2e-4  # of log-probabilities in float32
@@ -41,7 +41,7 @@ def run(loop: EngineLoop, requests: list[Request]) -> dict[str, list[float]]:
     return logprobs
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=ON_GPUS)
 def case(request, exported, device):
     """Its golden answers, and an executor."""
     family = request.param

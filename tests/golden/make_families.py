@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import transformers
 
-from tests.family_checkpoints import FAMILIES, SEEDS, make_checkpoint, prompt_lens
+from tests.family_checkpoints import FAMILIES, SEEDS, config_of, make_checkpoint, prompt_lens
 
 FOLDER = Path(__file__).parent / "families"
 NUM_TOKENS = 64
@@ -40,7 +40,8 @@ def greedy(model: torch.nn.Module, prompt: list[int]) -> tuple[np.ndarray, list[
 
 def make_family(family: str, directory: Path, seed: int) -> tuple[dict[str, np.ndarray], float, int]:
     make_checkpoint(directory, family, seed)
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+    [architecture] = config_of(family)["architectures"]  # transformers does not know every model_type
+    model, info = getattr(transformers, architecture).from_pretrained(
         directory, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
     )
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info

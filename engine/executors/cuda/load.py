@@ -12,7 +12,7 @@ import torch
 from engine import graph as graphs
 from engine.errors import ConfigError
 from engine.executors.cuda import weights
-from engine.executors.cuda.program import Program
+from engine.executors.cuda.program import Program, check_ops
 from engine.exporting.manifest import DECODER, Manifest
 from engine.models.constants import constants_of
 
@@ -24,11 +24,13 @@ def load_program(
 ) -> Program:
     """Load the graph `name` from the folder of one rank.
 
-    `ops` is engine.ops.cuda or a module like it. Raises ConfigError if the weights are too large for the device.
+    `ops` is engine.ops.cuda or a module like it. Raises ConfigError if the weights are too large for the device, and
+    GraphError for an op that it does not have.
     """
     started = time.monotonic()
     files = model.graph(name)
     graph = graphs.read_graph(directory / files.program, files.outputs)
+    check_ops(graph, ops)  # before the weights are read
     size = weights.num_bytes(graph)
     try:
         if files.parameters:

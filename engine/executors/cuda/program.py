@@ -52,6 +52,7 @@ class Program:
     def __init__(
         self, graph: Graph, params: Mapping[str, Tensor], ops: ModuleType, layers: Mapping[str, Layer] | None = None
     ):
+        check_ops(graph, ops)
         self.graph, self.params = graph, params
         self._params = {value.id: params[name] for name, value in graph.parameters.items()}
         self._inputs = {name: value.id for name, value in graph.inputs.items()}
@@ -72,6 +73,15 @@ class Program:
             for number, result in zip(outputs, results if isinstance(results, tuple) else (results,), strict=True):
                 values[number] = result
         return Outputs(*[values[number] for number in self._outputs])
+
+
+def check_ops(graph: Graph, ops: ModuleType) -> None:
+    """Raise GraphError if the graph has an op that `ops` does not have."""
+    missing = sorted({node.op for node in graph.nodes if not hasattr(ops, node.op)})
+    if missing:
+        raise GraphError(
+            f"the graph has the op {missing[0]}, which has no kernel for GPUs yet; set DEVICE=cpu to run it"
+        )
 
 
 def _calls(nodes: Sequence[Node], kept: set[int], ops: ModuleType) -> list[Call]:
@@ -106,7 +116,5 @@ def _then_adapt(run: Callable[..., Tensor], layer: Layer, x: Tensor, *given: Ten
 
 
 def _op(node: Node, ops: ModuleType) -> Callable:
-    op = getattr(ops, node.op, None)
-    if op is None:
-        raise GraphError(f"the graph has the op {node.op}, which {ops.__name__} has not")
+    op = getattr(ops, node.op)
     return partial(op, **node.attributes) if node.attributes else op

@@ -144,7 +144,7 @@ def in_programs(old, new, ranks=(0, 1)):
             "export of 'mixtral', a family that is not supported: serve a model of one that is, llama, mistral",
         ),
         (set_keys(model_type=["llama"]), r"export of \['llama'\], a family that is not supported"),
-        (set_keys(model_type="deepseek_v3"), "export of 'deepseek_v3', .*; of DeepSeek-R1 the distilled models are"),
+        (set_keys(model_type="deepseek_v4"), "export of 'deepseek_v4', .*; of DeepSeek-R1 the distilled models are"),
         (
             set_keys(model_type="mistral"),
             "only those of llama and qwen2 are read: start the server with the checkpoint that it was exported from$",
