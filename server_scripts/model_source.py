@@ -23,6 +23,7 @@ from server_scripts.child import PROCESS_GROUP, ROOT, without_secrets
 
 EXEC_CHILD = Path(__file__).with_name("exec_child.py")  # the export ends when this process is killed
 EXPORTER = "server_scripts.model_source"
+GGUF = ".gguf"
 EXPORT_LOG = "export.log"
 WRONG_SETTING = 2  # exit status
 
@@ -43,11 +44,11 @@ class ModelSource:
 def local_folder(name: str, model_dir: str) -> Path | None:
     """Return the absolute path of the folder that the user means by `name`, or None if it names a model to fetch.
 
-    A path begins with `.`, `/` or `~` or ends with `/`. `org/model` is a folder if it contains a model. Below MODEL_DIR
-    it is what an earlier start has fetched, perhaps incompletely, and remains a name.
+    A path begins with `.`, `/` or `~`, ends with `/`, or is that of a GGUF file. `org/model` is a folder if it contains
+    a model. Below MODEL_DIR it is what an earlier start has fetched, perhaps incompletely, and remains a name.
     """
     path = Path(name).expanduser()
-    if name.startswith((".", "/", "~")) or name.endswith("/"):
+    if name.startswith((".", "/", "~")) or name.endswith("/") or (name.endswith(GGUF) and path.is_file()):
         return path.absolute()
     is_fetched = path.absolute() == (Path(model_dir).expanduser() / name).absolute()
     return path.absolute() if name and (path / "config.json").exists() and not is_fetched else None
@@ -62,14 +63,15 @@ def find_source(config: Config, name: str, report: Callable[[str], None]) -> Mod
     if name and not name.startswith("/"):
         return _download(config, name, report)
     path = Path(name or config.model_dir).expanduser().absolute()
-    if not (path / "config.json").exists():
+    is_gguf = path.suffix == GGUF and path.is_file()
+    if not is_gguf and not (path / "config.json").exists() and not any(path.glob(f"*{GGUF}")):
         what = "has no config.json" if path.is_dir() else "is no folder" if path.exists() else "does not exist"
         given = f"the model is the folder {name}, which" if name else f"MODEL_DIR is {config.model_dir!r}, which"
         raise ModelUnavailable(
             f"{given} {what}. Set MODEL_DIR to a checkpoint or an exported model, or name one: "
             "start_server ./folder, or start_server org/model to fetch it"
         )
-    return ModelSource(path, config.served_model_name or path.resolve().name)
+    return ModelSource(path, config.served_model_name or path.resolve().name.removesuffix(GGUF))
 
 
 def _download(config: Config, name: str, report: Callable[[str], None]) -> ModelSource:
@@ -160,11 +162,13 @@ def export(checkpoint_dir: Path, cache_dir: Path, quant: str | None = None) -> P
     """Export a checkpoint into the cache unless that was done before, and return the folder of the graph."""
     from engine.exporting.by_settings import options_of
     from engine.exporting.cache import export_cached
+    from engine.exporting.gguf_folder import as_checkpoint
     from engine.exporting.manifest import is_exported
     from engine.settings.unused import set_for_an_export
 
     config = Config.from_env()
     ranks = config.machines.exported_ranks
+    checkpoint_dir = as_checkpoint(checkpoint_dir, cache_dir)
     if is_exported(checkpoint_dir, ranks):
         for name in set_for_an_export(config):
             print("step", f"note: {name} has no effect: {checkpoint_dir} is exported already", flush=True)

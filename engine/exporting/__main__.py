@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 from engine.errors import SetupError
 from engine.exporting.export import DTYPES, LOAD_FORMATS, QUANT_TYPES, ExportOptions, export
+from engine.exporting.gguf_folder import as_checkpoint
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m engine.exporting", description=__doc__.splitlines()[0])
-    parser.add_argument("checkpoint_dir", type=Path)
+    parser.add_argument("checkpoint_dir", type=Path, help="a folder, or a GGUF file")
     parser.add_argument("out_dir", type=Path)
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of weights and KV cache (%(default)s)")
     parser.add_argument("--quant-type", choices=QUANT_TYPES, default="none", help="of the weights (%(default)s)")
@@ -34,7 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
         sizes = (given.block_size, given.max_seq_len, given.num_ranks)
         ranks, formats = tuple(given.ranks), (given.load_format, given.hf_overrides)
         options = ExportOptions(given.dtype, given.quant_type, *sizes, ranks, given.int8_cache, *formats)
-        export(given.checkpoint_dir, given.out_dir, options, progress)
+        with tempfile.TemporaryDirectory() as folder:
+            export(as_checkpoint(given.checkpoint_dir, Path(folder)), given.out_dir, options, progress)
     except (SetupError, OSError) as error:
         print(f"export failed: {error}", file=sys.stderr)  # noqa: T201
         return 1

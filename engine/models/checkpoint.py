@@ -15,9 +15,10 @@ from safetensors import SafetensorError, safe_open
 from engine.dtypes import FP8_BLOCK
 from engine.models.coded import FLOATS as DTYPES
 from engine.models.coded import Coded, CodedLayer, Quantization
-from engine.models.formats import Format, Fp8
+from engine.models.formats import Dense, Format, Fp8
 from engine.models.fp4 import with_fp4
 from engine.models.fp8 import Scaled, fp8_bytes, stacked, with_fp8
+from engine.models.gguf_model import read_gguf
 from engine.models.keys import ModelError, read_json
 from engine.models.paddle_checkpoint import read_pdparams
 from engine.models.quantize import Codes
@@ -129,7 +130,8 @@ class Checkpoint:
             shares = [tensor.share(*part.axes) for tensor, part in found if isinstance(tensor, Scaled)]
             if len(shares) == len(found):
                 return stacked(shares)
-        if not any(self._coded(part.tensor) for part in weight.parts):
+        is_read = isinstance(weight.format, Dense) and all(part.tensor in self._tensors for part in weight.parts)
+        if is_read or not any(self._coded(part.tensor) for part in weight.parts):
             return weight.format.store(self.read(weight))
         parts = [self._stored(part, weight.format) for part in weight.parts]
         return tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
@@ -213,7 +215,10 @@ def open_tensors(directory: Path) -> dict[str, Stored]:
     """Return the tensors of all files of a checkpoint by name. 8-bit and 4-bit floats are combined with
     their scales."""
     tensors: dict[str, Stored] = {}
-    for path in weight_files(directory):
+    paths = weight_files(directory)
+    if paths[0].suffix == ".gguf":
+        return read_gguf(paths)[1]
+    for path in paths:
         tensors |= _open(path)
     return with_fp8(with_fp4(_with_prefix(tensors)))
 
@@ -226,11 +231,14 @@ def _with_prefix(tensors: dict[str, Stored]) -> dict[str, Stored]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the weight files: model.safetensors, else Paddle's model_state.pdparams, or the shards in its index.
+    """Return the weight files: model.safetensors, else Paddle's model_state.pdparams, or the shards in its index, else
+    GGUF files.
 
     Raises ModelError if one is missing.
     """
     there = [name for name in WEIGHTS if any(directory.glob(f"{name}*"))]
+    if not there and (files := sorted(directory.glob("*.gguf"))):
+        return files
     name = (there or WEIGHTS)[0]
     index_path = directory / f"{name}.index.json"
     if index_path.exists():

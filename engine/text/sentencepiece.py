@@ -68,12 +68,13 @@ class SentencePiece:
             raise TokenizerError(f"{path} is not a SentencePiece model: {error!r}") from None
         made = cls(pieces, TRAINER_DEFAULTS | parts.get(TRAINER, {}), NORMALIZER_DEFAULTS | parts.get(NORMALIZER, {}))
         try:
-            made._check()
+            made.check()
         except TokenizerError as error:
             raise TokenizerError(f"{path}: {error}") from None
         return made
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise TokenizerError if the model is of a kind that is not supported."""
         if self.trainer[MODEL_TYPE] not in (UNIGRAM, BPE):
             raise TokenizerError(f"model_type is {self.trainer[MODEL_TYPE]}, supported are 1 (unigram) and 2 (BPE)")
         if sum(piece.kind == UNKNOWN for piece in self.pieces) != 1:

@@ -1,0 +1,117 @@
+"""GGUF files are exported with the numbers, positions and tokens of the checkpoints that they were made from."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from engine.dtypes import from_bf16
+from engine.errors import TokenizerError
+from engine.exporting.export import ExportOptions, export
+from engine.exporting.gguf_folder import as_checkpoint
+from engine.graph import load
+from engine.models.gguf import Gguf, GgufCodes
+from engine.models.gguf_blocks import BLOCK_FORMATS
+from engine.models.keys import ModelError
+from engine.ops.reference import int4_values
+from engine.text.gguf_tokenizer import write_tokenizer
+from engine.text.tokenizer import Tokenizer
+from tests import checkpoints, family_checkpoints
+from tests.gguf_files import as_gguf, tokenizer_metadata, write_gguf
+
+GOLDEN = np.load(Path(__file__).parents[2] / "golden" / "gguf.npz")
+QUANTIZED = [kind for kind in BLOCK_FORMATS.values() if kind.decode]
+GEMMA = {"query_pre_attn_scalar": 32}
+MODELS = {
+    "llama": ("llama", checkpoints.make_checkpoint, {}),
+    "qwen2": ("qwen2", checkpoints.make_checkpoint, {}),
+    "qwen3": ("qwen3", checkpoints.make_checkpoint, {}),
+    "gemma2": ("gemma2", family_checkpoints.make_checkpoint, GEMMA),
+    "gemma3_text": ("gemma3", family_checkpoints.make_checkpoint, GEMMA | {"sliding_window_pattern": 6}),
+}
+
+
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: kind.name)
+def test_blocks_have_the_values_that_the_gguf_package_reads(kind):
+    raw, wanted = GOLDEN[kind.name], GOLDEN[f"{kind.name}_values"]
+    tensor = GgufCodes("name", kind, raw, wanted.shape)
+    np.testing.assert_array_equal(tensor[:], wanted)
+    np.testing.assert_allclose(tensor.codes().values(), wanted, atol=1e-6 * np.abs(wanted).max())
+    np.testing.assert_array_equal(tensor[1:4, 3:30], wanted[1:4, 3:30])
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_file_of_floats_is_the_checkpoint_that_it_was_made_from(family, tmp_path):
+    arch, make, overrides = MODELS[family]
+    plain = make(tmp_path / "plain", family, **overrides)
+    folder = as_checkpoint(as_gguf(plain, arch), tmp_path / "cache")
+    assert as_checkpoint(tmp_path / "gguf", tmp_path / "cache") == folder
+    for name, directory in (("found", folder), ("wanted", plain)):
+        export(directory, tmp_path / name, ExportOptions())
+    (graph, found), (expected, wanted) = (load(tmp_path / name) for name in ("found", "wanted"))
+    assert [node.op for node in graph.nodes] == [node.op for node in expected.nodes]
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        np.testing.assert_allclose(found[name], wanted[name], rtol=0, atol=2e-7 * ("norm" in name), err_msg=name)
+    ours, theirs = (Tokenizer.load(tmp_path / name) for name in ("found", "wanted"))
+    text = "the server <|im_start|>reads 12 naïve\n  answers"
+    assert ours.encode(text) == theirs.encode(text) and set(ours.eos_token_ids) == set(theirs.eos_token_ids)
+    message = [{"role": "user", "content": "hi"}]
+    assert ours.render_chat(message) == theirs.render_chat(message)
+
+
+def numbers_of(params: dict[str, np.ndarray], name: str) -> np.ndarray:
+    codes, scale = params[name], params[f"{name}_scale"]
+    if codes.dtype == np.int8:
+        return codes * scale[:, None]
+    return from_bf16(int4_values(codes, scale, params.get(f"{name}_zero")))
+
+
+def random_blocks(kind, shape, seed):
+    """Blocks of the golden file, whose scales are made smaller, and their values."""
+    rng, number = np.random.default_rng(seed), shape[0] * shape[1] // kind.size
+    raw = rng.integers(0, 256, (number, kind.num_bytes), np.uint8)
+    for start in {"Q6_K": (208,)}.get(kind.name, (0, 2) if kind.name in ("Q4_1", "Q4_K", "Q5_K") else (0,)):
+        raw[:, start : start + 2] = rng.uniform(1e-4, 3e-4, (number, 1)).astype(np.float16).view(np.uint8)
+    raw = raw.reshape(shape[0], -1)
+    return raw, GgufCodes("", kind, raw, shape)[:]
+
+
+def test_quantized_matrices_keep_their_codes_or_are_requantized_and_reported(tmp_path):
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
+    plain, kinds = checkpoints.make_checkpoint(tmp_path / "plain", "qwen3", **sizes), {k.name: k for k in QUANTIZED}
+    chosen = {"q_proj": "Q4_K", "k_proj": "Q4_K", "v_proj": "Q6_K", "o_proj": "Q4_0", "down_proj": "Q8_0"}
+    numbers, quantized = load_file(plain / "model.safetensors"), {}
+    for seed, name in enumerate(name for name in sorted(numbers) if "_proj" in name or "embed" in name):
+        kind = kinds[chosen.get(name.split(".")[-2], "Q4_K")]
+        raw, numbers[name] = random_blocks(kind, numbers[name].shape, seed)
+        quantized[name] = (kind.name, raw)
+    save_file(numbers, plain / "model.safetensors")
+    folder, messages = as_checkpoint(as_gguf(plain, "qwen3", quantized), tmp_path / "cache"), []
+    export(folder, tmp_path / "found", ExportOptions("float32"), messages.append)
+    export(plain, tmp_path / "wanted", ExportOptions("float32"))
+    found, wanted = (load(tmp_path / name)[1] for name in ("found", "wanted"))
+    np.testing.assert_array_equal(found["embed_tokens.weight"], wanted["embed_tokens.weight"])
+    for name in ("o_proj", "gate_up_proj", "qkv_proj", "down_proj"):
+        codes, exact = found[f"layers.1.{name}.weight"], wanted[f"layers.1.{name}.weight"]
+        assert codes.dtype == (np.uint8 if name in ("o_proj", "gate_up_proj") else np.int8)
+        largest = np.abs(exact).max(axis=1, keepdims=True)
+        tolerance = largest * (2**-7 if codes.dtype == np.uint8 else 0.51 / 127)
+        error = np.abs(numbers_of(found, f"layers.1.{name}.weight")[:, : exact.shape[1]] - exact)
+        assert (error <= tolerance).all(), name
+    assert "3 matrices: Q8_0, requantized as weight_only_int8" in messages
+
+
+def test_what_is_not_built_is_refused(tmp_path):
+    (tmp_path / "a.gguf").write_bytes(b"GGUF\3\0\0")
+    with pytest.raises(ModelError, match=r"a.gguf is cut off or damaged"):
+        Gguf.read(tmp_path / "a.gguf")
+    other = write_gguf(tmp_path / "b.gguf", {"general.architecture": "mamba"}, {})
+    with pytest.raises(ModelError, match="general.architecture is 'mamba', supported are llama"):
+        as_checkpoint(other, tmp_path / "cache")
+    with pytest.raises(ModelError, match="has several GGUF models: a.gguf, b.gguf"):
+        as_checkpoint(tmp_path, tmp_path / "cache")
+    plain = checkpoints.make_checkpoint(tmp_path / "plain", "qwen3")
+    with pytest.raises(TokenizerError, match="pre='mpt', supported are .*put the model's tokenizer.json beside"):
+        write_tokenizer(tokenizer_metadata(plain) | {"tokenizer.ggml.pre": "mpt"}, tmp_path)
