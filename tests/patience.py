@@ -1,6 +1,7 @@
 """How long a test waits for what must come: only one that fails waits that long."""
 
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 
 PATIENCE_S = 60
 
@@ -13,3 +14,12 @@ def wait_until(condition, why_not=lambda: "it has not come true", patience_s=PAT
         assert waited_s < patience_s, why_not()
         time.sleep(min(max(0.001, waited_s / 10), 0.02))
     return value
+
+
+def in_background(function, *args) -> Future:
+    """Call a function in a thread of its own. The future raises what the function has raised, in the test that waits
+    for it, where a plain thread would only print it."""
+    with_thread = ThreadPoolExecutor(1)
+    future = with_thread.submit(function, *args)
+    with_thread.shutdown(wait=False)
+    return future

@@ -6,11 +6,10 @@ import contextlib
 import http.client
 import json
 import re
-import threading
 
 import pytest
 
-from tests.patience import wait_until
+from tests.patience import PATIENCE_S, in_background, wait_until
 from tests.server import running_server
 
 KEYS = {
@@ -45,26 +44,19 @@ def metric(server, name):
     return float(found[1]) if found else 0.0
 
 
-@contextlib.contextmanager
-def in_the_background(server, body, key):
-    """What `ask` returns, in a list, once it has."""
-    answers = []
-    thread = threading.Thread(target=lambda: answers.append(ask(server, "/v1/completions", body, key)))
-    thread.start()
-    try:
-        yield answers
-    finally:
-        thread.join()
+def begin(server, body, key):
+    """Ask in the background."""
+    return in_background(ask, server, "/v1/completions", body, key)
 
 
 def test_an_abort_reaches_the_request_whichever_worker_has_it(server):
     for number in range(8):  # over both workers, with high probability
         body = {**LONG, "req_id": f"long {number}"}
-        with in_the_background(server, body, "alices") as answers:
-            wait_until(lambda: metric(server, 'llm_key_requests_open{key="alice"}') == 1)
-            aborts = [ask(server, "/v1/abort", {"req_id": body["req_id"]}, key) for key in ("bobs", "alices")]
+        answer = begin(server, body, "alices")
+        wait_until(lambda: metric(server, 'llm_key_requests_open{key="alice"}') == 1)
+        aborts = [ask(server, "/v1/abort", {"req_id": body["req_id"]}, key) for key in ("bobs", "alices")]
         assert [json.loads(text)["aborted"] for _, _, text in aborts] == [False, True]
-        [(status, _, text)] = answers
+        status, _, text = answer.result(PATIENCE_S)
         assert (status, json.loads(text)["error_msg"]) == (499, "the request was aborted")
     wait_until(lambda: metric(server, "llm_requests_running") == 0)
     assert metric(server, "llm_wasted_tokens_total") > 0
@@ -72,11 +64,12 @@ def test_an_abort_reaches_the_request_whichever_worker_has_it(server):
 
 def test_a_key_has_no_more_requests_open_than_its_limit_over_all_workers(server):
     bodies = [{**LONG, "req_id": f"open {number}"} for number in range(2)]
-    with in_the_background(server, bodies[0], "alices"), in_the_background(server, bodies[1], "alices"):
-        wait_until(lambda: metric(server, 'llm_key_requests_open{key="alice"}') == 2)
-        refused = [ask(server, "/v1/completions", {**LONG, "max_dec_len": 1}, "alices") for _ in range(6)]
-        for body in bodies:
-            ask(server, "/v1/abort", {"req_id": body["req_id"]})
+    answers = [begin(server, body, "alices") for body in bodies]
+    wait_until(lambda: metric(server, 'llm_key_requests_open{key="alice"}') == 2)
+    refused = [ask(server, "/v1/completions", {**LONG, "max_dec_len": 1}, "alices") for _ in range(6)]
+    for body, answer in zip(bodies, answers, strict=True):
+        ask(server, "/v1/abort", {"req_id": body["req_id"]})
+        answer.result(PATIENCE_S)
     assert {(status, headers["Retry-After"]) for status, headers, _ in refused} == {(429, "1")}
     assert metric(server, 'llm_key_refused_total{key="alice"}') == 6
 
@@ -100,22 +93,20 @@ def test_who_is_urgent_does_not_wait_for_those_who_are_not(server):
     """With one place in the batch."""
     ends = []
 
-    def end(name, priority):
-        body = {**LONG, "req_id": name, "min_dec_len": 40, "max_dec_len": 40, "priority": priority}
+    def ask_for(name, priority):  # of 300 tokens each, so that their ends are apart also on a busy machine
+        body = {**LONG, "req_id": name, "min_dec_len": 300, "max_dec_len": 300, "priority": priority}
         assert ask(server, "/v1/completions", body)[0] == 200
         ends.append(name)
 
-    first = {**LONG, "req_id": "first"}  # until all others wait
-    with in_the_background(server, first, "operators"):
-        wait_until(lambda: metric(server, "llm_requests_running") == 1)
-        threads = []
-        for number, (name, priority) in enumerate([("usual", 0), ("late", 5), ("urgent", -5)], 1):
-            threads.append(threading.Thread(target=end, args=(name, priority)))
-            threads[-1].start()
-            wait_until(lambda number=number: metric(server, "llm_requests_waiting") == number)
-        ask(server, "/v1/abort", {"req_id": "first"})
-        for thread in threads:
-            thread.join()
+    first = begin(server, {**LONG, "req_id": "first"}, "operators")  # until all others wait
+    wait_until(lambda: metric(server, "llm_requests_running") == 1)
+    others = []
+    for number, (name, priority) in enumerate([("usual", 0), ("late", 5), ("urgent", -5)], 1):
+        others.append(in_background(ask_for, name, priority))
+        wait_until(lambda number=number: metric(server, "llm_requests_waiting") == number)
+    ask(server, "/v1/abort", {"req_id": "first"})
+    for answer in (first, *others):
+        answer.result(PATIENCE_S)
     assert ends == ["urgent", "usual", "late"]
 
 

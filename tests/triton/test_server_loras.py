@@ -7,13 +7,12 @@ import os
 import signal
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from threading import Thread
 
 import openai
 import pytest
 
 from tests.lora_adapters import make_adapter
-from tests.patience import wait_until
+from tests.patience import in_background, wait_until
 from tests.server import ROOT, a_server, running_server
 from tests.triton.asking import CHAT, GrpcStream, post
 
@@ -37,22 +36,19 @@ def server(tmp_path_factory, adapters):
         yield running
 
 
-class Answer(Thread):
+class Answer:
     """A long one, streamed in the background."""
 
     def __init__(self, client, model):
-        super().__init__()
-        self.text, self._client, self._model = "", client, model
-        self.start()
+        self.text = ""
+        self._read = in_background(self._read_all, client, model)
 
-    def run(self):
-        stream = self._client.chat.completions.create(model=self._model, messages=CHAT, stream=True, **LONG)
-        for chunk in stream:
+    def _read_all(self, client, model):
+        for chunk in client.chat.completions.create(model=model, messages=CHAT, stream=True, **LONG):
             self.text += chunk.choices[0].delta.content or ""
 
     def whole(self):
-        self.join(120)
-        assert not self.is_alive()
+        self._read.result(120)
         return self.text
 
 

@@ -19,7 +19,7 @@ import tritonclient.grpc as triton_client
 
 from server_scripts.health import ENGINE_SILENT_S
 from server_scripts.run_dir import RunDir
-from tests.patience import wait_until
+from tests.patience import in_background, wait_until
 from tests.server import a_server, is_alive, is_clean, pids_of, running_server, state_of
 from tests.triton.asking import grpc_request, health_of, post, settled
 
@@ -46,29 +46,27 @@ def test_files_and_sockets_are_for_this_user_alone(running):
     assert {path.name: path.stat().st_mode & 0o077 for path in made} == dict.fromkeys([path.name for path in made], 0)
 
 
-class Stream(threading.Thread):
+class Stream:
     """A long answer over HTTP, read in the background."""
 
     def __init__(self, server, max_dec_len=600):
-        super().__init__()
         self.lines = []
         body = {"text": "Tell me", "temperature": 0, "ignore_eos": True, "stream": True, "req_id": str(id(self))}
         body |= {"max_dec_len": max_dec_len, "min_dec_len": max_dec_len}
         self._request = urllib.request.Request(f"{server.http_url}/v1/chat/completions", json.dumps(body).encode())
-        self.start()
+        self._read = in_background(self._read_all)
 
-    def run(self):
+    def _read_all(self):
         with urllib.request.urlopen(self._request, timeout=120) as response:
             for line in response:
                 self.lines.append(json.loads(line))
 
     def wait_for(self, count):
         """Wait for so many tokens: how many come in one line depends on how busy the machine is."""
-        wait_until(lambda: sum(len(line["token_ids"]) for line in self.lines) >= count)
+        wait_until(lambda: sum(len(line["token_ids"]) for line in self.lines) >= count or self._read.done())
 
     def answer(self):
-        self.join(120)
-        assert not self.is_alive()
+        self._read.result(120)
         assert self.lines[-1]["is_end"] == 1 and not self.lines[-1]["error_msg"]
         return self.lines[-1]["tokens_all_ids"]
 
