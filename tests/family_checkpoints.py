@@ -135,6 +135,36 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "pad_token_id": 0,
         "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0},
     },
+    "qwen3_5_text": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+    },
+    "qwen3_5": {  # with the other parts of a checkpoint that reads images and drafts tokens
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "text_config": {
+            **COMMON,
+            "model_type": "qwen3_5_text",
+            "attn_output_gate": True,
+            "full_attention_interval": 2,
+            "head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        },
+    },
     "mistral_window": {
         "model_type": "mistral",
         "architectures": ["MistralForCausalLM"],
@@ -198,6 +228,8 @@ SEEDS: dict[str, int] = {
     "phi3_long": 2,
     "granite": 1,
     "glm4": 3,
+    "qwen3_5": 4,
+    "qwen3_5_text": 3,
     "smollm3": 4,
     "seed_oss": 4,
     "exaone4": 0,
@@ -218,6 +250,8 @@ SEEDS: dict[str, int] = {
 def prompt_lens(family: str) -> tuple[int, ...]:
     """Return the lengths of the prompts that the family is compared with. LongRoPE in transformers changes in the
     middle of a short one's answer."""
+    if family.startswith("qwen3_5"):
+        return (1, 63, 64, 65, 127, 128, 129, 200)
     return (1, 24, 127, 128, 129, 200)[2 * (family == "phi3_long") :]
 
 
@@ -247,7 +281,11 @@ def random_tensors(config: dict[str, Any], seed: int) -> Iterator[tuple[str, np.
     for name, shape in sorted(shapes.items()):
         scale, mean = _distribution(name, shape, config)
         values = mean - offsets[name] + scale * rng.standard_normal(shape, np.float32)
-        yield name, values.astype(np.float32)
+        stored = name.replace("model.", "model.language_model.", 1) if "text_config" in config else name
+        yield stored, values.astype(np.float32)
+    if "text_config" in config:
+        for name in ("mtp.fc.weight", "model.visual.merger.linear_fc1.weight"):
+            yield name, np.ones(8, np.float32)
 
 
 def _distribution(name: str, shape: tuple[int, ...], config: dict[str, Any]) -> tuple[float, float]:
@@ -259,6 +297,8 @@ def _distribution(name: str, shape: tuple[int, ...], config: dict[str, Any]) -> 
         return 0.1, 6.0 if is_gemma and name == "model.norm.weight" else 1.0
     if "embed_tokens" in name:
         return (0.05 if is_gemma else 0.5) if config["tie_word_embeddings"] else 1.0, 0.0
+    if name.endswith(("A_log", "dt_bias", "conv1d.weight")):
+        return 0.5, 0.0
     if "lm_head" in name:
         return 0.5, 0.0
     return (2.0 if "o_proj" in name or "down_proj" in name or "c_proj" in name else 1.6) / shape[1] ** 0.5, 0.0

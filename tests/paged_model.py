@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.core.cache_groups import table_name
+from engine.core.cache_groups import STATE, table_name
 from engine.dtypes import held_as
 from engine.exporting.manifest import Manifest, rank_dir
 from engine.graph import load
@@ -23,7 +23,9 @@ class PagedModel:
     """A few requests over one pool. Their blocks are shuffled, so that a table read wrongly shows."""
 
     def __init__(self, model: Manifest, run: Run, num_requests: int = 1, num_blocks: int = 12):
-        num_groups = len(model.graph().cache_groups)
+        groups = model.graph().cache_groups
+        num_groups, num_blocks = len(groups), max(num_blocks, *(group.num_parts for group in groups))
+        self._widths = [group.num_parts if group.kind == STATE else num_blocks for group in groups]
         self.caches = make_caches(model.graph().caches, num_groups * num_requests * num_blocks)
         self.block_size = model.block_size
         pool = np.random.default_rng(0).permutation(num_groups * num_requests * num_blocks).astype(np.int32)
@@ -79,7 +81,10 @@ class PagedModel:
             "positions": np.concatenate(positions),
             "query_starts": starts,
             "context_lens": np.array(contexts),
-            **{table_name(group): tables[requests] for group, tables in enumerate(self.block_tables)},
+            **{
+                table_name(group): tables[requests, : self._widths[group]]
+                for group, tables in enumerate(self.block_tables)
+            },
             "logit_rows": np.concatenate(rows),
         }
         for request, count in zip(requests, counts, strict=True):

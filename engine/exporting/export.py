@@ -22,7 +22,7 @@ from engine.dtypes import WEIGHT_DTYPES
 from engine.exporting import head
 from engine.exporting.complete import complete_or_absent
 from engine.exporting.manifest import CONFIG, DECODER, Graph, Manifest, rank_dir, refuse_static_graph
-from engine.models.checkpoint import Checkpoint, open_tensors
+from engine.models.checkpoint import Checkpoint, open_tensors, text_part
 from engine.models.coded import Coded
 from engine.models.config import DecoderConfig
 from engine.models.families import read_model
@@ -139,7 +139,7 @@ def _open(directory: Path, load_format: str) -> tuple[dict[str, Any], Checkpoint
         return read_export(directory)
     keys = read_json(directory / CONFIG)
     quantizations = read_quantization(keys)
-    keys, tensors = as_in_transformers(keys, open_tensors(directory))
+    keys, tensors = as_in_transformers(*text_part(keys, open_tensors(directory)))
     return keys, Checkpoint(tensors, quantizations)
 
 

@@ -13,7 +13,7 @@ import paddle
 from paddle import Tensor, nn
 from paddle.base.framework import EagerParamBase
 
-from engine.core.cache_groups import table_name
+from engine.core.cache_groups import STATE, table_name
 from engine.exporting.manifest import Graph
 from engine.models.checkpoint import Checkpoint
 from engine.models.decoder import Decoder
@@ -111,7 +111,10 @@ def _dtype_of(array: np.ndarray) -> Any:
 
 def _input_specs(graph: Graph, network: Decoder) -> list[paddle.static.InputSpec]:
     """Return the input specifications: the inputs of a step, followed by the caches."""
-    shapes = network.input_shapes | {table_name(index): (None, None) for index in range(len(graph.cache_groups))}
+    shapes = network.input_shapes | {
+        table_name(index): (None, group.num_parts if group.kind == STATE else None)
+        for index, group in enumerate(graph.cache_groups)
+    }
     step = [
         paddle.static.InputSpec(
             list(shapes.get(name, (None,))), "float32" if name == SPAN_EMBEDDINGS else "int32", name

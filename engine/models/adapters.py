@@ -192,6 +192,8 @@ def _pairs_of(linear: Linear, tensors: dict[str, np.ndarray], form: tuple[int, f
         names = [f"{PREFIX}{part.tensor.removesuffix('weight')}lora_{which}.weight" for which in "AB"]
         if any(name in tensors for name in names):
             _check(part, tensors, names, rank)
+            if rows.kept[1]:  # the rows of the tensor belong to several matrices
+                raise AdapterError(f"tensor {names[0]} belongs to a layer that supports no adapters")
             a, b = (tensors[name] for name in names)
             used.update(names)
             share = np.zeros((rank, columns.size), np.float32)
@@ -202,7 +204,7 @@ def _pairs_of(linear: Linear, tensors: dict[str, np.ndarray], form: tuple[int, f
             for name, array in zip(names, (share, b), strict=True):
                 _check_finite(name, array, dtype)
             yield Pair(linear.weight.name, first, share, b)
-        first += rows.size
+        first += rows.num_rows
     for name in used:  # a packed tensor belongs to several parts
         del tensors[name]
 

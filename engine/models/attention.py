@@ -30,6 +30,7 @@ class AttentionOptions:
     scale: float = 0.0  # attention scores are multiplied by it; 0: by 1 / sqrt(head_dim)
     window: int = 0  # number of positions that a query attends to, including its own; 0: all
     softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: no cap
+    has_gate: bool = False  # the output is multiplied by the sigmoid of a gate, behind the query of each head in q_proj
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Attention:
     norms: tuple[Norm, ...]  # the norm of queries and the norm of keys, or none
     rotary: Rotary
     unrotated: Rotary | None  # zero angles for the attention op, if the heads are rotated before it
+    gate_proj: Linear | None
     o_proj: Linear
     cache: LayerCache
     num_heads: int  # query heads of this rank
@@ -60,11 +62,15 @@ class Attention:
         cache_shape = (-1, 2, kv_heads.size, shard.block_size, head_dim + scale_bytes(shard.cache_dtype))
         group = CacheGroup(SLIDING_WINDOW, options.window) if options.window else CacheGroup(PAGED)
         qkv = _named(parts, options.packed)
+        gates = [("self_attn.q_proj", heads.each(2 * head_dim).part(head_dim, 2 * head_dim))] * options.has_gate
+        if options.has_gate:
+            qkv[0] = "self_attn.q_proj", heads.each(2 * head_dim).part(0, head_dim)
         return cls(
             qkv_proj=Linear.columns(place, "qkv_proj", qkv, config.hidden_size, options.qkv_bias),
             norms=_norms(config, place, options, parts),
             rotary=Rotary.of(rope, config.takes_spans),
             unrotated=Rotary.of(no_rotation()) if options.norms == ROTATED_HEADS else None,
+            gate_proj=Linear.columns(place, "gate_proj", gates, config.hidden_size, False) if gates else None,
             o_proj=Linear.rows(place, "self_attn.o_proj", config.hidden_size, heads.each(head_dim), options.o_bias),
             cache=LayerCache(place.layer, shard.cache_dtype, cache_shape, group=group),
             num_heads=heads.size,
@@ -90,7 +96,7 @@ class Attention:
         scale = options.scale or self.head_dim**-0.5
         limits = {"window": options.window, "softcap": options.softcap}
         out, _ = run.ops.paged_attention(qkv, angles, cache, *rows, table, None, **heads, scale=scale, **limits)
-        return out
+        return run.ops.sigmoid_gate(out, self.gate_proj(run, x)) if self.gate_proj else out
 
     def _wide_norm(self, run: Run, qkv: Tensor, heads: dict[str, int]) -> Tensor:
         """Normalize all queries together and all keys together. The sums of squares are added up over the ranks."""

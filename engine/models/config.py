@@ -7,7 +7,7 @@ Independent of tensors and of Paddle.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -130,16 +130,23 @@ def layer_windows(keys: Mapping[str, Any], slides: Callable[[int], bool]) -> tup
     `layer_types` determines the sliding layers. If config.json does not have it, `slides` does, given a layer's index.
     Raises ModelError for unknown types and a wrong number of layers.
     """
-    num_layers = whole_number(keys, "num_hidden_layers")
-    layer_types = keys.get("layer_types") or [TYPES[slides(layer)] for layer in range(num_layers)]
-    for kind in layer_types:
-        if kind not in TYPES:
-            raise ModelError(f"config.json: layer_types has {kind!r}, supported are {', '.join(map(repr, TYPES))}")
-    if len(layer_types) != num_layers:
-        raise ModelError(f"config.json: layer_types has {len(layer_types)} layers, num_hidden_layers is {num_layers}")
+    layer_types = layer_kinds(keys, TYPES, slides)
     has_window = TYPES[True] in layer_types and keys.get("sliding_window", 4096) is not None
     window = whole_number(keys, "sliding_window", 4096) if has_window else 0
     return tuple(window * (kind == TYPES[True]) for kind in layer_types)
+
+
+def layer_kinds(keys: Mapping[str, Any], kinds: tuple[str, str], is_second: Callable[[int], bool]) -> Sequence[str]:
+    """Return the kind of each layer, one of two: from `layer_types`, or by a layer's index if config.json does not have
+    it. Raises ModelError for unknown kinds and a wrong number of layers."""
+    num_layers = whole_number(keys, "num_hidden_layers")
+    layer_types = keys.get("layer_types") or [kinds[is_second(layer)] for layer in range(num_layers)]
+    for kind in layer_types:
+        if kind not in kinds:
+            raise ModelError(f"config.json: layer_types has {kind!r}, supported are {', '.join(map(repr, kinds))}")
+    if len(layer_types) != num_layers:
+        raise ModelError(f"config.json: layer_types has {len(layer_types)} layers, num_hidden_layers is {num_layers}")
+    return layer_types
 
 
 def _refuse_what_is_not_built(keys: Mapping[str, Any], activations: Collection[str]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from engine.models.attention import Attention
 from engine.models.config import DecoderConfig
 from engine.models.formats import head_format
+from engine.models.gated_delta_net import GatedDeltaNet
 from engine.models.keys import ModelError
 from engine.models.kv_cache import CacheLayout
 from engine.models.latent_attention import LatentAttention
@@ -29,7 +30,7 @@ from engine.models.layers import (
 from engine.models.mlp import GatedMlp, Mlp
 from engine.models.weights import Shard, found_in
 
-Mixer = Attention | LatentAttention
+Mixer = Attention | LatentAttention | GatedDeltaNet
 PRE_NORM = ("input", "", "post_attention", "")
 POST_NORM = ("", "post_attention", "", "post_feedforward")
 

@@ -21,6 +21,7 @@ from engine.models.olmo2 import Olmo2, Olmo3
 from engine.models.phi3 import Phi3
 from engine.models.qwen2 import Qwen2
 from engine.models.qwen3 import Qwen3
+from engine.models.qwen3_5 import Qwen35
 from engine.models.smollm3 import SmolLm3
 from engine.models.starcoder2 import Starcoder2
 
@@ -30,6 +31,8 @@ FAMILIES: dict[str, type[DecoderConfig]] = {
     "ministral": Mistral,
     "qwen2": Qwen2,
     "qwen3": Qwen3,
+    "qwen3_5": Qwen35,
+    "qwen3_5_text": Qwen35,
     "deepseek_v2": DeepseekV2,
     "deepseek_v3": DeepseekV3,
     "kimi_k2": DeepseekV3,

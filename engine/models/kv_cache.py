@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from engine.core.cache_groups import CacheGroup, table_name
+from engine.core.cache_groups import STATE, CacheGroup, table_name
 from engine.dtypes import held_as
 from engine.models.keys import ModelError
 
@@ -44,7 +44,10 @@ MAX_PADDING = 0.05  # fraction of the memory that a layout may leave unused
 
 @dataclass(frozen=True)
 class LayerCache:
-    """The KV cache that one layer needs, and the cache group whose blocks it uses."""
+    """The KV cache that one layer needs, and the cache group whose blocks it uses.
+
+    The shape of a state is its number of lines and the width of a line, f32 (`engine.ops.catalogue_states`).
+    """
 
     layer: int
     dtype: str
@@ -69,15 +72,20 @@ class CacheLayout:
     def of(cls, layers: Sequence[LayerCache]) -> CacheLayout:
         """Divide the layers of each kind into groups of equal size, as few as waste at most MAX_PADDING of the memory.
 
-        Raises ModelError if the caches of the layers differ in size.
+        A state fills as many blocks as it needs. Raises ModelError if the caches of other layers differ in size.
         """
-        by_kind: dict[CacheGroup, list[LayerCache]] = {}
-        for each in layers:
-            by_kind.setdefault(each.group, []).append(each)
+        paged = [each for each in layers if each.group.kind != STATE]
+        if not paged:
+            raise ModelError("models without attention are not supported yet")
         if any(
-            (each.dtype, each.shape, each.axes) != (layers[0].dtype, layers[0].shape, layers[0].axes) for each in layers
+            (each.dtype, each.shape, each.axes) != (paged[0].dtype, paged[0].shape, paged[0].axes) for each in paged
         ):
             raise ModelError("layers whose KV caches differ in size are not supported yet")
+        spec = CacheSpec("kv_cache_0", paged[0].dtype, paged[0].shape, paged[0].axes)
+        by_kind: dict[CacheGroup, list[LayerCache]] = {each.group: [] for each in paged}
+        for each in layers:
+            kind = each.group if each.group.kind != STATE else replace(each.group, num_parts=_num_parts(each, spec))
+            by_kind.setdefault(kind, []).append(each)
         size = _group_size([len(members) for members in by_kind.values()])
         groups: list[CacheGroup] = []
         inputs = {}
@@ -86,10 +94,16 @@ class CacheLayout:
                 for slot, member in enumerate(members[start : start + size]):
                     inputs[member.layer] = f"kv_cache_{slot}", table_name(len(groups))
                 groups.append(kind)
-        caches = [
-            CacheSpec(f"kv_cache_{slot}", each.dtype, each.shape, each.axes) for slot, each in enumerate(layers[:size])
-        ]
+        caches = [replace(spec, name=f"kv_cache_{slot}") for slot in range(size)]
         return cls(tuple(caches), tuple(groups), inputs)
+
+
+def _num_parts(state: LayerCache, spec: CacheSpec) -> int:
+    """Return how many blocks hold the lines of a state. Raises ModelError if a block is smaller than a line."""
+    num_lines, width = state.shape
+    if not (lines_per_block := spec.block_bytes // (4 * width)):
+        raise ModelError(f"a block of {spec.block_size} tokens is smaller than a line of the state: raise BLOCK_SIZE")
+    return -(-num_lines // lines_per_block)
 
 
 def _group_size(counts: Sequence[int]) -> int:

@@ -64,6 +64,8 @@ FAMILIES = (
     FamilySupport("seed_oss", "Seed-OSS"),
     FamilySupport("smollm3", "SmolLM3"),
     FamilySupport("starcoder2", "StarCoder2"),
+    FamilySupport("qwen3_5", "Qwen3.5, Qwen3.6, Qwen3.8, dense models; text only", ONLY_CPUS),
+    FamilySupport("qwen3_5_text", "the same as text-only checkpoints", ONLY_CPUS),
     FamilySupport("deepseek_v2", "DeepSeek V2; so far without experts", ONLY_CPUS, has_int8_cache=False),
     FamilySupport("deepseek_v3", "DeepSeek V3, V3.1, R1; so far without experts", ONLY_CPUS, has_int8_cache=False),
     FamilySupport("kimi_k2", "Kimi K2; so far without experts", ONLY_CPUS, has_int8_cache=False),

@@ -27,6 +27,7 @@ class Share:
     width: int = 1  # rows per head, if this is a share of heads
     paired: int = 0  # rows of a head that are adjacent rotary pairs in the checkpoint, halves in the graph
     unpaired: int = 0  # rows of a head before these
+    kept: tuple[int, int] = (0, 0)  # the rows of each head that the graph has, from the first to below the second
 
     @classmethod
     def whole(cls, count: int) -> Share:
@@ -42,11 +43,22 @@ class Share:
         """Return the share of these rows within a larger tensor of `count` rows, in which they begin at row `start`."""
         return replace(self, count=count, start=start + self.start, stop=start + self.stop)
 
+    def part(self, first: int, end: int) -> Share:
+        """Return the share of which the graph has only the rows from `first` to below `end` of each head."""
+        return replace(self, kept=(first, end))
+
+    @property
+    def num_rows(self) -> int:
+        """Return how many rows the graph has."""
+        return self.size // self.width * (self.kept[1] - self.kept[0]) if self.kept[1] else self.size
+
     def order(self) -> np.ndarray:
-        """Return, for each row of the graph, its index in the rank's part of the checkpoint's tensor, i64 [size]."""
-        if not self.paired:
-            return np.arange(self.size)
+        """Return, for each row of the graph, its index in the rank's part of the checkpoint's tensor."""
         places = np.arange(self.size).reshape(-1, self.width)
+        if self.kept[1]:
+            return places[:, slice(*self.kept)].reshape(-1)
+        if not self.paired:
+            return places.reshape(-1)
         before, pairs, behind = np.split(places, [self.unpaired, self.unpaired + self.paired], axis=1)
         turned = pairs.reshape(-1, self.paired // 2, 2).swapaxes(1, 2).reshape(pairs.shape)
         return np.concatenate([before, turned, behind], axis=1).reshape(-1)
@@ -145,20 +157,21 @@ class Weight:
     def shape(self) -> tuple[int, ...]:
         """Return the shape of the matrix that the graph stores."""
         rows, *inner = self.read_shape
-        return self.of_heads.shape(rows, *inner) if self.of_heads else self.read_shape
+        if self.of_heads:
+            return self.of_heads.shape(rows, *inner)
+        return (sum(part.axes[0].num_rows for part in self.parts), *inner)
 
     @property
     def read_shape(self) -> tuple[int, ...]:
-        """Return the shape of this rank's share of the stacked parts."""
-        first = self.parts[0].rank_shape
-        return (sum(part.rank_shape[0] for part in self.parts), *first[1:])
+        """Return the shape of what is read for it: rows that the graph does not have are left out later."""
+        return (sum(part.rank_shape[0] for part in self.parts), *self.parts[0].rank_shape[1:])
 
     def in_order(self, arrays: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
         """Reorder the rows of the arrays of this weight from the checkpoint's order to that of the graph."""
         if self.of_heads:
             return tuple(self.of_heads.of(array) for array in arrays)
         of_parts = [part.axes[0] for part in self.parts]
-        if not any(rows.paired for rows in of_parts):
+        if not any(rows.paired or rows.kept[1] for rows in of_parts):
             return arrays
         starts = np.cumsum([0, *(rows.size for rows in of_parts[:-1])])
         order = np.concatenate([start + rows.order() for start, rows in zip(starts, of_parts, strict=True)])

@@ -1,0 +1,87 @@
+"""Gated DeltaNet (Yang et al., 2024): the mixer of layers that keep a state of fixed size per request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from engine.core.cache_groups import STATE, CacheGroup
+from engine.models.attention import side_by_side
+from engine.models.config import DecoderConfig
+from engine.models.formats import FORMATS
+from engine.models.keys import ModelError
+from engine.models.kv_cache import LayerCache
+from engine.models.layers import ROWS, Linear, Place, Run, Tensor
+from engine.models.weights import Share, Weight
+from engine.ops.catalogue_states import conv_lines, delta_lines
+
+
+@dataclass(frozen=True)
+class DeltaNetOptions:
+    """Sizes of a family's Gated DeltaNet."""
+
+    num_k_heads: int  # each is shared by num_v_heads / num_k_heads value heads
+    num_v_heads: int
+    head_dim: int
+    num_taps: int  # positions that the convolution reads
+
+
+@dataclass(frozen=True)
+class GatedDeltaNet:
+    """Gated DeltaNet of one layer on one rank: projections, convolution, gated delta rule and gated norm."""
+
+    qkv_proj: Linear
+    z_proj: Linear  # gates of the norm
+    ba_proj: Linear  # beta and decay of each value head
+    conv: Weight
+    a_log: Weight
+    dt_bias: Weight
+    norm: Weight
+    epsilon: float
+    o_proj: Linear
+    cache: LayerCache
+    sizes: DeltaNetOptions  # of this rank
+
+    @classmethod
+    def of(cls, config: DecoderConfig, place: Place, options: DeltaNetOptions) -> GatedDeltaNet:
+        """Build the mixer of the layer at `place`. Raises ModelError if the heads cannot be divided among the ranks."""
+        assert place.layer is not None, "a mixer belongs to a layer"
+        shard, dim, hidden = place.shard, options.head_dim, config.hidden_size
+        if options.num_k_heads % shard.num_ranks:
+            raise ModelError(
+                f"num_ranks (MP_NUM) is {shard.num_ranks}, it must divide linear_num_key_heads, which is"
+                f" {options.num_k_heads}"
+            )
+        k_heads, v_heads = shard.heads(options.num_k_heads), shard.heads(options.num_v_heads)
+        parts = k_heads.each(dim), k_heads.each(dim), v_heads.each(dim)
+        plain = replace(place, shard=replace(shard, format=FORMATS[shard.dtype]))  # decays need more than a few bits
+        gates = [(f"linear_attn.in_proj_{name}", v_heads.each(1)) for name in "ba"]
+        taps = Share.whole(1), Share.whole(options.num_taps)
+        conv = [(f"{name}.weight", (rows, *taps)) for name, rows in side_by_side("linear_attn.conv1d", parts)]
+        num_lines = conv_lines(sum(part.size for part in parts), dim) + delta_lines(k_heads.size, v_heads.size, dim)
+        return cls(
+            Linear.columns(place, "qkv_proj", side_by_side("linear_attn.in_proj_qkv", parts), hidden, False),
+            Linear.columns(place, "z_proj", [("linear_attn.in_proj_z", v_heads.each(dim))], hidden, False),
+            Linear.columns(plain, "ba_proj", gates, hidden, False),
+            place.weight("conv1d.weight", conv),
+            place.weight("A_log", [("linear_attn.A_log", (v_heads.each(1),))]),
+            place.weight("dt_bias", [("linear_attn.dt_bias", (v_heads.each(1),))]),
+            place.weight("delta_norm.weight", [("linear_attn.norm.weight", (Share.whole(dim),))]),
+            config.rms_norm_eps,
+            Linear.rows(place, "linear_attn.out_proj", hidden, v_heads.each(dim), False),
+            LayerCache(place.layer, "float32", (num_lines, dim), ("line", "element"), CacheGroup(STATE)),
+            replace(options, num_k_heads=k_heads.size, num_v_heads=v_heads.size),
+        )
+
+    def __call__(self, run: Run, x: Tensor) -> Tensor:
+        """Compute the rows [T, hidden] without the output projection, which not every row needs."""
+        sizes, (cache, table) = self.sizes, run.cache_of(self.cache.layer)
+        rows = [run.inputs[name] for name in ROWS]
+        weights = [run.params[each.name] for each in (self.a_log, self.dt_bias)]
+        qkv, conv, dim = self.qkv_proj(run, x), run.params[self.conv.name], sizes.head_dim
+        qkv, cache = run.ops.causal_conv(qkv, conv, cache, *rows, table, head_dim=dim)
+        heads = {"num_k_heads": sizes.num_k_heads, "num_v_heads": sizes.num_v_heads, "head_dim": dim}
+        first = conv_lines((2 * sizes.num_k_heads + sizes.num_v_heads) * dim, dim)
+        out, _ = run.ops.gated_delta_rule(
+            qkv, self.ba_proj(run, x), *weights, cache, *rows, table, **heads, first_line=first
+        )
+        return run.ops.gated_rms_norm(out, self.z_proj(run, x), run.params[self.norm.name], epsilon=self.epsilon)
