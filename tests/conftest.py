@@ -1,13 +1,16 @@
 """What every test shares. A test needs what its folder is named after."""
 
 import gc
+import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from engine.exporting.export import ExportOptions, export
+from engine.file_lock import file_lock
 from tests import family_checkpoints
 from tests.checkpoints import FAMILIES, make_checkpoint
 
@@ -31,27 +34,42 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory) -> Callable[[str], Path]:
+def once(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """A folder of this name that the workers of one run share, made by the first that needs it."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+
+    def path(name: str, make: Callable[[Path], object]) -> Path:
+        directory, is_made = folder / name, folder / f"{name}.made"
+        if not is_made.exists():
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            with file_lock(folder / f"{name}.lock", lambda: None):
+                if not is_made.exists():
+                    make(directory)
+                    is_made.touch()
+        return directory
+
+    return path
+
+
+@pytest.fixture(scope="session")
+def checkpoint(once) -> Callable[[str], Path]:
     """The checkpoint of a family, as tests/golden knows it. Do not write into it."""
-    folder = tmp_path_factory.mktemp("checkpoints")
 
     def checkpoint_of(family: str) -> Path:
-        directory = folder / family
         make = make_checkpoint if family in FAMILIES else family_checkpoints.make_checkpoint
-        return directory if directory.exists() else make(directory, family)
+        return once(f"checkpoints/{family}", lambda directory: make(directory, family))
 
     return checkpoint_of
 
 
 @pytest.fixture(scope="session")
-def exported(tmp_path_factory, checkpoint) -> Callable[..., Path]:
-    """The exported model of a family, with these options of the export."""
-    folder = tmp_path_factory.mktemp("exported")
+def exported(once, checkpoint) -> Callable[..., Path]:
+    """The exported model of a family, with these options of the export. Do not write into it."""
 
-    def make(family: str, **options) -> Path:
-        directory = folder / "-".join([family, *map(str, options.values())])
-        if not directory.exists():
-            export(checkpoint(family), directory, ExportOptions(**options))
-        return directory
+    def exported_as(family: str, **options) -> Path:
+        make = partial(export, checkpoint(family), options=ExportOptions(**options))
+        name = "-".join([family, *(f"{name}_{value}" for name, value in sorted(options.items()))])
+        return once(f"exported/{name}", lambda directory: make(out_dir=directory))
 
-    return make
+    return exported_as

@@ -16,8 +16,6 @@ from engine.executors.drafting import DraftingExecutor
 from tests.pure.counting_executor import CountingExecutor, answer
 
 NUM_REQUESTS = 24
-
-
 MAX_DRAFTS = 4
 
 
@@ -197,7 +195,7 @@ def live(world, drops):
 
 @pytest.mark.parametrize("how", ["one token", "drafts", "ahead", "drafts ahead"])
 @pytest.mark.parametrize("caching", [True, False], ids=["cache", "no cache"])
-@pytest.mark.parametrize("block_ratio", [0.01, 0.3, 0.75, 0.99, 1, 2])
+@pytest.mark.parametrize("block_ratio", [0.01, 0.3, 0.99, 1])
 def test_every_request_ends_once_with_its_own_tokens(block_ratio, caching, how):
     num_preemptions = num_cached = num_accepted = num_forks = num_apart = num_ahead = num_brought_back = 0
     for seed in range(12):
@@ -213,7 +211,7 @@ def test_every_request_ends_once_with_its_own_tokens(block_ratio, caching, how):
         num_ahead += world.num_ahead
         num_brought_back += world.num_brought_back
     # With the worst case reserved no request is preempted, nor with one request at a time; else some must have been.
-    assert num_preemptions > 0 if block_ratio in (0.75, 0.99) else num_preemptions == 0 or block_ratio == 0.3
+    assert num_preemptions > 0 if block_ratio == 0.99 else num_preemptions == 0 or block_ratio == 0.3
     assert (num_cached > 0) == caching
     assert (num_brought_back > 5) == caching
     assert (num_accepted > 0) == ("drafts" in how)

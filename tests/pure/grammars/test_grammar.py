@@ -89,7 +89,7 @@ def test_of_4096_texts_each_can_be_the_answer_and_nothing_else(guided, tokenizer
     texts = ["".join(rng.choices(alphabet, k=length)) for _ in range(MAX_CHOICES // 2)]
     texts += [text[: rng.randrange(4, length)] for text in texts]
     request = a_request("a", "guided_choice", texts)
-    for text in texts:
+    for text in texts[:: MAX_CHOICES // 256]:  # the wholes and the beginnings of others
         whole, part = tokenizer.encode(text), tokenizer.encode(text[:3])
         assert may_begin(guided, request, [*whole, EOS_ID])
         assert not may_begin(guided, request, [*part, EOS_ID])

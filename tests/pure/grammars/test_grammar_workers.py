@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -225,6 +226,13 @@ def an_answer(tokenizer, made, disturb=lambda: None, **settings):
     return without_stop_ids(guided)
 
 
+@lru_cache
+def undisturbed(tokenizer):
+    """What every disturbed `an_answer` must come to."""
+    with grammars() as made:
+        return an_answer(tokenizer, made)
+
+
 def without_stop_ids(guided):
     """Which of several ends an answer depends on where it went on."""
     return {name: each[:-1] for name, each in guided.token_ids.items() if name != "free"}
@@ -234,15 +242,13 @@ def without_stop_ids(guided):
 def test_answers_are_the_same_when_their_workers_are_killed(tokenizer, method, monkeypatch):
     monkeypatch.setattr(compiler, "MAX_LOSSES", 1000)
     with grammars() as made:
-        expected = an_answer(tokenizer, made, speculate_method=method)
         turns = iter(range(10**9))
         kill = lambda: next(turns) % 20 or signal_workers(made, signal.SIGKILL)  # noqa: E731
-        assert an_answer(tokenizer, made, kill, speculate_method=method) == expected
+        assert an_answer(tokenizer, made, kill, speculate_method=method) == undisturbed(tokenizer)
 
 
 def test_answers_are_the_same_when_the_fork_server_is_killed(tokenizer):
     with grammars() as made:
-        expected = an_answer(tokenizer, made)
         deaths = iter([5, 40])
         turns = iter(range(10**9))
         at = [next(deaths)]
@@ -252,14 +258,14 @@ def test_answers_are_the_same_when_the_fork_server_is_killed(tokenizer):
                 os.kill(server_pid(made), signal.SIGKILL)
                 at[0] = next(deaths, -1)
 
-        assert an_answer(tokenizer, made, kill) == expected
+        assert an_answer(tokenizer, made, kill) == undisturbed(tokenizer)
         assert at == [-1]
 
 
 def test_an_answer_whose_mask_is_late_is_left_out_of_steps_until_it_comes(tokenizer):
     """Its worker is stopped; others go on, and its tokens are the same."""
     with grammars() as made:
-        expected = an_answer(tokenizer, made)
+        expected = an_answer(tokenizer, made)  # so that every worker runs already
         guided = Guided(tokenizer, grammars=made)
         for seed in range(6):
             guided.loop.add(a_request(f"{seed}", "guided_json", random_schema(seed), seed=seed, forks=1))
@@ -280,8 +286,8 @@ def test_an_answer_whose_mask_is_late_is_left_out_of_steps_until_it_comes(tokeni
 
 
 def test_a_worker_that_hangs_is_replaced(tokenizer, monkeypatch):
+    expected = undisturbed(tokenizer)
     with grammars() as made:
-        expected = an_answer(tokenizer, made)
         monkeypatch.setattr(compiler, "HUNG_S", 0.3)
         stop = iter([*[lambda: None] * 10, lambda: signal_workers(made, signal.SIGSTOP)])
         assert an_answer(tokenizer, made, lambda: next(stop, lambda: None)()) == expected
@@ -315,10 +321,10 @@ def test_a_grammar_whose_workers_always_end_is_refused():
 def test_with_late_workers_and_no_rows_left_a_step_has_rows_of_its_own(tokenizer, monkeypatch):
     monkeypatch.setattr(pool, "ROWS_OF_ANSWER", 1)
     with grammars(batch_size=6) as made:
-        expected = an_answer(tokenizer, made, batch_size=6)
         signals = [signal.SIGSTOP, *[0] * 20, signal.SIGCONT]
         steps = iter([*[0] * 10, *signals * 3])
-        assert an_answer(tokenizer, made, lambda: signal_workers(made, next(steps, 0)), batch_size=6) == expected
+        disturb = lambda: signal_workers(made, next(steps, 0))  # noqa: E731
+        assert an_answer(tokenizer, made, disturb, batch_size=6) == undisturbed(tokenizer)
 
 
 def no_tokenizer():

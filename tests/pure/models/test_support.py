@@ -24,6 +24,8 @@ PROMPT = list(range(3, 11))
 LARGEST_ERROR = {"float32": 0.0, "bfloat16": 0.03, "weight_only_int8": 0.08, "a8w8": 0.08}
 LARGEST_ERROR |= {"weight_only_int4": 0.5, "weight_only_int4_g32": 0.5, "weight_only_fp8": 0.2, True: 0.03}
 ON_CPUS = [each for each in support.PRECISIONS if each.devices[0] == RUN]
+[INT8] = [each for each in ON_CPUS if each.option[1] == "weight_only_int8"]
+QUICK = [*((name, INT8) for name in FAMILIES), *(("gemma3_text", each) for each in ON_CPUS if each is not INT8)]
 
 
 def model_types(golden):
@@ -79,9 +81,7 @@ def test_float16_is_refused_on_cpus(a_checkpoint):
         options_of(Config(dtype="float16", device="cpu"), a_checkpoint)
 
 
-@pytest.mark.parametrize("precision", ON_CPUS, ids=lambda each: each.stored)
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_every_family_computes_with_every_precision_on_a_cpu(model_type, precision, exported):
+def assert_computes(model_type, precision, exported):
     [row] = [each for each in support.FAMILIES if each.model_type == model_type]
     if precision.option == ("int8_cache", True) and not row.has_int8_cache:
         pytest.skip("test_latent_models.py expects the refusal")
@@ -93,6 +93,12 @@ def test_every_family_computes_with_every_precision_on_a_cpu(model_type, precisi
     )
     assert np.isfinite(found).all()
     assert np.abs(found - wanted).mean() <= LARGEST_ERROR[precision.option[1]] * wanted.std()
+
+
+@pytest.mark.parametrize(("model_type", "precision"), QUICK, ids=lambda each: getattr(each, "stored", each))
+def test_every_family_computes_in_eight_bits_on_a_cpu_and_one_with_every_precision(model_type, precision, exported):
+    """All others are in tests/engines."""
+    assert_computes(model_type, precision, exported)
 
 
 @pytest.mark.parametrize("precision", ON_CPUS, ids=lambda each: each.stored)
